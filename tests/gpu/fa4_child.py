@@ -99,6 +99,9 @@ CASES = {
         M.KeyPadding(np.array([20, 0])), 72, keys=100, queries=3000
     ),
     "one tile of keys, few queries": CompileCase(head_dim=64, keys=77, queries=60),
+    "few keys": CompileCase(head_dim=128, keys=300, queries=3000),
+    "few keys, head dim 72": CompileCase(head_dim=72, keys=700, queries=5000),
+    "few keys, the last split": CompileCase(head_dim=64, keys=3000, queries=5000),
     "few queries, head dim 128": CompileCase(head_dim=128, queries=128),
     "short rows, window": CompileCase(M.LocalWindow(60, 0), 128, 2, 3000, queries=3000),
     "head dim 256, block window": CompileCase(M.BlockSlidingWindow(64, 2), 256),

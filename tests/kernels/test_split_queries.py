@@ -301,10 +301,10 @@ def test_only_kernels_that_maxattn_launches_are_split(
     monkeypatch.setattr(primitives, "fa4_backward", plain)
     kernel, x = (
         Fa4(1.0, launched=launched, sms=78),
-        jnp.zeros((1, 4096, 12, 128), "bfloat16"),
+        jnp.zeros((1, 5000, 12, 128), "bfloat16"),
     )
-    stats, whole = jnp.zeros((1, 12, 4096)), PieceInputs.whole(x, x, x, None)
-    causal = replace(whole, piece=Piece(0, 4096, 0, 4096, None, 0))
+    stats, whole = jnp.zeros((1, 12, 5000)), PieceInputs.whole(x, x, x, None)
+    causal = replace(whole, piece=Piece(0, 5000, 0, 5000, None, 0))
     for inputs in (whole, causal):
         kernel.piece_backward(inputs, Rows(x, stats, x, stats))
     assert asked == ([78] if launched else [])

@@ -64,6 +64,7 @@ from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.fa4 import (
     band_lists,
     block_sparse,
+    first_writes,
     fold_groups,
     key_lengths,
     one_key_tile,
@@ -254,7 +255,7 @@ def _flash_backward(call: Call, seen: Seen, width: int, device: Device, lists: b
         -(-call.kv_len // tile.keys), call.batch * call.heads, -(-call.q_len // tile.queries), sms
     )
     sizes = shapes_of(call)
-    tail = split_queries.tail_of(of_tiles) if one else split_queries.tail_for(*sizes, sms)
+    tail = split_queries.tail_of(of_tiles) if one else first_writes.tail_for(*sizes, sms)
     if tail is None:
         return found
     share = of_tiles.cost(tail) / of_tiles.lasts(of_tiles.tiles)

@@ -3,6 +3,7 @@
 A backward of float32 sums, FlashAttention-4's and cuDNN's, is three launches: the first reads out
 and dout and writes zeros, the second adds dQ to them, and the last reads the sums. tokamax writes
 each gradient once, and reads out and dout before; so does FlashAttention-4 over one tile of keys.
+Over some more it writes no zeros.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from maxattn.call import Call
 from maxattn.devices import DEVICES, SMS, Device
 from maxattn.kernels.auto.copies import copies, entries, seen_shares
 from maxattn.kernels.auto.tile_work import has_ids, has_lengths_alone
-from maxattn.kernels.fa4 import one_key_tile
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, shapes_of
+from maxattn.kernels.fa4 import first_writes, one_key_tile
+from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, shapes_of, whole_tile
 
 FORWARD, BACKWARD = "forward", "backward"
 NAMED = DEVICES["NVIDIA H200"]
@@ -93,7 +94,8 @@ def _one_key_tile(call: Call, sms: int) -> Moved:
 def _summed(kernel: str, call: Call) -> Moved:
     (queries, keys), seen = _seen(kernel, BACKWARD, call), seen_shares(kernel, BACKWARD, call)
     of_queries, of_keys = (x * share for x, share in zip(_sums(kernel, call), seen, strict=True))
-    beside, main = 3 * queries + 2 * of_queries, 2 * (queries + of_queries) + 4 * keys
+    zeros = 0.0 if kernel == "flash" and first_writes.takes_call(call) else of_queries
+    beside, main = 3 * queries + of_queries + zeros, 2 * queries + of_queries + zeros + 4 * keys
     if call.heads == call.kv_heads:
         return Moved(beside, main)
     each = of_keys * call.kv_heads / call.heads
@@ -112,7 +114,8 @@ def _sums(kernel: str, call: Call) -> tuple[float, float]:
 
     FlashAttention-4 pads both to whole tiles.
     """
-    tile = backward_tile(call.head_dim, call.q_len) if kernel == "flash" else Tile(1, 1)
+    tile_of = whole_tile if call.mask.is_full else backward_tile
+    tile = tile_of(call.head_dim, call.q_len) if kernel == "flash" else Tile(1, 1)
     wide, lanes = -(-call.head_dim // ROUND) * ROUND, call.batch * call.heads
     queries, keys = (
         4.0 * lanes * wide * -(-length // size) * size

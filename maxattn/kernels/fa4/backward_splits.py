@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from maxattn.call import Call
 from maxattn.kernels.fa4 import (
+    first_writes,
     fold_groups,
     key_lengths,
     one_key_tile,
     split_lists,
-    split_queries,
 )
 from maxattn.kernels.fa4.tile_sizes import shapes_of
 from maxattn.kernels.fused import masks
@@ -26,7 +26,7 @@ def is_split(call: Call, sms: int) -> bool:
     if one_key_tile.takes_call(taken):
         return one_key_tile.splits_for(shapes[0], sms) > 1
     if call.mask.is_full:
-        return split_queries.tail_for(*shapes, sms) is not None
+        return first_writes.tail_for(*shapes, sms) is not None
     if not (terms.positions or terms.rest):
         return key_lengths.splits_for(*shapes, sms) > 1
     return split_lists.splits_for_call(call, *shapes, sms) > 1

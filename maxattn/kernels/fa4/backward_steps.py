@@ -107,7 +107,7 @@ class Launches:
             split.
         """
         heads, floats, q = library()._QKV_SPEC, library()._F32_SPEC, given.q
-        grads = _grads_of(given, start, splits)
+        grads = grads_of(given.k, start, splits)
         launch = split_launch(str(q.dtype), q.shape[3], self._scale, q.shape[0], splits)
         return self._call(
             run_splits,
@@ -147,9 +147,9 @@ def _config(scale: float) -> Any:
     return settings(False, False, (None, None), scale, None, "cute", False, False)
 
 
-def _grads_of(given: BackwardOperands, start: int, splits: int) -> list[jax.ShapeDtypeStruct]:
+def grads_of(k: Array, start: int, splits: int) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes of dK and dV before key `start`, if any, and of those of the splits."""
-    batch, length, *rest = given.k.shape
-    whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (given.k, given.v)] if start else []
-    split = jax.ShapeDtypeStruct((splits * batch, length - start, *rest), given.k.dtype)
+    batch, length, *rest = k.shape
+    whole = [jax.ShapeDtypeStruct(k.shape, k.dtype)] * (2 if start else 0)
+    split = jax.ShapeDtypeStruct((splits * batch, length - start, *rest), k.dtype)
     return [*whole, split, split]

@@ -36,14 +36,13 @@ from maxattn.kernels.fa4 import (
     key_lengths,
     launch_lines,
     mask_inputs,
-    one_key_tile,
     primitives,
     ring_waves,
     split_keys,
     split_keys_forward,
     split_keys_lists,
     split_lists,
-    split_queries,
+    whole_backward,
     windows,
 )
 from maxattn.kernels.fa4.fold_rows import with_rows_folded
@@ -54,7 +53,6 @@ from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import (
     backward_tile,
-    narrow_tile,
     shapes_of,
     takes_lists,
 )
@@ -346,15 +344,13 @@ class Fa4(Fused):
             return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale, splits))
         if self.launched and fold_groups.pays_for(inputs):
             return fold_groups.with_groups_folded(self.piece_backward, inputs, rows)
-        if self.launched and one_key_tile.takes(inputs):
-            return one_key_tile.backward(inputs, rows, self.scale, self.sms)
         if inputs.has_lengths_alone:
             run = partial(primitives.fa4_backward_lengths, scale=self.scale)
             if self.launched:
                 run = partial(key_lengths.backward, scale=self.scale, sms=self.sms)
             return with_batch_folded(run, inputs, rows)
         if inputs.is_whole and self.launched:
-            return self._whole_backward(inputs, rows)
+            return whole_backward.backward(inputs, rows, self.scale, self.sms)
         cut, window = windows.shortened(inputs)
         rows = windows.shortened_rows(rows, cut.q.shape[1])
         grads = with_batch_folded(
@@ -363,14 +359,6 @@ class Fa4(Fused):
             shared=_ends(cut),
         )
         return windows.lengthened_grads(grads, inputs)
-
-    def _whole_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) over all pairs, launched here."""
-        tile = narrow_tile(inputs.q.shape[3], inputs.q.shape[1])
-        if tile is None:
-            return split_queries.backward(inputs, rows, self.scale, self.sms)
-        narrow = block_sparse.TilePass(tile, self.scale)
-        return with_batch_folded(partial(block_sparse.backward, tiles=narrow), inputs, rows)
 
 
 def _of_batch(inputs: PieceInputs) -> tuple[Any, ...]:

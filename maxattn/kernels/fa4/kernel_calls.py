@@ -127,6 +127,41 @@ def run_one_key_tile(stream: Any, launch: Launch, given: BackwardOperands, ends:
     launch.kernel(given.q, given.k, given.v, *rows, *grads, scale, **settings)
 
 
+def run_first_writes(
+    stream: Any,
+    launch: Any,
+    given: BackwardOperands,
+    zeros: Any,
+    dq: Any,
+    flags: Any,
+    *grads: Any,
+):
+    """Launch a backward whose first tile of keys writes dQ.
+
+    Args:
+        stream: of the launch.
+        launch: a `FirstWritesLaunch`.
+        given: without sums.
+        zeros: what the flags begin as, in the same memory.
+        dq, flags: sums in float32; whether a tile of queries has those of the first tile of keys.
+        grads: dk and dv; where some keys go in splits, before those of these.
+    """
+    scale, rows = import_module("cutlass").Float32(launch.scale), given[3:6]
+    k, v, (*whole, dk, dv) = given.k, given.v, grads
+    if launch.last is None:
+        first = k, v, dk, dv
+    else:
+        last = dk.shape[1]
+        start = k.shape[1] - last
+        first = [_keys(x, 0, start) for x in (k, v, *whole)]
+    launch.first(
+        given.q, *first[:2], *rows, dq, *first[2:], scale, mdQ_semaphore=flags, stream=stream
+    )
+    if launch.last is not None:
+        left = _keys(k, start, last), _keys(v, start, last)
+        launch.last(given.q, *left, *rows, dq, dk, dv, scale, stream=stream)
+
+
 def run_block(stream: Any, made: Any, key_range: Any, given: BlockOperands, dq: Any, grads: Any):
     """Launch the library's backward on a part of a block of keys; its gradients go where it is."""
     blocks = given.keys, grads

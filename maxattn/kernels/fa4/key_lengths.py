@@ -3,7 +3,7 @@
 The forward's kernel ends its loop at a batch row's length. The backward gets block-sparse lists: a
 tile of keys visits all queries or none, and only the tile that a length cuts is tested. Few keys
 have few such tiles, which would leave most SMs idle: their backward is split over the queries, as
-it is over all pairs (split_queries.py).
+it is over all pairs (split_queries.py). One tile of keys has a kernel of its own (one_key_tile.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from maxattn.kernels.base import Grads, Result, Rows
-from maxattn.kernels.fa4 import block_sparse
+from maxattn.kernels.fa4 import block_sparse, one_key_tile
 from maxattn.kernels.fa4.block_sparse import TilePass
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
 from maxattn.kernels.fa4.forward_tiles import tile_over_all
@@ -43,6 +43,8 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
         scale: multiplies the scores.
         sms: streaming multiprocessors (SMs) of the GPU.
     """
+    if one_key_tile.takes(inputs):
+        return one_key_tile.backward(inputs, rows, scale, sms)
     q, k, lengths = inputs.q, inputs.k, _lengths(inputs)
     tile, splits = backward_tile(q.shape[3], q.shape[1]), 1
     if knows_rows():

@@ -13,7 +13,6 @@ from maxattn.kernels.fa4.cute_packages import library_backward, library_forward
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.mask_mod_rows import pair_test
-from maxattn.kernels.fa4.one_key_tile_kernel import one_key_tile_class
 from maxattn.kernels.fa4.score_mod import BiasAxes, bias_adder
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
 from maxattn.kernels.fa4.split_lists_kernel import split_lists_backward, split_lists_forward
@@ -125,7 +124,7 @@ class BackwardLaunches(NamedTuple):
 @lru_cache(maxsize=256)
 def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     """Make the backward, likewise, with the settings that the library has for this tile."""
-    lib, plan, scale = library(), _plan_of(spec), spec.scale
+    lib, plan, scale = library(), plan_of(spec), spec.scale
     settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
     # The library hides what stands past the last key by itself.
     kernel_class = backward_class(spec.order) if spec.adds is None else library_backward()
@@ -135,15 +134,15 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     kind, head_dim, *_ = spec.operands
     made = lib._get_bwd_pre(kind, head_dim, head_dim, spec.tile.queries)
     before = lib._aux_static("pre", made, scale)
-    after = partial(_after, spec, plan)
+    after = partial(after_backward, spec, plan)
     ends = after("post", "dq", scale), after("post_k", "dkv", scale), after("post_v", "dkv", None)
     return BackwardLaunches(spec.tile, before, Launch(kernel, scale), *ends)
 
 
-def _plan_of(spec: LaunchSpec) -> Any:
+def plan_of(spec: LaunchSpec) -> Any:
     """Return the library's plan of a backward on this tile."""
-    plan_of = partial(library()._bwd_plan, *spec.operands, False)
-    plans = [plan_of(window, HOPPER) for window in (False, True)]
+    of_window = partial(library()._bwd_plan, *spec.operands, False)
+    plans = [of_window(window, HOPPER) for window in (False, True)]
     if spec.head_dim <= 64 and spec.tile == SHORT_BACKWARD:
         # The library has this tile for longer heads, with settings that fit these.
         settings = library()._bwd_cfg_sm90(96, 96, False, False)
@@ -152,7 +151,8 @@ def _plan_of(spec: LaunchSpec) -> Any:
     return next(fits)
 
 
-def _after(spec: LaunchSpec, plan: Any, name: str, which: str, scale: float | None) -> Any:
+def after_backward(spec: LaunchSpec, plan: Any, name: str, which: str, scale: float | None) -> Any:
+    """Make what turns the float32 sums of `which`, "dq" or "dkv", into a gradient."""
     lib, (kind, head_dim, *_) = library(), spec.operands
     made = lib._get_bwd_post(kind, head_dim, *lib._bwd_post_params(plan, HOPPER, which))
     return lib._aux_static(name, made, scale)
@@ -179,40 +179,3 @@ def split_launch(dtype: str, head_dim: int, scale: float, batch: int, splits: in
 def _whole_plan(dtype: str, head_dim: int) -> Any:
     """Return the library's plan of a backward over all pairs."""
     return library()._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
-
-
-# ---- the backward over one tile of keys ----------------------------------------------------------
-
-
-class OneKeyTile(NamedTuple):
-    """Say for what a backward over one tile of keys is compiled, beside its operands.
-
-    Args:
-        batch: rows.
-        splits: of the queries.
-        has_lengths: whether batch rows have lengths of keys.
-    """
-
-    batch: int
-    splits: int
-    has_lengths: bool
-
-
-class OneKeyTileLaunches(NamedTuple):
-    """Hold what runs in a backward over one tile of keys: before it, and itself."""
-
-    tile: Tile
-    before: Any
-    main: Launch
-
-
-@lru_cache(maxsize=256)
-def one_key_tile_launches(
-    dtype: str, head_dim: int, scale: float, tile: Tile, kind: OneKeyTile
-) -> OneKeyTileLaunches:
-    """Make a backward over one tile of keys."""
-    lib, spec = library(), LaunchSpec(dtype, head_dim, 1, scale, tile, Order(), None, arrays=0)
-    settings = lib._sm90_bwd_kwargs(_plan_of(spec).sm90, False, False)
-    kernel = one_key_tile_class(*kind)(*spec.operands, **settings)
-    made = lib._get_bwd_pre(spec.operands[0], head_dim, head_dim, tile.queries)
-    return OneKeyTileLaunches(tile, lib._aux_static("pre", made, scale), Launch(kernel, scale))

@@ -9,18 +9,25 @@ from maxattn.kernels.fa4 import (
     band,
     band_lists,
     block_sparse,
+    first_writes,
     fold_groups,
     key_lengths,
     mask_inputs,
     one_key_tile,
     split_keys_lists,
     split_lists,
-    split_queries,
 )
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.forward_tiles import tile_over_all
 from maxattn.kernels.fa4.split_keys import KeySplits
-from maxattn.kernels.fa4.tile_sizes import Dims, backward_tile, narrow_tile, shapes_of
+from maxattn.kernels.fa4.tile_sizes import (
+    Dims,
+    Tile,
+    backward_tile,
+    narrow_tile,
+    shapes_of,
+    whole_tile,
+)
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import pieces
 
@@ -32,7 +39,7 @@ def lists_line(call: Call) -> str:
     lengths, mask = (call.q_len, call.kv_len), mask_inputs.positions(call.mask)
     rows = mask_inputs.own_rows(call)
     tile = mask_inputs.tile_of(mask, shapes_of(call)[0], call.kv_len, call.sharded, rows > 0)
-    what = f"block-sparse lists of {tile.queries}x{tile.keys} tiles"
+    what = f"block-sparse lists of {_tiles(tile)}"
     if rows:
         each = "for each batch row" if rows > 1 else "for all batch rows"
         return f"{what}, made on the device from the mask's arrays {each}"
@@ -73,7 +80,7 @@ def whole_line(call: Call) -> str:
 def tile_line(call: Call) -> str:
     """Say how large the tiles of the forward over all pairs are."""
     tile = tile_over_all(*shapes_of(call))
-    return f"{tile.queries}x{tile.keys} tiles"
+    return _tiles(tile)
 
 
 def lists_lines(call: Call, sms: int) -> tuple[str, str]:
@@ -103,14 +110,18 @@ def split_lists_lines(call: Call, sms: int) -> tuple[str, str]:
 
 def _backward_lists(call: Call, splits: int) -> str:
     tile = backward_tile(call.head_dim, call.q_len)
-    return f"block-sparse lists of {tile.queries}x{tile.keys} tiles{_splits(splits, 'queries')}"
+    return f"block-sparse lists of {_tiles(tile)}{_splits(splits, 'queries')}"
 
 
 def _one_key_tile_line(call: Call, sms: int) -> str:
     queries, _ = shapes_of(call)
     tile, splits = one_key_tile.tile_for(queries), one_key_tile.splits_for(queries, sms)
-    what = f"{tile.queries}x{tile.keys} tiles; the keys are one tile, and dQ is written once"
+    what = f"{_tiles(tile)}; the keys are one tile, and dQ is written once"
     return what + _splits(splits, "queries")
+
+
+def _tiles(tile: Tile) -> str:
+    return f"{tile.queries}x{tile.keys} tiles"
 
 
 def _splits(splits: int, over: str) -> str:
@@ -150,10 +161,15 @@ def split_line(call: Call, sms: int) -> str:
     taken, folds = fold_groups.call_of(call), fold_groups.line(call)
     if one_key_tile.takes_call(taken):
         return _one_key_tile_line(taken, sms) + folds
-    if (tile := narrow_tile(taken.head_dim, taken.q_len)) is not None:
-        return f"{tile.queries}x{tile.keys} tiles{folds}"
-    tail = split_queries.tail_for(*shapes_of(taken), sms)
-    return OWN + folds + ("" if tail is None else f"; {tail.line}")
+    tail, what = first_writes.tail_for(*shapes_of(taken), sms), OWN
+    tile = whole_tile(taken.head_dim, taken.q_len)
+    if first_writes.takes_call(taken):
+        what = (
+            f"{tile.queries}x{tile.keys} tiles; the first tile of keys writes dQ, others add to it"
+        )
+    elif narrow_tile(taken.head_dim, taken.q_len) is not None:
+        what = f"{tile.queries}x{tile.keys} tiles"
+    return what + folds + ("" if tail is None else f"; {tail.line}")
 
 
 def band_line(call: Call) -> str:

@@ -23,7 +23,7 @@ from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_before, run_one_key_tile
-from maxattn.kernels.fa4.launch import OneKeyTile, one_key_tile_launches
+from maxattn.kernels.fa4.launch_few_keys import OneKeyTile, one_key_tile_launches
 from maxattn.kernels.fa4.one_key_tile_kernel import knows_launch
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.split_queries import BackwardWork, tail_of
@@ -92,7 +92,7 @@ def _backward(inputs: PieceInputs, rows: Rows, *, scale: float, sms: int) -> Gra
     made = one_key_tile_launches(str(q.dtype), q.shape[3], scale, tile_for(q.shape), kind)
     arrays = q, inputs.k, inputs.v, rows.out, rows.dout
     q, k, v, out, dout = (widened(x) for x in arrays)
-    delta, lse = _before(made.before, (out, dout, rows.lse), made.tile)
+    delta, lse = before(made.before, (out, dout, rows.lse), made.tile)
     ends = () if lengths is None else (lengths.astype(jnp.int32),)  # pyright: ignore
     dq, dk, dv = _main(made.main, BackwardOperands(q, k, v, dout, lse, delta, None), ends, splits)
     if splits > 1:
@@ -100,7 +100,8 @@ def _backward(inputs: PieceInputs, rows: Rows, *, scale: float, sms: int) -> Gra
     return Grads(dq, dk, dv)
 
 
-def _before(made: Any, operands: tuple[Array, ...], tile: Tile) -> list[Array]:
+def before(made: Any, operands: tuple[Array, ...], tile: Tile) -> list[Array]:
+    """Return delta and the LSE in base 2, in whole tiles of queries, from (out, dout, lse)."""
     lib, (b, t, n, _) = library(), operands[0].shape
     stats = jax.ShapeDtypeStruct((b, n, -(-t // tile.queries) * tile.queries), jnp.float32)
     return import_module("cutejax").call(

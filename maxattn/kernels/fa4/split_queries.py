@@ -157,11 +157,11 @@ def _in_splits(operands: Operands, scale: float, tail: SplitTail) -> Grads:
     # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
     dq, *found = jax.lax.optimization_barrier(launches.split(given, start, tail.splits))
     *whole, dk, dv = found
-    dk, dv = _joined(whole, [summed_splits(x, batch) for x in (dk, dv)], start)
+    dk, dv = joined(whole, [summed_splits(x, batch) for x in (dk, dv)], start)
     return Grads(launches.last(dq, q), dk, dv)
 
 
-def _joined(whole: list[Array], last: list[Array], start: int) -> list[Array]:
+def joined(whole: list[Array], last: list[Array], start: int) -> list[Array]:
     """Put the gradients of the last keys behind those of the keys before `start`."""
     if not start:
         return last

@@ -1,4 +1,4 @@
-"""FlashAttention-4's backward over keys that are one tile, against float64 on a GPU."""
+"""FlashAttention-4's backwards over one tile of keys, and over several, against float64."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels.base import Grads
+from maxattn.kernels.fa4 import first_writes
 from tests.cases import judge
 from tests.gpu.test_block_sparse_on_gpu import skip_without_block_sparse
 from tests.reference import attention64, error
@@ -31,6 +32,13 @@ class Case(NamedTuple):
     kv_heads: int = 0
     mask: M.Mask = M.Full()
     dtype: str = "bfloat16"
+
+
+@pytest.fixture(autouse=True)
+def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take backwards over several tiles of keys whose zeros are too few to count."""
+    monkeypatch.setattr(first_writes, "LEAST", 0)
+    monkeypatch.setattr(first_writes, "LEAST_OF_TILE", 0)
 
 
 FLAGS = np.random.default_rng(5).random((3, 100)) < 0.5
@@ -57,6 +65,29 @@ CASES += [
     Case(30, 77, 64, 8, 2),
     Case(30, 77, 128, 8, 2, M.KeyPadding(np.array([0, 77, 20]))),
 ]
+
+
+# Several tiles of keys: of all of which the queries are split, of the last ones, or of none.
+CASES += [
+    Case(t, s, h, heads=heads, dtype=dtype)
+    for h, dtype in (
+        (40, "float16"),
+        (64, "bfloat16"),
+        (72, "bfloat16"),
+        (96, "float16"),
+        (104, "bfloat16"),
+        (128, "bfloat16"),
+    )
+    for t, s, heads in (
+        (700, 129, 3),
+        (60, 300, 50),
+        (2000, 257, 2),
+        (500, 512, 48),
+        (1500, 1500, 5),
+        (900, 4096, 2),
+    )
+]
+CASES += [Case(200, 700, h, 8, 2) for h in (64, 128)]
 
 
 def operands(case: Case) -> list[jax.Array]:
@@ -88,7 +119,9 @@ def test_against_float64(case: Case) -> None:
     check(case, given, jax.jit(partial(grads, case))(*given))
 
 
-@pytest.mark.parametrize("case", [Case(700, 77, 64), Case(300, 50, 128)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(700, 77, 64), Case(300, 50, 128), Case(300, 500, 128, 30)], ids=str
+)
 def test_under_vmap(case: Case) -> None:
     skip_without_block_sparse()
     given = operands(case)
@@ -110,3 +143,15 @@ def test_scores_far_below_zero(case: Case) -> None:
     q, k, v, dout = operands(case)
     given = [6 * jnp.abs(q), -6 * jnp.abs(k), v, dout]
     check(case, given, jax.jit(partial(grads, case))(*given))
+
+
+@pytest.mark.parametrize("case", [Case(1100, 256, 128, 40), Case(4096, 200, 64, 60)], ids=str)
+def test_the_second_tile_adds_to_what_the_first_has_written(case: Case) -> None:
+    """A sum of two is the same in either order, but not where the first is written over it."""
+    skip_without_block_sparse()
+    given = operands(case)
+    run = jax.jit(partial(grads, case))
+    first = run(*given)
+    check(case, given, first)
+    for _ in range(40):
+        assert (run(*given).dq == first.dq).all()
