@@ -50,6 +50,7 @@ def by_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         flash=(0.3, 0.5), cudnn=(0.2, 0.9), tokamax_flash=(0.25, 1.0), dot_product=(0.1, 0.1)
     )
     monkeypatch.setattr(gpu, "read_costs", lambda: {"NVIDIA H200": costs})
+    monkeypatch.setattr(gpu, "costs_measured_on", lambda: {"NVIDIA H200": {"NVIDIA H200": ()}})
     yield
 
 
@@ -198,6 +199,21 @@ def test_another_hopper_gpu_says_where_it_was_measured() -> None:
 
 
 @pytest.mark.usefixtures("by_launches")
+def test_costs_of_two_kinds_of_device_name_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = dict.fromkeys(("NVIDIA H200", "NVIDIA H100 80GB HBM3"), ())
+    monkeypatch.setattr(gpu, "costs_measured_on", lambda: {"NVIDIA H200": kinds})
+    both = "measured on an NVIDIA H200 and an NVIDIA H100"
+    for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100"):
+        target = ma.Target("gpu", kind, PACKAGES)
+        found = gpu.forward_ms("cudnn", CALL, target)
+        assert gpu.order(CALL, target)[1].endswith(f", {both}")
+        assert found is not None and found.how.endswith(f"from times {both}")
+    for kind in ("NVIDIA H20", "NVIDIA H100 PCIe"):
+        because = gpu.order(CALL, ma.Target("gpu", kind, PACKAGES))[1]
+        assert because.endswith(f"{both}, and this is {kind}")
+
+
+@pytest.mark.usefixtures("by_launches")
 def test_a_measured_call_takes_its_own_times() -> None:
     entry = gpu.read_tables()["NVIDIA H200"][0]
     b, t, s, n, h = entry.shape
@@ -244,18 +260,20 @@ def test_a_plan_predicts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shipped_rows() -> list[GridRow]:
     """Read the rows that the shipped costs are fitted on."""
-    on = measured.read_documents()["NVIDIA H200"]["costs"]["measured_on"]
+    on = measured.costs_measured_on()["NVIDIA H200"]
     return read_rows(ROOT / file for files in on.values() for file in files)
 
 
 def test_the_costs_were_measured_where_they_say() -> None:
-    rows = shipped_rows()
-    assert len(rows) == SHIPPED.calls and {row.device for row in rows} == {"NVIDIA H200"}
+    rows, on = shipped_rows(), measured.costs_measured_on()["NVIDIA H200"]
+    assert len({(row.call, row.device) for row in rows}) == len(rows) == SHIPPED.calls
+    assert {row.device for row in rows} == set(on)
 
 
 def test_auto_keeps_close_to_the_best_of_the_shipped_rows() -> None:
     rows = [row for row in shipped_rows() if all(map(row.times.get, (FORWARD, BACKWARD)))]
-    orders = {id(row): gpu.order(call_of(row), TARGET)[0] for row in rows}
+    targets = {row.device: replace(TARGET, device_kind=row.device) for row in rows}
+    orders = {id(row): gpu.order(call_of(row), targets[row.device])[0] for row in rows}
 
     def of_auto(row: GridRow, what: str) -> str:
         """Name the first that was measured of what `auto` tries."""

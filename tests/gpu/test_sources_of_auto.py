@@ -15,6 +15,7 @@ from maxattn import masks as M
 from maxattn.jax_private.versions import Versions
 from maxattn.kernels.auto import gpu, published
 from maxattn.kernels.auto.choose import choose_kernel
+from maxattn.kernels.auto.measured import costs_measured_on
 from maxattn.tools.bench.auto_table import shapes
 from maxattn.tools.bench.grid.calls import of_shape
 from maxattn.tools.bench.grid.rows import GridRow
@@ -89,6 +90,12 @@ def test_the_table_was_measured_where_it_says() -> None:
         assert kinds, f"name the run of {device} under measured_on in table.json"
         for kind, files in kinds.items():
             assert not disagreements(gpu.read_tables()[device], rows_on(kind, files)), kind
+
+
+def test_the_runs_of_costs_are_of_the_devices_that_name_them() -> None:
+    for device, kinds in costs_measured_on().items():
+        assert all(rows_on(kind, files) for kind, files in kinds.items()), device
+        assert {named(kind).device.family for kind in kinds} <= {named(device).device.family}
 
 
 def rows_on(kind: str, files: tuple[str, ...]) -> list[dict[str, Any]]:

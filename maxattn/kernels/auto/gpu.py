@@ -12,6 +12,7 @@ the plan calls a rule.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from maxattn.kernels.auto.measured import (
     FULL,
     MeasuredShape,
     Times,
+    costs_measured_on,
     fastest_first,
     mask_kind,
     measured_on,
@@ -64,7 +66,7 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     faster = _faster(entry, forward, backward)
     if entry.costs is not None:
         line = _compared(entry, (forward, backward), call, target)
-        where = _measured_there(_costs_device(device), target)
+        where = _costs_measured_there(_costs_device(device), target)
         known = entry.costs.accuracy([name for name, _ in entry.forward])
         return names, f"{line}; {known} measured{where}" + _lost(faster, target)
     is_own = entry is _own_entry(call, read_tables()[device])
@@ -97,7 +99,7 @@ def forward_ms(kernel: str, call: Call, target: Target) -> ForwardTime | None:
     name = "cudnn" if kernel == "flash" and not has_fa4(target) else kernel
     ms = dict(entry.forward).get(name)
     if entry.costs is not None:
-        on = _measured_there(_costs_device(device), target)
+        on = _costs_measured_there(_costs_device(device), target)
         how = f"predicted, {entry.costs.error:.0%} median error, from times measured{on}"
     elif entry is _own_entry(call, read_tables()[device]):
         how = f"measured{_measured_there(device, target)}"
@@ -167,7 +169,10 @@ def is_measured_on(target: Target) -> bool:
     of ours, such as "NVIDIA H100", is that of the card that was measured.
     """
     device = _measured_device(target)
-    kinds = () if device is None else measured_on()[device]
+    return device is not None and _is_one_of(measured_on()[device], target)
+
+
+def _is_one_of(kinds: Iterable[str], target: Target) -> bool:
     return any(target.device_kind in (kind, device_of(kind).kind) for kind in kinds)
 
 
@@ -243,6 +248,16 @@ def _measured_there(device: str, target: Target) -> str:
     return f" on an {on}" + (
         "" if on == target.device_kind else f", and this is {target.device_kind}"
     )
+
+
+def _costs_measured_there(device: str, target: Target) -> str:
+    """Say on which devices costs were measured, and where that is none of this kind."""
+    kinds = costs_measured_on().get(device, {})
+    if len(kinds) < 2:
+        return _measured_there(device, target)
+    on = " and ".join(f"an {name}" for name in dict.fromkeys(device_of(k).kind for k in kinds))
+    other = "" if _is_one_of(kinds, target) else f", and this is {target.device_kind}"
+    return f" on {on}{other}"
 
 
 def _lost(faster: tuple[str, ...], target: Target) -> str:

@@ -1,7 +1,8 @@
 """What was measured of kernels on NVIDIA GPUs: the entries and costs of `table.json`.
 
 Under "measured_on" a table names each kind of device, as jax calls it, that its entries were
-measured on, with the files of the runs: the plan of such a device says that they were.
+measured on, with the files of the runs: the plan of such a device says that they were. Its costs
+name theirs in the same way, which may be of several kinds.
 """
 
 from __future__ import annotations
@@ -87,10 +88,17 @@ def read_costs() -> dict[str, FittedCosts]:
 @cache
 def measured_on() -> dict[str, dict[str, tuple[str, ...]]]:
     """Read which kinds of device the entries of each table were measured on, and by which runs."""
-    return {
-        device: {kind: tuple(files) for kind, files in rows.get("measured_on", {}).items()}
-        for device, rows in read_documents().items()
-    }
+    return {device: _runs(rows) for device, rows in read_documents().items()}
+
+
+@cache
+def costs_measured_on() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Read which kinds of device the costs of each table were measured on, and by which runs."""
+    return {device: _runs(rows.get("costs", {})) for device, rows in read_documents().items()}
+
+
+def _runs(of: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {kind: tuple(files) for kind, files in of.get("measured_on", {}).items()}
 
 
 def _entry(row: dict[str, Any]) -> MeasuredShape:

@@ -6,8 +6,9 @@ The installed table is `maxattn/kernels/auto/table.json`. A new one is written w
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from maxattn.config.plain_json import read_json
@@ -46,13 +47,21 @@ def shapes() -> list[Shape]:
 def entries(rows: Sequence[GridRow], measured: Sequence[Shape]) -> list[dict[str, Any]]:
     """Return one entry a shape: ms by kernel, forward and backward, without those that failed.
 
+    A shape without all of its times has none.
+
     Args:
-        rows: of a grid that holds the shapes.
+        rows: of a grid that holds the shapes, on one device.
         measured: the shapes, in the table's order.
     """
     by_call = {row.call: row for row in rows}
     found = ((shape, by_call.get(of_shape(shape))) for shape in measured)
-    return [_entry(shape, row) for shape, row in found if row and all(_times(row).values())]
+    return [_entry(shape, row) for shape, row in found if row and _is_whole(row)]
+
+
+def _is_whole(row: GridRow) -> bool:
+    """Tell whether no time is missing: one that was taken back may be of the fastest kernel."""
+    forward, backward = (set(its) - set(row.failed) for its in _times(row).values())
+    return all(_times(row).values()) and forward == backward
 
 
 def _entry(shape: Shape, row: GridRow) -> dict[str, Any]:
@@ -78,14 +87,15 @@ class NewTable(NamedTuple):
         made_by: versions, the day, the command.
         entries: of shapes; none leaves those that are there.
         costs: fitted; None leaves those that are there.
-        files: of the rows, as they are named in the project.
+        files: of the rows, by the device that they were measured on, as they are named in the
+            project.
     """
 
     device: str
     made_by: dict[str, Any]
     entries: list[dict[str, Any]]
     costs: FittedCosts | None = None
-    files: tuple[str, ...] = ()
+    files: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def write(new: NewTable, path: Path) -> None:
@@ -109,15 +119,15 @@ def _replaced(old: dict[str, Any], new: NewTable) -> dict[str, Any]:
     kept = {tuple(e["shape"]): e[UNSPLIT] for e in old.get("entries", []) if UNSPLIT in e}
     measured = [e | _unsplit(kept, tuple(e["shape"])) for e in new.entries]
     rest = {"costs": old["costs"]} if "costs" in old else {}
-    on = {new.device: list(new.files)}
+    on = {new.device: list(new.files.get(new.device, ()))}
     return {"measured_on": on, "made_by": new.made_by, "entries": measured, **rest}
 
 
 def _costs(new: NewTable) -> dict[str, Any]:
     if new.costs is None:
         return {}
-    where = {"measured_on": {new.device: list(new.files)}, "made_by": new.made_by}
-    return {"costs": where | new.costs.to_json()}
+    on = {kind: list(files) for kind, files in ({new.device: ()} | dict(new.files)).items()}
+    return {"costs": {"measured_on": on, "made_by": new.made_by} | new.costs.to_json()}
 
 
 def read_table(path: Path) -> dict[str, Any]:

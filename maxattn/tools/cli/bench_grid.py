@@ -6,7 +6,7 @@ import argparse
 import logging
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxattn.devices import device_of
 from maxattn.errors import InputError
@@ -75,14 +75,14 @@ def _calls() -> list[GridCall]:
 
 
 def _read(option: str, files: list[Path]) -> list[GridRow]:
-    """Read rows of one kind of device.
+    """Read rows of one kind of device, or to fit costs to of several of one family.
 
     Args:
         option: that names the files.
         files: of rows.
 
     Raises:
-        InputError: a file holds none, or the files' rows are of several devices.
+        InputError: a file holds none, or the files' rows are of other devices.
     """
     from maxattn.tools.bench.grid.rows import read_rows
 
@@ -93,10 +93,22 @@ def _read(option: str, files: list[Path]) -> list[GridRow]:
         why = f"it reads what bench measured, and found {type(error).__name__}: {error}"
         raise InputError(option, named, why, "name files of --json, or rows-*.jsonl") from None
     devices = sorted({row.device for row in rows if row.device})
+    (_check_family if option == "--fit" else _check_kind)(option, named, devices)
+    return rows
+
+
+def _check_kind(option: str, named: str, devices: list[str]) -> None:
     if len(devices) != 1:
         rule = f"costs are of one kind of device, and these are of {', '.join(devices) or 'none'}"
         raise InputError(option, named, rule, "name files of one device")
-    return rows
+
+
+def _check_family(option: str, named: str, devices: list[str]) -> None:
+    families = {kind: device_of(kind).family.name for kind in devices}
+    if len(set(families.values())) != 1:
+        of = ", ".join(f"{kind} ({family})" for kind, family in families.items()) or "none"
+        rule = f"costs are of one family of devices, and these are of {of}"
+        raise InputError(option, named, rule, "name files of one family")
 
 
 def _measured(args: argparse.Namespace, target: Target, calls: list[GridCall]) -> list[GridRow]:
@@ -138,7 +150,7 @@ def _keep(path: Path, text: str) -> None:
 
 def _fit(args: argparse.Namespace, target: Target, rows: list[GridRow]) -> None:
     """Fit costs, print what they are worth, and write them where --write-table says."""
-    from maxattn.tools.bench.auto_table import NewTable, entries, shapes, write
+    from maxattn.tools.bench.auto_table import NewTable, write
     from maxattn.tools.bench.grid.left_out import fit
 
     device = rows[0].device if args.fit else target.device_kind
@@ -146,12 +158,30 @@ def _fit(args: argparse.Namespace, target: Target, rows: list[GridRow]) -> None:
     print(found.text)
     if not args.write_table:
         return
+    parts = _made_by(args, target), _entries(rows, device), found.costs, _files(args, device)
+    write(NewTable(device, *parts), Path(args.write_table))
+    print(f"wrote {args.write_table}")
+
+
+def _made_by(args: argparse.Namespace, target: Target) -> dict[str, str]:
     fitted = f"--fit {' '.join(map(str, args.fit))} " if args.fit else ""
     command = f"maxattn bench {fitted}--write-table {args.write_table}"
     made_by = {"date": date.today().isoformat(), "command": command}
-    made_by |= {} if args.fit else dict(target.packages)
-    files = tuple(map(str, args.fit or ([args.json] if args.json else [])))
-    measured = entries(rows, shapes())
-    whole = measured if len(measured) == len(shapes()) else []
-    write(NewTable(device, made_by, whole, found.costs, files), Path(args.write_table))
-    print(f"wrote {args.write_table}")
+    return made_by | ({} if args.fit else dict(target.packages))
+
+
+def _entries(rows: list[GridRow], device: str) -> list[dict[str, Any]]:
+    """Return the entries of a device's shapes; none where not all of them are there."""
+    from maxattn.tools.bench.auto_table import entries, shapes
+
+    found = entries([row for row in rows if row.device == device], shapes())
+    return found if len(found) == len(shapes()) else []
+
+
+def _files(args: argparse.Namespace, device: str) -> dict[str, list[str]]:
+    """Name the files of the rows, by the device that they were measured on."""
+    from maxattn.tools.bench.grid.rows import files_by_device
+
+    if not args.fit:
+        return {device: [str(args.json)] if args.json else []}
+    return {kind: list(map(str, files)) for kind, files in files_by_device(args.fit).items()}

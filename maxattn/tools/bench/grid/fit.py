@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from maxattn.call import Call
-from maxattn.devices import Device
+from maxattn.devices import Device, device_of
 from maxattn.kernels import computed_call
 from maxattn.kernels.auto import near as near_calls
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, LAUNCH, Terms, terms
@@ -67,20 +67,21 @@ class NearSettings(NamedTuple):
 
 
 def samples(rows: Sequence[GridRow], device: Device) -> list[Sample]:
-    """Return every measured time with its terms.
+    """Return every measured time with its terms, on the device of its row.
 
     Args:
         rows: of a grid.
-        device: that they were measured on.
+        device: of rows that name none.
     """
     return [sample for at, row in enumerate(rows) for sample in _of_row(at, row, device)]
 
 
 def _of_row(at: int, row: GridRow, device: Device) -> Iterator[Sample]:
     call, known = call_of(row), row.call.known
+    on = device_of(row.device) if row.device else device
     for of, ms in _times(row):
         its = computed_call(of[0], call, "gpu")
-        yield Sample(*of, its, terms(*of, its, device), ms, at, terms(*of, its, device, known))
+        yield Sample(*of, its, terms(*of, its, on), ms, at, terms(*of, its, on, known))
 
 
 def _times(row: GridRow) -> list[tuple[tuple[str, str], float]]:

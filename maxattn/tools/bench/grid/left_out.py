@@ -40,11 +40,13 @@ class Regret(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The mean over calls and both."""
-        return float(self.forward.mean() + self.both.mean()) / 2
+        """The mean over calls and both; 1 where no call was judged."""
+        return float(self.forward.mean() + self.both.mean()) / 2 if len(self.both) else 1.0
 
     def line(self, of: str) -> str:
         """Say the median, the 95th percentile and the worst."""
+        if not len(self.both):
+            return f"{of}: no call was judged"
         found = {"forward": self.forward, "forward+backward": self.both}
         parts = (
             f"{what} median {np.median(x):.3f}, 95% {np.quantile(x, 0.95):.3f}, worst {x[-1]:.3f}"
@@ -106,7 +108,9 @@ def regret(rows: Sequence[GridRow], choose: Chooser) -> Regret:
     forward, both = [], []
     for row in rows:
         times = {what: _ours(row.times[what]) for what in (FORWARD, BACKWARD)}
-        if not all(times.values()) or times[FORWARD].keys() - times[BACKWARD].keys():
+        if min(map(len, times.values())) < 2:
+            continue  # of one kernel there is no choice to judge
+        if times[FORWARD].keys() - times[BACKWARD].keys():
             continue  # the best of what is missing is not known
         taken = [times[what][choose(row, what)] for what in times]
         best = [min(times[what].values()) for what in times]
@@ -225,8 +229,8 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
     """Fit costs, and compare them with the nearest measured shape on rows left out.
 
     Args:
-        rows: of a grid.
-        device: that they were measured on.
+        rows: of a grid, on devices of one family.
+        device: of rows that name none.
         folds: in how many parts the rows are left out.
     """
     found, folds = samples(rows, device), min(folds, len(rows))

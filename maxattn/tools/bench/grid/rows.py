@@ -87,17 +87,40 @@ def is_ours(name: str) -> bool:
 
 
 def read_rows(files: Iterable[Path]) -> list[GridRow]:
-    """Read rows of files: of a grid, one a line of .jsonl, or what `bench --json` wrote.
+    """Read rows of files, one a call and device: of a grid, a line of .jsonl each, or what `bench
+    --json` wrote.
 
     Of a call that stands in one file more than once, each kernel gets the median of its times; of
     one that stands in several files, the time of the last: it was measured again. A time of null
-    takes back one before, of a kernel that is launched otherwise since.
+    takes back one before, of a kernel that is launched otherwise since. Both are of one device: the
+    times of another stay.
     """
-    by_call: dict[GridCall, GridRow] = {}
-    for path in files:
-        for row in merged(_rows_of(path)):
-            by_call[row.call] = _again(by_call[row.call], row) if row.call in by_call else row
-    return [_without_null(row) for row in by_call.values()]
+    found: dict[tuple[GridCall, str], GridRow] = {}
+    for _, rows in _by_file(files):
+        for row in merged(rows):
+            key = row.call, row.device
+            found[key] = _again(found[key], row) if key in found else row
+    return [_without_null(row) for row in found.values()]
+
+
+def files_by_device(files: Iterable[Path]) -> dict[str, list[Path]]:
+    """Return the files of each kind of device, in their order."""
+    found: dict[str, list[Path]] = {}
+    for path, rows in _by_file(files):
+        for device in dict.fromkeys(row.device for row in rows):
+            found.setdefault(device, []).append(path)
+    return found
+
+
+def _by_file(files: Iterable[Path]) -> list[tuple[Path, list[GridRow]]]:
+    """Read each file; a row that names no device is of the first that one names."""
+    read_ones = [(path, _rows_of(path)) for path in files]
+    named = (row.device for _, rows in read_ones for row in rows if row.device)
+    first = next(named, "")
+    return [
+        (path, [replace(row, device=row.device or first) for row in rows])
+        for path, rows in read_ones
+    ]
 
 
 def _rows_of(path: Path) -> list[GridRow]:
@@ -162,11 +185,11 @@ def _of_run(run: dict[str, Any]) -> list[GridRow]:
 
 
 def merged(rows: Iterable[GridRow]) -> list[GridRow]:
-    """Return one row a call: the median of each kernel's times."""
-    by_call: dict[GridCall, list[GridRow]] = {}
+    """Return one row a call and device: the median of each kernel's times."""
+    found: dict[tuple[GridCall, str], list[GridRow]] = {}
     for row in rows:
-        by_call.setdefault(row.call, []).append(row)
-    return [its[0] if len(its) == 1 else _median_of(its) for its in by_call.values()]
+        found.setdefault((row.call, row.device), []).append(row)
+    return [its[0] if len(its) == 1 else _median_of(its) for its in found.values()]
 
 
 def _median_of(rows: list[GridRow]) -> GridRow:
