@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from math import nan
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from maxattn.tools.bench.timing import in_order, queue, several
 
 log = logging.getLogger("maxattn.tools.bench")
 PASSES = jax.jit(busy.passes_over)
-LEAST = 1e-6  # seconds: where the time of the passes hides that of a call
 
 
 class Behind(NamedTuple):
@@ -101,14 +101,19 @@ def _passes() -> tuple[busy.Memory, Any]:
 
 
 def _by_host(jobs: Jobs, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of programs behind passes, less those of the passes, by the host."""
+    """Return the seconds of programs behind passes, less those of the passes, by the host.
+
+    They are no numbers where the passes alone differ by more from time to time.
+    """
     memory, passes = _passes()
     found: dict[str, list[float]] = {program.name: [] for program, _ in jobs}
-    off = median(queue(passes, memory, 1) for _ in range(rounds))
+    offs = [queue(passes, memory, 1) for _ in range(rounds)]
+    off, scatter = median(offs), max(offs) - min(offs)
     for program, sets in (jobs[i] for i in _order(len(jobs), rounds)):
         both = queue(lambda x, f=program, sets=sets: (passes(x), f(sets)), memory, 1)
-        found[program.name].append(max(both - off, LEAST))
-    return found
+        found[program.name].append(both - off)
+    hidden = [name for name, taken in found.items() if median(taken) <= scatter]
+    return found | {name: [nan] * rounds for name in hidden}
 
 
 def _order(count: int, rounds: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import isnan
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -166,8 +167,9 @@ def _timed(kernels: list[_Programs], sets: list[Any], seconds: float) -> dict[st
     for turn, taken in zip(
         ready, _behind(ready) if len(sets) > 1 else _in_turns(ready), strict=True
     ):
-        what, name = turn.key
-        times.setdefault(what, {})[name] = round(1e3 * median(taken), 5)
+        its, name = times.setdefault(turn.key[0], {}), turn.key[1]
+        if not isnan(middle := median(taken)):  # else it was too short to tell
+            its[name] = round(1e3 * middle, 5)
     return times
 
 

@@ -17,6 +17,7 @@ from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, LAUNCH, Terms, te
 from maxattn.kernels.auto.memory_terms import COPIES
 from maxattn.kernels.auto.near import NearCalls
 from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Key, head_class
+from maxattn.tools.bench.grid.calls import GridCall
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 
 OTHER_CLASSES = 0.1  # the say of other head dims, where few calls have one's own
@@ -32,6 +33,7 @@ class Sample(NamedTuple):
         terms: as a plan knows them.
         ms: what was measured.
         row: of the grid.
+        fold: a number that the rows of a call share: it may be measured on several devices.
         real: the terms of the lengths or ids that were measured, which no plan knows.
     """
 
@@ -41,6 +43,7 @@ class Sample(NamedTuple):
     terms: Terms
     ms: float
     row: int
+    fold: int
     real: Terms
 
     @property
@@ -73,15 +76,23 @@ def samples(rows: Sequence[GridRow], device: Device) -> list[Sample]:
         rows: of a grid.
         device: of rows that name none.
     """
-    return [sample for at, row in enumerate(rows) for sample in _of_row(at, row, device)]
+    folds = fold_numbers(rows)
+    each = zip(enumerate(rows), folds, strict=True)
+    return [sample for (at, row), n in each for sample in _of_row((at, n), row, device)]
 
 
-def _of_row(at: int, row: GridRow, device: Device) -> Iterator[Sample]:
+def fold_numbers(rows: Sequence[GridRow]) -> list[int]:
+    """Number the calls of rows, for rows of a call to be left out together."""
+    numbers: dict[GridCall, int] = {}
+    return [numbers.setdefault(row.call, len(numbers)) for row in rows]
+
+
+def _of_row(at: tuple[int, int], row: GridRow, device: Device) -> Iterator[Sample]:
     call, known = call_of(row), row.call.known
     on = device_of(row.device) if row.device else device
     for of, ms in _times(row):
         its = computed_call(of[0], call, "gpu")
-        yield Sample(*of, its, terms(*of, its, on), ms, at, terms(*of, its, on, known))
+        yield Sample(*of, its, terms(*of, its, on), ms, *at, terms(*of, its, on, known))
 
 
 def _times(row: GridRow) -> list[tuple[tuple[str, str], float]]:

@@ -14,7 +14,14 @@ from maxattn.devices import Device
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD
 from maxattn.kernels.auto.measured import MeasuredShape, fastest_first, mask_kind, nearest
 from maxattn.kernels.auto.predict import FittedCosts, Margins
-from maxattn.tools.bench.grid.fit import NearSettings, Sample, call_of, fitted, samples
+from maxattn.tools.bench.grid.fit import (
+    NearSettings,
+    Sample,
+    call_of,
+    fitted,
+    fold_numbers,
+    samples,
+)
 from maxattn.tools.bench.grid.rows import GridRow, is_ours
 
 FOLDS = 10
@@ -85,12 +92,12 @@ def left_out(
     found: Sequence[Sample], folds: int = FOLDS, near: NearSettings | None = None
 ) -> LeftOut:
     """Predict each row by costs that are fitted on the rows of other folds."""
-    folds = min(folds, len({s.row for s in found}))
+    folds = min(folds, len({s.fold for s in found}))
     errors: dict[tuple[str, str], list[float]] = {}
     predicted = {}
     for fold in range(folds):
-        costs = fitted([s for s in found if s.row % folds != fold], near)
-        for s in (s for s in found if s.row % folds == fold):
+        costs = fitted([s for s in found if s.fold % folds != fold], near)
+        for s in (s for s in found if s.fold % folds == fold):
             if (ms := s.predicted(costs)) is None:
                 continue
             predicted[s.row, s.kernel, s.what] = ms
@@ -245,7 +252,7 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
         for costs in choosing
     }
     best = _best(regrets)
-    at = {id(row): i for i, row in enumerate(rows)}
+    at = {id(row): n for row, n in zip(rows, fold_numbers(rows), strict=True)}
 
     def other_folds(row: GridRow) -> list[GridRow]:
         return [other for other in rows if at[id(other)] % folds != at[id(row)] % folds]
