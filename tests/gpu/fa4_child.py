@@ -32,6 +32,7 @@ LENGTH = 512
 KIND = "NVIDIA H200" if ARCH == 90 else "NVIDIA X"
 TARGET = ma.Target("gpu", KIND, (("fa4-jax", "0.1.0"),), capability=CAPABILITY)
 LONG = np.zeros((2, 3000), np.int32)
+ONE_TILE, FIRST_WRITES = "backward_one_key_tile", "backward_first_writes"
 IDS, FULL = np.zeros((2, LENGTH), np.int32), M.Full()
 
 
@@ -56,6 +57,7 @@ class CompileCase(NamedTuple):
     keys: int = LENGTH
     bias: tuple[str, tuple[int, int, int, int]] | None = None
     queries: int = LENGTH
+    launch: str = ""  # of the kernels that are named so, one is to run
 
     @property
     def call(self) -> ma.Call:
@@ -93,15 +95,17 @@ CASES = {
     "head dim 192": CompileCase(head_dim=192),
     "head dim 256": CompileCase(head_dim=256),
     "known segments": CompileCase(M.Segments.of_lengths((100, 37, 250, 125)), 128),
-    "one tile of keys": CompileCase(head_dim=128, keys=77, queries=3000),
-    "one tile of keys, head dim 40": CompileCase(head_dim=40, keys=128),
+    "one tile of keys": CompileCase(head_dim=128, keys=77, queries=3000, launch=ONE_TILE),
+    "one tile of keys, head dim 40": CompileCase(head_dim=40, keys=128, launch=ONE_TILE),
     "one tile of keys, head dim 72, lengths": CompileCase(
-        M.KeyPadding(np.array([20, 0])), 72, keys=100, queries=3000
+        M.KeyPadding(np.array([20, 0])), 72, keys=100, queries=3000, launch=ONE_TILE
     ),
-    "one tile of keys, few queries": CompileCase(head_dim=64, keys=77, queries=60),
-    "few keys": CompileCase(head_dim=128, keys=300, queries=3000),
-    "few keys, head dim 72": CompileCase(head_dim=72, keys=700, queries=5000),
-    "few keys, the last split": CompileCase(head_dim=64, keys=3000, queries=5000),
+    "one tile of keys, few queries": CompileCase(head_dim=64, keys=77, queries=60, launch=ONE_TILE),
+    "few keys": CompileCase(head_dim=128, keys=300, queries=3000, launch=FIRST_WRITES),
+    "few keys, head dim 72": CompileCase(head_dim=72, keys=700, queries=5000, launch=FIRST_WRITES),
+    "few keys, the last split": CompileCase(
+        head_dim=64, keys=3000, queries=5000, launch=FIRST_WRITES
+    ),
     "few queries, head dim 128": CompileCase(head_dim=128, queries=128),
     "short rows, window": CompileCase(M.LocalWindow(60, 0), 128, 2, 3000, queries=3000),
     "head dim 256, block window": CompileCase(M.BlockSlidingWindow(64, 2), 256),
@@ -155,8 +159,9 @@ def compiled(name: str) -> dict[str, Any]:
     lse = jax.ShapeDtypeStruct((2, 4, asked.queries), jnp.float32)
     try:
         traced = jax.jit(both_passes(asked, name == "ring")).trace(q, k, k, q, lse, q)
-        traced.lower(lowering_platforms=("cuda",))
-        message = ""
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        launch = f"maxattn_{asked.launch}" if asked.launch else ""
+        message = "" if launch in text else f"{launch} is not launched"
     except Exception as error:  # any, of a compiler
         message = f"{type(error).__name__}: {error}"[-600:]
     return {"case": name, "message": message, "seconds": round(time.time() - start, 1)}

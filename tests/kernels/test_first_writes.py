@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from maxattn import masks as M
 from maxattn.kernels.auto.cost_terms import terms
 from maxattn.kernels.auto.memory_terms import BACKWARD, bandwidth
 from maxattn.kernels.base import Grads, Rows
-from maxattn.kernels.fa4 import backward_steps, first_writes, whole_backward
+from maxattn.kernels.fa4 import backward_steps, first_writes, one_key_tile, whole_backward
+from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.split_queries import SplitTail
 from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.kernels.fused.rectangles import PieceInputs
@@ -87,21 +89,34 @@ def test_it_moves_no_zeros() -> None:
     assert library["passes"] == pytest.approx((3 * 2 + 2 * 4) * numbers / rate)
 
 
-def test_it_runs_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("t", "s", "runs"),
+    [(4096, 77, "one key tile"), (4096, 300, "first writes"), (4096, 5000, "the library's")],
+)
+def test_which_one_runs(t: int, s: int, runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is here: shapes alone reach what launches."""
-    taken: list[Any] = []
+    ran: list[str] = []
 
-    def run(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
-        taken.append(inputs.k.shape[1])
-        return Grads(inputs.q, inputs.k, inputs.v)
+    def named(name: str) -> Callable[..., Grads]:
+        def run(inputs: PieceInputs, *_: Any) -> Grads:
+            ran.append(name)
+            return Grads(inputs.q, inputs.k, inputs.v)
 
-    for name in ("knows_store", "knows_rows"):
-        monkeypatch.setattr(first_writes, name, lambda: True)
+        return run
+
+    for module, known in ((first_writes, "knows_store"), (one_key_tile, "knows_launch")):
+        monkeypatch.setattr(module, known, lambda: True)
+        monkeypatch.setattr(module, "knows_rows", lambda: True)
     monkeypatch.setattr(first_writes, "takes_splits", lambda *_: True)
-    monkeypatch.setattr(first_writes, "backward", run)
-    monkeypatch.setattr(whole_backward.split_queries, "backward", run)
-    q = jnp.zeros((1, 4096, 12, 128), jnp.bfloat16)
-    lse = jnp.zeros((1, 12, 4096), jnp.float32)
-    k = jnp.zeros((1, 300, 12, 128), jnp.bfloat16)
-    whole_backward.backward(PieceInputs.whole(q, k, k, None), Rows(q, lse, q, lse), 1.0, 132)
-    assert taken == [300]
+    monkeypatch.setattr(first_writes, "backward", named("first writes"))
+    monkeypatch.setattr(one_key_tile, "backward", named("one key tile"))
+    monkeypatch.setattr(whole_backward.split_queries, "backward", named("the library's"))
+    q, k = (jnp.zeros((1, n, 12, 128), jnp.bfloat16) for n in (t, s))
+    lse = jnp.zeros((1, 12, t), jnp.float32)
+    kernel = Fa4(1.0, version="0.1.0", launched=True)
+    kernel.piece_backward(PieceInputs.whole(q, k, k, None), Rows(q, lse, q, lse))
+    assert ran == [runs]
+    with_lengths = PieceInputs.whole(q, k, k, jnp.full(1, s, jnp.int32))
+    if s == 77:
+        kernel.piece_backward(with_lengths, Rows(q, lse, q, lse))
+        assert ran == [runs] * 2

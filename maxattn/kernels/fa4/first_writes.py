@@ -25,7 +25,11 @@ from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.first_writes_kernel import knows_store
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_first_writes
 from maxattn.kernels.fa4.launch import takes_splits
-from maxattn.kernels.fa4.launch_few_keys import FirstWritesLaunches, first_writes_launches
+from maxattn.kernels.fa4.launch_few_keys import (
+    FirstWritesLaunches,
+    SplitKind,
+    first_writes_launches,
+)
 from maxattn.kernels.fa4.one_key_tile import before
 from maxattn.kernels.fa4.primitives import widened
 from maxattn.kernels.fa4.split_queries import SplitTail, joined
@@ -94,28 +98,37 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
 def _backward(inputs: PieceInputs, rows: Rows, *, scale: float, sms: int) -> Grads:
     arrays = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
     q, k, v, out, dout = (widened(x) for x in arrays)
-    tail = tail_for(q.shape, k.shape, sms) or (0, 1)
-    made = first_writes_launches(str(q.dtype), q.shape[3], scale, tile_for(q.shape), tail, k.shape)
+    first_keys, kind = _splits_of(q.shape, k.shape, sms)
+    made = first_writes_launches(str(q.dtype), q.shape[3], scale, tile_for(q.shape), kind)
     delta, lse = before(made.before, (out, dout, rows.lse), made.tile)
     given = BackwardOperands(q, k, v, dout, lse, delta, None)
-    dq, *found = _main(made, given)
-    dq = _after(made, dq, q)
-    if made.splits == 1:
-        return Grads(dq, *found)
-    *whole, dk, dv = found
+    dq, *found = _main(made, given, backward_steps.grads_of(k, first_keys, kind.splits))
+    if kind.splits == 1:
+        return Grads(_after(made, dq, q), *found)
+    # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
+    dq, *whole, dk, dv = jax.lax.optimization_barrier([dq, *found])
     last = [backward_steps.summed_splits(x, k.shape[0]) for x in (dk, dv)]
-    return Grads(dq, *joined(whole, last, made.first_keys))
+    return Grads(_after(made, dq, q), *joined(whole, last, first_keys))
 
 
-def _main(made: FirstWritesLaunches, given: BackwardOperands) -> list[Array]:
-    """Return dQ in float32, and the gradients of keys as `made` says."""
+def _splits_of(queries: Dims, keys: Dims, sms: int) -> tuple[int, SplitKind]:
+    """Return how many keys are before those whose queries are split, and the splits; 0 for none."""
+    tail = tail_for(queries, keys, sms)
+    if tail is None:
+        return 0, SplitKind()
+    size = tile_for(queries).keys
+    first_keys = (-(-keys[1] // size) - tail.tiles) * size
+    return first_keys, SplitKind(queries[0], tail.splits, first_keys > 0)
+
+
+def _main(made: FirstWritesLaunches, given: BackwardOperands, grads: list[Any]) -> list[Array]:
+    """Return dQ in float32, and the gradients of keys, in arrays like `grads`."""
     lib, cutejax, q = library(), import_module("cutejax"), given.q
-    (batch, t, heads, head_dim), k = q.shape, given.k
+    batch, t, heads, head_dim = q.shape
     tiles = -(-t // made.tile.queries)
     flags = jnp.zeros((batch, heads, tiles), jnp.int32)
     sums = batch, heads, tiles * made.tile.queries * -(-head_dim // 32) * 32
     like = [jax.ShapeDtypeStruct(sums, jnp.float32), jax.ShapeDtypeStruct(flags.shape, jnp.int32)]
-    grads = backward_steps.grads_of(k, made.first_keys, made.splits)
     number = cutejax.ArraySpec(assumed_align=4)
     dq, _, *found = cutejax.call(
         run_first_writes,
@@ -128,8 +141,7 @@ def _main(made: FirstWritesLaunches, given: BackwardOperands) -> list[Array]:
         input_output_aliases={6: 1},
         name="maxattn_backward_first_writes",
     )
-    # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
-    return jax.lax.optimization_barrier([dq, *found]) if made.splits > 1 else [dq, *found]
+    return [dq, *found]
 
 
 def _after(made: Any, sums: Array, q: Array) -> Array:

@@ -32,7 +32,7 @@ def first_writes_class(batch: int, splits: int) -> Any:
     """Make a backward over all pairs; its flags, int32 [B,N,tiles of queries], begin as 0.
 
     Args:
-        batch: rows.
+        batch: rows; 0 where nothing is split.
         splits: of the queries; dK and dV have a batch row for each split of each batch row.
     """
 
@@ -88,6 +88,7 @@ def _store() -> Any:
                     if cutlass.const_expr(group == 0):
                         flag_of.wait_eq(flag, lane, 0, 1)
                         arch.sync_warp()
+                        arch.fence_proxy("async.global")  # bulk copies come after the flag too
                     with arch.elect_one():
                         copies.cpasync_reduce_bulk_add_f32(ours, theirs, size)
                 arch.cp_async_bulk_commit_group()

@@ -17,15 +17,15 @@ from maxattn.kernels.fa4.launch import (
 )
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.one_key_tile_kernel import one_key_tile_class
-from maxattn.kernels.fa4.tile_sizes import Dims, Tile
+from maxattn.kernels.fa4.tile_sizes import Tile
 
 
 class OneKeyTile(NamedTuple):
     """Say for what a backward over one tile of keys is compiled, beside its operands.
 
     Args:
-        batch: rows.
-        splits: of the queries.
+        batch: rows; 0 where nothing is split.
+        splits: of the queries; 1 for none.
         has_lengths: whether batch rows have lengths of keys.
     """
 
@@ -67,27 +67,32 @@ class FirstWritesLaunch:
     scale: float
 
 
-class FirstWritesLaunches(NamedTuple):
-    """Hold what runs in such a backward.
+class SplitKind(NamedTuple):
+    """Say for which splits of the queries a backward over several tiles of keys is compiled.
 
     Attributes:
-        tile: queries and keys at a time.
-        before, main, after: the launches.
-        first_keys: keys before those whose queries are split; 0 where all go one way.
+        batch: rows; 0 where nothing is split.
         splits: of the queries; 1 for none.
+        cut: whether the last tiles of keys alone go in splits.
     """
+
+    batch: int = 0
+    splits: int = 1
+    cut: bool = False
+
+
+class FirstWritesLaunches(NamedTuple):
+    """Hold what runs in a backward whose first tile of keys writes dQ: the launches."""
 
     tile: Tile
     before: Any
     main: FirstWritesLaunch
     after: Any
-    first_keys: int
-    splits: int
 
 
 @lru_cache(maxsize=256)
 def first_writes_launches(
-    dtype: str, head_dim: int, scale: float, tile: Tile, tail: tuple[int, int], keys: Dims
+    dtype: str, head_dim: int, scale: float, tile: Tile, kind: SplitKind
 ) -> FirstWritesLaunches:
     """Make a backward whose first tile of keys writes dQ.
 
@@ -95,19 +100,14 @@ def first_writes_launches(
         dtype, head_dim: of q, k and v.
         scale: multiplies the scores.
         tile: queries and keys at a time.
-        tail: how many tiles of keys, the last ones, are split, and into how many splits.
-        keys: shape of k.
+        kind: what is split.
     """
-    (batch, length, *_), (tiles, splits) = keys, tail
-    first_keys = (-(-length // tile.keys) - tiles) * tile.keys if splits > 1 else 0
-    cut = first_keys > 0
-    spec, last = _spec(dtype, head_dim, scale, tile), None
-    if cut:
-        last = split_launch(dtype, head_dim, scale, batch, splits).kernel
-    first = _kernel(first_writes_class(batch, 1 if cut else splits), spec)
-    main = FirstWritesLaunch(first, last, scale)
+    spec, (batch, splits, cut) = _spec(dtype, head_dim, scale, tile), kind
+    last = split_launch(dtype, head_dim, scale, batch, splits).kernel if cut else None
+    of_first = first_writes_class(0, 1) if cut else first_writes_class(batch, splits)
+    main = FirstWritesLaunch(_kernel(of_first, spec), last, scale)
     after = after_backward(spec, plan_of(spec), "post", "dq", scale)
-    return FirstWritesLaunches(tile, _before(spec), main, after, first_keys, splits)
+    return FirstWritesLaunches(tile, _before(spec), main, after)
 
 
 def _spec(dtype: str, head_dim: int, scale: float, tile: Tile) -> LaunchSpec:

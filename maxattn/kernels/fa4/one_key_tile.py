@@ -88,7 +88,7 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
 def _backward(inputs: PieceInputs, rows: Rows, *, scale: float, sms: int) -> Grads:
     q, lengths = inputs.q, inputs.lengths
     splits = splits_for(q.shape, sms)
-    kind = OneKeyTile(q.shape[0], splits, lengths is not None)
+    kind = OneKeyTile(q.shape[0] if splits > 1 else 0, splits, lengths is not None)
     made = one_key_tile_launches(str(q.dtype), q.shape[3], scale, tile_for(q.shape), kind)
     arrays = q, inputs.k, inputs.v, rows.out, rows.dout
     q, k, v, out, dout = (widened(x) for x in arrays)

@@ -41,7 +41,7 @@ def one_key_tile_class(batch: int, splits: int, has_lengths: bool) -> Any:
     """Make a backward over one tile of keys, whose dQ is [B,T,N,H] in q's dtype.
 
     Args:
-        batch: rows.
+        batch: rows; 0 where nothing is split.
         splits: of the queries; dK and dV have a batch row for each split of each batch row.
         has_lengths: whether the auxiliary array says how many keys of each batch row are real.
     """
@@ -92,6 +92,8 @@ def _up_to_lengths(operands: tuple[Any, ...], of: dict[str, Any]) -> list[Any]:
     """Return the operands of `mma` whose keys end at the length of a batch row."""
     given, aux = list(operands), import_module("fa4_jax.cute.utils").AuxData
     (lengths,) = of["aux_data"].tensors
+    # The launch may begin before the one ends that writes the lengths.
+    import_module("cutlass.cute").arch.griddepcontrol_wait()
     given[MMA["aux_data"]] = aux()
     given[MMA["SeqlenInfoCls"]] = lambda row: replace(
         of["SeqlenInfoCls"](row), seqlen_k=lengths[row]

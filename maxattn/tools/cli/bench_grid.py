@@ -84,7 +84,7 @@ def _read(option: str, files: list[Path]) -> list[GridRow]:
     Raises:
         InputError: a file holds none, or the files' rows are of other devices.
     """
-    from maxattn.tools.bench.grid.rows import read_rows
+    from maxattn.tools.bench.grid.rows import any_nameless, read_rows
 
     named = " ".join(map(str, files))
     try:
@@ -93,8 +93,21 @@ def _read(option: str, files: list[Path]) -> list[GridRow]:
         why = f"it reads what bench measured, and found {type(error).__name__}: {error}"
         raise InputError(option, named, why, "name files of --json, or rows-*.jsonl") from None
     devices = sorted({row.device for row in rows if row.device})
-    (_check_family if option == "--fit" else _check_kind)(option, named, devices)
+    if option != "--fit":
+        _check_kind(option, named, devices)
+        return rows
+    _check_family(option, named, devices)
+    _check_fit(named, rows, len(devices) > 1 and any_nameless(files))
     return rows
+
+
+def _check_fit(named: str, rows: list[GridRow], is_unclear: bool) -> None:
+    if is_unclear:
+        rule = "beside files of two devices, a file says on which its rows were measured"
+        raise InputError("--fit", named, rule, "name files that bench --json wrote")
+    if len({row.call for row in rows if any(row.times.values())}) < 2:
+        rule = "it predicts each call from others, and found times of fewer than two"
+        raise InputError("--fit", named, rule, "name files of a grid")
 
 
 def _check_kind(option: str, named: str, devices: list[str]) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import isnan
 from typing import Any
 
 import jax
@@ -98,9 +99,15 @@ def _behind(functions: Mapping[str, Callable[..., Any]], sets: list[Any]) -> lis
     able = [(each, sets) for each in ready.values() if isinstance(each, Behind)]
     taken = iter(seconds_behind(able, ROUNDS) if able else [])
     return [
-        Timed(rounds=next(taken)) if isinstance(each, Behind) else Timed(failed=each)
+        _timed(next(taken)) if isinstance(each, Behind) else Timed(failed=each)
         for each in ready.values()
     ]
+
+
+def _timed(rounds: tuple[float, ...]) -> Timed:
+    if any(map(isnan, rounds)):
+        return Timed(failed="it is too short to be told from the passes before it")
+    return Timed(rounds=rounds)
 
 
 def _ready(name: str, f: Callable[..., Any], sets: list[Any]) -> Behind | str:

@@ -106,11 +106,13 @@ def test_two_devices_are_fitted_as_well_as_one() -> None:
     assert alike.median < judging.left_out(fitting.samples(wrong, device_of(H200)), 4).median
 
 
-def test_a_row_without_a_kernels_backward_is_not_judged() -> None:
+@pytest.mark.parametrize("lacks", [FORWARD, BACKWARD])
+def test_a_row_without_a_pass_of_a_kernel_is_not_judged(lacks: str) -> None:
     """What is missing may have been the best."""
     whole: Times = {"flash": 1.0, "cudnn": 0.5, "tokamax_flash": 2.0}
-    part = row_of(whole, {"flash": 1.0, "tokamax_flash": 2.0})
-    found = judging.regret([row_of(whole, whole), part], judging.always("flash"))
+    part: Times = {"flash": 1.0, "tokamax_flash": 2.0}
+    row = row_of(part, whole) if lacks == FORWARD else row_of(whole, part)
+    found = judging.regret([row_of(whole, whole), row], judging.always("flash"))
     assert list(found.forward) == [2.0]
 
 
@@ -175,3 +177,16 @@ def test_devices_that_are_unlike_are_refused(
     ran = run(capsys, "bench", option, *files)
     assert ran.status == 1 and ran.out == ""
     assert said in " ".join(ran.err.split())
+
+
+def test_times_of_too_few_calls_or_of_an_unclear_device_are_refused(tmp_path: Path, capsys) -> None:
+    rows, grid = rows_on(H200, DRAWN), tmp_path / "grid.json"
+    files = {kind: written(tmp_path / f"{kind}.json", rows, kind) for kind in (H200, H100, "")}
+    one = written(grid, [*rows[:1], replace(rows[1], times={FORWARD: {}, BACKWARD: {}})], H200)
+    fewer = run(capsys, "bench", "--fit", one)
+    unclear = run(capsys, "bench", "--fit", *files.values())
+    assert fewer.status == unclear.status == 1
+    assert "and found times of fewer than two" in " ".join(fewer.err.split())
+    assert "a file says on which its rows were measured" in " ".join(unclear.err.split())
+    both = written(grid, rows[:1], H200), written(tmp_path / "other.json", rows[:1], H100)
+    assert "fewer than two" in " ".join(run(capsys, "bench", "--fit", *both).err.split())

@@ -86,6 +86,20 @@ def test_short_calls_are_timed_behind_passes_over_memory(monkeypatch):
     assert [each.failed for each in failing] == ["ZeroDivisionError: division by zero"]
 
 
+def test_a_kernel_that_the_passes_hide_has_no_time(monkeypatch):
+    """NaN is neither a time nor fastest."""
+    hidden = lambda jobs, rounds: [(float("nan"),) * rounds, (1e-3,) * rounds]  # noqa: E731
+    monkeypatch.setattr(kernel_times, "seconds_behind", hidden)
+    monkeypatch.setattr(kernel_times, "inputs_of", lambda call: 3)
+    call = small()
+    built = kernel_candidates(call, CONFIG, Target.here()).built
+    found = time_forward(built, call, call.mask)
+    first, second = built
+    assert list(found.forward) == [second]
+    too_short = "forward: it is too short to be told from the passes before it"
+    assert found.failed == {first: too_short}
+
+
 def test_what_is_timed_on_an_h200():
     said = []
     for text, extras in (

@@ -117,7 +117,7 @@ def regret(rows: Sequence[GridRow], choose: Chooser) -> Regret:
         times = {what: _ours(row.times[what]) for what in (FORWARD, BACKWARD)}
         if min(map(len, times.values())) < 2:
             continue  # of one kernel there is no choice to judge
-        if times[FORWARD].keys() - times[BACKWARD].keys():
+        if times[FORWARD].keys() != times[BACKWARD].keys():
             continue  # the best of what is missing is not known
         taken = [times[what][choose(row, what)] for what in times]
         best = [min(times[what].values()) for what in times]
@@ -240,7 +240,7 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
         device: of rows that name none.
         folds: in how many parts the rows are left out.
     """
-    found, folds = samples(rows, device), min(folds, len(rows))
+    found, folds = samples(rows, device), min(folds, len(set(fold_numbers(rows))))
     alone = {name: regret(rows, always(name)) for name in {s.kernel for s in found}}
     usual = min(alone, key=lambda name: alone[name].mean)
     tried = {near: left_out(found, folds, near) for near in NEAR}

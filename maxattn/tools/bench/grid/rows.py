@@ -112,6 +112,11 @@ def files_by_device(files: Iterable[Path]) -> dict[str, list[Path]]:
     return found
 
 
+def any_nameless(files: Iterable[Path]) -> bool:
+    """Tell whether a row does not say on which device it was measured."""
+    return any(not row.device for path in files for row in _rows_of(path))
+
+
 def _by_file(files: Iterable[Path]) -> list[tuple[Path, list[GridRow]]]:
     """Read each file; a row that names no device is of the first that one names."""
     read_ones = [(path, _rows_of(path)) for path in files]
