@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,11 @@ from maxattn.kernels.base import Grads
 from maxattn.kernels.fa4 import first_writes
 from tests.cases import judge
 from tests.gpu.test_block_sparse_on_gpu import skip_without_block_sparse
+from tests.gpu.test_forward_tiles_on_gpu import Case
 from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
 CONFIG = ma.AttentionConfig(attention="flash")
-
-
-class Case(NamedTuple):
-    """Say what is computed: queries, keys, head dim, heads and a mask, of three batch rows."""
-
-    t: int
-    s: int
-    head_dim: int
-    heads: int = 3
-    kv_heads: int = 0
-    mask: M.Mask = M.Full()
-    dtype: str = "bfloat16"
 
 
 @pytest.fixture(autouse=True)

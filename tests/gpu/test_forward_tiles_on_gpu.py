@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Case(NamedTuple):
-    """Say what is computed: queries, keys, head dim, heads and a mask, of two batch rows."""
+    """Say what is computed: queries, keys, head dim, heads and a mask."""
 
     t: int
     s: int

@@ -9,6 +9,7 @@ Source: Dao-AILab, flash-attention (CuTe kernels); the launches of fa4-jax 0.1.0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -123,16 +124,23 @@ class Launches:
 
     def last(self, dq: Array, q: Array) -> Array:
         """Return dQ, scaled, in q's dtype."""
-        fa4 = library()
-        return self._call(
-            fa4._fa4_bwd_post,
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            fa4._aux_static("post", self._made["post"], self._made["scale"]),
-            dq,
-            in_specs=[fa4._F32_SPEC],
-            out_specs=fa4._QKV_SPEC,
-            name="fa4_bwd_post",
-        )
+        made = library()._aux_static("post", self._made["post"], self._made["scale"])
+        return of_sums(library()._fa4_bwd_post, made, dq, q)
+
+
+def of_sums(run: Callable[..., None], made: Any, sums: Array, like: Array) -> Array:
+    """Return float32 sums in the shape and dtype of `like`.
+
+    Args:
+        run: the library's function of such a launch.
+        made: what it launches.
+        sums: of a backward.
+        like: the array whose gradient they are.
+    """
+    lib, name = library(), run.__name__.strip("_")
+    out = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    specs = {"in_specs": [lib._F32_SPEC], "out_specs": lib._QKV_SPEC, "vmap_method": "sequential"}
+    return import_module("cutejax").call(run, out, made, sums, **specs, name=name)
 
 
 def summed_splits(splits: Array, batch: int) -> Array:

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import launch as fa4_launch
 from maxattn.kernels.fa4.alignment import library
-from maxattn.kernels.fa4.backward_steps import summed_splits
+from maxattn.kernels.fa4.backward_steps import of_sums, summed_splits
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
 from maxattn.kernels.fa4.forward_tiles import ids_persist, persistent_pays
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
@@ -116,9 +116,9 @@ def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
         dk, dv = (summed_splits(x, q.shape[0]) for x in (dk, dv))
     if shared:
         lib = library()
-        dk = _after(lib._fa4_bwd_post_dk, made.dk, dk, k)
-        dv = _after(lib._fa4_bwd_post_dv, made.dv, dv, v)
-    dq = _after(library()._fa4_bwd_post, made.dq, dq, q)
+        dk = of_sums(lib._fa4_bwd_post_dk, made.dk, dk, k)
+        dv = of_sums(lib._fa4_bwd_post_dv, made.dv, dv, v)
+    dq = of_sums(library()._fa4_bwd_post, made.dq, dq, q)
     return Grads(*(x[..., :width] for x in (dq, dk, dv)))
 
 
@@ -270,14 +270,6 @@ def _before(
         name="fa4_bwd_pre",
     )
     return lse2, delta, zeros
-
-
-def _after(run: Callable[..., None], made: Any, sums: Array, like: Array) -> Array:
-    """Return float32 sums in the shape and dtype of `like`."""
-    lib = library()
-    out, name = jax.ShapeDtypeStruct(like.shape, like.dtype), run.__name__.strip("_")
-    specs = {"in_specs": [lib._F32_SPEC], "out_specs": lib._QKV_SPEC}
-    return _call(run, out, made, sums, **specs, name=name)
 
 
 def _zeros(made: fa4_launch.BackwardLaunches, k: Array) -> Array:

@@ -103,12 +103,13 @@ def _backward(inputs: PieceInputs, rows: Rows, *, scale: float, sms: int) -> Gra
     delta, lse = before(made.before, (out, dout, rows.lse), made.tile)
     given = BackwardOperands(q, k, v, dout, lse, delta, None)
     dq, *found = _main(made, given, backward_steps.grads_of(k, first_keys, kind.splits))
+    of_dq = partial(backward_steps.of_sums, library()._fa4_bwd_post, made.after)
     if kind.splits == 1:
-        return Grads(_after(made, dq, q), *found)
+        return Grads(of_dq(dq, q), *found)
     # XLA (jax 0.11.2) would write one result of a call into another of it, and fail over the cycle.
     dq, *whole, dk, dv = jax.lax.optimization_barrier([dq, *found])
     last = [backward_steps.summed_splits(x, k.shape[0]) for x in (dk, dv)]
-    return Grads(_after(made, dq, q), *joined(whole, last, first_keys))
+    return Grads(of_dq(dq, q), *joined(whole, last, first_keys))
 
 
 def _splits_of(queries: Dims, keys: Dims, sms: int) -> tuple[int, SplitKind]:
@@ -142,16 +143,3 @@ def _main(made: FirstWritesLaunches, given: BackwardOperands, grads: list[Any]) 
         name="maxattn_backward_first_writes",
     )
     return [dq, *found]
-
-
-def _after(made: Any, sums: Array, q: Array) -> Array:
-    lib = library()
-    return import_module("cutejax").call(
-        lib._fa4_bwd_post,
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        made.after,
-        sums,
-        in_specs=[lib._F32_SPEC],
-        out_specs=lib._QKV_SPEC,
-        name="fa4_bwd_post",
-    )

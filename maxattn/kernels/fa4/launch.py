@@ -131,12 +131,9 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     if spec.splits is not None:
         kernel_class = split_lists_backward(kernel_class, *spec.splits)
     kernel = kernel_class(*spec.operands, **settings, **spec.tested)
-    kind, head_dim, *_ = spec.operands
-    made = lib._get_bwd_pre(kind, head_dim, head_dim, spec.tile.queries)
-    before = lib._aux_static("pre", made, scale)
     after = partial(after_backward, spec, plan)
     ends = after("post", "dq", scale), after("post_k", "dkv", scale), after("post_v", "dkv", None)
-    return BackwardLaunches(spec.tile, before, Launch(kernel, scale), *ends)
+    return BackwardLaunches(spec.tile, before_backward(spec), Launch(kernel, scale), *ends)
 
 
 def plan_of(spec: LaunchSpec) -> Any:
@@ -149,6 +146,13 @@ def plan_of(spec: LaunchSpec) -> Any:
         plans = [replace(plans[0], tile_m=settings.tile_m, sm90=settings)]
     fits = (p for p in plans if p.family == HOPPER and (p.tile_m, p.tile_n) == spec.tile)
     return next(fits)
+
+
+def before_backward(spec: LaunchSpec) -> Any:
+    """Make what prepares the rows for a backward."""
+    lib, (kind, head_dim, *_) = library(), spec.operands
+    made = lib._get_bwd_pre(kind, head_dim, head_dim, spec.tile.queries)
+    return lib._aux_static("pre", made, spec.scale)
 
 
 def after_backward(spec: LaunchSpec, plan: Any, name: str, which: str, scale: float | None) -> Any:

@@ -12,6 +12,7 @@ from maxattn.kernels.fa4.launch import (
     Launch,
     LaunchSpec,
     after_backward,
+    before_backward,
     plan_of,
     split_launch,
 )
@@ -49,7 +50,7 @@ def one_key_tile_launches(
     """Make a backward over one tile of keys."""
     spec = _spec(dtype, head_dim, scale, tile)
     kernel = _kernel(one_key_tile_class(*kind), spec)
-    return OneKeyTileLaunches(tile, _before(spec), Launch(kernel, scale))
+    return OneKeyTileLaunches(tile, before_backward(spec), Launch(kernel, scale))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ def first_writes_launches(
     of_first = first_writes_class(0, 1) if cut else first_writes_class(batch, splits)
     main = FirstWritesLaunch(_kernel(of_first, spec), last, scale)
     after = after_backward(spec, plan_of(spec), "post", "dq", scale)
-    return FirstWritesLaunches(tile, _before(spec), main, after)
+    return FirstWritesLaunches(tile, before_backward(spec), main, after)
 
 
 def _spec(dtype: str, head_dim: int, scale: float, tile: Tile) -> LaunchSpec:
@@ -117,9 +118,3 @@ def _spec(dtype: str, head_dim: int, scale: float, tile: Tile) -> LaunchSpec:
 def _kernel(kernel_class: Any, spec: LaunchSpec) -> Any:
     settings = library()._sm90_bwd_kwargs(plan_of(spec).sm90, False, False)
     return kernel_class(*spec.operands, **settings)
-
-
-def _before(spec: LaunchSpec) -> Any:
-    lib, (dtype, head_dim, *_) = library(), spec.operands
-    made = lib._get_bwd_pre(dtype, head_dim, head_dim, spec.tile.queries)
-    return lib._aux_static("pre", made, spec.scale)

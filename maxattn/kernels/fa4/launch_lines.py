@@ -164,11 +164,9 @@ def split_line(call: Call, sms: int) -> str:
     tail, what = first_writes.tail_for(*shapes_of(taken), sms), OWN
     tile = whole_tile(taken.head_dim, taken.q_len)
     if first_writes.takes_call(taken):
-        what = (
-            f"{tile.queries}x{tile.keys} tiles; the first tile of keys writes dQ, others add to it"
-        )
+        what = f"{_tiles(tile)}; the first tile of keys writes dQ, others add to it"
     elif narrow_tile(taken.head_dim, taken.q_len) is not None:
-        what = f"{tile.queries}x{tile.keys} tiles"
+        what = _tiles(tile)
     return what + folds + ("" if tail is None else f"; {tail.line}")
 
 
