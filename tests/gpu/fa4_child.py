@@ -33,6 +33,7 @@ KIND = "NVIDIA H200" if ARCH == 90 else "NVIDIA X"
 TARGET = ma.Target("gpu", KIND, (("fa4-jax", "0.1.0"),), capability=CAPABILITY)
 LONG = np.zeros((2, 3000), np.int32)
 ONE_TILE, FIRST_WRITES = "backward_one_key_tile", "backward_first_writes"
+UNSEEN = "unseen_rows"
 IDS, FULL = np.zeros((2, LENGTH), np.int32), M.Full()
 
 
@@ -106,6 +107,8 @@ CASES = {
     "few keys, the last split": CompileCase(
         head_dim=64, keys=3000, queries=5000, launch=FIRST_WRITES
     ),
+    "long segments": CompileCase(M.Segments(LONG, LONG), 96, 4, 3000, queries=3000, launch=UNSEEN),
+    "long lengths": CompileCase(M.KeyPadding(np.array([200, 0])), 128, queries=3000, launch=UNSEEN),
     "few queries, head dim 128": CompileCase(head_dim=128, queries=128),
     "short rows, window": CompileCase(M.LocalWindow(60, 0), 128, 2, 3000, queries=3000),
     "head dim 256, block window": CompileCase(M.BlockSlidingWindow(64, 2), 256),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call, Reason
@@ -42,6 +41,7 @@ from maxattn.kernels.fa4 import (
     split_keys_forward,
     split_keys_lists,
     split_lists,
+    unseen_rows,
     whole_backward,
     windows,
 )
@@ -59,7 +59,6 @@ from maxattn.kernels.fused.pieces import fits_shards
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.kv_block import KeySplit
 from maxattn.kernels.requirements import untested
-from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.target import Target
 
@@ -246,12 +245,17 @@ class Fa4(Fused):
     def _tested_backward(self, inputs: Inputs, rows: Rows) -> Grads:
         width, q = inputs.q.shape[3], inputs.q
         given = self._tested(rectangles.with_padded_heads(inputs))
+        rows = rectangles.rows_for(rows, given.q)
         if not mask_inputs.all_see(given.pairs):
             # A row that sees nothing anywhere has no gradient; its P is exp(-inf - 1e30) = 0 here.
-            dout = jnp.where(rectangles.column(rows.lse == NEG_INF), 0, rows.dout)
-            rows = Rows(rows.out, rows.lse, dout, rows.dlse)
-        dq, dk, dv, _ = self._backward(given, rectangles.rows_for(rows, given.q))
+            rows = replace(rows, dout=self.clear(rows.dout, rows.lse))
+        dq, dk, dv, _ = self._backward(given, rows)
         return Grads(dq[..., :width].astype(q.dtype), dk[..., :width], dv[..., :width])
+
+    def clear(self, dout: Array, lse: Array) -> Array:
+        """Return dout with 0 where the LSE is -inf: in place, where maxattn launches kernels."""
+        fits = self.launched and unseen_rows.pays(dout)
+        return (unseen_rows.cleared if fits else rectangles.cleared)(dout, lse)
 
     def _tested(self, inputs: Inputs) -> PieceInputs:
         """Return the rectangle to go through, and what to test in it."""

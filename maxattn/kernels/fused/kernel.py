@@ -113,13 +113,17 @@ class Fused(Kernel):
         # Where all rows see a key, those without an LSE are padding.
         all_see = inputs.lengths is None and inputs.piece.sees_all()
         if not (all_see and self.takes_empty_rows) or self.lse_gradient:
-            rows = rectangles.without_unseen(inputs, rows)
+            rows = rectangles.without_unseen(inputs, rows, self.clear)
         dq, dk, dv, _ = self.piece_backward(inputs, rows)
         dq, dk, dv = (x.astype(jnp.float32) for x in (dq, dk, dv))
         if self.lse_gradient:
             of_lse = self._of_lse(inputs, rows)
             dq, dk = dq + of_lse[0], dk + of_lse[1]
         return Grads(dq, dk, dv)
+
+    def clear(self, dout: Array, lse: Array) -> Array:
+        """Return dout with 0 where the LSE is -inf."""
+        return rectangles.cleared(dout, lse)
 
     def _of_lse(self, inputs: PieceInputs, rows: Rows) -> tuple[Array, Array]:
         """Return the shares of (dq, dk) that come from a gradient of the LSE."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,16 +107,28 @@ def cut_rows(rows: Rows, p: Piece) -> Rows:
     return Rows(out, lse, dout, dlse)
 
 
-def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
+def cleared(dout: Array, lse: Array) -> Array:
+    """Return dout [B,T,N,H] with 0 where the LSE [B,N,T] is -inf."""
+    return jnp.where(column(lse == NEG_INF), 0, dout).astype(dout.dtype)
+
+
+def without_unseen(
+    inputs: PieceInputs, rows: Rows, clear: Callable[[Array, Array], Array] = cleared
+) -> Rows:
     """Give rows that see nothing, here or anywhere, a large LSE and no gradient.
 
     Their P is then exp(s - 1e30) = 0. Where every row sees a key, only rows that padding added are
     without an LSE, and their dout is 0 already.
+
+    Args:
+        inputs: a rectangle.
+        rows: of its queries, dout in q's dtype.
+        clear: does what `cleared` does.
     """
     empty, seen, dout = rows.lse == NEG_INF, inputs.seen(), rows.dout
     if seen is not None:
         empty |= ~seen[:, None]
-        dout = jnp.where(column(empty), 0, dout).astype(inputs.q.dtype)
+        dout = clear(dout, jnp.where(empty, NEG_INF, rows.lse))
     dlse = jnp.where(empty, 0.0, rows.dlse)
     return Rows(rows.out, jnp.where(empty, BIG_LSE, rows.lse), dout, dlse)
 
