@@ -342,6 +342,9 @@ def test_the_plan_says_it() -> None:
     assert (
         "of the 28,080 keys that all queries see, the last 4 tiles of queries in 5 splits" in text
     )
+    two = (jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for x in (q, k))
+    text = ma.plan(ma.Call.of(*two, ma.masks.Causal()), asked, target=H200).explain()
+    assert "forward: block-sparse lists of 128x128 tiles: 8769 full, 73 mixed" in text
     text = ma.plan(ma.Call.of(q, k, ma.masks.BlockCausal(1560)), asked, target=H200).explain()
     assert "in 2 splits of the keys" in text
     text = ma.plan(ma.Call.of(q, k, ma.masks.Causal(offset=0)), asked, target=H200).explain()

@@ -1,7 +1,7 @@
 """What XLA copies before and after a kernel, whose arrays are not those of the call.
 
     padding     tokamax takes lengths that 8 divides, in the forward keys that its tile divides;
-                tokamax and fa4-jax take some head dims. What is longer is cut again.
+                tokamax takes some head dims. What is longer is cut again.
     pieces      a triangle beside a rectangle is two calls, whose results are merged
     rows        outputs and gradients of queries that see no key, or may see none, are made 0
 
@@ -25,7 +25,6 @@ from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import Piece, pieces
 
 TOKAMAX_LENGTHS, TOKAMAX_HEADS = 8, (16, 64)  # of the forward, of the backward
-FLASH_HEADS, FLASH_LONG = 64, 128  # of the backward, from the second on (primitives.widened)
 Copies = list[float]
 """Bytes that each copy moves."""
 
@@ -43,8 +42,6 @@ def copies(kernel: str, what: str, call: Call, sms: int) -> Copies:
     found = _of_rows(kernel, backward, call) + _of_pieces(kernel, backward, call, sms)
     if kernel == "tokamax_flash":
         found += _tokamax_padding(backward, call)
-    if kernel == "flash" and backward:
-        found += _flash_padding(call)
     return found
 
 
@@ -88,14 +85,6 @@ def _tokamax_padding(backward: bool, call: Call) -> Copies:
     # Q and out, K and V; of a backward Q, dout and dQ, and K, V and their gradients.
     many = (3, 4) if backward else (2, 2)
     return [2 * queries] * (many[0] * pads_queries) + [2 * keys] * (many[1] * pads_keys)
-
-
-def _flash_padding(call: Call) -> Copies:
-    """Count the copies of a backward: Q, out, dout and dQ, and K, V and their gradients."""
-    if call.head_dim <= FLASH_LONG or call.head_dim % FLASH_HEADS == 0:
-        return []
-    queries, keys = entries(call)
-    return [2 * queries] * 4 + [2 * keys] * 4
 
 
 # ---- rows, pieces --------------------------------------------------------------------------------
@@ -146,4 +135,4 @@ def _goes_by_lists(backward: bool, call: Call, sms: int) -> bool:
     if backward:
         return band_lists.lists_backward(call, queries, keys, sms)
     splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
-    return splits > 1 or band_lists.runs_persistent(call, queries)
+    return splits > 1 or band_lists.lists_forward(call, queries, sms)

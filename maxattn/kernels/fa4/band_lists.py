@@ -1,8 +1,10 @@
 """Which bands go by block-sparse lists, though the library's kernels know bands.
 
 Lists pay where they are split, so that no SM waits; in forwards of short rows of tiles, whose
-thread blocks are then persistent: the library starts a thread block for every row; and in backwards
-of so few queries that the library's tile would be half empty.
+thread blocks are then persistent: the library starts a thread block for every row; in backwards of
+so few queries that the library's tile would be half empty; and where the library would be given
+copies: where queries at one end see nothing, and where some keys are seen by all queries, others
+causally, as beside a cache, which are two calls whose results are merged.
 """
 
 from __future__ import annotations
@@ -15,13 +17,25 @@ from maxattn.call import Call
 from maxattn.devices import SMS
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Inputs
-from maxattn.kernels.fa4 import block_sparse, split_keys_lists, split_lists
+from maxattn.kernels.fa4 import (
+    block_sparse,
+    fold_groups,
+    split_keys,
+    split_keys_lists,
+    split_lists,
+    windows,
+)
 from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
 from maxattn.kernels.fa4.forward_tiles import persistent_pays
+from maxattn.kernels.fa4.list_limits import fits_lists
 from maxattn.kernels.fa4.mask_inputs import tile_of
 from maxattn.kernels.fa4.split_queries import Dims
-from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, is_short_backward
+from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, is_short_backward, shapes_of
 from maxattn.kernels.fused import masks
+from maxattn.kernels.fused.pieces import pieces
+
+FOLDED = 128  # queries, up to which it pays to fold heads beside a cache
+MANY = 1024  # queries, from which on merging two results beside a cache is little
 
 
 def forward_pays(inputs: Inputs, sms: int) -> bool:
@@ -31,7 +45,7 @@ def forward_pays(inputs: Inputs, sms: int) -> bool:
         return False
     sizes = inputs.q.shape, inputs.k.shape
     split = split_keys_lists.splits_for_call(call, *sizes, sms).splits > 1
-    return split or runs_persistent(call, inputs.q.shape)
+    return split or lists_forward(call, inputs.q.shape, sms)
 
 
 def backward_pays(inputs: Inputs, sms: int) -> bool:
@@ -40,16 +54,56 @@ def backward_pays(inputs: Inputs, sms: int) -> bool:
     return call is not None and lists_backward(call, inputs.q.shape, inputs.k.shape, sms)
 
 
+def lists_forward(call: Call, queries: Dims, sms: int) -> bool:
+    """Tell whether the forward of a band goes by lists that are not split; as `lists_backward`."""
+    return runs_persistent(call, queries) or (needs_copies(call) and not _splits_last(call, sms))
+
+
+def _splits_last(call: Call, sms: int) -> bool:
+    """Tell whether many queries beside a cache have last tiles that are split over its keys.
+
+    Lists are split all or none. The keys of one batch row are taken where they are.
+    """
+    whole = fold_groups.seen_by_all(call)
+    if whole is None or call.batch > 1 or call.q_len < MANY:
+        return False
+    return split_keys.split_for(*shapes_of(whole), sms) is not None
+
+
 def lists_backward(call: Call, queries: Dims, keys: Dims, sms: int) -> bool:
-    """Tell whether the backward of a band goes by lists: in splits, or with tiles of few queries.
+    """Tell whether the backward of a band goes by lists: in splits, or for its queries.
 
     Args:
         call: masked by positions.
         queries, keys: shapes [B,T,N,H] of q and [B,S,K,H] of k.
         sms: streaming multiprocessors (SMs) of the GPU.
     """
-    short = is_short_backward(queries[3], queries[1])
-    return short or split_lists.splits_for_call(call, queries, keys, sms) > 1
+    if is_short_backward(queries[3], queries[1]):
+        return True
+    if needs_copies(call):
+        return not folds_heads(call)
+    return split_lists.splits_for_call(call, queries, keys, sms) > 1
+
+
+@lru_cache(maxsize=1024)
+def needs_copies(call: Call) -> bool:
+    """Tell whether the library would be given copies: of parts of a band, or of most queries."""
+    terms, lengths = masks.sort_terms(call.mask), (call.q_len, call.kv_len)
+    if call.sharded or call.mask.has_data or terms.band is None or call.mask.is_full:
+        return False
+    found = pieces(terms.band, terms.band.offset, *lengths)
+    if not found or not fits_lists(call.head_dim, *lengths):
+        return False
+    p = found[0]
+    return len(found) > 1 or windows.fitted(p, p.q1 - p.q0, p.k1 - p.k0)[0] < call.q_len
+
+
+def folds_heads(call: Call) -> bool:
+    """Tell whether heads that share keys are folded in a part of a band, for few queries.
+
+    By lists they would add float32 gradients of all keys up.
+    """
+    return call.q_len <= FOLDED and fold_groups.folded_parts(call) != (call,)
 
 
 @lru_cache(maxsize=1024)

@@ -47,11 +47,11 @@ from maxattn.kernels.fa4 import (
 )
 from maxattn.kernels.fa4.fold_rows import with_rows_folded
 from maxattn.kernels.fa4.forward_tiles import library_tile, persistent_pays, tile_over_all
-from maxattn.kernels.fa4.launch_lines import OWN, Dims
+from maxattn.kernels.fa4.launch_lines import OWN
 from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES, MOST_TILES, fits_lists
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
-from maxattn.kernels.fa4.tile_sizes import backward_tile, shapes_of, takes_lists
+from maxattn.kernels.fa4.tile_sizes import Dims, backward_tile, shapes_of, takes_lists
 from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused

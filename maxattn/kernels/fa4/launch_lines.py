@@ -28,8 +28,6 @@ from maxattn.kernels.fa4.tile_sizes import (
     shapes_of,
     whole_tile,
 )
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.pieces import pieces
 
 OWN, PERSISTENT = "the library's own", ", persistent thread blocks"
 
@@ -103,7 +101,7 @@ def split_lists_lines(call: Call, sms: int) -> tuple[str, str]:
     backward = split_lists.splits_for_call(call, queries, keys, sms)
     persistent = splits == 1 and band_lists.runs_persistent(call, queries)
     forward = f"{lists_line(call)}{_splits(splits, 'keys')}{PERSISTENT * persistent}"
-    forward = forward if splits > 1 or persistent else ""
+    forward = forward if splits > 1 or band_lists.lists_forward(call, queries, sms) else ""
     listed = band_lists.lists_backward(call, queries, keys, sms)
     return forward, _backward_lists(call, backward) if listed else ""
 
@@ -129,22 +127,17 @@ def _splits(splits: int, over: str) -> str:
 
 
 def band_blocks_line(call: Call, split_for: Callable[[Dims, Dims], KeySplits | None]) -> str:
-    """Say how the forward of a band is launched: all queries may see keys before it.
+    """Say how the forward of a band is launched that does not go by lists.
 
     Args:
-        call: whose mask is a band, with lengths or without.
+        call: of one device.
         split_for: chooses what of a rectangle without a band is split over its keys.
     """
-    band, (queries, keys) = masks.sort_terms(call.mask).band, shapes_of(call)
-    if call.sharded or band is None:
+    whole = fold_groups.seen_by_all(call)
+    tail = None if whole is None else split_for(*shapes_of(whole))
+    if whole is None or tail is None:
         return OWN
-    for p in pieces(band, band.offset, call.q_len, call.kv_len):
-        rows, length = p.q1 - p.q0, p.k1 - p.k0
-        shapes = (queries[0], rows, *queries[2:]), (keys[0], length, *keys[2:])
-        tail = split_for(*shapes) if p.is_full else None
-        if tail is not None:
-            return f"{OWN}; of the {length:,} keys that all queries see, {tail.line}"
-    return OWN
+    return f"{OWN}; of the {whole.kv_len:,} keys that all queries see, {tail.line}"
 
 
 def band_backward_line(call: Call, sms: int) -> str:
