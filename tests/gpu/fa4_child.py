@@ -93,7 +93,12 @@ CASES = {
     "head dim 72, block causal": CompileCase(M.BlockCausal(64), 72),
     "head dim 80": CompileCase(head_dim=80),
     "head dim 96": CompileCase(head_dim=96),
+    "head dim 144, window": CompileCase(M.LocalWindow(64, 32), 144),
+    "head dim 160": CompileCase(head_dim=160),
+    "head dim 160, causal, shared heads": CompileCase(M.Causal(), 160, 2),
+    "head dim 160, segments": CompileCase(M.Segments(IDS, IDS), 160),
     "head dim 192": CompileCase(head_dim=192),
+    "head dim 224, lengths": CompileCase(M.KeyPadding(np.array([200, 500])), 224),
     "head dim 256": CompileCase(head_dim=256),
     "known segments": CompileCase(M.Segments.of_lengths((100, 37, 250, 125)), 128),
     "one tile of keys": CompileCase(head_dim=128, keys=77, queries=3000, launch=ONE_TILE),
@@ -101,9 +106,18 @@ CASES = {
     "one tile of keys, head dim 72, lengths": CompileCase(
         M.KeyPadding(np.array([20, 0])), 72, keys=100, queries=3000, launch=ONE_TILE
     ),
+    "one tile of keys, head dim 160": CompileCase(
+        head_dim=160, keys=77, queries=3000, launch=ONE_TILE
+    ),
     "one tile of keys, few queries": CompileCase(head_dim=64, keys=77, queries=60, launch=ONE_TILE),
     "few keys": CompileCase(head_dim=128, keys=300, queries=3000, launch=FIRST_WRITES),
     "few keys, head dim 72": CompileCase(head_dim=72, keys=700, queries=5000, launch=FIRST_WRITES),
+    "few keys, head dim 160": CompileCase(
+        head_dim=160, keys=300, queries=3000, launch=FIRST_WRITES
+    ),
+    "few keys, head dim 224": CompileCase(
+        head_dim=224, keys=300, queries=3000, launch=FIRST_WRITES
+    ),
     "few keys, the last split": CompileCase(
         head_dim=64, keys=3000, queries=5000, launch=FIRST_WRITES
     ),

@@ -39,7 +39,8 @@ def call_of(
         (call_of(2, 32760, 128), False),  # one tile, which has a kernel of its own
         (call_of(1, 1024, 1024, heads=5), False),  # to clear the flags would take longer
         (call_of(14, 226, 2112, heads=20, head_dim=96), False),  # few queries for 17 tiles
-        (call_of(32, 1024, 1024, head_dim=192), False),
+        (call_of(32, 1024, 1024, head_dim=160), True),
+        (call_of(32, 1024, 1024, head_dim=256), True),
         (call_of(32, 1024, 1024, mask=M.Causal()), False),
     ],
 )

@@ -39,7 +39,9 @@ def backward_line(call: ma.Call) -> str:
         (call_of(4096, 77, M.Causal(0)), False),
         (call_of(4096, 77, heads=8, kv_heads=2), False),  # whose sums are float32
         (call_of(30, 77, heads=8, kv_heads=2), False),  # folded first
-        (call_of(4096, 77, head_dim=192), False),
+        (call_of(4096, 77, head_dim=160), True),
+        (call_of(4096, 97, head_dim=192), False),  # whose tiles have 96 keys
+        (call_of(4096, 64, head_dim=256), False),
         (call_of(4096, 77, head_dim=36), True),  # as 40
     ],
 )

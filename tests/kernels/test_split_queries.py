@@ -100,10 +100,9 @@ def test_only_heads_of_their_own_keys_are_split() -> None:
     q, k = (1, 32760, 12, 128), (1, 512, 12, 128)
     assert tail_for(q, k) == SplitTail(4, 11)
     assert tail_for(q, (1, 512, 4, 128)) is None, "query heads that share keys add dK up in float32"
-    assert (
-        tail_for((*q[:3], 192), (*k[:3], 192)) is None
-        and tail_for((*q[:3], 100), (*k[:3], 100)) is None
-    )
+    assert tail_for((*q[:3], 160), (*k[:3], 160)) == SplitTail(6, 11)
+    assert tail_for((*q[:3], 100), (*k[:3], 100)) is None
+    assert tail_for((1, 64015, 1, 128), (1, 77, 1, 128)) == SplitTail(1, 115), "else SMs wait"
     assert tail_for((2, 4608, 24, 128), (2, 4608, 24, 128)) == SplitTail(3, 5)
     assert (
         tail_for((16, 4096, 10, 64), (16, 77, 10, 64))

@@ -75,7 +75,13 @@ from maxattn.kernels.fa4 import (
 )
 from maxattn.kernels.fa4.forward_tiles import ids_persist, tile_over_all
 from maxattn.kernels.fa4.mask_inputs import tile_of
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, shapes_of, whole_tile
+from maxattn.kernels.fa4.tile_sizes import (
+    Tile,
+    backward_tile,
+    shapes_of,
+    sums_width,
+    whole_tile,
+)
 from maxattn.masks import Full
 
 PLAIN = ("memory_efficient", "dot_product")
@@ -90,7 +96,7 @@ START = 1e-3  # ms
 ODD_HEADS = 16
 VECTOR = 8  # entries that XLA and cuBLAS read at a time, where rows begin at multiples of them
 # Sizes that kernels pad heads to. Of cuDNN it is not known.
-WIDTHS = {"flash": (16, 16), "tokamax_flash": (16, 64)}
+WIDTHS = {"flash": (16, 32), "tokamax_flash": (16, 64)}
 OTHER_WIDTHS = 64, 64
 
 
@@ -325,6 +331,8 @@ def _of_plain(kernel: str, call: Call, device: Device) -> Terms:
 
 def _width(kernel: str, what: str, call: Call) -> int:
     """Return the head dim as a kernel pads it, as far as that is known."""
+    if kernel == "flash" and what == BACKWARD:
+        return sums_width(call.head_dim)
     step = WIDTHS.get(kernel, OTHER_WIDTHS)[what == BACKWARD]
     return -(-call.head_dim // step) * step
 

@@ -15,7 +15,13 @@ from maxattn.devices import DEVICES, SMS, Device
 from maxattn.kernels.auto.copies import copies, entries, seen_shares
 from maxattn.kernels.auto.tile_work import has_ids, has_lengths_alone
 from maxattn.kernels.fa4 import first_writes, one_key_tile
-from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, shapes_of, whole_tile
+from maxattn.kernels.fa4.tile_sizes import (
+    Tile,
+    backward_tile,
+    shapes_of,
+    sums_width,
+    whole_tile,
+)
 
 FORWARD, BACKWARD = "forward", "backward"
 NAMED = DEVICES["NVIDIA H200"]
@@ -116,7 +122,8 @@ def _sums(kernel: str, call: Call) -> tuple[float, float]:
     """
     tile_of = whole_tile if call.mask.is_full else backward_tile
     tile = tile_of(call.head_dim, call.q_len) if kernel == "flash" else Tile(1, 1)
-    wide, lanes = -(-call.head_dim // ROUND) * ROUND, call.batch * call.heads
+    wide = sums_width(call.head_dim) if kernel == "flash" else -(-call.head_dim // ROUND) * ROUND
+    lanes = call.batch * call.heads
     queries, keys = (
         4.0 * lanes * wide * -(-length // size) * size
         for length, size in zip((call.q_len, call.kv_len), tile, strict=True)

@@ -25,23 +25,29 @@ from maxattn.kernels.fa4.kernel_calls import (
     run_splits,
 )
 from maxattn.kernels.fa4.launch import split_launch
+from maxattn.kernels.fa4.tile_sizes import Dims, kernel_width, sums_width
 from maxattn.kernels.kv_block import KeyRange
 
 LAUNCHES = (
     "_fa4_bwd_pre",
     "_fa4_bwd",
+    "_fa4_bwd_gqa",
     "_fa4_bwd_post",
+    "_fa4_bwd_post_dk",
+    "_fa4_bwd_post_dv",
+    "_get_bwd_pre",
     "_get_static",
     "_aux_static",
     "_bwd_plan",
     "_validate",
 )
-HEAD_LIMIT = 128  # beyond it heads are padded: primitives.py
+HEAD_LIMIT = 128  # beyond it heads are padded where the GPU is none of Hopper: primitives.py
+HOPPER_LIMIT = 256
 
 
-def of_shape(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    """Tell whether these launches fit: one key head for each query head, 8 | H up to 128."""
-    return queries[2] == keys[2] and queries[3] % 8 == 0 and queries[3] <= HEAD_LIMIT
+def of_shape(queries: Dims, keys: Dims, head_limit: int = HEAD_LIMIT) -> bool:
+    """Tell whether these launches fit: one key head for each query head, 8 | H up to a limit."""
+    return queries[2] == keys[2] and queries[3] % 8 == 0 and queries[3] <= head_limit
 
 
 def library_has_launches() -> bool:
@@ -55,20 +61,27 @@ class Launches:
     Args:
         scale: multiplies the scores.
         q, k: what they are for, whose shapes and dtypes alone count.
+        config: fa4-jax's, of the window and the test of pairs; None for all pairs.
     """
 
-    def __init__(self, scale: float, q: Array, k: Array) -> None:
+    def __init__(self, scale: float, q: Array, k: Array, config: Any = None) -> None:
         fa4 = library()
         self._scale = float(scale)
         self._call = import_module("cutejax").call
-        config = _config(self._scale)
+        config = _config(self._scale) if config is None else config
         dtype, head_dim, _, group, arch = fa4._validate(config, "bwd", q, k, k)
-        tile = fa4._bwd_plan(dtype, head_dim, head_dim, group, False, False, arch).tile_m
-        self._made: Any = fa4._get_static(config, dtype, head_dim, head_dim, group, arch, "bwd")
+        width = kernel_width(head_dim)
+        window = config.causal, config.local
+        plan = fa4._bwd_plan(dtype, width, width, group, *window, arch)
+        tile = plan.tile_m
+        self._made: Any = fa4._get_static(config, dtype, width, width, group, arch, "bwd")
+        before = fa4._get_bwd_pre(dtype, width, head_dim, tile)
+        self._before = fa4._aux_static("pre", before, self._made["scale"])
         b, t, n, _ = q.shape
-        rows, width = -(-t // tile) * tile, -(-head_dim // 32) * 32
+        rows = -(-t // tile) * tile
+        self._keys = plan.tile_n
         self._stats = jax.ShapeDtypeStruct((b, n, rows), jnp.float32)
-        self._dq = jax.ShapeDtypeStruct((b, n, rows * width), jnp.float32)
+        self._dq = jax.ShapeDtypeStruct((b, n, rows * sums_width(head_dim)), jnp.float32)
 
     def first(self, out: Array, dout: Array, lse: Array) -> Any:
         """Return delta, the LSE in base 2, and zeros to add dQ to."""
@@ -76,7 +89,7 @@ class Launches:
         return self._call(
             fa4._fa4_bwd_pre,
             [self._stats, self._stats, self._dq],
-            fa4._aux_static("pre", self._made["pre"], self._made["scale"]),
+            self._before,
             *(out, dout, lse),
             in_specs=[fa4._QKV_SPEC, fa4._QKV_SPEC, fa4._LSE_SPEC],
             out_specs=fa4._F32_SPEC,

@@ -26,9 +26,9 @@ from maxattn.kernels.fa4.forward_tiles import ids_persist, persistent_pays
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
 from maxattn.kernels.fa4.launch_order import Order, order_of
 from maxattn.kernels.fa4.mask_mod import PairTest
-from maxattn.kernels.fa4.primitives import widened
+from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.score_mod import BiasAxes
-from maxattn.kernels.fa4.tile_sizes import ALL_CACHED, CACHED, SHORT_ROW, Dims, Tile
+from maxattn.kernels.fa4.tile_sizes import ALL_CACHED, CACHED, SHORT_ROW, Dims, Tile, sums_width
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
@@ -105,8 +105,8 @@ def whole(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array]:
 
 def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
     """Return (dq, dk, dv) from a given output and LSE; `tiles` are those of the backward."""
-    width, arrays = inputs.q.shape[3], (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
-    q, k, v, out, dout = (widened(x) for x in arrays)
+    arrays = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
+    q, k, v, out, dout = (own_array(x) for x in arrays)
     made = fa4_launch.backward_launches(spec_of(q, k, tiles))
     shared = q.shape[2] > k.shape[2]
     zeros_kv = tuple(_zeros(made, k) for _ in range(2)) if shared else ()
@@ -118,8 +118,7 @@ def backward(inputs: PieceInputs, rows: Rows, tiles: TilePass) -> Grads:
         lib = library()
         dk = of_sums(lib._fa4_bwd_post_dk, made.dk, dk, k)
         dv = of_sums(lib._fa4_bwd_post_dv, made.dv, dv, v)
-    dq = of_sums(library()._fa4_bwd_post, made.dq, dq, q)
-    return Grads(*(x[..., :width] for x in (dq, dk, dv)))
+    return Grads(of_sums(library()._fa4_bwd_post, made.dq, dq, q), dk, dv)
 
 
 def _run_backward(
@@ -259,7 +258,7 @@ def _before(
     """
     lib, (b, t, n, h) = library(), out.shape
     padded = -(-t // made.tile.queries) * made.tile.queries
-    shapes = (b, n, padded), (b, n, padded), (b, n, padded * _wide(h))
+    shapes = (b, n, padded), (b, n, padded), (b, n, padded * sums_width(h))
     delta, lse2, zeros = _call(
         lib._fa4_bwd_pre,
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -275,12 +274,7 @@ def _before(
 def _zeros(made: fa4_launch.BackwardLaunches, k: Array) -> Array:
     b, s, heads, h = k.shape
     padded = -(-s // made.tile.keys) * made.tile.keys
-    return jnp.zeros((b, heads, padded * _wide(h)), jnp.float32)
-
-
-def _wide(head_dim: int) -> int:
-    """Round a head dim up to what the sums are stored with."""
-    return -(-head_dim // 32) * 32
+    return jnp.zeros((b, heads, padded * sums_width(h)), jnp.float32)
 
 
 def on_device(tiles: TilePass) -> tuple[Array, ...]:

@@ -31,13 +31,21 @@ from maxattn.kernels.fa4.launch_few_keys import (
     first_writes_launches,
 )
 from maxattn.kernels.fa4.one_key_tile import before
-from maxattn.kernels.fa4.primitives import widened
+from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.split_queries import SplitTail, joined
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
-from maxattn.kernels.fa4.tile_sizes import Dims, Tile, narrow_tile, shapes_of, whole_tile
+from maxattn.kernels.fa4.tile_sizes import (
+    Dims,
+    Tile,
+    narrow_tile,
+    shapes_of,
+    sums_width,
+    whole_tile,
+)
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 
+HOPPER_LIMIT = backward_steps.HOPPER_LIMIT
 MOST_TILES = 32  # of keys: beside more the products take so long that zeros count for nothing
 # Numbers of dQ, from which on zeros take longer than to clear the flags.
 LEAST = 2**21
@@ -50,7 +58,7 @@ def fits(queries: Dims, keys: Dims) -> bool:
     """Tell whether a backward is this one, for the shapes [B,T,N,H] of q and [B,S,K,H] of k."""
     (batch, t, heads, width), tiles = queries, -(-keys[1] // tile_for(queries).keys)
     pays = t * width >= LEAST_OF_TILE * tiles and batch * t * heads * width >= LEAST
-    return pays and tiles <= MOST_TILES and backward_steps.of_shape(queries, keys)
+    return pays and tiles <= MOST_TILES and backward_steps.of_shape(queries, keys, HOPPER_LIMIT)
 
 
 def takes_call(call: Call) -> bool:
@@ -97,7 +105,7 @@ def backward(inputs: PieceInputs, rows: Rows, scale: float, sms: int) -> Grads:
 
 def _backward(inputs: PieceInputs, rows: Rows, *, scale: float, sms: int) -> Grads:
     arrays = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
-    q, k, v, out, dout = (widened(x) for x in arrays)
+    q, k, v, out, dout = (own_array(x) for x in arrays)
     first_keys, kind = _splits_of(q.shape, k.shape, sms)
     made = first_writes_launches(str(q.dtype), q.shape[3], scale, tile_for(q.shape), kind)
     delta, lse = before(made.before, (out, dout, rows.lse), made.tile)
@@ -128,7 +136,7 @@ def _main(made: FirstWritesLaunches, given: BackwardOperands, grads: list[Any]) 
     batch, t, heads, head_dim = q.shape
     tiles = -(-t // made.tile.queries)
     flags = jnp.zeros((batch, heads, tiles), jnp.int32)
-    sums = batch, heads, tiles * made.tile.queries * -(-head_dim // 32) * 32
+    sums = batch, heads, tiles * made.tile.queries * sums_width(head_dim)
     like = [jax.ShapeDtypeStruct(sums, jnp.float32), jax.ShapeDtypeStruct(flags.shape, jnp.int32)]
     number = cutejax.ArraySpec(assumed_align=4)
     dq, _, *found = cutejax.call(

@@ -18,7 +18,7 @@ from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
 from maxattn.kernels.fa4.split_lists_kernel import split_lists_backward, split_lists_forward
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows, split_class
 from maxattn.kernels.fa4.tile_schedulers import backward_class, forward_class
-from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, Tile, whole_tile
+from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, Tile, kernel_width, whole_tile
 
 HOPPER = 90  # the architecture that these kernels are written for
 
@@ -68,8 +68,14 @@ class LaunchSpec(NamedTuple):
 
     @property
     def operands(self) -> tuple[Any, int, int, int]:
-        """What the library's kernels are first made from: dtype, head dims, group."""
+        """What the library's forward is first made from: dtype, head dims, group."""
         return _dtype(self.dtype), self.head_dim, self.head_dim, self.group
+
+    @property
+    def backward_operands(self) -> tuple[Any, int, int, int]:
+        """What the library's backward is first made from."""
+        width = kernel_width(self.head_dim)
+        return _dtype(self.dtype), width, width, self.group
 
 
 def _dtype(name: str) -> Any:
@@ -130,7 +136,7 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
     kernel_class = backward_class(spec.order) if spec.adds is None else library_backward()
     if spec.splits is not None:
         kernel_class = split_lists_backward(kernel_class, *spec.splits)
-    kernel = kernel_class(*spec.operands, **settings, **spec.tested)
+    kernel = kernel_class(*spec.backward_operands, **settings, **spec.tested)
     after = partial(after_backward, spec, plan)
     ends = after("post", "dq", scale), after("post_k", "dkv", scale), after("post_v", "dkv", None)
     return BackwardLaunches(spec.tile, before_backward(spec), Launch(kernel, scale), *ends)
@@ -138,7 +144,7 @@ def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
 
 def plan_of(spec: LaunchSpec) -> Any:
     """Return the library's plan of a backward on this tile."""
-    of_window = partial(library()._bwd_plan, *spec.operands, False)
+    of_window = partial(library()._bwd_plan, *spec.backward_operands, False)
     plans = [of_window(window, HOPPER) for window in (False, True)]
     if spec.head_dim <= 64 and spec.tile == SHORT_BACKWARD:
         # The library has this tile for longer heads, with settings that fit these.
@@ -150,15 +156,15 @@ def plan_of(spec: LaunchSpec) -> Any:
 
 def before_backward(spec: LaunchSpec) -> Any:
     """Make what prepares the rows for a backward."""
-    lib, (kind, head_dim, *_) = library(), spec.operands
-    made = lib._get_bwd_pre(kind, head_dim, head_dim, spec.tile.queries)
+    lib, (kind, width, *_) = library(), spec.backward_operands
+    made = lib._get_bwd_pre(kind, width, spec.head_dim, spec.tile.queries)
     return lib._aux_static("pre", made, spec.scale)
 
 
 def after_backward(spec: LaunchSpec, plan: Any, name: str, which: str, scale: float | None) -> Any:
     """Make what turns the float32 sums of `which`, "dq" or "dkv", into a gradient."""
-    lib, (kind, head_dim, *_) = library(), spec.operands
-    made = lib._get_bwd_post(kind, head_dim, *lib._bwd_post_params(plan, HOPPER, which))
+    lib, (kind, width, *_) = library(), spec.backward_operands
+    made = lib._get_bwd_post(kind, width, *lib._bwd_post_params(plan, HOPPER, which))
     return lib._aux_static(name, made, scale)
 
 
@@ -176,10 +182,12 @@ def takes_splits(dtype: str, head_dim: int) -> bool:
 def split_launch(dtype: str, head_dim: int, scale: float, batch: int, splits: int) -> Launch:
     """Make the library's backward over all pairs, for so many splits of so many batch rows."""
     settings = library()._sm90_bwd_kwargs(_whole_plan(dtype, head_dim).sm90, False, False)
-    kernel = split_class(batch, splits)(_dtype(dtype), head_dim, head_dim, 1, **settings)
+    width = kernel_width(head_dim)
+    kernel = split_class(batch, splits)(_dtype(dtype), width, width, 1, **settings)
     return Launch(kernel, scale)
 
 
 def _whole_plan(dtype: str, head_dim: int) -> Any:
     """Return the library's plan of a backward over all pairs."""
-    return library()._bwd_plan(_dtype(dtype), head_dim, head_dim, 1, False, False, HOPPER)
+    width = kernel_width(head_dim)
+    return library()._bwd_plan(_dtype(dtype), width, width, 1, False, False, HOPPER)

@@ -49,7 +49,7 @@ def one_key_tile_launches(
 ) -> OneKeyTileLaunches:
     """Make a backward over one tile of keys."""
     spec = _spec(dtype, head_dim, scale, tile)
-    kernel = _kernel(one_key_tile_class(*kind), spec)
+    kernel = _kernel(one_key_tile_class(head_dim, *kind), spec)
     return OneKeyTileLaunches(tile, before_backward(spec), Launch(kernel, scale))
 
 
@@ -117,4 +117,4 @@ def _spec(dtype: str, head_dim: int, scale: float, tile: Tile) -> LaunchSpec:
 
 def _kernel(kernel_class: Any, spec: LaunchSpec) -> Any:
     settings = library()._sm90_bwd_kwargs(plan_of(spec).sm90, False, False)
-    return kernel_class(*spec.operands, **settings)
+    return kernel_class(*spec.backward_operands, **settings)

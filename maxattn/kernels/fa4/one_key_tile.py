@@ -25,7 +25,7 @@ from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_before, run_one_key_tile
 from maxattn.kernels.fa4.launch_few_keys import OneKeyTile, one_key_tile_launches
 from maxattn.kernels.fa4.one_key_tile_kernel import knows_launch
-from maxattn.kernels.fa4.primitives import widened
+from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.split_queries import BackwardWork, tail_of
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import Dims, Tile, backward_tile, shapes_of
@@ -33,10 +33,13 @@ from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 
+HEAD_LIMIT = 192  # beyond it the library has one buffer of Q
+
 
 def fits(queries: Dims, keys: Dims) -> bool:
     """Tell whether the keys of a backward are one tile, for the shapes [B,T,N,H] and [B,S,K,H]."""
-    return backward_steps.of_shape(queries, keys) and keys[1] <= tile_for(queries).keys
+    of_shape = backward_steps.of_shape(queries, keys, HEAD_LIMIT)
+    return of_shape and keys[1] <= tile_for(queries).keys
 
 
 def takes_call(call: Call) -> bool:
@@ -91,7 +94,7 @@ def _backward(inputs: PieceInputs, rows: Rows, *, scale: float, sms: int) -> Gra
     kind = OneKeyTile(q.shape[0] if splits > 1 else 0, splits, lengths is not None)
     made = one_key_tile_launches(str(q.dtype), q.shape[3], scale, tile_for(q.shape), kind)
     arrays = q, inputs.k, inputs.v, rows.out, rows.dout
-    q, k, v, out, dout = (widened(x) for x in arrays)
+    q, k, v, out, dout = (own_array(x) for x in arrays)
     delta, lse = before(made.before, (out, dout, rows.lse), made.tile)
     ends = () if lengths is None else (lengths.astype(jnp.int32),)  # pyright: ignore
     dq, dk, dv = _main(made.main, BackwardOperands(q, k, v, dout, lse, delta, None), ends, splits)

@@ -37,10 +37,11 @@ SPARE = 8
 
 
 @cache
-def one_key_tile_class(batch: int, splits: int, has_lengths: bool) -> Any:
+def one_key_tile_class(width: int, batch: int, splits: int, has_lengths: bool) -> Any:
     """Make a backward over one tile of keys, whose dQ is [B,T,N,H] in q's dtype.
 
     Args:
+        width: H, of the arrays; the kernel may be compiled for a larger one.
         batch: rows; 0 where nothing is split.
         splits: of the queries; dK and dV have a batch row for each split of each batch row.
         has_lengths: whether the auxiliary array says how many keys of each batch row are real.
@@ -49,10 +50,7 @@ def one_key_tile_class(batch: int, splits: int, has_lengths: bool) -> Any:
 
     class OneKeyTile(library_backward()):
         of: Any = None
-
-        def __init__(self, dtype: Any, head_dim: int, *sizes: int, **settings: Any) -> None:
-            super().__init__(dtype, head_dim, *sizes, **settings)
-            self.head_dim = head_dim
+        head_dim = width
 
         def _check_type(self, *types: Any) -> None:
             super()._check_type(*types[:DQ], floats, *types[DQ + 1 :])

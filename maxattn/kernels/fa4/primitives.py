@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Result, Rows
+from maxattn.kernels.fa4 import wide_heads
 from maxattn.kernels.fa4.alignment import library
+from maxattn.kernels.fa4.own_array import own_array
+from maxattn.kernels.fa4.tile_sizes import kernel_width
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 
 Window = tuple[int | None, int | None]
@@ -91,6 +94,8 @@ def fa4_backward(inputs: PieceInputs, rows: Rows, window: Window, scale: float) 
     """Return (dq, dk, dv) from a given output and LSE; arguments as for `fa4_forward`."""
     mask, arrays = _mask_of(inputs.pairs)
     config, width = _config(window, scale, mask), inputs.q.shape[-1]
+    if wide_heads.takes(inputs.q):
+        return wide_heads.backward((inputs.q, inputs.k, inputs.v, *arrays), rows, config)
     arrays_in = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
     q, k, v, out, dout = (widened(x) for x in arrays_in)
     operands = (q, k, v, out, rows.lse, dout, *arrays)
@@ -119,16 +124,10 @@ def fa4_backward_lengths(inputs: PieceInputs, rows: Rows, scale: float) -> Grads
 
 
 def widened(x: Array) -> Array:
-    """Make an operand of the backward: an array of its own, of a head dim that the kernels take.
-
-    XLA hands slices to a custom call without a copy, but then forgets which results share the
-    memory of which operands (jax 0.11.2): the float32 sums, which the kernel adds to in place,
-    would begin as garbage.
-    """
+    """Make an operand of the library's backward: an array of its own, of a head dim it takes."""
     width = x.shape[-1]
-    extra = 0 if width <= 128 else -width % 64  # 192 or 256: fa4-jax 0.1.0 fails at 160 on Hopper
-    x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
-    return jax.lax.optimization_barrier(x)
+    extra = kernel_width(width) - width
+    return own_array(jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x)
 
 
 def _flat(x: Array) -> Array:

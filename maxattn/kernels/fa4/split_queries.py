@@ -25,11 +25,12 @@ from maxattn.kernels.fa4.backward_steps import summed_splits
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands
 from maxattn.kernels.fa4.launch import takes_splits
 from maxattn.kernels.fa4.launch_order import START
+from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.tile_sizes import Dims, whole_tile
 from maxattn.kernels.fused.rectangles import PieceInputs
 
 LEAST_GAIN = 0.01
-MOST_SPLITS = 16
+MANY_SPLITS, MOST_SPLITS = 16, 128  # where thread blocks fill the SMs, and where they are fewer
 # What sums over splits, and a second launch, cost beside their work: in tiles of keys by queries,
 # of some 3 us.
 SUMS, LAUNCH = 3, 2
@@ -88,7 +89,11 @@ class BackwardWork(NamedTuple):
     def tails(self) -> Iterator[SplitTail]:
         """List what can be split: the tiles of some two waves, where all splits have queries."""
         for n in range(1, min(self.tiles, 2 * -(-self.sms // self.rows)) + 1):
-            yield from (SplitTail(n, each) for each in range(2, min(MOST_SPLITS, self.steps) + 1))
+            yield from (SplitTail(n, each) for each in range(2, self._most_splits(n) + 1))
+
+    def _most_splits(self, tiles: int) -> int:
+        fill = -(-2 * self.sms // (tiles * self.rows))
+        return min(self.steps, max(MANY_SPLITS, min(MOST_SPLITS, fill)))
 
 
 def tail_of(work: BackwardWork) -> SplitTail | None:
@@ -101,7 +106,7 @@ def tail_of(work: BackwardWork) -> SplitTail | None:
 @lru_cache(maxsize=4096)
 def tail_for(queries: Dims, keys: Dims, sms: int = SMS) -> SplitTail | None:
     """Choose for the shapes [B,T,N,H] of q and [B,S,K,H] of k; None too where they do not fit."""
-    if not backward_steps.of_shape(queries, keys):
+    if not backward_steps.of_shape(queries, keys, backward_steps.HOPPER_LIMIT):
         return None
     (batch, t, heads, _), tile = queries, whole_tile(queries[3])
     steps = -(-t // tile.queries)
@@ -148,7 +153,7 @@ def _whole(operands: Operands, scale: float) -> Grads:
 
 def _in_splits(operands: Operands, scale: float, tail: SplitTail) -> Grads:
     lse, batch = operands[4], operands[0].shape[0]
-    q, k, v, out, dout = (primitives.widened(x) for x in (*operands[:4], operands[5]))
+    q, k, v, out, dout = (own_array(x) for x in (*operands[:4], operands[5]))
     launches: Any = backward_steps.Launches(scale, q, k)
     delta, lse, zeros = launches.first(out, dout, lse)
     size = whole_tile(q.shape[3]).keys

@@ -39,6 +39,20 @@ class TileCount(NamedTuple):
     tiles: int
 
 
+def kernel_width(head_dim: int) -> int:
+    """Return the head dim that a backward is compiled for on Hopper GPUs.
+
+    fa4-jax 0.1.0 has settings for 192 and 256 from 128 on, and fails at 160. A kernel for 192 takes
+    arrays of 160: its copies put zeros where these have ended, and write nothing there.
+    """
+    return head_dim if head_dim <= 128 else -(-head_dim // 64) * 64
+
+
+def sums_width(head_dim: int) -> int:
+    """Return how many float32 sums a backward keeps for each row."""
+    return -(-kernel_width(head_dim) // 32) * 32
+
+
 SHORT_ROW = 16  # of tiles of 128 keys, at most: such rows of a forward start beside other heads'
 # Of so many heads a GPU caches what their rows read at a time: bytes of keys and values. A backward
 # has no such groups: it adds to dQ, and of 12 heads at a time that is more than a GPU caches.
