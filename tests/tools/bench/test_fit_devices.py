@@ -100,7 +100,8 @@ def test_a_row_has_the_terms_of_its_own_device() -> None:
 
 
 def test_two_devices_are_fitted_as_well_as_one() -> None:
-    rows = [*rows_on(H200, DRAWN), *rows_on("NVIDIA H20", DRAWN)]
+    calls = drawing.draw(3, 60)
+    rows = [*rows_on(H200, calls), *rows_on("NVIDIA H20", calls)]
     alike = judging.left_out(fitting.samples(rows, device_of(H200)), 4)
     wrong = [replace(row, device=H200) for row in rows]
     assert alike.median < judging.left_out(fitting.samples(wrong, device_of(H200)), 4).median
