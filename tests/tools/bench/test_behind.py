@@ -36,9 +36,38 @@ def test_a_record_is_split_by_programs() -> None:
     runs = [record(*later(at, *passes, *run)) for at, run in enumerate((a, a, b))]
     events = [event for run in reversed(runs) for event in run]
     assert list(runs_of(events, NAMES)) == [
-        (name, pytest.approx(seconds))
-        for name, seconds in (("jit_a", 30e-9), ("jit_a", 30e-9), ("jit_b", 15e-9))
+        (name, pytest.approx(seconds), pytest.approx(waits))
+        for name, seconds, waits in (
+            ("jit_a", 30e-9, 2e-9),
+            ("jit_a", 30e-9, 2e-9),
+            ("jit_b", 15e-9, 0.0),
+        )
     ]
+
+
+def test_no_device_waits_while_another_kernel_runs() -> None:
+    events = record(("jit_a", "x", 0, 50), ("jit_a", "y", 10, 20), ("jit_a", "z", 57, 60))
+    (run,) = runs_of(events, NAMES)
+    assert run.waits == pytest.approx(7e-9)
+
+
+@pytest.mark.parametrize(("late", "covers"), [(0, [1]), (2, [1, 2, 3]), (99, [1, 2, 3, 4, 5, 6])])
+def test_where_the_host_is_late_more_passes_stand_before(
+    late: int, covers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two programs one waits, in the first so many records; what counts is the last record."""
+    asked: list[int] = []
+
+    def runs(in_turn: behind.Jobs, cover: int) -> list[behind.Run]:
+        asked.append(cover)
+        waits = 2 * behind.LATE if cover <= late else behind.LATE
+        return [behind.Run(program.name, float(cover), waits) for program, _ in in_turn]
+
+    monkeypatch.setattr(behind, "_recorded_runs", runs)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jobs = [(Behind(None, name), [()]) for name in ("a", "b")]
+    assert behind._by_record(jobs, 3) == {name: [float(covers[-1])] * 3 for name in ("a", "b")}
+    assert asked == covers
 
 
 def later(at: int, *rows: tuple[str, str, float, float]) -> list[tuple[str, str, float, float]]:
