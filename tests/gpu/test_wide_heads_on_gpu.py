@@ -6,9 +6,10 @@ ones too.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -62,16 +63,19 @@ def test_against_float64(name: str, dtype: str, head_dim: int, heads: tuple[int,
     judge(jax.jit(both)(mask, *x.values()), x, mask, dtype)
 
 
-def test_what_stands_past_a_head_is_read_by_none() -> None:
-    """Slices of wider arrays: the kernel's tiles of 192 channels would reach into the rest."""
+def test_the_next_head_is_read_by_none() -> None:
+    """A kernel's tiles of 192 channels would reach from the first head into the second."""
     skip_without_block_sparse()
     x = operands(700, 700, 160, (2, 2), "bfloat16")
-    mask = M.Causal()
+    mask, first = M.Causal(), {name: v[:, :, :1] for name, v in x.items()}
+    out, lse, *grads = jax.jit(both)(mask, *(v.at[:, :, 1].set(jnp.nan) for v in x.values()))
+    judge((out[:, :, :1], lse[:, :1], *(g[:, :, :1] for g in grads)), first, mask, "bfloat16")
 
-    @jax.jit
-    def of_slices(*wide: Any) -> Any:
-        return both(mask, *(v[..., :160] for v in wide))
 
-    past = np.full((2, 700, 2, 32), np.nan)
-    wide = [np.concatenate([v, past.astype(v.dtype)], axis=-1) for v in map(np.asarray, x.values())]
-    judge(of_slices(*wide), x, mask, "bfloat16")
+@pytest.mark.parametrize("name", ["all pairs", "long", "causal", "causal, few queries", "segments"])
+def test_under_vmap(name: str) -> None:
+    skip_without_block_sparse()
+    mask, t, s = MASKS[name]
+    x = operands(t, s, 160, (4, 2), "bfloat16")
+    found = jax.jit(jax.vmap(partial(both, mask)))(*(v[:, None] for v in x.values()))
+    judge([y[:, 0] for y in found], x, mask, "bfloat16")

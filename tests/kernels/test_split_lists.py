@@ -173,9 +173,11 @@ def test_a_forward_in_splits_takes_a_share_of_its_time() -> None:
 
 
 def test_what_all_queries_see_is_left_to_splits_of_its_own() -> None:
-    call = call_of((1, 1024, 16384, 12, 12, 128), M.Causal())
-    found = split_keys_lists.splits_for_call(call, (1, 1024, 12, 128), (1, 16384, 12, 128), 132)
-    assert found.splits == 1
+    """Of one batch row, whose keys are no copies; else lists take all."""
+    for batch in (1, 2):
+        call = call_of((batch, 1024, 16384, 12, 12, 128), M.Causal())
+        sizes = (batch, 1024, 12, 128), (batch, 16384, 12, 128)
+        assert band_lists.lists_forward(call, *sizes, 132) is (batch > 1)
 
 
 def test_splits_that_add_to_the_same_sums_take_no_memory() -> None:

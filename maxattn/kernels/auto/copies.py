@@ -11,7 +11,6 @@ A copy is read and written once.
 from __future__ import annotations
 
 from maxattn.call import Call
-from maxattn.devices import SMS
 from maxattn.kernels.auto.tile_work import (
     has_ids,
     has_lengths_alone,
@@ -19,7 +18,7 @@ from maxattn.kernels.auto.tile_work import (
     positions_of,
     tokamax_forward_tile,
 )
-from maxattn.kernels.fa4 import band_lists, split_keys_lists, windows
+from maxattn.kernels.fa4 import band_lists, windows
 from maxattn.kernels.fa4.tile_sizes import shapes_of
 from maxattn.kernels.fused import masks
 from maxattn.kernels.fused.pieces import Piece, pieces
@@ -39,7 +38,7 @@ def copies(kernel: str, what: str, call: Call, sms: int) -> Copies:
         sms: streaming multiprocessors (SMs) of the GPU.
     """
     backward = what == "backward"
-    found = _of_rows(kernel, backward, call) + _of_pieces(kernel, backward, call, sms)
+    found = _of_rows(kernel, backward, call, sms) + _of_pieces(kernel, backward, call, sms)
     if kernel == "tokamax_flash":
         found += _tokamax_padding(backward, call)
     return found
@@ -52,18 +51,18 @@ def entries(call: Call) -> tuple[float, float]:
     return queries, 2.0 * call.batch * call.kv_len * call.kv_heads * dim
 
 
-def calls_of(kernel: str, what: str, call: Call) -> int:
-    """Return into how many calls of a library a pass is cut."""
-    return max(1, len(_pieces(kernel, what == "backward", call, SMS)))
+def calls_of(kernel: str, what: str, call: Call, sms: int) -> int:
+    """Return into how many calls of a library a pass is cut; arguments as for `copies`."""
+    return max(1, len(_pieces(kernel, what == "backward", call, sms)))
 
 
-def seen_shares(kernel: str, what: str, call: Call) -> tuple[float, float]:
+def seen_shares(kernel: str, what: str, call: Call, sms: int) -> tuple[float, float]:
     """Return the shares of the queries and of the keys that a kernel is given.
 
     A window leaves out keys before the first query's; and queries behind the last key, where
     FlashAttention-4 takes it as a band (windows.py).
     """
-    cut = _pieces(kernel, what == "backward", call, SMS)
+    cut = _pieces(kernel, what == "backward", call, sms)
     if len(cut) != 1:
         return 1.0, 1.0
     p = cut[0]
@@ -90,13 +89,14 @@ def _tokamax_padding(backward: bool, call: Call) -> Copies:
 # ---- rows, pieces --------------------------------------------------------------------------------
 
 
-def _of_rows(kernel: str, backward: bool, call: Call) -> Copies:
+def _of_rows(kernel: str, backward: bool, call: Call, sms: int) -> Copies:
     queries, _ = entries(call)
-    if has_ids(call):
+    lists = kernel == "flash" and backward and _goes_by_lists(backward, call, sms)
+    if has_ids(call) or (lists and band_lists.leaves_queries(call)):
         return [2 * queries] * backward
     positions = positions_of(call.mask)
     intervals = kernel == "tokamax_flash" and not (positions.is_full or is_causal(positions))
-    cut = seen_shares(kernel, "backward" if backward else "forward", call)[0] < 1
+    cut = seen_shares(kernel, "backward" if backward else "forward", call, sms)[0] < 1
     # What was cut off is put back; of a backward dout is read whole beside it.
     back = [queries, 2 * queries] if backward else [queries]
     return back * cut + [2 * queries] * (intervals or has_lengths_alone(call))
@@ -131,8 +131,5 @@ def _goes_by_lists(backward: bool, call: Call, sms: int) -> bool:
     """Tell whether FlashAttention-4 takes a band by block-sparse lists, in one launch."""
     if masks.sort_terms(call.mask).keys:
         return True
-    queries, keys = shapes_of(call)
-    if backward:
-        return band_lists.lists_backward(call, queries, keys, sms)
-    splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
-    return splits > 1 or band_lists.lists_forward(call, queries, sms)
+    listed = band_lists.lists_backward if backward else band_lists.lists_forward
+    return listed(call, *shapes_of(call), sms)

@@ -95,9 +95,8 @@ START = 1e-3  # ms
 # whole, and rows begin between the sectors of the cache.
 ODD_HEADS = 16
 VECTOR = 8  # entries that XLA and cuBLAS read at a time, where rows begin at multiples of them
-# Sizes that kernels pad heads to. Of cuDNN it is not known.
-WIDTHS = {"flash": (16, 32), "tokamax_flash": (16, 64)}
-OTHER_WIDTHS = 64, 64
+# Sizes that kernels pad heads to, forward and backward. Of cuDNN it is not known.
+FLASH_FORWARD, TOKAMAX, OTHER_WIDTHS = 16, (16, 64), (64, 64)
 
 
 def terms(kernel: str, what: str, call: Call, device: Device, known: Known = UNKNOWN) -> Terms:
@@ -159,7 +158,7 @@ def _of_launch(
     masked = {"mask_starts": starts * (not call.mask.is_full)}
     is_odd = kernel == "flash" and call.head_dim % ODD_HEADS > 0
     odd = {"odd_heads": found["waves"] * is_odd, "odd_starts": starts * is_odd}
-    calls = {"launch": LAUNCH * calls_of(kernel, what, call)}
+    calls = {"launch": LAUNCH * calls_of(kernel, what, call, device.sms or SMS)}
     return found | calls | masked | odd | memory_terms(kernel, what, call, device, found["tiles"])
 
 
@@ -185,7 +184,7 @@ def _flash_forward(call: Call, seen: Seen, width: int, device: Device) -> Terms:
     tile = _forward_tile(call)
     found = _of_tiles(tile_work.by_queries(call, tile, seen), tile, 4, width, device)
     found |= _split_forward(found, call, device)
-    return _resumed(found) if _is_persistent(call, tile) else found
+    return _resumed(found) if _is_persistent(call, tile, device.sms or SMS) else found
 
 
 def _forward_tile(call: Call) -> Tile:
@@ -196,13 +195,16 @@ def _forward_tile(call: Call) -> Tile:
     return tile_of(positions, queries, call.kv_len, has_ids=ids)
 
 
-def _is_persistent(call: Call, tile: Tile) -> bool:
+def _is_persistent(call: Call, tile: Tile, sms: int) -> bool:
     queries, keys = shapes_of(call)
     if call.mask.is_full or has_lengths_alone(call):
         return block_sparse.order(queries, keys, None, tile, forward=True).persistent
     if has_ids(call):
         return ids_persist(queries[3], tile)
-    return band_lists.runs_persistent(call, queries)
+    if not band_lists.lists_forward(call, queries, keys, sms):
+        return False
+    splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
+    return splits == 1 and band_lists.is_persistent(call, queries)
 
 
 def _resumed(found: Terms) -> Terms:
@@ -214,6 +216,8 @@ def _split_forward(found: Terms, call: Call, device: Device) -> Terms:
     """Return what a forward takes less of where the last tiles are split over the keys."""
     sms, sizes = device.sms or SMS, shapes_of(call)
     if not (call.mask.is_full or has_lengths_alone(call)):
+        if not band_lists.lists_forward(call, *sizes, sms):
+            return {}
         share = split_keys_lists.splits_for_call(call, *sizes, sms).share
         return {name: share * found[name] for name in ("waves", "longest", "starts")}
     tail = split_keys.split_for(*sizes, sms)
@@ -331,9 +335,10 @@ def _of_plain(kernel: str, call: Call, device: Device) -> Terms:
 
 def _width(kernel: str, what: str, call: Call) -> int:
     """Return the head dim as a kernel pads it, as far as that is known."""
-    if kernel == "flash" and what == BACKWARD:
-        return sums_width(call.head_dim)
-    step = WIDTHS.get(kernel, OTHER_WIDTHS)[what == BACKWARD]
+    if kernel == "flash":
+        rounded = -(-call.head_dim // FLASH_FORWARD) * FLASH_FORWARD
+        return sums_width(call.head_dim) if what == BACKWARD else rounded
+    step = (TOKAMAX if kernel == "tokamax_flash" else OTHER_WIDTHS)[what == BACKWARD]
     return -(-call.head_dim // step) * step
 
 

@@ -71,16 +71,16 @@ def memory_terms(kernel: str, what: str, call: Call, device: Device, tiles: floa
 
 def _moved(kernel: str, what: str, call: Call, sms: int) -> Moved:
     if what == FORWARD:
-        return _forward(kernel, call)
+        return _forward(kernel, call, sms)
     if kernel == "tokamax_flash":
         return _tokamax(call)
     if kernel == "flash" and one_key_tile.takes_call(call):
         return _one_key_tile(call, sms)
-    return _summed(kernel, call)
+    return _summed(kernel, call, sms)
 
 
-def _forward(kernel: str, call: Call) -> Moved:
-    queries, keys = _seen(kernel, FORWARD, call)
+def _forward(kernel: str, call: Call, sms: int) -> Moved:
+    queries, keys = _seen(kernel, FORWARD, call, sms)
     shared = 2 * keys * call.heads / call.kv_heads * (call.heads != call.kv_heads)
     return Moved(0.0, 2 * queries + 2 * keys, shared)
 
@@ -97,8 +97,9 @@ def _one_key_tile(call: Call, sms: int) -> Moved:
     return Moved(2 * queries + sums, 3 * queries + 2 * (splits + 1) * keys)
 
 
-def _summed(kernel: str, call: Call) -> Moved:
-    (queries, keys), seen = _seen(kernel, BACKWARD, call), seen_shares(kernel, BACKWARD, call)
+def _summed(kernel: str, call: Call, sms: int) -> Moved:
+    of = kernel, BACKWARD, call, sms
+    (queries, keys), seen = _seen(*of), seen_shares(*of)
     of_queries, of_keys = (x * share for x, share in zip(_sums(kernel, call), seen, strict=True))
     zeros = 0.0 if kernel == "flash" and first_writes.takes_call(call) else of_queries
     beside, main = 3 * queries + of_queries + zeros, 2 * queries + of_queries + zeros + 4 * keys
@@ -108,9 +109,9 @@ def _summed(kernel: str, call: Call) -> Moved:
     return Moved(beside + 2 * each + 2 * keys, main, 2 * of_keys)
 
 
-def _seen(kernel: str, what: str, call: Call) -> tuple[float, float]:
+def _seen(kernel: str, what: str, call: Call, sms: int) -> tuple[float, float]:
     """Return the bytes of Q and of K that a kernel is given."""
-    both = zip(entries(call), seen_shares(kernel, what, call), strict=True)
+    both = zip(entries(call), seen_shares(kernel, what, call, sms), strict=True)
     queries, keys = (each * share for each, share in both)
     return queries, keys
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import jax
+import numpy as np
 
 from maxattn.call import Call
 from maxattn.devices import SMS
@@ -20,32 +21,28 @@ from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import (
     block_sparse,
     fold_groups,
+    mask_inputs,
     split_keys,
     split_keys_lists,
     split_lists,
     windows,
 )
 from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
-from maxattn.kernels.fa4.forward_tiles import persistent_pays
-from maxattn.kernels.fa4.list_limits import fits_lists
-from maxattn.kernels.fa4.mask_inputs import tile_of
+from maxattn.kernels.fa4.forward_tiles import library_tile, persistent_pays
 from maxattn.kernels.fa4.split_queries import Dims
-from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, is_short_backward, shapes_of
+from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, Tile, is_short_backward, shapes_of
 from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.pieces import pieces
+from maxattn.kernels.fused.pieces import Piece, pieces
 
 FOLDED = 128  # queries, up to which it pays to fold heads beside a cache
+MOST_PAIRS = 2**34  # of more a list takes megabytes, and copies are little beside the products
 MANY = 1024  # queries, from which on merging two results beside a cache is little
 
 
 def forward_pays(inputs: Inputs, sms: int) -> bool:
     """Tell whether the forward of a band goes by lists; False for any other mask."""
     call = _call_of(inputs)
-    if call is None:
-        return False
-    sizes = inputs.q.shape, inputs.k.shape
-    split = split_keys_lists.splits_for_call(call, *sizes, sms).splits > 1
-    return split or lists_forward(call, inputs.q.shape, sms)
+    return call is not None and lists_forward(call, inputs.q.shape, inputs.k.shape, sms)
 
 
 def backward_pays(inputs: Inputs, sms: int) -> bool:
@@ -54,9 +51,18 @@ def backward_pays(inputs: Inputs, sms: int) -> bool:
     return call is not None and lists_backward(call, inputs.q.shape, inputs.k.shape, sms)
 
 
-def lists_forward(call: Call, queries: Dims, sms: int) -> bool:
-    """Tell whether the forward of a band goes by lists that are not split; as `lists_backward`."""
-    return runs_persistent(call, queries) or (needs_copies(call) and not _splits_last(call, sms))
+def is_band(call: Call) -> bool:
+    """Tell whether the library could take a mask of positions as a band."""
+    return masks.refuse_mask("flash", masks.sort_terms(call.mask)) is None
+
+
+def lists_forward(call: Call, queries: Dims, keys: Dims, sms: int) -> bool:
+    """Tell whether the forward of a mask of positions goes by lists; as `lists_backward`."""
+    if not is_band(call) or runs_persistent(call, queries):
+        return True
+    if needs_copies(call):
+        return not _splits_last(call, sms)
+    return split_keys_lists.splits_for_call(call, queries, keys, sms).splits > 1
 
 
 def _splits_last(call: Call, sms: int) -> bool:
@@ -88,14 +94,25 @@ def lists_backward(call: Call, queries: Dims, keys: Dims, sms: int) -> bool:
 @lru_cache(maxsize=1024)
 def needs_copies(call: Call) -> bool:
     """Tell whether the library would be given copies: of parts of a band, or of most queries."""
-    terms, lengths = masks.sort_terms(call.mask), (call.q_len, call.kv_len)
-    if call.sharded or call.mask.has_data or terms.band is None or call.mask.is_full:
+    if call.q_len * call.kv_len > MOST_PAIRS:
         return False
-    found = pieces(terms.band, terms.band.offset, *lengths)
-    if not found or not fits_lists(call.head_dim, *lengths):
+    return len(_pieces(call)) > 1 or leaves_queries(call)
+
+
+def leaves_queries(call: Call) -> bool:
+    """Tell whether queries at one end of a band see nothing."""
+    found = _pieces(call)
+    if len(found) != 1:
         return False
-    p = found[0]
-    return len(found) > 1 or windows.fitted(p, p.q1 - p.q0, p.k1 - p.k0)[0] < call.q_len
+    (p,) = found
+    return windows.fitted(p, p.q1 - p.q0, p.k1 - p.k0)[0] < call.q_len
+
+
+def _pieces(call: Call) -> tuple[Piece, ...]:
+    band = masks.sort_terms(call.mask).band
+    if call.sharded or call.mask.has_data or band is None or call.mask.is_full:
+        return ()
+    return pieces(band, band.offset, call.q_len, call.kv_len)
 
 
 def folds_heads(call: Call) -> bool:
@@ -106,30 +123,41 @@ def folds_heads(call: Call) -> bool:
     return call.q_len <= FOLDED and fold_groups.folded_parts(call) != (call,)
 
 
-@lru_cache(maxsize=1024)
 def runs_persistent(call: Call, queries: Dims) -> bool:
-    """Tell whether a forward goes by lists, with persistent thread blocks.
+    """Tell whether a forward goes by lists since its thread blocks are persistent then.
 
     Args:
         call: masked by positions; False for any other, and for a band of long rows.
         queries: the shape [B,T,N,H] of q.
     """
-    found = mask_split.split(call.mask)
-    if call.sharded or call.mask.has_data or not isinstance(found, mask_split.SplitMask):
-        return False
-    lengths = call.q_len, call.kv_len
-    tile = tile_of(found.positions, queries, call.kv_len)
-    work = visits_by_queries(found.positions, tile, lengths)
-    is_band = masks.refuse_mask("flash", masks.sort_terms(call.mask)) is None
+    work, tile = _work(call, queries)
     blocks = len(work) * queries[0] * queries[2]
     is_long = work.size and float(work.mean()) * tile.keys > SHORT_ROW * 128
     # Of a single wave there is no start to save.
-    if not work.size or (is_band and (is_long or blocks <= SMS)):
+    if is_band(call) and (is_long or blocks <= SMS):
         return False
-    if found.positions.looked_up:  # whose rows start by their length
+    return is_persistent(call, queries)
+
+
+@lru_cache(maxsize=1024)
+def is_persistent(call: Call, queries: Dims) -> bool:
+    """Tell whether thread blocks of a forward over lists are persistent, where it is not split."""
+    work, tile = _work(call, queries)
+    if not work.size:
+        return False
+    if mask_inputs.positions(call.mask).looked_up:  # whose rows start by their length
         return persistent_pays(queries[3], float(work.mean()), tile, listed=True)
     keys = call.batch, call.kv_len, call.kv_heads, queries[3]
     return block_sparse.listed_order(work, queries, keys, tile).persistent
+
+
+def _work(call: Call, queries: Dims) -> tuple[np.ndarray, Tile]:
+    """Return how many tiles each row visits, and the tile; nothing where that is not known."""
+    found = mask_split.split(call.mask)
+    if call.sharded or call.mask.has_data or not isinstance(found, mask_split.SplitMask):
+        return np.zeros(0, np.int32), library_tile(queries[3])
+    tile = mask_inputs.tile_of(found.positions, queries, call.kv_len)
+    return visits_by_queries(found.positions, tile, (call.q_len, call.kv_len)), tile
 
 
 def _call_of(inputs: Inputs) -> Call | None:

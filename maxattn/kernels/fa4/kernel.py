@@ -1,6 +1,7 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
-Bands skip the tiles they leave empty. Any other mask becomes block-sparse lists on Hopper GPUs:
+Bands skip the tiles they leave empty. Any other mask, and a band that the library would be given in
+parts, becomes block-sparse lists on Hopper GPUs:
 empty tiles are skipped, full ones are not tested. Segment ids, flags and lengths beside positions
 make them on the device, for each batch row. Elsewhere pairs are tested in the tiles of the
 narrowest band around the mask.
@@ -141,9 +142,9 @@ class Fa4(Fused):
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if self.plain is not None:
             return Lines(runs, f"{OWN}; {bias.ADDED}", f"{OWN}; {bias.PLAIN}")
+        call = replace(call, sharded=self.sharded)
         if self.lists:
-            local = replace(call, sharded=self.sharded)
-            return Lines(runs, *launch_lines.lists_lines(local, self.sms))
+            return Lines(runs, *launch_lines.lists_lines(call, self.sms))
         if self.tests_pairs:
             return Lines(runs, OWN + "; the mask is tested pair by pair")
         if self.launched and _is_of_keys(call.mask):
@@ -153,8 +154,7 @@ class Fa4(Fused):
         if not call.mask.is_full:
             forward, backward = launch_lines.split_lists_lines(call, self.sms * self.launched)
             if self.launched and not backward:
-                local = replace(call, sharded=self.sharded)
-                backward = launch_lines.band_backward_line(local, self.sms)
+                backward = launch_lines.band_backward_line(call, self.sms)
             forward = forward or blocks
             return Lines(runs, forward, backward if {forward, backward} != {OWN} else "")
         backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
@@ -330,7 +330,9 @@ class Fa4(Fused):
         return primitives.fa4_forward(_joined(piece, *operands), window, self.scale)
 
     def _pairs_backward(self, piece: Any, window: Any, rows: Rows, *operands: Any) -> Grads:
-        return primitives.fa4_backward(_joined(piece, *operands), rows, window, self.scale)
+        return primitives.fa4_backward(
+            _joined(piece, *operands), rows, window, self.scale, self.launched
+        )
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) of one rectangle."""

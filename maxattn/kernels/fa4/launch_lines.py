@@ -60,7 +60,7 @@ def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, st
     if one_key_tile.takes_call(taken):
         backward = _one_key_tile_line(taken, sms)
     else:
-        backward = _backward_lists(call, key_lengths.splits_for(*shapes_of(taken), sms))
+        backward = _backward_lists(taken, key_lengths.splits_for(*shapes_of(taken), sms))
     backward += fold_groups.line(call)
     end = ", up to the length of each batch row"
     if tail is not None:
@@ -99,9 +99,9 @@ def split_lists_lines(call: Call, sms: int) -> tuple[str, str]:
     queries, keys = shapes_of(call)
     splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
     backward = split_lists.splits_for_call(call, queries, keys, sms)
-    persistent = splits == 1 and band_lists.runs_persistent(call, queries)
+    persistent = splits == 1 and band_lists.is_persistent(call, queries)
     forward = f"{lists_line(call)}{_splits(splits, 'keys')}{PERSISTENT * persistent}"
-    forward = forward if splits > 1 or band_lists.lists_forward(call, queries, sms) else ""
+    forward = forward if band_lists.lists_forward(call, queries, keys, sms) else ""
     listed = band_lists.lists_backward(call, queries, keys, sms)
     return forward, _backward_lists(call, backward) if listed else ""
 

@@ -90,11 +90,19 @@ def fa4_forward(inputs: PieceInputs, window: Window, scale: float) -> Result:
     return Result(*_fa4().fa4_fwd_p.bind(*operands, cfg=config, need_lse=True))
 
 
-def fa4_backward(inputs: PieceInputs, rows: Rows, window: Window, scale: float) -> Grads:
-    """Return (dq, dk, dv) from a given output and LSE; arguments as for `fa4_forward`."""
+def fa4_backward(
+    inputs: PieceInputs, rows: Rows, window: Window, scale: float, launched: bool = False
+) -> Grads:
+    """Return (dq, dk, dv) from a given output and LSE.
+
+    Args:
+        inputs, window, scale: as for `fa4_forward`.
+        rows: of the queries.
+        launched: whether maxattn launches the library's kernels, where it has none for this head.
+    """
     mask, arrays = _mask_of(inputs.pairs)
     config, width = _config(window, scale, mask), inputs.q.shape[-1]
-    if wide_heads.takes(inputs.q):
+    if launched and wide_heads.takes(inputs.q):
         return wide_heads.backward((inputs.q, inputs.k, inputs.v, *arrays), rows, config)
     arrays_in = inputs.q, inputs.k, inputs.v, rows.out, rows.dout
     q, k, v, out, dout = (widened(x) for x in arrays_in)

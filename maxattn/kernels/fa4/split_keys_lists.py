@@ -42,8 +42,6 @@ from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_lists import ListedWork, may_split_tiles
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.tile_sizes import Tile
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.pieces import pieces
 from maxattn.kernels.fused.rectangles import PieceInputs
 
 
@@ -61,7 +59,7 @@ class ListSplits(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> ListSplits:
-    """Choose for the forward of a call with a static mask.
+    """Choose for the forward of a call with a static mask that goes by lists.
 
     Args:
         call: masked by positions.
@@ -74,9 +72,6 @@ def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> ListSpli
     if not isinstance(found, mask_split.SplitMask):
         return ListSplits()
     mask, lengths = found.positions, (queries[1], keys[1])
-    band = masks.sort_terms(call.mask).band
-    if band is not None and any(p.is_full for p in pieces(band, band.offset, *lengths)):
-        return ListSplits()  # what all queries see goes by itself, in splits of its own
     # Rows of tiles are at least as many as with the largest tile.
     least = -(-queries[1] // 192), -(-keys[1] // 80)
     if not may_split_tiles(least, queries[0] * queries[2], sms):

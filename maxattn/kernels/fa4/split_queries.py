@@ -148,7 +148,7 @@ def _whole(operands: Operands, scale: float) -> Grads:
     q, k, v, out, lse, dout = operands
     rows = Rows(out, lse, dout, jnp.zeros_like(lse))
     inputs = PieceInputs.whole(q, k, v, None)
-    return primitives.fa4_backward(inputs, rows, primitives.NO_WINDOW, scale)
+    return primitives.fa4_backward(inputs, rows, primitives.NO_WINDOW, scale, launched=True)
 
 
 def _in_splits(operands: Operands, scale: float, tail: SplitTail) -> Grads:

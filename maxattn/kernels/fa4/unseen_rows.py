@@ -16,6 +16,7 @@ import jax
 from jaxtyping import Array, Float
 
 from maxattn.kernels.fa4.alignment import library
+from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 
 LEAST = 2**21  # numbers, from which on a pass over them takes longer than to read the LSE
@@ -33,6 +34,7 @@ def cleared(dout: Float[Array, "B T N H"], lse: Float[Array, "B N T"]) -> Float[
 
 def _cleared(dout: Array, lse: Array) -> Array:
     lib, cutejax = library(), import_module("cutejax")
+    dout, lse = own_array(dout), own_array(lse)
     return cutejax.call(
         _run,
         jax.ShapeDtypeStruct(dout.shape, dout.dtype),

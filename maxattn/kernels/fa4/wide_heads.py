@@ -6,6 +6,7 @@ takes the arrays as they are (`tile_sizes.kernel_width`), under a window or a te
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.backward_steps import Launches, library_has_launches, of_sums
 from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.tile_sizes import kernel_width, sums_width
+from maxattn.kernels.fused.fold_batch import with_batch_folded
 
 HOPPER = 9
 
@@ -36,6 +38,12 @@ def backward(inputs: tuple[Array, ...], rows: Rows, config: Any) -> Grads:
         rows: of the queries.
         config: fa4-jax's, of the scale, the window and the test.
     """
+    if len(inputs) > 3:  # the arrays of a test, under no vmap
+        return _backward(inputs, rows, config=config)
+    return with_batch_folded(partial(_backward, config=config), inputs, rows)
+
+
+def _backward(inputs: tuple[Array, ...], rows: Rows, *, config: Any) -> Grads:
     q, k, v, out, dout = (own_array(x) for x in (*inputs[:3], rows.out, rows.dout))
     launches = WideLaunches(config.scale, q, k, config)
     delta, lse, dq = launches.first(out, dout, rows.lse)
