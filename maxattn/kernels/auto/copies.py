@@ -91,8 +91,8 @@ def _tokamax_padding(backward: bool, call: Call) -> Copies:
 
 def _of_rows(kernel: str, backward: bool, call: Call, sms: int) -> Copies:
     queries, _ = entries(call)
-    lists = kernel == "flash" and backward and _goes_by_lists(backward, call, sms)
-    if has_ids(call) or (lists and band_lists.leaves_queries(call)):
+    leaves = kernel == "flash" and backward and band_lists.leaves_queries(call)
+    if has_ids(call) or (leaves and _goes_by_lists(backward, call, sms)):
         return [2 * queries] * backward
     positions = positions_of(call.mask)
     intervals = kernel == "tokamax_flash" and not (positions.is_full or is_causal(positions))

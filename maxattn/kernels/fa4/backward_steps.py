@@ -156,6 +156,13 @@ def of_sums(run: Callable[..., None], made: Any, sums: Array, like: Array) -> Ar
     return import_module("cutejax").call(run, out, made, sums, **specs, name=name)
 
 
+def zeros_of_keys(k: Array, tile_keys: int) -> Array:
+    """Return float32 zeros to add dK or dV to, in whole tiles of so many keys."""
+    b, s, heads, h = k.shape
+    padded = -(-s // tile_keys) * tile_keys
+    return jnp.zeros((b, heads, padded * sums_width(h)), jnp.float32)
+
+
 def summed_splits(splits: Array, batch: int) -> Array:
     """Sum over splits, which stand before the batch."""
     each = splits.reshape(-1, batch, *splits.shape[1:])

@@ -32,7 +32,6 @@ from maxattn.kernels.fa4.forward_tiles import library_tile, persistent_pays
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, Tile, is_short_backward, shapes_of
 from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.pieces import Piece, pieces
 
 FOLDED = 128  # queries, up to which it pays to fold heads beside a cache
 MOST_PAIRS = 2**34  # of more a list takes megabytes, and copies are little beside the products
@@ -96,23 +95,16 @@ def needs_copies(call: Call) -> bool:
     """Tell whether the library would be given copies: of parts of a band, or of most queries."""
     if call.q_len * call.kv_len > MOST_PAIRS:
         return False
-    return len(_pieces(call)) > 1 or leaves_queries(call)
+    return len(fold_groups.pieces_of(call)) > 1 or leaves_queries(call)
 
 
 def leaves_queries(call: Call) -> bool:
     """Tell whether queries at one end of a band see nothing."""
-    found = _pieces(call)
+    found = fold_groups.pieces_of(call)
     if len(found) != 1:
         return False
     (p,) = found
     return windows.fitted(p, p.q1 - p.q0, p.k1 - p.k0)[0] < call.q_len
-
-
-def _pieces(call: Call) -> tuple[Piece, ...]:
-    band = masks.sort_terms(call.mask).band
-    if call.sharded or call.mask.has_data or band is None or call.mask.is_full:
-        return ()
-    return pieces(band, band.offset, call.q_len, call.kv_len)
 
 
 def folds_heads(call: Call) -> bool:
@@ -123,6 +115,7 @@ def folds_heads(call: Call) -> bool:
     return call.q_len <= FOLDED and fold_groups.folded_parts(call) != (call,)
 
 
+@lru_cache(maxsize=1024)
 def runs_persistent(call: Call, queries: Dims) -> bool:
     """Tell whether a forward goes by lists since its thread blocks are persistent then.
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import launch as fa4_launch
 from maxattn.kernels.fa4.alignment import library
-from maxattn.kernels.fa4.backward_steps import of_sums, summed_splits
+from maxattn.kernels.fa4.backward_steps import of_sums, summed_splits, zeros_of_keys
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
 from maxattn.kernels.fa4.forward_tiles import ids_persist, persistent_pays
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
@@ -272,9 +272,7 @@ def _before(
 
 
 def _zeros(made: fa4_launch.BackwardLaunches, k: Array) -> Array:
-    b, s, heads, h = k.shape
-    padded = -(-s // made.tile.keys) * made.tile.keys
-    return jnp.zeros((b, heads, padded * sums_width(h)), jnp.float32)
+    return zeros_of_keys(k, made.tile.keys)
 
 
 def on_device(tiles: TilePass) -> tuple[Array, ...]:

@@ -18,7 +18,7 @@ from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.kernel_calls import BlockOperands
-from maxattn.kernels.fa4.primitives import widened
+from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.kv_block import TWO_TILES, WHOLE, KeyRange, Packed
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 
@@ -45,7 +45,7 @@ class Fa4DqAccumulator(DqAccumulator):
 
     def __init__(self, scale: float, inputs: Inputs, rows: Rows) -> None:
         q = inputs.q
-        self._q, self._dout = widened(q), widened(rows.dout.astype(q.dtype))
+        self._q, self._dout = own_array(q), own_array(rows.dout.astype(q.dtype))
         self._launches = backward_steps.Launches(scale, q, inputs.k)
         # Rows that padding added have no LSE and no gradient.
         safe = jnp.where(rows.lse == NEG_INF, BIG_LSE, rows.lse)

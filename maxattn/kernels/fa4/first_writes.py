@@ -45,7 +45,6 @@ from maxattn.kernels.fa4.tile_sizes import (
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 
-HOPPER_LIMIT = backward_steps.HOPPER_LIMIT
 MOST_TILES = 32  # of keys: beside more the products take so long that zeros count for nothing
 # Numbers of dQ, from which on zeros take longer than to clear the flags.
 LEAST = 2**21
@@ -58,7 +57,8 @@ def fits(queries: Dims, keys: Dims) -> bool:
     """Tell whether a backward is this one, for the shapes [B,T,N,H] of q and [B,S,K,H] of k."""
     (batch, t, heads, width), tiles = queries, -(-keys[1] // tile_for(queries).keys)
     pays = t * width >= LEAST_OF_TILE * tiles and batch * t * heads * width >= LEAST
-    return pays and tiles <= MOST_TILES and backward_steps.of_shape(queries, keys, HOPPER_LIMIT)
+    of_shape = backward_steps.of_shape(queries, keys, backward_steps.HOPPER_LIMIT)
+    return pays and tiles <= MOST_TILES and of_shape
 
 
 def takes_call(call: Call) -> bool:

@@ -64,7 +64,7 @@ def seen_by_all(call: Call) -> Call | None:
     Args:
         call: of one device.
     """
-    p = next(iter(_pieces(call)), None)
+    p = next(iter(pieces_of(call)), None)
     if p is None or not p.is_full:
         return None
     return replace(call, kv_len=p.k1, mask=Full().bind(call.q_len, p.k1))
@@ -81,12 +81,12 @@ def folded_parts(call: Call) -> tuple[Call, ...]:
     whole = seen_by_all(call)
     if whole is None or call_of(whole) is whole:
         return (call,)
-    lengths = [p.k1 - p.k0 for p in _pieces(call)[1:]]
+    lengths = [p.k1 - p.k0 for p in pieces_of(call)[1:]]
     rest = (replace(call, kv_len=n, mask=Causal(0).bind(call.q_len, n)) for n in lengths)
     return whole, *rest
 
 
-def _pieces(call: Call) -> tuple[Piece, ...]:
+def pieces_of(call: Call) -> tuple[Piece, ...]:
     """Cut a band that is known when tracing into rectangles; none of any other mask."""
     band = masks.sort_terms(call.mask).band
     if call.sharded or call.mask.has_data or call.bias is not None or band is None:

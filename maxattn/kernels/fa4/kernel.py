@@ -1,10 +1,9 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
 Bands skip the tiles they leave empty. Any other mask, and a band that the library would be given in
-parts, becomes block-sparse lists on Hopper GPUs:
-empty tiles are skipped, full ones are not tested. Segment ids, flags and lengths beside positions
-make them on the device, for each batch row. Elsewhere pairs are tested in the tiles of the
-narrowest band around the mask.
+parts, becomes block-sparse lists on Hopper GPUs: empty tiles are skipped, full ones are not tested.
+Segment ids, flags and lengths beside positions make them on the device, for each batch row.
+Elsewhere pairs are tested in the tiles of the narrowest band around the mask.
 
 Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 """

@@ -112,6 +112,11 @@ def run_before(stream: Any, made: Any, out: Any, dout: Any, lse: Any, delta: Any
     made["pre"](out, dout, delta, lse, lse2, *nothing, scale, stream=stream)
 
 
+def run_unseen_rows(stream: Any, kernel: Any, given: Any, lse: Any, dout: Any):
+    """Launch what clears rows of dout; `given` is dout before it, in its memory."""
+    kernel(dout, lse, stream)
+
+
 def run_one_key_tile(stream: Any, launch: Launch, given: BackwardOperands, ends: Any, *grads: Any):
     """Launch a backward over one tile of keys.
 

@@ -22,11 +22,11 @@ from maxattn.devices import SMS
 from maxattn.kernels import mask_split
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, visits_by_keys
 from maxattn.kernels.fa4.launch_order import START
-from maxattn.kernels.fa4.split_queries import SUMS, Dims
+from maxattn.kernels.fa4.split_queries import SUMS, Dims, most_splits
 from maxattn.kernels.fa4.tile_sizes import backward_tile
 
 LEAST_GAIN, LEAST_TILES = 0.05, 4  # below, a prediction says nothing
-MANY_SPLITS, MOST_SPLITS = 16, 64  # where thread blocks fill the SMs, and where they are fewer
+MOST_SPLITS = 64  # where thread blocks are fewer than fill the SMs
 MOST_WAVES = 4  # of thread blocks, beyond which nothing is split
 MOST_PLAYED = 2_000  # thread blocks, of uneven rows, whose end is worked out one by one
 ADDS = 1  # what splits that add to the same sums cost, in tiles of keys by queries
@@ -69,7 +69,7 @@ def splits_of(works: Iterable[ListedWork], bytes_each: float, sms: int = SMS) ->
     works = [work for work in works if work.tiles.size]
     most = max((int(work.tiles.max()) for work in works), default=1)
     blocks = max((len(work.tiles) * work.lanes for work in works), default=1)
-    most = min(most, max(MANY_SPLITS, min(MOST_SPLITS, -(-2 * sms // blocks))))
+    most = min(most, most_splits(blocks, sms, MOST_SPLITS))
 
     def cost(splits: int) -> float:
         ends = sum(work.lasts(splits, sms) for work in works) / max(1, len(works))

@@ -92,8 +92,12 @@ class BackwardWork(NamedTuple):
             yield from (SplitTail(n, each) for each in range(2, self._most_splits(n) + 1))
 
     def _most_splits(self, tiles: int) -> int:
-        fill = -(-2 * self.sms // (tiles * self.rows))
-        return min(self.steps, max(MANY_SPLITS, min(MOST_SPLITS, fill)))
+        return min(self.steps, most_splits(tiles * self.rows, self.sms, MOST_SPLITS))
+
+
+def most_splits(blocks: int, sms: int, most: int) -> int:
+    """Return into how many splits thread blocks may go: `most` where they are few."""
+    return max(MANY_SPLITS, min(most, -(-2 * sms // blocks)))
 
 
 def tail_of(work: BackwardWork) -> SplitTail | None:

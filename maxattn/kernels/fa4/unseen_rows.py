@@ -1,9 +1,9 @@
 """Gradients of queries that see nothing, made 0 in place.
 
 A query that sees no key has no gradient, whatever comes back for it, NaN too. To choose 0 for its
-rows XLA reads and writes all of dout, a tenth of the backward over segments of 1,000 tokens. Here a
-kernel reads the LSE, and writes over the rows that see nothing: dout itself, where nothing else
-reads it, else a copy.
+rows XLA reads and writes all of dout, a twentieth of the backward over segments of 1,000 tokens.
+Here a kernel reads the LSE, and writes over the rows that see nothing: dout itself, where nothing
+else reads it, else a copy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 from jaxtyping import Array, Float
 
 from maxattn.kernels.fa4.alignment import library
+from maxattn.kernels.fa4.kernel_calls import run_unseen_rows
 from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 
@@ -36,7 +37,7 @@ def _cleared(dout: Array, lse: Array) -> Array:
     lib, cutejax = library(), import_module("cutejax")
     dout, lse = own_array(dout), own_array(lse)
     return cutejax.call(
-        _run,
+        run_unseen_rows,
         jax.ShapeDtypeStruct(dout.shape, dout.dtype),
         _kernel(),
         dout,
@@ -52,8 +53,3 @@ def _cleared(dout: Array, lse: Array) -> Array:
 def _kernel() -> Any:
     library()  # imports CuTe
     return import_module("maxattn.kernels.fa4.unseen_rows_kernel").UnseenRows()
-
-
-def _run(stream: Any, kernel: Any, given: Any, lse: Any, dout: Any) -> None:
-    """Launch it while it is compiled; `given` is dout before it, in its memory."""
-    kernel(dout, lse, stream)

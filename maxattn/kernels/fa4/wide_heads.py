@@ -10,24 +10,24 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4.alignment import library
-from maxattn.kernels.fa4.backward_steps import Launches, library_has_launches, of_sums
+from maxattn.kernels.fa4.backward_steps import (
+    Launches,
+    library_has_launches,
+    of_sums,
+    zeros_of_keys,
+)
 from maxattn.kernels.fa4.own_array import own_array
-from maxattn.kernels.fa4.tile_sizes import kernel_width, sums_width
+from maxattn.kernels.fa4.tile_sizes import kernel_width
 from maxattn.kernels.fused.fold_batch import with_batch_folded
-
-HOPPER = 9
 
 
 def takes(q: Array) -> bool:
-    """Tell whether a backward is this one."""
-    if kernel_width(q.shape[-1]) == q.shape[-1]:
-        return False
-    return library()._device_arch() // 10 == HOPPER and library_has_launches()
+    """Tell whether a backward is this one, where maxattn launches the kernels."""
+    return kernel_width(q.shape[-1]) != q.shape[-1] and library_has_launches()
 
 
 def backward(inputs: tuple[Array, ...], rows: Rows, config: Any) -> Grads:
@@ -64,7 +64,7 @@ class WideLaunches(Launches):
         lib, (q, k, v, *_) = library(), given
         if q.shape[2] == k.shape[2]:
             return self._main(lib._fa4_bwd, given, arrays, [k, v])
-        zeros = [self._zeros(k)] * 2
+        zeros = [zeros_of_keys(k, self._keys)] * 2
         dq, dk, dv = self._main(lib._fa4_bwd_gqa, (*given, *zeros), arrays, zeros)
         made, scale = self._made, self._made["scale"]
         of_k = lib._aux_static("post_k", made["post_k"], scale)
@@ -89,8 +89,3 @@ class WideLaunches(Launches):
             input_output_aliases={6 + n: n for n in range(sums - 2)},
             name=run.__name__.strip("_"),
         )
-
-    def _zeros(self, k: Array) -> Array:
-        b, s, heads, h = k.shape
-        padded = -(-s // self._keys) * self._keys
-        return jnp.zeros((b, heads, padded * sums_width(h)), jnp.float32)
