@@ -98,7 +98,10 @@ def test_heads_whose_keys_are_all_cached_are_one_group() -> None:
 def test_listed_rows_have_groups_where_thread_blocks_are_persistent(
     segments: tuple[int, ...], own_rows: bool
 ) -> None:
-    """A short row of 600 tokens reads 6 tiles of 128; where rows are long none is persistent."""
+    """A short row of 600 tokens reads 6 tiles of 128; where rows are long none is persistent.
+
+    Rows that ids leave are not known to be short: each is taken as soon as a thread block is free.
+    """
     length, ids = sum(segments), np.repeat(np.arange(3, dtype=np.int32), segments)[None]
     mask = M.Segments.of_lengths(segments)
     if own_rows:
@@ -112,6 +115,7 @@ def test_listed_rows_have_groups_where_thread_blocks_are_persistent(
     assert made.listed and made.own_rows is own_rows
     assert made.group == (32 if made.persistent and not own_rows else 0)
     assert made.persistent is (own_rows or segments[0] < 9000)
+    assert made.dynamic is own_rows
 
 
 def test_places_past_the_last_one_divide_nothing_by_0() -> None:

@@ -42,8 +42,11 @@ def draw(rng: random.Random) -> tuple[ma.Call, M.Mask]:
         t, s = (int(10 ** rng.uniform(1.2, most)) for most in (4.0, 4.5))
         offset, kv_heads = rng.randint(-t, s), rng.choice((1, 2, 4, 8))
         window = rng.randint(0, max(t, s)), rng.randint(0, 200)
+        ids = M.Segments(*(np.zeros((1, length), np.int32) for length in (t, s)))
         mask = rng.choice(
             (
+                ids,
+                ids & M.Causal(offset=offset),
                 M.Full(),
                 M.Causal(offset=None if t <= s else 0),
                 M.Causal(offset=offset),

@@ -80,22 +80,27 @@ def forward(
         tiles: that are visited.
         lengths: of the keys of each batch row, int32 [B]; None for all keys.
     """
-    lib, launch = library(), fa4_launch.forward_launch(spec_of(q, k, tiles, forward=True))
-    lists = on_device(tiles)
+    lib, spec = library(), spec_of(q, k, tiles, forward=True)
+    lists, ends = on_device(tiles), () if lengths is None else (lengths,)
+    count = (jnp.zeros(1, jnp.int32),) if spec.order.dynamic else ()
+    numbers = *lists, *tiles.read, *ends, *count
     rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    ends = () if lengths is None else (lengths,)
-    return _call(
+    out, lse, *_ = _call(
         run_forward,
-        (jax.ShapeDtypeStruct(q.shape, q.dtype), rows),
-        launch,
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), rows, *(_like(x) for x in count)),
+        fa4_launch.forward_launch(spec),
         (q, k, v),
         lists,
         tiles.read,
         ends,
-        in_specs=[lib._QKV_SPEC] * 3 + one_by_one(*lists, *tiles.read, *ends),
-        out_specs=[lib._QKV_SPEC, lib._LSE_SPEC],
+        count,
+        in_specs=[lib._QKV_SPEC] * 3 + one_by_one(*numbers),
+        out_specs=[lib._QKV_SPEC, lib._LSE_SPEC, *one_by_one(*count)],
+        # the number is counted up where it stands
+        input_output_aliases={2 + len(numbers): 2} if count else {},
         name="maxattn_forward",
     )
+    return out, lse
 
 
 def whole(q: Array, k: Array, v: Array, tiles: TilePass) -> tuple[Array, Array]:
@@ -130,7 +135,7 @@ def _run_backward(
     floats, kv_spec = 3 + shared, lib._F32_SPEC if shared else lib._QKV_SPEC
     return _call(
         run_backward,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like),
+        tuple(_like(x) for x in like),
         made.main,
         given,
         lists,
@@ -223,20 +228,27 @@ def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_l
 def _listed_order(queries: Dims, keys: Dims, tiles: TilePass, forward: bool) -> Order:
     """Say that an array holds the order. Arrays of ids are taken to leave short rows."""
     assert tiles.lists is not None and tiles.test is not None
-    work, group = tiles.lists.work, 0
+    work, group, dynamic = tiles.lists.work, 0, False
     if not forward or (isinstance(work, jax.Array) and not tiles.test.has_ids):
         persistent = False
     elif isinstance(work, jax.Array):
-        persistent = ids_persist(queries[3], tiles.tile)
+        persistent = dynamic = ids_persist(queries[3], tiles.tile)
     else:
         persistent = persistent_pays(queries[3], float(work.mean()), tiles.tile, listed=True)
         if persistent and work.ndim == 1:
             most = min(int(work.max()), SHORT_ROW)  # longer rows start head by head
             group = cached_lanes(most * tiles.tile.keys, queries, keys)
-    return Order(persistent=persistent, listed=True, own_rows=work.ndim == 2, group=group)
+    own_rows = work.ndim == 2
+    return Order(
+        persistent=persistent, listed=True, own_rows=own_rows, dynamic=dynamic, group=group
+    )
 
 
 # ---- calls ---------------------------------------------------------------------------------------
+
+
+def _like(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _call(run: Callable[..., None], out: Any, *operands: Any, **settings: Any) -> Any:

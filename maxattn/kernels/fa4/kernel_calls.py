@@ -55,14 +55,36 @@ class BlockOperands(NamedTuple):
 
 
 def run_forward(
-    stream: Any, launch: Launch, qkv: Any, lists: Any, arrays: Any, ends: Any, *results: Any
+    stream: Any,
+    launch: Launch,
+    qkv: Any,
+    lists: Any,
+    arrays: Any,
+    ends: Any,
+    zero: Any,
+    out: Any,
+    lse: Any,
+    *count: Any,
 ):
-    """Launch a forward; `ends` are lengths of keys, if any, and `results` are out and lse."""
+    """Launch a forward.
+
+    Args:
+        stream: of the launch.
+        launch: the kernel.
+        qkv, lists, arrays: what it reads.
+        ends: lengths of keys, or nothing.
+        zero: what the count begins as, in the same memory, or nothing.
+        out, lse: the results.
+        count: of the rows that persistent thread blocks took, where they are not dealt out.
+    """
     settings = _settings(stream, lists, arrays) | {"mSeqUsedK": ends[0] if ends else None}
+    if count:
+        lists = settings["blocksparse_tensors"]
+        settings["blocksparse_tensors"] = lists._replace(dq_write_order_full=count[0])
     scale = launch.scale
     if launch.kernel.score_mod is not None:  # the scale is then an operand on the GPU
         scale = import_module("cutlass").Float32(scale)
-    launch.kernel(*qkv, *results, scale, **settings)
+    launch.kernel(*qkv, out, lse, scale, **settings)
 
 
 def run_key_splits(

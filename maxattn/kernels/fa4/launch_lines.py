@@ -18,7 +18,7 @@ from maxattn.kernels.fa4 import (
     split_lists,
 )
 from maxattn.kernels.fa4.block_sparse_lists import tally
-from maxattn.kernels.fa4.forward_tiles import tile_over_all
+from maxattn.kernels.fa4.forward_tiles import ids_persist, tile_over_all
 from maxattn.kernels.fa4.split_keys import KeySplits
 from maxattn.kernels.fa4.tile_sizes import (
     Dims,
@@ -30,6 +30,7 @@ from maxattn.kernels.fa4.tile_sizes import (
 )
 
 OWN, PERSISTENT = "the library's own", ", persistent thread blocks"
+DYNAMIC = f"{PERSISTENT} that take the next row as soon as they are free"
 
 
 def lists_line(call: Call) -> str:
@@ -40,7 +41,8 @@ def lists_line(call: Call) -> str:
     what = f"block-sparse lists of {_tiles(tile)}"
     if rows:
         each = "for each batch row" if rows > 1 else "for all batch rows"
-        return f"{what}, made on the device from the mask's arrays {each}"
+        found = f"{what}, made on the device from the mask's arrays {each}"
+        return found + DYNAMIC * ids_persist(call.head_dim, tile)
     if call.sharded:
         return f"{what}, made on the device from its positions"
     count = tally(mask, tile, lengths)
@@ -83,6 +85,9 @@ def tile_line(call: Call) -> str:
 
 def lists_lines(call: Call, sms: int) -> tuple[str, str]:
     """Say how both passes over block-sparse lists are launched; "" for a backward like that."""
+    if mask_inputs.own_rows(call):
+        splits = split_lists.splits_for_call(call, *shapes_of(call), sms)
+        return lists_line(call), _backward_lists(call, splits)
     forward, backward = split_lists_lines(call, sms)
     return forward or lists_line(call), backward
 

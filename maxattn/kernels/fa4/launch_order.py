@@ -12,7 +12,8 @@ and the groups follow each other.
 
 Or thread blocks are persistent: one runs on each SM and takes a row in each wave, from the first
 thread block to the last and back (tile_schedulers.py). That saves the start of each row, and pays
-where the rows of a wave are even.
+where the rows of a wave are even. Where they are not known to be, each thread block takes the next
+row as soon as it is free (dynamic_scheduler.py).
 
 Or an array on the device names the rows, those with most tiles first (block_sparse_rows.py). Rows
 of about as many tiles are one class, whose rows start head by head, as above; a row that is a class
@@ -46,6 +47,8 @@ class Order(NamedTuple):
         listed: whether an array on the device names the rows in their order; `backwards`, `light`
             and `heads` count for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
+        dynamic: whether persistent thread blocks take the next row as soon as they are free; an
+            array names the rows then.
         group: how many lanes, heads of the batch, go through all their rows before the next ones
             begin, each row with all of them; a last group has between half as many and one and a
             half times; 0 for no groups. Rows of each batch row have none.
@@ -57,6 +60,7 @@ class Order(NamedTuple):
     persistent: bool = False
     listed: bool = False
     own_rows: bool = False
+    dynamic: bool = False
     group: int = 0
 
     def place(self, row: Any, lane: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:

@@ -3,7 +3,8 @@
 The library starts a thread block for each row of tiles; on an SM the next one begins when the last
 has ended: it is set up, loads, multiplies, and writes its result, one after the other. Here the
 forward's thread blocks can be persistent: one runs on each SM, and loads the next row while the
-results of the last one are written.
+results of the last one are written. They are dealt their rows beforehand, or each takes the next
+one as soon as it is free (dynamic_scheduler.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 
 from maxattn.devices import SMS
 from maxattn.kernels.fa4.cute_packages import library_backward, library_forward
+from maxattn.kernels.fa4.dynamic_scheduler import dynamic_scheduler, with_next_rows
 from maxattn.kernels.fa4.launch_order import Order, at_wave
 from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_ids, by_rows
 
@@ -34,12 +36,18 @@ def forward_class(order: Order) -> Any:
 
     class Forward(with_scheduler(library_class, scheduler)):
         def load(self, *operands: Any) -> Any:
-            return super().load(*with_rows(order, operands))
+            return super().load(*self.handed(operands, loads=True))
 
         def mma(self, *operands: Any) -> Any:
-            return super().mma(*by_rows(with_rows(order, operands)))
+            return super().mma(*by_rows(self.handed(operands, loads=False)))
 
-    return _with_own_results(Forward) if persistent else Forward
+        def handed(self, operands: tuple[Any, ...], loads: bool) -> tuple[Any, ...]:
+            return with_rows(order, operands)
+
+    if not persistent:
+        return Forward
+    made = _with_own_results(Forward)
+    return with_next_rows(made, _handed) if order.dynamic else made
 
 
 def _with_own_results(forward: Any) -> Any:
@@ -168,6 +176,8 @@ def single_tile_scheduler(place: Callable[..., tuple[Any, ...]]) -> Any:
 @cache
 def _persistent_scheduler(order: Order) -> Any:
     """Make the tile scheduler of persistent thread blocks; every other wave goes backwards."""
+    if order.dynamic:
+        return dynamic_scheduler(partial(_place_at, order))
     library = import_module("fa4_jax.cute.tile_scheduler")
     arch, number = import_module("cutlass.cute").arch, import_module("cutlass").Int32
 
@@ -182,7 +192,7 @@ def _persistent_scheduler(order: Order) -> Any:
             rows = self.params.num_block
             at = at_wave(wave, block, blocks, Numbers)
             some = at < rows * self.params.num_head * self.params.num_batch
-            return library.WorkTileInfo(_place(order, self, at % rows, at // rows), some)
+            return library.WorkTileInfo(_place_at(order, self, at), some)
 
         def advance_to_next_work(self, *, loc: Any = None, ip: Any = None) -> Any:
             block, wave, rest = self._blk_coord
@@ -195,6 +205,12 @@ def _persistent_scheduler(order: Order) -> Any:
             return _given_rows(made, self.rows)
 
     return PersistentTile
+
+
+def _place_at(order: Order, scheduler: Any, at: Any) -> tuple[Any, Any, Any, Any]:
+    """Return what an order puts at a place among all rows of all heads."""
+    rows = scheduler.params.num_block
+    return _place(order, scheduler, at % rows, at // rows)
 
 
 def _place(order: Order, scheduler: Any, row: Any, lane: Any) -> tuple[Any, Any, Any, Any]:
@@ -215,15 +231,19 @@ def with_rows(order: Order, operands: tuple[Any, ...]) -> tuple[Any, ...]:
 
     They come with the block-sparse lists, in a field that these kernels do not read.
     """
-    if not order.listed:
-        return operands
+    return _handed(operands, lambda rows, _: rows) if order.listed else operands
+
+
+def _handed(operands: tuple[Any, ...], made: Callable[[Any, Any], Any]) -> tuple[Any, ...]:
+    """Hand the tile scheduler what is made of the rows, and of the count of those taken."""
     sparse = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
     sizes = import_module("fa4_jax.cute.tile_scheduler").SingleTileScheduler.Params
-    rows = next(x.dq_write_order for x in operands if isinstance(x, sparse))
+    lists = next(x for x in operands if isinstance(x, sparse))
+    ctx = made(lists.dq_write_order, lists.dq_write_order_full)
 
     def given(x: Any) -> Any:
         is_scheduler = isinstance(x, partial) and any(isinstance(y, sizes) for y in x.args)
-        return partial(x.func, *x.args, ctx=rows) if is_scheduler else x
+        return partial(x.func, *x.args, ctx=ctx) if is_scheduler else x
 
     return tuple(given(x) for x in operands)
 
