@@ -17,6 +17,7 @@ from maxattn.devices import DEVICES, device_of
 from maxattn.kernels import refusal
 from maxattn.kernels.auto import gpu, measured
 from maxattn.kernels.auto.cost_terms import BACKWARD, FORWARD, terms
+from maxattn.kernels.auto.near import NearCalls, coordinates
 from maxattn.kernels.auto.predict import HEAD_CLASSES, FittedCosts, Margins
 from maxattn.tools.bench.grid.draw import draw
 from maxattn.tools.bench.grid.fit import call_of
@@ -168,6 +169,25 @@ def test_the_usual_kernel_is_left_for_a_margin(monkeypatch: pytest.MonkeyPatch) 
         names, because = gpu.order(replace(CALL, batch=64), TARGET)
         assert names[0] == first
         assert ("flash unless another takes" in because) == any(margins)
+
+
+def test_a_measured_call_goes_by_its_times_and_others_by_less_of_the_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN is predicted to take 7% less forward: a margin of 10% hides that of far calls alone."""
+    call = replace(CALL, batch=64)
+    near = NearCalls(1.0, np.array([coordinates(call)]))
+    costs = costs_of(flash=(0.3, 0.3), cudnn=(0.28, 0.5))
+    costs = replace(costs, usual="flash", margins=Margins(0.1, 0.1), near=near)
+    monkeypatch.setattr(gpu, "read_costs", lambda: {"NVIDIA H200": costs})
+    for batch, first, said in (
+        (64, "cudnn/flash", ""),  # the measured call itself
+        (80, "cudnn/flash", "flash unless another takes 3% less"),  # a third of a doubling away
+        (1024, "flash", "flash unless another takes 10% less forward, 10% less backward"),
+    ):
+        names, because = gpu.order(replace(call, batch=batch), TARGET)
+        assert names[0] == first, batch
+        assert said in because and ("unless" in because) is bool(said)
 
 
 @pytest.mark.usefixtures("by_launches")

@@ -67,7 +67,8 @@ def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     if entry.costs is not None:
         line = _compared(entry, (forward, backward), call, target)
         where = _costs_measured_there(_costs_device(device), target)
-        known = entry.costs.accuracy([name for name, _ in entry.forward])
+        measured = [name for name, _ in entry.forward]
+        known = entry.costs.accuracy(measured, entry.costs.nearest(call))
         return names, f"{line}; {known} measured{where}" + _lost(faster, target)
     is_own = entry is _own_entry(call, read_tables()[device])
     return names, _because(entry, device, target, faster, is_own) + _lost(faster, target)
@@ -144,8 +145,9 @@ def _predicted(call: Call, target: Target, costs: FittedCosts) -> MeasuredShape:
     few = scores_of(call) <= FEW_SCORES
     reasons = {name: refusal(name, call, target) for name in KERNELS if few or name not in PLAIN}
     names = [n for n, why in reasons.items() if why is None or not why.feature.startswith("mask")]
+    nearest = costs.nearest(call)
     forward, backward = (
-        costs.ranked(costs.predict_all(names, what, call, target.device), what)
+        costs.ranked(costs.predict_all(names, what, call, target.device), what, nearest)
         for what in (FORWARD, BACKWARD)
     )
     return MeasuredShape(size, mask_kind(call), forward, backward, costs=costs)

@@ -25,6 +25,9 @@ Key = tuple[str, str, int]
 class Margins(NamedTuple):
     """Say by which share of the usual kernel's time another must be predicted to be faster.
 
+    That is of calls far from all measured ones. It is less of others, and nothing of a measured
+    call: near calls correct what is predicted of them.
+
     Attributes:
         forward, backward: of a pass.
     """
@@ -32,10 +35,19 @@ class Margins(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
 
+    def beside(self, nearest: float) -> Margins:
+        """Return those of a call; `nearest` says how near a measured one is, from 0 to 1."""
+        return Margins(*(share * (1 - nearest) for share in self))
+
+    @property
+    def shown(self) -> str:
+        """Spell them; "" where they come to nothing."""
+        shares = {what: f"{share:.0%}" for what, share in self._asdict().items()}
+        return ", ".join(f"{share} less {what}" for what, share in shares.items() if share != "0%")
+
     def of(self, usual: str) -> str:
         """Say them of a usual kernel."""
-        less = [f"{share:.0%} less {what}" for what, share in self._asdict().items() if share]
-        return f"{usual} unless another takes {', '.join(less) or 'less'}"
+        return f"{usual} unless another takes {self.shown or 'less'}"
 
 
 NO_MARGINS = Margins()
@@ -95,15 +107,25 @@ class FittedCosts:
     def _weighed(self, name: str, what: str, call: Call, found: Terms) -> float:
         return weighed(self.weights[name, what, head_class(call.head_dim)], found)
 
-    def ranked(self, times: Mapping[str, float], what: str) -> tuple[tuple[str, float], ...]:
-        """Return (kernel, ms) of a pass, what is taken first."""
-        handicap = {self.usual: 1 - getattr(self.margins, what)}
+    def nearest(self, call: Call) -> float:
+        """Return how near the nearest measured call is: 1 for the call itself, 0 for none."""
+        if self.near is None:
+            return 0.0
+        its = computed_call(self.usual, call, "gpu") if self.usual else call
+        return float(self.near.alike(its).max())
+
+    def ranked(
+        self, times: Mapping[str, float], what: str, nearest: float = 0.0
+    ) -> tuple[tuple[str, float], ...]:
+        """Return (kernel, ms) of a pass, what is taken first; `nearest` is from the method."""
+        handicap = {self.usual: 1 - getattr(self.margins.beside(nearest), what)}
         return tuple(sorted(times.items(), key=lambda each: each[1] * handicap.get(each[0], 1.0)))
 
-    def accuracy(self, names: Collection[str]) -> str:
+    def accuracy(self, names: Collection[str], nearest: float = 0.0) -> str:
         """Say how far off it is, and of what, where these kernels can run."""
-        has_usual = any(self.margins) and self.usual in names and len(names) > 1
-        unless = f"{self.margins.of(self.usual)}, " if has_usual else ""
+        margins = self.margins.beside(nearest)
+        has_usual = margins.shown and self.usual in names and len(names) > 1
+        unless = f"{margins.of(self.usual)}, " if has_usual else ""
         return f"{unless}{self.error:.0%} median error on {self.calls} calls left out of the fit,"
 
     def to_json(self) -> dict[str, Any]:

@@ -68,10 +68,12 @@ class LeftOut(NamedTuple):
     Attributes:
         errors: relative, by (kernel, pass).
         predicted: ms by (row, kernel, pass).
+        nearest: by row, how near the nearest call of other folds is.
     """
 
     errors: dict[tuple[str, str], np.ndarray]
     predicted: dict[tuple[int, str, str], float]
+    nearest: dict[int, float]
 
     @property
     def median(self) -> float:
@@ -94,15 +96,17 @@ def left_out(
     """Predict each row by costs that are fitted on the rows of other folds."""
     folds = min(folds, len({s.fold for s in found}))
     errors: dict[tuple[str, str], list[float]] = {}
-    predicted = {}
+    predicted, nearest = {}, {}
     for fold in range(folds):
         costs = fitted([s for s in found if s.fold % folds != fold], near)
         for s in (s for s in found if s.fold % folds == fold):
             if (ms := s.predicted(costs)) is None:
                 continue
+            if s.row not in nearest:
+                nearest[s.row] = costs.nearest(s.call)
             predicted[s.row, s.kernel, s.what] = ms
             errors.setdefault((s.kernel, s.what), []).append(abs(ms / s.ms - 1))
-    return LeftOut({key: np.sort(x) for key, x in errors.items()}, predicted)
+    return LeftOut({key: np.sort(x) for key, x in errors.items()}, predicted, nearest)
 
 
 def regret(rows: Sequence[GridRow], choose: Chooser) -> Regret:
@@ -135,24 +139,21 @@ def _ours(times: dict[str, float]) -> dict[str, float]:
     return {name: ms for name, ms in times.items() if is_ours(name)}
 
 
-def by_prediction(
-    rows: Sequence[GridRow],
-    predicted: dict[tuple[int, str, str], float],
-    costs: FittedCosts = NO_COSTS,
-) -> Chooser:
+def by_prediction(rows: Sequence[GridRow], out: LeftOut, costs: FittedCosts = NO_COSTS) -> Chooser:
     """Take the smallest of predicted times.
 
     Args:
         rows: of a grid.
-        predicted: ms by (row, kernel, pass).
+        out: what is predicted of them.
         costs: whose usual kernel has margins.
     """
     at = {id(row): i for i, row in enumerate(rows)}
 
     def choose(row: GridRow, what: str) -> str:
-        keys = {name: (at[id(row)], name, what) for name in _ours(row.times[what])}
-        known = {name: predicted[key] for name, key in keys.items() if key in predicted}
-        return costs.ranked(known, what)[0][0]
+        number = at[id(row)]
+        keys = {name: (number, name, what) for name in _ours(row.times[what])}
+        known = {name: out.predicted[key] for name, key in keys.items() if key in out.predicted}
+        return costs.ranked(known, what, out.nearest.get(number, 0.0))[0][0]
 
     return choose
 
@@ -247,7 +248,7 @@ def fit(rows: Sequence[GridRow], device: Device, folds: int = FOLDS) -> Fit:
     margins = [Margins(*each) for each in product(MARGINS, MARGINS)]
     choosing = [replace(NO_COSTS, usual=usual, margins=each) for each in margins]
     regrets = {
-        ChoiceSettings(near, costs.margins): regret(rows, by_prediction(rows, its.predicted, costs))
+        ChoiceSettings(near, costs.margins): regret(rows, by_prediction(rows, its, costs))
         for near, its in tried.items()
         for costs in choosing
     }
