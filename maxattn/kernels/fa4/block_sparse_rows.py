@@ -72,7 +72,7 @@ class RowClasses(NamedTuple):
         return classes >= self.many(most) - self.short.bit_length() * self.parts
 
 
-# A forward's thread blocks take a row in each wave, and wait for the longest: rows of a class are
+# A forward's thread blocks that take a row in each wave wait for the longest: rows of a class are
 # to be even. Rows of a backward start as SMs get free; large classes keep neighbours together.
 FORWARD_CLASSES, BACKWARD_CLASSES = RowClasses(8, SHORT_ROW), RowClasses()
 

@@ -134,6 +134,7 @@ def with_next_rows(persistent: Any, hand: Callable[..., tuple[Any, ...]]) -> Any
             return storage
 
         def handed(self, operands: tuple[Any, ...], loads: bool) -> tuple[Any, ...]:
+            assert self.use_tma_Q and self.use_tma_KV, "one warp loads"
             queries = operands[_place_of_queries("load" if loads else "mma")].iterator
             start = cute.recast_ptr(queries, dtype=cutlass.Int32) + self.next_after_q // 4
             next_rows = cute.make_tensor(start, cute.make_layout((PLACES,)))

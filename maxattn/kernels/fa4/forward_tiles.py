@@ -149,7 +149,7 @@ def persistent_pays(head_dim: int, tiles: float, tile: Tile, listed: bool = Fals
 def ids_persist(head_dim: int, tile: Tile) -> bool:
     """Tell whether a forward over lists that ids leave has persistent thread blocks.
 
-    Its rows are taken to be short. Where they are not they are uneven, which costs most from head
+    Its rows are taken to be short. Where they are not, persistent thread blocks cost most from head
     dim 65 to 96.
 
     Args:

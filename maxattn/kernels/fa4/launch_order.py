@@ -43,12 +43,12 @@ class Order(NamedTuple):
         backwards: whether the last row comes first.
         light: the number of rows at the end that wait.
         heads: of how many heads, the last ones of the batch, they wait; 0 for all.
-        persistent: whether persistent thread blocks take a row in each wave.
+        persistent: whether thread blocks are persistent, and take a row in each wave.
         listed: whether an array on the device names the rows in their order; `backwards`, `light`
             and `heads` count for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
-        dynamic: whether persistent thread blocks take the next row as soon as they are free; an
-            array names the rows then.
+        dynamic: whether persistent thread blocks take the next row as soon as they are free, and
+            not one in each wave; an array names the rows then.
         group: how many lanes, heads of the batch, go through all their rows before the next ones
             begin, each row with all of them; a last group has between half as many and one and a
             half times; 0 for no groups. Rows of each batch row have none.
