@@ -43,6 +43,7 @@ def draw(rng: random.Random) -> tuple[ma.Call, M.Mask]:
         offset, kv_heads = rng.randint(-t, s), rng.choice((1, 2, 4, 8))
         window = rng.randint(0, max(t, s)), rng.randint(0, 200)
         ids = M.Segments(*(np.zeros((1, length), np.int32) for length in (t, s)))
+        lengths = M.KeyPadding(np.full(1, s // 2 + 1))
         mask = rng.choice(
             (
                 ids,
@@ -51,7 +52,9 @@ def draw(rng: random.Random) -> tuple[ma.Call, M.Mask]:
                 M.Causal(offset=None if t <= s else 0),
                 M.Causal(offset=offset),
                 M.LocalWindow(*window, offset=offset),
-                M.KeyPadding(np.full(1, s // 2 + 1)),
+                M.LocalWindow(*window, offset=offset) & M.KeyPadding(np.ones((1, s), bool)),
+                M.Causal(offset=offset) & lengths,
+                lengths,
             )
         ).bind(t, s)
         heads = kv_heads * rng.choice((1, 1, 2, 4, 8))
@@ -94,10 +97,12 @@ class Launches:
     def listed_forward(self, q: Any, k: Any, v: Any, tiles: Any, lengths: Any = None) -> Result:
         if tiles.lists is not None:
             self.said.add(f"lists of {tiles.tile.queries}x{tiles.tile.keys} tiles")
+        order = block_sparse.spec_of(q, k, tiles, forward=True).order
         if tiles.splits > 1:
             self.said.add(f"in {tiles.splits} splits of the keys")
-        elif block_sparse.spec_of(q, k, tiles, forward=True).order.persistent:
+        elif order.persistent:
             self.said.add("persistent thread blocks")
+        self.said |= {"take the next row"} if order.dynamic else set()
         return result_of(q)
 
     def tail_forward(self, inputs: Any, _: float, tail: Any) -> Result:
@@ -139,7 +144,7 @@ def grads_of(inputs: Any) -> Grads:
 
 PARTS = re.compile(
     r"lists of \d+x\d+ tiles|in \d+ splits of the (?:keys|queries)|persistent thread blocks"
-    r"|dQ is written once|the first tile of keys writes dQ"
+    r"|take the next row|dQ is written once|the first tile of keys writes dQ"
 )
 
 

@@ -108,7 +108,9 @@ def _exchange() -> tuple[Any, Any]:
     def receive(next_rows: Any, wave: Any, threads: Any):
         full = FIRST_BARRIER + wave % PLACES
         arch.barrier(barrier_id=full, number_of_threads=threads)
-        return next_rows[wave % PLACES]
+        at = next_rows[wave % PLACES]
+        arch.sync_warp()  # one thread says for its warp that the queries are free
+        return at
 
     return fetch, receive
 
