@@ -23,6 +23,7 @@ from maxattn.config.numbers import finite
 from maxattn.config.plain_json import read_json
 from maxattn.errors import ConfigError, Unsupported
 from maxattn.tools.compile.job_json import text_of
+from maxattn.tools.held_signals import held_signals
 from maxattn.tools.model_shapes import Shape
 
 # What libtpu wants where there is no TPU. Asking the metadata server would wait for minutes.
@@ -158,13 +159,17 @@ def run_in_child(job: CompileJob, seconds: float) -> Outcome:
 def _spawned(python: str, text: str, seconds: float, folder: Path) -> Outcome:
     answer, log = folder / "outcome.json", folder / "stderr.txt"
     with log.open("wb") as stderr:
-        child = _start(python, answer, stderr)
+        child = None
         try:
+            with held_signals():
+                child = _start(python, answer, stderr)
             child.communicate(text.encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
             return Outcome("timeout", seconds=seconds, message=f"no result after {seconds:g} s")
         finally:
-            _end(child)
+            if child is not None:
+                _end(child)
+    assert child is not None
     if (outcome := read_outcome(answer)) is not None:
         return outcome
     with log.open("rb") as stderr:

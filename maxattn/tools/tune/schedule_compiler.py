@@ -23,6 +23,7 @@ from maxattn.tools.compile.job import (
     python_path,
     tpu_python,
 )
+from maxattn.tools.held_signals import held_signals
 from maxattn.tools.tune.kernel_job import KernelJob
 
 START_SECONDS = 300.0
@@ -77,7 +78,8 @@ class ScheduleCompiler:
         reading, writing = os.pipe()
         words = [self._python, "-m", "maxattn.tools.tune.schedule_child"]
         words += [str(Path(self._folder.name) / "schedules"), str(writing)]
-        self._child = _started(words, writing)
+        with held_signals():
+            self._child = _started(words, writing)
         os.close(writing)
         self._answers = os.fdopen(reading, "rb", buffering=0)
         found = self._read(START_SECONDS)

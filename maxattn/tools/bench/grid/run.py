@@ -15,6 +15,7 @@ from time import sleep, time
 from maxattn.tools.bench.grid.calls import GridCall
 from maxattn.tools.bench.grid.job import HOLDER, GridJob
 from maxattn.tools.bench.grid.rows import GridRow, read_rows, whole_lines
+from maxattn.tools.held_signals import held_signals
 
 log = logging.getLogger("maxattn.tools.bench")
 COMPILING = 0.7  # of the limit: the rest is for timing
@@ -65,8 +66,10 @@ def _processes(job: GridJob) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes, and end those that are left."""
     path, env = str(job.write()), os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     words = [sys.executable, "-W", "ignore", "-m", "maxattn.tools.bench.grid.worker", path]
-    started = [subprocess.Popen([*words, str(i)], env=env) for i in range(job.workers)]
+    started: list[subprocess.Popen[bytes]] = []
     try:
+        with held_signals():
+            started += [subprocess.Popen([*words, str(i)], env=env) for i in range(job.workers)]
         yield started
     finally:
         for process in started:
