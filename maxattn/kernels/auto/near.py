@@ -37,6 +37,7 @@ class NearCalls:
     points: np.ndarray
     shares: Shares = field(default_factory=dict)
 
+    @lru_cache(maxsize=64)  # noqa: B019 - both passes of all kernels ask for the same few calls
     def alike(self, call: Call) -> np.ndarray:
         """Return how near each measured call is: [calls]."""
         return likeness(np.array([coordinates(call)]), self.points, self.reach)[0]

@@ -1,4 +1,4 @@
-"""A tile scheduler of persistent thread blocks that take the next row as soon as they are free.
+"""How persistent thread blocks take the next row as soon as they are free.
 
 Rows that ids leave are known on the device alone, and those where segments meet take several times
 as long as others: dealt out beforehand, a row to each thread block in turn, they would keep some
@@ -22,7 +22,6 @@ from maxattn.kernels.fa4.cute_packages import library_forward
 
 PLACES = 2  # in shared memory
 FIRST_BARRIER = 13  # of as many as there are places, behind the library's
-WARP = 32
 
 
 class RowsToTake(NamedTuple):
@@ -43,48 +42,20 @@ class RowsToTake(NamedTuple):
     loads: bool
 
 
-def dynamic_scheduler(place: Callable[..., tuple[Any, ...]]) -> Any:
-    """Make the tile scheduler.
-
-    Args:
-        place: (row, head, batch row, split) of what is taken, from the scheduler and a number.
-    """
-    library = import_module("fa4_jax.cute.tile_scheduler")
-    arch, number = import_module("cutlass.cute").arch, import_module("cutlass").Int32
-
-    class DynamicTile(library.SingleTileScheduler):
-        @staticmethod
-        def create(params: Any, ctx: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-            start = arch.block_idx()[0], number(0), number(0)
-            return _given(DynamicTile(params, start, loc=loc, ip=ip), ctx)
-
-        def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            at, params = self._blk_coord[0], self.params
-            some = at < params.num_block * params.num_head * params.num_batch
-            return library.WorkTileInfo(place(self, at), some)
-
-        def advance_to_next_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            _, wave, rest = self._blk_coord
-            given, fetch, receive = self.given, *_exchange()
-            wave = wave + 1
-            if given.loads:
-                at = fetch(given.count, given.next_rows, wave, given.threads)
-            else:
-                at = receive(given.next_rows, wave, given.threads)
-            self._blk_coord = (at, wave, rest)
-            return self.get_current_work()
-
-        def __new_from_mlir_values__(self, values: Any) -> Any:
-            old = super().__new_from_mlir_values__(values)
-            made = DynamicTile(old.params, old._blk_coord, loc=old._loc)
-            return _given(made, self.given)
-
-    return DynamicTile
+def place_taken(coord: Any) -> Any:
+    """Return the place in the order that a thread block takes, from where its scheduler stands."""
+    return coord[0]
 
 
-def _given(scheduler: Any, given: RowsToTake) -> Any:
-    scheduler.given, scheduler.rows = given, given.rows
-    return scheduler
+def take_next(coord: Any, given: RowsToTake) -> tuple[Any, Any, Any]:
+    """Return where a scheduler stands next: (place, wave, 0)."""
+    (_, wave, rest), (fetch, receive) = coord, _exchange()
+    wave = wave + 1
+    if given.loads:
+        at = fetch(given.count, given.next_rows, wave, given.threads)
+    else:
+        at = receive(given.next_rows, wave, given.threads)
+    return at, wave, rest
 
 
 @cache
@@ -119,7 +90,7 @@ def with_next_rows(persistent: Any, hand: Callable[..., tuple[Any, ...]]) -> Any
     """Make a persistent forward whose warps hand each other the next row.
 
     Args:
-        persistent: the forward's class, under `dynamic_scheduler`.
+        persistent: the forward's class, whose scheduler goes on by `take_next`.
         hand: gives the scheduler among a method's operands what it needs.
     """
     cute, cutlass = import_module("cutlass.cute"), import_module("cutlass")
@@ -140,7 +111,7 @@ def with_next_rows(persistent: Any, hand: Callable[..., tuple[Any, ...]]) -> Any
             queries = operands[_place_of_queries("load" if loads else "mma")].iterator
             start = cute.recast_ptr(queries, dtype=cutlass.Int32) + self.next_after_q // 4
             next_rows = cute.make_tensor(start, cute.make_layout((PLACES,)))
-            threads = self.num_mma_threads + WARP
+            threads = self.num_mma_threads + cute.arch.WARP_SIZE
             return hand(
                 operands, lambda rows, count: RowsToTake(rows, count, next_rows, threads, loads)
             )

@@ -19,7 +19,7 @@ import jax
 
 from maxattn.devices import SMS
 from maxattn.kernels.fa4.cute_packages import library_backward, library_forward
-from maxattn.kernels.fa4.dynamic_scheduler import dynamic_scheduler, with_next_rows
+from maxattn.kernels.fa4.dynamic_scheduler import place_taken, take_next, with_next_rows
 from maxattn.kernels.fa4.launch_order import Order, at_wave
 from maxattn.kernels.fa4.mask_mod_rows import Numbers, by_ids, by_rows
 
@@ -175,11 +175,10 @@ def single_tile_scheduler(place: Callable[..., tuple[Any, ...]]) -> Any:
 
 @cache
 def _persistent_scheduler(order: Order) -> Any:
-    """Make the tile scheduler of persistent thread blocks; every other wave goes backwards."""
-    if order.dynamic:
-        return dynamic_scheduler(partial(_place_at, order))
+    """Make the tile scheduler of persistent thread blocks."""
     library = import_module("fa4_jax.cute.tile_scheduler")
     arch, number = import_module("cutlass.cute").arch, import_module("cutlass").Int32
+    at_of, following = (place_taken, take_next) if order.dynamic else (_place_dealt, _next_wave)
 
     class PersistentTile(library.SingleTileScheduler):
         @staticmethod
@@ -188,15 +187,12 @@ def _persistent_scheduler(order: Order) -> Any:
             return _given_rows(PersistentTile(params, start, loc=loc, ip=ip), ctx)
 
         def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            (block, wave, _), blocks = self._blk_coord, arch.grid_dim()[0]
-            rows = self.params.num_block
-            at = at_wave(wave, block, blocks, Numbers)
-            some = at < rows * self.params.num_head * self.params.num_batch
+            at, params = at_of(self._blk_coord), self.params
+            some = at < params.num_block * params.num_head * params.num_batch
             return library.WorkTileInfo(_place_at(order, self, at), some)
 
         def advance_to_next_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-            block, wave, rest = self._blk_coord
-            self._blk_coord = (block, wave + 1, rest)
+            self._blk_coord = following(self._blk_coord, self.rows)
             return self.get_current_work()
 
         def __new_from_mlir_values__(self, values: Any) -> Any:
@@ -205,6 +201,17 @@ def _persistent_scheduler(order: Order) -> Any:
             return _given_rows(made, self.rows)
 
     return PersistentTile
+
+
+def _place_dealt(coord: Any) -> Any:
+    """Return the place in the order that a thread block has in a wave; every other goes back."""
+    block, wave, _ = coord
+    return at_wave(wave, block, import_module("cutlass.cute").arch.grid_dim()[0], Numbers)
+
+
+def _next_wave(coord: Any, _: Any) -> tuple[Any, Any, Any]:
+    block, wave, rest = coord
+    return block, wave + 1, rest
 
 
 def _place_at(order: Order, scheduler: Any, at: Any) -> tuple[Any, Any, Any, Any]:
@@ -221,7 +228,8 @@ def _place(order: Order, scheduler: Any, row: Any, lane: Any) -> tuple[Any, Any,
     if order.listed:
         # Persistent thread blocks ask for a place past the last one, too.
         at = Numbers.minimum(lane * rows + row, rows * lanes - 1)
-        return *order.named(at, scheduler.rows, (rows, heads, params.num_batch), Numbers), zero
+        named = scheduler.rows.rows if order.dynamic else scheduler.rows
+        return *order.named(at, named, (rows, heads, params.num_batch), Numbers), zero
     row, lane = order.place(row, lane, rows, lanes, Numbers)
     return row, lane % heads, lane // heads, zero
 

@@ -69,7 +69,8 @@ def _processes(job: GridJob) -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         with held_signals():
-            started += [subprocess.Popen([*words, str(i)], env=env) for i in range(job.workers)]
+            for i in range(job.workers):
+                started.append(subprocess.Popen([*words, str(i)], env=env))
         yield started
     finally:
         for process in started:
