@@ -11,6 +11,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import band_lists
+from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.tile_sizes import Tile, backward_tile, whole_tile
 
 IDS = np.zeros((1, 64), np.int32)
@@ -22,18 +23,36 @@ def call(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> 
     return ma.Call.of(q, k, mask.bind(t, s, 1, heads))
 
 
-def persists(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> bool:
+def gains(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> bool:
     asked = call(mask, t, s, head_dim, heads)
-    return band_lists.runs_persistent(asked, (1, t, heads, head_dim))
+    return band_lists.gains_by_lists(asked, (1, t, heads, head_dim))
+
+
+def order(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> Order:
+    asked = call(mask, t, s, head_dim, heads)
+    return band_lists.forward_order(asked, (1, t, heads, head_dim))
 
 
 def test_bands_of_short_rows_are_persistent() -> None:
     window = M.LocalWindow(200, 0)
-    assert persists(M.Causal(), 64, 64) and persists(M.Causal(), 1152, 1152)
-    assert persists(window, 40_000, 40_000)
-    assert not persists(M.Causal(), 8192, 8192)  # 32 tiles a row on average
+    for asked in ((M.Causal(), 64, 64), (M.Causal(), 1152, 1152), (window, 40_000, 40_000)):
+        assert gains(*asked) and order(*asked).persistent
     # Up to a thread block for each SM there is no start to save.
-    assert not persists(M.Causal(), 64, 64, heads=132) and persists(M.Causal(), 64, 64, heads=133)
+    assert not gains(M.Causal(), 128, 128, 128, 132) and gains(M.Causal(), 128, 128, 128, 133)
+
+
+def test_bands_of_long_rows_go_by_lists_with_a_thread_block_each() -> None:
+    long = M.Causal(), 8192, 8192  # 32 tiles a row on average
+    assert gains(*long) and gains(*long, 128)
+    assert not order(*long, 128).persistent
+    assert not gains(*long, 160) and not gains(M.Causal(), 70_000, 70_000)
+    assert not gains(M.Causal(), 2048, 16_384)  # copies of what all queries see are few
+
+
+def test_a_single_wave_goes_by_lists_for_smaller_tiles() -> None:
+    """The longest of 33 rows of 128x128 tiles ends before that of 22 of the library's 192x144."""
+    assert gains(M.Causal(), 4187, 4187, 96, 4)
+    assert not gains(M.Causal(), 4187, 4187, 128, 4)  # the library's tiles are as large
 
 
 def inputs(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -> Inputs:
@@ -44,8 +63,8 @@ def inputs(mask: M.Mask, t: int, s: int, head_dim: int = 64, heads: int = 600) -
 def test_a_forward_goes_by_lists_where_these_are_split_or_its_rows_are_short() -> None:
     short, split = inputs(M.Causal(), 1152, 1152), (M.LocalWindow(16000, 0), 512, 32768, 128, 12)
     assert band_lists.forward_pays(short, 132)
-    assert band_lists.forward_pays(inputs(*split), 132) and not persists(*split)
-    assert not band_lists.forward_pays(inputs(M.Causal(), 8192, 8192), 132)
+    assert band_lists.forward_pays(inputs(*split), 132) and not gains(*split)
+    assert not band_lists.forward_pays(inputs(M.Causal(), 8192, 8192, 160), 132)
 
 
 def test_a_backward_goes_by_lists_where_these_are_split() -> None:
@@ -55,7 +74,7 @@ def test_a_backward_goes_by_lists_where_these_are_split() -> None:
 
 @pytest.mark.parametrize("more", [M.KeyPadding(np.array([40])), M.Segments(IDS, IDS)])
 def test_lists_made_on_the_device_are_not_known(more: M.Mask) -> None:
-    assert not persists(more, 64, 64) and not persists(M.Causal() & more, 64, 64)
+    assert not gains(more, 64, 64) and not gains(M.Causal() & more, 64, 64)
 
 
 def test_a_backward_over_all_pairs_has_tiles_of_its_own_for_long_heads() -> None:

@@ -89,7 +89,9 @@ def test_persistent_thread_blocks_are_for_short_rows() -> None:
     assert persistent_pays(192, 8, Tile(128, 80)) and not persistent_pays(192, 8, Tile(128, 112))
     # Beside longer heads a test of pairs leaves too few registers.
     assert not persistent_pays(192, 8, Tile(128, 80), listed=True)
-    assert ids_persist(64, Tile(192, 128)) and not ids_persist(72, Tile(192, 128))
+    assert ids_persist((2, 1920, 8, 64), Tile(192, 128))
+    assert not ids_persist((2, 1920, 8, 72), Tile(192, 128))
+    assert not ids_persist((2, 1920, 6, 64), Tile(192, 128))  # 120 rows are a single wave
 
 
 def test_smaller_tiles_where_they_skip_more() -> None:
@@ -131,7 +133,7 @@ def chosen(call: ma.Call) -> str:
         tile = mask_inputs.tile_of(positions, queries, call.kv_len, has_ids=ids)
         count = visited(positions, tile, (call.q_len, call.kv_len))
         persistent = persistent_pays(head_dim, count.tiles / count.rows, tile, listed=True)
-        persistent = ids_persist(head_dim, tile) if ids else persistent
+        persistent = ids_persist(queries, tile) if ids else persistent
     return f"{tile.queries}x{tile.keys}{' persistent' * persistent}"
 
 

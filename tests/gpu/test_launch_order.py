@@ -12,9 +12,10 @@ import pytest
 from maxattn import masks as M
 from maxattn.devices import SMS
 from maxattn.kernels.base import Inputs
-from maxattn.kernels.fa4 import mask_inputs
-from maxattn.kernels.fa4.block_sparse import cached_lanes, order, spec_of
+from maxattn.kernels.fa4 import mask_inputs, row_orders
+from maxattn.kernels.fa4.block_sparse import spec_of
 from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tiling
+from maxattn.kernels.fa4.block_sparse_rows import FORWARD_CLASSES, heaviest_first
 from maxattn.kernels.fa4.launch_order import Order, at_wave, order_of
 from maxattn.kernels.fa4.tile_sizes import Tile
 
@@ -74,7 +75,7 @@ def test_heads_whose_keys_a_gpu_caches_are_a_group() -> None:
         queries, tile = (batch, length, heads, 128), Tile(128, 128)
         keys = (batch, length, kv_heads or heads, 128)
         lists = tiling(TilingSpec(mask.bind(length, length), tile, tile, (length, length)), (0, 0))
-        return order(queries, keys, lists.forward, tile, forward=True).group
+        return row_orders.of(queries, keys, lists.forward, tile, forward=True).group
 
     assert grouped(M.Causal(), 102, 1286, 2) == 32  # 11 tiles of keys and values: 0.72 MB a head
     assert grouped(M.Causal(), 102, 1286, 8, 2) == 128  # four of which read the same
@@ -87,7 +88,7 @@ def test_heads_whose_keys_are_all_cached_are_one_group() -> None:
     """Of two groups the last rows would leave SMs idle for nothing."""
 
     def lanes(heads: int) -> int:
-        return cached_lanes(2048, (1, 2048, heads, 128), (1, 2048, heads, 128))
+        return row_orders.cached_lanes(2048, (1, 2048, heads, 128), (1, 2048, heads, 128))
 
     assert lanes(36) == lanes(48) == 64  # each reads 1 MB
     assert lanes(49) == lanes(132) == 16
@@ -100,7 +101,8 @@ def test_listed_rows_have_groups_where_thread_blocks_are_persistent(
 ) -> None:
     """A short row of 600 tokens reads 6 tiles of 128; where rows are long none is persistent.
 
-    Rows that ids leave are not known to be short: each is taken as soon as a thread block is free.
+    Rows that ids leave are not known to be short, and those of 3, 5 and 6 tiles are uneven: each is
+    taken as soon as a thread block is free.
     """
     length, ids = sum(segments), np.repeat(np.arange(3, dtype=np.int32), segments)[None]
     mask = M.Segments.of_lengths(segments)
@@ -115,7 +117,7 @@ def test_listed_rows_have_groups_where_thread_blocks_are_persistent(
     assert made.listed and made.own_rows is own_rows
     assert made.group == (32 if made.persistent and not own_rows else 0)
     assert made.persistent is (own_rows or segments[0] < 9000)
-    assert made.dynamic is own_rows
+    assert made.dynamic is made.persistent
 
 
 def test_places_past_the_last_one_divide_nothing_by_0() -> None:
@@ -133,11 +135,11 @@ def test_persistent_thread_blocks_take_short_rows_of_a_mask_row_by_row() -> None
     def chosen(segments: int) -> Order:
         mask = M.Segments.of_lengths((shape[1] // segments,) * segments).bind(shape[1], shape[1])
         lists = tiling(TilingSpec(mask, tile, (64, 128), (shape[1], shape[1])), (0, 0))
-        return order(shape, shape, lists.forward, tile, forward=True)
+        return row_orders.of(shape, shape, lists.forward, tile, forward=True)
 
     assert chosen(32) == Order(persistent=True, group=16)
     assert not chosen(8).persistent and not chosen(8).group
-    assert not order((1, 1024, 64, 128), (1, 1024, 64, 128), None, tile, forward=True).group
+    assert not row_orders.of((1, 1024, 64, 128), (1, 1024, 64, 128), None, tile, forward=True).group
 
 
 def test_light_rows_of_several_heads_end_with_the_lightest() -> None:
@@ -227,6 +229,36 @@ def test_blocks_are_persistent_where_waves_end_together(
 ) -> None:
     assert order_of(np.array(work), lanes, may_persist=True).persistent is persistent
     assert not order_of(np.array(work), lanes).persistent
+
+
+@pytest.mark.parametrize(
+    ("work", "lanes", "dynamic"),
+    [
+        ([2, 4, 6, 8], 624, True),  # causal, 500 queries
+        ([*range(1, 9)], 128, True),
+        ([1, 2, 3, 4], 1984, False),  # so short that a wait for the next row would count
+        ([8] * 8, 128, False),
+    ],
+)
+def test_uneven_rows_are_taken_when_a_thread_block_is_free(
+    work: list[int], lanes: int, dynamic: bool
+) -> None:
+    made = order_of(np.array(work), lanes, may_persist=True, group=64)
+    assert made.persistent and made.group == 64 and made.dynamic is dynamic
+    # Of long rows a thread block each ends as soon.
+    assert not order_of(np.array(work), lanes, may_persist=True).dynamic
+
+
+@pytest.mark.parametrize("lengths", [(600, 300, 500), (512, 512, 512)])
+def test_named_rows_are_taken_where_they_are_uneven(lengths: tuple[int, ...]) -> None:
+    tile, length = Tile(128, 128), sum(lengths)
+    mask = M.Segments.of_lengths(lengths).bind(length, length)
+    lists = tiling(TilingSpec(mask, tile, tile, (length, length)), (0, 0)).forward
+    work, rows = np.asarray(lists.work), np.asarray(heaviest_first(lists, FORWARD_CLASSES))
+    shape = 4, length, 40, 128
+    made = row_orders.of_named(work, rows, shape, shape, tile)
+    assert made.listed and made.persistent and made.dynamic is (len(set(lengths)) > 1)
+    assert not row_orders.of_named(work, rows, (4, length, 40, 192), shape, tile).persistent
 
 
 def test_an_order_for_all_heads_is_the_same_for_any_number_of_them() -> None:

@@ -63,11 +63,11 @@ from maxattn.kernels.auto.tile_work import (
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.fa4 import (
     band_lists,
-    block_sparse,
     first_writes,
     fold_groups,
     key_lengths,
     one_key_tile,
+    row_orders,
     split_keys,
     split_keys_lists,
     split_lists,
@@ -198,13 +198,13 @@ def _forward_tile(call: Call) -> Tile:
 def _is_persistent(call: Call, tile: Tile, sms: int) -> bool:
     queries, keys = shapes_of(call)
     if call.mask.is_full or has_lengths_alone(call):
-        return block_sparse.order(queries, keys, None, tile, forward=True).persistent
+        return row_orders.of(queries, keys, None, tile, forward=True).persistent
     if has_ids(call):
-        return ids_persist(queries[3], tile)
+        return ids_persist(queries, tile)
     if not band_lists.lists_forward(call, queries, keys, sms):
         return False
     splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
-    return splits == 1 and band_lists.is_persistent(call, queries)
+    return splits == 1 and band_lists.forward_order(call, queries).persistent
 
 
 def _resumed(found: Terms) -> Terms:

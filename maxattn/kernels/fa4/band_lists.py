@@ -1,7 +1,8 @@
 """Which bands go by block-sparse lists, though the library's kernels know bands.
 
 Lists pay where they are split, so that no SM waits; in forwards of short rows of tiles, whose
-thread blocks are then persistent: the library starts a thread block for every row; in backwards of
+thread blocks are then persistent: the library starts a thread block for every row; in forwards of
+long rows, whose full tiles are not tested, and light ones go last; in backwards of
 so few queries that the library's tile would be half empty; and where the library would be given
 copies: where queries at one end see nothing, and where some keys are seen by all queries, others
 causally, as beside a cache, which are two calls whose results are merged.
@@ -19,22 +20,27 @@ from maxattn.devices import SMS
 from maxattn.kernels import mask_split
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import (
-    block_sparse,
     fold_groups,
     mask_inputs,
+    row_orders,
     split_keys,
     split_keys_lists,
     split_lists,
     windows,
 )
 from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
-from maxattn.kernels.fa4.forward_tiles import library_tile, persistent_pays
+from maxattn.kernels.fa4.block_sparse_rows import FORWARD_CLASSES, in_classes
+from maxattn.kernels.fa4.forward_tiles import library_tile, row_time
+from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, Tile, is_short_backward, shapes_of
 from maxattn.kernels.fused import masks
 
 FOLDED = 128  # queries, up to which it pays to fold heads beside a cache
 MOST_PAIRS = 2**34  # of more a list takes megabytes, and copies are little beside the products
+# Pairs and entries of a head, up to which a forward of long rows goes by lists.
+MOST_LONG, LONG_HEADS = 2**32, 128
+SOONER = 0.9  # of the library's time, which is only predicted
 MANY = 1024  # queries, from which on merging two results beside a cache is little
 
 
@@ -57,7 +63,7 @@ def is_band(call: Call) -> bool:
 
 def lists_forward(call: Call, queries: Dims, keys: Dims, sms: int) -> bool:
     """Tell whether the forward of a mask of positions goes by lists; as `lists_backward`."""
-    if not is_band(call) or runs_persistent(call, queries):
+    if not is_band(call) or gains_by_lists(call, queries):
         return True
     if needs_copies(call):
         return not _splits_last(call, sms)
@@ -116,32 +122,46 @@ def folds_heads(call: Call) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def runs_persistent(call: Call, queries: Dims) -> bool:
-    """Tell whether a forward goes by lists since its thread blocks are persistent then.
+def gains_by_lists(call: Call, queries: Dims) -> bool:
+    """Tell whether the forward of a band gains by lists that are not split.
 
     Args:
-        call: masked by positions; False for any other, and for a band of long rows.
+        call: masked by positions; False for any other.
         queries: the shape [B,T,N,H] of q.
     """
     work, tile = _work(call, queries)
-    blocks = len(work) * queries[0] * queries[2]
-    is_long = work.size and float(work.mean()) * tile.keys > SHORT_ROW * 128
-    # Of a single wave there is no start to save.
-    if is_band(call) and (is_long or blocks <= SMS):
+    if not work.size:
         return False
-    return is_persistent(call, queries)
+    if len(work) * queries[0] * queries[2] <= SMS:
+        return _ends_sooner(call, work, tile)
+    if float(work.mean()) * tile.keys > SHORT_ROW * 128:
+        few = call.q_len * call.kv_len <= MOST_LONG and queries[3] <= LONG_HEADS
+        return few and not needs_copies(call)
+    return forward_order(call, queries).persistent
+
+
+def _ends_sooner(call: Call, work: np.ndarray, tile: Tile) -> bool:
+    """Tell whether the longest row of a single wave ends sooner in tiles that lists can have."""
+    own = library_tile(call.head_dim)
+    rows = visits_by_queries(mask_inputs.positions(call.mask), own, (call.q_len, call.kv_len))
+    listed, whole = (
+        row_time(call.head_dim, size, float(most.max()), persistent=False)
+        for size, most in ((tile, work), (own, rows))
+    )
+    return listed < SOONER * whole
 
 
 @lru_cache(maxsize=1024)
-def is_persistent(call: Call, queries: Dims) -> bool:
-    """Tell whether thread blocks of a forward over lists are persistent, where it is not split."""
+def forward_order(call: Call, queries: Dims) -> Order:
+    """Return in which order the rows of a forward over lists start, where it is not split."""
     work, tile = _work(call, queries)
     if not work.size:
-        return False
-    if mask_inputs.positions(call.mask).looked_up:  # whose rows start by their length
-        return persistent_pays(queries[3], float(work.mean()), tile, listed=True)
+        return Order()
     keys = call.batch, call.kv_len, call.kv_heads, queries[3]
-    return block_sparse.listed_order(work, queries, keys, tile).persistent
+    if mask_inputs.positions(call.mask).looked_up:  # whose rows start by their length
+        rows = in_classes(work, int(work.max()), FORWARD_CLASSES)
+        return row_orders.of_named(work, np.asarray(rows), queries, keys, tile)
+    return row_orders.of_known(work, queries, keys, tile)
 
 
 def _work(call: Call, queries: Dims) -> tuple[np.ndarray, Tile]:

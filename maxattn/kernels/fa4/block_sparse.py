@@ -19,21 +19,21 @@ from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4 import launch as fa4_launch
+from maxattn.kernels.fa4 import row_orders
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.backward_steps import of_sums, summed_splits, zeros_of_keys
 from maxattn.kernels.fa4.block_sparse_lists import TileLists
-from maxattn.kernels.fa4.forward_tiles import ids_persist, persistent_pays
+from maxattn.kernels.fa4.forward_tiles import ids_persist
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_backward, run_forward
-from maxattn.kernels.fa4.launch_order import Order, order_of
+from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.score_mod import BiasAxes
-from maxattn.kernels.fa4.tile_sizes import ALL_CACHED, CACHED, SHORT_ROW, Dims, Tile, sums_width
+from maxattn.kernels.fa4.tile_sizes import Dims, Tile, sums_width
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
 
-SIXTEEN_BIT = 2  # bytes of a key's number
 # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
 PAD = 256
 
@@ -151,64 +151,6 @@ def _of_splits(splits: int, *like: Array) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((splits * x.shape[0], *x.shape[1:]), x.dtype) for x in like]
 
 
-def order(
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    lists: TileLists | None,
-    tile: Tile,
-    forward: bool = False,
-) -> Order:
-    """Choose the order of rows of tiles.
-
-    Args:
-        queries, keys: the shapes of q and k.
-        lists: of the tiles that are visited; None for all.
-        tile: their size.
-        forward: whose thread blocks can be persistent; the backward's cannot.
-    """
-    if lists is None:
-        work = np.full(-(-queries[1] // tile.queries), -(-keys[1] // tile.keys))
-        pays = forward and persistent_pays(queries[3], float(work.mean()), tile)
-        return order_of(work, queries[0] * queries[2], pays)
-    known = forward and not isinstance(lists.work, jax.Array)
-    if known:
-        return listed_order(np.asarray(lists.work), queries, keys, tile)
-    return order_of(lists.work, queries[0] * queries[2])
-
-
-def listed_order(work: np.ndarray, queries: Dims, keys: Dims, tile: Tile) -> Order:
-    """Choose the order of a forward's rows over lists that are known when tracing.
-
-    Args:
-        work: [rows], the tiles of each row.
-        queries, keys: the shapes of q and k.
-        tile: their size.
-    """
-    mean = float(work.mean())
-    pays = persistent_pays(queries[3], mean, tile, listed=True)
-    is_short = mean * tile.keys <= SHORT_ROW * 128
-    group = cached_lanes(int(work.max()) * tile.keys, queries, keys) if is_short else 0
-    return order_of(work, queries[0] * queries[2], pays, group)
-
-
-def cached_lanes(tokens: int, queries: Dims, keys: Dims) -> int:
-    """Return how many query heads go through their rows before the next ones begin.
-
-    A GPU caches the keys and values that their rows of tiles read. The number is a power of 2,
-    since a kernel is compiled for each such number, and below twice the number of all heads, since
-    the kernel counts the rows of a group in 32 bits.
-
-    Args:
-        tokens: that a row reads.
-        queries, keys: the shapes of q and k.
-    """
-    each = 2 * SIXTEEN_BIT * tokens * keys[3] * keys[2] // queries[2]
-    lanes, cached = queries[0] * queries[2], CACHED // max(1, each)
-    if lanes * each <= ALL_CACHED:
-        cached = 2 * lanes
-    return 1 << max(0, min(cached.bit_length() - 1, (lanes - 1).bit_length()))
-
-
 def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_launch.LaunchSpec:
     """Say for what the kernel of a pass is compiled."""
     rows, splits = Order(), None
@@ -216,32 +158,23 @@ def spec_of(q: Array, k: Array, tiles: TilePass, forward: bool = False) -> fa4_l
         assert tiles.lists is not None
         splits = q.shape[0], tiles.splits, len(tiles.lists.mixed_count) > tiles.splits
     elif tiles.rows is not None:
-        rows = _listed_order(q.shape, k.shape, tiles, forward)
+        rows = _named_order(q.shape, k.shape, tiles, forward)
     else:
-        rows = order(q.shape, k.shape, tiles.lists, tiles.tile, forward)
+        rows = row_orders.of(q.shape, k.shape, tiles.lists, tiles.tile, forward)
     kind = str(q.dtype), q.shape[3], q.shape[2] // k.shape[2], float(tiles.scale)
     adds = None if tiles.bias is None else BiasAxes.of(tiles.bias.shape)
     test = tiles.test, len(tiles.read)
     return fa4_launch.LaunchSpec(*kind, tiles.tile, rows, *test, splits, adds)
 
 
-def _listed_order(queries: Dims, keys: Dims, tiles: TilePass, forward: bool) -> Order:
-    """Say that an array holds the order. Arrays of ids are taken to leave short rows."""
-    assert tiles.lists is not None and tiles.test is not None
-    work, group, dynamic = tiles.lists.work, 0, False
-    if not forward or (isinstance(work, jax.Array) and not tiles.test.has_ids):
-        persistent = False
-    elif isinstance(work, jax.Array):
-        persistent = dynamic = ids_persist(queries[3], tiles.tile)
-    else:
-        persistent = persistent_pays(queries[3], float(work.mean()), tiles.tile, listed=True)
-        if persistent and work.ndim == 1:
-            most = min(int(work.max()), SHORT_ROW)  # longer rows start head by head
-            group = cached_lanes(most * tiles.tile.keys, queries, keys)
-    own_rows = work.ndim == 2
-    return Order(
-        persistent=persistent, listed=True, own_rows=own_rows, dynamic=dynamic, group=group
-    )
+def _named_order(queries: Dims, keys: Dims, tiles: TilePass, forward: bool) -> Order:
+    """Say that an array names the rows in their order. Ids are taken to leave short rows."""
+    assert tiles.lists is not None and tiles.test is not None and tiles.rows is not None
+    work = tiles.lists.work
+    if forward and not isinstance(work, jax.Array):
+        return row_orders.of_named(work, np.asarray(tiles.rows), queries, keys, tiles.tile)
+    takes = forward and tiles.test.has_ids and ids_persist(queries, tiles.tile)
+    return Order(persistent=takes, listed=True, own_rows=work.ndim == 2, dynamic=takes)
 
 
 # ---- calls ---------------------------------------------------------------------------------------

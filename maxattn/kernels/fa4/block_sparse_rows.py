@@ -87,9 +87,13 @@ def heaviest_first(lists: TileLists, classes: RowClasses = BACKWARD_CLASSES) -> 
     Returns:
         batch row * rows + row; where the class of each begins among them; how many rows it has.
     """
-    work = lists.work.reshape(-1)
-    xp: Any = np if isinstance(work, np.ndarray) else jnp
     most = lists.mixed.shape[-1] + lists.full.shape[-1]
+    return in_classes(lists.work.reshape(-1), most, classes)
+
+
+def in_classes(work: Any, most: int, classes: RowClasses) -> Int32[Array, "3 R"]:
+    """Order rows of so many tiles, `most` at most, as `heaviest_first`; in numpy where known."""
+    xp: Any = np if isinstance(work, np.ndarray) else jnp
     light = classes.of(work, most, xp)
     # The number of a row stands behind that of its class, so that one array is sorted: a single
     # launch.

@@ -146,17 +146,20 @@ def persistent_pays(head_dim: int, tiles: float, tile: Tile, listed: bool = Fals
     return taken <= alone
 
 
-def ids_persist(head_dim: int, tile: Tile) -> bool:
+def ids_persist(queries: Dims, tile: Tile) -> bool:
     """Tell whether a forward over lists that ids leave has persistent thread blocks.
 
     Its rows are taken to be short. Where they are not, persistent thread blocks cost most from head
     dim 65 to 96.
 
     Args:
-        head_dim: H.
-        tile: their size.
+        queries: the shape [B,T,N,H] of q.
+        tile: queries and keys at a time.
     """
-    return not 64 < head_dim <= 96 and persistent_pays(head_dim, 0.0, tile, listed=True)
+    batch, t, heads, head_dim = queries
+    if 64 < head_dim <= 96 or -(-t // tile.queries) * batch * heads <= SMS:
+        return False
+    return persistent_pays(head_dim, 0.0, tile, listed=True)
 
 
 def forward_tiles(head_dim: int, q_len: int, kv_len: int, listed: bool = False) -> tuple[Tile, ...]:
@@ -217,7 +220,7 @@ def forward_tile(
         rows, tiles = visited(tile)
         mean = tiles / max(1, rows)
         if has_ids:
-            mean, persistent = IDS_SHARE * mean, ids_persist(head_dim, tile)
+            mean, persistent = IDS_SHARE * mean, ids_persist(queries, tile)
         else:
             persistent = persistent_pays(head_dim, mean, tile, listed=True)
         waves = max(1.0, rows * batch * heads / SMS)

@@ -8,17 +8,18 @@ from maxattn.call import Call
 from maxattn.kernels.fa4 import (
     band,
     band_lists,
-    block_sparse,
     first_writes,
     fold_groups,
     key_lengths,
     mask_inputs,
     one_key_tile,
+    row_orders,
     split_keys_lists,
     split_lists,
 )
 from maxattn.kernels.fa4.block_sparse_lists import tally
 from maxattn.kernels.fa4.forward_tiles import ids_persist, tile_over_all
+from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.split_keys import KeySplits
 from maxattn.kernels.fa4.tile_sizes import (
     Dims,
@@ -42,7 +43,7 @@ def lists_line(call: Call) -> str:
     if rows:
         each = "for each batch row" if rows > 1 else "for all batch rows"
         found = f"{what}, made on the device from the mask's arrays {each}"
-        return found + DYNAMIC * ids_persist(call.head_dim, tile)
+        return found + DYNAMIC * ids_persist(shapes_of(call)[0], tile)
     if call.sharded:
         return f"{what}, made on the device from its positions"
     count = tally(mask, tile, lengths)
@@ -73,7 +74,7 @@ def lengths_lines(call: Call, sms: int, tail: KeySplits | None) -> tuple[str, st
 def whole_line(call: Call) -> str:
     """Say how the forward over all pairs is launched."""
     tile = tile_over_all(*shapes_of(call))
-    persistent = block_sparse.order(*shapes_of(call), None, tile, forward=True).persistent
+    persistent = row_orders.of(*shapes_of(call), None, tile, forward=True).persistent
     return tile_line(call) + PERSISTENT * persistent
 
 
@@ -104,8 +105,8 @@ def split_lists_lines(call: Call, sms: int) -> tuple[str, str]:
     queries, keys = shapes_of(call)
     splits = split_keys_lists.splits_for_call(call, queries, keys, sms).splits
     backward = split_lists.splits_for_call(call, queries, keys, sms)
-    persistent = splits == 1 and band_lists.is_persistent(call, queries)
-    forward = f"{lists_line(call)}{_splits(splits, 'keys')}{PERSISTENT * persistent}"
+    blocks = _splits(splits, "keys") or _blocks(band_lists.forward_order(call, queries))
+    forward = f"{lists_line(call)}{blocks}"
     forward = forward if band_lists.lists_forward(call, queries, keys, sms) else ""
     listed = band_lists.lists_backward(call, queries, keys, sms)
     return forward, _backward_lists(call, backward) if listed else ""
@@ -121,6 +122,10 @@ def _one_key_tile_line(call: Call, sms: int) -> str:
     tile, splits = one_key_tile.tile_for(queries), one_key_tile.splits_for(queries, sms)
     what = f"{_tiles(tile)}; the keys are one tile, and dQ is written once"
     return what + _splits(splits, "queries")
+
+
+def _blocks(order: Order) -> str:
+    return DYNAMIC if order.dynamic else PERSISTENT * order.persistent
 
 
 def _tiles(tile: Tile) -> str:

@@ -12,8 +12,8 @@ and the groups follow each other.
 
 Or thread blocks are persistent: one runs on each SM and takes a row in each wave, from the first
 thread block to the last and back (tile_schedulers.py). That saves the start of each row, and pays
-where the rows of a wave are even. Where they are not known to be, each thread block takes the next
-row as soon as it is free (dynamic_scheduler.py).
+where the rows of a wave are even. Where they are not, or not known to be, each thread block takes
+the next row as soon as it is free (dynamic_scheduler.py).
 
 Or an array on the device names the rows, those with most tiles first (block_sparse_rows.py). Rows
 of about as many tiles are one class, whose rows start head by head, as above; a row that is a class
@@ -31,8 +31,9 @@ import numpy as np
 from maxattn.devices import SMS
 
 LIGHT = 0.95  # of the work of a usual row
-START = 2  # what a row costs beside its tiles, in tiles, with a thread block each
-PERSISTENT_START = 1  # the same for persistent thread blocks
+# What a row costs beside its tiles, in tiles: with a thread block each, and of persistent ones that
+# are dealt their rows, or take them.
+START, DEALT_START, TAKEN_START = 2, 1, 1.3
 MOST_ROWS = 20_000  # of all heads, for which the end of a launch is worked out row by row
 
 
@@ -48,7 +49,7 @@ class Order(NamedTuple):
             and `heads` count for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
         dynamic: whether persistent thread blocks take the next row as soon as they are free, and
-            not one in each wave; an array names the rows then.
+            not one in each wave.
         group: how many lanes, heads of the batch, go through all their rows before the next ones
             begin, each row with all of them; a last group has between half as many and one and a
             half times; 0 for no groups. Rows of each batch row have none.
@@ -129,7 +130,8 @@ def order_of(work: Any, lanes: int, may_persist: bool = False, group: int = 0) -
         work: [rows], the tiles of each row; a numpy array where it is known.
         lanes: heads times batch rows.
         may_persist: whether thread blocks can be persistent.
-        group: of lanes, as in `Order`, where thread blocks are persistent.
+        group: of lanes, as in `Order`, where thread blocks are persistent; 0 for long rows, which
+            persistent ones do not take as soon as they are free.
     """
     if isinstance(work, jax.Array):
         return Order()
@@ -138,11 +140,37 @@ def order_of(work: Any, lanes: int, may_persist: bool = False, group: int = 0) -
     light = _light_rows(work[::-1] if backwards else work)
     # More light rows than a GPU has SMs bring nothing.
     heads = min(lanes, -(-SMS // light)) if light else 0
-    one_each, persistent = Order(backwards, light, heads), Order(backwards, light, persistent=True)
-    persistent = Order(backwards, persistent=True, group=group) if group else persistent
-    if not may_persist or _end_persistent(persistent, work, lanes) > _end(one_each, work, lanes):
+    orders = [Order(backwards, light, heads)]
+    if may_persist:
+        dealt = Order(backwards, 0 if group else light, persistent=True, group=group)
+        orders = [dealt, *orders, *([dealt._replace(dynamic=True)] if group else [])]
+    return _first_to_end({order: _in_order(order, work, lanes) for order in orders})
+
+
+def named_order(
+    work: np.ndarray, rows: np.ndarray, sizes: tuple[int, int], may_persist: bool, group: int
+) -> Order:
+    """Choose an order of rows that an array names.
+
+    Args:
+        work: [rows] or [B, rows], the tiles of each row.
+        rows: the array, as `Order.named` takes it.
+        sizes: heads and batch rows.
+        may_persist: whether thread blocks can be persistent.
+        group: of lanes, as in `Order`, where thread blocks are persistent.
+    """
+    one_each = Order(listed=True, own_rows=work.ndim == 2)
+    if not may_persist:
         return one_each
-    return persistent
+    dealt = one_each._replace(persistent=True, group=group)
+    orders = dealt, one_each, dealt._replace(dynamic=True)
+    return _first_to_end({order: _in_named_order(order, work, rows, sizes) for order in orders})
+
+
+def _first_to_end(works: dict[Order, np.ndarray]) -> Order:
+    """Return the order whose last row ends first, from the work of the rows in each order."""
+    ends = {order: _end_of(order, work) for order, work in works.items()} if len(works) > 1 else {}
+    return min(works, key=lambda order: ends.get(order, 0.0))
 
 
 def _light_rows(rows: np.ndarray) -> int:
@@ -164,17 +192,30 @@ def _in_order(order: Order, work: np.ndarray, lanes: int) -> np.ndarray:
     return work[order.place(at % len(work), at // len(work), len(work), lanes, np)[0]]
 
 
-def _end_persistent(order: Order, work: np.ndarray, lanes: int) -> float:
-    """Return when the last persistent thread block ends, in tiles."""
-    each = _in_order(order, work, lanes) + PERSISTENT_START
+def _in_named_order(
+    order: Order, work: np.ndarray, rows: np.ndarray, sizes: tuple[int, int]
+) -> np.ndarray:
+    count, (heads, batch) = work.shape[-1], sizes
+    row, _, of = order.named(np.arange(count * heads * batch), rows, (count, heads, batch), np)
+    return work[of, row] if order.own_rows else work[row]
+
+
+def _end_of(order: Order, work: np.ndarray) -> float:
+    """Return when the last row ends, in tiles, from the work of the rows in their order."""
+    if order.dynamic:
+        return _end_taken(work + TAKEN_START)
+    return _end_dealt(work + DEALT_START) if order.persistent else _end_taken(work + START)
+
+
+def _end_dealt(each: np.ndarray) -> float:
+    """Return when the last persistent thread block ends that is dealt its rows."""
     waves = -(-len(each) // SMS)
     at = at_wave(np.arange(waves)[:, None], np.arange(SMS), SMS, np)
     return float(np.append(each, np.zeros(waves * SMS - len(each)))[at].sum(axis=0).max())
 
 
-def _end(order: Order, work: np.ndarray, lanes: int) -> float:
+def _end_taken(each: np.ndarray) -> float:
     """Return when the last row ends, where each SM takes the next row as soon as it is free."""
-    each = _in_order(order, work, lanes) + START
     if len(each) > MOST_ROWS:
         return float(each.sum() / SMS + each.max() / 2)
     ends = [0.0] * SMS

@@ -14,9 +14,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from maxattn.devices import SMS
-from maxattn.kernels.fa4 import block_sparse
+from maxattn.kernels.fa4 import row_orders
 from maxattn.kernels.fa4.forward_tiles import tile_over_all
-from maxattn.kernels.fa4.launch_order import PERSISTENT_START, START
+from maxattn.kernels.fa4.launch_order import DEALT_START, START
 from maxattn.kernels.fa4.split_keys_kernel import SplitGrid
 from maxattn.kernels.fa4.split_queries import splits_text
 from maxattn.kernels.fa4.tile_sizes import Dims
@@ -145,8 +145,8 @@ def work_of(queries: Dims, keys: Dims, sms: int = SMS) -> ForwardWork:
     """Return the work of a forward over all pairs; arguments as `split_for`."""
     (batch, t, heads, width), tile = queries, tile_over_all(queries, keys)
     step = tile.queries * tile.keys * (width + 64) / PAIRS_A_US
-    persistent = block_sparse.order(queries, keys, None, tile, forward=True).persistent
-    start = PERSISTENT_START if persistent else START
+    persistent = row_orders.of(queries, keys, None, tile, forward=True).persistent
+    start = DEALT_START if persistent else START
     read, result = 4 * tile.keys * width * keys[2] / heads, 4 * tile.queries * wide(width)
     sizes = -(-t // tile.queries), batch * heads, -(-keys[1] // tile.keys)
     return ForwardWork(*sizes, step, read, result, start, sms)

@@ -198,7 +198,8 @@ def test_whatever_is_said_of_kernels_a_plan_is_made(changes):
         facts = {"versions": versions_text(here.packages), "call": key_of_kernels(call)}
         text = json.dumps({"version": 1, "measurements": [SOUND | facts | changes]})
         Path(folder, "tuned.json").write_text(text)
-        assert ma.plan(call).kernel.name in ("dot_product", "memory_efficient")
+        # whose forward was timed, and whose backward failed, may be half of a pair
+        assert {*ma.plan(call).kernel.name.split("/")} <= {"dot_product", "memory_efficient"}
 
 
 def test_segment_ids_on_the_command_line_are_an_array():
