@@ -63,6 +63,8 @@ def seen_shares(kernel: str, what: str, call: Call, sms: int) -> tuple[float, fl
     FlashAttention-4 takes it as a band (windows.py).
     """
     cut = _pieces(kernel, what == "backward", call, sms)
+    if not cut and kernel == "flash" and not has_ids(call):
+        return 1.0, _listed_keys(call)
     if len(cut) != 1:
         return 1.0, 1.0
     p = cut[0]
@@ -70,6 +72,17 @@ def seen_shares(kernel: str, what: str, call: Call, sms: int) -> tuple[float, fl
     if kernel == "flash":
         rows, keys, _ = windows.fitted(p, rows, keys)
     return rows / call.q_len, keys / call.kv_len
+
+
+def _listed_keys(call: Call) -> float:
+    """Return the share of the keys that lists of a band visit."""
+    positions = positions_of(call.mask)
+    band = None if positions.is_full else positions.band()
+    if band is None:
+        return 1.0
+    cut = pieces(band, band.offset, call.q_len, call.kv_len)
+    ends = [(p.k0, p.k1) for p in cut]
+    return (max(b for _, b in ends) - min(a for a, _ in ends)) / call.kv_len if ends else 1.0
 
 
 # ---- padding -------------------------------------------------------------------------------------
