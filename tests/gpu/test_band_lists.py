@@ -49,6 +49,13 @@ def test_bands_of_long_rows_go_by_lists_with_a_thread_block_each() -> None:
     assert not gains(M.Causal(), 2048, 16_384)  # copies of what all queries see are few
 
 
+def test_short_rows_of_heads_too_long_to_persist_go_by_lists() -> None:
+    short = M.Causal(), 832, 832, 192
+    assert gains(*short) and not order(*short).persistent
+    assert gains(M.Causal(), 832, 832, 256) and not gains(M.Causal(), 3000, 3000, 192)
+    assert not gains(M.LocalWindow(100, 100), 832, 832, 192)  # whose rows are even
+
+
 def test_a_single_wave_goes_by_lists_for_smaller_tiles() -> None:
     """The longest of 33 rows of 128x128 tiles ends before that of 22 of the library's 192x144."""
     assert gains(M.Causal(), 4187, 4187, 96, 4)

@@ -2,10 +2,10 @@
 
 Lists pay where they are split, so that no SM waits; in forwards of short rows of tiles, whose
 thread blocks are then persistent: the library starts a thread block for every row; in forwards of
-long rows, whose full tiles are not tested, and light ones go last; in backwards of
-so few queries that the library's tile would be half empty; and where the library would be given
-copies: where queries at one end see nothing, and where some keys are seen by all queries, others
-causally, as beside a cache, which are two calls whose results are merged.
+long rows, whose full tiles are not tested, and light ones go last; in backwards of so few queries
+that the library's tile would be half empty; and where the library would be given copies: where
+queries at one end see nothing, and where some keys are seen by all queries, others causally, as
+beside a cache, which are two calls whose results are merged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maxattn.kernels.fa4 import (
 )
 from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
 from maxattn.kernels.fa4.block_sparse_rows import FORWARD_CLASSES, in_classes
-from maxattn.kernels.fa4.forward_tiles import library_tile, row_time
+from maxattn.kernels.fa4.forward_tiles import LISTED_HEADS, library_tile, row_time
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, Tile, is_short_backward, shapes_of
@@ -40,6 +40,8 @@ FOLDED = 128  # queries, up to which it pays to fold heads beside a cache
 MOST_PAIRS = 2**34  # of more a list takes megabytes, and copies are little beside the products
 # Pairs and entries of a head, up to which a forward of long rows goes by lists.
 MOST_LONG, LONG_HEADS = 2**32, 128
+# Keys of a row, on average, up to which heads too long to persist go by lists; and beside the most.
+SHORT_WIDE, UNEVEN = 1024, 0.75
 SOONER = 0.9  # of the library's time, which is only predicted
 MANY = 1024  # queries, from which on merging two results beside a cache is little
 
@@ -134,9 +136,12 @@ def gains_by_lists(call: Call, queries: Dims) -> bool:
         return False
     if len(work) * queries[0] * queries[2] <= SMS:
         return _ends_sooner(call, work, tile)
-    if float(work.mean()) * tile.keys > SHORT_ROW * 128:
+    row = float(work.mean()) * tile.keys
+    if row > SHORT_ROW * 128:
         few = call.q_len * call.kv_len <= MOST_LONG and queries[3] <= LONG_HEADS
         return few and not needs_copies(call)
+    if queries[3] > LISTED_HEADS:
+        return row <= SHORT_WIDE and work.mean() < UNEVEN * work.max()
     return forward_order(call, queries).persistent
 
 
