@@ -34,6 +34,7 @@ TARGET = ma.Target("gpu", KIND, (("fa4-jax", "0.1.0"),), capability=CAPABILITY)
 LONG = np.zeros((2, 3000), np.int32)
 ONE_TILE, FIRST_WRITES = "backward_one_key_tile", "backward_first_writes"
 UNSEEN = "unseen_rows"
+COUNTS = r"@cutejax\.maxattn_forward.*-> \(.*tensor<1xi32>\)"  # among its results
 IDS, FULL = np.zeros((2, LENGTH), np.int32), M.Full()
 
 
@@ -59,6 +60,7 @@ class CompileCase(NamedTuple):
     bias: tuple[str, tuple[int, int, int, int]] | None = None
     queries: int = LENGTH
     launch: str = ""  # of the kernels that are named so, one is to run
+    takes: bool = False  # whether thread blocks take rows, which they count in one number
 
     @property
     def call(self) -> ma.Call:
@@ -101,6 +103,13 @@ CASES = {
     "head dim 224, lengths": CompileCase(M.KeyPadding(np.array([200, 500])), 224),
     "head dim 256": CompileCase(head_dim=256),
     "known segments": CompileCase(M.Segments.of_lengths((100, 37, 250, 125)), 128),
+    "many segments": CompileCase(M.Segments(LONG, LONG), 128, 4, 3000, queries=3000, takes=True),
+    "uneven known segments": CompileCase(
+        M.Segments.of_lengths((1000, 1000, 1000, 900, 100)), 160, 4, 4000, queries=4000, takes=True
+    ),
+    "uneven block window": CompileCase(
+        M.BlockSlidingWindow(500, 2), 128, 4, 4000, queries=4000, takes=True
+    ),
     "one tile of keys": CompileCase(head_dim=128, keys=77, queries=3000, launch=ONE_TILE),
     "one tile of keys, head dim 40": CompileCase(head_dim=40, keys=128, launch=ONE_TILE),
     "one tile of keys, head dim 72, lengths": CompileCase(
@@ -178,8 +187,9 @@ def compiled(name: str) -> dict[str, Any]:
         traced = jax.jit(both_passes(asked, name == "ring")).trace(q, k, k, q, lse, q)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         launch = f"maxattn_{asked.launch}" if asked.launch else ""
-        is_launched = ARCH != 90 or launch in text
-        message = "" if is_launched else f"{launch} is not launched"
+        takes = asked.takes <= bool(re.search(COUNTS, text))
+        is_launched = ARCH != 90 or (launch in text and takes)
+        message = "" if is_launched else f"{launch or 'what takes rows'} is not launched"
     except Exception as error:  # any, of a compiler
         message = f"{type(error).__name__}: {error}"[-600:]
     return {"case": name, "message": message, "seconds": round(time.time() - start, 1)}

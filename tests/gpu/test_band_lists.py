@@ -49,6 +49,12 @@ def test_bands_of_long_rows_go_by_lists_with_a_thread_block_each() -> None:
     assert not gains(M.Causal(), 2048, 16_384)  # copies of what all queries see are few
 
 
+@pytest.mark.parametrize("mask", [M.LocalWindow(10_000, 10_000), M.Causal(offset=5000)])
+@pytest.mark.parametrize(("length", "heads"), [(4096, 16), (3000, 4), (300, 600)])
+def test_a_mask_that_hides_nothing_has_no_lists(mask: M.Mask, length: int, heads: int) -> None:
+    assert not gains(mask, length, length, 96, heads)
+
+
 def test_short_rows_of_heads_too_long_to_persist_go_by_lists() -> None:
     short = M.Causal(), 832, 832, 192
     assert gains(*short) and not order(*short).persistent

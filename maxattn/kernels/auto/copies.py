@@ -63,7 +63,7 @@ def seen_shares(kernel: str, what: str, call: Call, sms: int) -> tuple[float, fl
     FlashAttention-4 takes it as a band (windows.py).
     """
     cut = _pieces(kernel, what == "backward", call, sms)
-    if not cut and kernel == "flash" and not has_ids(call):
+    if not cut and (kernel, what) == ("flash", "forward") and not has_ids(call):
         return 1.0, _listed_keys(call)
     if len(cut) != 1:
         return 1.0, 1.0
@@ -81,8 +81,8 @@ def _listed_keys(call: Call) -> float:
     if band is None:
         return 1.0
     cut = pieces(band, band.offset, call.q_len, call.kv_len)
-    ends = [(p.k0, p.k1) for p in cut]
-    return (max(b for _, b in ends) - min(a for a, _ in ends)) / call.kv_len if ends else 1.0
+    ends = [p.k0 + windows.fitted(p, p.q1 - p.q0, p.k1 - p.k0)[1] for p in cut]
+    return (max(ends) - min(p.k0 for p in cut)) / call.kv_len if ends else 1.0
 
 
 # ---- padding -------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 Lists pay where they are split, so that no SM waits; in forwards of short rows of tiles, whose
 thread blocks are then persistent: the library starts a thread block for every row; in forwards of
-long rows, whose full tiles are not tested, and light ones go last; in backwards of so few queries
-that the library's tile would be half empty; and where the library would be given copies: where
-queries at one end see nothing, and where some keys are seen by all queries, others causally, as
-beside a cache, which are two calls whose results are merged.
+long rows, whose full tiles are not tested, and light ones go last; so in those of uneven short rows
+of heads that are too long to persist; in forwards of a single wave, where smaller tiles than the
+library's end sooner; in backwards of so few queries that the library's tile would be half empty;
+and where the library would be given copies: where queries at one end see nothing, and where some
+keys are seen by all queries, others causally, as beside a cache, which are two calls whose results
+are merged.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from maxattn.kernels.fa4 import (
     split_lists,
     windows,
 )
-from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
+from maxattn.kernels.fa4.block_sparse_lists import tally, visits_by_queries
 from maxattn.kernels.fa4.block_sparse_rows import FORWARD_CLASSES, in_classes
 from maxattn.kernels.fa4.forward_tiles import LISTED_HEADS, library_tile, row_time
 from maxattn.kernels.fa4.launch_order import Order
@@ -40,7 +42,7 @@ FOLDED = 128  # queries, up to which it pays to fold heads beside a cache
 MOST_PAIRS = 2**34  # of more a list takes megabytes, and copies are little beside the products
 # Pairs and entries of a head, up to which a forward of long rows goes by lists.
 MOST_LONG, LONG_HEADS = 2**32, 128
-# Keys of a row, on average, up to which heads too long to persist go by lists; and beside the most.
+# Of heads too long to persist: the most keys of a mean row; its share of the longest one, at most.
 SHORT_WIDE, UNEVEN = 1024, 0.75
 SOONER = 0.9  # of the library's time, which is only predicted
 MANY = 1024  # queries, from which on merging two results beside a cache is little
@@ -132,10 +134,10 @@ def gains_by_lists(call: Call, queries: Dims) -> bool:
         queries: the shape [B,T,N,H] of q.
     """
     work, tile = _work(call, queries)
-    if not work.size:
+    if not work.size or _hides_nothing(call, tile):
         return False
     if len(work) * queries[0] * queries[2] <= SMS:
-        return _ends_sooner(call, work, tile)
+        return not needs_copies(call) and _ends_sooner(call, work, tile)
     row = float(work.mean()) * tile.keys
     if row > SHORT_ROW * 128:
         few = call.q_len * call.kv_len <= MOST_LONG and queries[3] <= LONG_HEADS
@@ -143,6 +145,12 @@ def gains_by_lists(call: Call, queries: Dims) -> bool:
     if queries[3] > LISTED_HEADS:
         return row <= SHORT_WIDE and work.mean() < UNEVEN * work.max()
     return forward_order(call, queries).persistent
+
+
+def _hides_nothing(call: Call, tile: Tile) -> bool:
+    """Tell whether no pair is masked: then the library is given none."""
+    found = tally(mask_inputs.positions(call.mask), tile, (call.q_len, call.kv_len))
+    return found.full == sum(found)
 
 
 def _ends_sooner(call: Call, work: np.ndarray, tile: Tile) -> bool:

@@ -1,10 +1,10 @@
 """How persistent thread blocks take the next row as soon as they are free.
 
-Rows that ids leave are known on the device alone, and those where segments meet take several times
-as long as others: dealt out beforehand, a row to each thread block in turn, they would keep some
-SMs (streaming multiprocessors) busy long after the rest. So all thread blocks count up one number
-in memory. The warp that loads fetches it while the last row is multiplied, and hands it to the
-warps that multiply through shared memory.
+Rows of a causal mask or of segments are uneven, and those that ids leave are known on the device
+alone; those where segments meet take several times as long as others: dealt out beforehand, a row
+to each thread block in turn, they would keep some SMs (streaming multiprocessors) busy long after
+the rest. So all thread blocks count up one number in memory. The warp that loads fetches it while
+the last row is multiplied, and hands it to the warps that multiply through shared memory.
 
 Two places there are enough, and two barriers: before it writes the row after the next, that warp
 has loaded the next row's queries, over those that all others are done with.
@@ -28,7 +28,7 @@ class RowsToTake(NamedTuple):
     """Hold what the scheduler gets beside the library's sizes.
 
     Attributes:
-        rows: the array that names the rows in their order.
+        rows: the array that names the rows in their order; None where none does.
         count: int32 [1], of the rows that were taken after the first ones; begins as 0.
         next_rows: int32 [`PLACES`], in shared memory.
         threads: of the warp that loads and of those that multiply.

@@ -1,7 +1,7 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
-Bands skip the tiles they leave empty. Any other mask, and a band that the library would be given in
-parts, becomes block-sparse lists on Hopper GPUs: empty tiles are skipped, full ones are not tested.
+Bands skip the tiles they leave empty. Any other mask, and a band that gains by it (band_lists.py),
+becomes block-sparse lists on Hopper GPUs: empty tiles are skipped, full ones are not tested.
 Segment ids, flags and lengths beside positions make them on the device, for each batch row.
 Elsewhere pairs are tested in the tiles of the narrowest band around the mask.
 

@@ -23,6 +23,7 @@ of its own starts with all heads after each other, or with all of a group.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,12 +45,12 @@ class Order(NamedTuple):
         backwards: whether the last row comes first.
         light: the number of rows at the end that wait.
         heads: of how many heads, the last ones of the batch, they wait; 0 for all.
-        persistent: whether thread blocks are persistent, and take a row in each wave.
+        persistent: whether thread blocks are persistent; they take a row in each wave.
         listed: whether an array on the device names the rows in their order; `backwards`, `light`
             and `heads` count for nothing then.
         own_rows: whether that array holds the rows of each batch row, and not rows that all share.
-        dynamic: whether persistent thread blocks take the next row as soon as they are free, and
-            not one in each wave.
+        dynamic: whether persistent thread blocks take the next row as soon as they are free, in
+            the place of one in each wave.
         group: how many lanes, heads of the batch, go through all their rows before the next ones
             begin, each row with all of them; a last group has between half as many and one and a
             half times; 0 for no groups. Rows of each batch row have none.
@@ -144,7 +145,7 @@ def order_of(work: Any, lanes: int, may_persist: bool = False, group: int = 0) -
     if may_persist:
         dealt = Order(backwards, 0 if group else light, persistent=True, group=group)
         orders = [dealt, *orders, *([dealt._replace(dynamic=True)] if group else [])]
-    return _first_to_end({order: _in_order(order, work, lanes) for order in orders})
+    return _first_to_end(orders, lambda order: _in_order(order, work, lanes))
 
 
 def named_order(
@@ -163,14 +164,16 @@ def named_order(
     if not may_persist:
         return one_each
     dealt = one_each._replace(persistent=True, group=group)
-    orders = dealt, one_each, dealt._replace(dynamic=True)
-    return _first_to_end({order: _in_named_order(order, work, rows, sizes) for order in orders})
+    # Long rows are here too: a segment's last row is long where the others are short.
+    orders = [dealt, one_each, dealt._replace(dynamic=True)]
+    return _first_to_end(orders, lambda order: _in_named_order(order, work, rows, sizes))
 
 
-def _first_to_end(works: dict[Order, np.ndarray]) -> Order:
-    """Return the order whose last row ends first, from the work of the rows in each order."""
-    ends = {order: _end_of(order, work) for order, work in works.items()} if len(works) > 1 else {}
-    return min(works, key=lambda order: ends.get(order, 0.0))
+def _first_to_end(orders: list[Order], started: Callable[[Order], np.ndarray]) -> Order:
+    """Return the order whose last row ends first, from the work of the rows as each starts them."""
+    if len(orders) == 1:
+        return orders[0]
+    return min(orders, key=lambda order: _end_of(order, started(order)))
 
 
 def _light_rows(rows: np.ndarray) -> int:
