@@ -60,7 +60,8 @@ def seen_shares(kernel: str, what: str, call: Call, sms: int) -> tuple[float, fl
     """Return the shares of the queries and of the keys that a kernel is given.
 
     A window leaves out keys before the first query's; and queries behind the last key, where
-    FlashAttention-4 takes it as a band (windows.py).
+    FlashAttention-4 takes it as a band (windows.py). By lists it is given all keys, and its forward
+    reads those that the lists visit.
     """
     cut = _pieces(kernel, what == "backward", call, sms)
     if not cut and (kernel, what) == ("flash", "forward") and not has_ids(call):
