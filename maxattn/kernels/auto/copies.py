@@ -64,7 +64,7 @@ def seen_shares(kernel: str, what: str, call: Call, sms: int) -> tuple[float, fl
     reads those that the lists visit.
     """
     cut = _pieces(kernel, what == "backward", call, sms)
-    if not cut and (kernel, what) == ("flash", "forward") and not has_ids(call):
+    if not cut and (kernel, what) == ("flash", "forward"):
         return 1.0, _listed_keys(call)
     if len(cut) != 1:
         return 1.0, 1.0
@@ -77,11 +77,7 @@ def seen_shares(kernel: str, what: str, call: Call, sms: int) -> tuple[float, fl
 
 def _listed_keys(call: Call) -> float:
     """Return the share of the keys that lists of a band visit."""
-    positions = positions_of(call.mask)
-    band = None if positions.is_full else positions.band()
-    if band is None:
-        return 1.0
-    cut = pieces(band, band.offset, call.q_len, call.kv_len)
+    cut = _cut(call)
     ends = [p.k0 + windows.fitted(p, p.q1 - p.q0, p.k1 - p.k0)[1] for p in cut]
     return (max(ends) - min(p.k0 for p in cut)) / call.kv_len if ends else 1.0
 
@@ -130,13 +126,19 @@ def _of_pieces(kernel: str, backward: bool, call: Call, sms: int) -> Copies:
 
 
 def _pieces(kernel: str, backward: bool, call: Call, sms: int) -> tuple[Piece, ...]:
+    cut = _cut(call)
+    if cut and kernel == "flash" and _goes_by_lists(backward, call, sms):
+        return ()
+    if kernel == "tokamax_flash" and not is_causal(positions_of(call.mask)):
+        return ()
+    return cut
+
+
+def _cut(call: Call) -> tuple[Piece, ...]:
+    """Cut a band into rectangles; none of any other mask, nor beside ids."""
     positions = positions_of(call.mask)
     band = positions.band()
     if has_ids(call) or band is None or positions.is_full:
-        return ()
-    if kernel == "flash" and _goes_by_lists(backward, call, sms):
-        return ()
-    if kernel == "tokamax_flash" and not is_causal(positions):
         return ()
     return pieces(band, band.offset, call.q_len, call.kv_len)
 

@@ -30,7 +30,7 @@ from maxattn.kernels.fa4 import (
     split_lists,
     windows,
 )
-from maxattn.kernels.fa4.block_sparse_lists import tally, visits_by_queries
+from maxattn.kernels.fa4.block_sparse_lists import visits_by_queries
 from maxattn.kernels.fa4.block_sparse_rows import FORWARD_CLASSES, in_classes
 from maxattn.kernels.fa4.forward_tiles import LISTED_HEADS, library_tile, row_time
 from maxattn.kernels.fa4.launch_order import Order
@@ -134,7 +134,7 @@ def gains_by_lists(call: Call, queries: Dims) -> bool:
         queries: the shape [B,T,N,H] of q.
     """
     work, tile = _work(call, queries)
-    if not work.size or _hides_nothing(call, tile):
+    if not work.size or fold_groups.hides_nothing(call):
         return False
     if len(work) * queries[0] * queries[2] <= SMS:
         return not needs_copies(call) and _ends_sooner(call, work, tile)
@@ -145,12 +145,6 @@ def gains_by_lists(call: Call, queries: Dims) -> bool:
     if queries[3] > LISTED_HEADS:
         return row <= SHORT_WIDE and work.mean() < UNEVEN * work.max()
     return forward_order(call, queries).persistent
-
-
-def _hides_nothing(call: Call, tile: Tile) -> bool:
-    """Tell whether no pair is masked: then the library is given none."""
-    found = tally(mask_inputs.positions(call.mask), tile, (call.q_len, call.kv_len))
-    return found.full == sum(found)
 
 
 def _ends_sooner(call: Call, work: np.ndarray, tile: Tile) -> bool:
@@ -177,6 +171,7 @@ def forward_order(call: Call, queries: Dims) -> Order:
     return row_orders.of_known(work, queries, keys, tile)
 
 
+@lru_cache(maxsize=1024)
 def _work(call: Call, queries: Dims) -> tuple[np.ndarray, Tile]:
     """Return how many tiles each row visits, and the tile; nothing where that is not known."""
     found = mask_split.split(call.mask)

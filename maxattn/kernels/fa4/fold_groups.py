@@ -70,6 +70,12 @@ def seen_by_all(call: Call) -> Call | None:
     return replace(call, kv_len=p.k1, mask=Full().bind(call.q_len, p.k1))
 
 
+def hides_nothing(call: Call) -> bool:
+    """Tell whether all queries see all keys of a band, as of a wide window."""
+    whole = seen_by_all(call)
+    return whole is not None and whole.kv_len == call.kv_len
+
+
 def folded_parts(call: Call) -> tuple[Call, ...]:
     """Return the calls whose backwards are launched for a band, where heads of one are folded.
 

@@ -163,7 +163,7 @@ class Fa4(Fused):
         """Say how the forward is launched where no pair is tested."""
         if masks.sort_terms(call.mask).positions:
             whole = fold_groups.seen_by_all(call)
-            if whole is not None and whole.kv_len == call.kv_len:  # a window that hides nothing
+            if whole is not None and fold_groups.hides_nothing(call):
                 return self._blocks_line(whole)
             return launch_lines.band_blocks_line(call, self._key_splits)
         tail = self._key_splits(*shapes_of(call))

@@ -149,24 +149,24 @@ def order_of(work: Any, lanes: int, may_persist: bool = False, group: int = 0) -
 
 
 def named_order(
-    work: np.ndarray, rows: np.ndarray, sizes: tuple[int, int], may_persist: bool, group: int
+    work: np.ndarray, rows: np.ndarray, lanes: int, may_persist: bool, group: int
 ) -> Order:
-    """Choose an order of rows that an array names.
+    """Choose an order of rows that an array names, and all batch rows share.
 
     Args:
-        work: [rows] or [B, rows], the tiles of each row.
+        work: [rows], the tiles of each row.
         rows: the array, as `Order.named` takes it.
-        sizes: heads and batch rows.
+        lanes: heads times batch rows.
         may_persist: whether thread blocks can be persistent.
         group: of lanes, as in `Order`, where thread blocks are persistent.
     """
-    one_each = Order(listed=True, own_rows=work.ndim == 2)
+    one_each = Order(listed=True)
     if not may_persist:
         return one_each
     dealt = one_each._replace(persistent=True, group=group)
     # Long rows are here too: a segment's last row is long where the others are short.
     orders = [dealt, one_each, dealt._replace(dynamic=True)]
-    return _first_to_end(orders, lambda order: _in_named_order(order, work, rows, sizes))
+    return _first_to_end(orders, lambda order: _in_named_order(order, work, rows, lanes))
 
 
 def _first_to_end(orders: list[Order], started: Callable[[Order], np.ndarray]) -> Order:
@@ -195,12 +195,9 @@ def _in_order(order: Order, work: np.ndarray, lanes: int) -> np.ndarray:
     return work[order.place(at % len(work), at // len(work), len(work), lanes, np)[0]]
 
 
-def _in_named_order(
-    order: Order, work: np.ndarray, rows: np.ndarray, sizes: tuple[int, int]
-) -> np.ndarray:
-    count, (heads, batch) = work.shape[-1], sizes
-    row, _, of = order.named(np.arange(count * heads * batch), rows, (count, heads, batch), np)
-    return work[of, row] if order.own_rows else work[row]
+def _in_named_order(order: Order, work: np.ndarray, rows: np.ndarray, lanes: int) -> np.ndarray:
+    at = np.arange(len(work) * lanes)
+    return work[order.named(at, rows, (len(work), lanes, 1), np)[0]]
 
 
 def _end_of(order: Order, work: np.ndarray) -> float:

@@ -57,16 +57,16 @@ def of_named(work: np.ndarray, rows: np.ndarray, queries: Dims, keys: Dims, tile
     """Choose the order of a forward's rows that an array names.
 
     Args:
-        work: [rows] or [B, rows], the tiles of each row, known when tracing.
+        work: [rows], the tiles of each row, known when tracing: all batch rows share them.
         rows: the array, of `heaviest_first`.
         queries, keys: the shapes of q and k.
         tile: their size.
     """
     pays, group = persistent_pays(queries[3], float(work.mean()), tile, listed=True), 0
-    if pays and work.ndim == 1:
+    if pays:
         most = min(int(work.max()), SHORT_ROW)  # longer rows start head by head
         group = cached_lanes(most * tile.keys, queries, keys)
-    return named_order(work, rows, (queries[2], queries[0]), pays, group)
+    return named_order(work, rows, queries[0] * queries[2], pays, group)
 
 
 def cached_lanes(tokens: int, queries: Dims, keys: Dims) -> int:
