@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,15 @@ def test_a_signal_acts_at_the_end_of_the_block_where_its_child_is_known() -> Non
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C act, as in a terminal: a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_too_and_the_first_of_two_signals_wins() -> None:
     reached = []
     with _term_interrupts(), pytest.raises(KeyboardInterrupt) as stopped, held_signals():
