@@ -7,6 +7,8 @@ tuples, `meaning` looks at one query and one key, and `build` makes the mask tha
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -198,3 +200,19 @@ def cases(draw: st.DrawFn, most: int = 40) -> tuple[Spec, int, int]:
     """Draw an expression with lengths that it fits."""
     q_len, kv_len = draw(st.integers(1, most)), draw(st.integers(1, most))
     return draw(specs(q_len, kv_len)), q_len, kv_len
+
+
+def calls(run: Callable[[], Any]) -> int:
+    """Count the functions that Python calls, those of C as well."""
+    count = 0
+
+    def called(_frame: Any, event: str, _of: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from maxattn import masks as M
 from maxattn.errors import Unsupported
 from maxattn.masks.draw import density
+from tests.masks.definitions import calls
 from tests.masks.test_errors import check
 
 SHOWN: dict[str, tuple[M.Mask, tuple[int, int, int]]] = {
@@ -89,22 +88,6 @@ def test_plot_of_a_long_mask_is_quick_and_small(mask: M.Mask, tmp_path: Path) ->
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200 * 2**20, "a table of all pairs would be 5.7e9 bytes"
-
-
-def calls(run: Callable[[], Any]) -> int:
-    """Count the functions that Python calls, those of C as well."""
-    count = 0
-
-    def called(_frame: Any, event: str, _of: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(called)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def test_plot_shows_the_mask(tmp_path: Path) -> None:
