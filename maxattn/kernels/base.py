@@ -18,7 +18,6 @@ from maxattn.config import AttentionConfig
 from maxattn.devices import Platform
 from maxattn.kernels.bias_level import Level
 from maxattn.kernels.dq_accumulator import DqAccumulator, SumOfParts
-from maxattn.kernels.kv_block import KeySplit, halves
 from maxattn.masks import Full, Mask
 from maxattn.target import Target
 
@@ -226,12 +225,3 @@ class Kernel:
     def accumulator_line(self, inputs: Inputs) -> str:
         """Say for `explain` how the accumulator launches, if not by `backward`; else ""."""
         return ""
-
-    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
-        """Say how a backward over so many blocks divides their keys over launches.
-
-        Args:
-            inputs: the queries and one block of keys, whose shapes alone count.
-            blocks: of that length, the local one among them.
-        """
-        return halves(inputs.k.shape[1])

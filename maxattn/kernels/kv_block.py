@@ -1,4 +1,4 @@
-"""A block of keys as one array, ranges of it, and how a backward divides keys over its launches."""
+"""A block of K and V as one array, ranges of its keys, and where a backward halves it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeyRange(NamedTuple):
 
     Args:
         start: the first key.
-        stop: the key after the last; None for the end of the block, negative counts from there.
+        stop: the key after the last; None for the end of the block.
     """
 
     start: int = 0
@@ -31,44 +31,26 @@ class KeyRange(NamedTuple):
         Args:
             length: an int, or a number that a kernel computes with.
         """
-        if self.stop is None:
-            return self.start, length
-        return self.start, (length + self.stop if self.stop < 0 else self.stop)
+        return self.start, length if self.stop is None else self.stop
 
 
 WHOLE = KeyRange()
 
 
-class KeySplit(NamedTuple):
-    """Say how a backward over several blocks of keys divides them over its launches.
+def middle_key(length: int) -> int:
+    """Return the key at which a block of `length` keys is halved, on a tile where it has two.
 
-    Args:
-        middle: the key at which a block that takes two launches is cut; 0: no block takes two.
-        spare_keys: room at the end of a block for keys of the local one, which are computed in the
-            same launch so that its last wave is full.
-    """
-
-    middle: int
-    spare_keys: int = 0
-
-
-def halves(length: int) -> KeySplit:
-    """Cut a block in the middle, at a multiple of 128 where it has two tiles.
-
-    Args:
-        length: keys of a block.
+    0: a block of one key stays whole.
     """
     if length < TWO_TILES:
-        return KeySplit(length // 2)
-    return KeySplit(-(-length // TWO_TILES) * (TWO_TILES // 2))
+        return length // 2
+    return -(-length // TWO_TILES) * (TWO_TILES // 2)
 
 
-def pack(k: Array, v: Array, spare_keys: int = 0) -> Packed:
-    """Make one array of K and V, with room for spare keys at its end."""
+def pack(k: Array, v: Array) -> Packed:
+    """Make one array of K and V."""
     widest = max(k.shape[3], v.shape[3])
     k, v = widened(k, widest), widened(v, widest)
-    if spare_keys:
-        k, v = (jnp.pad(x, ((0, 0), (0, spare_keys), (0, 0), (0, 0))) for x in (k, v))
     # Chosen element by element: XLA writes a stack at half of a GPU's bandwidth (0.20 ms for 168 MB
     # on an H200).
     return jnp.where(jnp.arange(2).reshape(2, 1, 1, 1, 1) == 0, k, v)
@@ -78,12 +60,6 @@ def widened(x: Array, head_dim: int) -> Array:
     """Fill the heads of K or V with zeros, up to so many channels."""
     more = head_dim - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) if more else x
-
-
-def slice_keys(packed: Packed, key_range: KeyRange) -> Packed:
-    """Return a range of the keys of a block, K and V."""
-    start, end = key_range.bounds(packed.shape[2])
-    return jax.lax.slice_in_dim(packed, start, end, axis=2)
 
 
 def write_keys(part: Packed, packed: Packed, start: int) -> Packed:

@@ -17,7 +17,6 @@ from maxattn.kernels.dot_product import DotProduct
 from maxattn.kernels.dq_accumulator import SumOfParts
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.kernel import Fa4
-from maxattn.kernels.kv_block import KeySplit, halves
 
 FA4, DENSE = Fa4(0.1, launched=True), DotProduct(0.1)
 
@@ -34,9 +33,6 @@ def rows(length: int) -> Rows:
 
 
 def test_a_pair_answers_with_its_second() -> None:
-    assert Pair(DENSE, FA4).split_keys(inputs(), 4) == FA4.split_keys(inputs(), 4)
-    assert FA4.split_keys(inputs(), 4) == KeySplit(4224, 256)
-    assert Pair(FA4, DENSE).split_keys(inputs(), 4) == halves(8190)
     assert "block by block" in Pair(DENSE, FA4).accumulator_line(inputs())
     assert Pair(FA4, DENSE).accumulator_line(inputs()) == ""
 

@@ -20,8 +20,7 @@ from maxattn.context_parallel.ring import gpu_full_mask
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.kernels import dq_accumulator, kv_block
-from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
-from maxattn.kernels.fa4.ring_waves import split_keys
+from maxattn.kernels.base import Grads, Inputs, Rows
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
 from tests.gpu.dense import DenseLibrary
@@ -123,23 +122,12 @@ def test_gradients_of_keys_go_home_in_their_own_dtype_but_for_a_places_own() -> 
 
 
 @pytest.mark.parametrize("ring_size", range(1, 9))
-@pytest.mark.parametrize("length, spare_keys", [(1, 0), (2, 0), (300, 0), (300, 5), (8190, 256)])
-def test_every_transfer_has_a_kernel_of_its_own_beside_it(
-    ring_size: int, length: int, spare_keys: int
-) -> None:
-    split = kv_block.halves(length)._replace(spare_keys=spare_keys)
-    made = list(gpu_full_mask.steps(ring_size, split))
-    computed = [(step.hop, *step.key_range.bounds(length + spare_keys)) for step in made]
-    filler = gpu_full_mask.LocalKvFiller(length, spare_keys)
-    elsewhere = [filler.keys_of(hop).bounds(length) for hop in range(ring_size - 1, 0, -1)]
-    covered = {hop: [(a, b) for h, a, b in computed if h == hop] for hop in range(ring_size)}
-    if ring_size > 1 and spare_keys:
-        covered[0] += elsewhere
-    for hop, ends in covered.items():
-        assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
-        assert ends[-1][1] == (length + spare_keys if hop or ring_size == 1 else length), (
-            "local keys end with those that fill the first block"
-        )
+@pytest.mark.parametrize("length", [1, 2, 300, 8190])
+def test_every_transfer_has_a_kernel_of_its_own_beside_it(ring_size: int, length: int) -> None:
+    made = list(gpu_full_mask.steps(ring_size, kv_block.middle_key(length)))
+    for hop in range(ring_size):
+        ends = [step.key_range.bounds(length) for step in made if step.hop == hop]
+        assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])] and ends[-1][1] == length
         assert all(a < b for a, b in ends)
     assert sum(step.fetches for step in made) == ring_size - 1
     if length > 1:
@@ -215,83 +203,27 @@ def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
 
 def test_halves_meet_at_a_tile() -> None:
     middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
-    assert {n: kv_block.halves(n).middle for n in middles} == middles
+    assert {n: kv_block.middle_key(n) for n in middles} == middles
     assert kv_block.WHOLE.bounds(300) == (0, 300)
-    rest = gpu_full_mask.local_rest(kv_block.KeySplit(4224, 256), 4)
-    assert rest.bounds(8190 + 256) == (4224, 8190 - 3 * 256)
-    filler = gpu_full_mask.LocalKvFiller(8190, 256)
-    assert [filler.keys_of(hop).bounds(8190) for hop in (1, 3)] == [(7934, 8190), (7422, 7678)]
-
-
-def waves_of(split: kv_block.KeySplit, length: int, rows: int, ring_size: int) -> int:
-    """Count the waves of 132 thread blocks of a backward's launches, as `steps` lists them."""
-    steps, tile = gpu_full_mask.steps(ring_size, split), 128
-    bounds = [step.key_range.bounds(length + split.spare_keys) for step in steps]
-    return sum(-(-(-(-(b - a) // tile) * rows) // 132) for a, b in bounds)
-
-
-@pytest.mark.parametrize("ring_size", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("length", [256, 1024, 4095, 8190, 18900, 65536])
-@pytest.mark.parametrize("rows", [5, 12, 24, 40])
-def test_keys_are_split_into_fewest_waves(ring_size: int, length: int, rows: int) -> None:
-    made = split_keys(length, 128, rows, ring_size, 132)
-    if not made.middle:
-        assert length < 2 * 128
-        return
-    taken, halved = (waves_of(x, length, rows, ring_size) for x in (made, kv_block.halves(length)))
-    assert taken <= (0.99 if made.spare_keys else 1) * halved
-    local = length - (ring_size - 1) * made.spare_keys
-    assert 0 < made.middle < local and made.middle % 128 == made.spare_keys % 128 == 0
-    assert min(made.middle, local - made.middle) >= length // 512 * 128 - 128, (
-        "as long as the transfer beside it"
-    )
-
-
-def test_a_ring_of_four_has_spare_keys_for_wan_at_480p() -> None:
-    made = split_keys(8190, 128, 40, 4, 132)
-    assert made == kv_block.KeySplit(33 * 128, 2 * 128)
-    assert (waves_of(kv_block.halves(8190), 8190, 40, 4), waves_of(made, 8190, 40, 4)) == (80, 78)
-    # 720p: no launch but those of halves gains
-    assert split_keys(18900, 128, 40, 4, 132) == kv_block.KeySplit(69 * 128)
 
 
 @pytest.mark.parametrize("ring_size", but([2, 4, 8], [2]))
-@pytest.mark.parametrize("batch, middle, spare_keys", [(3, 7, 0), (5, 5, 1), (7, 3, 1)])
-def test_spare_keys_do_not_change_what_is_computed(
-    ring_size: int, batch: int, middle: int, spare_keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each split has a batch of its own: what jax has traced with another one is not asked."""
-    monkeypatch.setattr(Kernel, "split_keys", lambda *_: kv_block.KeySplit(middle, spare_keys))
-    case = {name: values[0] for name, values in AXES.items()} | {
-        "mask": "none",
-        "size": ring_size,
-        "length": "96",
-    }
-    rng = np.random.default_rng(5)
-    q, k, v, dout = (
-        jnp.asarray(rng.normal(size=(batch, 12 * ring_size, 4, 8)), jnp.float32) for _ in range(4)
-    )
+@pytest.mark.parametrize("length", [1, 5, 300])
+def test_halved_blocks_give_the_same(ring_size: int, length: int) -> None:
+    case = {"mask": "none", "size": ring_size, "length": "64", "strategy": "ring"}
+    rng, tokens = np.random.default_rng(5), length * ring_size
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, tokens, 2, 8)), jnp.float32) for _ in range(4))
     plan, mesh = planned(case, {"q": q, "k": k, "mask": None, "bias": None})
-    mask = Full().bind(12 * ring_size, 12 * ring_size)
+    mask = Full().bind(tokens, tokens)
 
+    @jax.jit
     def both(q, k, v):
         out, vjp = jax.vjp(lambda *x: run(plan, *x, None, mask, mesh)[0], q, k, v)
         return out, *vjp(dout)
 
-    want = attention64(q, k, v, dout=dout)
-    traced = jax.jit(both).trace(q, k, v)
-    got = traced.lower().compile()(q, k, v)
-    assert (
-        max(error(g, w) for g, w in zip(got, (want.out, want.dq, want.dk, want.dv), strict=True))
-        < 2e-5
-    )
-    blocks = {
-        v.aval.shape[2]
-        for e in equations(traced.jaxpr.jaxpr)
-        for v in e.outvars
-        if e.primitive.name == "ppermute"
-    }
-    assert blocks == {12 + spare_keys}, "spare keys travel with a block"
+    got, want = both(q, k, v), attention64(q, k, v, dout=dout)
+    wanted = want.out, want.dq, want.dk, want.dv
+    assert max(error(g, w) for g, w in zip(got, wanted, strict=True)) < 2e-5
 
 
 CUTS = {"whole": ((0, None),), "parts": ((0, 2), (2, None)), "three": ((0, 1), (2, None), (1, 2))}

@@ -87,30 +87,3 @@ def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> 
         {"dtype": "bfloat16"},
         {m: error(g, w) for m, g, w in zip(names, both(q, k, v, dout), wanted, strict=True)},
     )
-
-
-@pytest.mark.parametrize("devices, length, heads", [(2, 1260, 54), (4, 3032, 46)])
-def test_local_keys_that_fill_waves(devices: int, length: int, heads: int) -> None:
-    """Launches of these sizes end within a wave of 132: blocks have spare keys for local ones."""
-    skip_unless_available("flash", devices=devices)
-    config = ma.AttentionConfig(
-        attention="flash", context_parallel="ring", ici_context_parallelism=devices
-    )
-    mesh, rng = config.make_mesh(jax.devices()[:devices]), np.random.default_rng(6)
-    q, k, v, dout = (
-        jnp.asarray(rng.normal(size=(1, length, heads, 64)), "bfloat16") for _ in range(4)
-    )
-    mask = M.Full().bind(length, length)
-    plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
-    assert plan.strategy.schedule.spare_keys > 0  # type: ignore[attr-defined]
-
-    @jax.jit
-    def both(q, k, v, dout):
-        out, vjp = jax.vjp(lambda q, k, v: run(plan, q, k, v, None, mask, mesh)[0], q, k, v)
-        return out, *vjp(dout)
-
-    got, want = both(q, k, v, dout), attention64(q, k, v, dout=dout)
-    names, wanted = ("out", "dq", "dk", "dv"), (want.out, want.dq, want.dk, want.dv)
-    judge(
-        {"dtype": "bfloat16"}, {m: error(g, w) for m, g, w in zip(names, got, wanted, strict=True)}
-    )

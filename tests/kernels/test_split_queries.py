@@ -1,4 +1,4 @@
-"""A backward that leaves SMs idle is split over queries, or gets keys of a ring along."""
+"""A backward that leaves SMs idle is split over queries."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from maxattn.kernels.fa4.split_queries import (
 from maxattn.kernels.fa4.tile_sizes import narrow_tile, whole_tile
 from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.kv_block import KeySplit
-from maxattn.tools.model_shapes import SHAPES, read
+from maxattn.tools.model_shapes import SHAPES
 from tests.reference import Answer, attention64, error
 
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
@@ -122,74 +121,6 @@ def test_other_hopper_gpus_have_other_numbers_of_sms() -> None:
     assert [device_of(kind).sms for kind in kinds] == [132, 132, 132, 114, 78]
     q, k = (1, 32760, 12, 128), (1, 512, 12, 128)
     assert tail_for(q, k, 78) != tail_for(q, k)
-
-
-@pytest.mark.parametrize(
-    "shape, config, spare_keys",
-    [
-        ("wan-14b-480p", {}, 256),
-        ("wan-14b-720p", {}, 0),  # no block ends within a wave
-        ("2,32760,32760,20,128", {}, 0),  # two batch rows stand apart
-        ("wan-14b-480p", {"attention": "cudnn"}, 0),
-    ],
-)
-def test_a_plan_knows_the_spare_keys_of_blocks(shape: str, config: dict, spare_keys: int) -> None:
-    call = (SHAPES.get(shape) or read(shape)).call()
-    asked = ma.AttentionConfig(**{"attention": "flash", "context_parallel": "ring", **config})
-    made = ma.plan(call, asked, {"context": 4}, H200)
-    keys = 8190 if call.q_len == 32760 else 18900
-    assert made.strategy.schedule.spare_keys == spare_keys  # type: ignore[attr-defined]
-    size = 2 * 2 * call.batch * (keys + spare_keys) * call.heads * 128
-    assert {c.bytes for c in made.collectives} == {3 * size}
-
-
-@pytest.mark.parametrize(
-    "why", ["lengths", "bias", "one place", "gradient of the LSE", "TPU", "A100"]
-)
-def test_blocks_have_no_spare_keys_where_their_ring_fills_none(why: str) -> None:
-    x = jax.ShapeDtypeStruct((1, 32760, 40, 128), "bfloat16")
-    mask = ma.masks.KeyPadding(np.array([32000])) if why == "lengths" else None
-    bias = jax.ShapeDtypeStruct((1, 1, 32760, 32760), "float32") if why == "bias" else None
-    call = ma.Call.of(x, x, mask, bias, return_lse=why == "gradient of the LSE")
-    target = {
-        "TPU": ma.Target.named("TPU v5p"),
-        "A100": replace(H200, device_kind="NVIDIA A100-SXM4-80GB"),
-    }
-    asked = ma.AttentionConfig(
-        attention="auto" if why in ("bias", "TPU") else "flash", context_parallel="ring"
-    )
-    made = ma.plan(call, asked, {"context": 1 if why == "one place" else 4}, target.get(why, H200))
-    schedule = getattr(made.strategy, "schedule", None)
-    assert (schedule is None) == (why == "one place")
-    assert getattr(schedule, "spare_keys", 0) == 0
-
-
-def test_batch_rows_count_like_heads() -> None:
-    kernel, two, one = Fa4(1.0, launched=True), (2, 18900, 20, 128), (1, 18900, 40, 128)
-    split = [kernel.split_keys(inputs(shape), 4) for shape in (two, one)]
-    assert split == [KeySplit(69 * 128)] * 2
-
-
-def inputs(shape: tuple[int, ...]) -> Inputs:
-    x: Any = jax.ShapeDtypeStruct(shape, "bfloat16")
-    return Inputs(x, x, x)
-
-
-def test_heads_that_go_in_groups_are_counted_group_by_group() -> None:
-    x = jax.ShapeDtypeStruct((1, 16000, 40, 64), "bfloat16")
-    asked = ma.AttentionConfig(
-        attention="flash",
-        context_parallel="ulysses_ring",
-        ulysses_shards=4,
-        ulysses_attention_chunks=2,
-        ici_context_parallelism=8,
-        ici_data_parallelism=1,
-    )
-    made = ma.plan(ma.Call.of(x, x), asked, {"context": 8}, H200)
-    one, both = (1, 8000, 5, 64), (1, 8000, 10, 64)
-    want, other = (made.kernel.split_keys(inputs(shape), 2).spare_keys for shape in (one, both))
-    assert made.strategy.inner.schedule.spare_keys == want > 0  # type: ignore[attr-defined]
-    assert other != want, "the case tells them apart"
 
 
 class Launches:

@@ -15,16 +15,16 @@ from maxattn.sharding import MeshShape, ways
 AXES = (CONTEXT,)
 
 
-def kv_bytes(call: Call, size: int, spare_keys: int = 0) -> int:
-    """Count the bytes of K and V of a call, with room for spare keys, of elements of `size`."""
+def kv_bytes(call: Call, size: int) -> int:
+    """Count the bytes of K and V of a call, in elements of `size` bytes."""
     channels = call.head_dim + call.value_dim
-    return call.batch * (call.kv_len + spare_keys) * call.kv_heads * channels * size
+    return call.batch * call.kv_len * call.kv_heads * channels * size
 
 
-def packed_bytes(call: Call, size: int, spare_keys: int = 0) -> int:
+def packed_bytes(call: Call, size: int) -> int:
     """Count the bytes of K and V as one array, in which the narrower is as wide as the other."""
     widest = max(call.head_dim, call.value_dim)
-    return 2 * call.batch * (call.kv_len + spare_keys) * call.kv_heads * widest * size
+    return 2 * call.batch * call.kv_len * call.kv_heads * widest * size
 
 
 def hop_collectives(

@@ -43,12 +43,10 @@ class GpuSchedule(Schedule):
         copy_engine_flag_set: whether XLA's flags say how to move blocks between GPUs, or there is
             no such flag for these.
         accumulator_line: how the kernel's dQ accumulator launches, where it launches by itself.
-        spare_keys: as in `KeySplit`: room in each block for local keys.
     """
 
     copy_engine_flag_set: bool = False
     accumulator_line: str = ""
-    spare_keys: int = 0
 
     @classmethod
     def build(cls, target: Target) -> Self:
@@ -58,17 +56,11 @@ class GpuSchedule(Schedule):
 
     def with_kernel(self, kernel: Kernel, call: Call, ring_size: int) -> Self:
         """Ask the kernel how a backward over several blocks of keys is launched."""
-        inputs = _shapes(call)
-        spare_keys = kernel.split_keys(inputs, ring_size).spare_keys
-        line = kernel.accumulator_line(inputs)
-        return replace(self, accumulator_line=line, spare_keys=spare_keys)
+        return replace(self, accumulator_line=kernel.accumulator_line(_shapes(call)))
 
     def backward_line(self) -> str:
-        """Say how the accumulator launches, and which keys fill its waves."""
-        if not self.accumulator_line or not self.spare_keys:
-            return self.accumulator_line
-        joined = f"{self.spare_keys} local keys join the launch of each other block"
-        return f"{self.accumulator_line}; {joined}, to fill its last wave"
+        """Say how the accumulator launches."""
+        return self.accumulator_line
 
     def notes(self) -> tuple[str, ...]:
         """Say what makes transfers cheaper."""
@@ -76,20 +68,19 @@ class GpuSchedule(Schedule):
 
     def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
         """Name the hops; the gradients of a rank's own keys stay."""
-        block = packed_bytes(call, itemsize(call.dtype), self.spare_keys)
+        block = packed_bytes(call, itemsize(call.dtype))
         return hop_collectives(sends, block, (sends, block), arrays=1)
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""
         # Packed as for the backward: where one program has both, they share it.
-        spare_keys = gpu_full_mask.spare_keys(ring_pass, kernel, inputs)
         queries = ring_pass.order.to_zigzag(inputs.q, 1)
-        packed, dims = _packed(ring_pass.keys(inputs), spare_keys), _head_dims(inputs)
+        packed, dims = _packed(ring_pass.keys(inputs)), _head_dims(inputs)
         parts: list[list[Result]] = [[] for _ in ring_pass.chunks]
         for hop in ring_pass.hops:
 
             def attend(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Result:
-                here = _unpacked(packed, dims, ring_pass.kv_chunk)[j]
+                here = _unpacked(packed, dims)[j]
                 return kernel.forward(ring_pass.inputs(hop, (i, j), queries[i], here))
 
             packed, found = tie_transfer_to_kernel(
@@ -204,17 +195,17 @@ def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packe
     return jnp.stack([x.astype(like.dtype) for pair in sums for x in pair])
 
 
-def _packed(keys: Keys, spare_keys: int = 0) -> Packed:
+def _packed(keys: Keys) -> Packed:
     parts = [x for pair in keys for x in pair]
     if len(parts) == 2:
-        return pack(*parts, spare_keys=spare_keys)
+        return pack(*parts)
     widest = max(x.shape[3] for x in parts)
     return jnp.stack([widened(x, widest) for x in parts])
 
 
-def _unpacked(packed: Packed, dims: tuple[int, int], length: int | None = None) -> Keys:
+def _unpacked(packed: Packed, dims: tuple[int, int]) -> Keys:
     starts, (h, v) = range(0, packed.shape[0], 2), dims
-    return [(packed[i, :, :length, :, :h], packed[i + 1, :, :length, :, :v]) for i in starts]
+    return [(packed[i, ..., :h], packed[i + 1, ..., :v]) for i in starts]
 
 
 def _head_dims(inputs: Inputs) -> tuple[int, int]:

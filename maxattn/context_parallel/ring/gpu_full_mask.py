@@ -9,9 +9,6 @@ in two where both the next keys and the last gradients travel beside them:
 
     computes   ...   hop n-1         local, second half
     travels    ...   dK,dV of n-2    dK,dV of n-1
-
-Where the last wave of a launch would not be full, some local keys are computed in the launch over
-each block that comes: blocks have spare keys, which are filled as a block comes.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from jaxtyping import Array
 from maxattn.context_parallel.ring.hops import RingPass, tie_transfer_to_kernel
 from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator, added, total
-from maxattn.kernels.kv_block import WHOLE, KeyRange, KeySplit, Packed, pack, slice_keys, write_keys
+from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, middle_key, pack
 
 
 class Step(NamedTuple):
@@ -43,48 +40,15 @@ class Step(NamedTuple):
     returns: bool = False
 
 
-class LocalKvFiller(NamedTuple):
-    """Fill the spare keys of other ranks' blocks with local keys: the last ones, hop by hop.
-
-    Args:
-        length: keys of a rank.
-        spare_keys: as in `KeySplit`: room at the end of each block.
-    """
-
-    length: int
-    spare_keys: int
-
-    def keys_of(self, hop: int) -> KeyRange:
-        """Return which local keys fill the block of a hop."""
-        start = self.length - hop * self.spare_keys
-        return KeyRange(start, start + self.spare_keys)
-
-    def fill(self, hop: int, block: Packed, local: Packed) -> Packed:
-        """Return the block of a hop with local keys in its spare ones."""
-        if not self.spare_keys:
-            return block
-        return write_keys(slice_keys(local, self.keys_of(hop)), block, self.length)
-
-    def take_back(self, hop: int, grads: Packed, local: Packed) -> Packed:
-        """Return the gradients of the local keys, with those that came with the block of a hop."""
-        if not self.spare_keys:
-            return local
-        return write_keys(slice_keys(grads, KeyRange(self.length)), local, self.keys_of(hop).start)
-
-    def without(self, block: Packed) -> Packed:
-        """Return a block without its spare keys."""
-        return block[:, :, : self.length]
-
-
-def steps(ring_size: int, split: KeySplit) -> Iterator[Step]:
+def steps(ring_size: int, middle: int) -> Iterator[Step]:
     """List the steps of a backward.
 
     Args:
         ring_size: ranks of the ring.
-        split: how a rank's keys are divided over launches.
+        middle: the key at which a block that takes two launches is cut; 0: none is.
     """
-    last, halves = ring_size - 1, split.middle > 0
-    first, second = KeyRange(0, split.middle), KeyRange(split.middle)
+    last, halves = ring_size - 1, middle > 0
+    first, second = KeyRange(0, middle), KeyRange(middle)
     yield Step(0, first if last and halves else WHOLE, fetches=last > 0)
     for hop in range(1, ring_size):
         fetches, returns = hop < last, hop > 1
@@ -93,22 +57,7 @@ def steps(ring_size: int, split: KeySplit) -> Iterator[Step]:
         else:
             yield Step(hop, WHOLE, fetches, returns)
     if last and halves:
-        yield Step(0, local_rest(split, ring_size), returns=True)
-
-
-def local_rest(split: KeySplit, ring_size: int) -> KeyRange:
-    """Return the local keys after the first half, less those that fill other ranks' blocks.
-
-    The local block itself has spare keys at its end too, which stay empty.
-    """
-    return KeyRange(split.middle, -ring_size * split.spare_keys or None)
-
-
-def spare_keys(ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> int:
-    """Return the spare keys that blocks have in this backward; 0 where a mask forbids something."""
-    if not ring_pass.is_dense:
-        return 0
-    return kernel.split_keys(inputs, ring_pass.ring_size).spare_keys
+        yield Step(0, second, returns=True)
 
 
 def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
@@ -121,10 +70,9 @@ def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) ->
         rows: its, of all keys.
     """
     dense = Inputs(inputs.q, inputs.k, inputs.v)
-    split = kernel.split_keys(dense, ring_pass.ring_size)
     accumulator = kernel.accumulator(dense, rows)
-    made = _DenseBackward(ring_pass, accumulator, dense, split)
-    for step in steps(ring_pass.ring_size, split):
+    made = _DenseBackward(ring_pass, accumulator, dense)
+    for step in steps(ring_pass.ring_size, middle_key(inputs.k.shape[1])):
         made.take(step)
     return Grads(accumulator.dq(), *made.of_keys())
 
@@ -132,13 +80,10 @@ def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) ->
 class _DenseBackward:
     """Hold the keys and gradients that are here, by hop, and local gradients that came home."""
 
-    def __init__(
-        self, ring_pass: RingPass, accumulator: DqAccumulator, inputs: Inputs, split: KeySplit
-    ) -> None:
+    def __init__(self, ring_pass: RingPass, accumulator: DqAccumulator, inputs: Inputs) -> None:
         self.ring_pass, self.accumulator = ring_pass, accumulator
         self.dims = inputs.k.shape[3], inputs.v.shape[3]
-        self.local_kv_filler = LocalKvFiller(inputs.k.shape[1], split.spare_keys)
-        self.keys: dict[int, Packed] = {0: pack(inputs.k, inputs.v, split.spare_keys)}
+        self.keys: dict[int, Packed] = {0: pack(inputs.k, inputs.v)}
         self.grads: dict[int, Packed] = {}
         self.home: list[Packed] = []
 
@@ -148,9 +93,9 @@ class _DenseBackward:
         self.grads[hop] = self.accumulator.add(self.keys[hop], step.key_range, self.grads.get(hop))
         coming, arriving = self._tied(coming, arriving)
         if hop and step.key_range.stop is None:
-            self._finish(hop)
+            del self.keys[hop]
         if coming is not None:
-            self.keys[hop + 1] = self.local_kv_filler.fill(hop + 1, coming, self.keys[0])
+            self.keys[hop + 1] = coming
         if arriving is not None:
             self.home = added(self.home, arriving)
 
@@ -159,7 +104,7 @@ class _DenseBackward:
         local = self.grads.pop(0)
         for hop, grads in self.grads.items():
             self.home = added(self.home, self.ring_pass.send_to_owner(hop, grads))
-        parts = [self.local_kv_filler.without(x) for x in (local, *self.home)]
+        parts = local, *self.home
         dk, dv = (total([x[i] for x in parts], parts[0][i]).astype(local.dtype) for i in (0, 1))
         return dk[..., : self.dims[0]], dv[..., : self.dims[1]]
 
@@ -185,8 +130,3 @@ class _DenseBackward:
         travels, ours = tie_transfer_to_kernel((coming, arriving), ours)
         self.keys, self.grads, self.home, self.accumulator.state = ours
         return travels
-
-    def _finish(self, hop: int) -> None:
-        """Drop the keys of a hop, and take the gradients of local keys out of its block's."""
-        del self.keys[hop]
-        self.grads[0] = self.local_kv_filler.take_back(hop, self.grads[hop], self.grads[0])

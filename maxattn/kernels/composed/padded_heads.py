@@ -15,7 +15,7 @@ from maxattn.call import Call, Reason
 from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
 from maxattn.kernels.composed.adapted import AdaptedKernel
 from maxattn.kernels.dq_accumulator import DqAccumulator
-from maxattn.kernels.kv_block import WHOLE, KeyRange, KeySplit, Packed, widened
+from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, widened
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,6 @@ class PaddedHeads(AdaptedKernel):
     def accumulator_line(self, inputs: Inputs) -> str:
         """Say how the accumulator launches."""
         return self.inner.accumulator_line(self._inputs(inputs))
-
-    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
-        """Say how a backward divides the keys of so many blocks over launches."""
-        return self.inner.split_keys(self._inputs(inputs), blocks)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`, and what is padded."""

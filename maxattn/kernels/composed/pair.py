@@ -14,7 +14,6 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.dq_accumulator import DqAccumulator
-from maxattn.kernels.kv_block import KeySplit
 from maxattn.target import Target
 
 
@@ -85,10 +84,6 @@ class Pair(Kernel):
     def accumulator_line(self, inputs: Inputs) -> str:
         """Say how the second's accumulator launches."""
         return self.second.accumulator_line(inputs)
-
-    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
-        """Say how the second divides keys over launches."""
-        return self.second.split_keys(inputs, blocks)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say what there is to know of either."""

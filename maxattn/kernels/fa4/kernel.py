@@ -36,7 +36,6 @@ from maxattn.kernels.fa4 import (
     launch_lines,
     mask_inputs,
     primitives,
-    ring_waves,
     split_keys,
     split_keys_forward,
     split_keys_lists,
@@ -51,13 +50,12 @@ from maxattn.kernels.fa4.launch_lines import OWN
 from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES, MOST_TILES, fits_lists
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
-from maxattn.kernels.fa4.tile_sizes import Dims, backward_tile, shapes_of, takes_lists
+from maxattn.kernels.fa4.tile_sizes import Dims, shapes_of, takes_lists
 from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.pieces import fits_shards
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
-from maxattn.kernels.kv_block import KeySplit
 from maxattn.kernels.requirements import untested
 from maxattn.masks import Mask
 from maxattn.target import Target
@@ -278,18 +276,6 @@ class Fa4(Fused):
     def accumulator_line(self, inputs: Inputs) -> str:
         """Say how the accumulator launches."""
         return f"{OWN}, block by block" if self._keeps_dq(inputs) else ""
-
-    def split_keys(self, inputs: Inputs, blocks: int) -> KeySplit:
-        """Divide keys so that last waves are full, on Hopper GPUs; elsewhere in halves."""
-        halved = super().split_keys(inputs, blocks)
-        if not self.launched or not self._keeps_dq(inputs):
-            return halved
-        batch, length, heads, head_dim = inputs.k.shape
-        tile = backward_tile(head_dim).keys
-        made = ring_waves.split_keys(length, tile, batch * heads, blocks, self.sms)
-        # Spare keys stand between a block's batch rows: the forward would have to copy K and V out.
-        fits = made.middle and (batch == 1 or not made.spare_keys)
-        return made if fits else halved
 
     def _keeps_dq(self, inputs: Inputs) -> bool:
         """Tell whether the accumulator keeps dQ for arrays of these shapes."""

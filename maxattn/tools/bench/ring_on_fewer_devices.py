@@ -94,11 +94,8 @@ def _blocks_of_others(
     setup: _RingSetup, whole: tuple[Array, ...], tokens: int
 ) -> tuple[Packed, ...]:
     """Return K and V of every rank but the first, on every device."""
-    ring_size, kernel = setup.ring.ring_size, setup.ring.kernel
-    q, k, v = (x[:, :tokens] for x in whole[:3])
-    spare_keys = kernel.split_keys(Inputs(q, k, v), ring_size).spare_keys
-    runs = (slice(i * tokens, (i + 1) * tokens) for i in range(1, ring_size))
-    blocks = [pack(*(x[:, run] for x in whole[1:3]), spare_keys=spare_keys) for run in runs]
+    runs = (slice(i * tokens, (i + 1) * tokens) for i in range(1, setup.ring.ring_size))
+    blocks = [pack(*(x[:, run] for x in whole[1:3])) for run in runs]
     return tuple(jax.device_put(x, NamedSharding(setup.mesh, WHOLE)) for x in blocks)
 
 
