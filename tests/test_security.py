@@ -211,8 +211,8 @@ PATTERNS = {
     "star": {"([a-z_.]+)+X" + "a" * 20 + str(i): 8 for i in range(MEGABYTE // 45)},
     "nested": {f"{'(' * 10}a*{')*' * 10}{i}": 8 for i in range(9_000)},
     "literal": {f"blocks.{i}.to_q": 8 for i in range(9_900)},
-    "long": {"(a|b)*" * (MEGABYTE // 6): 8},
-    "classes": {"[" + "a-z" * 300 + f"]*{i}": 8 for i in range(MEGABYTE // 920)},
+    "long": {"a.*" * (MEGABYTE // 3): 8},
+    "wild": {"a.*" * 100 + str(i): 8 for i in range(MEGABYTE // 310)},
 }
 
 
@@ -254,7 +254,7 @@ def _loras(folder: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB on Linux")
 def test_a_file_of_a_megabyte_takes_seconds_and_some_memory(tmp_path: Path):
-    """The limits leave room for a busy machine; slowest are expressions, at about 3 s."""
+    """The limits leave room for a busy machine."""
     reads, out = list(hostile(tmp_path)), tmp_path / "found.json"
     variables = os.environ | {"MAXATTN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", BOUNDED, str(out)]

@@ -9,8 +9,9 @@ https://arxiv.org/abs/2312.03732 (rsLoRA).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from maxattn.config.numbers import finite
 from maxattn.config.plain_json import parse_json, read_json
 from maxattn.errors import WeightsError
 from maxattn.weights.files import SafeTensors
-from maxattn.weights.patterns import MOST_PATTERNS, Budget, OutOfReach, Pattern
 
 HEADER, CONFIG, PEFT_FILE = "lora_adapter_metadata", "adapter_config.json", "adapter_model"
 MOST_BYTES = 4 * 2**20  # of metadata, which name some thousand layers at most
@@ -33,36 +33,52 @@ _CONVERT = "save it with peft's path_initial_model_for_weight_conversion, or mer
 _PLAIN_FIRST = ("gaussian", "eva", "orthogonal")  # they leave the kernels as they are
 _KNOWN = ("use_dora", "use_rslora")
 _OTHER_KINDS = ("layer_replication", "alora_invocation_tokens", "arrow_config")
-_SIMPLE = "write names of layers, or expressions of names, ., [...], (a|b), * and +"
+_MOST_PATTERNS = 10_000
+# Python's `re` can need more time for a short expression than there is, and the file is not ours.
+_PATTERN = re.compile(r"\^?(?:[\w-]|\.\*|\\?\.)+\$?")
+_NAMES = "write the whole names of the layers, or save the LoRA with an alpha tensor for each layer"
 
 
 @dataclass(frozen=True)
 class Strength:
-    """Say by what `B A` of each layer is multiplied.
+    """The factor of each layer's `B A`.
 
     Args:
         alpha: of the layers that no pattern names; None is the rank.
         patterns: of names, and their alphas; the first that matches counts.
-        budget: the steps that matching may take, for all layers together.
         rooted: alpha is divided by the root of the rank, as rsLoRA does.
     """
 
     alpha: float | None = None
-    patterns: tuple[tuple[Pattern, float], ...] = ()
+    patterns: tuple[tuple[str, float], ...] = ()
     rooted: bool = False
-    budget: Budget = field(default_factory=Budget, compare=False)
 
     def of(self, layer: str, rank: int) -> float:
-        """Return the factor of one layer.
-
-        Raises:
-            OutOfReach: the patterns take too long to match.
-        """
-        named = (a for pattern, a in self.patterns if pattern.matches(layer, self.budget))
-        alpha = next(named, self.alpha)
+        """Return the factor of one layer."""
+        alpha = next((a for key, a in self.patterns if names_layer(key, layer)), self.alpha)
         if alpha is None:
             return 1.0
         return alpha / (sqrt(rank) if self.rooted else rank)
+
+
+def names_layer(key: str, layer: str) -> bool:
+    """Whether a key of peft's alpha_pattern names a layer.
+
+    peft writes a layer's name or the end of one, diffusers the whole name behind `^`; `.*` is any
+    text. peft matches `(.*\\.)?(key)$`; here `.` is a dot, and nothing is tried twice.
+
+    >>> keys = ("to_q", "0.to_q", "^to_q", "^blocks.*_q")
+    >>> [names_layer(key, "blocks.10.to_q") for key in keys]
+    [True, False, False, True]
+    """
+    begin = "^." if key.startswith("^") else "."
+    *parts, end = (begin + key.strip("^$").replace("\\.", ".")).split(".*")
+    rest = f"^.{layer}"
+    for part in filter(None, parts):
+        _, found, rest = rest.partition(part)
+        if not found:
+            return False
+    return rest.endswith(end)
 
 
 def strength(held: Mapping[str, Any], prefix: str) -> Strength:
@@ -205,25 +221,24 @@ class _Settings:
             raise self._wrong(name, value, "an alpha is a finite number", _AGAIN)
         return number
 
-    def patterns(self) -> tuple[tuple[Pattern, float], ...]:
-        """Return the alphas of layers that differ, by expressions for the end of their names."""
+    def patterns(self) -> tuple[tuple[str, float], ...]:
+        """Return the alphas of layers that differ, by their names or the ends of these."""
         held = self.values.get("alpha_pattern") or {}
         if not isinstance(held, dict):
             raise self._wrong("alpha_pattern", held, "it is alphas by names of layers", _AGAIN)
-        if len(held) > MOST_PATTERNS:
-            rule = f"it has an alpha for at most {MOST_PATTERNS:,} layers"
+        if len(held) > _MOST_PATTERNS:
+            rule = f"it has an alpha for at most {_MOST_PATTERNS:,} layers"
             raise self._wrong("alpha_pattern", f"{len(held):,} of them", rule, _AGAIN)
         return tuple(
             (self._pattern(key), self.number(f"alpha_pattern[{key}]", value))
             for key, value in held.items()
         )
 
-    def _pattern(self, key: str) -> Pattern:
-        try:
-            return Pattern(key)
-        except OutOfReach as error:
-            rule = f"a name is a regular expression of a simple form, and {error}"
-            raise self._wrong("alpha_pattern", key, rule, _SIMPLE) from error
+    def _pattern(self, key: str) -> str:
+        if not _PATTERN.fullmatch(key):
+            rule = "a key is the name of a layer, or the end of one, in which .* may be any text"
+            raise self._wrong("alpha_pattern", key, rule, _NAMES)
+        return key
 
     def _wrong(self, name: str, value: Any, rule: str, remedy: str) -> WeightsError:
         shown = "not set" if value is None else show(value)[:60]

@@ -22,7 +22,6 @@ from maxattn.weights.lora_fused import SplitLora
 from maxattn.weights.lora_names import DIFFERENCES, LoraNames, LoraPair, named
 from maxattn.weights.names import Entry
 from maxattn.weights.naming.module_names import ModuleNames, names_of
-from maxattn.weights.patterns import OutOfReach
 
 log = logging.getLogger("maxattn")
 _INTEGER = re.compile(r"u?int(8|16|32|64)")
@@ -130,14 +129,10 @@ def _factors(names: LoraNames, held: Mapping[str, Any], said: Strength) -> dict[
     """
     ranks = {layer: held[pair.down].shape[0] for layer, pair in names.pairs.items()}
     own = {layer: _alpha(held, name) for layer, name in names.alphas.items()}
-    try:
-        return {
-            n: own[n] / rank if n in own else said.of(names.written[n], rank)
-            for n, rank in ranks.items()
-        }
-    except OutOfReach as error:
-        remedy = "save the LoRA again with names of layers, or with an alpha for each layer"
-        raise WeightsError("LoRA", "alpha_pattern", str(error), remedy) from error
+    return {
+        n: own[n] / rank if n in own else said.of(names.written[n], rank)
+        for n, rank in ranks.items()
+    }
 
 
 # ---- layers and their matrices -------------------------------------------------------------------

@@ -189,8 +189,13 @@ def test_the_header_counts_before_a_file_beside_it():
         ({"o_q": 2}, (4, 8, 4, 16)),
         ({"blocks.0": 2}, (4, 8, 4, 16)),
         ({"^to_q": 2}, (4, 8, 4, 16)),
-        ({r"blocks\.\d+\.to_q": 2.5}, (0.625, 8, 0.625, 2.5)),
-        ({"blocks.1.to_q|to_k": 2}, (4, 1, 0.5, 16)),
+        ({f"^{PEFT}blocks.0.to_q": 2}, (4, 8, 4, 16)),  # names are without the prefix
+        ({"^blocks.1.to_q": 2}, (4, 8, 0.5, 16)),  # as diffusers writes a whole name
+        ({r"^blocks\.1\.to_q$": 2}, (4, 8, 0.5, 16)),
+        ({"blocks.0.*": 2}, (0.5, 1, 4, 16)),
+        ({".*to_q": 2.5}, (0.625, 8, 0.625, 2.5)),
+        ({"^blocks.1.*_q": 2}, (4, 8, 0.5, 2)),
+        ({"locks.1.*": 2}, (4, 8, 4, 16)),
         ({"1.to_q": 2, "to_q": 1}, (0.25, 8, 0.5, 1)),  # the first that matches
         (None, (4, 8, 4, 16)),
     ],
@@ -280,7 +285,7 @@ def test_settings_without_alpha_are_refused():
     [
         ("list", ["to_q"]),
         ("text", {"to_q": "2"}),
-        ("expression", {"to_(q": 2}),
+        ("expression", {"to_(q|k)": 2}),
     ],
 )
 def test_patterns_that_say_nothing_are_refused(kind: str, patterns: Any):
