@@ -14,6 +14,9 @@ added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import jax
@@ -147,3 +150,41 @@ def fold_like(x: Array, shape: tuple[int, ...]) -> Array:
         if want == 1 and have != 1
     )
     return jnp.sum(x, axis=axes, keepdims=True) if axes else x
+
+
+# ---- partial results -----------------------------------------------------------------------------
+
+
+def merge_by_lse(
+    parts: Sequence[tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Merge (out, lse) over disjoint sets of keys into float32 (out, lse) over all of them.
+
+        lse = log(sum_p exp(lse_p))        out = sum_p exp(lse_p - lse) out_p
+
+    A part whose query sees no key has LSE -inf, and any out. A query that sees no key in any part
+    gets 0 and -inf.
+    """
+    outs, lses = [out.astype(jnp.float32) for out, _ in parts], [lse for _, lse in parts]
+    if len(parts) == 1:
+        return outs[0], lses[0]
+    if len(parts) == 2:
+        # One share that is used once: XLA computes it in the kernel that writes out.
+        first, second = (
+            jnp.where(column(lse == NEG_INF), 0.0, x) for x, lse in zip(outs, lses, strict=True)
+        )
+        share = jax.nn.sigmoid(jnp.where(lses[1] == NEG_INF, NEG_INF, lses[1] - lses[0]))
+        return first + column(share) * (second - first), jnp.logaddexp(*lses)
+    # Part by part, so that XLA fuses it: it would take a sum over a stack for a reduction.
+    top = reduce(jnp.maximum, lses)
+    safe = jnp.where(top == NEG_INF, 0.0, top)
+    weights = [jnp.exp(lse - safe) for lse in lses]
+    total = reduce(add, weights)
+    shares = [column(w / jnp.where(total > 0, total, 1.0)) for w in weights]
+    out = reduce(add, (jnp.where(w == 0, 0.0, w * x) for w, x in zip(shares, outs, strict=True)))
+    return out, jnp.where(total > 0, safe + jnp.log(total), NEG_INF)
+
+
+def column(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
+    """Turn a statistic of each row into a factor of its output."""
+    return x.swapaxes(1, 2)[..., None]

@@ -14,7 +14,6 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.context_parallel import Ring
-from maxattn.context_parallel.lse_merge import merge
 from maxattn.context_parallel.ring import head_halves
 from maxattn.kernels.dot_product import DotProduct
 from tests.jaxprs import count_primitive
@@ -175,25 +174,6 @@ def test_strongly_negative_logits_do_not_reach_the_padding() -> None:
     bias = jnp.full((1, 1, 1, 61), -1e4)
     got = ma.attention(q, k, v, bias=bias, config=CONFIG, mesh=mesh)
     np.testing.assert_allclose(got, attention64(q, k, v, bias=bias).out, atol=2e-3)
-
-
-def test_merging_parts_is_attention_over_all() -> None:
-    q, k, v = qkv()
-    whole = attention64(q, k, v)
-    parts = [attention64(q, k[:, s], v[:, s]) for s in (slice(0, 5), slice(5, 40), slice(40, 64))]
-    out, lse = jnp.zeros_like(q), jnp.full((1, 2, 64), -jnp.inf)
-    for part in parts:
-        out, lse = merge(
-            (out, lse), (jnp.asarray(part.out, jnp.float32), jnp.asarray(part.lse, jnp.float32))
-        )
-    np.testing.assert_allclose(out, whole.out, atol=1e-6)
-    np.testing.assert_allclose(lse, whole.lse, atol=1e-6)
-    nothing = merge(
-        (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf)),
-        (jnp.zeros_like(q), jnp.full_like(lse, -jnp.inf)),
-    )
-    assert (nothing[1] == -jnp.inf).all()
-    assert (nothing[0] == 0).all()
 
 
 def test_hops_follow_the_mask() -> None:

@@ -19,11 +19,11 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
-from maxattn.context_parallel.lse_merge import merge
 from maxattn.errors import Unsupported
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.flash import Flash
 from maxattn.kernels.mask_split import tile_kinds
+from maxattn.kernels.softmax import merge_by_lse
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
 from maxattn.kernels.splash.mask_info import codes_of, mask_info, schedule
@@ -151,7 +151,7 @@ def whole(mask: M.Mask, kernel: Splash) -> tuple:
         parts = [
             forward(q[:, mine], k[:, c], v[:, c], i * SHARD, j * SHARD) for j, c in enumerate(cut)
         ]
-        out, lse = merge(*parts)
+        out, lse = merge_by_lse(parts)
         outs, lses = [*outs, out], [*lses, lse]
         rows = out, lse, dout[:, mine], dlse[:, :, mine]
         for j, c in enumerate(cut):

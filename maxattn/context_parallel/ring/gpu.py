@@ -18,14 +18,14 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.context_parallel.base import Collective, itemsize
-from maxattn.context_parallel.lse_merge import merge_all, nothing_seen
 from maxattn.context_parallel.ring import gpu_full_mask
 from maxattn.context_parallel.ring.collectives import hop_collectives, packed_bytes
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
-from maxattn.context_parallel.ring.schedule import Schedule, unseen, zeros
+from maxattn.context_parallel.ring.schedule import Schedule, nothing_seen, unseen, zeros
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.dq_accumulator import MOST_PARTS, added, total
 from maxattn.kernels.kv_block import Packed, pack, widened
+from maxattn.kernels.softmax import merge_by_lse
 from maxattn.target import Target
 
 MODE = "xla_gpu_collective_permute_mode"
@@ -88,8 +88,8 @@ class GpuSchedule(Schedule):
             )
             for (i, _), part in found.items():
                 parts[i] = _kept(parts[i], part)
-        nothing = [unseen(x, dims[1]) for x in queries]
-        merged = [merge_all(p) if p else none for p, none in zip(parts, nothing, strict=True)]
+        both = zip(parts, queries, strict=True)
+        merged = [merge_by_lse(found or [unseen(x, dims[1])]) for found, x in both]
         return ring_pass.result(merged, inputs.q)
 
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
@@ -182,7 +182,7 @@ def _shapes(call: Call) -> Inputs:
 
 def _kept(parts: list[Result], part: Result) -> list[Result]:
     """Return a list with one part more; many parts become one in float32."""
-    return [merge_all(parts), part] if len(parts) >= MOST_PARTS else [*parts, part]
+    return [Result(*merge_by_lse(parts)), part] if len(parts) >= MOST_PARTS else [*parts, part]
 
 
 def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packed) -> Packed:

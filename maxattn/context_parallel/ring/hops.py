@@ -95,7 +95,7 @@ class RingPass:
         chunks = (self.order.to_zigzag(x, a) for x, a in zip(rows.operands, axes, strict=True))
         return [Rows(*chunk) for chunk in zip(*chunks, strict=True)]
 
-    def result(self, results: Iterable[Result], like: Array) -> Result:
+    def result(self, results: Iterable[tuple[Array, Array]], like: Array) -> Result:
         """Join the results of the query chunks, in the dtype of `like`."""
         outs, lses = zip(*results, strict=True)
         out = self.order.from_zigzag([x.astype(like.dtype) for x in outs], 1)

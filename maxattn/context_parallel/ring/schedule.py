@@ -10,9 +10,9 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.context_parallel.base import Collective
-from maxattn.context_parallel.lse_merge import nothing_seen
 from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.softmax import NEG_INF
 
 
 class Schedule:
@@ -69,8 +69,13 @@ def zeros(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
+def nothing_seen(shapes: Result) -> Result:
+    """Return the result, float32, of queries that see no key, from its shapes."""
+    out, lse = shapes
+    return Result(jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, NEG_INF, jnp.float32))
+
+
 def unseen(queries: Array, value_dim: int) -> Result:
     """Return the result of queries [B,T,N,H] that have seen no value [..., V] yet."""
     b, t, n, _ = queries.shape
-    out = jax.ShapeDtypeStruct((b, t, n, value_dim), queries.dtype)
-    return nothing_seen((out, jax.ShapeDtypeStruct((b, n, t), queries.dtype)))
+    return Result(jnp.zeros((b, t, n, value_dim), jnp.float32), jnp.full((b, n, t), NEG_INF))

@@ -13,7 +13,6 @@ from typing import Any
 
 from maxattn.call import Call
 from maxattn.context_parallel.base import Collective, itemsize
-from maxattn.context_parallel.lse_merge import merge, nothing_seen
 from maxattn.context_parallel.ring import head_halves
 from maxattn.context_parallel.ring.collectives import hop_collectives, kv_bytes
 from maxattn.context_parallel.ring.directions import ONE_WAY, Directions
@@ -26,8 +25,9 @@ from maxattn.context_parallel.ring.head_halves import (
     may_halve,
 )
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
-from maxattn.context_parallel.ring.schedule import Schedule, unseen, zeros
+from maxattn.context_parallel.ring.schedule import Schedule, nothing_seen, unseen, zeros
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.softmax import merge_by_lse
 
 # Bytes of a device's queries from which halves of them, of out and of dout are sliced only when
 # they are read: held all the way, they left the TPU's compiler no memory for transfers beside
@@ -139,7 +139,7 @@ class _TorusForward:
     def add(self, parts: dict[Piece, Result]) -> None:
         """Merge what a hop computed."""
         for (i, _), part in parts.items():
-            self.totals[i] = merge(self.totals[i], part)
+            self.totals[i] = Result(*merge_by_lse((self.totals[i], part)))
 
     def result(self) -> Result:
         """Return (out, lse) in contiguous order."""

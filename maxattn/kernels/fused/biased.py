@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 from maxattn.kernels.base import Grads, Inputs, Result, Rows
 from maxattn.kernels.fused import masks, rectangles
 from maxattn.kernels.fused.pieces import Piece, pieces
-from maxattn.kernels.fused.rectangles import PieceInputs, column
-from maxattn.kernels.softmax import NEG_INF, fold_like
+from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.softmax import NEG_INF, column, fold_like
 
 if TYPE_CHECKING:
     from maxattn.kernels.fused.kernel import Fused

@@ -25,8 +25,8 @@ from maxattn.kernels.fused import biased, rectangles
 from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.pieces import Piece, ShiftedBand, fits_shards
 from maxattn.kernels.fused.real_keys import RealKeys
-from maxattn.kernels.fused.rectangles import PieceInputs, column
-from maxattn.kernels.softmax import NEG_INF
+from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.softmax import NEG_INF, column
 
 Pieces = tuple[Piece, ...]
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxattn.kernels.base import Grads, Inputs, Result, Rows
 from maxattn.kernels.fused.pieces import Piece
-from maxattn.kernels.softmax import BIG_LSE, NEG_INF
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column, merge_by_lse
 
 
 class Pairs(NamedTuple):
@@ -137,11 +137,10 @@ def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
     """Merge the results of rectangles by log-sum-exp, in float32; no rectangle sees nothing."""
     if len(found) == 1 and found[0][0].q0 == 0:
         return found[0][1]
-    lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), NEG_INF, jnp.float32)
-    total = Result(jnp.zeros(q.shape, jnp.float32), lse)
-    for piece, part in found:
-        total = _merged_two(total, _among_all(piece, part, q.shape[1]))
-    return Result(total.out.astype(q.dtype), total.lse)
+    parts = [_among_all(piece, part, q.shape[1]) for piece, part in found]
+    nothing = jnp.zeros(q.shape), jnp.full((q.shape[0], q.shape[2], q.shape[1]), NEG_INF)
+    out, lse = merge_by_lse(parts or [nothing])
+    return Result(out.astype(q.dtype), lse)
 
 
 def _among_all(p: Piece, part: Result, queries: int) -> Result:
@@ -149,15 +148,6 @@ def _among_all(p: Piece, part: Result, queries: int) -> Result:
     around = ((0, 0), (p.q0, queries - p.q1))
     out = jnp.pad(part.out.astype(jnp.float32), (*around, (0, 0), (0, 0)))
     return Result(out, jnp.pad(part.lse, ((0, 0), *around), constant_values=NEG_INF))
-
-
-def _merged_two(one: Result, two: Result) -> Result:
-    top = jnp.maximum(one.lse, two.lse)
-    safe = jnp.where(top == NEG_INF, 0.0, top)
-    a, b = jnp.exp(one.lse - safe), jnp.exp(two.lse - safe)
-    weight = jnp.where(top == NEG_INF, 1.0, a + b)
-    out = column(a / weight) * one.out + column(b / weight) * two.out
-    return Result(out, jnp.where(top == NEG_INF, NEG_INF, safe + jnp.log(weight)))
 
 
 def summed(found: list[tuple[Piece, Grads]], q: Array, k: Array) -> Grads:
@@ -171,11 +161,6 @@ def summed(found: list[tuple[Piece, Grads]], q: Array, k: Array) -> Grads:
         dq = dq.at[:, p.q0 : p.q1].add(part.dq)
         dk, dv = dk.at[:, p.k0 : p.k1].add(part.dk), dv.at[:, p.k0 : p.k1].add(part.dv)
     return Grads(dq.astype(q.dtype), dk, dv)
-
-
-def column(x: Array) -> Array:
-    """Turn [B, N, T] into [B, T, N, 1]."""
-    return x.swapaxes(1, 2)[..., None]
 
 
 def with_padded_heads(inputs: Inputs) -> Inputs:
