@@ -47,6 +47,8 @@ class Target:
             where the device kind's own is taken.
         kernel_times: of kernels that `maxattn tune` measured on it, which `attention: auto` takes
             first.
+        sms: streaming multiprocessors (SMs) that jax counts on a GPU, a part of one (MIG) included;
+            0 where the device kind's own are taken.
     """
 
     platform: Platform
@@ -56,6 +58,7 @@ class Target:
     tuned: tuple[Tuned, ...] = ()
     capability: str = ""
     kernel_times: tuple[CallTimes, ...] = ()
+    sms: int = 0
 
     @staticmethod
     def here() -> Target:
@@ -98,7 +101,7 @@ class Target:
     def device(self) -> Device:
         """Return the facts of its device kind."""
         capability = read_capability(self.capability)
-        return device_of(self.device_kind, self.platform, capability)
+        return device_of(self.device_kind, self.platform, capability, self.sms)
 
     def untuned(self) -> Target:
         """Return the same machine without what was measured on it."""
@@ -138,7 +141,8 @@ def _here(env: Pairs, packages: Pairs) -> Target:
     platform, device = _PLATFORMS.get(jax.default_backend(), "cpu"), jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
     known = capability if platform == "gpu" and read_capability(capability) else ""
-    return Target(platform, _kind_of(device), packages, env, capability=known)
+    sms = (getattr(device, "core_count", 0) or 0) if platform == "gpu" else 0
+    return Target(platform, _kind_of(device), packages, env, capability=known, sms=sms)
 
 
 def _kind_of(device: Any) -> str:

@@ -6,6 +6,7 @@ import doctest
 import re
 import threading
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,8 @@ def test_a_mesh_has_the_links_of_the_devices_that_take_part() -> None:
         ("TPU7x", "TPU v7x"),
         ("TPU v5 lite", "TPU v5e"),
         ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
+        ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe"),
+        ("NVIDIA GH200 480GB", "NVIDIA GH200"),
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100"),
         ("NVIDIA H200", "NVIDIA H200"),
         ("NVIDIA L40", "NVIDIA L40"),
@@ -112,7 +115,8 @@ def test_jax_s_names_of_devices_are_known(spelling: str, name: str) -> None:
         ("NVIDIA H100 PCIe", "hopper", 114, 256, 256),
         ("NVIDIA H20", "hopper", 78, 256, 256),
         ("NVIDIA GH200 480GB", "hopper", 132, 256, 256),
-        ("NVIDIA H800-PCIe", "hopper", 114, 256, 256),
+        ("NVIDIA H800 PCIe", "hopper", 114, 256, 256),
+        ("NVIDIA H100 NVL", "hopper", 132, 256, 256),
         ("NVIDIA B200", "blackwell", 148, 128, 128),
         ("NVIDIA GB200", "blackwell", 152, 128, 128),
         ("NVIDIA B300 SXM6 AC", "blackwell-ultra", 148, 128, 128),
@@ -122,11 +126,11 @@ def test_jax_s_names_of_devices_are_known(spelling: str, name: str) -> None:
         ("NVIDIA GB10", "blackwell-rtx", 170, 128, 256),
         ("NVIDIA A100-SXM4-80GB", "ampere", 108, 128, 256),
         ("NVIDIA A30", "ampere", 56, 128, 256),
-        ("NVIDIA A10G", "before-hopper", 132, 128, 256),
-        ("NVIDIA L40S", "before-hopper", 132, 128, 256),
-        ("NVIDIA GeForce RTX 4090", "before-hopper", 132, 128, 256),
+        ("NVIDIA A10G", "before-hopper", 80, 128, 256),
+        ("NVIDIA L40S", "before-hopper", 142, 128, 256),
+        ("NVIDIA GeForce RTX 4090", "before-hopper", 128, 128, 256),
         ("NVIDIA RTX 5000 Ada Generation", "before-hopper", 132, 128, 256),
-        ("Tesla T4", "before-ampere", 72, 128, 128),
+        ("Tesla T4", "before-ampere", 40, 128, 128),
         ("NVIDIA X", "nvidia", 132, 128, 128),
         ("AMD Instinct MI325X", "amd-cdna3", 304, 128, 128),
         ("AMD Instinct MI300A", "amd-cdna3", 228, 128, 128),
@@ -143,7 +147,9 @@ def test_a_gpu_has_the_facts_of_its_family(
 
 # developer.nvidia.com/cuda-gpus.
 CAPABILITIES = {
-    "NVIDIA A100": "8.0", "NVIDIA H100": "9.0", "NVIDIA H200": "9.0", "NVIDIA B200": "10.0",
+    "NVIDIA A100": "8.0", "NVIDIA H20": "9.0", "NVIDIA H100": "9.0", "NVIDIA H100 PCIe": "9.0",
+    "NVIDIA H800": "9.0", "NVIDIA H800 PCIe": "9.0", "NVIDIA H200": "9.0", "NVIDIA GH200": "9.0",
+    "NVIDIA B200": "10.0",
     "NVIDIA GB200": "10.0", "NVIDIA B300": "10.3", "NVIDIA GB300": "10.3",
     "NVIDIA GeForce RTX 5090": "12.0", "NVIDIA GeForce RTX 5080": "12.0",
     "NVIDIA GeForce RTX 5070 Ti": "12.0", "NVIDIA GeForce RTX 5070": "12.0",
@@ -175,6 +181,12 @@ def test_what_jax_says_of_a_gpu_comes_before_its_name(
     device = Target("gpu", kind, capability=capability).device
     assert (device.family.name, capabilities.head_limit(device)) == (family, fa4)
     assert device.capability_text == (capability if "." in capability else device.capability_text)
+
+
+def test_the_sms_that_jax_counts_come_before_the_kind_s() -> None:
+    part = Target("gpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", sms=16)
+    assert part.device.sms == 16 and Target.named("H100").device.sms == 132
+    assert replace(part, sms=0).device.sms == 132
 
 
 @pytest.mark.parametrize(

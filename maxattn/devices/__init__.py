@@ -1,7 +1,7 @@
-"""What is known of devices: one row a kind (rows.py), and the one function that finds it by name.
+"""Facts of devices: one row for each kind (rows.py), and the one function that finds it by name.
 
-No other file tests a part of a device's name; they ask a row for its family, its compute
-capability, its vendor or its figures.
+No other file tests a part of a device's name: they ask a row for its family, its compute
+capability, its vendor, its SMs or its figures.
 """
 
 from __future__ import annotations
@@ -36,13 +36,9 @@ _ALIASES = {
 }
 # Words behind a row's name that make another card of it: "NVIDIA GeForce RTX 5090 Laptop GPU".
 _OTHER_CARDS = {"Laptop", "D", "Ti", "SUPER", "Max-Q"}
-# Devices that have fewer multiprocessors (AMD: compute units) than their family's usual one. PCIe:
-# the H100 and H800 of that form.
-_FEWER_SMS = {
-    "hopper": {"H20": 78, "PCIe": 114},
-    "ampere": {"A30": 56},
-    "amd-cdna3": {"MI300A": 228},
-}
+# SMs (AMD: compute units) of devices without a row, by a word of their names.
+_SMS = {"A10": 72, "A10G": 80, "A30": 56, "A40": 84, "L4": 58, "L40": 142, "L40S": 142, "T4": 40,
+        "V100": 80, "3090": 82, "4090": 128, "MI300A": 228}  # fmt: skip
 
 
 # ---- finding a row -------------------------------------------------------------------------------
@@ -55,40 +51,37 @@ def device_kind(spelling: str) -> str:
 
 @lru_cache(maxsize=64)
 def device_of(
-    kind: str, platform: Platform = "gpu", capability: Capability | None = None
+    kind: str, platform: Platform = "gpu", capability: Capability | None = None, sms: int = 0
 ) -> Device:
     """Return the row of a device kind; of a kind without one, its family's facts and no figures.
 
-    >>> device_of("NVIDIA H100 80GB HBM3").kind
-    'NVIDIA H100'
-    >>> device_of("NVIDIA H20").family.name, device_of("NVIDIA H20").sms
-    ('hopper', 78)
+    >>> device_of("NVIDIA H100 80GB HBM3").kind, device_of("NVIDIA H100 80GB HBM3").sms
+    ('NVIDIA H100', 132)
+    >>> device_of("NVIDIA H100 PCIe").sms, device_of("NVIDIA H20").sms
+    (114, 78)
 
     Args:
         kind: jax's name of it, or ours.
         platform: of a kind that is not known at all.
-        capability: the compute capability that jax gives; None where none is known, and that of its
-            family is taken.
+        capability: the compute capability that jax gives; None for the family's own.
+        sms: the SMs that jax counts; 0 for the row's own.
     """
     kind = device_kind(kind)
-    row = max((d for d in DEVICES.values() if _names(d.kind, kind)), key=_length, default=None)
+    rows = (row for row in DEVICES.values() if _names(row.kind, kind))
+    row = max(rows, key=lambda row: len(row.kind), default=None)
     if row is None:
         family = _family_of(kind, platform, capability)
-        row = Device(kind, family, family.sms if family.platform == "gpu" else 0)
-    known = capability or row.family.capability
-    return replace(row, sms=_sms(row, kind), capability=known)
-
-
-def _length(device: Device) -> int:
-    return len(device.kind)
+        known = (n for word, n in _SMS.items() if word in kind.replace("-", " ").split())
+        row = Device(kind, family, next(known, family.sms))
+    capability = capability or row.family.capability
+    return replace(row, sms=sms or row.sms, capability=capability)
 
 
 def _names(row: str, kind: str) -> bool:
-    """Tell whether a kind is a row's, for example "NVIDIA H100 80GB HBM3" the H100's."""
-    if kind == row:
-        return True
+    """Whether a kind is a row's, as "NVIDIA H100 80GB HBM3" is the H100's."""
     rest = kind.removeprefix(row)
-    return rest != kind and rest[0] in " -" and not _OTHER_CARDS & set(rest.split())
+    is_longer = rest != kind and rest[:1] in (" ", "-")
+    return kind == row or (is_longer and not _OTHER_CARDS & {*rest.split()})
 
 
 def _family_of(kind: str, platform: Platform, capability: Capability | None) -> Family:
@@ -98,19 +91,11 @@ def _family_of(kind: str, platform: Platform, capability: Capability | None) -> 
     return with_capability(capability) if capability and named.vendor == "NVIDIA" else named
 
 
-def _sms(row: Device, kind: str) -> int:
-    fewer = _FEWER_SMS.get(row.family.name, {})
-    words = kind.replace("-", " ").split()
-    return next((n for name, n in fewer.items() if name in words), row.sms)
-
-
 # ---- figures -------------------------------------------------------------------------------------
 
 
 def machine_of(target: Target) -> Machine:
-    """Return the figures of a target, those of the usual device of its platform where it has
-    none.
-    """
+    """Return a target's figures; if it has none, those of its platform's usual device."""
     device = target.device
     usual = "AMD Instinct MI300X" if device.vendor == "AMD" else USUAL[device.platform]
     machine = device.machine or DEVICES[usual].machine

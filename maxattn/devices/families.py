@@ -1,7 +1,7 @@
 """Families of devices: what the devices of one generation share.
 
-The family of an NVIDIA GPU follows from its compute capability where jax gives it, and from its
-name elsewhere (`devices.device_of`).
+An NVIDIA GPU's family follows from its compute capability if jax gives it, else from its name
+(`devices.device_of`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ KIB = 2**10
 
 @dataclass(frozen=True)
 class Family:
-    """Hold what the devices of one generation share.
+    """One generation of devices.
 
     Args:
         name: for example "hopper" or "tpu-v5p".
         platform, vendor: for example "gpu" and "NVIDIA".
-        words: parts of jax's names by which a device without a row of its own is recognised.
-        capability: compute capability of its usual device; None where that is not known.
-        sms: streaming multiprocessors of its usual device; AMD's compute units.
-        shared_memory: bytes that one of them gives a thread block; 0 where that is not known.
+        words: parts of jax's names that recognise a device without a row of its own.
+        capability: compute capability of the usual device, None if unknown.
+        sms: SMs of the usual device: a guess for a named device that is not here; AMD's compute
+            units.
+        shared_memory: bytes that an SM gives a thread block, 0 if unknown.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Family:
     vendor: str
     words: tuple[str, ...] = ()
     capability: Capability | None = None
-    sms: int = 132
+    sms: int = 0
     shared_memory: int = 0
 
 
@@ -48,7 +49,7 @@ def _nvidia(
 # jax gives. Shared memory: NVIDIA's CUDA programming guide; AMD's LDS.
 GPU_FAMILIES = (
     Family("amd-cdna3", "gpu", "AMD", ("MI300", "MI325"), None, 304, 64 * KIB),
-    Family("amd", "gpu", "AMD", ("AMD", "Instinct", "Radeon")),
+    Family("amd", "gpu", "AMD", ("AMD", "Instinct", "Radeon"), None, 132),
     _nvidia("hopper", (9, 0), ("H100", "H200", "H800", "H20"), 132, 227),
     _nvidia("blackwell-ultra", (10, 3), ("B300",), 148, 227),
     _nvidia("blackwell", (10, 0), ("B100", "B200"), 148, 227),
@@ -66,11 +67,11 @@ FAMILIES = {
         Family("tpu", "tpu", "Google"),
         *(Family(f"tpu-{n}", "tpu", "Google") for n in ("v4", "v5e", "v5p", "v6e", "v7x")),
         *GPU_FAMILIES,
-        Family("nvidia", "gpu", "NVIDIA"),
+        Family("nvidia", "gpu", "NVIDIA", (), None, 132),
     )
 }
 UNKNOWN = {"cpu": "cpu", "gpu": "nvidia", "tpu": "tpu"}
-"""The family of a device that nothing is known of but its platform."""
+"""The family of a device of which only the platform is known."""
 
 # Compute capabilities whose GPUs have the facts of another's family.
 _ALIKE = {(7, 0): (7, 5), (8, 7): (8, 0), (8, 9): (8, 6), (12, 1): (12, 0)}

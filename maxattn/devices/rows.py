@@ -59,7 +59,6 @@ class Machine(NamedTuple):
         return self.neighbour if self.link == "mesh" else self.exchanged(n)
 
     def _of_links(self, n: int) -> float:
-        """Return bytes/s over the links that a device has to n - 1 others of its host."""
         return self.neighbour * (min(n, HOST) - 1)
 
 
@@ -104,7 +103,7 @@ class Device:
     Args:
         kind: our name of it, or jax's of a kind that has no row.
         family: its generation.
-        sms: streaming multiprocessors (SMs) of a GPU.
+        sms: streaming multiprocessors (SMs) of a GPU; compute units of an AMD GPU.
         peak: dense bfloat16 FLOP/s, as the maker gives them; None where that is not known.
         machine: what the cost model of context parallelism takes; None where that is not known.
         vmem: bytes of VMEM that a TPU's compiler gives one kernel unless told otherwise.
@@ -179,15 +178,15 @@ def _tpu(
 
 
 def _gpu(
-    kind: str, family: str, peak: float, memory: float, hbm: float, link: float, sms: int = 0
+    kind: str, family: str, peak: float, memory: float, hbm: float, link: float, sms: int
 ) -> Device:
     rate, its = 0.75 * link, FAMILIES[family]
     reached = 0.6 * peak, memory, REACHED * hbm
     machine = Machine(*reached, "switch", rate, rate, rate, _GPU, _NCCL)
-    return Device(f"NVIDIA {kind}", its, sms or its.sms, peak, machine, 0, its.capability)
+    return Device(f"NVIDIA {kind}", its, sms, peak, machine, 0, its.capability)
 
 
-def _measured_h200() -> Device:
+def _h200() -> Device:
     # gather, exchange: four H200s over cuDNN, 32,768 tokens of 40 heads of 128, forward: 36.3 ms on
     # one; 10.41 ms with K and V gathered (503 MB received) and 10.01 with Ulysses (252 MB), where a
     # quarter of the one would be 9.08. The rest: four over FlashAttention-4, 14B 480p. flops: what
@@ -196,8 +195,7 @@ def _measured_h200() -> Device:
     # 1.2 ms.
     source = "measured on 4 H200s"
     machine = Machine(6.2e14, 141e9, 3.1e12, "switch", 212e9, 380e9, 270e9, source, _NCCL)
-    hopper = FAMILIES["hopper"]
-    return Device("NVIDIA H200", hopper, 132, 989e12, machine, 0, hopper.capability)
+    return Device("NVIDIA H200", FAMILIES["hopper"], 132, 989e12, machine, 0, (9, 0))
 
 
 def _mi300x() -> Device:
@@ -225,8 +223,10 @@ def _cpu() -> Device:
 # GeForce does at half the rate of RTX PRO.
 # Memory: bytes that a program may use. TPUs: what libtpu 0.0.42 says when a program needs more
 # ("exceeds available HBM (95.74G)"). GPUs: the card's memory as its maker sells it.
-# Link: one direction of one inter-chip link (TPU), of all NVLinks of a GPU, of an RTX card's 16
-# lanes of PCIe 5.0. A ring through both halves of each v7x chip crosses a chip's link once. NVLink
+# GH200: the one with HBM3. SMs: NVIDIA's white papers of each architecture; of H20, what its driver
+# counts.
+# Link: one direction of one inter-chip link (TPU), of all NVLinks of a GPU, of a card's 16 lanes of
+# PCIe 5.0. A ring through both halves of each v7x chip crosses a chip's link once. NVLink
 # joins 8 GPUs of a B200 or B300 host, and 72 of 18 hosts of GB200 or GB300: within them all reach
 # all at the full rate.
 # VMEM: what libtpu 0.0.42 states in the message of a kernel that needs more.
@@ -240,14 +240,19 @@ DEVICES: dict[str, Device] = {
         _tpu("v5p",  459e12,  95.74 * GIB,   2.77e12,   90e9, 16 * MIB),
         _tpu("v6e",  918e12,  31.25 * GIB,   1.64e12,   90e9, 32 * MIB),
         _tpu("v7x", 1153e12,  94.75 * GIB,    3.7e12,   90e9, 32 * MIB, f"half of {_TPU}"),
-        #    kind    family          peak FLOP/s  memory   HBM B/s  link B/s  SMs
-        _gpu("A100",  "ampere",           312e12,  80e9,  2.0e12, 300e9),
-        _gpu("H100",  "hopper",           989e12,  80e9, 3.35e12, 450e9),
-        _measured_h200(),
-        _gpu("B200",  "blackwell",       2250e12, 180e9,  8.0e12, 900e9),
-        _gpu("GB200", "blackwell",       2500e12, 186e9,  8.0e12, 900e9, 152),
-        _gpu("B300",  "blackwell-ultra", 2250e12, 270e9,  8.0e12, 900e9),
-        _gpu("GB300", "blackwell-ultra", 2500e12, 288e9,  8.0e12, 900e9, 152),
+        #    kind         family             peak FLOP/s  memory   HBM B/s  link B/s  SMs
+        _gpu("A100",      "ampere",           312e12,  80e9,  2.0e12, 300e9, 108),
+        _gpu("H20",       "hopper",           148e12,  96e9,  4.0e12, 450e9,  78),
+        _gpu("H100",      "hopper",           989e12,  80e9, 3.35e12, 450e9, 132),
+        _gpu("H100 PCIe", "hopper",           756e12,  80e9,  2.0e12,  64e9, 114),
+        _gpu("H800",      "hopper",           989e12,  80e9, 3.35e12, 200e9, 132),
+        _gpu("H800 PCIe", "hopper",           756e12,  80e9,  2.0e12,  64e9, 114),
+        _h200(),
+        _gpu("GH200",     "hopper",           989e12,  96e9,  4.0e12, 450e9, 132),
+        _gpu("B200",      "blackwell",       2250e12, 180e9,  8.0e12, 900e9, 148),
+        _gpu("GB200",     "blackwell",       2500e12, 186e9,  8.0e12, 900e9, 152),
+        _gpu("B300",      "blackwell-ultra", 2250e12, 270e9,  8.0e12, 900e9, 148),
+        _gpu("GB300",     "blackwell-ultra", 2500e12, 288e9,  8.0e12, 900e9, 152),
         _gpu("GeForce RTX 5090",    "blackwell-rtx", 209.5e12, 32e9, 1.792e12, 64e9, 170),
         _gpu("GeForce RTX 5080",    "blackwell-rtx", 112.6e12, 16e9, 0.960e12, 64e9, 84),
         _gpu("GeForce RTX 5070 Ti", "blackwell-rtx",  87.9e12, 16e9, 0.896e12, 64e9, 70),
