@@ -1,12 +1,17 @@
 """Block sizes of the TPU flash kernels: rules as data, an adjuster, and what a size costs."""
 
-from maxattn.block_sizes.adjust import adjust, facts_of, is_legal, log_lines
+from maxattn.block_sizes.adjust import adjust, is_legal, log_lines
 from maxattn.block_sizes.hbm import fused_partials_bytes
-from maxattn.block_sizes.padding import Padding, nearest_with_less_padding, padding
-from maxattn.block_sizes.recommend import Recommendation, recommend
-from maxattn.block_sizes.report import padding_notes, padding_text, recommend_table
-from maxattn.block_sizes.rules import RULES, Rule, rules_table
-from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, Change, Facts
+from maxattn.block_sizes.padding import (
+    Padding,
+    nearest_with_less_padding,
+    padding,
+    padding_notes,
+    padding_text,
+)
+from maxattn.block_sizes.recommend import Recommendation, recommend, recommend_table
+from maxattn.block_sizes.rules import RULES, Rule
+from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, Change, Facts, facts_of
 from maxattn.block_sizes.vmem import vmem_bytes
 
 __all__ = [
@@ -31,6 +36,5 @@ __all__ = [
     "padding_text",
     "recommend",
     "recommend_table",
-    "rules_table",
     "vmem_bytes",
 ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from math import lcm
+from typing import Any
 
-from maxattn.block_sizes.chips import chip_of
-from maxattn.block_sizes.hbm import ITEMSIZE
+from maxattn.block_sizes import transposed
 from maxattn.block_sizes.rules import RULES, fused_is_forced
-from maxattn.block_sizes.sizes import LANES, BlockSizes, Change, Facts, KernelKind, round_up
+from maxattn.block_sizes.sizes import BlockSizes, Change, Facts, KernelKind, facts_of, round_up
 from maxattn.call import Call, Role
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
@@ -33,45 +33,41 @@ def adjust(
     Args:
         asked: the config's sizes; any positive ints.
         call: the local call: T and S of what one device holds, H, dtype, role.
-        kernel: "flash" or "tokamax_flash".
+        kernel: its name; `tpu_flash` has tiles of its own.
         target: the machine; its VMEM limits the tiles where it is a TPU.
         training: whether the backward kernels must run too.
     """
+    if kernel == "tpu_flash":
+        if training:
+            return transposed.sizes_of(asked, call, target)
+        tile, of_forward = transposed.forward_tile(asked, call, target)
+        return BlockSizes(*tile), of_forward
     facts = facts_of(call, kernel, target, training)
-    filled = fill(asked, facts)
-    sizes = filled
+    sizes = fill(asked, facts)
     reasons: dict[str, list[str]] = {}
     for _ in range(ROUNDS):
-        step = _first_mend(sizes, facts)
-        if step is None:
+        if (mend := _first_mend(sizes, facts)) is None:
             break
-        values, reason = step
-        reasons.update({key: [*dict.fromkeys([*reasons.get(key, []), reason])] for key in values})
+        values, reason = mend
+        for key in values:
+            reasons[key] = [*dict.fromkeys([*reasons.get(key, []), reason])]
         sizes = replace(sizes, **values)
-    return sizes, tuple(_changes(asked, sizes, reasons, facts))
-
-
-def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
-    """Gather what the rules look at."""
-    return Facts(
-        call.q_len,
-        call.kv_len,
-        call.head_dim,
-        ITEMSIZE[call.dtype],
-        call.role == "cross",
-        kernel,
-        training,
-        chip_of(target),
-        call.mask.divides_positions,
-    )
+    changes: list[Change] = []
+    for f in fields(sizes):
+        before, after = getattr(asked, f.name), getattr(sizes, f.name)
+        # A size of the backward, which inference does not read.
+        dropped = after is None and not facts.training
+        if before is not None and before != after and not dropped:
+            changes.append(Change(f.name, before, after, "; ".join(reasons.get(f.name, []))))
+    return sizes, tuple(changes)
 
 
 def is_legal(sizes: BlockSizes, facts: Facts) -> bool:
-    """Return whether every rule holds."""
+    """Return whether every rule is kept."""
     return _first_mend(sizes, facts) is None
 
 
-def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict, str] | None:
+def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict[str, Any], str] | None:
     for rule in RULES:
         if rule.applies(facts) and (values := rule.mend(sizes, facts)):
             return values, rule.reason(facts)
@@ -80,7 +76,12 @@ def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict, str] | None:
 
 def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
     """Fill in the keys that were not set, from those that were."""
-    q, kv, compute = _fill_forward(asked, facts)
+    kv_of_backward = _common(asked.block_kv_dkv, asked.block_kv_dq)
+    q = asked.block_q or _common(asked.block_q_dkv, asked.block_q_dq) or min(DEFAULT, facts.q_most)
+    kv = asked.block_kv or kv_of_backward or min(DEFAULT, facts.kv_most)
+    if asked.block_kv is None and asked.block_kv_compute:
+        kv = round_up(kv, asked.block_kv_compute)
+    compute = asked.block_kv_compute or min(kv, DEFAULT if kv % DEFAULT == 0 else kv)
     q_dkv, kv_dkv = asked.block_q_dkv or q, asked.block_kv_dkv or kv
     compute_dkv = asked.block_kv_dkv_compute or (compute if kv_dkv % compute == 0 else kv_dkv)
     fused = bool(asked.use_fused_bwd_kernel) or fused_is_forced(facts)
@@ -90,33 +91,11 @@ def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
     return BlockSizes(q, kv, compute, q_dkv, kv_dkv, compute_dkv, q_dq, kv_dq, fused)
 
 
-def _fill_forward(asked: FlashBlockSizes, facts: Facts) -> tuple[int, int, int]:
-    """Fill in block_q, block_kv and block_kv_compute."""
-    kv_of_backward = _common(asked.block_kv_dkv, asked.block_kv_dq)
-    q = asked.block_q or _common(asked.block_q_dkv, asked.block_q_dq) or min(DEFAULT, facts.q_most)
-    kv = asked.block_kv or kv_of_backward or min(DEFAULT, facts.kv_most)
-    if asked.block_kv is None and asked.block_kv_compute:
-        kv = round_up(kv, asked.block_kv_compute)
-    compute = asked.block_kv_compute or min(kv, DEFAULT if kv % DEFAULT == 0 else kv)
-    return q, kv, compute
-
-
 def _common(a: int | None, b: int | None) -> int | None:
     """Return a size that both asked sizes divide, or the longer where that is no block."""
     if a is None or b is None:
         return a or b
     return both if (both := lcm(a, b)) <= max(LONGEST_COMMON, a, b) else max(a, b)
-
-
-def _changes(
-    asked: FlashBlockSizes, used: BlockSizes, reasons: dict[str, list[str]], facts: Facts
-) -> Iterable[Change]:
-    for f in fields(used):
-        before, after = getattr(asked, f.name), getattr(used, f.name)
-        # A size of the backward, which inference does not read.
-        dropped = after is None and not facts.training
-        if before is not None and before != after and not dropped:
-            yield Change(f.name, before, after, "; ".join(reasons.get(f.name, [])))
 
 
 def log_lines(role: Role, changes: Iterable[Change]) -> str:
@@ -126,6 +105,3 @@ def log_lines(role: Role, changes: Iterable[Change]) -> str:
         lines.append(f"  {change}" + (f" ({change.reason})" if change.reason != last else ""))
         last = change.reason
     return "\n".join(lines) if len(lines) > 1 else ""
-
-
-__all__ = ["DEFAULT", "LANES", "adjust", "facts_of", "fill", "is_legal", "log_lines"]

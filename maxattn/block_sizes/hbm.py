@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from maxattn.block_sizes.sizes import BlockSizes, KernelKind, round_up
+from maxattn.block_sizes.sizes import ITEMSIZE, BlockSizes, KernelKind, round_up
 from maxattn.call import Call
 from maxattn.devices import memory_of
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_PARTS = 0.1
 """The share of HBM that the parts of dQ may take where nobody asked for them."""
 FEW_PARTS = 4  # up to these tokamax keeps the queries' dtype, beyond them float32
@@ -15,20 +14,19 @@ FEW_PARTS = 4  # up to these tokamax keeps the queries' dtype, beyond them float
 def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "flash") -> int:
     """Count the bytes of dQ's shares that the fused backward writes to HBM.
 
-    They have ceil(S / block_kv_dkv) * B * N * T * H elements.
-
     Each KV block writes its own part of dQ, and they are summed afterwards: a longer `block_kv_dkv`
-    needs less memory. The parts have the queries' dtype, and in tokamax float32 where there are
-    more than four. The separate backward writes none.
+    needs less memory. They have ceil(S / block_kv_dkv) * B * N * T * H elements of the queries'
+    dtype, and in tokamax of float32 where there are more than four parts. The separate backward
+    writes none.
 
     Args:
         call: the local call.
         sizes: what it runs with.
         kernel: its name; `tpu_flash` adds to one array, and has no shares.
     """
-    if kernel == "tpu_flash":
+    if kernel == "tpu_flash" or not sizes.use_fused_bwd_kernel:
         return 0
-    if not sizes.use_fused_bwd_kernel or sizes.block_kv_dkv is None or sizes.block_q_dkv is None:
+    if sizes.block_kv_dkv is None or sizes.block_q_dkv is None:
         return 0
     parts = round_up(call.kv_len, sizes.block_kv_dkv) // sizes.block_kv_dkv
     padded = round_up(call.q_len, sizes.block_q_dkv)
@@ -37,11 +35,6 @@ def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "fl
 
 
 def are_parts_small(call: Call, sizes: BlockSizes, kernel: KernelKind, device_kind: str) -> bool:
-    """Tell whether the parts of dQ take little of a device's memory.
-
-    Args:
-        call, sizes, kernel: as above.
-        device_kind: of the device.
-    """
+    """Tell whether the parts of dQ take little of a device's memory."""
     most = MOST_PARTS * (memory_of(device_kind) or float("inf"))
     return fused_partials_bytes(call, sizes, kernel) <= most

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxattn.block_sizes.sizes import LANES, round_up
+from maxattn.block_sizes.sizes import LANES, BlockSizes, round_up
+from maxattn.call import Call
+
+MUCH = 0.10  # padding beyond this share of the tokens is worth a note in the plan
 
 
 class Padding(NamedTuple):
-    """Hold a padded length in tokens, and the tokens added as a share of the real length."""
+    """A padded length in tokens, and the tokens added as a share of the real length."""
 
     padded: int
     share: float
 
 
 def padding(length: int, block: int) -> Padding:
-    """Compute what a block size pads: ceil(length / block) * block.
+    """Compute what a block size pads.
 
     Args:
         length: real tokens, at least 1.
         block: tokens per block, at least 1.
 
     Returns:
-        The padded length, and (padded - length) / length.
+        The padded length ceil(length / block) * block, and (padded - length) / length.
     """
     padded = round_up(length, block)
     return Padding(padded, (padded - length) / length)
@@ -31,7 +34,7 @@ def padding(length: int, block: int) -> Padding:
 def nearest_with_less_padding(
     length: int, block: int, step: int = LANES, most: int | None = None, count: int = 3
 ) -> tuple[int, ...]:
-    """Find the block sizes nearest to one that pad less than it does.
+    """Find the block sizes nearest to one that pad less than it does, nearest first.
 
     Args:
         length: real tokens.
@@ -39,13 +42,50 @@ def nearest_with_less_padding(
         step: what sizes must be a multiple of, in tokens; 128 for KV blocks, and for Q blocks in
             training.
         most: the longest size to offer; default twice `block`, and one step at least.
-        count: how many to offer.
-
-    Returns:
-        Up to `count` sizes, nearest first; none when no size up to `most` pads less.
+        count: how many to offer, at most.
     """
     now = padding(length, block).padded
     last = min(most or max(2 * block, step), round_up(length, step))
-    sizes = range(step, last + 1, step)
-    better = [size for size in sizes if padding(length, size).padded < now]
+    better = [n for n in range(step, last + 1, step) if padding(length, n).padded < now]
     return tuple(sorted(better, key=lambda size: (abs(size - block), size))[:count])
+
+
+def padding_text(length: int, block: int, step: int = LANES) -> str:
+    """Write what a block size pads, and which sizes near it pad less.
+
+    Args:
+        length: real tokens.
+        block: tokens per block.
+        step: what the sizes offered are a multiple of.
+    """
+    padded, share = padding(length, block)
+    if padded == length:
+        return f"{block:,} pads nothing of {length:,} tokens"
+    text = f"{block:,} pads {length:,} tokens to {padded:,} ({percent(share)})"
+    better = nearest_with_less_padding(length, block, step)
+    if not better:
+        return f"{text}; no multiple of {step} up to {max(2 * block, step):,} pads less"
+    less = (f"{n:,} ({percent(padding(length, n).share)})" for n in better)
+    return f"{text}; less: {', '.join(less)}"
+
+
+def percent(share: float) -> str:
+    """Write a share; a small one with two decimals, so that it is not written as 0%."""
+    return f"{100 * share:.2f}%" if share < MUCH else f"{100 * share:.0f}%"
+
+
+def padding_notes(local: Call, sizes: BlockSizes | None) -> tuple[str, ...]:
+    """Return a note for each of block_q and block_kv that pads self-attention by more than 10%.
+
+    Args:
+        local: what one device computes.
+        sizes: the sizes it runs with; None for a kernel without any.
+    """
+    if sizes is None or local.role == "cross":
+        return ()
+    lengths = (("block_q", local.q_len, sizes.block_q), ("block_kv", local.kv_len, sizes.block_kv))
+    return tuple(
+        f"{key}: {padding_text(length, block)}"
+        for key, length, block in lengths
+        if padding(length, block).share > MUCH
+    )

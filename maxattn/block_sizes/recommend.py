@@ -9,8 +9,8 @@ from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.chips import chip_of
 from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
 from maxattn.block_sizes.hbm import fused_partials_bytes
-from maxattn.block_sizes.padding import padding
-from maxattn.block_sizes.sizes import LANES, BlockSizes, Change
+from maxattn.block_sizes.padding import padding, padding_text, percent
+from maxattn.block_sizes.sizes import LANES
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from maxattn.devices import GIB
@@ -19,13 +19,9 @@ from maxattn.target import Target
 ELEMENT = 2  # bytes, of bfloat16
 SHORTEST, LONGEST = 256, 2048  # tokens, of the blocks tried for the least padding
 
-# (longest sequence, block q, block kv), head dim 64; beyond the last row, the last row.
-LDS_TABLE = ((512, 64, 64), (2048, 64, 64), (8192, 32, 128))
-LDS_SOURCE = "table for 64 KiB of LDS, head dim 64 (AMD MI100)"
-
 
 class Recommendation(NamedTuple):
-    """Hold one recommendation.
+    """One recommendation.
 
     Args:
         source: where the sizes come from.
@@ -42,6 +38,55 @@ class Recommendation(NamedTuple):
     padding_kv: float
     for_target: bool
     note: str = ""
+
+
+def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, ...]:
+    """List block sizes for self-attention over `seq` tokens, what suits the target first.
+
+    On a TPU: the fastest by estimates, the default of the rules, and the square blocks that pad
+    least.
+
+    Args:
+        seq: tokens on one device.
+        head_dim: H.
+        target: the machine.
+    """
+
+    def row(source: str, q: int, kv: int, note: str = "", for_target: bool = True) -> None:
+        pads = padding(seq, q).share, padding(seq, kv).share
+        rows.append(Recommendation(source, q, kv, *pads, for_target, note))
+
+    rows: list[Recommendation] = []
+    if target.platform == "tpu":
+        call = Call(1, seq, seq, 1, 1, head_dim, "bfloat16")
+        for training, what in ((False, "forward"), (True, "forward and backward")):
+            found = estimated_sizes("flash", call, target, training)
+            if found is None or found.default is None or found.seconds == found.default:
+                continue
+            sizes, parts = found.sizes, fused_partials_bytes(call, found.sizes)
+            note = f"{sizes}; {found.default.slow / found.seconds.slow:.2f} times as fast as the"
+            note += " default"
+            note += f"; its parts of dQ take {parts / GIB:.2f} GiB a head" if parts else ""
+            row(f"fastest {what}, {how_estimated()}", sizes.block_q, sizes.block_kv, note)
+        default, _ = adjust(FlashBlockSizes(), call, "flash", target, True)
+        row("default of the rules", default.block_q, default.block_kv)
+        squares = {
+            n: adjust(FlashBlockSizes(block_q=n, block_kv=n), call, "flash", target, True)
+            for n in range(SHORTEST, LONGEST + 1, LANES)
+        }
+        fitting = [n for n, (_, changes) in squares.items() if not changes]
+        best = min(fitting, key=lambda n: (padding(seq, n).padded, -n), default=None)
+        kept = default if best is None else squares[best][0]
+        source = f"least padding of the multiples of {LANES} that fit in training"
+        row(source, best or default.block_q, kept.block_kv)
+    chip = chip_of(target)
+    if memory := chip.limit if chip else target.device.family.shared_memory:
+        elements = memory // ELEMENT
+        note = f"B_c = ceil(M/4d), B_r = min(B_c, d), M = {elements:,} elements of bfloat16"
+        note += "; ignores lanes, double buffers and the float32 scores" if chip else ""
+        sizes = flash_attention_blocks(elements, head_dim)
+        row("FlashAttention, algorithm 1 (arXiv 2205.14135)", *sizes, note, False)
+    return tuple(rows)
 
 
 def flash_attention_blocks(memory: int, head_dim: int) -> tuple[int, int]:
@@ -61,78 +106,25 @@ def flash_attention_blocks(memory: int, head_dim: int) -> tuple[int, int]:
     return min(columns, head_dim), columns
 
 
-def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, ...]:
-    """List block sizes for self-attention over `seq` tokens, what suits the target first.
+def recommend_table(seq: int, head_dim: int, target: Target) -> str:
+    """Print `recommend` as a table: sizes, what they pad, where they come from, and what pads less.
 
     Args:
         seq: tokens on one device.
         head_dim: H.
         target: the machine.
     """
-    return (
-        *_tpu_rows(seq, head_dim, target),
-        *_formula_rows(seq, head_dim, target),
-        _table_row(seq, target),
-    )
-
-
-def _tpu_rows(seq: int, head_dim: int, target: Target) -> list[Recommendation]:
-    """Give the fastest by estimates, the rules' default, and the square blocks that pad least."""
-    if target.platform != "tpu":
-        return []
-    call = Call(1, seq, seq, 1, 1, head_dim, "bfloat16")
-    default, _ = adjust(FlashBlockSizes(), call, "flash", target, True)
-    fitting = [n for n in range(SHORTEST, LONGEST + 1, LANES) if not _asked(n, call, target)[1]]
-    best = min(fitting, key=lambda n: (padding(seq, n).padded, -n), default=default.block_q)
-    estimated = [
-        row for training in (False, True) for row in _estimated_row(call, target, training)
+    lines = [
+        f"block sizes for {seq:,} tokens, head dim {head_dim}, {target.device_kind}",
+        f"  {'q':>5} {'kv':>7}  {'pads q':>7} {'pads kv':>7}  source",
     ]
-    source = f"least padding of the multiples of {LANES} that fit in training"
-    return [
-        *estimated,
-        _row("default of the rules", default.block_q, default.block_kv, seq, True, ""),
-        _row(source, best, _asked(best, call, target)[0].block_kv, seq, True, ""),
-    ]
-
-
-def _estimated_row(call: Call, target: Target, training: bool) -> list[Recommendation]:
-    """Give the fastest sizes of a pass by the estimates that ship, where they beat the rules'."""
-    found = estimated_sizes("flash", call, target, training)
-    if found is None or found.default is None or found.seconds == found.default:
-        return []
-    what = "forward and backward" if training else "forward"
-    gain = f"{found.default.slow / found.seconds.slow:.2f} times as fast as the default"
-    sizes, parts = found.sizes, fused_partials_bytes(call, found.sizes)
-    gain += f"; its parts of dQ take {parts / GIB:.2f} GiB a head" if parts else ""
-    return [
-        _row(f"fastest {what}, {how_estimated()}", sizes.block_q, sizes.block_kv, call.q_len, True,
-             f"{sizes}; {gain}"),
-    ]  # fmt: skip
-
-
-def _asked(size: int, call: Call, target: Target) -> tuple[BlockSizes, tuple[Change, ...]]:
-    return adjust(FlashBlockSizes(block_q=size, block_kv=size), call, "flash", target, True)
-
-
-def _formula_rows(seq: int, head_dim: int, target: Target) -> list[Recommendation]:
-    chip = chip_of(target)
-    memory = chip.limit if chip else target.device.family.shared_memory
-    if not memory:
-        return []
-    rows, columns = flash_attention_blocks(memory // ELEMENT, head_dim)
-    note = f"B_c = ceil(M/4d), B_r = min(B_c, d), M = {memory // ELEMENT:,} elements of bfloat16"
-    if chip:
-        note += "; ignores lanes, double buffers and the float32 scores"
-    return [_row("FlashAttention, algorithm 1 (arXiv 2205.14135)", rows, columns, seq, False, note)]
-
-
-def _table_row(seq: int, target: Target) -> Recommendation:
-    _, q, kv = next((row for row in LDS_TABLE if seq <= row[0]), LDS_TABLE[-1])
-    note = "" if seq <= LDS_TABLE[-1][0] else f"the table ends at {LDS_TABLE[-1][0]:,} tokens"
-    return _row(LDS_SOURCE, q, kv, seq, False, note)
-
-
-def _row(source: str, q: int, kv: int, seq: int, for_target: bool, note: str) -> Recommendation:
-    return Recommendation(
-        source, q, kv, padding(seq, q).share, padding(seq, kv).share, for_target, note
-    )
+    rows = recommend(seq, head_dim, target)
+    for row in rows:
+        note = f" ({row.note})" if row.note else ""
+        pads = f"{percent(row.padding_q):>7} {percent(row.padding_kv):>7}"
+        lines.append(f"  {row.block_q:>5,} {row.block_kv:>7,}  {pads}  {row.source}{note}")
+    if not rows:
+        lines.append("  none: no kernel on it reads block sizes")
+    if target.platform == "tpu":
+        lines.append(f"  {padding_text(seq, rows[0].block_q)}")
+    return "\n".join(lines)

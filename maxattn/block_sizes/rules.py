@@ -1,7 +1,6 @@
-"""The rules of block sizes, as data: what must hold, what mends it, and why.
+"""The rules of block sizes, as data: what must be true, what mends it, and why.
 
-`adjust` applies them from the top until all hold, and the flowchart of the documentation is printed
-from them.
+`adjust` applies them from the top until all are true; the documentation prints them.
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ from maxattn.block_sizes.sizes import (
     round_near,
 )
 
-Values = dict[str, Any]  # keys and the values that mend them
+Mend = Callable[[BlockSizes, Facts], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """State one rule.
+    """One rule.
 
     Args:
-        name: a few words that name it.
+        name: a few words.
         keys: the sizes it governs.
-        when: in words, the calls it governs.
-        needs: in words, what must hold.
+        when: in words, the calls it governs: "always", or beginning with "inference" or "training".
+        needs: in words, what must be true.
         why: the reason, in one sentence.
-        applies: whether it governs a call.
-        mend: from sizes to the keys to change, and their values; empty where the rule holds.
-        reason: what a log line gives as the reason of a change.
+        mend: from sizes to the keys to change, and their values; empty where the rule is kept.
+        reason: the reason of a change, for a log line.
     """
 
     name: str
@@ -47,9 +45,12 @@ class Rule:
     when: str
     needs: str
     why: str
-    applies: Callable[[Facts], bool]
-    mend: Callable[[BlockSizes, Facts], Values]
+    mend: Mend
     reason: Callable[[Facts], str]
+
+    def applies(self, facts: Facts) -> bool:
+        """Whether the rule is of this pass; what else `when` names, `mend` tests."""
+        return not self.when.startswith("inference" if facts.training else "training")
 
 
 def fused_is_forced(facts: Facts) -> bool:
@@ -57,101 +58,50 @@ def fused_is_forced(facts: Facts) -> bool:
     return facts.training and facts.kernel == "tokamax_flash"
 
 
-def _always(facts: Facts) -> bool:
-    return True
-
-
-def _training(facts: Facts) -> bool:
-    return facts.training
-
-
-def _inference(facts: Facts) -> bool:
-    return not facts.training
-
-
-def _set(sizes: BlockSizes, keys: tuple[str, ...], value: Callable[[int], Any]) -> Values:
+def _set(sizes: BlockSizes, keys: tuple[str, ...], value: Callable[[int], Any]) -> dict[str, Any]:
     """Apply `value` to the keys that are set, and keep what differs."""
     found = {key: (old, value(old)) for key in keys if (old := getattr(sizes, key)) is not None}
     return {key: new for key, (old, new) in found.items() if new != old}
 
 
-def _forward_only(sizes: BlockSizes, facts: Facts) -> Values:
-    return _set(sizes, (*DKV, *DQ, "use_fused_bwd_kernel"), lambda _: None)
+def _force_fused(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
+    needed = fused_is_forced(facts) and not sizes.use_fused_bwd_kernel
+    return {"use_fused_bwd_kernel": True} if needed else {}
 
 
-def _force_fused(sizes: BlockSizes, facts: Facts) -> Values:
-    return {} if sizes.use_fused_bwd_kernel else {"use_fused_bwd_kernel": True}
+def _one_q(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
+    needed = sizes.use_fused_bwd_kernel and sizes.block_q_dkv != sizes.block_q
+    return {"block_q_dkv": sizes.block_q} if needed else {}
 
 
-def _drop_dq(sizes: BlockSizes, facts: Facts) -> Values:
-    return _set(sizes, DQ, lambda _: None) if sizes.use_fused_bwd_kernel else {}
+def _divides(part: str, whole: str, when: str, why: str) -> Rule:
+    """Let `part` divide `whole`, by the nearest size that does; of two as near, the longer."""
 
-
-def _clip_q(sizes: BlockSizes, facts: Facts) -> Values:
-    return _set(sizes, Q_KEYS, lambda size: min(size, facts.q_most))
-
-
-def _clip_kv(sizes: BlockSizes, facts: Facts) -> Values:
-    return _set(sizes, KV_KEYS, lambda size: min(size, facts.kv_most))
-
-
-def _step_q(sizes: BlockSizes, facts: Facts) -> Values:
-    return _set(sizes, Q_KEYS, lambda size: round_near(size, facts.q_step))
-
-
-def _step_kv(sizes: BlockSizes, facts: Facts) -> Values:
-    return _set(sizes, KV_KEYS, lambda size: round_near(size, LANES))
-
-
-def _one_q(sizes: BlockSizes, facts: Facts) -> Values:
-    if not sizes.use_fused_bwd_kernel or sizes.block_q_dkv == sizes.block_q:
-        return {}
-    return {"block_q_dkv": sizes.block_q}
-
-
-def _divide(part: str, whole: str) -> Callable[[BlockSizes, Facts], Values]:
-    """Mend `part` divides `whole` by the nearest size that does; of two as near, the longer."""
-
-    def mend(sizes: BlockSizes, facts: Facts) -> Values:
+    def mend(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
         small, large = getattr(sizes, part), getattr(sizes, whole)
         if small is None or large is None or large % small == 0:
             return {}
         return {part: min(divisors(large, LANES), key=lambda size: (abs(size - small), -size))}
 
-    return mend
-
-
-def _divides(part: str, whole: str, when: str, applies: Callable[[Facts], bool], why: str) -> Rule:
     name = f"{part} divides {whole}"
-    return Rule(
-        name,
-        (part, whole),
-        when,
-        name,
-        why,
-        applies,
-        _divide(part, whole),
-        lambda f: f"must divide {whole}",
-    )
+    return Rule(name, (part, whole), when, name, why, mend, lambda f: f"must divide {whole}")
 
 
-def _fits(
-    name: str, keys: tuple[str, ...], when: str, applies: Callable[[Facts], bool], mend: Any
-) -> Rule:
+def _fits(name: str, keys: tuple[str, ...], when: str, mend: Mend) -> Rule:
     return Rule(
         f"{name} fits VMEM",
         keys,
         when,
         f"the {name} kernel's tiles, both buffers and scores, fit the chip's limit",
         "the compiler gives a kernel a fixed share of VMEM and stops where it needs more",
-        applies,
         mend,
         lambda f: f"{f.chip.limit // 2**20} MiB of VMEM on {f.chip.name}" if f.chip else "",
     )
 
 
-_LANES_WHY = f"keys lie along the {LANES} lanes of a register when K is transposed for the product"
-_DIVIDES_WHY = "one padded length must be a whole number of both blocks"
+_EQUAL_PARTS = "a fetched tile is computed in equal parts"
+_BOTH_BLOCKS = "one padded length must be a whole number of both blocks"
+_SEPARATE = "training with the separate backward"
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -160,8 +110,7 @@ RULES: tuple[Rule, ...] = (
         "inference",
         "the three forward sizes alone are kept",
         "no backward kernel runs",
-        _inference,
-        _forward_only,
+        lambda s, f: _set(s, (*DKV, *DQ, "use_fused_bwd_kernel"), lambda _: None),
         lambda f: "no backward in inference",
     ),
     Rule(
@@ -170,7 +119,6 @@ RULES: tuple[Rule, ...] = (
         "training with tokamax_flash",
         "use_fused_bwd_kernel is true",
         "tokamax has no other backward",
-        fused_is_forced,
         _force_fused,
         lambda f: "tokamax has the fused backward alone",
     ),
@@ -180,8 +128,7 @@ RULES: tuple[Rule, ...] = (
         "training with the fused backward",
         "block_q_dq and block_kv_dq are not used",
         "the fused kernel computes dQ beside dK and dV",
-        _training,
-        _drop_dq,
+        lambda s, f: _set(s, DQ, lambda _: None) if s.use_fused_bwd_kernel else {},
         lambda f: "the fused backward computes dQ too",
     ),
     Rule(
@@ -190,8 +137,7 @@ RULES: tuple[Rule, ...] = (
         "always",
         "no Q block is longer than the padded queries",
         "the rest of the block would be padding",
-        _always,
-        _clip_q,
+        lambda s, f: _set(s, Q_KEYS, lambda size: min(size, f.q_most)),
         lambda f: f"query length {f.q_len}",
     ),
     Rule(
@@ -200,8 +146,7 @@ RULES: tuple[Rule, ...] = (
         "always",
         f"no KV block is longer than the keys rounded up to {LANES}",
         "text keys are fewer than most blocks, and the rest would be padding",
-        _always,
-        _clip_kv,
+        lambda s, f: _set(s, KV_KEYS, lambda size: min(size, f.kv_most)),
         lambda f: f"{'text sequence' if f.cross else 'key'} length {f.kv_len}",
     ),
     Rule(
@@ -211,8 +156,7 @@ RULES: tuple[Rule, ...] = (
         f"Q blocks are multiples of {LANES} in training, of 8 in inference",
         "the backward lays queries, LSE and segment ids along the lanes; "
         "the forward lays them along the sublanes",
-        _always,
-        _step_q,
+        lambda s, f: _set(s, Q_KEYS, lambda size: round_near(size, f.q_step)),
         lambda f: f"must be a multiple of {f.q_step}",
     ),
     Rule(
@@ -220,9 +164,8 @@ RULES: tuple[Rule, ...] = (
         KV_KEYS,
         "always",
         f"KV blocks are multiples of {LANES}",
-        _LANES_WHY,
-        _always,
-        _step_kv,
+        f"keys lie along the {LANES} lanes of a register when K is transposed for the product",
+        lambda s, f: _set(s, KV_KEYS, lambda size: round_near(size, LANES)),
         lambda f: f"must be a multiple of {LANES}",
     ),
     Rule(
@@ -231,40 +174,16 @@ RULES: tuple[Rule, ...] = (
         "training with the fused backward",
         "block_q_dkv equals block_q",
         "block_q wins, so that dQ comes back in the tiles that Q was padded to",
-        _training,
         _one_q,
         lambda f: "the fused backward needs block_q",
     ),
-    _divides(
-        "block_kv_compute",
-        "block_kv",
-        "always",
-        _always,
-        "a fetched tile is computed in equal parts",
-    ),
-    _divides("block_q_dkv", "block_q", "training", _training, _DIVIDES_WHY),
-    _divides("block_kv_dkv", "block_kv", "training", _training, _DIVIDES_WHY),
-    _divides(
-        "block_kv_dkv_compute",
-        "block_kv_dkv",
-        "training",
-        _training,
-        "a fetched tile is computed in equal parts",
-    ),
-    _divides(
-        "block_q_dq", "block_q", "training with the separate backward", _training, _DIVIDES_WHY
-    ),
-    _divides(
-        "block_kv_dq", "block_kv", "training with the separate backward", _training, _DIVIDES_WHY
-    ),
-    _fits("forward", FORWARD, "on a TPU", _always, fit.forward),
-    _fits("dkv", DKV, "training on a TPU", _training, fit.dkv),
-    _fits("dq", DQ, "training on a TPU with the separate backward", _training, fit.dq),
+    _divides("block_kv_compute", "block_kv", "always", _EQUAL_PARTS),
+    _divides("block_q_dkv", "block_q", "training", _BOTH_BLOCKS),
+    _divides("block_kv_dkv", "block_kv", "training", _BOTH_BLOCKS),
+    _divides("block_kv_dkv_compute", "block_kv_dkv", "training", _EQUAL_PARTS),
+    _divides("block_q_dq", "block_q", _SEPARATE, _BOTH_BLOCKS),
+    _divides("block_kv_dq", "block_kv", _SEPARATE, _BOTH_BLOCKS),
+    _fits("forward", FORWARD, "on a TPU", fit.forward),
+    _fits("dkv", DKV, "training on a TPU", fit.dkv),
+    _fits("dq", DQ, "training on a TPU with the separate backward", fit.dq),
 )
-
-
-def rules_table() -> str:
-    """Write the rules as a Markdown table, in the order in which they are applied."""
-    rows = ["| when | what must hold | why |", "|---|---|---|"]
-    rows += [f"| {rule.when} | {rule.needs} | {rule.why} |" for rule in RULES]
-    return "\n".join(rows)

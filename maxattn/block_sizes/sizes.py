@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from maxattn.block_sizes.chips import Chip
+from maxattn.block_sizes.chips import Chip, chip_of
+from maxattn.call import Call
 from maxattn.config import FlashBlockSizes, numbers
+from maxattn.target import Target
 
 KernelKind = Literal["flash", "tokamax_flash", "tpu_flash"]
 LANES = 128  # tokens side by side in a register of a TPU: 8 sublanes x 128 lanes
 SUBLANES = 8
+FLOAT = 4  # bytes
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 FORWARD = ("block_q", "block_kv", "block_kv_compute")
 DKV = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
 DQ = ("block_q_dq", "block_kv_dq")
@@ -20,7 +24,7 @@ KV_KEYS = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Hold the sizes that a kernel runs with, in tokens; None is a size that it does not read.
+    """The sizes that a kernel runs with, in tokens; None is a size that it does not read.
 
     Args:
         block_q, block_kv, block_kv_compute: tiles of the forward kernel.
@@ -59,10 +63,8 @@ class BlockSizes:
         q, kv, compute = self.block_q, self.block_kv, self.block_kv_compute
         text = f"q {q}, kv {kv} by {compute}"
         if (dkv := self.part(DKV)) is not None:
-            text += (
-                f"; backward {'fused' if self.use_fused_bwd_kernel else 'dkv'} q {dkv[0]}, kv"
-                f" {dkv[1]} by {dkv[2]}"
-            )
+            kind = "fused" if self.use_fused_bwd_kernel else "dkv"
+            text += f"; backward {kind} q {dkv[0]}, kv {dkv[1]} by {dkv[2]}"
         if (dq := self.part(DQ)) is not None:
             text += f"; dq q {dq[0]}, kv {dq[1]}"
         return text
@@ -70,7 +72,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class Change:
-    """Say that a size was changed: from what, to what (None: not used), and why."""
+    """A size that was changed: from what, to what (None: not used), and why."""
 
     key: str
     asked: int | bool | None
@@ -84,7 +86,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Facts:
-    """Hold what the rules look at beside the sizes.
+    """What the rules look at beside the sizes.
 
     Args:
         q_len, kv_len: local tokens, T and S, before padding.
@@ -121,6 +123,21 @@ class Facts:
     def kv_most(self) -> int:
         """Keys after padding to the lanes: the longest KV block."""
         return round_up(self.kv_len, LANES)
+
+
+def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
+    """Gather what the rules look at."""
+    return Facts(
+        call.q_len,
+        call.kv_len,
+        call.head_dim,
+        ITEMSIZE[call.dtype],
+        call.role == "cross",
+        kernel,
+        training,
+        chip_of(target),
+        call.mask.divides_positions,
+    )
 
 
 def round_up(length: int, step: int) -> int:

@@ -1,35 +1,64 @@
-"""Tiles of `tpu_flash`, from what was asked for and from the lengths."""
+"""Tiles of `tpu_flash`, from what was asked for, from the lengths, and from the VMEM they take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxattn.block_sizes.adjust import facts_of
 from maxattn.block_sizes.chips import Family
 from maxattn.block_sizes.estimated.step_cost import Kind
 from maxattn.block_sizes.sizes import (
     DKV,
     DQ,
+    FLOAT,
     FORWARD,
     LANES,
+    SUBLANES,
     BlockSizes,
     Change,
     Facts,
+    facts_of,
     round_near,
     round_up,
 )
-from maxattn.block_sizes.transposed_vmem import backward_bytes, forward_bytes
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
 Tile = tuple[int, int, int]  # queries, keys, and keys computed at once
-FLOAT = 4  # bytes
+SCORES = {2: 14, 4: 48}
+"""Bytes of what the backward keeps of a pair, by bytes of an element, fitted from above to what the
+compiler needs: scores, weights, their gradients and the mask, and the parts of float32 products."""
+ROWS = 2 * SUBLANES * FLOAT  # bytes of one token's value in a row that is there twice
+
+
+def forward_bytes(tile: Tile, facts: Facts) -> float:
+    """Bound the bytes of VMEM that the forward takes.
+
+    Operands and results are there twice, since one is fetched or written while the other is used;
+    sums are there once. Scores and weights of the keys computed at once spill.
+    """
+    q, kv, compute = tile
+    head = round_up(facts.head_dim, LANES)
+    windows = 4 * (q + kv) * head * facts.itemsize + q * head * FLOAT
+    # ids, codes, LSE, and the sums l and m; ids of keys
+    rows = (4 * ROWS + 2 * SUBLANES * FLOAT) * q + ROWS * kv
+    return windows + rows + (FLOAT + facts.itemsize) * q * compute
+
+
+def backward_bytes(tile: Tile, facts: Facts) -> float:
+    """Bound the bytes of VMEM that the backward takes."""
+    q, kv, compute = tile
+    head, item = round_up(facts.head_dim, LANES), facts.itemsize
+    # q and dout twice; dQ as it was and as it is, and what is added to it
+    queries = 4 * q * head * item + 3 * q * head * FLOAT + 4 * ROWS * q
+    # k and v twice, k transposed; dK and dV: sums, and results twice
+    keys = 5 * kv * head * item + 6 * kv * head * FLOAT + ROWS * kv
+    return queries + keys + SCORES[item] * q * compute
 
 
 class Pass(NamedTuple):
-    """Hold what the tiles of one kernel follow.
+    """What the tiles of one kernel follow.
 
     Args:
         keys: of the config.
@@ -92,8 +121,15 @@ def sizes_of(
     """
     forward, changes = forward_tile(asked, call, target)
     backward, more = backward_tile(asked, call, target)
+    unused = []
+    if asked.use_fused_bwd_kernel is False:
+        reason = "tpu_flash has the fused backward alone"
+        unused.append(Change("use_fused_bwd_kernel", False, True, reason))
+    for key in DQ:
+        if (wanted := getattr(asked, key)) is not None:
+            unused.append(Change(key, wanted, None, "the fused backward computes dQ too"))
     sizes = BlockSizes(*forward, *backward, use_fused_bwd_kernel=True)
-    return sizes, (*changes, *more, *_unused(asked))
+    return sizes, (*changes, *more, *unused)
 
 
 def forward_tile(
@@ -116,50 +152,39 @@ def backward_tile(
 def _tile(
     kind: Pass, wanted: tuple[int | None, ...], asked: FlashBlockSizes, facts: Facts
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return a tile that fits.
+    """Return a tile that fits, and the changes.
 
     Lengths that are left open are divided evenly, so that little is padding. Keys computed at once
     need not divide a block: its last ones may be fewer.
     """
+
+    def rounded(size: int | None, most: int) -> int | None:
+        return None if size is None else round_near(min(size, most), LANES)
+
+    def even(length: int, usual: int) -> int:
+        return round_up(-(-length // -(-length // usual)), LANES)
+
     usual = kind.usual_float32
     if facts.itemsize < FLOAT:
         usual = kind.usual[facts.chip.family if facts.chip else "v6e"]
-    q = _rounded(wanted[0], facts.q_most) or _even(facts.q_most, usual[0])
-    kv = _rounded(wanted[1], facts.kv_most) or _even(facts.kv_most, usual[1])
-    tile = q, kv, min(_rounded(wanted[2], kv) or usual[2], kv)
-    while (smaller := _smaller(kind, tile, facts)) is not None:
-        tile = smaller
-    return tile, tuple(_changes(kind, asked, tile, facts))
-
-
-def _rounded(asked: int | None, most: int) -> int | None:
-    return None if asked is None else round_near(min(asked, most), LANES)
-
-
-def _even(length: int, usual: int) -> int:
-    """Divide a padded length into equal blocks of at most the usual size."""
-    return round_up(-(-length // -(-length // usual)), LANES)
-
-
-def _smaller(kind: Pass, tile: Tile, facts: Facts) -> Tile | None:
-    """Return the next smaller tile where this one does not fit; None where it does."""
-    q, kv, compute = tile
-    is_long = q * kv > kind.pairs[facts.itemsize]
-    if kind.fits(tile, facts) or max(q, kv) == LANES:
-        return None
-    if compute > 2 * LANES and not is_long:
-        return q, kv, round_near(compute // 2, LANES)
-    if q >= kv:
-        return round_up(q // 2, LANES), kv, compute
-    kv = round_up(kv // 2, LANES)
-    return q, kv, min(compute, kv)
-
-
-def _changes(kind: Pass, asked: FlashBlockSizes, tile: Tile, facts: Facts) -> Iterator[Change]:
-    for key, used in zip(kind.keys, tile, strict=True):
-        wanted = getattr(asked, key)
-        if wanted is not None and wanted != used:
-            yield Change(key, wanted, used, _reason(kind, key, wanted, used, facts))
+    q = rounded(wanted[0], facts.q_most) or even(facts.q_most, usual[0])
+    kv = rounded(wanted[1], facts.kv_most) or even(facts.kv_most, usual[1])
+    compute = min(rounded(wanted[2], kv) or usual[2], kv)
+    while not kind.fits((q, kv, compute), facts) and max(q, kv) > LANES:
+        if compute > 2 * LANES and q * kv <= kind.pairs[facts.itemsize]:
+            compute = round_near(compute // 2, LANES)
+        elif q >= kv:
+            q = round_up(q // 2, LANES)
+        else:
+            kv = round_up(kv // 2, LANES)
+            compute = min(compute, kv)
+    tile = q, kv, compute
+    changes = tuple(
+        Change(key, asked_for, used, _reason(kind, key, asked_for, used, facts))
+        for key, used in zip(kind.keys, tile, strict=True)
+        if (asked_for := getattr(asked, key)) not in (None, used)
+    )
+    return tile, changes
 
 
 def _reason(kind: Pass, key: str, asked: int, used: int, facts: Facts) -> str:
@@ -171,13 +196,3 @@ def _reason(kind: Pass, key: str, asked: int, used: int, facts: Facts) -> str:
     pairs = f"at most {kind.pairs[facts.itemsize]} pairs a tile"
     vmem = f"{facts.chip.limit // 2**20} MiB of VMEM on {facts.chip.name}" if facts.chip else ""
     return f"{pairs}, and {vmem}" if vmem else pairs
-
-
-def _unused(asked: FlashBlockSizes) -> Iterator[Change]:
-    """Say which sizes of other kernels' backward are not read."""
-    if asked.use_fused_bwd_kernel is False:
-        reason = "tpu_flash has the fused backward alone"
-        yield Change("use_fused_bwd_kernel", False, True, reason)
-    for key in DQ:
-        if (wanted := getattr(asked, key)) is not None:
-            yield Change(key, wanted, None, "the fused backward computes dQ too")

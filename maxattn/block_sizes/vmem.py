@@ -16,10 +16,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from maxattn.block_sizes.chips import CHIPS, Family
-from maxattn.block_sizes.sizes import LANES, SUBLANES, Facts, round_up
+from maxattn.block_sizes.sizes import FLOAT, LANES, SUBLANES, Facts, round_up
 
 Part = Literal["forward", "dkv", "fused", "dq"]
-FLOAT = 4  # bytes of a float32 or an int32
 ROW = FLOAT * LANES  # bytes of one token's statistics, spread over the lanes
 COLUMN = FLOAT * SUBLANES  # bytes of one token's statistics, spread over the sublanes
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from maxattn.block_sizes import RULES, padding_text, recommend_table, rules_table
-from maxattn.block_sizes.flowchart import page
+from docs.building.flowchart import page, rules_table
+from maxattn.block_sizes import RULES, padding_text, recommend_table
 from maxattn.target import Target
 from tests.golden_text import check_golden
 

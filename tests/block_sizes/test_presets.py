@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import maxattn as ma
+from docs.building.presets import MODELS, files, table
 from maxattn.block_sizes import adjust, padding
 from maxattn.block_sizes.chips import CHIPS
-from maxattn.block_sizes.presets import MODELS, files, table
 from maxattn.target import Target
 from tests.block_sizes.presets_of_others import PRESETS, changes_of
 from tests.kernel_of import blocks_of

@@ -17,9 +17,13 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import DKV
-from maxattn.block_sizes.adjust import facts_of
-from maxattn.block_sizes.transposed import backward_tile, forward_tile
-from maxattn.block_sizes.transposed_vmem import backward_bytes, forward_bytes
+from maxattn.block_sizes.sizes import facts_of
+from maxattn.block_sizes.transposed import (
+    backward_bytes,
+    backward_tile,
+    forward_bytes,
+    forward_tile,
+)
 from maxattn.config import FlashBlockSizes
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD

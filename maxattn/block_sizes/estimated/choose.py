@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.estimated.grids import evaluates, step_grid
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
-from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, KernelKind, round_up
 from maxattn.call import Call
@@ -117,7 +117,7 @@ def is_taken(
     sizes: BlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
 ) -> bool:
     """Tell whether the rules take sizes as they are."""
-    return sizes_for(sizes.asked(), call, kernel, target, training) == (sizes, ())
+    return adjust(sizes.asked(), call, kernel, target, training) == (sizes, ())
 
 
 def _forward_alone(tile: Tile) -> BlockSizes:

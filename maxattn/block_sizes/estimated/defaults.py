@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from maxattn import tuned
+from maxattn.block_sizes.adjust import adjust
 from maxattn.block_sizes.estimated.choose import (
     TIE,
     Costs,
@@ -19,7 +20,6 @@ from maxattn.block_sizes.estimated.choose import (
 from maxattn.block_sizes.estimated.grids import hides_by_interval, not_priced, tile_shares
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Seconds
 from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
-from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.hbm import are_parts_small
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
@@ -100,7 +100,7 @@ def choose(
     if not costs:
         return None
     asked = FlashBlockSizes(use_fused_bwd_kernel=fused)
-    default, _ = sizes_for(asked, call, kernel, target, training)
+    default, _ = adjust(asked, call, kernel, target, training)
     known = seconds_of(costs, default, call, kernel, target)
     found = tuple(_ranked(costs, kernel, call, target, training, fused))
     if known is None:

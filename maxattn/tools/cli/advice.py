@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from maxattn.block_sizes import BlockSizes, nearest_with_less_padding, padding
-from maxattn.block_sizes.report import padding_text
+from maxattn.block_sizes import BlockSizes, nearest_with_less_padding, padding, padding_text
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from maxattn.block_sizes import adjust
 from maxattn.block_sizes.estimated.choose import TIE, Costs, Estimate, ranked, seconds_of
 from maxattn.block_sizes.estimated.defaults import in_ms
 from maxattn.block_sizes.estimated.grids import not_priced
-from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig, FlashBlockSizes
@@ -114,7 +114,7 @@ class OfflineTuning:
     def default(self) -> BlockSizes:
         """The sizes that the rules fill in."""
         asked = FlashBlockSizes()
-        return sizes_for(asked, self.local, self.kernel, self.target, self.training)[0]
+        return adjust(asked, self.local, self.kernel, self.target, self.training)[0]
 
     def ranked(self, costs: Costs) -> list[Estimate]:
         """Rank the sizes that fit the device, with either backward."""

@@ -7,8 +7,7 @@ from itertools import product
 from math import log2
 from typing import Any
 
-from maxattn.block_sizes import BlockSizes
-from maxattn.block_sizes.for_kernel import sizes_for
+from maxattn.block_sizes import BlockSizes, adjust
 from maxattn.block_sizes.sizes import round_up
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -87,7 +86,7 @@ def _distance(a: Candidate, b: Candidate) -> float:
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:
     """Make the block sizes that the rules leave as they are, and whose dQ fits the device."""
-    default, _ = sizes_for(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
+    default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
     found = {default: None}
     fused = (True, False) if training and kernel == "flash" else (None,)
     for q, kv, compute, one in product(BLOCK_CHOICES, BLOCK_CHOICES, COMPUTE_CHOICES, fused):
@@ -95,7 +94,7 @@ def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[
             asked = FlashBlockSizes(
                 block_q=q, block_kv=kv, block_kv_compute=compute, use_fused_bwd_kernel=one
             )
-            sizes, changes = sizes_for(asked, call, kernel, target, training)  # type: ignore[arg-type]
+            sizes, changes = adjust(asked, call, kernel, target, training)  # type: ignore[arg-type]
             if not changes and fits_alone(kernel, call, sizes, training, target.device_kind):
                 found.setdefault(sizes)
     return [_candidate(tuple(b.given().items()), (b.block_q, b.block_kv), call) for b in found]

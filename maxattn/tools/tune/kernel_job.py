@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Tile
-from maxattn.block_sizes.hbm import ITEMSIZE
-from maxattn.block_sizes.sizes import KernelKind
+from maxattn.block_sizes.sizes import ITEMSIZE, KernelKind
 
 ROWS, COLUMNS = 2, 4  # tiles of a head: a kernel has the same schedule over more
 # The largest VMEM of a TPU: in it the compiler would keep a shorter operand, and the kernel

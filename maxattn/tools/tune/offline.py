@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from maxattn.block_sizes import facts_of
+from maxattn.block_sizes import adjust, facts_of
 from maxattn.block_sizes.estimated.choose import (
     Costs,
     divides,
@@ -21,7 +21,6 @@ from maxattn.block_sizes.estimated.choose import (
 )
 from maxattn.block_sizes.estimated.grids import evaluates
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
-from maxattn.block_sizes.for_kernel import sizes_for
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -71,7 +70,7 @@ class OfflineSearch:
     def _defaults(self, training: bool) -> Iterator[dict[Kind, Tile]]:
         """Yield the tiles that run where nothing is set, of each pass."""
         for each in (False, True) if training else (False,):
-            sizes, _ = sizes_for(FlashBlockSizes(), self.call, self.kernel, self.target, each)
+            sizes, _ = adjust(FlashBlockSizes(), self.call, self.kernel, self.target, each)
             yield tiles_of(sizes)
 
     def _kinds(self, training: bool) -> tuple[Kind, ...]:

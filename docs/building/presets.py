@@ -2,7 +2,7 @@
 
 They pad little. Where no estimates ship, they are the largest.
 
-`python -m maxattn.block_sizes.presets FOLDER` writes them as configs; those in
+`python -m docs.building.presets FOLDER` writes them as configs; those in
 `configs/block_sizes` are its output.
 """
 
@@ -276,7 +276,7 @@ def text_of(model: Model, kind: str, name: str) -> str:
 #          tokamax_flash takes these sizes.
 # Run      python -c "import maxattn as ma; print(ma.plan({planned}).explain())"
 # Pads     Q and KV of {pads}
-# Made by  python -m maxattn.block_sizes.presets configs/block_sizes
+# Made by  python -m docs.building.presets configs/block_sizes
 #          ({_how(gains)}; not timed on a {kind})
 
 attention: flash                   # or tokamax_flash

@@ -1,6 +1,6 @@
 """The page that says what is adjusted, when and why, written from the table of rules.
 
-`python -m maxattn.block_sizes.flowchart` prints `docs/guide/block_sizes_flowchart.md`.
+`python -m docs.building.flowchart` prints `docs/guide/block_sizes_flowchart.md`.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from maxattn.block_sizes.adjust import DEFAULT, facts_of
+from maxattn.block_sizes.adjust import DEFAULT
 from maxattn.block_sizes.rules import RULES, Rule
-from maxattn.block_sizes.sizes import Facts, KernelKind
+from maxattn.block_sizes.sizes import Facts, KernelKind, facts_of
 from maxattn.call import Call
 from maxattn.target import Target
 
 HEAD = f"""# Block sizes: what is adjusted, when and why
 
-This page is printed from the rules (`python -m maxattn.block_sizes.flowchart`), and a test compares
+This page is printed from the rules (`python -m docs.building.flowchart`), and a test compares
 the two.
 
 A key that is not set is filled in first, from the keys that are set, else with {DEFAULT}: that is
@@ -33,6 +33,13 @@ def page() -> str:
         )
         + "\n"
     )
+
+
+def rules_table() -> str:
+    """Write the rules as a Markdown table, in the order in which they are applied."""
+    rows = ["| when | what must hold | why |", "|---|---|---|"]
+    rows += [f"| {rule.when} | {rule.needs} | {rule.why} |" for rule in RULES]
+    return "\n".join(rows)
 
 
 def chart_lines() -> Iterator[str]:
