@@ -5,15 +5,21 @@ One YAML line picks the kernel and the parallelism.
 
 from __future__ import annotations
 
-from maxattn import masks, weights
-from maxattn.attention import attention
-from maxattn.config import AttentionConfig
-from maxattn.decide import plan
-from maxattn.modules import CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
-from maxattn.plan import Call, Plan, Reason, Target
-from maxattn.remat import remat, remat_policy
-from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
-from maxattn.streaming import KVCache, Stream
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from maxattn import masks, weights
+    from maxattn.attention import attention
+    from maxattn.config import AttentionConfig
+    from maxattn.decide import plan
+    from maxattn.modules import CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
+    from maxattn.plan import Call, Plan, Reason, Target
+    from maxattn.remat import remat, remat_policy
+    from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
+    from maxattn.streaming import KVCache, Stream
 
 __all__ = [
     "AttentionConfig",
@@ -41,3 +47,42 @@ __all__ = [
     "weights",
 ]
 __version__ = "0.2.0"
+
+# Each public name is imported when it is first asked for: `maxattn --version` needs no jax.
+_HOMES = {
+    "attention": "attention",
+    "config": "AttentionConfig",
+    "decide": "plan",
+    "modules": "CrossAttention FlaxAttention JointAttention attention_fn swap",
+    "plan": "Call Plan Reason Target",
+    "remat": "remat remat_policy",
+    "rope": "Rotary apply_rotary rope_1d rope_2d rope_3d",
+    "streaming": "KVCache Stream",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    elif name in ("masks", "weights"):
+        found = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keep `maxattn.plan` the function: importing the file plan.py would replace it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOME_OF or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
+import pytest
+
 import maxattn as ma
+from tests.pages import ROOT
 
-PROBE = """
-import time
-start = time.process_time()
-import jax, flax.nnx
-base = time.process_time()
-import maxattn
-done = time.process_time()
-from jax._src import xla_bridge
-assert not xla_bridge._backends, "a backend was initialised"
-import sys
-heavy = {"matplotlib", "rich", "optax", "orbax", "sklearn", "grain", "safetensors"}
-heavy = (heavy | {"transformer_engine", "tokamax"}) & set(sys.modules)
-assert not heavy - set(before), heavy
-print(done - base)
-""".replace(
-    "import maxattn\ndone", "before = list(__import__('sys').modules)\nimport maxattn\ndone"
-)
+HEAVY = {"jax", "flax", "numpy", "pydantic"}
+OPTIONAL = {"matplotlib", "rich", "optax", "orbax", "sklearn", "grain", "transformer_engine"}
 
 
-def test_importing_costs_under_a_second_and_starts_no_backend() -> None:
-    # CPU seconds, the best of at most three: other tests run beside this one.
-    assert any(import_seconds() < 1.0 for _ in range(3))
-
-
-def import_seconds() -> float:
-    command = [sys.executable, "-c", PROBE]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def modules_after(*words: str) -> set[str]:
+    """Run Python, with warnings as errors; return the modules that are imported at its end."""
+    report = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
+    program = "; ".join((report, *words))
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
-    return float(run.stdout)
+    return set(run.stderr.splitlines()[-1].split())
 
 
-def test_nothing_warns() -> None:
-    """Warnings of this Python, jax and flax are errors; maxattn has none at its import, and its
-    command line none.
-    """
-    command = [sys.executable, "-W", "error", "-m", "maxattn", "--version"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and not run.stderr, run.stderr
+@pytest.mark.parametrize("word", ["--version", "--help", ""])
+def test_neither_the_package_nor_its_version_needs_jax(word: str) -> None:
+    main = f"from maxattn.tools.cli import main; main(['{word}'])" if word else "import maxattn"
+    assert not modules_after(main) & HEAVY
+
+
+def test_all_public_names_start_no_backend_and_import_nothing_optional() -> None:
+    every = "import maxattn as ma; [getattr(ma, name) for name in ma.__all__]"
+    no_backend = "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    by_jax = modules_after("import jax, flax.nnx")
+    assert not (modules_after(every, no_backend) - by_jax) & (OPTIONAL | {"tokamax", "safetensors"})
 
 
 def test_every_public_name_is_there_and_documented() -> None:
     for name in ma.__all__:
         assert getattr(ma, name).__doc__, name
+    assert {*ma.__all__, "__version__"} <= {*dir(ma)}
+    with pytest.raises(AttributeError, match="has no attribute 'flash'"):
+        assert ma.flash  # type: ignore[attr-defined]
+
+
+def test_a_function_is_not_replaced_by_the_file_of_its_name() -> None:
+    for name in ("attention", "plan", "remat"):
+        importlib.import_module(f"maxattn.{name}")
+        assert callable(getattr(ma, name))
+
+
+def test_any_part_can_be_imported_first() -> None:
+    paths = sorted((ROOT / "maxattn").glob("[a-z]*"))
+    parts = [path.stem for path in paths if path.suffix in ("", ".py")]
+    forget = "[sys.modules.pop(m) for m in [*sys.modules] if m.split('.')[0] == 'maxattn']"
+    each = f"[({forget}, import_module(f'maxattn.{{part}}')) for part in {parts}]"
+    assert len(parts) > 15 and modules_after("from importlib import import_module", each)

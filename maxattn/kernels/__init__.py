@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from maxattn.call import Call, Reason
-from maxattn.devices import Platform
-from maxattn.kernels.requirements import missing
 from maxattn.kernels.table import TABLE, Classes
-from maxattn.target import Target
 
 if TYPE_CHECKING:
+    from maxattn.call import Call, Reason
     from maxattn.config import AttentionConfig
+    from maxattn.devices import Platform
     from maxattn.kernels.base import Kernel
     from maxattn.kernels.cudnn import Cudnn
     from maxattn.kernels.cudnn_flash_te import CudnnFlashTe
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from maxattn.kernels.memory_efficient import MemoryEfficient
     from maxattn.kernels.tokamax_flash import TokamaxFlash
     from maxattn.kernels.tpu_flash import TpuFlash
+    from maxattn.target import Target
 
 KERNELS: Mapping[str, type[Kernel]] = Classes(TABLE)
 
@@ -56,6 +55,8 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
         target: the machine.
         deterministic: refuse one whose backward does not repeat bit for bit, too.
     """
+    from maxattn.kernels.requirements import missing
+
     for part in name.split("/"):
         if (lacks := missing(part, target)) is not None:
             return lacks
