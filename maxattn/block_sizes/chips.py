@@ -12,7 +12,7 @@ Family = Literal["v4", "v5p", "v6e", "v7x"]
 
 
 class Chip(NamedTuple):
-    """Hold what the block sizes need to know of a TPU.
+    """What the block sizes need to know of a TPU.
 
     Args:
         name: jax's name of the device kind.
@@ -41,16 +41,13 @@ CHIPS = {
 }
 SMALLEST = min(CHIPS, key=lambda kind: CHIPS[kind].limit)
 
-
 LIMIT_FLAG = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
 
 
 def chip_of(target: Target) -> Chip | None:
-    """Return the target's TPU, the smallest one for a kind that is not known, or None where it is
-    no TPU.
+    """Return the target's TPU, the smallest one for an unknown kind; None where it is no TPU.
 
-    Its limit is the compiler's own, or what LIBTPU_INIT_ARGS sets instead
-    (`--xla_tpu_scoped_vmem_limit_kib`).
+    Its limit is the compiler's own, or the one that LIBTPU_INIT_ARGS sets.
     """
     if target.platform != "tpu":
         return None

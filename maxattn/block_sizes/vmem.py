@@ -24,7 +24,7 @@ COLUMN = FLOAT * SUBLANES  # bytes of one token's statistics, spread over the su
 
 
 class Spill(NamedTuple):
-    """Hold the four constants of the spill, as shares of four float32 tiles.
+    """The four constants of the spill, as shares of four float32 tiles.
 
     Args:
         compute: of the computed scores, q x kv_compute.
@@ -93,15 +93,8 @@ PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
 }
 
 
-class TokenBytes(NamedTuple):
-    """Hold bytes per query token and per key token of a tile."""
-
-    query: int
-    key: int
-
-
-def windows(part: Part, facts: Facts, looped: bool) -> TokenBytes:
-    """Count the bytes per token of one kernel's tiles, of operands, statistics and results.
+def windows(part: Part, facts: Facts, looped: bool) -> tuple[int, int]:
+    """Count the bytes per query token and per key token of operands, statistics and results.
 
     Args:
         part: the kernel.
@@ -115,13 +108,13 @@ def windows(part: Part, facts: Facts, looped: bool) -> TokenBytes:
     if part == "forward":
         # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
         rows = (8 if tokamax else 6) * ROW + 2 * ROW
-        return TokenBytes(2 * twice + rows + kept, 2 * twice + 2 * COLUMN)
+        return 2 * twice + rows + kept, 2 * twice + 2 * COLUMN
     if part == "dq":  # q, dout, dq; ids, codes; LSE, delta; accumulator | k, v; ids
-        return TokenBytes(3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN)
+        return 3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN
     query = 2 * twice + 8 * COLUMN  # q, dout; ids, codes, LSE, delta
     if part == "fused":  # dq, in tokamax added to what is there
         query += (2 if tokamax else 1) * twice + (kept if looped else 0)
-    return TokenBytes(query, 4 * twice + 2 * ROW + 2 * kept)  # k, v, dk, dv; ids; accumulators
+    return query, 4 * twice + 2 * ROW + 2 * kept  # k, v, dk, dv; ids; accumulators
 
 
 def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Family) -> float:
@@ -144,42 +137,29 @@ def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
 
 def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
     """Return the longest Q block that fits beside the KV blocks; 0 or less where none does."""
-    assert facts.chip is not None
-    query, key = _linear(part, kv, compute, facts, facts.chip.family)
-    return max(int((facts.chip.limit - kv * key) // query), _proven_q(part, kv, compute, facts))
-
-
-def _proven_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
-    """Return the longest Q block that was compiled beside these KV blocks, or 0."""
     chip = facts.chip
-    if (
-        chip is None
-        or chip.limit < CHIPS[chip.name].limit
-        or (facts.kernel, facts.itemsize) != ("flash", 2)
-    ):
-        return 0
-    if facts.divides and (chip.family, part, facts.itemsize) in DIVIDING:
-        return 0
-    tiles = PROVEN.get((chip.name, part), ()) if facts.head_dim == PROVEN_HEAD_DIM else ()
-    return max((q for q, *keys in tiles if keys == [kv, compute]), default=0)
-
-
-def _ragged(facts: Facts) -> float:
-    """Return what the spill grows by where heads leave lanes empty."""
-    if facts.head_dim % LANES == 0:
-        return 1.0
-    if facts.head_dim > LANES:
-        return RAGGED
-    return RAGGED_FLOAT if facts.itemsize == FLOAT else 1.0
+    assert chip is not None
+    query, key = _linear(part, kv, compute, facts, chip.family)
+    longest = int((chip.limit - kv * key) // query)
+    of_proven = facts.kernel, facts.itemsize, facts.head_dim
+    is_lowered = chip.limit < CHIPS[chip.name].limit
+    is_dividing = facts.divides and (chip.family, part, facts.itemsize) in DIVIDING
+    if of_proven != ("flash", 2, PROVEN_HEAD_DIM) or is_lowered or is_dividing:
+        return longest
+    proven = (q for q, *keys in PROVEN.get((chip.name, part), ()) if keys == [kv, compute])
+    return max(longest, *proven, 0)
 
 
 def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> tuple[float, float]:
     """Return bytes per query token, the scores' spill among them, and per key token."""
-    cost, spill = windows(part, facts, compute < kv), SPILL[family, part, facts.itemsize]
-    share = _ragged(facts)
     key: tuple[Family, Part, int] = (family, part, facts.itemsize)
-    one_block = facts.kv_len <= kv
-    fetched = ONE_BLOCK.get(key, spill.fetched) if one_block else spill.fetched
+    of_query, of_key = windows(part, facts, compute < kv)
+    spill = SPILL[key]
+    share = 1.0
+    if facts.head_dim % LANES:  # heads leave lanes empty
+        of_float = RAGGED_FLOAT if facts.itemsize == FLOAT else 1.0
+        share = RAGGED if facts.head_dim > LANES else of_float
+    fetched = ONE_BLOCK.get(key, spill.fetched) if facts.kv_len <= kv else spill.fetched
     fetched += DIVIDING.get(key, 0.0) if facts.divides else 0.0
     query = spill.compute * compute + fetched * kv + spill.query * facts.head_dim
-    return cost.query + FLOAT * share * query, cost.key + FLOAT * share * spill.key * facts.head_dim
+    return of_query + FLOAT * share * query, of_key + FLOAT * share * spill.key * facts.head_dim

@@ -21,7 +21,7 @@ NO_COSTS: Costs = {}
 
 
 class Estimate(NamedTuple):
-    """Hold sizes and how long a call takes with them, fast and slow end."""
+    """Sizes, and how long a call takes with them, fast and slow end."""
 
     sizes: BlockSizes
     seconds: Seconds
@@ -83,6 +83,12 @@ def tiles_of(sizes: BlockSizes) -> dict[Kind, Tile]:
     return found
 
 
+def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
+    """Tell whether a backward's tile goes with a forward's."""
+    is_one_q = kind != "fused" or tile[0] == forward[0]
+    return is_one_q and forward[0] % tile[0] == 0 and forward[1] % tile[1] == 0
+
+
 def ranked(
     costs: Costs, call: Call, kernel: KernelKind, target: Target, training: bool, fused: bool
 ) -> tuple[Estimate, ...]:
@@ -96,67 +102,34 @@ def ranked(
         training: forward and backward; else forward alone.
         fused: whether the backward is the fused one.
     """
-    tiles = {tile for (kind, _), known in costs.items() if kind == "fwd" for tile in known}
-    every = (
-        _with_backward(costs, tile, call, kernel, target, fused)
-        if training
-        else _forward_alone(tile)
-        for tile in sorted(tiles)
-    )
-    found = (
-        Estimate(sizes, seconds)
-        for sizes in every
-        if sizes is not None
-        and (seconds := seconds_of(costs, sizes, call, kernel, target)) is not None
-        and is_taken(sizes, call, kernel, target, training)
-    )
+
+    def known(kind: Kind) -> set[Tile]:
+        return {tile for (k, _), tiles in costs.items() if k == kind for tile in tiles}
+
+    def fastest(kind: Kind, forward: Tile) -> Tile | None:
+        """Return the fastest tile of a backward kernel that goes with a forward's."""
+        tiles = (t for t in known(kind) if kernel == "tpu_flash" or divides(kind, t, forward))
+        priced = ((t, price(costs, kind, t, call, target, kernel)) for t in tiles)
+        found = {tile: seconds.slow for tile, seconds in priced if seconds is not None}
+        return min(found, key=lambda tile: found[tile], default=None)
+
+    def sizes_of(forward: Tile) -> BlockSizes | None:
+        given: dict[str, Any] = dict(zip(FORWARD, forward, strict=True))
+        if not training:
+            return BlockSizes(**given)
+        dkv = fastest("fused" if fused else "dkv", forward)
+        dq = None if fused else fastest("dq", forward)
+        if dkv is None or (dq is None and not fused):
+            return None
+        given |= zip((*DKV, *DQ), (*dkv, *(dq or (None, None))), strict=True)
+        return BlockSizes(**given, use_fused_bwd_kernel=fused)
+
+    found: list[Estimate] = []
+    for forward in sorted(known("fwd")):
+        sizes = sizes_of(forward)
+        seconds = seconds_of(costs, sizes, call, kernel, target) if sizes else None
+        if sizes is None or seconds is None:
+            continue
+        if adjust(sizes.asked(), call, kernel, target, training) == (sizes, ()):
+            found.append(Estimate(sizes, seconds))
     return tuple(sorted(found, key=lambda one: one.seconds.slow))
-
-
-def is_taken(
-    sizes: BlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
-) -> bool:
-    """Tell whether the rules take sizes as they are."""
-    return adjust(sizes.asked(), call, kernel, target, training) == (sizes, ())
-
-
-def _forward_alone(tile: Tile) -> BlockSizes:
-    q, kv, compute = tile
-    return BlockSizes(q, kv, compute)
-
-
-def _with_backward(
-    costs: Costs, forward: Tile, call: Call, kernel: KernelKind, target: Target, fused: bool
-) -> BlockSizes | None:
-    """Add the fastest tiles of the backward that go with a forward's."""
-    beside = None if kernel == "tpu_flash" else forward
-    what = beside, call, target, kernel
-    dkv = _fastest(costs, "fused" if fused else "dkv", *what)
-    dq = None if fused else _fastest(costs, "dq", *what)
-    if dkv is None or (dq is None and not fused):
-        return None
-    tiles = *forward, *dkv, *(dq or (None, None))
-    given: dict[str, Any] = dict(zip((*FORWARD, *DKV, *DQ), tiles, strict=True))
-    return BlockSizes(**given, use_fused_bwd_kernel=fused)
-
-
-def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
-    """Tell whether a backward's tile goes with a forward's."""
-    is_one_q = kind != "fused" or tile[0] == forward[0]
-    return is_one_q and forward[0] % tile[0] == 0 and forward[1] % tile[1] == 0
-
-
-def _fastest(
-    costs: Costs,
-    kind: Kind,
-    forward: Tile | None,
-    call: Call,
-    target: Target,
-    kernel: KernelKind,
-) -> Tile | None:
-    """Return the fastest tile of a backward kernel that divides the forward's, if one is given."""
-    known = {tile for (k, _), tiles in costs.items() if k == kind for tile in tiles}
-    every = (tile for tile in known if forward is None or divides(kind, tile, forward))
-    priced = ((tile, price(costs, kind, tile, call, target, kernel)) for tile in every)
-    found = {tile: seconds for tile, seconds in priced if seconds is not None}
-    return min(found, key=lambda tile: found[tile].slow, default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from maxattn.target import Target
 
 
 class EstimatedSizes(NamedTuple):
-    """Hold the tiles of one pass.
+    """The tiles of one pass.
 
     Args:
         sizes: what runs.
@@ -73,7 +72,7 @@ def estimated_sizes(
 
 
 def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
-    """Say why the schedules that ship do not hold for a call; "" where they may."""
+    """Return why the schedules that ship do not price a call; "" where they may."""
     if target.platform != "tpu":
         return "it runs on no TPU"
     if why := not_priced(call):
@@ -97,63 +96,44 @@ def choose(
     fused: bool | None = None,
 ) -> EstimatedSizes | None:
     """Return the fastest tiles by some costs, or those of the rules where these are as fast."""
+
+    def pairs(sizes: BlockSizes) -> int:
+        return padded_pairs((sizes.block_q, sizes.block_kv), call)
+
     if not costs:
         return None
     asked = FlashBlockSizes(use_fused_bwd_kernel=fused)
     default, _ = adjust(asked, call, kernel, target, training)
     known = seconds_of(costs, default, call, kernel, target)
-    found = tuple(_ranked(costs, kernel, call, target, training, fused))
-    if known is None:
-        found = tuple(one for one in found if _pads_as_little(one.sizes, default, call))
-    every = (*found, *([Estimate(default, known)] if known else []))
+    either = kernel == "flash" and fused is None  # of both backwards, where dQ's parts are small
+    backwards = (False, True) if either and training else (kernel != "flash" or bool(fused),)
+    every = [
+        one
+        for each in backwards
+        for one in ranked(costs, call, kernel, target, training, each)
+        if not either or are_parts_small(call, one.sizes, kernel, target.device_kind)
+    ]
+    if known is None:  # then tiles that compute hardly more pairs than the rules', forward
+        every = [one for one in every if pairs(one.sizes) <= (1 + TIE) * pairs(default)]
+    else:
+        every.append(Estimate(default, known))
     if not every:
         return None
     best = min(every, key=lambda one: one.seconds.slow)
     if known and best.seconds.slow > (1 - TIE) * known.slow:
         best = Estimate(default, known)
-    online = seconds_of(costs, best.sizes, call, kernel, target, "online")
-    found = EstimatedSizes(*best, known, online)
-    return _with_backward(found, costs, kernel, call, target) if training else found
-
-
-def _ranked(
-    costs: Costs,
-    kernel: KernelKind,
-    call: Call,
-    target: Target,
-    training: bool,
-    fused: bool | None,
-) -> Iterator[Estimate]:
-    """Yield what the rules take: of `flash` with the backward that was asked for, else with either
-    where dQ's parts are small.
-    """
-    is_open = kernel == "flash" and fused is None
-    way = kernel != "flash" or bool(fused)
-    for each in (False, True) if is_open and training else (way,):
-        for one in ranked(costs, call, kernel, target, training, each):
-            if not is_open or are_parts_small(call, one.sizes, kernel, target.device_kind):
-                yield one
-
-
-def _with_backward(
-    found: EstimatedSizes, costs: Costs, kernel: KernelKind, call: Call, target: Target
-) -> EstimatedSizes:
-    """Add the backward's share of both passes."""
-    sizes = found.sizes
-    tile = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
-    forward = price(costs, "fwd", tile, call, target, kernel)
-    assert forward is not None, sizes  # it is a part of what was priced
-    return found._replace(backward=found.seconds.plus(-forward.fast, -forward.slow))
-
-
-def _pads_as_little(sizes: BlockSizes, default: BlockSizes, call: Call) -> bool:
-    """Tell whether tiles compute hardly more pairs than those of the rules, forward."""
-    mine, theirs = (padded_pairs((s.block_q, s.block_kv), call) for s in (sizes, default))
-    return mine <= (1 + TIE) * theirs
+    sizes, backward = best.sizes, None
+    if training:
+        tile = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
+        forward = price(costs, "fwd", tile, call, target, kernel)
+        assert forward is not None, sizes  # it is a part of what was priced
+        backward = best.seconds.plus(-forward.fast, -forward.slow)
+    online = seconds_of(costs, sizes, call, kernel, target, "online")
+    return EstimatedSizes(*best, known, online, backward)
 
 
 def how_estimated() -> str:
-    """Say where the estimates that ship are from."""
+    """Name the source of the estimates that ship."""
     return f"estimated by libtpu {shipped().libtpu}'s schedule, not run"
 
 
@@ -170,33 +150,27 @@ def estimate_note(
     what: Literal["forward", "backward"] | None = None,
     fused: bool | None = None,
 ) -> tuple[str, ...]:
-    """Say how long the tiles of both passes take, beside those of the rules; or of one pass."""
+    """Write how long the tiles of both passes take, beside those of the rules; or of one pass."""
     forward, training = (estimated_sizes(kernel, call, target, t, fused) for t in (False, True))
     if forward is None or training is None or training.backward is None:
         return ()
-    tiles = "" if what == "backward" else _tiles_text(call, forward.sizes)
-    texts = {
-        None: f"{_beside(forward, 'inference')}, {_beside(training, 'training')}",
-        "forward": _beside(forward, "the forward"),
-        "backward": f"{in_ms(training.backward)} in the backward",
-    }
-    return (f"block sizes {how_estimated()}: a device's call takes {texts[what]}{tiles}",)
 
+    def beside(chosen: EstimatedSizes, what: str) -> str:
+        text = f"{in_ms(chosen.seconds)} in {what}"
+        if chosen.default is None:
+            return text
+        is_own = chosen.seconds == chosen.default
+        own = "" if is_own else f"{in_ms(chosen.default)} with "
+        return f"{text} ({own}the rules' own sizes)"
 
-def _tiles_text(call: Call, sizes: BlockSizes) -> str:
-    """Say which tiles a mask leaves of a forward; "" where every one is computed."""
-    if not hides_by_interval(call):
-        return ""
-    whole, masked = tile_shares(call, (sizes.block_q, sizes.block_kv))
-    skipped = f"{1 - whole - masked:.0%} skipped"
-    return (
-        f"; of a forward's tiles {whole:.0%} are whole, {masked:.0%} evaluate the mask, {skipped}"
-    )
-
-
-def _beside(chosen: EstimatedSizes, what: str) -> str:
-    if chosen.default is None:
-        return f"{in_ms(chosen.seconds)} in {what}"
-    if chosen.seconds == chosen.default:
-        return f"{in_ms(chosen.seconds)} in {what} (the rules' own sizes)"
-    return f"{in_ms(chosen.seconds)} in {what} ({in_ms(chosen.default)} with the rules' own sizes)"
+    if what == "backward":
+        text = f"{in_ms(training.backward)} in the backward"
+    elif what == "forward":
+        text = beside(forward, "the forward")
+    else:
+        text = f"{beside(forward, 'inference')}, {beside(training, 'training')}"
+    if what != "backward" and hides_by_interval(call):
+        whole, masked = tile_shares(call, (forward.sizes.block_q, forward.sizes.block_kv))
+        text += f"; of a forward's tiles {whole:.0%} are whole, {masked:.0%} evaluate the mask,"
+        text += f" {1 - whole - masked:.0%} skipped"
+    return (f"block sizes {how_estimated()}: a device's call takes {text}",)

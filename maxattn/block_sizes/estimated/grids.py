@@ -30,7 +30,7 @@ def evaluates(call: Call, tile: Tile) -> Evaluates:
 
 
 def not_priced(call: Call) -> str:
-    """Say why no schedules tell how long a call takes; "" where they may."""
+    """Return why no schedule prices a call; "" where one may."""
     mask = call.mask
     if call.bias is not None:
         return "they are of calls without a bias"
@@ -61,41 +61,36 @@ def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGri
         return StepGrid(heads, *sides, share)
     tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
     per_row = tiles.by_key if by_key else tiles.by_row
-    steps = _steps_of_a_row(per_row, columns=rows if by_key else columns, kernel=kernel, kind=kind)
-    every = per_row.size * steps
-    masked, idle = (tiles.count - tiles.whole) / every, 1.0 - tiles.count / every
+    # tokamax lists the visited tiles alone. Other grids end with the longest row; the fused
+    # backward of JAX's kernel writes a part of dQ at every step, and keeps all of them.
+    if kernel == "tokamax_flash":
+        steps = max(1.0, float(per_row.sum())) / per_row.size
+    elif kernel == "flash" and kind == "fused":
+        steps = float(rows)
+    else:
+        steps = float(max(1, per_row.max()))
+    every, count = per_row.size * steps, int(tiles.by_row.sum())
+    masked, idle = (count - tiles.whole) / every, 1.0 - count / every
     return StepGrid(heads, per_row.size, steps, float(masked), float(idle))
 
 
 def tile_shares(call: Call, tile: Tile) -> tuple[float, float]:
     """Return which shares of a call's tiles are computed without and with the mask."""
     tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
-    every = tiles.by_row.size * tiles.by_key.size
-    return tiles.whole / every, (tiles.count - tiles.whole) / every
+    every, count = tiles.by_row.size * tiles.by_key.size, int(tiles.by_row.sum())
+    return tiles.whole / every, (count - tiles.whole) / every
 
 
 class _Visited(NamedTuple):
-    """Hold how many tiles a mask leaves to visit.
-
-    Attributes:
-        by_row: of each row of tiles.
-        by_key: of each column of tiles.
-        whole: how many of all are computed without the mask.
-    """
+    """How many tiles are visited of each row and of each column; and without the mask, of all."""
 
     by_row: Int[np.ndarray, " rows"]
     by_key: Int[np.ndarray, " columns"]
     whole: int
 
-    @property
-    def count(self) -> int:
-        """How many tiles are visited."""
-        return int(self.by_row.sum())
-
 
 @lru_cache(maxsize=1024)
 def _visited(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> _Visited:
-    """Count the tiles that a mask leaves, from its stretches: quick at any length."""
     sizes = block_q, block_kv, q_len, kv_len
     rows, columns = -(-q_len // block_q), -(-kv_len // block_kv)
     found = blocks.stretches(mask, *sizes)
@@ -108,27 +103,6 @@ def _visited(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -
     padded = columns - 1 if kv_len % block_kv else columns  # the last keys are padding
     counts = (whole.end - whole.start)[whole.start < padded]
     return _Visited(by_row, np.cumsum(ends)[:-1], int(counts.sum()))
-
-
-def _steps_of_a_row(
-    per_row: Int[np.ndarray, " rows"], columns: int, kernel: KernelKind, kind: Kind
-) -> float:
-    """Return the steps of a row of tiles.
-
-    tokamax lists the visited tiles alone. Other grids end with the longest row; the fused backward
-    of JAX's kernel writes a part of dQ at every step, and keeps all of them.
-
-    Args:
-        per_row: tiles that are visited.
-        columns: tiles of a whole row.
-        kernel: that runs.
-        kind: of the pass.
-    """
-    if kernel == "tokamax_flash":
-        return max(1.0, float(per_row.sum())) / per_row.size
-    if kernel == "flash" and kind == "fused":
-        return float(columns)
-    return float(max(1, per_row.max()))
 
 
 def is_one_interval(call: Call) -> bool:

@@ -20,10 +20,8 @@ Tile = tuple[int, ...]
 
 
 class Evaluates(IntEnum):
-    """Say what a kernel evaluates of a mask.
-
-    Nothing; which keys are padding; or which keys, from one to another, a query sees: then it goes
-    through a list of the tiles that are not empty.
+    """What a kernel evaluates of a mask: nothing; which keys are padding; or the interval of keys
+    that a query sees, when it goes through a list of the tiles that are not empty.
     """
 
     NOTHING = 0
@@ -32,13 +30,12 @@ class Evaluates(IntEnum):
 
 
 class Seconds(NamedTuple):
-    """Hold seconds, fast and slow end."""
+    """Seconds, fast and slow end."""
 
     fast: float
     slow: float
 
     def plus(self, fast: float, slow: float) -> Seconds:
-        """Return a longer time, end by end."""
         return Seconds(self.fast + fast, self.slow + slow)
 
     def is_below(self, other: Seconds) -> bool:
@@ -47,7 +44,7 @@ class Seconds(NamedTuple):
 
 
 class StepGrid(NamedTuple):
-    """Hold how one call is cut into tiles.
+    """How one call is cut into tiles.
 
     Args:
         heads: heads times batch.
@@ -65,7 +62,7 @@ class StepGrid(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Hold what a step costs.
+    """What a step costs.
 
     Args:
         always: bundles of every step.

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from maxattn.block_sizes.estimated.choose import NO_COSTS, Costs
-from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, StepCost, Tile
+from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost, Tile
 
 NAMES = {
     Evaluates.NOTHING: "whole keys",
@@ -18,7 +18,7 @@ NAMES = {
 
 
 class ShippedCosts(NamedTuple):
-    """Hold the table.
+    """The table.
 
     Args:
         libtpu: the version whose schedules they are.
@@ -30,7 +30,7 @@ class ShippedCosts(NamedTuple):
 
 
 def group_name(device_kind: str, kernel: str, head_dim: int, dtype: str) -> str:
-    """Spell for what costs hold."""
+    """Name a group of the table."""
     return f"{device_kind}, {kernel}, {head_dim}, {dtype}"
 
 
@@ -54,22 +54,17 @@ def known_of(device_kind: str, kernel: str) -> list[str]:
 
 def read_table(text: str) -> ShippedCosts:
     """Read what `table_text` wrote."""
-    found = json.loads(text)
-    return ShippedCosts(found["libtpu"], {name: _costs(g) for name, g in found["costs"].items()})
-
-
-def _costs(group: dict[str, dict[str, list[Any]]]) -> Costs:
-    found: dict[tuple[Kind, Evaluates], dict[Tile, StepCost]] = {}
-    named = {name: what for what, name in NAMES.items()}
-    for name, tiles in group.items():
-        kind, _, keys = name.partition(", ")
-        costs = {_tile(text): StepCost.of(values) for text, values in tiles.items()}
-        found[kind, named[keys]] = costs  # type: ignore[index]
-    return found
-
-
-def _tile(text: str) -> Tile:
-    return tuple(int(word) for word in text.split(" x "))
+    found, named = json.loads(text), {name: what for what, name in NAMES.items()}
+    groups: dict[str, Costs] = {}
+    for group, by_kernel in found["costs"].items():
+        costs: dict[Any, dict[Tile, StepCost]] = {}
+        for name, tiles in by_kernel.items():
+            kind, _, keys = name.partition(", ")
+            costs[kind, named[keys]] = {
+                tuple(map(int, tile.split(" x "))): StepCost.of(c) for tile, c in tiles.items()
+            }
+        groups[group] = costs
+    return ShippedCosts(found["libtpu"], groups)
 
 
 def table_text(libtpu: str, groups: dict[str, Costs]) -> str:
