@@ -1,0 +1,513 @@
+"""Time the attention of forty model calls in an old checkout and in a new one, in one run.
+
+    python benchmarks/model_calls.py --old ../main-before --rounds 4 --json rows.json
+
+Workers of both trees stay alive and share one GPU: all compile first, then an old and a new worker
+time the same call in turns. It prints new / old of every call, and whether the change may land.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from math import prod
+from pathlib import Path
+from statistics import geometric_mean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HERE = Path(__file__).resolve()
+FORWARD, BOTH = "forward", "forward + backward"
+PASSES = (FORWARD, BOTH)
+# The gate. A cross-attention may take longer by this share of its model's step.
+MOST_GEOMEAN, MOST_SELF, MOST_OF_STEP = 1.01, 1.03, 0.005
+# Two right results differ by the rounding of bfloat16: of all entries, and of 64 tokens.
+MOST_ERROR, MOST_ERROR_OF_64 = 0.02, 0.1
+COMPILING = 0.6  # of the limit; what is not compiled by then is left out
+
+
+class ModelCall(NamedTuple):
+    """Describe one attention of a model.
+
+    Args:
+        name: for `--only`.
+        shape: B, T, S, N, H, and K where key heads are fewer.
+        mask: makes the mask from the module `maxattn.masks`; arrays in it are traced.
+        kept: share of the pairs that the mask keeps, about: it sets how many calls are chained.
+        dtype: of q, k and v.
+        role: "self" or "cross".
+        share: of its model's step that all such cross-attentions take, training and denoising
+            alike (docs/results.md: their times and those of whole steps).
+        bias: shape of an additive bias.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    mask: Callable[[Any], Any] | None = None
+    kept: float = 1.0
+    dtype: str = "bfloat16"
+    role: str = "self"
+    share: float = 1.0
+    bias: tuple[int, ...] = ()
+
+
+RAGGED = (9000, 901, 4680, 1560, 7020, 2048, 3120, 1333, 5200, 977, 2340, 6240, 1100, 3008)
+
+
+def model_calls(tiny: bool = False) -> tuple[ModelCall, ...]:
+    """List the calls; `tiny` divides their lengths by 120, for a CPU."""
+    n: Callable[[int], int] = (lambda tokens: max(tokens // 120, 4)) if tiny else int
+    frame, frame_5b = n(1560), n(880)
+    video, video_14b, video_5b = 21 * frame, 21 * n(3600), 31 * frame_5b
+    ragged = tuple(map(n, RAGGED))
+    image, text = n(4096), n(512)
+    cross = partial(ModelCall, role="cross")
+    return (
+        # The nine shapes of docs/results.md.
+        ModelCall("wan-1.3b-480p", (1, video, video, 12, 128)),
+        ModelCall("wan-14b-720p", (1, video_14b, video_14b, 40, 128)),
+        cross("wan-1.3b-cross", (1, video, text, 12, 128), share=0.014),
+        ModelCall("flux-1024", (2, image + text, image + text, 24, 128)),
+        ModelCall("sdxl-64", (16, image, image, 10, 64)),
+        ModelCall("sdxl-32", (16, n(1024), n(1024), 20, 64)),
+        cross("sdxl-64-cross", (16, image, n(77), 10, 64), share=0.0045),
+        ModelCall("blocks-1560x7", (1, video, video, 12, 128),
+                  lambda m: m.BlockSlidingWindow(frame, 7), 0.29),
+        ModelCall("blocks-256x16", (1, n(32768), n(32768), 12, 64),
+                  lambda m: m.BlockSlidingWindow(n(256), 16), 0.12),
+        # Other models.
+        ModelCall("wan-2.2-5b", (1, video_5b, video_5b, 24, 128)),
+        ModelCall("sd3.5-large", (2, image + n(333), image + n(333), 38, 64)),
+        ModelCall("sd1.5-40", (16, image, image, 8, 40), dtype="float16"),
+        ModelCall("sd1.5-160", (16, n(256), n(256), 8, 160), dtype="float16"),
+        ModelCall("pixart-72", (4, image, image, 16, 72)),
+        ModelCall("hunyuan-video", (1, n(46080) + n(256), n(46080) + n(256), 24, 128),
+                  lambda m: m.KeyPadding(np.array([n(46080) + n(60)], np.int32))),
+        ModelCall("qwen-image", (2, image + text, image + text, 24, 128),
+                  lambda m: m.KeyPadding(np.array([image + n(77), image + text], np.int32))),
+        # Masks of positions.
+        ModelCall("causal-2k", (8, n(2048), n(2048), 16, 128), lambda m: m.Causal(), 0.5),
+        ModelCall("causal-8k", (2, n(8192), n(8192), 16, 128), lambda m: m.Causal(), 0.5),
+        ModelCall("causal-16k", (1, n(16384), n(16384), 16, 128), lambda m: m.Causal(), 0.5),
+        ModelCall("window", (1, n(16384), n(16384), 16, 128),
+                  lambda m: m.LocalWindow(n(2048), n(2048)), 0.25),
+        ModelCall("grouped-heads", (2, image, image, 32, 128, 8)),
+        # Blocks and frames of a stream beside its cache.
+        ModelCall("block", (1, 3 * frame, video, 12, 128)),
+        ModelCall("block-12-frames", (1, 3 * frame, 12 * frame, 12, 128)),
+        ModelCall("frame", (1, frame, video, 12, 128)),
+        ModelCall("block-14b", (1, 3 * frame, video, 40, 128)),
+        ModelCall("frame-14b", (1, frame, video, 40, 128)),
+        ModelCall("block-5b", (1, 8 * frame_5b, 32 * frame_5b, 24, 128)),
+        ModelCall("block-causal", (1, video, video, 12, 128),
+                  lambda m: m.VideoMask(21, frame, frames_per_block=3), 0.57),
+        ModelCall("teacher-forcing", (1, 2 * video, 2 * video, 12, 128),
+                  lambda m: m.TeacherForcing(21, frame, frames_per_block=3), 0.29),
+        ModelCall("rectangles", (1, 2 * image + text, 2 * image + text, 24, 128),
+                  lambda m: m.Rectangle(0, image + text, 0, 2 * image + text)
+                  | m.Rectangle(image + text, 2 * image + text, image + text, 2 * image + text),
+                  0.75),
+        # Segments: ids that are traced, and lengths that are known.
+        ModelCall("8-segments", (1, 8 * image, 8 * image, 12, 128),
+                  lambda m: _segments(m, 8 * (image,)), 0.125),
+        ModelCall("32-segments", (1, 32 * n(1024), 32 * n(1024), 12, 128),
+                  lambda m: _segments(m, 32 * (n(1024),)), 0.031),
+        ModelCall("32-segments-known", (1, 32 * n(1024), 32 * n(1024), 12, 128),
+                  lambda m: m.Segments.of_lengths(32 * (n(1024),)), 0.031),
+        ModelCall("ragged", (1, sum(ragged), sum(ragged), 12, 128),
+                  lambda m: _segments(m, ragged), 0.1),
+        ModelCall("ragged-known", (1, sum(ragged), sum(ragged), 12, 128),
+                  lambda m: m.Segments.of_lengths(ragged), 0.1),
+        # Text, a bias, and short rows.
+        cross("text-lengths", (2, video, text, 12, 128),
+              lambda m: m.KeyPadding(np.array([n(60), text], np.int32)), share=0.014),
+        cross("wan-14b-cross", (1, video_14b, text, 40, 128), share=0.006),
+        cross("sdxl-32-cross", (16, n(1024), n(77), 20, 64), share=0.0145),
+        ModelCall("bias", (2, image, image, 10, 64), bias=(2, 10, image, image)),
+        ModelCall("64-short-rows", (64, n(256), n(256), 16, 64)),
+    )  # fmt: skip
+
+
+def _segments(masks: Any, lengths: tuple[int, ...]) -> Any:
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    return masks.Segments(ids, ids)
+
+
+# ---- a worker: of one tree, whose maxattn it imports ---------------------------------------------
+
+
+def work(kernel: str, tiny: bool) -> None:
+    """Answer requests, a line of JSON each: load some calls, draw inputs, time a pass."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    worker = Worker(kernel, tiny)
+    for line in sys.stdin:
+        what, *given = json.loads(line)
+        try:
+            answer = getattr(worker, what)(*given)
+        except Exception as error:  # any, of a compiler or a device
+            lines = str(error).strip().splitlines() or [""]
+            answer = {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
+        print(json.dumps(answer), file=answers)
+
+
+class Worker:
+    """Hold the compiled programs of some calls, and the inputs of the one that is timed."""
+
+    def __init__(self, kernel: str, tiny: bool) -> None:
+        import jax
+
+        import maxattn as ma
+
+        self.jax, self.ma, self.tree = jax, ma, str(Path(ma.__file__).parents[1])
+        self.config = ma.AttentionConfig.from_overrides(
+            [f"attention={kernel}", f"cross_attention={kernel}"]
+        )
+        self.calls = {call.name: call for call in model_calls(tiny)}
+        self.programs: dict[tuple[str, str], Any] = {}
+        self.operands: tuple[Any, ...] = ()
+
+    def about(self) -> dict[str, str]:
+        device = self.jax.devices()[0]
+        return {"tree": self.tree, "device": device.device_kind, "jax": self.jax.__version__}
+
+    def load(self, name: str) -> None:
+        """Compile both passes of a call, at the same time."""
+        with ThreadPoolExecutor(2) as pool:
+            compiled = pool.map(partial(self._compiled, self.calls[name]), PASSES)
+            for what, each in zip(PASSES, compiled, strict=True):
+                self.programs[name, what] = each
+
+    def draw(self, name: str, folder: str) -> dict[str, float]:
+        """Make a call's inputs, run both passes, and keep what comparing their results needs.
+
+        Returns:
+            Seconds of a program, by pass.
+        """
+        call, seconds, results = self.calls[name], {}, []
+        self.operands = ()  # the memory of the call before
+        self.operands = (*self.jax.jit(partial(self._random, call))(), self._mask(call))
+        for what in PASSES:
+            program = self.programs[name, what]
+            results += map(self._projected, program(*self.operands))
+            start = perf_counter()
+            self.jax.block_until_ready(program(*self.operands))
+            seconds[what] = perf_counter() - start
+        np.savez(Path(folder) / "results.npz", *results)
+        return seconds
+
+    def time(self, name: str, what: str, times: int) -> float:
+        """Return the seconds of one call, of so many programs that are queued."""
+        program = self.programs[name, what]
+        start = perf_counter()
+        for _ in range(times - 1):
+            program(*self.operands)
+        self.jax.block_until_ready(program(*self.operands))
+        return (perf_counter() - start) / times / self._chained(self.calls[name], what)
+
+    def _compiled(self, call: ModelCall, what: str) -> Any:
+        jax = self.jax
+        masks = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._mask(call))
+        specs = (*jax.eval_shape(partial(self._random, call)), masks)
+        program = partial(self._several, call, what)
+        # No CUDA graphs: kernels are launched one by one, in both trees alike.
+        options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}
+        return jax.jit(program).lower(*specs).compile(options)
+
+    def _several(self, call: ModelCall, what: str, *operands: Any) -> Any:
+        """Chain calls, so that the host's dispatch is hidden; return the last one's results.
+
+        Each call's inputs pass a barrier with an entry of the results before, so that XLA neither
+        merges calls nor takes one out of the loop.
+        """
+        lax, jnp, once = self.jax.lax, self.jax.numpy, partial(self._once, call, what)
+
+        def again(_: Any, token: Any) -> Any:
+            inputs, _ = lax.optimization_barrier((operands, token))
+            results = lax.optimization_barrier(once(*inputs))
+            return sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
+
+        token = jnp.float32(0)
+        if (calls := self._chained(call, what)) > 1:
+            token = lax.fori_loop(0, calls - 1, again, token)
+        inputs, _ = lax.optimization_barrier((operands, token))
+        return once(*inputs)
+
+    def _once(self, call: ModelCall, what: str, *operands: Any) -> tuple[Any, ...]:
+        q, k, v, dout, bias, mask = operands
+        settings = {"mask": mask, "bias": bias, "config": self.config, "role": call.role}
+        attend = partial(self.ma.attention, **settings)
+        if what == FORWARD:
+            return (attend(q, k, v),)
+        out, gradient = self.jax.vjp(attend, q, k, v)
+        return (out, *gradient(dout))
+
+    def _chained(self, call: ModelCall, what: str) -> int:
+        """Return how many calls a program chains: of about 3 ms together, and at most 20."""
+        if self.jax.default_backend() == "cpu":
+            return 2
+        b, t, s, n, h = call.shape[:5]
+        seconds = 4 * b * t * s * n * h * call.kept / 5e14 + 4 * b * (t + s) * n * h / 2e12
+        return max(1, min(20, round(3e-3 / seconds / (1 if what == FORWARD else 3.5))))
+
+    def _mask(self, call: ModelCall) -> Any:
+        mask = call.mask(self.ma.masks) if call.mask else None
+        return self.jax.tree.map(self.jax.numpy.asarray, mask)
+
+    def _random(self, call: ModelCall) -> tuple[Any, ...]:
+        """Draw q, k, v, dout and the bias."""
+        b, t, s, n, h = call.shape[:5]
+        q, kv = (b, t, n, h), (b, s, call.shape[-1] if len(call.shape) == 6 else n, h)
+        keys = self.jax.random.split(self.jax.random.key(0), 5)
+        draw = partial(self.jax.random.normal, dtype=call.dtype)
+        arrays = [draw(key, dims) for key, dims in zip(keys, (q, kv, kv, q), strict=False)]
+        return (*arrays, draw(keys[4], call.bias) if call.bias else None)
+
+    def _projected(self, x: Any) -> Any:
+        """Project a result [B, T, N, H] to [B, T, N], by a direction of its own."""
+        direction = np.cos(np.arange(x.shape[-1]) ** 2.0).astype(np.float32)
+        return np.asarray(x.astype(np.float32) @ direction)
+
+
+# ---- the parent: which workers there are, and what they are asked --------------------------------
+
+
+class Remote:
+    """Start a worker of one tree, and ask it."""
+
+    def __init__(self, tree: Path, kernel: str, tiny: bool) -> None:
+        words = [sys.executable, "-W", "ignore", str(HERE), "--worker", "--kernel", kernel]
+        path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+        env = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        words += ["--tiny"] if tiny else []
+        self.process = subprocess.Popen(words, env=env, cwd=tempfile.gettempdir(), **pipes)
+
+    def ask(self, *request: Any) -> Any:
+        """Send a request and wait for its answer.
+
+        Raises:
+            RuntimeError: the worker failed, or has ended.
+        """
+        with suppress(BrokenPipeError):  # then there is no answer
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        answer = json.loads(line) if line else {"failed": "its process has ended"}
+        if isinstance(answer, dict) and "failed" in answer:
+            raise RuntimeError(answer["failed"])
+        return answer
+
+
+class Row(NamedTuple):
+    """Hold what was measured of a call: seconds of (old, new) by pass and round, or why not."""
+
+    call: ModelCall
+    rounds: dict[str, list[tuple[float, float]]]
+    error: float = 0.0
+    failed: str = ""
+
+    def ms(self, what: str) -> tuple[float, float]:
+        """Return the median milliseconds of (old, new)."""
+        old, new = zip(*self.rounds[what], strict=True)
+        return 1e3 * median(old), 1e3 * median(new)
+
+    def ratio(self, what: str) -> float:
+        """Return new / old: the median over rounds, each of which times both."""
+        return median(new / old for old, new in self.rounds[what])
+
+    def is_slower(self, what: str) -> bool:
+        """Say whether the gate forbids its ratio."""
+        if self.call.role == "cross":
+            return (self.ratio(what) - 1) * self.call.share > MOST_OF_STEP
+        return self.ratio(what) > MOST_SELF
+
+
+def measure(args: argparse.Namespace, calls: Sequence[ModelCall]) -> tuple[dict, list[Row]]:
+    """Time calls in both trees; return about what, and a row a call."""
+    count = min(args.workers or max(1, (os.cpu_count() or 2) // 2 - 1), len(calls))
+    trees = Path(args.old).resolve(), Path(args.new).resolve()
+    start = perf_counter()
+    pairs = [[Remote(tree, args.kernel, args.tiny) for tree in trees] for _ in range(count)]
+    remotes = [remote for pair in pairs for remote in pair]
+    timer = threading.Timer(args.limit, lambda: [r.process.kill() for r in remotes])
+    timer.start()
+    try:
+        about = [remote.ask("about") for remote in pairs[0]]
+        for tree, said in zip(trees, about, strict=True):
+            if Path(said["tree"]).resolve() != tree:
+                raise SystemExit(f"{tree}: maxattn was imported from {said['tree']}")
+        # A process keeps the memory that it once had: the large calls are those of one pair.
+        names = [[] for _ in pairs]
+        for i, call in enumerate(
+            sorted(calls, key=lambda call: -prod(call.shape[:2]) * call.shape[3])
+        ):
+            names[i * count // len(calls)].append(call.name)
+        its = {name: pair for pair, each in zip(pairs, names, strict=True) for name in each}
+        failed = _loaded(pairs, names, COMPILING * args.limit)
+        print(f"compiled {len(calls)} calls twice in {perf_counter() - start:.0f} s", flush=True)
+        rows = []
+        for call in calls:
+            why = failed.get(call.name, "")
+            rows.append(Row(call, {}, failed=why) if why else _timed(its[call.name], call, args))
+            print(line(rows[-1]), flush=True)
+        print(f"all in {perf_counter() - start:.0f} s", flush=True)
+        return {"old": about[0], "new": about[1], "kernel": args.kernel}, rows
+    finally:
+        timer.cancel()
+        for remote in remotes:
+            remote.process.kill()
+            remote.process.wait()
+
+
+def _loaded(pairs: list[list[Remote]], names: list[list[str]], limit: float) -> dict[str, str]:
+    """Let all workers compile at once; return why some calls did not, by name."""
+    failed: dict[str, str] = {}
+    until = perf_counter() + limit
+
+    def load(which: int, its: list[str], remote: Remote) -> None:
+        for name in its:
+            try:
+                if perf_counter() > until:
+                    raise RuntimeError(f"not compiled within {limit:.0f} s")
+                remote.ask("load", name)
+            except RuntimeError as error:
+                failed[name] = f"{('old', 'new')[which]}: {error}"
+
+    jobs = []
+    with ThreadPoolExecutor(2 * len(pairs)) as pool:
+        for pair, its in zip(pairs, names, strict=True):
+            jobs += [pool.submit(load, i, its, remote) for i, remote in enumerate(pair)]
+    for job in jobs:
+        job.result()
+    return failed
+
+
+def _timed(pair: list[Remote], call: ModelCall, args: argparse.Namespace) -> Row:
+    """Time both passes of a call in turns; twice more where the first rounds fail the gate."""
+    try:
+        with tempfile.TemporaryDirectory() as old, tempfile.TemporaryDirectory() as new:
+            folders = old, new
+            once = [r.ask("draw", call.name, f) for r, f in zip(pair, folders, strict=True)]
+            error = _error(*(Path(folder) / "results.npz" for folder in folders))
+        row = Row(call, {what: [] for what in PASSES}, error)
+        for what in PASSES:
+            times = max(1, round(args.seconds / min(each[what] for each in once)))
+            for again in range(3):
+                if again == 0 or row.is_slower(what):
+                    row.rounds[what].extend(_rounds(pair, (call.name, what, times), args.rounds))
+        return row
+    except RuntimeError as error:
+        return Row(call, {}, failed=str(error))
+
+
+def _rounds(
+    pair: list[Remote], request: tuple[str, str, int], rounds: int
+) -> Iterator[tuple[float, float]]:
+    """Yield seconds of (old, new): which is first changes from round to round."""
+    for i in range(rounds):
+        first = i % 2
+        seconds = {j: pair[j].ask("time", *request) for j in (first, 1 - first)}
+        yield seconds[0], seconds[1]
+
+
+def _error(old: Path, new: Path) -> float:
+    """Return how far results are apart, 1 and more where they do not agree."""
+    worst = 0.0
+    with np.load(old) as a, np.load(new) as b:
+        for name in a:
+            x, y = (f[name].reshape(f[name].shape[0], f[name].shape[1], -1) for f in (a, b))
+            apart, size = np.square(x - y).sum(-1), np.square(x).sum(-1)
+            starts = np.arange(0, x.shape[1], 64)
+            apart, size = (np.add.reduceat(z, starts, axis=1) for z in (apart, size))
+            all_of_it = np.sqrt(apart.sum() / size.sum()) / MOST_ERROR
+            of_64 = np.sqrt(apart / np.maximum(size, 0.01 * size.mean())).max() / MOST_ERROR_OF_64
+            worst = max(worst, *(float(np.nan_to_num(z, nan=1e9)) for z in (all_of_it, of_64)))
+    return worst
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+HEAD = f"{'ms':18}{'forward old':>15}{'new':>10}{'ratio':>7}{'both old':>13}{'new':>10}{'ratio':>7}"
+
+
+def line(row: Row) -> str:
+    """Write a call's row of the table."""
+    if row.failed:
+        return f"{row.call.name:18} failed: {row.failed}"
+    (f_old, f_new), (b_old, b_new) = map(row.ms, PASSES)
+    forward, both = (f"{row.ratio(p):.3f}{'!' if row.is_slower(p) else ' '}" for p in PASSES)
+    apart = f"  results differ: {row.error:.1f} of what rounding allows" if row.error > 1 else ""
+    times = f"{f_old:14.4f} {f_new:9.4f} {forward:>7}{b_old:12.4f} {b_new:9.4f} {both:>7}"
+    return f"{row.call.name:18} {times}{apart}"
+
+
+def verdict(rows: Sequence[Row]) -> tuple[list[str], bool]:
+    """Return what is said of all rows, and whether the gate lets them pass."""
+    timed, lines = [row for row in rows if not row.failed], []
+    reasons = [f"{row.call.name} failed" for row in rows if row.failed]
+    reasons += [f"{row.call.name}: results differ" for row in timed if row.error > 1]
+    for what in PASSES if timed else ():
+        ratios = {row.call.name: row.ratio(what) for row in timed}
+        mean, worst = geometric_mean(ratios.values()), max(ratios, key=ratios.__getitem__)
+        lines.append(f"{what}: geomean {mean:.4f}, worst {ratios[worst]:.3f} ({worst})")
+        reasons += [f"{what}: geomean above {MOST_GEOMEAN}"] if mean > MOST_GEOMEAN else []
+        reasons += [f"{row.call.name}: {what}" for row in timed if row.is_slower(what)]
+    passes = bool(timed) and not reasons
+    return [*lines, "gate: passes" if passes else f"gate: fails ({'; '.join(reasons)})"], passes
+
+
+def to_json(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Write what was measured, a call in a line."""
+    lines = [
+        json.dumps({"call": r.call.name, "rounds": r.rounds, "error": r.error, "failed": r.failed})
+        for r in rows
+    ]
+    return f'{{"about": {json.dumps(about)},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n]}\n"
+
+
+def main() -> int:
+    """Measure what the command line asks for; return 1 where the gate fails."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--old", help="a checkout of the commit before")
+    parser.add_argument("--new", default=str(HERE.parents[1]), help="default: this checkout")
+    parser.add_argument("--only", default="", help="names of calls, with commas")
+    parser.add_argument("--kernel", default="flash", help="or auto")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a call in a round, about")
+    parser.add_argument("--limit", type=float, default=460, help="seconds, then workers are ended")
+    parser.add_argument("--workers", type=int, default=0, help="of each tree; 0: by the cores")
+    parser.add_argument("--json", help="a file for all rounds")
+    parser.add_argument("--tiny", action="store_true", help="short lengths, for a CPU")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.kernel, args.tiny)
+        return 0
+    if not args.old:
+        parser.error("give --old, a checkout of the commit before")
+    all_calls = {call.name: call for call in model_calls(args.tiny)}
+    names = args.only.split(",") if args.only else list(all_calls)
+    if unknown := [name for name in names if name not in all_calls]:
+        parser.error(f"no call is named {unknown[0]}: they are {', '.join(all_calls)}")
+    print(HEAD, flush=True)
+    about, rows = measure(args, [all_calls[name] for name in names])
+    lines, passes = verdict(rows)
+    print("\n".join(lines))
+    if args.json:
+        Path(args.json).write_text(to_json(about, rows))
+    return 0 if passes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
