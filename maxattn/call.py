@@ -14,6 +14,7 @@ import jax
 
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, brief
+from maxattn.errors import Reason as Reason
 from maxattn.masks import Full, Mask
 from maxattn.masks.given import bind_mask
 from maxattn.masks.operands import (
@@ -27,26 +28,6 @@ from maxattn.masks.operands import (
 
 Role = Literal["self", "cross"]
 SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Say why something was refused: who, which feature, and the rule with its value.
-
-    Args:
-        who: the kernel or context strategy that refuses.
-        feature: what it was asked for, in a word or two.
-        rule: one sentence with the value and the limit.
-        remedy: what would lift it, or empty.
-    """
-
-    who: str
-    feature: str
-    rule: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.who}: {self.rule}" + (f" ({self.remedy})" if self.remedy else "")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ This file raises nothing itself and knows nothing of attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 
@@ -49,6 +50,26 @@ class WeightsError(MaxattnError, ValueError):
 
 class Unsupported(MaxattnError, NotImplementedError):
     """What was asked for is understood, and this kernel, strategy or machine cannot do it."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Say why something was refused: who, which feature, and the rule with its value.
+
+    Args:
+        who: the kernel or context strategy that refuses.
+        feature: what it was asked for, in a word or two.
+        rule: one sentence with the value and the limit.
+        remedy: what would lift it, or empty.
+    """
+
+    who: str
+    feature: str
+    rule: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.who}: {self.rule}" + (f" ({self.remedy})" if self.remedy else "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 from maxattn.config.target_names import read_target
 from maxattn.devices import DEVICES, Device, Platform, device_kind, device_of
 from maxattn.devices.families import read_capability
+from maxattn.errors import Reason
 from maxattn.jax_private.aiter import aiter_in_jax
-from maxattn.jax_private.versions import CUDNN
+from maxattn.jax_private.versions import CUDNN, TESTED, Versions
 from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
 from maxattn.tuned.kernels import CallTimes, times_of
@@ -110,6 +111,40 @@ class Target:
     def version(self, package: str) -> str | None:
         """Return the version of an optional package, or None where it is not installed."""
         return dict(self.packages).get(package)
+
+    @property
+    def is_this_machine(self) -> bool:
+        """Whether its packages were looked up on this machine: jax is then among them."""
+        return self.version("jax") is not None
+
+    def refuse_untested(
+        self, who: str, package: str, tested: Versions | None = None
+    ) -> Reason | None:
+        """Refuse a version of a package that a kernel, which uses private names of it, was not
+        tested with; a version that is not known is taken.
+
+        Args:
+            who: the kernel.
+            package: pip's name, one of `versions.TESTED`.
+            tested: the versions that will do; default those of `versions.TESTED`.
+        """
+        version, tested = self.version(package), tested or TESTED[package]
+        if version is None or tested.hold(version):
+            return None
+        rule = (
+            f"it uses what {package} keeps private, was tested with {tested}, and this is {version}"
+        )
+        plain = package not in table.EXTRAS
+        bring = f'pip install "{package}{tested}"' if plain else self.remedy_for(package)
+        return Reason(who, "version", rule, f"{bring}; or use attention: auto")
+
+    def remedy_for(self, package: str) -> str:
+        """Return how to add a package, by pip's name: pip here, an option for a named target."""
+        extra, version = table.EXTRAS.get(package, ("", ""))
+        if self.is_this_machine:
+            return "pip install " + (f'"maxattn[{extra}]"' if extra else package)
+        named = f"{package}={version}" if version else package
+        return f"add --with {named}, in Python packages= of Target.named"
 
 
 _ASSUMED: ContextVar[Target | None] = ContextVar(

@@ -1,7 +1,7 @@
 """The versions that kernels were tested with of the packages whose insides they take hold of.
 
 What is not public can change with any release. So a kernel that uses it refuses other versions
-(`kernels/requirements.py`), and kernels of public functions alone take every version. The extras of
+(`Target.refuse_untested`), and kernels of public functions alone take every version. The extras of
 these packages in pyproject.toml have the same bounds; jax itself has none there, since the plain
 kernels run with newer ones.
 """

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from maxattn.kernels.table import TABLE, Classes
+from maxattn.errors import Reason
+from maxattn.kernels.table import TABLE, Classes, KernelRow
 
 if TYPE_CHECKING:
-    from maxattn.call import Call, Reason
+    from maxattn.call import Call
     from maxattn.config import AttentionConfig
     from maxattn.devices import Platform
     from maxattn.kernels.base import Kernel
@@ -55,10 +56,8 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
         target: the machine.
         deterministic: refuse one whose backward does not repeat bit for bit, too.
     """
-    from maxattn.kernels.requirements import missing
-
     for part in name.split("/"):
-        if (lacks := missing(part, target)) is not None:
+        if (lacks := _missing(part, target)) is not None:
             return lacks
         call = computed_call(part, local, target.platform)
         reason = KERNELS[part].supports(call, target)
@@ -67,6 +66,32 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
         if reason is not None:
             return _of_computed(reason, local, call)
     return None
+
+
+def _missing(kernel: str, target: Target) -> Reason | None:
+    """Return the first thing that the target lacks for a kernel, or None."""
+    row, vendor = TABLE[kernel], target.device.vendor
+    if target.platform not in row.platforms or (
+        target.platform == "gpu" and vendor not in row.gpus
+    ):
+        rule = f"it needs {_devices(row)}, and this is {target.device_kind}"
+        return Reason(row.name, "platform", rule, "use attention: auto")
+    if row.switch and dict(target.env).get(row.switch) == "0":
+        rule = f"{row.switch}=0 in the environment forbids it"
+        return Reason(row.name, row.switch, rule, f"unset {row.switch}")
+    if row.package and target.version(row.package) is None:
+        named = f"was not named among the {target.device_kind}'s packages"
+        lacks = "is not installed" if target.is_this_machine else named
+        rule = f"{row.package} {lacks}"
+        return Reason(row.name, "package", rule, target.remedy_for(row.package))
+    return None
+
+
+def _devices(row: KernelRow) -> str:
+    """Name what a kernel runs on, for example "a CPU, an NVIDIA GPU or a TPU"."""
+    names = {"cpu": "a CPU", "gpu": f"an {' or '.join(row.gpus)} GPU", "tpu": "a TPU"}
+    *others, last = [names[platform] for platform in row.platforms]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def computed_call(name: str, local: Call, platform: Platform) -> Call:

@@ -17,12 +17,42 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.devices import Platform
 from maxattn.kernels.bias_level import Level
-from maxattn.kernels.dq_accumulator import DqAccumulator, SumOfParts
+from maxattn.kernels.fold_batch import with_batch_folded
+from maxattn.kernels.kv_block import (
+    TWO_TILES,
+    WHOLE,
+    DqAccumulator,
+    KeyRange,
+    Packed,
+    SumOfParts,
+    widened,
+)
+from maxattn.kernels.refusals import USE_AUTO, refuse_call, refuse_mask
 from maxattn.masks import Full, Mask
+from maxattn.masks.terms import Offset
 from maxattn.target import Target
 
-Offset = int | jax.Array
-"""The position of the first local token: a number, or traced inside `shard_map`."""
+__all__ = [
+    "TWO_TILES",
+    "USE_AUTO",
+    "WHOLE",
+    "Bias",
+    "DqAccumulator",
+    "Grads",
+    "Inputs",
+    "Kernel",
+    "KeyRange",
+    "Lines",
+    "Offset",
+    "Packed",
+    "Result",
+    "Rows",
+    "refuse_call",
+    "refuse_mask",
+    "widened",
+    "with_batch_folded",
+]
+
 Bias = Float[Array, "#B #N #T #S"] | None
 Pass = Literal["forward", "backward"]
 

@@ -19,15 +19,12 @@ from maxattn.jax_private.cudnn import (
     cudnn_backward,
     cudnn_forward,
 )
-from maxattn.kernels.base import Grads, Lines, Result, Rows
+from maxattn.kernels.base import USE_AUTO, Grads, Lines, Result, Rows, refuse_mask
 from maxattn.kernels.fused import bias_limits, cudnn_limits
-from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused.fold_batch import mapped_call
-from maxattn.kernels.fused.kernel import Fused, refuse_shards
-from maxattn.kernels.fused.masks import MaskTerms
-from maxattn.kernels.fused.pieces import pieces
+from maxattn.kernels.fused.kernel import Fused, mapped_call, refuse_shards
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
-from maxattn.kernels.requirements import untested
+from maxattn.masks.band_pieces import pieces
+from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
 
@@ -48,12 +45,14 @@ class Cudnn(Fused):
 
         Beside a bias it takes every mask: what is hidden is written into the bias.
         """
-        refused = untested("cudnn", "jax", target) or cudnn_limits.refuse("cudnn", call, target)
+        refused = target.refuse_untested("cudnn", "jax") or cudnn_limits.refuse(
+            "cudnn", call, target
+        )
         if refused or call.bias is not None:
             return refused or bias_limits.refuse("cudnn", call, target)
-        terms = fused_masks.sort_terms(call.mask)
+        terms = sort_terms(call.mask)
         return (
-            fused_masks.refuse_mask("cudnn", terms)
+            refuse_mask("cudnn", terms)
             or refuse_shards("cudnn", terms, call)
             or _refuse_window(terms, call)
         )
@@ -62,7 +61,7 @@ class Cudnn(Fused):
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
         rule = "its backward adds gradients up in no fixed order"
-        return Reason("cudnn", "deterministic", rule, fused_masks.REMEDY)
+        return Reason("cudnn", "deterministic", rule, USE_AUTO)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Cudnn:
@@ -99,7 +98,7 @@ class Cudnn(Fused):
         return Grads(*cudnn_backward(qkv, given, _mask(inputs), self.scale, bias))
 
 
-def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:
+def _refuse_window(terms: Terms, call: Call) -> Reason | None:
     """Refuse windows that are not `query - left <= key <= query` with query 0 at key 0, and those
     of more queries than keys.
     """
@@ -115,7 +114,7 @@ def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:
         "it takes windows that end at the query, with query 0 at key 0, no more queries than keys"
         " and every token on one device"
     )
-    return Reason("cudnn", f"mask {terms.positions[0]}", rule, fused_masks.REMEDY)
+    return Reason("cudnn", f"mask {terms.positions[0]}", rule, USE_AUTO)
 
 
 def _mask(inputs: PieceInputs) -> CudnnMask:

@@ -19,15 +19,12 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Grads, Lines, Result, Rows
+from maxattn.kernels.base import USE_AUTO, Grads, Lines, Result, Rows, refuse_mask
 from maxattn.kernels.fused import bias_limits, cudnn_limits
-from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused.fold_batch import mapped_call
-from maxattn.kernels.fused.kernel import Fused, refuse_shards
-from maxattn.kernels.fused.masks import MaskTerms
-from maxattn.kernels.fused.pieces import pieces
+from maxattn.kernels.fused.kernel import Fused, mapped_call, refuse_shards
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
-from maxattn.kernels.requirements import untested
+from maxattn.masks.band_pieces import pieces
+from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
 
@@ -50,13 +47,13 @@ class CudnnFlashTe(Fused):
 
         Beside a bias it takes every mask: what is hidden is written into the bias.
         """
-        refused = untested("cudnn_flash_te", "transformer-engine-jax", target)
+        refused = target.refuse_untested("cudnn_flash_te", "transformer-engine-jax")
         refused = refused or cudnn_limits.refuse("cudnn_flash_te", call, target)
         if refused or call.bias is not None:
             return refused or bias_limits.refuse("cudnn_flash_te", call, target)
-        terms = fused_masks.sort_terms(call.mask)
+        terms = sort_terms(call.mask)
         return (
-            fused_masks.refuse_mask("cudnn_flash_te", terms)
+            refuse_mask("cudnn_flash_te", terms)
             or refuse_shards("cudnn_flash_te", terms, call)
             or _refuse_window(terms, call)
         )
@@ -65,7 +62,7 @@ class CudnnFlashTe(Fused):
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
         rule = "its backward adds gradients up in no fixed order"
-        return Reason("cudnn_flash_te", "deterministic", rule, fused_masks.REMEDY)
+        return Reason("cudnn_flash_te", "deterministic", rule, USE_AUTO)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> CudnnFlashTe:
@@ -158,7 +155,7 @@ def _mask_type(inputs: PieceInputs) -> Any:
     return types.PADDING_CAUSAL_MASK if causal else types.PADDING_MASK
 
 
-def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:
+def _refuse_window(terms: Terms, call: Call) -> Reason | None:
     """Refuse windows on a part of the tokens, or of more queries than keys."""
     band = terms.band
     assert band is not None
@@ -169,4 +166,4 @@ def _refuse_window(terms: MaskTerms, call: Call) -> Reason | None:
     if fits and not call.sharded:
         return None
     rule = "it takes windows of no more queries than keys, with every token on one device"
-    return Reason("cudnn_flash_te", f"mask {terms.positions[0]}", rule, fused_masks.REMEDY)
+    return Reason("cudnn_flash_te", f"mask {terms.positions[0]}", rule, USE_AUTO)

@@ -19,7 +19,7 @@ from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4 import capabilities
 from maxattn.kernels.fa4.kernel import Fa4
-from maxattn.kernels.requirements import is_here, remedy, untested
+from maxattn.kernels.memory_efficient import MemoryEfficient
 from maxattn.kernels.splash import list_bound
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.jax_splash import JaxSplash
@@ -43,7 +43,7 @@ class Flash(Splash):
         """
         if target.platform == "gpu":
             return _refusal_on_gpu(call, target)
-        reason = untested("flash", "jax", target) or refusal("flash", call, target)
+        reason = target.refuse_untested("flash", "jax") or refusal("flash", call, target)
         return reason or list_bound.refuse(call, target)
 
     @staticmethod
@@ -59,7 +59,10 @@ class Flash(Splash):
         if target.platform != "gpu":
             return Flash.of(call, list_bound.fitting(call, config, target), target)
         if has_fa4(target):
-            return Fa4.build(call, config, target)
+            kernel = Fa4.build(call, config, target)
+            if call.bias is None:
+                return kernel
+            return replace(kernel, plain=MemoryEfficient.build(call, config, target))
         return CudnnForFlash(call.scale, call.return_lse, why=_without_fa4(target))
 
     @staticmethod
@@ -113,7 +116,7 @@ def _without_fa4(target: Target) -> str:
 
 def install(target: Target) -> str:
     """Say how a target comes by fa4-jax."""
-    return INSTALL if is_here(target) else remedy("fa4-jax", target)
+    return INSTALL if target.is_this_machine else target.remedy_for("fa4-jax")
 
 
 def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:

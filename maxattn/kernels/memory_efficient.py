@@ -32,7 +32,7 @@ from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Row
 from maxattn.kernels.blockwise.by_row import by_row, differs_by_row, has_own_rows
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.blockwise.tiles import ChunkedInputs, cut, for_visits, join
-from maxattn.kernels.mask_split import sort_note
+from maxattn.masks.terms import sort_note
 from maxattn.target import Target
 from maxattn.tuned import tuned_config, tuned_note
 

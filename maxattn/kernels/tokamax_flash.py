@@ -15,7 +15,6 @@ from maxattn.config import AttentionConfig
 from maxattn.jax_private.versions import TOKAMAX_ON_GPU, TOKAMAX_SPLASH
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.fused.tokamax_mosaic import TokamaxMosaic
-from maxattn.kernels.requirements import is_here, remedy, untested
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.splash.tokamax import TokamaxSplash
@@ -47,7 +46,7 @@ class TokamaxFlash(Splash):
         """
         if target.platform == "gpu":
             return _with_remedy(TokamaxMosaic.supports(call, target), target)
-        reason = untested("tokamax_flash", "tokamax", target, TOKAMAX_SPLASH)
+        reason = target.refuse_untested("tokamax_flash", "tokamax", TOKAMAX_SPLASH)
         return reason or refusal("tokamax_flash", call, target)
 
     @staticmethod
@@ -90,4 +89,6 @@ def _with_remedy(reason: Reason | None, target: Target) -> Reason | None:
     if target.version("tokamax") == UNSAID:
         rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and no version is written"
         reason = replace(reason, rule=rule)
-    return reason if is_here(target) else replace(reason, remedy=remedy("tokamax", target))
+    return (
+        reason if target.is_this_machine else replace(reason, remedy=target.remedy_for("tokamax"))
+    )

@@ -19,7 +19,6 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.errors import Unsupported
 from maxattn.kernels.base import Kernel, Lines
-from maxattn.kernels.requirements import untested
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.kernel import Splash, asked_sizes, refusal
@@ -44,7 +43,7 @@ class TpuFlash(Splash):
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU."""
-        reason = untested("tpu_flash", "jax", target) or refusal("tpu_flash", call, target)
+        reason = target.refuse_untested("tpu_flash", "jax") or refusal("tpu_flash", call, target)
         return reason or _refuse_length(call, target)
 
     @staticmethod

@@ -16,13 +16,14 @@ from maxattn.block_sizes.estimated.choose import price
 from maxattn.block_sizes.estimated.defaults import not_estimated
 from maxattn.block_sizes.estimated.grids import is_one_interval, step_grid, tile_shares
 from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost, StepGrid
-from maxattn.kernels import mask_split
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.splash.mask_info import schedule
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of, steps
 from maxattn.kernels.transposed.steps import steps_of
 from maxattn.masks import Mask
+from maxattn.masks.terms import SplitMask, split_mask
+from maxattn.masks.tile_kinds import tile_kinds
 from maxattn.target import Target
 from tests.block_sizes.small_costs import KIND, costs, own_costs, shipping
 from tests.golden_text import check_golden
@@ -67,9 +68,9 @@ def test_steps_of_a_causal_call():
 @pytest.mark.parametrize("name", MASKS)
 def test_the_steps_are_those_that_the_kernels_list(name):
     one = MASKS[name]
-    parts = mask_split.split(one.mask)
-    assert isinstance(parts, mask_split.SplitMask)
-    kinds = mask_split.tile_kinds(parts.positions, *TILE[:2], one.q_len, one.kv_len, 0, 0)
+    parts = split_mask(one.mask)
+    assert isinstance(parts, SplitMask)
+    kinds = tile_kinds(parts.positions, *TILE[:2], one.q_len, one.kv_len, 0, 0)
     rows, columns = kinds.shape
     padded = rows * TILE[0], columns * TILE[1]
     setup = Setup(kinds, None, None, padded, padded[1] > one.kv_len)

@@ -14,9 +14,9 @@ from maxattn.kernels import KERNELS
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.composed.pair import Pair
 from maxattn.kernels.dot_product import DotProduct
-from maxattn.kernels.dq_accumulator import SumOfParts
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.kv_block import SumOfParts
 
 FA4, DENSE = Fa4(0.1, launched=True), DotProduct(0.1)
 
@@ -57,7 +57,7 @@ def test_some_kernel_may_keep_dq_on_a_gpu_and_none_elsewhere() -> None:
 
 def test_no_strategy_names_a_kernel() -> None:
     folder = Path(maxattn.__file__).parent
-    shared = ("base", "composed/pair", "composed/padded_heads", "dq_accumulator", "kv_block")
+    shared = ("base", "composed/pair", "composed/padded_heads", "kv_block")
     files = [*folder.glob("context_parallel/**/*.py")]
     files += [folder / "kernels" / f"{name}.py" for name in shared]
     assert len(files) > 15

@@ -19,7 +19,7 @@ from maxattn.call import bind_mask
 from maxattn.context_parallel.ring import gpu_full_mask
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
-from maxattn.kernels import dq_accumulator, kv_block
+from maxattn.kernels import kv_block
 from maxattn.kernels.base import Grads, Inputs, Rows
 from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
@@ -198,7 +198,7 @@ def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
     accumulator = InFloat32(1.0).accumulator(Inputs(x, x, x), rows)
     assert accumulator.add(kv_block.pack(x, x)).dtype == jnp.bfloat16
     parts = [jnp.full(2, value, jnp.bfloat16) for value in (256, 1, 1)]  # 257 is no bfloat16
-    assert dq_accumulator.total(parts, parts[0]).tolist() == [258, 258]
+    assert kv_block.total(parts, parts[0]).tolist() == [258, 258]
 
 
 def test_halves_meet_at_a_tile() -> None:

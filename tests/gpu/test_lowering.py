@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels import mask_split
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import mask_inputs, windows
-from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused import tokamax_mosaic
-from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.masks import Band
+from maxattn.masks.band_pieces import Piece, pieces
+from maxattn.masks.terms import SplitMask, sort_terms, split_mask
 from tests.cases import LENGTHS, MASKS, allowed
 
 PAIRS = [name for name in MASKS if name not in ("full", "dense", "dense heads", "not segments")]
@@ -54,7 +53,7 @@ def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
     inputs = inputs_of(name, length)
-    if not isinstance(mask_split.split(inputs.mask), mask_split.SplitMask):
+    if not isinstance(split_mask(inputs.mask), SplitMask):
         pytest.skip("not for FlashAttention-4")
     given, want = mask_inputs.pairs_of(inputs), wanted(inputs)
     piece, found, (t, s) = given.piece, given.pairs, want.shape[1:]
@@ -71,7 +70,7 @@ def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
 @pytest.mark.parametrize("name", INTERVALS)
 def test_tokamax_gets_each_querys_interval(name: str, length: str) -> None:
     inputs = inputs_of(name, length)
-    if tokamax_mosaic._refuse_rows(fused_masks.sort_terms(inputs.mask)) is not None:
+    if tokamax_mosaic._refuse_rows(sort_terms(inputs.mask)) is not None:
         pytest.skip("several intervals")
     want = wanted(inputs)
     ok = inside(tokamax_mosaic._intervals(inputs).pairs)[..., : want.shape[2]]

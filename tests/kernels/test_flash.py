@@ -22,11 +22,11 @@ from maxattn.block_sizes import BlockSizes
 from maxattn.errors import Unsupported
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.flash import Flash
-from maxattn.kernels.mask_split import tile_kinds
 from maxattn.kernels.softmax import merge_by_lse
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
 from maxattn.kernels.splash.mask_info import codes_of, mask_info, schedule
+from maxattn.masks.tile_kinds import tile_kinds
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of
 from tests.reference import attention64, error

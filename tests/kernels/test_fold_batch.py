@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxattn.kernels.base import Grads, Inputs, Result, Rows
-from maxattn.kernels.fused.fold_batch import with_batch_folded
+from maxattn.kernels.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Causal, Full, KeyPadding
 from tests.gpu.dense import DenseLibrary

@@ -29,8 +29,8 @@ from maxattn.kernels.fa4.split_queries import (
     tail_of,
 )
 from maxattn.kernels.fa4.tile_sizes import narrow_tile, whole_tile
-from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.masks.band_pieces import Piece
 from maxattn.tools.model_shapes import SHAPES
 from tests.reference import Answer, attention64, error
 

@@ -10,15 +10,15 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError
-from maxattn.kernels.base import Inputs
+from maxattn.kernels.base import Inputs, refuse_mask
 from maxattn.kernels.blockwise.chunk_sizes import SPARSE_CHUNK, choose_chunks
 from maxattn.kernels.blockwise.visits import visits
 from maxattn.kernels.fa4.block_sparse_lists import TilingSpec, tally, tiling
 from maxattn.kernels.flash import Flash
-from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.mask_split import tile_kinds
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, encode
 from maxattn.kernels.splash.mask_info import codes_of, mask_info
+from maxattn.masks.terms import sort_terms
+from maxattn.masks.tile_kinds import tile_kinds
 from tests.kernels.test_flash import UNFUSED
 from tests.reference import attention64, error
 
@@ -165,9 +165,7 @@ def test_what_the_base_class_answers() -> None:
     for mask in NEW.values():
         assert mask.divides_positions and mask.leaves_parts_empty
         assert mask.band() is mask.most_keys() is mask.key_limit() is mask.segment_ids() is None
-        assert (
-            fused_masks.refuse_mask("cudnn", fused_masks.sort_terms(mask.bind(64, 64))) is not None
-        )
+        assert refuse_mask("cudnn", sort_terms(mask.bind(64, 64))) is not None
 
 
 def test_splash_takes_two_comparisons_for_one_interval() -> None:

@@ -16,8 +16,8 @@ from maxattn.kernels.base import Inputs
 from maxattn.kernels.blockwise.visits import visits
 from maxattn.kernels.fa4 import mask_inputs
 from maxattn.kernels.flash import Flash
-from maxattn.kernels.mask_split import tile_kinds
 from maxattn.kernels.splash import mask_codes
+from maxattn.masks.tile_kinds import tile_kinds
 from maxattn.tools.cli.masks import read_mask
 from tests.context_parallel.test_ring import CONFIG as RING
 from tests.context_parallel.test_ring import qkv, sends

@@ -13,7 +13,7 @@ from maxattn.errors import InputError
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.blockwise.visits import visits
 from maxattn.kernels.fa4 import mask_inputs
-from maxattn.kernels.mask_split import tile_kinds
+from maxattn.masks.tile_kinds import tile_kinds
 from tests.context_parallel.test_ring import CONFIG as RING
 from tests.context_parallel.test_ring import qkv
 from tests.reference import attention64, error

@@ -12,8 +12,8 @@ from maxattn import masks as M
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.blockwise.visits import visits
 from maxattn.kernels.fa4 import mask_inputs
-from maxattn.kernels.mask_split import tile_kinds
 from maxattn.masks import blocks, row_runs
+from maxattn.masks.tile_kinds import tile_kinds
 from tests.context_parallel.test_ring import CONFIG as RING
 from tests.pairwise import pairwise, product
 from tests.reference import attention64, error

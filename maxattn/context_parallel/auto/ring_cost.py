@@ -20,7 +20,7 @@ from maxattn.context_parallel.ring.ring import Ring
 from maxattn.context_parallel.ring.zigzag_pays import TRAINING
 from maxattn.devices import START, Machine
 from maxattn.kernels import KERNELS, computed_call
-from maxattn.kernels.dq_accumulator import MOST_PARTS
+from maxattn.kernels.kv_block import MOST_PARTS
 from maxattn.sharding import ways
 
 

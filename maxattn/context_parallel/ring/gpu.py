@@ -23,8 +23,7 @@ from maxattn.context_parallel.ring.collectives import hop_collectives, packed_by
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
 from maxattn.context_parallel.ring.schedule import Schedule, nothing_seen, unseen, zeros
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
-from maxattn.kernels.dq_accumulator import MOST_PARTS, added, total
-from maxattn.kernels.kv_block import Packed, pack, widened
+from maxattn.kernels.kv_block import MOST_PARTS, Packed, added, pack, total, widened
 from maxattn.kernels.softmax import merge_by_lse
 from maxattn.target import Target
 

@@ -20,8 +20,16 @@ from jaxtyping import Array
 
 from maxattn.context_parallel.ring.hops import RingPass, tie_transfer_to_kernel
 from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
-from maxattn.kernels.dq_accumulator import DqAccumulator, added, total
-from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, middle_key, pack
+from maxattn.kernels.kv_block import (
+    WHOLE,
+    DqAccumulator,
+    KeyRange,
+    Packed,
+    added,
+    middle_key,
+    pack,
+    total,
+)
 
 
 class Step(NamedTuple):

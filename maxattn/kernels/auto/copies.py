@@ -20,8 +20,8 @@ from maxattn.kernels.auto.tile_work import (
 )
 from maxattn.kernels.fa4 import band_lists, windows
 from maxattn.kernels.fa4.tile_sizes import shapes_of
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.masks.band_pieces import Piece, pieces
+from maxattn.masks.terms import sort_terms
 
 TOKAMAX_LENGTHS, TOKAMAX_HEADS = 8, (16, 64)  # of the forward, of the backward
 Copies = list[float]
@@ -145,7 +145,7 @@ def _cut(call: Call) -> tuple[Piece, ...]:
 
 def _goes_by_lists(backward: bool, call: Call, sms: int) -> bool:
     """Tell whether FlashAttention-4 takes a band by block-sparse lists, in one launch."""
-    if masks.sort_terms(call.mask).keys:
+    if sort_terms(call.mask).keys:
         return True
     listed = band_lists.lists_backward if backward else band_lists.lists_forward
     return listed(call, *shapes_of(call), sms)

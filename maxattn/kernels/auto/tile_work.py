@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from maxattn.call import Call
-from maxattn.kernels import mask_split
 from maxattn.kernels.fa4.block_sparse_lists import tally, visits_by_keys, visits_by_queries
 from maxattn.kernels.fa4.forward_tiles import IDS_SHARE
 from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.masks import Full, LocalWindow, Mask
+from maxattn.masks.terms import SplitMask, split_mask
 
 OTHERS = Tile(128, 128)  # of the libraries that do not say
 TOKAMAX_SHORT = 128  # the longest head dim whose tiles of 128 keys fit tokamax's shared memory
@@ -186,8 +186,8 @@ def tokamax_forward_tile(head_dim: int) -> Tile:
 @lru_cache(maxsize=4096)
 def positions_of(mask: Mask) -> Mask:
     """Return what a mask says of positions alone; everything where it is no such mask."""
-    split = mask_split.split(mask)
-    return split.positions if isinstance(split, mask_split.SplitMask) else Full()
+    split = split_mask(mask)
+    return split.positions if isinstance(split, SplitMask) else Full()
 
 
 def is_causal(positions: Mask) -> bool:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels import refusal
-from maxattn.kernels.requirements import is_here
 from maxattn.kernels.table import TABLE
 from maxattn.target import Target
 from maxattn.tuned.kernels import (
@@ -195,7 +194,7 @@ def _other_versions(times: CallTimes, target: Target) -> tuple[str, ...]:
     """
     then, now = dict(times.versions), dict(target.packages)
     names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
-    names = names if is_here(target) else [n for n in names if n in then and n in now]
+    names = names if target.is_this_machine else [n for n in names if n in then and n in now]
     if not names:
         return ()
     was, is_ = (", ".join(f"{n} {of.get(n, 'missing')}" for n in names) for of in (then, now))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.kernels.mask_split import kinds_by_arrays, known_kinds
 from maxattn.masks import EMPTY, MIXED, Mask
+from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 
 
 class Visits(NamedTuple):
@@ -59,8 +59,10 @@ def visits(
     if mask.is_full:  # wherever the tokens are
         q_offset = kv_offset = 0
     sizes = (block_q, block_kv), (q_len, kv_len), (q_offset, kv_offset)
-    by_arrays = mask.bounds_tiles and kv_len > block_kv  # else there is no chunk to leave out
-    kinds = _of_all_rows(kinds_by_arrays(mask, *sizes)) if by_arrays else known_kinds(mask, *sizes)
+    if mask.bounds_tiles and kv_len > block_kv:  # else there is no chunk to leave out
+        kinds = _of_all_rows(kinds_by_arrays(mask, *sizes))
+    else:
+        kinds = tile_kinds(mask, *sizes[0], *sizes[1], *sizes[2])
     traced = isinstance(kinds, jax.Array)
     xp: Any = jnp if traced else np
     visited = kinds != EMPTY

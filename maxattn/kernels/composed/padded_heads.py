@@ -14,8 +14,7 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
 from maxattn.kernels.composed.adapted import AdaptedKernel
-from maxattn.kernels.dq_accumulator import DqAccumulator
-from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, widened
+from maxattn.kernels.kv_block import WHOLE, DqAccumulator, KeyRange, Packed, widened
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from maxattn.block_sizes import FORWARD, BlockSizes, Change
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
-from maxattn.kernels.dq_accumulator import DqAccumulator
+from maxattn.kernels.kv_block import DqAccumulator
 from maxattn.target import Target
 
 

@@ -11,7 +11,7 @@ from maxattn.kernels.fa4 import (
     split_lists,
 )
 from maxattn.kernels.fa4.tile_sizes import shapes_of
-from maxattn.kernels.fused import masks
+from maxattn.masks.terms import sort_terms
 
 
 def is_split(call: Call, sms: int) -> bool:
@@ -22,7 +22,7 @@ def is_split(call: Call, sms: int) -> bool:
         sms: streaming multiprocessors (SMs) of the GPU.
     """
     taken = fold_groups.call_of(call)
-    shapes, terms = shapes_of(taken), masks.sort_terms(call.mask)
+    shapes, terms = shapes_of(taken), sort_terms(call.mask)
     if one_key_tile.takes_call(taken):
         return one_key_tile.splits_for(shapes[0], sms) > 1
     if call.mask.is_full:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.kernels.base import KeyRange
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.kernel_calls import (
     BackwardOperands,
@@ -26,7 +27,6 @@ from maxattn.kernels.fa4.kernel_calls import (
 )
 from maxattn.kernels.fa4.launch import split_launch
 from maxattn.kernels.fa4.tile_sizes import Dims, kernel_width, sums_width
-from maxattn.kernels.kv_block import KeyRange
 
 LAUNCHES = (
     "_fa4_bwd_pre",

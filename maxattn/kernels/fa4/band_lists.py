@@ -19,8 +19,7 @@ import numpy as np
 
 from maxattn.call import Call
 from maxattn.devices import SMS
-from maxattn.kernels import mask_split
-from maxattn.kernels.base import Inputs
+from maxattn.kernels.base import Inputs, refuse_mask
 from maxattn.kernels.fa4 import (
     fold_groups,
     mask_inputs,
@@ -36,7 +35,7 @@ from maxattn.kernels.fa4.forward_tiles import LISTED_HEADS, library_tile, row_ti
 from maxattn.kernels.fa4.launch_order import Order
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.tile_sizes import SHORT_ROW, Tile, is_short_backward, shapes_of
-from maxattn.kernels.fused import masks
+from maxattn.masks.terms import SplitMask, sort_terms, split_mask
 
 FOLDED = 128  # queries, up to which it pays to fold heads beside a cache
 MOST_PAIRS = 2**34  # of more a list takes megabytes, and copies are little beside the products
@@ -62,7 +61,7 @@ def backward_pays(inputs: Inputs, sms: int) -> bool:
 
 def is_band(call: Call) -> bool:
     """Tell whether the library could take a mask of positions as a band."""
-    return masks.refuse_mask("flash", masks.sort_terms(call.mask)) is None
+    return refuse_mask("flash", sort_terms(call.mask)) is None
 
 
 def lists_forward(call: Call, queries: Dims, keys: Dims, sms: int) -> bool:
@@ -174,8 +173,8 @@ def forward_order(call: Call, queries: Dims) -> Order:
 @lru_cache(maxsize=1024)
 def _work(call: Call, queries: Dims) -> tuple[np.ndarray, Tile]:
     """Return how many tiles each row visits, and the tile; nothing where that is not known."""
-    found = mask_split.split(call.mask)
-    if call.sharded or call.mask.has_data or not isinstance(found, mask_split.SplitMask):
+    found = split_mask(call.mask)
+    if call.sharded or call.mask.has_data or not isinstance(found, SplitMask):
         return np.zeros(0, np.int32), library_tile(queries[3])
     tile = mask_inputs.tile_of(found.positions, queries, call.kv_len)
     return visits_by_queries(found.positions, tile, (call.q_len, call.kv_len)), tile
@@ -188,7 +187,7 @@ def _call_of(inputs: Inputs) -> Call | None:
         inputs: whose positions are not tested pair by pair: they are a band, if anything.
     """
     mask, starts = inputs.mask, (inputs.q_offset, inputs.kv_offset)
-    is_band = bool(masks.sort_terms(mask).positions) and not mask.has_data
+    is_band = bool(sort_terms(mask).positions) and not mask.has_data
     if not is_band or any(isinstance(x, jax.Array) or x for x in starts):
         return None
     return Call.of(inputs.q, inputs.k, mask)

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxattn.call import Call, Reason
-from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Grads, Result, Rows
+from maxattn.kernels.base import USE_AUTO, Grads, Result, Rows
 from maxattn.kernels.fa4.block_sparse import TilePass, backward, forward
 from maxattn.kernels.fa4.forward_tiles import library_tile
 from maxattn.kernels.fa4.tile_sizes import backward_tile, takes_lists
-from maxattn.kernels.fused import bias_limits, masks
+from maxattn.kernels.fused import bias_limits
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.memory_efficient import MemoryEfficient
 from maxattn.target import Target
 
 ADDED = "a bias is added pair by pair"
@@ -31,7 +29,7 @@ def refuse(call: Call, target: Target) -> Reason | None:
     version = target.version("fa4-jax") or ""
     if not takes_lists(version, target.device):
         rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
-        return Reason("flash", "bias", rule, masks.REMEDY)
+        return Reason("flash", "bias", rule, USE_AUTO)
     reason = bias_limits.refuse_head_dim("flash", call)
     return reason or bias_limits.refuse_size("flash", call)
 
@@ -43,11 +41,6 @@ def note(call: Call) -> str:
         f"{written}; FlashAttention-4 has no gradient of it: where it has one, memory_efficient"
         " computes the backward"
     )
-
-
-def plain_backward(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
-    """Return the kernel of backwards in which the bias has a gradient."""
-    return MemoryEfficient.build(call, config, target)
 
 
 def run_forward(inputs: PieceInputs, scale: float) -> Result:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.kernels.base import Grads, Rows
+from maxattn.kernels.base import Grads, Rows, with_batch_folded
 from maxattn.kernels.fa4 import launch as fa4_launch
 from maxattn.kernels.fa4 import row_orders
 from maxattn.kernels.fa4.alignment import library
@@ -30,9 +30,8 @@ from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.score_mod import BiasAxes
 from maxattn.kernels.fa4.tile_sizes import Dims, Tile, sums_width
-from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.mask_split import KEY_PAD, QUERY_PAD
+from maxattn.masks.terms import KEY_PAD, QUERY_PAD
 
 # more than any tile: the kernels look arrays up for whole tiles, past the last query and key
 PAD = 256

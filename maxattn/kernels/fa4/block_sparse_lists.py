@@ -18,9 +18,9 @@ from jaxtyping import Array, Int32
 from maxattn.kernels.base import Offset
 from maxattn.kernels.fa4 import set_bits
 from maxattn.kernels.fa4.tile_sizes import Tile, TileCount
-from maxattn.kernels.mask_split import tile_kinds
 from maxattn.masks import FULL, MIXED, Mask
 from maxattn.masks.blocks import stretches
+from maxattn.masks.tile_kinds import tile_kinds
 
 PAST = 2**30  # more than any column
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Int8, Int32
 from maxattn.kernels.base import Offset
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, Tiling, lists_of, tested_past
 from maxattn.kernels.fa4.tile_sizes import SHORT_ROW
-from maxattn.kernels.mask_split import kinds_by_arrays
 from maxattn.masks import Mask
+from maxattn.masks.tile_kinds import kinds_by_arrays
 
 
 def row_tiling(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from maxattn.call import Call, Reason
 from maxattn.devices import Device
-from maxattn.kernels.fused import masks
+from maxattn.kernels.base import USE_AUTO, refuse_call
 
 # By the first number of the compute capability: forward and backward, every dtype, mask and
 # grouping of heads that the library takes.
@@ -38,7 +38,7 @@ def refuse(call: Call, device: Device) -> Reason | None:
     if not has_kernels(device):
         takes = ", ".join(f"{major}.x" for major in HEAD_LIMITS)
         rule = f"{lack(device)}, but for {takes}"
-        return Reason("flash", "device", rule, masks.REMEDY)
+        return Reason("flash", "device", rule, USE_AUTO)
     most, text = head_limit(device), device.capability_text
     named = f"compute capability {text}" if text else device.kind
-    return masks.refuse_call("flash", call, most, named if most < MOST else "")
+    return refuse_call("flash", call, most, named if most < MOST else "")

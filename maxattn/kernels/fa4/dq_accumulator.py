@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.kernels.base import Inputs, Rows
-from maxattn.kernels.dq_accumulator import DqAccumulator
+from maxattn.kernels.base import TWO_TILES, WHOLE, DqAccumulator, Inputs, KeyRange, Packed, Rows
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.kernel_calls import BlockOperands
 from maxattn.kernels.fa4.own_array import own_array
-from maxattn.kernels.kv_block import TWO_TILES, WHOLE, KeyRange, Packed
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 
 

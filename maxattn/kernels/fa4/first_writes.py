@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.kernels.base import Grads, Rows
+from maxattn.kernels.base import Grads, Rows, with_batch_folded
 from maxattn.kernels.fa4 import backward_steps, one_key_tile, split_queries
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.first_writes_kernel import knows_store
@@ -42,7 +42,6 @@ from maxattn.kernels.fa4.tile_sizes import (
     sums_width,
     whole_tile,
 )
-from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 
 MOST_TILES = 32  # of keys: beside more the products take so long that zeros count for nothing

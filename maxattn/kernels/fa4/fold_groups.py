@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 from maxattn.call import Call
 from maxattn.kernels.base import Grads, Rows
 from maxattn.kernels.fa4.tile_sizes import Dims
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.pieces import Piece, pieces
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Causal, Full
+from maxattn.masks.band_pieces import Piece, pieces
+from maxattn.masks.terms import sort_terms
 
 SHORT = 384  # queries, up to which copies are less than the launches they save
 COPIES = 4  # q, out, dout and dq
@@ -47,7 +47,7 @@ def call_of(call: Call) -> Call:
     Args:
         call: of one device, on a GPU where maxattn launches the kernels itself.
     """
-    terms, batch = masks.sort_terms(call.mask), call.batch
+    terms, batch = sort_terms(call.mask), call.batch
     of_keys = not terms.positions and not terms.rest and call.bias is None
     shapes = (batch, call.q_len, call.heads), (batch, call.kv_len, call.kv_heads)
     if not of_keys or not pays(*shapes):
@@ -94,7 +94,7 @@ def folded_parts(call: Call) -> tuple[Call, ...]:
 
 def pieces_of(call: Call) -> tuple[Piece, ...]:
     """Cut a band that is known when tracing into rectangles; none of any other mask."""
-    band = masks.sort_terms(call.mask).band
+    band = sort_terms(call.mask).band
     if call.sharded or call.mask.has_data or call.bias is not None or band is None:
         return ()
     return () if call.mask.is_full else pieces(band, band.offset, call.q_len, call.kv_len)

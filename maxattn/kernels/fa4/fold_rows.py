@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from maxattn.kernels.base import Grads, Inputs, Result, Rows
-from maxattn.kernels.fused.fold_batch import with_batch_folded
+from maxattn.kernels.base import Grads, Inputs, Result, Rows, with_batch_folded
 
 Out = TypeVar("Out", Result, Grads)
 

@@ -9,14 +9,14 @@ where batch rows stand behind each other, of all rows.
 from __future__ import annotations
 
 from maxattn.call import Call, Reason
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.masks import MaskTerms
+from maxattn.kernels.base import USE_AUTO
+from maxattn.masks.terms import Terms
 
 MOST_INT32 = 2**31 - 1
 PAD = 256  # more than any tile, to which the sums of each row are padded
 
 
-def refuse(call: Call, terms: MaskTerms) -> Reason | None:
+def refuse(call: Call, terms: Terms) -> Reason | None:
     """Refuse more tokens than the axis of the float32 sums of a backward holds.
 
     Args:
@@ -33,5 +33,5 @@ def refuse(call: Call, terms: MaskTerms) -> Reason | None:
         f"its backward sums gradients in one axis of at most {MOST_INT32} numbers, and"
         f" {tokens} tokens of {width} channels are {tokens * width}"
     )
-    remedy = f"set context_parallel: ring or ulysses over more devices, or {masks.REMEDY}"
+    remedy = f"set context_parallel: ring or ulysses over more devices, or {USE_AUTO}"
     return Reason("flash", "length", rule, remedy)

@@ -19,9 +19,18 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.devices import SMS
-from maxattn.kernels import mask_split
-from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
-from maxattn.kernels.dq_accumulator import DqAccumulator
+from maxattn.kernels.base import (
+    USE_AUTO,
+    DqAccumulator,
+    Grads,
+    Inputs,
+    Kernel,
+    Lines,
+    Result,
+    Rows,
+    refuse_mask,
+    with_batch_folded,
+)
 from maxattn.kernels.fa4 import (
     backward_splits,
     backward_steps,
@@ -51,13 +60,12 @@ from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES, MOST_TILES, fits_lis
 from maxattn.kernels.fa4.split_keys_kernel import knows_operands
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import Dims, shapes_of, takes_lists
-from maxattn.kernels.fused import masks, rectangles
-from maxattn.kernels.fused.fold_batch import with_batch_folded
+from maxattn.kernels.fused import rectangles
 from maxattn.kernels.fused.kernel import Fused
-from maxattn.kernels.fused.pieces import fits_shards
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
-from maxattn.kernels.requirements import untested
 from maxattn.masks import Mask
+from maxattn.masks.band_pieces import fits_shards
+from maxattn.masks.terms import sort_note, sort_terms, split_mask
 from maxattn.target import Target
 
 
@@ -93,29 +101,30 @@ class Fa4(Fused):
 
         A bias goes in on Hopper GPUs, with every mask written into it.
         """
-        reason = untested("flash", "fa4-jax", target) or capabilities.refuse(call, target.device)
-        terms = masks.sort_terms(call.mask)
+        reason = target.refuse_untested("flash", "fa4-jax") or capabilities.refuse(
+            call, target.device
+        )
+        terms = sort_terms(call.mask)
         reason = reason or int32_bounds.refuse(call, terms)
         if reason is None and call.bias is not None:
             return bias.refuse(call, target)
-        if reason is not None or masks.refuse_mask("flash", terms) is None:
+        if reason is not None or refuse_mask("flash", terms) is None:
             return reason
-        found = mask_split.split(call.mask)
+        found = split_mask(call.mask)
         return found if isinstance(found, Reason) else None
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         """Refuse: gradients are added up in no fixed order."""
         rule = "its backward adds gradients up in no fixed order"
-        return Reason("flash", "deterministic", rule, masks.REMEDY)
+        return Reason("flash", "deterministic", rule, USE_AUTO)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
         """Take the scale, whether the LSE is asked for, and how the mask goes in."""
         if call.bias is not None:
-            version, plain = target.version("fa4-jax") or "", bias.plain_backward
-            return Fa4(call.scale, call.return_lse, version, plain=plain(call, config, target))
-        terms = masks.sort_terms(call.mask)
+            return Fa4(call.scale, call.return_lse, target.version("fa4-jax") or "")
+        terms = sort_terms(call.mask)
         cut = not call.sharded or fits_shards(terms, call.q_len, call.kv_len)
         version = target.version("fa4-jax") or ""
         launched = takes_lists(version, target.device)
@@ -123,7 +132,7 @@ class Fa4(Fused):
         fits = launched and fits_lists(call.head_dim, call.q_len, call.kv_len, rows)
         # Without lists a band beside lengths is tested in all its tiles, past a row's length too.
         beside = fits and rows > 0 and bool(terms.positions and terms.keys)
-        pairs = beside or not cut or masks.refuse_mask("flash", terms) is not None
+        pairs = beside or not cut or refuse_mask("flash", terms) is not None
         lists = pairs and fits
         sms = target.device.sms
         return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, sms)
@@ -159,7 +168,7 @@ class Fa4(Fused):
 
     def _blocks_line(self, call: Call) -> str:
         """Say how the forward is launched where no pair is tested."""
-        if masks.sort_terms(call.mask).positions:
+        if sort_terms(call.mask).positions:
             whole = fold_groups.seen_by_all(call)
             if whole is not None and fold_groups.hides_nothing(call):
                 return self._blocks_line(whole)
@@ -175,7 +184,7 @@ class Fa4(Fused):
         if call.bias is not None:
             return (bias.note(call),)
         if self.lists:
-            return (mask_split.sort_note("tiles"),) if call.mask.has_ids else ()
+            return (sort_note("tiles"),) if call.mask.has_ids else ()
         if not self.tests_pairs:
             return ()
         if not self.launched:
@@ -204,7 +213,7 @@ class Fa4(Fused):
 
         A strategy may have dropped what forbids nothing here.
         """
-        terms = masks.sort_terms(mask)
+        terms = sort_terms(mask)
         return self.tests_pairs and bool(terms.positions or terms.rest)
 
     def forward(self, inputs: Inputs) -> Result:
@@ -373,5 +382,5 @@ def _joined(piece: Any, q: Any, k: Any, v: Any, *others: Any) -> PieceInputs:
 
 def _is_of_keys(mask: Mask) -> bool:
     """Tell whether a mask that forbids something says which keys are real, and no more."""
-    terms = masks.sort_terms(mask)
+    terms = sort_terms(mask)
     return not (mask.is_full or terms.positions or terms.rest)

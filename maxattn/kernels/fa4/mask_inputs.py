@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.kernels import mask_split
 from maxattn.kernels.base import Inputs, Offset
 from maxattn.kernels.fa4.block_sparse import TilePass
 from maxattn.kernels.fa4.block_sparse_lists import (
@@ -34,9 +33,10 @@ from maxattn.kernels.fa4.forward_tiles import forward_tile, library_tile
 from maxattn.kernels.fa4.mask_mod import PairTest
 from maxattn.kernels.fa4.split_lists import split
 from maxattn.kernels.fa4.tile_sizes import Dims, Tile, backward_tile
-from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.masks import Mask
+from maxattn.masks.band_pieces import Piece
+from maxattn.masks.terms import SplitMask, segment_ids, split_mask
 
 
 class BlockSparseTiles(NamedTuple):
@@ -150,9 +150,9 @@ def arrays(pairs: Pairs) -> tuple[Array, ...]:
     return tuple(x for x in found if x is not None)
 
 
-def _split(mask: Mask) -> mask_split.SplitMask:
-    split = mask_split.split(mask)
-    assert isinstance(split, mask_split.SplitMask), split  # supports() refused it
+def _split(mask: Mask) -> SplitMask:
+    split = split_mask(mask)
+    assert isinstance(split, SplitMask), split  # supports() refused it
     return split
 
 
@@ -168,8 +168,8 @@ def has_ids(mask: Mask) -> bool:
 
 def own_rows(call: Call) -> int:
     """Count the batch rows that have lists of their own; 0 where arrays make none."""
-    found = mask_split.split(call.mask)
-    if not isinstance(found, mask_split.SplitMask) or not found.has_ids:
+    found = split_mask(call.mask)
+    if not isinstance(found, SplitMask) or not found.has_ids:
         return 0
     axes = jax.tree.leaves(call.mask.leaf_axes())
     return call.batch if any("B" in letters for letters in axes) else 1
@@ -179,7 +179,7 @@ def _ids(inputs: Inputs) -> Any:
     """Return the segment ids of queries and keys, where the mask has any."""
     lengths = _lengths(inputs)
     split = _split(inputs.mask)
-    return mask_split.segment_ids(split, inputs.q.shape[0], *lengths, inputs.kv_offset)
+    return segment_ids(split, inputs.q.shape[0], *lengths, inputs.kv_offset)
 
 
 def _lengths(inputs: Inputs) -> tuple[int, int]:

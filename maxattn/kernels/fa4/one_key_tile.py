@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.kernels.base import Grads, Rows
+from maxattn.kernels.base import Grads, Rows, with_batch_folded
 from maxattn.kernels.fa4 import backward_steps
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.kernel_calls import BackwardOperands, run_before, run_one_key_tile
@@ -29,9 +29,8 @@ from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.split_queries import BackwardWork, tail_of
 from maxattn.kernels.fa4.split_queries_kernel import knows_rows
 from maxattn.kernels.fa4.tile_sizes import Dims, Tile, backward_tile, shapes_of
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.masks.terms import sort_terms
 
 HEAD_LIMIT = 192  # beyond it the library has one buffer of Q
 
@@ -48,7 +47,7 @@ def takes_call(call: Call) -> bool:
     Args:
         call: of one device, as it is launched: with its heads folded, where that pays.
     """
-    terms = masks.sort_terms(call.mask)
+    terms = sort_terms(call.mask)
     of_keys = not (terms.positions or terms.rest)
     return of_keys and call.bias is None and fits(*shapes_of(call))
 

@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.kernels import mask_split
 from maxattn.kernels.base import Result
 from maxattn.kernels.fa4 import block_sparse
 from maxattn.kernels.fa4 import launch as fa4_launch
@@ -43,6 +42,7 @@ from maxattn.kernels.fa4.split_lists import ListedWork, may_split_tiles
 from maxattn.kernels.fa4.split_queries import Dims
 from maxattn.kernels.fa4.tile_sizes import Tile
 from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.masks.terms import SplitMask, split_mask
 
 
 class ListSplits(NamedTuple):
@@ -66,10 +66,10 @@ def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> ListSpli
         queries, keys: shapes [B,T,N,H] of q and [B,S,K,H] of k.
         sms: streaming multiprocessors (SMs) of the GPU.
     """
-    found = mask_split.split(call.mask)
+    found = split_mask(call.mask)
     if call.mask.is_full or call.mask.has_data or call.sharded:
         return ListSplits()
-    if not isinstance(found, mask_split.SplitMask):
+    if not isinstance(found, SplitMask):
         return ListSplits()
     mask, lengths = found.positions, (queries[1], keys[1])
     # Rows of tiles are at least as many as with the largest tile.

@@ -19,11 +19,11 @@ import numpy as np
 
 from maxattn.call import Call
 from maxattn.devices import SMS
-from maxattn.kernels import mask_split
 from maxattn.kernels.fa4.block_sparse_lists import TileLists, visits_by_keys
 from maxattn.kernels.fa4.launch_order import START
 from maxattn.kernels.fa4.split_queries import SUMS, Dims, most_splits
 from maxattn.kernels.fa4.tile_sizes import backward_tile
+from maxattn.masks.terms import SplitMask, split_mask
 
 LEAST_GAIN, LEAST_TILES = 0.05, 4  # below, a prediction says nothing
 MOST_SPLITS = 64  # where thread blocks are fewer than fill the SMs
@@ -116,8 +116,8 @@ def splits_for_call(call: Call, queries: Dims, keys: Dims, sms: int) -> int:
 
 def works_for(call: Call, queries: Dims, keys: Dims) -> list[ListedWork]:
     """Return what the backward of such a call may have to do; nothing where it gets no lists."""
-    found = mask_split.split(call.mask)
-    if not isinstance(found, mask_split.SplitMask):
+    found = split_mask(call.mask)
+    if not isinstance(found, SplitMask):
         return []
     if found.has_ids:
         return _works(None, queries, keys)

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from maxattn.kernels.base import with_batch_folded
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.kernel_calls import run_unseen_rows
 from maxattn.kernels.fa4.own_array import own_array
-from maxattn.kernels.fused.fold_batch import with_batch_folded
 
 LEAST = 2**21  # numbers, from which on a pass over them takes longer than to read the LSE
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from maxattn.kernels.base import Grads, Rows
+from maxattn.kernels.base import Grads, Rows, with_batch_folded
 from maxattn.kernels.fa4 import block_sparse, first_writes, one_key_tile, split_queries
 from maxattn.kernels.fa4.tile_sizes import narrow_tile
-from maxattn.kernels.fused.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from maxattn.kernels.base import Grads, Rows
+from maxattn.kernels.base import Grads, Rows, with_batch_folded
 from maxattn.kernels.fa4.alignment import library
 from maxattn.kernels.fa4.backward_steps import (
     Launches,
@@ -22,7 +22,6 @@ from maxattn.kernels.fa4.backward_steps import (
 )
 from maxattn.kernels.fa4.own_array import own_array
 from maxattn.kernels.fa4.tile_sizes import kernel_width
-from maxattn.kernels.fused.fold_batch import with_batch_folded
 
 
 def takes(q: Array) -> bool:

@@ -9,9 +9,9 @@ from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Result, Rows
 from maxattn.kernels.fa4.primitives import Window
-from maxattn.kernels.fused.pieces import Piece
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.softmax import NEG_INF
+from maxattn.masks.band_pieces import Piece
 
 
 def fitted(p: Piece, t: int, s: int) -> tuple[int, int, Window]:

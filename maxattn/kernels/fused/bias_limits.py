@@ -13,7 +13,8 @@ import numpy as np
 
 from maxattn.call import Call, Reason
 from maxattn.jax_private.versions import numbers
-from maxattn.kernels.fused import cudnn_limits, masks
+from maxattn.kernels.base import USE_AUTO
+from maxattn.kernels.fused import cudnn_limits
 from maxattn.target import Target
 
 LEAST_CUDNN = "9.18"
@@ -31,7 +32,7 @@ def refuse_any(who: str, call: Call) -> Reason | None:
     """Return why a kernel that takes no bias cannot compute a call."""
     if call.bias is None:
         return None
-    return Reason(who, "bias", "it takes no additive bias", masks.REMEDY)
+    return Reason(who, "bias", "it takes no additive bias", USE_AUTO)
 
 
 def note(call: Call, always: bool = False) -> str:
@@ -75,7 +76,7 @@ def refuse_size(who: str, call: Call) -> Reason | None:
         f"it would write the bias out as {list(written)}, {_size(written, call.bias_dtype)}, and"
         f" makes at most {MOST_WRITTEN // 2**30} GiB of a smaller one"
     )
-    return Reason(who, "bias", rule, f"say what hides keys as a mask, or {masks.REMEDY}")
+    return Reason(who, "bias", rule, f"say what hides keys as a mask, or {USE_AUTO}")
 
 
 def refuse_head_dim(who: str, call: Call) -> Reason | None:
@@ -83,14 +84,14 @@ def refuse_head_dim(who: str, call: Call) -> Reason | None:
     if call.head_dim <= HEAD_LIMIT:
         return None
     rule = f"it takes a bias at head dims up to {HEAD_LIMIT}, and this is {call.head_dim}"
-    return Reason(who, f"bias at head dim {call.head_dim}", rule, masks.REMEDY)
+    return Reason(who, f"bias at head dim {call.head_dim}", rule, USE_AUTO)
 
 
 def _refuse_dtype(who: str, call: Call) -> Reason | None:
     if call.bias_dtype == call.dtype:
         return None
     rule = f"it adds a bias in the dtype of q, {call.dtype}, and this one is {call.bias_dtype}"
-    remedy = f"round it yourself, bias.astype(q.dtype), or {masks.REMEDY}"
+    remedy = f"round it yourself, bias.astype(q.dtype), or {USE_AUTO}"
     return Reason(who, f"bias {call.bias_dtype}", rule, remedy)
 
 
@@ -99,7 +100,7 @@ def _refuse_version(who: str, call: Call, target: Target) -> Reason | None:
     if there is None or not numbers(there) or numbers(there) >= numbers(LEAST_CUDNN):
         return None
     rule = f"for a bias it needs cuDNN {LEAST_CUDNN} or newer, and this is {there}"
-    return Reason(who, "bias", rule, f"install a newer cuDNN, or {masks.REMEDY}")
+    return Reason(who, "bias", rule, f"install a newer cuDNN, or {USE_AUTO}")
 
 
 def _bytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxattn.kernels.base import Grads, Inputs, Result, Rows
-from maxattn.kernels.fused import masks, rectangles
-from maxattn.kernels.fused.pieces import Piece, pieces
+from maxattn.kernels.fused import rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.softmax import NEG_INF, column, fold_like
+from maxattn.masks.band_pieces import Piece, pieces
+from maxattn.masks.terms import sort_terms
 
 if TYPE_CHECKING:
     from maxattn.kernels.fused.kernel import Fused
@@ -142,7 +143,7 @@ def _in_float32(grads: Grads) -> Grads:
 
 def _own_piece(inputs: Inputs) -> Piece | None:
     """Return the rectangle of all pairs, causal or full, if the positions are that; else None."""
-    band, (t, s) = masks.sort_terms(inputs.mask).band, (inputs.q.shape[1], inputs.k.shape[1])
+    band, (t, s) = sort_terms(inputs.mask).band, (inputs.q.shape[1], inputs.k.shape[1])
     whole = Piece(0, t, 0, s)
     if band is None or band.is_full:
         return None if band is None else whole
@@ -152,7 +153,7 @@ def _own_piece(inputs: Inputs) -> Piece | None:
 
 
 def _has_keys(inputs: Inputs) -> bool:
-    terms = masks.sort_terms(inputs.mask)
+    terms = sort_terms(inputs.mask)
     return bool(terms.limits or terms.keys or terms.rest)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from maxattn.call import Call, Reason
 from maxattn.devices import Device
 from maxattn.jax_private.versions import CUDNN, numbers
-from maxattn.kernels.fused import masks
+from maxattn.kernels.base import USE_AUTO, refuse_call
 from maxattn.target import Target
 
 LEAST_CAPABILITY = (8, 0)
@@ -33,7 +33,7 @@ def refuse(who: str, call: Call, target: Target) -> Reason | None:
     """Return why cuDNN cannot compute a call on a target, but for its mask."""
     most = head_limit(target.device)
     where = "" if most == HOPPER_HEAD_LIMIT else _named(target)
-    return _refuse_device(who, target) or masks.refuse_call(who, call, most, where)
+    return _refuse_device(who, target) or refuse_call(who, call, most, where)
 
 
 def _refuse_device(who: str, target: Target) -> Reason | None:
@@ -44,12 +44,12 @@ def _refuse_device(who: str, target: Target) -> Reason | None:
         least = ".".join(map(str, LEAST_CAPABILITY))
         has = target.device.capability_text
         rule = f"it needs compute capability {least} or newer, and {target.device_kind} has {has}"
-        return Reason(who, "device", rule, masks.REMEDY)
+        return Reason(who, "device", rule, USE_AUTO)
     least, there = LEAST_CUDNN.get(capability), version(target)
     if least is None or there is None or not numbers(there) or numbers(there) >= numbers(least):
         return None
     rule = f"on {_named(target)} it needs cuDNN {least} or newer, and this is {there}"
-    return Reason(who, "version", rule, f"install a newer cuDNN, or {masks.REMEDY}")
+    return Reason(who, "version", rule, f"install a newer cuDNN, or {USE_AUTO}")
 
 
 def _named(target: Target) -> str:

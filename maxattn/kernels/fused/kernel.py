@@ -13,20 +13,23 @@ The two sums are a forward and a backward with k in the place of v.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call, Reason
-from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.base import USE_AUTO, Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.fold_batch import with_batch_folded
 from maxattn.kernels.fused import biased, rectangles
-from maxattn.kernels.fused import masks as fused_masks
-from maxattn.kernels.fused.pieces import Piece, ShiftedBand, fits_shards
 from maxattn.kernels.fused.real_keys import RealKeys
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.softmax import NEG_INF, column
+from maxattn.masks.band_pieces import Piece, ShiftedBand, fits_shards
+from maxattn.masks.terms import Terms, sort_terms
 
 Pieces = tuple[Piece, ...]
 
@@ -63,7 +66,7 @@ class Fused(Kernel):
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if inputs.bias is not None:
             return biased.forward(self, inputs)
-        width, terms = inputs.q.shape[3], fused_masks.sort_terms(inputs.mask)
+        width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
         given = _given(inputs, RealKeys.of(terms, inputs))
 
@@ -72,7 +75,7 @@ class Fused(Kernel):
                 [(p, self.rectangle_forward(given.cut(p))) for p in pieces], given.q
             )
 
-        out, lse = ShiftedBand.of(terms, inputs).run(compute, given)
+        out, lse = _band(terms, inputs).run(compute, given)
         return Result(out[..., :width], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
@@ -82,7 +85,7 @@ class Fused(Kernel):
         """
         if inputs.bias is not None:
             return biased.backward(self, inputs, rows)
-        width, terms = inputs.q.shape[3], fused_masks.sort_terms(inputs.mask)
+        width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
         keys = RealKeys.of(terms, inputs)
         operands = _given(inputs, keys), rectangles.rows_for(rows, inputs.q)
@@ -93,7 +96,7 @@ class Fused(Kernel):
             ]
             return rectangles.summed(found, given.q, given.k)
 
-        dq, dk, dv, _ = ShiftedBand.of(terms, inputs).run(compute, *operands)
+        dq, dk, dv, _ = _band(terms, inputs).run(compute, *operands)
         dk, dv = keys.unpacked(dk), keys.unpacked(dv)
         return Grads(dq[..., :width], dk[..., :width], dv[..., :width])
 
@@ -143,7 +146,14 @@ def _given(inputs: Inputs, keys: RealKeys) -> PieceInputs:
     return PieceInputs.whole(inputs.q, k, v, keys.lengths)
 
 
-def refuse_shards(who: str, terms: fused_masks.MaskTerms, call: Call) -> Reason | None:
+def _band(terms: Terms, inputs: Inputs) -> ShiftedBand:
+    band = terms.band
+    assert band is not None and not terms.rest, terms  # supports() refused it
+    shift = inputs.q_offset - inputs.kv_offset + band.offset
+    return ShiftedBand(band, shift, inputs.q.shape[1], inputs.k.shape[1])
+
+
+def refuse_shards(who: str, terms: Terms, call: Call) -> Reason | None:
     """Return why a band cannot be cut for the shards that a device has."""
     if not call.sharded or fits_shards(terms, call.q_len, call.kv_len):
         return None
@@ -152,5 +162,38 @@ def refuse_shards(who: str, terms: fused_masks.MaskTerms, call: Call) -> Reason 
         f"on a shard it takes {what} where queries and keys are split alike, and a device has"
         f" {call.q_len} queries and {call.kv_len} keys"
     )
-    remedy = f"set context_parallel: ring or ulysses, or {fused_masks.REMEDY}"
+    remedy = f"set context_parallel: ring or ulysses, or {USE_AUTO}"
     return Reason(who, f"mask {what}", rule, remedy)
+
+
+def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
+    """Return `run(inputs, *rows)`; under `vmap` the batch is folded, or, with a bias, calls follow.
+
+    A bias may be shared by the batch, and its gradient is then a sum over the batch.
+    """
+    if inputs.bias is None:
+        return with_batch_folded(run, inputs, *rows)
+    return _in_turn(run, inputs, *rows)
+
+
+def _in_turn(run: Callable[..., Any], *operands: Any) -> Any:
+    """Return `run(*operands)`; under `vmap`, the calls one after the other."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> Any:
+        return run(*operands)
+
+    @call.def_vmap
+    def _one_by_one(size: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(operands)
+        flags = jax.tree.leaves(mapped)
+
+        def one(picked: list[Array]) -> Any:
+            left = iter(picked)
+            every = [next(left) if m else x for x, m in zip(leaves, flags, strict=True)]
+            return _in_turn(run, *jax.tree.unflatten(tree, every))
+
+        found = jax.lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
+        return found, jax.tree.map(lambda _: True, found)
+
+    return call(*operands)

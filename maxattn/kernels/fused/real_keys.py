@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from maxattn.kernels.base import Inputs
-from maxattn.kernels.fused import masks
-from maxattn.kernels.fused.masks import MaskTerms
+from maxattn.masks.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,13 @@ class RealKeys:
     order: Int[Array, "B S"] | None
 
     @classmethod
-    def of(cls, terms: MaskTerms, inputs: Inputs) -> RealKeys:
+    def of(cls, terms: Terms, inputs: Inputs) -> RealKeys:
         """Read limits, lengths and flags of keys from the terms of a mask."""
         batch, kv_len = inputs.q.shape[0], inputs.k.shape[1]
-        lengths = masks.lengths_of(terms, batch, kv_len, inputs.kv_offset)
+        lengths = terms.lengths(batch, kv_len, inputs.kv_offset)
         if not terms.has_flags:
             return cls(lengths, None)
-        real = masks.real_keys(terms, kv_len, inputs.kv_offset)
+        real = terms.real_keys(kv_len, inputs.kv_offset)
         order = jnp.argsort(~real, axis=1, stable=True)
         return cls(lengths, jnp.broadcast_to(order, (batch, kv_len)))
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxattn.kernels.base import Grads, Inputs, Result, Rows
-from maxattn.kernels.fused.pieces import Piece
+from maxattn.kernels.base import Grads, Inputs, Result, Rows, widened
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column, merge_by_lse
+from maxattn.masks.band_pieces import Piece
 
 
 class Pairs(NamedTuple):
@@ -177,5 +177,4 @@ def rows_for(rows: Rows, q: Array) -> Rows:
 
 def pad_heads(x: Array) -> Array:
     """Pad the head dim to a multiple of 8 with zeros, which change no score."""
-    extra = -x.shape[3] % 8
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra else x
+    return widened(x, -(-x.shape[3] // 8) * 8)

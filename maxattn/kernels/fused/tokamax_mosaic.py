@@ -21,16 +21,23 @@ from jaxtyping import Array
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.versions import TOKAMAX_ON_GPU
-from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
+from maxattn.kernels.base import (
+    USE_AUTO,
+    Grads,
+    Inputs,
+    Lines,
+    Result,
+    Rows,
+    refuse_call,
+    refuse_mask,
+)
 from maxattn.kernels.fused import bias_limits
-from maxattn.kernels.fused import masks as fused_masks
 from maxattn.kernels.fused.kernel import Fused
-from maxattn.kernels.fused.masks import MaskTerms
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.fused.tokamax_fence import backward_module
-from maxattn.kernels.requirements import untested
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
+from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
 HEAD_LIMIT = 256
@@ -62,10 +69,10 @@ class TokamaxMosaic(Fused):
         if not target.device.is_a("hopper"):
             rule = f"its backward here is for Hopper GPUs, and this is {target.device_kind}"
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
-        reason = untested("tokamax_flash", "tokamax", target) or _refuse_float16(call)
-        reason = reason or fused_masks.refuse_call("tokamax_flash", call, HEAD_LIMIT)
+        reason = target.refuse_untested("tokamax_flash", "tokamax") or _refuse_float16(call)
+        reason = reason or refuse_call("tokamax_flash", call, HEAD_LIMIT)
         reason = reason or bias_limits.refuse_any("tokamax_flash", call)
-        return reason or _refuse_terms(fused_masks.sort_terms(call.mask))
+        return reason or _refuse_terms(sort_terms(call.mask))
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -154,20 +161,20 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(x) for x in version.split(".")[:3] if x.isdigit())
 
 
-def _refuse_terms(terms: MaskTerms) -> Reason | None:
-    return fused_masks.refuse_mask("tokamax_flash", terms, rows=True) or _refuse_rows(terms)
+def _refuse_terms(terms: Terms) -> Reason | None:
+    return refuse_mask("tokamax_flash", terms, rows=True) or _refuse_rows(terms)
 
 
-def _refuse_rows(terms: MaskTerms) -> Reason | None:
+def _refuse_rows(terms: Terms) -> Reason | None:
     """Refuse masks of positions that show a query more than one interval of keys."""
     mask = _positions(terms)
     if len(mask.intervals(np.zeros(1, np.int32))) == 1:
         return None
     rule = f"it takes one interval of keys for each query, and {mask} can have several"
-    return Reason("tokamax_flash", "mask", rule, fused_masks.REMEDY)
+    return Reason("tokamax_flash", "mask", rule, USE_AUTO)
 
 
-def _positions(terms: MaskTerms) -> Mask:
+def _positions(terms: Terms) -> Mask:
     mask: Mask = Full()
     for term in terms.positions:
         mask = mask & term
@@ -179,7 +186,7 @@ def _takes_intervals(inputs: Inputs) -> bool:
 
     The backward skips the empty tiles of a triangle at known positions.
     """
-    terms = fused_masks.sort_terms(inputs.mask)
+    terms = sort_terms(inputs.mask)
     triangle = terms.band is not None and terms.band.left is None
     traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
     return bool(terms.positions) and (traced or not triangle)
@@ -187,13 +194,13 @@ def _takes_intervals(inputs: Inputs) -> bool:
 
 def _intervals(inputs: Inputs) -> PieceInputs:
     """Give each query its interval of local keys, as [B or 1, T] ends."""
-    terms = fused_masks.sort_terms(inputs.mask)
+    terms = sort_terms(inputs.mask)
     q, k, kv_offset = inputs.q, inputs.k, inputs.kv_offset
     t, s = q.shape[1], k.shape[1]
     rows = jnp.arange(t, dtype=jnp.int32) + inputs.q_offset
     ((lo, hi),) = _positions(terms).intervals(rows, jnp)
     lo, hi = (jnp.clip(end - kv_offset, 0, s)[None] for end in (lo, hi))
-    lengths = fused_masks.lengths_of(terms, q.shape[0], s, kv_offset)
+    lengths = terms.lengths(q.shape[0], s, kv_offset)
     if lengths is not None:
         hi = jnp.minimum(hi, lengths[:, None])
     return PieceInputs.whole(q, k, inputs.v, Pairs(lo, hi, None, None))

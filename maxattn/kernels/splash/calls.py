@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
-from maxattn.kernels import mask_split
 from maxattn.kernels.base import Offset
 from maxattn.kernels.softmax import BIG_LSE
 from maxattn.kernels.splash.mask_codes import Codes
 from maxattn.kernels.splash.mask_info import codes_of
+from maxattn.masks.terms import KEY_PAD, SplitMask, segment_ids
+from maxattn.masks.tile_kinds import Kinds, tile_kinds
 
 Blocks = tuple[int, ...]  # (q, kv, kv_compute), or (q, kv) for the separate kernel of dq
 Ids = tuple[Array, Array] | None  # segment ids of queries and keys
@@ -96,7 +97,7 @@ class Problem:
     q: Array
     k: Array
     v: Array
-    parts: mask_split.SplitMask
+    parts: SplitMask
     q_offset: Offset
     kv_offset: Offset
     library: Library
@@ -180,11 +181,11 @@ class Problem:
         offsets = self.q_offset, self.kv_offset
         bq, bkv = blocks[:2]
         padded = _rounded(self.q_len, bq), _rounded(self.kv_len, bkv)
-        kinds = mask_split.tile_kinds(positions, bq, bkv, *lengths, *offsets)
+        kinds = tile_kinds(positions, bq, bkv, *lengths, *offsets)
         # Segment ids hide padded keys as well, and then the positions need not.
         shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
         codes = codes_of(positions, kinds, *lengths, shows_padding, *offsets)
-        ids = mask_split.segment_ids(self.parts, self.q.shape[0], *lengths, self.kv_offset)
+        ids = segment_ids(self.parts, self.q.shape[0], *lengths, self.kv_offset)
         return Setup(kinds, codes, ids, padded, shows_padding)
 
 
@@ -200,7 +201,7 @@ class Setup:
         shows_padding: the code hides padded keys, so tiles that hold them must evaluate it.
     """
 
-    kinds: mask_split.Kinds
+    kinds: Kinds
     codes: Codes | None
     ids: Ids
     padded: tuple[int, int]
@@ -230,7 +231,7 @@ class Setup:
         # Padded queries repeat the last id: with one of their own no tile of theirs would be whole.
         more = self.padded[0] - q_ids.shape[1]
         q_ids = jnp.pad(q_ids, ((0, 0), (0, more)), mode="edge")
-        return q_ids, _pad(kv_ids, 1, self.padded[1], mask_split.KEY_PAD)
+        return q_ids, _pad(kv_ids, 1, self.padded[1], KEY_PAD)
 
     def stats(self, stats: Stats) -> Stats:
         """Pad what a backward reads so that the rows added have no gradient."""

@@ -25,12 +25,12 @@ from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.devices import Platform
-from maxattn.kernels import mask_split
 from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, Problem, Stats
 from maxattn.masks import Mask
+from maxattn.masks.terms import USE_BLOCKWISE, SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import leaves_open, tuned_config, tuned_note
 
@@ -39,7 +39,7 @@ from maxattn.tuned import leaves_open, tuned_config, tuned_note
 NOTHING_SEEN = -1e37
 # Of blocks that are rows of the batch: measured, of 16 tokens they took up to 3.4 times as long.
 SHORTEST_ROW = 48
-SEGMENTS_REMEDY = "give ids to masks.Segments, or " + mask_split.REMEDY
+SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class Splash(Kernel):
         dtype = self._compute_dtype(inputs)
         q = self._scaled(inputs.q, factor, dtype).swapaxes(1, 2)
         k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
-        parts = mask_split.split(inputs.mask)
-        assert isinstance(parts, mask_split.SplitMask), parts  # supports() refused it
+        parts = split_mask(inputs.mask)
+        assert isinstance(parts, SplitMask), parts  # supports() refused it
         offsets = inputs.q_offset, inputs.kv_offset
         return Problem(q, k, v, parts, *offsets, self.library, self.cores, self.rows_at_once)
 
@@ -223,10 +223,10 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
     """Refuse a bias, tables of pairs, arrays under | or ~, float16 on a TPU, very long shards."""
     if target.platform == "tpu" and call.dtype == "float16":
         rule = "the TPU's compiler takes no float16 in it"
-        return Reason(name, "dtype float16", rule, "use bfloat16, or " + mask_split.REMEDY)
+        return Reason(name, "dtype float16", rule, "use bfloat16, or " + USE_BLOCKWISE)
     if call.bias is not None:
-        return Reason(name, "bias", "it takes no additive bias", mask_split.REMEDY)
-    parts = mask_split.split(call.mask)
+        return Reason(name, "bias", "it takes no additive bias", USE_BLOCKWISE)
+    parts = split_mask(call.mask)
     if isinstance(parts, Reason):
         return replace(parts, who=name)
     rule = mask_codes.too_many_steps(parts.positions, call.kv_len)

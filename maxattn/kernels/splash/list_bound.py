@@ -6,8 +6,8 @@ from maxattn.block_sizes import BlockSizes, adjust
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.errors import Unsupported
-from maxattn.kernels import mask_split
 from maxattn.kernels.splash import scalar_memory
+from maxattn.masks.terms import SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import tuned_config
 
@@ -60,7 +60,7 @@ def _rule(call: Call, sizes: BlockSizes, target: Target) -> str | None:
     """Return the rule that a forward breaks; interpret mode has no scalar memory."""
     if target.platform != "tpu":
         return None
-    parts = mask_split.split(call.mask)
-    assert isinstance(parts, mask_split.SplitMask), parts  # refused before
+    parts = split_mask(call.mask)
+    assert isinstance(parts, SplitMask), parts  # refused before
     tile = sizes.block_q, sizes.block_kv
     return scalar_memory.too_long(scalar_memory.forward_bytes(call, parts.positions, tile))

@@ -1,7 +1,7 @@
 """Splash's `MaskInfo` from our masks: the tiles to visit, their order, and each query's code.
 
 Splash's own construction goes through every tile of the T x S square on the host. Here the tiles
-come from `mask_split.tile_kinds`, so 75,600 tokens take well under a second.
+come from `tile_kinds`, so 75,600 tokens take well under a second.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 from maxattn.jax_private import splash as jax_splash
 from maxattn.kernels.base import Offset
-from maxattn.kernels.mask_split import Kinds
 from maxattn.kernels.splash.mask_codes import Codes, encode
 from maxattn.kernels.splash.scalar_memory import column_type
 from maxattn.masks import EMPTY, FULL, Mask
+from maxattn.masks.tile_kinds import Kinds
 
 
 def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 
 from maxattn.call import Call
 from maxattn.errors import Unsupported
-from maxattn.kernels import mask_split
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.transposed.steps import Steps
+from maxattn.masks.terms import SplitMask, split_mask
 from maxattn.target import Target
 
 WORD = 4  # bytes
@@ -27,8 +27,8 @@ def rule_of(call: Call, tile: tuple[int, ...], target: Target) -> str | None:
     """
     if target.platform != "tpu":
         return None
-    parts = mask_split.split(call.mask)
-    assert isinstance(parts, mask_split.SplitMask), parts  # refused before
+    parts = split_mask(call.mask)
+    assert isinstance(parts, SplitMask), parts  # refused before
     rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
     item = np.dtype(scalar_memory.column_type(columns)).itemsize
     steps = scalar_memory.forward_bytes(call, parts.positions, (tile[0], tile[1])) // (item + 1)

@@ -16,7 +16,6 @@ from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type
 from maxattn.jax_private.triton import takes_triton, triton_there
 from maxattn.jax_private.varying import checked_axes
 from maxattn.kernels.flash import has_fa4
-from maxattn.kernels.requirements import untested
 from maxattn.modules.norm_rope import cute_launch
 from maxattn.modules.norm_rope.cute_threads import CuteThreads
 from maxattn.modules.norm_rope.row import NormRopeRow
@@ -156,7 +155,7 @@ def _kernel_for(row: NormRopeRow, dtype: str) -> NormRopePath:
 def cute_there() -> bool:
     """Say whether fa4-jax is here, which brings CuTe, and the GPU takes such kernels."""
     here, gpu = Target.here(), jax.local_devices()[0]
-    if not has_fa4(here) or untested("flash", "fa4-jax", here):
+    if not has_fa4(here) or here.refuse_untested("flash", "fa4-jax"):
         return False
     return takes_triton(getattr(gpu, "compute_capability", None))
 

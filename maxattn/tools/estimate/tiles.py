@@ -9,11 +9,13 @@ import numpy as np
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.call import Call
 from maxattn.decide import kernel_call
-from maxattn.kernels import computed_call, mask_split
+from maxattn.kernels import computed_call
 from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
+from maxattn.masks.terms import SplitMask, split_mask
+from maxattn.masks.tile_kinds import tile_kinds
 from maxattn.plan import Plan
 
 Phase = Literal["fwd", "dkv", "dq"]
@@ -87,9 +89,9 @@ def _grids(visited: np.ndarray) -> tuple[int, ...]:
 
 
 def _marks(call: Call, block: tuple[int, int]) -> np.ndarray:
-    parts = mask_split.split(call.mask)
-    assert isinstance(parts, mask_split.SplitMask), parts  # supports() refused it
-    kinds = mask_split.tile_kinds(parts.positions, *block, call.q_len, call.kv_len, 0, 0)
+    parts = split_mask(call.mask)
+    assert isinstance(parts, SplitMask), parts  # supports() refused it
+    kinds = tile_kinds(parts.positions, *block, call.q_len, call.kv_len, 0, 0)
     rows, columns = kinds.shape
     padded = rows * block[0], columns * block[1]
     shows = padded[1] > call.kv_len and not parts.has_ids

@@ -88,12 +88,12 @@ def _compiled(job: KernelJob) -> Any:
 
 def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return what runs the kernel, and the shapes and dtypes of its operands."""
-    from maxattn.kernels import mask_split
     from maxattn.kernels.splash.calls import Problem, Stats
+    from maxattn.masks.terms import SplitMask, split_mask
 
     (q_len, kv_len), heads = job.lengths, (job.batch, job.heads)
-    parts = mask_split.split(_mask(job).bind(q_len, kv_len, *heads).form())
-    assert isinstance(parts, mask_split.SplitMask), parts
+    parts = split_mask(_mask(job).bind(q_len, kv_len, *heads).form())
+    assert isinstance(parts, SplitMask), parts
     q, k = ((*heads, n, job.head_dim) for n in (q_len, kv_len))
     rows = (*heads, q_len), "float32"
     shapes = [(q, job.dtype), (k, job.dtype), (k, job.dtype), rows, (q, job.dtype), rows]

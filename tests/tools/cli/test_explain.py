@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from maxattn.kernels.requirements import remedy
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
 from tests.golden_text import check_golden
@@ -232,11 +231,10 @@ def test_a_package_of_this_machine_is_brought_by_pip():
         ("transformer-engine-jax", "te"),
         ("fa4-jax", "fa4"),
     ):
-        assert (
-            remedy(package, Target("gpu", "NVIDIA H200", (("jax", "0.10.2"),)))
-            == f'pip install "maxattn[{extra}]"'
-        )
-        assert remedy(package, Target.named("NVIDIA H200")).startswith(f"add --with {package}=")
+        this_machine = Target("gpu", "NVIDIA H200", (("jax", "0.10.2"),))
+        assert this_machine.remedy_for(package) == f'pip install "maxattn[{extra}]"'
+        named = Target.named("NVIDIA H200")
+        assert named.remedy_for(package).startswith(f"add --with {package}=")
     assert "jax" in dict(Target.here().packages)
 
 

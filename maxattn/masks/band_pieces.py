@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from maxattn.errors import Unsupported
-from maxattn.kernels.base import Inputs, Offset
-from maxattn.kernels.fused.masks import REMEDY, MaskTerms
-from maxattn.masks import Band
+from maxattn.masks.for_kernels import Band
+from maxattn.masks.terms import Offset, Terms
 
 MOST_SHIFTS = 66  # cases of one call: 64 devices, and the two ends
 
@@ -101,7 +100,7 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
     return tuple(range(first, most + step, step))
 
 
-def fits_shards(terms: MaskTerms, q_len: int, kv_len: int) -> bool:
+def fits_shards(terms: Terms, q_len: int, kv_len: int) -> bool:
     """Tell whether a band between shards is one of few cases: full, empty, or cut at whole shards.
 
     Shards of unequal lengths are left out. Their cases would be cut in two pieces each, and on two
@@ -132,14 +131,6 @@ class ShiftedBand:
     shift: Offset
     q_len: int
     kv_len: int
-
-    @classmethod
-    def of(cls, terms: MaskTerms, inputs: Inputs) -> ShiftedBand:
-        """Take the band of a mask, between the queries and keys of `inputs`."""
-        band = terms.band
-        assert band is not None and not terms.rest, terms  # supports() refused it
-        shift = inputs.q_offset - inputs.kv_offset + band.offset
-        return cls(band, shift, inputs.q.shape[1], inputs.k.shape[1])
 
     def run(self, compute: Callable[..., Any], *operands: Any) -> Any:
         """Return `compute(pieces, *operands)` for the pieces of the shift.
@@ -175,4 +166,6 @@ class ShiftedBand:
             "between shards a band is cut where queries and keys are split alike, at most"
             f" {MOST_SHIFTS - 2} times"
         )
-        return Unsupported("q_offset, kv_offset", value, rule, f"give them as ints, or {REMEDY}")
+        return Unsupported(
+            "q_offset, kv_offset", value, rule, "give them as ints, or set attention: auto"
+        )

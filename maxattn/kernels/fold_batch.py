@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.fused.rectangles import PieceInputs
-
 
 def with_batch_folded(run: Callable[..., Any], *operands: Any, shared: Any = None) -> Any:
     """Return `run(*operands)`; under `vmap`, of one batch that holds the mapped axis too.
@@ -46,39 +44,6 @@ def with_batch_folded(run: Callable[..., Any], *operands: Any, shared: Any = Non
         return apart, jax.tree.map(lambda _: True, apart)
 
     return call(operands, shared)
-
-
-def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
-    """Return `run(inputs, *rows)`; under `vmap` the batch is folded, or, with a bias, calls follow.
-
-    A bias may be shared by the batch, and its gradient is then a sum over the batch.
-    """
-    if inputs.bias is None:
-        return with_batch_folded(run, inputs, *rows)
-    return _in_turn(run, inputs, *rows)
-
-
-def _in_turn(run: Callable[..., Any], *operands: Any) -> Any:
-    """Return `run(*operands)`; under `vmap`, the calls one after the other."""
-
-    @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> Any:
-        return run(*operands)
-
-    @call.def_vmap
-    def _one_by_one(size: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
-        leaves, tree = jax.tree.flatten(operands)
-        flags = jax.tree.leaves(mapped)
-
-        def one(picked: list[Array]) -> Any:
-            left = iter(picked)
-            every = [next(left) if m else x for x, m in zip(leaves, flags, strict=True)]
-            return _in_turn(run, *jax.tree.unflatten(tree, every))
-
-        found = jax.lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
-        return found, jax.tree.map(lambda _: True, found)
-
-    return call(*operands)
 
 
 def _repeated(x: Array, size: int) -> Array:

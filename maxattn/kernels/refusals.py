@@ -1,0 +1,57 @@
+"""What every kernel of a GPU library refuses: operands, and masks that are no band with lengths."""
+
+from __future__ import annotations
+
+from maxattn.call import Call
+from maxattn.errors import Reason
+from maxattn.masks.terms import Terms
+
+USE_AUTO = "set attention: auto"
+
+
+def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reason | None:
+    """Refuse float32, long heads, and scales below 0.
+
+    Args:
+        who: the kernel.
+        call: of one device.
+        head_limit: the largest head dim.
+        where: the devices that have this limit, if others have a larger one.
+    """
+    if call.dtype == "float32":
+        rule = "it takes bfloat16 and float16, and the operands are float32"
+        return Reason(who, "dtype float32", rule, f"cast q, k and v to bfloat16, or {USE_AUTO}")
+    if call.head_dim > head_limit:
+        rule = f"{where and f'on {where} '}it takes head dims up to {head_limit}"
+        rule = f"{rule}, and this is {call.head_dim}"
+        return Reason(who, f"head dim {call.head_dim}", rule, USE_AUTO)
+    if call.scale < 0:  # it takes the largest product for the largest score, and gives NaN
+        rule = f"it takes scales above 0, and this is {call.scale:.3g}"
+        return Reason(who, "scale below 0", rule, f"hand over -q with scale {-call.scale:.3g}")
+    return None
+
+
+def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
+    """Refuse masks that are not a band with lengths or flags of keys.
+
+    Args:
+        who: the kernel.
+        terms: from `sort_terms`.
+        rows: whether it takes any interval of keys for each query, too.
+    """
+    if terms.rest:
+        kind = " and ".join(terms.rest[0].names())
+        rule = f"it takes lengths and flags of keys, and {kind} is neither"
+        return Reason(who, f"mask {kind}", rule, USE_AUTO)
+    if terms.band is None and not rows:
+        text = " & ".join(str(m) for m in terms.positions)
+        rule = f"it takes Causal and windows of tokens, and not {text}"
+        return Reason(who, "mask", rule, USE_AUTO)
+    if terms.has_flags and terms.positions:
+        rule = (
+            "it takes flags of keys by gathering the real ones, which moves their positions, and"
+            " the mask needs those"
+        )
+        remedy = f"say KeyPadding as lengths, or {USE_AUTO}"
+        return Reason(who, "mask KeyPadding & positions", rule, remedy)
+    return None
