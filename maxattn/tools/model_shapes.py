@@ -12,7 +12,7 @@ from maxattn.config.errors import plain
 from maxattn.config.numbers import LARGEST, divisors, whole, whole_in
 from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import BlockSlidingWindow, Full, Mask
-from maxattn.tools.video_models import BLOCKS, MODELS, BlockShape
+from maxattn.tools.known_models import KNOWN_SHAPES, KnownShape
 
 FULL = Full()
 MOST_SHAPES = 256  # that a file lists: each is planned
@@ -31,7 +31,6 @@ class Shape:
         role: "self" or "cross".
         mask: which query sees which key.
         dtype: of q, k and v.
-        what: one line about it.
         value_dim: V, where values have another head dim than H; else 0.
     """
 
@@ -45,7 +44,6 @@ class Shape:
     role: Role = "self"
     mask: Mask = FULL
     dtype: str = "bfloat16"
-    what: str = ""
     value_dim: int = 0
 
     def call(self) -> Call:
@@ -57,52 +55,13 @@ class Shape:
         return Call(*sizes, self.dtype, mask, role=self.role, value_head_dim=values)
 
 
-def _self(
-    name: str, batch: int, tokens: int, heads: int, head_dim: int, what: str, mask: Mask = FULL
-) -> Shape:
-    return Shape(name, batch, tokens, tokens, heads, head_dim, mask=mask, what=what)
+def _known(name: str, known: KnownShape) -> Shape:
+    *sizes, role, window = known
+    mask = BlockSlidingWindow(*window) if window else FULL
+    return Shape(name, *sizes, role=role, mask=mask)
 
 
-def _cross(
-    name: str, batch: int, q_len: int, kv_len: int, heads: int, head_dim: int, what: str
-) -> Shape:
-    return Shape(name, batch, q_len, kv_len, heads, head_dim, role="cross", what=what)
-
-
-def _of_model(name: str) -> Shape:
-    model = MODELS[name]
-    return _self(name, 1, model.tokens, model.heads, model.head_dim, model.what)
-
-
-def _of_block(block: BlockShape) -> Shape:
-    """Make the shape of a block over its cache: self-attention of fewer queries than keys."""
-    model, (q_len, kv_len) = MODELS[block.model], block.lengths
-    sizes = 1, q_len, kv_len, model.heads, model.head_dim
-    return Shape(block.model + block.suffix, *sizes, what=block.what)
-
-
-_EACH_SEES_7 = BlockSlidingWindow(1560, 7)
-_EACH_SEES_16 = BlockSlidingWindow(256, 16)
-_ALL = (
-    *map(_of_model, MODELS),
-    *map(_of_block, BLOCKS),
-    _cross("wan-cross", 1, 32760, 512, 12, 128, "Wan 1.3B 480p, to 512 text tokens"),
-    _cross("wan-14b-cross", 1, 75600, 512, 40, 128, "Wan 14B 720p, to 512 text tokens"),
-    _cross("wan-i2v-cross", 1, 75600, 257, 40, 128,
-           "Wan 14B 720p, to the image's 257 tokens, beside the text"),
-    _cross("wan-5b-cross", 1, 27280, 512, 24, 128, "Wan 2.2 TI2V 5B, to 512 text tokens"),
-    _self("sdxl-64", 16, 4096, 10, 64, "SDXL at 1024x1024, the 64x64 level"),
-    _self("sdxl-32", 16, 1024, 20, 64, "SDXL at 1024x1024, the 32x32 level"),
-    _cross("sdxl-cross", 16, 4096, 77, 10, 64, "SDXL 64x64, to 77 text tokens"),
-    _cross("sdxl-32-cross", 16, 1024, 77, 20, 64, "SDXL 32x32, to 77 text tokens"),
-    _self("flux-1024", 2, 4608, 24, 128,
-          "Flux at 1024x1024: 4,096 image and 512 text tokens together"),
-    _self("swba-1560x7", 1, 32760, 12, 128,
-          "21 frames of 1,560 tokens, each sees 7", _EACH_SEES_7),
-    _self("swba-256x16", 1, 32768, 12, 64,
-          "128 blocks of 256 tokens, each sees 16", _EACH_SEES_16),
-)  # fmt: skip
-SHAPES = {shape.name: shape for shape in _ALL}
+SHAPES = {name: _known(name, known) for name, known in KNOWN_SHAPES.items()}
 
 
 def read(text: str) -> Shape:
@@ -190,7 +149,7 @@ def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
     tokens = _tokens([_size(*size) for size in of_tokens])
     given = _section(sections, "training").get("batch_size")
     batch = 1 if given is None else _size("training.batch_size", given)
-    found = Shape("model", batch, tokens, tokens, heads, head_dim, what="the file's model")
+    found = Shape("model", batch, tokens, tokens, heads, head_dim)
     return (found, *_cross_of(found, model.get("text_tokens")))
 
 

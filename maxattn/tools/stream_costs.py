@@ -16,7 +16,7 @@ from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.masks import Full, KeyPadding
 from maxattn.sharding import MeshShape, ways
 from maxattn.streaming.layout import CacheLayout
-from maxattn.tools.video_models import VideoModel
+from maxattn.tools.known_models import VideoModel
 
 FLOAT = 4
 

@@ -6,11 +6,12 @@ import jax
 import pytest
 
 from maxattn.errors import InputError
+from maxattn.streaming import Stream
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import random_inputs
 from maxattn.tools.bench.row import operations
+from maxattn.tools.known_models import MODELS, STREAM_BLOCKS
 from maxattn.tools.model_shapes import SHAPES, of_sections, read
-from maxattn.tools.video_models import BLOCKS
 
 
 def test_sizes_follow_from_the_models():
@@ -24,14 +25,16 @@ def test_sizes_follow_from_the_models():
     )
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.model + block.suffix)
-def test_a_block_attends_as_one_of_its_stream_over_a_full_cache(block):
+@pytest.mark.parametrize("name", STREAM_BLOCKS)
+def test_a_block_attends_as_one_of_its_stream_over_a_full_cache(name):
     """Its lengths are those of the cache that the stream makes."""
-    cache = jax.eval_shape(lambda: block.stream.cache(layers=1, batch=1, kv_heads=1, dim_head=8))
-    shape, model = SHAPES[block.model + block.suffix], SHAPES[block.model]
+    model, frames, window = STREAM_BLOCKS[name]
+    stream = Stream(MODELS[model].tokens_per_frame, frames, window)
+    cache = jax.eval_shape(lambda: stream.cache(layers=1, batch=1, kv_heads=1, dim_head=8))
+    shape, video = SHAPES[name], SHAPES[model]
     assert (shape.q_len, shape.kv_len) == (cache.tokens, cache.k.shape[2])
-    assert (shape.heads, shape.head_dim) == (model.heads, model.head_dim)
-    assert model.q_len % block.stream.tokens_per_frame == 0
+    assert (shape.heads, shape.head_dim) == (video.heads, video.head_dim)
+    assert video.q_len % stream.tokens_per_frame == 0
     assert shape.role == "self", "the setting of self-attention governs it"
 
 
@@ -39,8 +42,7 @@ def test_a_block_attends_as_one_of_its_stream_over_a_full_cache(block):
 def test_every_name_is_a_call(name):
     call = read(name).call()
     assert call.dtype == "bfloat16" and call.heads == call.kv_heads
-    is_block = name in {block.model + block.suffix for block in BLOCKS}
-    assert (call.role == "cross" or is_block) == (call.q_len != call.kv_len)
+    assert (call.role == "cross" or name in STREAM_BLOCKS) == (call.q_len != call.kv_len)
     assert call.mask.is_full == (not name.startswith("swba"))
 
 

@@ -1,8 +1,8 @@
 """The command line: `maxattn COMMAND ...`.
 
-A new command is one file here and one line in `COMMANDS`. The file has `arguments(parser)` and
-`run(args) -> exit status`: 0 done, 1 a refusal or what does not fit, 2 wrong usage. It is imported
-when the command is run.
+A new command is a line in `COMMANDS`, a function in options.py, and a file here with
+`run(args) -> exit status`: 0 done, 1 a refusal or what does not fit, 2 wrong usage. The file is
+imported when the command is run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
 
+from maxattn import __version__
 from maxattn.errors import MaxattnError, did_you_mean
+from maxattn.tools.cli.options import parser_of
 
 COMMANDS = {
     "explain": "what would run for a shape, and why; for any machine, without a device",
@@ -46,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(overview())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
-        from maxattn import __version__
-
         print(f"maxattn {__version__}")
         return 0
     if words[0] not in COMMANDS:
@@ -58,14 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """Return the list of commands."""
     usage = "usage: maxattn COMMAND ...   (maxattn COMMAND --help says more)"
     return "\n".join((usage, "", *(f"  {name:<9}{does}" for name, does in COMMANDS.items())))
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    command = import_module(f"{__name__}.{name}")
-    parser = _parser(name, command)
+    parser = parser_of(name)
     try:
         # Overrides may stand before, between and after options.
         args, unknown = parser.parse_known_intermixed_args(words)
@@ -74,6 +71,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     if unknown:
         print("\n".join(_unknown(parser, word) for word in unknown), file=sys.stderr)
         return 2
+    command = import_module(f"{__name__}.{name}")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         with _term_interrupts():
@@ -97,37 +95,22 @@ def _term_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python lets no other set it
         yield
         return
-    before = signal.signal(signal.SIGTERM, _terminate)
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _terminate(*_: object) -> None:
-    raise Terminated
-
-
 def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    """Say that there is no such option, and which one is meant, or which commands have it."""
+    """Refuse an option: name the one that is meant, or the commands that have it."""
     option = word.partition("=")[0]
     known = [name for name in parser._option_string_actions if name.startswith("--")]
-    others = [name for name in COMMANDS if option in _options(name)]
+    others = [name for name in COMMANDS if option in parser_of(name)._option_string_actions]
     guess = did_you_mean(option, known) or f"{parser.prog} --help lists them"
     guess = f"it is one of maxattn {', '.join(others)}" if others else guess
     return f"{parser.prog}: no option '{option}': {guess}"
-
-
-def _options(name: str) -> frozenset[str]:
-    """List the options of a command."""
-    parser = _parser(name, import_module(f"{__name__}.{name}"))
-    return frozenset(parser._option_string_actions)
-
-
-def _parser(name: str, command: Any) -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        f"maxattn {name}", description=command.__doc__, formatter_class=form
-    )
-    command.arguments(parser)
-    return parser

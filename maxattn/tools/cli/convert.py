@@ -1,13 +1,4 @@
-"""Read another program's YAML and print ours.
-
-  maxattn convert base_wan_14b.yml > attention.yml
-  maxattn convert longlive_inference.yaml > stream.yml
-  maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
-
-Of MaxDiffusion it takes the keys of attention and mesh; of Self-Forcing, LongLive and their kin
-what they say of blocks, window, sink and steps, as the section rollout. Comments say what was read
-otherwise than it was written, and what was left out.
-"""
+"""`maxattn convert`: another program's YAML as ours, with comments about what was read how."""
 
 from __future__ import annotations
 
@@ -28,16 +19,8 @@ from maxattn.errors import InputError
 WIDTH = 116  # columns of a comment
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    parser.add_argument("file", metavar="FILE", help="a YAML of MaxDiffusion, Self-Forcing, ...")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="in our names"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
-    """Print the YAML, with notes and names as comments."""
+    """Print the YAML."""
     if is_theirs(read(args.file).data):
         print(rollout_text(args.file, args.overrides), end="")
         return 0
@@ -65,9 +48,7 @@ def rollout_text(path: str, overrides: Sequence[str]) -> str:
 def comments(imported: Imported | ImportedRollout) -> str:
     """Write notes and names as YAML comments."""
     left_out = [f"Left out: {', '.join(imported.left_out)}"] if imported.left_out else []
-    return "".join(_comment(text) for text in (*imported.notes, *left_out))
-
-
-def _comment(text: str) -> str:
-    lines = textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-    return "".join(f"# {line}\n" for line in lines)
+    wrapped = (
+        textwrap.wrap(text, WIDTH, subsequent_indent="  ") for text in (*imported.notes, *left_out)
+    )
+    return "".join(f"# {line}\n" for lines in wrapped for line in lines)

@@ -1,4 +1,4 @@
-"""What `maxattn explain --stream` prints: cache, passes, operations, times, transfers and plans."""
+"""The report of `maxattn explain --stream`: cache, passes, operations, times, moves and plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from math import prod
 
-from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
 from maxattn.devices import memory_of
 from maxattn.errors import InputError
@@ -14,9 +13,8 @@ from maxattn.explain import explain
 from maxattn.plan import Plan, plan
 from maxattn.sharding import mesh_shape
 from maxattn.target import Target
+from maxattn.tools.cli.inputs import Source, read_batch
 from maxattn.tools.cli.machine import mesh_of, target_of
-from maxattn.tools.cli.shapes import read_batch
-from maxattn.tools.cli.source import Source
 from maxattn.tools.cli.stream import OPTION, read_stream
 from maxattn.tools.model_shapes import dtype_of
 from maxattn.tools.predicted import Predicted, forward_time
@@ -30,51 +28,32 @@ REST = (
 
 
 def stream_text(args: argparse.Namespace, source: Source) -> str:
-    """Return what is said of the stream that `--stream` names.
+    """Return the report about the stream of `--stream`.
 
     Raises:
-        InputError: another option says what is computed too, or the stream is wrong.
+        InputError: another option names a shape or a mask too, or the stream is wrong.
         MeshError: sizes do not divide over the mesh.
     """
-    _check_alone(args)
-    mesh, target = mesh_shape(mesh_of(args, source.config)), target_of(args, source.config)
-    batch, dtype = read_batch(args.batch) or 1, dtype_of(args.dtype or "bf16")
-    run = read_stream(args.stream, source.sections, mesh, batch, dtype)
-    stages = [(stage, _plan(stage, source.config, target)) for stage in run.stages()]
-    lines = [(heading, text) for heading, text in _lines(run, stages, target)]
-    head = f"{run.name}  {_model(run)}{_mesh(run)}   {target.device_kind}"
-    rows = (f"  {heading:<{INDENT}}{text}" for heading, text in lines)
-    plans = (f"{stage.name}\n{explain(made, False, args.why)}" for stage, made in stages)
-    return "\n\n".join(("\n".join((head, *rows)), *plans))
-
-
-def _check_alone(args: argparse.Namespace) -> None:
     for name in ("shape", "role", "mask"):
         if value := getattr(args, name):
             rule = "a stream says which tokens attend to which"
             text = ", ".join(value) if isinstance(value, list) else value
-            remedy = f"leave --{name} out, or {OPTION}"
-            raise InputError(f"--{name}", text, rule, remedy)
-
-
-def _plan(stage: StreamStage, config: AttentionConfig, target: Target) -> Plan:
-    return plan(stage.call, config, dict(stage.mesh), target)
-
-
-def _model(run: StreamCosts) -> str:
-    model, shared = run.model, ""
-    if run.kv_heads != model.heads:
-        shared = f", {run.kv_heads} of keys"
-    sizes = f"{model.layers} layers of {model.heads} heads of {model.head_dim}{shared}"
-    return f"B={run.batch}, {sizes}, {model.tokens_per_frame} tokens a frame, {run.dtype}"
-
-
-def _mesh(run: StreamCosts) -> str:
-    sizes = " ".join(f"{axis}={size}" for axis, size in run.layout.mesh)
-    return f"   mesh {sizes}" if sizes else ""
-
-
-# ---- lines ---------------------------------------------------------------------------------------
+            raise InputError(f"--{name}", text, rule, f"leave --{name} out, or {OPTION}")
+    mesh, target = mesh_shape(mesh_of(args, source.config)), target_of(args, source.config)
+    batch, dtype = read_batch(args.batch) or 1, dtype_of(args.dtype or "bf16")
+    run = read_stream(args.stream, source.sections, mesh, batch, dtype)
+    stages = [
+        (stage, plan(stage.call, source.config, dict(stage.mesh), target)) for stage in run.stages()
+    ]
+    model, sizes = run.model, " ".join(f"{axis}={size}" for axis, size in run.layout.mesh)
+    shared = f", {run.kv_heads} of keys" if run.kv_heads != model.heads else ""
+    heads = f"{model.layers} layers of {model.heads} heads of {model.head_dim}{shared}"
+    tokens = f"{model.tokens_per_frame} tokens a frame, {run.dtype}"
+    over = f"   mesh {sizes}" if sizes else ""
+    head = f"{run.name}  B={run.batch}, {heads}, {tokens}{over}   {target.device_kind}"
+    rows = (f"  {heading:<{INDENT}}{text}" for heading, text in _lines(run, stages, target))
+    plans = (f"{stage.name}\n{explain(made, False, args.why)}" for stage, made in stages)
+    return "\n\n".join(("\n".join((head, *rows)), *plans))
 
 
 def _lines(
@@ -103,23 +82,20 @@ def _blocks(run: StreamCosts) -> str:
     stream = run.layout.stream
     size, alone = stream.frames_per_block, ", frame 0 alone" * stream.first_frame_alone
     sees = "all before it" if stream.budget is None else f"at most {stream.budget} frames"
-    own = f"{_frames(size)} each, {size * stream.tokens_per_frame} tokens{alone}"
+    own = f"{size} frame{'s' * (size > 1)} each, {size * stream.tokens_per_frame} tokens{alone}"
     video = f"; the video has {run.length} frames in {run.blocks} blocks" if run.length else ""
     return f"{own}; a block sees {sees}, its own included{video}"
 
 
-def _frames(count: int) -> str:
-    return f"{count} frame{'s' * (count > 1)}"
-
-
 def _slots(run: StreamCosts) -> str:
-    layout = run.layout
-    ring, sink = layout.frames - layout.sink, layout.sink
+    layout, sink = run.layout, run.layout.sink
+    ring = layout.frames - sink
     if layout.stream.window is None:
         return f"{layout.frames}, one for each frame of the video"
-    turn = f"frame f lies in slot f % {ring}" if not sink else ""
-    stays = f"frames 0 to {sink - 1} stay, and frame f lies in slot {sink} + (f - {sink}) % {ring}"
-    return f"{layout.frames}: {turn or stays}"
+    if not sink:
+        return f"{layout.frames}: frame f lies in slot f % {ring}"
+    place = f"frame f lies in slot {sink} + (f - {sink}) % {ring}"
+    return f"{layout.frames}: frames 0 to {sink - 1} stay, and {place}"
 
 
 def _cache(run: StreamCosts, target: Target) -> str:
@@ -140,7 +116,7 @@ def _numbers(stage: StreamStage) -> str:
 
 
 def _work(run: StreamCosts, stage: StreamStage, found: Predicted | None) -> str:
-    """Say operations and time of a pass and of a block, of one device."""
+    """Write one device's operations and time, of a pass and of a block."""
     call, layers = stage.call, run.model.layers
     least, most = (layers * flops / prod(n for _, n in stage.mesh) for flops in stage.flops)
     lengths = f"T={call.q_len} S={stage.keys[0]}"

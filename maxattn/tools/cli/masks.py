@@ -16,10 +16,7 @@ from maxattn.masks import Mask
 
 MOST_LENGTHS = 4096
 MOST_NUMBERS = 256  # of rectangles: the work of an `or` grows with them
-
-
-def _segments(*lengths: int) -> Mask:
-    return masks.Segments.of_lengths(lengths)
+MOST_MASKS = 16  # that are joined: the work of an `and` grows with them
 
 
 def _ids(*lengths: int) -> Mask:
@@ -27,38 +24,31 @@ def _ids(*lengths: int) -> Mask:
     return masks.Segments(ids, ids)
 
 
-def _lengths(*lengths: int) -> Mask:
-    return masks.KeyPadding(np.array(lengths, np.int32))
-
-
 def _rectangles(*numbers: int) -> Mask:
-    """Allow what any of the rectangles allows, each of four numbers."""
     fours = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
     return reduce(or_, (masks.Rectangle(*four) for four in fours))
 
 
-# How a mask is made of its numbers, how it is written, and how many numbers it takes.
+_FRAMES = "FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]"
+_MANY = range(1, MOST_LENGTHS + 1)
+# How a mask is made of its numbers, how these are written, and how many it takes.
 SPELLINGS: dict[str, tuple[Callable[..., Mask], str, range]] = {
-    "full": (masks.Full, "full", range(1)),
-    "causal": (masks.Causal, "causal", range(1)),
-    "window": (masks.LocalWindow, "window:LEFT,RIGHT", range(2, 3)),
-    "block-window": (masks.BlockSlidingWindow, "block-window:BLOCK,WINDOW", range(2, 3)),
-    "block-causal": (masks.BlockCausal, "block-causal:BLOCK", range(1, 2)),
+    "full": (masks.Full, "", range(1)),
+    "causal": (masks.Causal, "", range(1)),
+    "window": (masks.LocalWindow, "LEFT,RIGHT", range(2, 3)),
+    "block-window": (masks.BlockSlidingWindow, "BLOCK,WINDOW", range(2, 3)),
+    "block-causal": (masks.BlockCausal, "BLOCK", range(1, 2)),
     "rectangle": (
-        _rectangles, "rectangle:Q_START,Q_STOP,KV_START,KV_STOP[,...]",
-        range(4, MOST_NUMBERS + 1, 4),
+        _rectangles, "Q_START,Q_STOP,KV_START,KV_STOP[,...]", range(4, MOST_NUMBERS + 1, 4)
     ),
-    "segments": (_segments, "segments:LENGTH,LENGTH,...", range(1, MOST_LENGTHS + 1)),
-    "segment-ids": (_ids, "segment-ids:LENGTH,LENGTH,...", range(1, MOST_LENGTHS + 1)),
-    "lengths": (_lengths, "lengths:KEYS,KEYS,...", range(1, MOST_LENGTHS + 1)),
-    "video": (
-        masks.VideoMask, "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", range(2, 6)
+    "segments": (lambda *n: masks.Segments.of_lengths(n), "LENGTH,LENGTH,...", _MANY),
+    "segment-ids": (_ids, "LENGTH,LENGTH,...", _MANY),
+    "lengths": (
+        lambda *n: masks.KeyPadding(np.array(n, np.int32)), "KEYS,KEYS,...", _MANY
     ),
-    "teacher": (
-        masks.TeacherForcing, "teacher:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]", range(2, 6)
-    ),
+    "video": (masks.VideoMask, _FRAMES, range(2, 6)),
+    "teacher": (masks.TeacherForcing, _FRAMES, range(2, 6)),
 }  # fmt: skip
-MOST_MASKS = 16  # that are joined: the work of an `and` grows with them
 
 
 def read_mask(text: str) -> Mask:
@@ -71,10 +61,7 @@ def read_mask(text: str) -> Mask:
     if len(parts) > MOST_MASKS:
         rule = f"at most {MOST_MASKS} masks are joined"
         raise InputError("mask", f"{len(parts)} masks", rule, "leave some out")
-    mask: Mask = masks.Full()
-    for part in parts:
-        mask = mask & _read_one(part.strip())
-    return mask
+    return reduce(lambda mask, part: mask & _read_one(part.strip()), parts, masks.Full())
 
 
 def check_fits(text: str, q_len: int, kv_len: int, where: str) -> None:
@@ -101,15 +88,20 @@ def check_fits(text: str, q_len: int, kv_len: int, where: str) -> None:
                 raise InputError("--mask", plain(part.strip()), rule, remedy)
 
 
+def _spelling(name: str) -> str:
+    form = SPELLINGS[name][1]
+    return f"{name}:{form}" if form else name
+
+
 def _read_one(text: str) -> Mask:
     name, _, rest = text.partition(":")
     if name not in SPELLINGS:
-        rule = f"it is one of {', '.join(form for _, form, _ in SPELLINGS.values())}"
+        rule = f"it is one of {', '.join(map(_spelling, SPELLINGS))}"
         remedy = did_you_mean(name, SPELLINGS) or "write for example block-window:1560,7"
         raise InputError("mask", plain(text) if text else "(nothing)", rule, remedy)
-    make, form, counts = SPELLINGS[name]
+    make, _, counts = SPELLINGS[name]
     numbers = [whole_in(word, least=0) for word in rest.split(",", counts[-1])] if rest else []
     if len(numbers) not in counts or None in numbers:
         rule = f"its numbers are whole, up to {LARGEST}, and as many as it takes"
-        raise InputError("mask", plain(text), rule, f"write {form}")
+        raise InputError("mask", plain(text), rule, f"write {_spelling(name)}")
     return make(*numbers)

@@ -1,4 +1,4 @@
-"""What a command that measures says on stderr: the device, and each measurement as it begins."""
+"""What a command that measures prints on stderr: the device, and each measurement as it begins."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ def say(line: str) -> None:
 
 
 def say_where(what: str, target: Target) -> None:
-    """Say what is measured on which device, and what to expect of a CPU."""
+    """Print what is measured on which device, and what to expect of a CPU."""
     slow = ": no accelerator is here, and long shapes take minutes to hours"
     say(f"measuring {what} on {target.device_kind}{slow if target.platform == 'cpu' else ''}")
 
 
 class _ProgressLines(logging.Handler):
-    """Print what is logged, to the stderr of the moment."""
-
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one line."""
-        say(f"  {record.getMessage()}")
+        say(f"  {record.getMessage()}")  # the stderr of the moment
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.sharding import MeshShape
 from maxattn.streaming import Stream, checks
 from maxattn.streaming.layout import CacheLayout
+from maxattn.tools.cli.options import STREAM_EXAMPLE
+from maxattn.tools.known_models import MODELS, VideoModel
 from maxattn.tools.stream_costs import StreamCosts
-from maxattn.tools.video_models import MODELS, VideoModel
 
 OPTION = "--stream"
 SIZES = {
@@ -26,7 +27,6 @@ SIZES = {
 NUMBERS = ("frames", "window", "sink", "steps", "length", *SIZES)
 FLAGS = ("first_frame_alone", "clean_pass")
 KEYS = (*NUMBERS, *FLAGS, "context")
-EXAMPLE = "wan-1.3b-480p,frames=3,window=7"
 ALL = "all"
 # Keys of a file's section `rollout`, under our names.
 _OF_SECTION = {
@@ -36,23 +36,16 @@ _OF_SECTION = {
     "first_frame_alone": "first_frame_alone",
     "clean_pass": "clean_pass",
 }
-HELP = (
-    f"a video made block by block, such as {EXAMPLE},sink=0: one of {', '.join(MODELS)}, or tokens="
-    " (of a frame), heads=, head_dim= and layers= of another model, and: frames= of a block,"
-    " window= in blocks, or all, sink= in frames, first_frame_alone, steps= of a block (default 4),"
-    " clean_pass=false, length= of the video in frames, kv_heads=, context=heads or tokens;"
-    " default what CONFIG's section rollout says"
-)
 
 
 def read_stream(
     text: str, sections: Mapping[str, Any], mesh: MeshShape, batch: int, dtype: str
 ) -> StreamCosts:
-    """Read what `--stream` says.
+    """Read the value of `--stream`.
 
     Args:
         text: `wan-1.3b-480p,frames=3,window=7,sink=0`.
-        sections: of the file, whose `rollout` says what the text does not.
+        sections: of the file, whose `rollout` has what the text leaves out.
         mesh: that the cache lies on.
         batch: videos at a time.
         dtype: of q, k, v and the cache.
@@ -61,54 +54,52 @@ def read_stream(
         InputError: a key, a value, or what they come to.
         MeshError: sizes do not divide over the mesh.
     """
-    name, said = _words(text)
-    said = _of_section(sections.get("rollout")) | said
-    numbers = {key: _number(key, said[key]) for key in NUMBERS if key in said}
-    flags = {key: _flag(key, said[key]) for key in FLAGS if key in said}
+    name, given = _words(text)
+    given = _of_section(sections.get("rollout")) | given
+    numbers = {key: _number(key, given[key]) for key in NUMBERS if key in given}
+    flags = {key: _flag(key, given[key]) for key in FLAGS if key in given}
     model, length = _model(name, numbers), numbers.get("length")
-    stream = _stream(model, numbers, flags.get("first_frame_alone", False))
-    layout = CacheLayout(
-        stream, _slots(stream, length), mesh=mesh, context=said.get("context", "heads")
-    )
+    window, sink = numbers.get("window") or None, numbers.get("sink", 0)
+    alone = flags.get("first_frame_alone", False)
+    stream = Stream(model.tokens_per_frame, numbers.get("frames", 1), window, sink, alone)
+    slots = _slots(stream, length)
+    layout = CacheLayout(stream, slots, mesh=mesh, context=given.get("context", "heads"))
     how = batch, dtype, numbers.get("steps", 4), flags.get("clean_pass", True), length
     return StreamCosts(name or "own sizes", model, layout, *how)
 
 
 def _words(text: str) -> tuple[str, dict[str, str]]:
     """Split `NAME,key=value,...` into the name, empty without one, and the values by key."""
-    name, said = "", {}
+    name, given = "", {}
     for place, word in enumerate(text.split(",", 2 * len(KEYS))):
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals and place == 0 and key not in FLAGS:
             name = key
             continue
-        if key not in KEYS or not (equals or key in FLAGS):
-            raise _unknown(word, key)
-        if key in said:
-            raise InputError(OPTION, plain(word), f"{key} is there twice", "leave one of them out")
-        said[key] = value if equals else "true"
-    if (name and name not in MODELS) or not (name or said):
+        shown = plain(word) if word else "(nothing)"
+        if key not in KEYS:
+            rule = f"its keys are {', '.join(KEYS)}"
+            remedy = did_you_mean(key, KEYS) or f"write for example {STREAM_EXAMPLE}"
+            raise InputError(OPTION, shown, rule, remedy)
+        if not equals and key not in FLAGS:
+            raise InputError(OPTION, shown, f"{key} has a value", f"write {key}=VALUE")
+        if key in given:
+            raise InputError(OPTION, shown, f"{key} is there twice", "leave one of them out")
+        given[key] = value if equals else "true"
+    if (name and name not in MODELS) or not (name or given):
         rule = f"it begins with one of {', '.join(MODELS)}, or says tokens=, heads=, ... of another"
-        remedy = did_you_mean(name, MODELS) or f"write for example {EXAMPLE}"
+        remedy = did_you_mean(name, MODELS) or f"write for example {STREAM_EXAMPLE}"
         raise InputError(OPTION, plain(name) if name else "(nothing)", rule, remedy)
-    return name, said
-
-
-def _unknown(word: str, key: str) -> InputError:
-    if key in KEYS:
-        return InputError(OPTION, plain(word), f"{key} has a value", f"write {key}=VALUE")
-    rule = f"its keys are {', '.join(KEYS)}"
-    remedy = did_you_mean(key, KEYS) or f"write for example {EXAMPLE}"
-    return InputError(OPTION, plain(word) if word else "(nothing)", rule, remedy)
+    return name, given
 
 
 def _of_section(section: Any) -> dict[str, str]:
-    """Return what a file's `rollout` says, as it would be written here."""
-    given = section if isinstance(section, Mapping) else {}
-    said = {ours: str(given[key]) for key, ours in _OF_SECTION.items() if key in given}
-    steps = given.get("denoising_steps")
-    said |= {"steps": str(len(steps))} if isinstance(steps, list) else {}
-    return {key: ALL if value == "None" else value.lower() for key, value in said.items()}
+    """Return a file's `rollout` as it would be written here."""
+    found = section if isinstance(section, Mapping) else {}
+    given = {ours: str(found[key]) for key, ours in _OF_SECTION.items() if key in found}
+    steps = found.get("denoising_steps")
+    given |= {"steps": str(len(steps))} if isinstance(steps, list) else {}
+    return {key: ALL if value == "None" else value.lower() for key, value in given.items()}
 
 
 def _number(key: str, value: str) -> int:
@@ -132,22 +123,18 @@ def _flag(key: str, value: str) -> bool:
 def _model(name: str, numbers: Mapping[str, int]) -> VideoModel:
     """Return a named model with the sizes that are given, or one of these alone."""
     own = {field: numbers[key] for key, field in SIZES.items() if key in numbers}
-    missing = [key for key in SIZES if key not in numbers and key != "kv_heads"]
+    needed = [key for key in SIZES if key != "kv_heads"]
+    missing = [key for key in needed if key not in numbers]
     if not name and missing:
-        rule = f"a model without a name has {', '.join(k for k in SIZES if k != 'kv_heads')}"
+        rule = f"a model without a name has {', '.join(needed)}"
         remedy = f"add {missing[0]}=, or begin with one of {', '.join(MODELS)}"
         raise InputError(OPTION, f"no {', '.join(missing)}", rule, remedy)
-    model = replace(MODELS[name], **own) if name else VideoModel("own sizes", frames=0, **own)
+    model = replace(MODELS[name], **own) if name else VideoModel(frames=0, **own)
     if model.kv_heads and model.heads % model.kv_heads:
         rule = f"kv_heads divides heads, and {model.kv_heads} does not divide {model.heads}"
         choices = ", ".join(map(str, divisors(model.heads)))
         raise InputError(f"{OPTION} kv_heads", model.kv_heads, rule, f"give one of {choices}")
     return model
-
-
-def _stream(model: VideoModel, numbers: Mapping[str, int], alone: bool) -> Stream:
-    window, sink = numbers.get("window") or None, numbers.get("sink", 0)
-    return Stream(model.tokens_per_frame, numbers.get("frames", 1), window, sink, alone)
 
 
 def _slots(stream: Stream, length: int | None) -> int:

@@ -1,20 +1,4 @@
-"""Time kernels, or the sizes of one, on a model's calls on this machine, and keep the fastest.
-
-  maxattn tune configs/wan_14b.yml --shape wan-14b-480p --shape wan-cross
-  maxattn tune attention=auto --shape 64,256,256,16,72 --forward
-  maxattn tune attention=flash --shape wan-14b-720p --target "TPU v6e" --limit 40
-  maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
-
-On GPUs and CPUs `attention: auto` has its kernels timed: every one that can run the call, in turns.
-Plans on this machine then take the fastest first. On TPUs, and where a kernel is named, its sizes
-are timed: plans take them where the config sets none. --kernels and --sizes say it otherwise.
-
-Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE): a killed command goes on
-where it was. Where nothing can be written, nothing is kept, and it says so. With a --target that is
-not this machine, nothing is timed or kept: kernels are listed, and sizes are ranked by what they
-compute, padding included, and by their steps: an estimate. With --offline sizes are
-ranked by the schedules that libtpu makes of their kernels, and kept as estimated.
-"""
+"""`maxattn tune`: time kernels, or the sizes of one, on this machine, and keep the fastest."""
 
 from __future__ import annotations
 
@@ -32,10 +16,9 @@ from maxattn.errors import InputError
 from maxattn.kernels import build, computed_call
 from maxattn.target import Target
 from maxattn.tools.cli import tune_kernels, tune_offline
-from maxattn.tools.cli.machine import machine_arguments, mesh_of, target_of
+from maxattn.tools.cli.inputs import read_source, shapes_of
+from maxattn.tools.cli.machine import mesh_of, target_of
 from maxattn.tools.cli.progress import say, say_where
-from maxattn.tools.cli.shapes import shape_arguments, shapes_of
-from maxattn.tools.cli.source import config_arguments, read_source
 from maxattn.tools.cli.tune_kernels import KernelTuning, say_kept
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.tune import store
@@ -50,26 +33,6 @@ from maxattn.tuned import (
     winners,
     with_sizes,
 )
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    config_arguments(parser)
-    shape_arguments(parser)
-    machine_arguments(parser)
-    what = parser.add_mutually_exclusive_group()
-    train = "time forward and backward together, and not forward alone"
-    what.add_argument("--train", action="store_true", help=train)
-    what.add_argument("--forward", action="store_true", help="time the forward alone")
-    of = parser.add_mutually_exclusive_group()
-    kernels = "time the kernels that auto chooses among; on GPUs and CPUs the default under auto"
-    of.add_argument("--kernels", action="store_true", help=kernels)
-    sizes = "time the sizes of the kernel that runs"
-    of.add_argument("--sizes", action="store_true", help=sizes)
-    add, limit = parser.add_argument, "sizes to time for each shape; default 24"
-    add("--limit", type=int, default=24, metavar="N", help=limit)
-    add("--again", action="store_true", help="time anew what was measured before")
-    tune_offline.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,10 +30,9 @@ from maxattn.errors import ConfigError, Unsupported
 from maxattn.kernels import computed_call
 from maxattn.plan import Plan, plan
 from maxattn.target import Target
+from maxattn.tools.cli.inputs import Source, shapes_of
 from maxattn.tools.cli.machine import mesh_of
 from maxattn.tools.cli.progress import say
-from maxattn.tools.cli.shapes import shapes_of
-from maxattn.tools.cli.source import Source
 from maxattn.tools.compile.job import MOST_SECONDS
 from maxattn.tools.estimate.kernel import core_of
 from maxattn.tools.memory import fits_alone
@@ -46,14 +45,6 @@ from maxattn.tools.tune.schedule_log import ScheduleLog
 from maxattn.tuned import cache_path, key_of, versions_of, with_sizes
 
 SHOWN = 8  # sizes that are listed, beside those that run where nothing is set
-_OFFLINE = "rank a TPU's sizes by the schedules that libtpu makes, without a TPU; needs --target"
-_LIMIT = "with --offline: seconds a compile; default 120"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    parser.add_argument("--offline", action="store_true", help=_OFFLINE)
-    parser.add_argument("--time-limit", type=float, default=120.0, metavar="S", help=_LIMIT)
 
 
 def run(args: argparse.Namespace, source: Source) -> int:
