@@ -6,7 +6,6 @@ import gc
 import os
 import re
 from itertools import count
-from typing import Any
 
 import pytest
 
@@ -18,56 +17,17 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # and ignores this) again a third.
     _FLAGS.append("--xla_backend_optimization_level=0")
     _FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
-    _FLAGS.append(
-        "--xla_cpu_parallel_codegen_split_count=1"
-    )  # one program is too small to be cut into 32
+    # One program is too small to be cut into 32.
+    _FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
 for _flag in _FLAGS:
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 # The float64 reference: threads of numpy's would wait for each other beside another test's.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ["MAXATTN_CACHE"] = (
-    os.devnull
-)  # sizes that were tuned on this machine would change the plans
-
+# Sizes that were tuned on this machine would change the plans.
+os.environ["MAXATTN_CACHE"] = os.devnull
 
 import jax  # noqa: E402 -- jax reads the platforms when it is imported
-from jax._src import core  # noqa: E402 -- the same
-from jax._src.interpreters import mlir  # noqa: E402 -- the same
-
-from tests import draws  # noqa: E402 -- the same
-
-draws.share()
-
-
-@property
-def _no_sharding(self: core.Tracer) -> None:
-    """Say that a traced value has no sharding, as jax 0.12 does.
-
-    Flax asks with `getattr` for it whenever a random stream moves on. jax 0.10 goes through the
-    whole trace each time, for a message that nobody reads: most of the time of building a model.
-    """
-    raise AttributeError(f"The 'sharding' attribute is not available on {self._error_repr()}.")
-
-
-core.Tracer.sharding = _no_sharding  # type: ignore[misc]
-
-# One context of MLIR serves as many programs as this. To make one takes longer than to lower a
-# small program in it; what is in one stays in memory to its end.
-_PROGRAMS_A_CONTEXT = 64
-_make_context = mlir.make_ir_context
-_context: list[Any] = [None, 0]
-
-
-def _shared_context() -> Any:
-    """Return the context of the programs before, a new one after every `_PROGRAMS_A_CONTEXT`."""
-    if _context[0] is None or _context[1] == _PROGRAMS_A_CONTEXT:
-        _context[:] = [_make_context(), 0]
-    _context[1] += 1
-    return _context[0]
-
-
-mlir.make_ir_context = _shared_context
 
 # Python's garbage collector, as often as it comes, takes a tenth of the time of tracing.
 gc.set_threshold(100_000, 20, 100)

@@ -4,11 +4,9 @@ enough to test with.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -25,34 +23,24 @@ SHORT = {"steps": 3, "batch_size": 8, "warmup_steps": 2, "checkpoint_every": 2}
 
 
 @pytest.fixture(scope="package", autouse=True)
-def compiled_once() -> Iterator[None]:
-    """Compile each program once: most tests here train or sample the same small models.
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each longer program once: most tests here train or sample the same small models.
 
-    Programs are kept as they are. jax's cache on disk writes each, which takes as long as to
-    compile it, and goes on with the tests of other folders, which share few.
+    Tests of other folders share few, and to write one takes a fifth of the time to compile it.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
-    programs: dict[str, tuple[Any, int]] = {}
-
-    def get(key: str, *_: Any) -> tuple[Any, int] | tuple[None, None]:
-        return programs.get(key, (None, None))
-
-    def put(key: str, name: str, program: Any, backend: Any, seconds: int) -> None:
-        programs[key] = program, seconds
-
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax._src.compilation_cache.get_executable_and_time", get)
-        patch.setattr("jax._src.compilation_cache.put_executable_and_time", put)
-        for name, value in zip(names, (os.devnull, 0.0), strict=True):  # nothing goes there
+    cache = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.3,
+    }
+    before = {name: getattr(jax.config, name) for name in cache}
+    for settings in (cache, before):
+        for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+        if settings is cache:
+            yield
 
 
 @pytest.fixture(scope="session", autouse=True)

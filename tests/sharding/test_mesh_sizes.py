@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 import maxattn as ma
 from maxattn.errors import MaxattnError, MeshError
 from maxattn.sharding.mesh import MOST_DEVICES, MOST_RANKS
+from tests.steps import lines_run
 
 V5P = ma.Target.named("TPU v5p")
 STRATEGIES = ("auto", "ring", "ulysses", "ulysses_ring", "all_gather")
@@ -55,15 +56,14 @@ def test_a_mesh_of_no_machine_is_refused(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_large_meshes_and_settings_take_bounded_work(strategy: str) -> None:
     """Loops go over divisors, not over every number up to a setting, a head count or a mesh."""
-    began = time.process_time()
     for mesh in ({"context": 509}, {"context": 512}, {"data": 2**12, "tensor": 2**4}):
         for heads, chunks in ((12, 10**9), (2**20 * 3, 10**9), (999_983, 2)):
             settings = {"ulysses_attention_chunks": chunks, "fallback": "allow"}
             config = ma.AttentionConfig(context_parallel=strategy, **settings)
             shape = jax.ShapeDtypeStruct((2**12, 8192, heads, 128), "bfloat16")
             with suppress(MaxattnError):
-                ma.plan(ma.Call.of(shape, shape), config, mesh, V5P)
-    assert time.process_time() - began < 60
+                asked = ma.Call.of(shape, shape), config, mesh, V5P
+                lines_run(partial(ma.plan, *asked), most=100_000)
 
 
 def test_shards_of_a_huge_axis_are_refused_at_once() -> None:
