@@ -1,5 +1,5 @@
-"""Tensors of several layers, one after the other in their rows: split as they are read, and joined
-as they are written.
+"""Tensors that hold the rows of several layers: split as they are read, joined as they are
+written.
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ from typing import Any
 
 from maxattn.errors import WeightsError
 from maxattn.weights.access import read_slice
-from maxattn.weights.names import Entry
+from maxattn.weights.names import Entry, FusedPlace
 
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Hold some rows of a tensor, unread.
-
-    Args:
-        tensor: the whole.
-        start, stop: the rows.
-    """
+    """Rows `start` to `stop` of a tensor, unread."""
 
     tensor: Any
     start: int
@@ -42,83 +37,76 @@ class TensorRows:
         return self.tensor[(slice(self.start + start, self.start + stop), *index[1:])]
 
 
-class Unfused(Mapping[str, Any]):
-    """Show a state dict with the layers in the place of the tensors that hold several.
+class Shown(Mapping[str, Any]):
+    """A state dict under other names, unread.
 
     Args:
         held: the state dict.
-        rows: which tensor holds a layer, and in which rows.
+        where: the tensor of each name, and its rows; None for the whole.
     """
 
-    def __init__(self, held: Mapping[str, Any], rows: Mapping[str, tuple[str, int, int]]) -> None:
-        self._held, self._rows = held, rows
-        whole = {name for name, _, _ in rows.values()}
-        self._names = dict.fromkeys([n for n in held if n not in whole] + list(rows))
+    def __init__(
+        self, held: Mapping[str, Any], where: Mapping[str, tuple[str, slice | None]]
+    ) -> None:
+        self._held, self._where = held, where
 
     def __getitem__(self, name: str) -> Any:
-        """Return a tensor, or the rows of one."""
-        if name not in self._rows or name in self._held:
-            return self._held[name]
-        whole, start, stop = self._rows[name]
-        return TensorRows(self._held[whole], start, stop)
+        whole, rows = self._where[name]
+        tensor = self._held[whole]
+        return tensor if rows is None else TensorRows(tensor, rows.start, rows.stop)
 
     def __iter__(self) -> Iterator[str]:
-        """List the names."""
-        return iter(self._names)
+        return iter(self._where)
 
     def __len__(self) -> int:
-        """Count the names."""
-        return len(self._names)
+        return len(self._where)
 
 
 def unfused(held: Mapping[str, Any], wanted: Iterable[Entry]) -> Mapping[str, Any]:
-    """Show the layers of tensors that hold several; a state dict without such is itself.
+    """Show layers in the place of the tensors that hold several.
 
     Raises:
-        WeightsError: a layer is there by itself too, with other numbers.
+        WeightsError: a layer has a tensor of its own too, with other numbers.
     """
-    rows: dict[str, tuple[str, int, int]] = {}
-    for whole, parts in _groups(wanted).items():
+    rows: dict[str, tuple[str, slice | None]] = {}
+    wholes = set()
+    for whole, parts in grouped((place, e) for e in wanted for place in e.fused).items():
         if whole not in held or not getattr(held[whole], "shape", ()):
             continue
+        wholes.add(whole)
         start, length = 0, held[whole].shape[0]
         for entry in parts:
-            # What is too much is the last layer's, whose shape is then refused.
+            # The last layer gets all rows that are left, so that a wrong number of them is refused.
             stop = length if entry is parts[-1] else min(start + entry.shape[0], length)
-            rows[entry.name] = (whole, start, stop)
+            if entry.name in held:
+                _check_copy(held, entry.name, whole, slice(start, stop))
+            rows[entry.name] = whole, slice(start, stop)
             start = stop
-    _check_copies(held, rows)
-    return Unfused(held, rows) if rows else held
+    if not wholes:
+        return held
+    return Shown(held, rows | {name: (name, None) for name in held if name not in wholes})
 
 
-def _groups(wanted: Iterable[Entry]) -> dict[str, list[Entry]]:
-    found: dict[str, dict[int, Entry]] = {}
-    for entry in wanted:
-        for place in entry.fused:
-            found.setdefault(place.name, {})[place.index] = entry
-    return {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}
-
-
-def _check_copies(held: Mapping[str, Any], rows: Mapping[str, tuple[str, int, int]]) -> None:
-    """Refuse a layer that is there twice and differs; diffusers keeps both when it fuses them."""
-    for name, (whole, start, stop) in rows.items():
-        if name not in held:
-            continue
-        rest = (slice(None),) * (len(held[name].shape) - 1)
-        one, other = (
-            read_slice(held, where, (part, *rest))
-            for where, part in ((name, slice(None)), (whole, slice(start, stop)))
-        )
-        if one.tobytes() != other.tobytes():
-            rule = f"it stands in {whole} too, with other numbers"
-            raise WeightsError("weights", name, rule, "keep the one that is meant")
+def _check_copy(held: Mapping[str, Any], name: str, whole: str, rows: slice) -> None:
+    """Refuse a layer that differs from its rows; diffusers keeps both when it fuses layers."""
+    rest = (slice(None),) * (len(held[name].shape) - 1)
+    own = read_slice(held, name, (slice(None), *rest))
+    if own.tobytes() != read_slice(held, whole, (rows, *rest)).tobytes():
+        rule = f"it stands in {whole} too, with other numbers"
+        raise WeightsError("weights", name, rule, "keep the one that is meant")
 
 
 def written(wanted: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """List the tensors to be written, each with its layers one after the other."""
+    """List the tensors to be written, each with its layers in the order of their rows."""
+    return grouped(
+        (next((p for p in entry.fused if p.written), FusedPlace(entry.name, 0, True)), entry)
+        for entry in wanted
+    )
+
+
+def grouped(placed: Iterable[tuple[FusedPlace, Entry]]) -> dict[str, list[Entry]]:
+    """Return the layers of each tensor, in the order of their rows."""
     found: dict[str, dict[int, Entry]] = {}
-    for entry in wanted:
-        place = next((place for place in entry.fused if place.written), None)
-        name, index = (entry.name, 0) if place is None else (place.name, place.index)
-        found.setdefault(name, {})[index] = entry
+    for place, entry in placed:
+        found.setdefault(place.name, {})[place.index] = entry
     return {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}

@@ -18,7 +18,7 @@ from maxattn.errors import WeightsError
 from maxattn.weights import checks
 from maxattn.weights.lora_change import add, check_sum
 from maxattn.weights.lora_files import read_lora
-from maxattn.weights.lora_prefix import find_prefix
+from maxattn.weights.lora_names import find_prefix
 from maxattn.weights.naming.module_names import names_of
 
 
@@ -83,7 +83,7 @@ def merge_lora(
         check_sum(module, entry, change)
     for entry, change in changes:
         add(module, entry, change)
-    return lora.layers()
+    return tuple(lora.layers)
 
 
 def check_lora(
@@ -102,7 +102,7 @@ def check_lora(
     Raises:
         WeightsError: as `merge_lora` would, but for sums.
     """
-    return read_lora(module, tensors, prefix, strict).layers()
+    return tuple(read_lora(module, tensors, prefix, strict).layers)
 
 
 def lora_prefix(module: nnx.Module, tensors: Mapping[str, Any] | str | Path) -> str:

@@ -14,9 +14,11 @@ from maxattn.weights import checks
 from maxattn.weights.access import variable_at
 from maxattn.weights.names import Entry
 
+_BEYOND = np.errstate(over="ignore", invalid="ignore")  # `check_sum` refuses what overflows
+
 
 class LowRank(NamedTuple):
-    """Hold factor * B A for a kernel [out, in] or [out, in, *window].
+    """factor * B A for a kernel [out, in] or [out, in, *window].
 
     Args:
         down: A, [rank, in * window].
@@ -28,39 +30,39 @@ class LowRank(NamedTuple):
     up: np.ndarray
     factor: float
 
+    @_BEYOND
     def whole(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return the change of a kernel of this shape."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return (self.factor * (self.up @ self.down)).reshape(shape)
+        return (self.factor * (self.up @ self.down)).reshape(shape)
 
+    @_BEYOND
     def at_most(self) -> float:
-        """Return what no number of it exceeds, without the product."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return abs(self.factor) * float((abs(self.up) @ abs(self.down).max(axis=1)).max())
+        """Return a bound of its numbers, without the product."""
+        return abs(self.factor) * float((abs(self.up) @ abs(self.down).max(axis=1)).max())
 
 
 class Difference(NamedTuple):
-    """Hold factor * D for a parameter of any shape."""
+    """factor * D for a parameter of any shape."""
 
     difference: np.ndarray
     factor: float
 
+    @_BEYOND
     def whole(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return the change of a parameter of this shape."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return (self.factor * self.difference).reshape(shape)
+        return (self.factor * self.difference).reshape(shape)
 
+    @_BEYOND
     def at_most(self) -> float:
-        """Return what no number of it exceeds."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return abs(self.factor) * float(abs(self.difference).max(initial=0.0))
+        """Return a bound of its numbers."""
+        return abs(self.factor) * float(abs(self.difference).max(initial=0.0))
 
 
 Change = LowRank | Difference
 
 
 def check_sum(module: nnx.Module, entry: Entry, change: Change) -> None:
-    """Refuse a change after which finite numbers of a parameter would not be.
+    """Refuse a change that takes finite numbers of a parameter beyond its dtype.
 
     Raises:
         WeightsError: naming the layer.
@@ -68,11 +70,11 @@ def check_sum(module: nnx.Module, entry: Entry, change: Change) -> None:
     old = jnp.asarray(checks.value_at(module, entry))
     old = old if entry.layer is None else old[entry.layer]
     most, finite = float(jnp.finfo(old.dtype).max), jnp.isfinite(old)
-    # Nearly every change is far from that: its product, most of the work, is then taken only once,
+    # Nearly every change is far from that. Its product, most of the work, is then taken only once,
     # to be added.
     if float(jnp.abs(jnp.where(finite, old, 0)).max()) + change.at_most() < most / 2:
         return
-    if not bool((jnp.isfinite(_sum(old, _ours(entry, change))) | ~finite).all()):
+    if not bool((jnp.isfinite(_sum(old, entry, change)) | ~finite).all()):
         limit = f"the kernel is {old.dtype.name}, which ends at {most:g}"
         rule = f"{limit}, and with the change it would go beyond"
         wider = "" if old.dtype == jnp.float32 else ", or merge into float32 parameters"
@@ -83,18 +85,12 @@ def check_sum(module: nnx.Module, entry: Entry, change: Change) -> None:
 def add(module: nnx.Module, entry: Entry, change: Change) -> None:
     """Add a change to a parameter, or to one layer of a stacked one."""
     variable, old = variable_at(module, entry.path), jnp.asarray(checks.value_at(module, entry))
-    added = _ours(entry, change)
     if entry.layer is None:
-        variable.set_value(_sum(old, added))
+        variable.set_value(_sum(old, entry, change))
     else:  # only the layer's slice is in float32: a stack of all may be half of a device's memory
-        variable.set_value(old.at[entry.layer].set(_sum(old[entry.layer], added)))
+        variable.set_value(old.at[entry.layer].set(_sum(old[entry.layer], entry, change)))
 
 
-def _ours(entry: Entry, change: Change) -> jax.Array:
-    """Return a change with the axes of the parameter."""
-    whole: Any = change.whole(entry.shape)
-    return jnp.asarray(whole.transpose(entry.axes))
-
-
-def _sum(old: jax.Array, added: jax.Array) -> jax.Array:
-    return (old.astype(jnp.float32) + added).astype(old.dtype)
+def _sum(old: jax.Array, entry: Entry, change: Change) -> jax.Array:
+    added: Any = change.whole(entry.shape)
+    return (old.astype(jnp.float32) + jnp.asarray(added.transpose(entry.axes))).astype(old.dtype)

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from maxattn import weights
 from maxattn.errors import WeightsError
-from maxattn.weights.lora_alphas import names_layer
+from maxattn.weights.lora_settings import names_layer
 from tests.golden_text import check_golden
 
 

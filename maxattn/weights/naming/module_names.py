@@ -1,18 +1,17 @@
 """All names that a file may have for the layers of a module: its own, those of other codes, and
-both with underscores for dots, as kohya's sd-scripts write them.
-
-A name is looked up among those that the module's own layers have. Nothing is split at underscores.
+both with underscores for dots, as kohya's sd-scripts write them. No name is split at underscores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from flax import nnx
 
 from maxattn.weights.access import variable_at
+from maxattn.weights.fused import grouped
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.naming import sgm, wan
 
@@ -21,13 +20,13 @@ FAMILIES: Final = (wan.originals, sgm.originals)
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Hold a module's parameters, and every name of its layers.
+    """A module's parameters, and every name of its layers.
 
     Args:
-        entries: of its parameters, by diffusers' names.
-        kernels: of its Linear and Conv layers, by the names of the layers.
+        entries: its parameters, by diffusers' names.
+        kernels: those of its Linear and Conv layers, by the names of the layers.
         layers: diffusers' name of a layer, by each name that it may have.
-        fused: the kernels of the layers, in order, that a layer of diffusers holds together.
+        fused: the kernels, in order, of a layer that diffusers has for several.
     """
 
     entries: Mapping[str, Entry]
@@ -49,20 +48,10 @@ def names_of(module: nnx.Module) -> ModuleNames:
     """
     every = {entry.name: entry for entry in entries(module)}
     kernels = {n.removesuffix(".weight"): e for n, e in every.items() if _is_kernel(module, e)}
-    fused = _fused(kernels.values())
+    whole = grouped((place, entry) for entry in kernels.values() for place in entry.fused)
+    fused = {_layer(name): tuple(parts) for name, parts in whole.items() if len(parts) > 1}
     layers = {_layer(name): None for name in every} | dict.fromkeys(fused)
     return ModuleNames(every, kernels, _all_names(list(layers)), fused)
-
-
-def _fused(kernels: Iterable[Entry]) -> dict[str, tuple[Entry, ...]]:
-    """Find the layers of diffusers that hold several kernels, all of which are there."""
-    found: dict[str, dict[int, Entry]] = {}
-    for entry in kernels:
-        for place in entry.fused:
-            found.setdefault(_layer(place.name), {})[place.index] = entry
-    whole = {name: parts for name, parts in found.items() if {*parts} == {*range(len(parts))}}
-    several = {name: parts for name, parts in whole.items() if len(parts) > 1}
-    return {name: tuple(parts[i] for i in range(len(parts))) for name, parts in several.items()}
 
 
 def _layer(name: str) -> str:
@@ -70,7 +59,7 @@ def _layer(name: str) -> str:
 
 
 def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
-    """Say whether it is [out, in] or [out, in, *window], of one group."""
+    """Whether it is [out, in] or [out, in, *window], of one group."""
     if entry.axes[-2:] != (1, 0) or not entry.name.endswith(".weight"):
         return False
     owner: Any = variable_at(module, entry.path[:-1])
@@ -78,7 +67,7 @@ def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
 
 
 def _all_names(layers: list[str]) -> dict[str, str]:
-    """Map every name to its layer; one that two layers would have is none, but for their own."""
+    """Map every name to its layer, but for names that two layers would have."""
     own = {layer: layer for layer in layers}
     dotted = [pair for family in FAMILIES for pair in family(layers).items()] + [*own.items()]
     meant: dict[str, set[str]] = {}
