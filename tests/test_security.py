@@ -278,8 +278,8 @@ import numpy as np
 from maxattn.config.measurements import read_kept
 from maxattn.tools.tune import store
 from maxattn.tools.writable import write_whole
-from maxattn.weights.files import SafeTensors, save_tensors
-from maxattn.weights.safetensors_writer import Form
+from maxattn.weights.files import SafeTensors
+from maxattn.weights.saves import Form, save_tensors
 
 FORMS = {name: Form((64,), np.dtype("float32")) for name in "abcd"}
 MEASURED = {"device_kind": "d", "versions": "v", "kernel": "flash", "call": "c", "error": "",

@@ -1,7 +1,7 @@
 """Weights in diffusers' names and layouts: read onto a mesh, written back, LoRA merged."""
 
+from maxattn.weights.checks import Loaded
 from maxattn.weights.files import SafeTensors
-from maxattn.weights.fit import Loaded
 from maxattn.weights.load import check_diffusers, load_diffusers, save_diffusers, to_diffusers
 from maxattn.weights.lora import check_lora, lora_prefix, merge_lora
 from maxattn.weights.lora_fused import fuse_lora

@@ -1,10 +1,12 @@
-"""Refuses what is no module, no tensors or no weights; it changes nothing."""
+"""Refuses arguments, tensors and names that are wrong or do not fit a module; changes nothing."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,28 @@ from maxattn.weights import files
 from maxattn.weights.access import dtype_name, variable_at
 from maxattn.weights.names import Entry
 
+log = logging.getLogger("maxattn")
+
 FLOATING = ("float64", "float32", "bfloat16", "float16")
 LISTED = 12  # names of one kind that an error lists
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The names that a load left out.
+
+    Args:
+        missing: tensors that the module needs and the file lacks; their parameters are as they
+            were.
+        unexpected: tensors of the file that the module has no parameter for.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """List both, a line each."""
+        return _listed("missing", self.missing) + _listed("unexpected", self.unexpected)
 
 
 def folder(value: Any) -> Path:
@@ -30,8 +52,7 @@ def folder(value: Any) -> Path:
     if is_path and "\0" not in str(value):
         return Path(value)
     shown = printable(str(value), 400) if is_path else _kind(value)
-    rule = "it is the path of a folder"
-    raise WeightsError("folder", shown, rule, "name the folder to write")
+    raise WeightsError("folder", shown, "it is the path of a folder", "name the folder to write")
 
 
 def prefix(value: Any) -> None:
@@ -65,38 +86,75 @@ def tensors(value: Any) -> Mapping[str, Any]:
         raise WeightsError("tensors", _kind(value), rule, "give the path, or model.state_dict()")
     for name in value:
         if not isinstance(name, str):
-            raise WeightsError(
-                "tensors", repr(name), "the names of tensors are text", "give a flat state dict"
-            )
+            rule = "the names of tensors are text"
+            raise WeightsError("tensors", repr(name), rule, "give a flat state dict")
     return value
 
 
 def arrays(names: Iterable[str], held: Mapping[str, Any]) -> None:
-    """Refuse what has no shape and dtype, or no numbers."""
+    """Refuse tensors without shape and dtype, or without numbers."""
     for name in names:
-        tensor, remedy = held[name], "give arrays by their names, as model.state_dict() has them"
-        if not _is_array(tensor):
+        tensor = held[name]
+        shape = getattr(tensor, "shape", None)
+        is_shape = isinstance(shape, tuple) and all(isinstance(n, int | np.integer) for n in shape)
+        if not (is_shape and hasattr(tensor, "dtype")):
             kind = type(tensor).__name__
             rule = f"a tensor is an array of numpy, jax or torch, and this is a {kind}"
-            raise WeightsError("tensors", name, rule, remedy)
-        if why := _has_no_numbers(tensor):
-            raise WeightsError("tensors", name, f"a tensor holds numbers, and this {why}", remedy)
-
-
-def _is_array(tensor: Any) -> bool:
-    shape = getattr(tensor, "shape", None)
-    is_shape = isinstance(shape, tuple) and all(isinstance(n, int | np.integer) for n in shape)
-    return is_shape and hasattr(tensor, "dtype")
+        elif why := _has_no_numbers(tensor):
+            rule = f"a tensor holds numbers, and this {why}"
+        else:
+            continue
+        remedy = "give arrays by their names, as model.state_dict() has them"
+        raise WeightsError("tensors", name, rule, remedy)
 
 
 def _has_no_numbers(tensor: Any) -> str:
-    """Say why an array cannot be read; nothing of one that can."""
+    """Return why an array cannot be read, "" if it can."""
     if isinstance(tensor, jax.ShapeDtypeStruct) or getattr(tensor, "is_meta", False):
         return "has a shape alone"
     if is_tracer(tensor):
         return "is traced: call it outside of jit"
     is_array = isinstance(tensor, jax.Array)
     return "was deleted: donated to a function?" if is_array and tensor.is_deleted() else ""
+
+
+def names(
+    wanted: tuple[Entry, ...], held: Mapping[str, Any], result: Loaded, strict: bool, prefix: str
+) -> None:
+    """Refuse tensors of other shapes, and missing or unexpected ones if `strict`, else log these.
+
+    Raises:
+        WeightsError: naming all of them.
+    """
+    shapes = ((e, tuple(held[e.name].shape)) for e in wanted if e.name in held)
+    wrong = [
+        f"{e.name} is {got}, and the module has {e.shape}" for e, got in shapes if got != e.shape
+    ]
+    named = result if strict else Loaded()
+    if not strict and result.lines():
+        log.warning("weights: %s", "; ".join(result.lines()))
+    lines = [*_listed("misshapen", tuple(wrong)), *named.lines()]
+    if lines:
+        sizes = {"misshapen": wrong, "missing": named.missing, "unexpected": named.unexpected}
+        counts = ", ".join(f"{len(names)} {kind}" for kind, names in sizes.items() if names)
+        rule = "\n          ".join(["names and shapes must be the module's", *lines])
+        raise WeightsError("weights", counts, rule, _remedy(result, prefix))
+
+
+def _listed(kind: str, names: tuple[str, ...]) -> list[str]:
+    more = [f"{kind}: and {len(names) - LISTED} more"] if len(names) > LISTED else []
+    return [f"{kind}: {name}" for name in names[:LISTED]] + more
+
+
+def _remedy(result: Loaded, prefix: str) -> str:
+    """Return the prefix that the names need, if there is one."""
+    for name in result.missing[:1]:
+        bare = name.removeprefix(prefix)
+        for other in result.unexpected:
+            if other.endswith(f".{bare}"):
+                begin = repr(other.removesuffix(bare))
+                return f"the names begin with {begin}: pass prefix={begin}"
+    return "build the module with the sizes of the weights; strict=False loads what fits by name"
 
 
 def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
@@ -116,7 +174,7 @@ def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
 
 
 def is_floating(dtype: str) -> bool:
-    """Say whether weights are read from a dtype; 8 bits mean nothing without their scales."""
+    """Whether weights are read from a dtype; 8 bits mean nothing without their scales."""
     return dtype in FLOATING
 
 
@@ -131,17 +189,14 @@ def rounded(entry: Entry, numbers: np.ndarray, dtype: Any) -> np.ndarray:
     if is_floating(numbers.dtype.name) and not _holds(jnp.finfo(numbers.dtype).max, dtype):
         largest = _largest(numbers)
         if not _holds(largest, dtype):
-            theirs = dtype_name(numbers.dtype)
-            raise _beyond(entry, dtype, f"the {theirs} tensor reaches {float(largest):g}")
+            name, most = np.dtype(dtype).name, float(jnp.finfo(dtype).max)
+            theirs = f"the {numbers.dtype.name} tensor reaches {float(largest):g}"
+            rule = f"the parameter is {name}, which ends at {most:g}, and {theirs}"
+            wider = "float32 or bfloat16" if name == "float16" else "a wider dtype"
+            remedy = f"build the module with param_dtype {wider}"
+            raise WeightsError("weights", entry.name, rule, remedy)
     with np.errstate(over="ignore"):  # of what is infinite already
         return numbers.astype(dtype)
-
-
-def _beyond(entry: Entry, dtype: Any, reached: str) -> WeightsError:
-    name, most = np.dtype(dtype).name, float(jnp.finfo(dtype).max)
-    rule = f"the parameter is {name}, which ends at {most:g}, and {reached}"
-    wider = "float32 or bfloat16" if name == "float16" else "a wider dtype"
-    return WeightsError("weights", entry.name, rule, f"build the module with param_dtype {wider}")
 
 
 def _largest(tensor: np.ndarray) -> np.ndarray:
@@ -156,7 +211,7 @@ def _largest(tensor: np.ndarray) -> np.ndarray:
 
 
 def _holds(value: Any, dtype: Any) -> bool:
-    """Say whether a finite number is finite once it is rounded to a dtype."""
+    """Whether a finite number is finite once it is rounded to a dtype."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(np.asarray(value).astype(dtype)))
 

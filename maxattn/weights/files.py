@@ -1,13 +1,10 @@
-"""safetensors on disk: one file, or a folder whose index spreads the tensors over several. Read
-slice by slice.
-"""
+"""Reads safetensors slice by slice: one file, or a folder whose index spreads them over several."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -16,19 +13,19 @@ import numpy as np
 from maxattn.config.errors import printable
 from maxattn.config.plain_json import read_json
 from maxattn.errors import WeightsError
-from maxattn.weights.atomic_save import INDEX, swap_in
-from maxattn.weights.safetensors_writer import NAMES, Form, write
+from maxattn.weights.saves import NAMES
 
-SHARD_BYTES = 5 * 2**30  # the largest file that `save_tensors` writes, unless one tensor is larger
-NOT_OURS = {"C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-DTYPES: dict[str, str] = {code: name for name, code in NAMES.items()} | NOT_OURS
+DTYPES: dict[str, str] = {code: name for name, code in NAMES.items()} | {
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5}\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class SafeTensors(Mapping[str, "SafeTensor"]):
-    """Offer the tensors of a safetensors file, or of a folder in diffusers' format, without reading
-    them.
+    """The tensors of a safetensors file, or of a folder in diffusers' format, unread.
 
     Args:
         path: a .safetensors file, an .index.json, or a folder that holds one of them.
@@ -58,12 +55,7 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
 
 
 class SafeTensor:
-    """Read slices of one tensor.
-
-    Args:
-        file: that holds it.
-        name: the tensor's.
-    """
+    """One tensor of a file, read by slices."""
 
     def __init__(self, file: OpenFile, name: str) -> None:
         self._file, self._name = file, name
@@ -84,9 +76,9 @@ class SafeTensor:
 
 
 class OpenFile:
-    """Hold an open file, and refuse it once it is another than it was.
+    """An open file, refused once it was written to.
 
-    One that is removed or replaced by a rename can still be read: what was opened is still there.
+    One that is removed or replaced by a rename can still be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +93,7 @@ class OpenFile:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def check(self) -> None:
-        """Refuse a file that was cut or written over in place: reading it may end the process."""
+        """Refuse a file that was cut or written over in place: a read may end the process."""
         inode, *stamp = self._state()
         if inode == self._inode and stamp != self._stamp:
             rule = "a file stays as it is while it is read, and this one was written to"
@@ -123,7 +115,9 @@ def _entry_file(path: Path) -> Path:
         if len(found) == 1:
             return found[0]
         if found:
-            raise _several(path, found)
+            names = printable(", ".join(f.name for f in found), 400)
+            rule = "one file or one index says which tensors are meant"
+            raise WeightsError(str(path), names, rule, "name one")
     pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if is_folder else []
     if pickles:
         raise _pickled(pickles[0])
@@ -132,22 +126,11 @@ def _entry_file(path: Path) -> Path:
     raise WeightsError("weights", printable(str(path), 400), rule, remedy)
 
 
-def _several(path: Path, found: list[Path]) -> WeightsError:
-    names = printable(", ".join(f.name for f in found), 400)
-    rule = "one file or one index says which tensors are meant"
-    return WeightsError(str(path), names, rule, "name one")
-
-
 def _without_lone_shards(found: list[Path]) -> list[Path]:
-    """Leave out the shards of a save that a single file replaced: a save that is cut off may leave
-    them.
-    """
+    """Leave out shards beside the single file that replaced them, left by a save that was cut."""
+    shards = {f: shard["name"] for f in found if (shard := _SHARD.fullmatch(f.name))}
     names = {f.name for f in found}
-    return [
-        f
-        for f in found
-        if not ((shard := _SHARD.fullmatch(f.name)) and f"{shard['name']}.safetensors" in names)
-    ]
+    return [f for f in found if f not in shards or f"{shards[f]}.safetensors" not in names]
 
 
 def _pickled(path: Path) -> WeightsError:
@@ -157,15 +140,14 @@ def _pickled(path: Path) -> WeightsError:
 
 
 def _places(path: Path) -> dict[str, OpenFile]:
-    """Map each tensor's name to its open file."""
+    """Return the open file of each tensor."""
     if path.suffix != ".json":
         file = OpenFile(path)
         return dict.fromkeys(file.opened.keys(), file)
     index = _index(path)
-    names = sorted(set(index.values()))
-    for name in names:
+    for name in sorted(set(index.values())):
         _check_inside(path, name)
-    files = {name: OpenFile(path.parent / name) for name in names}
+    files = {name: OpenFile(path.parent / name) for name in sorted(set(index.values()))}
     held = {name: set(file.opened.keys()) for name, file in files.items()}
     if lost := sorted(tensor for tensor, name in index.items() if tensor not in held[name]):
         rule = f"every tensor is in the file that {path.name} names; {len(lost)} are not"
@@ -174,7 +156,7 @@ def _places(path: Path) -> dict[str, OpenFile]:
 
 
 def _check_inside(index: Path, name: str) -> None:
-    """Refuse a name that leads out of the index's folder, as any system would read it."""
+    """Refuse a name that leads out of the index's folder on any system."""
     windows = PureWindowsPath(name)
     if windows.anchor or windows.drive or ".." in windows.parts or not windows.parts:
         rule = "an index names files of its own folder, and this one leads out of it"
@@ -183,7 +165,6 @@ def _check_inside(index: Path, name: str) -> None:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Read which file each tensor is in."""
     try:
         said = read_json(path)
     except (OSError, ValueError) as error:
@@ -212,61 +193,3 @@ def _open(path: Path) -> Any:
     except SafetensorError as error:
         rule = f"a safetensors file must be whole ({printable(str(error), 400)})"
         raise WeightsError("weights", shown, rule, "fetch it again") from error
-
-
-# ---- saving --------------------------------------------------------------------------------------
-
-
-def save_tensors(
-    forms: Mapping[str, Form],
-    read: Callable[[str], np.ndarray],
-    folder: str | Path,
-    name: str = "diffusion_pytorch_model",
-    shard_bytes: int = SHARD_BYTES,
-) -> tuple[Path, ...]:
-    """Write tensors as safetensors: one file, or several and their index, as diffusers does.
-
-    Args:
-        forms: shape and dtype of each tensor, by name: their bytes decide how many files there are.
-        read: makes one tensor; one is held at a time.
-        folder: made where it is missing. An earlier save of that name gives way: until all is
-            written, it is what is read; then its index and files are removed, and nothing else.
-        name: of the files.
-        shard_bytes: the largest file, where no tensor is larger.
-
-    Returns:
-        The files, the index last where there is one.
-
-    Raises:
-        WeightsError: the folder cannot be written, or holds the index of a model of another name.
-    """
-    folder, shards = Path(folder), _shards(forms, shard_bytes)
-    several = len(shards) > 1
-    files = [
-        f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" if several else f"{name}.safetensors"
-        for i in range(len(shards))
-    ]
-    of_file = {
-        file: {tensor: forms[tensor] for tensor in names}
-        for file, names in zip(files, shards, strict=True)
-    }
-    writers = {file: partial(write, forms=some, read=read) for file, some in of_file.items()}
-    where = {tensor: file for file, some in of_file.items() for tensor in some}
-    index = {
-        "metadata": {"total_size": sum(form.bytes for form in forms.values())},
-        "weight_map": dict(sorted(where.items())),
-    }
-    swap_in(folder, name, writers, index if several else None)
-    return (*(folder / file for file in files), *([folder / f"{name}{INDEX}"] if several else []))
-
-
-def _shards(forms: Mapping[str, Form], most: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, form in forms.items():
-        if shards[-1] and held + form.bytes > most:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += form.bytes
-    return shards

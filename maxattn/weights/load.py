@@ -13,13 +13,13 @@ from flax import nnx
 
 from maxattn import sharding
 from maxattn.errors import WeightsError
-from maxattn.weights import checks, files
-from maxattn.weights.access import read_slice, variable_at
-from maxattn.weights.fit import Loaded, check_names, check_numbers
+from maxattn.weights import checks
+from maxattn.weights.access import dtype_name, read_slice, variable_at
+from maxattn.weights.checks import Loaded
 from maxattn.weights.fused import unfused, written
 from maxattn.weights.names import Entry, entries
 from maxattn.weights.original_names import in_our_names
-from maxattn.weights.safetensors_writer import Form
+from maxattn.weights.saves import SHARD_BYTES, Form, save_tensors
 
 
 def load_diffusers(
@@ -73,7 +73,13 @@ def load_diffusers(
     checks.mesh(mesh)
     result, held, parameters = _fitting(module, tensors, strict, prefix)
     # Every array is made before the first is put in: what cannot be read changes nothing.
-    arrays = {path: _made(module, path, parts, held, mesh) for path, parts in parameters.items()}
+    arrays = {}
+    for path, parts in parameters.items():
+        variable = variable_at(module, path)
+        old = variable.get_value()
+        read: Any = partial(_slice, parts, held, old.dtype)
+        where = _sharding(variable, old, mesh)
+        arrays[path] = jax.make_array_from_callback(old.shape, where, read)
     for path, array in arrays.items():
         variable_at(module, path).set_value(array)
     return result
@@ -99,7 +105,7 @@ def check_diffusers(
 
 
 class _Fitting(NamedTuple):
-    """Hold tensors that fit a module.
+    """Tensors that fit a module.
 
     Args:
         result: what a load leaves out.
@@ -117,24 +123,24 @@ def _fitting(module: nnx.Module, tensors: Any, strict: bool, prefix: str) -> _Fi
     checks.prefix(prefix)
     wanted = entries(module, prefix)
     held = unfused(in_our_names(checks.tensors(tensors), wanted, prefix), wanted)
-    found = _meant(module, held, prefix)
-    missing = tuple(e.name for e in wanted if e.name not in found)
-    result = Loaded(missing, tuple(sorted(found - {e.name for e in wanted})))
-    checks.arrays((e.name for e in wanted if e.name in found), held)
-    check_names(wanted, held, result, strict, prefix)
-    parameters = _by_parameter(wanted, held)
-    check_numbers(module, parameters, held)
-    return _Fitting(result, held, parameters)
-
-
-def _meant(module: nnx.Module, held: Mapping[str, Any], prefix: str) -> set[str]:
-    """Return the names that are looked at: with the prefix, and read by some version of the model.
-
-    Some files hold tensors that no version of the model reads; its class names them.
-    """
+    # Some files hold tensors that no version of the model reads; its class names them.
     unread = frozenset(getattr(type(module), "diffusers_ignored", ()))
-    names = (name for name in held if name.startswith(prefix))
-    return {name for name in names if unread.isdisjoint(name.split("."))}
+    found = {n for n in held if n.startswith(prefix) and unread.isdisjoint(n.split("."))}
+    names = dict.fromkeys(entry.name for entry in wanted)
+    result = Loaded(tuple(n for n in names if n not in found), tuple(sorted(found - names.keys())))
+    checks.arrays((name for name in names if name in found), held)
+    checks.names(wanted, held, result, strict, prefix)
+    parts: dict[Any, list[Entry]] = {}
+    for entry in wanted:
+        parts.setdefault(entry.path, []).append(entry)
+    # A stacked parameter is filled whole or not at all.
+    whole = {path: some for path, some in parts.items() if all(e.name in held for e in some)}
+    # A parameter of integers takes its own dtype alone.
+    dtypes = {path: dtype_name(variable_at(module, path).get_value().dtype) for path in whole}
+    cast = (e.name for path, some in whole.items() for e in some
+            if dtype_name(held[e.name].dtype) != dtypes[path])  # fmt: skip
+    checks.dtypes(cast, held)
+    return _Fitting(result, held, whole)
 
 
 def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
@@ -150,7 +156,7 @@ def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def save_diffusers(
-    module: nnx.Module, folder: str | Path, shard_bytes: int = files.SHARD_BYTES
+    module: nnx.Module, folder: str | Path, shard_bytes: int = SHARD_BYTES
 ) -> tuple[Path, ...]:
     """Write the parameters of a module as a folder that diffusers loads.
 
@@ -182,14 +188,14 @@ def save_diffusers(
     """
     folder, shard_bytes = checks.folder(folder), checks.shard_bytes(shard_bytes)
     every = written(entries(module))
-    dtypes = {n: variable_at(module, e[0].path).get_value().dtype for n, e in every.items()}
-    forms = {name: Form(_shape(parts), dtypes[name]) for name, parts in every.items()}
-    read = partial(_read_named, module, every)
-    return files.save_tensors(forms, read, folder, shard_bytes=shard_bytes)
-
-
-def _read_named(module: nnx.Module, every: Mapping[str, list[Entry]], name: str) -> np.ndarray:
-    return _joined(module, every[name])
+    forms = {}
+    for name, parts in every.items():
+        rows = sum(entry.shape[0] for entry in parts) if len(parts) > 1 else None
+        shape = parts[0].shape if rows is None else (rows, *parts[0].shape[1:])
+        forms[name] = Form(shape, variable_at(module, parts[0].path).get_value().dtype)
+    return save_tensors(
+        forms, lambda name: _joined(module, every[name]), folder, shard_bytes=shard_bytes
+    )
 
 
 def _joined(module: nnx.Module, parts: list[Entry]) -> np.ndarray:
@@ -198,30 +204,17 @@ def _joined(module: nnx.Module, parts: list[Entry]) -> np.ndarray:
     return read[0] if len(read) == 1 else np.concatenate(read)
 
 
-def _shape(parts: list[Entry]) -> tuple[int, ...]:
-    first = parts[0].shape
-    return first if len(parts) == 1 else (sum(e.shape[0] for e in parts), *first[1:])
+def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
+    value = checks.value_at(module, entry)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        rule = "its parameters are spread over processes, and each sees its own part alone"
+        remedy = "gather it first, with multihost_utils.process_allgather"
+        raise WeightsError("module", entry.name, rule, remedy)
+    ours = np.asarray(value if entry.layer is None else value[entry.layer])
+    return ours.transpose(np.argsort(entry.axes)) if entry.axes else ours
 
 
 # ---- one parameter -------------------------------------------------------------------------------
-
-
-def _by_parameter(wanted: tuple[Entry, ...], held: Mapping[str, Any]) -> dict[Any, list[Entry]]:
-    """Group the tensors by the parameter they fill; a stacked one is filled whole or not at all."""
-    parts: dict[Any, list[Entry]] = {}
-    for entry in wanted:
-        parts.setdefault(entry.path, []).append(entry)
-    return {path: some for path, some in parts.items() if all(e.name in held for e in some)}
-
-
-def _made(
-    module: nnx.Module, path: Any, parts: list[Entry], held: Mapping[str, Any], mesh: Any
-) -> jax.Array:
-    """Read a parameter onto its devices."""
-    variable = variable_at(module, path)
-    old = variable.get_value()
-    read: Any = partial(_slice, parts, held, old)
-    return jax.make_array_from_callback(old.shape, _sharding(variable, old, mesh), read)
 
 
 def _sharding(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
@@ -235,13 +228,13 @@ def _sharding(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
 
 
 def _slice(
-    parts: list[Entry], held: Mapping[str, Any], old: Any, index: tuple[slice, ...]
+    parts: list[Entry], held: Mapping[str, Any], dtype: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Read what one device holds of a parameter."""
+    """Read one device's part of a parameter."""
     if parts[0].layer is None:
-        return _piece(parts[0], held, index, old.dtype)
+        return _piece(parts[0], held, index, dtype)
     layers = range(len(parts))[index[0]]
-    return np.stack([_piece(parts[layer], held, index[1:], old.dtype) for layer in layers])
+    return np.stack([_piece(parts[layer], held, index[1:], dtype) for layer in layers])
 
 
 def _piece(
@@ -252,13 +245,3 @@ def _piece(
         theirs[axis] = slice(ours.start or 0, entry.shape[axis] if ours.stop is None else ours.stop)
     numbers = read_slice(held, entry.name, tuple(theirs))
     return checks.rounded(entry, numbers, dtype).transpose(entry.axes)
-
-
-def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
-    value = checks.value_at(module, entry)
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        rule = "its parameters are spread over processes, and each sees its own part alone"
-        remedy = "gather it first, with multihost_utils.process_allgather"
-        raise WeightsError("module", entry.name, rule, remedy)
-    ours = np.asarray(value if entry.layer is None else value[entry.layer])
-    return ours.transpose(np.argsort(entry.axes)) if entry.axes else ours

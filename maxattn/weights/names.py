@@ -1,4 +1,4 @@
-"""diffusers' names and layouts of the parameters of an NNX module. No file, no array is read here.
+"""diffusers' names and layouts of the parameters of an NNX module. No file or array is read here.
 
 A path of attributes joined by dots is diffusers' name already, but for the parameter at its end
 (`kernel` is `weight`, and lies the other way round) and for what a class says in `diffusers_names`.
@@ -25,12 +25,12 @@ Path = tuple[Any, ...]
 
 
 class FusedPlace(NamedTuple):
-    """Say where the rows of a layer's tensor stand in one of several layers.
+    """The place of a layer's rows in a tensor of several layers.
 
     Args:
         name: of that tensor.
         index: among its layers.
-        written: whether it is written so, too.
+        written: it is written so too, not only read.
     """
 
     name: str
@@ -40,7 +40,7 @@ class FusedPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """Say which tensor of diffusers is which parameter, or which layer of one.
+    """A tensor of diffusers, and the parameter (or the layer of a stacked one) that it is.
 
     Args:
         name: diffusers'.
@@ -70,16 +70,10 @@ def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
         WeightsError: `module` is no NNX module.
     """
     if not isinstance(module, nnx.Module):
-        raise WeightsError(
-            "module",
-            type(module).__name__,
-            "weights are those of an NNX module",
-            "pass an nnx.Module",
-        )
+        rule = "weights are those of an NNX module"
+        raise WeightsError("module", type(module).__name__, rule, "pass an nnx.Module")
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return tuple(
-        entry for path, variable in flat for entry in _entries_of(module, path, variable, prefix)
-    )
+    return tuple(e for path, variable in flat for e in _entries_of(module, path, variable, prefix))
 
 
 def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> Iterator[Entry]:
@@ -91,7 +85,10 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
     while len(rest) > 1:
         owners.append((len(names), type(owner)))
         taken, name = _step(owner, rest)
-        stacked = len(names) if _stacks(owner, rest[0], name) else stacked
+        # Layers of diffusers' name are one module; a list of them numbers itself.
+        is_list = isinstance(getattr(owner, str(rest[0]), None), nnx.List)
+        if name in getattr(type(owner), "diffusers_stacked", ()) and not is_list:
+            stacked = len(names)
         names.append(name)
         for part in rest[:taken]:
             owner = owner[part] if isinstance(part, int) else getattr(owner, part)
@@ -106,16 +103,10 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
         yield Entry(prefix + ".".join(full), path, _theirs(theirs, axes), axes, layer, fused)
 
 
-def _stacks(owner: Any, part: Any, name: str) -> bool:
-    """Tell whether layers of diffusers' name are one module; a list of them numbers itself."""
-    named = name in getattr(type(owner), "diffusers_stacked", ())
-    return named and not isinstance(getattr(owner, str(part), None), nnx.List)
-
-
 def _places(
     owners: list[tuple[int, type]], names: list[str], full: list[str], prefix: str
 ) -> Iterator[FusedPlace]:
-    """List the tensors of several layers that this layer is in, as the classes on its way say."""
+    """List the tensors of several layers that this one is in, by the classes on its path."""
     for depth, kind in owners:
         layer = ".".join(names[depth:])
         begin = full[: len(full) - 1 - len(names[depth:])]

@@ -8,16 +8,18 @@ FSDP leaves a word of its own within.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from maxattn.errors import WeightsError
+from maxattn.weights.fused import Shown
 from maxattn.weights.names import Entry
 from maxattn.weights.naming import wan
 
 log = logging.getLogger("maxattn")
 
-FAMILIES: Final = (wan.originals,)
+Family = Callable[[Iterable[str]], dict[str, str]]
+FAMILIES: Final[tuple[Family, ...]] = (wan.originals,)
 # Averaged parameters first: they draw better than those of the last step.
 PREFIXES: Final = (
     "generator_ema.model.",
@@ -36,7 +38,7 @@ _ENDS: Final = (".weight", ".bias")
 def in_our_names(
     held: Mapping[str, Any], wanted: tuple[Entry, ...], prefix: str
 ) -> Mapping[str, Any]:
-    """Return tensors under diffusers' names, where they have those of the model's own code.
+    """Return tensors under diffusers' names, if they have those of the model's own code.
 
     Args:
         held: the tensors.
@@ -45,7 +47,7 @@ def in_our_names(
 
     Returns:
         The tensors behind the prefix, in diffusers' names where the module has one; all of them as
-        they are where no name of the model's own code is there.
+        they are if none has a name of the model's own code.
 
     Raises:
         WeightsError: two tensors come to one name.
@@ -53,37 +55,19 @@ def in_our_names(
     bare = [entry.name.removeprefix(prefix) for entry in wanted]
     clean = _without_fsdp(held)
     for family in FAMILIES:
-        theirs = _originals(family, bare)
+        ours = _diffusers_names(family, bare)
         begins = (prefix,) if prefix else PREFIXES
-        there = [begin for begin in begins if any(begin + name in clean for name in theirs)]
+        there = [begin for begin in begins if any(begin + name in clean for name in ours)]
+        if len(there) > 1:
+            others = " and ".join(f'"{begin}"' for begin in there[1:])
+            told = 'weights: those that begin with "%s" are taken, and %s left out'
+            log.warning(told + "; prefix= names others", there[0], others)
         if there:
-            say_which(there)
-            return _renamed(held, clean, theirs, there[0], prefix)
+            behind = [(n.removeprefix(there[0]), n) for n in clean if n.startswith(there[0])]
+            # A tensor that no rule names keeps its name.
+            where = {prefix + ours.get(rest, rest): (clean[n], None) for rest, n in behind}
+            return Shown(held, where)
     return held
-
-
-def say_which(there: list[str]) -> None:
-    """Log which weights of a file are taken, where it holds those of several models."""
-    if len(there) > 1:
-        others = " and ".join(f'"{begin}"' for begin in there[1:])
-        told = (
-            'weights: those that begin with "%s" are taken, and %s left out; prefix= names others'
-        )
-        log.warning(told, there[0], others)
-
-
-def _originals(family: Any, bare: Iterable[str]) -> dict[str, str]:
-    """Return our name of each tensor that the model's own code names otherwise, by its name."""
-    of_layer = {name: _split(name) for name in bare}
-    renamed = family({layer for layer, _ in of_layer.values()})
-    return {
-        renamed[layer] + end: name for name, (layer, end) in of_layer.items() if layer in renamed
-    }
-
-
-def _split(name: str) -> tuple[str, str]:
-    end = next((end for end in _ENDS if name.endswith(end)), "")
-    return name.removesuffix(end), end
 
 
 def _without_fsdp(held: Mapping[str, Any]) -> dict[str, str]:
@@ -96,17 +80,9 @@ def _without_fsdp(held: Mapping[str, Any]) -> dict[str, str]:
     return clean
 
 
-def _renamed(
-    held: Mapping[str, Any],
-    clean: Mapping[str, str],
-    theirs: Mapping[str, str],
-    begin: str,
-    prefix: str,
-) -> dict[str, Any]:
-    """Take what stands behind a prefix; what no rule names keeps its name."""
-    found = {}
-    for name, in_file in clean.items():
-        if name.startswith(begin):
-            rest = name.removeprefix(begin)
-            found[prefix + theirs.get(rest, rest)] = held[in_file]
-    return found
+def _diffusers_names(family: Family, bare: Iterable[str]) -> dict[str, str]:
+    """Return diffusers' name of each tensor that the model's own code names otherwise."""
+    ends = {name: next((end for end in _ENDS if name.endswith(end)), "") for name in bare}
+    theirs = family({name.removesuffix(end) for name, end in ends.items()})
+    split = [(name, name.removesuffix(end), end) for name, end in ends.items()]
+    return {theirs[layer] + end: name for name, layer, end in split if layer in theirs}

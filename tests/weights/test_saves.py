@@ -16,8 +16,7 @@ from flax import nnx
 
 from maxattn import weights
 from maxattn.errors import WeightsError
-from maxattn.weights.files import save_tensors
-from maxattn.weights.safetensors_writer import Form
+from maxattn.weights.saves import Form, save_tensors
 from tests.golden_text import check_golden
 
 SHARDS = {"single": 10**6, "two": 40, "four": 20}

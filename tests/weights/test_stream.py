@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from maxattn.errors import WeightsError
-from maxattn.weights.safetensors_writer import NAMES, Form, write
+from maxattn.weights.saves import NAMES, Form, write
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:

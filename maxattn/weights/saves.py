@@ -1,0 +1,248 @@
+"""Saves tensors as safetensors; a reader meanwhile sees an earlier save or this one, whole.
+
+Readers follow the index if there is one, so the switch is one rename: of the index, or of a single
+file if there is none. A file that an index names is not written over while that index is there.
+
+A file is eight bytes with the length of its header, a JSON header with dtype, shape and place of
+each tensor, and their numbers, those of wider dtypes first so that all are aligned.
+Source: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxattn.config.errors import printable
+from maxattn.config.plain_json import read_json
+from maxattn.errors import WeightsError
+
+SHARD_BYTES = 5 * 2**30  # the largest file, unless one tensor is larger
+INDEX = ".safetensors.index.json"
+# Two, because a save that was cut off may have left an index that names files of one of them.
+ENDINGS = (".partial", ".partial2")
+NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+METADATA = {"format": "pt"}  # diffusers reads no file without it
+Read = Callable[[str], np.ndarray]
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a tensor, a dtype of numpy or ml_dtypes."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def bytes(self) -> int:
+        """Count its bytes."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def save_tensors(
+    forms: Mapping[str, Form],
+    read: Read,
+    folder: str | Path,
+    name: str = "diffusion_pytorch_model",
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[Path, ...]:
+    """Write tensors as safetensors: one file, or several and their index, as diffusers does.
+
+    Args:
+        forms: of each tensor, by name: their bytes decide how many files there are.
+        read: makes one tensor; one is held at a time.
+        folder: made if it is missing. An earlier save of that name is what is read until all is
+            written; then its index and files are removed, and nothing else.
+        name: of the files.
+        shard_bytes: the largest file, unless one tensor is larger.
+
+    Returns:
+        The files, the index last if there is one.
+
+    Raises:
+        WeightsError: the folder cannot be written, or holds the index of a model of another name,
+            which readers would follow.
+    """
+    folder, shards = Path(folder), _shards(forms, shard_bytes)
+    files = [f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        files = [f"{name}.safetensors"]
+    named = dict(zip(files, shards, strict=True))
+    where = {tensor: file for file, some in named.items() for tensor in some}
+    total = sum(form.bytes for form in forms.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    with _in_our_words(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _refuse_another_index(folder, name)
+        there = _named_by(folder / f"{name}{INDEX}")
+        ending = next(e for e in ENDINGS if not any(file.endswith(e) for file in there))
+        _write_beside(folder, named, read, ending)
+        if len(files) == 1:
+            (folder / f"{files[0]}{ending}").replace(folder / files[0])
+            kept = files
+        else:
+            covered = not there.isdisjoint(files)
+            _switch(folder / f"{name}{INDEX}", files, index, ending, covered=covered)
+            kept = [*files, f"{name}{INDEX}"]
+        _remove_earlier(folder, name, set(kept))
+    return tuple(folder / file for file in kept)
+
+
+def _shards(forms: Mapping[str, Form], most: int) -> list[dict[str, Form]]:
+    shards: list[dict[str, Form]] = [{}]
+    held = 0
+    for name, form in forms.items():
+        if shards[-1] and held + form.bytes > most:
+            shards.append({})
+            held = 0
+        shards[-1][name] = form
+        held += form.bytes
+    return shards
+
+
+# ---- replacing an earlier save -------------------------------------------------------------------
+
+
+@contextmanager
+def _in_our_words(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        said = f"the system says: {getattr(error, 'strerror', None) or error}"
+        rule = f"weights are written as files of a folder, and {said}"
+        remedy = "give a folder that can be written and has room"
+        raise WeightsError("folder", printable(str(folder), 400), rule, remedy) from error
+
+
+def _refuse_another_index(folder: Path, name: str) -> None:
+    for other in sorted(folder.glob(f"*{INDEX}")):
+        if other.name != f"{name}{INDEX}":
+            rule = f"a folder is read by its index, and {other.name} is that of another model"
+            raise WeightsError("folder", str(folder), rule, "save to a folder of its own")
+
+
+def _named_by(index: Path) -> set[str]:
+    """List the files that an index names; a broken one names none."""
+    try:
+        return set(map(str, read_json(index)["weight_map"].values()))
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
+
+
+def _write_beside(
+    folder: Path, named: Mapping[str, Mapping[str, Form]], read: Read, ending: str
+) -> None:
+    try:
+        for file, forms in named.items():
+            # Never into what is there: it may be another name of a file that an index names.
+            (folder / f"{file}{ending}").unlink(missing_ok=True)
+            write(folder / f"{file}{ending}", forms, read)
+    except BaseException:
+        for file in named:
+            (folder / f"{file}{ending}").unlink(missing_ok=True)
+        raise
+
+
+def _switch(
+    path: Path, files: list[str], index: Mapping[str, Any], ending: str, *, covered: bool
+) -> None:
+    """Give new files their names, and the index its own.
+
+    If the old index names the same files (`covered`), an index of the files beside them is first.
+    """
+    for_copies = ENDINGS[ending == ENDINGS[0]]
+    if covered:
+        where = {tensor: f"{file}{ending}" for tensor, file in index["weight_map"].items()}
+        _put_index(path, {**index, "weight_map": where})
+    for file in files:
+        new, name = path.with_name(f"{file}{ending}"), path.with_name(file)
+        if not covered:
+            new.replace(name)
+            continue
+        beside = path.with_name(f"{file}{for_copies}")
+        beside.unlink(missing_ok=True)
+        try:
+            os.link(new, beside)
+        except OSError:  # a file system on which a file has one name
+            shutil.copyfile(new, beside)
+        beside.replace(name)
+    _put_index(path, index)
+
+
+def _put_index(path: Path, index: Mapping[str, Any]) -> None:
+    beside = path.with_name(f"{path.name}{ENDINGS[0]}")
+    beside.write_text(json.dumps(index, indent=2) + "\n")
+    beside.replace(path)
+
+
+def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
+    """Remove files named as a save of that name names them, the index first."""
+    ours = re.compile(
+        rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?(\.partial2?)?"
+    )
+    old = [
+        f for f in folder.iterdir() if f.name not in kept and ours.fullmatch(f.name) and f.is_file()
+    ]
+    for file in sorted(old, key=lambda f: (f.suffix != ".json", f.name)):
+        file.unlink()
+
+
+# ---- one file ------------------------------------------------------------------------------------
+
+
+def write(path: Path, forms: Mapping[str, Form], read: Read) -> None:
+    """Write a safetensors file one tensor at a time.
+
+    Args:
+        path: of the file.
+        forms: of every tensor, by name.
+        read: makes one tensor of that form; it is let go once it is written.
+
+    Raises:
+        WeightsError: a dtype that such files do not hold.
+    """
+    names = sorted(forms, key=lambda name: (-np.dtype(forms[name].dtype).itemsize, name))
+    head = _header(names, forms)
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in names:
+            tensor = np.asarray(read(name), order="C")
+            if (tensor.shape, tensor.dtype) != (forms[name].shape, np.dtype(forms[name].dtype)):
+                raise AssertionError(
+                    f"{name} is {tensor.dtype}{tensor.shape}, and the header says {forms[name]}"
+                )
+            tensor.reshape(-1).view(np.uint8).tofile(file)
+
+
+def _header(names: list[str], forms: Mapping[str, Form]) -> bytes:
+    said: dict[str, Any] = {"__metadata__": METADATA}
+    place = 0
+    for name in names:
+        shape, dtype = forms[name].shape, np.dtype(forms[name].dtype).name
+        if dtype not in NAMES:
+            rule = f"safetensors holds {', '.join(NAMES)}"
+            raise WeightsError(name, dtype, rule, "cast the parameter")
+        end = place + forms[name].bytes
+        said[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(said, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
