@@ -16,9 +16,9 @@ from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, brief
 from maxattn.errors import Reason as Reason
 from maxattn.masks import Full, Mask
-from maxattn.masks.given import bind_mask
 from maxattn.masks.operands import (
     bias_shape,
+    bind_mask,
     check_bias_dtype,
     check_dtype,
     check_dtypes,

@@ -9,11 +9,16 @@ from maxattn.masks.data import Dense, KeyPadding, Segments
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.position_mask import PositionMask
-from maxattn.masks.positions import BlockCausal, BlockSlidingWindow, Causal, KeyLimit, LocalWindow
-from maxattn.masks.rectangle import Rectangle
-from maxattn.masks.teacher_forcing import TeacherForcing
+from maxattn.masks.positions import (
+    BlockCausal,
+    BlockSlidingWindow,
+    Causal,
+    KeyLimit,
+    LocalWindow,
+    Rectangle,
+)
 from maxattn.masks.tree import mask_type
-from maxattn.masks.video import VideoMask
+from maxattn.masks.video import TeacherForcing, VideoMask
 
 __all__ = [
     "BIG",

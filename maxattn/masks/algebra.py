@@ -30,19 +30,15 @@ class Full(Mask):
     """
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Give one interval without ends."""
         return ((None, None),)
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Allow every pair alike."""
         return True
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Never jump."""
         return ()
 
     def at(self, spots: Spots) -> Any:
-        """Give one True."""
         return spots.xp.ones((1, 1, 1, 1), dtype=bool)
 
 
@@ -59,37 +55,31 @@ class Empty(Mask):
     """
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Give no interval."""
         return ()
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Never jump."""
         return ()
 
     def at(self, spots: Spots) -> Any:
-        """Give one False."""
         return spots.xp.zeros((1, 1, 1, 1), dtype=bool)
 
 
 class _Joined(Mask):
-    """Hold the masks that `And` and `Or` join."""
+    """The masks that `And` and `Or` join."""
 
     args: tuple[Mask, ...]
 
     def parts(self) -> tuple[Mask, ...]:
-        """List the masks joined."""
         return self.args
 
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
-        """Apply a change below this connective."""
         return type(self)(tuple(arg.over_leaves(change) for arg in self.args))  # pyright: ignore[reportCallIssue]
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Repeat where all of the masks do."""
         return all(arg.repeats(q, kv) for arg in self.args)
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Join the bounds; masks of positions are bounded together, which is exact."""
+        # masks of positions are bounded together, which is exact
         known = tuple(arg for arg in self.args if not arg.has_data)
         found = [type(self)(known)] if known else []  # pyright: ignore[reportCallIssue]
         bounds = [arg.on_tiles(tiles) for arg in self.args if arg.has_data]
@@ -98,7 +88,6 @@ class _Joined(Mask):
 
     @staticmethod
     def _on_tiles(a: TileBounds, b: TileBounds) -> TileBounds:
-        """Join the bounds of two masks."""
         raise NotImplementedError
 
     def _repr(self, sign: str) -> str:
@@ -127,12 +116,10 @@ class And(_Joined):
     args: tuple[Mask, ...] = leaf()
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Intersect the intervals, pair by pair."""
         found = (arg.spans(q_pos, xp, data) for arg in self.args)
         return reduce(lambda a, b: intersection(a, b, xp), found)
 
     def at(self, spots: Spots) -> Any:
-        """Join with `&`."""
         return reduce(lambda a, b: a & b, (arg.at(spots) for arg in self.args))
 
     @staticmethod
@@ -140,15 +127,12 @@ class And(_Joined):
         return a.both(b)
 
     def terms(self) -> tuple[Mask, ...]:
-        """List the masks that must all allow a pair."""
         return self.args
 
     def most_keys(self) -> int | None:
-        """Take the least bound that one of the masks gives."""
         return min((n for arg in self.args if (n := arg.most_keys()) is not None), default=None)
 
     def __repr__(self) -> str:
-        """Write the masks joined by `&`."""
         return self._repr("&")
 
 
@@ -173,11 +157,9 @@ class Or(_Joined):
     args: tuple[Mask, ...] = leaf()
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Put the intervals side by side."""
         return union(tuple(x for arg in self.args for x in arg.spans(q_pos, xp, data)))
 
     def at(self, spots: Spots) -> Any:
-        """Join with `|`."""
         return reduce(lambda a, b: a | b, (arg.at(spots) for arg in self.args))
 
     @staticmethod
@@ -185,7 +167,6 @@ class Or(_Joined):
         return a.either(b)
 
     def __repr__(self) -> str:
-        """Write the masks joined by `|`."""
         return self._repr("|")
 
 
@@ -209,36 +190,30 @@ class Not(Mask):
     arg: Mask = leaf()
 
     def parts(self) -> tuple[Mask, ...]:
-        """List the one mask below."""
         return (self.arg,)
 
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
-        """Apply a change below the negation."""
         return Not(self.arg.over_leaves(change))
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Take the gaps: the upper bound of a complement is the complement of a lower bound."""
+        # the upper bound of a complement is the complement of a lower bound
         return complement(self.arg.spans(q_pos, xp, not data), xp)
 
     def at(self, spots: Spots) -> Any:
-        """Negate."""
         return ~self.arg.at(spots)
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Repeat where the mask does."""
         return self.arg.repeats(q, kv)
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Exchange what is empty and what is full."""
         return self.arg.on_tiles(tiles).inverse()
 
     def __repr__(self) -> str:
-        """Write `~` before the mask."""
         return f"~({self.arg})" if isinstance(self.arg, _Joined) else f"~{self.arg}"
 
 
 def canonical(mask: Mask, negated: bool = False) -> Mask:
-    """Rewrite in negation normal form: flat, without repeats, sorted, Full and Empty absorbed."""
+    """Rewrite a mask, or its negation, as `Mask.canonical` does."""
     if mask.is_normal and not negated:
         return mask
     if isinstance(mask, Not):
@@ -247,13 +222,11 @@ def canonical(mask: Mask, negated: bool = False) -> Mask:
         kind = And if isinstance(mask, And) != negated else Or
         return _join(kind, [canonical(arg, negated) for arg in mask.args])
     simple = mask.simplified()
-    return _negated(simple) if negated else simple
-
-
-def _negated(mask: Mask) -> Mask:
-    if isinstance(mask, Full):
+    if not negated:
+        return simple
+    if isinstance(simple, Full):
         return Empty()
-    return Full() if isinstance(mask, Empty) else Not(mask)
+    return Full() if isinstance(simple, Empty) else Not(simple)
 
 
 def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
@@ -275,19 +248,16 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
     return mark_normal(joined)
 
 
-# ---- intervals: all of them, or bounds -----------------------------------------------------------
-
-
 def has_few_spans(mask: Mask, data: bool = True) -> bool:
-    """Tell whether a bound mask has at most `MOST_SPANS` intervals a query, whatever they are."""
+    """Whether a bound mask has at most `MOST_SPANS` intervals a query, whatever they are."""
     return len(mask.spans(np.zeros(1, np.int32), np, data)) <= MOST_SPANS
 
 
 def bounded_spans(mask: Mask, q_pos: Any, xp: Any, data: bool) -> Spans:
-    """Give the intervals of a bound mask; where there are too many, a bound of them.
+    """Return the intervals of a bound mask; where there are too many, a bound of them.
 
-    The upper one (`data`) is what as many of its terms allow as have few intervals together; the
-    lower one is nothing.
+    The upper bound (`data`) is of as many of its terms as have few intervals together; the lower
+    bound is nothing.
     """
     if has_few_spans(mask, data):
         return mask.spans(q_pos, xp, data)

@@ -1,14 +1,14 @@
-"""What every mask is: a frozen value, a pytree, and the questions it answers.
+"""The base of every mask: a frozen value and a pytree.
 
 A mask is a function of positions. Its fields are plain numbers, which are part of its structure,
 and small arrays, which are the leaves of the pytree. The connectives are in `algebra.py`, the kinds
-in `positions.py`, `video.py` and `data.py`.
+in `positions.py`, `packed.py`, `video.py` and `data.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -19,7 +19,6 @@ import numpy as np
 from maxattn.errors import InputError
 from maxattn.masks import blocks
 from maxattn.masks.for_kernels import ForKernels
-from maxattn.masks.normal_form import Normal
 from maxattn.masks.spans import BIG, Span
 from maxattn.masks.tiles import TileBounds, Tiles
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Lengths(NamedTuple):
-    """Hold the sizes of the call that a mask is bound to; None is a size that was not named."""
+    """The sizes of the call that a mask is bound to; None is a size that was not named."""
 
     q_len: int
     kv_len: int
@@ -40,7 +39,7 @@ class Lengths(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """Hold what `allowed` is asked about: indexes into the leaves, positions, and numpy's name."""
+    """The pairs that `at` evaluates: indexes into the leaves, positions, and numpy or jax.numpy."""
 
     q_idx: Any
     kv_idx: Any
@@ -49,8 +48,8 @@ class Spots(NamedTuple):
     xp: Any
 
 
-class Mask(ForKernels, Normal):
-    """Answer which keys a query may attend to, from positions alone.
+class Mask(ForKernels):
+    """Which keys a query may attend to.
 
     Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in
     different ways are equal. Two array leaves are equal when they are the same array; `form()`
@@ -96,10 +95,6 @@ class Mask(ForKernels, Normal):
         """Bound what tiles of pairs hold, by arithmetic on the device."""
         return tiles.of_positions(self)
 
-    def parts(self) -> tuple[Mask, ...]:
-        """List the masks that this one is directly built of."""
-        return ()
-
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
         """Apply a change to every mask that is not a connective."""
         return change(self)
@@ -111,30 +106,26 @@ class Mask(ForKernels, Normal):
     # -- algebra -----------------------------------------------------------------------------------
 
     def __and__(self, other: Mask) -> Mask:
-        """Allow what both masks allow."""
-        from maxattn.masks.algebra import And, canonical
+        from maxattn.masks.algebra import And
 
-        return canonical(And((self, as_mask(other))))
+        return And((self, _checked(other))).canonical()
 
     def __rand__(self, other: Mask) -> Mask:
-        """Allow what both masks allow."""
-        return as_mask(other) & self
+        return _checked(other) & self
 
     def __or__(self, other: Mask) -> Mask:
-        """Allow what either mask allows."""
-        from maxattn.masks.algebra import Or, canonical
+        from maxattn.masks.algebra import Or
 
-        return canonical(Or((self, as_mask(other))))
+        return Or((self, _checked(other))).canonical()
 
     def __ror__(self, other: Mask) -> Mask:
-        """Allow what either mask allows."""
-        return as_mask(other) | self
+        return _checked(other) | self
 
     def __invert__(self) -> Mask:
         """Allow what this mask forbids."""
-        from maxattn.masks.algebra import Not, canonical
+        from maxattn.masks.algebra import Not
 
-        return canonical(Not(self))
+        return Not(self).canonical()
 
     def __bool__(self) -> bool:
         """Refuse to be a truth value: `a and b` would silently be `b`."""
@@ -160,8 +151,7 @@ class Mask(ForKernels, Normal):
         Args:
             q_len: number of queries T, without padding.
             kv_len: number of keys S, without padding.
-            batch: batch B that leaves must have (or 1); not checked when None.
-            heads: query heads N that leaves must have (or 1); not checked when None.
+            batch, heads: B and N that leaves must have (or 1); not checked when None.
 
         Raises:
             InputError: there are more queries than keys and no offset, or a leaf or `VideoMask`
@@ -180,7 +170,7 @@ class Mask(ForKernels, Normal):
     def allowed(
         self, q_idx: Ints, kv_idx: Ints, q_offset: int | Ints = 0, kv_offset: int | Ints = 0
     ) -> Bools:
-        """Tell for every pair of a query and a key whether it attends.
+        """Return whether each query may attend to each key.
 
         Args:
             q_idx: query indexes `[t]` into the leaves at hand (which may be one shard of them).
@@ -219,7 +209,12 @@ class Mask(ForKernels, Normal):
         from maxattn.masks.algebra import bounded_spans
 
         pos = xp.asarray(q_pos, dtype=xp.int32)
-        return tuple(_whole(span, pos, xp) for span in bounded_spans(self, pos, xp, data))
+        found = []
+        for lo, hi in bounded_spans(self, pos, xp, data):
+            ends = 0 if lo is None else lo, BIG if hi is None else hi
+            clipped = (xp.clip(xp.asarray(end, dtype=xp.int32), 0, BIG) for end in ends)
+            found.append(tuple(xp.broadcast_to(end, pos.shape) for end in clipped))
+        return tuple(found)
 
     def intervals_lower(self, q_pos: Ints, xp: Any = np) -> tuple[tuple[Any, Any], ...]:
         """Give `intervals` with data masks counted as allowing nothing."""
@@ -241,24 +236,20 @@ class Mask(ForKernels, Normal):
         Returns:
             int8 `[ceil(q_len / block_q), ceil(kv_len / block_kv)]`.
         """
-        mask = self if self.is_bound else self.bind(q_len, kv_len)
-        return blocks.classify(mask, block_q, block_kv, q_len, kv_len)
+        return blocks.classify(self._bound(q_len, kv_len), block_q, block_kv, q_len, kv_len)
 
     def block_tally(
         self, block_q: int, block_kv: int, q_len: int, kv_len: int
     ) -> tuple[int, int, int]:
-        """Count the blocks of `block_map` that are EMPTY, FULL and MIXED.
-
-        Args:
-            block_q, block_kv, q_len, kv_len: as in `block_map`, of which no array is made.
-        """
-        mask = self if self.is_bound else self.bind(q_len, kv_len)
-        return blocks.tally(mask, block_q, block_kv, q_len, kv_len)
+        """Count the blocks of `block_map` that are EMPTY, FULL and MIXED, without the array."""
+        return blocks.tally(self._bound(q_len, kv_len), block_q, block_kv, q_len, kv_len)
 
     def allowed_pairs(self, q_len: int, kv_len: int) -> int:
         """Count the pairs that attend; an upper bound where `has_exact_intervals` is False."""
-        mask = self if self.is_bound else self.bind(q_len, kv_len)
-        return blocks.pairs(mask, q_len, kv_len)
+        return blocks.pairs(self._bound(q_len, kv_len), q_len, kv_len)
+
+    def _bound(self, q_len: int, kv_len: int) -> Mask:
+        return self if self.is_bound else self.bind(q_len, kv_len)
 
     def form(self) -> Self:
         """Replace every array leaf by its shape and dtype: hashable and comparable."""
@@ -300,7 +291,7 @@ class Mask(ForKernels, Normal):
 
     @property
     def has_exact_intervals(self) -> bool:
-        """Whether `intervals` says all that it allows: it has no arrays, and few intervals."""
+        """Whether `intervals` are all that it allows: it has no arrays, and few intervals."""
         from maxattn.masks.algebra import has_few_spans
 
         return not self.has_data and has_few_spans(self)
@@ -311,11 +302,9 @@ class Mask(ForKernels, Normal):
         """Draw the mask with characters, queries downwards and keys to the right.
 
         Args:
-            q_len: number of queries.
-            kv_len: number of keys.
+            q_len, kv_len: number of queries and of keys.
             width: most characters in a line; longer masks are drawn by density.
-            batch: batch row to draw.
-            head: head to draw.
+            batch, head: batch row and head to draw.
         """
         from maxattn.masks.draw import show
 
@@ -324,14 +313,7 @@ class Mask(ForKernels, Normal):
     def plot(
         self, path: str | Path, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0
     ) -> Path:
-        """Draw the mask into a PNG file and return its path.
-
-        Args:
-            path: file to write.
-            q_len: number of queries.
-            kv_len: number of keys.
-            batch: batch row to draw.
-            head: head to draw.
+        """Draw the mask into a PNG file and return its path; arguments as for `show`.
 
         Raises:
             Unsupported: matplotlib is not installed.
@@ -343,7 +325,6 @@ class Mask(ForKernels, Normal):
     # -- as a value --------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Compare structure, and array leaves by identity."""
         if type(self) is not type(other):
             return False
         mine, shape = jax.tree.flatten(self)
@@ -358,24 +339,21 @@ class Mask(ForKernels, Normal):
         return hash((shape, tuple(leaves)))
 
     def __repr__(self) -> str:
-        """Write the mask as the call that makes it, without defaults; arrays as dtype and shape."""
+        # as the call that makes it, without defaults; arrays as dtype and shape
         shown = ((f, getattr(self, f.name)) for f in fields(self))  # pyright: ignore[reportArgumentType]
-        said = (_argument(f, value) for f, value in shown if value is not f.default)
-        return f"{type(self).__name__}({', '.join(said)})"
+        written = (
+            text(value) if f.default is MISSING else f"{f.name}={text(value)}"
+            for f, value in shown
+            if value is not f.default
+        )
+        return f"{type(self).__name__}({', '.join(written)})"
 
 
-def as_mask(other: object) -> Mask:
-    """Return a mask as it is, and refuse anything else."""
+def _checked(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
-    raise InputError(
-        "mask", text(other), "masks combine with masks", "wrap a bool array in Dense(...)"
-    )
-
-
-def _argument(field: Field[Any], value: Any) -> str:
-    name = "" if field.default is MISSING else f"{field.name}="
-    return name + text(value)
+    rule, remedy = "masks combine with masks", "wrap a bool array in Dense(...)"
+    raise InputError("mask", text(other), rule, remedy)
 
 
 def _is_array(x: object) -> bool:
@@ -391,10 +369,3 @@ def text(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return repr(value)
-
-
-def _whole(span: Span, pos: Any, xp: Any) -> tuple[Any, Any]:
-    lo, hi = (0 if span[0] is None else span[0]), (BIG if span[1] is None else span[1])
-    ends = (xp.clip(xp.asarray(end, dtype=xp.int32), 0, BIG) for end in (lo, hi))
-    lo, hi = (xp.broadcast_to(end, pos.shape) for end in ends)
-    return lo, hi

@@ -1,4 +1,4 @@
-"""Counts of allowed pairs in blocks, from runs of queries: no array of T x S, few rows visited."""
+"""Counts of allowed pairs in blocks, from runs of query rows: no array of T x S is made."""
 
 from __future__ import annotations
 
@@ -20,22 +20,8 @@ EMPTY, FULL, MIXED = 0, 1, 2
 """What a block of pairs can be: all forbidden, all allowed, some of each."""
 
 
-class Grid(NamedTuple):
-    """Say into which blocks the pairs of a call are divided."""
-
-    block_q: int
-    block_kv: int
-    q_len: int
-    kv_len: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Blocks of queries, and of keys."""
-        return -(-self.q_len // self.block_q), -(-self.kv_len // self.block_kv)
-
-
 class Stretches(NamedTuple):
-    """Name blocks in a row that hold equally many pairs, of all blocks that hold any.
+    """Blocks in a row that have equally many pairs, of all blocks that have any.
 
     Args:
         row: [n], which blocks of queries.
@@ -53,78 +39,21 @@ def classify(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int
 ) -> Int8[np.ndarray, "QB KB"]:
     """Mark every block of a bound mask as EMPTY, FULL or MIXED."""
+    sizes = block_q, block_kv, q_len, kv_len
     if mask.is_full and min(block_q, block_kv) > 0:
-        return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, dtype=np.int8)
-    most = count(mask, block_q, block_kv, q_len, kv_len)
-    exact = mask.has_exact_intervals
-    least = most if exact else count(mask, block_q, block_kv, q_len, kv_len, data=False)
+        return np.full(_shape(*sizes), FULL, dtype=np.int8)
+    most = count(mask, *sizes)
+    least = most if mask.has_exact_intervals else count(mask, *sizes, data=False)
     out = np.full(most.shape, MIXED, dtype=np.int8)
-    out[least == areas(block_q, block_kv, q_len, kv_len)] = FULL
+    out[least == areas(*sizes)] = FULL
     out[most == 0] = EMPTY
     return out
-
-
-def count(
-    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
-) -> Int[np.ndarray, "QB KB"]:
-    """Count the pairs of each block that a bound mask allows; `data` is what data masks count as.
-
-    The keys below x that lie in block j are `clip(x - j * block_kv, 0, block_kv)`: whole blocks
-    before x and a part of the one that x is in. An interval adds this for its end and takes it away
-    for its start, so a row costs two entries, and a run of rows as many as blocks that it meets.
-    """
-    grid = _grid(block_q, block_kv, q_len, kv_len)
-    rows, columns = grid.shape
-    whole, part = np.zeros((2, rows * (columns + 1)), np.int64)
-    for runs in row_runs(mask, q_len, kv_len, data, sum(grid.shape)):
-        cell, wholes, parts = _entries(runs, grid)
-        np.add.at(whole, cell, wholes)
-        np.add.at(part, cell, parts)
-    whole, part = (x.reshape(rows, columns + 1) for x in (whole, part))
-    return (np.cumsum(whole, axis=1) + part)[:, :-1]
-
-
-def stretches(
-    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
-) -> Stretches:
-    """List the blocks that a bound mask leaves any pairs, side by side where they hold as many.
-
-    What takes the place of `count` where there are billions of blocks: it grows with the ends of
-    rows of blocks, not with what lies between them.
-    """
-    grid = _grid(block_q, block_kv, q_len, kv_len)
-    columns = grid.shape[1] + 1
-    entries = [
-        _entries(runs, grid) for runs in row_runs(mask, q_len, kv_len, data, sum(grid.shape))
-    ]
-    cell, whole, part = (np.concatenate(x) for x in zip(*entries, strict=True))
-    order = np.argsort(cell, kind="stable")
-    cell, whole, part = (x[order] for x in (cell, whole, part))
-    begins = np.flatnonzero(np.diff(cell, prepend=-1))
-    wholes, parts = (np.add.reduceat(x, begins) if x.size else x for x in (whole, part))
-    cell = cell[begins]
-    inside, (row, at) = np.cumsum(wholes), np.divmod(cell, columns)  # of a row, wholes add up to 0
-    then = np.append(cell[1:], cell[-1:] + 1) - row * columns  # past the row only where inside is 0
-    found = [(row, at, at + 1, inside + parts), (row, at + 1, then, inside)]
-    row, start, end, pairs = (np.concatenate(x) for x in zip(*found, strict=True))
-    some = (pairs > 0) & (start < end)
-    return Stretches(row[some], start[some], end[some], pairs[some])
-
-
-def whole_stretches(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> Stretches:
-    """List the blocks that a bound mask leaves FULL, side by side; the last of a row is alone."""
-    of_data = {} if mask.has_exact_intervals else {"data": False}
-    sure = stretches(mask, block_q, block_kv, q_len, kv_len, **of_data)
-    long, wide = _sizes(block_q, q_len), _sizes(block_kv, kv_len)
-    # Blocks side by side that hold as many pairs are as wide, but for a last one that is alone.
-    full = sure.pairs == long[sure.row] * wide[sure.start]
-    return Stretches(*(x[full] for x in sure))
 
 
 def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
     """Count the blocks that a bound mask leaves EMPTY, FULL and MIXED."""
     sizes = block_q, block_kv, q_len, kv_len
-    rows, columns = _grid(*sizes).shape
+    rows, columns = _shape(*sizes)
     if mask.is_full:
         return 0, rows * columns, 0
     found, sure = stretches(mask, *sizes), whole_stretches(mask, *sizes)
@@ -132,34 +61,110 @@ def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> t
     return rows * columns - some, whole, some - whole
 
 
-def _grid(block_q: int, block_kv: int, q_len: int, kv_len: int) -> Grid:
+def count(
+    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
+) -> Int[np.ndarray, "QB KB"]:
+    """Count the pairs of each block that a bound mask allows; `data`: what data masks count as."""
+    sizes = block_q, block_kv, q_len, kv_len
+    rows, columns = _shape(*sizes)
+    found = stretches(mask, *sizes, data)
+    out = np.zeros((rows, columns + 1), np.int64)
+    np.add.at(out, (found.row, found.start), found.pairs)
+    np.add.at(out, (found.row, found.end), -found.pairs)
+    return np.cumsum(out, axis=1)[:, :-1]
+
+
+def stretches(
+    mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
+) -> Stretches:
+    """List the blocks that a bound mask leaves any pairs, side by side where they have as many.
+
+    It grows with the ends of rows of blocks, not with the blocks between them, which may be
+    billions.
+
+    The keys below x that lie in block j are `clip(x - j * block_kv, 0, block_kv)`: whole blocks
+    before x and a part of the one that x is in. An interval adds this for its end and takes it away
+    for its start, so a row costs two entries, and a run of rows as many as blocks that it meets.
+    """
+    rows, columns = _shape(block_q, block_kv, q_len, kv_len)
+    found = [
+        _summed(*_entries(runs, block_q, block_kv, columns + 1))
+        for runs in row_runs(mask, q_len, kv_len, data, rows + columns)
+    ]
+    cell, wholes, parts = _summed(*(np.concatenate(x) for x in zip(*found, strict=True)))
+    # Of a row, wholes add up to 0: past its end `inside` is 0.
+    inside, (row, at) = np.cumsum(wholes), np.divmod(cell, columns + 1)
+    then = np.append(cell[1:], cell[-1:] + 1) - row * (columns + 1)
+    both = [(row, at, at + 1, inside + parts), (row, at + 1, then, inside)]
+    row, start, end, pairs = (np.concatenate(x) for x in zip(*both, strict=True))
+    some = (pairs > 0) & (start < end)
+    return Stretches(row[some], start[some], end[some], pairs[some])
+
+
+def whole_stretches(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> Stretches:
+    """List the blocks that a bound mask leaves FULL, side by side; the last of a row is alone."""
+    sure = stretches(mask, block_q, block_kv, q_len, kv_len, data=mask.has_exact_intervals)
+    long, wide = _sizes(block_q, q_len), _sizes(block_kv, kv_len)
+    # Blocks side by side that have as many pairs are as wide, but for a last one that is alone.
+    full = sure.pairs == long[sure.row] * wide[sure.start]
+    return Stretches(*(x[full] for x in sure))
+
+
+def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
+    """Count the pairs that a bound mask allows; an upper bound where its intervals are one."""
+    total = 0
+    for runs in row_runs(mask, q_len, kv_len):
+        many, steps = runs.count[:, None], runs.hi_step - runs.lo_step
+        total += int((many * (runs.hi - runs.lo) + many * (many - 1) // 2 * steps).sum())
+    return total
+
+
+def areas(block_q: int, block_kv: int, q_len: int, kv_len: int) -> Int[np.ndarray, "QB KB"]:
+    """Count the pairs that each block has, ragged last blocks included."""
+    return np.outer(_sizes(block_q, q_len), _sizes(block_kv, kv_len))
+
+
+def _sizes(block: int, length: int) -> np.ndarray:
+    starts = np.arange(0, length, block, dtype=np.int64)
+    return np.minimum(starts + block, length) - starts
+
+
+def _shape(block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int]:
+    """Return the number of blocks of queries, and of keys."""
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
-            raise InputError(
-                name, size, "a block has at least one token", f"give {name} of 1 or more"
-            )
-    return Grid(block_q, block_kv, q_len, kv_len)
+            rule, remedy = "a block has at least one token", f"give {name} of 1 or more"
+            raise InputError(name, size, rule, remedy)
+    return -(-q_len // block_q), -(-kv_len // block_kv)
 
 
-def _entries(runs: RowRuns, grid: Grid) -> tuple[Many, Many, Many]:
+def _entries(runs: RowRuns, block_q: int, block_kv: int, columns: int) -> tuple[Many, Many, Many]:
     """Return (cell, whole, part): what ends of intervals add to which block, row by row."""
-    cut = _cut(runs.first, np.full_like(runs.first, runs.step), runs.count, grid.block_q)
+    cut = _cut(runs.first, np.full_like(runs.first, runs.step), runs.count, block_q)
     # End by end, each in the order of rows: sorting what is almost sorted takes little time.
     ends = np.concatenate([runs.hi.T, runs.lo.T])[:, cut.of]
     step = np.concatenate([runs.hi_step.T, runs.lo_step.T])[:, cut.of]
     sign = np.broadcast_to(np.repeat([1, -1], runs.hi.shape[1])[:, None], step.shape)
     start, step, sign = (ends + step * cut.skip).ravel(), step.ravel(), sign.ravel()
     row, many = (np.tile(x, 2 * runs.hi.shape[1]) for x in (cut.block, cut.count))
-    cut = _cut(start, step, many, grid.block_kv)
+    cut = _cut(start, step, many, block_kv)
     start, step, sign = start[cut.of], step[cut.of], sign[cut.of]
-    inside, many = start + step * cut.skip - cut.block * grid.block_kv, cut.count
+    inside, many = start + step * cut.skip - cut.block * block_kv, cut.count
     part = many * inside + step * (many * (many - 1) // 2)
-    cell = row[cut.of] * (grid.shape[1] + 1) + cut.block
-    return cell, -sign * many * grid.block_kv, sign * part
+    return row[cut.of] * columns + cut.block, -sign * many * block_kv, sign * part
+
+
+def _summed(cell: Many, whole: Many, part: Many) -> tuple[Many, Many, Many]:
+    """Add up the entries of each cell, in the order of cells."""
+    order = np.argsort(cell, kind="stable")
+    cell, whole, part = (x[order] for x in (cell, whole, part))
+    begins = np.flatnonzero(np.diff(cell, prepend=-1))
+    whole, part = (np.add.reduceat(x, begins) if x.size else x for x in (whole, part))
+    return cell[begins], whole, part
 
 
 class _Pieces(NamedTuple):
-    """Name pieces of arithmetic series: of which, in which block, from which term, how many."""
+    """Pieces of arithmetic series: of which, in which block, from which term, how many."""
 
     of: Many
     block: Many
@@ -180,22 +185,3 @@ def _cut(start: Many, step: Many, count: Many, block: int) -> _Pieces:
     many = np.minimum(past, count) - skip
     some = many > 0  # a step may be longer than a block
     return _Pieces(*(x[some] for x in (of, at, skip, many)))
-
-
-def areas(block_q: int, block_kv: int, q_len: int, kv_len: int) -> Int[np.ndarray, "QB KB"]:
-    """Count the pairs that each block has, ragged last blocks included."""
-    return np.outer(_sizes(block_q, q_len), _sizes(block_kv, kv_len))
-
-
-def _sizes(block: int, length: int) -> np.ndarray:
-    starts = np.arange(0, length, block, dtype=np.int64)
-    return np.minimum(starts + block, length) - starts
-
-
-def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
-    """Count the pairs that a bound mask allows; an upper bound where its intervals are one."""
-    total = 0
-    for runs in row_runs(mask, q_len, kv_len):
-        many, steps = runs.count[:, None], runs.hi_step - runs.lo_step
-        total += int((many * (runs.hi - runs.lo) + many * (many - 1) // 2 * steps).sum())
-    return total

@@ -35,18 +35,15 @@ if TYPE_CHECKING:
 
 
 class DataMask(Mask):
-    """Count as everything or as nothing where only bounds are asked: arrays may be traced."""
+    """A mask with arrays, which may be traced: bounds count it as everything or as nothing."""
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Give everything for an upper bound and nothing for a lower one."""
         return ((None, None),) if data else ()
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Never jump: the bounds are the same for every query."""
         return ()
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Say nothing of any tile."""
         return unknown()
 
 
@@ -77,7 +74,6 @@ class KeyPadding(DataMask):
     keys: Int[Array, " B"] | Bool[Array, "B S"] | np.ndarray = leaf()
 
     def __post_init__(self) -> None:
-        """Tell lengths from flags by dtype and dims."""
         keys = as_array(self, "keys")
         if (is_int(keys), is_bool(keys), keys.ndim) not in ((True, False, 1), (False, True, 2)):
             rule = "lengths are whole numbers [B], flags are bool [B, S] with True for a real key"
@@ -90,7 +86,6 @@ class KeyPadding(DataMask):
             object.__setattr__(self, "keys", narrow(keys))
 
     def at(self, spots: Spots) -> Any:
-        """Compare positions with lengths, or look flags up."""
         keys = spots.xp.asarray(self.keys)
         if is_bool(keys):
             here = spots.xp.take(keys, spots.kv_idx, axis=-1, mode="clip")
@@ -98,18 +93,15 @@ class KeyPadding(DataMask):
         return spots.kv_pos[None, None, None, :] < keys.reshape(-1, 1, 1, 1)
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Check the batch, and the number of flags."""
         flags = is_bool(self.keys)
         keys = reshaped(self.keys, (-1, self.keys.shape[-1]) if flags else (-1,))
         check_dims("KeyPadding.keys", keys, "BS" if flags else "B", lengths)
         return self if keys is self.keys else replace(self, keys=keys)
 
     def axes(self) -> tuple[str, ...]:
-        """Name the batch, and the keys of flags."""
         return (name_dims(self.keys, "BS" if is_bool(self.keys) else "B", "B"),)
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Compare the ends of tiles with lengths, or count their flags."""
         if is_bool(self.keys):
             flags = tiles.cut(self.keys, 1)[:, None]
             return TileBounds(flags.any(axis=-1), flags.all(axis=-1))
@@ -119,16 +111,13 @@ class KeyPadding(DataMask):
 
     @property
     def bounds_tiles(self) -> bool:
-        """Whether its array says of tiles that they are empty."""
         return True
 
     @property
     def is_key_padding(self) -> bool:
-        """Whether it marks the padding of each batch row."""
         return True
 
     def key_limit(self) -> Any:
-        """Give the lengths; flags mark keys in no order."""
         return None if is_bool(self.keys) else self.keys
 
 
@@ -187,7 +176,6 @@ class Segments(DataMask):
         return SegmentLengths(lengths, kv_lengths)  # pyright: ignore[reportArgumentType]
 
     def __post_init__(self) -> None:
-        """Check that both are tables of whole numbers."""
         for name, dims in (("q_ids", "[B, T]"), ("kv_ids", "[B, S]")):
             ids = as_array(self, name)
             if not is_int(ids) or ids.ndim != 2:
@@ -202,14 +190,12 @@ class Segments(DataMask):
                 object.__setattr__(self, name, ids)
 
     def at(self, spots: Spots) -> Any:
-        """Compare the ids looked up."""
         q = spots.xp.take(spots.xp.asarray(self.q_ids), spots.q_idx, axis=-1, mode="clip")
         kv = spots.xp.take(spots.xp.asarray(self.kv_ids), spots.kv_idx, axis=-1, mode="clip")
         q, kv = q.reshape(-1, 1, q.shape[-1], 1), kv.reshape(-1, 1, 1, kv.shape[-1])
         return (q == kv) & (q >= 0)
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Check batch and lengths."""
         q_ids, kv_ids = (reshaped(ids, (-1, ids.shape[-1])) for ids in (self.q_ids, self.kv_ids))
         check_dims("Segments.q_ids", q_ids, "BT", lengths)
         check_dims("Segments.kv_ids", kv_ids, "BS", lengths)
@@ -218,25 +204,20 @@ class Segments(DataMask):
         return replace(self, q_ids=q_ids, kv_ids=kv_ids)
 
     def axes(self) -> tuple[str, ...]:
-        """Name batch, queries and keys."""
         return name_dims(self.q_ids, "BT", "B"), name_dims(self.kv_ids, "BS", "B")
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Compare the ranges of ids."""
         return of_ids(tiles.cut(self.q_ids, 0), tiles.cut(self.kv_ids, 1))
 
     @property
     def bounds_tiles(self) -> bool:
-        """Whether its arrays say of tiles that they are empty."""
         return True
 
     @property
     def leaves_parts_empty(self) -> bool:
-        """Whether it forbids whole stretches of pairs: all between two segments."""
         return True
 
     def segment_ids(self) -> tuple[Any, Any]:
-        """Give both arrays."""
         return self.q_ids, self.kv_ids
 
 
@@ -262,7 +243,6 @@ class Dense(DataMask):
     table: Bool[Array, "*dims"] | np.ndarray = leaf()
 
     def __post_init__(self) -> None:
-        """Check dtype and dims."""
         table = as_array(self, "table")
         if not is_bool(table):
             rule = "a mask is bool, True where a query may attend"
@@ -274,7 +254,6 @@ class Dense(DataMask):
             raise InputError("Dense.table", text(table), rule, remedy)
 
     def at(self, spots: Spots) -> Any:
-        """Look the pairs up, one gather for both dims."""
         table = spots.xp.asarray(self.table).reshape(four_dims(self.table.shape))
         q, kv = (
             spots.xp.clip(i, 0, n - 1) if n > 1 else spots.xp.zeros((1,), dtype=i.dtype)
@@ -283,17 +262,14 @@ class Dense(DataMask):
         return table[:, :, q[:, None], kv[None, :]]
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Bring to four dims and check all of them."""
         table = reshaped(self.table, four_dims(self.table.shape))
         check_dims("Dense.table", table, "BNTS", lengths, broadcast="BNTS", given=self.table)
         return self if table is self.table else replace(self, table=table)
 
     def axes(self) -> tuple[str, ...]:
-        """Name the dims there are."""
         letters = {2: "TS", 3: "BTS", 4: "BNTS"}[len(self.table.shape)]
         return (name_dims(self.table, letters, letters),)
 
     @property
     def is_of_keys(self) -> bool:
-        """Whether the table says the same for every query and head."""
         return all(axes[-3:-1].strip("1") == "" for axes in self.axes())

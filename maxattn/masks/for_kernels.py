@@ -1,20 +1,21 @@
 """What kernels ask of a mask, each with an answer that is right for every mask.
 
-A mask that knows better says so, and is then computed with less work: no kernel, no table of chunk
-sizes and no rule of block sizes looks at the class of a mask.
+A kind that overrides an answer is computed with less work: no kernel, no table of chunk sizes and
+no rule of block sizes looks at the class of a mask.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from maxattn.masks.normal_form import Normal
+
 if TYPE_CHECKING:
-    from maxattn.masks.base import Mask
     from maxattn.masks.row_runs import RowBlocks
 
 
 class Band(NamedTuple):
-    """Allow `query - left <= key <= query + right`, with query 0 at `offset`; None is no bound."""
+    """Pairs of `query - left <= key <= query + right`, query 0 at `offset`; None is no bound."""
 
     left: int | None = None
     right: int | None = None
@@ -26,12 +27,8 @@ class Band(NamedTuple):
         return self.left is None and self.right is None
 
 
-class ForKernels:
-    """Answer with what is right for every mask."""
-
-    def parts(self) -> tuple[Mask, ...]:
-        """List the masks that this one is directly built of."""
-        return ()
+class ForKernels(Normal):
+    """The answers that are right for every mask."""
 
     @property
     def leaves_parts_empty(self) -> bool:
@@ -45,12 +42,12 @@ class ForKernels:
 
     @property
     def looked_up(self) -> int:
-        """How many numbers its test looks up, which a kernel goes through one by one."""
+        """How many numbers its test looks up: a kernel goes through them one by one."""
         return sum(part.looked_up for part in self.parts())
 
     @property
     def bounds_tiles(self) -> bool:
-        """Whether arrays in it say of tiles that they are empty, so that these can be skipped."""
+        """Whether its arrays show which tiles are empty, so that these can be skipped."""
         return any(part.bounds_tiles for part in self.parts())
 
     @property
@@ -64,11 +61,11 @@ class ForKernels:
         return self.is_key_padding
 
     def key_limit(self) -> Any:
-        """Give how many first keys it allows, an int or `[B]`; None where it says more."""
+        """Return how many first keys it allows, an int or `[B]`; None where it is another mask."""
         return None
 
     def segment_ids(self) -> tuple[Any, Any] | None:
-        """Give ids `[B, T]` and `[B, S]` that are equal where a query may attend, or None."""
+        """Return ids `[B, T]` and `[B, S]` that are equal where a query may attend, or None."""
         return None
 
     @property
@@ -77,7 +74,7 @@ class ForKernels:
         return self.segment_ids() is not None or any(part.has_ids for part in self.parts())
 
     def band(self) -> Band | None:
-        """Give the mask as a band round the diagonal, or None where it is none."""
+        """Return the mask as a band round the diagonal, or None where it is none."""
         return None
 
     def most_keys(self) -> int | None:
@@ -85,15 +82,15 @@ class ForKernels:
         return None
 
     def own_block(self) -> tuple[int, int] | None:
-        """Give the queries and keys of equal blocks that see themselves alone, from token 0 on."""
+        """Return queries and keys of equal blocks that see themselves alone, from token 0 on."""
         return None
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Tell whether a pair is allowed as the one `q` queries and `kv` keys further on is."""
+        """Whether a pair is allowed as the one `q` queries and `kv` keys further on is."""
         return False
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
-        """Say where ends of intervals jump, so that few rows are visited; None: every row is."""
+        """Return where ends of intervals jump, so that few rows are visited; None: all rows are."""
         parts = [part.row_blocks() for part in self.parts()]
         known = [blocks for blocks in parts if blocks is not None]
         return sum(known, ()) if parts and len(known) == len(parts) else None

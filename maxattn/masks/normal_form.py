@@ -1,4 +1,4 @@
-"""What the canonical form of a mask is made with: identities, absorption, and a bound of its size.
+"""The canonical form of a mask: identities, absorption, and a bound of its size.
 
 Joining n masks looks each of them up a few times, so that masks of hundreds of parts are made in
 milliseconds; n * n comparisons of trees would take minutes.
@@ -24,21 +24,21 @@ MOST_LEVELS = 128
 
 
 class Extent(NamedTuple):
-    """Count the masks that one is made of, itself included, and the levels below one another."""
+    """The number of masks that one is made of, itself included, and of their levels."""
 
     masks: int
     levels: int
 
 
 @cache
-def _names(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Name the numbers of a kind of mask, and its leaves."""
+def field_names(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name the leaves of a kind of mask, and its numbers."""
     leaves = tuple(f.name for f in fields(kind) if f.metadata.get("leaf"))
-    return tuple(f.name for f in fields(kind) if f.name not in leaves), leaves
+    return leaves, tuple(f.name for f in fields(kind) if f.name not in leaves)
 
 
 class Normal:
-    """Hold what joining a mask with others looks up, each made once."""
+    """What joining a mask with others looks up, each made once."""
 
     is_normal = False
     """Whether it is known to be canonical: set on what `canonical` makes of several masks."""
@@ -58,7 +58,7 @@ class Normal:
     def identity(self) -> tuple[Any, ...]:
         """What is equal for two masks of one structure with the very same arrays."""
         parts = tuple(part.identity for part in self.parts())
-        arrays = () if parts else (id(getattr(self, name)) for name in _names(type(self))[1])
+        arrays = () if parts else (id(getattr(self, name)) for name in field_names(type(self))[0])
         return type(self), self._numbers(), parts, tuple(arrays)
 
     @cached_property
@@ -68,7 +68,7 @@ class Normal:
         return type(self).__name__, numbers, tuple(part.order for part in self.parts())
 
     def _numbers(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in _names(type(self))[0])
+        return tuple(getattr(self, name) for name in field_names(type(self))[1])
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle the fields alone: an identity holds where the arrays stay the same."""
@@ -80,9 +80,9 @@ class Normal:
 
 
 def without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
-    """Drop, one after the other, each mask to which one that is still there leaves no say.
+    """Drop, one after the other, each mask that one which is still there absorbs.
 
-    `a` leaves `a | b` none in `a & (a | b)`; of `a | b` and `b | a` one stays.
+    `a` absorbs `a | b` in `a & (a | b)`; of `a | b` and `b | a` one stays.
 
     Args:
         masks: that are joined, each once.
@@ -90,8 +90,14 @@ def without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
     """
     if not any(isinstance(mask, other) for mask in masks):
         return masks  # of one part each, and no two the same
-    parts = [frozenset(p.identity for p in _parts(mask, other)) for mask in masks]
-    rivals, kept = _by_rarest_part(parts), dict(enumerate(masks))
+    each = (mask.parts() if isinstance(mask, other) else (mask,) for mask in masks)
+    parts = [frozenset(part.identity for part in some) for some in each]
+    # Masks are listed by that of their parts which the fewest masks have: few are then compared.
+    shared = Counter(part for mine in parts for part in mine)
+    rivals: dict[Any, list[int]] = defaultdict(list)
+    for i, mine in enumerate(parts):
+        rivals[min(mine, key=lambda part: shared[part])].append(i)
+    kept = dict(enumerate(masks))
     for i, mine in enumerate(parts):
         near = (j for part in mine for j in rivals.get(part, ()))
         if any(j != i and j in kept and absorbs(parts[j], mine) for j in near):
@@ -100,29 +106,12 @@ def without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
 
 
 def absorbs(rival: frozenset[Any], mine: frozenset[Any]) -> bool:
-    """Tell whether a mask with fewer of the same parts leaves another no say."""
+    """Whether a mask with fewer of the same parts decides alone."""
     return rival <= mine
 
 
-def _parts(mask: Mask, other: type[Mask]) -> tuple[Mask, ...]:
-    return mask.parts() if isinstance(mask, other) else (mask,)
-
-
-def _by_rarest_part(parts: list[frozenset[Any]]) -> dict[Any, list[int]]:
-    """List masks by that of their parts which the fewest masks have: few are then compared."""
-    shared = Counter(part for mine in parts for part in mine)
-    found: dict[Any, list[int]] = defaultdict(list)
-    for i, mine in enumerate(parts):
-        found[min(mine, key=lambda part: shared[part])].append(i)
-    return found
-
-
 def check_size(mask: Mask) -> None:
-    """Refuse a mask of very many masks, whose every use goes through all of them.
-
-    Raises:
-        InputError: naming the bound.
-    """
+    """Refuse a mask of very many masks: each use of it goes through all of them."""
     masks, levels = mask.extent
     if masks <= MOST_MASKS and levels <= MOST_LEVELS:
         return

@@ -1,11 +1,13 @@
-"""Checks of queries, keys, values and biases: ranks, sizes and dtypes that fit together."""
+"""Checks of a call's operands, and the bound mask of what a caller gave as one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from maxattn.errors import InputError
-from maxattn.masks.foreign import check_not_torch
+from maxattn.masks.algebra import And, Full
+from maxattn.masks.base import Mask
+from maxattn.masks.data import Dense
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,16 +26,7 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
     _check_one("k", k, "[B, S, K, H]")
     if v is not None:
         _check_one("v", v, "[B, S, K, V]")
-    _check_sizes(q.shape, k.shape)
-    if v is not None and tuple(v.shape[:3]) != tuple(k.shape[:3]):
-        rule = f"batch, tokens and heads of v must be those of k, {tuple(k.shape[:3])}"
-        remedy = "pass k and v of one shape; the last axis of v may differ"
-        raise InputError("v", tuple(v.shape), rule, remedy)
-    check_dtypes(q, k, v)
-
-
-def _check_sizes(q: Any, k: Any) -> None:
-    (b, _, n, h), (kb, _, kn, kh) = q, k
+    (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
     if kb != b:
         rule = f"q has batch {b}, and both must be equal"
         raise InputError("k", f"batch {kb}", rule, "give q, k and v one batch size")
@@ -41,14 +34,15 @@ def _check_sizes(q: Any, k: Any) -> None:
         rule = f"q has head dim {h}, and both must be equal"
         raise InputError("k", f"head dim {kh}", rule, "project both to one size")
     check_heads(n, kn)
+    if v is not None and tuple(v.shape[:3]) != tuple(k.shape[:3]):
+        rule = f"batch, tokens and heads of v must be those of k, {tuple(k.shape[:3])}"
+        remedy = "pass k and v of one shape; the last axis of v may differ"
+        raise InputError("v", tuple(v.shape), rule, remedy)
+    check_dtypes(q, k, v)
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse query heads that the key heads cannot share.
-
-    Raises:
-        InputError: naming both.
-    """
+    """Refuse query heads that the key heads cannot share."""
     if heads % kv_heads:
         rule = f"the {heads} query heads must be a multiple of the key heads"
         remedy = f"use a number of key heads that divides {heads}"
@@ -56,11 +50,7 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def check_dtypes(q: Any, k: Any, v: Any = None) -> None:
-    """Refuse a dtype that no kernel computes in, and several dtypes.
-
-    Raises:
-        InputError: naming them.
-    """
+    """Refuse a dtype that no kernel computes in, and several dtypes."""
     dtypes = {n: str(x.dtype) for n, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     for name, dtype in dtypes.items():
         check_dtype(name, dtype)
@@ -70,11 +60,7 @@ def check_dtypes(q: Any, k: Any, v: Any = None) -> None:
 
 
 def check_dtype(name: str, dtype: str) -> None:
-    """Refuse a dtype that no kernel computes in.
-
-    Raises:
-        InputError: naming it.
-    """
+    """Refuse a dtype that no kernel computes in."""
     check_not_torch(name, dtype)
     if dtype not in DTYPES:
         rule, remedy = f"dtype must be one of {', '.join(DTYPES)}", f"{name}.astype(jnp.float32)"
@@ -85,21 +71,19 @@ def _check_one(name: str, x: Any, axes: str) -> None:
     if not _is_array(x):
         found = "None" if x is None else type(x).__name__
         raise InputError(name, found, f"{name} must be an array {axes}", f"pass {name} as one")
-    if refused := _refused_shape(name, tuple(x.shape), axes):
-        raise InputError(name, f"shape {tuple(x.shape)}", *refused)
-
-
-def _refused_shape(name: str, shape: tuple[Any, ...], axes: str) -> tuple[str, str] | None:
-    """Return the rule that a shape breaks, and the remedy."""
+    shape = tuple(x.shape)
     if len(shape) != 4:
-        split = "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)"
-        return f"{name} must be {axes}, four axes", split
-    if not all(isinstance(size, int) for size in shape):
+        rule = f"{name} must be {axes}, four axes"
+        remedy = "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)"
+    elif not all(isinstance(size, int) for size in shape):
         rule = "every size must be a number, since kernels are chosen by them"
-        return rule, "export or trace with fixed shapes"
-    if 0 in shape:
-        return "every size must be at least 1", "skip the call when there is nothing to attend"
-    return None
+        remedy = "export or trace with fixed shapes"
+    elif 0 in shape:
+        rule = "every size must be at least 1"
+        remedy = "skip the call when there is nothing to attend"
+    else:
+        return
+    raise InputError(name, f"shape {shape}", rule, remedy)
 
 
 def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
@@ -124,14 +108,62 @@ def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, in
 
 
 def check_bias_dtype(dtype: str) -> None:
-    """Refuse a bias that is not floating.
-
-    Raises:
-        InputError: naming its dtype.
-    """
+    """Refuse a bias that is not floating."""
     if dtype in DTYPES:
         return
     rule = "a bias is additive and floating: float32, bfloat16 or float16"
     to_mask = "a boolean mask goes to mask=, as masks.Dense(mask)"
     remedy = to_mask if dtype == "bool" else "cast it, e.g. to float32"
     raise InputError("bias", dtype, rule, remedy)
+
+
+def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
+    """Turn what a caller gave as a mask into a bound mask.
+
+    Raises:
+        InputError: neither a mask nor an array, or one that does not fit.
+    """
+    (b, t, n, _), s = q.shape, k.shape[1]
+    bound = as_mask(mask, q, k).bind(t, s, b, n)
+    return bound if mask_padding else without_padding(bound)
+
+
+def without_padding(mask: Mask) -> Mask:
+    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
+    kept = tuple(term for term in mask.terms() if not term.is_key_padding)
+    return And(kept).canonical() if kept else Full()
+
+
+def as_mask(mask: Any, q: Any, k: Any) -> Mask:
+    """Return a mask as it is, None as `Full`, and a boolean array as `Dense`.
+
+    Raises:
+        InputError: neither a mask nor an array, or an array that looks like flags of keys.
+    """
+    if mask is None:
+        return Full()
+    if isinstance(mask, Mask):
+        return mask
+    if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
+        found = repr(mask) if isinstance(mask, str | bool) else type(mask).__name__
+        rule = "a mask is a mask of maxattn.masks or a boolean array"
+        remedy = "write for example masks.Causal() or masks.KeyPadding(lengths)"
+        raise InputError("mask", found, rule, remedy)
+    check_not_torch("mask", str(mask.dtype))
+    b, shape = q.shape[0], tuple(mask.shape)
+    if shape != (b, k.shape[1]) or b == 1:  # one row means the same either way
+        return Dense(mask)
+    rule = "an array of two axes is [T, S], and this looks like [B, S]"
+    remedy = "say masks.KeyPadding(mask) for keys that are padding"
+    if b == q.shape[1]:
+        rule = f"an array of two axes is [T, S], and with B = T = {b} this may be [B, S]"
+        remedy = "write mask[None] for [T, S]; masks.KeyPadding(mask) for [B, S], True = a real key"
+    raise InputError("mask", f"shape {shape}", rule, remedy)
+
+
+def check_not_torch(name: str, dtype: str) -> None:
+    """Refuse a tensor of torch by the name of its dtype, with the way to an array."""
+    if dtype.startswith("torch."):
+        whole = f"{name}.float()" if dtype == "torch.bfloat16" else name  # which numpy lacks
+        rule = "it is an array of jax or numpy, and this is a tensor of torch"
+        raise InputError(name, dtype, rule, f"pass jnp.asarray({whole}.numpy())")

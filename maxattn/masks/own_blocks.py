@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OwnBlocks(NamedTuple):
-    """Say into which blocks a sequence falls.
+    """The equal blocks of a sequence.
 
     Args:
         count: how many there are, two or more.
@@ -31,7 +31,7 @@ class OwnBlocks(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def own_blocks(mask: Mask, q_len: int, kv_len: int) -> OwnBlocks | None:
-    """Return the shortest blocks that see themselves alone; None where the mask leaves none.
+    """Return the shortest blocks that see themselves alone; None where there are none.
 
     Args:
         mask: bound; `form()` of one that has arrays.
@@ -49,16 +49,9 @@ def own_blocks(mask: Mask, q_len: int, kv_len: int) -> OwnBlocks | None:
         if count < 2 or (q_len, kv_len) != (count * q, count * kv):
             continue
         if all(other.repeats(q, kv) for other in others):
-            return _shortest(OwnBlocks(count, q, kv, _joined(others)))
+            rest = And(tuple(others)).canonical() if others else Full()
+            within = own_blocks(rest, q, kv)  # each block may divide again
+            if within is None:
+                return OwnBlocks(count, q, kv, rest)
+            return within._replace(count=count * within.count)
     return None
-
-
-def _shortest(found: OwnBlocks) -> OwnBlocks:
-    """Divide each block again, where its own mask does."""
-    count, q, kv, mask = found
-    within = own_blocks(mask, q, kv)
-    return found if within is None else within._replace(count=count * within.count)
-
-
-def _joined(masks: list[Mask]) -> Mask:
-    return And(tuple(masks)).canonical() if masks else Full()

@@ -19,8 +19,6 @@ from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.tree import mask_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from jaxtyping import Int
 
 MOST_SEGMENTS = 2**16
@@ -28,22 +26,19 @@ SHOWN = 8  # runs of equal lengths that are written out
 
 
 class Packing(tuple[int, ...]):
-    """Hold lengths; hashing thousands of them for every call would take longer than the rest."""
+    """Lengths, hashed once: of thousands, every call would take longer for that than the rest."""
 
     @cached_property
     def _hash(self) -> int:
         return super().__hash__()
 
     def __hash__(self) -> int:
-        """Hash once."""
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        """Compare the numbers, unless it is the same object."""
         return self is other or super().__eq__(other)
 
     def __repr__(self) -> str:
-        """Write runs of equal lengths as `512 x 8`; of many, the first ones and what they make."""
         runs = [(length, len(list(same))) for length, same in groupby(self)]
         said = [f"{length} x {many}" if many > 1 else str(length) for length, many in runs[:SHOWN]]
         if len(runs) > SHOWN:
@@ -52,7 +47,7 @@ class Packing(tuple[int, ...]):
 
 
 class _Ends(NamedTuple):
-    """Hold where segments end.
+    """Where segments end.
 
     Args:
         q: [2**n - 1], the last query of each segment and one; filled with `BIG`.
@@ -91,7 +86,6 @@ class SegmentLengths(PositionMask):
     kv_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check the lengths, and drop segments without a query and a key."""
         q = _checked("lengths", self.lengths)
         kv = q if self.kv_lengths is None else _checked("kv_lengths", self.kv_lengths)
         if len(q) != len(kv):
@@ -108,7 +102,7 @@ class SegmentLengths(PositionMask):
         return self.lengths if self.kv_lengths is None else self.kv_lengths
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        """See one's own segment: looked up in a table, or by a step a segment inside a kernel."""
+        # looked up in a table, or by a step a segment inside a kernel
         ends = _ends(self.lengths, self.keys)
         if not hasattr(xp, "searchsorted"):
             return (_stepped(ends, len(self.lengths), pos, xp),)
@@ -121,7 +115,6 @@ class SegmentLengths(PositionMask):
         return ((kv[at], kv[at + 1]),)
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Check that the segments are all tokens, and be a simpler mask that allows the same."""
         _check_sum("lengths", self.lengths, "queries", lengths.q_len)
         name = "lengths" if self.kv_lengths is None else "kv_lengths"
         _check_sum(name, self.keys, "keys", lengths.kv_len)
@@ -132,32 +125,26 @@ class SegmentLengths(PositionMask):
         return BlockSlidingWindow(block, 1, 0) if even and self.lengths[-1] <= block else self
 
     def own_block(self) -> tuple[int, int] | None:
-        """Give the lengths of a segment, where all segments have them."""
         first = self.lengths[0], self.keys[0]
         is_every = set(zip(self.lengths, self.keys, strict=True)) == {first}
         return first if is_every and min(first) > 0 else None
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Jump where a segment begins, at no distance that repeats."""
         ends = _ends(self.lengths, self.keys).q[: len(self.lengths)]
         return (RowBlocks(BIG, 0, tuple(ends.tolist())),)
 
     def most_keys(self) -> int:
-        """Count the keys of the longest segment."""
         return max(self.keys, default=0)
 
     @property
     def divides_positions(self) -> bool:
-        """Whether its test divides positions."""
         return False
 
     @property
     def looked_up(self) -> int:
-        """How many numbers its test goes through."""
         return len(self.lengths)
 
     def __repr__(self) -> str:
-        """Write the call that makes it."""
         kv = "" if self.kv_lengths is None else f", {self.kv_lengths}"
         return f"Segments.of_lengths({self.lengths}{kv})"
 
@@ -183,14 +170,14 @@ def _ends(lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> _Ends:
 
 
 def _checked(name: str, given: Any) -> Packing:
-    """Return lengths as ints.
-
-    Raises:
-        InputError: they are no row of whole numbers, too many or too long.
-    """
     if isinstance(given, Packing):
         return given
-    found = _ints(given)
+    try:
+        values: list[Any] = given.tolist() if isinstance(given, np.ndarray) else list(given)
+        has_bool = any(isinstance(x, (bool, np.bool_)) for x in values)
+        found = None if has_bool else [index(x) for x in values]
+    except (TypeError, jax.errors.JAXTypeError):
+        found = None
     if found is None:
         rule = "lengths of segments are whole numbers, known before tracing"
         remedy = "give a tuple of Python ints; traced ones go into Segments as ids"
@@ -207,18 +194,6 @@ def _checked(name: str, given: Any) -> Packing:
     return Packing(found)
 
 
-def _ints(given: Any) -> list[int] | None:
-    try:
-        values: Iterable[Any] = given.tolist() if isinstance(given, np.ndarray) else given
-        return None if _has_bool(values := list(values)) else [index(x) for x in values]
-    except (TypeError, jax.errors.JAXTypeError):
-        return None
-
-
-def _has_bool(values: list[Any]) -> bool:
-    return any(isinstance(x, (bool, np.bool_)) for x in values)
-
-
 def _check_sum(name: str, lengths: tuple[int, ...], what: str, wanted: int) -> None:
     """Refuse segments that are not all tokens of a call: one too few is a mistake as often."""
     found = sum(lengths)
@@ -227,8 +202,6 @@ def _check_sum(name: str, lengths: tuple[int, ...], what: str, wanted: int) -> N
     rule = f"together they are all {wanted} {what}"
     remedy = "give the lengths of this call"
     if found < wanted:
-        remedy = (
-            f"give the rest, {wanted - found}, as one more length; where it is padding, join"
-            f" & masks.KeyLimit({found})"
-        )
+        remedy = f"give the rest, {wanted - found}, as one more length; where it is padding, join"
+        remedy += f" & masks.KeyLimit({found})"
     raise InputError(name, f"{found} tokens in {len(lengths)} segments", rule, remedy)

@@ -16,7 +16,7 @@ MOST = BIG // 2  # of a number: int32 holds the sum of a position, an offset and
 
 
 class PositionMask(Mask):
-    """Give intervals of key positions for a query at `index + offset`: the base of a new mask.
+    """Intervals of key positions for a query at `index + offset`: the base of a new mask.
 
     A mask of positions is one class, decorated with `mask_type`: its numbers, then
     `offset: int | None = None`, and `seen`. Every kernel then skips what it leaves empty. `seen` is
@@ -88,13 +88,10 @@ class PositionMask(Mask):
         if self.offset is not None:
             return self
         if lengths.q_len > lengths.kv_len:
-            rule = (
-                "without an offset the last query sits at the last key, which needs q_len <= kv_len"
-            )
+            found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
+            rule = "without an offset the last query sits at the last key, which needs q_len <="
             remedy = "give offset= (offset=0 puts query 0 at key 0)"
-            raise InputError(
-                "mask", f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}", rule, remedy
-            )
+            raise InputError("mask", found, f"{rule} kv_len", remedy)
         return replace(self, offset=lengths.kv_len - lengths.q_len)  # pyright: ignore[reportArgumentType]
 
 
@@ -107,32 +104,22 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False, most: int =
         least: smallest value.
         optional: whether None is a value.
         most: largest value, a power of two.
-
-    Raises:
-        InputError: it is not.
     """
-    value, where = getattr(mask, name), f"{type(mask).__name__}.{name}"
+    value: Any = getattr(mask, name)
+    where = f"{type(mask).__name__}.{name}"
     if value is None and optional:
         return
-    number = _int(value)
     none = ", or None" if optional else ""
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else index(value)
+    except (TypeError, jax.errors.JAXTypeError):
+        number = None
     if number is None:
-        raise InputError(
-            where,
-            text(value),
-            f"a whole number{none}",
-            f"give {name} as a Python int, known before tracing",
-        )
+        remedy = f"give {name} as a Python int, known before tracing"
+        raise InputError(where, text(value), f"a whole number{none}", remedy)
     if number < least:
         raise InputError(where, value, f"at least {least}{none}", f"give {name} of {least} or more")
     if number > most:
         rule = f"at most 2**{most.bit_length() - 1} = {most}{none}"
         raise InputError(where, value, rule, f"give a smaller {name}")
     object.__setattr__(mask, name, number)
-
-
-def _int(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, (bool, np.bool_)) else index(value)
-    except (TypeError, jax.errors.JAXTypeError):
-        return None

@@ -1,11 +1,11 @@
-"""Masks of positions: causal, windows of tokens and of blocks, and a limit of the keys."""
+"""Masks of positions: causal, windows of tokens and of blocks, rectangles, a limit of the keys."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from maxattn.errors import InputError
-from maxattn.masks.algebra import Full
+from maxattn.masks.algebra import Empty, Full
 from maxattn.masks.base import BIG, Mask, Span, Spots
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.position_mask import MOST, PositionMask, whole
@@ -33,28 +33,22 @@ class Causal(PositionMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the offset."""
         whole(self, "offset", least=-MOST, optional=True)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        """See up to oneself."""
         return ((None, pos + 1),)
 
     @property
     def divides_positions(self) -> bool:
-        """Whether its test divides positions."""
         return False
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Never jump: the end moves with the query."""
         return ()
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Look at the distance of a query and a key alone."""
         return q == kv
 
     def band(self) -> Band:
-        """Give the band that is open to the left."""
         return Band(None, 0, self.offset or 0)
 
 
@@ -83,40 +77,32 @@ class LocalWindow(PositionMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the sides and the offset."""
         whole(self, "left", least=0, optional=True)
         whole(self, "right", least=0, optional=True)
         whole(self, "offset", least=-MOST, optional=True)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        """See from `left` before to `right` after."""
         start = None if self.left is None else pos - self.left
         end = None if self.right is None else pos + self.right + 1
         return ((start, end),)
 
     @property
     def divides_positions(self) -> bool:
-        """Whether its test divides positions."""
         return False
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Never jump: both sides move with the query."""
         return ()
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Look at the distance of a query and a key alone."""
         return q == kv
 
     def band(self) -> Band:
-        """Give both sides."""
         return Band(self.left, self.right, self.offset or 0)
 
     def most_keys(self) -> int | None:
-        """Count both sides and the query's own position."""
         return None if self.left is None or self.right is None else self.left + self.right + 1
 
     def simplified(self) -> Mask:
-        """Be `Full` without sides, and `Causal` when only the past is seen."""
         if self.left is None and self.right is None:
             return Full()
         return Causal(self.offset) if self.left is None and self.right == 0 else self
@@ -145,28 +131,22 @@ class BlockCausal(PositionMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the block and the offset."""
         whole(self, "block", least=1)
         whole(self, "offset", least=-MOST, optional=True)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        """See to the end of one's block."""
         return ((None, (pos // self.block + 1) * self.block),)
 
     def simplified(self) -> Mask:
-        """Be `Causal` when a block is one token."""
         return Causal(self.offset) if self.block == 1 else self
 
     def own_period(self) -> int | None:
-        """Give the block."""
         return self.block
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Repeat with the blocks."""
         return q == kv and q % self.block == 0
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Jump where a block begins."""
         return (RowBlocks(self.block, self.offset or 0),)
 
 
@@ -199,46 +179,33 @@ class BlockSlidingWindow(PositionMask):
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the block, the window and the offset."""
         whole(self, "block", least=1)
         whole(self, "window", least=1)
         whole(self, "offset", least=-MOST, optional=True)
         if self.block * self.window > BIG:
-            rule = f"block * window is at most {BIG}"
-            raise InputError(
-                "BlockSlidingWindow.window",
-                self.window,
-                rule,
-                "use BlockCausal(block) to see all blocks",
-            )
+            rule, remedy = f"block * window is at most {BIG}", "use BlockCausal(block) to see all"
+            raise InputError("BlockSlidingWindow.window", self.window, rule, f"{remedy} blocks")
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        """See `window` blocks that end with one's own."""
         end = (pos // self.block + 1) * self.block
         return ((end - self.block * self.window, end),)
 
     def simplified(self) -> Mask:
-        """Be a `LocalWindow` when a block is one token."""
         return LocalWindow(self.window - 1, 0, self.offset) if self.block == 1 else self
 
     def own_period(self) -> int | None:
-        """Give the block."""
         return self.block
 
     def own_block(self) -> tuple[int, int] | None:
-        """Give the block, where a window is one block, and query 0 sits at key 0."""
         return (self.block, self.block) if (self.window, self.offset) == (1, 0) else None
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Repeat with the blocks."""
         return q == kv and q % self.block == 0
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Jump where a block begins."""
         return (RowBlocks(self.block, self.offset or 0),)
 
     def most_keys(self) -> int | None:
-        """Count the tokens of the window."""
         return self.block * self.window
 
 
@@ -261,26 +228,82 @@ class KeyLimit(Mask):
     limit: int
 
     def __post_init__(self) -> None:
-        """Check the limit."""
         whole(self, "limit", least=0, most=BIG)
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """See up to the limit."""
         return ((None, self.limit),)
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
-        """Never jump: the limit is the same for every query."""
         return ()
 
     def at(self, spots: Spots) -> Any:
-        """Compare keys alone."""
         return (spots.kv_pos < self.limit)[None, None, None, :]
 
     @property
     def is_of_keys(self) -> bool:
-        """Whether it allows the same keys to every query."""
         return True
 
     def key_limit(self) -> int:
-        """Give the limit."""
         return self.limit
+
+
+@mask_type
+class Rectangle(PositionMask):
+    """Allow the queries from q_start to q_stop the keys from kv_start to kv_stop, stops left out.
+
+    Queries and keys are counted from the first of the call. Rectangles joined by `|` say which
+    pieces of a sequence see which, and `&` cuts another mask to a piece.
+
+    Args:
+        q_start, q_stop: the first query, and the one after the last.
+        kv_start, kv_stop: the first key, and the one after the last.
+
+    Raises:
+        InputError: a number is below 0, or a stop before its start.
+
+    >>> from maxattn import masks
+    >>> text_and_picture = masks.Rectangle(0, 4, 0, 6)
+    >>> reference = masks.Rectangle(4, 6, 4, 6)  # sees itself alone
+    >>> print((text_and_picture | reference).show(6, 6))
+    Rectangle(0, 4, 0, 6) | Rectangle(4, 6, 4, 6)
+    6 queries down, 6 keys across
+    █ █ █ █ █ █
+    █ █ █ █ █ █
+    █ █ █ █ █ █
+    █ █ █ █ █ █
+    · · · · █ █
+    · · · · █ █
+    """
+
+    offset: ClassVar[int] = 0
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+    def __post_init__(self) -> None:
+        for name in ("q_start", "q_stop", "kv_start", "kv_stop"):
+            whole(self, name, least=0)
+        for axis in ("q", "kv"):
+            start, stop = getattr(self, f"{axis}_start"), getattr(self, f"{axis}_stop")
+            if stop < start:
+                rule = f"it ends at or after {axis}_start, which is {start}"
+                raise InputError(f"Rectangle.{axis}_stop", stop, rule, f"give {start} or more")
+
+    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
+        stop = xp.where(pos >= self.q_stop, self.kv_start, self.kv_stop)
+        return ((pos * 0 + self.kv_start, xp.where(pos < self.q_start, self.kv_start, stop)),)
+
+    def simplified(self) -> Mask:
+        none = self.q_start == self.q_stop or self.kv_start == self.kv_stop
+        return Empty() if none else self
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        return (RowBlocks(BIG, 0, (self.q_start, self.q_stop)),)
+
+    def most_keys(self) -> int:
+        return self.kv_stop - self.kv_start
+
+    @property
+    def divides_positions(self) -> bool:
+        return False

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from inspect import getattr_static, isfunction
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
 from maxattn.errors import InputError
+from maxattn.masks.normal_form import field_names
 
 C = TypeVar("C", bound=type)
+
+# What defines which pairs a kind of mask allows, and what follows from it.
+MEANING = ("seen", "spans", "at")
+ANSWERS = (
+    *("simplified", "band", "most_keys", "own_block", "repeats", "own_period", "row_blocks"),
+    *("on_tiles", "segment_ids", "key_limit", "is_key_padding", "is_of_keys", "bounds_tiles"),
+)
 
 
 def leaf() -> Any:
@@ -30,20 +38,22 @@ def mask_type(cls: C) -> C:
     for name in [n for n, written in vars(cls).items() if isfunction(written) and n in properties]:
         rule, remedy = "it is a property of masks", "write @property above it"
         raise InputError(f"{cls.__name__}.{name}", "a method", rule, remedy)
-    _forget_answers(cls)
+    if any("is_kind" in vars(c) for c in cls.mro()[1:]) and any(n in vars(cls) for n in MEANING):
+        # A kind that allows other pairs than the kind it derives from has none of its answers.
+        from maxattn.masks.base import Mask
+
+        for name in (n for n in ANSWERS if n not in vars(cls)):
+            setattr(cls, name, getattr_static(Mask, name))
     made: Any = dataclass(frozen=True, eq=False, repr=False)(cls)
     made.is_kind = True
-    leaves = tuple(f.name for f in fields(made) if f.metadata.get("leaf"))
-    static = tuple(f.name for f in fields(made) if not f.metadata.get("leaf"))
+    leaves, static = field_names(made)
 
     def flatten(mask: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return tuple(getattr(mask, n) for n in leaves), tuple(getattr(mask, n) for n in static)
 
     def flatten_with_keys(mask: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return (
-            tuple((jax.tree_util.GetAttrKey(n), getattr(mask, n)) for n in leaves),
-            flatten(mask)[1],
-        )
+        children, aux = flatten(mask)
+        return tuple(zip(map(jax.tree_util.GetAttrKey, leaves), children, strict=True)), aux
 
     def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
         # Not through __init__: jax also puts placeholders, specs and batched tracers where the
@@ -55,23 +65,3 @@ def mask_type(cls: C) -> C:
 
     jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
     return made
-
-
-# What defines which pairs a kind of mask allows, and what it answers of that.
-MEANING = ("seen", "spans", "at")
-ANSWERS = (
-    *("simplified", "band", "most_keys", "own_block", "repeats", "own_period", "row_blocks"),
-    *("on_tiles", "segment_ids", "key_limit", "is_key_padding", "is_of_keys", "bounds_tiles"),
-)
-
-
-def _forget_answers(cls: type) -> None:
-    """Give a kind that allows other pairs than the kind it derives from no answers of that one."""
-    derived = any("is_kind" in vars(c) for c in cls.mro()[1:])
-    if not derived or not any(name in vars(cls) for name in MEANING):
-        return
-    from maxattn.masks.base import Mask
-
-    for name in ANSWERS:
-        if name not in vars(cls):
-            setattr(cls, name, getattr_static(Mask, name))

@@ -1,14 +1,109 @@
-"""The mask of autoregressive video diffusion: blocks of frames, a window of them, a sink."""
+"""Masks of video diffusion: blocks of frames, of which a query sees a budget."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from maxattn.errors import InputError
-from maxattn.masks.base import Lengths, Mask, Span
-from maxattn.masks.frames import FrameMask
+from maxattn.masks.base import BIG, Lengths, Mask, Span
+from maxattn.masks.position_mask import MOST, PositionMask, whole
 from maxattn.masks.row_runs import RowBlocks
+from maxattn.masks.spans import MOST_SPANS
 from maxattn.masks.tree import mask_type
+
+
+class FrameMask(PositionMask):
+    """Frames of tokens in blocks of frames, of which a query sees a budget.
+
+    Args:
+        frames, tokens_per_frame, frames_per_block, window, sink, first_frame_alone, offset: as in
+            `VideoMask`.
+    """
+
+    frames: int
+    tokens_per_frame: int
+    frames_per_block: int
+    window: int | None
+    sink: int
+    first_frame_alone: bool
+    offset: int | None
+
+    def __post_init__(self) -> None:
+        whole(self, "frames", least=1)
+        check_blocks(self)
+        whole(self, "offset", least=-MOST, optional=True)
+        if self.frames * self.tokens_per_frame > self.most_tokens:
+            rule = f"frames * tokens_per_frame is at most {self.most_tokens}"
+            where, remedy = f"{type(self).__name__}.frames", "give the frames that are there"
+            raise InputError(where, self.frames, rule, remedy)
+
+    @property
+    def most_tokens(self) -> int:
+        return BIG
+
+    @property
+    def budget(self) -> int | None:
+        """The most frames that a query sees; None without a window."""
+        return None if self.window is None else self.window * self.frames_per_block
+
+    @property
+    def sees_all_past(self) -> bool:
+        """Whether the budget is never exceeded. A larger one int32 may not hold."""
+        return self.budget is None or self.budget >= self.frames
+
+    def end_of_block(self, frame: Any, xp: Any) -> Any:
+        """Give the first frame after the block of a frame."""
+        alone, size = int(self.first_frame_alone), self.frames_per_block
+        end = alone + ((frame - alone) // size + 1) * size
+        # Before the first block there is nothing to round up to.
+        return xp.minimum(xp.where(frame < alone, frame + 1, end), self.frames)
+
+    def start_of_block(self, frame: Any, xp: Any) -> Any:
+        """Give the first frame of the block of a frame."""
+        alone, size = int(self.first_frame_alone), self.frames_per_block
+        return xp.where(frame < alone, frame, alone + (frame - alone) // size * size)
+
+    def start_of_window(self, end: Any, xp: Any) -> Any:
+        """Give the first of the last frames that a block sees, which ends before frame `end`."""
+        budget = self.budget or 0
+        return xp.where(end <= budget, 0, end - (budget - self.sink))
+
+    def first_over_budget(self) -> int:
+        """Give the first frame whose block ends beyond the budget."""
+        alone, size = int(self.first_frame_alone), self.frames_per_block
+        return alone + ((self.budget or 0) - alone) // size * size
+
+    def most_keys(self) -> int | None:
+        return None if self.budget is None else self.budget * self.tokens_per_frame
+
+
+def check_blocks(value: Any) -> None:
+    """Check the numbers of blocks, window and sink, and keep them as ints.
+
+    Args:
+        value: a mask, or any frozen value with the fields of `VideoMask` from `tokens_per_frame`
+            to `first_frame_alone`.
+    """
+    for name in ("tokens_per_frame", "frames_per_block"):
+        whole(value, name, least=1)
+    whole(value, "window", least=1, optional=True)
+    whole(value, "sink", least=0)
+    alone = value.first_frame_alone
+    if not isinstance(alone, bool | np.bool_):
+        where = f"{type(value).__name__}.first_frame_alone"
+        raise InputError(where, repr(alone), "it is True or False", "give one of them")
+    object.__setattr__(value, "first_frame_alone", bool(alone))
+    if value.window is None:
+        return
+    budget = value.window * value.frames_per_block
+    most = budget - value.frames_per_block
+    if value.sink > most:
+        fits = f"the budget of {budget} frames (window * frames_per_block)"
+        rule = f"sink and a query's own block both fit {fits}"
+        remedy = f"give sink of at most {most}, or a larger window"
+        raise InputError(f"{type(value).__name__}.sink", value.sink, rule, remedy)
 
 
 @mask_type
@@ -55,7 +150,6 @@ class VideoMask(FrameMask):
     offset: int | None = None
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        """See to the end of one's block, or the sink and the last frames of the budget."""
         tokens = self.tokens_per_frame
         end = self.end_of_block(pos // tokens, xp)
         if self.sees_all_past:
@@ -64,32 +158,155 @@ class VideoMask(FrameMask):
         return (recent, (None, xp.minimum(end, self.sink) * tokens)) if self.sink else (recent,)
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Check that the keys are the whole video, then resolve the offset."""
         tokens = self.frames * self.tokens_per_frame
         if lengths.kv_len != tokens:
-            rule = (
-                f"the keys are frames * tokens_per_frame = {self.frames} * {self.tokens_per_frame}"
-                f" = {tokens} tokens"
-            )
+            product = f"{self.frames} * {self.tokens_per_frame} = {tokens} tokens"
+            rule = f"the keys are frames * tokens_per_frame = {product}"
             remedy = "give the frames that the keys hold, or only those keys"
             raise InputError("mask", f"{self} with kv_len={lengths.kv_len}", rule, remedy)
         return super().bound_to(lengths)
 
     def own_block(self) -> tuple[int, int] | None:
-        """Give a block of frames, where the budget is one block, and query 0 sits at key 0."""
         block = self.frames_per_block * self.tokens_per_frame
         is_alone = (self.window, self.first_frame_alone, self.offset) == (1, False, 0)
         return (block, block) if is_alone else None
 
     def own_period(self) -> int | None:
-        """Give the tokens of a block, or of a frame when a lone first frame shifts the blocks."""
         return self.tokens_per_frame * (1 if self.first_frame_alone else self.frames_per_block)
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
-        """Jump where a block of frames begins, and by more where the budget is first exceeded."""
         alone, offset, tokens = int(self.first_frame_alone), self.offset or 0, self.tokens_per_frame
         if alone and offset < 0:  # frames before the first one are blocks of another size
             return None
         size = self.frames_per_block * tokens
         turns = tuple(frame * tokens - offset for frame in (alone, self.first_over_budget()))
         return (RowBlocks(size, offset - alone * tokens, turns),)
+
+
+@mask_type
+class TeacherForcing(FrameMask):
+    """Allow noisy blocks of frames themselves and the clean frames before them.
+
+    The sequence is `[clean | noisy]`, each half the tokens of all frames. A clean query sees what
+    `VideoMask` lets it see of the clean half. A noisy query sees its own block of the noisy half
+    and, of the clean half, the frames before its block that are within the same budget.
+
+    Args:
+        frames: frames in the video; the keys are `2 * frames * tokens_per_frame` tokens, and so
+            are the queries, or those of the noisy half alone. The last block has those that are
+            left.
+        tokens_per_frame, frames_per_block, window, sink, first_frame_alone: as in `VideoMask`.
+        shards: into how many equal parts both halves are dealt: part 0 of the clean half, part 0 of
+            the noisy half, part 1 of the clean half, and so on. Under context parallelism of so
+            many devices each then has as many noisy tokens as the others.
+        offset: position of query 0 in tokens; None puts the last query at the last key.
+
+    Raises:
+        InputError: a number is out of range, `sink` leaves no room for a query's own block, or the
+            shards are no whole blocks.
+
+    >>> from maxattn import masks
+    >>> print(masks.TeacherForcing(4, 1, window=3, sink=1).show(8, 8))
+    TeacherForcing(4, 1, window=3, sink=1, offset=0)
+    8 queries down, 8 keys across
+    █ · · · · · · ·
+    █ █ · · · · · ·
+    █ █ █ · · · · ·
+    █ · █ █ · · · ·
+    · · · · █ · · ·
+    █ · · · · █ · ·
+    █ █ · · · · █ ·
+    █ · █ · · · · █
+    """
+
+    frames: int
+    tokens_per_frame: int
+    frames_per_block: int = 1
+    window: int | None = None
+    sink: int = 0
+    first_frame_alone: bool = False
+    shards: int = 1
+    offset: int | None = None
+
+    def __post_init__(self) -> None:
+        FrameMask.__post_init__(self)
+        whole(self, "shards", least=1)
+        if self.shards == 1:
+            return
+        if self.first_frame_alone or self.frames % (self.shards * self.frames_per_block):
+            blocks = f"frames={self.frames} in blocks of {self.frames_per_block}"
+            alone = ", the first frame alone" if self.first_frame_alone else ""
+            rule = f"each shard holds as many whole blocks as the others, of {blocks}{alone}"
+            remedy = "give frames = shards * blocks * frames_per_block, or shards=1"
+            raise InputError("TeacherForcing.shards", self.shards, rule, remedy)
+        most = MOST_SPANS // 2 - 1
+        if self.shards > most:
+            rule = f"a query's keys lie in few intervals, so there are at most {most} shards"
+            remedy = "shard the context over fewer devices"
+            raise InputError("TeacherForcing.shards", self.shards, rule, remedy)
+
+    @property
+    def most_tokens(self) -> int:
+        return BIG // 2
+
+    @property
+    def half(self) -> int:
+        """The tokens of a shard's clean half."""
+        return self.frames * self.tokens_per_frame // self.shards
+
+    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
+        tokens, half = self.tokens_per_frame, self.half
+        first = pos // (2 * half) * half  # token of the video that the query's shard begins with
+        noisy = pos - 2 * first >= half
+        frame = (pos - first - xp.where(noisy, half, 0)) // tokens
+        start, end = self.start_of_block(frame, xp), self.end_of_block(frame, xp)
+        own = start * tokens + first + half
+        own_end = xp.where(noisy, own + (end - start) * tokens, own)
+        return (*self._clean(xp.where(noisy, start, end), end, xp), (own, own_end))
+
+    def _clean(self, stop: Any, end: Any, xp: Any) -> tuple[Span, ...]:
+        """See clean frames before `stop`, within the budget of a block that ends before `end`."""
+        tokens = self.tokens_per_frame
+        if self.sees_all_past:
+            return self._dealt((end * 0, stop * tokens), self.shards, xp)
+        recent = (self.start_of_window(end, xp) * tokens, stop * tokens)
+        sink = (end * 0, xp.minimum(stop, self.sink) * tokens)
+        of_sink = -(-self.sink * tokens // self.half)  # shards that hold a part of it
+        return self._dealt(recent, self.shards, xp) + self._dealt(sink, of_sink, xp)
+
+    def _dealt(self, clean: Span, shards: int, xp: Any) -> tuple[Span, ...]:
+        """Find tokens of the clean video in the sequence, in the first so many shards."""
+        if self.shards == 1:
+            return (clean,) * shards
+        (lo, hi), half = clean, self.half
+        firsts = [i * half for i in range(shards)]
+        return tuple((xp.maximum(lo, f) + f, xp.minimum(hi, f + half) + f) for f in firsts)
+
+    def bound_to(self, lengths: Lengths) -> Mask:
+        tokens = 2 * self.frames * self.tokens_per_frame
+        bound = super().bound_to(lengths) if lengths.kv_len == tokens else None
+        if bound is not None and 0 <= bound.offset <= tokens - lengths.q_len:  # pyright: ignore[reportAttributeAccessIssue]
+            return bound
+        of = f"2 * frames * tokens_per_frame = 2 * {self.frames} * {self.tokens_per_frame}"
+        rule = f"the keys are the clean video and the noisy one, {of} = {tokens} tokens, and the"
+        rule += " queries are of these"
+        found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
+        raise InputError("mask", found, rule, "give both halves: stream.pair(clean, noisy)")
+
+    def own_period(self) -> int | None:
+        whole_blocks = not self.first_frame_alone and self.frames % self.frames_per_block == 0
+        return self.tokens_per_frame * (self.frames_per_block if whole_blocks else 1)
+
+    def row_blocks(self) -> tuple[RowBlocks, ...] | None:
+        offset = self.offset or 0
+        if offset < 0:  # rows before the first one are in blocks of another size
+            return None
+        tokens, alone, half = self.tokens_per_frame, int(self.first_frame_alone), self.half
+        size = self.frames_per_block * tokens
+        # rows where a half begins, and where the video passes `inner` in each
+        begins = range(0, 2 * self.shards * half + 1, half)
+        inner = (0, alone * tokens, self.first_over_budget() * tokens)
+        rows = {b + i - b // (2 * half) * half for b in begins for i in inner} | set(begins)
+        turns = tuple(row - offset for row in sorted(rows))
+        phases = {-alone * tokens % size, -(half + alone * tokens) % size}
+        return tuple(RowBlocks(size, offset + phase, turns) for phase in sorted(phases))

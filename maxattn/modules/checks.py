@@ -15,7 +15,7 @@ from maxattn.call import Call
 from maxattn.config.asked import checked_config
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError, did_you_mean
-from maxattn.masks.foreign import check_not_torch
+from maxattn.masks.operands import check_not_torch
 
 DTYPES = ("float32", "bfloat16", "float16")
 GATES = ("per_head", "per_channel")

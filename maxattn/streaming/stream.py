@@ -12,7 +12,7 @@ import numpy as np
 from maxattn.config.numbers import whole
 from maxattn.errors import InputError
 from maxattn.masks import TeacherForcing, VideoMask
-from maxattn.masks.frames import check_blocks
+from maxattn.masks.video import check_blocks
 from maxattn.streaming import checks, pairs
 
 if TYPE_CHECKING:

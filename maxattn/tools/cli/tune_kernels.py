@@ -18,7 +18,7 @@ from maxattn.config import AttentionConfig
 from maxattn.decide import kernel_call, plan
 from maxattn.errors import ConfigError
 from maxattn.masks import Mask
-from maxattn.masks.given import without_padding
+from maxattn.masks.operands import without_padding
 from maxattn.plan import Plan
 from maxattn.sharding import MeshShape
 from maxattn.target import Target
