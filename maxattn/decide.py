@@ -15,7 +15,7 @@ from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
 from maxattn.context_parallel import STRATEGIES, Strategy
 from maxattn.context_parallel import table as strategy_table
-from maxattn.context_parallel.auto.choose import choose_strategy
+from maxattn.context_parallel.choose import choose_strategy
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import build
 from maxattn.kernels import table as kernel_table

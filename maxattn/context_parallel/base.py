@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.bias_level import level_shape
-from maxattn.masks import Mask
+from maxattn.masks import KeyLimit, Mask
 from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, partition_spec, ways
 from maxattn.target import Target
 
@@ -128,6 +128,14 @@ class Strategy:
     def mask_letters(self, letters: str) -> str:
         """Replace by "." those axes of a mask or bias that stay whole on every device."""
         return letters.replace("S", ".")
+
+    def padded_call(self, call: Call) -> Call:
+        """Return the call with whole shards, and with key heads for every share of the heads."""
+        q_len, kv_len = (-(-n // self.unit()) * self.unit() for n in (call.q_len, call.kv_len))
+        kv_len = kv_len if self.kv_letter() == "S" else call.kv_len
+        mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len else call.mask
+        kv_heads = lcm(call.kv_heads, self.head_ways())
+        return call.derived(q_len=q_len, kv_len=kv_len, kv_heads=kv_heads, mask=mask)
 
     def operand_specs(self, call: Call, mask: Mask) -> OperandSpecs:
         """Say how the operands of the global call are split over the mesh.

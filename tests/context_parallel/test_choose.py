@@ -7,9 +7,8 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.context_parallel.auto.choose import CANDIDATES, fastest
-from maxattn.context_parallel.auto.cost import StrategyCost, cost_of
-from maxattn.devices import DEVICES, machine_of
+from maxattn.context_parallel.choose import CANDIDATES, StrategyCost, cost_of, fastest
+from maxattn.devices import DEVICES
 
 CONFIG = ma.AttentionConfig(attention="dot_product")
 
@@ -29,7 +28,7 @@ def sums(tokens: int) -> dict[str, StrategyCost]:
     """Return what is predicted of 40 heads on four H200s."""
     shape, target, one = (("context", 4),), ma.Target.named("NVIDIA H200"), call(tokens, 40)
     built = {name: kind.build(shape, CONFIG, one, target) for name, kind in CANDIDATES.items()}
-    return {name: cost_of(strategy, one, machine_of(target)) for name, strategy in built.items()}
+    return {name: cost_of(strategy, one, target) for name, strategy in built.items()}
 
 
 # ms, forward and backward, over FlashAttention-4: docs/measured/LOG.md, "Several GPUs".

@@ -34,7 +34,7 @@ def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert cpu.machine is not None
     free = replace(cpu, machine=cpu.machine._replace(exchange=1e30))
     monkeypatch.setitem(maxattn_devices.DEVICES, "cpu", free)
-    monkeypatch.setattr("maxattn.context_parallel.ring.zigzag_pays.START", 0.0)
+    monkeypatch.setattr("maxattn.context_parallel.timeline.START", 0.0)
     for cached in (decide, maxattn_devices.device_of):
         cached.cache_clear()
     yield

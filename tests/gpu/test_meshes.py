@@ -16,7 +16,6 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.attention import run
-from maxattn.context_parallel.ring.zigzag_pays import Balance
 from maxattn.errors import Unsupported
 from tests.cases import judge, run_case
 from tests.gpu.requirements import skip_unless_available
@@ -72,7 +71,7 @@ def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> 
     mask = (M.Full() if order == "full" else M.Causal()).bind(2400, 2400)
     plan = ma.plan(ma.Call.of(q, k, mask), config, mesh)
     # At this length auto would leave zig-zag off: it costs more than it saves.
-    plan = replace(plan, strategy=replace(plan.strategy, balance=Balance(order == "zig-zag")))  # type: ignore[type-var]
+    plan = replace(plan, strategy=replace(plan.strategy, zigzag=order == "zig-zag"))  # type: ignore[type-var]
 
     @jax.jit
     def both(q, k, v, dout):

@@ -22,6 +22,8 @@ from maxattn.context_parallel.ring import gpu_full_mask
 from maxattn.context_parallel.ring.collectives import hop_collectives, packed_bytes
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
 from maxattn.context_parallel.ring.schedule import Schedule, nothing_seen, unseen, zeros
+from maxattn.context_parallel.timeline import FLOAT, Share, Traffic
+from maxattn.kernels import KERNELS, computed_call
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.kv_block import MOST_PARTS, Packed, added, pack, total, widened
 from maxattn.kernels.softmax import merge_by_lse
@@ -69,6 +71,31 @@ class GpuSchedule(Schedule):
         """Name the hops; the gradients of a rank's own keys stay."""
         block = packed_bytes(call, itemsize(call.dtype))
         return hop_collectives(sends, block, (sends, block), arrays=1)
+
+    def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
+        """Gradients travel in the dtype of K, and parts are summed in one pass.
+
+        Where every query sees every key, held are the local block, the one that is here and the one
+        that comes, and of gradients the local ones and those that are made, leave and came.
+
+        Each part of out, dk and dv is read once, each sum is written; K and V are made one array,
+        forward and backward. Where dQ is not kept in one sum, the same of dq, and dK and dV of each
+        hop are made one array.
+        """
+        q, kv, item, _ = share
+        dense = hop.mask.is_full and hop.bias is None
+        if dense:
+            came = min(hops - 3, MOST_PARTS + FLOAT // item)
+            held = (4 if hops == 2 else 6 + came) * kv + FLOAT / item * q
+        else:
+            held = (2 + min(hops, MOST_PARTS)) * kv + min(hops, MOST_PARTS) * q
+        merged = (hops + 1) * (q + kv) + 4 * kv
+        # Which kernel runs is chosen after the strategy.
+        computed = {name: computed_call(name, hop, "gpu") for name in KERNELS}
+        may_keep = any(KERNELS[name].may_keep_dq(call, "gpu") for name, call in computed.items())
+        if not dense or not may_keep:
+            merged += (hops + 1) * q + 2 * hops * kv
+        return Traffic(item, True, dense, held, merged)
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""

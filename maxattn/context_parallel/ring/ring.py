@@ -2,8 +2,8 @@
 
 Hop h brings each rank the block of the rank h before it. The backward goes round again with the
 global output and LSE. Hops that the mask leaves empty on every rank are not made, a rank skips what
-is empty for it alone, and uneven work is evened by zig-zag (zigzag.py, zigzag_pays.py). When blocks
-and their gradients travel, the schedule says: torus.py, gpu.py.
+is empty for it alone, and uneven work is evened by zig-zag (zigzag.py). When blocks and their
+gradients travel, the schedule says: torus.py, gpu.py. What is chosen, and by what: choices.py.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
@@ -16,14 +16,13 @@ from typing import ClassVar, Self
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import Collective, Strategy
+from maxattn.context_parallel.ring.choices import choose
 from maxattn.context_parallel.ring.collectives import Shares, zigzag_collectives
-from maxattn.context_parallel.ring.directions import RingQuestion, choose_directions
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.ring.schedule import Schedule
 from maxattn.context_parallel.ring.torus import TorusSchedule
 from maxattn.context_parallel.ring.zigzag import ChunkLayout
-from maxattn.context_parallel.ring.zigzag_pays import CONTIGUOUS, Balance, Ranks, balance
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
@@ -38,7 +37,8 @@ class Ring(Strategy):
         shape: the mesh's axes.
         schedule: when blocks and their gradients travel.
         group: neighbouring devices that are one rank and share its heads (ulysses.py).
-        balance: whether ranks hold two chunks of the sequence each, and why.
+        zigzag: whether ranks hold two chunks of the sequence each, an early and a late one.
+        why: the reasons for the order and the directions, a sentence each.
         refused: why `ring_direction` cannot be had, where it is asked for.
     """
 
@@ -46,11 +46,12 @@ class Ring(Strategy):
     shape: MeshShape
     schedule: Schedule = TorusSchedule()  # noqa: RUF009
     group: int = 1
-    balance: Balance = CONTIGUOUS
+    zigzag: bool = False
+    why: tuple[str, ...] = ()
     refused: Reason | None = None
 
     @classmethod
-    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
+    def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Ring:
         """Choose the schedule and the order of the sequence."""
         return cls.of_groups(1, shape, config, call, target)
 
@@ -63,7 +64,7 @@ class Ring(Strategy):
         call: Call,
         target: Target,
         parts: int = 1,
-    ) -> Self:
+    ) -> Ring:
         """Build a ring whose ranks are groups of neighbouring devices.
 
         Args:
@@ -74,14 +75,9 @@ class Ring(Strategy):
             target: the machine.
             parts: groups of heads that go round one after the other.
         """
-        ranks = Ranks(ways("S", shape) // group, group, shape)
-        even = balance(ranks, call, target)
-        layout = ChunkLayout(ranks.ring_size, 2 if even.zigzag else 1)
-        asked = RingQuestion(ranks, layout, call, config, target, parts)
-        found, refused = choose_directions(asked)
         on_gpu = target.platform == "gpu"
-        schedule = GpuSchedule.build(target) if on_gpu else TorusSchedule(found)
-        return cls(shape, schedule, group, even, refused)
+        ring = cls(shape, GpuSchedule.build(target) if on_gpu else TorusSchedule(), group)
+        return choose(ring, call, config, target, parts)
 
     def supports(self, call: Call) -> Reason | None:
         """Refuse a direction that was asked for and cannot be had."""
@@ -103,7 +99,7 @@ class Ring(Strategy):
     @property
     def chunks_per_rank(self) -> int:
         """Contiguous chunks of the sequence that a rank holds."""
-        return 2 if self.balance.zigzag else 1
+        return 2 if self.zigzag else 1
 
     @property
     def layout(self) -> ChunkLayout:
@@ -147,7 +143,7 @@ class Ring(Strategy):
     @property
     def order_label(self) -> str:
         """Name the order, where it is zig-zag, and both directions."""
-        return (", zig-zag" if self.balance.zigzag else "") + self.schedule.label()
+        return (", zig-zag" if self.zigzag else "") + self.schedule.label()
 
     def backward_line(self) -> str:
         """Say how the schedule launches the kernel's backward."""
@@ -155,8 +151,7 @@ class Ring(Strategy):
 
     def notes(self) -> tuple[str, ...]:
         """Say why the order is zig-zag or why not, and what the schedule has to say."""
-        why = (self.balance.why,) if self.balance.why else ()
-        return why + (self.schedule.notes() if self.ring_size > 1 else ())
+        return self.why + (self.schedule.notes() if self.ring_size > 1 else ())
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the permutes to zig-zag and back, and the hops."""

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.context_parallel.base import Collective
 from maxattn.context_parallel.ring.hops import RingPass
+from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import NEG_INF
 
@@ -52,6 +53,16 @@ class Schedule:
             call: of one hop.
             sends: hops after the first; at least one.
             chunks_per_rank: each is an array of its own.
+        """
+        raise NotImplementedError
+
+    def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
+        """Return what is sent and kept.
+
+        Args:
+            hops: that are made, the local one among them.
+            share: of one device.
+            hop: the call of one hop, with the bias of the whole.
         """
         raise NotImplementedError
 

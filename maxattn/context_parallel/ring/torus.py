@@ -3,7 +3,7 @@
 The next block of K and V travels while this one is computed. dK and dV travel with their K and V
 until they are home; the last transfer has half of the local block beside it (head_halves.py).
 Partial results are merged by log-sum-exp in float32 hop by hop. Where blocks travel both ways
-(directions.py) there are two lanes, each with half of the heads, whose hops begin together.
+(choices.py) there are two lanes, each with half of the heads, whose hops begin together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from maxattn.call import Call
 from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.context_parallel.ring import head_halves
 from maxattn.context_parallel.ring.collectives import hop_collectives, kv_bytes
-from maxattn.context_parallel.ring.directions import ONE_WAY, Directions
 from maxattn.context_parallel.ring.head_halves import (
     ALL,
     FIRST,
@@ -26,6 +25,7 @@ from maxattn.context_parallel.ring.head_halves import (
 )
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
 from maxattn.context_parallel.ring.schedule import Schedule, nothing_seen, unseen, zeros
+from maxattn.context_parallel.timeline import FLOAT, Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import merge_by_lse
 
@@ -40,25 +40,33 @@ class TorusSchedule(Schedule):
     """Send gradients of K and V along with K and V, from neighbour to neighbour.
 
     Args:
-        chosen: one way, or both ways at once.
+        both_ways: whether halves of the heads go round in opposite directions.
     """
 
-    chosen: Directions = ONE_WAY
+    both_ways: bool = False
 
     @property
     def directions(self) -> int:
         """In how many directions blocks travel at once."""
-        return self.chosen.count
-
-    def notes(self) -> tuple[str, ...]:
-        """Say why one way or both."""
-        return (self.chosen.why,) if self.chosen.why else ()
+        return 2 if self.both_ways else 1
 
     def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
         """Name the hops; gradients go one hop further, home, in float32."""
         block, grads = kv_bytes(call, itemsize(call.dtype)), kv_bytes(call, 4)
         arrays = 2 * chunks_per_rank * self.directions
         return hop_collectives(sends, block, (sends + 1, grads), arrays)
+
+    def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
+        """Gradients travel and are summed in float32.
+
+        Held are two blocks of K and V, or three, and float32 sums, those of the queries too. out,
+        dq, dk and dv are read and written in float32, and a part of each is read.
+        """
+        q, kv, item, _ = share
+        halved = may_halve(hop.heads, hop.kv_heads, hop.mask, hop.bias is not None)
+        held = (2 + halved + 2 * FLOAT / item) * kv + 2 * FLOAT / item * q
+        merged = (2 * FLOAT + item) / item * (2 * q + kv) * hops
+        return Traffic(FLOAT, False, halved, held, merged)
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
         """Return this device's (out, lse)."""

@@ -95,6 +95,8 @@ class ChunkLayout:
         Of many ranks they are estimated, from neighbours taken together.
         """
         n = self.ring_size
+        if mask.is_full:
+            return np.full(n, q_len * kv_len / n**2), q_len * kv_len
         least = -(-n // MOST_WEIGHED)
         many = next((m for m in range(least, n) if n % m == 0), 1)
         work = ChunkLayout(n // many, self.chunks_per_rank).work(mask, q_len, kv_len)

@@ -1,4 +1,11 @@
-"""`context_parallel: auto`: the strategy with the shortest step, of those that run and fit."""
+"""`context_parallel: auto`: the strategy with the shortest step, of those that run and fit.
+
+    step = compute + exposed transfers
+
+The transfers of `all_gather` and Ulysses stand before and after the kernel and are exposed whole;
+for a ring's see timeline.py. Kernels count at the target's rate, whatever computes. Memory is what
+the strategy holds beside q, k, v, out and their gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +15,13 @@ from dataclasses import dataclass
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.all_gather import AllGather
-from maxattn.context_parallel.auto.cost import StrategyCost, cost_of, in_ms
 from maxattn.context_parallel.base import Strategy, readable
 from maxattn.context_parallel.ring.ring import Ring
+from maxattn.context_parallel.timeline import FLOAT, Share, timeline_of
 from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
-from maxattn.devices import machine_of
-from maxattn.masks import KeyLimit
-from maxattn.sharding import MeshShape
+from maxattn.devices import START, machine_of
+from maxattn.masks.blocks import count
+from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
 # In the order of preference where two take equally long: fewer moving parts first.
@@ -56,7 +63,7 @@ def choose_strategy(
     built = {name: kind.build(shape, config, call, target) for name, kind in CANDIDATES.items()}
     refused = {name: reason for name, s in built.items() if (reason := s.supports(call))}
     costs = {
-        name: cost_of(s, _padded(call, s), machine)
+        name: cost_of(s, call, target)
         for name, s in built.items() if name not in refused and not _has_own_line(s)
     }  # fmt: skip
     name = fastest(costs, limit)
@@ -92,14 +99,20 @@ def _why(name: str, costs: Mapping[str, StrategyCost], limit: float) -> str:
 
 def _times(name: str, costs: Mapping[str, StrategyCost], limit: float) -> str:
     """Say how long the chosen one takes, and the fastest of the others that fit in memory."""
-    chosen = f"{in_ms(costs[name].step)} ms a step"
+    chosen = f"{_in_ms(costs[name].step)} ms a step"
     others = {n: cost for n, cost in costs.items() if n != name}
     others = {n: cost for n, cost in others.items() if cost.memory <= limit} or others
     if not others:
         return chosen
     other = min(others, key=lambda n: others[n].step)
     rank = "shortest" if others[other].step < costs[name].step else "next best"
-    return f"{chosen}; {rank} {other} {in_ms(others[other].step)} ms"
+    return f"{chosen}; {rank} {other} {_in_ms(others[other].step)} ms"
+
+
+def _in_ms(seconds: float) -> str:
+    """Write seconds as milliseconds, with the three digits that this arithmetic is worth."""
+    value = float(f"{seconds * 1e3:.3g}")
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _lines(costs: Mapping[str, StrategyCost], limit: float) -> list[str]:
@@ -114,9 +127,63 @@ def _has_own_line(strategy: Strategy) -> bool:
     return strategy.inner.group == 1 or strategy.inner.ring_size == 1
 
 
-def _padded(call: Call, strategy: Strategy) -> Call:
-    unit = strategy.unit()
-    q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
-    hidden = kv_len > call.kv_len and not call.mask.is_full
-    mask = call.mask & KeyLimit(call.kv_len) if hidden else call.mask
-    return call.derived(q_len=q_len, kv_len=kv_len, mask=mask)
+# ---- what a strategy costs -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StrategyCost:
+    """Hold what a strategy costs a training step.
+
+    Args:
+        name: the strategy's label.
+        compute: seconds of the kernels on the slowest device.
+        waits: seconds of transfers and merges that no kernel covers.
+        memory: bytes on one device.
+    """
+
+    name: str
+    compute: float
+    waits: float
+    memory: float
+
+    @property
+    def step(self) -> float:
+        """Seconds, forward and backward."""
+        return self.compute + self.waits
+
+    def __str__(self) -> str:
+        # Four digits of the whole: fewer would not show why one is within 2% of another.
+        step, compute = (f"{seconds * 1e3:.4g}" for seconds in (self.step, self.compute))
+        parts = f"{compute} computing + {self.waits * 1e3:.3g} waiting"
+        return f"{self.name}: {step} ms a step = {parts}, holds {readable(self.memory)} more"
+
+
+def cost_of(strategy: Strategy, call: Call, target: Target) -> StrategyCost:
+    """Add up what a strategy costs a global call, not yet padded.
+
+    Args:
+        strategy: a ring, Ulysses, or one that gathers keys.
+        call: the call.
+        target: whose figures count.
+    """
+    ring = strategy.inner if isinstance(strategy, Ulysses) else strategy
+    if not isinstance(ring, Ring):
+        return _cost_of_gather(strategy, call, target)
+    line, devices = timeline_of(ring, call, target), ring.ring_size * ring.group
+    name = strategy.label().replace(f" over {devices}", "")
+    return StrategyCost(name, line.compute, line.waits, line.held)
+
+
+def _cost_of_gather(strategy: Strategy, call: Call, target: Target) -> StrategyCost:
+    n, machine, padded = ways("T", strategy.shape), machine_of(target), strategy.padded_call(call)
+    local = strategy.local_call(padded)
+    q_len, kv_len = padded.q_len, padded.kv_len
+    share = Share.of(local.derived(kv_len=kv_len // n), machine)
+    pairs = local.q_len * kv_len
+    if not call.mask.is_full:
+        pairs = float(count(padded.mask, local.q_len, kv_len, q_len, kv_len).max())
+    # K and V gathered twice, the float32 sums of their gradients scattered once: six arrays.
+    received = (n - 1) * share.kv * (2 + FLOAT / share.item)
+    waits = received / machine.gathered(n) + 6 * START
+    held = n * share.kv * (1 + FLOAT / share.item)
+    return StrategyCost(strategy.name, pairs * share.pair, waits, held)

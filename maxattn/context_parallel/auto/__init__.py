@@ -1,1 +1,0 @@
-"""`context_parallel: auto`: which strategy, by arithmetic."""
