@@ -76,7 +76,7 @@ class Traffic(NamedTuple):
     merged: float
 
 
-class Steps(NamedTuple):
+class HopSteps(NamedTuple):
     """Seconds of the kernels of one pass, and of the transfers beside each."""
 
     compute: np.ndarray
@@ -103,8 +103,8 @@ class Timeline(NamedTuple):
         held: bytes beside q, k, v, out and their gradients.
     """
 
-    forward: Steps
-    backward: Steps
+    forward: HopSteps
+    backward: HopSteps
     mean: float
     starts: float = 0.0
     slowed: float = 0.0
@@ -167,8 +167,8 @@ def timeline_of(
         grads[0] = 0  # the local block's are home
     last = backward[0] / 2 if traffic.halves_local else 0.0
     steps = (
-        Steps(forward, keys),
-        Steps(
+        HopSteps(forward, keys),
+        HopSteps(
             np.array([backward[0] - last, *backward[1:], last]),
             np.array([keys[0], *(keys[1:] + grads[:-1]), grads[-1]]),
         ),

@@ -14,7 +14,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.context_parallel.timeline import Steps, Timeline
+from maxattn.context_parallel.timeline import HopSteps, Timeline
 from maxattn.errors import MaxattnError
 from maxattn.tools.compile.job import CompileJob, run_in_child, tpu_python
 from maxattn.tools.model_shapes import Shape
@@ -159,8 +159,8 @@ def test_which_is_chosen(name: str) -> None:
 
 def test_exposed_seconds_by_hand() -> None:
     """Keys take 3 s and gradients 6, beside kernels of 2 s and 4; the last gradients beside 2."""
-    forward = Steps(np.array([2.0, 2.0, 2.0]), np.array([3.0, 3.0, 0.0]))
-    backward = Steps(np.array([2.0, 4.0, 4.0, 2.0]), np.array([3.0, 3.0 + 6.0, 6.0, 6.0]))
+    forward = HopSteps(np.array([2.0, 2.0, 2.0]), np.array([3.0, 3.0, 0.0]))
+    backward = HopSteps(np.array([2.0, 4.0, 4.0, 2.0]), np.array([3.0, 3.0 + 6.0, 6.0, 6.0]))
     line = Timeline(forward, backward, mean=18.0, starts=1.0, permutes=0.5)
     assert line.exposed == (1 + 1) + (1 + 5 + 2 + 4) + 1.0
     assert line.end == line.compute + line.exposed + 0.5 == 18 + 15 + 0.5
