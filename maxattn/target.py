@@ -16,7 +16,7 @@ from maxattn.devices import DEVICES, Device, Platform, device_kind, device_of
 from maxattn.devices.families import read_capability
 from maxattn.errors import Reason
 from maxattn.jax_private.aiter import aiter_in_jax
-from maxattn.jax_private.versions import CUDNN, TESTED, Versions
+from maxattn.jax_private.versions import CUDNN, CUTLASS, TESTED, Versions
 from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
 from maxattn.tuned.kernels import CallTimes, times_of
@@ -190,10 +190,10 @@ def _kind_of(device: Any) -> str:
 
 
 def installed() -> Pairs:
-    """List jax, cuDNN, AITER and the packages that kernels call, those that are installed here,
-    with their versions.
+    """List jax, cuDNN, AITER, CuTe and the packages that kernels call, those that are installed
+    here, with their versions.
     """
-    return _installed(("jax", *table.packages(), *CUDNN))
+    return _installed(("jax", *table.packages(), CUTLASS, *CUDNN))
 
 
 @lru_cache(maxsize=8)

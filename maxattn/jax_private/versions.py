@@ -32,15 +32,19 @@ class Versions(NamedTuple):
 
 
 # pip's names. jax: cuDNN's primitives and splash attention; tokamax: splash attention on TPUs, the
-# Mosaic kernels on GPUs; fa4-jax: its launches; TransformerEngine: the two functions of its fused
-# attention and its state of dropout, which minor releases change (2.10 put an argument in between).
+# Mosaic kernels on GPUs; fa4-jax: its launches; nvidia-cutlass-dsl: CuTe, in which kernels here are
+# written (4.8.0 and 4.8.1 were tested; fa4-jax 0.1.0 needs 4.8); TransformerEngine: the two
+# functions of its fused attention and its state of dropout, which minor releases change (2.10 put
+# an argument in between).
 TESTED = {
     "jax": Versions("0.10.2", "0.13"),
     "tokamax": Versions("0.0.12", "0.0.18"),
     "fa4-jax": Versions("0.1", "0.2"),
+    "nvidia-cutlass-dsl": Versions("4.8", "4.9"),
     "transformer-engine-jax": Versions("2.20", "2.21"),
 }
 FA4_LAUNCHES = "0.1."  # how a version of fa4-jax begins whose kernels maxattn launches itself
+CUTLASS = "nvidia-cutlass-dsl"  # pip's name of CuTe, which comes with fa4-jax
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # pip's names of cuDNN, which XLA calls
 TOKAMAX_SPLASH = Versions("0.0.12", "0.0.19")  # its kernels of TPUs: 0.0.18 only moves them
 TOKAMAX_ON_GPU = "0.0.17"  # the first version whose Mosaic kernels are called on GPUs

@@ -21,15 +21,16 @@ from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
 from maxattn.modules.norm_rope import (
-    Sequence,
-    can_join,
-    fused_row,
+    NormRope,
+    Unnormed,
+    can_go_together,
+    decide,
     norm_rotary,
-    norm_rotary_pair,
-    path_here,
+    norm_rotary_together,
 )
 from maxattn.modules.qk_norm import QKNorm, check_qk_norm, make_qk_norm, normalise
 from maxattn.rope import Rotary, apply_rotary, as_rotary
+from maxattn.target import Target
 
 Heads = Float[Array, "B T N H"]
 
@@ -76,21 +77,24 @@ class Build(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """Say how queries, keys or values are made of hidden states.
+    """How queries, keys or values are made of hidden states.
 
     Args:
         linear: the projection.
         name: of its result, for checkpoint policies.
         heads: N of queries, K of keys and values.
-        norm: taken before the rotary embedding, or None.
-        letters: of the result's axes, which say where it lies on the mesh.
+        norm, rotary: what is done to the result; None for nothing.
+        letters: of the result's axes, which name its place on the mesh.
+        how: the kernel of both, or XLA.
     """
 
     linear: nnx.Linear
     name: str
     heads: int
     norm: QKNorm | None = None
+    rotary: Rotary | None = None
     letters: str = "BTNH"
+    how: NormRope = NormRope()
 
 
 class AttentionBase(nnx.Module):
@@ -212,59 +216,53 @@ class AttentionBase(nnx.Module):
         named = self.config is not None and self.config.enable_jax_named_scopes
         return jax.named_scope(f"maxattn/{name}") if named else nullcontext()
 
-    def _project_norm_rope(self, x: Array, to: Projection, rotary: Rotary | None) -> Heads:
-        """Project to queries or keys, norm and rotate them: in one kernel where there is one."""
-        row = fused_row(self.qk_norm, to.norm, rotary, to.heads, self.dim_head)
-        path = path_here(row, x, self.mesh, to.letters)
-        if row is None or not path.is_kernel:
-            return self._project(x, to, rotary)
-        y, bias = self._without_bias(x, to)
-        with self._scope("norm_rope"):
-            return norm_rotary(row, y, bias, to.norm, rotary, self.mesh, to.letters, path.name)
+    def _projection(
+        self,
+        name: str,
+        x: Array,
+        linear: nnx.Linear,
+        norm: QKNorm | None,
+        rotary: Rotary | None,
+        letters: str = "BTNH",
+    ) -> Projection:
+        """Decide how queries or keys are made of x: once for a call, and the plan prints it."""
+        heads = self.heads if name == "query_proj" else self.kv_heads
+        sizes = heads, self.dim_head, self.mesh, letters
+        how = decide(Target.here(), x, self.qk_norm, norm, rotary, *sizes)
+        return Projection(linear, name, heads, norm, rotary, letters, how)
 
-    def _project_pair(self, *both: tuple[Array, Projection, Rotary | None]) -> Any:
-        """Project to queries and keys, norm and rotate them in one launch.
+    def _noted(self, prepared: Prepared, to: Projection) -> Prepared:
+        return prepared._replace(notes=(to.how.note,)) if to.how.note else prepared
+
+    def _project_norm_rope(self, x: Array, to: Projection) -> Heads:
+        """Project to queries or keys, norm and rotate them."""
+        if to.how.work is None:
+            return self._project(x, to)
+        projected = self._projected(x, to)
+        with self._scope("norm_rope"):
+            return norm_rotary(projected, self.mesh, to.letters)
+
+    def _together(
+        self, *both: tuple[Array, Projection], joint: bool = False
+    ) -> tuple[Heads, ...] | None:
+        """Project to queries and keys, or to a joint sequence, and norm and rotate them together.
 
         Returns:
-            Both; None where no kernel here takes them together.
+            None where no kernel takes them together.
         """
-        sequences = self._sequences(*both)
-        if not sequences:
+        if not can_go_together([to.how for _, to in both], self.mesh):
             return None
+        each = [self._projected(*one) for one in both]
         with self._scope("norm_rope"):
-            pair = norm_rotary_pair(*sequences)
-            return pair or tuple(norm_rotary(*each, by="cute") for each in sequences)
+            return norm_rotary_together(each, joint)
 
-    def _sequences(self, *each: tuple[Array, Projection, Rotary | None]) -> list[Sequence]:
-        """Project, for a kernel that takes all in one go; nothing where none does."""
-        rows = [fused_row(self.qk_norm, to.norm, of, to.heads, self.dim_head) for _, to, of in each]
-        paths = [
-            path_here(row, x, self.mesh, to.letters)
-            for row, (x, to, _) in zip(rows, each, strict=True)
-        ]
-        if not can_join(paths, self.mesh):
-            return []
-        return [
-            Sequence(row, *self._without_bias(x, to), to.norm, of)
-            for row, (x, to, of) in zip(rows, each, strict=True)
-            if row is not None
-        ]
-
-    def _without_bias(self, x: Array, to: Projection) -> tuple[Array, Array | None]:
+    def _projected(self, x: Array, to: Projection) -> Unnormed:
         """Project, and leave the bias to the kernel that reads the result."""
         with self._scope("to_qkv"):
             y, bias = without_bias(to.linear, x)
-            return checkpoint_name(y, to.name), bias
+            return Unnormed(to.how, checkpoint_name(y, to.name), bias, to.norm, to.rotary)
 
-    def _noted(self, prepared: Prepared, x: Array, rotary: Rotary | None) -> Prepared:
-        """Let the plan say what norms and rotates the queries, where anything does."""
-        if self.norm_q is None and rotary is None:
-            return prepared
-        row = fused_row(self.qk_norm, self.norm_q, rotary, self.heads, self.dim_head)
-        note = path_here(row, x, self.mesh).note
-        return prepared._replace(notes=(note,)) if note else prepared
-
-    def _project(self, x: Array, to: Projection, rotary: Rotary | None = None) -> Heads:
+    def _project(self, x: Array, to: Projection) -> Heads:
         """Project to heads, norm and rotate them: across heads before the split, per head after it.
 
         From the projection's result on all is float32, and rounded to its dtype once.
@@ -276,17 +274,10 @@ class AttentionBase(nnx.Module):
                 z = split_heads(normalise(to.norm, y), to.heads)
             else:
                 z = normalise(to.norm, split_heads(y, to.heads))
-        return self._rotate(z, rotary).astype(y.dtype)
-
-    def _rotate(self, x: Heads, rotary: Rotary | None) -> Heads:
-        if rotary is None:
-            return x
-        with self._scope("rope"):
-            return apply_rotary(x, rotary)
-
-    def _queries(self, hidden_states: Array, rotary: Rotary | None) -> Heads:
-        to = Projection(self.to_q, "query_proj", self.heads, self.norm_q)
-        return self._on_mesh(self._project_norm_rope(hidden_states, to, rotary), to.letters)
+        if to.rotary is not None:
+            with self._scope("rope"):
+                z = apply_rotary(z, to.rotary)
+        return z.astype(y.dtype)
 
     def _on_mesh(self, x: Array, letters: str) -> Array:
         return sharding.constrain(x, self.mesh, letters)

@@ -164,10 +164,10 @@ class CrossAttention(AttentionBase):
         self._check_source(b, text, kv, image, rotary_emb_k)
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         prepared = self._prepare_text(b, t, text, kv, mask, bias)
-        prepared = self._noted(prepared, hidden_states, rotary_q)
+        to_q = self._projection("query_proj", hidden_states, self.to_q, self.norm_q, rotary_q)
         kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
-        q = self._queries(hidden_states, rotary_q)
-        out = self._run_attention(prepared, q, kv.k, kv.v, bias)
+        q = self._on_mesh(self._project_norm_rope(hidden_states, to_q), to_q.letters)
+        out = self._run_attention(self._noted(prepared, to_q), q, kv.k, kv.v, bias)
         if kv.image_k is not None and kv.image_v is not None:
             out = out + self._attend_image(q, kv.image_k, kv.image_v)
         return self._output(out, hidden_states, deterministic, rngs)
@@ -222,8 +222,7 @@ class CrossAttention(AttentionBase):
         rotary: Rotary | None = None,
     ) -> tuple[Array, Array]:
         # A text is short and every shard of the queries needs all of it: its length stays whole.
-        to = Projection(to_k, "key_proj", self.kv_heads, norm, "B.KH")
-        k = self._project_norm_rope(x, to, rotary)
+        k = self._project_norm_rope(x, self._projection("key_proj", x, to_k, norm, rotary, "B.KH"))
         v = self._project(x, Projection(to_v, "value_proj", self.kv_heads))
         return self._on_mesh(k, "B.KH"), self._on_mesh(v, "B.KH")
 

@@ -32,7 +32,6 @@ from maxattn.modules.explicit import (
     over_explicit_axes,
 )
 from maxattn.modules.heads import merge_heads
-from maxattn.modules.norm_rope import norm_rotary_joint
 from maxattn.modules.self_attention import FlaxAttention
 from maxattn.rope import Rotary
 
@@ -201,42 +200,44 @@ class JointAttention(FlaxAttention):
         checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)
         s = text.shape[1]
         rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
-        prepared = self._noted(self._prepare(b, s + t, s + t, mask, bias), x, rotary)
-        q, k, v = self._joint_heads(text, x, rotary)
-        q, k, v = (
-            self._on_mesh(each, letters)
-            for each, letters in zip((q, k, v), ("BTNH", "BSKH", "BSKH"), strict=True)
-        )
-        out = self._run_attention(prepared, q, k, v, bias)
+        prepared = self._prepare(b, s + t, s + t, mask, bias)
+        to_q, *qkv = self._joint_heads(text, x, rotary)
+        out = self._run_attention(self._noted(prepared, to_q), *qkv, bias)
         return out[:, :s], out[:, s:]
 
     def _joint_heads(
         self, text: Array, x: Array, rotary: Rotary | None
-    ) -> tuple[Array, Array, Array]:
-        both = sum_grads_in_order(text), sum_grads_in_order(x)
+    ) -> tuple[Projection, Array, Array, Array]:
+        """Return how the picture's queries are made, then queries, keys and values of both."""
+        s = text.shape[1]
+        of_text, of_picture = (None, None) if rotary is None else rotary.split(s)
         # A text is short: its length stays whole.
-        added = Projection(self.add_k_proj, "key_proj", self.kv_heads, self.norm_added_k, "B.KH")
-        own = added._replace(linear=self.to_k, norm=self.norm_k, letters="BSKH")
-        k = self._joint(*both, added, own, rotary)
-        added = Projection(self.add_v_proj, "value_proj", self.kv_heads)
-        own = added._replace(linear=self.to_v)
-        v = [self._project(*each) for each in zip(both, (added, own), strict=True)]
-        added = Projection(self.add_q_proj, "query_proj", self.heads, self.norm_added_q, "B.NH")
-        own = added._replace(linear=self.to_q, norm=self.norm_q, letters="BTNH")
-        q = self._joint(text, x, added, own, rotary)
-        return q, k, jnp.concatenate(v, axis=1)
+        made, added_q, added_k = self._projection, self.norm_added_q, self.norm_added_k
+        to_q = (
+            made("query_proj", text, self.add_q_proj, added_q, of_text, "B.NH"),
+            made("query_proj", x, self.to_q, self.norm_q, of_picture),
+        )
+        to_k = (
+            made("key_proj", text, self.add_k_proj, added_k, of_text, "B.KH"),
+            made("key_proj", x, self.to_k, self.norm_k, of_picture, "BSKH"),
+        )
+        to_v = (Projection(to, "value_proj", self.kv_heads) for to in (self.add_v_proj, self.to_v))
+        of_keys = sum_grads_in_order(text), sum_grads_in_order(x)
+        k = self._joint(of_keys, to_k)
+        v = [self._project(*one) for one in zip(of_keys, to_v, strict=True)]
+        q = self._on_mesh(self._joint((text, x), to_q), "BTNH")
+        k = self._on_mesh(k, "BSKH")
+        v = self._on_mesh(jnp.concatenate(v, axis=1), "BSKH")
+        return to_q[1], q, k, v
 
     def _joint(
-        self, text: Array, x: Array, added: Projection, own: Projection, rotary: Rotary | None
+        self, states: tuple[Array, Array], to: tuple[Projection, Projection]
     ) -> Float[Array, "B ST N H"]:
-        """Project text and picture, each with its norm and its part of the rotary table."""
-        of_text, of_picture = (None, None) if rotary is None else rotary.split(text.shape[1])
-        both = (text, added, of_text), (x, own, of_picture)
-        sequences = self._sequences(*both)
-        if not sequences:
-            return jnp.concatenate([self._project_norm_rope(*each) for each in both], axis=1)
-        with self._scope("norm_rope"):
-            return norm_rotary_joint(sequences)
+        """Project text and picture to one sequence."""
+        both = tuple(zip(states, to, strict=True))
+        if found := self._together(*both, joint=True):
+            return found[0]
+        return jnp.concatenate([self._project_norm_rope(*one) for one in both], axis=1)
 
     def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"] | None:
         if not self.text_out:

@@ -175,21 +175,23 @@ class FlaxAttention(AttentionBase):
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         of_keys = rotary_emb if rotary_emb_k is None else rotary_emb_k
         rotary_k = self._check_rotary(of_keys, b, t, "rotary_emb_k", self.kv_heads)
-        prepared = self._noted(self._prepare(b, t, t, mask, bias), hidden_states, rotary_q)
-        q, k, v = self._heads(hidden_states, rotary_q, rotary_k)
-        out = self._run_attention(prepared, q, k, v, bias)
+        prepared = self._prepare(b, t, t, mask, bias)
+        to = self._queries_and_keys(hidden_states, rotary_q, rotary_k)
+        q, k, v = self._heads(hidden_states, *to)
+        out = self._run_attention(self._noted(prepared, to[0]), q, k, v, bias)
         return self._output(out, hidden_states, deterministic, rngs)
 
-    def _heads(
+    def _queries_and_keys(
         self, x: Array, rotary_q: Rotary | None, rotary_k: Rotary | None
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Projection, Projection]:
+        to_q = self._projection("query_proj", x, self.to_q, self.norm_q, rotary_q)
+        return to_q, self._projection("key_proj", x, self.to_k, self.norm_k, rotary_k, "BSKH")
+
+    def _heads(self, x: Array, to_q: Projection, to_k: Projection) -> tuple[Array, Array, Array]:
         """Project to queries, keys and values."""
-        to_k = Projection(self.to_k, "key_proj", self.kv_heads, self.norm_k, "BSKH")
-        to_q = Projection(self.to_q, "query_proj", self.heads, self.norm_q)
         of_keys = sum_grads_in_order(x)
-        pair = self._project_pair((x, to_q, rotary_q), (of_keys, to_k, rotary_k))
-        if pair is None:
-            k = self._project_norm_rope(of_keys, to_k, rotary_k)
+        both = self._together((x, to_q), (of_keys, to_k))
+        k = both[1] if both else self._project_norm_rope(of_keys, to_k)
         v = self._project(of_keys, Projection(self.to_v, "value_proj", self.kv_heads))
-        q, k = pair or (self._project_norm_rope(x, to_q, rotary_q), k)
+        q = both[0] if both else self._project_norm_rope(x, to_q)
         return self._on_mesh(q, "BTNH"), self._on_mesh(k, "BSKH"), self._on_mesh(v, "BSKH")

@@ -77,7 +77,7 @@ def run_with_cache(
     b, t, _ = x.shape
     rotary_q = module._check_rotary(angles_q, b, t, "rotary_emb")
     rotary_k = module._check_rotary(angles_k, b, t, "rotary_emb_k", module.kv_heads)
-    block = Projected(*module._heads(x, rotary_q, rotary_k))
+    block = Projected(*module._heads(x, *module._queries_and_keys(x, rotary_q, rotary_k)))
     out, whole = attend_with_cache(layer, block, how, table, mask, bias)
     return module._on_mesh(out, "BTNH"), whole
 

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from maxattn.modules import GatedBranch, ModulationRow, adaptive_norm
-from maxattn.modules.adaptive_layer_norm.path import has_kernel
-from maxattn.modules.adaptive_layer_norm.steps import NormWork
+from maxattn.modules.adaptive_layer_norm import decide
+from maxattn.modules.row_kernel.work import RowWork
 from maxattn.target import Target
 from tests.gpu.requirements import skip_unless_available
 
@@ -63,7 +63,8 @@ def test_against_float32(case: tuple[Any, ...], dtype: str, learned: bool) -> No
     if Target.here().version("fa4-jax") is None:
         pytest.skip("needs fa4-jax, which brings CuTe")
     norm, *arrays = made(case, dtype, learned)
-    assert has_kernel(NormWork(1e-6, ()), (arrays[0],), (), None)
+    work = RowWork(case[2] // 8, 8, "layer", 1e-6)
+    assert decide(Target.here(), work, (arrays[0],), (), None) is not None
     wide = [a if a is None else a.astype(jnp.float32) for a in arrays]
 
     @jax.jit

@@ -13,117 +13,114 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
-from maxattn.modules.norm_rope import NormRopeRow, fused
-from maxattn.modules.norm_rope.fused import Work
-from maxattn.modules.norm_rope.path import cute_takes
-from maxattn.modules.norm_rope.triton_row import TritonRow
+from maxattn.modules.norm_rope import NormRope, in_steps, on_shard
+from maxattn.modules.row_kernel.work import RowWork
 from maxattn.target import Target
 from tests.gpu.requirements import skip_unless_available
-from tests.modules.test_norm_rope import CASES, error, float32, made
+from tests.modules.row_kernel.test_row_kernel import error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
-
-
-def judged(
-    row: NormRopeRow, by: str, dtype: Any, x: Any, dy: Any, vectors: Any, tables: Any
-) -> Any:
-    """Return the errors of the result and of all gradients."""
-    x, dy, vectors, tables = (
-        jnp.asarray(x, dtype),
-        jnp.asarray(dy, dtype),
-        float32(vectors),
-        float32(tables),
-    )
-    got, pull = jax.vjp(lambda *of: fused.on_shard(Work(row, by), *of), x, vectors, tables)
-    flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
-    steps = jax.vjp(
-        lambda x, v: fused.in_steps(row, x.reshape(-1, *x.shape[2:]), v, flat).reshape(x.shape),
-        x.astype(jnp.float32),
-        vectors,
-    )
-    wanted = steps[0], *steps[1](dy.astype(jnp.float32))
-    return jax.tree.map(error, float32((got, *pull(dy)[:2])), wanted)
-
-
-CASES_OF_CUTE = {
-    "head-half-72": (5, 72, "head", "half", 2, 3, True, True),
-    "across-40": (16, 40, "across", "interleaved", 2, 3, False, True),
+# heads, head dim, norm, style, batch, tables of each example, heads of the vectors
+CASES: dict[str, tuple[Any, ...]] = {
+    "across-interleaved-1536": (12, 128, "across", "interleaved", 2, False, 12),
+    "across-half-5120": (40, 128, "across", "half", 1, False, 40),
+    "head-interleaved-512": (8, 64, "head", "interleaved", 2, True, 1),
+    "head-half-1536": (24, 64, "head", "half", 2, True, 24),
+    "head-interleaved-3072": (24, 128, "head", "interleaved", 1, False, 1),
+    "across-no_rotary-odd_heads": (5, 64, "across", None, 2, False, 5),
+    "no_norm-interleaved-wide_heads": (3, 256, None, "interleaved", 2, False, 3),
+    "across-interleaved-832": (13, 64, "across", "interleaved", 2, False, 13),
+    "head-half-72": (5, 72, "head", "half", 2, True, 1),
+    "across-40": (16, 40, "across", "interleaved", 2, False, 16),
 }
 
 
-def takes(by: str, row: NormRopeRow) -> bool:
-    return TritonRow.of(row).fits() if by == "triton" else cute_takes(row)
-
-
-@pytest.mark.parametrize("by", ["triton", "cute"])
-@pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize("case", (CASES | CASES_OF_CUTE).values(), ids=CASES | CASES_OF_CUTE)
-def test_against_xla(case: tuple[Any, ...], dtype: str, by: str, record_property: Any) -> None:
+@pytest.fixture(autouse=True)
+def cute() -> None:
     skip_unless_available("dot_product")
-    if by == "cute" and Target.here().version("fa4-jax") is None:
+    if Target.here().version("fa4-jax") is None:
         pytest.skip("needs fa4-jax, which brings CuTe")
-    n, h, norm, style, b, _, own, bias = case
-    row, arrays, vectors, tables = made((n, h, norm, style, b, 1023, own, bias))
-    if not takes(by, row):
-        pytest.skip(f"{by} takes no rows of {n} x {h}")
-    errors = judged(row, by, dtype, arrays["x"], arrays["dy"], vectors, tables)
+
+
+def float32(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
+
+
+def normal(rng: np.random.Generator, dtype: Any, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) -> None:
+    (n, h, norm, style, b, own, heads), rng = case, np.random.default_rng(5)
+    gpu = Target.here().device
+    work = RowWork(n, h, norm, 1e-6, style)
+    how = NormRope("cute", "", work, gpu.sms, gpu.family.shared_memory)
+    width = jnp.dtype(dtype).itemsize
+    if not how.launch((width,) * 2, ("bias", "scale"), True).fits():
+        pytest.skip(f"the kernel takes no rows of {n} x {h}")
+    x, dy = (normal(rng, dtype, b, 1023, n, h) for _ in range(2))
+    vectors = {"bias": normal(rng, "float32", n, h)}
+    if norm:
+        vectors["scale"] = 1 + 0.3 * normal(rng, "float32", heads, h)
+    angles = jnp.asarray(rng.uniform(0, 6, (b if own else 1, 1023, h // 2)), jnp.float32)
+    tables = (jnp.cos(angles), jnp.sin(angles)) if style else ()
+    got, pull = jax.vjp(lambda *of: on_shard(how, *of), x, vectors, tables)
+    wide, exact = jax.vjp(lambda *of: in_steps(work, *of), float32(x), vectors, tables)
+    wanted = wide, *exact(float32(dy))[:2]
+    errors = jax.tree.map(error, float32((got, *pull(dy)[:2])), wanted)
     record_property("errors", errors)
     assert all(e < LIMIT[dtype] for e in jax.tree.leaves(errors)), errors
 
 
-def test_a_module_uses_it() -> None:
-    skip_unless_available("dot_product")
+def same_as_by_xla(run: Any, *of: Any, name: str, limit: float) -> None:
+    """Compare a module's outputs and gradients with those of XLA, which runs no such kernel."""
+
+    def loss(*of: Any) -> Any:
+        return sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in run(*of))
+
+    def both() -> Any:
+        return *jax.jit(run)(*of), *jax.jit(jax.grad(loss, tuple(range(len(of)))))(*of)
+
+    assert f"cutejax.{name}" in jax.jit(run).lower(*of).as_text()
+    got = both()
+    with ma.Target.named("cpu").assumed():
+        want = both()
+    for mine, exact in zip(float32(got), float32(want), strict=True):
+        np.testing.assert_allclose(mine, exact, atol=limit * float(jnp.max(jnp.abs(exact))))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["a pair", "other heads"])
+@pytest.mark.parametrize("qk_norm", ["rms_norm", "rms_norm_across_heads"])
+def test_a_module_uses_it(qk_norm: str, kv_heads: int) -> None:
+    """Queries and keys in one launch where they are alike."""
     config = ma.AttentionConfig(attention="dot_product")
     module = ma.FlaxAttention(
-        256,
-        4,
-        None,
-        64,
-        bias=True,
-        qk_norm="rms_norm_across_heads",
-        config=config,
-        dtype=jnp.bfloat16,
-        mesh=config.make_mesh(jax.devices()[:1]),
-        rngs=nnx.Rngs(0),
-    )
+        256, 4, kv_heads, 64, bias=True, qk_norm=qk_norm, config=config, dtype=jnp.bfloat16,
+        mesh=config.make_mesh(jax.devices()[:1]), rngs=nnx.Rngs(0),
+    )  # fmt: skip
     x, rotary = jax.random.normal(jax.random.key(0), (2, 77, 256), jnp.bfloat16), ma.rope_1d(64, 77)
-    run = jax.jit(lambda x: module(x, rotary_emb=rotary))
-    text = run.lower(x).as_text()
-    assert "xla.gpu.triton" in text or "cutejax.norm_rotary" in text
-    with ma.Target.named("cpu").assumed():
-        want = jax.jit(lambda x: module(x, rotary_emb=rotary))(x)
-    np.testing.assert_allclose(
-        float32(run(x)), float32(want), atol=2e-2 * float(jnp.max(jnp.abs(want)))
-    )
+    name = "norm_rotary_pair" if kv_heads == 4 else "norm_rotary"
+    same_as_by_xla(lambda x: (module(x, rotary_emb=rotary),), x, name=name, limit=3e-2)
 
 
 @pytest.mark.parametrize("qk_norm", ["rms_norm", "rms_norm_across_heads"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_joint_sequence_is_written_in_place(qk_norm: str, batch: int) -> None:
-    skip_unless_available("dot_product")
-    if Target.here().version("fa4-jax") is None:
-        pytest.skip("needs fa4-jax, which brings CuTe")
+    config = ma.AttentionConfig(attention="dot_product")
     module = ma.JointAttention(
-        256, 192, 4, dim_head=64, bias=True, qk_norm=qk_norm, dtype=jnp.bfloat16,
-        config=ma.AttentionConfig(attention="dot_product"), rngs=nnx.Rngs(0),
+        256, 192, 4, dim_head=64, bias=True, qk_norm=qk_norm, dtype=jnp.bfloat16, config=config,
+        mesh=config.make_mesh(jax.devices()[:1]), rngs=nnx.Rngs(0),
     )  # fmt: skip
-    keys = jax.random.split(jax.random.key(1), 2)
-    x, text = (
-        jax.random.normal(key, (batch, n, c), jnp.bfloat16)
-        for key, n, c in zip(keys, (301, 77), (256, 192), strict=True)
+    sizes = ((0, 301, 256), (1, 77, 192))
+    states = (
+        jax.random.normal(jax.random.key(seed), (batch, n, c), jnp.bfloat16) for seed, n, c in sizes
     )
     rotary = ma.rope_1d(64, 378)
 
     def run(x: Any, text: Any) -> Any:
         return module(x, text, rotary_emb=rotary)
 
-    def loss(x: Any, text: Any) -> Any:
-        return sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in run(x, text))
-
-    assert "norm_rotary_into" in jax.jit(run).lower(x, text).as_text()
-    got = *jax.jit(run)(x, text), *jax.jit(jax.grad(loss, (0, 1)))(x, text)
-    with ma.Target.named("cpu").assumed():
-        want = *jax.jit(run)(x, text), *jax.jit(jax.grad(loss, (0, 1)))(x, text)
-    for mine, theirs in zip(float32(got), float32(want), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=3e-2 * float(jnp.max(jnp.abs(theirs))))
+    same_as_by_xla(run, *states, name="norm_rotary_into", limit=3e-2)

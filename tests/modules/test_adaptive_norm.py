@@ -17,8 +17,9 @@ import maxattn as ma
 from maxattn.errors import InputError
 from maxattn.jax_private.mesh import auto_mesh
 from maxattn.modules import GatedBranch, ModulationRow, adaptive_norm, gated_sum
-from maxattn.modules.adaptive_layer_norm import cute, path
-from maxattn.modules.adaptive_layer_norm.steps import NormWork, in_steps
+from maxattn.modules.adaptive_layer_norm import decide, in_steps
+from maxattn.modules.row_kernel import call
+from maxattn.modules.row_kernel.work import RowWork
 from tests.golden_text import check_golden
 
 RNG = np.random.default_rng(9)
@@ -118,13 +119,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let an H200 be assumed, and count the shards that its kernel would take."""
     runs: list[tuple[int, ...]] = []
 
-    def forward(launch: Any, rows: Any, parts: Any) -> Any:
-        runs.append(rows[0].shape)
-        return in_steps(NormWork(launch.eps, launch.vectors), rows, parts)
+    def forward(launch: Any, rows: Any, parts: Any, name: str) -> Any:
+        runs.append(rows[0][0].shape)
+        alone = (tuple(each for (each,) in jobs) for jobs in (rows, parts))
+        return list(in_steps(launch.work, *alone))
 
-    monkeypatch.setattr(cute, "forward", forward)
-    monkeypatch.setattr(path, "cute_there", lambda: True)
-    monkeypatch.setattr(path, "may_be_spread", lambda: False)
+    monkeypatch.setattr(call, "forward", forward)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     with H200.assumed():
         yield runs
 
@@ -203,10 +204,9 @@ def test_a_gradient_is_that_of_the_steps(kernel: Any) -> None:
 
 def test_elsewhere_no_kernel_runs() -> None:
     x = jnp.zeros((1, 2, D), jnp.bfloat16)
-    work = NormWork(EPS, ())
-    for name in ("cpu", "TPU v6e", "NVIDIA A100", "NVIDIA B200"):
-        with ma.Target.named(name).assumed():
-            assert not path.has_kernel(work, (x,), (), None)
+    work = RowWork(D // 8, 8, "layer", EPS)
+    for name in ("cpu", "TPU v6e", "NVIDIA A100", "NVIDIA B200", "NVIDIA H100"):
+        assert decide(ma.Target.named(name), work, (x,), (), None) is None
 
 
 # ---- refusals ------------------------------------------------------------------------------------

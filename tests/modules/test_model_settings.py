@@ -178,14 +178,15 @@ def rounded_once(got: Any, y: Any, norm: Any, rotary: ma.Rotary) -> None:
 def test_norm_and_angles_are_rounded_once() -> None:
     module = built({"qk_norm": "rms_norm", "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16})
     x, rotary = jnp.asarray(X, jnp.bfloat16), table(ANGLES[:, :, 0])
-    rounded_once(module._queries(x, rotary), module.to_q(x), module.norm_q, rotary)
+    queries, *_ = module._heads(x, *module._queries_and_keys(x, rotary, None))
+    rounded_once(queries, module.to_q(x), module.norm_q, rotary)
 
 
 def test_each_part_of_a_joint_sequence_is_rounded_once() -> None:
     how = {"qk_norm": "rms_norm", "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     module, rotary = built(how, ma.JointAttention), table(ANGLES)
     text, x = (jnp.asarray(a, jnp.bfloat16) for a in (TEXT[:, :5], X[:, 5:]))
-    both = module._joint_heads(text, x, rotary)[0]
+    both = module._joint_heads(text, x, rotary)[1]
     mine, theirs = (table(part) for part in np.split(ANGLES, [5], 1))
     rounded_once(both[:, :5], module.add_q_proj(text), module.norm_added_q, mine)
     rounded_once(both[:, 5:], module.to_q(x), module.norm_q, theirs)

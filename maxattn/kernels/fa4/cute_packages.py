@@ -1,24 +1,11 @@
-"""CuTe's packages, which come with fa4-jax, imported whole by one thread.
-
-Programs may be compiled in several threads at a time. The packages import each other in circles,
-and Python hands half of such a package to a thread that asks for it meanwhile.
-"""
+"""The two kernels of fa4-jax for Hopper GPUs."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from threading import RLock
 from typing import Any
 
-PACKAGES = ("cutlass", "cutlass.cute", "cutlass.utils", "cutejax", "fa4_jax.cute.cute_dsl_utils")
-_LOCK = RLock()
-
-
-def import_cute() -> None:
-    """Import them; threads that come meanwhile wait."""
-    with _LOCK:
-        for name in PACKAGES:
-            import_module(name)
+from maxattn.jax_private.cute import import_cute as import_cute
 
 
 def library_forward() -> Any:

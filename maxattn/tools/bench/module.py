@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,11 +31,12 @@ from jaxtyping import Array
 from maxattn.attention import attention
 from maxattn.context_parallel.ring.hops import tie_transfer_to_kernel
 from maxattn.modules import FlaxAttention
-from maxattn.modules.norm_rope.path import kernels_here, only
+from maxattn.modules.base import Projection
+from maxattn.modules.norm_rope import NormRope
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
 from maxattn.tools.bench.jobs import config_of, random_inputs, with_gradient
-from maxattn.tools.bench.norm_rope import norm_rope_jobs, row_of_shape
+from maxattn.tools.bench.norm_rope import decided, norm_rope_jobs
 from maxattn.tools.bench.report import as_kernels
 from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, row_of
 from maxattn.tools.bench.timing import measure
@@ -58,7 +58,7 @@ def bench_module(
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
-    Where there are kernels of norm and rotary embedding, the module with each of them too.
+    Where there is a kernel of norm and rotary embedding, the module without it too.
 
     Args:
         shape: from `maxattn.tools.model_shapes`; its channels are N H.
@@ -76,7 +76,9 @@ def bench_module(
         _both(shape, kernel),
         norm_rope_jobs(shape),
     )
-    jobs += [] if alone else [job for part in parts for job in part] + _by_path(jobs, shape)
+    jobs += [] if alone else [job for part in parts for job in part]
+    if not alone and decided(shape).work is not None:
+        jobs += _module(shape, kernel, param_dtype, _StepByStep)
     timed = measure([job.work for job in jobs], budget, options=options, profiled=profiled)
     rows = [row_of(job, t, None) for job, t in zip(jobs, timed, strict=True)]
     if profiled:
@@ -107,22 +109,21 @@ def _bound(shape: Shape, rows: list[BenchRow], which: int, param_dtype: str) -> 
     return sum(parts) + 1e3 * SLACK * elementwise_bytes(shape, bool(which), param_dtype) / MEMORY
 
 
-def _by_path(module: list[BenchJob], shape: Shape) -> list[BenchJob]:
-    """Return the module with each kernel of norm and rotary embedding, and with none."""
-    found = []
-    for names in [(name,) for name in kernels_here(row_of_shape(shape), shape.dtype)] + [()]:
-        who = f"module, {' '.join(names) or 'no'} norm-rope kernel"
-        around = partial(only, *names)
-        found += [replace(job, row=replace(job.row, who=who), around=around) for job in module]
-    return found if len(found) > len(module) else []
+class _StepByStep(FlaxAttention):
+    """Leave norm and rotary embedding to XLA."""
+
+    def _projection(self, *of: Any) -> Projection:
+        return super()._projection(*of)._replace(how=NormRope(reason="measured without"))
 
 
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def _module(shape: Shape, kernel: str, param_dtype: str) -> list[BenchJob]:
+def _module(
+    shape: Shape, kernel: str, param_dtype: str, kind: type[FlaxAttention] = FlaxAttention
+) -> list[BenchJob]:
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
-    graph, state = nnx.split(_made(shape, kernel, param_dtype))
+    graph, state = nnx.split(_made(shape, kernel, param_dtype, kind))
     rotary = jax.tree.map(jnp.asarray, rope_1d(shape.head_dim, shape.q_len))
 
     def forward(x: Array, state: Any, rotary: Rotary) -> Array:
@@ -133,10 +134,11 @@ def _module(shape: Shape, kernel: str, param_dtype: str) -> list[BenchJob]:
         return y, gradients(dy)
 
     x, dy = _arrays((shape.batch, shape.q_len, width), dtype, 2)
-    return _jobs(shape, "module", (forward, (x, state, rotary)), (training, (x, state, rotary, dy)))
+    who = "module" if kind is FlaxAttention else "module, norm and rotary by XLA"
+    return _jobs(shape, who, (forward, (x, state, rotary)), (training, (x, state, rotary, dy)))
 
 
-def _made(shape: Shape, kernel: str, param_dtype: str) -> FlaxAttention:
+def _made(shape: Shape, kernel: str, param_dtype: str, kind: type[FlaxAttention]) -> FlaxAttention:
     width = shape.heads * shape.head_dim
     sizes = (width, shape.heads, None, shape.head_dim)
     norm: dict[str, Any] = {"qk_norm": "rms_norm_across_heads", "eps": 1e-6}
@@ -145,7 +147,7 @@ def _made(shape: Shape, kernel: str, param_dtype: str) -> FlaxAttention:
         "param_dtype": jnp.dtype(param_dtype),
     }
     config, rngs = config_of(kernel), nnx.Rngs(0)
-    return FlaxAttention(*sizes, bias=True, **norm, config=config, **dtypes, rngs=rngs)
+    return kind(*sizes, bias=True, **norm, config=config, **dtypes, rngs=rngs)
 
 
 def _attention(shape: Shape, kernel: str) -> list[BenchJob]:

@@ -8,20 +8,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array
 
-from maxattn.modules.norm_rope import NormRopeRow
-from maxattn.modules.norm_rope.fused import Tables, Vectors, Work, in_steps, on_shard
-from maxattn.modules.norm_rope.path import kernels_here
+from maxattn.modules.norm_rope import NormRope, Tables, Vectors, decide, in_steps, on_shard
+from maxattn.modules.row_kernel.work import RowWork
 from maxattn.rope import rope_1d
+from maxattn.target import Target
 from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.random_inputs import normal
 
 
-def row_of_shape(shape: Shape) -> NormRopeRow:
-    """Return what the measured module does to its queries."""
-    return NormRopeRow(shape.heads, shape.head_dim, "across", 1e-6, "interleaved")
+def decided(shape: Shape) -> NormRope:
+    """Return how the measured module norms and rotates its queries here."""
+    width = shape.heads * shape.head_dim
+    x = jax.ShapeDtypeStruct((shape.batch, shape.q_len, width), jnp.dtype(shape.dtype))
+    norm, rotary = nnx.RMSNorm(width, rngs=nnx.Rngs(0)), rope_1d(shape.head_dim, shape.q_len)
+    sizes = shape.heads, shape.head_dim
+    return decide(Target.here(), x, "rms_norm_across_heads", norm, rotary, *sizes)
 
 
 def norm_rope_jobs(shape: Shape) -> list[BenchJob]:
@@ -30,9 +35,10 @@ def norm_rope_jobs(shape: Shape) -> list[BenchJob]:
     Args:
         shape: of the attention; the queries are normed and rotated.
     """
-    row = row_of_shape(shape)
-    runs: dict[str, Callable[..., Array]] = {"xla": partial(_steps, row)}
-    runs |= {name: partial(on_shard, Work(row, name)) for name in kernels_here(row, shape.dtype)}
+    work = RowWork(shape.heads, shape.head_dim, "across", 1e-6, "interleaved")
+    runs: dict[str, Callable[..., Array]] = {"xla": partial(in_steps, work)}
+    if (how := decided(shape)).work is not None:
+        runs[how.path] = partial(on_shard, how)
     return [job for name, run in runs.items() for job in _both(shape, name, run)]
 
 
@@ -49,11 +55,6 @@ def _both(shape: Shape, name: str, run: Callable[..., Array]) -> list[BenchJob]:
 
 def _job(shape: Shape, who: str, what: str, f: Callable[..., Any], of: tuple[Any, ...]) -> BenchJob:
     return BenchJob(BenchRow(shape.name, who, what), shape, f, lambda: [of], count=False)
-
-
-def _steps(row: NormRopeRow, x: Array, vectors: Vectors, tables: Tables) -> Array:
-    flat = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
-    return in_steps(row, x.reshape(-1, *x.shape[2:]), vectors, flat).reshape(x.shape)
 
 
 def _inputs(shape: Shape) -> tuple[Array, Array, Vectors, Tables]:

@@ -16,10 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-KERNELS = (
-    *(f"maxattn.modules.norm_rope.cute_{name}" for name in ("memory", "stages", "kernels")),
-    *(f"maxattn.modules.adaptive_layer_norm.cute_{name}" for name in ("moments", "kernels")),
-)
+KERNELS = tuple(f"maxattn.modules.row_kernel.{name}" for name in ("memory", "arithmetic", "kernel"))
 
 
 class Kind:
@@ -180,8 +177,8 @@ def _select(which: Any, a: Any, b: Any) -> Any:
 def modules() -> dict[str, ModuleType]:
     """Make the packages that the kernels import."""
     machine = Machine()
-    names = "", ".cute", ".utils", ".cute.nvgpu", ".cute.nvgpu.cpasync"
-    cutlass, cute, utils, nvgpu, cpasync = (ModuleType(f"cutlass{part}") for part in names)
+    names = "", ".cute", ".memory", ".cute.nvgpu", ".cute.nvgpu.cpasync"
+    cutlass, cute, memory, nvgpu, cpasync = (ModuleType(f"cutlass{part}") for part in names)
     arch = SimpleNamespace(
         thread_idx=lambda: (np.arange(machine.threads), 0, 0),
         block_idx=lambda: (machine.block, 0, 0),
@@ -212,12 +209,12 @@ def modules() -> dict[str, ModuleType]:
         CopyG2SOp=lambda mode: mode, LoadCacheMode=SimpleNamespace(GLOBAL="global", ALWAYS="always")
     )
     allocate = SimpleNamespace(allocate_tensor=machine.shared)
-    vars(utils).update(SmemAllocator=lambda: allocate)
+    vars(memory).update(SmemAllocator=lambda: allocate)
     vars(cutlass).update(
-        cute=cute, utils=utils, Float32=FLOAT32, Int32=int, Int64=lambda x: x, range=range,
+        cute=cute, memory=memory, Float32=FLOAT32, Int32=int, Int64=lambda x: x, range=range,
         min=np.minimum, max=np.maximum, select_=_select,
     )  # fmt: skip
-    return {module.__name__: module for module in (cutlass, cute, utils, nvgpu, cpasync)}
+    return {module.__name__: module for module in (cutlass, cute, memory, nvgpu, cpasync)}
 
 
 @contextmanager

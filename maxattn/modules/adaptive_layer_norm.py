@@ -1,0 +1,281 @@
+"""The adaptive layer norm of diffusion transformers, with the gated sum before it.
+
+One kernel on Hopper GPUs; elsewhere, and in gradients, XLA computes the same steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxattn import sharding
+from maxattn.errors import InputError
+from maxattn.modules.row_kernel import call
+from maxattn.modules.row_kernel.work import OCTET, RowLaunch, RowWork, VectorParts
+from maxattn.target import Target
+
+Tokens = Float[Array, "B T D"]
+Parts = tuple[Float[Array, "#B #F R D"], ...]
+Vectors = dict[str, tuple[VectorParts, Parts]]
+DTYPES = ("bfloat16", "float16")
+WIDE = ("float32", *DTYPES)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["table", "base"], meta_fields=["row"])
+@dataclass(frozen=True)
+class ModulationRow:
+    """Name a row of a modulation: table[:, :, row] + base[:, :, row].
+
+    A kernel reads both where they lie; XLA adds them up.
+
+    Args:
+        table: [B or 1, F or 1, R, D], of all frames' times; F divides the tokens.
+        row: of the R.
+        base: as `table`, such as what a block learned; default none.
+
+    >>> ModulationRow(jnp.ones((1, 3, 6, 64)), 2, jnp.ones((1, 1, 6, 64))).value().shape
+    (1, 3, 64)
+    """
+
+    table: Float[Array, "#B #F R D"]
+    row: int = field(default=0)
+    base: Float[Array, "#B #F R D"] | None = None
+
+    def value(self) -> Float[Array, "#B #F D"]:
+        """Return the row in float32."""
+        return _sum_of_rows(self.parts, (self.row,) * len(self.parts))
+
+    @property
+    def parts(self) -> Parts:
+        """Return the arrays whose rows are added."""
+        return (self.table,) if self.base is None else (self.base, self.table)
+
+
+class GatedBranch(NamedTuple):
+    """Hold what a layer adds to its tokens: gate * (y + bias).
+
+    Args:
+        y: [B, T, D], of any dtype.
+        gate: default 1.
+        bias: [D], of a projection that left it out; default none.
+    """
+
+    y: Float[Array, "B T D"]
+    gate: ModulationRow | None = None
+    bias: Float[Array, " D"] | None = None
+
+
+def adaptive_norm(
+    x: Float[Array, "B T D"],
+    norm: nnx.LayerNorm,
+    scale: ModulationRow | None = None,
+    shift: ModulationRow | None = None,
+    *,
+    branch: GatedBranch | None = None,
+    mesh: Any = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """Add a branch to tokens, and norm the sum.
+
+    x' = x + gate * (y + bias);   y' = norm(x') * (1 + scale) + shift
+
+    All is float32 in between, and rounded where it is returned. On Hopper GPUs with fa4-jax, one
+    kernel does it to bfloat16 and float16; its gradient is that of XLA's steps.
+
+    Args:
+        x: tokens, [B, T, D].
+        norm: over D, with scale and bias of its own or without; its eps is used.
+        scale, shift: of the modulation; default none.
+        branch: what is added first; default nothing.
+        mesh: devices to spread over; default none.
+
+    Returns:
+        x' and y', in the dtype of x.
+
+    Raises:
+        InputError: a vector or the branch has another width than x, or frames that do not divide T.
+
+    >>> x, rows = jnp.ones((1, 12, 64)), jnp.zeros((1, 3, 2, 64))
+    >>> norm = nnx.LayerNorm(64, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))
+    >>> total, y = adaptive_norm(x, norm, ModulationRow(rows, 0), ModulationRow(rows, 1))
+    >>> y.shape
+    (1, 12, 64)
+    """
+    vectors = _of_norm(norm, scale, shift)
+    if branch is not None and branch.gate is not None:
+        vectors["gate"] = _parts(branch.gate)
+    if branch is not None and branch.bias is not None:
+        vectors["bias"] = _whole(branch.bias)
+    rows = (x,) if branch is None else (x, branch.y)
+    _check(rows, vectors)
+    named = tuple((name, vector) for name, (vector, _) in vectors.items())
+    work = RowWork(x.shape[-1] // OCTET, OCTET, "layer", norm.epsilon, None, named)
+    parts = tuple(part for _, each in vectors.values() for part in each)
+    launch, shape = decide(Target.here(), work, rows, parts, mesh), sharding.mesh_shape(mesh)
+    if launch is None:
+        found = in_steps(work, rows, parts)
+    else:
+        of_parts = ("B..." if len(part) == len(x) else "1..." for part in parts)
+        of_rows = sharding.partition_spec("BT.", shape)
+        specs = (
+            (of_rows,) * len(rows),
+            tuple(sharding.partition_spec(letters, shape) for letters in of_parts),
+        )
+        run = sharding.over_shards(partial(_fused, launch), mesh, shape, specs, of_rows)
+        found = run(rows, parts)
+    return (x if branch is None else found[1]), found[0]
+
+
+def gated_sum(x: Tokens, branch: GatedBranch) -> Tokens:
+    """Compute x + gate * (y + bias) in float32; keep the dtype of x.
+
+    Args:
+        x: tokens, [B, T, D].
+        branch: what is added.
+    """
+    gate = None if branch.gate is None else _of_tokens(branch.gate.value(), x.shape[1])
+    bias = None if branch.bias is None else branch.bias.astype(jnp.float32)
+    return _gated(x, branch.y, gate, bias)
+
+
+# ---- vectors -------------------------------------------------------------------------------------
+
+
+def _of_norm(
+    norm: nnx.LayerNorm, scale: ModulationRow | None, shift: ModulationRow | None
+) -> Vectors:
+    """Return scale and shift: what the norm learned, or what modulates it, or both together."""
+    found: Vectors = {}
+    if scale is not None:
+        found["scale"] = _parts(scale, 1.0)
+    if shift is not None:
+        found["shift"] = _parts(shift)
+    learned, offset = ((None if p is None else p[...]) for p in (norm.scale, norm.bias))
+    if offset is not None:
+        more = offset if scale is None else (1 + scale.value()) * offset
+        found["shift"] = _whole(more if shift is None else more + shift.value())
+    if learned is not None:
+        found["scale"] = _whole(learned if scale is None else (1 + scale.value()) * learned)
+    return found
+
+
+def _parts(row: ModulationRow, constant: float = 0.0) -> tuple[VectorParts, Parts]:
+    return VectorParts((row.row,) * len(row.parts), constant), row.parts
+
+
+def _whole(vector: Float[Array, "*BF D"]) -> tuple[VectorParts, Parts]:
+    """Take a vector as it is: [D] or [B, F, D]."""
+    shape = (1, 1, 1, vector.shape[-1]) if vector.ndim == 1 else (*vector.shape[:2], 1, -1)
+    return VectorParts(), (jnp.reshape(vector, shape),)
+
+
+def _check(rows: tuple[Tokens, ...], vectors: Vectors) -> None:
+    x, *branch = rows
+    b, t, d = x.shape
+    for y in branch:
+        if y.shape != x.shape:
+            remedy = "pass what a layer gave for the same tokens"
+            raise InputError("branch", f"shape {tuple(y.shape)}", f"x is {(b, t, d)}", remedy)
+    for name, (_, parts) in vectors.items():
+        for part in parts:
+            batch, frames, _, width = part.shape
+            if batch not in (1, b) or width != d or t % frames:
+                rule = f"it is [{b} or 1, F, R, {d}], and F divides {t} tokens"
+                raise InputError(name, f"shape {tuple(part.shape)}", rule, "pass a row of that")
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
+
+
+def decide(
+    target: Target, work: RowWork, rows: tuple[Tokens, ...], parts: Parts, mesh: Any
+) -> RowLaunch | None:
+    """Return how the kernel is launched, each device having its own tokens; None for XLA.
+
+    Args:
+        target: the machine.
+        work: what is done to a token.
+        rows: x, and the branch where there is one.
+        parts: of the vectors.
+        mesh: the caller's.
+    """
+    x, gpu, shape = rows[0], target.device, sharding.mesh_shape(mesh)
+    if not gpu.is_a("hopper") or x.dtype.name not in DTYPES or not x.size or x.shape[-1] % OCTET:
+        return None
+    if any(a.dtype.name not in WIDE for a in (*rows, *parts)):
+        return None
+    # A block of the kernel has the vectors of one frame: all are cut alike, or not at all.
+    if len({part.shape[1] for part in parts} - {1}) > 1:
+        return None
+    # Each device has equally many tokens, and whole frames of them.
+    batches, spans = (sharding.ways(letter, shape) for letter in "BT")
+    if x.shape[0] % batches or x.shape[1] % spans:
+        return None
+    if spans > 1 and any(part.shape[1] > 1 for part in parts):
+        return None
+    widths = tuple(each.dtype.itemsize for each in rows)
+    launch = RowLaunch(work, widths, False, gpu.sms, gpu.family.shared_memory)
+    return launch if launch.fits() and not call.why_not(target, mesh) else None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(launch: RowLaunch, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
+    jobs = tuple((part,) for part in parts)
+    return tuple(call.forward(launch, tuple((x,) for x in rows), jobs, name="adaptive_norm"))
+
+
+# A gradient needs what XLA's steps keep: they compute the forward too.
+_fused.defvjp(
+    lambda launch, rows, parts: jax.vjp(partial(in_steps, launch.work), rows, parts),
+    lambda launch, pull, gradients: pull(gradients),
+)
+
+
+# ---- step by step --------------------------------------------------------------------------------
+
+
+def in_steps(work: RowWork, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
+    """Compute the normed tokens and, after a branch, the sum; arguments as for `decide`."""
+    x, *branch = rows
+    # Vector by vector: XLA would write all rows of all tokens, and read them again in each layer.
+    vectors, first = {}, 0
+    for name, vector in work.vectors:
+        last = first + len(vector.rows)
+        value = _sum_of_rows(parts[first:last], vector.rows)
+        value = value + vector.constant if vector.constant else value
+        vectors[name], first = _of_tokens(value, x.shape[1]), last
+    for y in branch:
+        x = _gated(x, y, vectors.get("gate"), vectors.get("bias"))
+    z = x.astype(jnp.float32)
+    z = z - jnp.mean(z, axis=-1, keepdims=True)
+    n = z * jax.lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + work.eps)
+    n = n * vectors["scale"] if "scale" in vectors else n
+    n = n + vectors["shift"] if "shift" in vectors else n
+    return (n.astype(x.dtype), x) if branch else (n.astype(x.dtype),)
+
+
+def _gated(x: Tokens, y: Tokens, gate: Array | None, bias: Array | None) -> Tokens:
+    branch = y.astype(jnp.float32)
+    branch = branch if bias is None else branch + bias
+    branch = branch if gate is None else branch * gate
+    return (x.astype(jnp.float32) + branch).astype(x.dtype)
+
+
+def _sum_of_rows(parts: Parts, rows: tuple[int, ...]) -> Float[Array, "#B #F D"]:
+    each = [part[:, :, row].astype(jnp.float32) for part, row in zip(parts, rows, strict=True)]
+    return sum(each[1:], each[0])
+
+
+def _of_tokens(vector: Float[Array, "#B #F D"], tokens: int) -> Float[Array, "#B #T D"]:
+    """Return a vector for every token, or for all where F is 1."""
+    b, frames, d = vector.shape
+    if frames == 1:
+        return vector
+    spread = (b, frames, tokens // frames, d)
+    # [B, F, D] -> [B, F, T / F, D] -> [B, T, D]
+    return jnp.broadcast_to(vector[:, :, None], spread).reshape(b, tokens, d)

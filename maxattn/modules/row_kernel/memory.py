@@ -1,0 +1,245 @@
+"""How a thread of the row kernel reads and writes its channels, 16 bytes at a time.
+
+Rows are copied to shared memory several rows ahead of the one computed. Each thread has slots of
+its own there, so that no thread waits for another. A `Row` is a thread's channels of a row in
+float32: 8 for each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from maxattn.modules.row_kernel.work import OCTET, RowWork
+
+cutlass: Any = import_module("cutlass")
+cute: Any = import_module("cutlass.cute")
+cpasync: Any = import_module("cutlass.cute.nvgpu.cpasync")
+smem: Any = import_module("cutlass.memory")
+
+WIDEST = 128  # bits of a load, a store or a copy
+HALF = OCTET // 2
+Row = list[list[Any]]
+
+
+class Place:
+    """Where a thread's channels are.
+
+    Args:
+        work: which thread takes what.
+        index: of the thread in its block.
+    """
+
+    def __init__(self, work: RowWork, index: Any) -> None:
+        self.work, self.index, self.shared = work, index, smem.SmemAllocator()
+        self._lane, self._slot = index % work.lanes, index // work.lanes
+        self.lane = _limit(self._lane, work.lanes, work.used_lanes)
+
+    def channels(self, step: int, one_head: bool = False) -> list[tuple[Any, int]]:
+        """Return (first, how many) of a pass's channels, in a row or in a vector of one head."""
+        work = self.work
+        head = _limit(self._slot + step * work.slots, work.slots * (step + 1), work.heads)
+        start = 0 if one_head else head * work.head_dim
+        if work.style == "half":
+            first = start + self.lane * HALF
+            return [(first, HALF), (first + work.head_dim // 2, HALF)]
+        return [(start + self.lane * OCTET, OCTET)]
+
+    def own(self, step: int, value: Any) -> Any:
+        """Return a value, or 0 where another thread adds the same channels to a sum."""
+        work, zero = self.work, cutlass.Float32(0.0)
+        if work.used_lanes < work.lanes:
+            value = cutlass.select_(self._lane < work.used_lanes, value, zero)
+        # Sums over one head stay within its threads.
+        if work.norm != "head" and work.slots * (step + 1) > work.heads:
+            value = cutlass.select_(self._slot + step * work.slots < work.heads, value, zero)
+        return value
+
+    def load(self, array: Any, start: Any, one_head: bool = False) -> Row:
+        """Load the thread's channels of what begins at `start` in an array."""
+        return [
+            [
+                x
+                for first, n in self.channels(step, one_head)
+                for x in load(array.iterator + start + first, n, array.element_type)
+            ]
+            for step in range(self.work.passes)
+        ]
+
+    def store(self, into: Any, number: Any, row: Row) -> Row:
+        """Store a row of an array [.., .., N H], and return it as it was rounded."""
+        rounded, kind = [], into.element_type
+        for step, numbers in enumerate(row):
+            kept, parts = [], self.channels(step)
+            for k, (first, n) in enumerate(parts):
+                registers = rounded_registers(numbers[k * n : (k + 1) * n], kind)
+                cute.autovec_copy(registers, vector(self.row(into, number) + first, n, kind))
+                kept += values(registers)
+            rounded.append(kept)
+        return rounded
+
+    def row(self, rows: Any, number: Any) -> Any:
+        """Return where a row begins: there may be more than 2**31 numbers before it."""
+        return rows.iterator + cutlass.Int64(number) * self.work.channels
+
+
+def _limit(index: Any, end: int, most: int) -> Any:
+    """Keep an index that is below `end` below `most`."""
+    return index if end <= most else cutlass.min(index, cutlass.Int32(most - 1))
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def vector(pointer: Any, n: int, kind: Any, memory: Any = None) -> Any:
+    """Return n numbers in memory, as many of them loaded at once as 16 bytes hold."""
+    align = min(WIDEST, n * kind.width) // 8
+    space = cute.AddressSpace.gmem if memory is None else memory
+    aligned = cute.make_ptr(kind, pointer.toint(), space, assumed_align=align)
+    return cute.make_tensor(aligned, cute.make_layout(n))
+
+
+def load(pointer: Any, n: int, kind: Any, memory: Any = None) -> list[Any]:
+    """Load n numbers in float32."""
+    registers = new_registers(n, kind)
+    cute.autovec_copy(vector(pointer, n, kind, memory), registers)
+    return values(registers)
+
+
+def values(registers: Any) -> list[Any]:
+    """Return what registers hold in float32, number by number."""
+    found = registers.load().to(cutlass.Float32)
+    return [found[i] for i in range(cute.size(registers.shape))]
+
+
+def new_registers(n: int, kind: Any) -> Any:
+    return cute.make_rmem_tensor(cute.make_layout(n), kind)
+
+
+def rounded_registers(numbers: list[Any], kind: Any) -> Any:
+    """Return registers of a dtype with numbers in them."""
+    exact, rounded = new_registers(len(numbers), cutlass.Float32), new_registers(len(numbers), kind)
+    for i, x in enumerate(numbers):
+        exact[i] = x
+    rounded.store(exact.load().to(kind))
+    return rounded
+
+
+# ---- shared memory -------------------------------------------------------------------------------
+
+
+class Slots:
+    """n numbers of each thread in shared memory, `depth` times.
+
+    They are in pieces of 16 bytes, neighbours in neighbouring threads: no two meet in a bank.
+    """
+
+    def __init__(self, place: Place, kind: Any, n: int, depth: int = 1) -> None:
+        self.place, self.kind = place, kind
+        self.width = min(n, WIDEST // kind.width)
+        self.pieces = n // self.width
+        layout = cute.make_layout(depth * n * place.work.threads)
+        self.memory = place.shared.allocate_tensor(kind, layout, 16)
+
+    def pointers(self, stage: Any = 0) -> list[Any]:
+        """Return where the pieces of a stage begin."""
+        first = stage * self.pieces
+        offsets = [
+            ((first + k) * self.place.work.threads + self.place.index) * self.width
+            for k in range(self.pieces)
+        ]
+        return [self.memory.iterator + offset for offset in offsets]
+
+    def read(self, stage: Any = 0) -> list[Any]:
+        """Return what a stage holds, in float32."""
+        shared = cute.AddressSpace.smem
+        pieces = [load(start, self.width, self.kind, shared) for start in self.pointers(stage)]
+        return [x for piece in pieces for x in piece]
+
+    def write(self, numbers: list[Any]) -> None:
+        """Store numbers, in the only stage."""
+        for k, start in enumerate(self.pointers()):
+            piece = rounded_registers(numbers[k * self.width : (k + 1) * self.width], self.kind)
+            cute.autovec_copy(piece, vector(start, self.width, self.kind, cute.AddressSpace.smem))
+
+
+class RowSource(NamedTuple):
+    """What a thread needs of an array for a row.
+
+    Args:
+        kind: dtype of the array.
+        sizes: of its parts, in numbers.
+        parts: returns where they begin.
+        repeated: whether other threads of the block need the same: the first-level cache keeps it.
+    """
+
+    kind: Any
+    sizes: list[int]
+    parts: Callable[[Any], list[Any]]
+    repeated: bool = False
+
+    def read(self, number: Any) -> list[list[Any]]:
+        """Load a row's numbers to registers, part by part."""
+        parts = zip(self.parts(number), self.sizes, strict=True)
+        return [load(first, n, self.kind) for first, n in parts]
+
+
+def of_rows(place: Place, rows: Any) -> RowSource:
+    """Name the thread's channels of a row of [B, T, N H], part by part, pass by pass."""
+    parts = [part for step in range(place.work.passes) for part in place.channels(step)]
+
+    def begin(number: Any) -> list[Any]:
+        return [place.row(rows, number) + first for first, _ in parts]
+
+    return RowSource(rows.element_type, [n for _, n in parts], begin)
+
+
+def of_angles(place: Place, table: Any) -> RowSource:
+    """Name the thread's cosines or sines of a row: [L, H/2], L dividing the rows."""
+    width = place.work.head_dim // 2
+
+    def begin(number: Any) -> list[Any]:
+        line = table.iterator + cutlass.Int64(number % table.shape[0]) * width
+        return [line + place.lane * HALF]
+
+    return RowSource(table.element_type, [HALF], begin, repeated=True)
+
+
+def of_numbers(numbers: Any) -> RowSource:
+    """Name a row's number of [B T]."""
+    kind = numbers.element_type
+    return RowSource(kind, [1], lambda number: [numbers.iterator + number], repeated=True)
+
+
+class Stages:
+    """Copies of a block's rows, `depth` - 1 ahead of the one computed.
+
+    The copies run on their own (`cp.async`) and hold no registers.
+    """
+
+    def __init__(self, place: Place, sources: list[RowSource], depth: int) -> None:
+        self.depth, self.sources = depth, sources
+        self.slots = [[Slots(place, each.kind, n, depth) for n in each.sizes] for each in sources]
+
+    def start(self, number: Any, stage: Any) -> None:
+        """Begin to copy a row."""
+        for source, slots in zip(self.sources, self.slots, strict=True):
+            for first, each in zip(source.parts(number), slots, strict=True):
+                _copy(first, each, stage, source.repeated)
+        cute.arch.cp_async_commit_group()
+
+    def read(self, stage: Any) -> list[list[list[Any]]]:
+        """Wait for the oldest row, and return its numbers: source by source, part by part."""
+        cute.arch.cp_async_wait_group(self.depth - 2)
+        return [[each.read(stage) for each in slots] for slots in self.slots]
+
+
+def _copy(first: Any, slots: Slots, stage: Any, repeated: bool) -> None:
+    bits, modes = slots.width * slots.kind.width, cpasync.LoadCacheMode
+    # Only copies of 16 bytes can bypass the first-level cache.
+    mode = modes.ALWAYS if repeated or bits < WIDEST else modes.GLOBAL
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), slots.kind, num_bits_per_copy=bits)
+    for k, start in enumerate(slots.pointers(stage)):
+        piece = vector(start, slots.width, slots.kind, cute.AddressSpace.smem)
+        cute.copy(atom, vector(first + k * slots.width, slots.width, slots.kind), piece)

@@ -1,0 +1,170 @@
+"""What the kernel does to a row, how the threads of a block share it, and how many blocks run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WARP = 32
+OCTET = 8  # channels that a thread takes in a pass
+ONE_PASS = 64  # octets, up to which a block takes a row in one pass
+LARGEST_BLOCK = 384  # threads
+MOST_PASSES = 4  # with more, registers run out
+REGISTERS = 2**16  # of an SM
+OTHERS = 33  # registers of a thread for addresses and sums
+OF_A_BLOCK = 2048  # bytes of shared memory besides rows: the system's, and sums over warps
+MOST_BLOCKS = 16  # of an SM
+
+
+class VectorParts(NamedTuple):
+    """A vector that comes with the rows, as a sum.
+
+    Args:
+        rows: which row of each of its parts, arrays [B, F, R, D], is added.
+        constant: added to them.
+    """
+
+    rows: tuple[int, ...] = (0,)
+    constant: float = 0.0
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """What is done to a row of N heads of H channels, and which thread takes which channels.
+
+    z = x + bias; where rows are added to another, z = other + gate * (x + bias)
+    y = rotate(norm(z) * scale + shift)
+
+    A head is shared by `lanes` neighbouring threads, each with 8 of its channels: 8 neighbours, or
+    4 of each half if the pairs of the rotary embedding are halves apart. A block takes `slots`
+    heads at a time, and all N in `passes` passes. Threads that are left over repeat what the last
+    head or lane does and store the same; sums leave them out. The heads of a LayerNorm, which has
+    none, are of 8 channels.
+
+    Args:
+        heads, head_dim: N and H.
+        norm: RMS over each "head" or "across" all heads, "layer" for a LayerNorm, or None.
+        eps: of the norm.
+        style: of the rotary embedding, "interleaved" or "half"; None for none.
+        vectors: those that there are, by name.
+
+    >>> RowWork(12, 128, "across", 1e-6, "interleaved").threads
+    96
+    """
+
+    heads: int
+    head_dim: int
+    norm: str | None
+    eps: float
+    style: str | None = None
+    vectors: tuple[tuple[str, VectorParts], ...] = ()
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of a row."""
+        return self.heads * self.head_dim
+
+    @property
+    def used_lanes(self) -> int:
+        """Return how many threads a head needs."""
+        return self.head_dim // OCTET
+
+    @property
+    def lanes(self) -> int:
+        """Return how many threads a head has: a power of two, so that shuffles sum over it."""
+        return 1 << (self.used_lanes - 1).bit_length()
+
+    @property
+    def slots(self) -> int:
+        """Return how many heads a block takes at a time: whole warps, if possible all full."""
+        octets = self.heads * self.lanes
+        fewest = 1 if octets <= ONE_PASS else max(2, -(-octets // LARGEST_BLOCK))
+        full = (p for p in (fewest, fewest + 1) if octets % (p * WARP) == 0)
+        need, of_warp = -(-self.heads // next(full, fewest)), max(1, WARP // self.lanes)
+        return -(-need // of_warp) * of_warp
+
+    @property
+    def passes(self) -> int:
+        """Return in how many passes a block takes a row."""
+        return -(-self.heads // self.slots)
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return self.lanes * self.slots
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a block."""
+        return self.threads // WARP
+
+    @property
+    def is_full(self) -> bool:
+        """Say whether each thread has channels of its own in each pass."""
+        return OCTET * self.threads * self.passes == self.channels
+
+    def of_warp(self, warp: int) -> int:
+        """Return how many channels a warp has of its own."""
+        threads = range(warp * WARP, (warp + 1) * WARP)
+        return OCTET * sum(
+            t % self.lanes < self.used_lanes and t // self.lanes + p * self.slots < self.heads
+            for t in threads
+            for p in range(self.passes)
+        )
+
+    def fits(self) -> bool:
+        """Say whether a block can share such a row."""
+        if self.heads < 1 or self.head_dim < OCTET or self.head_dim % OCTET:
+            return False
+        return self.lanes <= WARP and self.passes <= MOST_PASSES and self.threads <= LARGEST_BLOCK
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """How rows are shared among blocks.
+
+    Args:
+        work: what is done to them.
+        widths: bytes of a number of each array of rows that is read.
+        is_backward: whether gradients are taken back; the vectors are then in shared memory, and
+            their sums in registers.
+        sms: streaming multiprocessors (SMs) of the GPU.
+        shared: bytes of shared memory that an SM gives.
+    """
+
+    work: RowWork
+    widths: tuple[int, ...]
+    is_backward: bool
+    sms: int
+    shared: int
+
+    @property
+    def stages(self) -> int:
+        """Return how many rows a block has in shared memory: one is computed, others arrive."""
+        most = 1 + len(self.widths)
+        return most if self._bytes(most) <= self.shared else 2
+
+    @property
+    def per_sm(self) -> int:
+        """Return how many blocks an SM has at once: registers and shared memory limit them."""
+        work, arrays = self.work, len(self.widths) + len(self.work.vectors)
+        registers = OTHERS + OCTET * work.passes * (1 + arrays * (2 if self.is_backward else 1))
+        by_registers = REGISTERS // (registers * work.threads)
+        return max(1, min(by_registers, self.shared // self._bytes(self.stages), MOST_BLOCKS))
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks are launched at most: as many as a GPU has at once."""
+        return self.sms * self.per_sm
+
+    def fits(self) -> bool:
+        """Say whether the kernel takes such rows."""
+        return self.work.fits() and self._bytes(2) <= self.shared
+
+    def _bytes(self, stages: int) -> int:
+        """Return the shared memory of a block; each thread has its own copy of the angles."""
+        work = self.work
+        angles = 0 if work.style is None else 4 * OCTET
+        stage = OCTET * work.passes * sum(self.widths) + angles + 4
+        vectors = 4 * OCTET * work.passes * len(work.vectors) if self.is_backward else 0
+        return OF_A_BLOCK + work.threads * (stages * stage + vectors)
