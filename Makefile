@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo demo-stream docs test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile test-cuda-compile fuzz lint clean help
+.PHONY: demo demo-stream docs check test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile test-cuda-compile fuzz lint clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -32,6 +32,11 @@ demo-stream: $(READY)  ## train the small model by forcing, then stream digits t
 # Compilers take and give back memory all the time: large pages save a part of it, as in the demo.
 test: $(READY)  ## the tests, on two cores
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: $(READY)  ## in a minute: style, types and tests of what changed since the main branch
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.changed $(ARGS)
 
 # NEWEST_PYTHON names the python of an environment that has all packages already.
 test-newest:  ## a part of the tests on the newest Python found here, with the newest jax, flax and tokamax
