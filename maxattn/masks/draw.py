@@ -26,46 +26,34 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
     """Draw a bound mask: a character a pair where it fits the width, else shades of density."""
     _check_lengths(q_len, kv_len)
     if width < 8:
-        raise InputError(
-            "width", width, "a picture has at least 8 characters in a line", "give a larger width"
-        )
-    least = -(-max(q_len, kv_len) // width)
+        rule = "a picture has at least 8 characters in a line"
+        raise InputError("width", width, rule, "give a larger width")
     period = mask.period()
-    cell = _aligned(least, period)
+    cell = tall = _aligned(-(-max(q_len, kv_len) // width), period)
     # A character is about twice as tall as wide: a cell has twice as many queries as keys, unless
     # that mixes blocks.
-    tall = (
-        cell
-        if cell == 1 or (_on_grid(cell, period) and not _on_grid(2 * cell, period, whole=False))
-        else 2 * cell
-    )
+    mixes = _on_grid(cell, period) and not (period and period % (2 * cell) == 0)
+    if cell > 1 and not mixes:
+        tall = 2 * cell
     shares = density(mask, tall, cell, q_len, kv_len, batch, head)
     gap = " " if tall == cell and 2 * shares.shape[1] <= width else ""
-    lines = [gap.join(map(_character, row)) for row in shares.tolist()]
     scale = "" if cell == 1 else f", one character is {tall} queries by {cell} keys"
-    return "\n".join(
-        [repr(mask), f"{q_len} queries down, {kv_len} keys across{scale}{_caution(mask)}", *lines]
-    )
+    lines = [repr(mask), f"{q_len} queries down, {kv_len} keys across{scale}{_caution(mask)}"]
+    for row in shares.tolist():
+        shade = (SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)] for share in row)
+        drawn = zip(row, shade, strict=True)
+        lines.append(gap.join({0.0: "·", 1.0: "█"}.get(share, x) for share, x in drawn))
+    return "\n".join(lines)
 
 
 def _aligned(cell: int, period: int | None) -> int:
     """Widen a cell, at most to twice its size, to a divisor or multiple of the mask's blocks."""
-    return (
-        cell
-        if cell == 1
-        else next((n for n in range(cell, 2 * cell + 1) if _on_grid(n, period)), cell)
-    )
+    wider = range(cell, 2 * cell + 1) if cell > 1 else ()
+    return next((n for n in wider if _on_grid(n, period)), cell)
 
 
-def _on_grid(cell: int, period: int | None, whole: bool = True) -> bool:
-    """Tell whether cells tile the mask's blocks, or where `whole` counts are tiled by them."""
-    return period is not None and (period % cell == 0 or (whole and cell % period == 0))
-
-
-def _character(share: float) -> str:
-    if share in (0.0, 1.0):
-        return "█" if share else "·"
-    return SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)]
+def _on_grid(cell: int, period: int | None) -> bool:
+    return period is not None and (period % cell == 0 or cell % period == 0)
 
 
 def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int) -> Path:
@@ -84,9 +72,8 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
     edges = (0, kv_len, q_len, 0)
-    axes.imshow(
-        shares, cmap="Blues", vmin=0, vmax=1, extent=edges, interpolation="nearest", aspect="auto"
-    )
+    look = {"cmap": "Blues", "interpolation": "nearest", "aspect": "auto"}
+    axes.imshow(shares, vmin=0, vmax=1, extent=edges, **look)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(f"{mask!r}{_caution(mask)}", fontsize=9, wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +90,7 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
 def density(
     mask: Mask, cell_q: int, cell_kv: int, q_len: int, kv_len: int, batch: int = 0, head: int = 0
 ) -> Float[np.ndarray, "QC KC"]:
-    """Give the share of allowed pairs in each cell.
+    """Return the share of allowed pairs in each cell.
 
     Exact for masks of positions with few intervals. Others are exact while a cell is at most 8 x 8,
     and from up to 8 x 8 samples beyond; where arrays are unknown (forms, traced), the upper bound.
@@ -121,8 +108,10 @@ def _sampled(
     (q_idx, q_starts), (kv_idx, kv_starts) = _samples(cell_q, q_len), _samples(cell_kv, kv_len)
     out = here.allowed(q_idx, kv_idx)
     batches, heads = out.shape[:2]
-    _check_index("batch", batch, batches)
-    _check_index("head", head, heads)
+    for name, index, size in (("batch", batch, batches), ("head", head, heads)):
+        if not 0 <= index < size and size > 1:
+            remedy = f"give {name} from 0 to {size - 1}"
+            raise InputError(name, index, f"the mask has {size} along {name}", remedy)
     table = np.broadcast_to(out[batch % batches, head % heads], (len(q_idx), len(kv_idx)))
     by_row = np.add.reduceat(table, q_starts, axis=0, dtype=np.int32)
     sums = np.add.reduceat(by_row, kv_starts, axis=1)
@@ -130,14 +119,8 @@ def _sampled(
     return sums / sizes
 
 
-def _check_index(name: str, index: int, size: int) -> None:
-    if not 0 <= index < size and size > 1:
-        remedy = f"give {name} from 0 to {size - 1}"
-        raise InputError(name, index, f"the mask has {size} along {name}", remedy)
-
-
 def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pick indexes spread over each cell, and tell where each cell's begin among them."""
+    """Pick indexes spread over each cell; and where each cell's begin among them."""
     step = -(-cell // SAMPLES)
     picked = [np.arange(start, min(start + cell, length), step) for start in range(0, length, cell)]
     return np.concatenate(picked), np.cumsum([0, *(len(p) for p in picked[:-1])])

@@ -1,4 +1,4 @@
-"""What `check_finite: true` does: it names the numbers of a call that are NaN or infinite.
+"""`check_finite: true`: name the numbers of a call that are NaN or infinite.
 
 A kernel weighs a hidden key by 0, and 0 * NaN is NaN: such a number reaches every query.
 """
@@ -18,7 +18,7 @@ from maxattn.masks.base import Mask
 
 
 class NotFinite(NamedTuple):
-    """Count what is not finite in one operand.
+    """The numbers of one operand that are not finite.
 
     Args:
         count: how many numbers.

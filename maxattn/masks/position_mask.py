@@ -111,7 +111,7 @@ def whole(mask: Mask, name: str, least: int, optional: bool = False, most: int =
         return
     none = ", or None" if optional else ""
     try:
-        number = None if isinstance(value, (bool, np.bool_)) else index(value)
+        number = None if value is None or isinstance(value, (bool, np.bool_)) else index(value)
     except (TypeError, jax.errors.JAXTypeError):
         number = None
     if number is None:

@@ -13,8 +13,37 @@ from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.tree import mask_type
 
 
+class _Moving(PositionMask):
+    """Intervals whose ends move with the query, and so never jump."""
+
+    @property
+    def divides_positions(self) -> bool:
+        return False
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        return ()
+
+    def repeats(self, q: int, kv: int) -> bool:
+        return q == kv
+
+
+class _Blocks(PositionMask):
+    """Intervals whose ends jump where a block of `block` tokens begins."""
+
+    block: int
+
+    def own_period(self) -> int | None:
+        return self.block
+
+    def repeats(self, q: int, kv: int) -> bool:
+        return q == kv and q % self.block == 0
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        return (RowBlocks(self.block, self.offset or 0),)
+
+
 @mask_type
-class Causal(PositionMask):
+class Causal(_Moving):
     """Allow a query its own position and all before it: `key <= query`.
 
     Args:
@@ -38,22 +67,12 @@ class Causal(PositionMask):
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         return ((None, pos + 1),)
 
-    @property
-    def divides_positions(self) -> bool:
-        return False
-
-    def row_blocks(self) -> tuple[RowBlocks, ...]:
-        return ()
-
-    def repeats(self, q: int, kv: int) -> bool:
-        return q == kv
-
     def band(self) -> Band:
         return Band(None, 0, self.offset or 0)
 
 
 @mask_type
-class LocalWindow(PositionMask):
+class LocalWindow(_Moving):
     """Allow keys near the query: `query - left <= key <= query + right`.
 
     Args:
@@ -86,16 +105,6 @@ class LocalWindow(PositionMask):
         end = None if self.right is None else pos + self.right + 1
         return ((start, end),)
 
-    @property
-    def divides_positions(self) -> bool:
-        return False
-
-    def row_blocks(self) -> tuple[RowBlocks, ...]:
-        return ()
-
-    def repeats(self, q: int, kv: int) -> bool:
-        return q == kv
-
     def band(self) -> Band:
         return Band(self.left, self.right, self.offset or 0)
 
@@ -109,7 +118,7 @@ class LocalWindow(PositionMask):
 
 
 @mask_type
-class BlockCausal(PositionMask):
+class BlockCausal(_Blocks):
     """Allow a query its own block and all blocks before it: `key // block <= query // block`.
 
     Args:
@@ -140,18 +149,9 @@ class BlockCausal(PositionMask):
     def simplified(self) -> Mask:
         return Causal(self.offset) if self.block == 1 else self
 
-    def own_period(self) -> int | None:
-        return self.block
-
-    def repeats(self, q: int, kv: int) -> bool:
-        return q == kv and q % self.block == 0
-
-    def row_blocks(self) -> tuple[RowBlocks, ...]:
-        return (RowBlocks(self.block, self.offset or 0),)
-
 
 @mask_type
-class BlockSlidingWindow(PositionMask):
+class BlockSlidingWindow(_Blocks):
     """Allow a query its own block and the `window - 1` blocks before it.
 
     That is `0 <= query // block - key // block < window`.
@@ -193,17 +193,8 @@ class BlockSlidingWindow(PositionMask):
     def simplified(self) -> Mask:
         return LocalWindow(self.window - 1, 0, self.offset) if self.block == 1 else self
 
-    def own_period(self) -> int | None:
-        return self.block
-
     def own_block(self) -> tuple[int, int] | None:
         return (self.block, self.block) if (self.window, self.offset) == (1, 0) else None
-
-    def repeats(self, q: int, kv: int) -> bool:
-        return q == kv and q % self.block == 0
-
-    def row_blocks(self) -> tuple[RowBlocks, ...]:
-        return (RowBlocks(self.block, self.offset or 0),)
 
     def most_keys(self) -> int | None:
         return self.block * self.window

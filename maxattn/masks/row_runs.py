@@ -1,4 +1,4 @@
-"""Queries in runs: rows at one distance whose intervals of keys stand still or move with them.
+"""Query rows in runs: at one distance, with intervals of keys that stand still or move with them.
 
 Ends of the intervals of a known mask never fall, and over one period of its blocks they rise by a
 period at most; `min`, `max` and sorting keep both. So where an end rises over a run by nothing, or
@@ -27,7 +27,7 @@ ROWS = 2**20  # rows at a time: arrays of ten million, 32 intervals each, take g
 
 
 class RowBlocks(NamedTuple):
-    """Say where the ends of a mask's intervals jump.
+    """Where the ends of a mask's intervals jump.
 
     Args:
         size: rows in a block; in the first row of each, ends rise by up to so much.
@@ -41,7 +41,7 @@ class RowBlocks(NamedTuple):
 
 
 class RowRuns(NamedTuple):
-    """Hold rows `first + i * step` for i < count, with disjoint intervals [lo, hi) of each.
+    """Rows `first + i * step` for i < count, with disjoint intervals [lo, hi) of each.
 
     Args:
         first, count: [R].
@@ -62,7 +62,7 @@ class RowRuns(NamedTuple):
 def row_runs(
     mask: Mask, q_len: int, kv_len: int, data: bool = True, cuts: int = 0
 ) -> Iterator[RowRuns]:
-    """Give all rows of a bound mask in runs.
+    """Yield all rows of a bound mask in runs.
 
     Args:
         mask: the mask.
@@ -74,7 +74,7 @@ def row_runs(
     way = None if blocks is None else _way(blocks, q_len, cuts)
     if way is not None:
         keep = way.pieces <= MOST_KEPT and _is_hashable(mask)
-        yield (_kept if keep else _runs)(mask, way._replace(pieces=0), (q_len, kv_len), data)
+        yield (_kept if keep else _runs)(mask, way._replace(pieces=0), q_len, kv_len, data)
         return
     for first in range(0, q_len, ROWS):
         rows = np.arange(first, min(first + ROWS, q_len))
@@ -92,7 +92,7 @@ def _is_hashable(mask: Mask) -> bool:
 
 
 class _Way(NamedTuple):
-    """Say how rows become runs: in how many pieces, which blocks are cut at, and in what steps."""
+    """How rows become runs: in how many pieces, which blocks are cut at, and in what steps."""
 
     pieces: int
     cut: tuple[RowBlocks, ...]
@@ -117,21 +117,15 @@ def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
     return best if best.pieces <= q_len else None
 
 
-def _runs(mask: Mask, way: _Way, lengths: tuple[int, int], data: bool) -> RowRuns:
-    (q_len, kv_len), step = lengths, way.step
+def _runs(mask: Mask, way: _Way, q_len: int, kv_len: int, data: bool) -> RowRuns:
+    """Cut the rows, and halve runs until every end stands still or moves with the rows."""
+    step = way.step
     starts = [np.arange(-b.phase % b.size, q_len, b.size) for b in way.cut]
     edges = np.unique(np.concatenate([np.array([0, *way.turns, q_len]), *starts]))
     start, end = (np.repeat(x, step) for x in (edges[:-1], edges[1:]))
     first = start + np.tile(np.arange(step), len(edges) - 1)
     first, end = first[first < end], end[first < end]
-    return _halved(mask, first, -((first - end) // step), step, kv_len, data)
-
-
-_kept = lru_cache(maxsize=8)(_runs)
-
-
-def _halved(mask: Mask, first: Rows, count: Rows, step: int, kv_len: int, data: bool) -> RowRuns:
-    """Halve runs until every end stands still or moves with the rows."""
+    count = -((first - end) // step)
     done: list[tuple[np.ndarray, ...]] = []
     while first.size or not done:
         ends = _disjoint(mask, first, kv_len, data)
@@ -151,16 +145,17 @@ def _halved(mask: Mask, first: Rows, count: Rows, step: int, kv_len: int, data: 
     return RowRuns(first, count, step, *ends)
 
 
+_kept = lru_cache(maxsize=8)(_runs)
+
+
 def _disjoint(mask: Mask, rows: Rows, kv_len: int, data: bool) -> tuple[Ends, Ends]:
-    """Give the intervals of some rows, sorted, clipped and without overlap."""
+    """Return the intervals of some rows, sorted, clipped and without overlap."""
     found = mask.intervals(rows, np, data)
     if not found:
         nothing = np.zeros((rows.size, 0), np.int64)
         return nothing, nothing
-    lo, hi = (
-        np.minimum(np.stack(ends, axis=1), kv_len).astype(np.int64)
-        for ends in zip(*found, strict=True)
-    )
+    both = (np.stack(ends, axis=1) for ends in zip(*found, strict=True))
+    lo, hi = (np.minimum(ends, kv_len).astype(np.int64) for ends in both)
     lo, hi = np.sort(np.minimum(lo, hi), axis=1), np.sort(hi, axis=1)
     lo[:, 1:] = np.maximum(lo[:, 1:], hi[:, :-1])
     return lo, hi

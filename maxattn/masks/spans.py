@@ -28,13 +28,13 @@ def union(spans: Spans) -> Spans:
     fixed = _merged([span for span in spans if _is_fixed(span)])
     if (None, None) in fixed:
         return WHOLE
-    if len(fixed) == sum(map(_is_fixed, spans)):
+    if len(fixed) == sum(map(_is_fixed, spans)):  # nothing was merged: the order stays
         return spans
     return (*fixed, *(span for span in spans if not _is_fixed(span)))
 
 
 def intersection(a: Spans, b: Spans, xp: Any) -> Spans:
-    """Give what lies in both: of m and n intervals at most m + n - 1, or `FEW_PAIRS`."""
+    """Return what lies in both: of m and n intervals at most m + n - 1, or `FEW_PAIRS`."""
     if len(a) * len(b) <= FEW_PAIRS or 1 in (len(a), len(b)) or _are_fixed((*a, *b)):
         return union(tuple(_both(x, y, xp) for x in a for y in b))
     lows, highs = zip(*_disjoint(a, xp), *_disjoint(b, xp), strict=True)
@@ -43,13 +43,23 @@ def intersection(a: Spans, b: Spans, xp: Any) -> Spans:
 
 
 def complement(spans: Spans, xp: Any) -> Spans:
-    """Give the gaps: of n intervals n + 1, or at most `FEW_PAIRS`."""
+    """Return the gaps: of n intervals n + 1, or at most `FEW_PAIRS`."""
     if _are_fixed(spans):
-        return _gaps(_merged(list(spans)))
+        gaps: list[Span] = []
+        start: int | None = None
+        for lo, hi in _merged(list(spans)):
+            gaps += [] if lo is None else [(start, lo)]
+            start = hi
+            if hi is None:
+                return tuple(gaps)
+        return (*gaps, (start, None))
     if 2 ** len(spans) <= FEW_PAIRS:
         rest = WHOLE
-        for span in spans:
-            rest = intersection(rest, _sides(span), xp)
+        for lo, hi in spans:
+            # Where an interval is empty (lo >= hi) its two sides meet or overlap, and so cover
+            # everything, as they should.
+            sides = ((None, lo),) * (lo is not None) + ((hi, None),) * (hi is not None)
+            rest = intersection(rest, sides, xp)
         return rest
     lows, highs = _ends(spans, xp)
     # A key in no interval is past as many starts as ends.
@@ -76,24 +86,6 @@ def _merged(fixed: list[Span]) -> list[Span]:
     return [(lo if lo > 0 else None, hi if hi < BIG else None) for lo, hi in merged]
 
 
-def _gaps(merged: list[Span]) -> Spans:
-    rest: list[Span] = []
-    start: int | None = None
-    for lo, hi in merged:
-        rest += [] if lo is None else [(start, lo)]
-        start = hi
-        if hi is None:
-            return tuple(rest)
-    return (*rest, (start, None))
-
-
-def _sides(span: Span) -> Spans:
-    # Where an interval is empty (lo >= hi) its two sides meet or overlap, and so cover everything,
-    # as they should.
-    lo, hi = span
-    return ((None, lo),) * (lo is not None) + ((hi, None),) * (hi is not None)
-
-
 def _both(a: Span, b: Span, xp: Any) -> Span:
     return _open_or(_most, a[0], b[0], xp), _open_or(_least, a[1], b[1], xp)
 
@@ -118,14 +110,13 @@ def _ends(spans: Spans, xp: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _disjoint(spans: Spans, xp: Any) -> Spans:
-    """Give the same keys as intervals in order that do not overlap."""
+    """Return the same keys as intervals in order that do not overlap."""
     lows, highs = _ends(spans, xp)
     starts = [lows[0], *(_most(a, b, xp) for a, b in zip(lows[1:], highs[:-1], strict=True))]
     return tuple(zip(starts, highs, strict=True))
 
 
 def _sorted(values: Any, xp: Any) -> list[Any]:
-    """Sort arrays elementwise."""
     if hasattr(xp, "sort"):
         return list(xp.sort(xp.stack(xp.broadcast_arrays(*values)), axis=0))
     found: list[Any] = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TileBounds(NamedTuple):
-    """Hold for [batch or 1, tiles of queries or 1, tiles of keys or 1] what is sure of them.
+    """What is sure of tiles: [batch or 1, tiles of queries or 1, tiles of keys or 1].
 
     Args:
         some: False where no pair is allowed.
@@ -27,7 +27,7 @@ class TileBounds(NamedTuple):
     every: Bool[Array, "B QB KB"]
 
     def both(self, other: TileBounds) -> TileBounds:
-        """Bound what two masks allow together."""
+        """Bound the pairs that both masks allow."""
         return TileBounds(self.some & other.some, self.every & other.every)
 
     def either(self, other: TileBounds) -> TileBounds:
@@ -40,14 +40,14 @@ class TileBounds(NamedTuple):
 
 
 def unknown() -> TileBounds:
-    """Return the bounds of a mask that says nothing of tiles."""
+    """Return bounds that any mask is within."""
     one = jnp.ones((1, 1, 1), bool)
     return TileBounds(one, ~one)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Say into which tiles the pairs of a call are cut.
+    """The tiles that the pairs of a call are cut into.
 
     Args:
         blocks: queries and keys of a tile.
@@ -85,10 +85,8 @@ def of_ids(q: Array, kv: Array) -> TileBounds:
     Ranges of ids that do not meet have no id in common; whether those that do meet have one depends
     on the order of the ids.
     """
-    q_low, q_high, q_one = _range(q)
-    kv_low, kv_high, kv_one = _range(kv)
-    q_low, q_high, q_one = (x[:, :, None] for x in (q_low, q_high, q_one))
-    kv_low, kv_high, kv_one = (x[:, None, :] for x in (kv_low, kv_high, kv_one))
+    q_low, q_high, q_one = (x[:, :, None] for x in _range(q))
+    kv_low, kv_high, kv_one = (x[:, None, :] for x in _range(kv))
     meet = (q_low <= kv_high) & (kv_low <= q_high)
     return TileBounds(meet, meet & q_one & kv_one)
 
