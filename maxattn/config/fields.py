@@ -31,18 +31,18 @@ def defaults(model: Model) -> dict[str, Any]:
 
 
 def owner(model: Model, path: Path) -> Model:
-    """Return the section that a path leads to, starting from the outermost model."""
+    """Return the section at a path, starting from the outermost model."""
     for part in path:
         model = section_type(model.model_fields.get(str(part))) or model
     return model
 
 
 def field_at(model: Model, path: Path) -> FieldInfo | None:
-    """Return the field that a path leads to, or None where there is none."""
+    """Return the field at a path, or None if there is none."""
     return owner(model, path[:-1]).model_fields.get(str(path[-1]))
 
 
 def inner_keys(model: Model) -> dict[str, str]:
-    """Map the keys of the sections to their dotted paths."""
+    """Return the dotted path of each key of the sections."""
     sections = ((name, section_type(field)) for name, field in model.model_fields.items())
     return {key: f"{name}.{key}" for name, section in sections for key in keys_of(section)}

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from maxattn.config import overrides as config_overrides
-from maxattn.config.document import Document
+from maxattn.config.document import Document, read
 from maxattn.config.errors import ConfigErrors, Path, refused, show
 from maxattn.config.maxdiffusion_keys import BLOCK_SIZES, CUSTOM_SIZES, recognised
-from maxattn.config.overrides import Overrides
-from maxattn.config.read import read
+from maxattn.config.overrides import Overrides, apply_overrides
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.config.section import Section, problems_of
 from maxattn.config.self_forcing_keys import recognised_rollout
@@ -51,29 +49,14 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Ov
     raise ConfigErrors(problems, source or "overrides")
 
 
-class Validated(NamedTuple):
-    """Hold a config, or None and what is wrong with its values."""
-
-    config: Any
-    problems: list[ConfigError]
-
-
-def validated(model: type[Section], values: Mapping[str, Any], locate: Locations) -> Validated:
-    """Validate values; what is wrong is returned, so that it can be sorted with the rest."""
+def validated(
+    model: type[Config], values: Mapping[str, Any], locate: Locations
+) -> tuple[Config | None, list[ConfigError]]:
+    """Return a config, or None and what is wrong with its values."""
     try:
-        return Validated(model.model_validate(values), [])
+        return model.model_validate(values), []
     except ValidationError as error:
-        return Validated(None, problems_of(model, values, error, locate))
-
-
-def apply_overrides(
-    model: type[Section], data: dict[str, Any], overrides: Overrides
-) -> tuple[dict[Path, str], list[ConfigError]]:
-    """Set in `data` what the overrides say; return where each path was set, and the problems."""
-    try:
-        return config_overrides.apply(model, data, overrides), []
-    except config_overrides.PartlyApplied as error:
-        return error.origins, list(error.problems)
+        return None, problems_of(model, values, error, locate)
 
 
 def check_path(path: object) -> None:
@@ -90,15 +73,15 @@ def check_path(path: object) -> None:
 def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
-    """Say of a foreign file what it is, once, in place of one problem for each of its keys."""
+    """Report a foreign file once, in place of one problem for each of its keys."""
     if (theirs := recognised_rollout(data, source)) is not None:
         return [theirs, *(p for p in problems if p.where.startswith("override"))]
     unknown = {key for key in data if key not in model.model_fields}
     foreign = recognised({k: v for k, v in data.items() if k in {*unknown, BLOCK_SIZES}}, source)
     if foreign is None:
         return problems
-    theirs = unknown | {f"{BLOCK_SIZES}.{key}" for key in CUSTOM_SIZES}
-    ours = (p for p in problems if p.setting not in theirs or p.where.startswith("override"))
+    names = unknown | {f"{BLOCK_SIZES}.{key}" for key in CUSTOM_SIZES}
+    ours = (p for p in problems if p.setting not in names or p.where.startswith("override"))
     return [foreign, *ours]
 
 
@@ -106,21 +89,20 @@ def _without_program_sections(
     model: type[Section], data: Mapping[str, Any], locate: Locations
 ) -> tuple[dict[str, Any], list[ConfigError]]:
     """Leave out the sections that belong to a program, and empty ones."""
-    declared = {n for n in PROGRAM_SECTIONS if n in model.model_fields and data.get(n) is not None}
-    left_out = [name for name in PROGRAM_SECTIONS if name in data and name not in declared]
-    values = {key: value for key, value in data.items() if key not in left_out}
-    wrong = [n for n in left_out if data[n] is not None and not isinstance(data[n], dict)]
-    return values, [_no_section(name, data[name], locate((name,))) for name in wrong]
-
-
-def _no_section(name: str, value: Any, where: str) -> ConfigError:
-    rule = f"'{name}' is the section of a program's own settings: a mapping"
-    remedy = "write its keys indented below it, or remove the line"
-    return ConfigError(name, show(value), rule, remedy, where)
+    values, problems = dict(data), []
+    for name in PROGRAM_SECTIONS:
+        if name not in data or (name in model.model_fields and data[name] is not None):
+            continue
+        value = values.pop(name)
+        if value is not None and not isinstance(value, dict):
+            rule = f"'{name}' is the section of a program's own settings: a mapping"
+            remedy = "write its keys indented below it, or remove the line"
+            problems.append(ConfigError(name, show(value), rule, remedy, locate((name,))))
+    return values, problems
 
 
 class Locations:
-    """Say where a path was written: the override that set it, or the line of the file."""
+    """Returns where a path was written: the override that set it, or the line of the file."""
 
     def __init__(self, document: Document, source: str, origins: Mapping[Path, str]) -> None:
         self.document, self.source, self.origins = document, source, origins

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, get_args
 
+from maxattn.config.document import read
 from maxattn.config.errors import ConfigErrors, close, plain
 from maxattn.config.fields import keys_of, section_type
 from maxattn.config.load import (
     Config,
     Locations,
-    apply_overrides,
     check_path,
     in_file_order,
     validated,
@@ -31,8 +31,7 @@ from maxattn.config.maxdiffusion_keys import (
     recognised,
     some_of,
 )
-from maxattn.config.overrides import Overrides
-from maxattn.config.read import read
+from maxattn.config.overrides import Overrides, apply_overrides
 from maxattn.config.rules import PROGRAM_SECTIONS, RematPolicy
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError

@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from maxattn.config.document import Document
+from maxattn.config.document import Document, read
 from maxattn.config.errors import ConfigErrors, dotted, plain, problem
 from maxattn.config.load import check_path, in_file_order
-from maxattn.config.read import read
 from maxattn.config.self_forcing_keys import (
     MODEL,
     SIZES,

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from maxattn.config import AttentionConfig, ConfigErrors
-from maxattn.config.document import parse
+from maxattn.config.document import MOST_BYTES, MOST_NODES, parse
 from maxattn.config.errors import show
 from maxattn.config.numbers import DEEPEST
-from maxattn.config.yaml_loader import MOST_BYTES, MOST_NODES
 from tests.golden_text import check_golden
 from tests.within import within
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxattn.config import AttentionConfig
+from maxattn.config.document import read
 from maxattn.config.errors import plain
 from maxattn.config.maxdiffusion import Imported
-from maxattn.config.read import read
 from maxattn.config.self_forcing import ImportedRollout, load_rollout
 from maxattn.config.self_forcing_keys import is_theirs
 from maxattn.config.write import yaml_of

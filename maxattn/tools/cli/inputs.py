@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxattn.config import AttentionConfig
-from maxattn.config import overrides as config_overrides
+from maxattn.config.document import read
 from maxattn.config.errors import plain
 from maxattn.config.numbers import LARGEST, whole
-from maxattn.config.read import read
+from maxattn.config.overrides import apply_overrides
 from maxattn.errors import InputError
 from maxattn.tools import model_shapes
 from maxattn.tools.cli.masks import check_fits, read_mask
@@ -51,7 +51,7 @@ def read_source(args: argparse.Namespace) -> Source:
         return Source(AttentionConfig.from_overrides(overrides), {}, "")
     config = AttentionConfig.from_yaml(path, overrides)
     sections = dict(read(path).data)
-    config_overrides.apply(AttentionConfig, sections, overrides)
+    apply_overrides(AttentionConfig, sections, overrides)
     return Source(config, sections, path)
 
 
