@@ -25,9 +25,8 @@ from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private import differentiated
-from maxattn.jax_private.batched_alike import batched_alike
-from maxattn.jax_private.some_examples import some_examples
 from maxattn.jax_private.varying import vary_alike
+from maxattn.jax_private.vmapped import batched_alike, some_examples
 from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_level import Level, bias_level
 from maxattn.kernels.softmax import NEG_INF

@@ -15,8 +15,7 @@ from maxattn.config.target_names import read_target
 from maxattn.devices import DEVICES, Device, Platform, device_kind, device_of
 from maxattn.devices.families import read_capability
 from maxattn.errors import Reason
-from maxattn.jax_private.aiter import aiter_in_jax
-from maxattn.jax_private.versions import CUDNN, CUTLASS, TESTED, Versions
+from maxattn.jax_private.versions import CUDNN, CUTLASS, TESTED, Versions, aiter_in_jax
 from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
 from maxattn.tuned.kernels import CallTimes, times_of

@@ -1,3 +1,1 @@
-"""All that maxattn takes from inside jax and from inside the packages that it calls, and for which
-versions.
-"""
+"""All that maxattn uses from inside jax and the packages that it calls, with tested versions."""

@@ -17,7 +17,7 @@ QKV = tuple[Array, Array, Array]
 
 
 class CudnnMask(NamedTuple):
-    """Say which pairs cuDNN allows.
+    """The pairs that cuDNN allows.
 
     Args:
         lengths: real keys of each batch row, int32, 1 or more; None: all.
@@ -31,7 +31,7 @@ class CudnnMask(NamedTuple):
 
 
 class CudnnRows(NamedTuple):
-    """Hold what the backward is given of each query: the output, its LSE, the output's gradient."""
+    """What the backward is given of each query: the output, its LSE, the output's gradient."""
 
     out: Float[Array, "B T N H"]
     lse: Float[Array, "B N T"]
@@ -39,7 +39,7 @@ class CudnnRows(NamedTuple):
 
 
 class CudnnBias(NamedTuple):
-    """Hold what a backward adds to the scores.
+    """What a backward adds to the scores.
 
     Args:
         array: [B or 1, N or 1, T, S] in the dtype of q, or None. T and S are even.
@@ -53,21 +53,10 @@ class CudnnBias(NamedTuple):
 NO_BIAS = CudnnBias()
 
 
-def _module() -> Any:
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo
-
-
 def cudnn_forward(
     qkv: QKV, mask: CudnnMask, scale: float, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return (out [B,T,N,H], lse [B,N,T] float32); `scale` multiplies the scores.
-
-    Args:
-        qkv, mask, scale: as they are named.
-        bias: as the array of `CudnnBias`, or None.
-    """
+    """Return (out [B,T,N,H], lse [B,N,T] float32); `scale` multiplies the scores."""
     bind = _module()._dot_product_attention_fwd_p_wrapper.bind
     settings = _settings(mask, scale, bias is not None, False)
     out, lse = bind(*_operands(qkv, mask, bias), is_training=True, **settings)
@@ -82,14 +71,13 @@ def cudnn_backward(
     cuDNN takes B N T S values of memory for the gradient of a bias.
     """
     bind, has_bias = _module()._dot_product_attention_bwd_p_wrapper.bind, bias.array is not None
-    given, settings = (rows.lse, rows.out, rows.dout), _settings(mask, scale, has_bias, False)
-    if has_bias and bias.has_gradient:
-        settings = _settings(mask, scale, True, True)
+    settings = _settings(mask, scale, has_bias, has_bias and bias.has_gradient)
+    given = rows.lse, rows.out, rows.dout
     return tuple(bind(*_operands(qkv, mask, bias.array), *given, **settings))
 
 
 def _operands(qkv: QKV, mask: CudnnMask, bias: Array | None) -> tuple[Array, ...]:
-    """Return q, k, v, bias, lengths of queries and keys, and what cuDNN takes for nothing else."""
+    """Return q, k, v, bias, lengths of queries and keys, and empty arrays for other features."""
     q, k, v = qkv
     none = jnp.zeros(0, q.dtype)
     given = q, k, v, none if bias is None else bias
@@ -100,22 +88,25 @@ def _operands(qkv: QKV, mask: CudnnMask, bias: Array | None) -> tuple[Array, ...
 
 
 def _settings(mask: CudnnMask, scale: float, has_bias: bool, has_dbias: bool) -> dict[str, Any]:
+    cudnn = _module()
+    types, padded = cudnn.MaskType, mask.lengths is not None
+    if mask.causal:
+        kind = types.PADDING_CAUSAL if padded else types.CAUSAL
+    else:
+        kind = types.PADDING if padded else types.NO_MASK
     settings = {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (has_bias, has_dbias),
-        "mask_type": _mask_type(mask),
-        "layout": _module().AttentionLayout.BTNH.value,
+        "mask_type": kind,
+        "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": mask.window,
     }
-    if jax.__version_info__ >= (0, 12):
-        settings["score_mod"] = None
-    return settings
+    return settings | ({"score_mod": None} if jax.__version_info__ >= (0, 12) else {})
 
 
-def _mask_type(mask: CudnnMask) -> Any:
-    types = _module().MaskType
-    if mask.lengths is None:
-        return types.CAUSAL if mask.causal else types.NO_MASK
-    return types.PADDING_CAUSAL if mask.causal else types.PADDING
+def _module() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo

@@ -1,4 +1,4 @@
-"""Which operands of a `custom_vjp` are differentiated: `symbolic_zeros` tells its rules.
+"""Which operands of a `custom_vjp` are differentiated, as `symbolic_zeros` shows its rules.
 
 A backward that costs more for one operand can then leave that gradient out.
 """
@@ -16,7 +16,7 @@ from jax.interpreters import ad
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class IsDifferentiated:
-    """Hold whether an operand is differentiated, among the residuals of a forward rule."""
+    """Whether an operand is differentiated, among the residuals of a forward rule."""
 
     value: bool
 
@@ -27,23 +27,22 @@ def plain_values(operands: Any) -> Any:
 
 
 def is_differentiated(operand: Any) -> IsDifferentiated:
-    """Tell whether any array of one of a forward rule's operands is differentiated."""
+    """Return whether any array of one of a forward rule's operands is differentiated."""
     leaves = jax.tree.leaves(operand, is_leaf=_is_primal)
     return IsDifferentiated(any(x.perturbed for x in leaves))
 
 
 def whole_cotangents(cotangents: Any) -> Any:
     """Write out the gradients that are known to be 0."""
-    return jax.tree.map(_written_out, cotangents, is_leaf=_is_zero)
 
+    def is_zero(x: Any) -> bool:
+        return isinstance(x, SymbolicZero)
 
-def _written_out(x: Any) -> Any:
-    return ad.zeros_like_aval(x.aval) if _is_zero(x) else x
+    def written_out(x: Any) -> Any:
+        return ad.zeros_like_aval(x.aval) if is_zero(x) else x
+
+    return jax.tree.map(written_out, cotangents, is_leaf=is_zero)
 
 
 def _is_primal(x: Any) -> bool:
     return isinstance(x, CustomVJPPrimal)
-
-
-def _is_zero(x: Any) -> bool:
-    return isinstance(x, SymbolicZero)

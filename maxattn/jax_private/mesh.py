@@ -12,9 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 
 def auto_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
-    """Build a mesh whose axes the compiler may use freely (newer jax makes Explicit axes by
-    default).
-    """
+    """Build a mesh of Auto axes, where newer jax makes Explicit axes by default."""
     return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
@@ -35,18 +33,14 @@ def shard_map(
 
 
 def ambient_mesh() -> Any:
-    """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None where
-    there is none.
+    """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None.
+
+    jax has no public name for the mesh of a `with mesh:` any more; where a jax keeps it elsewhere,
+    it is not found and can be passed.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    return _entered_mesh() if mesh is None or mesh.empty else mesh
-
-
-def _entered_mesh() -> Mesh | None:
-    """Return the mesh of a `with mesh:`, which jax has no public name for any more.
-
-    None too in a jax that keeps it elsewhere: the mesh can be passed.
-    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh is not None and not mesh.empty:
+        return mesh
     try:
         from jax._src.mesh import thread_resources
     except ImportError:
@@ -74,5 +68,5 @@ def mapped_axes() -> frozenset[str]:
 
 
 def is_tracer(x: object) -> bool:
-    """Say whether a value is being traced, so that its entries cannot be looked at."""
+    """Return whether a value is being traced, so that its entries cannot be read."""
     return isinstance(x, jax.core.Tracer)

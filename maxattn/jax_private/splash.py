@@ -14,7 +14,7 @@ Operands = tuple[Any, Any, Any, Any]
 
 
 class SplashLaunch(NamedTuple):
-    """Hold how a kernel is launched.
+    """How a kernel is launched.
 
     Args:
         info: splash's `MaskInfo`.
@@ -46,15 +46,10 @@ def mask_info(data_next: Any, block_mask: Any, q_sequence: Any) -> Any:
 def forward(operands: Operands, launch: SplashLaunch) -> tuple[Any, Any]:
     """Run the forward kernel on one batch row: (out [N, T, H], lse [N, T])."""
     splash = _splash()
-    out, (lse,) = splash._splash_attention_forward(
-        launch.info,
-        *_with_ids(operands),
-        None,
-        block_sizes=splash.BlockSizes(*launch.blocks),
-        residual_checkpoint_name=None,
-        save_residuals=True,
-        **_settings(launch),
-    )
+    settings = {"residual_checkpoint_name": None, "save_residuals": True, **_settings(launch)}
+    blocks = splash.BlockSizes(*launch.blocks)
+    run, given = splash._splash_attention_forward, _with_ids(operands)
+    out, (lse,) = run(launch.info, *given, None, block_sizes=blocks, **settings)
     return out, lse
 
 
@@ -71,10 +66,9 @@ def dkv(operands: Operands, stats: Any, launch: SplashLaunch, fused: bool) -> tu
 
 def dq(operands: Operands, stats: Any, launch: SplashLaunch) -> Any:
     """Run the backward kernel of Q on one batch row."""
-    bq, bkv = launch.blocks
+    sizes = dict(zip(("bq", "bkv"), launch.blocks, strict=True))
     run = _splash()._splash_attention_bwd_dq
-    settings = _backward_settings(launch)
-    return run(*_with_ids(operands), None, *stats, bq=bq, bkv=bkv, **settings)
+    return run(*_with_ids(operands), None, *stats, **sizes, **_backward_settings(launch))
 
 
 def _with_ids(operands: Operands) -> Operands:
@@ -93,7 +87,8 @@ def _settings(launch: SplashLaunch) -> dict[str, Any]:
 
 
 def _backward_settings(launch: SplashLaunch) -> dict[str, Any]:
-    layout = _splash().QKVLayout.HEAD_DIM_MINOR
-    layouts = {"q_layout": layout, "k_layout": layout, "v_layout": layout}
+    layouts = dict.fromkeys(
+        ("q_layout", "k_layout", "v_layout"), _splash().QKVLayout.HEAD_DIM_MINOR
+    )
     own = {"mask_info": launch.info, "attn_logits_soft_cap": None}
     return {**own, **layouts, **_settings(launch)}

@@ -1,6 +1,4 @@
-"""Inside a user's `shard_map` that checks them, types say over which mesh axes a value varies:
-making those agree.
-"""
+"""The mesh axes that values vary over, by their types inside a user's checked `shard_map`."""
 
 from __future__ import annotations
 
@@ -13,17 +11,13 @@ Tree = TypeVar("Tree")
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Name the mesh axes over which any array of a tree varies; none outside of such a
-    `shard_map`.
-    """
+    """Name the mesh axes that any array of a tree varies over; none outside of `shard_map`."""
     axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
     return frozenset[str]().union(*axes)
 
 
 def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
-    """Let every array vary over all of `axes`: its gradient is then summed over those that it did
-    not vary over.
-    """
+    """Let every array vary over all of `axes`: its gradient is then summed over the added ones."""
 
     def one(x: Any) -> Any:
         more = tuple(sorted(axes - varying_axes(x)))
@@ -38,7 +32,5 @@ def vary_alike(tree: Tree) -> Tree:
 
 
 def checked_axes(names: Iterable[str]) -> frozenset[str]:
-    """Name those of the manual axes `names` whose surrounding `shard_map` checks what varies over
-    them.
-    """
+    """Name those of the manual axes `names` that a surrounding `shard_map` checks values for."""
     return varying_axes([jax.lax.axis_index(name) for name in names])

@@ -8,11 +8,13 @@ kernels run with newer ones.
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from typing import NamedTuple
 
 
 class Versions(NamedTuple):
-    """Hold a range of versions: `first`, and all from there that are below `below`."""
+    """A range of versions: `first`, and all from there that are below `below`."""
 
     first: str
     below: str
@@ -21,8 +23,7 @@ class Versions(NamedTuple):
         return f">={self.first},<{self.below}"
 
     def hold(self, version: str) -> bool:
-        """Tell whether a version is in the range; one without a number, such as "?", is taken to
-        be.
+        """Return whether a version is in the range; one without a number, such as "?", is.
 
         >>> Versions("0.10.2", "0.13").hold("0.12.1"), Versions("0.1", "0.2").hold("0.2.0")
         (True, False)
@@ -52,11 +53,15 @@ TOKAMAX_ON_GPU = "0.0.17"  # the first version whose Mosaic kernels are called o
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (0, 0, 17) of "0.0.17.dev3"."""
-    found = []
-    for part in version.split("."):
-        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
-        if digits:
-            found.append(int(digits))
-        if digits != part:
-            break
-    return tuple(found)
+    leading = re.match(r"\d+(\.\d+)*|", version)
+    return tuple(int(part) for part in leading[0].split(".") if part) if leading else ()
+
+
+AITER = "aiter"
+"""A target's name for AMD's fused attention, in the jax that AMD builds for ROCm: no package of
+pip's has this name here."""
+
+
+def aiter_in_jax() -> tuple[tuple[str, str], ...]:
+    """Return (AITER, "in jax") where this jax has it; no kernel of maxattn calls it."""
+    return ((AITER, "in jax"),) if find_spec("jax._src.aiter") is not None else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -72,7 +72,7 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
     edges = (0, kv_len, q_len, 0)
-    look = {"cmap": "Blues", "interpolation": "nearest", "aspect": "auto"}
+    look: dict[str, Any] = {"cmap": "Blues", "interpolation": "nearest", "aspect": "auto"}
     axes.imshow(shares, vmin=0, vmax=1, extent=edges, **look)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(f"{mask!r}{_caution(mask)}", fontsize=9, wrap=True)

@@ -41,11 +41,9 @@ def apply_rotary(
     (1, 16, 2, 8)
     """
     table = as_rotary(rotary, x.shape, name)
+    both = (jnp.asarray(part, jnp.float32) for part in (table.cos, table.sin))
     # [T, D] or [B, T, D] -> [B, T, 1, D]; [B, T, N, D] as it is
-    cos, sin = (
-        a if a.ndim == 4 else a.reshape(-1, x.shape[1], 1, a.shape[-1])
-        for a in (jnp.asarray(part, jnp.float32) for part in (table.cos, table.sin))
-    )
+    cos, sin = (a if a.ndim == 4 else a.reshape(-1, x.shape[1], 1, a.shape[-1]) for a in both)
     rotate = _rotate_half if table.style == "half" else _rotate_interleaved
     turned = 2 * cos.shape[-1]
     y = rotate(jnp.asarray(x[..., :turned], jnp.float32), cos, sin).astype(x.dtype)
@@ -58,12 +56,8 @@ def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rot
     Its arrays are then [T, D], [B, T, D], or with angles of each head [B, T, N, D].
 
     Args:
-        value: as in `apply_rotary`.
+        value, name: as in `apply_rotary`.
         shape: of the queries or keys, (B, T, N, H).
-        name: what the argument is called in errors.
-
-    Raises:
-        InputError: for anything that `apply_rotary` does not take.
     """
     if shape[-1] % 2:
         rule = f"{name} turns channels in pairs: it must be even"
@@ -91,35 +85,27 @@ def _read(value: Any, head_dim: int, name: str) -> Rotary:
 
 
 def _once(part: Any, head_dim: int, name: str) -> Any:
-    """Drop every second number of a cos or sin that holds each twice."""
+    """Drop every second number of a cos or sin that has each twice.
+
+    A table for heads of twice the size, or of the half style, has this width too: its numbers are
+    read where this process can, and are NaN where it cannot and they are of another order.
+    """
     if not part.shape or part.shape[-1] != head_dim:
         return part
-    # A table for heads of twice the size, or of the half style, has this width too: its numbers are
-    # read where they can be.
-    numbers = _readable(part)
+    if is_tracer(part):  # asked first: it has no such attribute, and fails over the question
+        numbers = None
+    elif getattr(part, "is_fully_addressable", True):
+        numbers = np.asarray(part)
+    else:
+        numbers = np.asarray(part.addressable_data(0)) if part.is_fully_replicated else None
     if numbers is None:
-        return _or_nan(jnp.asarray(part))
+        once, again = jnp.asarray(part)[..., ::2], jnp.asarray(part)[..., 1::2]
+        return jnp.where(jnp.all(once == again), once, jnp.nan)
     if not np.array_equal(numbers[..., ::2], numbers[..., 1::2]):
         rule = "at the full head dim each number stands twice: c0, c0, c1, c1"
         remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2"
         raise InputError(name, f"(cos, sin) of width {head_dim}", rule, remedy)
     return part[..., ::2]
-
-
-def _readable(part: Any) -> np.ndarray | None:
-    """Return the numbers of a table, or None where this process cannot read them."""
-    # A tracer is asked first: it has no such attribute to give, and fails over the question.
-    if is_tracer(part):
-        return None
-    if getattr(part, "is_fully_addressable", True):
-        return np.asarray(part)
-    return np.asarray(part.addressable_data(0)) if part.is_fully_replicated else None
-
-
-def _or_nan(part: Array) -> Array:
-    """Drop every second number of a table that cannot be read here; give NaN for another order."""
-    once, again = part[..., ::2], part[..., 1::2]
-    return jnp.where(jnp.all(once == again), once, jnp.nan)
 
 
 def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:

@@ -1,7 +1,7 @@
 """Rotary tables in one, two and three dimensions.
 
-Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. That
-of a video whose frames are numbered by a traced array is computed on the device.
+Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. The
+table of a video whose frames are numbered by a traced array is computed on the device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from jaxtyping import Array, Float, Int
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, did_you_mean
 from maxattn.jax_private.mesh import is_tracer
-from maxattn.rope.numbers import cos_sin
 
 STYLES = ("interleaved", "half")
+BITS, DIGITS = 8, 4  # four digits of 8 bits are every int32 from 0 on
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotary:
-    """Hold the angles of a rotary embedding as cosines and sines, one a token and pair of channels.
+    """The angles of a rotary embedding as cosines and sines, one a token and pair of channels.
 
     A pair (a, b) of channels is rotated by its angle: (a cos - b sin, a sin + b cos).
 
@@ -38,9 +38,6 @@ class Rotary:
             i and i + H/2.
         partial: whether the table is of the first R channels of a head alone, R/2 wide: the others
             pass as they are, and pairs of the half style are i and i + R/2; default False.
-
-    Raises:
-        InputError: for an unknown style.
 
     >>> first_8 = ma.rope_1d(8, length=16)
     >>> table = ma.Rotary(first_8.cos, first_8.sin, partial=True)
@@ -77,9 +74,6 @@ class Rotary:
         return replace(self, cos=self.cos[at], sin=self.sin[at])
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
 def rope_1d(
     head_dim: int, length: int, theta: float = 1e4, *, style: str = "interleaved"
 ) -> Rotary:
@@ -95,9 +89,6 @@ def rope_1d(
 
     Returns:
         cos and sin [T, H/2].
-
-    Raises:
-        InputError: for an odd head_dim, no positions, or a theta that is no positive number.
 
     Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864
 
@@ -123,10 +114,6 @@ def rope_2d(
 
     Returns:
         cos and sin [T, H/2], the row angles first.
-
-    Raises:
-        InputError: for a head_dim that is no multiple of 4, no positions, or a theta that is no
-            positive number.
 
     >>> ma.rope_2d(64, height=32, width=48).cos.shape
     (1536, 32)
@@ -163,10 +150,6 @@ def rope_3d(
     Returns:
         cos and sin [T, H/2] or [B, T, H/2], the angles of time first, then height, then width.
 
-    Raises:
-        InputError: for an odd or small head_dim, no positions, numbers of frames that are none, or
-            a theta that is no positive number.
-
     Source: Wan 2.1, https://arxiv.org/abs/2503.20314
 
     >>> ma.rope_3d(128, frames=21, height=30, width=52).cos.shape
@@ -178,34 +161,23 @@ def rope_3d(
     if isinstance(frames, int | np.integer):
         grid = _grid(frames=int(frames), height=height, width=width)
         return rope_nd(split_3d(head_dim), grid, theta, style=style)
-    numbers = _checked_frames(frames)
-    sides = (height, width)
-    if is_tracer(numbers):
-        return _of_traced_frames(head_dim, numbers, sides, theta, style)
-    return rope_nd(split_3d(head_dim), _numbered(np.asarray(numbers), sides), theta, style=style)
-
-
-def _checked_frames(frames: Any) -> Any:
-    """Refuse what are no numbers of frames; read those that are on a device."""
-    numbers = frames if is_tracer(frames) else np.asarray(frames)
+    traced = is_tracer(frames)
+    numbers: Any = frames if traced else np.asarray(frames)
     rule = "it is how many frames there are, or their numbers: whole, from 0 on, [F] or [B, F]"
     remedy = "give an integer, or an array of integers such as cache.frame + jnp.arange(3)"
     if numbers.ndim not in (1, 2) or not numbers.size or numbers.dtype.kind not in "iu":
         found = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
         raise InputError("frames", found, rule, remedy)
-    if not is_tracer(numbers) and numbers.min() < 0:
+    if traced:
+        return _of_traced_frames(head_dim, numbers, (height, width), theta, style)
+    if numbers.min() < 0:
         raise InputError("frames", int(numbers.min()), rule, remedy)
-    return numbers
-
-
-def _numbered(numbers: np.ndarray, sides: tuple[int, int]) -> np.ndarray:
-    """List the positions of numbered frames: [T, 3] or [B, T, 3]."""
-    height, width = sides
     rows = _grid(height=height, width=width)
     shape = (*numbers.shape, len(rows))
     time = np.broadcast_to(numbers[..., None, None], (*shape, 1))
-    space = np.broadcast_to(rows, (*shape, 2))
-    return np.concatenate([time, space], -1).reshape(*numbers.shape[:-1], -1, 3)
+    positions = np.concatenate([time, np.broadcast_to(rows, (*shape, 2))], -1)
+    positions = positions.reshape(*numbers.shape[:-1], -1, 3)  # [T, 3] or [B, T, 3]
+    return rope_nd(split_3d(head_dim), positions, theta, style=style)
 
 
 def _of_traced_frames(
@@ -227,12 +199,34 @@ def _of_traced_frames(
     return Rotary(cos, sin, style)
 
 
-def split_3d(head_dim: int) -> tuple[int, int, int]:
-    """Split the channels of a head between time, height and width: 128 -> (44, 42, 42).
+def cos_sin(
+    positions: Int[Array, "..."], frequencies: Float[np.ndarray, " P"]
+) -> tuple[Float[Array, "... P"], Float[Array, "... P"]]:
+    """Return cosine and sine of positions * frequencies, as exact as on the host, in float32.
 
-    Raises:
-        InputError: when head_dim is odd or below 6.
+    A float32 has 24 bits: the angle of frame 100,000 would be off by 0.008. So a position is cut
+    into digits, the angles of each digit come from a table that is computed in float64, and cosines
+    and sines of a sum are made of those of its parts.
+
+    Args:
+        positions: whole numbers from 0 on; may be traced.
+        frequencies: float64.
     """
+    positions = positions.astype(jnp.int32)
+    cos: Any = None
+    sin: Any = None
+    for shift in range(0, BITS * DIGITS, BITS):
+        values = np.arange(1 << BITS, dtype=np.float64) * float(1 << shift)
+        angles = values[:, None] * frequencies
+        at = jax.lax.shift_right_logical(positions, np.int32(shift)) & ((1 << BITS) - 1)
+        c, s = (jnp.asarray(f(angles).astype(np.float32))[at] for f in (np.cos, np.sin))
+        # A digit of 0 has c = 1 and s = 0, which changes no bit.
+        cos, sin = (c, s) if cos is None else (cos * c - sin * s, sin * c + cos * s)
+    return cos, sin
+
+
+def split_3d(head_dim: int) -> tuple[int, int, int]:
+    """Split the channels of a head between time, height and width: 128 -> (44, 42, 42)."""
     if head_dim < 6 or head_dim % 2:
         rule = "three axes of pairs: even, at least 6"
         raise InputError("head_dim", head_dim, rule, "use a multiple of 2")
@@ -257,10 +251,6 @@ def rope_nd(
 
     Returns:
         cos and sin [T, H/2] or [B, T, H/2], the axes' angles one after the other.
-
-    Raises:
-        InputError: for an odd size, positions that do not fit the sizes or are not finite, or a
-            theta that is no positive number.
     """
     positions, theta = _checked_positions(positions, len(sizes)), _checked_theta(theta)
     each = [_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)]

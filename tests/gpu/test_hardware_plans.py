@@ -12,7 +12,7 @@ import pytest
 
 import maxattn as ma
 from maxattn.errors import Unsupported
-from maxattn.jax_private.aiter import aiter_in_jax
+from maxattn.jax_private.versions import aiter_in_jax
 from maxattn.kernels import KERNELS, refusal
 from maxattn.kernels.auto.choose import choose_kernel
 from maxattn.tools.model_shapes import SHAPES

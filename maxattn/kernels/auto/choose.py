@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.jax_private.aiter import AITER
+from maxattn.jax_private.versions import AITER
 from maxattn.kernels import computed_call, refusal, scores_of
 from maxattn.kernels.auto.tuned_order import TunedOrder, tuned_order
 from maxattn.target import Target

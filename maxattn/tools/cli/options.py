@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Callable
 from importlib import import_module
 
-from maxattn.jax_private.aiter import AITER
-from maxattn.jax_private.versions import CUDNN
+from maxattn.jax_private.versions import AITER, CUDNN
 from maxattn.kernels.table import EXTRAS
 from maxattn.tools.known_models import KNOWN_SHAPES, MODELS
 

@@ -1,0 +1,63 @@
+"""Primitives that compute nothing: `vmap` treats their operands together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from maxattn.errors import InputError
+
+
+def batched_alike(*arrays: Any) -> tuple[Any, ...]:
+    """Return the arrays; under `vmap` all of them are mapped where one is.
+
+    Where `vmap` maps one result of a `jax.custom_vjp` and not another, jax (0.11) hands each
+    example the sum of the gradients of the other, and adds the examples' results up: the gradient
+    of what they share is too large by their number.
+    """
+    return tuple(alike_p.bind(*arrays))
+
+
+def some_examples(kernel: str, operands: Any) -> Any:
+    """Return the operands of a foreign kernel, an array or a tree: it has no grid of no example.
+
+    Raises:
+        InputError: under `vmap` over no example.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    return jax.tree.unflatten(structure, some_p.bind(*leaves, kernel=kernel))
+
+
+def _nothing(name: str, batch: Any) -> Primitive:
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(lambda *args, **_: list(args))
+    made.def_abstract_eval(lambda *args, **_: list(args))
+    mlir.register_lowering(made, lambda _, *args, **__: list(args))
+    batching.primitive_batchers[made] = batch
+    return made
+
+
+def _batch_alike(args: Any, axes: Any) -> Any:
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    mapped = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(args, axes, strict=True)
+    ]
+    return alike_p.bind(*mapped), [0] * len(mapped)
+
+
+def _batch_some(args: Any, axes: Any, *, kernel: str) -> Any:
+    if any(axis is not None and x.shape[axis] == 0 for x, axis in zip(args, axes, strict=True)):
+        rule = f"{kernel} runs on one example or more"
+        remedy = "skip the call when there is nothing to attend, or set attention: dot_product"
+        raise InputError("vmap", "an axis of size 0", rule, remedy)
+    return some_p.bind(*args, kernel=kernel), axes
+
+
+alike_p, some_p = _nothing("batched_alike", _batch_alike), _nothing("some_examples", _batch_some)
+ad.deflinear2(alike_p, lambda cotangents, *_: list(cotangents))
