@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from maxattn.config.rules import AXES
 from maxattn.errors import ConfigError
 
 # Kernel names -> (kernel, strategy) here; "auto" leaves it open. "custom" and "fixed_m" are kernels
@@ -28,111 +29,56 @@ KERNELS: dict[str, tuple[str, str]] = {
 # Names under which its code takes dot_product for short queries or keys, at 4096 where no file says
 # otherwise.
 LENGTHS_MATTER = (
-    "flash",
-    "tokamax_flash",
-    "ulysses",
-    "ulysses_custom",
-    "ulysses_custom_fixed_m",
-    "ulysses_ring",
-)
+    "flash", "tokamax_flash", "ulysses", "ulysses_custom", "ulysses_custom_fixed_m", "ulysses_ring",
+)  # fmt: skip
 # Kernels of one attention among several of a model: ours has a config for each module instead.
 OF_ONE_ATTENTION = {
     "a2v_attention_kernel": "attention of the video to the audio",
     "v2a_attention_kernel": "attention of the audio to the video",
     "text_encoder_attention": "the text encoder's attention",
 }
+_PARALLELISM = [f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in AXES]
 SAME = (
-    "flash_min_seq_length",
-    "mask_padding_tokens",
-    "use_base2_exp",
-    "use_experimental_scheduler",
-    "ulysses_shards",
-    "ulysses_attention_chunks",
-    "split_head_dim",
-    "float32_qk_product",
-    "use_memory_efficient_attention",
-    "hardware",
-    "attention_sharding_uniform",
-    "mesh_axes",
-    "ici_fsdp_batch_parallelism",
-    "enable_jax_named_scopes",
-    "enable_profiler",
-    "profiler_steps",
+    "flash_min_seq_length", "mask_padding_tokens", "use_base2_exp", "use_experimental_scheduler",
+    "ulysses_shards", "ulysses_attention_chunks", "split_head_dim", "float32_qk_product",
+    "use_memory_efficient_attention", "hardware", "attention_sharding_uniform", "mesh_axes",
+    "ici_fsdp_batch_parallelism", "enable_jax_named_scopes", "enable_profiler", "profiler_steps",
     "skip_first_n_steps_for_profiler",
-    *(
-        f"{kind}_{axis}_parallelism"
-        for kind in ("ici", "dcn")
-        for axis in ("data", "fsdp", "context", "tensor")
-    ),
-)
+    *_PARALLELISM,
+)  # fmt: skip
 # Keys of its files that no other has, and some that ours have in a section.
 ITS_OWN = (
-    "run_name",
-    "base_output_directory",
-    "pretrained_model_name_or_path",
-    "model_name",
-    "unet_checkpoint",
-    "wan_transformer_pretrained_model_name_or_path",
-    "activations_dtype",
-    "jit_initializers",
-    "from_pt",
-    "replicate_vae",
-    "logical_axis_rules",
-    "data_sharding",
-    "names_which_can_be_saved",
-    "names_which_can_be_offloaded",
-    "save_config_to_gcs",
-    "gcs_metrics",
-    "metrics_file",
-    "jax_cache_dir",
-    "skip_jax_distributed_system",
-    "hf_data_dir",
-    "dataset_save_location",
-    "per_device_batch_size",
-    "learning_rate_schedule_steps",
-    "diffusion_scheduler_config",
-    "use_qwix_quantization",
-    "enable_tile_search",
+    "run_name", "base_output_directory", "pretrained_model_name_or_path", "model_name",
+    "unet_checkpoint", "wan_transformer_pretrained_model_name_or_path", "activations_dtype",
+    "jit_initializers", "from_pt", "replicate_vae", "logical_axis_rules", "data_sharding",
+    "names_which_can_be_saved", "names_which_can_be_offloaded", "save_config_to_gcs", "gcs_metrics",
+    "metrics_file", "jax_cache_dir", "skip_jax_distributed_system", "hf_data_dir",
+    "dataset_save_location", "per_device_batch_size", "learning_rate_schedule_steps",
+    "diffusion_scheduler_config", "use_qwix_quantization", "enable_tile_search",
     "allow_split_physical_axes",
-)
+)  # fmt: skip
 ITS_OWN_OR_A_SECTION_S = (
-    "model_type",
-    "revision",
-    "weights_dtype",
-    "precision",
-    "output_dir",
-    "dataset_name",
-    "learning_rate",
-    "dataset_type",
-    "max_train_steps",
-    "seed",
-    "prompt",
-    "negative_prompt",
-    "guidance_scale",
-    "num_inference_steps",
-    "dropout",
-    "adam_b1",
-    "adam_b2",
-    "max_grad_norm",
-    "height",
-    "width",
-    "num_frames",
-    "fps",
-    "quantization",
-)
+    "model_type", "revision", "weights_dtype", "precision", "output_dir", "dataset_name",
+    "learning_rate", "dataset_type", "max_train_steps", "seed", "prompt", "negative_prompt",
+    "guidance_scale", "num_inference_steps", "dropout", "adam_b1", "adam_b2", "max_grad_norm",
+    "height", "width", "num_frames", "fps", "quantization",
+)  # fmt: skip
 CUSTOM_SIZES = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes")
 BLOCK_SIZES = "flash_block_sizes"
 TAKEN = (*SAME, "attention", "remat_policy", BLOCK_SIZES)
 
 
 def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Say that a file of MaxDiffusion was read as one of ours; None of another file.
+    """Return the error of a MaxDiffusion file that is read as one of ours; None for another file.
 
     Args:
         data: the file's values.
         source: the file.
     """
-    own = [key for key in ITS_OWN if key in data] + _custom_sizes(data.get(BLOCK_SIZES))
+    sizes = data.get(BLOCK_SIZES)
+    given = sizes if isinstance(sizes, Mapping) else {}
+    own = [key for key in ITS_OWN if key in data]
+    own += [f"{BLOCK_SIZES}.{key}" for key in CUSTOM_SIZES if key in given]
     both = [*own, *(key for key in ITS_OWN_OR_A_SECTION_S if key in data)]
     if not own or len(both) < 2:
         return None
@@ -140,11 +86,6 @@ def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
     convert, check = f"`maxattn convert {source} > attention.yml`", "`maxattn check --maxdiffusion"
     remedy = f"{convert}, or {check} {source}`; in Python from_maxdiffusion(...)"
     return ConfigError(source, "a MaxDiffusion file", rule, remedy)
-
-
-def _custom_sizes(sizes: Any) -> list[str]:
-    given = sizes if isinstance(sizes, Mapping) else {}
-    return [f"{BLOCK_SIZES}.{key}" for key in CUSTOM_SIZES if key in given]
 
 
 def some_of(names: list[str], most: int = 4) -> str:

@@ -26,7 +26,7 @@ from maxattn.errors import ConfigError
 
 
 class ImportedRollout(NamedTuple):
-    """Hold what came of such a file.
+    """The outcome of reading such a file.
 
     Args:
         rollout: the keys of the section `rollout`, as examples/common/rollout_settings.py has them.
@@ -39,13 +39,6 @@ class ImportedRollout(NamedTuple):
     sizes: str | None
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-class _TakenKeys(NamedTuple):
-    """Hold the values of the keys that are taken, and where each stands."""
-
-    values: dict[str, Any]
-    paths: dict[str, KeyPath]
 
 
 def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
@@ -65,36 +58,38 @@ def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
         rule = "such a file says num_frame_per_block, denoising_step_list or local_attn_size"
         remedy = "a file of maxattn's own needs no conversion"
         raise ConfigErrors([problem(source, "no file of Self-Forcing", rule, remedy)], source)
-    given, problems = _given(document)
-    problems += [*document.problems, *_contradictions(given, document)]
+    values, paths, problems = _taken(document)
+    problems += [*document.problems, *_contradictions(values, paths, document)]
     if problems:
         raise ConfigErrors(sorted(problems, key=in_file_order), source)
-    sizes = SIZES.get(given.values.get("model", THEIRS["model"]))
-    left_out = tuple(_left_out(document.data, set(given.paths.values())))
     return ImportedRollout(
-        _rollout(given.values), sizes, left_out, tuple(_notes(document.data, given))
+        _rollout(THEIRS | values),
+        SIZES.get(values.get("model", THEIRS["model"])),
+        tuple(_left_out(document.data, set(paths.values()))),
+        tuple(_notes(document.data, values, paths)),
     )
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _given(document: Document) -> tuple[_TakenKeys, list[ConfigError]]:
-    """Find the keys that are taken, and what is wrong with each by itself."""
-    given, problems = _TakenKeys({}, {}), []
-    for name, (paths, kind) in TAKEN.items():
-        there = [path for path in paths if found(document.data, path) is not None]
-        for path in there:
+def _taken(document: Document) -> tuple[dict[str, Any], dict[str, KeyPath], list[ConfigError]]:
+    """Return the values that are taken, their paths, and what is wrong with each by itself."""
+    values: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    problems: list[ConfigError] = []
+    for name, (places, kind) in TAKEN.items():
+        for path in (path for path in places if found(document.data, path) is not None):
             value = found(document.data, path)
             if not kind.holds(value):
                 problems.append(_wrong(document, path, kind.rule, kind.remedy))
-            elif name in given.values and given.values[name] != value:
-                other = dotted(given.paths[name])
-                rule = f"{other} says {plain(given.values[name])}"
+            elif name in values and values[name] != value:
+                other = dotted(paths[name])
+                rule = f"{other} says {plain(values[name])}"
                 problems.append(_wrong(document, path, rule, f"leave it or {other} out"))
-            elif name not in given.values:
-                given.values[name], given.paths[name] = value, path
-    return given, problems
+            elif name not in values:
+                values[name], paths[name] = value, path
+    return values, paths, problems
 
 
 def _wrong(document: Document, path: KeyPath, rule: str, remedy: str) -> ConfigError:
@@ -104,9 +99,10 @@ def _wrong(document: Document, path: KeyPath, rule: str, remedy: str) -> ConfigE
     )
 
 
-def _contradictions(given: _TakenKeys, document: Document) -> Iterator[ConfigError]:
-    """Refuse windows of no whole blocks, sinks that they do not hold, and bidirectional models."""
-    values, paths = given
+def _contradictions(
+    values: Mapping[str, Any], paths: Mapping[str, KeyPath], document: Document
+) -> Iterator[ConfigError]:
+    """Refuse windows of no whole blocks, sinks too large for them, and bidirectional models."""
     size, seen = values.get("frames_per_block", 1), values.get("frames_seen", -1)
     if seen > 0 and seen % size:
         near = sorted({max(size, seen // size * size), -(-seen // size) * size})
@@ -121,7 +117,7 @@ def _contradictions(given: _TakenKeys, document: Document) -> Iterator[ConfigErr
 
 
 def _left_out(data: Mapping[str, Any], taken: set[KeyPath]) -> Iterator[str]:
-    """Name what was not taken: a mapping as a whole where none of its keys was."""
+    """Name what was not taken: a mapping as a whole if none of its keys was."""
     for key, value in data.items():
         inside = [path for path in taken if path[0] == key]
         if not inside:
@@ -133,56 +129,33 @@ def _left_out(data: Mapping[str, Any], taken: set[KeyPath]) -> Iterator[str]:
 # ---- in our words --------------------------------------------------------------------------------
 
 
-def _rollout(values: Mapping[str, Any]) -> dict[str, Any]:
-    said = {**THEIRS, **values}
+def _rollout(said: Mapping[str, Any]) -> dict[str, Any]:
     size, seen = said["frames_per_block"], said.get("frames_seen", -1)
     sink = said.get("sink", 0) if seen > 0 else 0
     by_slots = "slots_with_sink" if sink else "slots"
+    steps = [step for step in said.get("denoising_steps", ()) if step]
     return {
         "frames_per_block": size,
         "window": seen // size if seen > 0 else None,
         "sink": sink,
         "first_frame_alone": said.get("first_frame_alone", False),
-        **_steps(said),
+        **({"denoising_steps": steps, "warp_steps": said["warp_steps"]} if steps else {}),
         "timestep_shift": float(said["timestep_shift"]),
         "context_noise": float(said.get("context_noise", 0)),
         "positions": by_slots if said.get("by_slots") else "absolute",
     }
 
 
-def _steps(said: Mapping[str, Any]) -> dict[str, Any]:
-    if "denoising_steps" not in said:
-        return {}
-    steps = [step for step in said["denoising_steps"] if step]
-    return {"denoising_steps": steps, "warp_steps": said["warp_steps"]}
-
-
-def _notes(data: Mapping[str, Any], given: _TakenKeys) -> Iterator[str]:
-    values, paths = given
-    yield from _notes_on_window(values, paths)
-    yield from _notes_on_steps(data, values)
-    for name, theirs in THEIRS.items():
-        if name not in values and (name != "warp_steps" or "denoising_steps" in values):
-            yield f"{dotted(TAKEN[name][0][0])} is not set: {plain(theirs)}, as in their code"
-    if (shift := data.get("timestep_shift")) is not None:
-        yield f"timestep_shift: {plain(shift)} outside of {MODEL} is that of training, and left out"
-    if values.get("by_slots"):
-        where = dotted(paths["by_slots"])
-        yield f"{where}: keys are kept without rotary embedding, and turned by their slot"
-    if (name := values.get("model")) is not None and name not in SIZES:
-        yield f"{dotted(paths['model'])}: {name} is none of {', '.join(SIZES)}; set model.sizes"
-
-
-def _notes_on_window(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> Iterator[str]:
+def _notes(
+    data: Mapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, KeyPath]
+) -> Iterator[str]:
+    """Yield what was read otherwise than it was written."""
     size, seen = values.get("frames_per_block", 1), values.get("frames_seen", -1)
     if seen > 0:
         yield f"{dotted(paths['frames_seen'])}: {seen} frames are {seen // size} blocks of {size}"
     elif values.get("sink"):
         sink = f"{dotted(paths['sink'])}: {values['sink']}"
         yield f"{sink} is left out: local_attn_size is -1, so every frame stays"
-
-
-def _notes_on_steps(data: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     steps = values.get("denoising_steps")
     if steps is None:
         yield (
@@ -194,3 +167,13 @@ def _notes_on_steps(data: Mapping[str, Any], values: Mapping[str, Any]) -> Itera
     if steps and data.get("guidance_scale") is not None:
         scale = f"guidance_scale: {plain(data['guidance_scale'])}"
         yield f"{scale} is that of the teacher in distillation, and left out"
+    for name, theirs in THEIRS.items():
+        if name not in values and (name != "warp_steps" or "denoising_steps" in values):
+            yield f"{dotted(TAKEN[name][0][0])} is not set: {plain(theirs)}, as in their code"
+    if (shift := data.get("timestep_shift")) is not None:
+        yield f"timestep_shift: {plain(shift)} outside of {MODEL} is that of training, and left out"
+    if values.get("by_slots"):
+        where = dotted(paths["by_slots"])
+        yield f"{where}: keys are kept without rotary embedding, and turned by their slot"
+    if (name := values.get("model")) is not None and name not in SIZES:
+        yield f"{dotted(paths['model'])}: {name} is none of {', '.join(SIZES)}; set model.sizes"

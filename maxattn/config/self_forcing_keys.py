@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,32 +16,11 @@ MOST_TIME = 1000
 
 
 class Kind(NamedTuple):
-    """Say what a value is.
-
-    Args:
-        rule: in words.
-        remedy: what to write.
-    """
+    """A kind of value: the rule in words, what to write instead, and the test."""
 
     rule: str
     remedy: str
-
-    def holds(self, value: Any) -> bool:
-        """Tell whether a value is of this kind."""
-        return _HOLDS[self](value)
-
-
-COUNT = Kind("a whole number of frames, at least 1", "write for example 3")
-FRAMES_OR_ALL = Kind("a whole number of frames, or -1 for all", "write for example 12")
-FRAMES = Kind("a whole number of frames, from 0", "write for example 3")
-FLAG = Kind("true or false", "write true or false")
-SHIFT = Kind("a number above 0", "write for example 5.0")
-TIME = Kind(f"a time from 0 (clean) to below {MOST_TIME}", "write 0")
-STEPS = Kind(
-    f"a list of falling times, from {MOST_TIME} (noise) on, with 0 at most at its end",
-    "write for example [1000, 750, 500, 250]",
-)
-NAME = Kind("the name of a model", "write for example Wan2.1-T2V-1.3B")
+    holds: Callable[[Any], bool]
 
 
 def _is_steps(value: Any) -> bool:
@@ -51,16 +30,32 @@ def _is_steps(value: Any) -> bool:
     return is_time and all(a > b for a, b in pairwise(value))
 
 
-_HOLDS = {
-    COUNT: lambda x: whole(x) is not None,
-    FRAMES_OR_ALL: lambda x: x != 0 and whole(x, -1) is not None,
-    FRAMES: lambda x: whole(x, 0) is not None,
-    FLAG: lambda x: isinstance(x, bool),
-    SHIFT: lambda x: finite(x, 0) not in (None, 0.0),
-    TIME: lambda x: finite(x, 0, MOST_TIME - 1e-9) is not None,
-    STEPS: _is_steps,
-    NAME: lambda x: isinstance(x, str),
-}
+COUNT = Kind(
+    "a whole number of frames, at least 1", "write for example 3", lambda x: whole(x) is not None
+)
+FRAMES_OR_ALL = Kind(
+    "a whole number of frames, or -1 for all",
+    "write for example 12",
+    lambda x: x != 0 and whole(x, -1) is not None,
+)
+FRAMES = Kind(
+    "a whole number of frames, from 0", "write for example 3", lambda x: whole(x, 0) is not None
+)
+FLAG = Kind("true or false", "write true or false", lambda x: isinstance(x, bool))
+SHIFT = Kind("a number above 0", "write for example 5.0", lambda x: finite(x, 0) not in (None, 0.0))
+TIME = Kind(
+    f"a time from 0 (clean) to below {MOST_TIME}",
+    "write 0",
+    lambda x: finite(x, 0, MOST_TIME - 1e-9) is not None,
+)
+STEPS = Kind(
+    f"a list of falling times, from {MOST_TIME} (noise) on, with 0 at most at its end",
+    "write for example [1000, 750, 500, 250]",
+    _is_steps,
+)
+NAME = Kind(
+    "the name of a model", "write for example Wan2.1-T2V-1.3B", lambda x: isinstance(x, str)
+)
 
 # Our name of what is taken: where it may stand, the first one first, and what it is.
 TAKEN: dict[str, tuple[tuple[KeyPath, ...], Kind]] = {
@@ -97,7 +92,7 @@ _TELLING = ("frames_per_block", "frames_seen", "denoising_steps", "warp_steps")
 
 
 def is_theirs(data: Mapping[str, Any]) -> bool:
-    """Tell whether a file's values are those of a model that makes videos block by block."""
+    """Whether a file's values are those of a model that makes videos block by block."""
     places = (path for name in _TELLING for path in TAKEN[name][0])
     return any(found(data, path) is not None for path in places)
 
@@ -111,7 +106,7 @@ def found(data: Mapping[str, Any], path: KeyPath) -> Any:
 
 
 def recognised_rollout(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Say that a file of theirs was read as one of ours; None of another file.
+    """Return the error of a file of theirs that is read as one of ours; None for another file.
 
     Args:
         data: the file's values.
