@@ -1,7 +1,7 @@
 """Reads the file that `maxattn tune` keeps, and takes nothing from it that tune does not write.
 
-A file that is damaged, or of another version, holds no measurements; a measurement that is damaged
-is left out. Neither is an error: what is in it changes no result, and no call may break by it.
+A file that is damaged or of another version has no measurements; a damaged measurement is left out.
+Neither is an error: the file changes no result, and no call may break by it.
 
 There are two kinds: times of one kernel with certain sizes, and times of several kernels on one
 call, which were taken in turns.
@@ -9,7 +9,7 @@ call, which were taken in turns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -28,19 +28,14 @@ MOST_KERNELS, MOST_ROUNDS = 64, 1000
 
 
 class Kept(NamedTuple):
-    """Hold what a file says.
-
-    Args:
-        measurements: the sound ones.
-        damage: what is wrong with the others or the file; empty where nothing is.
-    """
+    """The sound measurements of a file, and what is wrong with the others; "" if nothing is."""
 
     measurements: list[dict[str, Any]]
     damage: str = ""
 
 
 def read_kept(path: Path) -> Kept:
-    """Read the measurements of a file; none where there is no file."""
+    """Read the measurements of a file; none if there is no file."""
     try:
         found = read_json(path)
     except FileNotFoundError:
@@ -61,48 +56,40 @@ def read_kept(path: Path) -> Kept:
 
 
 def is_of_sizes(measurement: Mapping[str, Any]) -> bool:
-    """Tell times of one kernel's sizes from those of several kernels."""
+    """Whether it is of one kernel's sizes, not of several kernels."""
     return "sizes" in measurement
 
 
 def is_sound(measurement: Any) -> bool:
-    """Say whether a measurement is one that `maxattn tune` can have written."""
+    """Whether a measurement is one that `maxattn tune` can have written."""
     if not isinstance(measurement, dict):
         return False
-    of_sizes = is_of_sizes(measurement)
-    return _is_sound_of_sizes(measurement) if of_sizes else _is_sound_of_kernels(measurement)
-
-
-def _is_sound_of_sizes(measurement: dict[str, Any]) -> bool:
-    if not {*_TEXTS, *_TIMES} <= measurement.keys():
+    m, of_sizes = measurement, is_of_sizes(measurement)
+    names = (*_TEXTS, *_TIMES) if of_sizes else (*_OF_KERNELS, *PASSES, "failed")
+    if not {*names} <= m.keys():
         return False
-    said = (measurement.get(key, "") for key in ("error", "source"))
-    texts = (*(measurement[key] for key in _TEXTS), *said)
+    if of_sizes:
+        texts = (*(m[key] for key in _TEXTS), m.get("error", ""), m.get("source", ""))
+        if not all(isinstance(text, str) for text in texts):
+            return False
+        in_time = all(m[key] is None or finite(m[key], 0) is not None for key in _TIMES)
+        return in_time and _are_sizes(m["kernel"], m["sizes"])
+    failed = m["failed"]
+    if not isinstance(failed, dict) or len(failed) > MOST_KERNELS:
+        return False
+    texts = (*(m[key] for key in _OF_KERNELS), *failed, *failed.values())
     if not all(isinstance(text, str) for text in texts):
         return False
-    times = (measurement[key] for key in _TIMES)
-    in_time = all(time is None or finite(time, 0) is not None for time in times)
-    return in_time and _are_sizes(measurement["kernel"], measurement["sizes"])
+    return all(_are_rounds(m[key]) for key in PASSES)
 
 
 def is_estimated(measurement: Mapping[str, Any]) -> bool:
-    """Tell whether its times are a compiler's schedule's; then nothing ran."""
+    """Whether its times are a compiler's schedule's; then nothing ran."""
     return measurement.get("source") == ESTIMATED
 
 
-def _is_sound_of_kernels(measurement: dict[str, Any]) -> bool:
-    if not {*_OF_KERNELS, *PASSES, "failed"} <= measurement.keys():
-        return False
-    texts, failed = [measurement[key] for key in _OF_KERNELS], measurement["failed"]
-    if not isinstance(failed, dict) or len(failed) > MOST_KERNELS:
-        return False
-    if not all(isinstance(text, str) for text in (*texts, *failed, *failed.values())):
-        return False
-    return all(_are_rounds(measurement[key]) for key in PASSES)
-
-
 def _are_rounds(times: Any) -> bool:
-    """Say whether these are milliseconds of each round, by kernel."""
+    """Whether these are milliseconds of each round, by kernel."""
     if not isinstance(times, dict) or len(times) > MOST_KERNELS:
         return False
     listed = list(times.values())
@@ -112,21 +99,14 @@ def _are_rounds(times: Any) -> bool:
 
 
 def _are_sizes(kernel: str, sizes: Any) -> bool:
-    """Say whether a kernel has these sizes, each of them a number that a config takes."""
-    if not isinstance(sizes, dict) or not sizes:
-        return False
-    return sizes.keys() <= _keys(kernel) and all(_is_size(*size) for size in sizes.items())
-
-
-def _keys(kernel: str) -> Set[str]:
-    """Return the keys of the config that tune sets for a kernel."""
+    """Whether a kernel has these sizes, each of them a number that a config takes."""
     from maxattn.config.settings import FlashBlockSizes
 
-    if kernel in BLOCKS:
-        return FlashBlockSizes.model_fields.keys()
-    return {"query_chunk_size", "key_chunk_size"} if kernel == CHUNKS else set()
-
-
-def _is_size(key: str, value: Any) -> bool:
-    is_switch = key == "use_fused_bwd_kernel"
-    return isinstance(value, bool) if is_switch else whole(value) is not None
+    known = {"query_chunk_size", "key_chunk_size"} if kernel == CHUNKS else set()
+    known = set(FlashBlockSizes.model_fields) if kernel in BLOCKS else known
+    if not isinstance(sizes, dict) or not sizes or not sizes.keys() <= known:
+        return False
+    return all(
+        isinstance(size, bool) if key == "use_fused_bwd_kernel" else whole(size) is not None
+        for key, size in sizes.items()
+    )

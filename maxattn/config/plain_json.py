@@ -48,14 +48,22 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: it is no JSON, too deep, has a number of too many digits, or says a key twice.
     """
+    too_deep = f"its lists and mappings are more than {DEEPEST} deep"
     try:
         found = json.loads(text, object_pairs_hook=_each_once, parse_int=_bounded_int)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"it is no JSON, or cut off: {where}") from None
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    _check_depth(found)
+        raise ValueError(too_deep) from None
+    level = [found]
+    for _ in range(DEEPEST + 1):
+        inner = (
+            x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)
+        )
+        level = [value for values in inner for value in values]
+    if level:
+        raise ValueError(too_deep)
     return found
 
 
@@ -65,28 +73,10 @@ def _bounded_int(digits: str) -> int:
     return int(digits)
 
 
-_TOO_DEEP = f"its lists and mappings are more than {DEEPEST} deep"
-
-
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    seen: set[str] = set()
-    twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-    raise ValueError(f"it says {twice[:80]!r} twice")
-
-
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while level:
-        if depth > DEEPEST:
-            raise ValueError(_TOO_DEEP)
-        level = [inner for outer in level for inner in _inside(outer)]
-        depth += 1
-
-
-def _inside(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"it says {twice[:80]!r} twice")
+    return found

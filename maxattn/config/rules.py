@@ -1,7 +1,6 @@
 """The names a config may use, what each spelling means, and the rules that tie two keys together.
 
-It holds no model: `settings.py` does. It raises nothing: it returns errors, so that all of them
-are reported at once.
+Nothing is raised here: errors are returned, so that all of them are reported at once.
 """
 
 from __future__ import annotations
@@ -61,77 +60,36 @@ def kernel_and_strategy(attention: str) -> tuple[str, str]:
     return FOREIGN.get(attention, (attention, "auto"))
 
 
-def is_foreign(attention: str) -> bool:
-    """Say whether one word names both a kernel and a strategy: another project's spelling."""
-    return attention in FOREIGN
-
-
 def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Yield one error for each pair of keys that cannot both be meant.
 
     Args:
         values: every field of an `AttentionConfig` by name, each of them valid by itself.
     """
-    yield from _attention_against(values, "attention_kernel", 0, "kernel")
-    yield from _attention_against(values, "context_parallel", 1, "strategy")
-    yield from _gpu_spelling(values)
-    for kind in ("ici", "dcn"):
-        yield from _one_rest(values, kind)
-        yield from _absent_axes(values, kind)
-    yield from _ulysses_shards(values)
-
-
-def _attention_against(
-    values: Mapping[str, Any], key: str, part: int, word: str
-) -> Iterator[ConfigError]:
-    named, other = kernel_and_strategy(values["attention"])[part], values[key]
-    if named != "auto" and other not in (None, "auto", named):
-        rule = f"`attention: {values['attention']}` already names the {word} {named}"
-        yield ConfigError(key, other, rule, f"remove {key}, or set attention to auto")
-
-
-def _gpu_spelling(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    named = kernel_and_strategy(values["attention"])
+    others = (("attention_kernel", "kernel"), ("context_parallel", "strategy"))
+    for (key, word), theirs in zip(others, named, strict=True):
+        if theirs != "auto" and values[key] not in (None, "auto", theirs):
+            rule = f"`attention: {values['attention']}` already names the {word} {theirs}"
+            remedy = f"remove {key}, or set attention to auto"
+            yield ConfigError(key, values[key], rule, remedy)
     key = "ici_context_parallelism"
     if values[BATCH_KEY] is not None and values[key] != 1:
         rule = f"with {BATCH_KEY} present, ici_fsdp_parallelism sets the context axis"
         other = f"or remove {BATCH_KEY} and set ici_fsdp_parallelism for the fsdp axis"
         yield ConfigError(key, values[key], rule, f"remove {key}, {other}")
-
-
-def _parallelism_keys(kind: str) -> tuple[str, ...]:
-    keys = tuple(f"{kind}_{axis}_parallelism" for axis in AXES)
-    return (*keys, BATCH_KEY) if kind == "ici" else keys
-
-
-def _one_rest(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
-    rest = [key for key in _parallelism_keys(kind) if values[key] == -1]
-    if len(rest) > 1:
-        one = f"only one {kind}_*_parallelism may be -1 (take the devices that are left)"
-        rule = f"{one}; {', '.join(rest)} are"
-        yield ConfigError(rest[-1], -1, rule, f"give {' or '.join(rest)} a positive size")
-
-
-def _absent_axes(values: Mapping[str, Any], kind: str) -> Iterator[ConfigError]:
-    present = values["mesh_axes"]
-    for axis, size, key in axis_settings(values, kind):
-        if axis not in present and size != 1:
-            rule = f"mesh_axes has no axis '{axis}'; it holds {', '.join(present)}"
-            yield ConfigError(key, size, rule, f"add {axis} to mesh_axes, or set {key} to 1")
-
-
-def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
-    """Return 1 for each data axis left at its -1 that cannot take the rest.
-
-    Another axis takes the rest, or the mesh has no data axis.
-    """
-    taken = (kind for kind in ("ici", "dcn") if _rest_is_taken(values, kind))
-    keys = (f"{kind}_data_parallelism" for kind in taken)
-    return {key: 1 for key in keys if key not in given}
-
-
-def _rest_is_taken(values: Mapping[str, Any], kind: str) -> bool:
-    others = _parallelism_keys(kind)[1:]
-    return "data" not in values["mesh_axes"] or any(values[key] == -1 for key in others)
+    for kind in ("ici", "dcn"):
+        rest = [key for key in _parallelism_keys(kind) if values[key] == -1]
+        if len(rest) > 1:
+            one = f"only one {kind}_*_parallelism may be -1 (take the devices that are left)"
+            rule = f"{one}; {', '.join(rest)} are"
+            yield ConfigError(rest[-1], -1, rule, f"give {' or '.join(rest)} a positive size")
+        present = values["mesh_axes"]
+        for axis, size, key in _axis_settings(values, kind):
+            if axis not in present and size != 1:
+                rule = f"mesh_axes has no axis '{axis}'; it holds {', '.join(present)}"
+                yield ConfigError(key, size, rule, f"add {axis} to mesh_axes, or set {key} to 1")
+    yield from _ulysses_shards(values)
 
 
 def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -139,18 +97,34 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     sizes = [axis_sizes(values, kind)["context"] for kind in ("ici", "dcn")]
     ways = sizes[0] * sizes[1]
     split = "ulysses_ring" in (strategy, kernel_and_strategy(values["attention"])[1])
-    # Where the settings split no context, a mesh of the user's own may: the plan judges by it.
+    # If the settings split no context, a mesh of the user's own may: the plan judges by it.
     if split and shards > 0 and min(sizes) > 0 and ways > 1 and ways % shards:
         rule = f"it divides the context axis, which has {ways} devices"
         choices = ", ".join(map(str, divisors(ways)))
         yield ConfigError("ulysses_shards", shards, rule, f"set it to one of {choices}, or -1")
 
 
-def axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (axis, size, the key that set it) for the four axes.
+def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
+    """Return 1 for each data axis left at its -1 that cannot take the rest.
 
-    The GPU spelling is applied to `ici`.
+    Another axis takes the rest, or the mesh has no data axis.
     """
+    found = {}
+    for kind in ("ici", "dcn"):
+        key, *others = _parallelism_keys(kind)
+        is_taken = "data" not in values["mesh_axes"] or any(values[k] == -1 for k in others)
+        if is_taken and key not in given:
+            found[key] = 1
+    return found
+
+
+def axis_sizes(values: Mapping[str, Any], kind: str) -> dict[str, int]:
+    """Return the size of each of the four axes, the GPU spelling applied to `ici`."""
+    return {axis: size for axis, size, _ in _axis_settings(values, kind)}
+
+
+def _axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (axis, size, the key that set it) for the four axes."""
     gpu = kind == "ici" and values[BATCH_KEY] is not None
     renamed = {"fsdp": BATCH_KEY, "context": "ici_fsdp_parallelism"} if gpu else {}
     for axis in AXES:
@@ -158,6 +132,7 @@ def axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, i
         yield axis, values[key], key
 
 
-def axis_sizes(values: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the size of each of the four axes, the GPU spelling applied to `ici`."""
-    return {axis: size for axis, size, _ in axis_settings(values, kind)}
+def _parallelism_keys(kind: str) -> tuple[str, ...]:
+    """Return the keys of one kind, that of the data axis first."""
+    keys = tuple(f"{kind}_{axis}_parallelism" for axis in AXES)
+    return (*keys, BATCH_KEY) if kind == "ici" else keys

@@ -1,11 +1,8 @@
-"""What every part of a config shares: frozen, strict, hashed once, with errors in our own words.
-
-It knows no key of attention; `settings.py` does.
-"""
+"""The base of every part of a config: frozen, strict, hashed once, with errors in our own words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from functools import cached_property
 from typing import Any, Self
 
@@ -20,7 +17,7 @@ from maxattn.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Hold settings: frozen, unknown keys refused, no conversion of types, hashed once.
+    """Settings of one part: frozen, unknown keys refused, no conversion of types, hashed once.
 
     Subclass it for the part of a YAML file that belongs to a program (`model:`, `training:`, ...).
     Fields that hold several values are tuples, so that a section can be hashed.
@@ -138,26 +135,21 @@ def problems_of(
         error: what pydantic found.
         locate: returns `file:line` of a path; empty when it was not in a file.
     """
-    problems = translated(model, error, locate)
+    problems, fields = translated(model, error, locate), model.model_fields
     wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}
     if not wrong:
         return problems
-    return problems + [located(p, locate) for p in _contradictions(model, data, wrong)]
-
-
-def _contradictions(
-    model: type[Section], data: Mapping[str, Any], wrong: set[Any]
-) -> Iterator[ConfigError]:
-    """Check the rules between keys as if every wrong key had its default."""
-    fields = model.model_fields
+    # The rules between keys are checked as if every wrong key had its default.
     given = {k: _built(fields[k], v) for k, v in data.items() if k in fields and k not in wrong}
     values = defaults(model) | given
     values |= model.settled(values, given.keys())
     try:
-        yield from model.contradictions(values)
+        for found in model.contradictions(values):
+            problems.append(located(found, locate))
     # A rule about a wrong key that has no default is checked once the key is mended.
     except KeyError:
-        return
+        pass
+    return problems
 
 
 def _built(field: FieldInfo, value: Any) -> Any:

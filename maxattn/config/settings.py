@@ -1,7 +1,6 @@
-"""`AttentionConfig`: every setting of attention, validated where it is written.
+"""`AttentionConfig`: every setting of attention. `load.py` reads it from YAML.
 
-`load.py` reads YAML, `rules.py` holds the rules between keys; `maxattn.decide` makes the choices
-that follow from the settings.
+`maxattn.decide` makes the choices that follow from the settings.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class FlashBlockSizes(Section):
-    """Hold the tile sizes, in tokens, of the flash kernels; the kernel chooses those not set."""
+    """The tile sizes, in tokens, of the flash kernels; the kernel chooses those not set."""
 
     block_q: Positive | None = None
     """Query tokens per tile, forward."""
@@ -60,7 +59,7 @@ class FlashBlockSizes(Section):
 
 
 class AttentionConfig(Section):
-    """Hold every setting of attention; `configs/attention.yml` documents each key.
+    """Every setting of attention; `configs/attention.yml` documents each key.
 
     Raises:
         ConfigErrors: for every wrong key and value at once.
@@ -215,7 +214,7 @@ class AttentionConfig(Section):
 
     def spelling_note(self) -> str | None:
         """Say how `attention` was read, when one word names both a kernel and a strategy."""
-        if not rules.is_foreign(self.attention):
+        if self.attention not in rules.FOREIGN:
             return None
         kernel, strategy = rules.kernel_and_strategy(self.attention)
         return f"attention: {self.attention} is read as {strategy} with {kernel} inside"

@@ -1,7 +1,6 @@
-"""How people write a target: "TPU v5p", "tpu7x", "H200", "Trillium", "v5p:2x2x1".
+"""Names of targets as people write them: "TPU v5p", "tpu7x", "H200", "Trillium", "v5p:2x2x1".
 
-`read_target` is the one reader of such names: of the command line's --target and of
-`Target.named`. Case, spaces, dashes and underscores do not count.
+Case, spaces, dashes and underscores do not count.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ _SIDES = re.compile(r"\d{1,4}(x\d{1,4}){1,2}")
 
 
 class TargetName(NamedTuple):
-    """Hold what a name says.
-
-    Args:
-        kind: of `devices.DEVICES`.
-        sides: chips along each side of a TPU's topology; () where none is written.
-    """
+    """A device kind of `devices.DEVICES`, and the chips along each side of a TPU's topology."""
 
     kind: str
     sides: tuple[int, ...] = ()
@@ -79,7 +73,14 @@ def read_target(text: str) -> TargetName:
     name, colon, layout = str(text).partition(":")
     kind = _SPELLINGS.get(_bare(name)) or USUAL.get(name)
     if kind is None:
-        raise _unknown(str(text), name)
+        close = did_you_mean(_bare(name), _SPELLINGS)
+        spelling = close.split("'")[1] if close else ""
+        # Names that differ in digits alone are other machines: TPU v3 is no TPU v4 misspelt.
+        written, meant = (re.sub(r"\d", "#", word) for word in (_bare(name), spelling))
+        is_meant = spelling and written != meant
+        guess = f"did you mean '{_SPELLINGS[spelling]}'?" if is_meant else ""
+        rule = f"it must be one of {', '.join(DEVICES)}"
+        raise ConfigError("target", str(text), rule, guess or "take a name from that list")
     return TargetName(kind, _sides(str(text), kind, layout) if colon else ())
 
 
@@ -92,20 +93,6 @@ def _sides(text: str, kind: str, layout: str) -> tuple[int, ...]:
         rule = "after the colon stand the chips along each side"
         raise ConfigError("target", text, rule, f"write for example {TargetName(kind).topology}")
     return sides
-
-
-def _unknown(text: str, name: str) -> ConfigError:
-    close = did_you_mean(_bare(name), _SPELLINGS)
-    spelling = close.split("'")[1] if close else ""
-    is_meant = spelling and not _is_another_number(_bare(name), spelling)
-    guess = f"did you mean '{_SPELLINGS[spelling]}'?" if is_meant else ""
-    rule = f"it must be one of {', '.join(DEVICES)}"
-    return ConfigError("target", text, rule, guess or "take a name from that list")
-
-
-def _is_another_number(written: str, name: str) -> bool:
-    """Tell whether names differ in digits alone: TPU v3 is a machine, and not TPU v4 misspelt."""
-    return re.sub(r"\d", "#", written) == re.sub(r"\d", "#", name)
 
 
 def _bare(name: str) -> str:
