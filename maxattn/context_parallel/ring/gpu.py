@@ -19,9 +19,14 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.context_parallel.ring import gpu_full_mask
-from maxattn.context_parallel.ring.collectives import hop_collectives, packed_bytes
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
-from maxattn.context_parallel.ring.schedule import Schedule, nothing_seen, unseen, zeros
+from maxattn.context_parallel.ring.schedule import (
+    Schedule,
+    hop_collectives,
+    nothing_seen,
+    unseen,
+    zeros,
+)
 from maxattn.context_parallel.timeline import FLOAT, Share, Traffic
 from maxattn.kernels import KERNELS, computed_call
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
@@ -55,25 +60,29 @@ class GpuSchedule(Schedule):
         is_set = MODE in dict(target.env).get("XLA_FLAGS", "")
         return cls(is_set or target.device.vendor == "AMD")
 
-    def with_kernel(self, kernel: Kernel, call: Call, ring_size: int) -> Self:
-        """Ask the kernel how a backward over several blocks of keys is launched."""
-        return replace(self, accumulator_line=kernel.accumulator_line(_shapes(call)))
+    def with_kernel(self, kernel: Kernel, call: Call) -> Self:
+        q = jax.ShapeDtypeStruct((call.batch, call.q_len, call.heads, call.head_dim), call.dtype)
+        keys = call.batch, call.kv_len, call.kv_heads
+        k, v = (
+            jax.ShapeDtypeStruct((*keys, n), call.dtype) for n in (call.head_dim, call.value_dim)
+        )
+        shapes: Any = q, k, v
+        return replace(self, accumulator_line=kernel.accumulator_line(Inputs(*shapes)))
 
     def backward_line(self) -> str:
-        """Say how the accumulator launches."""
         return self.accumulator_line
 
     def notes(self) -> tuple[str, ...]:
-        """Say what makes transfers cheaper."""
         return () if self.copy_engine_flag_set else (COPY_ENGINES,)
 
-    def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """Name the hops; the gradients of a rank's own keys stay."""
-        block = packed_bytes(call, itemsize(call.dtype))
+    def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
+        """Name the hops, in which K and V are equally wide; the gradients of own keys stay."""
+        widest = max(hop.head_dim, hop.value_dim)
+        block = 2 * hop.batch * hop.kv_len * hop.kv_heads * widest * itemsize(hop.dtype)
         return hop_collectives(sends, block, (sends, block), arrays=1)
 
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
-        """Gradients travel in the dtype of K, and parts are summed in one pass.
+        """Count gradients in the dtype of K, and parts that are summed in one pass.
 
         Where every query sees every key, held are the local block, the one that is here and the one
         that comes, and of gradients the local ones and those that are made, leave and came.
@@ -97,8 +106,9 @@ class GpuSchedule(Schedule):
             merged += (hops + 1) * q + 2 * hops * kv
         return Traffic(item, True, dense, held, merged)
 
+    # ---- inside `shard_map` ----------------------------------------------------------------------
+
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
-        """Return this device's (out, lse)."""
         # Packed as for the backward: where one program has both, they share it.
         queries = ring_pass.order.to_zigzag(inputs.q, 1)
         packed, dims = _packed(ring_pass.keys(inputs)), _head_dims(inputs)
@@ -113,112 +123,56 @@ class GpuSchedule(Schedule):
                 ring_pass.send_on(hop, packed), ring_pass.pieces(hop, attend, nothing_seen)
             )
             for (i, _), part in found.items():
-                parts[i] = _kept(parts[i], part)
+                if len(parts[i]) >= MOST_PARTS:
+                    parts[i] = [Result(*merge_by_lse(parts[i]))]
+                parts[i].append(part)
         both = zip(parts, queries, strict=True)
         merged = [merge_by_lse(found or [unseen(x, dims[1])]) for found, x in both]
         return ring_pass.result(merged, inputs.q)
 
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients; those of its K and V are complete."""
         if ring_pass.is_dense:
             return gpu_full_mask.backward(ring_pass, kernel, inputs, rows)
-        made = _GpuBackward(ring_pass, kernel, inputs, rows)
+        queries, chunks = ring_pass.order.to_zigzag(inputs.q, 1), ring_pass.rows(rows)
+        packed, dims = _packed(ring_pass.keys(inputs)), _head_dims(inputs)
+        dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
+        dbias: list[Bias] = zeros(ring_pass.biases)
+        home: list[Packed] = []  # gradients of the local keys
+        leaving: tuple[int, Packed] | None = None  # those of the last hop, of another rank's
         for hop in ring_pass.hops:
-            made.take(hop)
-        return made.grads()
 
+            def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Grads:
+                here = _unpacked(packed, dims)[j]
+                return kernel.backward(ring_pass.inputs(hop, (i, j), queries[i], here), chunks[i])
 
-class _GpuBackward:
-    """Hold the keys that are here, and the gradients so far."""
-
-    def __init__(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> None:
-        self.ring_pass, self.kernel, self.dtype = ring_pass, kernel, inputs.q.dtype
-        self.queries = ring_pass.order.to_zigzag(inputs.q, 1)
-        self.packed, self.home = _packed(ring_pass.keys(inputs)), _Home(ring_pass)
-        self.rows, self.dims = ring_pass.rows(rows), _head_dims(inputs)
-        self.dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
-        self.dbias: list[Bias] = zeros(ring_pass.biases)
-
-    def take(self, hop: int) -> None:
-        """Compute a hop while its keys travel on, and the gradients of the last hop go home."""
-        ring_pass = self.ring_pass
-        found = ring_pass.pieces(hop, lambda i, j: self._gradients(hop, i, j), zeros)
-        travels = ring_pass.send_on(hop, self.packed), self.home.sent()
-        (self.packed, self.home.arrived), found = tie_transfer_to_kernel(travels, found)
-        for (i, j), (dq, _, _, dbias) in found.items():
-            self.dqs[i] = added(self.dqs[i], dq)
-            self.dbias[i] = ring_pass.add_bias(self.dbias[i], dbias, hop, j)
-        self.home.leave(hop, _gradients_of_keys(ring_pass, found, self.packed))
-
-    def grads(self) -> Grads:
-        """Return all gradients, in contiguous order."""
-        back, summed = self.ring_pass.order.from_zigzag, _unpacked(self.home.total(), self.dims)
+            travels = ring_pass.send_on(hop, packed), leaving and ring_pass.send_to_owner(*leaving)
+            (packed, arrived), found = tie_transfer_to_kernel(
+                travels, ring_pass.pieces(hop, gradients, zeros)
+            )
+            for (i, j), (dq, _, _, db) in found.items():
+                dqs[i] = added(dqs[i], dq)
+                dbias[i] = ring_pass.add_bias(dbias[i], db, hop, j)
+            if arrived is not None:
+                home = added(home, arrived)
+            leaving = hop, _gradients_of_keys(ring_pass, found, packed)
+            if hop == 0:
+                home, leaving = [leaving[1]], None
+        if leaving is not None:
+            home = added(home, ring_pass.send_to_owner(*leaving))
+        back = ring_pass.order.from_zigzag
+        summed = _unpacked(total(home, home[0]).astype(home[0].dtype), dims)
         dk, dv = (back([pair[which] for pair in summed], 1) for which in (0, 1))
-        both = zip(self.dqs, self.queries, strict=True)
-        dq = [total(parts, x).astype(self.dtype) for parts, x in both]
-        return Grads(back(dq, 1), dk, dv, self.ring_pass.whole_bias(self.dbias))
-
-    def _gradients(self, hop: int, i: int, j: int) -> Grads:
-        here = _unpacked(self.packed, self.dims)[j]
-        piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], here)
-        return self.kernel.backward(piece, self.rows[i])
-
-
-class _Home:
-    """Send the gradients of other ranks' keys to them, one hop late, and sum what comes in."""
-
-    def __init__(self, ring_pass: RingPass) -> None:
-        self.ring_pass, self.hop = ring_pass, 0
-        self.leaving: Packed | None = None
-        self.arrived: Packed | None = None
-        self._parts: list[Packed] = []
-
-    def sent(self) -> Packed | None:
-        """Begin the transfer of what is leaving."""
-        if self.leaving is None:
-            return None
-        return self.ring_pass.send_to_owner(self.hop, self.leaving)
-
-    def leave(self, hop: int, grads: Packed) -> None:
-        """Take what has arrived, and gradients that leave next; those of local keys stay."""
-        self._take(self.arrived)
-        self.arrived, self.leaving, self.hop = None, grads, hop
-        if hop == 0:
-            self._parts, self.leaving = added(self._parts, grads), None
-
-    def total(self) -> Packed:
-        """Send what has not left yet, and sum all in float32, in one pass."""
-        self._take(self.sent())
-        return total(self._parts, self._parts[0]).astype(self._parts[0].dtype)
-
-    def _take(self, arrived: Packed | None) -> None:
-        if arrived is not None:
-            self._parts = added(self._parts, arrived)
-
-
-def _shapes(call: Call) -> Inputs:
-    """Return the shapes of q, k and v of a call."""
-    q = jax.ShapeDtypeStruct((call.batch, call.q_len, call.heads, call.head_dim), call.dtype)
-    keys = call.batch, call.kv_len, call.kv_heads
-    dims = call.head_dim, call.value_dim
-    k, v = (jax.ShapeDtypeStruct((*keys, dim), call.dtype) for dim in dims)
-    operands: Any = q, k, v
-    return Inputs(*operands)
-
-
-def _kept(parts: list[Result], part: Result) -> list[Result]:
-    """Return a list with one part more; many parts become one in float32."""
-    return [Result(*merge_by_lse(parts)), part] if len(parts) >= MOST_PARTS else [*parts, part]
+        dq = [total(parts, x).astype(x.dtype) for parts, x in zip(dqs, queries, strict=True)]
+        return Grads(back(dq, 1), dk, dv, ring_pass.whole_bias(dbias))
 
 
 def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packed) -> Packed:
     """Sum over chunks of queries, and round to the dtype of K."""
     sums = [
-        [widened(total([g[p] for (_, j), g in found.items() if j == chunk], like[0]), like.shape[4])
-         for p in (1, 2)]
-        for chunk in ring_pass.chunks
+        widened(total([g[p] for (_, j), g in found.items() if j == chunk], like[0]), like.shape[4])
+        for chunk in ring_pass.chunks for p in (1, 2)
     ]  # fmt: skip
-    return jnp.stack([x.astype(like.dtype) for pair in sums for x in pair])
+    return jnp.stack([x.astype(like.dtype) for x in sums])
 
 
 def _packed(keys: Keys) -> Packed:

@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxtyping import Array
-
 from maxattn.context_parallel.ring.hops import RingPass, tie_transfer_to_kernel
 from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
 from maxattn.kernels.kv_block import (
     WHOLE,
-    DqAccumulator,
     KeyRange,
     Packed,
     added,
@@ -77,64 +74,31 @@ def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) ->
         inputs: this device's shards.
         rows: its, of all keys.
     """
-    dense = Inputs(inputs.q, inputs.k, inputs.v)
-    accumulator = kernel.accumulator(dense, rows)
-    made = _DenseBackward(ring_pass, accumulator, dense)
-    for step in steps(ring_pass.ring_size, middle_key(inputs.k.shape[1])):
-        made.take(step)
-    return Grads(accumulator.dq(), *made.of_keys())
-
-
-class _DenseBackward:
-    """Hold the keys and gradients that are here, by hop, and local gradients that came home."""
-
-    def __init__(self, ring_pass: RingPass, accumulator: DqAccumulator, inputs: Inputs) -> None:
-        self.ring_pass, self.accumulator = ring_pass, accumulator
-        self.dims = inputs.k.shape[3], inputs.v.shape[3]
-        self.keys: dict[int, Packed] = {0: pack(inputs.k, inputs.v)}
-        self.grads: dict[int, Packed] = {}
-        self.home: list[Packed] = []
-
-    def take(self, step: Step) -> None:
-        """Begin what travels, and compute beside it."""
-        hop, coming, arriving = step.hop, self._coming(step), self._arriving(step)
-        self.grads[hop] = self.accumulator.add(self.keys[hop], step.key_range, self.grads.get(hop))
-        coming, arriving = self._tied(coming, arriving)
-        if hop and step.key_range.stop is None:
-            del self.keys[hop]
+    n, dims = ring_pass.ring_size, (inputs.k.shape[3], inputs.v.shape[3])
+    accumulator = kernel.accumulator(Inputs(inputs.q, inputs.k, inputs.v), rows)
+    # By hop: the keys that are here, and their gradients.
+    keys: dict[int, Packed] = {0: pack(inputs.k, inputs.v)}
+    grads: dict[int, Packed] = {}
+    home: list[Packed] = []  # gradients of local keys that other ranks sent
+    for hop, key_range, fetches, returns in steps(n, middle_key(inputs.k.shape[1])):
+        coming = ring_pass.send_on(hop, keys[hop]) if fetches else None
+        before = (hop - 1) % n  # at the end, the last
+        arriving = ring_pass.send_to_owner(before, grads.pop(before)) if returns else None
+        grads[hop] = accumulator.add(keys[hop], key_range, grads.get(hop))
+        # What the next step sends or computes with is there only now: this step's kernel covers the
+        # transfers.
+        ours = keys, grads, home, accumulator.state
+        (coming, arriving), ours = tie_transfer_to_kernel((coming, arriving), ours)
+        keys, grads, home, accumulator.state = ours
+        if hop and key_range.stop is None:
+            del keys[hop]
         if coming is not None:
-            self.keys[hop + 1] = coming
+            keys[hop + 1] = coming
         if arriving is not None:
-            self.home = added(self.home, arriving)
-
-    def of_keys(self) -> tuple[Array, Array]:
-        """Return (dk, dv) of the local keys; gradients that are still here go home uncovered."""
-        local = self.grads.pop(0)
-        for hop, grads in self.grads.items():
-            self.home = added(self.home, self.ring_pass.send_to_owner(hop, grads))
-        parts = local, *self.home
-        dk, dv = (total([x[i] for x in parts], parts[0][i]).astype(local.dtype) for i in (0, 1))
-        return dk[..., : self.dims[0]], dv[..., : self.dims[1]]
-
-    def _coming(self, step: Step) -> Packed | None:
-        """Begin the transfer of the next keys."""
-        return self.ring_pass.send_on(step.hop, self.keys[step.hop]) if step.fetches else None
-
-    def _arriving(self, step: Step) -> Packed | None:
-        """Begin the transfer of the gradients of the hop before this one; at the end, the last."""
-        if not step.returns:
-            return None
-        leaving = (step.hop - 1) % self.ring_pass.ring_size
-        return self.ring_pass.send_to_owner(leaving, self.grads.pop(leaving))
-
-    def _tied(
-        self, coming: Packed | None, arriving: Packed | None
-    ) -> tuple[Packed | None, Packed | None]:
-        """Let what the next step sends or computes with be there only now.
-
-        So this step's kernel covers the transfer.
-        """
-        ours = self.keys, self.grads, self.home, self.accumulator.state
-        travels, ours = tie_transfer_to_kernel((coming, arriving), ours)
-        self.keys, self.grads, self.home, self.accumulator.state = ours
-        return travels
+            home = added(home, arriving)
+    local = grads.pop(0)
+    for hop, late in grads.items():  # of keys that are not halved: exposed
+        home = added(home, ring_pass.send_to_owner(hop, late))
+    parts = local, *home
+    dk, dv = (total([x[i] for x in parts], local[i]).astype(local.dtype) for i in (0, 1))
+    return Grads(accumulator.dq(), dk[..., : dims[0]], dv[..., : dims[1]])

@@ -7,7 +7,7 @@ local keys come home.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,8 @@ from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
 from maxattn.masks import Mask
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Name some of the heads.
-
-    Args:
-        part: which, of so many equal parts.
-        parts: how many there are.
-    """
+class Heads(NamedTuple):
+    """Name the `part`-th of `parts` equal parts of the heads."""
 
     part: int = 0
     parts: int = 1
@@ -33,12 +27,6 @@ class Heads:
         """Slice them out of an array."""
         n = x.shape[axis] // self.parts
         return jax.lax.slice_in_dim(x, self.part * n, (self.part + 1) * n, axis=axis)
-
-    def widened(self, x: Array, axis: int) -> Array:
-        """Return an array of all heads, with zeros for the others."""
-        n, around = x.shape[axis], [(0, 0)] * x.ndim
-        around[axis] = (self.part * n, (self.parts - 1 - self.part) * n)
-        return jnp.pad(x, around)
 
 
 ALL, FIRST, SECOND = Heads(), Heads(0, 2), Heads(1, 2)
@@ -70,7 +58,7 @@ def of_rows(heads: Heads, rows: Rows) -> Rows:
     return Rows(out, heads.of(rows.lse, 1), dout, heads.of(rows.dlse, 1))  # [B, N, T]
 
 
-def joined_heads(parts: Sequence[Array], axis: int) -> Array:
+def joined(parts: Sequence[Array], axis: int) -> Array:
     """Join arrays of the halves of the heads; one is of all of them."""
     return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
 
@@ -80,4 +68,10 @@ def backward(kernel: Kernel, heads: Heads, inputs: Inputs, rows: Rows) -> Grads:
     if heads == ALL:
         return kernel.backward(inputs, rows)
     *found, _ = kernel.backward(operands(heads, inputs), of_rows(heads, rows))
-    return Grads(*(heads.widened(x, 2) for x in found))
+
+    def widened(x: Array) -> Array:
+        n = x.shape[2]
+        others = heads.part * n, (heads.parts - 1 - heads.part) * n
+        return jnp.pad(x, ((0, 0), (0, 0), others, (0, 0)))
+
+    return Grads(*map(widened, found))

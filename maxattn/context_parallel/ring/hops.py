@@ -121,33 +121,24 @@ class RingPass:
         Returns:
             Arrays by (query chunk, key chunk), for every piece in which some rank sees something.
         """
-        all_pairs = [(i, j) for i in self.chunks for j in self.chunks]
-        idle = {piece: self.empty[:, hop, *piece] for piece in all_pairs}
-        made = [piece for piece in all_pairs if not idle[piece].all()]
-        untested = self.full | self.empty  # as _bias_and_mask has it
-        keys = {p: (alike, bool(untested[:, hop, *p].all())) for p in made}
-        return {p: self._where_seen(idle[p], partial(compute, *p), nothing, keys[p]) for p in made}
+        found, untested = {}, self.full | self.empty  # as _bias_and_mask has it
+        for i, j in ((i, j) for i in self.chunks for j in self.chunks):
+            idle = self.empty[:, hop, i, j]
+            if idle.all():
+                continue
+            run, key = partial(compute, i, j), (alike, bool(untested[:, hop, i, j].all()))
+            if not idle.any():
+                found[i, j] = made = run()
+                self._shapes.setdefault(key, jax.eval_shape(lambda made=made: made))
+                continue
+            if key not in self._shapes:  # to trace a kernel takes long: once for all hops
+                self._shapes[key] = jax.eval_shape(run)
 
-    def _where_seen(
-        self,
-        idle: Any,
-        compute: Callable[[], Any],
-        nothing: Callable[[Any], Any],
-        alike: Hashable,
-    ) -> Any:
-        """Compute a piece on the ranks that see something in it."""
-        if not idle.any():
-            found = compute()
-            self._shapes.setdefault(alike, jax.eval_shape(lambda: found))
-            return found
-        if alike not in self._shapes:  # to trace a kernel takes long: once for all hops
-            self._shapes[alike] = jax.eval_shape(compute)
-        shapes = self._shapes[alike]
+            def empty(shapes: Any = self._shapes[key]) -> Any:
+                return jax.tree.map(lambda x, s: x.astype(s.dtype), nothing(shapes), shapes)
 
-        def empty() -> Any:
-            return jax.tree.map(lambda x, s: x.astype(s.dtype), nothing(shapes), shapes)
-
-        return jax.lax.cond(jnp.asarray(idle)[self.rank], empty, compute)
+            found[i, j] = jax.lax.cond(jnp.asarray(idle)[self.rank], empty, run)
+        return found
 
     def inputs(self, hop: int, piece: Piece, q: Array, kv: tuple[Array, Array]) -> Inputs:
         """Return what a kernel computes a piece from."""
@@ -168,19 +159,16 @@ class RingPass:
 
     def send_on(self, hop: int, keys: Any) -> Any:
         """Send K and V to where the next hop computes with them; after the last one they stay."""
-        return keys if hop == self.hops[-1] else self.sent(keys, self._next(hop) - hop)
+        return keys if hop == self.hops[-1] else self.send_home(hop, keys)
 
     def send_home(self, hop: int, grads: Any) -> Any:
         """Send gradients of the keys that are here with these keys; home after the last hop."""
-        return self.sent(grads, self._next(hop) - hop)
+        following = next((h for h in self.hops if h > hop), self.ring_size)  # which is home
+        return self.sent(grads, following - hop)
 
     def send_to_owner(self, hop: int, grads: Any) -> Any:
         """Send gradients of the keys that are here straight to the rank that owns these keys."""
         return self.sent(grads, self.ring_size - hop)
-
-    def _next(self, hop: int) -> int:
-        """Return the next hop that is made; ring_size, which is home, after the last."""
-        return next((h for h in self.hops if h > hop), self.ring_size)
 
     def sent(self, arrays: Any, ranks: int) -> Any:
         """Send arrays on by so many ranks, this pass's way."""
@@ -221,10 +209,15 @@ class RingPass:
             # Off the diagonal positions forbid nothing where anything is seen: the kernel need not
             # test them.
             mask = joined(term for term in mask.terms() if term.has_data)
-        mask = jax.tree.map(lambda x, a: self._of_keys(x, a, start), mask, mask.leaf_axes())
-        if bias is not None and bias.shape[3] > 1:
-            bias = self._sliced(bias, 3, start)
-        return bias, mask
+
+        def of_keys(x: Any, axis: int) -> Array:
+            return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, self.kv_chunk, axis)
+
+        mask = jax.tree.map(
+            lambda x, letters: of_keys(x, letters.index("S")) if "S" in letters else x,
+            mask, mask.leaf_axes(),
+        )  # fmt: skip
+        return of_keys(bias, 3) if bias is not None and bias.shape[3] > 1 else bias, mask
 
     def _of_rows(self, x: Bias, q_len: int) -> list[Bias]:
         """Split a bias, or its level, into the chunks of the queries."""
@@ -233,18 +226,11 @@ class RingPass:
         return list(self.order.to_zigzag(x, 2))
 
     def _masks(self, mask: Mask) -> list[Mask]:
+        """Split a mask into the chunks of the queries."""
         leaves, tree = jax.tree.flatten(mask)
-        axes = jax.tree.leaves(mask.leaf_axes())
-        chunks = [self._of_queries(x, a) for x, a in zip(leaves, axes, strict=True)]
+        chunks = [
+            self.order.to_zigzag(jnp.asarray(x), letters.index("T")) if "T" in letters
+            else [x for _ in self.chunks]
+            for x, letters in zip(leaves, jax.tree.leaves(mask.leaf_axes()), strict=True)
+        ]  # fmt: skip
         return [jax.tree.unflatten(tree, [x[i] for x in chunks]) for i in self.chunks]
-
-    def _of_queries(self, x: Any, letters: str) -> list[Any]:
-        if "T" not in letters:
-            return [x for _ in self.chunks]
-        return self.order.to_zigzag(jnp.asarray(x), letters.index("T"))
-
-    def _of_keys(self, x: Any, letters: str, start: Any) -> Any:
-        return self._sliced(x, letters.index("S"), start) if "S" in letters else x
-
-    def _sliced(self, x: Any, axis: int, start: Any) -> Array:
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, self.kv_chunk, axis)

@@ -17,12 +17,11 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import Collective, Strategy
 from maxattn.context_parallel.ring.choices import choose
-from maxattn.context_parallel.ring.collectives import Shares, zigzag_collectives
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.ring.schedule import Schedule
 from maxattn.context_parallel.ring.torus import TorusSchedule
-from maxattn.context_parallel.ring.zigzag import ChunkLayout
+from maxattn.context_parallel.ring.zigzag import ChunkLayout, zigzag_collectives
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.masks import Mask
 from maxattn.sharding import MeshShape, ways
@@ -52,7 +51,6 @@ class Ring(Strategy):
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Ring:
-        """Choose the schedule and the order of the sequence."""
         return cls.of_groups(1, shape, config, call, target)
 
     @classmethod
@@ -80,14 +78,13 @@ class Ring(Strategy):
         return choose(ring, call, config, target, parts)
 
     def supports(self, call: Call) -> Reason | None:
-        """Refuse a direction that was asked for and cannot be had."""
         return self.refused
 
     def with_kernel(self, kernel: Kernel, call: Call) -> Self:
         """Let the schedule ask the kernel, where every query sees every key."""
-        if self.chunks_per_rank > 1 or self.ring_size == 1 or not call.mask.is_full:
+        if self.zigzag or self.ring_size == 1 or not call.mask.is_full:
             return self
-        return replace(self, schedule=self.schedule.with_kernel(kernel, call, self.ring_size))
+        return replace(self, schedule=self.schedule.with_kernel(kernel, call))
 
     # ---- the layout ------------------------------------------------------------------------------
 
@@ -98,7 +95,6 @@ class Ring(Strategy):
 
     @property
     def chunks_per_rank(self) -> int:
-        """Contiguous chunks of the sequence that a rank holds."""
         return 2 if self.zigzag else 1
 
     @property
@@ -115,7 +111,6 @@ class Ring(Strategy):
         return super().head_ways() * self.group
 
     def kv_letter(self) -> str:
-        """Keys stay split over context."""
         return "S"
 
     def rank_call(self, call: Call) -> Call:
@@ -137,40 +132,35 @@ class Ring(Strategy):
     # ---- what `explain` prints -------------------------------------------------------------------
 
     def label(self) -> str:
-        """Name the order too, where it is zig-zag, and both directions."""
         return super().label() + self.order_label
 
     @property
     def order_label(self) -> str:
         """Name the order, where it is zig-zag, and both directions."""
-        return (", zig-zag" if self.zigzag else "") + self.schedule.label()
+        both = ", both ways" if self.schedule.directions > 1 else ""
+        return (", zig-zag" if self.zigzag else "") + both
 
     def backward_line(self) -> str:
-        """Say how the schedule launches the kernel's backward."""
         return self.schedule.backward_line()
 
     def notes(self) -> tuple[str, ...]:
-        """Say why the order is zig-zag or why not, and what the schedule has to say."""
         return self.why + (self.schedule.notes() if self.ring_size > 1 else ())
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the permutes to zig-zag and back, and the hops."""
         hop, sends = self.rank_call(call), len(self.hops(call.mask, call.q_len, call.kv_len)) - 1
         moves: tuple[Collective, ...] = ()
-        if self.chunks_per_rank > 1:
-            shares = Shares(self.ring_size, self.head_ways(), self.shape)
-            moves = zigzag_collectives(call, hop, shares)
+        if self.zigzag:
+            moves = zigzag_collectives(call, hop, self.shape, self.ring_size, self.head_ways())
         hops = self.schedule.collectives(hop, sends, self.chunks_per_rank) if sends else ()
         return *moves, *hops
 
     # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
-        """Return this device's (out, lse)."""
         ring_pass = RingPass(self.layout, self.group, inputs)
         return self.schedule.forward(ring_pass, kernel, inputs)
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients; those of its K and V are complete."""
         ring_pass = RingPass(self.layout, self.group, inputs)
         return self.schedule.backward(ring_pass, kernel, inputs, rows)

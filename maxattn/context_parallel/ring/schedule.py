@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.context_parallel.base import Collective
+from maxattn.context_parallel.base import CONTEXT, Collective
 from maxattn.context_parallel.ring.hops import RingPass
 from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
@@ -19,13 +19,12 @@ from maxattn.kernels.softmax import NEG_INF
 class Schedule:
     """Compute a ring's forward and backward; each schedule is a frozen dataclass."""
 
-    def with_kernel(self, kernel: Kernel, call: Call, ring_size: int) -> Schedule:
+    def with_kernel(self, kernel: Kernel, call: Call) -> Schedule:
         """Return the schedule as it runs a kernel where every query sees every key.
 
         Args:
             kernel: that computes the pieces.
             call: of one run of it.
-            ring_size: ranks of the ring.
         """
         return self
 
@@ -33,10 +32,6 @@ class Schedule:
     def directions(self) -> int:
         """In how many directions blocks travel at once."""
         return 1
-
-    def label(self) -> str:
-        """Return what is said of it behind the ring's name; "" for one direction."""
-        return ", both ways" if self.directions > 1 else ""
 
     def backward_line(self) -> str:
         """Say how it launches the kernel's backward; "" where the kernel does."""
@@ -46,11 +41,11 @@ class Schedule:
         """Return what the user of a ring of several ranks should know."""
         return ()
 
-    def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
+    def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
         """Name the hops of K and V, and of their gradients.
 
         Args:
-            call: of one hop.
+            hop: the call of one hop.
             sends: hops after the first; at least one.
             chunks_per_rank: each is an array of its own.
         """
@@ -73,6 +68,26 @@ class Schedule:
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
         """Return this device's gradients; those of its K and V are complete."""
         raise NotImplementedError
+
+
+def hop_collectives(
+    sends: int, block: int, home: tuple[int, int], arrays: int
+) -> tuple[Collective, ...]:
+    """Name the hops of K and V, forward and backward, and of their gradients.
+
+    Args:
+        sends: hops after the first.
+        block: bytes of K and V of a hop.
+        home: hops of dK and dV, and the bytes of each.
+        arrays: that travel in each hop.
+    """
+    hops, grads = home
+    made = (
+        ("K,V", "forward", sends * block, sends),
+        ("K,V", "backward", sends * block, sends),
+        ("dK,dV", "backward", hops * grads, hops),
+    )
+    return tuple(Collective("ppermute", (CONTEXT,), *each, arrays) for each in made)
 
 
 def zeros(tree: Any) -> Any:

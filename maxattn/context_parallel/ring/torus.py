@@ -14,17 +14,16 @@ from typing import Any
 from maxattn.call import Call
 from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.context_parallel.ring import head_halves
-from maxattn.context_parallel.ring.collectives import hop_collectives, kv_bytes
-from maxattn.context_parallel.ring.head_halves import (
-    ALL,
-    FIRST,
-    SECOND,
-    Heads,
-    joined_heads,
-    may_halve,
-)
+from maxattn.context_parallel.ring.head_halves import ALL, FIRST, SECOND, Heads, may_halve
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
-from maxattn.context_parallel.ring.schedule import Schedule, nothing_seen, unseen, zeros
+from maxattn.context_parallel.ring.schedule import (
+    Schedule,
+    hop_collectives,
+    nothing_seen,
+    unseen,
+    zeros,
+)
+from maxattn.context_parallel.ring.zigzag import kv_bytes
 from maxattn.context_parallel.timeline import FLOAT, Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import merge_by_lse
@@ -47,17 +46,16 @@ class TorusSchedule(Schedule):
 
     @property
     def directions(self) -> int:
-        """In how many directions blocks travel at once."""
         return 2 if self.both_ways else 1
 
-    def collectives(self, call: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
+    def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
         """Name the hops; gradients go one hop further, home, in float32."""
-        block, grads = kv_bytes(call, itemsize(call.dtype)), kv_bytes(call, 4)
+        block, grads = kv_bytes(hop, itemsize(hop.dtype)), kv_bytes(hop, FLOAT)
         arrays = 2 * chunks_per_rank * self.directions
         return hop_collectives(sends, block, (sends + 1, grads), arrays)
 
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
-        """Gradients travel and are summed in float32.
+        """Count gradients, on their way and summed, in float32.
 
         Held are two blocks of K and V, or three, and float32 sums, those of the queries too. out,
         dq, dk and dv are read and written in float32, and a part of each is read.
@@ -68,75 +66,99 @@ class TorusSchedule(Schedule):
         merged = (2 * FLOAT + item) / item * (2 * q + kv) * hops
         return Traffic(FLOAT, False, halved, held, merged)
 
+    # ---- inside `shard_map` ----------------------------------------------------------------------
+
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
-        """Return this device's (out, lse)."""
-        lanes = [
-            _TorusForward(ring_pass.with_inputs(part, way), kernel, part)
-            for way, part in self._by_direction(inputs)
-        ]
+        lanes = [_ForwardLane(*lane, kernel) for lane in self._by_direction(ring_pass, inputs)]
         for step in range(len(ring_pass.hops)):
             # All transfers have begun before any kernel is waited for.
             coming, parts = tie_transfer_to_kernel(
-                [lane.sent(step) for lane in lanes], [lane.computed(step) for lane in lanes]
+                [lane.ring_pass.send_on(lane.hop(step), lane.here) for lane in lanes],
+                [lane.computed(step) for lane in lanes],
             )
             for lane, part in zip(lanes, parts, strict=True):
                 lane.add(part)
             coming, totals = tie_transfer_to_kernel(coming, [lane.totals for lane in lanes])
             for lane, here, total in zip(lanes, coming, totals, strict=True):
                 lane.here, lane.totals = here, total
-        outs, lses = zip(*(lane.result() for lane in lanes), strict=True)
-        return Result(joined_heads(outs, 2), joined_heads(lses, 1))
+        found = [lane.ring_pass.result(lane.totals, inputs.q) for lane in lanes]
+        outs, lses = zip(*found, strict=True)
+        return Result(head_halves.joined(outs, 2), head_halves.joined(lses, 1))
 
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients; those of its K and V have been round the ring."""
         lanes = self._backward_lanes(ring_pass, kernel, inputs, rows)
         for step in range(len(ring_pass.hops)):
-            _take(lanes, step)
-        if any(lane.last for lane in lanes):
-            _finish_local(lanes)
+            # The transfer of dkv too, begun at the end of the last hop, gets nothing but this hop's
+            # kernels beside it.
+            travels, parts = tie_transfer_to_kernel(
+                [(lane.ring_pass.send_on(lane.hop(step), lane.here), lane.dkv) for lane in lanes],
+                [lane.computed(step) for lane in lanes],
+            )
+            for lane, (_, dkv), part in zip(lanes, travels, parts, strict=True):
+                lane.dkv = dkv
+                lane.add(lane.hop(step), part)
+            coming, sums = tie_transfer_to_kernel(
+                [keys for keys, _ in travels], [lane.sums for lane in lanes]
+            )
+            for lane, here, found in zip(lanes, coming, sums, strict=True):
+                lane.here, (lane.dq, dkv, lane.dbias, lane.local) = here, found
+                lane.dkv = lane.ring_pass.send_home(lane.hop(step), dkv)
+        if any(lane.last for lane in lanes):  # the rest of the local block
+            for lane in lanes:
+                lane.slice_late()
+            parts = [lane.computed_last() for lane in lanes]
+            sent, parts = tie_transfer_to_kernel([lane.dkv for lane in lanes], parts)
+            for lane, dkv, part in zip(lanes, sent, parts, strict=True):
+                lane.dkv = dkv
+                lane.add(0, part)
         dqs, dks, dvs, dbiases = zip(*(lane.grads() for lane in lanes), strict=True)
-        dq, dk, dv = (joined_heads(x, 2) for x in (dqs, dks, dvs))
+        dq, dk, dv = (head_halves.joined(x, 2) for x in (dqs, dks, dvs))
         return Grads(dq, dk, dv, dbiases[0])
 
-    def _by_direction(self, inputs: Inputs) -> list[tuple[int, Inputs]]:
-        """Pair each way with the operands of the heads that go it."""
+    def _by_direction(self, ring_pass: RingPass, inputs: Inputs) -> list[tuple[RingPass, Inputs]]:
+        """Pair the pass of each way with the operands of the heads that go it."""
         if self.directions == 1:
-            return [(1, inputs)]
-        halves = (head_halves.operands(heads, inputs) for heads in (FIRST, SECOND))
-        return list(zip((1, -1), halves, strict=True))
+            return [(ring_pass, inputs)]
+        halves = [head_halves.operands(heads, inputs) for heads in (FIRST, SECOND)]
+        return [(ring_pass.with_inputs(x, way), x) for way, x in zip((1, -1), halves, strict=True)]
 
     def _backward_lanes(
         self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows
-    ) -> list[_TorusBackward]:
-        if self.directions == 1:
-            local = (FIRST, SECOND) if _is_halved(ring_pass, inputs) else (ALL, None)
-            return [_TorusBackward(ring_pass, kernel, inputs, rows, *local)]
-        # The local block of one lane has the first transfers beside it, the other's the last ones.
-        local = [(ALL, None), (None, ALL)] if len(ring_pass.hops) > 1 else [(ALL, None)] * 2
-        halves = [head_halves.of_rows(heads, rows) for heads in (FIRST, SECOND)]
-        return [
-            _TorusBackward(ring_pass.with_inputs(part, way), kernel, part, half, *which)
-            for (way, part), half, which in zip(
-                self._by_direction(inputs), halves, local, strict=True
-            )
-        ]
+    ) -> list[_BackwardLane]:
+        sends, (heads, kv_heads) = len(ring_pass.hops) > 1, (inputs.q.shape[2], inputs.k.shape[2])
+        local: list[tuple[Heads | None, Heads | None]] = [(ALL, None)] * self.directions
+        parts = [rows]
+        if self.both_ways:
+            parts = [head_halves.of_rows(half, rows) for half in (FIRST, SECOND)]
+            if sends:  # beside the last transfers; the other lane's is beside the first
+                local[1] = None, ALL
+        elif sends and may_halve(heads, kv_heads, inputs.mask, inputs.bias is not None):
+            local = [(FIRST, SECOND)]
+        lanes = zip(self._by_direction(ring_pass, inputs), parts, local, strict=True)
+        return [_BackwardLane(*lane, kernel, part, *which) for lane, part, which in lanes]
 
 
-class _TorusForward:
-    """Hold the keys that are here and what was computed so far, of the heads that go one way."""
+class _Lane:
+    """Hold the keys that are here, of the heads that go one way."""
 
-    def __init__(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> None:
-        self.ring_pass, self.kernel, self.like = ring_pass, kernel, inputs.q
-        self.queries, self.here = ring_pass.order.to_zigzag(inputs.q, 1), ring_pass.keys(inputs)
+    def __init__(self, ring_pass: RingPass, inputs: Inputs, kernel: Kernel) -> None:
+        self.ring_pass, self.inputs, self.kernel = ring_pass, inputs, kernel
+        self.queries = ring_pass.order.to_zigzag(inputs.q, 1)
+        self.here = ring_pass.keys(inputs)
+
+    def hop(self, step: int) -> int:
+        return self.ring_pass.hops[step]
+
+
+class _ForwardLane(_Lane):
+    """Hold what was computed so far."""
+
+    def __init__(self, ring_pass: RingPass, inputs: Inputs, kernel: Kernel) -> None:
+        super().__init__(ring_pass, inputs, kernel)
         self.totals = [unseen(x, inputs.v.shape[3]) for x in self.queries]
 
-    def sent(self, step: int) -> Keys:
-        """Send the keys that are here on."""
-        return self.ring_pass.send_on(self.ring_pass.hops[step], self.here)
-
     def computed(self, step: int) -> dict[Piece, Result]:
-        """Attend to the keys that are here."""
-        hop = self.ring_pass.hops[step]
+        hop = self.hop(step)
 
         def attend(i: int, j: int) -> Result:
             piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], self.here[j])
@@ -145,17 +167,12 @@ class _TorusForward:
         return self.ring_pass.pieces(hop, attend, nothing_seen)
 
     def add(self, parts: dict[Piece, Result]) -> None:
-        """Merge what a hop computed."""
         for (i, _), part in parts.items():
             self.totals[i] = Result(*merge_by_lse((self.totals[i], part)))
 
-    def result(self) -> Result:
-        """Return (out, lse) in contiguous order."""
-        return self.ring_pass.result(self.totals, self.like)
 
-
-class _TorusBackward:
-    """Hold the keys that are here, their gradients, and those of the queries and biases.
+class _BackwardLane(_Lane):
+    """Hold gradients of keys, of queries and of biases.
 
     Args:
         first: heads of the local block that are computed before all others; None: none.
@@ -165,58 +182,42 @@ class _TorusBackward:
     def __init__(
         self,
         ring_pass: RingPass,
-        kernel: Kernel,
         inputs: Inputs,
+        kernel: Kernel,
         rows: Rows,
         first: Heads | None,
         last: Heads | None,
     ) -> None:
-        self.ring_pass, self.kernel, self.like = ring_pass, kernel, inputs
-        self.queries = ring_pass.order.to_zigzag(inputs.q, 1)
-        self.here = ring_pass.keys(inputs)
+        super().__init__(ring_pass, inputs, kernel)
         self.first, self.last = first, last
         self.local: Keys | None = self.here if last else None
         self.rows = ring_pass.rows(rows)
-        self.dq, self.dkv, self.dbias = (
-            zeros(x) for x in (self.queries, self.here, ring_pass.biases)
-        )
-
-    def travels(self, step: int) -> Any:
-        """Send the keys on; their gradients, begun at the end of the last hop, travel too."""
-        return self.ring_pass.send_on(self.ring_pass.hops[step], self.here), self.dkv
+        self.dq, self.dkv, self.dbias = map(zeros, (self.queries, self.here, ring_pass.biases))
 
     def computed(self, step: int) -> dict[Piece, Grads]:
         """Compute a hop; of the local block the first heads."""
-        hop = self.ring_pass.hops[step]
+        hop = self.hop(step)
         heads = self.first if hop == 0 else ALL
         return self._computed(hop, self.here, heads) if heads else {}
 
     def computed_last(self) -> dict[Piece, Grads]:
         """Compute the last heads of the local block."""
-        if self.last is None or self.local is None:
-            return {}
-        return self._computed(0, self.local, self.last)
+        return self._computed(0, self.local, self.last) if self.last and self.local else {}
 
     @property
     def sums(self) -> Any:
         """What must be there before the next hop begins."""
         return self.dq, self.dkv, self.dbias, self.local
 
-    def go_on(self, step: int, here: Keys, sums: Any) -> None:
-        """Take the next keys, and send the gradients of the last ones after them."""
-        self.here, (self.dq, self.dkv, self.dbias, self.local) = here, sums
-        self.dkv = self.ring_pass.send_home(self.ring_pass.hops[step], self.dkv)
-
     def slice_late(self) -> None:
         """Slice queries and rows only where they are read, if they are large."""
-        q = self.like.q
+        q = self.inputs.q
         if self.last and q.size * q.dtype.itemsize >= LARGE:
             sliced = self.queries, self.rows
             (self.queries, self.rows), _ = tie_transfer_to_kernel(sliced, self.dq)
 
-    def add(self, step: int | None, parts: dict[Piece, Any]) -> None:
-        """Add what a hop computed; None: the last heads of the local block."""
-        hop = 0 if step is None else self.ring_pass.hops[step]
+    def add(self, hop: int, parts: dict[Piece, Any]) -> None:
+        """Add what a hop computed."""
         for (i, j), (dq, dk, dv, dbias) in parts.items():
             self.dq[i] = self.dq[i] + dq
             self.dkv[j] = self.dkv[j][0] + dk, self.dkv[j][1] + dv
@@ -224,7 +225,7 @@ class _TorusBackward:
 
     def grads(self) -> Grads:
         """Return all gradients, in contiguous order."""
-        back, q, k = self.ring_pass.order.from_zigzag, self.like.q, self.like.k
+        back, q, k = self.ring_pass.order.from_zigzag, self.inputs.q, self.inputs.k
         dk, dv = (back([x[p].astype(k.dtype) for x in self.dkv], 1) for p in (0, 1))
         dq = back([x.astype(q.dtype) for x in self.dq], 1)
         return Grads(dq, dk, dv, self.ring_pass.whole_bias(self.dbias))
@@ -235,38 +236,3 @@ class _TorusBackward:
             return head_halves.backward(self.kernel, heads, piece, self.rows[i])
 
         return self.ring_pass.pieces(hop, gradients, zeros, heads)
-
-
-def _take(lanes: list[_TorusBackward], step: int) -> None:
-    """Compute a hop while its keys, and the gradients of the last hop, travel on."""
-    # The transfer of dkv too, begun at the end of the last hop, gets nothing but this hop's
-    # kernels beside it.
-    travels, parts = tie_transfer_to_kernel(
-        [lane.travels(step) for lane in lanes], [lane.computed(step) for lane in lanes]
-    )
-    for lane, (_, dkv), part in zip(lanes, travels, parts, strict=True):
-        lane.dkv = dkv
-        lane.add(step, part)
-    coming = [keys for keys, _ in travels]
-    coming, sums = tie_transfer_to_kernel(coming, [lane.sums for lane in lanes])
-    for lane, here, kept in zip(lanes, coming, sums, strict=True):
-        lane.go_on(step, here, kept)
-
-
-def _finish_local(lanes: list[_TorusBackward]) -> None:
-    """Compute the rest of the local block beside the last transfers."""
-    for lane in lanes:
-        lane.slice_late()
-    parts = [lane.computed_last() for lane in lanes]
-    sent, parts = tie_transfer_to_kernel([lane.dkv for lane in lanes], parts)
-    for lane, dkv, part in zip(lanes, sent, parts, strict=True):
-        lane.dkv = dkv
-        lane.add(None, part)
-
-
-def _is_halved(ring_pass: RingPass, inputs: Inputs) -> bool:
-    """Tell whether the local block is computed in two halves of the heads."""
-    if len(ring_pass.hops) == 1:
-        return False
-    heads, kv_heads = inputs.q.shape[2], inputs.k.shape[2]
-    return may_halve(heads, kv_heads, inputs.mask, inputs.bias is not None)

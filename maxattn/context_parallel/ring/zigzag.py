@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -23,8 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from maxattn.call import Call
+from maxattn.context_parallel.base import CONTEXT, Collective, bias_letters, itemsize
+from maxattn.kernels.bias_level import level_shape
 from maxattn.masks import EMPTY, FULL, Full, Mask
 from maxattn.masks.blocks import stretches
+from maxattn.sharding import MeshShape, ways
 
 MOST_WEIGHED = 256  # ranks: for thousands, counts of every chunk take seconds
 Moves = list[tuple[int, int]]
@@ -148,21 +153,16 @@ class ChunkOrder:
         """Split a shard in contiguous order into the chunks that this rank holds."""
         if self.layout.chunks_per_rank == 1:
             return [x]
-        halves = jnp.split(x, 2, axis)
-        first, second = (self._permuted(y, self._moves(k)) for k, y in enumerate(halves))
-        return list(self._by_parity(first, second))
+        halves = zip(jnp.split(x, 2, axis), map(self._moves, (0, 1)), strict=True)
+        return list(self._by_parity(*(jax.lax.ppermute(y, self.axis, m) for y, m in halves)))
 
     def from_zigzag(self, chunks: list[Array], axis: int) -> Array:
         """Join chunks to the shard that this device holds in contiguous order."""
         if self.layout.chunks_per_rank == 1:
             return chunks[0]
-        halves = self._by_parity(*chunks)
-        back = [[(b, a) for a, b in self._moves(k)] for k in (0, 1)]
-        moved = [self._permuted(y, moves) for y, moves in zip(halves, back, strict=True)]
-        return jnp.concatenate(moved, axis)
-
-    def _permuted(self, x: Array, moves: Moves) -> Array:
-        return jax.lax.ppermute(x, self.axis, moves)
+        back = [[(b, a) for a, b in self._moves(half)] for half in (0, 1)]
+        halves = zip(self._by_parity(*chunks), back, strict=True)
+        return jnp.concatenate([jax.lax.ppermute(y, self.axis, m) for y, m in halves], axis)
 
     def _moves(self, half: int) -> Moves:
         """List where the first or second halves of all shards go.
@@ -178,3 +178,61 @@ class ChunkOrder:
         """Swap on odd ranks: their early chunk is odd, so it was the second half of a shard."""
         even = self.rank % 2 == 0
         return jnp.where(even, a, b), jnp.where(even, b, a)
+
+
+# ---- what `explain` prints -----------------------------------------------------------------------
+
+
+def zigzag_collectives(
+    call: Call, hop: Call, shape: MeshShape, ring_size: int, head_ways: int
+) -> tuple[Collective, ...]:
+    """Name the permutes to zig-zag and back: two for every array, each of half of it.
+
+    Args:
+        call: the global, padded call.
+        hop: the call of one hop.
+        shape: the mesh's axes.
+        ring_size: ranks of the ring, which split the queries of masks and biases.
+        head_ways: devices that split their heads.
+    """
+    parts = {"T": ring_size, "B": ways("B", shape), "N": head_ways}
+
+    def elements(sizes: tuple[int, ...], letters: str) -> int:
+        """Count the elements of a device's share of an array; 0 where it has no query axis."""
+        split = zip(sizes, letters, strict=True)
+        return "T" in letters and prod(-(-n // parts.get(letter, 1)) for n, letter in split)
+
+    item, rows = itemsize(hop.dtype), hop.batch * hop.q_len * hop.heads
+    q, out, lse = rows * hop.head_dim * item, rows * hop.value_dim * item, 4 * rows
+    kv, bias, level = kv_bytes(hop, item), 0, 0
+    if call.bias is not None:
+        # A call does not know the dtype of its bias, whose gradient and level are float32.
+        both = call.bias, level_shape(call.bias, call.mask, call.q_len)
+        bias, level = (4 * elements(sizes, bias_letters(sizes)) for sizes in both)
+    leaves, axes = jax.tree.leaves(call.mask), jax.tree.leaves(call.mask.leaf_axes())
+    sizes = (elements(x.shape, a) * x.dtype.itemsize for x, a in zip(leaves, axes, strict=True))
+    masks = [size for size in sizes if size]
+    present = ("bias", bias), ("bias level", level), ("mask", masks)
+    words = "".join(f",{word}" for word, size in present if size)
+    extra, arrays = bias + level + sum(masks), bool(bias) + bool(level) + len(masks)
+    moves = (
+        (f"Q,K,V{words} to", "forward", q + kv + extra, 3 + arrays),
+        ("out,LSE from", "forward", out + lse, 2),
+        (
+            f"Q,K,V,out,dout,LSE,dLSE{words} to", "backward",
+            q + 2 * out + kv + 2 * lse + extra, 7 + arrays,
+        ),
+        (
+            f"dQ,dK,dV{',dbias' if bias else ''} from", "backward",
+            q + kv + bias, 3 + bool(bias),
+        ),
+    )  # fmt: skip
+    return tuple(
+        Collective("ppermute", (CONTEXT,), f"{what} zig-zag", when, size, 2, count)
+        for what, when, size, count in moves
+    )
+
+
+def kv_bytes(call: Call, size: int) -> int:
+    """Count the bytes of K and V of a call, in elements of `size` bytes."""
+    return call.batch * call.kv_len * call.kv_heads * (call.head_dim + call.value_dim) * size
