@@ -7,7 +7,6 @@ executes a plan and decides nothing itself, so what is explained is what runs.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import lcm
 from typing import Any, NamedTuple
 
 from maxattn.call import Call, Reason
@@ -22,7 +21,7 @@ from maxattn.kernels import table as kernel_table
 from maxattn.kernels.auto.choose import run_or_choose
 from maxattn.masks.operands import without_padding
 from maxattn.masks.position_mask import MOST
-from maxattn.plan import Plan, limit_keys
+from maxattn.plan import Plan
 from maxattn.sharding import BATCH_AXES, MeshShape, check_names, mesh_shape, ways
 from maxattn.target import Target
 
@@ -115,16 +114,15 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
     _check_divides(call, shape)
     question = _Question(call, config, shape, target, Asked.of(config, call.role))
     over = _choose_strategy(question)
-    sizes = _padded_sizes(call, over.strategy)
+    padded, strategy = over.strategy.padded_call(call), over.strategy
+    local, kv_repeat = kernel_call(padded, strategy), padded.kv_heads // call.kv_heads
     name, because = named_kernel(call, config)
-    padded, local = _padded_and_local(call, over.strategy, sizes)
     runs = run_or_choose(name, because, local, target, config)
     if runs.fell_back and question.asked.kernel != "auto":
         _refuse_if_asked(question, question.asked.kernel_key, runs.refused[0])
     kernel = build(runs.name, local, config, target)
-    strategy = over.strategy.with_kernel(kernel, local)
     names = {kernel.name, strategy.name, *(reason.who for reason in over.refused)}
-    notes = _notes(question, sizes.kv_repeat, names, strategy.unit())
+    notes = _notes(question, kv_repeat, names, strategy.unit())
     return Plan(
         call=call,
         padded_call=padded,
@@ -133,9 +131,9 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         asked=question.asked.text,
         kernel=kernel,
         strategy=strategy,
-        kv_repeat=sizes.kv_repeat,
-        q_len=sizes.q_len,
-        kv_len=sizes.kv_len,
+        kv_repeat=kv_repeat,
+        q_len=padded.q_len,
+        kv_len=padded.kv_len,
         because=runs.because,
         notes=(*strategy.notes(), *notes, *kernel.notes(local, config, target), *runs.notes),
         refused=(*over.refused, *runs.refused),
@@ -173,28 +171,6 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
         rule = f"they must be a multiple of the mesh axis tensor={tensor}"
         remedy = f"set ici_tensor_parallelism to one of {fits}"
         raise MeshError("heads", call.heads, rule, remedy)
-
-
-class _PaddedSizes(NamedTuple):
-    """Hold the lengths after padding to whole shards, and how often key heads are repeated."""
-
-    q_len: int
-    kv_len: int
-    kv_repeat: int
-
-
-def _padded_sizes(call: Call, strategy: Strategy) -> _PaddedSizes:
-    unit, repeat = strategy.unit(), lcm(call.kv_heads, strategy.head_ways()) // call.kv_heads
-    q_len, kv_len = (-(-n // unit) * unit for n in (call.q_len, call.kv_len))
-    return _PaddedSizes(q_len, kv_len if strategy.kv_letter() == "S" else call.kv_len, repeat)
-
-
-def _padded_and_local(call: Call, strategy: Strategy, sizes: _PaddedSizes) -> tuple[Call, Call]:
-    """Return the call after padding and repeating key heads, and what one device's kernel gets."""
-    mask = limit_keys(call.mask, call.kv_len, sizes.kv_len)
-    kv_heads = call.kv_heads * sizes.kv_repeat
-    padded = call.derived(q_len=sizes.q_len, kv_len=sizes.kv_len, kv_heads=kv_heads, mask=mask)
-    return padded, kernel_call(padded, strategy)
 
 
 def kernel_call(padded: Call, strategy: Strategy) -> Call:

@@ -54,8 +54,9 @@ def _entries(plan: Plan, training: bool, why: bool) -> list[tuple[str, str]]:
 def _lines_of_kernel(plan: Plan, training: bool) -> Lines:
     local = plan.strategy.local_call(plan.padded_call)
     runs_with = plan.kernel if training else plan.kernel.for_inference()
-    kernel = runs_with.lines(plan.strategy.kernel_call(local))
-    instead = plan.strategy.backward_line()
+    call = plan.strategy.kernel_call(local)
+    kernel = runs_with.lines(call)
+    instead = plan.strategy.backward_line(plan.kernel, call.derived(bias=plan.call.bias))
     return kernel._replace(backward=instead) if instead else kernel
 
 

@@ -102,10 +102,6 @@ class Strategy:
         """Return None when the strategy can lay out the call, else the reason why not."""
         return None
 
-    def with_kernel(self, kernel: Kernel, call: Call) -> Strategy:
-        """Return the strategy as it runs a kernel, which gets this (local) call."""
-        return self
-
     # ---- the layout ------------------------------------------------------------------------------
 
     @property
@@ -173,8 +169,13 @@ class Strategy:
         """Return the strategy's name and devices."""
         return f"{self.name} over {ways('T', self.shape)}"
 
-    def backward_line(self) -> str:
-        """Say how the strategy launches the kernel's backward; "" where the kernel does."""
+    def backward_line(self, kernel: Kernel, call: Call) -> str:
+        """Say how the strategy launches the kernel's backward; "" where the kernel does.
+
+        Args:
+            kernel: the plan's.
+            call: of one run of it.
+        """
         return ""
 
     def notes(self) -> tuple[str, ...]:

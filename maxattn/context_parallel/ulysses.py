@@ -59,9 +59,6 @@ class Ulysses(Strategy):
         chunks = max((c for c in divisors(both, 1) if c <= asked), default=1)
         return cls(inner.shape, inner, chunks)
 
-    def with_kernel(self, kernel: Kernel, call: Call) -> Self:
-        return replace(self, inner=self.inner.with_kernel(kernel, self.kernel_call(call)))
-
     def supports(self, call: Call) -> Reason | None:
         """Refuse groups that divide neither the context axis nor the heads."""
         n, group, tensor = ways("S", self.shape), self.inner.group, ways("N", self.shape)
@@ -117,8 +114,8 @@ class Ulysses(Strategy):
         groups = f" ({ring.ring_size} groups of {ring.group})" if ring.ring_size > 1 else ""
         return super().label() + ring.order_label + groups
 
-    def backward_line(self) -> str:
-        return self.inner.backward_line()
+    def backward_line(self, kernel: Kernel, call: Call) -> str:
+        return self.inner.backward_line(kernel, call)
 
     def notes(self) -> tuple[str, ...]:
         return self.inner.notes()

@@ -9,7 +9,7 @@ backward has a kernel beside it: `gpu_full_mask.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
@@ -48,11 +48,9 @@ class GpuSchedule(Schedule):
     Args:
         copy_engine_flag_set: whether XLA's flags say how to move blocks between GPUs, or there is
             no such flag for these.
-        accumulator_line: how the kernel's dQ accumulator launches, where it launches by itself.
     """
 
     copy_engine_flag_set: bool = False
-    accumulator_line: str = ""
 
     @classmethod
     def build(cls, target: Target) -> Self:
@@ -60,17 +58,11 @@ class GpuSchedule(Schedule):
         is_set = MODE in dict(target.env).get("XLA_FLAGS", "")
         return cls(is_set or target.device.vendor == "AMD")
 
-    def with_kernel(self, kernel: Kernel, call: Call) -> Self:
-        q = jax.ShapeDtypeStruct((call.batch, call.q_len, call.heads, call.head_dim), call.dtype)
-        keys = call.batch, call.kv_len, call.kv_heads
-        k, v = (
-            jax.ShapeDtypeStruct((*keys, n), call.dtype) for n in (call.head_dim, call.value_dim)
-        )
-        shapes: Any = q, k, v
-        return replace(self, accumulator_line=kernel.accumulator_line(Inputs(*shapes)))
-
-    def backward_line(self) -> str:
-        return self.accumulator_line
+    def backward_line(self, kernel: Kernel, call: Call) -> str:
+        keys, dims = (call.batch, call.kv_len, call.kv_heads), (call.head_dim, call.value_dim)
+        shapes = (call.batch, call.q_len, call.heads, call.head_dim), *((*keys, n) for n in dims)
+        operands: Any = [jax.ShapeDtypeStruct(shape, call.dtype) for shape in shapes]
+        return kernel.accumulator_line(Inputs(*operands))
 
     def notes(self) -> tuple[str, ...]:
         return () if self.copy_engine_flag_set else (COPY_ENGINES,)

@@ -10,8 +10,8 @@ Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
@@ -80,12 +80,6 @@ class Ring(Strategy):
     def supports(self, call: Call) -> Reason | None:
         return self.refused
 
-    def with_kernel(self, kernel: Kernel, call: Call) -> Self:
-        """Let the schedule ask the kernel, where every query sees every key."""
-        if self.zigzag or self.ring_size == 1 or not call.mask.is_full:
-            return self
-        return replace(self, schedule=self.schedule.with_kernel(kernel, call))
-
     # ---- the layout ------------------------------------------------------------------------------
 
     @property
@@ -140,8 +134,9 @@ class Ring(Strategy):
         both = ", both ways" if self.schedule.directions > 1 else ""
         return (", zig-zag" if self.zigzag else "") + both
 
-    def backward_line(self) -> str:
-        return self.schedule.backward_line()
+    def backward_line(self, kernel: Kernel, call: Call) -> str:
+        dense = not self.zigzag and call.mask.is_full and call.bias is None
+        return self.schedule.backward_line(kernel, call) if dense and self.ring_size > 1 else ""
 
     def notes(self) -> tuple[str, ...]:
         return self.why + (self.schedule.notes() if self.ring_size > 1 else ())

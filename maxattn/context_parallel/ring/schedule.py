@@ -19,22 +19,13 @@ from maxattn.kernels.softmax import NEG_INF
 class Schedule:
     """Compute a ring's forward and backward; each schedule is a frozen dataclass."""
 
-    def with_kernel(self, kernel: Kernel, call: Call) -> Schedule:
-        """Return the schedule as it runs a kernel where every query sees every key.
-
-        Args:
-            kernel: that computes the pieces.
-            call: of one run of it.
-        """
-        return self
-
     @property
     def directions(self) -> int:
         """In how many directions blocks travel at once."""
         return 1
 
-    def backward_line(self) -> str:
-        """Say how it launches the kernel's backward; "" where the kernel does."""
+    def backward_line(self, kernel: Kernel, call: Call) -> str:
+        """Say how it launches a kernel's backward over all pairs; "" where the kernel does."""
         return ""
 
     def notes(self) -> tuple[str, ...]:
