@@ -55,7 +55,7 @@ class StepGrid(NamedTuple):
     """
 
     heads: int
-    rows: int
+    rows: float
     columns: float
     masked: float
     idle: float = 0.0
@@ -79,8 +79,8 @@ class StepCost(NamedTuple):
     full: tuple[float, float, float]
     masked: tuple[float, float, float]
     cores: int
-    step_bytes: int
-    row_bytes: int
+    step_bytes: float
+    row_bytes: float
     spills: int
 
     @staticmethod
@@ -97,13 +97,16 @@ class StepCost(NamedTuple):
         issued = self.always + self.edges / grid.columns + bundles
         return max(issued, busy), issued + waits
 
+    def moved(self, grid: StepGrid) -> float:
+        """Return the bytes of a call between HBM and the kernel."""
+        rows = grid.heads * grid.rows
+        return rows * (grid.columns * (1.0 - grid.idle) * self.step_bytes + self.row_bytes)
+
     def seconds(self, grid: StepGrid, device: Device) -> Seconds:
         """Price a call; the time of HBM where that is longer."""
         core, machine = device.core, device.machine
         assert core is not None and machine is not None, device.kind
-        rows = grid.heads * grid.rows
-        steps = rows * grid.columns
-        fetched = steps * (1.0 - grid.idle) * self.step_bytes
-        hbm = (fetched + rows * self.row_bytes) / machine.hbm
+        steps = grid.heads * grid.rows * grid.columns
+        hbm = self.moved(grid) / machine.hbm
         fast, slow = (steps / self.cores * n / core.clock for n in self.cycles(grid))
         return Seconds(max(fast, hbm), max(slow, hbm))

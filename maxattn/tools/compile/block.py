@@ -20,10 +20,8 @@ from maxattn.rope import Rotary
 from maxattn.sharding import constrain, on_axes
 from maxattn.tools.compile.job import CompileJob
 
-TEXT = 512
-"""Tokens of the text."""
-PARTS = 6
-"""Vectors of the modulation: shift, scale and gate of two layers."""
+TEXT = 512  # tokens of the text
+PARTS = 6  # vectors of the modulation: shift, scale and gate of two layers
 Tokens = Float[Array, "B T D"]
 
 
@@ -39,16 +37,15 @@ class TransformerBlock(nnx.Module):
         call = job.shape.call()
         width = call.heads * call.head_dim
         how: dict[str, Any] = {"dtype": call.dtype, "rngs": nnx.Rngs(0)}
-        norm = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
-        heads = {"heads": call.heads, "kv_heads": call.kv_heads, "dim_head": call.head_dim}
-        attention: dict[str, Any] = heads | norm | how | {"config": job.config, "mesh": mesh}
+        attention = attention_settings(job, mesh)
         self.mesh = mesh
         self.attention = FlaxAttention(width, **attention)
         self.cross = CrossAttention(width, **attention)
         up, down = on_axes("fsdp", "tensor"), on_axes("tensor", "fsdp")
         self.up = nnx.Linear(width, job.block, kernel_metadata=up, **how)
         self.down = nnx.Linear(job.block, width, kernel_metadata=down, **how)
-        self.norms = nnx.List([_norm(width) for _ in range(3)])
+        plain = {"use_bias": False, "use_scale": False, "dtype": jnp.float32}
+        self.norms = nnx.List([nnx.LayerNorm(width, **plain, rngs=nnx.Rngs(0)) for _ in range(3)])
 
     def __call__(
         self, x: Tokens, text: Tokens, modulation: Float[Array, "6 D"], rotary: Rotary
@@ -63,14 +60,18 @@ class TransformerBlock(nnx.Module):
         return constrain(x + (gate2 * h).astype(x.dtype), self.mesh, "BT.")
 
 
+def attention_settings(job: CompileJob, mesh: Any) -> dict[str, Any]:
+    """Return the settings of an attention as Wan has it, beside its width."""
+    call = job.shape.call()
+    heads = {"heads": call.heads, "kv_heads": call.kv_heads, "dim_head": call.head_dim}
+    norm = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
+    where = {"config": job.config, "mesh": mesh, "dtype": call.dtype}
+    return heads | norm | where | {"rngs": nnx.Rngs(0)}
+
+
 def run_block(block: TransformerBlock, job: CompileJob, *operands: Any) -> Any:
     """Run a block, which keeps for its backward what the config's `remat_policy` says."""
     return remat(TransformerBlock.__call__, job.config)(block, *operands)
-
-
-def _norm(width: int) -> nnx.LayerNorm:
-    plain: dict[str, Any] = {"use_bias": False, "use_scale": False, "dtype": jnp.float32}
-    return nnx.LayerNorm(width, **plain, rngs=nnx.Rngs(0))
 
 
 def _modulated(norm: nnx.LayerNorm, x: Tokens, scale: Array, shift: Array) -> Tokens:

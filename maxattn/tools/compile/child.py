@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxattn.tools.compile.job import ENVIRONMENT, CompileJob, Outcome
+from maxattn.errors import MaxattnError, Unsupported
+from maxattn.tools.compile.job import CompileJob, Outcome
 from maxattn.tools.compile.job_json import job_values
-
-FLAGS = "LIBTPU_INIT_ARGS"
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -28,15 +27,16 @@ if TYPE_CHECKING:
     from maxattn.plan import Plan
     from maxattn.target import Target
 
+FLAGS = "LIBTPU_INIT_ARGS"
+
 
 def outcome_of(job: CompileJob, folder: Path) -> Outcome:
-    """Plan and compile one job; what goes wrong stands in the outcome.
+    """Plan and compile one job; what goes wrong is in the outcome.
 
     Args:
         job: what to compile.
         folder: where the compiler writes its schedules, if an estimate is asked for.
     """
-    from maxattn.errors import MaxattnError
     from maxattn.plan import plan
     from maxattn.tools.compile.topology import devices_of
 
@@ -68,90 +68,16 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
 
     from maxattn.tools.compile.programs import program_of
 
-    function, operands = program_of(job, decided, mesh)
-    facts, priced = _facts(job, decided, mesh), partial(_estimate, job, decided, folder)
-    return _ended(job, jax.jit(function).trace(*operands), mesh, facts, priced)
-
-
-def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) -> Outcome:
-    """Compile the function of a file; nothing is planned."""
-    from maxattn.tools.compile.kernel_file import check_kernel_job, program_of_file, traced
-    from maxattn.tools.estimate.of_file import file_estimate
-
-    check_kernel_job(job)
-    trace = traced(job, program_of_file(job, mesh))
-    facts = {"device_kind": target.device_kind, "mesh": dict(mesh.shape)}
-    return _ended(job, trace, mesh, facts, partial(file_estimate, job, folder, target.device))
-
-
-def _ended(
-    job: CompileJob,
-    traced: Any,
-    mesh: Mesh,
-    facts: dict[str, Any],
-    priced: Callable[[str], dict[str, Any]],
-) -> Outcome:
-    """Compile what was traced.
-
-    Args:
-        job: what it is of.
-        traced: the program.
-        mesh: of the devices.
-        facts: what is known of it before.
-        priced: makes the estimate of the compiled text.
-    """
-    started = time.perf_counter()
-    try:
-        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-    # The compiler's own: not enough memory, or a kernel that it cannot make.
-    except Exception as error:
-        took, message = time.perf_counter() - started, f"{type(error).__name__}: {error}"
-        return Outcome("failed", seconds=took, message=message, **facts)
-    took = time.perf_counter() - started
-    made = {"memory": _memory(compiled), "found": _found(compiled, mesh)}
-    if job.estimate:
-        made["estimate"] = _priced(compiled.as_text(), priced)
-    return Outcome("compiled", seconds=took, **made, **facts)
-
-
-def _facts(job: CompileJob, decided: Plan, mesh: Mesh) -> dict[str, Any]:
-    """Return what is known before it is compiled."""
     named = (c for c in decided.collectives if job.training or c.when == "forward")
-    return {
+    facts = {
         "device_kind": decided.target.device_kind,
         "plan": decided.explain(),
         "mesh": dict(mesh.shape),
         "named": [asdict(c) for c in named],
     }
-
-
-def _memory(compiled: Any) -> dict[str, int]:
-    stats = compiled.memory_analysis()
-    names = ("argument", "temp", "output", "alias", "generated_code")
-    return {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in names}
-
-
-def _found(compiled: Any, mesh: Mesh) -> list[dict[str, Any]]:
-    from maxattn.tools.compile.hlo import axes_of, transfers
-
-    kept = ("kind", "bytes", "times", "is_async", "is_overlapped")
-    sizes = dict(mesh.shape)
-    return [
-        {name: getattr(t, name) for name in kept}
-        | {"axes": list(axes_of(t, sizes)), "kernels": list(t.kernels), "line": t.start}
-        | {"groups": t.groups}
-        for t in transfers(compiled.as_text())
-    ]
-
-
-def _priced(text: str, priced: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """Price what was compiled; a schedule that is not understood is refused under `refused`."""
-    from maxattn.errors import Unsupported
-
-    try:
-        return priced(text)
-    except Unsupported as error:
-        return {"refused": str(error)}
+    function, operands = program_of(job, decided, mesh)
+    trace = jax.jit(function).trace(*operands)
+    return _ended(job, trace, mesh, facts, partial(_estimate, job, decided, folder))
 
 
 def _estimate(job: CompileJob, decided: Plan, folder: Path, text: str) -> dict[str, Any]:
@@ -165,6 +91,67 @@ def _estimate(job: CompileJob, decided: Plan, folder: Path, text: str) -> dict[s
     return estimate_of(text, folder, device, tiles_of(decided, training))
 
 
+def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) -> Outcome:
+    """Compile the function of a file; nothing is planned."""
+    from maxattn.tools.compile import kernel_file as of_file
+    from maxattn.tools.estimate.program import estimate_of
+
+    of_file.check_kernel_job(job)
+    trace = of_file.traced(job, of_file.program_of_file(job, mesh))
+    facts = {"device_kind": target.device_kind, "mesh": dict(mesh.shape)}
+    flops = 0.0 if job.training else of_file.forward_flops(job)
+
+    def priced(text: str) -> dict[str, Any]:
+        return estimate_of(text, folder, target.device, {}, flops)
+
+    return _ended(job, trace, mesh, facts, priced)
+
+
+def _ended(
+    job: CompileJob,
+    traced: Any,
+    mesh: Mesh,
+    facts: dict[str, Any],
+    priced: Callable[[str], dict[str, Any]],
+) -> Outcome:
+    """Compile a traced program.
+
+    Args:
+        job: what it is of.
+        traced: the program.
+        mesh: of the devices.
+        facts: what is known of it before.
+        priced: makes the estimate of the compiled text.
+    """
+    from maxattn.tools.compile.hlo import axes_of, transfers
+
+    started = time.perf_counter()
+    try:
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    # The compiler's own: not enough memory, or a kernel that it cannot make.
+    except Exception as error:
+        took, message = time.perf_counter() - started, f"{type(error).__name__}: {error}"
+        return Outcome("failed", seconds=took, message=message, **facts)
+    took, text = time.perf_counter() - started, compiled.as_text()
+    stats = compiled.memory_analysis()
+    names = ("argument", "temp", "output", "alias", "generated_code")
+    memory = {name: int(getattr(stats, f"{name}_size_in_bytes")) for name in names}
+    kept = ("kind", "bytes", "times", "is_async", "is_overlapped", "groups")
+    found = [
+        {name: getattr(t, name) for name in kept}
+        | {"axes": list(axes_of(t, dict(mesh.shape))), "kernels": list(t.kernels), "line": t.start}
+        for t in transfers(text)
+    ]
+    estimate: dict[str, Any] = {}
+    if job.estimate:
+        try:
+            estimate = priced(text)
+        except Unsupported as error:  # a schedule that is not understood
+            estimate = {"refused": str(error)}
+    made = {"seconds": took, "memory": memory, "found": found, "estimate": estimate}
+    return Outcome("compiled", **made, **facts)
+
+
 def dump_into(folder: Path) -> None:
     """Make libtpu write its schedules: it reads its flags when it is loaded, which is later."""
     from maxattn.tools.estimate.program import dump_flags
@@ -176,7 +163,6 @@ def dump_into(folder: Path) -> None:
 
 def main() -> None:
     """Read a job, compile it, write the outcome."""
-    os.environ.update(ENVIRONMENT)
     job = CompileJob(**job_values(sys.stdin.read()))
     answer = Path(sys.argv[1])
     folder = answer.with_name("schedules")

@@ -1,17 +1,37 @@
-"""What a compiled program sends between devices, read off the text of its HLO: text in, values out.
+"""A compiled program's HLO as values: its instructions, and what it sends between devices.
 
-What stands between a `-start` and its `-done` runs while the data is under way. Nothing is compiled
-here, and no plan is known.
+`compiled.as_text()` of a scheduled program lists the instructions of a computation in the order in
+which they start. What stands between a `-start` and its `-done` runs while the data is under way.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
-from maxattn.tools.compile.hlo_groups import Groups, bytes_of, groups_of
-from maxattn.tools.compile.hlo_text import KINDS, HloProgram, Instruction
+import numpy as np
+
+from maxattn.kernels.table import custom_calls
+
+# HLO's word for a transfer, and jax's, which plans use.
+KINDS = {
+    "collective-permute": "ppermute",
+    "all-gather": "all_gather",
+    "all-reduce": "psum",
+    "reduce-scatter": "psum_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "collective-broadcast": "pbroadcast",
+}
+# Custom calls that compute, beside those of the kernels; others describe memory or indices.
+COMPUTING_CALLS = ("__cublas", "triton")
+PRODUCTS = ("dot", "convolution")
+Groups = tuple[tuple[int, ...], ...]
+_HEADING = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
 
 
 @dataclass(frozen=True)
@@ -27,7 +47,7 @@ class Transfer:
         bytes: bytes that one device receives, once: what it has afterwards and had not before. Of a
             psum, its size.
         start, done: lines of the text; equal where the program waits for it on the spot.
-        times: how often it runs: trip counts of the loops around it, as far as the text says them.
+        times: how often it runs: trip counts of the loops around it, if the text has them.
         kernels: kernels and products (dot, convolution, and loops or fusions with one) between
             start and done.
         others: how many other fusions stand between start and done.
@@ -83,22 +103,18 @@ def axes_of(transfer: Transfer, sizes: Mapping[str, int]) -> tuple[str, ...]:
         sizes: every axis of the mesh with its size, outermost first, those of one device too
             (`dict(mesh.shape)`).
     """
-    moved = {axis for group in transfer.groups for axis in _differing(group, sizes)}
-    return tuple(axis for axis in sizes if axis in moved)
-
-
-def _differing(group: Sequence[int], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the axes along which the devices of a group lie apart."""
-    stride = prod(sizes.values())
+    found, stride = [], prod(sizes.values())
     for axis, size in sizes.items():
         stride //= size
-        if len({device // stride % size for device in group}) > 1:
-            yield axis
+        if any(len({n // stride % size for n in group}) > 1 for group in transfer.groups):
+            found.append(axis)
+    return tuple(found)
 
 
 def _of_computation(program: HloProgram, name: str) -> Iterator[Transfer]:
     body = program.computations[name]
-    done = {start: i for i, one in enumerate(body) for start in _waited_for(one)}
+    ends = ((i, one) for i, one in enumerate(body) if one.opcode.endswith("-done"))
+    done = {start: i for i, one in ends for start in one.operands}
     for place, instruction in enumerate(body):
         found = program.collective(instruction)
         if found is not None:
@@ -106,46 +122,190 @@ def _of_computation(program: HloProgram, name: str) -> Iterator[Transfer]:
             yield _transfer(program, name, found, body[place : end + 1])
 
 
-def _waited_for(instruction: Instruction) -> tuple[str, ...]:
-    return instruction.operands if instruction.opcode.endswith("-done") else ()
-
-
 def _transfer(
     program: HloProgram, computation: str, found: Instruction, span: Sequence[Instruction]
 ) -> Transfer:
-    """Describe a collective.
+    """Describe a collective, which stands in a computation.
 
     Args:
-        program: all computations.
-        computation: the one that it stands in.
-        found: the instruction that says what moves and where to.
+        found: the instruction that names what moves and where to.
         span: from start to done; the type of the last one is what arrives.
     """
     opcode, groups = found.opcode.removesuffix("-start"), groups_of(found, program.devices)
-    ways = max(map(len, groups), default=1)
+    ways, size = max(map(len, groups), default=1), bytes_of(span[-1].type)
+    if opcode in ("all-gather", "all-to-all", "ragged-all-to-all"):
+        size = size * (ways - 1) // ways
+    elif opcode == "reduce-scatter":
+        size *= ways - 1
     between, start, done = span[1:-1], span[0], span[-1]
-    fusions = (i for i in between if i.opcode == "fusion")
+    names = (i.attribute(r'op_name="([^"]*)"') for i in (start, found, done))
     return Transfer(
         kind=KINDS[opcode],
         name=start.name,
         computation=computation,
         groups=groups,
-        bytes=_received(opcode, bytes_of(done.type), ways),
+        bytes=size,
         start=start.line,
         done=done.line,
         times=program.times(computation),
         kernels=tuple(i.name for i in between if program.computes(i)),
-        others=sum(not program.computes(i) for i in fusions),
-        op_name=_op_name(start, found, done),
+        others=sum(i.opcode == "fusion" and not program.computes(i) for i in between),
+        op_name=next(filter(None, names), ""),
     )
 
 
-def _op_name(*instructions: Instruction) -> str:
-    names = (i.attribute(r'op_name="([^"]*)"') for i in instructions)
-    return next((name for name in names if name), "")
+# ---- the text as values --------------------------------------------------------------------------
 
 
-def _received(opcode: str, result: int, ways: int) -> int:
-    if opcode in ("all-gather", "all-to-all", "ragged-all-to-all"):
-        return result * (ways - 1) // ways
-    return result * (ways - 1) if opcode == "reduce-scatter" else result
+@dataclass(frozen=True)
+class Instruction:
+    """Hold `%name = type opcode(rest`, and its line of the text, from 1."""
+
+    name: str
+    opcode: str
+    type: str
+    rest: str
+    line: int
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the instructions that it reads."""
+        return tuple(re.findall(r"%([\w.\-]+)", self.rest[: self._closing]))
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it calls: fusions, loops, branches."""
+        after = self.rest[self._closing :]
+        listed = re.findall(
+            r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)", after
+        )
+        branches = re.findall(r"branch_computations=\{([^}]*)\}", after)
+        return (*listed, *(name for b in branches for name in re.findall(r"%?([\w.\-]+)", b)))
+
+    def attribute(self, pattern: str) -> str:
+        """Return the first group of a pattern after the operands, or nothing."""
+        found = re.search(pattern, self.rest[self._closing :])
+        return found.group(1) if found else ""
+
+    @cached_property
+    def _closing(self) -> int:
+        """The index of the parenthesis that closes the operands."""
+        depth = 1
+        for index, character in enumerate(self.rest):
+            depth += (character == "(") - (character == ")")
+            if depth == 0:
+                return index
+        return len(self.rest)
+
+
+@dataclass(frozen=True)
+class HloProgram:
+    """Hold the instructions of each computation, and over how many devices the program is split."""
+
+    computations: dict[str, list[Instruction]]
+    devices: int = 1
+
+    @staticmethod
+    def read(text: str) -> HloProgram:
+        """Read `compiled.as_text()`."""
+        computations: dict[str, list[Instruction]] = {}
+        body: list[Instruction] = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            if heading := _HEADING.match(line):
+                body = computations.setdefault(heading.group(1), [])
+            elif found := _INSTRUCTION.match(line):
+                name, type_, opcode, rest = found.groups()
+                body.append(Instruction(name, opcode, type_, rest, number))
+            elif body and line != "}":  # attributes may hold line breaks
+                body[-1] = replace(body[-1], rest=f"{body[-1].rest}\n{line}")
+        partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+        return HloProgram(computations, int(partitions.group(1)) if partitions else 1)
+
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """List the instructions of the computations that an instruction calls."""
+        return [i for name in instruction.called for i in self.computations.get(name, ())]
+
+    @cached_property
+    def wrappers(self) -> frozenset[str]:
+        """Computations that hold the collective of an `async-start`."""
+        every = (i for body in self.computations.values() for i in body)
+        return frozenset(name for i in every if i.opcode == "async-start" for name in i.called)
+
+    def collective(self, instruction: Instruction) -> Instruction | None:
+        """Return the collective that an instruction starts, or that its `async-start` wraps."""
+        if instruction.opcode.removesuffix("-start") in KINDS:
+            return instruction
+        if instruction.opcode != "async-start":
+            return None
+        return next((i for i in self.inside(instruction) if i.opcode in KINDS), None)
+
+    def computes(self, instruction: Instruction) -> bool:
+        """Tell whether an instruction is a kernel or a product, or calls a computation with one."""
+        if instruction.opcode == "custom-call":
+            target = instruction.attribute(r'custom_call_target="([^"]*)"')
+            return target.startswith((*COMPUTING_CALLS, *custom_calls()))
+        return instruction.opcode in PRODUCTS or any(map(self.computes, self.inside(instruction)))
+
+    def times(self, computation: str) -> int:
+        """Multiply the trip counts of the loops around a computation, if the text has them."""
+        for name, body in self.computations.items():
+            for i in body:
+                if computation in i.called and i.opcode != "async-start":
+                    count = i.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+                    trips = int(count or 1) if i.opcode == "while" else 1
+                    return trips * self.times(name)
+        return 1
+
+
+# ---- types and groups ----------------------------------------------------------------------------
+
+_ITEM_BITS = {"pred": 8, "c64": 64, "c128": 128}
+_LISTED = r"=\{((?:\{[\d,]*\},?)*)\}"
+_COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+
+
+def bytes_of(type_: str) -> int:
+    """Count the bytes of a type or a tuple of them."""
+    bits = 0
+    for kind, dims in re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", type_):
+        width = _ITEM_BITS.get(kind) or int(re.sub(r"^[a-z]+(\d+).*", r"\1", kind))
+        bits += width * prod(_numbers(dims))
+    return bits // 8
+
+
+def groups_of(collective: Instruction, devices: int) -> Groups:
+    """Return (from, to) pairs of a permute, else the groups; no groups are one of all devices.
+
+    Groups are listed, or a reshaped and transposed count such as [2,4]<=[4,2]T(1,0), or axes of a
+    mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax 0.12).
+    """
+    if collective.opcode.removesuffix("-start") == "collective-permute":
+        return _braced(collective.attribute(f"source_target_pairs{_LISTED}"))
+    if of_mesh := _OF_MESH.search(collective.rest):
+        mesh, axes = of_mesh.groups()
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+        along = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", axes)]
+        across = [axis for axis in range(len(sizes)) if axis not in along]
+        shape = tuple(sizes.values())
+        ids = np.arange(prod(shape)).reshape(shape).transpose(*across, *along)
+        return _rows(ids.reshape(-1, prod(shape[axis] for axis in along)))
+    if listed := collective.attribute(f"replica_groups{_LISTED}"):
+        return _braced(listed)
+    if counted := _COUNTED.search(collective.rest):
+        shape, count, order = (_numbers(part or "") for part in counted.groups())
+        ids = np.arange(prod(count)).reshape(count).transpose(order or None)
+        return _rows(ids.reshape(shape))
+    return (tuple(range(devices)),)
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(map(tuple, ids.tolist()))
+
+
+def _braced(text: str) -> Groups:
+    return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", text))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)

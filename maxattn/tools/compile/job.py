@@ -15,7 +15,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import plain
@@ -106,6 +106,14 @@ class Outcome:
         return have["argument"] + have["temp"] + have["output"] - have["alias"] if have else 0
 
 
+_FORMS: dict[str, Any] = {
+    **dict.fromkeys(("ending", "device_kind", "plan", "message"), str),
+    **dict.fromkeys(("mesh", "memory", "estimate"), dict),
+    **dict.fromkeys(("named", "found"), list),
+    "seconds": (int, float),
+}
+
+
 def read_outcome(path: Path) -> Outcome | None:
     """Read what the child wrote; None where it wrote nothing, or what is no outcome."""
     try:
@@ -116,14 +124,6 @@ def read_outcome(path: Path) -> Outcome | None:
         return None
     is_one = all(isinstance(value, _FORMS[key]) for key, value in found.items())
     return Outcome(**found) if is_one and found["ending"] in get_args(Ending) else None
-
-
-_FORMS: dict[str, Any] = {
-    **dict.fromkeys(("ending", "device_kind", "plan", "message"), str),
-    **dict.fromkeys(("mesh", "memory", "estimate"), dict),
-    **dict.fromkeys(("named", "found"), list),
-    "seconds": (int, float),
-}
 
 
 def tpu_python() -> str | None:
@@ -152,23 +152,25 @@ def run_in_child(job: CompileJob, seconds: float) -> Outcome:
         python = f"set {PYTHON_VARIABLE} to a python that has it and maxattn"
         remedy = f'pip install "maxattn[tpu]", or {python}'
         raise Unsupported("compile", "libtpu is not installed", rule, remedy)
+    text = text_of(job).encode()
     with tempfile.TemporaryDirectory(prefix="maxattn-") as folder:
-        return _spawned(python, text_of(job), seconds, Path(folder))
+        return _outcome_of_child(python, text, seconds, Path(folder))
 
 
-def _spawned(python: str, text: str, seconds: float, folder: Path) -> Outcome:
+def _outcome_of_child(python: str, text: bytes, seconds: float, folder: Path) -> Outcome:
     answer, log = folder / "outcome.json", folder / "stderr.txt"
+    child = None
     with log.open("wb") as stderr:
-        child = None
         try:
+            words = ["maxattn.tools.compile.child", str(answer)]
             with held_signals():
-                child = _start(python, answer, stderr)
-            child.communicate(text.encode(), timeout=seconds)
+                child = start_child(python, *words, stdout=stderr, stderr=stderr)
+            child.communicate(text, timeout=seconds)
         except subprocess.TimeoutExpired:
             return Outcome("timeout", seconds=seconds, message=f"no result after {seconds:g} s")
         finally:
             if child is not None:
-                _end(child)
+                end_child(child)
     assert child is not None
     if (outcome := read_outcome(answer)) is not None:
         return outcome
@@ -176,38 +178,34 @@ def _spawned(python: str, text: str, seconds: float, folder: Path) -> Outcome:
         stderr.seek(max(0, log.stat().st_size - MOST_LOG))
         tail = "\n".join(stderr.read().decode(errors="replace").splitlines()[-20:])
     ended = f"the compiler's process ended with status {child.returncode}"
-    said = " and an outcome that is not whole" if answer.exists() else ""
-    return Outcome("crashed", message=f"{ended}{said}\n{tail}")
+    broken = " and an outcome that is not whole" if answer.exists() else ""
+    return Outcome("crashed", message=f"{ended}{broken}\n{tail}")
 
 
-def _start(python: str, answer: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    words = [python, "-m", "maxattn.tools.compile.child", str(answer)]
-    variables = os.environ | ENVIRONMENT | {"PYTHONPATH": python_path()}
-    pipe = subprocess.PIPE
-    try:
-        return subprocess.Popen(
-            words, stdin=pipe, stdout=log, stderr=log, env=variables, start_new_session=True
-        )
-    except OSError as error:
-        raise cannot_be_run(python, error) from None
+def start_child(python: str, module: str, *words: str, **how: Any) -> subprocess.Popen[bytes]:
+    """Start `python -m module words` with this very maxattn, in a process group of its own.
 
-
-def cannot_be_run(python: str, error: OSError) -> ConfigError:
-    """Refuse a python that does not start."""
-    rule = f"it names a python that can be run, and the system says: {error.strerror or error}"
-    remedy = "name one that has libtpu and maxattn, or unset the variable"
-    return ConfigError(PYTHON_VARIABLE, plain(python), rule, remedy)
-
-
-def python_path() -> str:
-    """Let the child import this very maxattn, whatever its environment has installed."""
+    Raises:
+        ConfigError: the python cannot be run.
+    """
     own = str(Path(__file__).resolve().parents[3])
-    return os.pathsep.join(part for part in (own, os.environ.get("PYTHONPATH", "")) if part)
+    path = os.pathsep.join(part for part in (own, os.environ.get("PYTHONPATH", "")) if part)
+    how |= {"env": os.environ | ENVIRONMENT | {"PYTHONPATH": path}, "start_new_session": True}
+    command = [python, "-m", module, *words]
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, **how)  # pyright: ignore
+    except OSError as error:
+        rule = f"it names a python that can be run, and the system says: {error.strerror or error}"
+        remedy = "name one that has libtpu and maxattn, or unset the variable"
+        raise ConfigError(PYTHON_VARIABLE, plain(python), rule, remedy) from None
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and what it started, if it still runs; also after Ctrl-C."""
+def end_child(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child and what it started, if it still runs; also after Ctrl-C."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+    if child.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()

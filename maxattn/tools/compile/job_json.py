@@ -32,44 +32,35 @@ def text_of(job: CompileJob) -> str:
     Raises:
         Unsupported: its mask holds arrays, or is a class of the user's, which a child cannot know.
     """
-    plain = {f.name: getattr(job, f.name) for f in fields(job)}
-    shape = {f.name: getattr(job.shape, f.name) for f in fields(job.shape)}
-    shape["mask"] = _mask_values(job.shape.mask)
     values = job.config.resolved()
     config = {key: values[key] for key in job.config.model_fields_set}
-    return json.dumps(plain | {"config": config, "shape": shape})
+    shape = _fields(job.shape) | {"mask": _written(job.shape.mask)}
+    return json.dumps(_fields(job) | {"config": config, "shape": shape})
 
 
 def job_values(text: str) -> dict[str, Any]:
     """Read the fields of a job that `text_of` wrote."""
     found = parse_json(text)
-    shape = found["shape"]
-    shape = Shape(**shape | {"mask": _mask_of(shape["mask"])})
+    shape = Shape(**found["shape"] | {"mask": _read(found["shape"]["mask"])})
     return found | {"config": AttentionConfig(**found["config"]), "shape": shape}
 
 
-def _mask_values(mask: Mask) -> dict[str, Any]:
-    """Return the kind of a mask and its fields, those that are masks likewise."""
-    kind = type(mask).__name__
-    if KINDS.get(kind) is not type(mask):
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value)}
+
+
+def _written(value: Any) -> Any:
+    """Return a mask as its kind and its fields, those that are masks likewise."""
+    if not isinstance(value, Mask):
+        return [_written(part) for part in value] if isinstance(value, tuple) else value
+    kind = type(value).__name__
+    if KINDS.get(kind) is not type(value):
         rule = f"a mask goes to the compiler's process by name, as one of {', '.join(KINDS)}"
         raise Unsupported("compile", f"mask {kind}", rule, "compile with a mask of these")
-    values = ((f.name, getattr(mask, f.name)) for f in fields(mask))  # pyright: ignore[reportArgumentType]
-    return {"kind": kind, **{name: _value(value) for name, value in values}}
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, Mask):
-        return _mask_values(value)
-    return [_value(part) for part in value] if isinstance(value, tuple) else value
-
-
-def _mask_of(values: dict[str, Any]) -> Mask:
-    given = {name: _read(value) for name, value in values.items() if name != "kind"}
-    return KINDS[values["kind"]](**given)
+    return {"kind": kind, **{name: _written(part) for name, part in _fields(value).items()}}
 
 
 def _read(value: Any) -> Any:
     if isinstance(value, dict):
-        return _mask_of(value)
+        return KINDS[value["kind"]](**{k: _read(v) for k, v in value.items() if k != "kind"})
     return tuple(map(_read, value)) if isinstance(value, list) else value

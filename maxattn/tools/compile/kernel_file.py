@@ -48,19 +48,15 @@ def check_kernel_job(job: CompileJob) -> None:
     Raises:
         InputError: several devices, a mask, or a module or block around it.
     """
+    from maxattn.tools.compile.topology import devices_of
+
     if job.module or job.block:
         _refuse(job, "a function is compiled alone", "leave --module and --block out")
     if not job.shape.mask.is_full:
         _refuse(job, "a function is given no mask: every query sees every key", "leave --mask out")
-    if (count := len(_devices(job))) != 1:
+    if (count := len(devices_of(job))) != 1:
         rule = f"a function runs on one device, and {job.topology} has {count}"
         _refuse(job, rule, "add --devices 1, and give the shape that one device computes")
-
-
-def _devices(job: CompileJob) -> list[Any]:
-    from maxattn.tools.compile.topology import devices_of
-
-    return devices_of(job)
 
 
 def program_of_file(job: CompileJob, mesh: Mesh) -> Program:
@@ -69,9 +65,15 @@ def program_of_file(job: CompileJob, mesh: Mesh) -> Program:
     Raises:
         InputError: the file cannot be loaded, has no such function, or that cannot be traced.
     """
+    import jax
+    from jax.sharding import PartitionSpec
+
     from maxattn.tools.compile.programs import Program, operand, step_of
 
-    call, function = job.shape.call(), _whole(_loaded(job), mesh)
+    call, own = job.shape.call(), _loaded(job)
+    # Libraries of kernels ask the mesh of a shard_map which TPU they are compiled for.
+    specs: dict[str, Any] = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+    function = jax.shard_map(own, mesh=mesh, **specs, check_vma=False)
     q, k = (
         operand((call.batch, length, heads, call.head_dim), "BTNH", call.dtype, mesh)
         for length, heads in ((call.q_len, call.heads), (call.kv_len, call.kv_heads))
@@ -100,9 +102,8 @@ def traced(job: CompileJob, program: Program) -> Any:
         return jax.jit(program.function).trace(*program.operands)
     except InputError:
         raise
-    # Whatever the user's own code raises.
-    except Exception as error:
-        return _refuse(job, f"it cannot be traced: {_said(error)}", "mend the function")
+    except Exception as error:  # whatever the user's own code raises
+        return _refuse(job, f"it cannot be traced: {_first_line(error)}", "mend the function")
 
 
 def name_of(job: CompileJob) -> str:
@@ -141,22 +142,12 @@ def _module(job: CompileJob, path: Path) -> ModuleType:
     sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    # Whatever the user's own code raises.
-    except Exception as error:
-        _refuse(job, f"{path.name} cannot be loaded: {_said(error)}", "mend the file")
+    except Exception as error:  # whatever the user's own code raises
+        _refuse(job, f"{path.name} cannot be loaded: {_first_line(error)}", "mend the file")
     return module
 
 
-def _whole(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """Run a function where the libraries of kernels look for the TPU that they are compiled for."""
-    import jax
-    from jax.sharding import PartitionSpec
-
-    specs: dict[str, Any] = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
-    return jax.shard_map(function, mesh=mesh, **specs, check_vma=False)
-
-
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 

@@ -15,7 +15,13 @@ from maxattn.modules import CrossAttention, FlaxAttention
 from maxattn.plan import Plan
 from maxattn.rope import rope_1d
 from maxattn.sharding import mesh_shape, parameter_shardings, spec_of, ways
-from maxattn.tools.compile.block import PARTS, TEXT, TransformerBlock, run_block
+from maxattn.tools.compile.block import (
+    PARTS,
+    TEXT,
+    TransformerBlock,
+    attention_settings,
+    run_block,
+)
 from maxattn.tools.compile.job import CompileJob
 
 
@@ -58,15 +64,12 @@ def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
 
 
 def operand(dims: tuple[int, ...], letters: str, dtype: Any, mesh: Mesh) -> Any:
-    return jax.ShapeDtypeStruct(dims, dtype, sharding=_sharding(dims, letters, mesh))
-
-
-def _sharding(dims: tuple[int, ...], letters: str, mesh: Mesh) -> NamedSharding:
     """Split an array as attention will; a length that does not divide is whole on every device."""
     shape = mesh_shape(mesh)
     spec = zip(dims, letters, spec_of(letters, shape), strict=True)
     axes = (a if a and n % ways(c, shape) == 0 else None for n, c, a in spec)
-    return NamedSharding(mesh, PartitionSpec(*axes))
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
 
 def _block(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
@@ -84,43 +87,27 @@ def _block(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     return Program(run, (*operands, x) if job.training else operands)
 
 
-# ---- a whole module ------------------------------------------------------------------------------
-
-
 def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return an attention module as Wan has it, its parameters and its inputs."""
     call, width = plan.call, plan.call.heads * plan.call.head_dim
-    graph, state = nnx.split(nnx.eval_shape(lambda: _make_module(job, mesh)))
-    state = _sharded(state, mesh)
+    is_cross = job.shape.call().role == "cross"
+    kind: Any = CrossAttention if is_cross else FlaxAttention
+    graph, state = nnx.split(nnx.eval_shape(lambda: kind(width, **attention_settings(job, mesh))))
     x = operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
     text = operand((call.batch, call.kv_len, width), "B..", call.dtype, mesh)
+    inputs = (_sharded(state, mesh), x, text) if is_cross else (_sharded(state, mesh), x)
 
-    def self_attention(state: Any, x: Any) -> Any:
-        rotary = _no_rotation(call)
-        return nnx.merge(graph, state)(x, rotary_emb=rotary, mask=job.shape.mask)
+    def run(state: Any, *inputs: Any) -> Any:
+        rotary = {} if is_cross else {"rotary_emb": _no_rotation(call)}
+        return nnx.merge(graph, state)(*inputs, **rotary, mask=job.shape.mask)
 
-    def cross_attention(state: Any, x: Any, text: Any) -> Any:
-        return nnx.merge(graph, state)(x, text, mask=job.shape.mask)
-
-    cotangent = (x,) if job.training else ()
-    if call.role == "cross":
-        return Program(cross_attention, (state, x, text, *cotangent))
-    return Program(self_attention, (state, x, *cotangent))
+    return Program(run, (*inputs, x) if job.training else inputs)
 
 
 def _no_rotation(call: Call) -> Any:
     """Return tables of the right shapes, since what stands in them takes no time."""
     rotary = jax.eval_shape(lambda: rope_1d(call.head_dim, call.q_len))
     return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary)
-
-
-def _make_module(job: CompileJob, mesh: Mesh) -> Any:
-    call = job.shape.call()
-    kind: Any = CrossAttention if call.role == "cross" else FlaxAttention
-    heads = {"heads": call.heads, "kv_heads": call.kv_heads, "dim_head": call.head_dim}
-    norm = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
-    where = {"config": job.config, "mesh": mesh, "dtype": call.dtype}
-    return kind(call.heads * call.head_dim, **heads, **norm, **where, rngs=nnx.Rngs(0))
 
 
 def _sharded(state: Any, mesh: Mesh) -> Any:

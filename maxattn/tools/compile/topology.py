@@ -23,7 +23,7 @@ def devices_of(job: CompileJob) -> list[Any]:
         MeshError: it has fewer devices.
         Unsupported: this python has no libtpu.
     """
-    devices = _all_devices(job)
+    devices = _described(job.topology, job.slices)
     if job.devices is not None and not 1 <= job.devices <= len(devices):
         rule = f"{job.topology} has {len(devices)} devices"
         remedy = f"write --devices {len(devices)}, or a larger topology"
@@ -42,10 +42,6 @@ def one_device(topology: str) -> Any:
     return _described(topology, 1)[0]
 
 
-def _all_devices(job: CompileJob) -> list[Any]:
-    return _described(job.topology, job.slices)
-
-
 def _described(topology: str, slices: int) -> list[Any]:
     from jax.experimental import topologies
 
@@ -53,31 +49,21 @@ def _described(topology: str, slices: int) -> list[Any]:
         rule = f"the TPU's compiler comes with libtpu, and {plain(sys.executable)} has none"
         remedy = f'pip install "maxattn[tpu]" there, or name another python in {PYTHON_VARIABLE}'
         raise Unsupported("compile", "libtpu is not installed", rule, remedy)
-    options = _options(topology) | ({"num_slices": slices} if slices > 1 else {})
-    try:
-        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
-    except (RuntimeError, ValueError) as error:
-        raise _unknown(topology, str(error)) from None
-
-
-def _options(name: str) -> dict[str, Any]:
-    """Return what libtpu must be told beside the name.
-
-    One device a chip of v4, and hosts of fewer than four chips.
-    """
-    generation, _, layout = name.partition(":")
+    # Beside the name libtpu must be told: one device a chip of v4, and hosts of fewer than 4 chips.
+    generation, _, layout = topology.partition(":")
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     sides = [int(n) for n in layout.split("x") if n.isdecimal()]
     if sides and prod(sides) < CHIPS_OF_A_HOST:
         options["chips_per_host_bounds"] = (*sides, 1, 1)[:3]
-    return options
-
-
-def _unknown(name: str, message: str) -> ConfigError:
-    first = message.splitlines()[0] if message else "no message"
-    rule = f"libtpu knows no such topology ({first[:160]})"
-    remedy = (
-        "write a generation and its chips along each side: v4:2x2x1, v5e:2x2, v5e:4x4, v5p:2x2x1,"
-        " v5p:2x2x2, v6e:2x2, v6e:2x4, tpu7x:2x2x1"
-    )
-    return ConfigError("target", name, rule, remedy)
+    if slices > 1:
+        options["num_slices"] = slices
+    try:
+        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
+    except (RuntimeError, ValueError) as error:
+        first = (str(error).splitlines() or ["no message"])[0]
+        rule = f"libtpu knows no such topology ({first[:160]})"
+        remedy = (
+            "write a generation and its chips along each side: v4:2x2x1, v5e:2x2, v5e:4x4,"
+            " v5p:2x2x1, v5p:2x2x2, v6e:2x2, v6e:2x4, tpu7x:2x2x1"
+        )
+        raise ConfigError("target", topology, rule, remedy) from None

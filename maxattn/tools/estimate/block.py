@@ -25,20 +25,14 @@ from maxattn.kernels.splash.kernel import Splash
 from maxattn.plan import Plan
 from maxattn.sharding import ways
 from maxattn.target import Target
-from maxattn.tools.estimate.program import xla_of
+from maxattn.tools.estimate.program import how_of, xla_of
 
 RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
 """Policies of rematerialisation under which attention runs a second time."""
 
 
 class PricedPass(NamedTuple):
-    """Hold one pass of self-attention on one device.
-
-    Args:
-        name: "forward" or "backward".
-        calls: how often a block runs it.
-        seconds: of a call.
-    """
+    """Hold "forward" or "backward" of self-attention on one device: calls of a block, seconds."""
 
     name: str
     calls: int
@@ -60,31 +54,29 @@ def block_estimate(
     Raises:
         Unsupported: no schedules ship of its self-attention.
     """
-    version = metadata.version("libtpu")
-    passes = attention_passes(plan, training, policy)
-    return {
-        "how": f"estimated by libtpu {version}'s schedule, not run",
-        "libtpu": version,
-        "kernels": [],
-        "attention": [one._asdict() for one in passes],
-        **xla_of(text, device),
-    }
+    passes = [one._asdict() for one in attention_passes(plan, training, policy)]
+    how = how_of(metadata.version("libtpu"))
+    return how | {"kernels": [], "attention": passes} | xla_of(text, device)
 
 
 def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:
-    """Price self-attention by the schedules that ship, of the sizes that a plan has.
+    """Price self-attention by the schedules that ship, with the sizes of a plan.
 
     Raises:
-        Unsupported: none hold.
+        Unsupported: none fit.
     """
     local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
     forward, backward = (
         _priced(kernel, computed_call(kernel.name, local, target.platform), target, training)
         for kernel in kernels_of(plan.kernel)
     )
-    hops = _calls_of_a_pass(plan, local)
+    # The calls in which a device computes its pairs: a ring has one for each hop.
+    padded, devices = plan.padded_call, prod(ways(axis, plan.strategy.shape) for axis in "BTN")
+    hops = _pairs(padded) // (devices * _pairs(local))
     if forward is None or backward is None or (hops > 1 and not plan.call.mask.is_full):
-        raise _not_priced(plan)
+        rule = f"{plan.kernel.name} has no schedules that ship for this call ({how_estimated()})"
+        remedy = "name attention_kernel=flash or tpu_flash, or leave --block out"
+        raise Unsupported("estimate", plan.call.shape_text, rule, remedy)
     runs = 1 + (training and policy in RECOMPUTED)
     found = PricedPass("forward", hops * runs, forward[0])
     return (found, PricedPass("backward", hops, backward[1])) if training else (found,)
@@ -93,7 +85,7 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
 def _priced(
     kernel: Kernel, local: Call, target: Target, training: bool
 ) -> tuple[Seconds, Seconds] | None:
-    """Price a forward and a backward, the latter of no time in inference; None where none hold."""
+    """Price a forward and a backward, which takes no time in inference; None if none fit."""
     kernel = kernel.computes if training else kernel.computes.for_inference()
     if not isinstance(kernel, Splash):
         return None
@@ -109,18 +101,5 @@ def _priced(
     return forward, both.plus(-forward.fast, -forward.slow)
 
 
-def _calls_of_a_pass(plan: Plan, local: Call) -> int:
-    """Count the calls in which a device computes its pairs: a ring has one for each hop."""
-    padded, shape = plan.padded_call, plan.strategy.shape
-    devices = prod(ways(axis, shape) for axis in "BTN")
-    return _pairs(padded) // (devices * _pairs(local))
-
-
 def _pairs(call: Call) -> int:
     return call.batch * call.heads * call.q_len * call.kv_len
-
-
-def _not_priced(plan: Plan) -> Unsupported:
-    rule = f"{plan.kernel.name} has no schedules that ship for this call ({how_estimated()})"
-    remedy = "name attention_kernel=flash or tpu_flash, or leave --block out"
-    return Unsupported("estimate", plan.call.shape_text, rule, remedy)

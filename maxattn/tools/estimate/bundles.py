@@ -1,4 +1,4 @@
-"""The final bundles of a TPU kernel as libtpu writes them: text in, values out.
+"""What libtpu writes about a TPU kernel, as values: bundles, slots, operands, products.
 
 A bundle is what a core issues in one cycle. libtpu writes one a line, and of some of them the
 comments on the lines after it:
@@ -12,13 +12,15 @@ form is refused, since an estimate of it would be a guess.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from maxattn.devices import TensorCore
 from maxattn.errors import Unsupported
+from maxattn.tools.compile.hlo import bytes_of
 
 UNDERSTOOD = "libtpu 0.0.42 to 0.0.50"
 _HEAD = re.compile(r"\s*(0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[ ,]*)*):")
@@ -30,8 +32,7 @@ _BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (%\w+), (\d+) /\* loop exit test")
 _GRID = re.compile(r"iteration_bounds: \(([\d, ]*)\)")
 NO_BOUND = 2**31 - 2  # steps, of a grid whose length is an argument of the kernel
-PIPELINE = 2
-"""Trips of a loop beside its steps: blocks are fetched a trip before, and written a trip after."""
+PIPELINE = 2  # trips of a loop beside its steps: blocks are fetched before, and written after
 
 
 def unknown(who: str, rule: str) -> Unsupported:
@@ -46,13 +47,7 @@ def unknown(who: str, rule: str) -> Unsupported:
 
 
 class Bundle(NamedTuple):
-    """Hold one bundle.
-
-    Args:
-        code: its instructions, without comments.
-        text: both.
-        starts_loop: whether a loop's body begins here.
-    """
+    """Hold the instructions of a bundle without (`code`) and with comments (`text`)."""
 
     code: str
     text: str
@@ -60,7 +55,7 @@ class Bundle(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Hold the bundles from `start` to before `end` that a branch skips."""
+    """Hold the bundles from `start` to before `end`."""
 
     start: int
     end: int
@@ -71,31 +66,15 @@ class Span(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Hold a loop.
+    """Hold a loop's bundles, and how many steps of a grid it runs; None: the device knows."""
 
-    Args:
-        start, end: its first bundle, and the one after the branch back.
-        steps: how many steps of a grid it runs; None where only the device knows.
-    """
-
-    start: int
-    end: int
+    span: Span
     steps: int | None
-
-    @property
-    def span(self) -> Span:
-        """Return its bundles."""
-        return Span(self.start, self.end)
 
 
 @dataclass(frozen=True)
 class Bundles:
-    """Hold a kernel's bundles and where they branch.
-
-    Args:
-        rows: in the order of their addresses.
-        who: whose dump it is, for refusals.
-    """
+    """Hold a kernel's bundles in the order of their addresses, and whose dump it is."""
 
     rows: tuple[Bundle, ...]
     who: str
@@ -117,12 +96,11 @@ class Bundles:
                 rows[-1] = (rows[-1][0], f"{rows[-1][1]}\n{line}")
         if not rows:
             raise unknown(who, "it has no line such as '0x1d   : > { ... }'")
-        found = Bundles(tuple(_bundle(*row) for row in rows), who)
-        strange = {word for row in found.rows for word in _STRANGE.findall(row.code)}
-        if strange:
-            raise unknown(
-                who, f"it has instructions that are not known: {', '.join(sorted(strange))}"
-            )
+        made = (Bundle(_COMMENT.sub("", text), text, "LB" in marks) for marks, text in rows)
+        found = Bundles(tuple(made), who)
+        if strange := {word for row in found.rows for word in _STRANGE.findall(row.code)}:
+            listed = ", ".join(sorted(strange))
+            raise unknown(who, f"it has instructions that are not known: {listed}")
         return found
 
     @cached_property
@@ -143,36 +121,30 @@ class Bundles:
             raise unknown(self.who, "a loop begins where no branch leads back to")
         if any(one.start < s.start < one.end < s.end for s in self.skips for one in back):
             raise unknown(self.who, "a branch leads out of a loop")
-        return tuple(self._loop(span, back) for span in back)
+        return tuple(Loop(span, self._steps(span, back)) for span in back)
 
     @cached_property
     def _branches(self) -> tuple[tuple[int, int], ...]:
-        return tuple(self._find_branches())
-
-    def _find_branches(self) -> Iterator[tuple[int, int]]:
+        """Every branch with where it leads; the end alone has no comment."""
         first: dict[str, int] = {}
         for i, row in enumerate(self.rows):
             for region in _REGION.findall(row.text):
                 first.setdefault(region, i)
-        for i, row in enumerate(self.rows):
-            for region in _BRANCH.findall(row.code):
-                yield i, first.get(region, len(self.rows))  # the end alone has no comment
+        return tuple(
+            (i, first.get(region, len(self.rows)))
+            for i, row in enumerate(self.rows)
+            for region in _BRANCH.findall(row.code)
+        )
 
-    def _loop(self, span: Span, every: list[Span]) -> Loop:
-        inner = [other for other in every if span.holds(other)]
-        own = [
-            row.text
-            for i, row in enumerate(self.rows[span.start : span.end], start=span.start)
-            if not any(other.start <= i < other.end for other in inner)
-        ]
-        return Loop(*span, self._steps("\n".join(own)))
-
-    def _steps(self, text: str) -> int | None:
+    def _steps(self, span: Span, every: list[Span]) -> int | None:
         """Return the bound of a loop's counter, less the trips that only fetch or write.
 
         Transfers compare their blocks with the grid, and must name as many steps.
         """
-        tests, grids = set(_EXIT.findall(text)), {prod(_sides(g)) for g in _GRID.findall(text)}
+        inner = [other for other in every if span.holds(other)]
+        own = (i for i in range(*span) if not any(s.start <= i < s.end for s in inner))
+        text = "\n".join(self.rows[i].text for i in own)
+        tests, grids = set(_EXIT.findall(text)), {prod(sides(g)) for g in _GRID.findall(text)}
         if not tests and all(grid > NO_BOUND for grid in grids):
             return None
         if len(tests) != 1:
@@ -187,9 +159,141 @@ class Bundles:
         return steps
 
 
-def _sides(text: str) -> list[int]:
+def sides(text: str) -> list[int]:
+    """Read numbers between commas or blanks."""
     return [int(n) for n in text.replace(",", " ").split()]
 
 
-def _bundle(marks: str, text: str) -> Bundle:
-    return Bundle(_COMMENT.sub("", text), text, "LB" in marks)
+# ---- slots: how many of each unit the bundles fill -----------------------------------------------
+
+FILLS, SPILLS = "VLOAD:FILL", "VSTORE:SPILL"
+_CAPACITY, _USE = "== CAPACTIY:", "== UTILIZATION:"  # libtpu's own spelling
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """Hold the slots of each unit in a bundle, and how many of them each bundle fills, in order."""
+
+    capacity: dict[str, int]
+    rows: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def read(text: str, who: str) -> SlotTable:
+        """Read the text of a file `...-final_hlo-static-per-bundle-utilization.txt`.
+
+        Raises:
+            Unsupported: it has another form.
+        """
+
+        def numbers(line: str) -> tuple[int, ...]:
+            words = line.split()
+            return tuple(map(int, words)) if all(map(str.isdecimal, words)) else ()
+
+        lines = text.split("\n")
+        if len(lines) < 4 or lines[0] != _CAPACITY or lines[3] != _USE:
+            raise unknown(who, f"its table of slots does not begin with '{_CAPACITY}'")
+        names, sizes = lines[1].split(", "), numbers(lines[2])
+        rows = tuple(numbers(line) for line in lines[4:] if line.strip())
+        if any(len(row) != len(names) for row in (sizes, *rows)) or not {FILLS, SPILLS} <= {*names}:
+            raise unknown(who, "its table of slots has rows of another length than its heading")
+        return SlotTable(dict(zip(names, sizes, strict=True)), rows)
+
+    def used(self, chosen: list[int]) -> dict[str, int]:
+        """Add up the slots that some bundles fill."""
+        columns = zip(*(self.rows[i] for i in chosen), strict=True)
+        return {name: sum(column) for name, column in zip(self.capacity, columns, strict=True)}
+
+
+# ---- operands: the blocks that a kernel's steps read and write, from its first bundle ------------
+
+_WINDOW = re.compile(
+    r"inlined_call_operand\.([\w<> ]+?) \[[^\]]*\][^\]]*\]\s*/\* (input|output) window allocation"
+    r" for operator (?:input|output) (\d+)\. The window shape is (\w+)\[([\d,]*)\], while the full"
+    r" shape is \w+\[([\d,]*)\]"
+)
+# A write of the kernel's own stands without a condition; those of its windows have one.
+_WRITE = re.compile(
+    r"dma\.vmem_to_hbm \[thread:\$?\d+\]\s+/\*vmem=\*/[^,]*, /\*size_in_granules=\*/(\d+)"
+)
+GRANULE = 32  # bytes
+
+
+class Window(NamedTuple):
+    """Hold one operand: whether it lies in HBM, the bytes of a block, how many blocks it has."""
+
+    in_hbm: bool
+    is_output: bool
+    size: int
+    blocks: int
+
+
+def windows_of(bundles: Bundles) -> tuple[Window, ...]:
+    """Return the operands that a kernel takes in blocks: inputs in order, then outputs.
+
+    Raises:
+        Unsupported: none is an output.
+    """
+    found = []
+    rows = _WINDOW.findall(bundles.rows[0].text)
+    for memory, kind, _, item, block, whole in sorted(rows, key=lambda row: (row[1], int(row[2]))):
+        blocks = prod(-(-n // part) for n, part in zip(sides(whole), sides(block), strict=True))
+        size = bytes_of(f"{item}[{block}]")
+        found.append(Window(memory == "hbm", kind == "output", size, blocks))
+    if not any(window.is_output for window in found):
+        raise unknown(bundles.who, "its first bundle names no block of an output")
+    return tuple(found)
+
+
+def moved_by_itself(bundles: Bundles, rows: Iterable[int]) -> int:
+    """Count the bytes that a kernel moves between HBM and VMEM by itself, beside its windows.
+
+    What it writes so are sums, whose blocks it has read before.
+    """
+    found = (size for i in rows for size in _WRITE.findall(bundles.rows[i].text))
+    return 2 * GRANULE * sum(map(int, found))
+
+
+# ---- products: the time of the matrix units ------------------------------------------------------
+# On v5e and v5p the compiler issues products faster than a matrix unit takes their rows: bundles
+# alone would give more than the peak.
+
+ROWS = {"bf16": 16, "f32": 8}  # that an instruction sends, in units of bfloat16 rows' time
+_PRODUCT = re.compile(r"\bvmatmul\.(?:mubr\.|msk\.|lmr\.)*(\w+)\.\S*?(mxu\d)\b")
+_ANY = re.compile(r"\bvmatmul\b")
+
+
+def products(row: Bundle, who: str) -> list[tuple[str, str]]:
+    """List the products that a bundle issues, as (dtype, unit).
+
+    Raises:
+        Unsupported: one is of another form or dtype.
+    """
+    found = _PRODUCT.findall(row.code)
+    strange = sorted({dtype for dtype, _ in found} - ROWS.keys())
+    if strange or len(found) != len(_ANY.findall(row.code)):
+        raise unknown(who, f"it has a product that is not known ({', '.join(strange) or row.code})")
+    return found
+
+
+def busy_cycles(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> float:
+    """Return the cycles that some bundles keep every matrix unit busy, were they all equally so."""
+    return sum(time for i in chosen for _, time in _times(bundles, i, core)) / core.units
+
+
+def waits(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> float:
+    """Return the cycles that bundles wait for matrix units, which take products in order.
+
+    No product waits in a queue, so this is the slow end.
+    """
+    now, free = 0.0, dict[str, float]()
+    for i in chosen:
+        for unit, time in _times(bundles, i, core):
+            start = max(now, free.get(unit, 0.0))
+            free[unit], now = start + time, start
+        now += 1
+    return now - len(chosen)
+
+
+def _times(bundles: Bundles, i: int, core: TensorCore) -> Iterator[tuple[str, float]]:
+    for dtype, unit in products(bundles.rows[i], bundles.who):
+        yield unit, ROWS[dtype] / core.rows

@@ -7,17 +7,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
 
+from maxattn.block_sizes.estimated.step_cost import StepCost, StepGrid
 from maxattn.devices import Device, TensorCore
 from maxattn.errors import Unsupported
-from maxattn.tools.estimate.bundles import Bundles, unknown
-from maxattn.tools.estimate.slots import FILLS, SPILLS, SlotTable
-from maxattn.tools.estimate.step import BodyShares, Cycles, GridStep
+from maxattn.tools.estimate.bundles import (
+    FILLS,
+    SPILLS,
+    Bundles,
+    SlotTable,
+    Window,
+    moved_by_itself,
+    unknown,
+    windows_of,
+)
+from maxattn.tools.estimate.step import BodyShares, GridStep
 from maxattn.tools.estimate.tiles import KernelTiles, Phase
-from maxattn.tools.estimate.windows import Window, moved_by_itself, windows_of
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
 _TWO_FORMS = "tpu_flash_fwd"  # its second bodies are the online softmax
 _CORE_ID = re.compile(r"(%\w+) = sld \[smem:\[[^\]]*\]\] /\* (?:megacore core id :: )?core id\b")
+KEYS = 1, 2  # the inputs K and V
 
 
 class KernelEstimate(NamedTuple):
@@ -63,13 +72,7 @@ class KernelEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelDump:
-    """Hold what libtpu wrote of a kernel.
-
-    Args:
-        name: the instruction's.
-        bundles, slots: of the same length.
-        device: what it was compiled for.
-    """
+    """Hold what libtpu wrote of a kernel: bundles and slots have the same length."""
 
     name: str
     bundles: Bundles
@@ -92,9 +95,60 @@ class KernelDump:
 
     @property
     def phase(self) -> Phase | None:
-        """What the kernel computes, by its name; None where that says nothing."""
+        """What the kernel computes, by its name; None if the name does not tell."""
         found = _PHASE.search(self.name)
         return cast(Phase, found.group(1)) if found else None
+
+    @cached_property
+    def cores(self) -> int:
+        """How many cores of the device run it: one where all others skip it.
+
+        Raises:
+            Unsupported: the device has several, and nothing in the kernel asks which one it is on.
+        """
+        have = core_of(self.device).cores
+        ids = _CORE_ID.findall("\n".join(row.text for row in self.bundles.rows))
+        if have > 1 and not ids:
+            raise unknown(self.bundles.who, "it does not say which of the device's cores run it")
+        text = "\n".join(row.text for row in self.bundles.rows)
+        alone = any(re.search(rf"scmp\.ne\.s32\.totalorder {i}, 0\b", text) for i in ids)
+        return 1 if alone else have
+
+    @cached_property
+    def step(self) -> GridStep:
+        """The loop over its grid; of `tpu_flash`, for scores that need no running maximum."""
+        forms = 2 if _TWO_FORMS in self.name else 1
+        return GridStep(self.bundles, self.slots, core_of(self.device), forms)
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """The blocks of its operands."""
+        return windows_of(self.bundles)
+
+    def cost(self, steps: int, row: float) -> StepCost:
+        """Return what a step costs.
+
+        K and V change at every step, and all other inputs with the row; in the backward of K and V
+        it is the other way round.
+
+        Args:
+            steps: of the grid.
+            row: steps of a row of tiles.
+        """
+        step, bodies = self.step, self.step.bodies
+        inputs = [w for w in self.windows if not w.is_output]
+        at_each = [(place in KEYS) != (self.phase == "dkv") for place in range(len(inputs))]
+        at_each += [w.blocks == steps for w in self.windows if w.is_output]
+        in_step = moved_by_itself(self.bundles, range(*bodies[0]) if bodies else step.always)
+        in_row = 0.0
+        for window, is_each in zip(self.windows, at_each, strict=True):
+            if window.in_hbm and is_each:
+                in_step += window.size
+            elif window.in_hbm:
+                in_row += window.size * (window.blocks * row / steps if window.is_output else 1)
+        spills = step.used(BodyShares(1.0, 0.0, row))[SPILLS]
+        sizes = len(step.always), step.edges, *step.costs()
+        return StepCost(*sizes, self.cores, in_step, in_row, spills)
 
     def estimate(self, tiles: KernelTiles | None, calls: int = 1) -> KernelEstimate:
         """Price one call.
@@ -108,10 +162,15 @@ class KernelDump:
         """
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
-        shares, step = self._shares(tiles), self.step
-        steps, cycles, used = self._steps(tiles), step.cycles(shares), step.used(shares)
+        steps = self._steps(tiles)
+        shares = self._shares(tiles, steps)
+        used, visited = self.step.used(shares), shares.full + shares.masked
+        idle = 1.0 - visited if self.step.bodies else 0.0
+        grid = StepGrid(1, steps / shares.row, shares.row, shares.masked, idle)
+        cost = self.cost(steps, shares.row)
+        if tiles is None:
+            cost = cost._replace(step_bytes=0, row_bytes=0)
         is_bound = tiles is not None and not self._knows(tiles, steps)
-        hbm = self._hbm(shares, steps) if tiles else 0.0
         return KernelEstimate(
             name=self.name,
             calls=calls,
@@ -121,43 +180,17 @@ class KernelDump:
             block=tiles.block if tiles else (),
             cores=self.cores,
             of_cores=core.cores,
-            cycles=(cycles.fast, cycles.slow),
-            seconds=self._seconds(cycles, steps, hbm / machine.hbm),
-            flops=0.0 if tiles is None or is_bound else tiles.flops * steps * sum(shares[:2]),
+            cycles=cost.cycles(grid),
+            seconds=cost.seconds(grid, self.device),
+            flops=0.0 if tiles is None or is_bound else tiles.flops * steps * visited,
             peak=core.peak,
-            slots=tuple(step.use(shares).items()),
+            slots=tuple(self.step.use(shares).items()),
             spills=used[SPILLS],
             fills=used[FILLS],
-            hbm=hbm,
+            hbm=cost.moved(grid),
             hbm_rate=machine.hbm,
             is_bound=is_bound,
         )
-
-    @cached_property
-    def cores(self) -> int:
-        """How many cores of the device run it: one where all others skip it.
-
-        Raises:
-            Unsupported: the device has several, and nothing in the kernel asks which one it is on.
-        """
-        have = core_of(self.device).cores
-        text = "\n".join(row.text for row in self.bundles.rows)
-        ids = _CORE_ID.findall(text)
-        if have > 1 and not ids:
-            raise unknown(self.bundles.who, "it does not say which of the device's cores run it")
-        alone = any(re.search(rf"scmp\.ne\.s32\.totalorder {i}, 0\b", text) for i in ids)
-        return 1 if alone else have
-
-    @cached_property
-    def windows(self) -> tuple[Window, ...]:
-        """The blocks of its operands."""
-        return windows_of(self.bundles)
-
-    @cached_property
-    def own_bytes(self) -> int:
-        """Bytes that a step which computes a tile moves beside the blocks of its operands."""
-        bodies = self.step.bodies
-        return moved_by_itself(self.bundles, range(*bodies[0]) if bodies else self.step.always)
 
     def _steps(self, tiles: KernelTiles | None) -> int:
         """Return the steps of all cores."""
@@ -169,8 +202,7 @@ class KernelDump:
             raise Unsupported("estimate", self.name, rule, "leave --estimate out of this program")
         return tiles.heads * (tiles.grids[0] if tiles.is_bound else tiles.visited)
 
-    def _shares(self, tiles: KernelTiles | None) -> BodyShares:
-        steps = self._steps(tiles)
+    def _shares(self, tiles: KernelTiles | None, steps: int) -> BodyShares:
         # An output of one block is memory that all steps share.
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
         row = max(1.0, steps / min(rows))
@@ -182,40 +214,48 @@ class KernelDump:
         return BodyShares(tiles.full / whole, tiles.masked / whole, row)
 
     def _knows(self, tiles: KernelTiles, steps: int) -> bool:
-        """Tell whether the tiles that a plan visits say which of these steps compute.
+        """Tell whether the plan's visited tiles are the ones that these steps compute.
 
-        A ring's kernels may have half of the plan's tiles: then they say it where none is skipped.
+        A ring's kernels may have half of the plan's tiles: then only if none is skipped.
         """
         if tiles.is_bound:
             return False
         dynamic = self.step.loop.steps is None
         return dynamic or tiles.skips_nothing or steps in {tiles.heads * n for n in tiles.grids}
 
-    @cached_property
-    def step(self) -> GridStep:
-        """The loop over its grid; of `tpu_flash`, for scores that need no running maximum."""
-        forms = 2 if _TWO_FORMS in self.name else 1
-        return GridStep(self.bundles, self.slots, core_of(self.device), forms)
 
-    def _seconds(self, cycles: Cycles, steps: int, hbm: float) -> tuple[float, float]:
-        clock = core_of(self.device).clock
-        fast, slow = (steps / self.cores * each / clock for each in cycles)
-        return max(fast, hbm), max(slow, hbm)
+def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
+    """Return what a step costs in a grid of any length.
 
-    def _hbm(self, shares: BodyShares, steps: int) -> float:
-        """Count the bytes between HBM and the kernel, which reads a block where it changes.
+    Args:
+        dump: of a compile whose grid has several rows and columns of tiles.
+        columns: tiles of a row in that compile.
+        steps: all of them.
 
-        K and V are its inputs 1 and 2. They change at every step, and all else with the row; in the
-        backward of K and V it is the other way round.
-        """
-        inputs = [w for w in self.windows if not w.is_output]
-        visited = steps * (shares.full + shares.masked)
-        total = sum(float(w.size * w.blocks) for w in self.windows if w.in_hbm and w.is_output)
-        for place, window in enumerate(inputs):
-            at_each = (place in (1, 2)) != (self.phase == "dkv")
-            reads = visited if at_each else steps / shares.row
-            total += window.size * reads if window.in_hbm else 0.0
-        return total + self.own_bytes * visited
+    Raises:
+        Unsupported: the dump is not understood, or has another number of steps.
+    """
+    known = dump.step.loop.steps
+    made = steps if known is None else known * dump.cores
+    if made != steps:
+        rule = f"its grid has {made} steps where {steps} were compiled"
+        raise Unsupported("estimate", dump.name, rule, "leave this kernel out of the estimate")
+    cost = dump.cost(steps, columns)
+    return cost._replace(step_bytes=round(cost.step_bytes), row_bytes=round(cost.row_bytes))
+
+
+def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
+    """Return what a step costs with the online softmax; None if the kernel has but one form.
+
+    Args:
+        dump: of the kernel.
+        cost: of the same kernel, for scores that need no running maximum.
+    """
+    if dump.step.forms == 1:
+        return None
+    full, masked = dump.step.costs(1)
+    spills = dump.slots.used([*range(*dump.step.bodies_of(1)[0])])[SPILLS]
+    return cost._replace(full=full, masked=masked, spills=spills)
 
 
 def core_of(device: Device) -> TensorCore:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxattn.devices import Device
-from maxattn.tools.compile.hlo_text import HloProgram
+from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, core_of
 from maxattn.tools.estimate.tiles import KernelTiles, Phase
@@ -32,7 +32,11 @@ def dump_flags(folder: Path) -> str:
 
 
 def estimate_of(
-    text: str, folder: Path, device: Device, tiles: Mapping[Phase, KernelTiles]
+    text: str,
+    folder: Path,
+    device: Device,
+    tiles: Mapping[Phase, KernelTiles],
+    forward_flops: float = 0.0,
 ) -> dict[str, Any]:
     """Price a compiled program.
 
@@ -41,6 +45,7 @@ def estimate_of(
         folder: where libtpu wrote its dumps.
         device: what the program is for.
         tiles: what each kernel computes.
+        forward_flops: of a forward without a plan: if one kernel computes it, its rate is known.
 
     Returns:
         plain values: `how`, the words that stand beside every number; `libtpu`, its version;
@@ -51,19 +56,20 @@ def estimate_of(
     Raises:
         Unsupported: the dumps are not understood, or the device's figures are not public.
     """
-    program, version = HloProgram.read(text), metadata.version("libtpu")
+    version = metadata.version("libtpu")
     kernels = list[KernelEstimate]()
     dumps = Dumps.of(folder, version)
-    for call in pallas_calls(program):
+    for call in pallas_calls(HloProgram.read(text)):
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
-        phase = dump.phase
-        kernels.append(dump.estimate(tiles.get(phase) if phase else None, call.times))
-    return {
-        "how": f"estimated by libtpu {version}'s schedule, not run",
-        "libtpu": version,
-        "kernels": [kernel._asdict() for kernel in kernels],
-        **xla_of(text, device),
-    }
+        kernels.append(dump.estimate(tiles.get(dump.phase) if dump.phase else None, call.times))
+    if forward_flops and len(kernels) == 1:
+        kernels = [kernels[0]._replace(flops=forward_flops / kernels[0].calls)]
+    return how_of(version) | {"kernels": [k._asdict() for k in kernels]} | xla_of(text, device)
+
+
+def how_of(version: str) -> dict[str, str]:
+    """Return the words beside every number, and the version of libtpu."""
+    return {"how": f"estimated by libtpu {version}'s schedule, not run", "libtpu": version}
 
 
 def xla_of(text: str, device: Device) -> dict[str, Any]:
@@ -123,7 +129,11 @@ class Dumps:
     def of(folder: Path, libtpu: str) -> Dumps:
         """List a folder."""
         paths = sorted(folder.glob("*.txt"))
-        return Dumps(_named(paths, _BUNDLES), _named(paths, _SLOTS), libtpu)
+        bundles, slots = (
+            {found.group(1): path for path in paths if (found := form.fullmatch(path.name))}
+            for form in (_BUNDLES, _SLOTS)
+        )
+        return Dumps(bundles, slots, libtpu)
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
         """Return the bundles and the table of slots of the first of the names that has both.
@@ -133,31 +143,22 @@ class Dumps:
         """
         for name in names:
             if name in self.bundles and name in self.slots:
-                return _text(self.bundles[name]), _text(self.slots[name])
+                bundles, slots = (
+                    files[name].read_text(encoding="utf-8", errors="replace")
+                    for files in (self.bundles, self.slots)
+                )
+                return bundles, slots
         rule = f"it has no file ...-final_bundles.txt of the kernel {names[0]}"
         raise unknown(f"libtpu {self.libtpu}'s dump", rule)
-
-
-def _named(paths: list[Path], form: re.Pattern[str]) -> dict[str, Path]:
-    return {found.group(1): path for path in paths if (found := form.fullmatch(path.name))}
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
     """Yield the name of each operation of XLA's own, and the cycles that it expects of it.
 
-    What is inside of a fusion counts with the fusion, and a loop's body as often as it runs.
+    What is inside a fusion counts with the fusion, and a loop's body as often as it runs.
     """
-    fused = {
-        name
-        for body in program.computations.values()
-        for i in body
-        if i.opcode == "fusion"
-        for name in i.called
-    }
+    every = [i for body in program.computations.values() for i in body]
+    fused = {name for i in every if i.opcode == "fusion" for name in i.called}
     for name, body in program.computations.items():
         for one in body if name not in fused else ():
             if found := _CYCLES.search(one.rest):

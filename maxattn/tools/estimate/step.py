@@ -13,36 +13,29 @@ from functools import cached_property
 from typing import NamedTuple
 
 from maxattn.devices import TensorCore
-from maxattn.tools.estimate.bundles import Bundles, Loop, Span, unknown
-from maxattn.tools.estimate.matrix_unit import busy_cycles, products, waits
-from maxattn.tools.estimate.slots import SlotTable
+from maxattn.tools.estimate.bundles import (
+    Bundles,
+    Loop,
+    SlotTable,
+    Span,
+    busy_cycles,
+    products,
+    unknown,
+    waits,
+)
 
 BODIES = 2  # at most: of tiles without a mask, and of those with one
+BodyCost = tuple[float, float, float]  # bundles, waits and busy cycles of a step with a body
 
 
 class BodyShares(NamedTuple):
-    """Hold of which steps run a body.
-
-    Args:
-        full, masked: the share of steps whose tile is computed without and with the mask.
-        row: how many steps a row of tiles has.
+    """Hold the share of steps whose tile is computed without and with the mask, and the steps of a
+    row of tiles.
     """
 
     full: float
     masked: float
     row: float
-
-
-class Cycles(NamedTuple):
-    """Hold what a step costs.
-
-    Args:
-        fast: its bundles, or what keeps the matrix units busy where that is longer.
-        slow: its bundles, and the waits of products that no unit queues.
-    """
-
-    fast: float
-    slow: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class GridStep:
             Unsupported: the kernel has several, or one inside it.
         """
         if not self.bundles.loops:
-            return Loop(0, len(self.bundles.rows), 1)
+            return Loop(Span(0, len(self.bundles.rows)), 1)
         if len(self.bundles.loops) != 1:
             rule = f"it has {len(self.bundles.loops)} loops, and one over the grid is understood"
             raise unknown(self.bundles.who, rule)
@@ -82,12 +75,22 @@ class GridStep:
         return tuple(s for s in inside if not any(s.holds(other) for other in inside))
 
     @cached_property
-    def bodies(self) -> tuple[Span, ...]:
-        """Skipped spans with products, the shortest first; those of the first form.
+    def _every_body(self) -> tuple[Span, ...]:
+        """Skipped spans with products, of all forms, in the program's order.
 
         Raises:
             Unsupported: a form has more than two, or not as many as the others.
         """
+        found = tuple(s for s in self._skipped if self._count(range(*s)))
+        if len(found) > BODIES * self.forms or len(found) % self.forms:
+            known = " or ".join(str(n * self.forms) for n in range(1, BODIES + 1))
+            rule = f"a step chooses among {len(found)} bodies, and {known} are understood"
+            raise unknown(self.bundles.who, rule)
+        return found
+
+    @property
+    def bodies(self) -> tuple[Span, ...]:
+        """The bodies of the first form."""
         return self.bodies_of(0)
 
     def bodies_of(self, form: int) -> tuple[Span, ...]:
@@ -97,19 +100,26 @@ class GridStep:
         return tuple(sorted(found, key=lambda s: s.end - s.start))
 
     @cached_property
-    def _every_body(self) -> tuple[Span, ...]:
-        """The bodies of all forms, in the program's order."""
-        found = tuple(s for s in self._skipped if self._multiplies(s))
-        most = BODIES * self.forms
-        if len(found) > most or len(found) % self.forms:
-            known = self._understood
-            rule = f"a step chooses among {len(found)} bodies, and {known} are understood"
-            raise unknown(self.bundles.who, rule)
-        return found
+    def edges(self) -> int:
+        """The bundles that begin and end a row of tiles."""
+        return sum(s.end - s.start for s in self._skipped if s not in self._every_body)
 
-    @property
-    def _understood(self) -> str:
-        return " or ".join(str(n * self.forms) for n in range(1, BODIES + 1))
+    @cached_property
+    def always(self) -> list[int]:
+        """The bundles of the loop that every step runs."""
+        skipped = {i for s in self._skipped for i in range(*s)}
+        return [i for i in range(*self.loop.span) if i not in skipped]
+
+    def costs(self, form: int = 0) -> tuple[BodyCost, BodyCost]:
+        """Price a form's body of a tile without a mask, and with one; one body is for both."""
+        bodies = self.bodies_of(form) or (Span(0, 0),)
+        full, masked = (self._cost(bodies[place]) for place in (0, -1))
+        return full, masked
+
+    def _cost(self, body: Span) -> BodyCost:
+        path = sorted((*self.always, *range(*body)))
+        times = waits(self.bundles, path, self.core), busy_cycles(self.bundles, path, self.core)
+        return body.end - body.start, *times
 
     def usual_shares(self, row: float) -> BodyShares:
         """Return the shares of a kernel of which nothing is known.
@@ -119,27 +129,6 @@ class GridStep:
         counts = [self._count(range(*body)) for body in self.bodies]
         is_first = not counts or counts[0] == max(counts)
         return BodyShares(1.0, 0.0, row) if is_first else BodyShares(0.0, 1.0, row)
-
-    @cached_property
-    def edges(self) -> tuple[Span, ...]:
-        """What begins and ends a row of tiles."""
-        return tuple(s for s in self._skipped if s not in self._every_body)
-
-    @cached_property
-    def always(self) -> list[int]:
-        """The bundles of the loop that every step runs."""
-        skipped = {i for s in self._skipped for i in range(*s)}
-        return [i for i in range(*self.loop.span) if i not in skipped]
-
-    def cycles(self, shares: BodyShares) -> Cycles:
-        """Return what a step costs on average."""
-        issued = len(self.always) + sum(s.end - s.start for s in self.edges) / shares.row
-        issued += sum(share * (body.end - body.start) for body, share in self._weights(shares))
-        waited, busy = (
-            sum(share * price(self.bundles, path, self.core) for path, share in self._paths(shares))
-            for price in (waits, busy_cycles)
-        )
-        return Cycles(max(issued, busy), issued + waited)
 
     def use(self, shares: BodyShares) -> dict[str, float]:
         """Return the share of each unit's slots that the products' part of a step fills."""
@@ -152,40 +141,18 @@ class GridStep:
         """Return how many slots of each unit a step fills, in a visited tile."""
         return self.slots.used(self._products_part(shares))
 
-    def _weights(self, shares: BodyShares) -> list[tuple[Span, float]]:
-        """Pair each body with the share of steps that run it; one body is for every tile."""
-        if len(self.bodies) == 1:
-            return [(self.bodies[0], shares.full + shares.masked)]
-        return list(zip(self.bodies, (shares.full, shares.masked), strict=False))
-
-    def _paths(self, shares: BodyShares) -> list[tuple[list[int], float]]:
-        """Pair the bundles that run in a visited tile with the share of such steps."""
-        if not self.bodies:
-            return [(self.always, 1.0)]
-        weights = self._weights(shares)
-        return [(sorted((*self.always, *range(*body))), share) for body, share in weights]
-
     def _products_part(self, shares: BodyShares) -> list[int]:
         """Return the body that most steps run, or the stretch of every step with most products."""
         if self.bodies:
-            body, _ = max(self._weights(shares), key=lambda pair: pair[1])
-            return list(range(*body))
-        return max(_stretches(self.always), key=lambda rows: self._count(rows))
-
-    def _multiplies(self, span: Span) -> bool:
-        return self._count(range(*span)) > 0
+            is_masked = len(self.bodies) > 1 and shares.masked > shares.full
+            return list(range(*self.bodies[-1 if is_masked else 0]))
+        stretches: list[list[int]] = []
+        for i in self.always:
+            if stretches and stretches[-1][-1] == i - 1:
+                stretches[-1].append(i)
+            else:
+                stretches.append([i])
+        return max(stretches, key=self._count)
 
     def _count(self, rows: Sequence[int]) -> int:
-        every = (products(self.bundles.rows[i], self.bundles.who) for i in rows)
-        return sum(map(len, every))
-
-
-def _stretches(rows: list[int]) -> list[list[int]]:
-    """Divide rising numbers where one is left out."""
-    found: list[list[int]] = []
-    for i in rows:
-        if found and found[-1][-1] == i - 1:
-            found[-1].append(i)
-        else:
-            found.append([i])
-    return found
+        return sum(len(products(self.bundles.rows[i], self.bundles.who)) for i in rows)

@@ -34,7 +34,7 @@ class KernelTiles(NamedTuple):
             with its longest row, or column, of visited tiles.
         heads: heads times batch.
         flops: operations of its products a visited tile, over the pairs that the mask allows.
-        is_bound: which tiles are visited differs by rank, and `full` and `masked` say nothing.
+        is_bound: which tiles are visited differs by rank; `full` and `masked` mean nothing.
     """
 
     block: tuple[int, int]
@@ -75,17 +75,14 @@ def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> KernelTiles:
     block, heads = (part[0], part[1]), call.batch * call.heads
     marks, pairs = _marks(call, block), call.mask.allowed_pairs(call.q_len, call.kv_len)
     full, masked = (int(np.count_nonzero(marks == mark)) for mark in (WHOLE, PARTIAL))
+    (rows, columns), visited = marks.shape, marks != 0
+    widest, tallest = (int(visited.sum(axis=axis).max()) for axis in (1, 0))
+    grids = rows * columns, rows * widest, tallest * columns
     fused = phase == "dkv" and bool(sizes.use_fused_bwd_kernel)
     operations = 2 * call.head_dim * (_PRODUCTS[phase] + fused) * pairs
-    is_bound = call.sharded and not call.mask.is_full
     a_tile = operations / max(1, full + masked)
-    return KernelTiles(block, full, masked, _grids(marks != 0), heads, a_tile, is_bound)
-
-
-def _grids(visited: np.ndarray) -> tuple[int, ...]:
-    rows, columns = visited.shape
-    widest, tallest = (int(visited.sum(axis=axis).max()) for axis in (1, 0))
-    return rows * columns, rows * widest, tallest * columns
+    is_bound = call.sharded and not call.mask.is_full
+    return KernelTiles(block, full, masked, grids, heads, a_tile, is_bound)
 
 
 def _marks(call: Call, block: tuple[int, int]) -> np.ndarray:

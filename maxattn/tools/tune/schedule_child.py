@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from maxattn.tools.compile.job import ENVIRONMENT
+from maxattn.errors import MaxattnError
 from maxattn.tools.tune.kernel_job import COLUMNS, KernelJob
 
 TOPOLOGIES = {
@@ -33,31 +33,25 @@ LONGEST_MESSAGE = 600  # characters of what the compiler says
 
 
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
-    """Compile one kernel; what goes wrong stands in the answer."""
+    """Compile one kernel; what goes wrong is in the answer."""
     try:
         return _costs(job, folder)
     # The compiler's own: not enough VMEM, or a kernel that it cannot make; and refused dumps.
     except Exception as error:
-        return {"failed": _said(error)}
+        lines = str(error).strip().splitlines() or [""]
+        kept = lines if isinstance(error, MaxattnError) else lines[:1]
+        text = "; ".join(line.strip() for line in kept)[:LONGEST_MESSAGE]
+        return {"failed": f"{type(error).__name__}: {text}"}
     finally:
-        _empty(folder)
-
-
-def _said(error: Exception) -> str:
-    """Return the first line of what the compiler says, and all of a refusal of ours."""
-    from maxattn.errors import MaxattnError
-
-    lines = str(error).strip().splitlines() or [""]
-    kept = lines if isinstance(error, MaxattnError) else lines[:1]
-    return f"{type(error).__name__}: {'; '.join(line.strip() for line in kept)[:LONGEST_MESSAGE]}"
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _costs(job: KernelJob, folder: Path) -> dict[str, Any]:
     from maxattn.devices import DEVICES
-    from maxattn.tools.compile.hlo_text import HloProgram
-    from maxattn.tools.estimate.kernel import KernelDump
+    from maxattn.tools.compile.hlo import HloProgram
+    from maxattn.tools.estimate.kernel import KernelDump, online_cost_of, step_cost_of
     from maxattn.tools.estimate.program import Dumps, pallas_calls
-    from maxattn.tools.estimate.step_cost import online_cost_of, step_cost_of
 
     compiled, version = _compiled(job), metadata.version("libtpu")
     (call,) = pallas_calls(HloProgram.read(compiled.as_text()))
@@ -88,11 +82,14 @@ def _compiled(job: KernelJob) -> Any:
 
 def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return what runs the kernel, and the shapes and dtypes of its operands."""
+    from maxattn.block_sizes.estimated.step_cost import Evaluates
     from maxattn.kernels.splash.calls import Problem, Stats
+    from maxattn.masks import Full, LocalWindow
     from maxattn.masks.terms import SplitMask, split_mask
 
     (q_len, kv_len), heads = job.lengths, (job.batch, job.heads)
-    parts = split_mask(_mask(job).bind(q_len, kv_len, *heads).form())
+    mask = LocalWindow(*job.window) if job.masked == Evaluates.INTERVAL else Full()
+    parts = split_mask(mask.bind(q_len, kv_len, *heads).form())
     assert isinstance(parts, SplitMask), parts
     q, k = ((*heads, n, job.head_dim) for n in (q_len, kv_len))
     rows = (*heads, q_len), "float32"
@@ -112,14 +109,6 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return run, tuple(shapes[:3] if job.kind == "fwd" else shapes)
 
 
-def _mask(job: KernelJob) -> Any:
-    from maxattn.block_sizes.estimated.step_cost import Evaluates
-    from maxattn.masks import Full, LocalWindow
-
-    is_window = job.masked == Evaluates.INTERVAL
-    return LocalWindow(*job.window) if is_window else Full()
-
-
 def _library(job: KernelJob) -> Any:
     from maxattn.block_sizes.sizes import LANES
     from maxattn.devices import DEVICES
@@ -131,11 +120,6 @@ def _library(job: KernelJob) -> Any:
         core = DEVICES[job.device_kind].core
         return Transposed(False, v_is_turned=core is not None and core.side == LANES)
     return JaxSplash(False) if job.kernel == "flash" else TokamaxSplash(False, False, False)
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def versions() -> dict[str, str]:
@@ -155,7 +139,6 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     os.nice(NICE)
-    os.environ.update(ENVIRONMENT)
     dump_into(folder)
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as answers:
         print(json.dumps(versions()), file=answers, flush=True)

@@ -10,19 +10,13 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import IO, Any, Self
 
 from maxattn.errors import Unsupported
-from maxattn.tools.compile.job import (
-    PYTHON_VARIABLE,
-    cannot_be_run,
-    python_path,
-    tpu_python,
-)
+from maxattn.tools.compile.job import PYTHON_VARIABLE, end_child, start_child, tpu_python
 from maxattn.tools.held_signals import held_signals
 from maxattn.tools.tune.kernel_job import KernelJob
 
@@ -39,7 +33,10 @@ class ScheduleCompiler:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._python = _python()
+        python = tpu_python()
+        if python is None:
+            raise _no_libtpu("this python", "it has no libtpu")
+        self._python = python
         self._child: subprocess.Popen[bytes] | None = None
         self._answers: IO[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -64,11 +61,11 @@ class ScheduleCompiler:
         return self._versions
 
     def answer(self, job: KernelJob) -> dict[str, Any]:
-        """Compile a kernel: {"cost": [...]}, or {"failed": why}, with the limit where it held."""
+        """Compile a kernel: {"cost": [...]}, or {"failed": why}, with the limit if it was over."""
         if self._child is None:
             self._start()
         assert self._child is not None and self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead, and `_read` says so
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and `_read` finds out
             self._child.stdin.write(json.dumps(job.values()).encode() + b"\n")
             self._child.stdin.flush()
         return self._read(self.seconds)
@@ -76,10 +73,13 @@ class ScheduleCompiler:
     def _start(self) -> dict[str, str]:
         self._folder = tempfile.TemporaryDirectory(prefix="maxattn-")
         reading, writing = os.pipe()
-        words = [self._python, "-m", "maxattn.tools.tune.schedule_child"]
-        words += [str(Path(self._folder.name) / "schedules"), str(writing)]
+        words = [str(Path(self._folder.name) / "schedules"), str(writing)]
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with held_signals():
-            self._child = _started(words, writing)
+            self._child = start_child(
+                self._python, "maxattn.tools.tune.schedule_child", *words,
+                **silent, pass_fds=(writing,),
+            )  # fmt: skip
         os.close(writing)
         self._answers = os.fdopen(reading, "rb", buffering=0)
         found = self._read(START_SECONDS)
@@ -105,41 +105,12 @@ class ScheduleCompiler:
 
     def _stop(self) -> None:
         if self._child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.communicate()
-        for end in (self._answers, self._folder):
-            if end is not None:
-                end.close() if not isinstance(end, tempfile.TemporaryDirectory) else end.cleanup()
+            end_child(self._child)
+        if self._answers is not None:
+            self._answers.close()
+        if self._folder is not None:
+            self._folder.cleanup()
         self._child = self._answers = self._folder = None
-
-
-def _started(words: list[str], writing: int) -> subprocess.Popen[bytes]:
-    """Start the child, which writes its answers to a file descriptor.
-
-    Raises:
-        ConfigError: its python cannot be run.
-    """
-    variables = os.environ | {"PYTHONPATH": python_path()}
-    try:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=variables,
-            pass_fds=(writing,),
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise cannot_be_run(words[0], error) from None
-
-
-def _python() -> str:
-    found = tpu_python()
-    if found is None:
-        raise _no_libtpu("this python", "it has no libtpu")
-    return found
 
 
 def _no_libtpu(python: str, why: str) -> Unsupported:

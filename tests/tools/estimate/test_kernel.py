@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from maxattn.block_sizes.chips import chip_of
+from maxattn.block_sizes.estimated.step_cost import StepGrid
 from maxattn.config import AttentionConfig
 from maxattn.devices import DEVICES
 from maxattn.errors import Unsupported
 from maxattn.plan import Target, plan
 from maxattn.tools.cli.masks import read_mask
 from maxattn.tools.compile.child import target_of
-from maxattn.tools.estimate.bundles import Bundle
-from maxattn.tools.estimate.kernel import KernelDump
-from maxattn.tools.estimate.matrix_unit import products
-from maxattn.tools.estimate.step import BodyShares, GridStep
-from maxattn.tools.estimate.step_cost import online_cost_of, step_cost_of
+from maxattn.tools.estimate.bundles import Bundle, products
+from maxattn.tools.estimate.kernel import KernelDump, online_cost_of, step_cost_of
+from maxattn.tools.estimate.step import BodyShares
 from maxattn.tools.estimate.tiles import KernelTiles, tiles_of
 from maxattn.tools.model_shapes import read
 from tests.tools.estimate.dumps import (
@@ -36,10 +35,10 @@ SIZES = {"block_q": 128, "block_kv": 128, "block_kv_compute": 128}
 ALL = KernelTiles((128, 128), 16, 0, (16, 16, 16), 2, 4.0 * 128 * 128 * 128, False)
 
 
-def step_of(products: int = 2) -> GridStep:
-    dumped = KernelDump.read("small_fwd", *small(products), V6E, "x")
-    assert V6E.core is not None
-    return GridStep(dumped.bundles, dumped.slots, V6E.core)
+def cycles(products: int = 2, full: float = 1.0, masked: float = 0.0) -> tuple[float, float]:
+    """Price a step of the small kernel in rows of four."""
+    cost = KernelDump.read("small_fwd", *small(products), V6E, "x").cost(4, 4)
+    return cost.cycles(StepGrid(1, 1, 4, masked, 1 - full - masked))
 
 
 @pytest.mark.parametrize("name", [n for n, d in DEVICES.items() if d.platform == "tpu"])
@@ -51,13 +50,13 @@ def test_a_core_reaches_the_published_peak(name):
 def test_a_step_is_what_it_runs():
     # Seven bundles always, two once in four steps, two of the body. Of two products the second
     # waits 8 cycles for the unit.
-    assert step_of().cycles(BodyShares(1.0, 0.0, 4)) == (9.5, 17.5)
+    assert cycles() == (9.5, 17.5)
     # A body that half of the steps skip.
-    assert step_of().cycles(BodyShares(0.25, 0.25, 4)) == (8.5, 12.5)
+    assert cycles(full=0.25, masked=0.25) == (8.5, 12.5)
 
 
 def test_a_step_is_not_faster_than_its_matrix_units():
-    fast, slow = step_of(4).cycles(BodyShares(1.0, 0.0, 4))
+    fast, slow = cycles(products=4)
     assert fast == 4 * 8 / 2  # over both units
     assert slow == 9.5 + 3 * 8  # in order, on one
 
@@ -81,7 +80,8 @@ def test_a_kernel_of_which_nothing_is_known_runs_the_body_with_most_products():
 
 
 def test_slots_of_the_body():
-    use, used = step_of().use(BodyShares(1.0, 0.0, 4)), step_of().used(BodyShares(1.0, 0.0, 4))
+    step, shares = KernelDump.read("small_fwd", *small(), V6E, "x").step, BodyShares(1.0, 0.0, 4)
+    use, used = step.use(shares), step.used(shares)
     assert use == {"MXU": 4.0, "VALU": 0.5, "VLOAD:FILL": 0.5, "VSTORE:SPILL": 0.25}
     assert (used["VSTORE:SPILL"], used["VLOAD:FILL"]) == (1, 3)
 
@@ -189,7 +189,8 @@ def test_the_online_softmax_of_tpu_flash_is_not_priced():
     assert lengths == [[2, 2], [1, 3]]
     assert kernel.step.bodies == kernel.step.bodies_of(0)
     # They are no edges of a row of tiles either.
-    assert kernel.step.cycles(BodyShares(0, 0, 4)).fast == len(kernel.step.always)
+    cost = kernel.cost(4, 4)
+    assert cost.cycles(StepGrid(1, 1, 4, 0, idle=1))[0] == len(kernel.step.always)
 
 
 def test_the_online_softmax_has_costs_of_its_own():

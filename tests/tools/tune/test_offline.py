@@ -25,7 +25,7 @@ from maxattn.masks import EMPTY, FULL, MIXED, LocalWindow
 from maxattn.target import Target
 from maxattn.tools.cli.tune_offline import OfflineTuning, ranking_lines
 from maxattn.tools.compile.job import PYTHON_VARIABLE, tpu_python
-from maxattn.tools.estimate.step_cost import step_cost_of
+from maxattn.tools.estimate.kernel import step_cost_of
 from maxattn.tools.estimate.tiles import KernelTiles
 from maxattn.tools.tune import schedule_log, store
 from maxattn.tools.tune.again import changed
