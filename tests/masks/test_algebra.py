@@ -100,6 +100,10 @@ def test_kinds_that_are_another_kind() -> None:
     assert M.BlockSlidingWindow(1, 4).canonical() == M.LocalWindow(3, 0)
     assert M.LocalWindow(None, None).is_full and not M.Causal().is_full
 
+    assert M.Rectangle(1, 5, 2, 2).canonical() == M.Empty()
+    assert M.Rectangle(1, 5, 2, 2) | M.Causal() == M.Causal()
+    assert hash(M.Rectangle(1, 5, 2, 3)) == hash(M.Rectangle(1, 5, 2, 3)) != hash(M.Causal())
+
 
 def test_masks_with_arrays() -> None:
     x, y = M.KeyPadding(np.array([1, 2])), M.KeyPadding(np.array([1, 2]))

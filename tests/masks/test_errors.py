@@ -48,6 +48,7 @@ BAD: dict[str, Callable[[], object]] = {
         6, 4
     ),
     "rectangle_backwards": lambda: M.Rectangle(0, 8, 6, 4),
+    "rectangle_of_queries_backwards": lambda: M.Rectangle(4, 3, 0, 1),
     "rectangle_below_0": lambda: M.Rectangle(-1, 8, 0, 4),
     "packed_float": lambda: M.Segments.of_lengths((4096, 0.5)),  # pyright: ignore[reportArgumentType]
     "packed_negative": lambda: M.Segments.of_lengths((4096, -512)),

@@ -1,22 +1,14 @@
-"""The mask of teacher forcing, against its meaning pair by pair, and what kernels make of it."""
+"""The mask of teacher forcing, against its meaning pair by pair."""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.kernels.base import Inputs
-from maxattn.kernels.blockwise.visits import visits
-from maxattn.kernels.fa4 import mask_inputs
 from maxattn.masks import blocks, row_runs
-from maxattn.masks.tile_kinds import tile_kinds
-from tests.context_parallel.test_ring import CONFIG as RING
 from tests.pairwise import pairwise, product
-from tests.reference import attention64, error
 
 AXES = {
     "frames": (6, 7, 12, 13),
@@ -121,34 +113,6 @@ def test_with_other_masks(case: dict) -> None:
         assert bound.allowed_pairs(length, length) == pairs
 
 
-LONG = {
-    "halves": M.TeacherForcing(8, 32, 2, 2, 1),
-    "a first frame alone": M.TeacherForcing(7, 48, 3, 2, 2, first_frame_alone=True),
-    "dealt": M.TeacherForcing(8, 32, 1, 3, 1, shards=4),
-}
-
-
-@pytest.mark.parametrize("case", LONG)
-def test_lists_of_tiles_hold_no_empty_one(case: str) -> None:
-    mask, tile = LONG[case], 64
-    length = 2 * mask.frames * mask.tokens_per_frame
-    bound, at = mask.bind(length, length), np.arange(length)
-    want = np.asarray(bound.allowed(at, at))[0, 0]
-    tiles = -(-length // tile)
-    padded = np.zeros((tiles * tile, tiles * tile), bool)
-    padded[:length, :length] = want
-    some = padded.reshape(tiles, tile, tiles, tile).any((1, 3))
-    assert visits(bound, tile, tile, length, length).count.sum() == some.sum() < tiles**2
-    kinds = tile_kinds(bound, tile, tile, length, length, 0, 0)
-    np.testing.assert_array_equal(kinds != M.EMPTY, some)
-    x = jnp.zeros((1, length, 2, 64), jnp.bfloat16)
-    pairs = mask_inputs.listed(Inputs(x, x, x, None, bound)).pairs
-    assert pairs is not None and pairs.tiles is not None
-    arrays = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
-    got = pairs.tiles.test(0, at[:, None], at[None], arrays, np)
-    np.testing.assert_array_equal(got, want)
-
-
 def test_an_h200_skips_by_it() -> None:
     """Of Wan's 21 frames of 1,560 tokens, clean and noisy, less than a third is computed."""
     mask = ma.Stream(1560, 3, 4, sink=3).teacher_mask(21)
@@ -159,45 +123,3 @@ def test_an_h200_skips_by_it() -> None:
     tally = mask.block_tally(128, 128, 65_520, 65_520)
     assert 1 - tally[M.EMPTY] / sum(tally) < 0.25
     assert mask.most_keys() == 12 * 1560
-
-
-KERNELS = {
-    "dot_product": {"attention": "dot_product"},
-    "memory_efficient": {
-        "attention": "dot_product",
-        "use_memory_efficient_attention": True,
-        "query_chunk_size": 64,
-        "key_chunk_size": 64,
-    },
-    "flash": {"attention": "flash", "flash_block_sizes": {"block_q": 128, "block_kv": 128}},
-}
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_forward_and_gradients_against_float64(kernel: str) -> None:
-    config, mask = ma.AttentionConfig(**KERNELS[kernel]), LONG["halves"]
-    length = 2 * mask.frames * mask.tokens_per_frame
-    at = np.arange(length)
-    table = mask.bind(length, length).allowed(at, at)
-    rng = np.random.default_rng(0)
-    q, k, v, weight = (jnp.asarray(rng.normal(size=(1, length, 1, 32)), "float32") for _ in "qkvw")
-
-    def loss(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = ma.attention(*x, mask=mask, config=config)
-        return (out * weight).sum(), out
-
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
-    want = attention64(q, k, v, np.asarray(table), dout=weight)
-    assert max(error(g, w) for g, w in zip((out, *grads), want[:1] + want[2:5], strict=True)) < 2e-5
-
-
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_dealt_over_a_context_axis(strategy: str) -> None:
-    config = RING.replace(attention="dot_product", context_parallel=strategy)
-    mesh = config.make_mesh()
-    mask = M.TeacherForcing(16, 4, 2, 2, 1, shards=mesh.shape["context"])
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 8, 16)), "float32") for _ in "qkv")
-    out = jax.jit(lambda *x: ma.attention(*x, mask=mask, config=config, mesh=mesh))(q, k, v)
-    plain = ma.AttentionConfig(attention="dot_product")
-    np.testing.assert_allclose(out, ma.attention(q, k, v, mask=mask, config=plain), atol=2e-5)
