@@ -13,11 +13,9 @@ from pydantic import ValidationError
 
 from maxattn.config.document import Document, read
 from maxattn.config.errors import ConfigErrors, Path, refused, show
-from maxattn.config.maxdiffusion_keys import BLOCK_SIZES, CUSTOM_SIZES, recognised
 from maxattn.config.overrides import Overrides, apply_overrides
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.config.section import Section, problems_of
-from maxattn.config.self_forcing_keys import recognised_rollout
 from maxattn.errors import ConfigError
 
 Config = TypeVar("Config", bound=Section)
@@ -74,6 +72,9 @@ def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
     """Report a foreign file once, in place of one problem for each of its keys."""
+    from maxattn.config.maxdiffusion import BLOCK_SIZES, CUSTOM_SIZES, recognised
+    from maxattn.config.self_forcing import recognised_rollout
+
     if (theirs := recognised_rollout(data, source)) is not None:
         return [theirs, *(p for p in problems if p.where.startswith("override"))]
     unknown = {key for key in data if key not in model.model_fields}

@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import model_validator
 
 from maxattn.config import rules
-from maxattn.config.field_types import (
+from maxattn.config.rules import (
+    AXES,
     Attention,
     Axes,
+    Fallback,
+    Hardware,
     KernelName,
     NotNegative,
     Positive,
     PositiveOrRest,
+    RematPolicy,
+    RingDirection,
+    Role,
     Strategy,
 )
-from maxattn.config.rules import AXES, Fallback, Hardware, RematPolicy, RingDirection, Role
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError, InputError, did_you_mean
 

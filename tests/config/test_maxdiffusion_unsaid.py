@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxattn.config import AttentionConfig
-from maxattn.config.maxdiffusion_keys import KERNELS, LENGTHS_MATTER, OF_ONE_ATTENTION
+from maxattn.config.maxdiffusion import KERNELS, LENGTHS_MATTER, OF_ONE_ATTENTION
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 

@@ -11,8 +11,7 @@ from maxattn.config import AttentionConfig
 from maxattn.config.document import read
 from maxattn.config.errors import plain
 from maxattn.config.maxdiffusion import Imported
-from maxattn.config.self_forcing import ImportedRollout, load_rollout
-from maxattn.config.self_forcing_keys import is_theirs
+from maxattn.config.self_forcing import ImportedRollout, is_theirs, load_rollout
 from maxattn.config.write import yaml_of
 from maxattn.errors import InputError
 
