@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -26,6 +23,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import workers
+from workers import Remote
 
 HERE = Path(__file__).resolve()
 FORWARD, BOTH = "forward", "forward + backward"
@@ -147,21 +146,6 @@ def _segments(masks: Any, lengths: tuple[int, ...]) -> Any:
 # ---- a worker: of one tree, whose maxattn it imports ---------------------------------------------
 
 
-def work(kernel: str, tiny: bool) -> None:
-    """Answer requests, a line of JSON each: load some calls, draw inputs, time a pass."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    worker = Worker(kernel, tiny)
-    for line in sys.stdin:
-        what, *given = json.loads(line)
-        try:
-            answer = getattr(worker, what)(*given)
-        except Exception as error:  # any, of a compiler or a device
-            lines = str(error).strip().splitlines() or [""]
-            answer = {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
-        print(json.dumps(answer), file=answers)
-
-
 class Worker:
     """Hold the compiled programs of some calls, and the inputs of the one that is timed."""
 
@@ -280,33 +264,7 @@ class Worker:
         return np.asarray(x.astype(np.float32) @ direction)
 
 
-# ---- the parent: which workers there are, and what they are asked --------------------------------
-
-
-class Remote:
-    """Start a worker of one tree, and ask it."""
-
-    def __init__(self, tree: Path, kernel: str, tiny: bool) -> None:
-        words = [sys.executable, "-W", "ignore", str(HERE), "--worker", "--kernel", kernel]
-        path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
-        env = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        words += ["--tiny"] if tiny else []
-        self.process = subprocess.Popen(words, env=env, cwd=tempfile.gettempdir(), **pipes)
-
-    def ask(self, *request: Any) -> Any:
-        """Send a request and wait for its answer.
-
-        Raises:
-            RuntimeError: the worker failed, or has ended.
-        """
-        with suppress(BrokenPipeError):  # then there is no answer
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline() if self.process.stdout else ""
-        answer = json.loads(line) if line else {"failed": "its process has ended"}
-        if isinstance(answer, dict) and "failed" in answer:
-            raise RuntimeError(answer["failed"])
-        return answer
+# ---- the parent: asks an old and a new worker in turns -------------------------------------------
 
 
 class Row(NamedTuple):
@@ -335,10 +293,11 @@ class Row(NamedTuple):
 
 def measure(args: argparse.Namespace, calls: Sequence[ModelCall]) -> tuple[dict, list[Row]]:
     """Time calls in both trees; return about what, and a row a call."""
-    count = min(args.workers or max(1, (os.cpu_count() or 2) // 2 - 1), len(calls))
+    count = min(workers.count(args.workers, each=2), len(calls))
     trees = Path(args.old).resolve(), Path(args.new).resolve()
     start = perf_counter()
-    pairs = [[Remote(tree, args.kernel, args.tiny) for tree in trees] for _ in range(count)]
+    script = [str(HERE), "--worker", "--kernel", args.kernel, *["--tiny"] * args.tiny]
+    pairs = [[Remote(script, tree) for tree in trees] for _ in range(count)]
     remotes = [remote for pair in pairs for remote in pair]
     timer = threading.Timer(args.limit, lambda: [r.process.kill() for r in remotes])
     timer.start()
@@ -366,8 +325,7 @@ def measure(args: argparse.Namespace, calls: Sequence[ModelCall]) -> tuple[dict,
     finally:
         timer.cancel()
         for remote in remotes:
-            remote.process.kill()
-            remote.process.wait()
+            remote.end()
 
 
 def _loaded(pairs: list[list[Remote]], names: list[list[str]], limit: float) -> dict[str, str]:
@@ -492,7 +450,7 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.kernel, args.tiny)
+        workers.serve(Worker(args.kernel, args.tiny))
         return 0
     if not args.old:
         parser.error("give --old, a checkout of the commit before")

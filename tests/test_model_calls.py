@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import model_calls
 import numpy as np
 import pytest
+from model_calls import BOTH, FORWARD, ModelCall, Row
 
-from benchmarks import model_calls
-from benchmarks.model_calls import BOTH, FORWARD, ModelCall, Row
 from maxattn import masks
 
 ROOT = Path(__file__).parents[1]

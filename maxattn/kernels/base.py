@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxattn.block_sizes import BlockSizes, Change
@@ -230,6 +231,22 @@ class Kernel:
     ) -> tuple[str, ...]:
         """Return the notes of a kernel that computes one pass, where another has the other."""
         return self.notes(call, config, target)
+
+    def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
+        """Estimate the forward and the backward of a local call; None where nobody knows.
+
+        Default: on a GPU, its products at the rate of `Machine.flops`, or its operands and results
+        through memory if that takes longer.
+        """
+        machine = target.device.machine
+        if target.platform != "gpu" or machine is None:
+            return None
+        pairs = call.mask.allowed_pairs(call.q_len, call.kv_len)
+        channels = call.head_dim + call.value_dim
+        products = 2.0 * call.batch * call.heads * channels * pairs / machine.flops
+        entries = call.q_len * call.heads + call.kv_len * call.kv_heads
+        moved = jnp.dtype(call.dtype).itemsize * call.batch * channels * entries / machine.hbm
+        return 1e6 * max(products, moved), 1e6 * max(2.5 * products, 2 * moved)
 
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:

@@ -86,6 +86,9 @@ class DotProduct(Kernel):
         split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
         return tuple(self._fold(x, inputs.q) for x in softmax.row_gradient(*split, *stats))
 
+    def microseconds(self, call: Call, target: Target) -> None:
+        """Estimate nothing: XLA's own kernels are far from both rates."""
+
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         return Lines("dot_product (XLA dense)", "none: the whole T x S at once")

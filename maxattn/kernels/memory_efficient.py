@@ -88,6 +88,9 @@ class MemoryEfficient(Kernel):
         """Tell whether chunks are skipped by what the mask's arrays hold."""
         return call.mask.bounds_tiles and call.kv_len > self.key_chunk
 
+    def microseconds(self, call: Call, target: Target) -> None:
+        """Estimate nothing: XLA's own kernels are far from both rates."""
+
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"

@@ -1,4 +1,4 @@
-"""How long a plan's forward takes by what `auto` knows: measured, fitted or priced."""
+"""How long a plan's forward takes: measured by `maxattn tune`, else estimated."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import NamedTuple, cast, get_args
 
 from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
 from maxattn.block_sizes.sizes import KernelKind
+from maxattn.config import AttentionConfig
 from maxattn.kernels import computed_call
-from maxattn.kernels.auto import gpu
+from maxattn.kernels.auto.tuned_order import HERE, times_for
 from maxattn.plan import Plan
+from maxattn.tuned.kernels import milliseconds_of
 
 
 class Milliseconds(NamedTuple):
@@ -27,38 +29,34 @@ class Milliseconds(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """Hold the time of a call, and where it is from.
-
-    Args:
-        ms: of one device's call.
-        how: where it is from, in a few words.
-    """
+    """Hold the time of one device's call, and where it is from in a few words."""
 
     ms: Milliseconds
     how: str
 
 
-def forward_time(plan: Plan) -> Predicted | None:
+def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
     """Return how long the forward of a plan takes; None where nobody knows.
 
     Args:
         plan: of one device's call: over a mesh transfers and compute overlap, and none is given.
+        config: that it was made with; `maxattn tune` measured with the same settings.
     """
     if plan.mesh:
         return None
-    if plan.target.platform == "tpu":
-        return _on_tpu(plan)
-    found = gpu.forward_ms(plan.kernel.for_inference().name, plan.padded_call, plan.target)
-    return found and Predicted(Milliseconds(found.ms, found.ms), found.how)
-
-
-def _on_tpu(plan: Plan) -> Predicted | None:
-    name = plan.kernel.for_inference().name
-    if name not in get_args(KernelKind):
+    kernel, call, target = plan.kernel.for_inference(), plan.padded_call, plan.target
+    times = times_for(call, target, config)
+    if times and kernel.name in (measured := dict(times.forward)):
+        ms = milliseconds_of(measured[kernel.name])
+        return Predicted(Milliseconds(ms, ms), HERE)
+    if target.platform == "tpu" and kernel.name in get_args(KernelKind):
+        its = computed_call(kernel.name, call, "tpu")
+        found = estimated_sizes(cast(KernelKind, kernel.name), its, target, False)
+        if found is None:
+            return None
+        return Predicted(Milliseconds(*(1e3 * end for end in found.seconds)), how_estimated())
+    estimate = kernel.microseconds(call, target)
+    if estimate is None:
         return None
-    call = computed_call(name, plan.padded_call, "tpu")
-    found = estimated_sizes(cast(KernelKind, name), call, plan.target, False)
-    if found is None:
-        return None
-    fast, slow = (1e3 * end for end in found.seconds)
-    return Predicted(Milliseconds(fast, slow), how_estimated())
+    ms = estimate[0] / 1e3
+    return Predicted(Milliseconds(ms, ms), "estimated, not run: maxattn tune measures it")

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn_calls import DrawnCall
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.kernels.auto.tile_work import has_ids, positions_of
 from maxattn.kernels.fa4 import mask_inputs
 from maxattn.kernels.fa4.block_sparse_lists import visited
 from maxattn.kernels.fa4.forward_tiles import (
@@ -27,7 +27,7 @@ from maxattn.kernels.fa4.forward_tiles import (
     tile_over_all,
 )
 from maxattn.kernels.fa4.tile_sizes import Tile
-from maxattn.tools.bench.grid.calls import GridCall
+from maxattn.masks.terms import SplitMask, split_mask
 
 MEASURED = Path(__file__).parents[2] / "docs/measured/h200-forward-tiles-2026-11-25.json"
 HEAD_DIMS = [8, 64, 72, 96, 104, 128, 136, 160, 168, 192, 256]
@@ -125,7 +125,9 @@ def chosen(call: ma.Call) -> str:
     """Spell the tile of a call as the file does."""
     queries = call.batch, call.q_len, call.heads, -(-call.head_dim // 8) * 8
     keys, head_dim = (call.batch, call.kv_len, call.kv_heads, queries[3]), queries[3]
-    positions, ids = positions_of(call.mask), has_ids(call)
+    split = split_mask(call.mask)
+    positions = split.positions if isinstance(split, SplitMask) else M.Full()
+    ids = any(term.has_data and not term.is_of_keys for term in call.mask.terms())
     if positions.is_full and not ids:
         tile = tile_over_all(queries, keys)
         persistent = persistent_pays(head_dim, -(-call.kv_len // tile.keys), tile)
@@ -140,11 +142,11 @@ def chosen(call: ma.Call) -> str:
 def test_the_tile_is_about_the_fastest_that_was_measured() -> None:
     over = {}
     for row in rows():
-        call, times = GridCall.of_json(row["call"]), row["forward"]
-        name = chosen(call.shape().call())
+        call, times = DrawnCall.of_json(row["call"]), row["forward"]
+        name = chosen(call.call())
         own = [ms for x, ms in times.items() if x not in ("before", "library")]
         if name in times and len(own) > 1:
-            over[call.name] = times[name] / min(own)
+            over[str(call)] = times[name] / min(own)
     assert len(over) > 0.8 * len(rows())
     worst = sorted(over.items(), key=lambda x: -x[1])[:5]
     assert fmean(over.values()) < 1.012 and np.quantile([*over.values()], 0.95) < 1.06, worst

@@ -11,8 +11,6 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import Unsupported
-from maxattn.kernels import KERNELS
-from maxattn.kernels.auto import gpu
 from maxattn.tools.model_shapes import SHAPES, read
 from tests.golden_text import check_golden
 
@@ -153,25 +151,6 @@ def test_refused(name: str) -> None:
     with pytest.raises(Unsupported) as refused:
         REFUSED[name]()
     check_golden(f"gpu/refused_{name}", str(refused.value))
-
-
-def test_the_table_names_kernels_and_every_time_is_one() -> None:
-    for entries in gpu.read_tables().values():
-        for entry in entries:
-            assert {name for name, _ in (*entry.forward, *entry.backward)} <= set(KERNELS)
-            assert all(ms > 0 for _, ms in (*entry.forward, *entry.backward))
-
-
-@pytest.mark.parametrize(
-    "name", ["sdxl-cross", "sdxl-32", "sdxl-64", "wan-cross", "flux-1024", "wan-1.3b-480p"]
-)
-def test_auto_takes_the_fastest_of_the_measured_shape(name: str) -> None:
-    shape = SHAPES[name]
-    entry = gpu.nearest(shape.call(), gpu.read_tables()["NVIDIA H200"])
-    size = (shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.head_dim)
-    assert entry.shape == size
-    first = gpu.order(shape.call(), H200)[0][0].split("/")
-    assert (first[0], first[-1]) == (entry.forward[0][0], entry.backward[0][0])
 
 
 def test_deterministic_auto_takes_a_kernel_that_repeats() -> None:

@@ -12,8 +12,6 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels import DotProduct
-from maxattn.kernels.auto.cost_terms import terms
-from maxattn.kernels.auto.memory_terms import BACKWARD, COPIES, LAUNCH, copies_time
 from maxattn.kernels.base import Grads, Inputs, Rows
 from maxattn.kernels.fa4 import block_sparse, fold_groups, split_queries
 from maxattn.kernels.fa4.block_sparse import TilePass
@@ -118,23 +116,6 @@ def test_a_band_over_few_queries_folds_heads_over_the_keys_that_all_see() -> Non
     last = replace(BAND, q_len=1, mask=M.Causal().bind(1, 3456))
     (whole,) = fold_groups.folded_parts(last)
     assert whole.mask.is_full and whole.kv_len == 3456
-
-
-def test_what_a_band_costs_is_that_of_both_parts_and_of_what_joins_them() -> None:
-    def of(call: ma.Call) -> dict[str, float]:
-        return terms("flash", BACKWARD, call, H200.device)
-
-    band, parts = of(BAND), [of(x) for x in fold_groups.folded_parts(BAND)]
-    for name in ("waves", "launch", "passes", "bytes"):
-        assert band[name] == pytest.approx(sum(x[name] for x in parts))
-    joined = copies_time("flash", BACKWARD, BAND, H200.device)
-    assert joined > 0.01 and band[COPIES] == pytest.approx(sum(x[COPIES] for x in parts) + joined)
-    # More queries go by lists, in one launch.
-    call = ma.Call(1, 500, 1500, 4, 1, 192, "bfloat16", M.Causal().bind(500, 1500))
-    assert len(fold_groups.folded_parts(call)) == 2 and of(call)["launch"] == LAUNCH
-    # A window of few queries goes by lists, in one launch.
-    short = ma.Call(2, 64, 300, 8, 2, 64, "bfloat16", M.Causal().bind(64, 300))
-    assert len(fold_groups.folded_parts(short)) == 2 and of(short)["launch"] == LAUNCH
 
 
 def test_the_plan_says_how_the_keys_that_all_see_are_launched() -> None:

@@ -9,8 +9,6 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.kernels.auto.cost_terms import terms
-from maxattn.kernels.auto.memory_terms import BACKWARD, bandwidth
 from maxattn.kernels.fa4 import backward_splits, one_key_tile
 from maxattn.kernels.fa4.tile_sizes import Tile
 
@@ -75,23 +73,3 @@ def test_tiles() -> None:
     assert one_key_tile.tile_for((1, 4096, 8, 64)) == Tile(128, 128)
     assert one_key_tile.tile_for((1, 4096, 8, 128)) == Tile(64, 128)
     assert one_key_tile.tile_for((1, 64, 8, 64)) == Tile(64, 128)
-
-
-def test_what_it_moves_is_each_array_once_or_twice() -> None:
-    """The first launch reads O and dO; the second Q, dO, K, V, and writes dQ, dK, dV."""
-    call = replace(call_of(4096, 77), batch=132)
-    found, rate = terms("flash", BACKWARD, call, H200.device), bandwidth(H200.device)
-    queries, keys = (2 * 132 * n * 8 * 128 for n in (4096, 77))
-    assert found["passes"] == pytest.approx(2 * queries / rate)
-    assert found["bytes"] == pytest.approx((3 * queries + 4 * keys) / rate)
-    # Over two tiles the sums in float32 are read, and dQ is written.
-    more = terms("flash", BACKWARD, replace(call, kv_len=129), H200.device)
-    sums = 2 * 132 * 8 * 128 * 4160  # in tiles of 80 queries
-    assert more["passes"] == pytest.approx((3 * queries + 2 * sums) / rate)
-
-
-def test_lengths_skip_nothing() -> None:
-    """A thread block takes the one tile of keys, however many of them are real."""
-    call = call_of(4096, 77, M.KeyPadding(np.array([9, 77])))
-    cost, whole = (terms("flash", BACKWARD, x, H200.device) for x in (call, call_of(4096, 77)))
-    assert all(cost[name] == whole[name] for name in ("waves", "tiles", "bytes", "passes"))

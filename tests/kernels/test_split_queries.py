@@ -15,7 +15,6 @@ import pytest
 
 import maxattn as ma
 from maxattn.devices import device_of
-from maxattn.kernels.auto import gpu
 from maxattn.kernels.base import Grads, Inputs, Rows
 from maxattn.kernels.fa4 import backward_steps, primitives, split_queries
 from maxattn.kernels.fa4.kernel import Fa4
@@ -31,7 +30,6 @@ from maxattn.kernels.fa4.split_queries import (
 from maxattn.kernels.fa4.tile_sizes import narrow_tile, whole_tile
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks.band_pieces import Piece
-from maxattn.tools.model_shapes import SHAPES
 from tests.reference import Answer, attention64, error
 
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),))
@@ -258,18 +256,6 @@ def test_nothing_is_computed_beside_the_launches_where_all_rows_see_a_key(
 
     text = str(jax.make_jaxpr(run)(jnp.zeros((4, 256, 2, 64), "bfloat16"), jnp.zeros((4, 2, 256))))
     assert ("select" in text) is lse_gradient
-
-
-def test_auto_asks_whether_a_call_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "read_costs", dict)  # the nearest measured shape decides
-    cross = SHAPES["wan-cross"].call()
-    extras = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"))
-    target = replace(H200, packages=extras)
-    q, k = (jax.ShapeDtypeStruct((1, t, 12, 128), "bfloat16") for t in (32760, 512))
-    padded = ma.Call.of(q, k, ma.masks.KeyPadding(np.array([77])), role="cross")
-    shared = replace(cross, kv_heads=4)
-    kernels = [ma.plan(call, target=target).kernel.name for call in (cross, padded, shared)]
-    assert kernels == ["flash", "flash", "flash/tokamax_flash"]
 
 
 def test_few_queries_are_never_split() -> None:

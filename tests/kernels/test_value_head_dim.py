@@ -21,7 +21,6 @@ from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.errors import InputError, Unsupported
 from maxattn.kernels import build
-from maxattn.kernels.auto.gpu import forward_ms
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.kv_block import pack
 from maxattn.kernels.table import TABLE
@@ -311,11 +310,12 @@ def test_kernels_of_one_head_dim_say_what_they_pad(kernel: str, dims: tuple[int,
     check_golden(f"padded_heads/{kernel}_{dims[0]}_{dims[1]}", said)
 
 
-def test_predicted_times_are_of_padded_heads() -> None:
+def test_estimated_times_are_of_padded_heads() -> None:
     """A kernel of one head dim takes as long as it takes on heads of the larger one."""
     target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
-    mixed, wide = WIDE, replace(WIDE, value_head_dim=0)
-    both = [forward_ms("cudnn", call, target) for call in (mixed, wide)]
+    calls, config = (WIDE, replace(WIDE, value_head_dim=0)), ma.AttentionConfig(attention="cudnn")
+    plans = [ma.plan(call, config, target=target) for call in calls]
+    both = [plan.kernel.microseconds(plan.call, target) for plan in plans]
     assert both[0] is not None and both[0] == both[1]
 
 

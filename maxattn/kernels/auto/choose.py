@@ -1,5 +1,7 @@
-"""Which kernel `auto` takes: what `maxattn tune` measured of a call, then what the project
-measured, and a stated rule elsewhere.
+"""Which kernel `auto` takes: what `maxattn tune` measured of a call, else by rules.
+
+Rules of NVIDIA GPUs are in gpu.py, estimates of TPUs in tpu.py. A CPU, an AMD GPU, float32 on a GPU
+and what no fused kernel takes go by the number of scores.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.versions import AITER
 from maxattn.kernels import computed_call, refusal, scores_of
-from maxattn.kernels.auto.tuned_order import TunedOrder, tuned_order
+from maxattn.kernels.auto.tuned_order import Candidates, TunedOrder, tuned_order
 from maxattn.target import Target
 
 DEFAULTS = AttentionConfig()
@@ -71,14 +73,16 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
         config: whether the backward must repeat bit for bit; and what measurements must be of.
     """
     usual = order(_as_computed(local, config, target), target)
-    tuned = tuned_order(local, target, config, usual) or TunedOrder(*usual, (), ())
+    tuned = tuned_order(local, target, config, usual) or TunedOrder(usual, (), ())
     refused: list[Reason] = []
-    for name in tuned.names:
+    for name, because in tuned.candidates:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            warns = _lost_to_bias(name, local, target) and not config.deterministic
+            # The caller can lift a bias for which plain JAX runs.
+            lost_to_bias = local.bias is not None and _has_fused(local, target) and name in PLAIN
+            warns = lost_to_bias and not config.deterministic
             said = (*refused, *tuned.failed)
-            return KernelChoice(name, tuned.because, said, warns=warns, notes=tuned.notes)
+            return KernelChoice(name, because, said, warns=warns, notes=tuned.notes)
         refused.append(reason)
     raise AssertionError("plain JAX computes every call")
 
@@ -89,44 +93,29 @@ def _as_computed(local: Call, config: AttentionConfig, target: Target) -> Call:
     return local.derived(dtype="float32") if is_wide else local
 
 
-def order(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return the kernels to try in order, and why: the reason is printed in the plan.
+def order(call: Call, target: Target) -> Candidates:
+    """Return the kernels to try in order, each with why: the reason is printed in the plan.
 
-    >>> order(Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), Target.named("TPU v5p"))[0]
-    ('tpu_flash', 'flash', 'memory_efficient', 'dot_product')
+    >>> v5p = Target.named("TPU v5p")
+    >>> [name for name, _ in order(Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), v5p)]
+    ['tpu_flash', 'flash', 'memory_efficient', 'dot_product']
 
     Args:
         call: the call that one device computes.
         target: the machine.
     """
-    vendor = target.device.vendor
-    if _has_fused(call, target):
-        from maxattn.kernels.auto import gpu
+    if not _has_fused(call, target):
+        return _plain(call, target, _no_fused(target) if target.device.vendor == "AMD" else "")
+    from maxattn.kernels.auto import gpu
 
-        return gpu.order(call, target) if call.bias is None else _with_bias(call, target)
-    names, because = _plain(call, target)
-    return names, (_no_fused(target) if vendor == "AMD" else "") + because
+    lost = "this bias" if call.bias is not None else "this call"
+    plain = _plain(call, target, f"plain JAX, since no fused kernel takes {lost}; ")
+    return (*gpu.candidates(call, target), *plain)
 
 
 def _has_fused(call: Call, target: Target) -> bool:
     """Tell whether a GPU has kernels of libraries for the dtype of a call."""
     return target.device.vendor == "NVIDIA" and call.dtype != "float32"
-
-
-def _lost_to_bias(name: str, call: Call, target: Target) -> bool:
-    """Tell whether plain JAX runs where a fused kernel could, were it not for the bias."""
-    return call.bias is not None and _has_fused(call, target) and name in PLAIN
-
-
-def _with_bias(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return what to try beside a bias: fused kernels by a rule, then plain JAX."""
-    from maxattn.kernels.auto import gpu
-
-    fused, (plain, because) = gpu.fused_with_bias(call, target), _plain(call, target)
-    # cuDNN is named even where it cannot run, so that the plan says why.
-    names = tuple(dict.fromkeys(("cudnn", *fused, *plain)))
-    lost = f"plain JAX, since no fused kernel takes this bias; {because}"
-    return names, gpu.BIAS_RULE if fused else lost
 
 
 def _no_fused(target: Target) -> str:
@@ -137,27 +126,22 @@ def _no_fused(target: Target) -> str:
     return f"{why}{own if has_aiter else ''}; "
 
 
-def _plain(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
+def _plain(call: Call, target: Target, why: str) -> Candidates:
     """Return kernels of plain JAX, after splash attention on a TPU, by the number of scores."""
     scores = scores_of(call)
     most, measured = DENSE_SCORES[target.platform]
     where = UNMEASURED if target.device.vendor == "AMD" else measured
     size, limit = f"{_millions(scores)} scores", f"{_millions(most)} a device"
     if scores <= most:
-        return ("dot_product", "memory_efficient"), f"dense, since {size} <= {limit} ({where})"
-    tiled, estimates = _tiled(call, target)
-    names = (*tiled, "memory_efficient", "dot_product")
-    return names, f"not dense, since {size} > {limit} ({where}){estimates}"
+        because = f"{why}dense, since {size} <= {limit} ({where})"
+        return ("dot_product", because), ("memory_efficient", because)
+    because, tiled = f"{why}not dense, since {size} > {limit} ({where})", ()
+    if target.platform == "tpu":
+        from maxattn.kernels.auto import tpu
 
-
-def _tiled(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return the tiled kernels of a TPU in order, and what is estimated of them."""
-    if target.platform != "tpu":
-        return (), ""
-    from maxattn.kernels.auto import tpu
-
-    names, estimates = tpu.tiled_kernels(computed_call("flash", call, target.platform), target)
-    return names, f"; {estimates}" if estimates else ""
+        tiled, estimates = tpu.tiled_kernels(computed_call("flash", call, "tpu"), target)
+        because += f"; {estimates}"
+    return tuple((name, because) for name in (*tiled, *PLAIN))
 
 
 def _millions(n: float) -> str:

@@ -28,45 +28,21 @@ from maxattn.tuned.kernels import (
 HERE = "measured here by maxattn tune"
 AGAIN = "run maxattn tune again"
 PLAIN = ("memory_efficient", "dot_product")
+Candidates = tuple[tuple[str, str], ...]
+"""(kernel, why it), in the order in which they are tried."""
 Runs = Callable[[str], bool]
 
 
 class TunedOrder(NamedTuple):
-    """Hold what to try, in order, and why; who failed; what else to say."""
+    """Hold what to try, in order; who failed; what else to say."""
 
-    names: tuple[str, ...]
-    because: str
+    candidates: Candidates
     failed: tuple[Reason, ...]
     notes: tuple[str, ...]
 
 
-class _Picked(NamedTuple):
-    """Hold what a pass runs, whether that was measured, and who is faster and cannot run."""
-
-    name: str
-    is_measured: bool
-    faster: tuple[str, ...] = ()
-
-
-class _Can(NamedTuple):
-    """Answer which kernels can run a call now."""
-
-    local: Call
-    target: Target
-    config: AttentionConfig
-
-    def refused(self, name: str) -> bool:
-        """Tell whether a kernel refuses the call."""
-        deterministic = self.config.deterministic
-        return refusal(name, self.local, self.target, deterministic) is not None
-
-    def run(self, name: str) -> bool:
-        """Tell whether what was measured under a name would run: flash without fa4-jax is cuDNN."""
-        return name in TABLE and not self.refused(name) and not _is_without_fa4(name, self.target)
-
-
 def tuned_order(
-    local: Call, target: Target, config: AttentionConfig, usual: tuple[tuple[str, ...], str]
+    local: Call, target: Target, config: AttentionConfig, usual: Candidates
 ) -> TunedOrder | None:
     """Return what to try by measurements on the target; None where there are none of this call.
 
@@ -74,24 +50,41 @@ def tuned_order(
         local: the call that one device computes.
         target: which has the measurements.
         config: its settings must be those of the measurement; `deterministic` refuses kernels.
-        usual: what `auto` tries without them, and why.
+        usual: what `auto` tries without them.
     """
     times = times_for(local, target, config)
     if times is None:
         return None
-    can, why = _Can(local, target, config), dict(times.failed)
-    first, last = own_passes(usual[0], lambda name: name not in why and can.run(name))
-    forward = _pick(times.forward, can, (first,))
-    backward = _pick(times.backward, can, (last, forward.name))
-    faster = dict.fromkeys((*forward.faster, *backward.faster))
-    refused = tuple(name for name in faster if can.refused(name))
-    others = [name for name in usual[0] if not {*name.split("/")} & {*why, *refused}]
-    plain = (name for name in usual[0] if name in PLAIN)
-    names = (*refused, joined(forward.name, backward.name), *others, *plain)
-    because = _because(times, (forward, backward), can, usual[1])
-    failed = tuple(_failed(name, text) for name, text in why.items() if name in TABLE)
-    notes = (*_notes(times, target), *_lost(faster, target))
-    return TunedOrder(tuple(dict.fromkeys(names)), because, failed, notes)
+
+    def is_refused(name: str) -> bool:
+        return refusal(name, local, target, config.deterministic) is not None
+
+    def runs(name: str) -> bool:
+        return name in TABLE and not is_refused(name) and not _is_without_fa4(name, target)
+
+    why = dict(times.failed)
+    (first, last), because = own_passes(usual, lambda name: name not in why and runs(name))
+    forward = _pick("forward", times.forward, runs, (first,), because)
+    backward = _pick("backward", times.backward, runs, (last, forward.name), because)
+    faster = tuple(dict.fromkeys((*forward.faster, *backward.faster)))
+    refused = [(name, "") for name in faster if is_refused(name)]
+    if forward.is_measured or backward.is_measured:
+        passes = sorted((forward, backward), key=lambda one: not one.is_measured)
+        because = f"{HERE}: {'; '.join(one.said for one in passes if one.said)}"
+    gone = {*why, *dict(refused)}
+    others = [each for each in usual if not gone & {*each[0].split("/")}]
+    plain = [each for each in usual if each[0] in PLAIN]
+    names = (*refused, (joined(forward.name, backward.name), because), *others, *plain)
+    remedy = "once it runs, maxattn tune --again"
+    rule = "it did not run when maxattn tune measured it"
+    failed = tuple(
+        Reason(name, "measured", f"{rule}: {text}", remedy)
+        for name, text in why.items()
+        if name in TABLE
+    )
+    first_of_each = {name: (name, said) for name, said in reversed(names)}
+    ordered = tuple(first_of_each[name] for name in dict.fromkeys(name for name, _ in names))
+    return TunedOrder(ordered, failed, _notes(times, target, faster))
 
 
 def times_for(local: Call, target: Target, config: AttentionConfig) -> CallTimes | None:
@@ -104,11 +97,12 @@ def times_for(local: Call, target: Target, config: AttentionConfig) -> CallTimes
     return (own or same or [None])[-1]
 
 
-def own_passes(names: Iterable[str], usable: Runs) -> tuple[str, str]:
-    """Return the forward and the backward that `auto` takes of names it tries in order."""
-    found = next((name for name in names if all(map(usable, name.split("/")))), "dot_product")
-    first, *_, last = [*found.split("/")] * 2
-    return first, last
+def own_passes(usual: Candidates, usable: Runs) -> tuple[tuple[str, str], str]:
+    """Return the forward and the backward that `auto` takes of what it tries in order, and why."""
+    there = (each for each in usual if all(map(usable, each[0].split("/"))))
+    name, because = next(there, ("dot_product", "plain JAX, since nothing else can run"))
+    first, *_, last = [*name.split("/")] * 2
+    return (first, last), because
 
 
 def joined(forward: str, backward: str) -> str:
@@ -117,50 +111,40 @@ def joined(forward: str, backward: str) -> str:
 
 
 def _is_without_fa4(name: str, target: Target) -> bool:
+    """Tell whether a kernel is flash that is cuDNN by now: what was measured does not run."""
     from maxattn.kernels.flash import has_fa4
 
     return name == "flash" and target.platform == "gpu" and not has_fa4(target)
 
 
-def _pick(rounds: Rounds, can: _Can, preferred: tuple[str, ...]) -> _Picked:
+class _Picked(NamedTuple):
+    """Hold what a pass runs, whether that was measured, who is faster but cannot run, a text."""
+
+    name: str
+    is_measured: bool
+    faster: tuple[str, ...]
+    said: str
+
+
+def _pick(
+    what: str, rounds: Rounds, runs: Runs, preferred: tuple[str, ...], because: str
+) -> _Picked:
     """Pick the fastest that can run, or one of `preferred` that is as fast."""
     ranked = sorted(dict(rounds).items(), key=lambda each: milliseconds_of(each[1]))
-    there = {name: ms for name, ms in ranked if can.run(name)}
+    there = {name: ms for name, ms in ranked if runs(name)}
     if not there:
-        return _Picked(preferred[0], False)
+        name, nothing = preferred[0], f"{what} nothing that can run; " if rounds else ""
+        return _Picked(name, False, (), f"{nothing}{what} {name} as without it, {because}")
     best = next(iter(there))
-    found = (n for n in preferred if n in there and is_as_fast(there[n], there[best]))
+    name = next((n for n in preferred if n in there and is_as_fast(there[n], there[best])), best)
     names = [name for name, _ in ranked]
-    faster = (name for name in names[: names.index(best)] if name in TABLE)
-    return _Picked(next(found, best), True, tuple(faster))
-
-
-# ---- words ---------------------------------------------------------------------------------------
-
-
-def _because(times: CallTimes, picked: tuple[_Picked, _Picked], can: _Can, usual: str) -> str:
-    if not any(one.is_measured for one in picked):
-        return usual
-    both = zip(("forward", "backward"), (times.forward, times.backward), picked, strict=True)
-    said = [f"{what} {_compared(rounds, one, can)}" for what, rounds, one in both if rounds]
-    without = [
-        f"{what} {one.name} as without it, {usual}"
-        for what, one in zip(("forward", "backward"), picked, strict=True)
-        if not one.is_measured
-    ]
-    return f"{HERE}: {'; '.join((*said, *without))}"
-
-
-def _compared(rounds: Rounds, picked: _Picked, can: _Can) -> str:
-    """Say the time of what runs, and of the next best that can run."""
-    ms = {name: milliseconds_of(its) for name, its in rounds if can.run(name)}
-    if not picked.is_measured:
-        return "nothing that can run"
-    others = sorted((name for name in ms if name != picked.name), key=lambda name: ms[name])
-    beside = f", {others[0]} {in_digits(ms[others[0]])} ms" if others else ""
-    own = f"{picked.name} {in_digits(ms[picked.name])} ms{beside}"
-    is_tie = bool(others) and ms[others[0]] < ms[picked.name]
-    return f"{own} (no faster than the noise)" if is_tie else own
+    faster = tuple(name for name in names[: names.index(best)] if name in TABLE)
+    times = {name: milliseconds_of(its) for name, its in there.items()}
+    said = f"{what} {name} {in_digits(times[name])} ms"
+    if following := next((other for other in times if other != name), None):
+        said += f", {following} {in_digits(times[following])} ms"
+        said += " (no faster than the noise)" if times[following] < times[name] else ""
+    return _Picked(name, True, faster, said)
 
 
 def in_digits(ms: float) -> str:
@@ -169,33 +153,22 @@ def in_digits(ms: float) -> str:
     return f"{ms:.{decimals}f}" if ms >= 0.01 else f"{ms:.2g}"
 
 
-def _failed(name: str, why: str) -> Reason:
-    remedy = "once it runs, maxattn tune --again"
-    return Reason(name, "measured", f"it did not run when maxattn tune measured it: {why}", remedy)
-
-
-def _notes(times: CallTimes, target: Target) -> tuple[str, ...]:
-    data = f"kernels were timed with the mask {times.data}; " if times.data else ""
-    kept = (f"{data}the times are from {times.source}",) if times.source else ()
-    return (*kept, *_other_versions(times, target))
-
-
-def _lost(faster: Iterable[str], target: Target) -> tuple[str, ...]:
-    """Say what fa4-jax would bring, where it is not there any more and flash was faster."""
-    from maxattn.kernels.flash import install
-
-    lost = [name for name in faster if _is_without_fa4(name, target)]
-    return (f"flash was measured to be faster: {install(target)}",) if lost else ()
-
-
-def _other_versions(times: CallTimes, target: Target) -> tuple[str, ...]:
-    """Say which versions are others than those that were measured; what was measured still counts:
-    it is of this device, which the rule without it need not be.
-    """
+def _notes(times: CallTimes, target: Target, faster: Iterable[str]) -> tuple[str, ...]:
+    """Say where times are from, of which versions, and what fa4-jax would bring."""
+    notes = []
+    if times.source:
+        data = f"kernels were timed with the mask {times.data}; " if times.data else ""
+        notes.append(f"{data}the times are from {times.source}")
+    # What was measured still counts: it is of this device, which the rule without it need not be.
     then, now = dict(times.versions), dict(target.packages)
     names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
     names = names if target.is_this_machine else [n for n in names if n in then and n in now]
-    if not names:
-        return ()
-    was, is_ = (", ".join(f"{n} {of.get(n, 'missing')}" for n in names) for of in (then, now))
-    return (f"kernels were measured with {was}, and this machine has {is_}: {AGAIN}",)
+    if names:
+        was, is_ = (", ".join(f"{n} {of.get(n, 'missing')}" for n in names) for of in (then, now))
+        note = f"kernels were measured with {was}, and this machine has {is_}: {AGAIN}"
+        notes.append(note)
+    if any(_is_without_fa4(name, target) for name in faster):
+        from maxattn.kernels.flash import install
+
+        notes.append(f"flash was measured to be faster: {install(target)}")
+    return tuple(notes)

@@ -78,6 +78,10 @@ class AdaptedKernel(Kernel):
         """Return the kernel whose backward leaves the bias's gradient out."""
         return replace(self, inner=self.inner.without_dbias())
 
+    def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
+        """Ask the kernel that runs, of what it computes."""
+        return self.inner.microseconds(self.computed(call), target)
+
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         """Say what there is to know of the kernel that runs."""
         return self.inner.notes(self.computed(call), config, target)

@@ -91,6 +91,11 @@ class Pair(Kernel):
         both = self.first.notes_of("forward", *what), self.second.notes_of("backward", *what)
         return tuple(dict.fromkeys(note for notes in both for note in notes))
 
+    def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
+        """Estimate the forward of the first and the backward of the second."""
+        first, second = (one.microseconds(call, target) for one in (self.first, self.second))
+        return (first[0], second[1]) if first and second else None
+
     def lines(self, call: Call) -> Lines:
         """Describe both for `explain`."""
         first, second = self.first.lines(call), self.second.lines(call)

@@ -1,46 +1,18 @@
-"""Measure attention on this machine: every kernel that can run, forward and backward, and auto.
-
-  maxattn bench
-      the shapes of Wan, SDXL and Flux (small ones on a CPU)
-  maxattn bench wan-1.3b-480p sdxl-cross
-      named shapes
-  maxattn bench --shape 2,4608,4608,24,128
-      B,T,S,N,H[/V][,K]
-  maxattn bench --shape 2,4608,4608,24,128 --kernel flash --kernel auto
-  maxattn bench --peers
-      other libraries beside them, called bare
-  maxattn bench wan-14b-480p --mesh context=4
-      ring, Ulysses and all-gather beside one device
-  maxattn bench wan-14b-480p --mesh context=4 --ring-on 2
-      a ring of four ranks on two devices: its time and bytes, wrong numbers
-  maxattn bench wan-1.3b-480p --module
-      a whole FlaxAttention, beside its attention and its matmuls
-  maxattn bench --report implementations --pictures out
-      tables and pictures: implementations, block-window, layers
-  maxattn bench --grid 1
-      60 drawn calls: what auto takes over the best
-  maxattn bench --write-table table.json
-      measure what auto reads, and write it: models' shapes, and a grid to fit costs to
-  maxattn bench --fit rows.json --write-table table.json
-      fit costs to rows that are measured
-
-Times are of the device: short calls are compiled together into one program, so that the host does
-not count. GiB are those of one device: arguments, results and temporaries, as the compiler reports
-them.
-"""
+"""`maxattn bench`: times kernels, libraries, meshes and modules on this machine."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from maxattn.tools.cli import bench_grid
-from maxattn.tools.cli.bench_options import REPORTS, STRATEGIES, check, read_mesh
+from maxattn.errors import InputError
+from maxattn.tools.cli.machine import read_mesh as read_sizes
+from maxattn.tools.cli.options import STRATEGIES
 from maxattn.tools.cli.progress import progress, say_where
-from maxattn.tools.model_shapes import SHAPES, Shape, read
-from maxattn.tools.writable import write_whole
+from maxattn.tools.model_shapes import Shape, read
+from maxattn.tools.writable import check_writable, write_whole
 
 if TYPE_CHECKING:
     from maxattn.target import Target
@@ -49,90 +21,29 @@ GPU_SHAPES = (
     "wan-1.3b-480p", "wan-14b-720p", "wan-cross", "flux-1024", "sdxl-64", "sdxl-32", "sdxl-cross",
 )  # fmt: skip
 CPU_SHAPES = ("1,256,256,4,64", "1,1024,1024,4,64", "2,1024,77,4,64")
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    _what(parser)
-    _where(parser)
-    _output(parser)
-
-
-def _what(parser: argparse.ArgumentParser) -> None:
-    several: dict[str, Any] = {"action": "append", "default": []}
-    add = parser.add_argument
-    add("shapes", nargs="*", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
-    add("--shape", **several, metavar="B,T,S,N,H", help="a shape without a name")
-    add("--kernel", **several, metavar="KERNEL", help="measure this one (and others)")
-    add("--peers", action="store_true", help="other libraries too: cuDNN, TransformerEngine, ...")
-    add("--module", action="store_true", help="a whole FlaxAttention beside its parts")
-    dtype = "of the module's parameters (default float32)"
-    add("--param-dtype", default="float32", metavar="DTYPE", help=dtype)
-    add("--report", **several, choices=REPORTS, help="measure and write one of the reports")
-
-
-def _where(parser: argparse.ArgumentParser) -> None:
-    several: dict[str, Any] = {"action": "append", "default": []}
-    add = parser.add_argument
-    mesh = "spread over devices: data, context, tensor"
-    add("--mesh", **several, metavar="AXIS=N", help=mesh)
-    strategy = "with --mesh (default: the first three)"
-    add("--strategy", **several, choices=STRATEGIES, help=strategy)
-    ring = "with --mesh context=M: run the ring of M ranks on N devices"
-    add("--ring-on", "--played-by", type=int, default=0, metavar="N", help=ring)
-    option = "with --mesh or --module: of XLA's compiler"
-    add("--option", **several, metavar="NAME=VALUE", help=option)
-
-
-def _output(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")
-    profile = "with --mesh or --module: print the device time by kernel"
-    add("--profile", action="store_true", help=profile)
-    written = "write the measurements; those of a grid that still runs are in FILE's .partial"
-    add("--json", type=Path, metavar="FILE", help=written)
-    table = "measure the table that auto reads, and write it to PATH"
-    add("--write-table", nargs="?", const="", metavar="PATH", help=table)
-    add("--fit", nargs="+", type=Path, default=[], metavar="FILE", help="fit costs to these rows")
-    drawn = "measure 60 drawn calls a seed: what auto takes over the best"
-    add("--grid", type=int, nargs="+", metavar="SEED", help=drawn)
-    limit = f"of a grid, in all; what is measured by then counts (default {bench_grid.LIMIT:.0f})"
-    add("--limit", type=float, metavar="SECONDS", help=limit)
-    held = "measure nothing: what auto takes over the best of what --grid measured"
-    add("--against", nargs="+", type=Path, default=[], metavar="FILE", help=held)
-    seconds = f"for one measurement, about (default 0.5; of a grid {bench_grid.SECONDS})"
-    add("--seconds", type=float, help=seconds)
+MESH_AXES = ("data", "context", "tensor")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     from maxattn.target import Target
-
-    if args.seconds is None:
-        args.seconds = bench_grid.SECONDS if bench_grid.is_asked_for(args) else 0.5
-    check(args)
-    target = Target.here()
-    if bench_grid.is_asked_for(args):
-        return bench_grid.run(args, target)
-    shapes = _shapes(args, target.platform)
-    say_where(", ".join(args.report or [shape.name for shape in shapes]), target)
-    with progress():
-        _print(args, target, shapes)
-    return 0
-
-
-def _print(args: argparse.Namespace, target: Target, shapes: list[Shape]) -> None:
-    """Measure and print; what is measured so far stands in the file of --json."""
     from maxattn.tools import bench
 
+    _check(args)
+    target = Target.here()
+    default = CPU_SHAPES if target.platform == "cpu" else GPU_SHAPES
+    shapes = [read(name) for name in [*args.shapes, *args.shape] or default]
+    say_where(", ".join(args.report or [shape.name for shape in shapes]), target)
     rows: list[Any] = []
-    measured = _reports(args, target) if args.report else _measured(args, target, shapes)
-    for new, text in measured:
-        rows += new
-        print(text, end="\n\n", flush=True)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(args.json, bench.to_json(rows, target))
+    with progress():
+        measured = _reports(args, target) if args.report else _measured(args, target, shapes)
+        for new, text in measured:
+            rows += new
+            print(text, end="\n\n", flush=True)
+            if args.json:  # what is measured so far: a run may be ended from outside
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(args.json, bench.to_json(rows, target))
+    return 0
 
 
 def _measured(
@@ -140,35 +51,22 @@ def _measured(
 ) -> Iterator[tuple[list[Any], str]]:
     """Measure shape by shape: yield (rows, their table)."""
     from maxattn.tools import bench
+    from maxattn.tools.bench.mesh import bench_mesh
+    from maxattn.tools.bench.module import bench_module
     from maxattn.tools.xla_options import xla_options
 
     mesh, options = read_mesh(args.mesh, args.ring_on), xla_options(args.option)
+    kernel = (*args.kernel, "auto")[0]
+    measuring = args.seconds, options, args.profile
     for shape in shapes:
         if mesh:
-            new = _on_mesh(args, shape, mesh, options)
+            strategies = args.strategy or STRATEGIES[:3]
+            new = bench_mesh(shape, mesh, strategies, kernel, args.peers, *measuring, args.ring_on)
         elif args.module:
-            new = _of_module(args, shape, options)
+            new = bench_module(shape, kernel, args.param_dtype, *measuring)
         else:
             new = bench.bench(shape, tuple(args.kernel), args.peers, target, args.seconds)
         yield new, bench.as_table(new)
-
-
-def _on_mesh(
-    args: argparse.Namespace, shape: Shape, mesh: dict[str, int], options: dict[str, Any]
-) -> list[Any]:
-    from maxattn.tools.bench.mesh import bench_mesh
-
-    kernel, *_ = (*args.kernel, "auto")
-    strategies = args.strategy or STRATEGIES[:3]
-    measuring = (args.seconds, options, args.profile)
-    return bench_mesh(shape, mesh, strategies, kernel, args.peers, *measuring, args.ring_on)
-
-
-def _of_module(args: argparse.Namespace, shape: Shape, options: dict[str, Any]) -> list[Any]:
-    from maxattn.tools.bench.module import bench_module
-
-    kernel, *_ = (*args.kernel, "auto")
-    return bench_module(shape, kernel, args.param_dtype, args.seconds, options, args.profile)
 
 
 def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[Any], str]]:
@@ -183,6 +81,68 @@ def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[An
         yield list(report.rows), report.text
 
 
-def _shapes(args: argparse.Namespace, platform: str) -> list[Shape]:
-    named = [*args.shapes, *args.shape]
-    return [read(name) for name in named or (CPU_SHAPES if platform == "cpu" else GPU_SHAPES)]
+def read_mesh(words: list[str], ring_on: int = 0) -> dict[str, int]:
+    """Read axes: `context=4`.
+
+    Args:
+        words: of --mesh.
+        ring_on: how many devices run the ring, where it has more ranks; else 0.
+
+    Raises:
+        MeshError: for what is no axis and size, and an axis named twice.
+        InputError: for another axis, more devices than there are, and a ring that does not fit.
+    """
+    import jax
+
+    found, text = read_sizes(words), " ".join(words)
+    devices = prod(found.values())
+    if not set(found) <= set(MESH_AXES) or devices < 1:
+        rule = f"it is AXIS=N, N at least 1, with an axis of {', '.join(MESH_AXES)}"
+        raise InputError("--mesh", text, rule, "write for example --mesh context=4")
+    if ring_on and (set(found) != {"context"} or not 2 <= ring_on < devices):
+        rule = "two devices or more run a ring of more ranks, --mesh context=M alone"
+        remedy = "write for example --mesh context=4 --ring-on 2"
+        raise InputError("--ring-on", ring_on, rule, remedy)
+    if found and (needed := ring_on or devices) > jax.device_count():
+        rule = f"it needs {needed} devices, and this machine has {jax.device_count()}"
+        raise InputError("--mesh", text, rule, "ask for fewer")
+    return found
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would be found out after the measurements, or never.
+
+    Raises:
+        InputError: for an option without the one that it belongs to, a time that is none, and a
+            name of no kernel.
+        ConfigError: for a path that cannot be written to.
+    """
+    from maxattn.tools.bench.jobs import check_kernels
+
+    spread, module = args.mesh and not args.report, args.module and not args.report
+    with_mesh, with_either = "--mesh, without --report", "--mesh or --module, without --report"
+    for name, given, is_read, other in (
+        ("--option", " ".join(args.option), spread or module, with_either),
+        ("--profile", "given" if args.profile else "", spread or module, with_either),
+        ("--strategy", " ".join(args.strategy), spread, with_mesh),
+        ("--pictures", args.pictures, args.report, "--report"),
+        ("--ring-on", str(args.ring_on) if args.ring_on else "", spread, with_mesh),
+    ):
+        if given and not is_read:
+            remedy = "add what it is read with, or leave it out"
+            raise InputError(name, given, f"it is read with {other}", remedy)
+    if args.module and args.mesh:
+        rule = "a whole module is measured on one device"
+        raise InputError("--module", "given", rule, "leave out --mesh or --module")
+    if args.ring_on and (args.peers or args.strategy):
+        rule = "the ring alone runs on fewer devices, and neither --peers nor --strategy"
+        remedy = "leave those out, or measure a mesh that is there"
+        raise InputError("--ring-on", args.ring_on, rule, remedy)
+    if not 0 < args.seconds < float("inf"):
+        rule = "a measurement takes some time"
+        raise InputError("--seconds", args.seconds, rule, "write --seconds 0.5")
+    check_kernels(args.kernel)
+    if args.json:
+        check_writable("--json", args.json)
+    if args.pictures:
+        check_writable("--pictures", args.pictures, folder=True)

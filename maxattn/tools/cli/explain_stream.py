@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from math import prod
 
+from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
 from maxattn.devices import memory_of
 from maxattn.errors import InputError
@@ -51,13 +52,19 @@ def stream_text(args: argparse.Namespace, source: Source) -> str:
     tokens = f"{model.tokens_per_frame} tokens a frame, {run.dtype}"
     over = f"   mesh {sizes}" if sizes else ""
     head = f"{run.name}  B={run.batch}, {heads}, {tokens}{over}   {target.device_kind}"
-    rows = (f"  {heading:<{INDENT}}{text}" for heading, text in _lines(run, stages, target))
+    rows = (
+        f"  {heading:<{INDENT}}{text}"
+        for heading, text in _lines(run, stages, source.config, target)
+    )
     plans = (f"{stage.name}\n{explain(made, False, args.why)}" for stage, made in stages)
     return "\n\n".join(("\n".join((head, *rows)), *plans))
 
 
 def _lines(
-    run: StreamCosts, stages: list[tuple[StreamStage, Plan]], target: Target
+    run: StreamCosts,
+    stages: list[tuple[StreamStage, Plan]],
+    config: AttentionConfig,
+    target: Target,
 ) -> Iterator[tuple[str, str]]:
     yield "blocks", _blocks(run)
     yield "slots", _slots(run)
@@ -66,7 +73,7 @@ def _lines(
     yield "passes", f"{run.passes} a block: {run.steps} denoising steps{clean}"
     programs = ", ".join(f"{stage.name} ({_numbers(stage)})" for stage, _ in stages)
     yield "programs", f"{len(stages)}: {programs}"
-    times = [None if made.call.mask.has_data else forward_time(made) for _, made in stages]
+    times = [None if made.call.mask.has_data else forward_time(made, config) for _, made in stages]
     for (stage, _), found in zip(stages, times, strict=True):
         yield stage.name.split()[0], _work(run, stage, found)
     if moves := tuple(run.moves()):

@@ -10,12 +10,15 @@ import argparse
 import inspect
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 from maxattn.jax_private.versions import AITER, CUDNN
 from maxattn.kernels.table import EXTRAS
 from maxattn.tools.known_models import KNOWN_SHAPES, MODELS
 
 Parser = argparse.ArgumentParser
+STRATEGIES = ("ring", "ulysses", "all_gather", "ulysses_ring")
+REPORTS = ("implementations", "block-window", "layers")
 PACKAGES = (*EXTRAS, *CUDNN, AITER)  # what a kernel's choice can depend on beside jax
 STREAM_EXAMPLE = "wan-1.3b-480p,frames=3,window=7"
 
@@ -192,8 +195,57 @@ def convert(parser: Parser) -> None:
     parser.add_argument("overrides", **overrides, help="in our names")
 
 
+def bench(parser: Parser) -> None:
+    """Measure attention on this machine: every kernel that can run, both passes, and auto.
+
+      maxattn bench
+          the shapes of Wan, SDXL and Flux (small ones on a CPU)
+      maxattn bench wan-1.3b-480p sdxl-cross
+          named shapes
+      maxattn bench --shape 2,4608,4608,24,128 --kernel flash --kernel auto
+          B,T,S,N,H[/V][,K]
+      maxattn bench --peers
+          other libraries beside them, called bare
+      maxattn bench wan-14b-480p --mesh context=4
+          ring, Ulysses and all-gather beside one device
+      maxattn bench wan-14b-480p --mesh context=4 --ring-on 2
+          a ring of four ranks on two devices: its time and bytes, wrong numbers
+      maxattn bench wan-1.3b-480p --module
+          a whole FlaxAttention, beside its attention and its matmuls
+      maxattn bench --report implementations --pictures out
+          tables and pictures: implementations, block-window, layers
+
+    Times are of the device: short calls are compiled together into one program, so that the host
+    does not count. GiB are those of one device: arguments, results and temporaries, as the compiler
+    reports them.
+    """
+    add, several = parser.add_argument, {"action": "append", "default": []}
+    add("shapes", nargs="*", metavar="NAME", help=f"one of {', '.join(KNOWN_SHAPES)}")
+    add("--shape", **several, metavar="B,T,S,N,H", help="a shape without a name")
+    add("--kernel", **several, metavar="KERNEL", help="measure this one (and others)")
+    add("--peers", action="store_true", help="other libraries too: cuDNN, TransformerEngine, ...")
+    add("--module", action="store_true", help="a whole FlaxAttention beside its parts")
+    dtype = "of the module's parameters (default float32)"
+    add("--param-dtype", default="float32", metavar="DTYPE", help=dtype)
+    add("--report", **several, choices=REPORTS, help="measure and write one of the reports")
+    mesh = "spread over devices: data, context, tensor"
+    add("--mesh", **several, metavar="AXIS=N", help=mesh)
+    strategy = "with --mesh (default: the first three)"
+    add("--strategy", **several, choices=STRATEGIES, help=strategy)
+    ring = "with --mesh context=M: run the ring of M ranks on N devices"
+    add("--ring-on", "--played-by", type=int, default=0, metavar="N", help=ring)
+    option = "with --mesh or --module: of XLA's compiler"
+    add("--option", **several, metavar="NAME=VALUE", help=option)
+    add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")
+    profile = "with --mesh or --module: print the device time by kernel"
+    add("--profile", action="store_true", help=profile)
+    add("--json", type=Path, metavar="FILE", help="write the measurements")
+    seconds = "for one measurement, about (default 0.5)"
+    add("--seconds", type=float, default=0.5, help=seconds)
+
+
 OPTIONS: dict[str, Callable[[Parser], None]] = {
-    each.__name__: each for each in (explain, check, compile, tune, convert)
+    each.__name__: each for each in (explain, check, compile, tune, convert, bench)
 }
 
 

@@ -160,7 +160,7 @@ def _measured(
 
     It is kept after each pass, so that a killed command loses one at most.
     """
-    from maxattn.tools.tune.kernel_times import KernelTimes, time_backward, time_forward
+    from maxattn.tools.tune.kernel_times import PassTimes, time_pass
 
     identity, local, is_old = tuning.identity(), tuning.local, True
     old = None if args.again else store.find(path, identity)
@@ -173,22 +173,17 @@ def _measured(
             say_where("kernels, in turns,", tuning.target)
         is_old = False
         with progress():
-            if what == "forward":
-                times = time_forward(built, local, tuning.mask())
-            elif first := _forward_of(tuning, record):
-                times = time_backward(built, local, tuning.mask(), first)
+            first = _forward_of(tuning, record) if what == "backward" else ""
+            if what == "backward" and not first:
+                times = PassTimes({}, {})
             else:
-                times = KernelTimes()
-        record = _with_times(record, what, times)
+                times = time_pass(built, what, local, tuning.mask(), first)
+        ms = {name: list(rounds) for name, rounds in times.ms.items()}
+        record = record | {PASSES[what]: ms, "failed": record["failed"] | times.failed}
         store.add(path, record)
         if times.is_dead:
             return record, False, True
     return record, is_old, False
-
-
-def _with_times(record: dict[str, Any], what: str, times: Any) -> dict[str, Any]:
-    ms = {name: list(rounds) for name, rounds in getattr(times, what).items()}
-    return record | {PASSES[what]: ms, "failed": record["failed"] | times.failed}
 
 
 def _forward_of(tuning: KernelTuning, record: dict[str, Any]) -> str:

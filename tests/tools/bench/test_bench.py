@@ -1,12 +1,9 @@
-"""The bench on a CPU: every row has a time or says why not, and the table that auto reads is made
-of its rows.
-"""
+"""The bench on a CPU: every row has a time or says why not."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -15,18 +12,13 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.kernels.auto.measured import TABLE, UNSPLIT
 from maxattn.target import Target
 from maxattn.tools.bench import as_table, bench, timing, to_json
-from maxattn.tools.bench.auto_table import NewTable, entries, write
-from maxattn.tools.bench.grid.calls import GridCall
-from maxattn.tools.bench.grid.rows import GridRow
 from maxattn.tools.bench.jobs import random_inputs
-from maxattn.tools.bench.row import BACKWARD, FORWARD, BenchRow
+from maxattn.tools.bench.row import FORWARD, BenchRow
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import Shape, read
 from maxattn.tools.writable import write_whole
-from tests.tools.cli.command import run
 
 SMALL = Shape("small", 1, 64, 64, 2, 16, mask=M.Causal(), dtype="float32")
 
@@ -87,53 +79,8 @@ def test_report(rows: list[BenchRow]) -> None:
     assert saved["machine"]["device"] == "cpu" and len(saved["rows"]) == len(rows)
 
 
-def a_row(forward: dict[str, float], backward: dict[str, float]) -> GridRow:
-    times = {FORWARD: forward, BACKWARD: backward}
-    return GridRow(GridCall((1, 256, 256, 2, 2, 64)), times)
-
-
-def test_the_table_of_auto_is_made_of_rows(tmp_path: Path) -> None:
-    shapes, path = [read("1,256,256,2,64"), read("1,512,512,2,64")], tmp_path / "table.json"
-    row = a_row({"flash": 0.2, "cudnn": 0.1, "bare fa4-jax": 0.1}, {"flash": 0.5})
-    rows = [replace(row, failed={"cudnn": "no memory"})]
-    path.write_text(json.dumps({"another": {"entries": []}}))
-    write(NewTable("NVIDIA H200", {"date": "2026-11-21"}, entries(rows, shapes)), path)
-    found = json.loads(path.read_text())
-    assert set(found) == {"another", "NVIDIA H200"}
-    entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {"flash": 0.2, "cudnn": 0.1}}
-    assert found["NVIDIA H200"]["entries"] == [entry | {"backward": {"flash": 0.5}}]
-
-
-def test_a_new_table_begins_as_the_installed_one(tmp_path: Path) -> None:
-    before, path = TABLE.read_text(), tmp_path / "table.json"
-    entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {}, "backward": {}}
-    write(NewTable("NVIDIA H200", {}, [entry]), path)
-    found, installed = json.loads(path.read_text()), json.loads(before)
-    assert found.keys() == installed.keys() and TABLE.read_text() == before
-    assert found.pop("NVIDIA H200")["entries"] == [entry]
-    assert all(found[device] == installed[device] for device in found)
-
-
-def test_auto_finds_the_table_of_a_device_whatever_jax_calls_it(tmp_path: Path) -> None:
-    path, jax_s_name = tmp_path / "table.json", "NVIDIA H100 80GB HBM3"
-    entry = {"shape": [1, 256, 256, 2, 64], "mask": "full", "forward": {}, "backward": {}}
-    write(NewTable(jax_s_name, {}, [entry]), path)
-    found = json.loads(path.read_text())
-    assert found[Target("gpu", jax_s_name).device.kind]["measured_on"] == {jax_s_name: []}
-
-
-def test_the_time_without_split_queries_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    old = {"shape": [1, 256, 256, 2, 64], UNSPLIT: 0.7}
-    path.write_text(json.dumps({"NVIDIA H200": {"entries": [old]}}))
-    new = [{"shape": [1, 256, 256, 2, 64]}, {"shape": [1, 512, 512, 2, 64]}]
-    write(NewTable("NVIDIA H200", {}, new), path)
-    found = json.loads(path.read_text())["NVIDIA H200"]["entries"]
-    assert found == [new[0] | {UNSPLIT: 0.7}, new[1]]
-
-
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "b.json"
+    out = tmp_path / "new" / "b.json"
     words = [
         "bench",
         "--shape",
@@ -171,10 +118,6 @@ def test_progress_is_told_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> N
         ("--mesh context=2 --kernel bogus", "the kernels are dot_product"),
         ("--seconds -1", "a measurement takes some time"),
         ("--seconds nan", "a measurement takes some time"),
-        ("--write-table", "never into the installed package"),
-        ("--write-table sdxl-64", "never into the installed package"),
-        ("--write-table {here}", "it is a file, and this is a folder"),
-        ("--write-table {here}/table.json", "the table is of NVIDIA GPUs"),
         ("--json {here}/a_file/b.json", "nothing can be written"),
         ("--json {here}", "it is a file, and this is a folder"),
         (
@@ -198,35 +141,6 @@ def test_what_is_refused_before_anything_is_measured(
     ran = capsys.readouterr()
     assert ran.out == "" and said in ran.err and "remedy" in ran.err
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
-
-
-def test_the_folder_of_the_measurements_is_made(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "b.json"
-    assert (
-        main(
-            [
-                "bench",
-                "--shape",
-                "1,64,64,2,16",
-                "--kernel",
-                "dot_product",
-                "--seconds",
-                "0.01",
-                "--json",
-                str(out),
-            ]
-        )
-        == 0
-    )
-    assert json.loads(out.read_text())["rows"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"cpu": []}', '{"cpu": {"entries": [1]}}'])
-def test_a_file_that_is_no_table_is_refused_before_anything_is_measured(capsys, tmp_path, text):
-    path = tmp_path / "table.json"
-    path.write_text(text)
-    ran = run(capsys, "bench", "--write-table", str(path))
-    assert ran.status == 1 and ran.err.startswith("--write-table: ") and path.read_text() == text
 
 
 def test_a_file_takes_its_name_when_it_is_whole(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import maxattn as ma
-from maxattn.kernels.auto.measured import read_tables
 from maxattn.sharding import mesh_shape
 from maxattn.streaming.attend import Projected, attend_with_cache
 from maxattn.streaming.read import How
@@ -19,7 +18,8 @@ from maxattn.target import Target
 from maxattn.tools.cli.stream import read_stream
 from maxattn.tools.compile.hlo import transfers
 from maxattn.tools.model_shapes import SHAPES
-from maxattn.tools.predicted import forward_time
+from maxattn.tools.predicted import Milliseconds, forward_time
+from maxattn.tuned.kernels import CallTimes, key_of_kernels
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 
@@ -121,22 +121,21 @@ def test_programs_and_lengths_are_those_of_a_cache(name: str) -> None:
         cache = replace(cache).advance()  # as if a pass had written to it
 
 
-def test_a_call_that_was_measured_takes_its_measured_time() -> None:
-    """Another is predicted, and none is known over a mesh, of another kernel, or on another GPU."""
+def test_what_tune_measured_comes_before_estimates() -> None:
+    """None is known over a mesh, and of kernels of plain JAX."""
     target = Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))
-    call = SHAPES["wan-1.3b-480p"].call()
-    rows = read_tables()["NVIDIA H200"]
-    row = next(r for r in rows if r.shape == (1, 32760, 32760, 12, 128) and r.mask == "full")
-    made = ma.plan(call, target=target)
-    found = forward_time(made)
-    assert found is not None and found.how.startswith("measured")
-    assert found.ms.fast == found.ms.slow == dict(row.forward)[made.kernel.for_inference().name]
-    near = forward_time(ma.plan(SHAPES["wan-1.3b-480p-block"].call(), target=target))
-    assert near is not None and near.how.startswith("predicted") and near.ms.slow < found.ms.fast
-    assert forward_time(ma.plan(call, mesh={"context": 4}, target=target)) is None
+    config, call = ma.AttentionConfig(), SHAPES["wan-1.3b-480p-block"].call()
+    estimated = forward_time(ma.plan(call, config, target=target), config)
+    assert estimated is not None and estimated.how.startswith("estimated, not run")
+    assert 1.1 < estimated.ms.fast == estimated.ms.slow < 1.7  # 1.38 ms was measured
+    rounds = (("flash", (1.3, 1.4, 1.5)),)
+    times = CallTimes(key_of_kernels(call), "", target.packages, rounds)
+    tuned = replace(target, kernel_times=(times,))
+    found = forward_time(ma.plan(call, config, target=tuned), config)
+    assert found == (Milliseconds(1.4, 1.4), "measured here by maxattn tune")
+    assert forward_time(ma.plan(call, config, {"context": 4}, target), config) is None
     plain = ma.AttentionConfig(use_memory_efficient_attention=True, attention="dot_product")
-    assert forward_time(ma.plan(call, plain, target=target)) is None
-    assert forward_time(ma.plan(call, target=Target.named("NVIDIA B200"))) is None
+    assert forward_time(ma.plan(call, plain, target=target), plain) is None
 
 
 MESHES = [("heads", {"context": 4}), ("tokens", {"context": 4}), ("heads", {"tensor": 4})]

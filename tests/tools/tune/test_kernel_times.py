@@ -19,12 +19,10 @@ from maxattn.config.measurements import is_sound
 from maxattn.kernels import KERNELS
 from maxattn.masks import KeyPadding, Segments
 from maxattn.target import Target
-from maxattn.tools.bench.grid import kernel_passes
-from maxattn.tools.bench.timing import Timed
 from maxattn.tools.model_shapes import changed, read
 from maxattn.tools.tune import kernel_times
 from maxattn.tools.tune.kernel_candidates import kernel_candidates
-from maxattn.tools.tune.kernel_times import sorted_out, time_backward, time_forward
+from maxattn.tools.tune.kernel_times import backward, forward, time_pass, timed
 from tests.golden_text import check_golden
 
 CONFIG = ma.AttentionConfig()
@@ -39,9 +37,9 @@ def small(text: str = "2,96,64,4,8,2") -> ma.Call:
 def test_the_passes_compute_what_attention_does(name):
     call, mask = small(), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
     kernel = KERNELS[name].build(call.derived(mask=mask.form()), CONFIG, Target.here())
-    (q, k, v, dout, arrays), *_ = kernel_times._inputs(call, mask)
-    out, lse = jax.jit(partial(kernel_passes.forward, kernel))(q, k, v, dout, arrays)
-    grads = kernel_passes.backward(kernel, q, k, v, dout, arrays, out, lse)
+    (q, k, v, dout, arrays), *_ = kernel_times.random_sets(call, mask)
+    out, lse = jax.jit(partial(forward, kernel))(q, k, v, dout, arrays)
+    grads = backward(kernel, q, k, v, dout, arrays, out, lse)
     attend = lambda q, k, v: ma.attention(q, k, v, mask, role="cross")  # noqa: E731
     want, pull = jax.vjp(attend, q, k, v)
     for got, expected in zip((out, *grads), (want, *pull(dout)), strict=True):
@@ -52,52 +50,36 @@ def test_arrays_of_masks_are_arguments_of_what_is_compiled():
     """Else the compiler would prepare lengths once, and nobody would pay for it."""
     call, mask = small(), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
     kernel = KERNELS["memory_efficient"].build(call, CONFIG, Target.here())
-    (inputs,) = kernel_times._inputs(call, mask)
-    jaxpr = jax.make_jaxpr(partial(kernel_passes.forward, kernel))(*inputs)
+    (inputs,) = kernel_times.random_sets(call, mask)
+    jaxpr = jax.make_jaxpr(partial(forward, kernel))(*inputs)
     assert len(jaxpr.jaxpr.invars) == 5
     assert not any(np.array_equal(np.ravel(const), [5, 64]) for const in jaxpr.consts)
 
 
-def test_times_of_several_kernels(monkeypatch):
+@pytest.mark.parametrize("sets", [1, 3])
+def test_times_of_several_kernels(sets, monkeypatch):
+    """Short calls of a GPU are several in a program, and timed by the device's clock."""
     monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
+    monkeypatch.setattr(kernel_times, "inputs_of", lambda call: sets)
+    monkeypatch.setattr("maxattn.tools.bench.behind.ENTRIES", 1 << 16)
     call = small()
     built = kernel_candidates(call, CONFIG, Target.here()).built
-    forward = time_forward(built, call, call.mask)
-    backward = time_backward(built, call, call.mask, "memory_efficient")
-    for times in (forward.forward, backward.backward):
-        assert times.keys() == {"dot_product", "memory_efficient"}
-        assert all(len(ms) == 5 and min(ms) > 0 for ms in times.values())
-    assert forward.failed == backward.failed == {} and not forward.is_dead
+    for times in (
+        time_pass(built, "forward", call, call.mask),
+        time_pass(built, "backward", call, call.mask, "memory_efficient"),
+    ):
+        assert times.ms.keys() == {"dot_product", "memory_efficient"} == built.keys()
+        assert all(len(ms) == kernel_times.ROUNDS and min(ms) > 0 for ms in times.ms.values())
+        assert times.failed == {} and not times.is_dead
 
 
-def test_short_calls_are_timed_behind_passes_over_memory(monkeypatch):
-    """As on a GPU: by the device's clock, from the last pass on."""
-    monkeypatch.setattr(kernel_times, "inputs_of", lambda call: 3)
-    monkeypatch.setattr("maxattn.tools.bench.grid.busy.ENTRIES", 1 << 16)
+def test_a_kernel_that_does_not_compile_says_why(monkeypatch):
     call = small()
-    built = kernel_candidates(call, CONFIG, Target.here()).built
-    forward = time_forward(built, call, call.mask)
-    backward = time_backward(built, call, call.mask, "dot_product")
-    assert forward.failed == backward.failed == {}
-    assert forward.forward.keys() == backward.backward.keys() == built.keys()
-    rounds = [*forward.forward.values(), *backward.backward.values()]
-    assert all(len(ms) == kernel_times.ROUNDS and min(ms) > 0 for ms in rounds)
-    failing = kernel_times._behind({"x": lambda *_: 1 / 0}, kernel_times._inputs(call, call.mask))
-    assert [each.failed for each in failing] == ["ZeroDivisionError: division by zero"]
-
-
-def test_a_kernel_that_the_passes_hide_has_no_time(monkeypatch):
-    """NaN is neither a time nor fastest."""
-    hidden = lambda jobs, rounds: [(float("nan"),) * rounds, (1e-3,) * rounds]  # noqa: E731
-    monkeypatch.setattr(kernel_times, "seconds_behind", hidden)
-    monkeypatch.setattr(kernel_times, "inputs_of", lambda call: 3)
-    call = small()
-    built = kernel_candidates(call, CONFIG, Target.here()).built
-    found = time_forward(built, call, call.mask)
-    first, second = built
-    assert list(found.forward) == [second]
-    too_short = "forward: it is too short to be told from the passes before it"
-    assert found.failed == {first: too_short}
+    broken = lambda kernel, *_: 1 / 0 if kernel == "broken" else jnp.ones(3)  # noqa: E731
+    monkeypatch.setattr(kernel_times, "forward", broken)
+    found = time_pass({"a": "fine", "b": "broken"}, "forward", call, call.mask)
+    assert list(found.ms) == ["a"]
+    assert found.failed == {"b": "forward: ZeroDivisionError: division by zero"}
 
 
 def test_what_is_timed_on_an_h200():
@@ -115,12 +97,20 @@ def test_what_is_timed_on_an_h200():
     check_golden("cli/tune/kernels_that_are_timed", "\n".join(said))
 
 
-def test_a_lost_device_says_nothing_of_the_kernels_after_the_one_that_broke_it():
-    timed = {"a": Timed(1.0, rounds=(1.0,)), "b": Timed(failed="x"), "c": Timed(failed="x")}
-    failed = {name: f"forward: {each.failed}" for name, each in timed.items() if each.failed}
-    assert sorted_out(timed, failed, True) == ({"a": (1000.0,)}, failed, False)
-    assert sorted_out(timed, failed, False) == ({}, {"b": "forward: x"}, True)
+def test_a_lost_device_says_nothing_of_other_kernels(monkeypatch):
+    """It fails every kernel after the one that broke it: that one alone is said to have failed."""
+
+    def program(result):
+        return lambda sets: result()
+
+    programs = {"a": program(lambda: jnp.ones(3)), "b": program(lambda: 1 / 0), "c": "never"}
     assert kernel_times.answers()
+    found = timed(programs, "forward", [()], 0.01)
+    assert list(found.ms) == ["a"] and not found.is_dead
+    assert found.failed["b"].startswith("forward: ZeroDivisionError")
+    monkeypatch.setattr(kernel_times, "answers", lambda: False)
+    found = timed(programs, "forward", [()], 0.01)
+    assert found.is_dead and not found.ms and list(found.failed) == ["b"]
 
 
 def test_short_calls_of_a_gpu_are_several_in_a_program(monkeypatch):

@@ -1,23 +1,90 @@
-"""Draw the calls of a grid by a seed: every kind of mask, head dim and ratio of lengths."""
+"""Calls that are drawn by a seed: every kind of mask, head dim and ratio of lengths."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxattn.tools.bench.auto_table import shapes
-from maxattn.tools.bench.grid.calls import (
-    BLOCKS,
-    CAUSAL,
-    FULL,
-    LENGTHS,
-    OF_LENGTHS,
-    SEGMENTS,
-    WINDOW,
-    GridCall,
-    of_shape,
+from maxattn.call import Call
+from maxattn.masks import (
+    BlockSlidingWindow,
+    Causal,
+    Full,
+    KeyPadding,
+    LocalWindow,
+    Mask,
+    Segments,
 )
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+FULL, CAUSAL, WINDOW, BLOCKS = "full", "causal", "window", "block window"
+LENGTHS, SEGMENTS, OF_LENGTHS = "lengths", "segments", "segments of lengths"
+MASKS_OF = {FULL: Full, CAUSAL: Causal, WINDOW: LocalWindow, BLOCKS: BlockSlidingWindow}
+
+
+class DrawnCall(NamedTuple):
+    """Hold one call, as a row of a file holds it.
+
+    Args:
+        sizes: B, T, S, N, K, H.
+        dtype: "bf16" or "f16".
+        kind: of the mask.
+        numbers: of the mask: left and right of a window; block and blocks of a block window; a
+            length for each batch row; tokens of each segment.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: str = "bf16"
+    kind: str = FULL
+    numbers: tuple[int, ...] = ()
+
+    @staticmethod
+    def of_json(row: list[Any]) -> DrawnCall:
+        """Read it back from a file."""
+        sizes, dtype, kind, numbers = row
+        return DrawnCall(tuple(sizes), dtype, kind, tuple(numbers))
+
+    def __str__(self) -> str:
+        b, t, s, n, k, h = self.sizes
+        heads = f"{n}" if n == k else f"{n}/{k}"
+        shown = "".join(f" {x}" for x in self.numbers[:2]) + " ..." * (len(self.numbers) > 2)
+        mask = "" if self.kind == FULL else f" {self.kind}{shown}"
+        return f"{b},{t},{s},{heads},{h} {self.dtype}{mask}"
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of queries and keys of all heads, those that the mask forbids included."""
+        b, t, s, n, _, _ = self.sizes
+        return float(b * t * s * n)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of Q, K, V and the output."""
+        b, t, s, n, k, h = self.sizes
+        return 2.0 * 2 * b * h * (t * n + s * k)
+
+    def mask(self) -> Mask:
+        """Make the mask, bound to the lengths."""
+        b, t, s, n, _, _ = self.sizes
+        if self.kind == LENGTHS:
+            mask = KeyPadding(np.array(self.numbers, np.int32))
+        elif self.kind == SEGMENTS:
+            ids = np.repeat(np.arange(len(self.numbers), dtype=np.int32), self.numbers)
+            mask = Segments(*[np.broadcast_to(ids, (b, ids.size))] * 2)
+        elif self.kind == OF_LENGTHS:
+            mask = Segments.of_lengths(self.numbers)
+        else:
+            mask = MASKS_OF[self.kind](*self.numbers)
+        return mask.bind(t, s, b, n)
+
+    def call(self) -> Call:
+        """Describe it as one device's call."""
+        b, t, s, n, k, h = self.sizes
+        role = "self" if t == s else "cross"
+        return Call(b, t, s, n, k, h, DTYPES[self.dtype], self.mask().form(), role=role)
+
 
 Rng = np.random.Generator
 # Strata: each is dealt in these shares, whatever the others are.
@@ -29,16 +96,10 @@ TEXTS = (77, 226, 256, 257, 333, 512)  # keys of models' texts and images
 LEAST, MOST, MOST_ROWS = 64, 131072, 2000
 MOST_WORK, MOST_BYTES = 8e12, 6e8  # operations of all pairs; bytes of Q, K, V and the output
 MOST_LENGTHS = 64  # batch rows of drawn lengths: each is written down
-FIT_SEED, FIT_CALLS = 21, 200
 HEADS = (1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 40)
 
 
-def fitting_calls() -> list[GridCall]:
-    """Return what the costs of `auto` are fitted on: shapes of models, and drawn calls."""
-    return [*map(of_shape, shapes()), *draw(FIT_SEED, FIT_CALLS)]
-
-
-def draw(seed: int, count: int) -> list[GridCall]:
+def draw(seed: int, count: int) -> list[DrawnCall]:
     """Return calls: the same ones for a seed on every machine.
 
     Args:
@@ -58,7 +119,7 @@ def _dealt(rng: Rng, shares: tuple, count: int) -> list:
     return packs[:count]
 
 
-def _call(rng: Rng, kind: str, head_dim: int, ratio: str) -> GridCall:
+def _call(rng: Rng, kind: str, head_dim: int, ratio: str) -> DrawnCall:
     """Draw sizes until a call is no more work than can be measured in a moment."""
     while True:
         (t, s), heads = _lengths(rng, "square" if _is_of_tokens(kind) else ratio), _heads(rng)
@@ -68,7 +129,7 @@ def _call(rng: Rng, kind: str, head_dim: int, ratio: str) -> GridCall:
         batch = round(_log_uniform(rng, 1, min(most, MOST_LENGTHS) if kind == LENGTHS else most))
         dtype = "f16" if rng.random() < 0.15 else "bf16"
         sizes = batch, t, s, *heads, head_dim
-        return GridCall(sizes, dtype, kind, _numbers(rng, kind, batch, t, s))
+        return DrawnCall(sizes, dtype, kind, _numbers(rng, kind, batch, t, s))
 
 
 def _is_of_tokens(kind: str) -> bool:
@@ -104,7 +165,7 @@ def _heads(rng: Rng) -> tuple[int, int]:
 
 
 def _most_batch(t: int, s: int, heads: int, head_dim: int) -> int:
-    row = GridCall((1, t, s, heads, heads, head_dim))
+    row = DrawnCall((1, t, s, heads, heads, head_dim))
     by_work = MOST_WORK / (4 * row.pairs * head_dim)
     return int(min(by_work, MOST_BYTES / row.bytes, MOST_ROWS / heads))
 

@@ -1,1 +1,0 @@
-"""A drawn grid of calls: what every kernel takes on them, and what `auto` makes of that."""
