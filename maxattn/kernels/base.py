@@ -165,6 +165,8 @@ class Kernel:
     """The tile sizes of a kernel that takes the user's."""
     changes: ClassVar[tuple[Change, ...]] = ()
     """How the sizes differ from those that were asked for."""
+    reaches: ClassVar[float] = 1.0
+    """The share of `Machine.flops` that its products reach, for estimates."""
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -243,7 +245,7 @@ class Kernel:
             return None
         pairs = call.mask.allowed_pairs(call.q_len, call.kv_len)
         channels = call.head_dim + call.value_dim
-        products = 2.0 * call.batch * call.heads * channels * pairs / machine.flops
+        products = 2.0 * call.batch * call.heads * channels * pairs / machine.flops / self.reaches
         entries = call.q_len * call.heads + call.kv_len * call.kv_heads
         moved = jnp.dtype(call.dtype).itemsize * call.batch * channels * entries / machine.hbm
         return 1e6 * max(products, moved), 1e6 * max(2.5 * products, 2 * moved)

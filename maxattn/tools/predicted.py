@@ -59,4 +59,7 @@ def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
     if estimate is None:
         return None
     ms = estimate[0] / 1e3
-    return Predicted(Milliseconds(ms, ms), "estimated, not run: maxattn tune measures it")
+    return Predicted(
+        Milliseconds(ms, ms),
+        "estimated by rates of products and memory, not run; maxattn tune measures it",
+    )

@@ -14,7 +14,6 @@ from maxattn.kernels import as_batch_rows, refusal, scores_of
 from maxattn.kernels.auto.tuned_order import Candidates
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.kernels.fused import cudnn_limits
-from maxattn.masks import Segments
 from maxattn.target import Target
 
 MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")  # as jax calls them
@@ -83,7 +82,7 @@ def _on_hopper(call: Call) -> Candidates:
         te = "flash/cudnn_flash_te", WIDE.format("TransformerEngine", "0.86")
         return te, ("flash/cudnn", WIDE.format("cuDNN", "0.88")), *usual
     is_short = max(rows.q_len, rows.kv_len) <= SHORT and scores <= FEW_SCORES
-    if is_short and any(isinstance(term, Segments) for term in call.mask.terms()):
+    if is_short and call.mask.has_ids:
         return ("dot_product/flash", DENSE), *usual
     return usual
 
