@@ -201,8 +201,8 @@ class JointAttention(FlaxAttention):
         s = text.shape[1]
         rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
         prepared = self._prepare(b, s + t, s + t, mask, bias)
-        to_q, *qkv = self._joint_heads(text, x, rotary)
-        out = self._run_attention(self._noted(prepared, to_q), *qkv, bias)
+        to_q, q, k, v = self._joint_heads(text, x, rotary)
+        out = self._run_attention(self._noted(prepared, to_q), q, k, v, bias)
         return out[:, :s], out[:, s:]
 
     def _joint_heads(

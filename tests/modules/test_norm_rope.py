@@ -56,14 +56,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     found: list[tuple[str, int]] = []
 
     def forward(
-        launch: Any, rows: Any, parts: Any, tables: Any = (), keep: bool = False, first: int = 0,
-        into: Any = None, name: str = "norm_rotary",
+        launch: Any, rows: Any, parts: Any, tables: Any = (), keep: bool = False,
+        first: Any = None, into: Any = None, name: str = "norm_rotary",
     ) -> Any:  # fmt: skip
         found.append((name, launch.work.heads))
         own = [[each[job] for each in parts] for job in range(len(rows[0]))]
         ys = [by_xla(launch.work, x, v, tables) for x, v in zip(rows[0], own, strict=True)]
         if into is not None:
-            at = slice(first, first + ys[0].shape[1])
+            at = slice(first, (first or 0) + ys[0].shape[1])
             ys = [jnp.zeros(into.shape, into.dtype) if not hasattr(into, "at") else into]
             ys = [ys[0].at[:, at].set(by_xla(launch.work, rows[0][0], own[0], tables))]
         kept = keep and launch.work.norm == "across"

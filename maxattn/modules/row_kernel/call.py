@@ -57,7 +57,7 @@ def forward(
     parts: tuple[Jobs, ...],
     tables: tuple[Array, ...] = (),
     keep: bool = False,
-    first: int = 0,
+    first: int | None = None,
     into: Array | jax.ShapeDtypeStruct | None = None,
     name: str = "norm_rotary",
 ) -> list[Any]:
@@ -84,7 +84,9 @@ def forward(
     if keep and launch.work.norm == "across":
         b, t, _ = x[0].shape
         results += [(jax.ShapeDtypeStruct((b * t,), jnp.float32),)]
-    leaves = [specs["rows"]] * sum(map(len, rows)) + [specs["parts"]] * sum(map(len, parts))
+    # One vector for all rows is compiled in: the kernel then loads it once.
+    of_parts = "fixed" if all(v.shape[:2] == (1, 1) for each in parts for v in each) else "parts"
+    leaves = [specs["rows"]] * sum(map(len, rows)) + [specs[of_parts]] * sum(map(len, parts))
     before = len(leaves) + len(tables)
     leaves += [specs["table"]] * len(tables) + [specs["rows"]] * len(given)
     flat = [each for result in results for each in result]
@@ -119,7 +121,7 @@ def backward(
     (b, t, width), dtype = x.shape, jnp.float32
     sums = jax.ShapeDtypeStruct((min(launch.blocks, b * t), 1, width), dtype)
     leaves = [specs["rows"]] * 2 + [specs["numbers"]] * len(kept)
-    leaves += [specs["parts"]] * len(parts) + [specs["table"]] * len(tables)
+    leaves += [specs["fixed"]] * len(parts) + [specs["table"]] * len(tables)
     dx, *found = cutejax.call(
         kernel.run_backward,
         [_shape(x), *[sums] * len(parts)],
@@ -152,6 +154,7 @@ def _cute() -> tuple[Any, Any, dict[str, Any]]:
         kernel,
         {
             "rows": cutejax.ArraySpec(static_dims=(2,), assumed_align=16),
+            "fixed": cutejax.ArraySpec(static_dims=True, assumed_align=16),
             "parts": cutejax.ArraySpec(static_dims=(2, 3), assumed_align=16),
             "table": cutejax.ArraySpec(static_dims=(1,), assumed_align=16),
             "numbers": cutejax.ArraySpec(assumed_align=4),

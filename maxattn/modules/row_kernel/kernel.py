@@ -64,6 +64,11 @@ def one_of(arrays: Any, second: Any) -> Any:
     return OneOfPair(pointer, kind, shape)
 
 
+def is_for_all_rows(part: Any) -> bool:
+    """Say whether a vector is known to be one when the kernel is compiled."""
+    return all(isinstance(n, int) and n == 1 for n in part.shape[:2])
+
+
 class Block(NamedTuple):
     """What a thread keeps from row to row.
 
@@ -130,10 +135,11 @@ class RowKernel:
 
     Args:
         launch: how rows are shared among blocks.
-        first: where an example's rows begin in a longer sequence, to which they are stored.
+        first: where an example's rows begin in a longer sequence, to which they are stored; None
+            where there is none.
     """
 
-    def __init__(self, launch: RowLaunch, first: int = 0) -> None:
+    def __init__(self, launch: RowLaunch, first: int | None = None) -> None:
         self.launch, self.work, self.first = launch, launch.work, first
 
     def options(self, rows: Any, stream: Any) -> dict[str, Any]:
@@ -218,14 +224,20 @@ class Forward(RowKernel):
         place: Any = Place(self.work, cute.arch.thread_idx()[0])
         early, late = self.sources(place, rows, tables)
         block = self.begin(place, early, rows[0], jobs)
-        frames = most([part.shape[1] for part in parts])
-        length = rows[0].shape[1] // frames
-        for group in cutlass.range(block.first // length, (block.last - 1) // length + 1):
-            self.hold(block, parts, group // frames, group % frames)
-            first = cutlass.max(block.first, group * length)
-            last = cutlass.min(block.last, (group + 1) * length)
-            for row in cutlass.range(first, last):
-                self.take(block, row, late, rows[0].shape[1], results)
+        length = rows[0].shape[1]
+        if cutlass.const_expr(all(is_for_all_rows(part) for part in parts)):
+            self.hold(block, parts, 0, 0)
+            for row in cutlass.range(block.first, block.last):
+                self.take(block, row, late, length, results)
+        else:
+            frames = most([part.shape[1] for part in parts])
+            span = length // frames
+            for group in cutlass.range(block.first // span, (block.last - 1) // span + 1):
+                self.hold(block, parts, group // frames, group % frames)
+                first = cutlass.max(block.first, group * span)
+                last = cutlass.min(block.last, (group + 1) * span)
+                for row in cutlass.range(first, last):
+                    self.take(block, row, late, length, results)
 
     def sources(self, place: Place, rows: Any, tables: Any) -> tuple[list[Any], list[Any]]:
         """Return what is copied ahead, and what is loaded when a row's turn comes: angles, where
@@ -259,6 +271,8 @@ class Forward(RowKernel):
 
     def place_in(self, y: Any, row: Any, length: Any) -> Any:
         """Return the row of y, [B, L, N H], that a row of [B, T, N H] is stored to."""
+        if self.first is None:
+            return row
         return row // length * y.shape[1] + row % length + self.first
 
 
@@ -331,7 +345,7 @@ class Backward(RowKernel):
 def run_forward(
     stream: Any,
     launch: RowLaunch,
-    first: int,
+    first: int | None,
     rows: Any,
     parts: Any,
     tables: Any,

@@ -147,8 +147,8 @@ class RowLaunch:
     @property
     def per_sm(self) -> int:
         """Return how many blocks an SM has at once: registers and shared memory limit them."""
-        work, arrays = self.work, len(self.widths) + len(self.work.vectors)
-        registers = OTHERS + OCTET * work.passes * (1 + arrays * (2 if self.is_backward else 1))
+        work, vectors = self.work, len(self.work.vectors) * (2 if self.is_backward else 1)
+        registers = OTHERS + OCTET * work.passes * (vectors + 2 * len(self.widths) - 1)
         by_registers = REGISTERS // (registers * work.threads)
         return max(1, min(by_registers, self.shared // self._bytes(self.stages), MOST_BLOCKS))
 

@@ -212,7 +212,7 @@ def modules() -> dict[str, ModuleType]:
     vars(memory).update(SmemAllocator=lambda: allocate)
     vars(cutlass).update(
         cute=cute, memory=memory, Float32=FLOAT32, Int32=int, Int64=lambda x: x, range=range,
-        min=np.minimum, max=np.maximum, select_=_select,
+        const_expr=bool, min=np.minimum, max=np.maximum, select_=_select,
     )  # fmt: skip
     return {module.__name__: module for module in (cutlass, cute, memory, nvgpu, cpasync)}
 

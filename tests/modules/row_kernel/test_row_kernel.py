@@ -120,7 +120,9 @@ def run(of: Drawn) -> tuple[Any, Any, Any, dict[str, Any]]:
     with on_numpy():
         kernel = import_module("maxattn.modules.row_kernel.kernel")
         rows, jobs = ((Memory(x),),), [(part,) for part in parts]
-        kernel.run_forward(None, ahead, 0, rows, jobs, tables, (), (y,), *((each,) for each in r))
+        kernel.run_forward(
+            None, ahead, None, rows, jobs, tables, (), (y,), *((each,) for each in r)
+        )
         rows = (Memory(dy), Memory(x))
         kernel.run_backward(None, back, rows, r, parts, tables, dx, *sums)
     found = {}
@@ -169,7 +171,7 @@ def test_queries_and_keys_in_one_launch(
     with on_numpy():
         kernel = import_module("maxattn.modules.row_kernel.kernel")
         both, tables = (Memory(q.x), Memory(k.x)), list(map(Memory, q.lines))
-        kernel.run_forward(None, launch_of(q.work, q.x), 0, (both,), parts, tables, (), found)
+        kernel.run_forward(None, launch_of(q.work, q.x), None, (both,), parts, tables, (), found)
     for got, of in zip(found, (q, k), strict=True):
         assert error(got.array, of.wanted()[0]) < 1e-6
 
@@ -258,7 +260,7 @@ def adapted(case: Case, rows: list[Any], parts: list[Any]) -> list[Any]:
         kernel = import_module("maxattn.modules.row_kernel.kernel")
         of_rows, jobs = [(Memory(x),) for x in rows], [(Memory(v),) for v in parts]
         outs = [(each,) for each in results]
-        kernel.run_forward(None, launch_of(case.work, *rows), 0, of_rows, jobs, [], (), *outs)
+        kernel.run_forward(None, launch_of(case.work, *rows), None, of_rows, jobs, [], (), *outs)
     return [each.array for each in results]
 
 
