@@ -13,13 +13,7 @@ from typing import Any, Generic, NamedTuple, get_args
 from maxattn.config.document import read
 from maxattn.config.errors import ConfigErrors, close, plain
 from maxattn.config.fields import keys_of, section_type
-from maxattn.config.load import (
-    Config,
-    Locations,
-    check_path,
-    in_file_order,
-    validated,
-)
+from maxattn.config.load import Config, Locations, check_path, in_file_order, validated
 from maxattn.config.overrides import Overrides, apply_overrides
 from maxattn.config.rules import AXES, FOREIGN, PROGRAM_SECTIONS, RematPolicy
 from maxattn.config.section import Section

@@ -64,10 +64,7 @@ class Lora(NamedTuple):
 
 
 def read_lora(
-    module: nnx.Module,
-    tensors: Mapping[str, Any] | str | Path,
-    prefix: str | None,
-    strict: bool,
+    module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str | None, strict: bool
 ) -> Lora:
     """Read LoRA weights and check all but their sums with the kernels.
 

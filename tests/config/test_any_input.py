@@ -19,44 +19,10 @@ KEYS = st.sampled_from(
     [*Settings.model_fields, "block_q", "steps", "seed", "training.steps", "sampling", "<<", ""]
 )
 PIECES = [
-    "attention",
-    "flash",
-    "ring",
-    "training",
-    "steps",
-    "1e3",
-    "-1",
-    "no",
-    "~",
-    ": ",
-    ":",
-    "\n",
-    "  ",
-    "- ",
-    "[",
-    "]",
-    "{",
-    "}",
-    ",",
-    "!!bool ",
-    "&a ",
-    "*a",
-    "<<",
-    "!!int ",
-    "!x ",
-    "'",
-    '"',
-    "#",
-    "---\n",
-    "\t",
-    "|",
-    ">",
-    "%",
-    "?",
-    "é",
-    "\x01",
-    "\ufeff",
-]
+    "attention", "flash", "ring", "training", "steps", "1e3", "-1", "no", "~", ": ", ":", "\n",
+    "  ", "- ", "[", "]", "{", "}", ",", "!!bool ", "&a ", "*a", "<<", "!!int ", "!x ", "'", '"', "#",
+    "---\n", "\t", "|", ">", "%", "?", "é", "\x01", "\ufeff",
+]  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers(-2, 1024) | st.floats() | st.sampled_from(PIECES)
 VALUES = st.recursive(
     SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3), max_leaves=5

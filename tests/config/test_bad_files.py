@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import ConfigErrors
-from maxattn.errors import ConfigError
-from tests.config.golden import HERE, check
 from tests.config.settings import Settings
-from tests.golden_text import golden_texts
+from tests.golden_text import check_golden, golden_texts
+
+HERE = Path(__file__).parent
 
 BAD = sorted(path.stem for path in (HERE / "bad").glob("*.yml"))
 OVERRIDES = {
@@ -54,24 +55,23 @@ def in_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
 
 
-def message_of(load) -> str:
-    with pytest.raises(ConfigError) as caught:
+def check(name: str, load: Callable[[], object]) -> None:
+    """Fail unless the error is the golden one, letter for letter."""
+    with pytest.raises(ConfigErrors) as caught:
         load()
-    for problem in (
-        caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]
-    ):
+    for problem in caught.value.problems:
         assert problem.setting and problem.rule and problem.remedy
-    return str(caught.value)
+    check_golden(f"config/{name}", str(caught.value))
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_file(name: str):
-    check(name, message_of(lambda: AttentionConfig.from_yaml(f"bad/{name}.yml")))
+    check(name, lambda: AttentionConfig.from_yaml(f"bad/{name}.yml"))
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_bad_override(name: str):
-    check(name, message_of(lambda: AttentionConfig.from_overrides(OVERRIDES[name])))
+    check(name, lambda: AttentionConfig.from_overrides(OVERRIDES[name]))
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -79,44 +79,34 @@ def test_bad_section(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     text, overrides = SECTIONS[name]
     monkeypatch.chdir(tmp_path)
     Path("run.yml").write_text(text)
-    check(name, message_of(lambda: Settings.from_yaml("run.yml", overrides)))
+    check(name, lambda: Settings.from_yaml("run.yml", overrides))
 
 
-def test_missing_file_and_folder():
-    check("file_missing", message_of(lambda: AttentionConfig.from_yaml("bad/kernel_mispelt.yml")))
-    check("folder_missing", message_of(lambda: AttentionConfig.from_yaml("baad/kernel.yml")))
-    check("file_none", message_of(lambda: AttentionConfig.from_yaml(None)))  # type: ignore[arg-type]
-    assert message_of(lambda: AttentionConfig.from_maxdiffusion(None)).startswith("path: None")  # type: ignore[arg-type]
-    check("file_is_a_folder", message_of(lambda: AttentionConfig.from_yaml("../golden")))
+MIXED = ["attention=rng", "mesh_axes=[data]"]
+OTHERS: dict[str, Callable[[], object]] = {
+    "file_missing": lambda: AttentionConfig.from_yaml("bad/kernel_mispelt.yml"),
+    "folder_missing": lambda: AttentionConfig.from_yaml("baad/kernel.yml"),
+    "file_none": lambda: AttentionConfig.from_yaml(None),  # type: ignore[arg-type]
+    "file_is_a_folder": lambda: AttentionConfig.from_yaml("../golden"),
+    "file_and_override": lambda: AttentionConfig.from_yaml("bad/everything_at_once.yml", MIXED),
+    "constructor": lambda: AttentionConfig(atention="flash", flash_block_sizes={"block_q": 0}),
+}
 
 
-def test_override_on_a_file_that_is_wrong_elsewhere():
-    overrides = ["attention=rng", "mesh_axes=[data]"]
-    found = message_of(lambda: AttentionConfig.from_yaml("bad/everything_at_once.yml", overrides))
-    check("file_and_override", found)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_errors(name: str):
+    check(name, OTHERS[name])
 
 
-def test_constructor():
-    check(
-        "constructor",
-        message_of(lambda: AttentionConfig(atention="flash", flash_block_sizes={"block_q": 0})),
-    )
+def test_no_file_of_maxdiffusion():
+    with pytest.raises(ConfigErrors, match="path: None"):
+        AttentionConfig.from_maxdiffusion(None)  # type: ignore[arg-type]
 
 
 def test_no_golden_file_is_left_over():
-    extra = {
-        "file_missing",
-        "file_none",
-        "folder_missing",
-        "file_is_a_folder",
-        "file_and_override",
-        "constructor",
-    }
-    assert set(golden_texts("config")) == {*BAD, *OVERRIDES, *SECTIONS, *extra}
+    assert set(golden_texts("config")) == {*BAD, *OVERRIDES, *SECTIONS, *OTHERS}
 
 
 def test_an_override_mends_a_file():
-    assert (
-        AttentionConfig.from_yaml("bad/kernel_misspelt.yml", ["attention=flash"]).attention
-        == "flash"
-    )
+    config = AttentionConfig.from_yaml("bad/kernel_misspelt.yml", ["attention=flash"])
+    assert config.attention == "flash"

@@ -17,16 +17,9 @@ from maxattn.errors import ConfigError, InputError
 from tests.config.settings import ModelSettings, Settings, TrainingSettings
 
 SPELLINGS = {
-    "auto": ("auto", "auto"),
-    "dot_product": ("dot_product", "auto"),
-    "flash": ("flash", "auto"),
-    "tokamax_flash": ("tokamax_flash", "auto"),
-    "tpu_flash": ("tpu_flash", "auto"),
-    "cudnn_flash_te": ("cudnn_flash_te", "auto"),
-    "cudnn": ("cudnn", "auto"),
-    "ring": ("auto", "ring"),
-    "ulysses": ("auto", "ulysses"),
-    "ulysses_ring": ("auto", "ulysses_ring"),
+    **{name: (name, "auto") for name in ("auto", "dot_product", "flash", "tokamax_flash",
+                                         "tpu_flash", "cudnn_flash_te", "cudnn")},
+    **{name: ("auto", name) for name in ("ring", "ulysses", "ulysses_ring")},
     "tokamax_ring": ("tokamax_flash", "ring"),
     "tokamax_ring_custom": ("tpu_flash", "ring"),
     "ulysses_custom": ("tpu_flash", "ulysses"),
@@ -34,7 +27,7 @@ SPELLINGS = {
     "ulysses_ring_custom": ("tpu_flash", "ulysses_ring"),
     "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring"),
     "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring"),
-}
+}  # fmt: skip
 
 
 def test_every_spelling_has_its_pair():
@@ -53,11 +46,8 @@ def test_every_spelling_has_its_pair():
 
 def test_kernel_and_strategy_beside_each_other():
     ring = AttentionConfig(attention="ring", attention_kernel="cudnn", cross_attention="flash")
-    assert (ring.kernel_for("self"), ring.strategy_for("self"), ring.kernel_for("cross")) == (
-        "cudnn",
-        "ring",
-        "flash",
-    )
+    assert (ring.kernel_for("self"), ring.strategy_for("self")) == ("cudnn", "ring")
+    assert ring.kernel_for("cross") == "flash"
     beside = AttentionConfig(attention="flash", context_parallel="ulysses")
     assert (beside.kernel_for("self"), beside.strategy_for("self")) == ("flash", "ulysses")
     inside = AttentionConfig(attention_kernel="dot_product", context_parallel="ring")
@@ -109,20 +99,14 @@ def test_axes_follow_mesh_axes_in_order():
 
 
 def test_gpu_spelling():
-    config = AttentionConfig(
-        ici_fsdp_batch_parallelism=2, ici_fsdp_parallelism=4, dcn_fsdp_parallelism=3
+    sizes = {"ici_fsdp_batch_parallelism": 2, "ici_fsdp_parallelism": 4}
+    config = AttentionConfig(**sizes, dcn_fsdp_parallelism=3)
+    want = {"data": (-1, -1), "fsdp": (2, 3), "context": (4, 1), "tensor": (1, 1)}
+    assert config.axis_parallelism() == want
+    note = (
+        "ici_fsdp_batch_parallelism=2 sets the fsdp axis, ici_fsdp_parallelism=4 sets the context"
     )
-    assert config.axis_parallelism() == {
-        "data": (-1, -1),
-        "fsdp": (2, 3),
-        "context": (4, 1),
-        "tensor": (1, 1),
-    }
-    assert (
-        config.axis_mapping_note()
-        == "ici_fsdp_batch_parallelism=2 sets the fsdp axis, ici_fsdp_parallelism=4 sets the"
-        " context axis"
-    )
+    assert config.axis_mapping_note() == f"{note} axis"
 
 
 def test_the_data_axis_gives_way_to_a_rest_elsewhere():
@@ -149,17 +133,11 @@ def test_equal_values_are_equal_however_they_were_given():
 
 def test_every_key_is_part_of_equality_and_hash():
     other = {
-        "attention": "flash",
-        "attention_kernel": "flash",
-        "cross_attention": "flash",
-        "context_parallel": "none",
-        "flash_block_sizes": {"block_kv": 128},
-        "hardware": "cpu",
-        "mesh_axes": ("data",),
-        "remat_policy": "FULL",
-        "fallback": "allow",
+        "attention": "flash", "attention_kernel": "flash", "cross_attention": "flash",
+        "context_parallel": "none", "flash_block_sizes": {"block_kv": 128}, "hardware": "cpu",
+        "mesh_axes": ("data",), "remat_policy": "FULL", "fallback": "allow",
         "ring_direction": "both_ways",
-    }
+    }  # fmt: skip
     base = AttentionConfig()
     for key, value in base:
         if key not in other:
@@ -232,38 +210,24 @@ def test_block_sizes_alone_and_null():
 
 
 def test_problems_are_reported_with_their_parts():
+    sizes = {"ici_fsdp_batch_parallelism": 2, "ici_context_parallelism": 2}
     with pytest.raises(ConfigErrors) as caught:
-        AttentionConfig(
-            attention="ringg",
-            context_parallel="ulysses",
-            ici_fsdp_batch_parallelism=2,
-            ici_context_parallelism=2,
-        )
+        AttentionConfig(attention="ringg", context_parallel="ulysses", **sizes)
     first, second = caught.value.problems
-    assert (first.setting, first.value, first.remedy, first.where) == (
-        "attention",
-        "ringg",
-        "did you mean 'ring'?",
-        "",
-    )
+    said = (first.setting, first.value, first.remedy, first.where)
+    assert said == ("attention", "ringg", "did you mean 'ring'?", "")
     assert second.setting == "ici_context_parallelism"
     assert caught.value.setting == "attention"
 
 
 def test_sections_of_a_program():
     settings = Settings(training={"steps": 3}, model={"patch": [1, 2, 2]}, attention="ring")
-    assert settings.training == TrainingSettings(steps=3) and settings.model == ModelSettings(
-        patch=(1, 2, 2)
-    )
-    assert (
-        hash(settings) == hash(settings.replace())
-        and settings.replace(training={"steps": 4}) != settings
-    )
-    assert isinstance(settings, AttentionConfig) and settings.changed == {
-        "attention",
-        "model",
-        "training",
-    }
+    assert settings.training == TrainingSettings(steps=3)
+    assert settings.model == ModelSettings(patch=(1, 2, 2))
+    assert hash(settings) == hash(settings.replace())
+    assert settings.replace(training={"steps": 4}) != settings
+    assert isinstance(settings, AttentionConfig)
+    assert settings.changed == {"attention", "model", "training"}
     assert settings.resolved()["model"]["patch"] == [1, 2, 2]
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import ConfigErrors
-from maxattn.config.maxdiffusion import KERNELS
+from maxattn.config.maxdiffusion import KERNELS, LENGTHS_MATTER, OF_ONE_ATTENTION
 from maxattn.config.write import yaml_of
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
@@ -41,6 +41,11 @@ def beside_the_files(monkeypatch):
     monkeypatch.chdir(FILES)
 
 
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def test_every_name_is_tested():
     assert set(MEANS) == set(KERNELS)
     assert len(MEANS) == 13 + 1  # the thirteen of its registry, and ring, which its files name
@@ -48,15 +53,11 @@ def test_every_name_is_tested():
 
 @pytest.mark.parametrize("name", MEANS)
 def test_kernel_names(name, tmp_path):
-    (tmp_path / "base.yml").write_text(
-        f"attention: '{name}'\nici_context_parallelism: 4\nrun_name: x\n"
-    )
-    config, left_out, notes = AttentionConfig.from_maxdiffusion(tmp_path / "base.yml")
-    assert (
-        config.kernel_for("self"),
-        config.strategy_for("self"),
-        config.kernel_for("cross"),
-    ) == MEANS[name]
+    path = tmp_path / "base.yml"
+    path.write_text(f"attention: '{name}'\nici_context_parallelism: 4\nrun_name: x\n")
+    config, left_out, notes = AttentionConfig.from_maxdiffusion(path)
+    found = config.kernel_for("self"), config.strategy_for("self"), config.kernel_for("cross")
+    assert found == MEANS[name]
     assert left_out == ("run_name",)
     read_as = [note for note in notes if note.startswith(f"attention: {name} is read as")]
     assert bool(read_as) == (MEANS[name][1] != "auto")
@@ -64,35 +65,17 @@ def test_kernel_names(name, tmp_path):
 
 def test_a_video_file():
     config, left_out, notes = AttentionConfig.from_maxdiffusion("video.yml")
-    assert (config.attention, config.cross_attention, config.hardware) == (
-        "tokamax_flash",
-        "tokamax_flash",
-        "tpu",
-    )
-    assert (
-        config.flash_block_sizes.block_kv_compute == 256
-        and config.flash_block_sizes.use_fused_bwd_kernel
-    )
-    assert (config.use_base2_exp, config.flash_min_seq_length, config.profiler_steps) == (
-        True,
-        4096,
-        10,
-    )
-    assert config.axis_parallelism() == {
-        "data": (2, 1),
-        "fsdp": (1, -1),
-        "context": (-1, 1),
-        "tensor": (1, 1),
-    }
-    assert {"run_name", "learning_rate", "logical_axis_rules", "remat_policy", "dropout"} <= set(
-        left_out
-    )
-    assert not set(left_out) & {
-        "attention",
-        "flash_block_sizes",
-        "ici_data_parallelism",
-        "mesh_axes",
-    }
+    assert config.attention == config.cross_attention == "tokamax_flash"
+    sizes = config.flash_block_sizes
+    assert sizes.block_kv_compute == 256 and sizes.use_fused_bwd_kernel
+    assert (config.use_base2_exp, config.flash_min_seq_length) == (True, 4096)
+    assert (config.hardware, config.profiler_steps) == ("tpu", 10)
+    want = {"data": (2, 1), "fsdp": (1, -1), "context": (-1, 1), "tensor": (1, 1)}
+    assert config.axis_parallelism() == want
+    not_ours = {"run_name", "learning_rate", "logical_axis_rules", "remat_policy", "dropout"}
+    assert not_ours <= set(left_out)
+    ours = {"attention", "flash_block_sizes", "ici_data_parallelism", "mesh_axes"}
+    assert not ours & set(left_out)
     said = ["attention", "remat_policy", "flash_min_seq_length"]
     assert [note.split(":")[0] for note in notes] == said
 
@@ -107,17 +90,14 @@ def test_every_key_is_taken_or_named():
 def test_sizes_that_are_not_ours_are_told():
     config, left_out, notes = AttentionConfig.from_maxdiffusion("sizes.yml")
     assert config.flash_block_sizes.model_dump(exclude_none=True) == {"block_q": 2048}
-    assert [key for key in left_out if "." in key] == [
-        f"flash_block_sizes.{key}"
-        for key in ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "blok_kv")
-    ]
+    names = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes", "blok_kv")
+    assert [k for k in left_out if "." in k] == [f"flash_block_sizes.{name}" for name in names]
     assert "did you mean 'block_kv'?" in notes[-1]
 
 
 def test_overrides_are_in_our_names():
-    config = AttentionConfig.from_maxdiffusion(
-        "video.yml", ["attention=ring", "flash_block_sizes.block_q=512"]
-    ).config
+    overrides = ["attention=ring", "flash_block_sizes.block_q=512"]
+    config = AttentionConfig.from_maxdiffusion("video.yml", overrides).config
     assert (config.attention, config.flash_block_sizes.block_q) == ("ring", 512)
     with pytest.raises(ConfigErrors, match="override 1: learning_rate"):
         AttentionConfig.from_maxdiffusion("video.yml", ["learning_rate=3"])
@@ -136,10 +116,8 @@ def test_convert_prints_what_reads_back(capsys, tmp_path, name):
     assert (ran.status, ran.err) == (0, "")
     check_golden(f"maxdiffusion/{name}", ran.out)
     (tmp_path / "ours.yml").write_text(ran.out)
-    assert (
-        AttentionConfig.from_yaml(tmp_path / "ours.yml")
-        == AttentionConfig.from_maxdiffusion(f"{name}.yml").config
-    )
+    ours = AttentionConfig.from_yaml(tmp_path / "ours.yml")
+    assert ours == AttentionConfig.from_maxdiffusion(f"{name}.yml").config
 
 
 @pytest.mark.parametrize("name", ["video", "image", "sizes"])
@@ -148,17 +126,13 @@ def test_a_file_read_as_ours_is_recognised_first(capsys, name):
     with pytest.raises(ConfigErrors) as caught:
         AttentionConfig.from_yaml(f"{name}.yml", ["atention=flash"])
     first, *others = caught.value.problems
-    assert first.value == "a MaxDiffusion file" and not any(
-        "remove it" in problem.remedy for problem in others
-    )
+    assert first.value == "a MaxDiffusion file"
+    assert not any("remove it" in problem.remedy for problem in others)
     assert others[-1].where == "override 1"
     for command in ("check", "explain"):
         ran = run(capsys, command, f"{name}.yml", "--target", "cpu", "--shape", "sdxl-64")
-        assert (
-            ran.status == 1
-            and f"maxattn convert {name}.yml" in ran.err
-            and "--maxdiffusion" in ran.err
-        )
+        assert ran.status == 1 and f"maxattn convert {name}.yml" in ran.err
+        assert "--maxdiffusion" in ran.err
 
 
 def test_a_file_of_ours_with_a_key_too_many_is_not_recognised(tmp_path):
@@ -169,26 +143,71 @@ def test_a_file_of_ours_with_a_key_too_many_is_not_recognised(tmp_path):
 
 
 def test_check_reads_them(capsys):
-    ran = run(
-        capsys,
-        "check",
-        "--maxdiffusion",
-        "sizes.yml",
-        "--shape",
-        "wan-14b-480p",
-        "--target",
-        "TPU v6e",
-        "fallback=warn",
-        "ulysses_shards=8",
-    )
+    words = ["check", "--maxdiffusion", "sizes.yml", "--shape", "wan-14b-480p"]
+    ran = run(capsys, *words, "--target", "TPU v6e", "fallback=warn", "ulysses_shards=8")
     assert ran.status == 0 and "ulysses_ring over 8" in ran.out
     check_golden("maxdiffusion/check", ran.out.split("\n\n")[0])
 
 
 def test_what_is_written_reads_back(tmp_path):
-    for config in (
-        AttentionConfig(),
-        AttentionConfig(attention="ring", mesh_axes=("context",), key_chunk_size=7),
-    ):
+    ring = AttentionConfig(attention="ring", mesh_axes=("context",), key_chunk_size=7)
+    for config in (AttentionConfig(), ring):
         (tmp_path / "ours.yml").write_text(yaml_of(config))
         assert AttentionConfig.from_yaml(tmp_path / "ours.yml") == config
+
+
+# ---- what a file leaves to its code, or says of one attention alone, is a note -------------------
+
+# As its files stand at 7cfb8801, with the keys that matter here.
+UNSAID = {
+    "base_xl_lightning": "attention: 'flash'\nici_context_parallelism: 1\n",
+    "base_xl": "attention: 'dot_product'\nici_context_parallelism: 1\n",
+    "base_wan_1_3b": "attention: 'flash'\nflash_min_seq_length: 0\nici_context_parallelism: -1\n",
+    "ltx2_video": (
+        "attention: 'flash'\na2v_attention_kernel: 'dot_product'\n"
+        "v2a_attention_kernel: 'flash'\nflash_min_seq_length: 4096\nici_context_parallelism: -1\n"
+    ),
+    "base_flux2klein": (
+        "attention: 'tokamax_flash'\ntext_encoder_attention: 'flash'\n"
+        "text_encoder_flash_block_sizes: {}\nici_context_parallelism: 1\n"
+    ),
+}
+
+
+def notes_of(name: str, text: str) -> tuple[str, ...]:
+    Path(f"{name}.yml").write_text(f"run_name: ''\n{text}")
+    return AttentionConfig.from_maxdiffusion(f"{name}.yml").notes
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_its_files_leave_unsaid(capsys, in_a_folder, name: str) -> None:
+    notes = notes_of(name, UNSAID[name])
+    ran = run(capsys, "convert", f"{name}.yml")
+    assert (ran.status, ran.err) == (0, "")
+    check_golden(f"maxdiffusion/unsaid_{name}", "\n".join((*notes, "", ran.out)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_length_that_is_not_set_is_told_of_the_kernels_that_look_at_it(
+    in_a_folder, name: str
+) -> None:
+    unset, zero = (
+        [note for note in notes_of(name, f"attention: {name}\n{more}") if "min_seq_length" in note]
+        for more in ("", "flash_min_seq_length: 0\n")
+    )
+    assert (len(unset), zero) == (int(name in LENGTHS_MATTER), [])
+
+
+@pytest.mark.parametrize("axis", ["ici", "dcn"])
+def test_gathered_keys_are_told_where_a_sequence_is_spread(in_a_folder, axis: str) -> None:
+    for size, count in ((1, 0), (4, 1), (-1, 1)):
+        notes = notes_of("x", f"attention: flash\n{axis}_context_parallelism: {size}\n")
+        assert sum("gathers keys" in note for note in notes) == count
+
+
+def test_kernels_of_one_attention_are_left_out_and_told(in_a_folder) -> None:
+    text = "attention: 3\n" + "".join(f"{key}: [1, {{}}]\n" for key in OF_ONE_ATTENTION)
+    Path("x.yml").write_text(f"run_name: ''\n{text.replace('attention: 3', '')}")
+    _, left_out, notes = AttentionConfig.from_maxdiffusion("x.yml")
+    assert set(OF_ONE_ATTENTION) <= set(left_out)
+    assert [note.split(":")[0] for note in notes] == [*OF_ONE_ATTENTION]

@@ -22,44 +22,18 @@ def write(tmp_path: Path):
     return to_file
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("512", 512),
-        ("-1", -1),
-        ("+3", 3),
-        ("1_000", 1000),
-        ("0", 0),
-        ("0.5", 0.5),
-        ("1e-3", 1e-3),
-        ("1.0e+3", 1000.0),
-        ("5.", 5.0),
-        (".5", 0.5),
-        ("1E6", 1e6),
-        (".inf", float("inf")),
-        ("true", True),
-        ("No", False),
-        ("on", True),
-        ("y", "y"),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("010", "010"),
-        ("0x10", "0x10"),
-        ("1:30", "1:30"),
-        ("2024-01-01", "2024-01-01"),
-        ("1e", "1e"),
-        ("-", [None]),
-        ("'512'", "512"),
-        ("flash", "flash"),
-        ("[1, a]", [1, "a"]),
-        ('{"a": {b: 1.5}}', {"a": {"b": 1.5}}),
-        ("{on: 1, 2: 3}", {"on": 1, "2": 3}),
-        ("=", "="),
-        ("1.2.3", "1.2.3"),
-        ("٣", "٣"),
-    ],
-)
+VALUES = [
+    ("512", 512), ("-1", -1), ("+3", 3), ("1_000", 1000), ("0", 0), ("0.5", 0.5), ("1e-3", 1e-3),
+    ("1.0e+3", 1000.0), ("5.", 5.0), (".5", 0.5), ("1E6", 1e6), (".inf", float("inf")),
+    ("true", True), ("No", False), ("on", True), ("y", "y"), ("null", None), ("~", None),
+    ("", None), ("010", "010"), ("0x10", "0x10"), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"),
+    ("1e", "1e"), ("-", [None]), ("'512'", "512"), ("flash", "flash"), ("[1, a]", [1, "a"]),
+    ('{"a": {b: 1.5}}', {"a": {"b": 1.5}}), ("{on: 1, 2: 3}", {"on": 1, "2": 3}), ("=", "="),
+    ("1.2.3", "1.2.3"), ("٣", "٣"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
 def test_values(text, value):
     found = parse(text, str).data
     assert found == value and type(found) is type(value)
@@ -70,17 +44,13 @@ def test_values_of_a_file(write):
         "attention: ring\nici_context_parallelism: 4  # four\nmesh_axes: [data, context]\n"
         'flash_block_sizes: {\n  "block_q": 512,\n  "use_fused_bwd_kernel": True\n}\n'
     )
-    config = AttentionConfig.from_yaml(path)
-    assert (
-        config
-        == AttentionConfig.from_yaml(str(path))
-        == AttentionConfig(
-            attention="ring",
-            ici_context_parallelism=4,
-            mesh_axes=("data", "context"),
-            flash_block_sizes=FlashBlockSizes(block_q=512, use_fused_bwd_kernel=True),
-        )
+    want = AttentionConfig(
+        attention="ring",
+        ici_context_parallelism=4,
+        mesh_axes=("data", "context"),
+        flash_block_sizes=FlashBlockSizes(block_q=512, use_fused_bwd_kernel=True),
     )
+    assert AttentionConfig.from_yaml(path) == AttentionConfig.from_yaml(str(path)) == want
 
 
 def test_anchors_and_merges(write):
@@ -114,48 +84,32 @@ def test_commented_out_sections(write):
 
 def test_program_sections_are_left_alone(write):
     path = write(
-        "attention: flash\ntraining: {steps: 3, anything: [1, {a: b}]}\nsampling: {}\nmodel: {x:"
-        " 1}\ndata: {y: 2}\n"
+        "attention: flash\ntraining: {steps: 3, anything: [1, {a: b}]}\nsampling: {}\n"
+        "model: {x: 1}\ndata: {y: 2}\n"
     )
-    assert AttentionConfig.from_yaml(path) == AttentionConfig(attention="flash")
-    assert AttentionConfig.from_yaml(path, ["training.steps=9", "x=4"]) == AttentionConfig(
-        attention="flash"
-    )
+    for overrides in ([], ["training.steps=9", "x=4"]):
+        assert AttentionConfig.from_yaml(path, overrides) == AttentionConfig(attention="flash")
 
 
 def test_a_declared_section_is_read(write):
     path = write(
-        "training: {steps: 3, learning_rate: 1e-4}\nmodel: {patch: [1, 2, 2]}\nsampling: {free:"
-        " 1}\n"
+        "training: {steps: 3, learning_rate: 1e-4}\nmodel: {patch: [1, 2, 2]}\n"
+        "sampling: {free: 1}\n"
     )
-    settings = Settings.from_yaml(path)
-    assert settings == Settings(
-        training={"steps": 3, "learning_rate": 1e-4}, model={"patch": (1, 2, 2)}
-    )
+    want = Settings(training={"steps": 3, "learning_rate": 1e-4}, model={"patch": (1, 2, 2)})
+    assert Settings.from_yaml(path) == want
 
 
 def test_overrides_in_every_form(write):
     path = write(
         "attention: flash\nflash_block_sizes: {block_q: 256, block_kv: 256}\ntraining: {steps: 3}\n"
     )
-    settings = Settings.from_yaml(
-        path,
-        [
-            "attention=ring",
-            "flash_block_sizes.block_q=1024",
-            "steps=20",
-            "model.dim=8",
-            "patch=[1,2,2]",
-            "mesh_axes=[data, context]",
-            "hardware=null",
-            "fallback=",
-            "learning_rate=1e-2",
-            "training.seed=1",
-            "training.seed=2",
-            " schedule = constant ",
-        ],
-    )
-    assert settings == Settings(
+    overrides = [
+        "attention=ring", "flash_block_sizes.block_q=1024", "steps=20", "model.dim=8",
+        "patch=[1,2,2]", "mesh_axes=[data, context]", "hardware=null", "fallback=",
+        "learning_rate=1e-2", "training.seed=1", "training.seed=2", " schedule = constant ",
+    ]  # fmt: skip
+    assert Settings.from_yaml(path, overrides) == Settings(
         attention="ring",
         flash_block_sizes={"block_q": 1024, "block_kv": 256},
         mesh_axes=("data", "context"),
@@ -165,13 +119,9 @@ def test_overrides_in_every_form(write):
 
 
 def test_a_mapping_override_replaces_and_a_dotted_one_adds():
-    sizes = AttentionConfig.from_overrides(
-        [
-            "flash_block_sizes.block_q=1",
-            'flash_block_sizes={"block_kv": 128}',
-            "flash_block_sizes.block_q_dq=64",
-        ]
-    ).flash_block_sizes
+    name = "flash_block_sizes"
+    overrides = [f"{name}.block_q=1", f'{name}={{"block_kv": 128}}', f"{name}.block_q_dq=64"]
+    sizes = AttentionConfig.from_overrides(overrides).flash_block_sizes
     assert sizes == FlashBlockSizes(block_kv=128, block_q_dq=64)
 
 
@@ -185,18 +135,11 @@ def test_overrides_alone():
 def test_overrides_by_key():
     sizes = {"flash_block_sizes": {"block_q": 512}, "flash_block_sizes.block_kv": 256}
     asked = {"attention": "ring", "deterministic": True, "query_chunk_size": None} | sizes
-    listed = [
-        "attention=ring",
-        "deterministic=true",
-        "flash_block_sizes={block_q: 512, block_kv: 256}",
-    ]
+    listed = ["attention=ring", "deterministic=true"]
+    listed += ["flash_block_sizes={block_q: 512, block_kv: 256}"]
     assert AttentionConfig.from_overrides(asked) == AttentionConfig.from_overrides(listed)
-    assert (
-        Settings.from_overrides(
-            {"steps": 3, "model.dim": 3, "learning_rate": 1e-5}
-        ).training.learning_rate
-        == 1e-5
-    )
+    training = Settings.from_overrides({"steps": 3, "model.dim": 3, "learning_rate": 1e-5}).training
+    assert training.learning_rate == 1e-5
 
 
 def test_a_value_may_hold_an_equals_sign():

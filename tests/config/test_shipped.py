@@ -21,24 +21,19 @@ SHIPPED = sorted((ROOT / "configs").glob("*.yml"))
 MODELINE = "# yaml-language-server: $schema=../maxattn/maxattn.schema.json"
 
 
-def ids(path: Path) -> str:
-    return path.stem
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=ids)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_loads_and_says_how_it_is_used(path: Path):
     AttentionConfig.from_yaml(path)
     header, body = path.read_text().split("\n\n", 1)
     assert header.splitlines()[0] == MODELINE
     assert all(line.startswith("#") for line in header.splitlines())
-    assert re.search(r"^# Needs +\S", header, re.M) and re.search(
-        rf"^# Run .*{path.name}", header, re.M
-    )
+    assert re.search(r"^# Needs +\S", header, re.M)
+    assert re.search(rf"^# Run .*{path.name}", header, re.M)
     assert ((path.parent / MODELINE.partition("=")[2]).resolve()) == config_schema.SCHEMA_PATH
     assert body.strip()
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=ids)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_command_of_a_header_runs(path: Path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     commands = re.findall(r"^# (?:Run|LoRA|Draw|Check) +(.*)$", path.read_text(), re.M)
@@ -49,11 +44,8 @@ def test_the_command_of_a_header_runs(path: Path, monkeypatch, capsys):
             said = capsys.readouterr().out
             assert path.name in said and "runs  " in said
         else:
-            assert (
-                words[0] == "python"
-                and (ROOT / words[1]).exists()
-                and words[2] == f"configs/{path.name}"
-            )
+            assert words[0] == "python" and (ROOT / words[1]).exists()
+            assert words[2] == f"configs/{path.name}"
 
 
 def test_attention_yml_names_every_key_at_its_default():
@@ -90,20 +82,11 @@ def test_the_schema_holds_every_key_with_words():
         assert entry["description"].endswith("."), key
         if key in defaults and key != "flash_block_sizes":
             assert entry["default"] == defaults[key]
-    sizes = schema["$defs"]["FlashBlockSizes"]
-    assert (
-        set(sizes["properties"]) == set(FlashBlockSizes.model_fields)
-        and len(sizes["properties"]) == 9
-    )
+    sizes = schema["$defs"]["FlashBlockSizes"]["properties"]
+    assert set(sizes) == set(FlashBlockSizes.model_fields) and len(sizes) == 9
     assert "cudnn_flash_te" in schema["properties"]["attention"]["enum"]
     for name in PROGRAM_SECTIONS:
         assert "object" in schema["properties"][name]["type"]
-
-
-def test_every_setting_has_words_of_its_own():
-    schema = config_schema.schema()
-    for properties in (schema["properties"], schema["$defs"]["FlashBlockSizes"]["properties"]):
-        words = [
-            entry["description"] for key, entry in properties.items() if key not in PROGRAM_SECTIONS
-        ]
+    for properties in (schema["properties"], sizes):
+        words = [e["description"] for key, e in properties.items() if key not in PROGRAM_SECTIONS]
         assert all(words) and len(set(words)) == len(words)

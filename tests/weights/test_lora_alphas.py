@@ -282,11 +282,7 @@ def test_settings_without_alpha_are_refused():
 
 @pytest.mark.parametrize(
     ("kind", "patterns"),
-    [
-        ("list", ["to_q"]),
-        ("text", {"to_q": "2"}),
-        ("expression", {"to_(q|k)": 2}),
-    ],
+    [("list", ["to_q"]), ("text", {"to_q": "2"}), ("expression", {"to_(q|k)": 2})],
 )
 def test_patterns_that_say_nothing_are_refused(kind: str, patterns: Any):
     check_refused(

@@ -10,18 +10,7 @@ import numpy as np
 import maxattn as ma
 from maxattn import masks
 from maxattn.rope import rope_nd
-from tests.weights.families.case import (
-    DENSE,
-    HOW,
-    KEPT,
-    Attention,
-    B,
-    C,
-    H,
-    N,
-    S,
-    tensor,
-)
+from tests.weights.families.case import DENSE, HOW, KEPT, Attention, B, C, H, N, S, tensor
 from tests.weights.families.positions import grid, still
 
 FRAMES, ROWS, COLUMNS = 2, 2, 2
