@@ -20,8 +20,8 @@ KEYS = st.sampled_from(
 )
 PIECES = [
     "attention", "flash", "ring", "training", "steps", "1e3", "-1", "no", "~", ": ", ":", "\n",
-    "  ", "- ", "[", "]", "{", "}", ",", "!!bool ", "&a ", "*a", "<<", "!!int ", "!x ", "'", '"', "#",
-    "---\n", "\t", "|", ">", "%", "?", "é", "\x01", "\ufeff",
+    "  ", "- ", "[", "]", "{", "}", ",", "!!bool ", "&a ", "*a", "<<", "!!int ", "!x ", "'", '"',
+    "#", "---\n", "\t", "|", ">", "%", "?", "é", "\x01", "\ufeff",
 ]  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers(-2, 1024) | st.floats() | st.sampled_from(PIECES)
 VALUES = st.recursive(
