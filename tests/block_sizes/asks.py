@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from maxattn.block_sizes import BlockSizes
+from maxattn.block_sizes import DKV, DQ, FORWARD
 from maxattn.call import Call, Role
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
 V5P, V6E, CPU = Target.named("TPU v5p"), Target.named("TPU v6e"), Target.named("cpu")
 TPUS = tuple(Target.named(kind) for kind in ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x"))
-KEYS = (
-    "block_q",
-    "block_kv",
-    "block_kv_compute",
-    "block_q_dkv",
-    "block_kv_dkv",
-    "block_kv_dkv_compute",
-    "block_q_dq",
-    "block_kv_dq",
-)
+KEYS = (*FORWARD, *DKV, *DQ)
 CROSS_LENGTHS = (1, 77, 226, 257, 300, 333, 600, 1000, 1300)
 
 
@@ -33,8 +24,3 @@ def call(
     """Describe self-attention, or cross-attention where a key length is given."""
     role: Role = "self" if kv_len is None else "cross"
     return Call(1, q_len, kv_len or q_len, 4, 4, head_dim, dtype, role=role)
-
-
-def asking(sizes: BlockSizes) -> FlashBlockSizes:
-    """Ask for sizes that came out."""
-    return FlashBlockSizes(**sizes.given())

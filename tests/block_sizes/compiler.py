@@ -1,6 +1,4 @@
-"""The TPU's compiler in a child process: one at a time, niced, killed when it takes too long, its
-answers kept.
-"""
+"""The TPU's compiler in a child process: niced, killed when it takes too long, its answers kept."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ STORE = Path(__file__).parents[2] / "out" / "tpu_compiles.jsonl"
 PYTHON = os.environ.get("MAXATTN_TPU_PYTHON") or (
     sys.executable if importlib.util.find_spec("libtpu") else None
 )
-NICE = 10
 TOPOLOGIES = {
     "TPU v4": "v4:2x2x1",
     "TPU v5e": "v5e:2x2",
@@ -49,12 +46,9 @@ class Compiler:
         self.stop()
 
     def compile(self, case: dict[str, Any], seconds: float = 300) -> dict[str, Any]:
-        """Compile one case: {ok, seconds, message, hbm, key}.
+        """Compile one case of `tpu_child.lower`: {ok, seconds, message, hbm, key}.
 
-        Args:
-            case: for `tpu_child.lower`.
-            seconds: time limit; the child is killed when it is over, and the next case starts
-                another.
+        At the time limit the child is killed; the next case starts another.
         """
         child = self.child or self._start()
         assert child.stdin and child.stdout
@@ -64,22 +58,13 @@ class Compiler:
             ready.register(child.stdout, selectors.EVENT_READ)
             if not ready.select(seconds):
                 self.stop()
-                return {
-                    "ok": False,
-                    "seconds": seconds,
-                    "message": f"no answer in {seconds} s",
-                    "key": "time limit",
-                }
-        line = child.stdout.readline()
-        if not line:
-            self.stop()
-            return {
-                "ok": False,
-                "seconds": 0.0,
-                "message": "the compiler's process died",
-                "key": "died",
-            }
-        return json.loads(line)
+                failed = {"message": f"no answer in {seconds} s", "key": "time limit"}
+                return {"ok": False, "seconds": seconds, **failed}
+        if line := child.stdout.readline():
+            return json.loads(line)
+        self.stop()
+        failed = {"message": "the compiler's process died", "key": "died"}
+        return {"ok": False, "seconds": 0.0, **failed}
 
     def stop(self) -> None:
         """End the child."""
@@ -92,7 +77,7 @@ class Compiler:
         assert self.python is not None
         self.store.parent.mkdir(parents=True, exist_ok=True)
         self.child = subprocess.Popen(
-            ["nice", "-n", str(NICE), self.python, str(CHILD), str(self.store)],
+            ["nice", "-n", "10", self.python, str(CHILD), str(self.store)],
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,6 +1,4 @@
-"""The compile matrix: every chip, kernel and model of the field at full length, with the presets
-that ship, or the tiles that a plan takes without any.
-"""
+"""The compile matrix: every chip, kernel and model at full length, with the presets that ship."""
 
 from __future__ import annotations
 
@@ -30,11 +28,6 @@ class Shape(NamedTuple):
     head_dim: int
     mask: str = "full"
 
-    @property
-    def role(self) -> str:
-        """Whether the keys are the queries' own sequence."""
-        return "self" if self.q_len == self.kv_len else "cross"
-
 
 # Texts are padded to their longest prompt, so cross-attention hides padding; 257 + 512 are image
 # and text tokens.
@@ -57,9 +50,7 @@ SHAPES = {
 
 
 def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, case) for every chip, kernel, shape, forward and training; `only` filters
-    names.
-    """
+    """Yield (name, case) of every chip, kernel, shape and pass; `only` filters names."""
     for kind, topology in TOPOLOGIES.items():
         for kernel, (name, settings) in KERNELS.items():
             for title, shape in SHAPES.items():
@@ -72,46 +63,32 @@ def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
 def cross_cases(
     kind: str, kernel: str, lengths: tuple[int, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, case) of training with cross-attention to texts of many lengths, from 4,096
-    queries.
-    """
+    """Yield (name, case) of training with 4,096 queries and texts of many lengths."""
     name, settings = KERNELS[kernel]
     for length in lengths:
         shape = Shape("sdxl", 4096, length, 10, 64, "padding")
-        yield (
-            f"{kind}, {kernel}, {length} keys",
-            _case(kind, TOPOLOGIES[kind], name, settings, shape, True),
-        )
+        case = _case(kind, TOPOLOGIES[kind], name, settings, shape, True)
+        yield f"{kind}, {kernel}, {length} keys", case
 
 
 def _case(
     kind: str, topology: str, kernel: str, settings: list[str], shape: Shape, training: bool
 ) -> dict[str, Any]:
-    chip = kind.removeprefix("TPU ")
     overrides = [f"attention={kernel}", f"cross_attention={kernel}", *settings]
-    preset = {"preset": f"configs/block_sizes/{chip}_{shape.preset}.yml"}
-    return {
-        "topology": topology,
-        "kind": kind,
-        "kernel": kernel,
-        "batch": 1,
-        "q_len": shape.q_len,
-        "kv_len": shape.kv_len,
-        "heads": shape.heads,
-        "head_dim": shape.head_dim,
-        "dtype": "bfloat16",
-        "role": shape.role,
-        "mask": shape.mask,
-        "training": training,
-        "config": overrides,
-        **({} if kernel in NO_PRESET else preset),
-    }
+    role = "self" if shape.q_len == shape.kv_len else "cross"
+    case: dict[str, Any] = {
+        "topology": topology, "kind": kind, "kernel": kernel, "batch": 1, "dtype": "bfloat16",
+        **shape._asdict(), "role": role, "training": training, "config": overrides,
+    }  # fmt: skip
+    if kernel in NO_PRESET:
+        del case["preset"]
+    else:
+        case["preset"] = f"configs/block_sizes/{kind.removeprefix('TPU ')}_{shape.preset}.yml"
+    return case
 
 
 def judge(compiler: Compiler, case: dict[str, Any], seconds: float = 600) -> dict[str, Any]:
-    """Compile a case on one chip, and on a ring of four where one chip's HBM does not hold it; say
-    which in `chips`.
-    """
+    """Compile a case on one chip, or in a ring of four where it does not fit one chip's HBM."""
     result = compiler.compile(case, seconds)
     if result["ok"] or not out_of_hbm(result["message"]):
         return {**result, "chips": 1}

@@ -1,8 +1,6 @@
-"""Block sizes that MaxDiffusion publishes, for the compiler to judge with the bare kernels, as its
-code uses them.
+"""Block sizes that MaxDiffusion publishes, for the compiler to judge with the bare kernels.
 
-Source: its configs and README at commit 7cfb8801 (2026-08-21). Facts only: names, sizes and where
-they stand.
+Source: its configs and README at commit 7cfb8801 (2026-08-21). Facts only: names, sizes, files.
 """
 
 from __future__ import annotations
@@ -11,11 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from maxattn.block_sizes import adjust
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
-from maxattn.target import Target
+from tests.block_sizes.asks import KEYS
 from tests.block_sizes.compiler import TOPOLOGIES, Compiler
 from tests.block_sizes.random_requests import Request
 
@@ -43,59 +40,32 @@ class Preset(NamedTuple):
 
 
 V5P, V6E = ("TPU v5p",), ("TPU v6e",)
+BOTH = V5P + V6E
+THREE = 3024, 2048, 1024
 PRESETS = {
-    "Wan 14B": Preset("base_wan_14b.yml", "flash", V5P + V6E, (512,) * 8, False),
-    "Wan 14B, v6e": Preset(
-        "base_wan_14b.yml", "flash", V6E, (3024, 2048, 1024, 3024, 2048, 1024, 3024, 2048), False
-    ),
+    "Wan 14B": Preset("base_wan_14b.yml", "flash", BOTH, (512,) * 8, False),
+    "Wan 14B, v6e": Preset("base_wan_14b.yml", "flash", V6E, (*THREE, *THREE, 3024, 2048), False),
     "Wan 720p, v6e": Preset(
-        "README.md", "flash", V6E, (3024, 2048, 1024, 3024, 2048, 2048, 3024, 2048), False
+        "README.md", "flash", V6E, (*THREE, 3024, 2048, 2048, 3024, 2048), False
     ),
     "Wan 14B, v5p": Preset(
-        "base_wan_14b.yml", "flash", V5P, (3024, 2048, 1024, 1024, 3072, 256, 1024, 3072), False
+        "base_wan_14b.yml", "flash", V5P, (*THREE, 1024, 3072, 256, 1024, 3072), False
     ),
-    "Wan I2V 14B": Preset(
-        "base_wan_i2v_14b.yml", "flash", V5P + V6E, (2048, 2048, 512, 2048, 2048, 512), True
-    ),
+    "Wan I2V 14B": Preset("base_wan_i2v_14b.yml", "flash", BOTH, (2048, 2048, 512) * 2, True),
     "Wan I2V 27B": Preset(
-        "base_wan_i2v_27b.yml",
-        "flash",
-        V5P + V6E,
-        (1024, 1024, 256, 1024, 1024, 256, 1024, 1024),
-        False,
+        "base_wan_i2v_27b.yml", "flash", BOTH, (*(1024, 1024, 256) * 2, 1024, 1024), False
     ),
     "Wan Animate": Preset(
-        "base_wan_animate.yml",
-        "flash",
-        V5P + V6E,
-        (2048, 4096, 1024, 512, 512, 512, 512, 512),
-        False,
+        "base_wan_animate.yml", "flash", BOTH, (2048, 4096, 1024, *(512,) * 5), False
     ),
     "Flux dev": Preset("base_flux_dev.yml", "flash", V6E, (1536,) * 8, False),
     "Flux schnell, v6e": Preset("base_flux_schnell.yml", "flash", V6E, (2176,) * 8, False),
-    "Flux 2 Klein": Preset("base_flux2klein.yml", "flash", V5P + V6E, (4608, 1024, 1024), False),
-    "LTX-2": Preset(
-        "ltx2_video.yml", "flash", V5P + V6E, (2048, 2048, 1024, 2048, 2048, 2048), True
-    ),
-    "SD 1.5": Preset(
-        "base15.yml", "tokamax_flash", V5P + V6E, (2048, 2048, 1024, 2048, 2048, 1024), True
-    ),
-    "Z-Image": Preset(
-        "base_zimage.yml", "tokamax_flash", V5P + V6E, (1024, 1024, 512, 1024, 1024, 512), True
-    ),
-    "SD 2": Preset("base_2_base.yml", "flash", V5P + V6E, (64,) * 8, False),
+    "Flux 2 Klein": Preset("base_flux2klein.yml", "flash", BOTH, (4608, 1024, 1024), False),
+    "LTX-2": Preset("ltx2_video.yml", "flash", BOTH, (2048, 2048, 1024, *(2048,) * 3), True),
+    "SD 1.5": Preset("base15.yml", "tokamax_flash", BOTH, (2048, 2048, 1024) * 2, True),
+    "Z-Image": Preset("base_zimage.yml", "tokamax_flash", BOTH, (1024, 1024, 512) * 2, True),
+    "SD 2": Preset("base_2_base.yml", "flash", BOTH, (64,) * 8, False),
 }
-KEYS = (
-    "block_q",
-    "block_kv",
-    "block_kv_compute",
-    "block_q_dkv",
-    "block_kv_dkv",
-    "block_kv_dkv_compute",
-    "block_q_dq",
-    "block_kv_dq",
-)
-
 
 # What the messages say, cut out of them.
 MESSAGES = (
@@ -122,19 +92,15 @@ def rows(compilers: dict[str, Compiler], name: str) -> Iterator[str]:
             case = case_of(preset, kind, training)
             says = [said(compilers[flags].compile(case, 600)) for flags in ("", LIMIT)]
             how = f"{kind.removeprefix('TPU ')} | {'training' if training else 'forward'}"
-            changes = changes_of(name, kind, training)
-            yield (
-                f"| {name} | {preset.where} | {preset.kernel} | {how} | {says[0]} | {says[1]} |"
-                f" {changes} |"
-            )
+            cells = name, preset.where, preset.kernel, how, *says, changes_of(name, kind, training)
+            yield f"| {' | '.join(cells)} |"
 
 
 def request_of(name: str, kind: str, training: bool = True) -> Request:
     """Ask maxattn for a preset on a shard, with segment ids and a computed mask."""
     preset = PRESETS[name]
-    asked = FlashBlockSizes(
-        **dict(zip(KEYS, preset.sizes, strict=False)), use_fused_bwd_kernel=preset.fused
-    )
+    sizes = dict(zip(KEYS, preset.sizes, strict=False))
+    asked = FlashBlockSizes(**sizes, use_fused_bwd_kernel=preset.fused)
     call = Call(1, SHARD, SHARD, 2, 2, HEAD_DIM, "bfloat16")
     kernel: KernelKind = "tokamax_flash" if preset.kernel == "tokamax_flash" else "flash"
     return Request(asked, call, kernel, kind, training, "both")
@@ -142,8 +108,7 @@ def request_of(name: str, kind: str, training: bool = True) -> Request:
 
 def changes_of(name: str, kind: str, training: bool) -> str:
     """Say what maxattn's rules make of a preset, at the compiler's own limit of VMEM."""
-    asks = request_of(name, kind, training)
-    _, changes = adjust(asks.asked, asks.call, asks.kernel, Target.named(kind), training)
+    _, changes = request_of(name, kind, training).adjusted()
     return ", ".join(str(change) for change in changes) or "none"
 
 
@@ -156,24 +121,13 @@ def said(result: dict[str, Any]) -> str:
 
 
 def case_of(preset: Preset, kind: str, training: bool) -> dict[str, Any]:
-    """Describe the compile: a shard padded to the longest block of Q and of KV, with the padding
-    masked.
-    """
+    """Describe the compile: a shard padded to the longest block of Q and of KV, and masked."""
     sizes = dict(zip(KEYS, preset.sizes, strict=False))
-    q, kv = (
-        max(size for key, size in sizes.items() if key.startswith(which))
-        for which in ("block_q", "block_kv")
-    )
+    q = max(size for key, size in sizes.items() if key.startswith("block_q"))
+    kv = max(size for key, size in sizes.items() if key.startswith("block_kv"))
     return {
-        "topology": TOPOLOGIES[kind],
-        "kernel": preset.kernel,
-        "bare": True,
-        "q_len": -(-SHARD // q) * q,
-        "kv_len": -(-SHARD // kv) * kv,
-        "heads": 2,
-        "head_dim": HEAD_DIM,
-        "dtype": "bfloat16",
-        "mask": "padding",
-        "training": training,
+        "topology": TOPOLOGIES[kind], "kernel": preset.kernel, "bare": True,
+        "q_len": -(-SHARD // q) * q, "kv_len": -(-SHARD // kv) * kv, "heads": 2,
+        "head_dim": HEAD_DIM, "dtype": "bfloat16", "mask": "padding", "training": training,
         "sizes": {**sizes, "use_fused_bwd_kernel": preset.fused},
-    }
+    }  # fmt: skip

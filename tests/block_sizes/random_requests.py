@@ -1,6 +1,4 @@
-"""Random requests for the compiler to judge: any sizes, lengths, head dims, kernels and chips, from
-a seed.
-"""
+"""Random requests for the compiler: any sizes, lengths, head dims, kernels and chips, by a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from maxattn.block_sizes import BlockSizes, adjust
+from maxattn.block_sizes import BlockSizes, Change, adjust
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Role
 from maxattn.config import FlashBlockSizes
@@ -21,7 +19,6 @@ HEAD_DIMS = (40, 64, 72, 80, 96, 128, 128, 128, 160, 192, 256)
 LENGTHS = (1024, 4096, 4608, 8190, 18_900, 32_760, 75_600)
 TEXTS = (1, 77, 226, 257, 300, 333, 512, 600, 769, 1000, 1300)
 PRESETS = (128, 256, 512, 512, 1000, 1024, 1024, 1536, 2048, 2048, 3024, 4096)
-CPU = Target.named("cpu")
 
 
 @dataclass(frozen=True)
@@ -35,53 +32,31 @@ class Request:
     training: bool
     mask: str
 
-    def adjusted(self) -> BlockSizes:
-        """Return the sizes that the rules make of it."""
-        return adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)[0]
+    def adjusted(self) -> tuple[BlockSizes, tuple[Change, ...]]:
+        """Return the sizes that the rules make of it, and the changes."""
+        return adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)
 
-    def changed(self) -> bool:
-        """Return whether the rules changed what was asked."""
-        return bool(
-            adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)[1]
-        )
-
-    def without_vmem(self) -> BlockSizes:
-        """Return the sizes that every rule but those of VMEM make of it."""
-        return adjust(self.asked, self.call, self.kernel, CPU, self.training)[0]
-
-    def case(self, sizes: BlockSizes) -> dict[str, Any]:
-        """Describe the compile of sizes: two blocks of each kind, the last one ragged, where the
-        call has as many.
+    def case(self, sizes: BlockSizes | None = None) -> dict[str, Any]:
+        """Describe the compile of sizes, by default the adjusted ones: of each kind two blocks,
+        the last one ragged, where the call has as many.
 
         tokamax keeps the parts of dQ in float32 from five KV blocks on, as in every long sequence.
         """
+        sizes = sizes or self.adjusted()[0]
         kv_blocks = 5 if self.kernel == "tokamax_flash" and self.training else 2
         t = min(self.call.q_len, 2 * sizes.block_q - 8)
-        s = min(
-            self.call.kv_len, max(kv_blocks * (sizes.block_kv_dkv or 0), 2 * sizes.block_kv) - 8
-        )
-        call = self.call
+        most = max(kv_blocks * (sizes.block_kv_dkv or 0), 2 * sizes.block_kv) - 8
+        call, s = self.call, min(self.call.kv_len, most)
         return {
-            "topology": TOPOLOGIES[self.kind],
-            "kind": self.kind,
-            "kernel": self.kernel,
-            "batch": 1,
-            "q_len": t,
-            "kv_len": s,
-            "heads": 2,
-            "head_dim": call.head_dim,
-            "dtype": call.dtype,
-            "role": call.role,
-            "mask": self.mask,
-            "training": self.training,
+            "topology": TOPOLOGIES[self.kind], "kind": self.kind, "kernel": self.kernel, "batch": 1,
+            "q_len": t, "kv_len": s, "heads": 2, "head_dim": call.head_dim, "dtype": call.dtype,
+            "role": call.role, "mask": self.mask, "training": self.training,
             "sizes": sizes.given(),
-        }
+        }  # fmt: skip
 
 
 def requests(seed: str, count: int) -> Iterator[Request]:
-    """Draw requests; the kernels flash fused, flash separate and tokamax_flash take turns, and so
-    do the chips.
-    """
+    """Draw requests; flash fused, flash separate and tokamax_flash take turns, and the chips."""
     draw = random.Random(seed)
     for i in range(count):
         kind = tuple(TOPOLOGIES)[(i // 3) % len(TOPOLOGIES)]
@@ -105,16 +80,12 @@ def _sizes(draw: random.Random, how: str) -> FlashBlockSizes:
     fused = {"fused": True, "separate": False, "tokamax": draw.choice((None, True, False))}[how]
     style = draw.random()
     if style < 0.2:
-        return FlashBlockSizes(
-            **dict.fromkeys(KEYS, draw.choice(PRESETS)), use_fused_bwd_kernel=fused
-        )
-    pick = _preset if style < 0.7 else _any
-    return FlashBlockSizes(**{key: pick(draw) for key in KEYS}, use_fused_bwd_kernel=fused)
-
-
-def _preset(draw: random.Random) -> int | None:
-    return draw.choice((None, *PRESETS))
-
-
-def _any(draw: random.Random) -> int | None:
-    return draw.choice((None, draw.randint(1, 5000), 128 * draw.randint(1, 40)))
+        sizes = dict.fromkeys(KEYS, draw.choice(PRESETS))
+    elif style < 0.7:
+        sizes = {key: draw.choice((None, *PRESETS)) for key in KEYS}
+    else:
+        sizes = {
+            key: draw.choice((None, draw.randint(1, 5000), 128 * draw.randint(1, 40)))
+            for key in KEYS
+        }
+    return FlashBlockSizes(**sizes, use_fused_bwd_kernel=fused)

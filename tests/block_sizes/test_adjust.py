@@ -1,4 +1,4 @@
-"""What becomes of requests that are known: the documented examples, presets, and every log line."""
+"""Requests that are known: the documented examples, presets, and every log line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from maxattn.block_sizes import DKV, BlockSizes, Change, adjust, facts_of, log_lines
+from maxattn.block_sizes import DKV, FORWARD, BlockSizes, Change, adjust, facts_of, log_lines
 from maxattn.block_sizes.vmem import fits, vmem_bytes
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
@@ -31,12 +31,7 @@ def test_text_of_77_tokens_clips_the_kv_blocks_as_documented():
 def test_cross_attention_clips_to_the_text_rounded_up_to_128(length, kernel):
     sizes, changes = adjust(uniform(512), call(32760, length), kernel, V5P, training=True)
     most = min(512, -(-length // 128) * 128)
-    assert {
-        sizes.block_kv,
-        sizes.block_kv_compute,
-        sizes.block_kv_dkv,
-        sizes.block_kv_dkv_compute,
-    } == {most}
+    assert {getattr(sizes, key) for key in (*FORWARD[1:], *DKV[1:])} == {most}
     assert (sizes.block_q, sizes.block_q_dkv) == (512, 512)
     clipped = [c for c in changes if c.reason == f"text sequence length {length}"]
     assert bool(clipped) == (length <= 384)
@@ -55,10 +50,8 @@ def test_4096_queries_by_1024_keys_take_too_much_vmem(kind):
 def test_2048_by_2048_keys_at_once_take_too_much_vmem_in_the_fused_backward():
     """libtpu 0.0.50.1 needs 34.8 MiB of 32 for it where the operands lie in HBM, ids beside."""
     side = 2048
-    asked = FlashBlockSizes(
-        block_q=side, block_kv=side, block_kv_compute=side, block_q_dkv=side, block_kv_dkv=side,
-        block_kv_dkv_compute=side, use_fused_bwd_kernel=True,
-    )  # fmt: skip
+    keys = dict.fromkeys((*FORWARD, *DKV), side)
+    asked = FlashBlockSizes(**keys, use_fused_bwd_kernel=True)
     for kind in ("TPU v6e", "TPU v7x"):
         sizes, changes = adjust(asked, call(), "flash", Target.named(kind), training=True)
         assert changes and sizes.part(DKV) != (side, side, side)
@@ -83,25 +76,13 @@ def test_inference_keeps_the_three_forward_sizes_alone():
 
 def test_fused_drops_the_dq_sizes_and_block_q_wins():
     asked = FlashBlockSizes(
-        block_q=1024,
-        block_kv=512,
-        block_q_dkv=512,
-        block_q_dq=512,
-        block_kv_dq=256,
+        block_q=1024, block_kv=512, block_q_dkv=512, block_q_dq=512, block_kv_dq=256,
         use_fused_bwd_kernel=True,
-    )
+    )  # fmt: skip
     sizes, changes = adjust(asked, call(), "flash", V5P, training=True)
-    assert (sizes.block_q, sizes.block_q_dkv, sizes.block_q_dq, sizes.block_kv_dq) == (
-        1024,
-        1024,
-        None,
-        None,
-    )
-    assert [(c.key, c.used) for c in changes] == [
-        ("block_q_dkv", 1024),
-        ("block_q_dq", None),
-        ("block_kv_dq", None),
-    ]
+    changed = {"block_q_dkv": 1024, "block_q_dq": None, "block_kv_dq": None}
+    assert sizes.block_q == 1024 and {c.key: c.used for c in changes} == changed
+    assert {key: getattr(sizes, key) for key in changed} == changed
 
 
 def test_tokamax_is_fused():
@@ -148,51 +129,29 @@ def test_vmem_limits_a_tpu_and_no_cpu():
     assert {c.reason for c in changes} == {"16 MiB of VMEM on TPU v5p"}
 
 
-def test_a_limit_of_vmem_that_the_user_set_is_the_limit():
+def test_a_limit_of_vmem_that_the_user_set_is_the_limit(monkeypatch):
     asked = FlashBlockSizes(block_q=2048, block_kv=2048, block_kv_compute=1024)
     flags = "--xla_tpu_enable_async_all_to_all=true --xla_tpu_scoped_vmem_limit_kib=65536"
-    larger, smaller = (
-        replace(V5P, env=(("LIBTPU_INIT_ARGS", f),))
-        for f in (flags, flags.replace("65536", "8192"))
-    )
-    assert adjust(asked, call(), "flash", larger, training=True)[1] == ()
-    assert {c.reason for c in adjust(asked, call(), "flash", V5P, True)[1]} == {
-        "16 MiB of VMEM on TPU v5p"
-    }
-    assert {c.reason for c in adjust(asked, call(), "flash", smaller, True)[1]} == {
-        "8 MiB of VMEM on TPU v5p"
-    }
+    for each, reasons in (
+        (flags, set()),
+        ("", {"16 MiB of VMEM on TPU v5p"}),
+        (flags.replace("65536", "8192"), {"8 MiB of VMEM on TPU v5p"}),
+    ):
+        target = replace(V5P, env=(("LIBTPU_INIT_ARGS", each),))
+        assert {c.reason for c in adjust(asked, call(), "flash", target, True)[1]} == reasons
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    assert ("LIBTPU_INIT_ARGS", flags) in Target.here().env
 
 
-def test_the_limit_is_read_from_the_environment(monkeypatch):
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
-    assert ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536") in Target.here().env
-
-
+LARGE = dict(zip((*FORWARD, *DKV), (3024, 2048, 1024) * 2, strict=True))
+LARGE = FlashBlockSizes(**LARGE, use_fused_bwd_kernel=True)
+ODD = FlashBlockSizes(block_q=1000, block_kv=1000, block_kv_compute=300, block_q_dkv=300)
 GOLDEN = {
     "cross_77": (uniform(512), call(32760, 77), "flash", True),
     "cross_333_tokamax": (uniform(512), call(32760, 333), "tokamax_flash", True),
-    "self_3024_2048": (
-        FlashBlockSizes(
-            block_q=3024,
-            block_kv=2048,
-            block_kv_compute=1024,
-            block_q_dkv=3024,
-            block_kv_dkv=2048,
-            block_kv_dkv_compute=1024,
-            use_fused_bwd_kernel=True,
-        ),
-        call(),
-        "flash",
-        True,
-    ),
+    "self_3024_2048": (LARGE, call(), "flash", True),
     "self_tokamax": (uniform(1024), call(), "tokamax_flash", True),
-    "self_odd": (
-        FlashBlockSizes(block_q=1000, block_kv=1000, block_kv_compute=300, block_q_dkv=300),
-        call(),
-        "flash",
-        True,
-    ),
+    "self_odd": (ODD, call(), "flash", True),
     "self_short": (uniform(2048), call(1000), "flash", True),
 }
 

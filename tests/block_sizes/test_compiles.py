@@ -1,7 +1,6 @@
-"""The TPU's own compiler judges the adjuster: adjusted sizes compile, and what the rules forbid
-does not.
+"""The TPU's own compiler: adjusted sizes compile, and what the rules forbid does not.
 
-Without a TPU: libtpu compiles for a topology it is told of. Skipped where libtpu is not installed;
+libtpu compiles without a TPU, for a topology it is told of. Skipped where it is not installed;
 MAXATTN_TPU_PYTHON may name the python of another environment that has jax[tpu]. `make
 test-tpu-compile` runs all of it.
 """
@@ -54,7 +53,7 @@ def test_a_few_adjusted_sizes_compile(compiler):
         of("TPU v5p", True, uniform(256), "both"),
         of("TPU v5e", False, FlashBlockSizes(block_q=4096, block_kv=1000)),
     )
-    assert [compiler.compile(one.case(one.adjusted()))["message"] for one in asked] == ["", "", ""]
+    assert [compiler.compile(one.case())["message"] for one in asked] == ["", "", ""]
 
 
 def test_what_the_rules_forbid_does_not_compile(compiler):
@@ -73,24 +72,14 @@ def test_what_the_rules_forbid_does_not_compile(compiler):
 
 @pytest.mark.slow
 def test_random_requests_compile_once_adjusted(compiler):
-    """Ask for anything, for every kernel, chip, dtype and head dim, forward and training: all of it
-    compiles.
-    """
-    failed, keys, changed, seconds = [], set(), 0, 0.0
+    failed, keys = [], set()
     for n, request in enumerate(requests("random requests", COUNT), 1):
-        result = compiler.compile(request.case(request.adjusted()))
-        keys, changed, seconds = (
-            keys | {result["key"]},
-            changed + request.changed(),
-            seconds + result["seconds"],
-        )
+        result = compiler.compile(request.case())
+        keys.add(result["key"])
         if not result["ok"]:
             failed.append((request, result["message"]))
         if n % 30 == 0:
-            say(
-                f"{n} requests, {len(keys)} programs, {changed} changed, {len(failed)} failed,"
-                f" {seconds:.0f} s"
-            )
+            say(f"{n} requests, {len(keys)} programs, {len(failed)} failed")
     assert len(keys) >= 250
     assert not failed
 
@@ -105,27 +94,20 @@ def test_random_requests_compile_once_adjusted(compiler):
 )
 def test_what_once_did_not_compile(compiler, asked, what):
     """Ask again for what v7x refused in float32, when it shared the constants of v6e."""
-    sizes = FlashBlockSizes(
-        **dict(zip((*FORWARD, *DKV), 2 * asked, strict=True)), use_fused_bwd_kernel=True
-    )
+    keys = dict(zip((*FORWARD, *DKV), 2 * asked, strict=True))
+    sizes = FlashBlockSizes(**keys, use_fused_bwd_kernel=True)
     request = Request(sizes, what, "flash", "TPU v7x", True, "both")
-    assert compiler.compile(request.case(request.adjusted()))["message"] == ""
+    assert compiler.compile(request.case())["message"] == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", matrix.KERNELS)
 @pytest.mark.parametrize("kind", TOPOLOGIES)
 def test_the_matrix_compiles_at_full_length(compiler, kind, kernel):
-    """Compile every model with the presets that ship, forward and training, on one chip or on a
-    ring of four.
-    """
     failed: dict[str, Any] = {}
     for name, case in matrix.cases(lambda name: name.startswith(f"{kind}, {kernel}, ")):
         result = matrix.judge(compiler, case)
-        say(
-            f"{name}: {'compiles' if result['ok'] else 'FAILS'} on {result['chips']},"
-            f" {result['seconds']:.0f} s"
-        )
+        say(f"{name}: {'compiles' if result['ok'] else 'FAILS'} on {result['chips']}")
         if not result["ok"]:
             failed[name] = result["message"]
     assert not failed
@@ -135,11 +117,9 @@ def test_the_matrix_compiles_at_full_length(compiler, kind, kernel):
 @pytest.mark.parametrize("kernel", matrix.KERNELS)
 @pytest.mark.parametrize("kind", ["TPU v5p", "TPU v6e"])
 def test_cross_attention_of_any_length_compiles(compiler, kind, kernel):
-    results = {
-        name: compiler.compile(case)
-        for name, case in matrix.cross_cases(kind, kernel, CROSS_LENGTHS)
-    }
-    assert {name: result["message"] for name, result in results.items() if not result["ok"]} == {}
+    cases = dict(matrix.cross_cases(kind, kernel, CROSS_LENGTHS))
+    messages = {name: compiler.compile(case)["message"] for name, case in cases.items()}
+    assert not any(messages.values()), messages
 
 
 @pytest.mark.slow
@@ -147,7 +127,7 @@ def test_cross_attention_of_any_length_compiles(compiler, kind, kernel):
 def test_what_others_publish_compiles_once_adjusted(compiler, name):
     for kind in presets_of_others.PRESETS[name].chips:
         request = presets_of_others.request_of(name, kind)
-        assert compiler.compile(request.case(request.adjusted()))["message"] == ""
+        assert compiler.compile(request.case())["message"] == ""
 
 
 @pytest.mark.slow
@@ -155,9 +135,5 @@ def test_the_page_of_presets_says_what_the_compiler_says(compiler):
     page = (Path(__file__).parents[2] / "docs/measured/tpu_block_sizes.md").read_text()
     with Compiler(flags=presets_of_others.LIMIT) as larger:
         compilers = {"": compiler, presets_of_others.LIMIT: larger}
-        rows = [
-            row
-            for name in presets_of_others.PRESETS
-            for row in presets_of_others.rows(compilers, name)
-        ]
+        rows = [r for n in presets_of_others.PRESETS for r in presets_of_others.rows(compilers, n)]
     assert [row for row in rows if row not in page] == []

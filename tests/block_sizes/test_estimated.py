@@ -1,4 +1,4 @@
-"""What a call costs by its kernels' steps, which tiles are ranked first, and what plans take."""
+"""Costs of calls by their kernels' steps, the tiles that are ranked first, and plans by them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.estimated.choose import price, ranked, seconds_of
 from maxattn.block_sizes.estimated.defaults import choose, estimated_sizes
-from maxattn.block_sizes.estimated.step_cost import Seconds, StepCost, StepGrid
+from maxattn.block_sizes.estimated.step_cost import StepCost, StepGrid
 from maxattn.block_sizes.estimated.table import read_table, shipped, table_text
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD
 from maxattn.devices import DEVICES
@@ -51,22 +51,6 @@ def test_padding_costs_whole_tiles():
     fitting, padded = (price(known, "fwd", (1024,) * 3, c, V6E, "flash") for c in (CALL, longer))
     assert fitting is not None and padded is not None
     assert padded.slow == pytest.approx(fitting.slow * 9 / 8)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        replace(CALL, q_len=512, kv_len=512),  # one tile: its grid has another schedule
-        replace(CALL, mask=M.Causal().bind(8192, 8192, 1, 2).form()),
-        replace(CALL, dtype="float32"),
-        replace(CALL, head_dim=64),
-    ],
-)
-def test_what_no_schedule_is_known_of_is_not_priced(call, monkeypatch):
-    with shipping(monkeypatch, flash=costs(100, 350)):
-        assert estimated_sizes("flash", call, V6E, True) is None
-        assert estimated_sizes("flash", CALL, V6E, True) is not None
-        assert estimated_sizes("flash", CALL, Target.named("TPU v5p"), True) is None
 
 
 def sides(known) -> list[int]:
@@ -130,12 +114,6 @@ def test_flash_takes_the_faster_backward_whose_parts_fit():
     assert forward is not None and forward.sizes == BlockSizes(1024, 1024, 1024)
 
 
-def test_intervals():
-    assert Seconds(1.0, 2.0).is_below(Seconds(2.1, 3.0))
-    assert not Seconds(1.0, 2.2).is_below(Seconds(2.1, 3.0))
-    assert not Seconds(2.1, 3.0).is_below(Seconds(1.0, 2.0))
-
-
 def test_a_table_is_read_as_it_is_written():
     groups = {"TPU v6e, flash, 128, bfloat16": costs(100, 350), "b": costs(1, 2, fused=True)}
     assert read_table(table_text("0.0.99", groups)) == ("0.0.99", groups)
@@ -184,9 +162,8 @@ def test_a_backward_that_is_named_takes_its_fastest_tiles(monkeypatch, fused):
 
 
 def test_a_backward_that_a_kernel_lacks_is_said():
-    named = FLASH.replace(
-        attention="tokamax_flash", flash_block_sizes={"use_fused_bwd_kernel": False}
-    )
+    separate = {"use_fused_bwd_kernel": False}
+    named = FLASH.replace(attention="tokamax_flash", flash_block_sizes=separate)
     plan = ma.plan(CALL, named, None, TOKAMAX)
     assert "use_fused_bwd_kernel: False → True" in plan.explain()
 
@@ -264,21 +241,19 @@ BEYOND = {
 def test_a_plan_says_why_no_estimates_hold(monkeypatch):
     with shipping(monkeypatch, flash=costs(100, 350), tpu_flash=own_costs(700, 1000)):
         plans = {name: ma.plan(call, AUTO, None, V6E) for name, call in BEYOND.items()}
+        assert all(estimated_sizes("flash", call, V6E, True) is None for call in BEYOND.values())
+        assert estimated_sizes("flash", CALL, V6E, True) is not None
+        assert estimated_sizes("flash", CALL, Target.named("TPU v5p"), True) is None
     assert {plan.kernel.name for plan in plans.values()} == {"flash"}
     check_golden("explain/not_estimated", "\n".join(f"{n}: {p.because}" for n, p in plans.items()))
 
 
-def test_auto_falls_back_where_the_faster_kernel_is_not_installed(monkeypatch):
+def test_a_faster_kernel_is_taken_where_it_is_installed_and_its_parts_fit(monkeypatch):
     with shipping(monkeypatch, flash=costs(100, 350), tokamax_flash=FASTER):
-        plan = ma.plan(CALL, AUTO, None, V6E)
-    assert plan.kernel.name == "flash"
-    assert [reason.who for reason in plan.refused] == ["tokamax_flash"]
-
-
-def test_a_faster_kernel_whose_parts_fill_the_memory_is_not_taken(monkeypatch):
-    with shipping(monkeypatch, flash=costs(100, 350), tokamax_flash=FASTER):
-        plan = ma.plan(LARGE, AUTO, None, TOKAMAX)
-    assert plan.kernel.name == "tokamax_flash/flash" and "too much memory" in plan.because
+        missing, large = ma.plan(CALL, AUTO, None, V6E), ma.plan(LARGE, AUTO, None, TOKAMAX)
+    assert missing.kernel.name == "flash"
+    assert [reason.who for reason in missing.refused] == ["tokamax_flash"]
+    assert large.kernel.name == "tokamax_flash/flash" and "too much memory" in large.because
 
 
 # Bundles of tpu_flash's forward and online softmax; its backward takes twice as many as the first.

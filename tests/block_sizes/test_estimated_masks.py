@@ -1,6 +1,4 @@
-"""What a call under a mask of positions costs: the steps of each kernel's grid, and what plans say
-of them.
-"""
+"""Costs of a call under a mask of positions: the steps of each kernel's grid, and plans by them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is written from the rules and the sizes: the flowchart, the tables, and the lines about
-padding.
-"""
+"""Text made of the rules and the sizes: the flowchart, the tables, and lines about padding."""
 
 from __future__ import annotations
 
@@ -47,38 +45,15 @@ def test_recommendations_print_as_a_table(name, seq, kind):
 
 
 @pytest.mark.parametrize(
-    ("length", "block", "step", "text"),
+    ("length", "block", "step", "pads", "less"),
     [
-        (
-            183_600,
-            3024,
-            128,
-            "3,024 pads 183,600 tokens to 184,464 (0.47%); less: 3,072 (0.39%), 2,560 (0.39%), "
-            "2,304 (0.39%)",
-        ),
-        (
-            183_600,
-            2048,
-            128,
-            "2,048 pads 183,600 tokens to 184,320 (0.39%); less: 896 (0.04%), 640 (0.04%), "
-            "512 (0.11%)",
-        ),
-        (
-            183_600,
-            1000,
-            8,
-            "1,000 pads 183,600 tokens to 184,000 (0.22%); less: 1,016 (0.16%), 968 (0.17%), "
-            "1,032 (0.05%)",
-        ),
-        (75_600, 3024, 8, "3,024 pads nothing of 75,600 tokens"),
-        (
-            75_600,
-            3072,
-            128,
-            "3,072 pads 75,600 tokens to 76,800 (1.59%); less: 2,944 (1.25%), 2,816 (0.57%), "
-            "3,328 (1.25%)",
-        ),
+        (183_600, 3024, 128, "184,464 (0.47%)", "3,072 (0.39%), 2,560 (0.39%), 2,304 (0.39%)"),
+        (183_600, 2048, 128, "184,320 (0.39%)", "896 (0.04%), 640 (0.04%), 512 (0.11%)"),
+        (183_600, 1000, 8, "184,000 (0.22%)", "1,016 (0.16%), 968 (0.17%), 1,032 (0.05%)"),
+        (75_600, 3072, 128, "76,800 (1.59%)", "2,944 (1.25%), 2,816 (0.57%), 3,328 (1.25%)"),
     ],
 )
-def test_padding_in_words(length, block, step, text):
+def test_padding_in_words(length, block, step, pads, less):
+    text = f"{block:,} pads {length:,} tokens to {pads}; less: {less}"
     assert padding_text(length, block, step) == text
+    assert padding_text(75_600, 3024, 8) == "3,024 pads nothing of 75,600 tokens"

@@ -1,6 +1,4 @@
-"""The presets that ship: made by the code, taken as they are by every TPU kernel, and padding
-little.
-"""
+"""The presets that ship are what the code makes; every TPU kernel takes them, and pads little."""
 
 from __future__ import annotations
 
@@ -31,9 +29,8 @@ SHARDED = {
 
 
 def config_of(kind: str, preset: str, *overrides: str) -> ma.AttentionConfig:
-    return ma.AttentionConfig.from_yaml(
-        FOLDER / f"{kind.removeprefix('TPU ')}_{preset}.yml", list(overrides)
-    )
+    path = FOLDER / f"{kind.removeprefix('TPU ')}_{preset}.yml"
+    return ma.AttentionConfig.from_yaml(path, list(overrides))
 
 
 def test_the_files_are_what_the_code_makes():
@@ -45,9 +42,8 @@ def test_the_files_are_what_the_code_makes():
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_every_kernel_takes_them_as_they_are(kind, model):
     for kernel, fused in KERNELS:
-        asked = config_of(
-            kind, model.name, f"flash_block_sizes.use_fused_bwd_kernel={fused}"
-        ).flash_block_sizes
+        backward = f"flash_block_sizes.use_fused_bwd_kernel={fused}"
+        asked = config_of(kind, model.name, backward).flash_block_sizes
         for length, _ in model.lengths:
             call = ma.Call(1, length, length, 2, 2, model.head_dim, "bfloat16")
             for training in (True, False):
@@ -57,9 +53,7 @@ def test_every_kernel_takes_them_as_they_are(kind, model):
 @pytest.mark.parametrize("kind", CHIPS)
 @pytest.mark.parametrize(("length", "context"), SHARDED)
 def test_they_pad_little(kind, length, context):
-    """Pad at most 1% unsharded and 3% at context 2, 4 and 8, whether K and V come whole or as
-    shards.
-    """
+    """At most 1% unsharded and 3% at context 2, 4 and 8, with K and V whole or in shards."""
     sizes = config_of(kind, SHARDED[length, context]).flash_block_sizes
     shard, most = -(-length // context), 0.01 if context == 1 else 0.03
     assert sizes.block_q and sizes.block_kv
@@ -69,9 +63,7 @@ def test_they_pad_little(kind, length, context):
 
 
 def rows_of_others() -> list[list[str]]:
-    """Read the table of what others publish: preset, where, kernel, chip, pass, two verdicts,
-    maxattn's changes.
-    """
+    """Read the table: preset, where, kernel, chip, pass, two verdicts, maxattn's changes."""
     page = OTHERS.read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
     return [row for row in rows if row[0] in PRESETS and len(row) == 8]
@@ -96,9 +88,7 @@ def plan_of_flux(kind: str, preset: str, *overrides: str) -> ma.Plan:
 
 @pytest.mark.parametrize("kind", CHIPS)
 def test_flux_over_eight_devices_pads_nothing(kind):
-    """Shards of 576 tokens are no multiple of 128: only a strategy that gives a device the whole
-    sequence pads none.
-    """
+    """Shards of 576 tokens are no multiple of 128: a device gets the whole sequence."""
     plan = plan_of_flux(kind, "flux_context_8")
     assert plan.strategy.name == "ulysses"
     sizes = blocks_of(plan.kernel)

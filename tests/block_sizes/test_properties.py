@@ -1,4 +1,4 @@
-"""What holds of every request: it becomes legal, a legal one stays, and nothing raises."""
+"""Every request becomes legal, a legal one stays, and nothing raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maxattn.block_sizes import DKV, DQ, FORWARD, adjust, facts_of, is_legal, lo
 from maxattn.block_sizes.vmem import fits
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
-from tests.block_sizes.asks import CPU, KEYS, TPUS, asking
+from tests.block_sizes.asks import CPU, KEYS, TPUS
 from tests.tries import tries
 
 SIZES = st.one_of(
@@ -30,17 +30,11 @@ def requests(draw: st.DrawFn) -> tuple:
     q_len = draw(LENGTHS)
     kv_len = q_len if role == "self" else draw(LENGTHS)
     head_dim = draw(st.sampled_from((40, 64, 72, 80, 128, 160, 256)))
-    call = Call(
-        1, q_len, kv_len, 2, 2, head_dim, draw(st.sampled_from(("float32", "bfloat16"))), role=role
-    )
+    dtype = draw(st.sampled_from(("float32", "bfloat16")))
+    call = Call(1, q_len, kv_len, 2, 2, head_dim, dtype, role=role)
     target = draw(st.sampled_from((*TPUS, CPU)))
-    return (
-        asked,
-        call,
-        draw(st.sampled_from(("flash", "tokamax_flash"))),
-        target,
-        draw(st.booleans()),
-    )
+    kernel = draw(st.sampled_from(("flash", "tokamax_flash")))
+    return asked, call, kernel, target, draw(st.booleans())
 
 
 @tries(250)
@@ -52,7 +46,7 @@ def test_every_request_becomes_legal_and_stays(request):
     assert is_legal(sizes, facts)
     assert all(change.reason and change.asked != change.used for change in changes)
     assert bool(log_lines(call.role, changes)) == bool(changes)
-    again, none = adjust(asking(sizes), call, kernel, target, training)
+    again, none = adjust(sizes.asked(), call, kernel, target, training)
     assert (again, none) == (sizes, ())
     # What was asked for and not reported as changed is what runs.
     changed = {change.key for change in changes}
@@ -74,11 +68,7 @@ def test_the_result_obeys_the_rules_as_written_down_here(request):
             assert size > 0 and size % step == 0 and size < length + step
     assert sizes.block_kv % sizes.block_kv_compute == 0
     if not training:
-        assert (
-            sizes.part(DKV) is None
-            and sizes.part(DQ) is None
-            and sizes.use_fused_bwd_kernel is None
-        )
+        assert sizes.part(DKV) is sizes.part(DQ) is sizes.use_fused_bwd_kernel is None
         return
     dkv = sizes.part(DKV)
     assert dkv is not None
@@ -103,18 +93,11 @@ def test_a_legal_request_is_never_changed(q, kv, q_parts, kv_parts, fused):
     """Build sizes that divide as they must and are small enough for any chip."""
     whole_q, whole_kv = q * q_parts * 128, kv * kv_parts * 128
     backward_q = whole_q if fused else q * 128
-    asked = FlashBlockSizes(
-        block_q=whole_q,
-        block_kv=whole_kv,
-        block_kv_compute=kv * 128,
-        block_q_dkv=backward_q,
-        block_kv_dkv=whole_kv,
-        block_kv_dkv_compute=kv * 128,
-        block_q_dq=None if fused else q * 128,
-        block_kv_dq=None if fused else kv * 128,
-        use_fused_bwd_kernel=fused,
-    )
+    forward, dkv = (whole_q, whole_kv, kv * 128), (backward_q, whole_kv, kv * 128)
+    dq = (None, None) if fused else (q * 128, kv * 128)
+    sizes = dict(zip(KEYS, (*forward, *dkv, *dq), strict=True))
+    asked = FlashBlockSizes(**sizes, use_fused_bwd_kernel=fused)
     call = Call(1, 75600, 75600, 2, 2, 128, "bfloat16")
     sizes, changes = adjust(asked, call, "flash", CPU, True)
     assert changes == ()
-    assert asking(sizes) == asked
+    assert sizes.asked() == asked

@@ -39,12 +39,11 @@ def test_what_leaving_3024_costs_at_75600_tokens():
 @given(st.integers(1, 200_000), st.integers(1, 4096))
 def test_sizes_offered_pad_less(length, block):
     offered = nearest_with_less_padding(length, block)
-    assert all(
-        n % 128 == 0 and padding(length, n).padded < padding(length, block).padded for n in offered
-    )
+    most = padding(length, block).padded
+    assert all(n % 128 == 0 and padding(length, n).padded < most for n in offered)
     assert list(offered) == sorted(offered, key=lambda n: (abs(n - block), n))
     least = min(padding(length, n).padded for n in range(128, max(2 * block, 128) + 1, 128))
-    assert bool(offered) == (least < padding(length, block).padded)
+    assert bool(offered) == (least < most)
 
 
 def test_flash_attentions_formula():
@@ -78,13 +77,8 @@ def test_every_row_names_its_source():
 
 def test_hbm_of_the_fused_backward():
     wan = call(75_600)
-    sizes, _ = adjust(
-        FlashBlockSizes(block_q=512, block_kv=512, use_fused_bwd_kernel=True),
-        wan,
-        "flash",
-        V5P,
-        True,
-    )
+    asked = FlashBlockSizes(block_q=512, block_kv=512, use_fused_bwd_kernel=True)
+    sizes, _ = adjust(asked, wan, "flash", V5P, True)
     assert fused_partials_bytes(wan, sizes) == 148 * 4 * 75_776 * 128 * 2
     assert fused_partials_bytes(wan, sizes, "tokamax_flash") == 148 * 4 * 75_776 * 128 * 4
     assert fused_partials_bytes(call(2048), sizes, "tokamax_flash") == 4 * 4 * 2048 * 128 * 2

@@ -1,6 +1,4 @@
-"""The TPU's compiler judges `tpu_flash`, forward and backward: the tiles that it takes compile on
-every chip, with every kind of mask. `make test-tpu-compile` runs all of it.
-"""
+"""The tiles of `tpu_flash` compile on every chip, with every mask; `make test-tpu-compile`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compile attention for a TPU that is not there. Run as a child process: cases as JSON lines in,
-results out.
+"""Compile attention for a TPU that is not there, in a child process: JSON lines in and out.
 
 Needs jax[tpu]; tokamax for its kernel. Usage: tpu_child.py STORE, where STORE is a file of JSON
 lines: what is in it is not compiled again.
@@ -38,9 +37,8 @@ def installed(package: str) -> str:
         return "none"
 
 
-MEASURED = (
-    Path(__file__).parents[2] / "docs" / "measured" / "tpu_compiles.jsonl"
-)  # answers of earlier days
+# answers of earlier days
+MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "tpu_compiles.jsonl"
 VERSIONS = {package: installed(package) for package in PACKAGES}
 VERSIONS["flags"] = os.environ.get("LIBTPU_INIT_ARGS", "")
 
@@ -62,12 +60,8 @@ def answer(case: dict, known: dict[str, dict], store: Path) -> dict:
     try:
         lowered = lower(case)
     except Exception as e:  # the kernels refuse some sizes before the compiler sees them
-        return {
-            "ok": False,
-            "seconds": 0.0,
-            "message": message_of(e),
-            "key": "refused before the compiler",
-        }
+        refused = {"message": message_of(e), "key": "refused before the compiler"}
+        return {"ok": False, "seconds": 0.0, **refused}
     text = json.dumps([VERSIONS, case["topology"]]) + lowered.as_text()
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     if key not in known:
@@ -96,9 +90,7 @@ def compile_lowered(lowered: jax.stages.Lowered) -> dict:
 
 
 def lower(case: dict) -> jax.stages.Lowered:
-    """Lower a case for its topology: `bare` through a library's own public kernel, else through
-    maxattn.
-    """
+    """Lower a case: `bare` through a library's own public kernel, else through maxattn."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=case["topology"]).devices
     sizes = case.get("mesh") or {"data": 1}
     count = int(np.prod(list(sizes.values())))
@@ -111,11 +103,8 @@ def lower(case: dict) -> jax.stages.Lowered:
     function, operands = (tpu_bare if case.get("bare") else tpu_ours).problem(case, spec, mesh)
     # tokamax asks which chip it is traced for, and without a surrounding mesh that is this
     # machine's CPU.
-    with (
-        jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-        if case["kernel"] == "tokamax_flash"
-        else nullcontext()
-    ):
+    asks = case["kernel"] == "tokamax_flash"
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if asks else nullcontext():
         return jax.jit(function).trace(*operands).lower(lowering_platforms=("tpu",))
 
 

@@ -32,14 +32,8 @@ def problem(
     """
     b, t, s, n, h = (case[key] for key in ("batch", "q_len", "kv_len", "heads", "head_dim"))
     q = spec((b, t, n, h), case["dtype"], "data", "context", "tensor", None)
-    k = spec(
-        (b, s, n, h),
-        case["dtype"],
-        "data",
-        "context" if case["role"] == "self" else None,
-        "tensor",
-        None,
-    )
+    sharded = "context" if case["role"] == "self" else None
+    k = spec((b, s, n, h), case["dtype"], "data", sharded, "tensor", None)
     lengths = spec((b,), "int32", "data")
     decided = decide(case, b, t, s, n, h)
 
@@ -47,9 +41,10 @@ def problem(
         return run(decided, q, k, v, None, mask_of(case["mask"], lengths).bind(t, s, b, n), mesh)[0]
 
     def gradients(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-        return jax.value_and_grad(
-            lambda *x: forward(*x, lengths).astype(jnp.float32).sum(), (0, 1, 2)
-        )(q, k, v)
+        def loss(*x: Any) -> Any:
+            return forward(*x, lengths).astype(jnp.float32).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
     return gradients if case["training"] else forward, (q, k, k, lengths)
 
@@ -59,39 +54,28 @@ def decide(case: dict, b: int, t: int, s: int, n: int, h: int) -> Plan:
     lengths = jax.ShapeDtypeStruct((b,), "int32")
     mask = mask_of(case["mask"], lengths).bind(t, s, b, n).form()
     call = Call(b, t, s, n, n, h, case["dtype"], mask, role=case["role"])
-    overrides = case.get("config") or both_roles(case["kernel"])
-    config = (
-        AttentionConfig.from_yaml(case["preset"], overrides)
-        if "preset" in case
-        else AttentionConfig.from_overrides(overrides)
-    )
+    both = [f"attention={case['kernel']}", f"cross_attention={case['kernel']}"]
+    overrides = case.get("config") or both
+    config = AttentionConfig.from_overrides(overrides)
+    if "preset" in case:
+        config = AttentionConfig.from_yaml(case["preset"], overrides)
     target = Target.named(case["kind"], (("tokamax", "0.0.17"),))
     decided = plan(call, config, case.get("mesh"), target)
     if "sizes" not in case:
         return decided
     kernel: Any = decided.kernel
     sizes = BlockSizes(**case["sizes"])
-    return replace(
-        decided, kernel=replace(kernel, blocks=sizes, inference=None if case["training"] else sizes)
-    )
-
-
-def both_roles(kernel: str) -> list[str]:
-    """Name one kernel for self- and cross-attention."""
-    return [f"attention={kernel}", f"cross_attention={kernel}"]
+    inference = None if case["training"] else sizes
+    return replace(decided, kernel=replace(kernel, blocks=sizes, inference=inference))
 
 
 def mask_of(name: str, lengths: Any) -> masks.Mask:
-    """Return a mask by name: what reaches the kernel as segment ids, as computed positions, as
-    both, or as neither.
-    """
-    ids = masks.KeyPadding(lengths)
-    window = masks.LocalWindow(700, 300, offset=0)
-    named = {
+    """Return a mask by name: for the kernel it is segment ids, positions, both, or neither."""
+    ids, window = masks.KeyPadding(lengths), masks.LocalWindow(700, 300, offset=0)
+    return {
         "full": masks.Full(),
         "padding": ids,
         "window": window,
         "both": ids & window,
         "blocks": masks.BlockSlidingWindow(1560, 7),
-    }
-    return named[name]
+    }[name]

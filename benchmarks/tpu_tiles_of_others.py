@@ -1,6 +1,6 @@
 """How much faster than the tiles of MaxDiffusion's configs a plan's own are, as a Markdown table:
 
-    python -m tests.block_sizes.gain_over_others LOG
+    python -m benchmarks.tpu_tiles_of_others LOG
 
 By libtpu's schedules; nothing runs. Kernels that the table of estimates lacks are compiled, one
 after the other, and kept in LOG: a run that was stopped goes on where it was. Their tiles are
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from maxattn.block_sizes import BlockSizes, adjust
+from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes, adjust
 from maxattn.block_sizes.estimated.choose import Costs, seconds_of, tiles_of
 from maxattn.block_sizes.estimated.defaults import in_ms
 from maxattn.block_sizes.estimated.grids import evaluates
@@ -30,8 +30,9 @@ from maxattn.tools.model_shapes import SHAPES
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
 from maxattn.tools.tune.schedule_log import ScheduleLog, costs_of
-from tests.block_sizes.presets_of_others import KEYS, LIMIT, PRESETS
+from tests.block_sizes.presets_of_others import LIMIT, PRESETS
 
+KEYS = (*FORWARD, *DKV, *DQ)
 SECONDS = 900.0  # of one compile
 FLAGS = "LIBTPU_INIT_ARGS"
 CALLS = {
@@ -43,7 +44,7 @@ Found = dict[tuple[Kind, Evaluates], dict[Tile, StepCost]]
 
 
 class Row(NamedTuple):
-    """Hold one preset on one chip, in one pass.
+    """One preset on one chip, in one pass.
 
     Args:
         preset: its name.
