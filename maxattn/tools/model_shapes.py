@@ -12,7 +12,7 @@ from maxattn.config.errors import plain
 from maxattn.config.numbers import LARGEST, divisors, whole, whole_in
 from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import BlockSlidingWindow, Full, Mask
-from maxattn.tools.known_models import KNOWN_SHAPES, KnownShape
+from maxattn.tools.known_models import KNOWN_SHAPES
 
 FULL = Full()
 MOST_SHAPES = 256  # that a file lists: each is planned
@@ -55,13 +55,10 @@ class Shape:
         return Call(*sizes, self.dtype, mask, role=self.role, value_head_dim=values)
 
 
-def _known(name: str, known: KnownShape) -> Shape:
-    *sizes, role, window = known
-    mask = BlockSlidingWindow(*window) if window else FULL
-    return Shape(name, *sizes, role=role, mask=mask)
-
-
-SHAPES = {name: _known(name, known) for name, known in KNOWN_SHAPES.items()}
+SHAPES = {
+    name: Shape(name, *sizes, role=role, mask=BlockSlidingWindow(*window) if window else FULL)
+    for name, (*sizes, role, window) in KNOWN_SHAPES.items()
+}
 
 
 def read(text: str) -> Shape:
@@ -74,27 +71,21 @@ def read(text: str) -> Shape:
     """
     if text in SHAPES:
         return SHAPES[text]
-    (b, t, s, n, h, *k), value_dim = _numbers(text)
+    words = text.split(",", 6)
+    head_dim, has_values, values = (words[4] if len(words) > 4 else "").partition("/")
+    words[4:5] = [head_dim, *([values] if has_values else [])]
+    numbers = [number for word in words if (number := whole_in(word))]
+    if len(numbers) != len(words) or len(numbers) - bool(has_values) not in (5, 6):
+        rule = f"it is B,T,S,N,H[/V][,K] in whole numbers, or one of {', '.join(SHAPES)}"
+        remedy = did_you_mean(text, SHAPES) or "write for example 1,32760,32760,12,128"
+        raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
+    value_dim = numbers.pop(5) if has_values else 0
+    _, t, s, n, _, *k = numbers
     if k and n % k[0]:
         rule = f"K divides N, and {k[0]} does not divide {n}"
         choices = ", ".join(map(str, divisors(n)))
         raise InputError("shape", text, rule, f"give a K of {choices}")
-    role: Role = "self" if t == s else "cross"
-    return Shape(text, b, t, s, n, h, *k, role=role, value_dim=value_dim)
-
-
-def _numbers(text: str) -> tuple[list[int], int]:
-    """Read the sizes, and V; 0 where it is not written."""
-    words = text.split(",", 6)
-    head_dim, has_values, values = (words[4] if len(words) > 4 else "").partition("/")
-    words[4:5] = [head_dim, *([values] if has_values else [])]
-    numbers = [whole_in(word) for word in words]
-    if len(numbers) - bool(has_values) in (5, 6) and all(numbers):
-        whole_numbers = [number for number in numbers if number]
-        return whole_numbers, whole_numbers.pop(5) if has_values else 0
-    rule = f"it is B,T,S,N,H[/V][,K] in whole numbers, or one of {', '.join(SHAPES)}"
-    remedy = did_you_mean(text, SHAPES) or "write for example 1,32760,32760,12,128"
-    raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
+    return Shape(text, *numbers, role="self" if t == s else "cross", value_dim=value_dim)
 
 
 def dtype_of(text: str) -> str:
@@ -111,7 +102,7 @@ def dtype_of(text: str) -> str:
 def changed(
     shape: Shape, role: Role | None, dtype: str | None, mask: Mask | None, batch: int | None
 ) -> Shape:
-    """Return a shape with what the user said otherwise; None leaves it.
+    """Return a shape with what the user wrote otherwise; None leaves it.
 
     Raises:
         InputError: for a dtype that is not known.
@@ -124,7 +115,7 @@ def changed(
 
 
 def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """Find the shapes that a file's own sections describe; none where they do not say enough.
+    """Find the shapes that a file's own sections describe; none if they do not describe one.
 
     `model.shapes` is a list of names or B,T,S,N,H[/V][,K]. Else `model.heads` and `model.dim_head`
     with the tokens: `model.tokens`, or the patches of `model.patch` in `data.frames`, `data.height`
@@ -138,33 +129,28 @@ def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
         InputError: for a name in `model.shapes` that is not known, and for a value of those keys
             that is no whole number above zero, where the others describe a shape.
     """
-    model = _section(sections, "model")
+    model, data, training = (_section(sections, name) for name in ("model", "data", "training"))
     if isinstance(listed := model.get("shapes"), list):
-        return _listed(listed)
+        if len(listed) > MOST_SHAPES:
+            rule = f"at most {MOST_SHAPES} shapes are listed"
+            value = f"{len(listed)} of them"
+            raise InputError("model.shapes", value, rule, "list those that differ")
+        return tuple(read(str(text)) for text in listed)
     sizes = [("model.heads", model.get("heads")), ("model.dim_head", model.get("dim_head"))]
-    of_tokens = _token_sizes(model, _section(sections, "data"))
-    if not of_tokens or not all(_is_one_value(value) for _, value in (*sizes, *of_tokens)):
+    of_tokens = _token_sizes(model, data)
+    # A list or a mapping is something of the program's own.
+    values = [value for _, value in (*sizes, *of_tokens)]
+    if not of_tokens or any(v is None or isinstance(v, list | tuple | Mapping) for v in values):
         return ()
     heads, head_dim = (_size(*size) for size in sizes)
     tokens = _tokens([_size(*size) for size in of_tokens])
-    given = _section(sections, "training").get("batch_size")
+    given = training.get("batch_size")
     batch = 1 if given is None else _size("training.batch_size", given)
     found = Shape("model", batch, tokens, tokens, heads, head_dim)
-    return (found, *_cross_of(found, model.get("text_tokens")))
-
-
-def _listed(texts: list[Any]) -> tuple[Shape, ...]:
-    if len(texts) > MOST_SHAPES:
-        rule = f"at most {MOST_SHAPES} shapes are listed"
-        raise InputError("model.shapes", f"{len(texts)} of them", rule, "list those that differ")
-    return tuple(read(str(text)) for text in texts)
-
-
-def _cross_of(shape: Shape, text_tokens: Any) -> tuple[Shape, ...]:
-    if text_tokens is None:
-        return ()
+    if (text_tokens := model.get("text_tokens")) is None:
+        return (found,)
     kv_len = _size("model.text_tokens", text_tokens)
-    return (replace(shape, name="model-cross", kv_len=kv_len, role="cross"),)
+    return found, replace(found, name="model-cross", kv_len=kv_len, role="cross")
 
 
 def _section(sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -198,17 +184,7 @@ def _tokens(sizes: list[int]) -> int:
     return tokens
 
 
-def _is_one_value(value: Any) -> bool:
-    """Say whether a key has one value; a list or a mapping is something of the program's own."""
-    return value is not None and not isinstance(value, list | tuple | Mapping)
-
-
 def _size(key: str, value: Any) -> int:
-    """Return a size of a section.
-
-    Raises:
-        InputError: it is no whole number, or below 1, or too large.
-    """
     if (size := whole(value)) is not None:
         return size
     rule = f"it is a whole number from 1 to {LARGEST}: attention's shape is read from it"

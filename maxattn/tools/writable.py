@@ -10,7 +10,7 @@ from maxattn.errors import ConfigError
 
 
 def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigError | None:
-    """Say why a file or folder cannot be written, or return None. Nothing is left behind.
+    """Return why a file or folder cannot be written, or None. Nothing is left behind.
 
     Args:
         setting: that named it.
@@ -21,15 +21,15 @@ def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigEr
         return _problem(setting, Path(path), folder)
     # Below a folder that cannot be read, a name that is too long, a NUL in it.
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        return _refused(setting, Path(path), f"the system says: {said}")
+        why = f"the system says: {getattr(error, 'strerror', None) or error}"
+        return ConfigError(setting, Path(path), why, "name a path that you may write to")
 
 
 def check_writable(setting: str, path: str | Path, folder: bool = False) -> None:
     """Refuse a file or folder that cannot be written.
 
     Raises:
-        ConfigError: saying why.
+        ConfigError: with the reason.
     """
     if (problem := unwritable(setting, path, folder)) is not None:
         raise problem
@@ -46,27 +46,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
-    if path.is_symlink() and not path.exists():
-        return _refused(setting, path, "it is a link to what is not there")
+    rule = ""
     if path.exists() and path.is_dir() != folder:
         file, other = "it is a file, and this is a folder", "there is a file of that name"
         rule = f"it is a folder, and {other}" if folder else file
         return ConfigError(setting, path, rule, "name another")
-    if path.exists() and not folder:
-        may = os.access(path, os.W_OK)
-        return None if may else _refused(setting, path, "it may not be written")
-    return _in_folder(setting, path)
-
-
-def _in_folder(setting: str, path: Path) -> ConfigError | None:
-    """Try to make a folder in the nearest folder that is there."""
-    there = next(above for above in (path, *path.parents) if above.exists())
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".maxattn-", dir=there))
-    except OSError as error:
-        return _refused(setting, path, f"in {there} nothing can be written: {error.strerror}")
-    return None
-
-
-def _refused(setting: str, path: Path, rule: str) -> ConfigError:
-    return ConfigError(setting, path, rule, "name a path that you may write to")
+    if path.is_symlink() and not path.exists():
+        rule = "it is a link to what is not there"
+    elif path.exists() and not folder:
+        rule = "" if os.access(path, os.W_OK) else "it may not be written"
+    else:  # try to make a folder in the nearest folder that is there
+        there = next(above for above in (path, *path.parents) if above.exists())
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".maxattn-", dir=there))
+        except OSError as error:
+            rule = f"in {there} nothing can be written: {error.strerror}"
+    return ConfigError(setting, path, rule, "name a path that you may write to") if rule else None

@@ -27,7 +27,14 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
     Raises:
         ConfigError: for a word of another form, and for an option that the compiler refuses.
     """
-    options = dict(_option(word, setting) for word in words)
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            remedy = "write for example xla_gpu_autotune_level=2"
+            raise ConfigError(setting, repr(word), "it is NAME=VALUE", remedy)
+        name = name.removeprefix("--")
+        options[name] = (VALUES | SPELT.get(name, {})).get(value.lower(), value)
     for name, value in options.items():
         if why := _refusal(name, value):
             rule = f"the compiler of jax {jax.__version__} refuses it: {why}"
@@ -44,12 +51,3 @@ def _refusal(name: str, value: Any) -> str:
     except (jax.errors.JaxRuntimeError, ValueError) as refused:
         return str(refused).partition("\n")[0]
     return ""
-
-
-def _option(word: str, setting: str) -> tuple[str, Any]:
-    name, equals, value = word.partition("=")
-    if not equals or not name:
-        remedy = "write for example xla_gpu_autotune_level=2"
-        raise ConfigError(setting, repr(word), "it is NAME=VALUE", remedy)
-    name = name.removeprefix("--")
-    return name, (VALUES | SPELT.get(name, {})).get(value.lower(), value)

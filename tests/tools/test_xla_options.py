@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import split
 
 import pytest
 import yaml
@@ -12,14 +13,11 @@ from maxattn.tools.xla_options import xla_options
 
 
 def test_values_of_every_kind_reach_the_compiler() -> None:
-    words = [
-        "xla_gpu_enable_triton_gemm=False",
-        "--xla_gpu_autotune_level=2",
-        "xla_step_marker_location=-1",
-        "xla_gpu_autotune_gemm_rtol=1",
-        "xla_dump_hlo_as_text=true",
-        "xla_gpu_override_gemm_autotuner=a=b",
-    ]
+    words = split(
+        "xla_gpu_enable_triton_gemm=False --xla_gpu_autotune_level=2 "
+        "xla_step_marker_location=-1 xla_gpu_autotune_gemm_rtol=1 xla_dump_hlo_as_text=true "
+        "xla_gpu_override_gemm_autotuner=a=b"
+    )
     assert xla_options(words) == {
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_autotune_level": "2",

@@ -1,13 +1,13 @@
 """`maxattn tune --offline`: rank a TPU's tiles by libtpu's schedules, where no TPU is.
 
 Every kernel that was compiled stands at once in `schedules.jsonl` beside the measurements, so a
-command that was stopped goes on where it was. What is kept for plans says that it is estimated.
+command that was stopped goes on where it was. What is kept for plans is marked as estimated.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,13 +36,12 @@ from maxattn.tools.cli.progress import say
 from maxattn.tools.compile.job import MOST_SECONDS
 from maxattn.tools.estimate.kernel import core_of
 from maxattn.tools.memory import fits_alone
-from maxattn.tools.model_shapes import Shape
 from maxattn.tools.tune import store
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.offline import OfflineSearch
 from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
 from maxattn.tools.tune.schedule_log import ScheduleLog
-from maxattn.tuned import cache_path, key_of, versions_of, with_sizes
+from maxattn.tuned import Sizes, cache_path, key_of, versions_of, with_sizes
 
 SHOWN = 8  # sizes that are listed, beside those that run where nothing is set
 
@@ -59,16 +58,20 @@ def run(args: argparse.Namespace, source: Source) -> int:
         rule = f"it is a number of seconds above 0, at most {MOST_SECONDS}"
         raise ConfigError("--time-limit", plain(args.time_limit), rule, "write --time-limit 120")
     with ScheduleCompiler(args.time_limit) as compiler, store.writable_copy(cache_path()) as kept:
-        folder, problem = kept[0], kept[1]
+        path, problem = kept
         versions = compiler.versions
         packages = tuple((name, v) for name, v in versions.items() if name != "libtpu")
-        log = ScheduleLog(folder.with_name("schedules.jsonl"), versions)
+        log = ScheduleLog(path.with_name("schedules.jsonl"), versions)
         if problem:
             say(f"{cache_path()} cannot be written, so nothing is kept: {problem}")
         for number, shape in enumerate(shapes_of(args, source)):
             print("\n" if number else "", end="")
-            for tuning in _tunings(args, source, shape, Target.named(kind, packages)):
-                _tune(tuning, compiler, log, folder, args.limit, not problem)
+            # Each shape's plan takes what was kept of those before it.
+            target = Target.named(kind, packages)
+            made = plan(shape.call(), source.config, mesh_of(args, source.config), target)
+            for kernel in made.kernel.name.split("/"):  # one, or one a pass
+                tuning = _tuning(args, source, shape.name, made, kernel)
+                _tune(tuning, compiler, log, path, args.limit, not problem)
     return 0
 
 
@@ -87,12 +90,8 @@ def _tpu_of(target: str | None) -> str:
 
 @dataclass(frozen=True)
 class OfflineTuning:
-    """Hold what is ranked.
-
-    Args:
-        name: of the shape.
-        kernel, local, target: the kernel, what one device computes, and the TPU.
-        training: forward and backward; else forward alone.
+    """Hold what is ranked: the shape's name, kernel, one device's call, TPU, and whether with the
+    backward.
     """
 
     name: str
@@ -111,12 +110,14 @@ class OfflineTuning:
         """Rank the sizes that fit the device, with either backward."""
         what = costs, self.local, self.kernel, self.target, self.training
         ways = (False, True) if self.kernel == "flash" and self.training else (self.training,)
-        found = [one for fused in ways for one in ranked(*what, fused)]
-        return sorted(filter(self._fits, found), key=lambda one: one.seconds.slow)
-
-    def _fits(self, one: Estimate) -> bool:
         kind = self.target.device_kind
-        return fits_alone(self.kernel, self.local, one.sizes, self.training, kind)
+        found = [
+            one
+            for fused in ways
+            for one in ranked(*what, fused)
+            if fits_alone(self.kernel, self.local, one.sizes, self.training, kind)
+        ]
+        return sorted(found, key=lambda one: one.seconds.slow)
 
     def measurement(self, one: Estimate) -> dict[str, Any]:
         """Write an estimate as the cache keeps it."""
@@ -134,29 +135,20 @@ class OfflineTuning:
         }
 
 
-def _tunings(
-    args: argparse.Namespace, source: Source, shape: Shape, target: Target
-) -> Iterator[OfflineTuning]:
-    """Yield what is ranked for each kernel that a shape's plan runs: one, or one a pass."""
-    made = plan(shape.call(), source.config, mesh_of(args, source.config), target)
-    for kernel in made.kernel.name.split("/"):
-        yield _tuning(args, source, shape, made, kernel)
-
-
 def _tuning(
-    args: argparse.Namespace, source: Source, shape: Shape, made: Plan, kernel: str
+    args: argparse.Namespace, source: Source, name: str, made: Plan, kernel: str
 ) -> OfflineTuning:
-    local = computed_call(kernel, kernel_call(made.padded_call, made.strategy), "tpu")
+    call = kernel_call(made.padded_call, made.strategy)
+    local = computed_call(kernel, call, "tpu")
     if kernel not in BLOCKS:
         rule = f"{kernel} runs, and the kernels with tiles on TPUs are {' and '.join(BLOCKS)}"
-        raise Unsupported("--offline", shape.name, rule, "write attention=flash")
-    if why := not_priced(kernel_call(made.padded_call, made.strategy)):
+        raise Unsupported("--offline", name, rule, "write attention=flash")
+    if why := not_priced(call):
         rule = f"tiles are ranked by schedules: {why}"
         raise Unsupported("--offline", f"mask {local.mask}", rule, "leave the mask out")
     if source.config.float32_qk_product:
         local = local.derived(dtype="float32")
-    what = cast(KernelKind, kernel), local, made.target, not args.forward
-    return OfflineTuning(shape.name, *what)
+    return OfflineTuning(name, cast(KernelKind, kernel), local, made.target, not args.forward)
 
 
 def _tune(
@@ -183,7 +175,9 @@ def _tune(
     print("\n".join(ranking_lines(found, unset, how)))
     for one in _ties(found) if is_kept else ():
         store.add(path, tuning.measurement(one))
-    print("\n".join(_last_lines(tuning, found[0], path if is_kept else None)), flush=True)
+    kept = f"kept as estimated in {path}: plans take it until it is measured; " if is_kept else ""
+    sizes = tuple(found[0].sizes.given().items())
+    print(f"  {kept}to set it:\n{yaml_to_set(tuning.kernel, sizes)}", flush=True)
 
 
 def _say_answer(job: KernelJob, answer: dict[str, Any], is_known: bool) -> None:
@@ -193,6 +187,12 @@ def _say_answer(job: KernelJob, answer: dict[str, Any], is_known: bool) -> None:
     cost = answer.get("cost")
     words = f"{cost[0] + cost[2][0]:,} bundles a step" if cost else answer["failed"]
     say(f"  {job.kind} {tile}: {words}")
+
+
+def yaml_to_set(kernel: str, sizes: Sizes) -> str:
+    """Write the lines to paste, indented."""
+    lines = yaml_of(with_sizes(AttentionConfig(), kernel, sizes)).splitlines()
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _ties(found: Sequence[Estimate]) -> list[Estimate]:
@@ -210,13 +210,6 @@ def ranking_lines(found: Sequence[Estimate], default: Estimate | None, how: str)
         lines.append(f"  {in_ms(one.seconds):>18}  {mark:3}  {one.sizes}")
     if default is not None:
         gain = default.seconds.slow / found[0].seconds.slow
-        said = f"where nothing is set; the first is {gain:.2f} times as fast"
-        lines.append(f"  {in_ms(default.seconds):>18}       {default.sizes}  ({said})")
+        beside = f"where nothing is set; the first is {gain:.2f} times as fast"
+        lines.append(f"  {in_ms(default.seconds):>18}       {default.sizes}  ({beside})")
     return lines
-
-
-def _last_lines(tuning: OfflineTuning, best: Estimate, path: Path | None) -> list[str]:
-    kept = f"kept as estimated in {path}: plans take it until it is measured; " if path else ""
-    sizes = tuple(best.sizes.given().items())
-    lines = yaml_of(with_sizes(AttentionConfig(), tuning.kernel, sizes)).splitlines()
-    return [f"  {kept}to set it:", *(f"    {line}" for line in lines)]

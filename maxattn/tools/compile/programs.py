@@ -15,13 +15,7 @@ from maxattn.modules import CrossAttention, FlaxAttention
 from maxattn.plan import Plan
 from maxattn.rope import rope_1d
 from maxattn.sharding import mesh_shape, parameter_shardings, spec_of, ways
-from maxattn.tools.compile.block import (
-    PARTS,
-    TEXT,
-    TransformerBlock,
-    attention_settings,
-    run_block,
-)
+from maxattn.tools.compile.block import PARTS, TEXT, TransformerBlock, attention_settings, run_block
 from maxattn.tools.compile.job import CompileJob
 
 

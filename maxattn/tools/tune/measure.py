@@ -18,28 +18,23 @@ RUNS = 10
 SECONDS = 3.0  # a candidate is timed this long at most, and twice at least
 
 
-def milliseconds(kernel: Kernel, call: Call, training: bool, seconds: float = SECONDS) -> float:
+def milliseconds(kernel: Kernel, call: Call, training: bool) -> float:
     """Return the median time of a call.
 
     Args:
         kernel: built with the sizes to time.
         call: the local call; its mask holds no arrays.
         training: forward and backward; else forward alone.
-        seconds: how long to time.
     """
     function, operands = _program(kernel, call, training)
     compiled = jax.jit(function).lower(*operands).compile()
     jax.block_until_ready(compiled(*operands))
-    return 1e3 * _median(lambda: jax.block_until_ready(compiled(*operands)), seconds)
-
-
-def _median(run: Callable[[], Any], seconds: float) -> float:
     times: list[float] = []
-    while len(times) < 2 or (len(times) < RUNS and sum(times) < seconds):
+    while len(times) < 2 or (len(times) < RUNS and sum(times) < SECONDS):
         started = time.perf_counter()
-        run()
+        jax.block_until_ready(compiled(*operands))
         times.append(time.perf_counter() - started)
-    return median(times)
+    return 1e3 * median(times)
 
 
 def _program(

@@ -12,13 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from maxattn.block_sizes import adjust, facts_of
-from maxattn.block_sizes.estimated.choose import (
-    Costs,
-    divides,
-    padded_pairs,
-    price,
-    tiles_of,
-)
+from maxattn.block_sizes.estimated.choose import Costs, divides, padded_pairs, price, tiles_of
 from maxattn.block_sizes.estimated.grids import evaluates
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.sizes import KernelKind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import split
 
 import pytest
 
@@ -16,122 +17,66 @@ from tests.tools.cli.command import run
 
 HERE = Path(__file__).parent
 GOOD = {
-    "plans": [
-        "configs/wan_14b.yml",
-        "--shape",
-        "wan-14b-720p",
-        "--shape",
-        "wan-14b-cross",
-        "--target",
-        "TPU v5p",
-        "--devices",
-        "8",
-        "--batch",
-        "2",
-    ],
-    "no_shape": ["configs/attention.yml"],
-    "every_key": ["flash_block_sizes.block_q=512", "--all"],
-    "inference": [
-        "attention=flash",
-        "--shape",
-        "wan-14b-480p",
-        "--target",
-        "TPU v6e",
-        "--inference",
-        "flash_block_sizes={block_q: 3024, block_kv: 2048}",
-    ],
+    "plans": (
+        "configs/wan_14b.yml --shape wan-14b-720p --shape wan-14b-cross --target v5p --devices 8 "
+        "--batch 2"
+    ),
+    "no_shape": "configs/attention.yml",
+    "every_key": "flash_block_sizes.block_q=512 --all",
+    "inference": (
+        "attention=flash --shape wan-14b-480p --target v6e --inference "
+        "'flash_block_sizes={block_q: 3024, block_kv: 2048}'"
+    ),
 }
 ADVISED = {
-    "dense_and_memory": ["attention=dot_product", "--shape", "wan-14b-480p", "--target", "TPU v5e"],
-    "dense_on_a_gpu": ["attention=dot_product", "--shape", "flux-1024", "--target", "NVIDIA H200"],
-    "nothing_to_shard": [
-        "attention=ring",
-        "attention_kernel=flash",
-        "--shape",
-        "sdxl-64",
-        "--target",
-        "TPU v5p",
-    ],
-    "short_shards": [
-        "attention=ring",
-        "attention_kernel=dot_product",
-        "--shape",
-        "1,256,256,4,64",
-        "--mesh",
-        "context=8",
-        "--target",
-        "cpu",
-    ],
-    "padding_attended": [
-        "mask_padding_tokens=false",
-        "cross_attention=flash",
-        "--shape",
-        "sdxl-64",
-        "--shape",
-        "sdxl-cross",
-        "--batch",
-        "2",
-        "--target",
-        "TPU v5p",
-        "--lengths",
-        "20,77",
-    ],
-    "blocks_and_their_padding": [
-        "attention=flash",
-        "--shape",
-        "wan-1.3b-480p",
-        "--target",
-        "TPU v6e",
-        "flash_block_sizes={block_q: 3000, block_kv: 3000, use_fused_bwd_kernel: true}",
-    ],
-    "one_shape_cannot_run": [
-        "attention=flash",
-        "--shape",
-        "1,64,64,4,64",
-        "--dtype",
-        "f16",
-        "--target",
-        "TPU v5p",
-    ],
+    "dense_and_memory": "attention=dot_product --shape wan-14b-480p --target v5e",
+    "dense_on_a_gpu": "attention=dot_product --shape flux-1024 --target H200",
+    "nothing_to_shard": "attention=ring attention_kernel=flash --shape sdxl-64 --target v5p",
+    "short_shards": (
+        "attention=ring attention_kernel=dot_product --shape 1,256,256,4,64 --mesh context=8 "
+        "--target cpu"
+    ),
+    "padding_attended": (
+        "mask_padding_tokens=false cross_attention=flash --shape sdxl-64 --shape sdxl-cross "
+        "--batch 2 --target v5p --lengths 20,77"
+    ),
+    "blocks_and_their_padding": (
+        "attention=flash --shape wan-1.3b-480p --target v6e 'flash_block_sizes={block_q: 3000, "
+        "block_kv: 3000, use_fused_bwd_kernel: true}'"
+    ),
+    "one_shape_cannot_run": "attention=flash --shape 1,64,64,4,64 --dtype f16 --target v5p",
 }
 BAD_LENGTHS = {
-    "beyond_s": ["--lengths", "300,9999", "--shape", "2,4096,512,8,64"],
-    "of_other_keys": ["configs/wan_i2v_14b.yml", "--batch", "2", "--lengths", "300,512"],
-    "neither_one_nor_b": ["--lengths", "300,512", "--shape", "3,4096,512,8,64"],
-    "more_than_one": ["--lengths", "300,512", "--shape", "wan-cross"],
-    "of_self_attention": ["--lengths", "257", "--shape", "1,256,256,8,64"],
-    "no_number": ["--lengths", "300,x", "--shape", "2,4096,512,8,64"],
-}  # fmt: skip
+    "beyond_s": "--lengths 300,9999 --shape 2,4096,512,8,64",
+    "of_other_keys": "configs/wan_i2v_14b.yml --batch 2 --lengths 300,512",
+    "neither_one_nor_b": "--lengths 300,512 --shape 3,4096,512,8,64",
+    "more_than_one": "--lengths 300,512 --shape wan-cross",
+    "of_self_attention": "--lengths 257 --shape 1,256,256,8,64",
+    "no_number": "--lengths 300,x --shape 2,4096,512,8,64",
+}
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_valid(capsys, name):
-    ran = run(capsys, "check", *GOOD[name])
+    ran = run(capsys, "check", *split(GOOD[name]))
     assert (ran.status, ran.err) == (0, "")
     check_golden(f"cli/check/{name}", ran.out)
 
 
 @pytest.mark.parametrize("name", ADVISED)
 def test_advice(capsys, name):
-    check_golden(f"cli/check/{name}", run(capsys, "check", *ADVISED[name]).text)
+    check_golden(f"cli/check/{name}", run(capsys, "check", *split(ADVISED[name])).text)
 
 
 @pytest.mark.parametrize("name", BAD_LENGTHS)
 def test_lengths_that_cannot_be(capsys, name):
-    ran = run(capsys, "check", *BAD_LENGTHS[name], "--target", "TPU v5p")
+    ran = run(capsys, "check", *split(BAD_LENGTHS[name]), "--target", "TPU v5p")
     assert ran.status == 1 and "runs" not in ran.out
     check_golden(f"cli/check/lengths_{name}", ran.err)
 
 
 def test_lengths_are_those_of_the_text_and_one_is_of_all(capsys):
-    words = [
-        "check",
-        "mask_padding_tokens=false",
-        "--shape",
-        "2,256,256,4,64",
-        "--shape",
-        "2,256,512,4,64",
-    ]
+    words = split("check mask_padding_tokens=false --shape 2,256,256,4,64 --shape 2,256,512,4,64")
     each, one = (
         run(capsys, *words, "--target", "cpu", "--lengths", said) for said in ("384,384", "384")
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from shlex import split
 
 import pytest
 
@@ -22,14 +23,9 @@ from tests.tools.cli.command import run
 needs_libtpu = pytest.mark.skipif(
     tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
 )
-RING = [
-    "attention=ring",
-    "attention_kernel=flash",
-    "ici_context_parallelism=4",
-    "--target",
-    "v5p:2x2x1",
-    "--shape",
-]
+RING = split(
+    "attention=ring attention_kernel=flash ici_context_parallelism=4 --target v5p:2x2x1 --shape"
+)
 
 
 def without_figures(text: str) -> str:
@@ -64,16 +60,7 @@ def test_the_estimate_of_memory_is_near_the_compiler(training):
 
 @needs_libtpu
 def test_a_training_step_of_a_module_as_json(capsys):
-    words = [
-        "attention=flash",
-        "--target",
-        "v5e:1x1",
-        "--shape",
-        "1,1024,77,2,64",
-        "--train",
-        "--module",
-        "--json",
-    ]
+    words = split("attention=flash --target v5e:1x1 --shape 1,1024,77,2,64 --train --module --json")
     ran = run(capsys, "compile", *words)
     (outcome,) = json.loads(ran.out)
     assert (ran.status, outcome["ending"], outcome["device_kind"]) == (0, "compiled", "TPU v5e")
@@ -87,22 +74,11 @@ def test_a_training_step_of_a_module_as_json(capsys):
 
 @needs_libtpu
 def test_two_slices(capsys):
-    words = [
-        "attention=flash",
-        "dcn_data_parallelism=2",
-        "ici_tensor_parallelism=4",
-        "ici_data_parallelism=1",
-    ]
+    words = split(
+        "attention=flash dcn_data_parallelism=2 ici_tensor_parallelism=4 ici_data_parallelism=1"
+    )
     ran = run(
-        capsys,
-        "compile",
-        *words,
-        "--target",
-        "v5p:2x2x1",
-        "--slices",
-        "2",
-        "--shape",
-        "2,512,512,4,128",
+        capsys, "compile", *words, *split("--target v5p:2x2x1 --slices 2 --shape 2,512,512,4,128")
     )
     assert (
         ran.status == 0
@@ -111,15 +87,7 @@ def test_two_slices(capsys):
     )
     assert (
         run(
-            capsys,
-            "compile",
-            *words,
-            "--target",
-            "v5p:2x2x1",
-            "--slices",
-            "0",
-            "--shape",
-            "sdxl-64",
+            capsys, "compile", *words, *split("--target v5p:2x2x1 --slices 0 --shape sdxl-64")
         ).status
         == 1
     )
@@ -127,9 +95,7 @@ def test_two_slices(capsys):
 
 @needs_libtpu
 def test_what_does_not_fit(capsys):
-    ran = run(
-        capsys, "compile", "attention=dot_product", "--target", "v5e:1x1", "--shape", "wan-14b-480p"
-    )
+    ran = run(capsys, *split("compile attention=dot_product --target v5e:1x1 --shape wan-14b-480p"))
     assert ran.status == 1
     check_golden("cli/compile/too_much", without_codes(re.sub(r"\(\d[\d.]*G\)", "(#G)", ran.out)))
 

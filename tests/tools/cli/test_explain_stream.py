@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from shlex import split
 from typing import Any
 
 import jax
@@ -37,9 +38,9 @@ GOOD = {
         "--stream", f"{OWN},frames=4,window=3,sink=5,context=tokens", "--target", "TPU v5p",
         "--mesh", "data=2,context=4,tensor=2", "--batch", "2",
     ],
-    "heads_over_context": [
-        "--stream", "wan-1.3b-480p,frames=3,window=7", "--target", "TPU v6e", "--mesh", "context=4",
-    ],
+    "heads_over_context": split(
+        "--stream wan-1.3b-480p,frames=3,window=7 --target v6e --mesh context=4"
+    ),
     "of_a_file": ["configs/wan_1_3b_stream.yml", "--stream", "wan-1.3b-480p", *H200],
     "of_a_file_but_all": [
         "configs/wan_1_3b_stream.yml", "--stream", "wan-1.3b-480p,window=all,length=81", *H200,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shlex import split
 
 import jax
 import numpy as np
@@ -90,7 +91,7 @@ def add(
 
 def test_it_goes_on_where_it_was(capsys, cache, monkeypatch):
     run(capsys, "tune", *BLOCKWISE, "--limit", "2", "--forward")
-    monkeypatch.setattr("maxattn.tools.cli.tune._time", lambda *_: 1 / 0)
+    monkeypatch.setattr("maxattn.tools.tune.measure.milliseconds", lambda *_: 1 / 0)
     ran = run(capsys, "tune", *BLOCKWISE, "--limit", "3", "--forward")
     assert ran.out.count("(measured before)") == 2
     assert ran.out.count("does not run: ZeroDivisionError: division by zero") == 1
@@ -140,28 +141,11 @@ def test_tune_says_what_it_does_with_a_damaged_file(capsys, cache):
 
 
 RANKED = {
-    "training_on_v6e": [
-        "attention=flash",
-        "--shape",
-        "wan-14b-720p",
-        "--target",
-        "TPU v6e",
-        "--limit",
-        "6",
-    ],
-    "forward_on_a_ring": [
-        "attention=ring",
-        "attention_kernel=flash",
-        "--shape",
-        "wan-14b-480p",
-        "--target",
-        "TPU v5p",
-        "--mesh",
-        "context=4",
-        "--forward",
-        "--limit",
-        "6",
-    ],
+    "training_on_v6e": split("attention=flash --shape wan-14b-720p --target v6e --limit 6"),
+    "forward_on_a_ring": split(
+        "attention=ring attention_kernel=flash --shape wan-14b-480p --target v5p --mesh "
+        "context=4 --forward --limit 6"
+    ),
     "nothing_to_tune": ["attention=dot_product", "--shape", "sdxl-64", "--target", "TPU v5p"],
     "window": ["attention=flash", "--shape", "swba-1560x7", "--target", "TPU v5e", "--limit", "5"],
 }

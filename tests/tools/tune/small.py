@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import split
 
 import maxattn as ma
 from maxattn.tools.model_shapes import changed, read
 
-BLOCKWISE = [
-    "attention=dot_product",
-    "use_memory_efficient_attention=true",
-    "--shape",
-    "1,300,300,2,8",
-    "--dtype",
-    "f32",
-]
+BLOCKWISE = split(
+    "attention=dot_product use_memory_efficient_attention=true --shape 1,300,300,2,8 --dtype f32"
+)
 CONFIG = ma.AttentionConfig(attention="dot_product", use_memory_efficient_attention=True)
 
 

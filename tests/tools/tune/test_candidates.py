@@ -78,7 +78,7 @@ def test_the_timing_runs_a_tpu_kernel_in_interpret_mode(training):
     kernel = KERNELS["flash"].build(
         call, ma.AttentionConfig(attention="flash"), Target.named("cpu")
     )
-    assert milliseconds(kernel, call, training, 0.001) > 0
+    assert milliseconds(kernel, call, training) > 0
 
 
 def test_the_timing_computes_what_attention_does():
