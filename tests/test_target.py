@@ -23,7 +23,7 @@ from maxattn.jax_private import versions
 from maxattn.jax_private.versions import TESTED, numbers
 from maxattn.kernels.auto import choose
 from maxattn.kernels.fa4 import capabilities
-from maxattn.kernels.fused import cudnn_limits
+from maxattn.kernels.fused import limits
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
 from maxattn.target import _kind_of as kind_of
@@ -142,7 +142,7 @@ def test_a_gpu_has_the_facts_of_its_family(
 ) -> None:
     its = device_of(kind)
     assert (its.family.name, its.sms) == (family, sms)
-    assert (cudnn_limits.head_limit(its), capabilities.head_limit(its)) == (cudnn, fa4)
+    assert (limits.head_limit(its), capabilities.head_limit(its)) == (cudnn, fa4)
 
 
 # developer.nvidia.com/cuda-gpus.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.call import Call, Reason
+from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
@@ -41,22 +41,10 @@ class DotProduct(Kernel):
     split_head_dim: bool = True
 
     @staticmethod
-    def supports(call: Call, target: Target) -> Reason | None:
-        """Accept every call on every platform."""
-        return None
-
-    @staticmethod
-    def repeats(call: Call, target: Target) -> Reason | None:
-        """Repeat always: matmuls and sums, and nothing that adds in the order in which it comes."""
-        return None
-
-    @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> DotProduct:
-        """Take scale and layout from the call and the config."""
         return DotProduct(call.scale, config.float32_qk_product, config.split_head_dim)
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,H], lse [B,N,T])."""
         q, v = inputs.q, inputs.v
         qs, ks, vs = self._split(inputs)
         s = self._scores(qs, ks, inputs)
@@ -67,50 +55,45 @@ class DotProduct(Kernel):
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
         acc = softmax.matmul("bkgts,bksh->bkgth", p.astype(v.dtype), vs)
         out, lse = softmax.finish(m, jnp.sum(p, axis=-1), acc)
-        return Result(self._merge_queries(out, q).astype(q.dtype), self._merge_stats(lse, q))
+        lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+        return Result(self._merge_queries(out, q).astype(q.dtype), lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, dbias) from a given LSE and output."""
         q, k, bias = inputs.q, inputs.k, inputs.bias
         qs, ks, vs = self._split(inputs)
-        lse, delta, dout = self._row_gradient(rows, inputs)
+        stats = (softmax.split_stats(x, k.shape[2]) for x in (rows.lse, rows.dlse))
+        split = (softmax.split_queries(x, k.shape[2]) for x in (rows.out, rows.dout))
+        lse, delta, dout = (self._fold(x) for x in softmax.row_gradient(*split, *stats))
         s = self._scores(qs, ks, inputs)
         dq, dk, dv, ds = softmax.tile_gradient(qs, ks, vs, s, lse, delta, dout, self.scale)
-        dbias = None if bias is None else self._bias_gradient(ds, bias, q, k)
+        dbias = None
+        if bias is not None:
+            full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+            dbias = softmax.fold_like(full, bias.shape)
         dq = self._merge_queries(dq, q).astype(q.dtype)
         return Grads(dq, self._merge_keys(dk, k), self._merge_keys(dv, k), dbias)
-
-    def _row_gradient(self, rows: Rows, inputs: Inputs) -> tuple[Array, ...]:
-        kv_heads = inputs.k.shape[2]
-        stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
-        split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
-        return tuple(self._fold(x, inputs.q) for x in softmax.row_gradient(*split, *stats))
 
     def microseconds(self, call: Call, target: Target) -> None:
         """Estimate nothing: XLA's own kernels are far from both rates."""
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         return Lines("dot_product (XLA dense)", "none: the whole T x S at once")
 
     def _scores(self, qs: Array, ks: Array, inputs: Inputs) -> Array:
-        allowed = self._allowed(inputs)
+        allowed = None
+        if not inputs.mask.is_full:
+            q_idx, kv_idx = jnp.arange(inputs.q.shape[1]), jnp.arange(inputs.k.shape[1])
+            allowed = inputs.mask.allowed(q_idx, kv_idx, inputs.q_offset, inputs.kv_offset)
+            allowed = self._fold_mask(allowed, inputs)
         given = inputs.bias, inputs.bias_level
         bias, level = (None if x is None else self._fold_mask(x, inputs) for x in given)
         if self.float32_qk_product:
             qs, ks = qs.astype(jnp.float32), ks.astype(jnp.float32)
         return softmax.scores(qs, ks, self.scale, bias, level, allowed)
 
-    def _allowed(self, inputs: Inputs) -> Array | None:
-        if inputs.mask.is_full:
-            return None
-        q_idx, kv_idx = jnp.arange(inputs.q.shape[1]), jnp.arange(inputs.k.shape[1])
-        allowed = inputs.mask.allowed(q_idx, kv_idx, inputs.q_offset, inputs.kv_offset)
-        return self._fold_mask(allowed, inputs)
-
     # Layout: with split_head_dim false, [B, K, ...] is folded to [B*K, 1, ...].
 
-    def _fold(self, x: Array, q: Array) -> Array:
+    def _fold(self, x: Array) -> Array:
         return x if self.split_head_dim else x.reshape(-1, 1, *x.shape[2:])
 
     def _fold_mask(self, x: Any, inputs: Inputs) -> Array:
@@ -121,10 +104,9 @@ class DotProduct(Kernel):
         return full.reshape(-1, 1, *x.shape[2:])
 
     def _split(self, inputs: Inputs) -> tuple[Array, Array, Array]:
-        q = inputs.q
-        qs = softmax.split_queries(q, inputs.k.shape[2])
-        ks, vs = (self._fold(softmax.split_keys(x), q) for x in (inputs.k, inputs.v))
-        return self._fold(qs, q), ks, vs
+        qs = softmax.split_queries(inputs.q, inputs.k.shape[2])
+        ks, vs = (self._fold(softmax.split_keys(x)) for x in (inputs.k, inputs.v))
+        return self._fold(qs), ks, vs
 
     def _merge_queries(self, x: Array, q: Array) -> Array:
         (b, t, n, _), h = q.shape, x.shape[-1]  # that of q, or of v
@@ -133,10 +115,3 @@ class DotProduct(Kernel):
     def _merge_keys(self, x: Array, k: Array) -> Array:
         b, s, kv_heads, _ = k.shape
         return softmax.merge_keys(x.reshape(b, kv_heads, s, x.shape[-1]))
-
-    def _merge_stats(self, x: Array, q: Array) -> Array:
-        return x.reshape(q.shape[0], q.shape[2], q.shape[1])
-
-    def _bias_gradient(self, ds: Array, bias: Array, q: Array, k: Array) -> Array:
-        full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        return softmax.fold_like(full, bias.shape)

@@ -37,10 +37,6 @@ class Flash(Splash):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU.
-
-        On a GPU the kernel that runs there answers.
-        """
         if target.platform == "gpu":
             return _refusal_on_gpu(call, target)
         reason = target.refuse_untested("flash", "jax") or refusal("flash", call, target)
@@ -48,14 +44,11 @@ class Flash(Splash):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Say for the kernel of the platform whether its backward repeats."""
-        if target.platform == "gpu":  # cuDNN's backward does not repeat either
-            return Fa4.repeats(call, target)
-        return Splash.repeats(call, target)
+        # cuDNN's backward does not repeat either.
+        return Fa4.repeats(call, target) if target.platform == "gpu" else None
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
-        """Adjust the block sizes, for training and for inference; interpret on a CPU."""
         if target.platform != "gpu":
             return Flash.of(call, list_bound.fitting(call, config, target), target)
         if has_fa4(target):
@@ -67,21 +60,17 @@ class Flash(Splash):
 
     @staticmethod
     def splits_backward(call: Call, target: Target) -> bool:
-        """Ask FlashAttention-4, on an NVIDIA GPU."""
         return Fa4.splits_backward(call, target)
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
-        """Ask the kernel of the platform."""
         return platform == "gpu" and Fa4.may_keep_dq(call, platform)
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         return Lines(f"flash (JAX splash attention, {self.how})", self.block_lines())
 
     @property
     def library(self) -> Library:
-        """JAX's kernels."""
         return JaxSplash(self.interpret)
 
 
@@ -96,17 +85,15 @@ class CudnnForFlash(Cudnn):
     why: str = ""
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         return super().lines(call)._replace(runs=f"flash (cuDNN through jax: {self.why})")
 
 
 def has_fa4(target: Target) -> bool:
-    """Tell whether FlashAttention-4 can be called: fa4-jax is there, and for this GPU."""
+    """Return whether fa4-jax is there, and has kernels for this GPU."""
     return target.version("fa4-jax") is not None and capabilities.has_kernels(target.device)
 
 
 def _without_fa4(target: Target) -> str:
-    """Say why FlashAttention-4 is not called, and what would bring it; the gain was measured."""
     if not capabilities.has_kernels(target.device):
         return capabilities.lack(target.device)
     gain = "FlashAttention-4 took 10% to 20% less time at long lengths (H200): "
@@ -115,19 +102,18 @@ def _without_fa4(target: Target) -> str:
 
 
 def install(target: Target) -> str:
-    """Say how a target comes by fa4-jax."""
+    """Return how to add fa4-jax to a target."""
     return INSTALL if target.is_this_machine else target.remedy_for("fa4-jax")
 
 
 def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:
-    """Ask FlashAttention-4 where it can be called, else cuDNN."""
     if has_fa4(target):
         return Fa4.supports(call, target)
     reason = Cudnn.supports(call, target)
     if reason is None:
         return None
-    if not capabilities.has_kernels(target.device):
-        rule = f"{capabilities.lack(target.device)}, and cuDNN in its place: {reason.rule}"
-        return replace(reason, who="flash", rule=rule)
-    rule = f"fa4-jax is not installed, and cuDNN in its place: {reason.rule}"
-    return replace(reason, who="flash", rule=rule, remedy=f"{install(target)}; or {reason.remedy}")
+    lack, remedy = capabilities.lack(target.device), reason.remedy
+    if capabilities.has_kernels(target.device):
+        lack, remedy = "fa4-jax is not installed", f"{install(target)}; or {remedy}"
+    rule = f"{lack}, and cuDNN in its place: {reason.rule}"
+    return replace(reason, who="flash", rule=rule, remedy=remedy)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.call import Call, Reason
+from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Rows
@@ -61,18 +61,7 @@ class MemoryEfficient(Kernel):
     by_row: bool = False
 
     @staticmethod
-    def supports(call: Call, target: Target) -> Reason | None:
-        """Accept every call on every platform."""
-        return None
-
-    @staticmethod
-    def repeats(call: Call, target: Target) -> Reason | None:
-        """Repeat always: matmuls and sums, and nothing that adds in the order in which it comes."""
-        return None
-
-    @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
-        """Choose the chunk sizes: the config's, else by length and mask."""
         config = tuned_config(config, "memory_efficient", call, target)
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
         # One row of a batch leaves most of a GPU idle; there, rows share what any of them visits.
@@ -80,38 +69,31 @@ class MemoryEfficient(Kernel):
         return MemoryEfficient(call.scale, *chunks, config.float32_qk_product, by_row)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say where measured sizes are from."""
         sort = (sort_note("chunks"),) if self._skips(call) and call.mask.has_ids else ()
         return (*sort, *tuned_note(config, self.name, call, target))
 
     def _skips(self, call: Call) -> bool:
-        """Tell whether chunks are skipped by what the mask's arrays hold."""
         return call.mask.bounds_tiles and call.kv_len > self.key_chunk
 
     def microseconds(self, call: Call, target: Target) -> None:
         """Estimate nothing: XLA's own kernels are far from both rates."""
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
         if self._skips(call):
             rows = ", for each batch row" if self.by_row else ""
             blocks += f"; chunks that the mask's arrays leave empty are skipped{rows}"
         elif call.mask.has_exact_intervals and not (call.mask.is_full or call.sharded):
-            blocks += self._count(call)
+            sizes = self.query_chunk, self.key_chunk, call.q_len, call.kv_len
+            total = -(-sizes[2] // sizes[0]) * -(-sizes[3] // sizes[1])
+            if total <= MOST_COUNTED:
+                empty, full, mixed = call.mask.block_tally(*sizes)
+                blocks += (
+                    f"; of {total} pairs of chunks {full} full, {mixed} mixed, {empty} skipped"
+                )
         return Lines("dot_product, memory-efficient (blockwise online softmax in JAX)", blocks)
 
-    def _count(self, call: Call) -> str:
-        """Say how many pairs of chunks are visited, where counting them takes no time."""
-        sizes = self.query_chunk, self.key_chunk, call.q_len, call.kv_len
-        if -(-call.q_len // self.query_chunk) * -(-call.kv_len // self.key_chunk) > MOST_COUNTED:
-            return ""
-        empty, full, mixed = call.mask.block_tally(*sizes)
-        total = empty + full + mixed
-        return f"; of {total} pairs of chunks {full} full, {mixed} mixed, {empty} skipped"
-
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,H], lse [B,N,T])."""
         if self.by_row and has_own_rows(inputs):
             return by_row(self._forward, inputs)
         return self._forward(inputs)
@@ -134,7 +116,6 @@ class MemoryEfficient(Kernel):
         return Result(softmax.merge_queries(out), softmax.merge_stats(lse))
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, dbias) from a given LSE and output."""
         if self.by_row and has_own_rows(inputs):
             return by_row(self._backward, inputs, rows)
         return self._backward(inputs, rows)

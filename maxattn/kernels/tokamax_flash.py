@@ -41,24 +41,13 @@ class TokamaxFlash(Splash):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU.
-
-        On a GPU the Mosaic kernels answer.
-        """
         if target.platform == "gpu":
             return _with_remedy(TokamaxMosaic.supports(call, target), target)
         reason = target.refuse_untested("tokamax_flash", "tokamax", TOKAMAX_SPLASH)
         return reason or refusal("tokamax_flash", call, target)
 
     @staticmethod
-    def repeats(call: Call, target: Target) -> Reason | None:
-        """Say for the kernel of the platform whether its backward repeats."""
-        on_gpu = target.platform == "gpu"
-        return TokamaxMosaic.repeats(call, target) if on_gpu else Splash.repeats(call, target)
-
-    @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
-        """Adjust the block sizes, for training and for inference; interpret on a CPU."""
         if target.platform == "gpu":
             return TokamaxMosaic.build(call, config, target)
         settings = {
@@ -68,7 +57,6 @@ class TokamaxFlash(Splash):
         return TokamaxFlash.of(call, config, target, **settings)
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         extra = ", exp2" * self.use_base2_exp
         extra += ", experimental scheduler" * self.use_experimental_scheduler
         runs = f"tokamax_flash (tokamax splash attention, {self.how}{extra})"
@@ -76,7 +64,6 @@ class TokamaxFlash(Splash):
 
     @property
     def library(self) -> Library:
-        """tokamax's kernels."""
         return TokamaxSplash(self.interpret, self.use_base2_exp, self.use_experimental_scheduler)
 
 

@@ -48,7 +48,6 @@ class TpuFlash(Splash):
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
-        """Choose the tiles; interpret on a CPU."""
         config = tuned_config(config, TpuFlash.name, call, target)
         float32 = config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
@@ -66,12 +65,10 @@ class TpuFlash(Splash):
         return TpuFlash(*both, BlockSizes(*tile), of_forward, v_is_turned=turned)
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         return Lines(f"tpu_flash (transposed, {self.how})", self.block_lines())
 
     @property
     def library(self) -> Library:
-        """The kernels."""
         return Transposed(self.interpret, self.v_is_turned)
 
 

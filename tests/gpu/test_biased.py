@@ -18,7 +18,7 @@ from maxattn import masks as M
 from maxattn.kernels import table
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.bias_level import bias_level
-from maxattn.kernels.fused import bias_limits
+from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.biased import Biased
 from tests.cases import KINDS, MASKS, arrays, judge, run_case
 from tests.gpu.dense import DenseLibrary
@@ -109,7 +109,7 @@ def test_a_plan_says_what_is_written(axes: tuple[int, int, int], mask: str) -> N
         inputs = Inputs(q, k, k, x, bound, bias_level=bias_level(x, bound, 45))
         return Biased.of(inputs, DenseLibrary).given.bias
 
-    batch, heads, t, s = bias_limits.written_shape(ma.Call.of(q, k, given, bias=x))
+    batch, heads, t, s = limits.written_shape(ma.Call.of(q, k, given, bias=x))
     made = jax.eval_shape(written, q, k, x)
     assert made is not None and made.shape == (batch, heads, t + -t % 2, s + -s % 8)
 

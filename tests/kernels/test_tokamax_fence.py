@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxattn.jax_private.versions import TOKAMAX_ON_GPU
-from maxattn.kernels.fused.tokamax_mosaic import _numbers
+from maxattn.jax_private.versions import TOKAMAX_ON_GPU, numbers
 from tests.jaxprs import equations
 
 FENCE = {"inline_mgpu_p", "inline_mgpu"}  # its name before jax 0.12 and since
@@ -40,7 +39,7 @@ def test_one_fence_before_places_are_free_again() -> None:
         found = version("tokamax")
     except PackageNotFoundError:
         pytest.skip("tokamax is not installed")
-    if _numbers(found) < _numbers(TOKAMAX_ON_GPU):
+    if numbers(found) < numbers(TOKAMAX_ON_GPU):
         taken = f"maxattn takes it from {TOKAMAX_ON_GPU} on"
         pytest.skip(f"tokamax {found} has another backward for GPUs; {taken}")
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as theirs

@@ -37,18 +37,15 @@ class BatchRows(AdaptedKernel):
     mask: Mask
 
     def computed(self, call: Call) -> Call:
-        """Return the call of a block, in a batch of all of them."""
         q_len, kv_len = call.q_len // self.count, call.kv_len // self.count
         batch = call.batch * self.count
         return call.derived(batch=batch, q_len=q_len, kv_len=kv_len, mask=self.mask)
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,V], lse [B,N,T])."""
         out, lse = self.inner.forward(self._inputs(inputs))
         return Result(self._joined(out), self._joined_heads(lse))
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, None) from given rows."""
         of_blocks = Rows(
             self._divided(rows.out),
             self._divided_heads(rows.lse),
@@ -59,7 +56,6 @@ class BatchRows(AdaptedKernel):
         return Grads(*map(self._joined, (dq, dk, dv)))
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`, and how blocks lie in the batch."""
         computed = self.computed(call)
         lines = self.inner.lines(computed)
         return lines._replace(runs=f"{lines.runs}, {rows_text(call, computed)}")

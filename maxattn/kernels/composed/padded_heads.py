@@ -32,31 +32,25 @@ class PaddedHeads(AdaptedKernel):
     value_dim: int
 
     def computed(self, call: Call) -> Call:
-        """Return the call with heads of one size."""
         return with_one_head_dim(call)
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,V], lse [B,N,T])."""
         out, lse = self.inner.forward(self._inputs(inputs))
         return Result(out[..., : self.value_dim], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, dbias) from given rows."""
         dq, dk, dv, dbias = self.inner.backward(self._inputs(inputs), self._rows(rows))
         h, v = self.key_dim, self.value_dim
         return Grads(dq[..., :h], dk[..., :h], dv[..., :v], dbias)
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
-        """Begin a backward over blocks of keys; a block is as wide as the padded heads are."""
         inner = self.inner.accumulator(self._inputs(inputs), self._rows(rows))
         return _NarrowDq(inner, self.key_dim)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Say how the accumulator launches."""
         return self.inner.accumulator_line(self._inputs(inputs))
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`, and what is padded."""
         lines = self.inner.lines(self.computed(call))
         return lines._replace(runs=f"{lines.runs}, {padding_text(call)}")
 
@@ -79,14 +73,12 @@ class _NarrowDq(DqAccumulator):
         self.state: Any = inner.state
 
     def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a range of a block's keys; the arguments are those of `DqAccumulator.add`."""
         self._inner.state = self.state
         found = self._inner.add(keys, key_range, grads)
         self.state = self._inner.state
         return found
 
     def dq(self) -> Array:
-        """Return dQ over all blocks so far."""
         self._inner.state = self.state
         return self._inner.dq()[..., : self._head_dim]
 

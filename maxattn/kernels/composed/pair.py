@@ -37,17 +37,14 @@ class Pair(Kernel):
 
     @property
     def name(self) -> str:
-        """Name both."""
         return f"{self.first.name}/{self.second.name}"
 
     @property
     def is_pallas(self) -> bool:
-        """Ask both."""
         return self.first.is_pallas or self.second.is_pallas
 
     @property
     def blocks(self) -> BlockSizes | None:
-        """The tile sizes of the first's forward and of the second's backward."""
         first, second = self.first.blocks, self.second.blocks
         if first is None or second is None:
             return None
@@ -56,37 +53,29 @@ class Pair(Kernel):
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """How they differ from those that were asked for."""
         forward = (change for change in self.first.changes if change.key in FORWARD)
         backward = (change for change in self.second.changes if change.key not in FORWARD)
         return (*forward, *backward)
 
     def for_inference(self) -> Kernel:
-        """Return what the first runs where nothing is differentiated."""
         return self.first.for_inference()
 
     def without_dbias(self) -> Pair:
-        """Return the pair whose second leaves the bias's gradient out."""
         return Pair(self.first, self.second.without_dbias())
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,H], lse [B,N,T]) of the first."""
         return self.first.forward(inputs)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, dbias) of the second, from a given LSE and output."""
         return self.second.backward(inputs, rows)
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
-        """Begin a backward of the second over several blocks of keys."""
         return self.second.accumulator(inputs, rows)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Say how the second's accumulator launches."""
         return self.second.accumulator_line(inputs)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say what there is to know of either."""
         what = call, config, target
         both = self.first.notes_of("forward", *what), self.second.notes_of("backward", *what)
         return tuple(dict.fromkeys(note for notes in both for note in notes))
@@ -97,7 +86,6 @@ class Pair(Kernel):
         return (first[0], second[1]) if first and second else None
 
     def lines(self, call: Call) -> Lines:
-        """Describe both for `explain`."""
         first, second = self.first.lines(call), self.second.lines(call)
         runs = f"forward {first.runs}, backward {second.runs}"
         if isinstance(self.blocks, BlockSizes):  # each has sizes of both passes

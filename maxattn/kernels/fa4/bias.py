@@ -16,7 +16,7 @@ from maxattn.kernels.base import USE_AUTO, Grads, Result, Rows
 from maxattn.kernels.fa4.block_sparse import TilePass, backward, forward
 from maxattn.kernels.fa4.forward_tiles import library_tile
 from maxattn.kernels.fa4.tile_sizes import backward_tile, takes_lists
-from maxattn.kernels.fused import bias_limits
+from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.target import Target
 
@@ -30,13 +30,13 @@ def refuse(call: Call, target: Target) -> Reason | None:
     if not takes_lists(version, target.device):
         rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
         return Reason("flash", "bias", rule, USE_AUTO)
-    reason = bias_limits.refuse_head_dim("flash", call)
-    return reason or bias_limits.refuse_size("flash", call)
+    reason = limits.refuse_head_dim("flash", call)
+    return reason or limits.refuse_size("flash", call)
 
 
 def note(call: Call) -> str:
     """Say what memory a bias takes, and who computes its gradient."""
-    written = bias_limits.written_text(call)
+    written = limits.written_text(call)
     return (
         f"{written}; FlashAttention-4 has no gradient of it: where it has one, memory_efficient"
         " computes the backward"

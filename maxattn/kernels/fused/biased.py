@@ -24,6 +24,7 @@ from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.softmax import NEG_INF, column, fold_like
 from maxattn.masks.band_pieces import Piece, pieces
 from maxattn.masks.terms import sort_terms
+from maxattn.sharding import pad_axis
 
 if TYPE_CHECKING:
     from maxattn.kernels.fused.kernel import Fused
@@ -58,11 +59,13 @@ class Biased:
         head_dim, inputs = inputs.q.shape[3], rectangles.with_padded_heads(inputs)
         (t, s), piece = (inputs.q.shape[1], inputs.k.shape[1]), _own_piece(inputs)
         piece = piece if library.hides_beside_bias or inputs.mask.is_full else None
-        hides = piece is None or _has_keys(inputs)
+        terms = sort_terms(inputs.mask)
+        hides = piece is None or bool(terms.limits or terms.keys or terms.rest)
         level = 0.0 if inputs.bias_level is None else inputs.bias_level
         far = jnp.where(jnp.abs(jnp.asarray(level)) > FAR, level, 0.0)
         bias = _written(inputs, far, hides, library)
-        q, (k, v) = _padded(inputs.q, QUERIES), (_padded(x, KEYS) for x in (inputs.k, inputs.v))
+        q = pad_axis(inputs.q, 1, t + -t % QUERIES)
+        k, v = (pad_axis(x, 1, s + -s % KEYS) for x in (inputs.k, inputs.v))
         whole = Piece(0, q.shape[1], 0, k.shape[1], None, None if piece is None else piece.right)
         kept = jnp.broadcast_to(level - far, (1,) * 4) if jnp.ndim(far) == 0 else level - far
         return Biased(PieceInputs(q, k, v, None, whole, bias), kept[..., 0], t, s, head_dim)
@@ -76,15 +79,12 @@ class Biased:
         return Result(out, jnp.where(hidden, NEG_INF, lse - self.kept))
 
     def rows(self, rows: Rows) -> Rows:
-        """Return what the library's backward is given of each query."""
-        rows = rectangles.rows_for(rows, self.given.q)
-        unseen, extra = rows.lse == NEG_INF, self.given.q.shape[1] - self.queries
-        dout = jnp.where(column(unseen), 0, rows.dout).astype(rows.dout.dtype)
-        out, dout = (_longer(x, extra, 1, 0) for x in (rows.out, dout))
-        lse, dlse = (
-            _longer(rows.lse + self.kept, extra, 2, NEG_INF),
-            _longer(rows.dlse, extra, 2, 0),
-        )
+        """Return the rows that the library's backward is given."""
+        rows, length = rectangles.rows_for(rows, self.given.q), self.given.q.shape[1]
+        dout = rectangles.cleared(rows.dout, rows.lse)
+        out, dout = (pad_axis(x, 1, length) for x in (rows.out, dout))
+        lse = pad_axis(rows.lse + self.kept, 2, length, NEG_INF)
+        dlse = pad_axis(rows.dlse, 2, length)
         return rectangles.without_unseen(self.given, Rows(out, lse, dout, dlse))
 
     def grads(self, found: Grads, inputs: Inputs) -> Grads:
@@ -96,14 +96,11 @@ class Biased:
         if found.dbias is None:
             return Grads(dq, dk, dv, jnp.zeros(bias.shape, jnp.float32))
         dbias = found.dbias[:, :, : self.queries, : self.keys]
-        return Grads(dq, dk, dv, fold_like(self._of_seen(dbias), bias.shape))
-
-    def _of_seen(self, dbias: Array) -> Array:
-        # A library may leave out the tiles that a causal mask hides, and what stood there stays.
-        if self.given.piece.right is None:
-            return dbias
-        row, key = (jax.lax.broadcasted_iota(jnp.int32, dbias.shape, axis) for axis in (2, 3))
-        return jnp.where(key <= row, dbias, 0.0)
+        if self.given.piece.right is not None:
+            # A library may skip the tiles that a causal mask hides, and leave garbage in dbias.
+            row, key = (jax.lax.broadcasted_iota(jnp.int32, dbias.shape, axis) for axis in (2, 3))
+            dbias = jnp.where(key <= row, dbias, 0.0)
+        return Grads(dq, dk, dv, fold_like(dbias, bias.shape))
 
 
 def forward(kernel: Fused, inputs: Inputs) -> Result:
@@ -123,15 +120,13 @@ def backward(kernel: Fused, inputs: Inputs, rows: Rows) -> Grads:
     given = made.rows(rows)
     found = _in_float32(kernel.piece_backward(made.given, given))
     if kernel.lse_gradient:
-        of_lse = _in_float32(kernel.piece_backward(*_for_lse(made.given, given)))
+        first = jnp.zeros_like(made.given.v).at[..., 0].set(1)
+        dlse = given.dlse.swapaxes(1, 2).astype(made.given.q.dtype)
+        dout = jnp.zeros_like(given.dout).at[..., 0].set(dlse)
+        rows = Rows(jnp.zeros_like(given.out), given.lse, dout, given.dlse)
+        of_lse = _in_float32(kernel.piece_backward(replace(made.given, v=first), rows))
         found = jax.tree.map(jnp.add, found, of_lse._replace(dv=jnp.zeros_like(found.dv)))
     return made.grads(found, inputs)
-
-
-def _for_lse(given: PieceInputs, rows: Rows) -> tuple[PieceInputs, Rows]:
-    first = jnp.zeros_like(given.v).at[..., 0].set(1)
-    dout = jnp.zeros_like(rows.dout).at[..., 0].set(rows.dlse.swapaxes(1, 2).astype(given.q.dtype))
-    return replace(given, v=first), Rows(jnp.zeros_like(rows.out), rows.lse, dout, rows.dlse)
 
 
 def _in_float32(grads: Grads) -> Grads:
@@ -152,11 +147,6 @@ def _own_piece(inputs: Inputs) -> Piece | None:
     return next((piece for piece in (whole, whole._replace(right=0)) if cut == (piece,)), None)
 
 
-def _has_keys(inputs: Inputs) -> bool:
-    terms = sort_terms(inputs.mask)
-    return bool(terms.limits or terms.keys or terms.rest)
-
-
 def _written(
     inputs: Inputs, far: Any, hides: bool, library: type[Fused]
 ) -> Float[Array, "#B #N T S"]:
@@ -170,12 +160,3 @@ def _written(
         x = jnp.where(inputs.mask.allowed(jnp.arange(t), jnp.arange(s), *at), x, lowest)
     x = jnp.broadcast_to(jnp.clip(x, lowest, -lowest).astype(dtype), (*x.shape[:2], t, s))
     return jnp.pad(x, ((0, 0), (0, 0), (0, -t % QUERIES), (0, -s % KEYS)), constant_values=lowest)
-
-
-def _padded(x: Array, unit: int) -> Array:
-    return _longer(x, -x.shape[1] % unit, 1, 0)
-
-
-def _longer(x: Array, extra: int, axis: int, fill: float) -> Array:
-    around = [(0, extra if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, around, constant_values=fill) if extra else x

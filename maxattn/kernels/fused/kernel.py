@@ -1,4 +1,4 @@
-"""What every fused kernel of a GPU library shares: all between `Kernel` and a call of the library.
+"""Everything between `Kernel` and a GPU library's own kernel, for all such libraries.
 
 A library computes a rectangle of pairs: everything allowed, or a band that starts at its corner,
 and a number of real keys for each batch row. Here masks become such rectangles, their results are
@@ -21,14 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.call import Call, Reason
-from maxattn.kernels.base import USE_AUTO, Grads, Inputs, Kernel, Result, Rows
-from maxattn.kernels.fold_batch import with_batch_folded
+from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows, with_batch_folded
 from maxattn.kernels.fused import biased, rectangles
-from maxattn.kernels.fused.real_keys import RealKeys
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.softmax import NEG_INF, column
-from maxattn.masks.band_pieces import Piece, ShiftedBand, fits_shards
+from maxattn.masks.band_pieces import Piece, ShiftedBand
 from maxattn.masks.terms import Terms, sort_terms
 
 Pieces = tuple[Piece, ...]
@@ -59,36 +56,29 @@ class Fused(Kernel):
         raise NotImplementedError
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of one rectangle from a given output and LSE; dbias with a bias."""
+        """Return the gradients of one rectangle from a given output and LSE; dbias with a bias."""
         raise NotImplementedError
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,H], lse [B,N,T])."""
         if inputs.bias is not None:
             return biased.forward(self, inputs)
         width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
-        given = _given(inputs, RealKeys.of(terms, inputs))
 
         def compute(pieces: Pieces, given: PieceInputs) -> Result:
-            return rectangles.merged(
-                [(p, self.rectangle_forward(given.cut(p))) for p in pieces], given.q
-            )
+            found = [(p, self.rectangle_forward(given.cut(p))) for p in pieces]
+            return rectangles.merged(found, given.q)
 
+        given = _real_keys_first(terms, inputs, _order(terms, inputs))
         out, lse = _band(terms, inputs).run(compute, given)
         return Result(out[..., :width], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) from a given LSE and output; dk and dv are float32.
-
-        They were rounded once to k's dtype. Beside them stands the gradient of a bias.
-        """
+        """Return the gradients; dk and dv are float32 that was rounded once to k's dtype."""
         if inputs.bias is not None:
             return biased.backward(self, inputs, rows)
         width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
         inputs = rectangles.with_padded_heads(inputs)
-        keys = RealKeys.of(terms, inputs)
-        operands = _given(inputs, keys), rectangles.rows_for(rows, inputs.q)
 
         def compute(pieces: Pieces, given: PieceInputs, rows: Rows) -> Grads:
             found = [
@@ -96,8 +86,11 @@ class Fused(Kernel):
             ]
             return rectangles.summed(found, given.q, given.k)
 
+        order = _order(terms, inputs)
+        operands = _real_keys_first(terms, inputs, order), rectangles.rows_for(rows, inputs.q)
         dq, dk, dv, _ = _band(terms, inputs).run(compute, *operands)
-        dk, dv = keys.unpacked(dk), keys.unpacked(dv)
+        if order is not None:
+            dk, dv = (_taken(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
         return Grads(dq[..., :width], dk[..., :width], dv[..., :width])
 
     # ---- one rectangle ---------------------------------------------------------------------------
@@ -140,10 +133,23 @@ class Fused(Kernel):
         return jnp.where(column(dlse) == 0.0, 0.0, dq), dk.astype(jnp.float32)
 
 
-def _given(inputs: Inputs, keys: RealKeys) -> PieceInputs:
-    """Hold all pairs of a call, its real keys in front."""
-    k, v = keys.packed(inputs.k), keys.packed(inputs.v)
-    return PieceInputs.whole(inputs.q, k, v, keys.lengths)
+def _order(terms: Terms, inputs: Inputs) -> Array | None:
+    """Return the real keys by flags, then the others; None where the real ones are in front."""
+    if not terms.has_flags:
+        return None
+    shape = inputs.q.shape[0], inputs.k.shape[1]
+    real = terms.real_keys(shape[1], inputs.kv_offset)
+    return jnp.broadcast_to(jnp.argsort(~real, axis=1, stable=True), shape)
+
+
+def _real_keys_first(terms: Terms, inputs: Inputs, order: Array | None) -> PieceInputs:
+    k, v = (x if order is None else _taken(x, order) for x in (inputs.k, inputs.v))
+    lengths = terms.lengths(inputs.q.shape[0], inputs.k.shape[1], inputs.kv_offset)
+    return PieceInputs.whole(inputs.q, k, v, lengths)
+
+
+def _taken(x: Array, order: Array) -> Array:
+    return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
 
 
 def _band(terms: Terms, inputs: Inputs) -> ShiftedBand:
@@ -153,19 +159,6 @@ def _band(terms: Terms, inputs: Inputs) -> ShiftedBand:
     return ShiftedBand(band, shift, inputs.q.shape[1], inputs.k.shape[1])
 
 
-def refuse_shards(who: str, terms: Terms, call: Call) -> Reason | None:
-    """Return why a band cannot be cut for the shards that a device has."""
-    if not call.sharded or fits_shards(terms, call.q_len, call.kv_len):
-        return None
-    what = terms.positions[0]
-    rule = (
-        f"on a shard it takes {what} where queries and keys are split alike, and a device has"
-        f" {call.q_len} queries and {call.kv_len} keys"
-    )
-    remedy = f"set context_parallel: ring or ulysses, or {USE_AUTO}"
-    return Reason(who, f"mask {what}", rule, remedy)
-
-
 def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
     """Return `run(inputs, *rows)`; under `vmap` the batch is folded, or, with a bias, calls follow.
 
@@ -173,27 +166,4 @@ def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any
     """
     if inputs.bias is None:
         return with_batch_folded(run, inputs, *rows)
-    return _in_turn(run, inputs, *rows)
-
-
-def _in_turn(run: Callable[..., Any], *operands: Any) -> Any:
-    """Return `run(*operands)`; under `vmap`, the calls one after the other."""
-
-    @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> Any:
-        return run(*operands)
-
-    @call.def_vmap
-    def _one_by_one(size: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
-        leaves, tree = jax.tree.flatten(operands)
-        flags = jax.tree.leaves(mapped)
-
-        def one(picked: list[Array]) -> Any:
-            left = iter(picked)
-            every = [next(left) if m else x for x, m in zip(leaves, flags, strict=True)]
-            return _in_turn(run, *jax.tree.unflatten(tree, every))
-
-        found = jax.lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
-        return found, jax.tree.map(lambda _: True, found)
-
-    return call(*operands)
+    return jax.custom_batching.sequential_vmap(run)(inputs, *rows)

@@ -48,7 +48,7 @@ class PieceInputs:
     Args:
         q, k, v: of the rectangle's queries and keys.
         lengths: beside the band of `piece`.
-        piece: where the rectangle stands, and the band in it.
+        piece: the rectangle among all pairs, and the band in it.
         bias: as a library takes it (biased.py), of all pairs.
     """
 
@@ -88,7 +88,7 @@ class PieceInputs:
         return PieceInputs(self.q[:, p.q0 : p.q1], k, v, lengths, p)
 
     def seen(self) -> Bool[Array, "#B T"] | None:
-        """Tell which queries see a real key; None where all are known to, or the kernel says."""
+        """Mark the queries that see a real key; None where all are known to, or the kernel does."""
         p, lengths = self.piece, self.lengths
         if isinstance(lengths, Pairs) or (lengths is None and p.sees_all()):
             return None
@@ -98,6 +98,22 @@ class PieceInputs:
         end = end if p.right is None else jnp.minimum(end, row + p.right + 1)
         batch = 1 if lengths is None else lengths.shape[0]
         return jnp.broadcast_to(first < end, (batch, row.shape[1]))
+
+
+def with_padded_heads(inputs: Inputs) -> Inputs:
+    """Pad the head dim of q, k and v with zeros to a multiple of 8, as libraries take it."""
+    q, k, v = (_pad_heads(x) for x in (inputs.q, inputs.k, inputs.v))
+    return inputs.replace(q=q, k=k, v=v)
+
+
+def rows_for(rows: Rows, q: Array) -> Rows:
+    """Pad the head dim of the rows as that of q was, and cast them to its dtype."""
+    out, dout = (_pad_heads(x).astype(q.dtype) for x in (rows.out, rows.dout))
+    return Rows(out, rows.lse, dout, rows.dlse)
+
+
+def _pad_heads(x: Array) -> Array:
+    return widened(x, -(-x.shape[3] // 8) * 8)
 
 
 def cut_rows(rows: Rows, p: Piece) -> Rows:
@@ -137,21 +153,19 @@ def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
     """Merge the results of rectangles by log-sum-exp, in float32; no rectangle sees nothing."""
     if len(found) == 1 and found[0][0].q0 == 0:
         return found[0][1]
-    parts = [_among_all(piece, part, q.shape[1]) for piece, part in found]
+
+    def among_all(p: Piece, part: Result) -> tuple[Array, Array]:
+        around = ((0, 0), (p.q0, q.shape[1] - p.q1))
+        out = jnp.pad(part.out.astype(jnp.float32), (*around, (0, 0), (0, 0)))
+        return out, jnp.pad(part.lse, ((0, 0), *around), constant_values=NEG_INF)
+
     nothing = jnp.zeros(q.shape), jnp.full((q.shape[0], q.shape[2], q.shape[1]), NEG_INF)
-    out, lse = merge_by_lse(parts or [nothing])
+    out, lse = merge_by_lse([among_all(p, part) for p, part in found] or [nothing])
     return Result(out.astype(q.dtype), lse)
 
 
-def _among_all(p: Piece, part: Result, queries: int) -> Result:
-    """Put the results of a rectangle among those of all queries."""
-    around = ((0, 0), (p.q0, queries - p.q1))
-    out = jnp.pad(part.out.astype(jnp.float32), (*around, (0, 0), (0, 0)))
-    return Result(out, jnp.pad(part.lse, ((0, 0), *around), constant_values=NEG_INF))
-
-
 def summed(found: list[tuple[Piece, Grads]], q: Array, k: Array) -> Grads:
-    """Add the gradients of rectangles where they belong: dq in q's dtype, dk and dv in float32."""
+    """Add the gradients of rectangles at their tokens: dq in q's dtype, dk and dv in float32."""
     if len(found) == 1 and found[0][0][:4] == (0, q.shape[1], 0, k.shape[1]):
         dq, dk, dv, _ = found[0][1]
         return Grads(dq.astype(q.dtype), dk, dv)
@@ -161,20 +175,3 @@ def summed(found: list[tuple[Piece, Grads]], q: Array, k: Array) -> Grads:
         dq = dq.at[:, p.q0 : p.q1].add(part.dq)
         dk, dv = dk.at[:, p.k0 : p.k1].add(part.dk), dv.at[:, p.k0 : p.k1].add(part.dv)
     return Grads(dq.astype(q.dtype), dk, dv)
-
-
-def with_padded_heads(inputs: Inputs) -> Inputs:
-    """Pad the head dim of q, k and v to a multiple of 8."""
-    q, k, v = (pad_heads(x) for x in (inputs.q, inputs.k, inputs.v))
-    return inputs.replace(q=q, k=k, v=v)
-
-
-def rows_for(rows: Rows, q: Array) -> Rows:
-    """Pad the head dim of the rows as that of q was, and cast them to its dtype."""
-    out, dout = (pad_heads(x).astype(q.dtype) for x in (rows.out, rows.dout))
-    return Rows(out, rows.lse, dout, rows.dlse)
-
-
-def pad_heads(x: Array) -> Array:
-    """Pad the head dim to a multiple of 8 with zeros, which change no score."""
-    return widened(x, -(-x.shape[3] // 8) * 8)

@@ -10,7 +10,9 @@ Source: openxla/tokamax, PallasMosaicGpuFlashAttention and its VJP.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from importlib import import_module
+from operator import and_
 from typing import Any, ClassVar
 
 import jax
@@ -20,7 +22,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.jax_private.versions import TOKAMAX_ON_GPU
+from maxattn.jax_private.versions import TOKAMAX_ON_GPU, numbers
 from maxattn.kernels.base import (
     USE_AUTO,
     Grads,
@@ -31,7 +33,6 @@ from maxattn.kernels.base import (
     refuse_call,
     refuse_mask,
 )
-from maxattn.kernels.fused import bias_limits
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
 from maxattn.kernels.fused.tokamax_fence import backward_module
@@ -61,7 +62,7 @@ class TokamaxMosaic(Fused):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse old versions, GPUs but Hopper, all dtypes but bfloat16, a bias, many intervals."""
         version = target.version("tokamax") or ""
-        if _numbers(version) < _numbers(TOKAMAX_ON_GPU):
+        if numbers(version) < numbers(TOKAMAX_ON_GPU):
             this = version or "not installed"
             rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and this is {this}"
             remedy = f'pip install "tokamax>={TOKAMAX_ON_GPU}"'
@@ -69,56 +70,60 @@ class TokamaxMosaic(Fused):
         if not target.device.is_a("hopper"):
             rule = f"its backward here is for Hopper GPUs, and this is {target.device_kind}"
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
-        reason = target.refuse_untested("tokamax_flash", "tokamax") or _refuse_float16(call)
+        reason = target.refuse_untested("tokamax_flash", "tokamax")
+        if reason is None and call.dtype == "float16":
+            # The rows past the last query have a garbage LSE: exp(0 - lse) of them overflows
+            # float16, and inf * 0 reaches dK (seen on an H200 at 3 to 17 queries, tokamax 0.0.17).
+            rule = "its backward overflows in float16 where the last tile of queries is not full"
+            remedy = "use bfloat16, or set attention: auto"
+            return Reason("tokamax_flash", "dtype float16", rule, remedy)
         reason = reason or refuse_call("tokamax_flash", call, HEAD_LIMIT)
-        reason = reason or bias_limits.refuse_any("tokamax_flash", call)
-        return reason or _refuse_terms(sort_terms(call.mask))
-
-    @staticmethod
-    def repeats(call: Call, target: Target) -> Reason | None:
-        """Accept: dQ and dK, dV are each written once, by two kernels (and by tokamax_fence.py)."""
-        return None
+        if reason is None and call.bias is not None:
+            return Reason("tokamax_flash", "bias", "it takes no additive bias", USE_AUTO)
+        terms = sort_terms(call.mask)
+        reason = reason or refuse_mask("tokamax_flash", terms, rows=True)
+        if reason is None and len(_positions(terms).intervals(np.zeros(1, np.int32))) != 1:
+            can = f"{_positions(terms)} can have several"
+            rule = f"it takes one interval of keys for each query, and {can}"
+            return Reason("tokamax_flash", "mask", rule, USE_AUTO)
+        return reason
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> TokamaxMosaic:
-        """Take the scale, and whether the LSE is asked for."""
         return TokamaxMosaic(call.scale, call.return_lse, target.version("tokamax") or "")
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         runs = f"tokamax_flash (tokamax {self.version}, Mosaic GPU)"
         own = "the library's own"
         return Lines(runs, own, f"{own}, and a fence that it lacks")
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,H], lse [B,N,T])."""
         if not _takes_intervals(inputs):
             return super().forward(inputs)
         given = _intervals(inputs)
         out, lse = self.piece_forward(given)
-        seen = _seen(given)
+        lo, hi = _ends(given)
+        seen = lo < hi
         out = jnp.where(seen[..., None, None], out, 0).astype(given.q.dtype)
         return Result(out, jnp.where(seen[:, None], lse, NEG_INF))
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) from a given LSE and output."""
         if not _takes_intervals(inputs):
             return super().backward(inputs, rows)
         given, dtype = _intervals(inputs), inputs.q.dtype
-        seen = _seen(given)
+        lo, hi = _ends(given)
+        seen = lo < hi
         dout = jnp.where(seen[..., None, None], rows.dout, 0).astype(dtype)
         lse = jnp.where(seen[:, None], rows.lse, NEG_INF)
         dq, dk, dv, _ = self._backward(given, Rows(rows.out.astype(dtype), lse, dout, rows.dlse))
         return Grads(dq.astype(dtype), dk, dv)
 
     def piece_forward(self, inputs: PieceInputs) -> Result:
-        """Return (out, lse) of one rectangle."""
         op = _configured(inputs, self.scale)
         out, (top, total) = op.op(*op.args, **op.kwargs | {"return_residuals": True})
         return Result(out, top + jnp.log(total))
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of one rectangle."""
         bound = _configured(inputs, self.scale)
         settings = {name: x for name, x in bound.kwargs.items() if name != "return_residuals"}
         # P = exp(s - top) / total: any LSE is a maximum with a sum of 1.
@@ -127,15 +132,6 @@ class TokamaxMosaic(Fused):
         config = op._get_heuristics_config(op.bind(*operands, **settings))
         grads = replace(op, config=config)(*operands, **settings)
         return Grads(grads["q"], grads["k"], grads["v"])
-
-
-def _refuse_float16(call: Call) -> Reason | None:
-    # The rows past the last query have a garbage LSE: exp(0 - lse) of them overflows float16, and
-    # inf * 0 reaches dK (seen on an H200 at 3 to 17 queries, tokamax 0.0.17).
-    if call.dtype != "float16":
-        return None
-    rule = "its backward overflows in float16 where the last tile of queries is not full"
-    return Reason("tokamax_flash", "dtype float16", rule, "use bfloat16, or set attention: auto")
 
 
 def _tokamax(module: str) -> Any:
@@ -157,35 +153,12 @@ def _configured(inputs: PieceInputs, scale: float) -> Any:
     return replace(op, config=config).bind(q, k, inputs.v, logits_scale=scale, mask=mask)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(x) for x in version.split(".")[:3] if x.isdigit())
-
-
-def _refuse_terms(terms: Terms) -> Reason | None:
-    return refuse_mask("tokamax_flash", terms, rows=True) or _refuse_rows(terms)
-
-
-def _refuse_rows(terms: Terms) -> Reason | None:
-    """Refuse masks of positions that show a query more than one interval of keys."""
-    mask = _positions(terms)
-    if len(mask.intervals(np.zeros(1, np.int32))) == 1:
-        return None
-    rule = f"it takes one interval of keys for each query, and {mask} can have several"
-    return Reason("tokamax_flash", "mask", rule, USE_AUTO)
-
-
 def _positions(terms: Terms) -> Mask:
-    mask: Mask = Full()
-    for term in terms.positions:
-        mask = mask & term
-    return mask
+    return reduce(and_, terms.positions, Full())
 
 
 def _takes_intervals(inputs: Inputs) -> bool:
-    """Tell whether a mask goes in as intervals: all masks of positions but triangles do.
-
-    The backward skips the empty tiles of a triangle at known positions.
-    """
+    # All masks of positions but triangles, whose empty tiles the backward skips at known positions.
     terms = sort_terms(inputs.mask)
     triangle = terms.band is not None and terms.band.left is None
     traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
@@ -207,15 +180,10 @@ def _intervals(inputs: Inputs) -> PieceInputs:
 
 
 def _ends(inputs: PieceInputs) -> tuple[Array, Array]:
-    """Return where each query's interval begins and ends."""
+    """Return the first key of each query's interval, and the one after its last."""
     pairs = inputs.pairs
     assert pairs is not None and pairs.lo is not None and pairs.hi is not None
     return pairs.lo, pairs.hi
-
-
-def _seen(inputs: PieceInputs) -> Array:
-    lo, hi = _ends(inputs)
-    return lo < hi
 
 
 def _mask(inputs: PieceInputs) -> Any:

@@ -101,13 +101,11 @@ class Splash(Kernel):
         return cls(call.scale, blocks, interpret, float32, changes, *inference, **settings)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say what the sizes pad, and where measured or estimated ones are from."""
         return (*padding_notes(call, self.blocks), *self._source(call, config, target))
 
     def notes_of(
         self, what: Pass, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Say it of one pass: how long the other takes does not count."""
         return (*padding_notes(call, self.blocks), *self._source(call, config, target, what))
 
     def _source(
@@ -122,19 +120,16 @@ class Splash(Kernel):
         return estimate_note(kind, call, target, what, fused)
 
     def for_inference(self) -> Self:
-        """Return the kernel of a forward that is not differentiated."""
         if self.inference is None:
             return self
         own = {"blocks": self.inference, "changes": self.inference_changes}
         return replace(self, **own, inference=None, inference_changes=())
 
     def for_forward_alone(self) -> Self:
-        """Return the kernel with the tiles of inference: rules of its backward bind it not."""
         return self.for_inference()
 
     @property
     def library(self) -> Library:
-        """The kernels."""
         raise NotImplementedError
 
     @property
@@ -150,7 +145,6 @@ class Splash(Kernel):
         return f"inference {self.inference}{_changed(self.inference_changes)}\ntraining {training}"
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return (out [B,T,N,H], lse [B,N,T])."""
         dtype = self._compute_dtype(inputs)
         with _precision(dtype):
             problem = self._problem(inputs, self.library.query_factor(dtype))

@@ -1,0 +1,213 @@
+"""What cuDNN takes, through jax and through TransformerEngine: GPUs, heads, masks and biases.
+
+Source: NVIDIA cudnn-frontend 1.23, the checks of its forward and backward, `set_bias` and
+`set_dbias`; jax 0.12 for compute capability 10.3; TransformerEngine 2.20 for the shapes whose
+gradient cuDNN sums.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax
+import numpy as np
+
+from maxattn.call import Call
+from maxattn.devices import Device
+from maxattn.errors import Reason
+from maxattn.jax_private.versions import CUDNN, numbers
+from maxattn.kernels.base import USE_AUTO, refuse_call, refuse_mask
+from maxattn.masks.band_pieces import fits_shards, pieces
+from maxattn.masks.terms import Terms, sort_terms
+from maxattn.target import Target
+
+LEAST_CAPABILITY = (8, 0)
+# Forwards take longer heads on some GPUs, backwards on compute capability 9.x alone.
+HOPPER, HEAD_LIMIT, HOPPER_HEAD_LIMIT = 9, 128, 256
+LEAST_CUDNN = {(10, 3): "9.11"}  # by compute capability
+LEAST_CUDNN_FOR_BIAS = "9.18"
+BIAS_HEAD_LIMIT = 128
+MOST_WRITTEN = 8 * 2**30  # bytes of a bias that is larger than the one that was given
+
+
+def refuse(who: str, call: Call, target: Target, ends_at_query: bool = False) -> Reason | None:
+    """Return why cuDNN cannot compute a call.
+
+    Beside a bias it takes every mask: hidden pairs are written into the bias.
+
+    Args:
+        who: the kernel.
+        call: of one device.
+        target: the machine.
+        ends_at_query: whether a window must end at its query, with query 0 at key 0.
+    """
+    most = head_limit(target.device)
+    where = "" if most == HOPPER_HEAD_LIMIT else _named(target)
+    reason = _refuse_device(who, target) or refuse_call(who, call, most, where)
+    if reason is not None:
+        return reason
+    if call.bias is not None:
+        return _refuse_bias(who, call, target)
+    terms = sort_terms(call.mask)
+    return (
+        refuse_mask(who, terms)
+        or _refuse_shards(who, terms, call)
+        or _refuse_window(who, terms, call, ends_at_query)
+    )
+
+
+def refuse_deterministic(who: str) -> Reason:
+    """Refuse a backward whose bits must repeat."""
+    return Reason(
+        who, "deterministic", "its backward adds gradients up in no fixed order", USE_AUTO
+    )
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------
+
+
+def version(target: Target) -> str | None:
+    """Return the version of pip's cuDNN on a target, None where it is not known."""
+    return next((v for v in map(target.version, CUDNN) if v is not None), None)
+
+
+def head_limit(device: Device) -> int:
+    """Return the largest head dim that forward and backward take on a GPU."""
+    capability = device.capability
+    return HOPPER_HEAD_LIMIT if capability and capability[0] == HOPPER else HEAD_LIMIT
+
+
+def _refuse_device(who: str, target: Target) -> Reason | None:
+    capability = target.device.capability
+    if capability is None:
+        return None
+    if capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        has = target.device.capability_text
+        rule = f"it needs compute capability {least} or newer, and {target.device_kind} has {has}"
+        return Reason(who, "device", rule, USE_AUTO)
+    if (least := LEAST_CUDNN.get(capability)) and (there := _older(target, least)):
+        rule = f"on {_named(target)} it needs cuDNN {least} or newer, and this is {there}"
+        return Reason(who, "version", rule, f"install a newer cuDNN, or {USE_AUTO}")
+    return None
+
+
+def _older(target: Target, least: str) -> str | None:
+    """Return the version of cuDNN where it is known to be older than `least`."""
+    there = version(target) or ""
+    return there if numbers(there) and numbers(there) < numbers(least) else None
+
+
+def _named(target: Target) -> str:
+    text = target.device.capability_text
+    return f"compute capability {text}" if text else target.device_kind
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def _refuse_shards(who: str, terms: Terms, call: Call) -> Reason | None:
+    if not call.sharded or fits_shards(terms, call.q_len, call.kv_len):
+        return None
+    what = terms.positions[0]
+    rule = (
+        f"on a shard it takes {what} where queries and keys are split alike, and a device has"
+        f" {call.q_len} queries and {call.kv_len} keys"
+    )
+    remedy = f"set context_parallel: ring or ulysses, or {USE_AUTO}"
+    return Reason(who, f"mask {what}", rule, remedy)
+
+
+def _refuse_window(who: str, terms: Terms, call: Call, ends_at_query: bool) -> Reason | None:
+    band = terms.band
+    assert band is not None
+    if band.left is None:
+        return None
+    windows = (p for p in pieces(band, band.offset, call.q_len, call.kv_len) if p.left is not None)
+    fits = all(p.q1 - p.q0 <= p.k1 - p.k0 and (p.right == 0 or not ends_at_query) for p in windows)
+    if fits and not call.sharded:
+        return None
+    rule = "it takes windows of no more queries than keys, with every token on one device"
+    if ends_at_query:
+        rule = (
+            "it takes windows that end at the query, with query 0 at key 0, no more queries than"
+            " keys and every token on one device"
+        )
+    return Reason(who, f"mask {terms.positions[0]}", rule, USE_AUTO)
+
+
+# ---- biases --------------------------------------------------------------------------------------
+
+
+def _refuse_bias(who: str, call: Call, target: Target) -> Reason | None:
+    if call.bias_dtype != call.dtype:
+        rule = f"it adds a bias in the dtype of q, {call.dtype}, and this one is {call.bias_dtype}"
+        remedy = f"round it yourself, bias.astype(q.dtype), or {USE_AUTO}"
+        return Reason(who, f"bias {call.bias_dtype}", rule, remedy)
+    if (reason := refuse_head_dim(who, call)) is not None:
+        return reason
+    if there := _older(target, LEAST_CUDNN_FOR_BIAS):
+        rule = f"for a bias it needs cuDNN {LEAST_CUDNN_FOR_BIAS} or newer, and this is {there}"
+        return Reason(who, "bias", rule, f"install a newer cuDNN, or {USE_AUTO}")
+    return refuse_size(who, call)
+
+
+def refuse_head_dim(who: str, call: Call) -> Reason | None:
+    """Refuse the head dims at which no kernel here was tried with a bias."""
+    if call.head_dim <= BIAS_HEAD_LIMIT:
+        return None
+    rule = f"it takes a bias at head dims up to {BIAS_HEAD_LIMIT}, and this is {call.head_dim}"
+    return Reason(who, f"bias at head dim {call.head_dim}", rule, USE_AUTO)
+
+
+def refuse_size(who: str, call: Call) -> Reason | None:
+    """Refuse to make a large array of a bias that broadcasts, or of a mask of batch rows."""
+    assert call.bias is not None
+    written = written_shape(call)
+    full = (call.batch, call.heads, call.q_len, call.kv_len)
+    own = tuple(1 if x == 1 else n for x, n in zip(call.bias, full, strict=True))
+    if written == own or _bytes(written, call.bias_dtype) <= MOST_WRITTEN:
+        return None
+    rule = (
+        f"it would write the bias out as {list(written)}, {_size(written, call.bias_dtype)}, and"
+        f" makes at most {MOST_WRITTEN // 2**30} GiB of a smaller one"
+    )
+    return Reason(who, "bias", rule, f"say what hides keys as a mask, or {USE_AUTO}")
+
+
+def note(call: Call, always: bool = False) -> str:
+    """Return the memory that a bias takes beside itself.
+
+    Args:
+        call: of one device.
+        always: whether every backward computes the gradient of the bias.
+    """
+    workspace = _size((call.batch, call.heads, call.q_len, call.kv_len), call.dtype)
+    when = "the backward of cuDNN" if always else "where it has a gradient, cuDNN"
+    return f"{written_text(call)}; {when} needs {workspace} beside it"
+
+
+def written_text(call: Call) -> str:
+    """Describe the array that is made of the bias of a device's call."""
+    shape = written_shape(call)
+    size = _size(shape, call.bias_dtype)
+    return f"the bias is written out as {list(shape)}, {size}, with what the mask hides"
+
+
+def written_shape(call: Call) -> tuple[int, int, int, int]:
+    """Return the shape in which a device's library is given the bias."""
+    assert call.bias is not None
+    pair = np.arange(2)
+    seen = jax.eval_shape(lambda mask: mask.allowed(pair, pair), call.mask).shape
+    apart = [x > 1 or y > 1 for x, y in zip(call.bias[:2], seen[:2], strict=True)]
+    batch, heads = (n if own else 1 for n, own in zip((call.batch, call.heads), apart, strict=True))
+    return batch, heads, call.q_len, call.kv_len
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * (4 if dtype == "float32" else 2)
+
+
+def _size(shape: tuple[int, ...], dtype: str) -> str:
+    size = _bytes(shape, dtype)
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
