@@ -20,7 +20,7 @@ from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4 import capabilities
 from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.memory_efficient import MemoryEfficient
-from maxattn.kernels.splash import list_bound
+from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.jax_splash import JaxSplash
 from maxattn.kernels.splash.kernel import Splash, refusal
@@ -40,7 +40,7 @@ class Flash(Splash):
         if target.platform == "gpu":
             return _refusal_on_gpu(call, target)
         reason = target.refuse_untested("flash", "jax") or refusal("flash", call, target)
-        return reason or list_bound.refuse(call, target)
+        return reason or scalar_memory.refuse(call, target)
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -50,7 +50,7 @@ class Flash(Splash):
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         if target.platform != "gpu":
-            return Flash.of(call, list_bound.fitting(call, config, target), target)
+            return Flash.of(call, scalar_memory.fitting(call, config, target), target)
         if has_fa4(target):
             kernel = Fa4.build(call, config, target)
             if call.bias is None:

@@ -17,13 +17,11 @@ from maxattn.block_sizes.sizes import LANES
 from maxattn.block_sizes.transposed import forward_tile, sizes_of
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
-from maxattn.errors import Unsupported
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.kernel import Splash, asked_sizes, refusal
 from maxattn.kernels.transposed.library import Transposed
-from maxattn.kernels.transposed.scalar_memory import rule_of
 from maxattn.target import Target
 from maxattn.tuned import tuned_config
 
@@ -42,9 +40,12 @@ class TpuFlash(Splash):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse a bias, tables of pairs, arrays under | or ~, and float16 on a TPU."""
         reason = target.refuse_untested("tpu_flash", "jax") or refusal("tpu_flash", call, target)
-        return reason or _refuse_length(call, target)
+        if reason is not None:
+            return reason
+        tile, _ = forward_tile(FlashBlockSizes(), call, target)
+        rule = scalar_memory.transposed_rule(call, tile, target)
+        return None if rule is None else Reason("tpu_flash", "length", rule, scalar_memory.REMEDY)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
@@ -56,9 +57,8 @@ class TpuFlash(Splash):
         )
         sizes, changes = sizes_of(training, local, target)
         tile, of_forward = forward_tile(inference, local, target)
-        if (rule := rule_of(local, tile, target)) is not None:
-            what = f"{tile[0]} queries x {tile[1]} keys"
-            raise Unsupported("flash_block_sizes", what, rule, scalar_memory.REMEDY)
+        if (rule := scalar_memory.transposed_rule(local, tile, target)) is not None:
+            raise scalar_memory.unsupported(tile, rule)
         interpret, core = target.platform == "cpu", target.device.core
         turned = core is not None and core.side == LANES
         both = call.scale, sizes, interpret, float32, changes
@@ -70,10 +70,3 @@ class TpuFlash(Splash):
     @property
     def library(self) -> Library:
         return Transposed(self.interpret, self.v_is_turned)
-
-
-def _refuse_length(call: Call, target: Target) -> Reason | None:
-    """Refuse a call whose lists of tiles do not fit with the usual tile."""
-    tile, _ = forward_tile(FlashBlockSizes(), call, target)
-    rule = rule_of(call, tile, target)
-    return None if rule is None else Reason("tpu_flash", "length", rule, scalar_memory.REMEDY)

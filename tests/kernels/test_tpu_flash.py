@@ -308,7 +308,7 @@ def test_whole_tiles_evaluate_no_mask(mask: M.Mask | None) -> None:
 def test_padded_queries_do_not_make_a_tile_partial() -> None:
     """Whole tiles of the last, padded block of queries are as those of the others."""
     ids = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32)
-    padded = Setup(None, None, ids, (256, 384))._padded_ids()
+    padded = Setup(None, None, ids, (256, 384)).padded_ids()
     assert padded is not None
     marks = marks_of_ids(*(y[0] for y in padded), 128, 128).reshape(2, 3)
     assert marks.tolist() == [[2, 2, 1]] * 2

@@ -20,7 +20,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError, Unsupported
 from maxattn.kernels.fa4.kernel import Fa4
-from maxattn.kernels.splash.kernel_ints import KernelInts, KernelNumpy, unwrap
+from maxattn.kernels.splash.mask_codes import KernelInts, KernelNumpy, unwrap
 from maxattn.masks import normal_form
 from maxattn.masks.algebra import has_few_spans
 from maxattn.masks.spans import MOST_SPANS

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from maxattn.kernels.splash.mask_codes import Codes
 from maxattn.kernels.splash.mask_info import codes_of
 from maxattn.masks.terms import KEY_PAD, SplitMask, segment_ids
 from maxattn.masks.tile_kinds import Kinds, tile_kinds
+from maxattn.sharding import pad_axis
 
 Blocks = tuple[int, ...]  # (q, kv, kv_compute), or (q, kv) for the separate kernel of dq
 Ids = tuple[Array, Array] | None  # segment ids of queries and keys
@@ -55,29 +56,29 @@ class Stats(NamedTuple):
     delta: Array
 
 
-class Library(Protocol):
+class Library:
     """The kernels of one splash attention, on one batch row that is padded to tiles."""
 
     def query_factor(self, dtype: Any) -> float:
-        """Return by what queries are multiplied beside the scale; dk comes back multiplied too."""
-        ...
+        """Return the factor of queries beside the scale; dk comes back multiplied by it too."""
+        return 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out [N, T, H], lse [N, T] float32, natural).
 
         An LSE below -1e37 marks rows that saw nothing.
         """
-        ...
+        raise NotImplementedError
 
     def dkv(
         self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv)."""
-        ...
+        raise NotImplementedError
 
     def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
-        """Return dq, where the backward is not fused."""
-        ...
+        """Return dq; a library whose backward is always fused has none."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Problem:
         positions, lengths = self.parts.positions, (self.q_len, self.kv_len)
         offsets = self.q_offset, self.kv_offset
         bq, bkv = blocks[:2]
-        padded = _rounded(self.q_len, bq), _rounded(self.kv_len, bkv)
+        padded = -(-self.q_len // bq) * bq, -(-self.kv_len // bkv) * bkv
         kinds = tile_kinds(positions, bq, bkv, *lengths, *offsets)
         # Segment ids hide padded keys as well, and then the positions need not.
         shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
@@ -220,24 +221,22 @@ class Setup:
     def operands(self, problem: Problem) -> Operands:
         """Pad everything to whole tiles; ids that pad keys match nothing."""
         t, s = self.padded
-        return Operands(
-            _pad(problem.q, 2, t), _pad(problem.k, 2, s), _pad(problem.v, 2, s), self._padded_ids()
-        )
+        k, v = (pad_axis(x, 2, s) for x in (problem.k, problem.v))
+        return Operands(pad_axis(problem.q, 2, t), k, v, self.padded_ids())
 
-    def _padded_ids(self) -> Ids:
+    def padded_ids(self) -> Ids:
+        """Pad queries with the last id, since one of their own would leave no tile whole."""
         if self.ids is None:
             return None
         q_ids, kv_ids = self.ids
-        # Padded queries repeat the last id: with one of their own no tile of theirs would be whole.
-        more = self.padded[0] - q_ids.shape[1]
-        q_ids = jnp.pad(q_ids, ((0, 0), (0, more)), mode="edge")
-        return q_ids, _pad(kv_ids, 1, self.padded[1], KEY_PAD)
+        q_ids = jnp.pad(q_ids, ((0, 0), (0, self.padded[0] - q_ids.shape[1])), mode="edge")
+        return q_ids, pad_axis(kv_ids, 1, self.padded[1], KEY_PAD)
 
     def stats(self, stats: Stats) -> Stats:
         """Pad what a backward reads so that the rows added have no gradient."""
         t = self.padded[0]
         lse, dout, delta = stats
-        return Stats(_pad(lse, 2, t, BIG_LSE), _pad(dout, 2, t), _pad(delta, 2, t))
+        return Stats(pad_axis(lse, 2, t, BIG_LSE), pad_axis(dout, 2, t), pad_axis(delta, 2, t))
 
 
 def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
@@ -277,13 +276,3 @@ def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> Blocks:
     found = sizes.part(keys)
     assert found is not None, (sizes, keys)  # build() asks for the sizes of training
     return found
-
-
-def _rounded(length: int, block: int) -> int:
-    return -(-length // block) * block
-
-
-def _pad(x: Array, axis: int, length: int, value: float = 0) -> Array:
-    extra = length - x.shape[axis]
-    widths = [(0, extra if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if extra else x

@@ -13,8 +13,10 @@ local keys, and no other operand. Three codes cover every mask of positions:
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +25,18 @@ from jaxtyping import Array, Bool, Int
 
 from maxattn.errors import Unsupported
 from maxattn.kernels.base import Offset
-from maxattn.kernels.splash.kernel_ints import KernelInts, KernelNumpy, unwrap
 from maxattn.masks import Mask
 
 WORD = 32
 POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048 shards
 MOST_STEPS = 64  # segments, which are one comparison each: the kernel's code grows with them
 MOST_POSITIONS, MOST_SHARDS = 2**POSITION_BITS, 2 ** (WORD - 1 - POSITION_BITS)
+RowCode = Callable[[Any, Any], Any]
+"""Which pairs attend, from queries' codes and local indexes of keys, elementwise in a kernel."""
 REMEDY = (
     "set context_parallel: ulysses or all_gather, or attention: dot_product with"
     " use_memory_efficient_attention: true"
 )
-
-
-class RowCode(Protocol):
-    """Tell from queries' codes and local indexes of keys which pairs attend; shapes are equal."""
-
-    def __call__(self, rows: Any, kv_idx: Any) -> Any:
-        """Evaluate elementwise, inside a Pallas kernel."""
-        ...
 
 
 class Codes(NamedTuple):
@@ -72,7 +67,6 @@ class OneInterval:
     lo_bits: int = 0
 
     def __call__(self, rows: Any, kv_idx: Any) -> Any:
-        """Unpack and compare."""
         if not self.lower:
             return kv_idx < (rows if self.upper else self.kv_len)
         if not self.upper:
@@ -97,7 +91,6 @@ class Positions:
     kv_offset: int
 
     def __call__(self, rows: Any, kv_idx: Any) -> Any:
-        """Compare the key with the intervals of the query."""
         return _inside(self.mask, rows, kv_idx + self.kv_offset) & (kv_idx < self.kv_len)
 
 
@@ -109,7 +102,6 @@ class Shards:
     kv_len: int
 
     def __call__(self, rows: Any, kv_idx: Any) -> Any:
-        """Unpack position and shard, and compare."""
         q_pos, shard = rows & (2**POSITION_BITS - 1), rows >> POSITION_BITS
         return _inside(self.mask, q_pos, kv_idx + shard * self.kv_len) & (kv_idx < self.kv_len)
 
@@ -142,19 +134,14 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
         return Codes(code, code.pack(*(jnp.clip(end - kv_offset, 0, kv_len) for end in ends)))
     if not isinstance(kv_offset, jax.Array):
         return Codes(Positions(mask, kv_len, int(kv_offset)), q_pos)
-    _refuse_too_long(mask, q_len, kv_len, q_offset)
+    end = q_len if isinstance(q_offset, jax.Array) else q_offset + q_len
+    if (rule := too_long(mask, kv_len, end, kv_len)) is not None:
+        raise Unsupported("mask", mask, rule, REMEDY)
     shard = kv_offset // kv_len
     fits = (kv_offset % kv_len == 0) & (shard >= 0) & (shard < MOST_SHARDS)
     fits &= jnp.all((q_pos >= 0) & (q_pos < MOST_POSITIONS))
     values = q_pos | (shard.astype(jnp.int32) << POSITION_BITS)
     return Codes(Shards(mask, kv_len), values, fits)
-
-
-def _refuse_too_long(mask: Mask, q_len: int, kv_len: int, q_offset: Offset) -> None:
-    end = q_len if isinstance(q_offset, jax.Array) else q_offset + q_len
-    rule = too_long(mask, kv_len, end, kv_len)
-    if rule is not None:
-        raise Unsupported("mask", mask, rule, REMEDY)
 
 
 def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
@@ -201,3 +188,47 @@ def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
     if lower and upper and lo_bits + width.bit_length() > WORD:
         return None
     return OneInterval(kv_len, lower, upper, lo_bits if lower and upper else 0)
+
+
+# ---- whole numbers inside a Pallas TPU kernel ----------------------------------------------------
+
+
+class KernelInts:
+    """Wrap an int32 array (or a boolean one, from a comparison) so that masks compute with it.
+
+    jax lowers `//` of int32 through `sign`, which asks which TPU this machine has; lowering for a
+    TPU that is elsewhere then fails. Here `//` is a truncating division and a correction.
+    `KernelNumpy` stands for the masks' `xp`.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __floordiv__(self, n: int) -> KernelInts:
+        divisor = jnp.full(self.array.shape, n, self.array.dtype)
+        below = jax.lax.rem(self.array, divisor) < 0
+        return KernelInts(jax.lax.div(self.array, divisor) - below.astype(self.array.dtype))
+
+
+def _operation(f: Callable[..., Any]) -> Any:
+    return lambda *args: KernelInts(f(*(unwrap(x) for x in args)))
+
+
+for _name in ("add", "sub", "mul", "lt", "le", "gt", "ge"):
+    setattr(KernelInts, f"__{_name}__", _operation(getattr(operator, _name)))
+for _name in ("add", "sub", "mul"):
+    _swapped = (lambda op: lambda mine, other: op(other, mine))(getattr(operator, _name))
+    setattr(KernelInts, f"__r{_name}__", _operation(_swapped))
+
+
+class KernelNumpy:
+    """The three functions of numpy that masks of positions use, on `KernelInts`."""
+
+    where = staticmethod(_operation(jnp.where))
+    minimum = staticmethod(_operation(jnp.minimum))
+    maximum = staticmethod(_operation(jnp.maximum))
+
+
+def unwrap(x: Any) -> Any:
+    """Return the array inside, and anything else as it is."""
+    return x.array if isinstance(x, KernelInts) else x

@@ -1,7 +1,8 @@
-"""JAX's splash keeps its lists of tiles in a TPU's scalar memory: which lists fit there.
+"""Which lists of tiles fit a TPU's scalar memory, of JAX's splash and of `tpu_flash`.
 
 Beside each tile it lists the next one to fetch, in the narrowest int that holds its column, and
-whether it computes, in a byte. The compiler pads rows to 8 and columns to 128.
+whether it computes, in a byte. The compiler pads rows to 8 and columns to 128. `tpu_flash` keeps a
+block and a mark a step, and for segment ids a mark a tile, in two buffers.
 """
 
 from __future__ import annotations
@@ -10,16 +11,99 @@ from functools import lru_cache
 
 import numpy as np
 
-from maxattn.call import Call
+from maxattn.block_sizes import BlockSizes, adjust
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig, FlashBlockSizes
+from maxattn.errors import Unsupported
 from maxattn.masks import Mask
 from maxattn.masks.blocks import stretches
+from maxattn.masks.terms import SplitMask, split_mask
+from maxattn.target import Target
+from maxattn.tuned import tuned_config
 
 MOST_BYTES = 2**20 - 2**14  # a MiB on every TPU, less what a kernel keeps there beside its lists
 ROWS, COLUMNS = 8, 128
+WORD = 4  # bytes
+# Larger tiles fit VMEM on no chip; the rules of block sizes make smaller what a chip cannot hold.
+LARGEST = FlashBlockSizes(block_q=2048, block_kv=2048, block_kv_compute=512)
 REMEDY = (
     "set larger flash_block_sizes, context_parallel: ring or ulysses over more devices, or"
     " attention: dot_product with use_memory_efficient_attention: true"
 )
+
+
+def refuse(call: Call, target: Target) -> Reason | None:
+    """Refuse a call of JAX's splash whose lists do not fit with the largest tiles either."""
+    rule = _rule(call, _sizes(call, LARGEST, target), target)
+    return None if rule is None else Reason("flash", "length", rule, REMEDY)
+
+
+def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionConfig:
+    """Return the config, with the largest tiles where none was asked for and others do not fit.
+
+    Raises:
+        Unsupported: the tiles that the config asks for are too many.
+    """
+    asked = tuned_config(config, "flash", call, target).flash_block_sizes
+    sizes = _sizes(call, asked, target)
+    rule = _rule(call, sizes, target)
+    if rule is None:
+        return config
+    if config.flash_block_sizes != FlashBlockSizes():
+        raise unsupported((sizes.block_q, sizes.block_kv), rule)
+    for training in (True, False):  # tiles of a backward too, if its forward's lists fit
+        sizes = adjust(LARGEST, call, "flash", target, training)[0]
+        if _rule(call, sizes, target) is None:
+            break
+    largest = FlashBlockSizes(
+        block_q=sizes.block_q,
+        block_kv=sizes.block_kv,
+        block_kv_compute=sizes.block_kv_compute,
+    )
+    return config.replace(flash_block_sizes=largest)
+
+
+def unsupported(tile: tuple[int, ...], rule: str) -> Unsupported:
+    """Return the error of tiles whose lists do not fit."""
+    what = f"{tile[0]} queries x {tile[1]} keys"
+    return Unsupported("flash_block_sizes", what, rule, REMEDY)
+
+
+def _sizes(call: Call, asked: FlashBlockSizes, target: Target) -> BlockSizes:
+    """Return the sizes of a forward that is not differentiated."""
+    return adjust(asked, call, "flash", target, training=False)[0]
+
+
+def _rule(call: Call, sizes: BlockSizes, target: Target) -> str | None:
+    """Return the rule that a forward breaks; interpret mode has no scalar memory."""
+    if target.platform != "tpu":
+        return None
+    parts = split_mask(call.mask)
+    assert isinstance(parts, SplitMask), parts  # refused before
+    return too_long(forward_bytes(call, parts.positions, (sizes.block_q, sizes.block_kv)))
+
+
+def transposed_rule(call: Call, tile: tuple[int, ...], target: Target) -> str | None:
+    """Return the rule that the lists of `tpu_flash`'s forward break, or None.
+
+    Args:
+        call: of one device.
+        tile: of the forward.
+        target: the machine; interpret mode has no scalar memory.
+    """
+    if target.platform != "tpu":
+        return None
+    parts = split_mask(call.mask)
+    assert isinstance(parts, SplitMask), parts  # refused before
+    rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
+    item = np.dtype(column_type(columns)).itemsize
+    steps = forward_bytes(call, parts.positions, (tile[0], tile[1])) // (item + 1)
+    return too_long(words_bytes(steps, rows * columns if parts.has_ids else 0))
+
+
+def words_bytes(steps: int, marks: int) -> int:
+    """Count the bytes of `tpu_flash`'s lists: a block and a mark a step; marks in two buffers."""
+    return 2 * WORD * (steps + marks)
 
 
 def column_type(columns: int) -> type[np.signedinteger]:

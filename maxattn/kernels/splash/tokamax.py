@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from maxattn.jax_private.tokamax import library
 from maxattn.kernels.softmax import NEG_INF
-from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
+from maxattn.kernels.splash.calls import Blocks, Library, Operands, Setup, Stats
 from maxattn.masks import EMPTY, FULL
 
 LOG2E = log2(e)
@@ -31,7 +31,7 @@ PARTIAL, WHOLE = 1, 2  # tokamax's marks of a tile: evaluate the mask, or do not
 
 
 @dataclass(frozen=True)
-class TokamaxSplash:
+class TokamaxSplash(Library):
     """Call the kernels.
 
     Args:
@@ -49,7 +49,6 @@ class TokamaxSplash:
         return LOG2E / float(np.asarray(LOG2E, dtype)) if self.base2 else 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
-        """Return (out [N, T, H], lse [N, T]); the LSE of rows that nothing visits is -inf."""
         out, stats = library()._splash_attention_forward(
             _forward_info(setup),
             *_with_ids(row),
@@ -65,7 +64,6 @@ class TokamaxSplash:
     def dkv(
         self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
-        """Return (dq, dk, dv)."""
         assert fused, "tokamax has no other backward"
         stats = stats._replace(lse=stats.lse * LOG2E) if self.base2 else stats
         bq, bkv, compute = blocks
@@ -77,10 +75,6 @@ class TokamaxSplash:
             dkv_mask_sparsity=_share(setup),
             **self._settings(setup, blocks),
         )
-
-    def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
-        """Refuse: the adjuster always asks for the fused backward."""
-        raise NotImplementedError("tokamax has no separate backward of Q")
 
     def _settings(self, setup: Setup, blocks: Blocks) -> dict[str, Any]:
         return {

@@ -1,7 +1,7 @@
 """The backward kernel of `tpu_flash`: dQ, dK and dV in one pass over the tiles.
 
 The grid goes through the queries of each block of keys, so dK and dV are summed in VMEM. dQ is
-summed in HBM, a block at a step (hbm_sum.py), in one array of float32.
+summed in HBM, a block at a step (backward_tile.py), in one array of float32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
 from maxattn.kernels.splash.tokamax import WHOLE
-from maxattn.kernels.transposed.backward_tile import Gradients, Queries, add_keys, weights
-from maxattn.kernels.transposed.hbm_sum import HbmSum
-from maxattn.kernels.transposed.scalar_memory import check_backward
-from maxattn.kernels.transposed.steps import Steps, marks_of_ids, steps_of
-from maxattn.kernels.transposed.tile_mask import KernelForm, Operand, allowed, listed_block
+from maxattn.kernels.transposed.backward_tile import Gradients, HbmSum, Queries, add_keys, weights
+from maxattn.kernels.transposed.steps import (
+    KernelForm,
+    Operand,
+    Steps,
+    allowed,
+    listed_block,
+    marks_of_ids,
+    steps_of,
+)
 
 NAME = "tpu_flash_dkv"
 LOG2E = 1.4426950408889634
@@ -40,7 +46,11 @@ def backward(
     steps = steps_of(setup, by_key=True)
     form = _BackwardForm.of(rows, setup, steps, blocks)
     if not interpret:
-        check_backward(steps, form.tiles.columns * (rows.q.shape[2] // blocks[0]), blocks)
+        marks = form.tiles.columns * (rows.q.shape[2] // blocks[0])
+        listed = 0 if steps is None else steps.block.shape[0]
+        rule = scalar_memory.too_long(scalar_memory.words_bytes(listed, marks))
+        if rule is not None:
+            raise scalar_memory.unsupported(blocks, rule)
     operands = _operands(rows, stats, setup, form)
     lists = () if steps is None else (steps.block, steps.mark)
 
@@ -78,7 +88,6 @@ class _BackwardForm(NamedTuple):
 
     @staticmethod
     def of(rows: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) -> _BackwardForm:
-        """Read off the shapes and the mask."""
         (b, n, t, h), (_, heads, s, _) = rows.q.shape, rows.k.shape
         form = KernelForm.of(setup, steps, blocks)
         grid = b * heads, s // blocks[1], form.count or t // blocks[0]
@@ -94,7 +103,6 @@ class _BackwardForm(NamedTuple):
         return head, listed_block(self.tiles.count, j, step, *lists)
 
     def row(self, n: Any) -> Any:
-        """Return the row of the batch of a key head."""
         return n if self.heads == 1 else jax.lax.div(n, jnp.int32(self.heads))
 
 
@@ -258,7 +266,6 @@ def _mark(form: _BackwardForm, read: Any, at: tuple[Any, Any], block: Any, lists
 
 
 def _at_each(form: KernelForm, mark: Any, fetch: Any, add: Any, j: Any) -> None:
-    """Run the body that a tile's mark asks for."""
     from jax.experimental import pallas as pl
 
     @pl.when(mark != 0)

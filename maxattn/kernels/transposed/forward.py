@@ -14,8 +14,15 @@ from maxattn.kernels.splash.calls import Blocks, Operands, Setup
 from maxattn.kernels.splash.tokamax import WHOLE
 from maxattn.kernels.transposed import tile
 from maxattn.kernels.transposed.score_bound import small_scores
-from maxattn.kernels.transposed.steps import Steps, marks_of_ids, steps_of
-from maxattn.kernels.transposed.tile_mask import KernelForm, Operand, allowed, listed_block
+from maxattn.kernels.transposed.steps import (
+    KernelForm,
+    Operand,
+    Steps,
+    allowed,
+    listed_block,
+    marks_of_ids,
+    steps_of,
+)
 
 NAME = "tpu_flash_fwd"
 LN2 = 0.6931471805599453
@@ -84,8 +91,12 @@ def _operands(
 
     block_q, block_kv, _ = blocks
     h, group = row.q.shape[2], row.q.shape[0] // row.k.shape[0]
-    key_head = partial(_key_head, group)
     column = partial(listed_block, 0 if steps is None else steps.count)
+
+    def key_head(n: Any) -> Any:
+        # Not `//`, whose lowering asks for the sign and with it for a TPU that is there.
+        return n if group == 1 else jax.lax.div(n, jnp.int32(group))
+
     of_queries = pl.BlockSpec((1, block_q), lambda n, i, j, *_: (0, i))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     upright = pl.BlockSpec(
@@ -113,11 +124,6 @@ def _operands(
             Operand("marks", marks, scalars),
         ]
     return found
-
-
-def _key_head(group: int, n: Any) -> Any:
-    # Not `//`, whose lowering asks for the sign and with it for a TPU that is there.
-    return n if group == 1 else jax.lax.div(n, jnp.int32(group))
 
 
 def _cost(row: Operands, grid: tuple[int, int, int], blocks: Blocks) -> Any:

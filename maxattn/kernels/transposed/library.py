@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
+from maxattn.kernels.splash.calls import Blocks, Library, Operands, Setup, Stats
 from maxattn.kernels.transposed.backward import backward
 from maxattn.kernels.transposed.forward import forward
 
@@ -16,7 +16,7 @@ LOG2E = log2(e)
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(Library):
     """Call the kernels.
 
     Args:
@@ -28,20 +28,13 @@ class Transposed:
     v_is_turned: bool = False
 
     def query_factor(self, dtype: Any) -> float:
-        """Compute the softmax with exp2."""
-        return LOG2E
+        return LOG2E  # for exp2
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
-        """Return (out [N, T, H], lse [N, T])."""
         return forward(row, setup, blocks, self.interpret, self.v_is_turned)
 
     def dkv(
         self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
-        """Return (dq, dk, dv), of operands with a batch axis before all others."""
         assert fused, "tpu_flash has no other backward"
         return backward(row, stats, setup, blocks, self.interpret)
-
-    def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
-        """Refuse: the sizes always ask for the fused backward."""
-        raise NotImplementedError("tpu_flash has no separate backward of Q")

@@ -1,17 +1,21 @@
-"""Which tiles the kernel visits: lists of positions, and marks that segment ids give on the device.
+"""What both kernels of `tpu_flash` ask of the mask: which tiles a grid visits, and which pairs.
 
-A mark says that a tile is empty, that its mask must be evaluated, or that every pair is allowed.
+Positions list the steps of a row of tiles; segment ids mark tiles on the device. A mark of a tile
+is 0 where it is empty, PARTIAL where its mask must be evaluated, WHOLE where every pair is allowed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from maxattn.kernels.splash.calls import Setup
+from maxattn.block_sizes.sizes import LANES
+from maxattn.kernels.splash.calls import Blocks, Setup
 from maxattn.kernels.splash.mask_info import schedule
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
 
@@ -59,3 +63,71 @@ def marks_of_ids(
     same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
     marks = jnp.where(same, WHOLE, jnp.where(meet, PARTIAL, 0))
     return marks.astype(jnp.int32).reshape(1, -1)
+
+
+class Operand(NamedTuple):
+    """Name an array that a kernel reads, and the layout of its blocks."""
+
+    name: str
+    array: Array
+    spec: Any
+
+
+class KernelForm(NamedTuple):
+    """Hold what a kernel's code depends on.
+
+    Args:
+        blocks: queries and keys of a tile, and keys computed at once.
+        count: steps of a row of tiles where they are listed, else 0.
+        code: tells from codes of queries and indexes of keys which pairs attend, or None.
+        columns: blocks of keys where segment ids mark tiles, else 0.
+    """
+
+    blocks: Blocks
+    count: int
+    code: Callable[..., Any] | None
+    columns: int
+
+    @staticmethod
+    def of(setup: Setup, steps: Steps | None, blocks: Blocks) -> KernelForm:
+        columns = 0 if setup.ids is None else setup.padded[1] // blocks[1]
+        return KernelForm(blocks, 0 if steps is None else steps.count, setup.code, columns)
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tiles evaluate the mask."""
+        return self.code is not None or bool(self.columns)
+
+    def parts(self) -> list[slice]:
+        """Divide the keys of a tile into parts that are computed at once; the last may be less."""
+        _, block_kv, compute = self.blocks
+        return [slice(n, min(n + compute, block_kv)) for n in range(0, block_kv, compute)]
+
+
+def listed_block(count: int, row: Any, step: Any, block: Any = None, mark: Any = None) -> Any:
+    """Return the block of a step: from its list, or its number if nothing is listed."""
+    return step if block is None else block[row * count + step]
+
+
+def allowed(shape: tuple[int, ...], read: Any, form: KernelForm, keys: slice, block: Any) -> Array:
+    """Evaluate the mask for some keys of a block, [keys, block_q].
+
+    Args:
+        shape: of the result.
+        read: the kernel's operands by name.
+        form: of the kernel.
+        keys: of the block.
+        block: number of the block of keys.
+    """
+    found = None
+    if form.code is not None:
+        index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (
+            block * form.blocks[1] + keys.start
+        )
+        found = form.code(jnp.broadcast_to(read["codes"][...], shape), index)
+    if form.columns:
+        lanes = jnp.broadcast_to(read["kv_ids"][:, keys], (LANES, shape[0])).T
+        same = jnp.broadcast_to(lanes[:, :1], shape) == read["q_ids"][...]
+        found = same if found is None else found & same
+    assert found is not None
+    return found

@@ -24,17 +24,15 @@ _SOURCES = (
     "kernels/splash/tokamax.py",
     "kernels/splash/mask_codes.py",
     "kernels/splash/mask_info.py",
-    "kernels/splash/kernel_ints.py",
     "jax_private/splash.py",
     "jax_private/tokamax.py",
 )
 _OWN_SOURCES = (
     *(f"kernels/transposed/{name}.py" for name in (
-        "forward", "tile", "backward", "backward_tile", "hbm_sum", "steps", "tile_mask",
+        "forward", "tile", "backward", "backward_tile", "steps",
     )),
     "kernels/splash/mask_codes.py",
     "kernels/splash/mask_info.py",
-    "kernels/splash/kernel_ints.py",
 )  # fmt: skip
 
 
