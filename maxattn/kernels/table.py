@@ -12,10 +12,10 @@ names against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from maxattn.errors import ConfigError
 from maxattn.jax_private.versions import TOKAMAX_ON_GPU
@@ -96,29 +96,20 @@ EXTRAS = {
 
 
 class TableRow(Protocol):
-    """A row of a table: a name, and where its class is."""
+    """A row of a table: a name, "module:Class", and the settings that it reads."""
 
     @property
-    def name(self) -> str:
-        """The name that the config spells."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def where(self) -> str:
-        """Return "module:Class"."""
-        ...
-
+    def where(self) -> str: ...
     @property
-    def reads(self) -> tuple[str, ...]:
-        """The settings that it reads."""
-        ...
+    def reads(self) -> tuple[str, ...]: ...
 
 
 R = TypeVar("R", bound=TableRow)
-V = TypeVar("V")
 
 
-class Table(Mapping[str, R], Generic[R]):
+class Table(dict[str, R]):
     """Hold rows by name, in order.
 
     Args:
@@ -127,17 +118,8 @@ class Table(Mapping[str, R], Generic[R]):
     """
 
     def __init__(self, kind: str, rows: tuple[R, ...]) -> None:
-        self.kind, self._rows = kind, {row.name: row for row in rows}
-        self._derived: dict[Callable[..., Any], Any] = {}
-
-    def __getitem__(self, name: str) -> R:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        super().__init__((row.name, row) for row in rows)
+        self.kind = kind
 
     def add(self, row: R) -> None:
         """Add a row, whose name a config may then use.
@@ -148,28 +130,16 @@ class Table(Mapping[str, R], Generic[R]):
         if row.name in self:
             rule = f"there is a {self.kind} of that name"
             raise ConfigError(self.kind, row.name, rule, "take another name, or remove that one")
-        self._rows[row.name] = row
-        self._derived.clear()
+        self[row.name] = row
 
     def remove(self, name: str) -> None:
         """Take out a row that was added."""
-        del self._rows[name]
-        self._derived.clear()
-
-    def derived(self, find: Callable[[Table[R]], V]) -> V:
-        """Return what a function finds in the rows; it looks once, until a row comes or goes."""
-        if find not in self._derived:
-            self._derived[find] = find(self)
-        return self._derived[find]
+        del self[name]
 
     def readers(self) -> dict[str, tuple[R, ...]]:
         """Return the rows that read each setting, by setting."""
-        return self.derived(_readers)
-
-
-def _readers(table: Table[R]) -> dict[str, tuple[R, ...]]:
-    settings = dict.fromkeys(setting for row in table.values() for setting in row.reads)
-    return {s: tuple(row for row in table.values() if s in row.reads) for s in settings}
+        settings = dict.fromkeys(setting for row in self.values() for setting in row.reads)
+        return {s: tuple(row for row in self.values() if s in row.reads) for s in settings}
 
 
 class Classes(Mapping[str, Any]):
@@ -202,23 +172,15 @@ def spellings() -> tuple[str, ...]:
 
 def packages() -> tuple[str, ...]:
     """Return pip's names of all packages that kernels call."""
-    return TABLE.derived(_packages)
-
-
-def _packages(table: Table[KernelRow]) -> tuple[str, ...]:
-    needed = (row.package for row in table.values() if row.package)
+    needed = (row.package for row in TABLE.values() if row.package)
     return tuple(dict.fromkeys((*EXTRAS, *needed)))
 
 
 def switches() -> tuple[str, ...]:
     """Return the environment variables that forbid kernels."""
-    return TABLE.derived(_switches)
-
-
-def _switches(table: Table[KernelRow]) -> tuple[str, ...]:
-    return tuple(row.switch for row in table.values() if row.switch)
+    return tuple(row.switch for row in TABLE.values() if row.switch)
 
 
 def custom_calls() -> tuple[str, ...]:
-    """Return how the names of all kernels' custom calls begin."""
+    """Return the first letters of the names of all kernels' custom calls."""
     return tuple(dict.fromkeys(call for row in TABLE.values() for call in row.custom_calls))

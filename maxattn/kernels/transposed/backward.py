@@ -110,33 +110,34 @@ class _BackwardForm(NamedTuple):
 
 
 def _operands(rows: Operands, stats: Stats, setup: Setup, form: _BackwardForm) -> list[Operand]:
-    """List what the kernel reads; what is of queries has the tokens along the lanes."""
-    heads, t, h = form.q
-    across = _of_queries(form, h)
-    line = _of_queries(form, 1)
-    found = [
-        Operand("q", rows.q.reshape(form.q).swapaxes(1, 2), across),
-        Operand("k", rows.k.reshape(form.k), _of_keys(form)),
-        Operand("v", rows.v.reshape(form.k), _of_keys(form)),
-        Operand("dout", stats.dout.reshape(form.q).swapaxes(1, 2), across),
-        Operand("lse", (stats.lse * LOG2E).reshape(heads, 1, t), line),
-        Operand("delta", stats.delta.reshape(heads, 1, t), line),
-    ]
-    return [*found, *_mask_operands(rows, setup, form)]
-
-
-def _mask_operands(rows: Operands, setup: Setup, form: _BackwardForm) -> list[Operand]:
+    """List what the kernel reads; arrays of queries have the tokens along the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (block_q, block_kv, _), found = form.tiles.blocks, []
-
-    def of_row(size: int, block: Any, **memory: Any) -> Any:
-        return pl.BlockSpec((None, 1, size), lambda n, *i: (form.row(n), 0, block(n, *i)), **memory)
+    (heads, t, h), (block_q, block_kv, _) = form.q, form.tiles.blocks
 
     def queries(*i: Any) -> Any:
         return form.head_and_block(*i)[1]
 
+    def of_queries(height: int) -> Any:
+        def index(*i: Any) -> tuple[Any, Any, Any]:
+            head, block = form.head_and_block(*i)
+            return head, 0, block
+
+        return pl.BlockSpec((None, height, block_q), index)
+
+    def of_row(size: int, block: Any, **memory: Any) -> Any:
+        return pl.BlockSpec((None, 1, size), lambda n, *i: (form.row(n), 0, block(n, *i)), **memory)
+
+    across, line, of_keys = of_queries(h), of_queries(1), _of_keys(form)
+    found = [
+        Operand("q", rows.q.reshape(form.q).swapaxes(1, 2), across),
+        Operand("k", rows.k.reshape(form.k), of_keys),
+        Operand("v", rows.v.reshape(form.k), of_keys),
+        Operand("dout", stats.dout.reshape(form.q).swapaxes(1, 2), across),
+        Operand("lse", (stats.lse * LOG2E).reshape(heads, 1, t), line),
+        Operand("delta", stats.delta.reshape(heads, 1, t), line),
+    ]
     if setup.codes is not None:
         spec = pl.BlockSpec((1, block_q), lambda *i: (0, queries(*i)))
         found.append(Operand("codes", setup.codes.padded(setup.padded[0])[None], spec))
@@ -150,16 +151,6 @@ def _mask_operands(rows: Operands, setup: Setup, form: _BackwardForm) -> list[Op
             Operand("marks", marks, all_of_them),
         ]
     return found
-
-
-def _of_queries(form: _BackwardForm, height: int) -> Any:
-    from jax.experimental import pallas as pl
-
-    def index(*i: Any) -> tuple[Any, Any, Any]:
-        head, block = form.head_and_block(*i)
-        return head, 0, block
-
-    return pl.BlockSpec((None, height, form.tiles.blocks[0]), index)
 
 
 def _of_keys(form: _BackwardForm) -> Any:
@@ -180,6 +171,10 @@ def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: b
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     n, rows, steps = form.grid
     float32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    tiles, size = n * rows * steps * form.group, jnp.dtype(form.dtype).itemsize
+    pairs, keys = tiles * block_q * block_kv, n * rows * block_kv
+    moved = tiles * block_q * h * (2 * size + 8) + keys * h * (2 * size + 8)
+    cost = pl.CostEstimate(flops=10 * pairs * h, transcendentals=pairs, bytes_accessed=moved)
     return pl.pallas_call(
         partial(_kernel, tuple(x.name for x in operands), form),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -200,21 +195,10 @@ def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: b
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
-        cost_estimate=_cost(form),
+        cost_estimate=cost,
         interpret=interpret,
         name=NAME,
     )
-
-
-def _cost(form: _BackwardForm) -> Any:
-    from jax.experimental import pallas as pl
-
-    (block_q, block_kv, _), h = form.tiles.blocks, form.q[2]
-    n, rows, steps = form.grid
-    tiles, size = n * rows * steps * form.group, jnp.dtype(form.dtype).itemsize
-    pairs, keys = tiles * block_q * block_kv, n * rows * block_kv
-    moved = tiles * block_q * h * (2 * size + 8) + keys * h * (2 * size + 8)
-    return pl.CostEstimate(flops=10 * pairs * h, transcendentals=pairs, bytes_accessed=moved)
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -229,8 +213,12 @@ def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
     _, dq, dk, dv, *scratch = refs[len(names) :]
     sums, whole = Gradients(*scratch[:3]), HbmSum(dq, *scratch[3:])
     head, block = form.head_and_block(n, j, i, *lists)
-    mark = _mark(form, read, (j, i), block, lists)
-    last = pl.num_programs(2) - 1
+    last, mark = pl.num_programs(2) - 1, WHOLE
+    if lists:
+        step = i if form.group == 1 else jax.lax.rem(i, jnp.int32(form.grid[2]))
+        mark = lists[1][j * form.tiles.count + step]
+    if form.tiles.columns:
+        mark = jnp.minimum(mark, read["marks"][0, block * form.tiles.columns + j])
 
     @pl.when((j == 0) & (i == 0))
     def _() -> None:
@@ -243,7 +231,19 @@ def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
     def add(key_block: Any) -> None:
         whole.add(head, block, _tile(sums, read, form.tiles, key_block))
 
-    _at_each(form.tiles, mark, partial(whole.fetch, head, block), add, j)
+    @pl.when(mark != 0)
+    def _() -> None:
+        whole.fetch(head, block)
+
+    @pl.when(mark == WHOLE)
+    def _() -> None:
+        add(None)
+
+    if form.tiles.masks:
+
+        @pl.when((mark != WHOLE) & (mark != 0))
+        def _() -> None:
+            add(j)
 
     @pl.when(i == last)
     def _() -> None:
@@ -252,35 +252,6 @@ def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
     @pl.when((j == pl.num_programs(1) - 1) & (i == last))
     def _() -> None:
         whole.end()
-
-
-def _mark(form: _BackwardForm, read: Any, at: tuple[Any, Any], block: Any, lists: Any) -> Any:
-    """Return whether a step computes a tile, and with the mask or without."""
-    (j, i), mark = at, WHOLE
-    if lists:
-        step = i if form.group == 1 else jax.lax.rem(i, jnp.int32(form.grid[2]))
-        mark = lists[1][j * form.tiles.count + step]
-    if form.tiles.columns:
-        mark = jnp.minimum(mark, read["marks"][0, block * form.tiles.columns + j])
-    return mark
-
-
-def _at_each(form: KernelForm, mark: Any, fetch: Any, add: Any, j: Any) -> None:
-    from jax.experimental import pallas as pl
-
-    @pl.when(mark != 0)
-    def _() -> None:
-        fetch()
-
-    @pl.when(mark == WHOLE)
-    def _() -> None:
-        add(None)
-
-    if form.masks:
-
-        @pl.when((mark != WHOLE) & (mark != 0))
-        def _() -> None:
-            add(j)
 
 
 def _tile(sums: Gradients, read: Any, form: KernelForm, block: Any) -> Array:

@@ -49,13 +49,14 @@ def forward(
     operands = _operands(row, setup, steps, blocks, v_is_turned)
     grid = heads, t // block_q, s // block_kv if steps is None else steps.count
     lists = () if steps is None else (steps.block, steps.mark)
+    form, names = KernelForm.of(setup, steps, blocks), tuple(x.name for x in operands)
+    tiles, size = grid[0] * grid[1] * grid[2], row.q.dtype.itemsize
+    pairs, keys = tiles * block_q * block_kv, 2 * tiles * block_kv * h * size
+    cost = pl.CostEstimate(
+        flops=4 * pairs * h, transcendentals=pairs, bytes_accessed=keys + 2 * row.q.size * size
+    )
     out, lse = pl.pallas_call(
-        partial(
-            _kernel,
-            tuple(x.name for x in operands),
-            KernelForm.of(setup, steps, blocks),
-            v_is_turned,
-        ),
+        partial(_kernel, names, form, v_is_turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(lists),
             grid=grid,
@@ -73,7 +74,7 @@ def forward(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
-        cost_estimate=_cost(row, grid, blocks),
+        cost_estimate=cost,
         interpret=interpret,
         name=NAME,
     )(*lists, *(x.array for x in operands))
@@ -126,17 +127,6 @@ def _operands(
     return found
 
 
-def _cost(row: Operands, grid: tuple[int, int, int], blocks: Blocks) -> Any:
-    from jax.experimental import pallas as pl
-
-    pairs = grid[0] * grid[1] * grid[2] * blocks[0] * blocks[1]
-    h, size = row.q.shape[2], row.q.dtype.itemsize
-    keys = 2 * grid[0] * grid[1] * grid[2] * blocks[1] * h * size
-    return pl.CostEstimate(
-        flops=4 * pairs * h, transcendentals=pairs, bytes_accessed=keys + 2 * row.q.size * size
-    )
-
-
 # ---- one step ------------------------------------------------------------------------------------
 
 
@@ -159,32 +149,18 @@ def _kernel(names: tuple[str, ...], form: KernelForm, v_is_turned: bool, *refs: 
     def _() -> None:
         sums.clear(bounded)
 
+    # The bodies of one softmax follow each other, which estimates of a schedule go by.
     for runs, add in ((bounded, tile.add_bounded), (jnp.logical_not(bounded), tile.add_online)):
-        _at_each(form, mark, runs, partial(_add, v_is_turned, add, sums, read, form), block)
+        body = partial(_add, v_is_turned, add, sums, read, form)
+        pl.when(runs & (mark == WHOLE))(partial(body, None))
+        if form.masks:
+            pl.when(runs & (mark != WHOLE) & (mark != 0))(partial(body, block))
 
     @pl.when(j == steps - 1)
     def _() -> None:
         acc, base2 = sums.result()
         out[...] = acc.T.astype(out.dtype)
         lse[...] = base2
-
-
-def _at_each(form: KernelForm, mark: Any, runs: Any, add: Any, block: Any) -> None:
-    """Run the body that a tile's mark asks for, where the block of queries has this softmax.
-
-    The bodies of one softmax follow each other, which estimates of a schedule go by.
-    """
-    from jax.experimental import pallas as pl
-
-    @pl.when(runs & (mark == WHOLE))
-    def _() -> None:
-        add(None)
-
-    if form.masks:
-
-        @pl.when(runs & (mark != WHOLE) & (mark != 0))
-        def _() -> None:
-            add(block)
 
 
 def _add(
