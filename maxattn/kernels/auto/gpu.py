@@ -13,7 +13,7 @@ from maxattn.jax_private.versions import numbers
 from maxattn.kernels import as_batch_rows, refusal, scores_of
 from maxattn.kernels.auto.tuned_order import Candidates
 from maxattn.kernels.flash import has_fa4, install
-from maxattn.kernels.fused import cudnn_limits
+from maxattn.kernels.fused import limits
 from maxattn.target import Target
 
 MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")  # as jax calls them
@@ -95,7 +95,7 @@ def _has_lists(call: Call) -> bool:
 
 def _elsewhere(call: Call, target: Target) -> Candidates:
     """Return the rule of GPUs that were not measured, and what others published of one."""
-    version = numbers(cudnn_limits.version(target) or "")
+    version = numbers(limits.version(target) or "")
     is_new = not version or version >= (9, 19)  # one that is not known counts as the newest
     sizes = call.head_dim == call.value_dim == 128 and min(call.q_len, call.kv_len) >= 4096
     is_plain = call.dtype == "bfloat16" and call.mask.is_full
