@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import maxattn as ma
+from maxattn.errors import WeightsError
+from tests.golden_text import check_golden
 
-SIZES: dict[str, Any] = {
-    "query_dim": 16,
-    "heads": 2,
-    "dim_head": 8,
-    "qk_norm": "rms_norm_across_heads",
-    "bias": True,
-}
+SIZES: dict[str, Any] = {"query_dim": 16, "heads": 2, "dim_head": 8, "bias": True}
+SIZES["qk_norm"] = "rms_norm_across_heads"
 
 
 class Block(nnx.Module):
-    diffusers_names: ClassVar[dict[str, str]] = {
-        "ffn.up": "ffn.net.0.proj",
-        "table": "scale_shift_table",
-    }
+    diffusers_names: ClassVar[dict[str, str]] = {"ffn.up": "ffn.net.0.proj",
+                                                 "table": "scale_shift_table"}  # fmt: skip
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.attn1 = ma.FlaxAttention(**SIZES, rngs=rngs)
@@ -47,7 +44,7 @@ class Model(nnx.Module):
         self.norm = nnx.LayerNorm(16, rngs=rngs)
 
 
-def values(module: nnx.Module) -> dict[str, np.ndarray]:
+def values(module: nnx.Module | None) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {".".join(map(str, path)): np.asarray(variable.get_value()) for path, variable in flat}
 
@@ -57,6 +54,19 @@ def equal(a: nnx.Module, b: nnx.Module) -> None:
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+
+
+def refused(module: nnx.Module | None, load: Callable[[], Any], golden: str = "") -> WeightsError:
+    """Fail unless a load is refused and changes nothing; its error may be a golden one."""
+    before = values(module) if module else {}
+    with pytest.raises(WeightsError) as error:
+        load()
+    for name, array in before.items():
+        np.testing.assert_array_equal(values(module)[name], array)
+    assert error.value.rule and error.value.remedy
+    if golden:
+        check_golden(f"weights/{golden}", str(error.value))
+    return error.value
 
 
 def mesh() -> jax.sharding.Mesh:

@@ -10,13 +10,16 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from maxattn import weights
 from maxattn.errors import WeightsError
-from maxattn.weights.saves import Form, save_tensors
+from maxattn.weights.saves import NAMES, Form, save_tensors, write
 from tests.golden_text import check_golden
 
 SHARDS = {"single": 10**6, "two": 40, "four": 20}
@@ -30,15 +33,11 @@ class Killed(BaseException):
 def save(folder: Path, shards: str, value: int) -> set[str]:
     """Save four tensors of one value; return the names of the files."""
     forms = {name: Form((4,), np.dtype("float32")) for name in "abcd"}
-    return {
-        f.name
-        for f in save_tensors(
-            forms, lambda _: np.full(4, value, np.float32), folder, NAME, SHARDS[shards]
-        )
-    }
+    read = lambda _: np.full(4, value, np.float32)  # noqa: E731
+    return {f.name for f in save_tensors(forms, read, folder, NAME, SHARDS[shards])}
 
 
-def read(folder: Path) -> set[float]:
+def read_all(folder: Path) -> set[float]:
     """List the values of all four tensors: one where they are of one save."""
     tensors = weights.SafeTensors(folder)
     assert set(tensors) == set("abcd")
@@ -47,12 +46,8 @@ def read(folder: Path) -> set[float]:
 
 @pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
 def test_what_is_read_is_what_was_saved_last(before: str, after: str, tmp_path: Path) -> None:
-    others = {
-        "config.json",
-        "other.safetensors.txt",
-        f"{NAME}.fp16-00001-of-00002.safetensors",
-        f"{NAME}.bin.old",
-    }
+    others = {"config.json", "other.safetensors.txt", f"{NAME}.fp16-00001-of-00002.safetensors"}
+    others |= {f"{NAME}.bin.old"}
     tmp_path.joinpath("sub").mkdir()
     save(tmp_path, before, 1)
     for name in others:
@@ -60,7 +55,7 @@ def test_what_is_read_is_what_was_saved_last(before: str, after: str, tmp_path: 
     files = save(tmp_path, after, 2)
     assert {f.name for f in tmp_path.iterdir()} == files | others | {"sub"}
     (tmp_path / f"{NAME}.fp16-00001-of-00002.safetensors").unlink()
-    assert read(tmp_path) == {2.0}
+    assert read_all(tmp_path) == {2.0}
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -75,13 +70,8 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
         return run
 
-    for owner, name in (
-        (Path, "replace"),
-        (Path, "unlink"),
-        (Path, "write_text"),
-        (Path, "open"),
-        (os, "link"),
-    ):
+    changes = [(Path, name) for name in ("replace", "unlink", "write_text", "open")]
+    for owner, name in (*changes, (os, "link")):
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
 
 
@@ -102,16 +92,15 @@ def test_a_save_that_is_cut_off_leaves_one_whole_save(
                 done = False
             else:
                 done = True
-        seen.append(read(folder))
+        seen.append(read_all(folder))
         for again in (3, 4):
             files = save(folder, before, again)
-            assert read(folder) == {again}
+            assert read_all(folder) == {again}
             assert {f.name for f in folder.iterdir()} == files
         if done:
             break
-    assert all(
-        len(values) == 1 for values in seen
-    )  # never some tensors of one save and some of the other
+    # Never some tensors of one save and some of the other.
+    assert all(len(values) == 1 for values in seen)
     assert seen == sorted(seen, key=max) and seen[0] == {1.0} and seen[-1] == {2.0}
 
 
@@ -125,7 +114,7 @@ def test_twice_cut_off(tmp_path: Path) -> None:
                 kill_at(patch, step)
                 with suppress(Killed):
                     save(folder, "two", value)
-            assert len(read(folder)) == 1
+            assert len(read_all(folder)) == 1
 
 
 def test_where_a_file_has_but_one_name_it_is_copied(
@@ -137,7 +126,7 @@ def test_where_a_file_has_but_one_name_it_is_copied(
     monkeypatch.setattr(os, "link", refused)
     for value in (1, 2):
         files = save(tmp_path, "two", value)
-        assert read(tmp_path) == {value} and {f.name for f in tmp_path.iterdir()} == files
+        assert read_all(tmp_path) == {value} and {f.name for f in tmp_path.iterdir()} == files
 
 
 def test_a_tensor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
@@ -147,11 +136,10 @@ def test_a_tensor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
         return np.zeros(4, np.float32)
 
     files = save(tmp_path, "two", 1)
+    forms = {name: Form((4,), np.dtype("float32")) for name in "abcd"}
     with pytest.raises(RuntimeError):
-        save_tensors(
-            {name: Form((4,), np.dtype("float32")) for name in "abcd"}, fail, tmp_path, NAME, 20
-        )
-    assert read(tmp_path) == {1.0} and {f.name for f in tmp_path.iterdir()} == files
+        save_tensors(forms, fail, tmp_path, NAME, 20)
+    assert read_all(tmp_path) == {1.0} and {f.name for f in tmp_path.iterdir()} == files
 
 
 def refused(kind: str, folder: Path) -> None:
@@ -173,6 +161,47 @@ def refused(kind: str, folder: Path) -> None:
 def test_a_save_that_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as error:
         refused(kind, tmp_path)
-    check_golden(
-        f"weights/save_{kind.replace(' ', '_')}", str(error.value).replace(str(tmp_path), "FOLDER")
-    )
+    text = str(error.value).replace(str(tmp_path), "FOLDER")
+    check_golden(f"weights/save_{kind.replace(' ', '_')}", text)
+
+
+# ---- one file, written tensor by tensor ----------------------------------------------------------
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shapes = [(3, 5), (7,), (), (0, 4), (2, 1, 3)]
+    tensors = {}
+    for i, name in enumerate(NAMES):
+        dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+        for shape in shapes:
+            tensors[f"{i}.{len(shape)}.{name}"] = (10 * rng.standard_normal(shape)).astype(dtype)
+    held = []
+
+    def read(name: str) -> np.ndarray:
+        held.append(name)
+        # As a transposed view, which is what a layout of another library is.
+        return tensors[name].T.copy().T
+
+    forms = {name: Form(x.shape, x.dtype) for name, x in tensors.items()}
+    write(tmp_path / "x.safetensors", forms, read)
+    assert sorted(held) == sorted(tensors)
+    back = load_file(tmp_path / "x.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert back[name].dtype == x.dtype and back[name].shape == x.shape
+        assert back[name].tobytes() == x.tobytes()
+    with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_other_dtypes_are_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="complex64"):
+        read = lambda name: np.zeros(2, np.complex64)  # noqa: E731
+        write(tmp_path / "x", {"a": Form((2,), np.complex64)}, read)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_tensor_that_is_not_what_the_header_says_stops_the_writing(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="header"):
+        write(tmp_path / "x", {"a": Form((2,), np.float32)}, lambda name: np.zeros(3, np.float32))
