@@ -1,5 +1,4 @@
-"""What each mask means, one pair at a time, in plain Python; and hypothesis strategies that draw
-masks.
+"""The meaning of each mask, one pair at a time, in plain Python; and strategies that draw masks.
 
 Nothing here uses intervals or anything else of maxattn's own: a mask is an expression of nested
 tuples, `meaning` looks at one query and one key, and `build` makes the mask that should agree.
@@ -20,8 +19,8 @@ Spec = tuple[Any, ...]
 
 
 def meaning(spec: Spec, q: int, k: int, shift: int) -> bool:
-    """Tell whether the query at index q may attend to key k; `shift` is kv_len - q_len, the offset
-    that None means.
+    """Return whether the query at index q may attend to key k; `shift`, kv_len - q_len, is the
+    offset that None means.
     """
     kind, *rest = spec
     if kind == "and":
@@ -30,51 +29,22 @@ def meaning(spec: Spec, q: int, k: int, shift: int) -> bool:
         return any(meaning(s, q, k, shift) for s in rest)
     if kind == "not":
         return not meaning(rest[0], q, k, shift)
-    return LEAVES[kind](q, k, shift, *rest)
+    if kind in AT_AN_OFFSET:
+        *rest, offset = rest
+        return AT_AN_OFFSET[kind](q + (shift if offset is None else offset), k, *rest)
+    return FIXED[kind](q, k, *rest)
 
 
-def _at(q: int, shift: int, offset: int | None) -> int:
-    return q + (shift if offset is None else offset)
-
-
-def _causal(q: int, k: int, shift: int, offset: int | None) -> bool:
-    return k <= _at(q, shift, offset)
-
-
-def _local(
-    q: int, k: int, shift: int, left: int | None, right: int | None, offset: int | None
-) -> bool:
-    p = _at(q, shift, offset)
-    return (left is None or p - k <= left) and (right is None or k - p <= right)
-
-
-def _block_causal(q: int, k: int, shift: int, block: int, offset: int | None) -> bool:
-    return k // block <= _at(q, shift, offset) // block
-
-
-def _block_window(q: int, k: int, shift: int, block: int, window: int, offset: int | None) -> bool:
-    return 0 <= _at(q, shift, offset) // block - k // block < window
+def _local(q: int, k: int, left: int | None, right: int | None) -> bool:
+    return (left is None or q - k <= left) and (right is None or k - q <= right)
 
 
 def _block_of_frame(frame: int, size: int, alone: bool) -> int:
-    if alone:
-        return 0 if frame == 0 else 1 + (frame - 1) // size
-    return frame // size
+    return (frame and 1 + (frame - 1) // size) if alone else frame // size
 
 
-def _video(
-    q: int,
-    k: int,
-    shift: int,
-    frames: int,
-    tokens: int,
-    size: int,
-    window: int | None,
-    sink: int,
-    alone: bool,
-    offset: int | None,
-) -> bool:
-    mine, theirs = _at(q, shift, offset) // tokens, k // tokens
+def _video(q: int, k: int, frames: int, tokens: int, size: int, window: Any, *more: Any) -> bool:
+    (sink, alone), mine, theirs = more, q // tokens, k // tokens
     block = _block_of_frame(mine, size, alone)
     seen = [f for f in range(frames) if _block_of_frame(f, size, alone) <= block]
     if window is not None and len(seen) > window * size:
@@ -83,40 +53,30 @@ def _video(
     return theirs in seen
 
 
-def _segments(q: int, k: int, shift: int, lengths: list[int], kv_lengths: list[int]) -> bool:
-    of_query = [i for i, n in enumerate(lengths) for _ in range(n)]
-    of_key = [i for i, n in enumerate(kv_lengths) for _ in range(n)]
+def _segments(q: int, k: int, *lengths: list[int]) -> bool:
+    of_query, of_key = ([i for i, n in enumerate(each) for _ in range(n)] for each in lengths)
     return of_query[q] == of_key[k]
 
 
-def _rectangle(q: int, k: int, shift: int, q0: int, q1: int, k0: int, k1: int) -> bool:
-    return q in range(q0, q1) and k in range(k0, k1)
-
-
-LEAVES = {
-    "full": lambda q, k, shift: True,
-    "empty": lambda q, k, shift: False,
-    "limit": lambda q, k, shift, n: k < n,
-    "causal": _causal,
+AT_AN_OFFSET = {
+    "causal": lambda q, k: k <= q,
     "local": _local,
-    "block_causal": _block_causal,
-    "block_window": _block_window,
+    "block_causal": lambda q, k, block: k // block <= q // block,
+    "block_window": lambda q, k, block, window: 0 <= q // block - k // block < window,
     "video": _video,
+}
+FIXED = {
+    "full": lambda q, k: True,
+    "empty": lambda q, k: False,
+    "limit": lambda q, k, n: k < n,
     "segments": _segments,
-    "rectangle": _rectangle,
+    "rectangle": lambda q, k, q0, q1, k0, k1: q in range(q0, q1) and k in range(k0, k1),
 }
 MAKERS = {
-    "full": M.Full,
-    "empty": M.Empty,
-    "limit": M.KeyLimit,
-    "causal": M.Causal,
-    "local": M.LocalWindow,
-    "block_causal": M.BlockCausal,
-    "block_window": M.BlockSlidingWindow,
-    "video": M.VideoMask,
-    "segments": M.Segments.of_lengths,
-    "rectangle": M.Rectangle,
-}
+    "full": M.Full, "empty": M.Empty, "limit": M.KeyLimit, "causal": M.Causal,
+    "local": M.LocalWindow, "block_causal": M.BlockCausal, "block_window": M.BlockSlidingWindow,
+    "video": M.VideoMask, "segments": M.Segments.of_lengths, "rectangle": M.Rectangle,
+}  # fmt: skip
 
 
 def build(spec: Spec) -> M.Mask:
@@ -132,36 +92,28 @@ def build(spec: Spec) -> M.Mask:
 
 def table(spec: Spec, q_len: int, kv_len: int) -> np.ndarray:
     """Ask for every pair: bool [q_len, kv_len]."""
-    return np.array(
-        [[meaning(spec, q, k, kv_len - q_len) for k in range(kv_len)] for q in range(q_len)],
-        dtype=bool,
-    )
+    keys, shift = range(kv_len), kv_len - q_len
+    return np.array([[meaning(spec, q, k, shift) for k in keys] for q in range(q_len)], dtype=bool)
 
 
 def leaves(q_len: int, kv_len: int) -> st.SearchStrategy[Spec]:
     """Draw single masks."""
     offset: st.SearchStrategy[int | None] = st.integers(0, 40)
     offset = offset | st.none() if q_len <= kv_len else offset
+    any_offset = offset | st.integers(-10, -1)
     side, block = st.none() | st.integers(0, 30), st.integers(1, 17)
+    runs = (st.lists(st.integers(0, n + 3), min_size=2, max_size=2) for n in (q_len, kv_len))
     kinds = [
         st.just(("full",)),
         st.just(("empty",)),
         st.tuples(st.just("limit"), st.integers(0, kv_len + 3)),
-        st.tuples(st.just("causal"), offset | st.integers(-10, -1)),
-        st.tuples(st.just("local"), side, side, offset | st.integers(-10, -1)),
-        st.tuples(st.just("block_causal"), block, offset | st.integers(-10, -1)),
-        st.tuples(st.just("block_window"), block, st.integers(1, 5), offset | st.integers(-10, -1)),
+        st.tuples(st.just("causal"), any_offset),
+        st.tuples(st.just("local"), side, side, any_offset),
+        st.tuples(st.just("block_causal"), block, any_offset),
+        st.tuples(st.just("block_window"), block, st.integers(1, 5), any_offset),
+        st.builds(lambda q, k: ("rectangle", *sorted(q), *sorted(k)), *runs),
     ]
-    kinds.append(st.builds(_sorted_rectangle, _run(q_len), _run(kv_len)))
     return st.one_of(*kinds, _packed(q_len, kv_len), *_videos(kv_len, offset))
-
-
-def _run(length: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, length + 3), min_size=2, max_size=2).map(sorted)
-
-
-def _sorted_rectangle(queries: list[int], keys: list[int]) -> Spec:
-    return ("rectangle", *queries, *keys)
 
 
 @st.composite

@@ -13,8 +13,8 @@ import pytest
 from maxattn import masks as M
 from maxattn.errors import Unsupported
 from maxattn.masks.draw import density
+from tests.golden_text import check_golden
 from tests.masks.definitions import calls
-from tests.masks.test_errors import check
 
 SHOWN: dict[str, tuple[M.Mask, tuple[int, int, int]]] = {
     "causal": (M.Causal(), (8, 8, 64)),
@@ -36,12 +36,7 @@ SHOWN: dict[str, tuple[M.Mask, tuple[int, int, int]]] = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_show(name: str) -> None:
     mask, (q_len, kv_len, width) = SHOWN[name]
-    check(f"show_{name}", mask.show(q_len, kv_len, width))
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_no_line_is_wider_than_asked(name: str) -> None:
-    mask, (q_len, kv_len, width) = SHOWN[name]
+    check_golden(f"masks/show_{name}", mask.show(q_len, kv_len, width))
     assert max(map(len, mask.show(q_len, kv_len, width).splitlines()[2:])) <= width
 
 
