@@ -12,8 +12,7 @@ from maxattn.rope import Rotary, as_rotary
 from maxattn.sharding import mesh_shape, usable_mesh
 from maxattn.streaming import CacheLayer, KVCache
 from maxattn.streaming import checks as refused
-from maxattn.streaming.attend import Projected, attend_with_cache
-from maxattn.streaming.read import How, turned_own
+from maxattn.streaming.attend import How, Projected, attend_with_cache, turned_own
 
 if TYPE_CHECKING:
     from maxattn.modules.self_attention import FlaxAttention

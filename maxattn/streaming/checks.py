@@ -28,14 +28,12 @@ FRESH = "make another with KVCache.empty"
 
 def sizes(**given: Any) -> tuple[int, ...]:
     """Return sizes as ints, and refuse what is no positive whole number."""
-    return tuple(_size(name, value) for name, value in given.items())
-
-
-def _size(name: str, value: Any) -> int:
-    if (size := whole(value)) is not None:
-        return size
-    rule = "it must be an integer of at least 1"
-    raise InputError(name, repr(value), rule, "set it to a positive integer")
+    found = {name: whole(value) for name, value in given.items()}
+    for name, size in found.items():
+        if size is None:
+            rule = "it must be an integer of at least 1"
+            raise InputError(name, repr(given[name]), rule, "set it to a positive integer")
+    return tuple(size for size in found.values() if size is not None)
 
 
 def frames_from_zero(frame: Any) -> Any:
@@ -75,25 +73,22 @@ def dtype(value: Any) -> str:
 
 def slots(stream: Stream, frames: Any) -> int:
     """Return how many slots a cache has, and refuse two answers or none."""
-    count = _endless(stream, frames) if stream.budget is None else stream.budget
-    if stream.budget is not None and frames is not None:
-        rule = f"the stream's window keeps {count} frames, whatever the length of the video"
-        raise InputError("frames", frames, rule, "leave frames out")
+    if (count := stream.budget) is not None:
+        if frames is not None:
+            rule = f"the stream's window keeps {count} frames, whatever the length of the video"
+            raise InputError("frames", frames, rule, "leave frames out")
+    elif frames is None:
+        rule = "a stream without a window keeps every frame"
+        raise InputError("frames", "None", rule, "give frames=, the most that are made")
+    else:
+        (count,) = sizes(frames=frames)
+        if count < stream.first_block:
+            rule = f"the first block has {stream.first_block} frames"
+            raise InputError("frames", count, rule, "give the most frames that are made")
     if count * stream.tokens_per_frame > BIG:
         rule = f"slots hold at most {BIG} tokens, as positions do"
         raise InputError("frames", count, rule, "give a smaller window")
     return count
-
-
-def _endless(stream: Stream, frames: Any) -> int:
-    if frames is None:
-        rule = "a stream without a window keeps every frame"
-        raise InputError("frames", "None", rule, "give frames=, the most that are made")
-    (frames,) = sizes(frames=frames)
-    if frames < stream.first_block:
-        rule = f"the first block has {stream.first_block} frames"
-        raise InputError("frames", frames, rule, "give the most frames that are made")
-    return frames
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -109,7 +104,9 @@ def per_layer(value: Any) -> bool:
 
 def layer(index: Any, layers: int, is_per_layer: bool) -> None:
     """Refuse a layer that the cache does not have, and a traced one among separate arrays."""
-    if not _is_integer(index):
+    is_array = isinstance(index, (np.generic, np.ndarray, jax.Array))
+    is_integer = is_array and index.ndim == 0 and np.issubdtype(index.dtype, np.integer)
+    if not is_integer and (not isinstance(index, int) or isinstance(index, bool)):
         rule = "a layer is an integer, or an integer scalar under jit"
         raise InputError("layer", repr(index), rule, f"give 0 to {layers - 1}")
     if is_tracer(index) and is_per_layer:
@@ -119,13 +116,6 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
     if not is_tracer(index) and not 0 <= int(index) < layers:
         remedy = f"give 0 to {layers - 1}, or a cache of more layers"
         raise InputError("layer", index, f"the cache has {layers} layers", remedy)
-
-
-def _is_integer(x: Any) -> bool:
-    """Tell an integer of Python, NumPy or jax from all else."""
-    if isinstance(x, (np.generic, np.ndarray, jax.Array)):
-        return x.ndim == 0 and np.issubdtype(x.dtype, np.integer)
-    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def prefix(cache: KVCache, frames: Any) -> int:
@@ -223,16 +213,37 @@ def append(cache: KVCache, other: KVCache) -> None:
         if bool((each.frame != frames).any()) if known else not each.is_done:
             rule = f"all {frames} slots are filled before more are appended"
             raise InputError("append", repr(each), rule, "make it with as many frames as it keeps")
-    if replace(other.layout, frames=cache.layout.frames) != cache.layout or _differ(cache, other):
+    alike = [
+        (*x.shape[:2], *x.shape[3:], x.dtype, x.frame.shape, x.is_per_layer) for x in (cache, other)
+    ]
+    if replace(other.layout, frames=cache.layout.frames) != cache.layout or len(set(alike)) > 1:
         rule = f"both have one layout, one batch and one dtype, and the first is {cache!r}"
         raise InputError("append", repr(other), rule, "make both alike but for frames=")
 
 
-def _differ(cache: KVCache, other: KVCache) -> bool:
-    sizes = (
-        (*x.shape[:2], *x.shape[3:], x.dtype, x.frame.shape, x.is_per_layer) for x in (cache, other)
-    )
-    return len(set(sizes)) > 1
+def refill(cache: KVCache) -> None:
+    """Refuse to cache anew where nothing is kept, or rows are at frames of their own."""
+    if cache.mode != "stream" or cache.stage == "empty":
+        rule = "the frames that a stream keeps are cached anew, and there are none"
+        raise InputError("refill", repr(cache), rule, "make the first block, and advance it")
+    _one_frame(cache, "refill")
+
+
+def refilled(cache: KVCache, stream: Stream, frame: Any) -> None:
+    """Refuse to go on before all kept frames are cached anew."""
+    _one_frame(cache, "refilled")
+    count = len(stream.kept(frame))
+    if int(cache.frame) != count:
+        rule = f"{count} of the frames before frame {frame} are kept, and all are cached anew"
+        remedy = "run each of stream.kept(frame) after refill(), and advance"
+        raise InputError("refilled", repr(cache), rule, remedy)
+
+
+def _one_frame(cache: KVCache, what: str) -> None:
+    if is_tracer(cache.frame) or cache.frame.ndim:
+        rule = "which frames are kept is read from the one frame that the cache is at"
+        remedy = "call it outside of jit, on a cache whose rows are at the same frame"
+        raise InputError(what, repr(cache), rule, remedy)
 
 
 # ---- a call --------------------------------------------------------------------------------------

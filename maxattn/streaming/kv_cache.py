@@ -14,8 +14,6 @@ from maxattn.jax_private.mesh import is_tracer
 from maxattn.sharding import mesh_shape, usable_mesh
 from maxattn.streaming import checks
 from maxattn.streaming.layout import CacheLayout
-from maxattn.streaming.refill import begin_refill, end_refill
-from maxattn.streaming.zeros import zeros_on_mesh
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -121,14 +119,14 @@ class KVCache:
         layout.check_sizes(batch, kv_heads)
         of_layer = (batch, slots * stream.tokens_per_frame, kv_heads, dim_head)
 
-        def zeros(count: int) -> Array:
-            return zeros_on_mesh((count, *of_layer), name, mesh, layout.spec(".BFK."))
+        def zeros() -> Any:
+            if checks.per_layer(per_layer):
+                return tuple(
+                    layout.zeros((1, *of_layer), name, ".BFK.", mesh) for _ in range(layers)
+                )
+            return layout.zeros((layers, *of_layer), name, ".BFK.", mesh)
 
-        k, v = (
-            tuple(zeros(1) for _ in range(layers)) if checks.per_layer(per_layer) else zeros(layers)
-            for _ in "kv"
-        )
-        frame = zeros_on_mesh((), "int32", mesh, layout.spec(""))
+        k, v, frame = zeros(), zeros(), layout.zeros((), "int32", "", mesh)
         return cls(k, v, frame, layout, stream.first_block)._begun()
 
     # ---- what attention takes --------------------------------------------------------------------
@@ -277,7 +275,13 @@ class KVCache:
         Raises:
             InputError: nothing is kept, or it is no stream's.
         """
-        return begin_refill(self)._begun()
+        checks.refill(self)
+        layout = self.layout
+        if int(self.frame) > layout.frames:
+            # What is kept begins within a block, so the grid is counted from its end.
+            layout = replace(layout, stream=replace(layout.stream, first_frame_alone=False))
+        frame, own = jnp.zeros_like(self.frame), layout.stream.first_block
+        return replace(self, frame=frame, layout=layout, own=own, stage="empty")._begun()
 
     def refilled(self, stream: Stream, frame: int) -> Self:
         """Take the frames that were cached anew as the last ones before `frame`.
@@ -292,7 +296,13 @@ class KVCache:
         Raises:
             InputError: not all of the kept frames are cached.
         """
-        return end_refill(self, stream, frame)._begun()
+        checks.refilled(self, stream, frame)
+        layout = replace(self.layout, stream=stream)
+        k, v = self.k, self.v
+        if behind := frame - len(stream.kept(frame)):
+            k, v = jax.tree.map(lambda x: layout.turned(x, behind), (k, v))
+        at = jnp.full_like(self.frame, frame)
+        return replace(self, k=k, v=v, layout=layout, frame=at)._begun()
 
     # ---- what never changes ----------------------------------------------------------------------
 
@@ -333,16 +343,9 @@ class KVCache:
         """
         checks.append(self, other)
         slots = self.layout.frames + other.layout.frames
+        k, v = jax.tree.map(self.layout.joined, (self.k, self.v), (other.k, other.v))
         layout = replace(self.layout, frames=slots)
-        k, v = jax.tree.map(self._joined, (self.k, self.v), (other.k, other.v))
         return replace(self, k=k, v=v, frame=self.frame + other.frame, layout=layout)
-
-    def _joined(self, a: Array, b: Array) -> Array:
-        """Put slots after slots, on each device that has a share of their tokens."""
-        layers, batch, _, *rest = a.shape
-        cut = (layers, batch, self.layout.token_ways, -1, *rest)
-        joined = jnp.concatenate([a.reshape(cut), b.reshape(cut)], axis=3)
-        return joined.reshape(layers, batch, -1, *rest)
 
     def __repr__(self) -> str:
         """Write shape, frame and stage, and no numbers."""

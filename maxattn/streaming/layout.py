@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxattn.errors import InputError, MeshError, did_you_mean
 from maxattn.sharding import MeshShape, spec_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from jaxtyping import Array, Float, Int
 
     from maxattn.streaming.stream import Stream
 
@@ -41,8 +43,10 @@ class CacheLayout:
     context: str = "heads"
 
     def __post_init__(self) -> None:
-        _check_name("positions", self.positions, POSITIONS)
-        _check_name("context", self.context, CONTEXT)
+        for setting, names in (("positions", POSITIONS), ("context", CONTEXT)):
+            if (value := getattr(self, setting)) not in names:
+                remedy = did_you_mean(str(value), names) or f"leave it out for {names[0]!r}"
+                raise InputError(setting, repr(value), f"it is one of {', '.join(names)}", remedy)
         if self.positions == "slots" and self.sink:
             rule = (
                 f"with a sink ({self.sink}) positions by slots make another function than positions"
@@ -63,10 +67,6 @@ class CacheLayout:
         """Whether keys are kept with their rotary embedding."""
         return self.positions == "absolute"
 
-    def frames_after(self, end: Any) -> Any:
-        """Count the slots that are filled when frames before `end` are written."""
-        return jnp.minimum(end, self.frames)
-
     def places(self, end: Int[Array, "..."]) -> Int[Array, "... F"]:
         """Give the place of each slot's frame in the window, counted from its first frame.
 
@@ -79,6 +79,22 @@ class CacheLayout:
         turned = self.sink + (slot - self.sink - oldest) % ring
         rolled = (end > self.frames) & (slot >= self.sink)
         return jnp.where(rolled, turned, slot)
+
+    def turned(self, x: Float[Array, "L B S K H"], behind: int) -> Float[Array, "L B S K H"]:
+        """Move the frames behind the sink to the slots that they have `behind` frames later."""
+        slots = self._by_slot(x)
+        ring = jnp.roll(slots[:, :, :, self.sink :], behind, axis=3)
+        return slots.at[:, :, :, self.sink :].set(ring).reshape(x.shape)
+
+    def joined(self, a: Array, b: Array) -> Array:
+        """Put the slots of a layout that differs in `frames` alone after these."""
+        both = jnp.concatenate([self._by_slot(a), self._by_slot(b)], axis=3)
+        return both.reshape(*a.shape[:2], -1, *a.shape[3:])
+
+    def _by_slot(self, x: Array) -> Array:
+        """Split tokens into [devices, slots, tokens of a frame]: each device has all slots."""
+        layers, batch, _, *heads = x.shape
+        return x.reshape(layers, batch, self.token_ways, -1, self.tokens, *heads)
 
     # ---- the mesh --------------------------------------------------------------------------------
 
@@ -119,6 +135,20 @@ class CacheLayout:
         axes |= {"N": of_heads or None, "K": of_heads or None, "F": of_tokens or None}
         return PartitionSpec(*(axes[c] for c in letters))
 
+    def zeros(self, shape: tuple[int, ...], dtype: str, letters: str, mesh: Any) -> Array:
+        """Make zeros that lie on a mesh from the start: no device ever holds all of them.
+
+        Args:
+            shape, dtype: of the array.
+            letters: of its axes, as for `spec`.
+            mesh: with devices, the surrounding one, or None.
+        """
+        if mesh is None:
+            return jnp.zeros(shape, dtype)
+        spec = self.spec(letters)
+        where = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
+        return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=where)()
+
     def check_sizes(self, batch: int, kv_heads: int) -> None:
         """Refuse sizes that do not divide over the mesh.
 
@@ -140,9 +170,3 @@ class CacheLayout:
             rule = f"the tokens of a frame divide over the {self.ranks} devices of context"
             remedy = "use a context axis that divides them, or context='heads'"
             raise MeshError("tokens_per_frame", per_frame, rule, remedy)
-
-
-def _check_name(setting: str, value: Any, names: tuple[str, ...]) -> None:
-    if value not in names:
-        remedy = did_you_mean(str(value), names) or f"leave it out for {names[0]!r}"
-        raise InputError(setting, repr(value), f"it is one of {', '.join(names)}", remedy)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxattn.config.numbers import whole
+from maxattn.config.numbers import LARGEST, whole
 from maxattn.errors import InputError
 from maxattn.masks import TeacherForcing, VideoMask
 from maxattn.masks.video import check_blocks
-from maxattn.streaming import checks, pairs
+from maxattn.streaming import checks
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Shaped
@@ -173,7 +173,14 @@ class Stream:
         >>> stream.pair(jnp.array([1, 2, 3, 4]), jnp.array([5, 6, 7, 8]), shards=2, axis=0)
         Array([1, 2, 5, 6, 3, 4, 7, 8], dtype=int32)
         """
-        return pairs.pair(clean, noisy, shards, axis)
+        size = _clip_size("clean", clean, axis)
+        _clip_size("noisy", noisy, axis)
+        if tuple(clean.shape) != tuple(noisy.shape):
+            rule = f"the clean clip and the noisy one have one shape, and clean has {clean.shape}"
+            raise InputError("noisy", f"shape {tuple(noisy.shape)}", rule, "add noise to clean")
+        _check_shards(shards, size, "a clip")
+        parts = zip(*(jnp.split(x, shards, axis) for x in (clean, noisy)), strict=True)
+        return jnp.concatenate([x for both in parts for x in both], axis)
 
     def unpair(
         self, both: Shaped[Array, "..."], shards: int = 1, axis: int = 1
@@ -190,7 +197,14 @@ class Stream:
         Raises:
             InputError: it is no array, or of a length that shards do not divide.
         """
-        return pairs.unpair(both, shards, axis)
+        size = _clip_size("both", both, axis)
+        if size % 2:
+            rule = f"the clean clip and the noisy one have one length, and axis {axis} has {size}"
+            remedy = "give what stream.pair made, or what attention made of it"
+            raise InputError("both", f"shape {tuple(both.shape)}", rule, remedy)
+        _check_shards(shards, size // 2, "each clip")
+        parts = jnp.split(both, 2 * shards, axis)
+        return jnp.concatenate(parts[::2], axis), jnp.concatenate(parts[1::2], axis)
 
     # ---- cache -----------------------------------------------------------------------------------
 
@@ -239,3 +253,21 @@ class Stream:
         from maxattn.streaming.kv_cache import KVCache
 
         return KVCache.empty(self, **sizes)
+
+
+def _clip_size(name: str, x: Any, axis: Any) -> int:
+    """Return the tokens or frames of a clip, and refuse what has none."""
+    if not hasattr(x, "shape"):
+        rule = "a clip is an array: tokens, rotary angles or times of frames"
+        raise InputError(name, type(x).__name__, rule, "make it one with jnp.asarray")
+    axes = len(x.shape)
+    if whole(axis, -LARGEST) is None or not -axes <= axis < axes:
+        rule = f"{name} has the axes 0 to {axes - 1}" if axes else f"{name} is a number"
+        raise InputError("axis", repr(axis), rule, "give the axis of tokens or frames")
+    return x.shape[axis]
+
+
+def _check_shards(shards: Any, size: int, clip: str) -> None:
+    if whole(shards) is None or size % shards:
+        rule = f"shards divide the {size} tokens or frames of {clip}"
+        raise InputError("shards", repr(shards), rule, "give the devices of the context axis")

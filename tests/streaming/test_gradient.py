@@ -63,7 +63,7 @@ def one_pass(
     for index, slots in enumerate(kept):
         block = nnx.merge(stack.graph, jax.tree.map(lambda a, i=index: a[i], stack.state))
         scaled = x * (1 + time)
-        q, k, v = block.attn._heads(scaled, turn, turn)
+        q, k, v = block.attn._heads(scaled, *block.attn._queries_and_keys(scaled, turn, turn))
         made.append((k, v))
         keys, values = (
             jnp.concatenate([*(slots[f][i] for f in seen), own], axis=1)

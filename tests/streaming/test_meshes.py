@@ -11,7 +11,7 @@ import pytest
 
 import maxattn as ma
 from maxattn.sharding import batch_sharding
-from maxattn.streaming.read import _merged
+from maxattn.streaming.attend import merged_over_devices
 from tests.streaming.stack import (
     HEADS,
     Stack,
@@ -143,7 +143,7 @@ def test_results_whose_weights_are_far_apart_are_merged(spread: bool) -> None:
     lse = jnp.array([[[[0.0, 0.0]]], [[[300.0, -300.0]]]])
     whole, own = jax.P(), jax.P("context")
     merged = jax.shard_map(
-        lambda out, lse: _merged(out[0], lse[0], spread),
+        lambda out, lse: merged_over_devices(out[0], lse[0], spread),
         mesh=mesh_of("context 2"), in_specs=(own, own), check_vma=False,
         out_specs=jax.P(None, "context") if spread else whole,
     )  # fmt: skip

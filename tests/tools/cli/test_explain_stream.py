@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import maxattn as ma
 from maxattn.sharding import mesh_shape
-from maxattn.streaming.attend import Projected, attend_with_cache
-from maxattn.streaming.read import How
+from maxattn.streaming.attend import How, Projected, attend_with_cache
 from maxattn.target import Target
 from maxattn.tools.cli.stream import read_stream
 from maxattn.tools.compile.hlo import transfers
