@@ -108,10 +108,8 @@ def test_kinds_that_are_another_kind() -> None:
 def test_masks_with_arrays() -> None:
     x, y = M.KeyPadding(np.array([1, 2])), M.KeyPadding(np.array([1, 2]))
     assert x & x == x and x != y, "arrays are equal when they are the same array"
-    assert (x & y).parts() == (x, y) and (y & x).parts() == (
-        y,
-        x,
-    ), "equal structures keep the order given"
+    # equal structures keep the order given
+    assert (x & y).parts() == (x, y) and (y & x).parts() == (y, x)
     assert x & M.Causal() == M.Causal() & x
     assert x & ~x == M.Empty()
     assert x.form() == y.form() and (x & M.Causal()).form() == (M.Causal() & y).form()
@@ -153,6 +151,5 @@ def test_repr_is_the_call() -> None:
         M.VideoMask(21, 1560, 3, window=4, sink=2, first_frame_alone=True),
     ):
         assert eval(repr(mask), space) == mask
-    assert (
-        repr(M.KeyPadding(np.zeros(2, np.int32)) & M.Causal()) == "Causal() & KeyPadding(int32[2])"
-    )
+    padded = M.KeyPadding(np.zeros(2, np.int32)) & M.Causal()
+    assert repr(padded) == "Causal() & KeyPadding(int32[2])"

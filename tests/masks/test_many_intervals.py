@@ -127,14 +127,11 @@ def test_beyond_the_limit_bounds_are_few_and_true(name: str) -> None:
 def test_beyond_the_limit_blockwise_is_right_and_flash_refused(name: str) -> None:
     mask = BEYOND[name]
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 128, 1, 8)) for i in range(3))
-
-    def run(**settings: Any) -> Any:
-        config = ma.AttentionConfig(attention="dot_product", flash_min_seq_length=0, **settings)
-        return ma.attention(q, k, v, mask=mask, config=config)
-
+    dense = ma.AttentionConfig(attention="dot_product")
     chunks = {"query_chunk_size": 16, "key_chunk_size": 16}
-    blockwise = run(use_memory_efficient_attention=True, **chunks)
-    np.testing.assert_allclose(blockwise, run(), atol=1e-5)
+    blockwise = dense.replace(use_memory_efficient_attention=True, **chunks)
+    out, want = (ma.attention(q, k, v, mask=mask, config=c) for c in (blockwise, dense))
+    np.testing.assert_allclose(out, want, atol=1e-5)
     call = ma.Call(1, 128, 128, 1, 1, 64, "bfloat16", mask.bind(128, 128))
     with pytest.raises(Unsupported, match="up to 32 intervals of keys a query"):
         ma.plan(call, ma.AttentionConfig(attention="flash"), target=ma.Target.named("TPU v5p"))

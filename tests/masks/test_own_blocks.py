@@ -1,7 +1,4 @@
-"""Which masks leave equal blocks that see themselves alone, and that such blocks are all they say.
-
-A block's own mask, repeated along the diagonal, is the mask that it was taken from.
-"""
+"""Masks of equal blocks that see themselves alone: repeated, a block's mask is the whole mask."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.masks.base import Mask, Spots
-from maxattn.masks.own_blocks import OwnBlocks, own_blocks
+from maxattn.masks.own_blocks import own_blocks
 from maxattn.masks.tree import leaf
 
 
@@ -116,18 +113,15 @@ def table(mask: M.Mask, q_len: int, kv_len: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(allowed), (1, 1, q_len, kv_len))[0, 0]
 
 
-def repeated(blocks: OwnBlocks) -> np.ndarray:
-    inside = table(blocks.mask, blocks.q_len, blocks.kv_len)
-    return np.kron(np.eye(blocks.count, dtype=bool), inside)
-
-
 @pytest.mark.parametrize("name", list(FOUND))
 def test_blocks_are_all_that_a_mask_says(name: str) -> None:
-    mask, keys, count, inside = FOUND[name]
+    mask, keys, count, said = FOUND[name]
     bound = mask.bind(48, keys)
     found = own_blocks(bound, 48, keys)
-    assert found is not None and (found.count, str(found.mask)) == (count, inside)
-    np.testing.assert_array_equal(repeated(found), table(bound, 48, keys))
+    assert found is not None and (found.count, str(found.mask)) == (count, said)
+    inside = table(found.mask, found.q_len, found.kv_len)
+    repeated = np.kron(np.eye(count, dtype=bool), inside)
+    np.testing.assert_array_equal(repeated, table(bound, 48, keys))
 
 
 @pytest.mark.parametrize("name", list(NONE))
