@@ -52,10 +52,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 # They wait for processes of their own; at the end of a run one core would idle beside them.
-_FIRST = (
-    "test_two_processes_learn_what_one_learns",
-    "test_a_killed_run_ends_with_the_same_bits",
-)
+_FIRST = ("test_two_processes_learn_what_one_learns", "test_every_resume_is_exact")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -137,7 +137,7 @@ def test_outputs_and_gradients_are_those_of_scanned_layers(name: str) -> None:
         close(found[key], value)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", but(CASES, ["wan"]))
 def test_no_layer_is_a_slice_and_none_is_in_a_loop(name: str) -> None:
     make, call = CASES[name]
     for scan in (True, False):

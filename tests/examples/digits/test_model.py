@@ -17,6 +17,8 @@ from digits.model import WanTransformer, patchify, unpatchify
 from digits.settings import Settings
 from flax import nnx
 
+from tests.waiting import but
+
 BATCH = 8
 
 
@@ -122,45 +124,16 @@ def on_one_device() -> Any:
     return loss_and_gradient(Settings.model_validate({"model": SMALL}))
 
 
+MEMORY_EFFICIENT = {"use_memory_efficient_attention": True}
+
+
 # tests/test_remat.py compares the policies with each other.
 @pytest.mark.parametrize(
     "overrides",
-    [
-        pytest.param({"remat_policy": "FULL"}, marks=pytest.mark.slow),
-        {"use_memory_efficient_attention": True},
-    ],
+    but([{"remat_policy": "FULL"}, MEMORY_EFFICIENT], [MEMORY_EFFICIENT]),
     ids=str,
 )
 def test_the_keys_of_attention_change_no_number(
     overrides: dict[str, Any], small: Settings, on_one_device: Any
 ):
     assert_same(loss_and_gradient(small.replace(**overrides)), on_one_device)
-
-
-# tests/context_parallel/test_wan_on_meshes.py compares the same with gradients on every run.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "axes", [{"fsdp": 8}, {"context": 8}, {"tensor": 2, "context": 2, "fsdp": 2}], ids=str
-)
-def test_every_mesh_gives_the_same_numbers(
-    axes: dict[str, int], small: Settings, on_one_device: Any
-):
-    from maxattn import sharding
-
-    settings = small.replace(**{f"ici_{axis}_parallelism": size for axis, size in axes.items()})
-    mesh = settings.make_mesh()
-    model = built(settings, mesh)
-    sharding.place(model, mesh)
-    video, t, words = inputs(settings)
-
-    @nnx.jit
-    def both(model: WanTransformer) -> tuple[jax.Array, jax.Array, Any]:
-        loss, gradient = nnx.value_and_grad(loss_of)(
-            model, video, words, jax.random.key(3), settings.training
-        )
-        return model(video, t, words), loss, gradient
-
-    assert_same(both(model), on_one_device)
-    if "context" not in axes:
-        kernel = model.blocks[0].ffn.up.kernel[...]
-        assert kernel.addressable_shards[0].data.size == kernel.size // 8

@@ -17,7 +17,6 @@ from digits.stream_demo import Demo
 from digits.training import train
 from flax import nnx
 from train import forcing
-from train.loop import Steps
 
 from .streamed import PROMPTS, clips, model, run, words
 from .streamed import streaming as described
@@ -130,20 +129,8 @@ def test_sinks_are_taught_from_whole_turns_away():
     assert moved.any()
 
 
-# tests/examples/wan/test_rollout.py has rows that are videos of their own, and switches.
+# tests/examples/wan/test_rollout.py has rollouts without one.
 @pytest.mark.slow
-def test_a_video_is_the_same_however_many_stand_beside_it_and_changes_at_a_switch():
-    settings = described(sampling={"guidance_scale": 2.0})
-    built = model(settings)
-    both = streaming.stream(built, PROMPTS, 3, settings)
-    assert both.shape == (2, 6, 12, 12)
-    alone = streaming.stream(built, PROMPTS[:1], 3, settings)
-    np.testing.assert_allclose(alone[0], both[0], atol=1e-3)
-    turned = streaming.stream(built, PROMPTS, 3, settings, switch=(2, PROMPTS[::-1]))
-    np.testing.assert_allclose(turned[:, :4], both[:, :4], atol=1e-3)
-    assert np.abs(turned[:, 4:] - both[:, 4:]).max() > 1e-2
-
-
 def test_without_a_clean_pass_the_first_block_is_the_same_and_later_ones_are_not():
     settings = described(rollout={"context_noise": 50.0})
     built = model(settings)
@@ -157,6 +144,7 @@ def test_without_a_clean_pass_the_first_block_is_the_same_and_later_ones_are_not
 SHORT = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "checkpoint_every": 2, "log_every": 1}
 
 
+@pytest.mark.slow
 def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     training = SHORT | {"output_dir": str(tmp_path)}
     more = {"long_blocks": 4, "switch_block": 1, "contrast_steps": 1, "blocks": 2}
@@ -176,34 +164,6 @@ def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureF
     for name in ("long.gif", "switch.gif", "quality.png"):
         assert (tmp_path / name).stat().st_size > 1000, name
     assert "FAIL  digit in block 1 at least 97%" in capsys.readouterr().out
-
-
-class Stopped(Exception):
-    """Ends a run in its middle."""
-
-
-# Wan by forcing does, in test_wan_forcing.py, and digits do in test_training.py: one loop.
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def losses(folder: str) -> list[float]:
-        more = {"sink_distance": 24, "prompt_switches": 0.5}
-        training = SHORT | {"output_dir": str(tmp_path / folder)} | more
-        return train(described(training=training, rollout=STREAMS["sink"]))[1]
-
-    report = Steps._report
-
-    def stopping(self: Steps, done: int, *more: Any) -> None:
-        report(self, done, *more)
-        if done == 2:
-            raise Stopped
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Steps, "_report", stopping)
-        with pytest.raises(Stopped):
-            losses("parts")
-    assert losses("parts") == losses("whole")
 
 
 def test_noise_of_a_context_is_told_truly():

@@ -33,6 +33,7 @@ def test_it_is_the_program_that_streams() -> None:
     assert measure.compiler_bytes(ours) == measure.compiler_bytes(runs.compiled) > 0
 
 
+@pytest.mark.slow
 def test_the_command_says_the_memory(monkeypatch, capsys, tmp_path: Path) -> None:
     work = workloads.wan(CONFIG, 1, 16, 32, 21, Sizes(**SMALL), TEXT, False)
     monkeypatch.setattr(workloads, "wan", lambda *a, **how: work)

@@ -22,13 +22,11 @@ from train.optimizer import optimizer
 from wan.model import WanTransformer3D
 from wan.task import WanTask
 
-import maxattn as ma
 from maxattn import weights
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden
 
 from .made import WAN, folder, wan
-from .runs import arrays
 
 INDEX = {
     "_class_name": "WanPipeline",
@@ -161,42 +159,6 @@ def drawn(said: Any, shape: tuple[int, ...], step: int, expert: str) -> tuple[An
     t = flow.times(for_times, shape[0], 3.0, within=within)
     dropped = jax.random.bernoulli(for_texts, 0.25, (shape[0],))
     return t, jax.random.normal(for_noise, shape), dropped
-
-
-# That the named one's weights, times and folder are taken, the plain loop says to the digit.
-@pytest.mark.slow
-def test_the_other_transformer_would_learn_something_else(
-    tmp_path: Path, pipeline: Path, data: str
-):
-    """Weights, times and the folder that is written follow from the expert's name alone."""
-    found = [
-        Training(WanTask.of(settings(tmp_path / x, pipeline, data, x, steps=1))).run()[1]
-        for x in PARTS
-    ]
-    assert abs(found[0][0] / found[1][0] - 1) > 1e-3, found
-
-
-# Runs resume in one loop, whatever they train, and on other devices in test_training.py.
-@pytest.mark.slow
-def test_an_expert_resumes_on_a_mesh_with_the_same_numbers(
-    tmp_path: Path, pipeline: Path, data: str
-):
-    """Two steps on one device and two on eight are four steps on one."""
-    whole = settings(tmp_path / "a" / "run", pipeline, data, "low_noise", export=False)
-    Training(WanTask.of(whole)).run()
-    halves = settings(tmp_path / "b" / "run", pipeline, data, "low_noise", export=False, steps=2)
-    Training(WanTask.of(halves)).run()
-    spread = ma.AttentionConfig(
-        ici_data_parallelism=1, ici_fsdp_parallelism=2, ici_context_parallelism=2,
-        ici_tensor_parallelism=2,
-    ).make_mesh()  # fmt: skip
-    later = settings(tmp_path / "b" / "run", pipeline, data, "low_noise", export=False)
-    Training(WanTask.of(later), spread).run()
-    ours, theirs = (arrays(tmp_path / x, 4) for x in "ba")
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        scale = max(1e-2, np.abs(theirs[name]).max())
-        np.testing.assert_allclose(array, theirs[name], atol=2e-3 * scale, err_msg=name)
 
 
 @pytest.mark.parametrize("expert", ONE)

@@ -14,13 +14,18 @@ from pathlib import Path
 import pytest
 
 from .runs import arrays, config, finish, lines, start
-from .test_resume import saved
 
 KILLS, STEPS, EVERY = 20, 160, 2
 # steps between the checkpoints of every fourth life: most kills then come between two of them
 SELDOM = 10
 AFTER = 9  # steps of a life, at most, before its kill is due
 SAVING = 0.1  # seconds: the files of a checkpoint are being written so long, or longer
+
+
+def saved(folder: Path) -> list[int]:
+    """List the whole checkpoints of a run."""
+    found = (folder / "run" / "checkpoints").iterdir()
+    return [int(path.name) for path in found if path.name.isdigit()]
 
 
 def losses_at(folder: Path, step: int) -> list[float]:

@@ -10,14 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from flux.task import FluxTask
 from safetensors.numpy import load_file
-from train import lora, state
 from train.latents import LatentFolder
 from train.loop import Training
 
-from maxattn import weights
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden
 
@@ -25,8 +22,6 @@ from .made import FLUX, flux, folder
 from .runs import arrays
 
 STEPS = 12
-TARGETS = ["to_q", "to_v", "to_out", "add_q_proj", "to_add_out"]
-LORA = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": TARGETS, "ema_decay": 0.0}
 
 
 def losses(path: Path, step: int) -> list[float]:
@@ -54,32 +49,6 @@ def test_the_loss_goes_down(whole: Path) -> None:
     assert np.mean(found[-4:]) < 0.9 * np.mean(found[:4]), found
 
 
-# Wan goes on through the same loop, in test_wan_forcing.py.
-@pytest.mark.slow
-def test_a_run_that_stopped_ends_with_the_same_bits(whole: Path, data: str, tmp_path: Path) -> None:
-    for steps in (3, STEPS):
-        settings = flux(tmp_path / "run", FLUX, data, steps=steps, checkpoint_every=100)
-        Training(FluxTask.of(settings)).run()
-    assert losses(tmp_path / "run", STEPS) == losses(whole, STEPS)
-    ours, theirs = arrays(tmp_path, STEPS), arrays(whole.parent, STEPS)
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
-
-
-@pytest.mark.slow
-def test_on_a_mesh_it_learns_the_same(whole: Path, data: str, tmp_path: Path) -> None:
-    spread = flux(tmp_path / "run", FLUX, data, steps=4).replace(
-        ici_data_parallelism=1,
-        ici_fsdp_parallelism=2,
-        ici_context_parallelism=2,
-        ici_tensor_parallelism=2,
-        attention="ring",
-    )
-    Training(FluxTask.of(spread), spread.make_mesh()).run()
-    np.testing.assert_allclose(losses(tmp_path / "run", 4), losses(whole, STEPS)[:4], rtol=2e-5)
-
-
 def test_what_is_exported_is_a_folder_of_diffusers(whole: Path, data: str) -> None:
     again = flux(whole, {"folder": str(whole), "dtype": "float32"}, data)
     assert FluxTask.of(again).sizes == FluxTask.of(flux(whole, FLUX, data)).sizes
@@ -91,33 +60,6 @@ def test_what_is_exported_is_a_folder_of_diffusers(whole: Path, data: str) -> No
     )
     said = json.loads((whole / "scheduler" / "scheduler_config.json").read_text())
     assert said["_class_name"] == "FlowMatchEulerDiscreteScheduler" and said["use_dynamic_shifting"]
-
-
-# Wan 2.2 adapts and merges through the same code, in test_experts.py.
-@pytest.mark.slow
-def test_lora_learns_alone_and_merges_to_the_same_model(data: str, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    settings = flux(path, FLUX, data, steps=6, learning_rate=2e-2, export=True, **LORA)
-    adapted, _ = Training(FluxTask.of(settings)).run()
-    base = state.build(FluxTask.of(flux(path, FLUX, data)), None)
-    now = {where: variable.get_value() for where, variable in nnx.to_flat_state(nnx.state(adapted))}
-    frozen = nnx.to_flat_state(nnx.state(base))
-    assert all((now[where] == variable.get_value()).all() for where, variable in frozen)
-    # Both kinds of block; the single ones have no projections of a text, and none out.
-    assert sum(isinstance(module, lora.Adapted) for _, module in nnx.iter_modules(adapted)) == 5 + 2
-
-    file = load_file(path / "pytorch_lora_weights.safetensors")
-    assert "transformer.transformer_blocks.1.attn.to_add_out.lora_A.weight" in file
-    assert "transformer.single_transformer_blocks.0.attn.to_q.lora_B.weight" in file
-    given = {name: jnp.asarray(array)[None] for name, array in LatentFolder(data)[0].items()}
-    x, t = jnp.moveaxis(given["latents"], 1, -1), jnp.array([500.0])
-    call = nnx.jit(lambda m: m(x, t, given["text"], given["pooled"], jnp.array([3.5])))
-    before, wanted = call(base), call(adapted)
-    layers = weights.merge_lora(base, path / "pytorch_lora_weights.safetensors")
-    assert len(layers) == 2 * (5 + 2)
-    scale = float(jnp.abs(wanted).max())
-    assert float(jnp.abs(wanted - before).max()) > 1e-3 * scale, "it has learned something"
-    np.testing.assert_allclose(call(base), wanted, atol=2e-5 * scale)
 
 
 @pytest.mark.slow

@@ -84,30 +84,6 @@ def test_the_loss_goes_down(whole: Path):
     assert np.mean(found[-4:]) < 0.9 * np.mean(found[:4]), found
 
 
-# test_wan_forcing.py has it, and test_training.py a change of attention: one loop.
-@pytest.mark.slow
-def test_a_run_that_stopped_ends_with_the_same_bits(
-    whole: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path, more = tmp_path / "run", {"checkpoint_every": 100}
-    train(wan(path, WAN, data, steps=3, **more))
-    train(wan(path, WAN, data, steps=STEPS, **more).replace(cross_attention="dot_product"))
-    said = capsys.readouterr().out
-    assert f"going on from step 3 of {STEPS}" in said
-    assert (
-        "cross-attention changed: asked: cross_attention: auto -> cross_attention: dot_product"
-        in said
-    ), said
-    assert losses(path, STEPS) == losses(whole, STEPS)
-    ours, theirs = arrays(tmp_path, STEPS), arrays(whole.parent, STEPS)
-    assert ours.keys() == theirs.keys() and {name.split("'")[1] for name in ours} > {
-        "trained",
-        "average",
-    }
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
-
-
 def test_the_attention_stands_beside_the_checkpoint(whole: Path):
     held = json.loads((whole / "checkpoints" / str(STEPS) / "facts" / "metadata").read_text())
     assert held["attention"]["self"][0].startswith("self-attention  B=4 T=S=8 N=2 H=12 f32")
@@ -378,12 +354,3 @@ def test_samples_are_drawn_along_the_way(kind: str, tmp_path: Path):
     latents = load_file(path / "samples" / "0000002.safetensors")["latents"]
     assert latents.shape == ((2, 16, 5, 4, 4) if kind == "wan" else (2, 4, 8, 8))
     assert np.isfinite(latents).all()
-
-
-@pytest.mark.slow
-def test_on_a_mesh_it_learns_the_same(whole: Path, data: str, tmp_path: Path):
-    spread = wan(tmp_path / "run", WAN, data, steps=4).replace(
-        ici_data_parallelism=2, ici_fsdp_parallelism=2, ici_context_parallelism=2
-    )
-    train(spread, spread.make_mesh())
-    np.testing.assert_allclose(losses(tmp_path / "run", 4), losses(whole, STEPS)[:4], rtol=2e-5)

@@ -128,23 +128,3 @@ def test_refusals_say_what_and_why_and_what_to_do(name: str) -> None:
     with pytest.raises(MaxattnError) as caught:
         BAD[name]()
     check_golden(f"wan_stream/{name}", str(caught.value))
-
-
-# tests/streaming/test_gradient.py has the same of layers that compile sooner.
-@pytest.mark.slow
-def test_a_gradient_through_kept_keys_is_taken_as_teacher_forcing_takes_it() -> None:
-    """Self-forcing: the clean clip is run into a cache, and its keys and values are constants."""
-    model, t = plain(), T
-    every = ma.Stream(TOKENS, 3)
-    cache = empty(every, 6).prefix(6).extract()
-    _, cache = model(CLEAN, 0 * T, text(), cache=cache, forcing=Forcing(STREAM))
-    kept = cache.advance().cached()
-
-    def loss(model: Any) -> Any:
-        v, _ = model(NOISY, t, text(), cache=kept, forcing=Forcing(STREAM))
-        return (v**2).mean(), v
-
-    (_, v), grads = nnx.value_and_grad(loss, has_aux=True)(model)
-    want = model(NOISY, t, text(), forcing=Forcing(STREAM, CLEAN))
-    assert float(jnp.abs(v - want).max()) < 1e-5 * float(jnp.abs(want).max())
-    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))

@@ -90,6 +90,8 @@ def test_blocks_are_kept_as_they_are_made(config: str, tmp_path: Path, capsys: A
     assert np.abs(same[:, :, 6:] - made[:, :, 6:]).max() > 1e-4
 
 
+# test_rollout.py has prefixes.
+@pytest.mark.slow
 def test_a_video_goes_on_from_latents(config: str, folder: Path, tmp_path: Path) -> None:
     told = embeddings(tmp_path / "told.safetensors", 1)
     given = (config, "--model", folder, "--embeddings", told)
@@ -105,14 +107,6 @@ def test_guidance_and_scenes_from_a_file(config: str, folder: Path, tmp_path: Pa
     given = (config, "sampling.guidance_scale=3", "--model", folder, "--embeddings", told)
     made = stream(*given, "--switch", 1, "--blocks", 2, "--latents", tmp_path / "out")
     assert made.shape[2] == 6 and np.isfinite(made).all()
-
-
-# test_reel_file.py makes a video of every frame too.
-@pytest.mark.slow
-def test_without_a_window_the_cache_has_a_slot_for_every_frame(config: str, tmp_path: Path) -> None:
-    more = ("rollout.window=null", "rollout.sink=0", "rollout.first_frame_alone=true")
-    made = stream(config, *more, "--prompt", "any", "--blocks", 3, "--latents", tmp_path / "out")
-    assert made.shape[2] == 7
 
 
 def test_a_file_that_says_no_blocks_is_warned_of(

@@ -22,6 +22,7 @@ from maxattn import weights
 from maxattn.errors import InputError, WeightsError
 from tests.examples.parity import channels_last, compare, fixture, part
 from tests.fixtures import make_diffusers as made
+from tests.waiting import but
 from tests.weights.test_diffusers import live
 
 CASES = {"wan_t2v": {}, "wan_i2v_model": made.IMAGE, "wan_ti2v": {}}
@@ -55,10 +56,8 @@ def call_of(case: str) -> Any:
     return partial(call, times=TIMES.get(case, made.TIMES))
 
 
-# The model of texts is what the others have, too; whole runs of it stand in tests/examples/sample.
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "wan_t2v" else c for c in CASES]
-)
+# Of images, which has all that text alone has; tests/examples/sample has whole runs of the others.
+@pytest.mark.parametrize("case", but(CASES, ["wan_i2v_model"]))
 def test_the_whole_model_is_diffusers(case: str) -> None:
     theirs = fixture(case)
     compare(loaded(case, theirs, CONFIGS["remat"]), theirs, call_of(case))
@@ -106,6 +105,8 @@ def test_text_is_encoded_once_for_all_steps() -> None:
     )
 
 
+# Whole runs of tests/examples/sample sample so.
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["remat", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_sampler_closes_over_the_model(config: str) -> None:
     """The steps of `sample`, in `lax.scan`, are those taken one by one through `nnx.jit`."""

@@ -10,7 +10,7 @@ from common.forcing import Forcing
 
 import maxattn as ma
 from tests.examples.wan.streamed import TOKENS, blocks, clips, empty, plain, small, text, times
-from tests.pairwise import pairwise, product
+from tests.pairwise import pairwise
 from tests.streaming.test_equivalence import AXES, fits, frames_of, name
 from tests.waiting import but
 
@@ -25,7 +25,13 @@ def forced(stream: ma.Stream, clean: jax.Array, noisy: jax.Array) -> jax.Array:
     return jax.jit(plain())(noisy, t, text(noisy.shape[0]), forcing=forcing)
 
 
-def check(case: dict) -> None:
+# tests/streaming/test_equivalence.py has every pair, of layers that compile sooner: here a window
+# that rolls in a block with a sink.
+ROLLED = {"window": 2, "sink": 3, "size": 3, "alone": True}
+
+
+@pytest.mark.parametrize("case", but(pairwise(AXES, fits), [ROLLED]), ids=name)
+def test_every_block_is_that_of_teacher_forcing(case: dict) -> None:
     stream = stream_of(case)
     clean, noisy = clips(frames_of(stream))
     want = forced(stream, clean, noisy)
@@ -34,23 +40,8 @@ def check(case: dict) -> None:
     assert step._cache_size() <= 3
 
 
-# tests/streaming/test_equivalence.py has every pair, of layers that compile sooner: here a window
-# that rolls in a block with a sink, and none.
-ROLLED = {"window": 2, "sink": 3, "size": 3, "alone": True}
-WHOLE = {"window": None, "sink": 0, "size": 3, "alone": False}
-
-
-@pytest.mark.parametrize("case", but(pairwise(AXES, fits), [ROLLED, WHOLE]), ids=name)
-def test_every_block_is_that_of_teacher_forcing(case: dict) -> None:
-    check(case)
-
-
+# test_wan_forcing_meshes.py has its gradient.
 @pytest.mark.slow
-@pytest.mark.parametrize("case", product(AXES, fits), ids=name)
-def test_every_block_of_the_product(case: dict) -> None:
-    check(case)
-
-
 @pytest.mark.parametrize("alone", but([False, True], [True]))
 def test_forcing_on_a_mesh_deals_both_clips_to_all_devices(alone: bool) -> None:
     """Teacher and diffusion forcing over context and tensor are those of one device."""
