@@ -181,51 +181,25 @@ def pipeline(path: Path, family: str, sizes: Any) -> Path:
     return path
 
 
-def schnell_for_dev(path: Path) -> None:
-    folder = pipeline(path / "model", "flux", flux.sizes.SIZES["flux.1-schnell"])
-    drawn("flux", "--model", folder, "--prompt", "a fox", "--out", path / "out")
-
-
-def other_wan(path: Path) -> None:
-    folder = pipeline(path / "model", "wan", wan.sizes.Sizes(num_layers=7, ffn_dim=64))
-    drawn("wan_14b", "--model", folder, "--prompt", "a fox", "--out", path / "out")
-
-
-def no_folder_flux(path: Path) -> None:
-    drawn("flux", "--model", path / "nowhere", "--prompt", "a fox", "--out", path / "out")
-
-
-def no_folder_wan_a14b(path: Path) -> None:
-    drawn("wan_a14b", "--model", path / "nowhere", "--prompt", "a fox", "--out", path / "out")
-
-
-def sdxl_for_wan_a14b(path: Path) -> None:
-    folder = pipeline(path / "model", "sdxl", sdxl.sizes.Sizes())
-    drawn("wan_a14b", "--model", folder, "--prompt", "a fox", "--out", path / "out")
-
-
-def flux_for_sdxl(path: Path) -> None:
-    folder = pipeline(path / "model", "flux", flux.sizes.Sizes())
-    drawn("sdxl", "--model", folder, "--prompt", "a fox", "--out", path / "out")
-
-
-def wan_for_flux(path: Path) -> None:
-    folder = pipeline(path / "model", "wan", wan.sizes.Sizes())
-    drawn("flux", "--model", folder, "--prompt", "a fox", "--out", path / "out")
-
-
-GIVEN = [
-    *(schnell_for_dev, other_wan, no_folder_flux, no_folder_wan_a14b),
-    *(sdxl_for_wan_a14b, flux_for_sdxl, wan_for_flux),
-]
+# The command's config, and the family and sizes of the folder that is given; None: no folder.
+GIVEN: dict[str, tuple[str, str | None, Any]] = {
+    "schnell_for_dev": ("flux", "flux", flux.sizes.SIZES["flux.1-schnell"]),
+    "other_wan": ("wan_14b", "wan", wan.sizes.Sizes(num_layers=7, ffn_dim=64)),
+    "no_folder_flux": ("flux", None, None),
+    "no_folder_wan_a14b": ("wan_a14b", None, None),
+    "sdxl_for_wan_a14b": ("wan_a14b", "sdxl", sdxl.sizes.Sizes()),
+    "flux_for_sdxl": ("sdxl", "flux", flux.sizes.Sizes()),
+    "wan_for_flux": ("flux", "wan", wan.sizes.Sizes()),
+}
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_a_folder_of_another_model_is_named_as_such(case: Any, tmp_path: Path) -> None:
+def test_a_folder_of_another_model_is_named_as_such(case: str, tmp_path: Path) -> None:
+    config, family, sizes = GIVEN[case]
+    folder = pipeline(tmp_path / "model", family, sizes) if family else tmp_path / "nowhere"
     with pytest.raises((ConfigError, WeightsError)) as error:
-        case(tmp_path)
-    text = str(error.value).replace(str(tmp_path), ".")
-    check_golden(f"generate/given_{case.__name__}", text)
+        drawn(config, "--model", folder, "--prompt", "a fox", "--out", tmp_path / "out")
+    check_golden(f"generate/given_{case}", str(error.value).replace(str(tmp_path), "."))
 
 
 @pytest.mark.parametrize(

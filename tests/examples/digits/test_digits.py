@@ -9,7 +9,7 @@ import pytest
 from common.ink import from_model, to_model
 from digits import text, videos
 from digits.settings import DataSettings
-from digits.words import DIRECTIONS, STEPS, all_prompts, prompt_of
+from digits.words import DIRECTIONS, STEPS, prompt_of
 from train.data import batches
 
 from tests.examples.conftest import HELD_OUT
@@ -41,29 +41,6 @@ def test_a_video_in_pictures():
         "up": [(2, 1), (1, 1), (0, 1)],
         "down": [(0, 1), (1, 1), (2, 1)],
     }
-
-
-def test_every_place_lies_on_the_canvas():
-    data = DataSettings(frames=3, canvas=13, lane_spread=2)
-    assert (list(data.lanes), list(data.ends)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
-    scan = np.ones((8, 8), np.uint8)
-    for direction in DIRECTIONS:
-        for end in data.ends:
-            assert (videos.move(scan, direction, 4, end, data).sum((1, 2)) == 64).all()
-
-
-def test_two_sources_offer_the_same_videos():
-    one, other = videos.DigitVideos(DATA), videos.DigitVideos(DATA)
-    assert len(one) == len(other) == 25_940
-    for index in (0, 1, 7_777, len(one) - 1):
-        np.testing.assert_array_equal(one[index]["video"], other[index]["video"])
-        assert one.prompt(index) == other.prompt(index)
-
-
-def test_held_out_prompts_never_appear_and_all_others_do():
-    source = videos.DigitVideos(DATA)
-    prompts = {source.prompt(index) for index in range(0, len(source), 5)}
-    assert prompts == set(all_prompts()) - set(HELD_OUT)
 
 
 def test_held_out_prompts_never_reach_a_batch():
@@ -99,11 +76,6 @@ def test_an_iterator_goes_on_from_its_place(batch_size: int):
         ours, theirs = next(drawn), next(fresh)
         np.testing.assert_array_equal(ours["video"], theirs["video"])
         np.testing.assert_array_equal(ours["tokens"], theirs["tokens"])
-
-
-def test_the_seed_decides_the_order():
-    one, other = (next(batches(videos.DigitVideos(DATA), 16, seed))["video"] for seed in (0, 1))
-    assert (one != other).any()
 
 
 def test_scaling_comes_back():

@@ -16,7 +16,6 @@ from digits.settings import Settings
 from digits.stream_demo import Demo
 from digits.training import train
 from flax import nnx
-from train import forcing
 
 from .streamed import PROMPTS, clips, model, run, words
 from .streamed import streaming as described
@@ -164,13 +163,3 @@ def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureF
     for name in ("long.gif", "switch.gif", "quality.png"):
         assert (tmp_path / name).stat().st_size > 1000, name
     assert "FAIL  digit in block 1 at least 97%" in capsys.readouterr().out
-
-
-def test_noise_of_a_context_is_told_truly():
-    settings = described()
-    clean, _ = clips(settings)
-    how = forcing.Noise(settings.stream, 3.0, 0.1)
-    found = forcing.noised(clean, jax.random.key(0), how)
-    t = found["context_times"][..., None, None, None]
-    noise = (found["context"] - (1 - t) * clean) / t
-    assert abs(float(noise.std()) - 1) < 0.05

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.forcing import Forcing
-from digits import flow, stream_switch, streaming
+from digits import flow, stream_switch
 from digits.evaluate import Judge
 from digits.settings import DataSettings
 from digits.switches import switched
@@ -20,7 +19,7 @@ from digits.torus import rolled
 from digits.videos import DigitVideos, load
 from digits.words import all_prompts
 
-from .streamed import PROMPTS, clips, model, words
+from .streamed import clips, words
 from .streamed import streaming as described
 
 STREAM = described().stream
@@ -76,30 +75,6 @@ def test_a_run_offers_it_only_where_prompts_change():
     assert "before" not in DigitsTask(described()).source().shapes
     settings = described(training={"prompt_switches": 0.5})
     assert set(DigitsTask(settings).source()[3]) == {"video", "tokens", "before"}
-
-
-# tests/examples/wan/test_rollout.py has it of Wan.
-@pytest.mark.slow
-def test_a_rollout_sees_after_a_switch_what_training_showed():
-    """Blocks after it are one forward of clean clips of the old frames, under the new prompt."""
-    how = {"window": 3, "sink": 2, "denoising_steps": [1000], "warp_steps": False}
-    settings = described(rollout=how, sampling={"guidance_scale": 1.0})
-    built, stream = model(settings), settings.stream
-    assert stream is not None
-    before, _ = clips(settings)
-    run = streaming.rollout_of(built, settings)
-    reel = run.prefix(run.begin(streaming.told(built, PROMPTS[::-1], False), 2), before[:, :4])
-    reel = run.switch(reel, streaming.told(built, PROMPTS, False))
-    made = []
-    for _ in range(2):
-        x, reel = run.block(reel)
-        made.append(x)
-    past = jnp.concatenate([before[:, :4], *made], axis=1)
-    noise = run._noise(jnp.arange(8), 2, 0)
-    velocity = jax.jit(lambda x, t, c: built(x, t, words(), forcing=Forcing(stream, c)))(
-        noise, jnp.ones((2, 8)), past
-    )
-    np.testing.assert_allclose(past[:, 4:], (noise - velocity)[:, 4:], atol=1e-4)
 
 
 # ---- what is measured ----------------------------------------------------------------------------

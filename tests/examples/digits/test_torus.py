@@ -10,7 +10,7 @@ from digits import drift, torus
 from digits.evaluate import Judge
 from digits.settings import DataSettings
 from digits.videos import DigitVideos, load
-from digits.words import STEPS, all_prompts, prompt_of
+from digits.words import STEPS, all_prompts
 
 DATA = DataSettings(frames=24, torus=True)
 SCAN = load("test")[0][0]
@@ -61,20 +61,6 @@ def test_every_place_of_every_scan_is_offered_once():
     assert videos[0]["video"].shape == (24, 12, 12, 1)
 
 
-def test_centres_move_by_the_step_across_the_edges():
-    for direction, step in STEPS.items():
-        centres = torus.centre(torus.rolled(SCAN, direction, 3, 7, DATA).astype(float))
-        moved = torus.apart(np.diff(centres, axis=0), 12)
-        np.testing.assert_allclose(moved, [step] * 23, atol=1e-9)
-
-
-def test_unrolled_frames_are_the_same_wherever_the_digit_is():
-    for row, column in ((0, 0), (11, 4), (6, 9)):
-        frames = torus.unrolled(torus.rolled(SCAN, "up", row, column, DATA).astype(float))
-        assert np.abs(frames - frames[0]).max() == 0
-        assert np.abs(torus.centre(frames) - 5.5).max() <= 0.51
-
-
 def test_true_videos_pass_every_bar():
     found = measured(true_videos()[0])
     assert min(found.direction) == 1.0
@@ -106,35 +92,9 @@ def test_a_jump_is_a_phase_error_and_shows_in_its_block_alone_as_direction():
     np.testing.assert_allclose(found.phase, [0.0] * 4 + [32**0.5] * 4, atol=1e-6)
 
 
-def test_a_speed_is_that_of_every_frame_and_of_the_measures():
-    data = DATA.replace(speed=2)
-    video = torus.rolled(SCAN, "down", 1, 3, data)
-    np.testing.assert_array_equal(np.roll(video[:-1], 2, 1), video[1:])
-    fast = Judge(data)
-    moved = np.stack([video] * 2).astype(float)
-    prompts = [prompt_of(int(load("test")[1][0]), way) for way in ("down", "up")]
-    found = drift.measure(fast, moved, prompts, 3)
-    assert set(found.direction) == {0.5}
-    assert drift.measure(judge(), moved[:1], prompts[:1], 3).direction[1] == 0.0
-
-
-def test_another_digit_and_less_ink_are_seen():
-    videos = true_videos()[0]
-    others = np.roll(videos, 8, axis=0)  # those of the digit before
-    assert max(measured(others).digit) < 0.1
-    ink = np.array(measured(0.8 * videos).ink) / np.array(measured(videos).ink)
-    np.testing.assert_allclose(ink, 0.8, atol=1e-9)
-
-
 def test_a_trend_is_told_from_noise():
     rng = np.random.default_rng(0)
     slope, error = drift.slope(0.1 * np.arange(13) + 0.01 * rng.normal(size=13))
     assert slope == pytest.approx(0.1, abs=0.01)
     assert slope > 20 * error
     assert drift.slope([1.0] * 13) == (0.0, 0.0)
-
-
-def test_prompts_are_those_of_the_scans():
-    videos = DigitVideos(DATA, "test")
-    labels = load("test")[1]
-    assert videos.prompt(0) == prompt_of(int(labels[0]), "left")

@@ -183,98 +183,49 @@ def test_lora_of_an_expert_has_the_names_that_diffusers_reads(
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def nothing_named(path: Path, pipeline: Path, data: str) -> Any:
-    return settings(path, pipeline, data, None)
-
-
-def one_transformer(path: Path, pipeline: Path, data: str) -> Any:
-    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
-    return settings(path, pipeline, data, "low_noise")
-
-
-def one_transformer_and_no_index(path: Path, pipeline: Path, data: str) -> Any:
-    (pipeline / "model_index.json").unlink()
-    shutil.rmtree(pipeline / "transformer_2")
-    return settings(path, pipeline, data, "low_noise", boundary_ratio=0.875)
-
-
-def the_other_one_s_folder(path: Path, pipeline: Path, data: str) -> Any:
-    return settings(path, pipeline / "transformer", data, "low_noise", boundary_ratio=0.6)
-
-
-def another_boundary(path: Path, pipeline: Path, data: str) -> Any:
-    return settings(path, pipeline, data, "high_noise", boundary_ratio=0.875)
-
-
-def no_boundary(path: Path, pipeline: Path, data: str) -> Any:
-    return settings(path, pipeline / "transformer", data, "high_noise")
-
-
-def no_share(path: Path, pipeline: Path, data: str) -> Any:
-    index = INDEX | {"boundary_ratio": 875}
-    (pipeline / "model_index.json").write_text(json.dumps(index))
-    return settings(path, pipeline, data, "high_noise")
-
-
-def pictures(path: Path, pipeline: Path, data: str) -> Any:
-    return settings(path, pipeline, data, "high_noise", picture_every=2)
-
-
-def named_and_no_expert(path: Path, pipeline: Path, data: str) -> Any:
-    return wan(path, WAN | {"sizes": "wan-2.2-t2v-a14b"}, data)
-
-
-def named_wan_2_1(path: Path, pipeline: Path, data: str) -> Any:
-    model = WAN | {"sizes": "wan-2.1-t2v-14b", "folder": str(pipeline)}
-    return wan(path, model, data, expert="high_noise")
-
-
-def named_of_one_transformer(path: Path, pipeline: Path, data: str) -> Any:
-    return wan(path, WAN, data, expert="high_noise", boundary_ratio=0.9)
-
-
-def two_and_no_index(path: Path, pipeline: Path, data: str) -> Any:
-    (pipeline / "model_index.json").unlink()
-    return settings(path, pipeline, data, None)
-
-
-def no_folder(path: Path, pipeline: Path, data: str) -> Any:
-    model = WAN | {"sizes": "wan-2.2-i2v-a14b", "folder": str(pipeline / "nowhere")}
-    return wan(path, model, data, expert="low_noise")
-
-
-def folder_of_another_family(path: Path, pipeline: Path, data: str) -> Any:
-    index = json.dumps({"_class_name": "StableDiffusionXLPipeline"})
-    (pipeline / "model_index.json").write_text(index)
-    return wan(path, WAN | {"sizes": "wan-2.2-t2v-a14b", "folder": str(pipeline)}, data)
-
-
-REFUSALS = [
-    nothing_named,
-    one_transformer,
-    one_transformer_and_no_index,
-    the_other_one_s_folder,
-    another_boundary,
-    no_boundary,
-    no_share,
-    pictures,
-    named_and_no_expert,
-    named_wan_2_1,
-    named_of_one_transformer,
-    two_and_no_index,
-    no_folder,
-    folder_of_another_family,
-]
+ONE_OF_TWO = json.dumps({"_class_name": "WanPipeline"})
+A_SHARE_OF_1000 = json.dumps(INDEX | {"boundary_ratio": 875})
+SDXL = json.dumps({"_class_name": "StableDiffusionXLPipeline"})
+HIGH, LOW = {"expert": "high_noise"}, {"expert": "low_noise"}
+T2V, I2V = (WAN | {"sizes": f"wan-2.2-{name}-a14b"} for name in ("t2v", "i2v"))
+WAN_2_1 = WAN | {"sizes": "wan-2.1-t2v-14b"}
+# The model beside the folder, the folder's part, its index ("": none, None: as it is), and the
+# training.
+REFUSALS: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]]] = {
+    "nothing_named": (MODEL, "", None, {}),
+    "one_transformer": (MODEL, "", ONE_OF_TWO, LOW),
+    "one_transformer_and_no_index": (MODEL, "", "", LOW | {"boundary_ratio": 0.875}),
+    "the_other_one_s_folder": (MODEL, "transformer", None, LOW | {"boundary_ratio": 0.6}),
+    "another_boundary": (MODEL, "", None, HIGH | {"boundary_ratio": 0.875}),
+    "no_boundary": (MODEL, "transformer", None, HIGH),
+    "no_share": (MODEL, "", A_SHARE_OF_1000, HIGH),
+    "pictures": (MODEL, "", None, HIGH | {"picture_every": 2}),
+    "two_and_no_index": (MODEL, "", "", {}),
+    "named_and_no_expert": (T2V, None, None, {}),
+    "named_wan_2_1": (WAN_2_1, "", None, HIGH),
+    "named_of_one_transformer": (WAN, None, None, HIGH | {"boundary_ratio": 0.9}),
+    "no_folder": (I2V, "nowhere", None, LOW),
+    "folder_of_another_family": (T2V, "", SDXL, {}),
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_an_expert_that_is_not_there_or_not_named(
-    case: Any, tmp_path: Path, pipeline: Path, data: str
+    case: str, tmp_path: Path, pipeline: Path, data: str
 ):
+    model, part, text, training = REFUSALS[case]
+    if text is not None:
+        (pipeline / "model_index.json").write_text(text)
+    if text == "":
+        (pipeline / "model_index.json").unlink()
+    if case == "one_transformer_and_no_index":
+        shutil.rmtree(pipeline / "transformer_2")
+    if part is not None:
+        model = model | {"folder": str(pipeline / part)}
+    more = EXACT if model.keys() <= {*MODEL, "folder"} else {}
     with pytest.raises(ConfigError) as error:
-        Training(WanTask.of(case(tmp_path / "run", pipeline, data)))
-    said = str(error.value).replace(str(tmp_path), ".")
-    check_golden(f"training/expert_{case.__name__}", said)
+        Training(WanTask.of(wan(tmp_path / "run", model, data, **more | training)))
+    check_golden(f"training/expert_{case}", str(error.value).replace(str(tmp_path), "."))
     assert not (tmp_path / "run").exists()
 
 

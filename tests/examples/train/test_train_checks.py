@@ -25,53 +25,10 @@ def begin(settings: Any, mesh: Any = None) -> Training:
     return Training(kind.of(settings), mesh)
 
 
-def no_folder(path: Path) -> Any:
-    return begin(wan(path))
-
-
-def no_such_folder(path: Path) -> Any:
-    return begin(wan(path, WAN, str(path / "nowhere")))
-
-
-def missing_tensors(path: Path) -> Any:
-    return begin(wan(path, I2V, folder(path / "data", "wan")))
-
-
-def shapes_of_another_model(path: Path) -> Any:
-    data = folder(path / "data", "i2v", latents=(16, 2, 5, 4), text=(3, 7))
-    return begin(wan(path, WAN, data))
-
-
-def sdxl_shapes(path: Path) -> Any:
-    data = folder(path / "data", "sdxl", latents=(4, 8, 6), pooled=(6,), time_ids=(4,))
-    return begin(sdxl(path, data))
-
-
-def undivided_batch(path: Path) -> Any:
-    config = wan(
-        path, WAN, folder(path / "data", "wan"), batch_size=6, gradient_accumulation_steps=2
-    )
-    return begin(
-        config, ma.AttentionConfig(ici_fsdp_parallelism=4, ici_data_parallelism=2).make_mesh()
-    )
-
-
-def few_examples(path: Path) -> Any:
-    return begin(wan(path, WAN, folder(path / "data", "wan"), batch_size=8))
-
-
 def sizes_of_a_folder(path: Path) -> Any:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({"num_layers": 3, "ffn_dim": 16}))
     return begin(wan(path, WAN | {"folder": str(path)}, folder(path / "data", "wan")))
-
-
-def no_model(path: Path) -> Any:
-    return begin(wan(path, WAN | {"folder": str(path / "nowhere")}, folder(path / "data", "wan")))
-
-
-def no_model_sdxl(path: Path) -> Any:
-    return begin(sdxl(path, folder(path / "data", "sdxl"), model={"folder": str(path / "nowhere")}))
 
 
 def flux_of_another_pipeline(path: Path) -> Any:
@@ -82,26 +39,37 @@ def flux_of_another_pipeline(path: Path) -> Any:
     return FluxTask.of(flux(path, given, folder(path / "data", "flux")))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        flux_of_another_pipeline,
-        no_folder,
-        no_such_folder,
-        missing_tensors,
-        shapes_of_another_model,
-        sdxl_shapes,
-        undivided_batch,
-        few_examples,
-        sizes_of_a_folder,
-        no_model,
-        no_model_sdxl,
-    ],
-)
-def test_what_does_not_fit_is_said_first(case: Callable[[Path], Any], tmp_path: Path):
+def data(path: Path, kind: str = "wan", **shapes: Any) -> str:
+    return folder(path / "data", kind, **shapes)
+
+
+OTHER = {"latents": (16, 2, 5, 4), "text": (3, 7)}
+OTHER_SDXL = {"latents": (4, 8, 6), "pooled": (6,), "time_ids": (4,)}
+MISFITS: dict[str, Callable[[Path], Any]] = {
+    "flux_of_another_pipeline": flux_of_another_pipeline,
+    "sizes_of_a_folder": sizes_of_a_folder,
+    "undivided_batch": lambda path: begin(
+        wan(path, WAN, data(path), batch_size=6, gradient_accumulation_steps=2),
+        ma.AttentionConfig(ici_fsdp_parallelism=4, ici_data_parallelism=2).make_mesh(),
+    ),
+    "no_folder": lambda path: begin(wan(path)),
+    "no_such_folder": lambda path: begin(wan(path, WAN, str(path / "nowhere"))),
+    "missing_tensors": lambda path: begin(wan(path, I2V, data(path))),
+    "shapes_of_another_model": lambda path: begin(wan(path, WAN, data(path, "i2v", **OTHER))),
+    "sdxl_shapes": lambda path: begin(sdxl(path, data(path, "sdxl", **OTHER_SDXL))),
+    "few_examples": lambda path: begin(wan(path, WAN, data(path), batch_size=8)),
+    "no_model": lambda path: begin(wan(path, WAN | {"folder": str(path / "nowhere")}, data(path))),
+    "no_model_sdxl": lambda path: begin(
+        sdxl(path, data(path, "sdxl"), model={"folder": str(path / "nowhere")})
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_said_first(case: str, tmp_path: Path):
     with pytest.raises((ConfigError, WeightsError)) as error:
-        case(tmp_path / "run")
-    check_golden(f"training/{case.__name__}", str(error.value).replace(str(tmp_path), "."))
+        MISFITS[case](tmp_path / "run")
+    check_golden(f"training/{case}", str(error.value).replace(str(tmp_path), "."))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

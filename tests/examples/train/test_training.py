@@ -18,7 +18,7 @@ from rich.console import Console
 from train.checkpoint import Checkpoints
 from train.cost import Cost
 from train.loop import Training
-from train.progress import Progress, recent
+from train.progress import Progress
 from train.state import State
 
 from maxattn.errors import ConfigError
@@ -198,10 +198,6 @@ def test_a_profile_of_the_steps_asked_for(done: Settings):
     assert list(profile.rglob("*.xplane.pb"))
 
 
-def test_no_profile_unless_asked(ran: Ran):
-    assert not (Path(ran.settings.training.output_dir) / "profile").exists()
-
-
 # ---- progress ------------------------------------------------------------------------------------
 
 
@@ -219,21 +215,3 @@ def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.Captur
     assert "loss 0.9000" in lines[0]
     assert "loss 0.5000" in lines[1]
     assert all(line.endswith("tokens/s") for line in lines)
-
-
-def test_a_bar_where_there_is_one(small: Settings, capsys: pytest.CaptureFixture[str]):
-    screen = StringIO()
-    training = DigitsTask(with_training(small, steps=4)).training
-    with Progress(
-        training, Cost(tokens=160), 0, Console(file=screen, force_terminal=True, width=120)
-    ) as progress:
-        for step in range(1, 5):
-            progress.advance([0.25] * step)
-    assert "4/4" in screen.getvalue()
-    assert "loss 0.2500" in screen.getvalue()
-    assert "tokens/s" in screen.getvalue()
-    assert capsys.readouterr().out == ""
-
-
-def test_the_loss_shown_is_of_the_last_fifty():
-    assert recent([9.0] * 10 + [1.0] * 50) == 1.0
