@@ -101,26 +101,24 @@ def _moved(plan: Plan, rank: Call, training: bool) -> list[Part]:
 
 def _of_kernel(plan: Plan, training: bool) -> list[Part]:
     local, platform = kernel_call(plan.padded_call, plan.strategy), plan.target.platform
-    rows = local.batch * local.heads * local.q_len
     forward, _, backward = plan.kernel.name.partition("/")
     if "dot_product" in (forward, backward if training else ""):
-        scores = scores_of(local) * FLOAT
-        return [Part("scores T x S", int(scores * _score_copies(plan, training)))]
+        # Float32 T x S arrays that compilers of TPUs and CPUs were seen to keep at once.
+        copies = 4 if training else 2
+        if platform == "tpu":
+            copies = 1 + itemsize(plan.call.dtype) / FLOAT if training else 1
+        return [Part("scores T x S", int(scores_of(local) * FLOAT * copies))]
     blocks = plan.kernel.blocks
-    if not isinstance(blocks, BlockSizes) or plan.target.platform != "tpu":
-        return [Part("log-sum-exp", rows * FLOAT), *_padded_heads(plan, local, training)]
-    name = plan.kernel.name.rpartition("/")[2]  # a backward holds most of it
-    return list(of_tiles(name, computed_call(name, local, platform), blocks, training))
-
-
-def _padded_heads(plan: Plan, local: Call, training: bool) -> list[Part]:
-    """Count the copies that zeros make wider: V and out, or Q and K, with their gradients."""
-    wide = computed_call(plan.kernel.name, local, plan.target.platform)
-    if _dims(wide) == _dims(local):
-        return []
-    dim = (wide.head_dim,)
-    size = (2 if training else 1) * (_queries(local, dim) + _keys(local, dim))
-    return [Part(f"heads padded to {dim[0]}", size)]
+    if isinstance(blocks, BlockSizes) and platform == "tpu":
+        name = plan.kernel.name.rpartition("/")[2]  # a backward holds most of it
+        return list(of_tiles(name, computed_call(name, local, platform), blocks, training))
+    found = [Part("log-sum-exp", local.batch * local.heads * local.q_len * FLOAT)]
+    wide = computed_call(plan.kernel.name, local, platform)
+    if _dims(wide) != _dims(local):  # zeros make V and out, or Q and K, wider, and their gradients
+        dim = (wide.head_dim,)
+        size = (2 if training else 1) * (_queries(local, dim) + _keys(local, dim))
+        found.append(Part(f"heads padded to {dim[0]}", size))
+    return found
 
 
 def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tuple[Part, ...]:
@@ -136,36 +134,25 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
     copies = (2 if training else 1) * _queries(local, lanes) + _keys(local, lanes)
     sums = local.batch * local.heads * local.q_len * LANES * FLOAT
     parts = fused_partials_bytes(local, blocks, kernel) if training else 0  # type: ignore[arg-type]
+    gradients = 0
+    if training and kernel == "tpu_flash":
+        gradients = _queries(local, (local.head_dim,), FLOAT) + _keys(local, _dims(local), FLOAT)
     return (
         Part("copies in the kernel's layout", copies),
         Part(f"log-sum-exp over {LANES} lanes", sums),
         Part("dq in parts, fused backward", parts),
-        Part("gradients in float32", _float_gradients(kernel, local) if training else 0),
+        Part("gradients in float32", gradients),
     )
-
-
-def _float_gradients(kernel: str, local: Call) -> int:
-    """Count the bytes of what `tpu_flash` sums in float32: dq, dk and dv."""
-    if kernel != "tpu_flash":
-        return 0
-    return _queries(local, (local.head_dim,), FLOAT) + _keys(local, _dims(local), FLOAT)
 
 
 def fits_alone(
     kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str
 ) -> bool:
-    """Say whether a tiled kernel, its operands and results fit one device; True where unknown."""
+    """Tell whether a tiled kernel, its operands and results fit one device; True where unknown."""
     arrays = _queries(local, _dims(local)) + _keys(local, _dims(local))
     inside = total(of_tiles(kernel, local, blocks, training))
     needed = (2 if training else 1) * arrays + inside
     return needed <= (memory_of(device_kind) or float("inf"))
-
-
-def _score_copies(plan: Plan, training: bool) -> float:
-    """Return how many float32 T x S arrays compilers of TPUs and CPUs were seen to keep at once."""
-    if plan.target.platform == "tpu":
-        return 1 + itemsize(plan.call.dtype) / FLOAT if training else 1
-    return 4 if training else 2
 
 
 def total(parts: tuple[Part, ...]) -> int:

@@ -51,8 +51,6 @@ class StreamCosts:
     """Describe a model that makes a video block by block.
 
     Args:
-        name: of the model.
-        model: its sizes.
         layout: the stream, its slots, and how they lie over a mesh.
         batch: videos at a time.
         dtype: of q, k, v and the cache.
@@ -75,7 +73,7 @@ class StreamCosts:
 
     @property
     def kv_heads(self) -> int:
-        """K, heads of the keys."""
+        """K."""
         return self.model.kv_heads or self.model.heads
 
     @property
@@ -112,7 +110,9 @@ class StreamCosts:
         sizes = self.batch, own, own, self.model.heads, self.kv_heads, self.model.head_dim
         mesh = self.layout.mesh
         yield StreamStage("first block", (1, 1), (own, own), Call(*sizes, self.dtype), mesh)
-        full = self._first_full()
+        # The first block behind the one that fills every slot.
+        missing = self.layout.frames - stream.first_block
+        full = 1 + max(1, -(-missing // stream.frames_per_block))
         if full > 2 and (last is None or last > 1):
             blocks = 2, full - 1 if last is None else min(full - 1, last)
             call, size = self._reading(is_full=False), stream.frames_per_block
@@ -122,12 +122,6 @@ class StreamCosts:
         if last is None or last >= full:
             call = self._reading(is_full=True)
             yield StreamStage("full cache", (full, last), (call.kv_len, call.kv_len), call, ())
-
-    def _first_full(self) -> int:
-        """Return the number of the first block behind the first one that fills every slot."""
-        stream = self.layout.stream
-        missing = self.layout.frames - stream.first_block
-        return 1 + max(1, -(-missing // stream.frames_per_block))
 
     def _reading(self, is_full: bool) -> Call:
         """Describe the attention of a device that reads its share of the cache."""

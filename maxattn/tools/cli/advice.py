@@ -1,49 +1,21 @@
-"""What `check` advises about a plan; every line names the setting to change."""
+"""The advice of `check` about a plan; every line names the setting to change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from maxattn.block_sizes import BlockSizes, nearest_with_less_padding, padding, padding_text
-from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
 from maxattn.decide import kernel_call
 from maxattn.kernels import as_batch_rows, scores_of
 from maxattn.plan import Plan
-from maxattn.tools.memory import Part, estimate, limit, total
+from maxattn.tools.memory import estimate, limit, total
 
 LONG = 4096  # tokens beyond which dense attention is not for use
 MUCH_PADDING = 0.10  # of the keys
 PADDED_BY_BLOCKS = 0.01  # of a length
 MANY_DEVICES = 128  # tokens a device below which a ring sends more than it computes
-
-
-class Case(NamedTuple):
-    """Hold what a rule looks at.
-
-    Args:
-        plan: for one shape.
-        config: the settings that it was made from.
-        training: whether the backward runs too.
-        lengths: real keys of each example in place of S, where they are known.
-    """
-
-    plan: Plan
-    config: AttentionConfig
-    training: bool
-    lengths: Sequence[int] = ()
-
-    @property
-    def local(self) -> Call:
-        """What one device computes."""
-        return self.plan.strategy.local_call(self.plan.padded_call)
-
-    @property
-    def key(self) -> str:
-        """The setting that names the kernel."""
-        return "cross_attention" if self.plan.call.role == "cross" else "attention"
 
 
 def advice(
@@ -57,8 +29,13 @@ def advice(
         training: whether the backward runs too.
         lengths: real keys of each example in place of S, where they are known.
     """
-    case = Case(plan, config, training, lengths)
-    return tuple(line for rule in RULES for line in rule(case))
+    return (
+        *_memory(plan, config, training),
+        *_dense(plan),
+        *_shards(plan, config),
+        *_padding_attended(plan, config, lengths),
+        *_block_padding(plan, training),
+    )
 
 
 def memory_line(plan: Plan, training: bool) -> str:
@@ -73,72 +50,57 @@ def memory_line(plan: Plan, training: bool) -> str:
 # ---- the rules -----------------------------------------------------------------------------------
 
 
-def _memory(case: Case) -> Iterator[str]:
-    plan = case.plan
-    parts, most = estimate(plan, case.training), limit(plan)
+def _memory(plan: Plan, config: AttentionConfig, training: bool) -> Iterator[str]:
+    parts, most = estimate(plan, training), limit(plan)
     if most is None or total(parts) <= most:
         return
-    needed = f"about {readable(total(parts))} of {readable(most)} on {plan.target.device_kind}"
-    yield f"memory does not suffice: {needed}. What helps: {'; '.join(_remedies(case, parts))}"
-
-
-def _remedies(case: Case, parts: tuple[Part, ...]) -> Iterator[str]:
-    """Yield what lowers the memory: settings of the kernel, of the mesh, of training."""
-    plan, tpu = case.plan, case.plan.target.platform == "tpu"
-    if plan.kernel.name == "dot_product":
-        yield f"{case.key}: flash" if tpu else "use_memory_efficient_attention: true"
+    is_tpu, kernel, helps = plan.target.platform == "tpu", plan.kernel.name, list[str]()
+    if kernel == "dot_product":
+        dense = "use_memory_efficient_attention: true"
+        helps.append(f"{_key(plan)}: flash" if is_tpu else dense)
     if plan.call.batch > 1:
-        yield "a smaller batch a device: fewer examples, or more ici_data_parallelism"
-    yield from _remedy_by_ring(case)
+        helps.append("a smaller batch a device: fewer examples, or more ici_data_parallelism")
+    if plan.call.role == "self" and plan.strategy.name == "ring":
+        helps.append("a larger ici_context_parallelism")
+    elif plan.call.role == "self":
+        helps.append("attention: ring, with ici_context_parallelism above 1")
     if any(part.what.startswith("dq in parts") for part in parts):
-        yield "flash_block_sizes.use_fused_bwd_kernel: false, or a longer block_kv_dkv"
-    if tpu and case.training and plan.kernel.name == "flash":
-        yield "attention: tokamax_flash"
-    if case.training and case.config.remat_policy == "NONE":
-        yield "remat_policy: FULL, for the layers around attention"
-    yield "a larger ici_tensor_parallelism, which splits the heads"
+        helps.append("flash_block_sizes.use_fused_bwd_kernel: false, or a longer block_kv_dkv")
+    if is_tpu and training and kernel == "flash":
+        helps.append("attention: tokamax_flash")
+    if training and config.remat_policy == "NONE":
+        helps.append("remat_policy: FULL, for the layers around attention")
+    helps.append("a larger ici_tensor_parallelism, which splits the heads")
+    needed = f"about {readable(total(parts))} of {readable(most)} on {plan.target.device_kind}"
+    yield f"memory does not suffice: {needed}. What helps: {'; '.join(helps)}"
 
 
-def _remedy_by_ring(case: Case) -> Iterator[str]:
-    if case.plan.call.role != "self":
-        return
-    if case.plan.strategy.name == "ring":
-        yield "a larger ici_context_parallelism"
-    else:
-        yield "attention: ring, with ici_context_parallelism above 1"
+def _key(plan: Plan) -> str:
+    """Return the setting that names the kernel."""
+    return "cross_attention" if plan.call.role == "cross" else "attention"
 
 
-def _dense(case: Case) -> Iterator[str]:
-    plan = case.plan
+def _dense(plan: Plan) -> Iterator[str]:
     local = as_batch_rows(kernel_call(plan.padded_call, plan.strategy))
     is_long = max(local.q_len, local.kv_len) > LONG and local.kv_len > LONG // 4
-    if plan.kernel.name != "dot_product" or not is_long:
-        return
-    tpu = plan.target.platform == "tpu"
-    better = "flash" if tpu else "auto, or use_memory_efficient_attention: true"
-    scores = readable(4 * scores_of(local))
-    yield (
-        f"dot_product above {LONG} tokens holds all scores, {scores} in float32, and its"
-        f" time and memory grow with the square of the length: set {case.key}: {better}"
-    )
+    if plan.kernel.name == "dot_product" and is_long:
+        on_gpus = "auto, or use_memory_efficient_attention: true"
+        better = "flash" if plan.target.platform == "tpu" else on_gpus
+        scores = readable(4 * scores_of(local))
+        yield (
+            f"dot_product above {LONG} tokens holds all scores, {scores} in float32, and its time"
+            f" and memory grow with the square of the length: set {_key(plan)}: {better}"
+        )
 
 
-def _nothing_to_shard(case: Case) -> Iterator[str]:
-    asked = case.config.strategy_for(case.plan.call.role)
-    if asked not in ("auto", "none") and _ways(case.plan) == 1:
+def _shards(plan: Plan, config: AttentionConfig) -> Iterator[str]:
+    """Advise about a context axis with one device, and about short shards."""
+    ways, asked = dict(plan.mesh).get("context", 1), config.strategy_for(plan.call.role)
+    if asked not in ("auto", "none") and ways == 1:
         yield (
             f"{asked} was asked for, and the context axis has one device: there is nothing to"
             " shard. Set ici_context_parallelism above 1, or name a kernel alone"
         )
-
-
-def _ways(plan: Plan) -> int:
-    """Return the size of the context axis."""
-    return dict(plan.mesh).get("context", 1)
-
-
-def _short_shards(case: Case) -> Iterator[str]:
-    plan, ways = case.plan, _ways(case.plan)
     if plan.call.role == "self" and ways > 1 and plan.q_len // ways < MANY_DEVICES:
         yield (
             f"{plan.q_len // ways} tokens a device: the transfers cost more than the split saves."
@@ -146,11 +108,11 @@ def _short_shards(case: Case) -> Iterator[str]:
         )
 
 
-def _padding_attended(case: Case) -> Iterator[str]:
-    if case.config.mask_padding_tokens or not case.lengths:
+def _padding_attended(plan: Plan, config: AttentionConfig, lengths: Sequence[int]) -> Iterator[str]:
+    if config.mask_padding_tokens or not lengths:
         return
-    kv_len = case.plan.call.kv_len
-    share = 1 - sum(min(n, kv_len) for n in case.lengths) / (kv_len * len(case.lengths))
+    kv_len = plan.call.kv_len
+    share = 1 - sum(min(n, kv_len) for n in lengths) / (kv_len * len(lengths))
     if share > MUCH_PADDING:
         yield (
             f"mask_padding_tokens: false, and {share:.1%} of the keys are padding, which is"
@@ -159,18 +121,14 @@ def _padding_attended(case: Case) -> Iterator[str]:
         )
 
 
-def _block_padding(case: Case) -> Iterator[str]:
-    kernel = case.plan.kernel
-    blocks = (kernel if case.training else kernel.for_inference()).blocks
+def _block_padding(plan: Plan, training: bool) -> Iterator[str]:
+    blocks = (plan.kernel if training else plan.kernel.for_inference()).blocks
     if not isinstance(blocks, BlockSizes):
         return
-    lengths = {"block_q": case.local.q_len, "block_kv": case.local.kv_len}
-    for key, length in lengths.items():
-        size, notes = getattr(blocks, key), case.plan.notes
-        said = any(note.startswith(f"{key}:") for note in notes)  # the plan itself tells of much
+    local = plan.strategy.local_call(plan.padded_call)
+    for key, length in {"block_q": local.q_len, "block_kv": local.kv_len}.items():
+        size = getattr(blocks, key)
+        is_noted = any(note.startswith(f"{key}:") for note in plan.notes)
         better = nearest_with_less_padding(length, size)
-        if padding(length, size).share > PADDED_BY_BLOCKS and better and not said:
+        if padding(length, size).share > PADDED_BY_BLOCKS and better and not is_noted:
             yield f"{key}: {padding_text(length, size)}"
-
-
-RULES = (_memory, _dense, _nothing_to_shard, _short_shards, _padding_attended, _block_padding)

@@ -35,10 +35,8 @@ def main() -> None:
         for n, job in enumerate(jobs, 1):
             answer = compiler.answer(job)
             log.add(job, answer)
-            what = answer.get("failed", "known")
-            print(
-                f"{n} of {len(jobs)}: {job.device_kind} {job.kernel} {job.kind} {job.tile}: {what}"
-            )
+            what = f"{job.device_kind} {job.kernel} {job.kind} {job.tile}"
+            print(f"{n} of {len(jobs)}: {what}: {answer.get('failed', 'known')}")
 
 
 if __name__ == "__main__":

@@ -75,13 +75,13 @@ def candidates(
         others.sort(key=lambda c: c.cost)
     else:
         first, *others = _of_chunks(call)
-        others.sort(key=lambda c: _distance(first, c))
+
+        def doublings(other: Candidate) -> float:
+            pairs = zip(first.sizes, other.sizes, strict=True)
+            return sum(abs(log2(x / y)) for (_, x), (_, y) in pairs)
+
+        others.sort(key=doublings)
     return (first, *others[: limit - 1])
-
-
-def _distance(a: Candidate, b: Candidate) -> float:
-    """Count the doublings between two pairs of sizes."""
-    return sum(abs(log2(x / y)) for (_, x), (_, y) in zip(a.sizes, b.sizes, strict=True))
 
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:

@@ -6,7 +6,7 @@ that was stopped goes on where it was, and shapes with the same tiles share thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -54,44 +54,38 @@ class OfflineSearch:
 
     def run(self, training: bool) -> Costs:
         """Return what is known when each kernel of a pass was searched."""
-        for tiles in self._defaults(training):
-            for kind, tile in tiles.items():
+        for each in (False, True) if training else (False,):  # what runs where nothing is set
+            sizes, _ = adjust(FlashBlockSizes(), self.call, self.kernel, self.target, each)
+            for kind, tile in tiles_of(sizes).items():
                 self._cost(kind, tile)
-        for kind in self._kinds(training):
+        kinds: tuple[Kind, ...] = ("fwd",)
+        if training:
+            kinds = ("fwd", "dkv", "dq", "fused") if self.kernel == "flash" else ("fwd", "fused")
+        for kind in kinds:
             self._search(kind, training)
         return self.costs
-
-    def _defaults(self, training: bool) -> Iterator[dict[Kind, Tile]]:
-        """Yield the tiles that run where nothing is set, of each pass."""
-        for each in (False, True) if training else (False,):
-            sizes, _ = adjust(FlashBlockSizes(), self.call, self.kernel, self.target, each)
-            yield tiles_of(sizes)
-
-    def _kinds(self, training: bool) -> tuple[Kind, ...]:
-        if not training:
-            return ("fwd",)
-        separate: tuple[Kind, ...] = ("dkv", "dq") if self.kernel == "flash" else ()
-        return ("fwd", *separate, "fused")
 
     def _search(self, kind: Kind, training: bool) -> None:
         """Compile tiles until the limit, or until several in turn are no faster."""
         facts = facts_of(self.call, self.kernel, self.target, training)
         every = tile_choices(kind, self.call, facts)
         if kind != "fwd" and self.kernel != "tpu_flash":
-            every = [tile for tile in every if self._goes_with_forward(kind, tile)]
-        choices = without_likes(every, self.call)
+            # A backward's tile divides one of the fastest forward's.
+            fastest = self._fastest_forwards
+            every = [tile for tile in every if any(divides(kind, tile, one) for one in fastest)]
+        core = self.target.device.core
+        assert core is not None, self.target.device_kind
         best, vain = float("inf"), 0
+        choices = without_likes(every, self.call)
         for tile, _ in zip(choices, range(self.limit), strict=False):
             if vain >= PATIENCE:
                 return
-            if self._least(kind, tile) < best:
+            # The products at the peak, padding among them.
+            pairs = padded_pairs(tile, self.call) * self.call.heads * self.call.batch
+            if 2 * PRODUCTS[kind] * pairs * self.call.head_dim / core.peak < best:
                 found = self._cost(kind, tile)
                 slow = found.slow if found else float("inf")
                 best, vain = min(best, slow), 0 if slow < best else vain + 1
-
-    def _goes_with_forward(self, kind: Kind, tile: Tile) -> bool:
-        """Tell whether a backward's tile divides one of the fastest forward's."""
-        return any(divides(kind, tile, forward) for forward in self._fastest_forwards)
 
     @cached_property
     def _fastest_forwards(self) -> list[Tile]:
@@ -99,13 +93,6 @@ class OfflineSearch:
         priced = {t: self._price("fwd", t) for t in known}
         times = {tile: one.slow for tile, one in priced.items() if one}
         return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
-
-    def _least(self, kind: Kind, tile: Tile) -> float:
-        """Return the seconds of a tile's products at the peak, padding among them."""
-        pairs = padded_pairs(tile, self.call) * self.call.heads * self.call.batch
-        assert self.target.device.core is not None, self.target.device_kind
-        peak = self.target.device.core.peak
-        return 2 * PRODUCTS[kind] * pairs * self.call.head_dim / peak
 
     def _cost(self, kind: Kind, tile: Tile) -> Seconds | None:
         """Look one kernel up, or compile it; None where it does not compile."""

@@ -59,8 +59,11 @@ class ScheduleLog:
         self._known[_key(line)] = line
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
-            text = json.dumps(line).encode() + b"\n"
-            file.write(_new_line(file) + text)
+            if file.tell():  # a kill may have cut the last line off
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -110,33 +113,24 @@ def costs_of(kind: Kind, answer: dict[str, Any]) -> dict[Kind, StepCost]:
     return {kind: StepCost.of(values) for kind, values in named.items() if values}
 
 
-_KEYS = ("versions", *KernelJob.__dataclass_fields__)
-
-
-def _is_whole(line: dict[str, Any]) -> bool:
-    cost, online = line.get("cost"), line.get("online")
-    is_cost = _has_fields(cost) and (online is None or _has_fields(online))
-    return {*_KEYS} <= line.keys() and (is_cost or isinstance(line.get("failed"), str))
-
-
-def _has_fields(values: Any) -> bool:
-    return isinstance(values, list) and len(values) == len(StepCost._fields)
-
-
-def _key(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(tuple(v) if isinstance(v := line[key], list) else v for key in _KEYS)
-
-
-def _new_line(file: Any) -> bytes:
-    """Return what ends a line that a kill cut off."""
-    if file.tell() == 0:
-        return b""
-    file.seek(-1, os.SEEK_END)
-    return b"" if file.read(1) == b"\n" else b"\n"
-
-
 def jobs_of(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[KernelJob, dict[str, Any]]]:
     """Pair each line's kernel with its answer."""
     fields = KernelJob.__dataclass_fields__
     for line in lines:
         yield KernelJob.of({name: line[name] for name in fields}), line
+
+
+_KEYS = ("versions", *KernelJob.__dataclass_fields__)
+
+
+def _is_whole(line: dict[str, Any]) -> bool:
+    def is_cost(values: Any) -> bool:
+        return isinstance(values, list) and len(values) == len(StepCost._fields)
+
+    cost, online = line.get("cost"), line.get("online")
+    has_cost = is_cost(cost) and (online is None or is_cost(online))
+    return {*_KEYS} <= line.keys() and (has_cost or isinstance(line.get("failed"), str))
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(tuple(v) if isinstance(v := line[key], list) else v for key in _KEYS)

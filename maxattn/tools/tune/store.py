@@ -24,7 +24,7 @@ def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def add(path: Path, measurement: dict[str, Any]) -> None:
-    """Put a measurement into the file, in place of an earlier one of the same alone."""
+    """Put a measurement into the file, in place of an earlier one of the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]

@@ -42,7 +42,7 @@ def weight(tile: Tile, call: Call) -> int:
     """Return the pairs that a head's tiles are taken to cost."""
     q, kv = (round_up(n, b) for n, b in zip((call.q_len, call.kv_len), tile, strict=False))
     steps = (q // tile[0]) * (kv // tile[1])
-    parts = tile[1] // computed_at_once(tile)
+    parts = tile[1] // tile[-1]
     return q * kv + steps * (STEP + COMPUTE_STEP * parts)
 
 
@@ -50,17 +50,15 @@ def without_likes(choices: Sequence[Tile], call: Call) -> Iterator[Tile]:
     """Leave out a tile that is like one before it and pads no less."""
     taken: list[Tile] = []
     for tile in choices:
-        if not any(_alike(tile, one) and _pads_no_less(tile, one, call) for one in taken):
+        alike = (
+            one
+            for one in taken
+            if all(max(a, b) < ALIKE * min(a, b) for a, b in zip(tile, one, strict=True))
+        )
+        least = 0.99 * min((padded_pairs(one, call) for one in alike), default=float("inf"))
+        if padded_pairs(tile, call) < least:
             taken.append(tile)
             yield tile
-
-
-def _alike(one: Tile, other: Tile) -> bool:
-    return all(max(a, b) < ALIKE * min(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _pads_no_less(one: Tile, other: Tile, call: Call) -> bool:
-    return padded_pairs(one, call) >= 0.99 * padded_pairs(other, call)
 
 
 def _lengths(length: int) -> list[int]:
@@ -82,12 +80,7 @@ def _tiles(kind: Kind, q: int, kv: int) -> Iterator[Tile]:
 
 
 def _fits(kind: Kind, tile: Tile, facts: Facts) -> bool:
-    whole = tile[0], tile[1], computed_at_once(tile)
+    whole = tile[0], tile[1], tile[-1]
     if facts.kernel == "tpu_flash":
         return PASSES[kind].fits(whole, facts)
     return fits(PARTS[kind], whole, facts)
-
-
-def computed_at_once(tile: Tile) -> int:
-    """Return the keys that a kernel computes at once."""
-    return tile[-1]

@@ -136,12 +136,8 @@ def test_more_devices_need_less_memory_each(strategy):
 
 
 def test_memory_of_an_unknown_device_is_not_judged():
-    made = plan(
-        read("wan-14b-480p").call(),
-        AttentionConfig(attention="dot_product"),
-        None,
-        Target.named("cpu"),
-    )
+    config = AttentionConfig(attention="dot_product")
+    made = plan(read("wan-14b-480p").call(), config, None, Target.named("cpu"))
     assert limit(made) is None and total(estimate(made, False)) > 2**37
 
 

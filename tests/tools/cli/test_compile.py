@@ -64,9 +64,8 @@ def test_a_training_step_of_a_module_as_json(capsys):
     ran = run(capsys, "compile", *words)
     (outcome,) = json.loads(ran.out)
     assert (ran.status, outcome["ending"], outcome["device_kind"]) == (0, "compiled", "TPU v5e")
-    weights = (
-        4 * (2 * 64) ** 2 * 4 + 4 * 2 * 64 * 4 + 2 * 2 * 64 * 4
-    )  # float32 kernels, biases and norms
+    # float32 kernels, biases and norms
+    weights = 4 * (2 * 64) ** 2 * 4 + 4 * 2 * 64 * 4 + 2 * 2 * 64 * 4
     states = (2 * 1024 + 77) * 2 * 64 * 2  # bfloat16 tokens, their cotangent and text
     assert weights + states <= outcome["memory"]["argument"] <= 1.2 * (weights + states)
     assert outcome["memory"]["output"] >= weights + states - 1024 * 2 * 64 * 2
@@ -75,22 +74,13 @@ def test_a_training_step_of_a_module_as_json(capsys):
 @needs_libtpu
 def test_two_slices(capsys):
     words = split(
-        "attention=flash dcn_data_parallelism=2 ici_tensor_parallelism=4 ici_data_parallelism=1"
+        "compile attention=flash dcn_data_parallelism=2 ici_tensor_parallelism=4"
+        " ici_data_parallelism=1 --target v5p:2x2x1 --shape 2,512,512,4,128 --slices"
     )
-    ran = run(
-        capsys, "compile", *words, *split("--target v5p:2x2x1 --slices 2 --shape 2,512,512,4,128")
-    )
-    assert (
-        ran.status == 0
-        and "for 2 slices of v5p:2x2x1" in ran.out
-        and "mesh data=2 tensor=4" in ran.out
-    )
-    assert (
-        run(
-            capsys, "compile", *words, *split("--target v5p:2x2x1 --slices 0 --shape sdxl-64")
-        ).status
-        == 1
-    )
+    ran = run(capsys, *words, "2")
+    assert ran.status == 0 and "for 2 slices of v5p:2x2x1" in ran.out
+    assert "mesh data=2 tensor=4" in ran.out
+    assert run(capsys, *words, "0").status == 1
 
 
 @needs_libtpu
@@ -133,44 +123,18 @@ def test_a_child_that_dies(monkeypatch):
 
 def test_a_report_names_what_waits():
     job = CompileJob("v5p:2x2x1", AttentionConfig(), read("sdxl-64"))
-    move = {
-        "kind": "ppermute",
-        "axes": ["context"],
-        "bytes": 2**20,
-        "times": 3,
-        "is_async": True,
-        "is_overlapped": True,
-    }
+    move = {"kind": "ppermute", "axes": ["context"], "bytes": 2**20, "times": 3}
+    move |= {"is_async": True, "is_overlapped": True}
     gather = move | {"kind": "all_gather", "times": 1, "is_async": False, "is_overlapped": False}
-    memory = {
-        "argument": 3 * 2**30,
-        "temp": 2**30,
-        "output": 2**30,
-        "alias": 2**29,
-        "generated_code": 0,
-    }
-    outcome = Outcome(
-        "compiled",
-        "TPU v5p",
-        "the plan",
-        {},
-        [move | {"bytes": 3 * 2**20}],
-        [move, gather],
-        memory,
-        1.0,
-    )
+    gib = {"argument": 3, "temp": 1, "output": 1, "alias": 0.5, "generated_code": 0}
+    memory = {name: int(size * 2**30) for name, size in gib.items()}
+    planned = [move | {"bytes": 3 * 2**20}]
+    outcome = Outcome("compiled", "TPU v5p", "the plan", {}, planned, [move, gather], memory, 1.0)
     text = report(job, outcome)
-    assert (
-        "3 GiB + temporaries 1 GiB + outputs 1 GiB - 512 MiB shared = 4.5 GiB of 95.7 GiB" in text
-    )
-    assert (
-        "ppermute over context: 3 in the program, 3 MiB, 3 overlapped with a kernel (3 MiB in the"
-        " plan)" in text
-    )
-    assert (
-        "all_gather over context: 1 in the program, 1 MiB, 0 overlapped with a kernel, 1 waited for"
-        " on the spot (none" in text
-    )
+    parts = "3 GiB + temporaries 1 GiB + outputs 1 GiB - 512 MiB shared = 4.5 GiB of 95.7 GiB"
+    moved = "ppermute over context: 3 in the program, 3 MiB, 3 overlapped with a kernel (3 MiB in"
+    waited = "all_gather over context: 1 in the program, 1 MiB, 0 overlapped with a kernel, 1"
+    assert parts in text and moved in text and f"{waited} waited for on the spot (none" in text
     assert fits(outcome) and text.endswith("fits")
     full = Outcome("compiled", "TPU v5e", "the plan", memory=memory | {"temp": 2**34})
     assert not fits(full) and "does not fit" in report(job, full)

@@ -75,34 +75,20 @@ def test_mistyped_options_get_a_guess(capsys):
 
 
 PROGRAM = """
-import sys
+import shlex
 from maxattn.tools.cli import main
-main(["--help"])
-print("MODULES", *sys.modules)
-words = ["attention=ring", "--shape", "wan-14b-720p", "--target", "TPU v5p", "--mesh", "context=4"]
+words = shlex.split("attention=ring --shape wan-14b-720p --target v5p --mesh context=4")
 for command in ("explain", "check"):
     print("STATUS", main([command, *words]))
 """
 
 
-@pytest.fixture(scope="module")
-def said():
-    """What the overview, then two commands for a named target say in one new process."""
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "no_such_backend"},
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
-def test_a_named_target_starts_no_backend(said):
+def test_a_named_target_starts_no_backend():
     """A backend that does not exist would raise if it were started."""
-    assert said.count("STATUS 0\n") == said.count("STATUS") == 2
-    explained, checked, _ = said.partition("MODULES")[2].split("STATUS 0\n")
-    assert "ring over 4" in explained and "ring over 4" in checked
+    env = os.environ | {"JAX_PLATFORMS": "no_such_backend"}
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("STATUS 0\n") == 2 <= ran.stdout.count("ring over 4")
 
 
 def test_what_usage_requires(capsys):
@@ -111,20 +97,10 @@ def test_what_usage_requires(capsys):
 
 
 def test_a_closed_pipe_is_no_crash():
-    pipe = subprocess.Popen(
-        [sys.executable, "-m", "maxattn", "check", "attention=auto", "--all"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "maxattn", "check", "attention=auto", "--all"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipe = subprocess.Popen(command, text=True, **both)
     assert pipe.stdout is not None and pipe.stderr is not None
     pipe.stdout.close()
     assert "Traceback" not in pipe.stderr.read()
     pipe.wait()
-
-
-def test_the_overview_imports_no_command(said):
-    (modules,) = (line for line in said.splitlines() if line.startswith("MODULES"))
-    imported = set(modules.split())
-    assert "maxattn.tools.cli" in imported
-    assert not imported & {f"maxattn.tools.cli.{name}" for name in COMMANDS}

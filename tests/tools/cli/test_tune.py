@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from shlex import split
 
 import jax
@@ -41,9 +40,8 @@ def test_a_real_tune(capsys, cache):
     check_golden("cli/tune/cpu", re.sub(r"(chunk_size:?) \d+", r"\1 #", text))
     best = min(found, key=lambda m: m["training_ms"])["sizes"]
     plan = ma.plan(read("1,300,300,2,8").call(), CONFIG)
-    assert not any(
-        "measured on this machine" in note for note in plan.notes
-    )  # bfloat16 was not tuned
+    # bfloat16 was not tuned
+    assert not any("measured on this machine" in note for note in plan.notes)
     plan = plan_here()
     kernel = memory_efficient(plan.kernel)
     assert {"query_chunk_size": kernel.query_chunk, "key_chunk_size": kernel.key_chunk} == best
@@ -61,32 +59,13 @@ def test_what_the_config_sets_wins(capsys, cache):
 def test_tuned_sizes_change_no_result(cache):
     q = jax.random.normal(jax.random.key(0), (1, 300, 2, 8))
     before = ma.attention(q, q, q, config=CONFIG)
-    call = ma.Call.of(q, q)
-    add(cache, call, {"query_chunk_size": 70, "key_chunk_size": 90}, 1.0)
+    call, here = ma.Call.of(q, q), Target.here()
+    versions = tuned.versions_of(tuned.CHUNKS, here.packages)
+    kept = {"device_kind": here.device_kind, "versions": versions, "call": tuned.key_of(call)}
+    kept |= {"kernel": tuned.CHUNKS, "sizes": {"query_chunk_size": 70, "key_chunk_size": 90}}
+    store.add(cache, kept | {"forward_ms": 1.0, "training_ms": None, "error": ""})
     assert memory_efficient(ma.plan(call, CONFIG).kernel).query_chunk == 70
     np.testing.assert_allclose(ma.attention(q, q, q, config=CONFIG), before, atol=2e-6)
-
-
-def add(
-    path: Path,
-    call: ma.Call,
-    sizes: dict,
-    forward: float | None,
-    kernel: str = tuned.CHUNKS,
-    **other,
-) -> None:
-    here = Target.here()
-    identity = {
-        "device_kind": here.device_kind,
-        "versions": tuned.versions_of(kernel, here.packages),
-        "kernel": kernel,
-        "call": tuned.key_of(call),
-        "sizes": sizes,
-        "forward_ms": forward,
-        "training_ms": None,
-        "error": "",
-    }
-    store.add(path, identity | other)
 
 
 def test_it_goes_on_where_it_was(capsys, cache, monkeypatch):
@@ -95,11 +74,8 @@ def test_it_goes_on_where_it_was(capsys, cache, monkeypatch):
     ran = run(capsys, "tune", *BLOCKWISE, "--limit", "3", "--forward")
     assert ran.out.count("(measured before)") == 2
     assert ran.out.count("does not run: ZeroDivisionError: division by zero") == 1
-    assert [m["error"] for m in measurements(cache)] == [
-        "",
-        "",
-        "ZeroDivisionError: division by zero",
-    ]
+    errors = [m["error"] for m in measurements(cache)]
+    assert errors == ["", "", "ZeroDivisionError: division by zero"]
 
 
 def test_every_shape_of_a_command_is_timed(capsys, cache):

@@ -31,43 +31,30 @@ def test_sizes_reach_a_plan_inside_its_target():
     sizes = (("block_q", 256), ("block_kv", 1024), ("block_kv_compute", 512))
     entry = tuned.Tuned("flash", tuned.key_of(call), sizes, 1.5, False, "tuned.json")
     target = Target.named("TPU v5p")
-    plain, fast = (
-        ma.plan(call, config, None, t) for t in (target, replace(target, tuned=(entry,)))
-    )
+    known = replace(target, tuned=(entry,))
+    plain, fast = (ma.plan(call, config, None, each) for each in (target, known))
     assert blocks_of(plain.kernel).block_q != 256 == blocks_of(fast.kernel).block_q
     assert any(note.endswith("1.5 ms forward; from tuned.json") for note in fast.notes)
     other = replace(target, tuned=(replace(entry, call="another"),))
     assert ma.plan(call, config, None, other).kernel == plain.kernel
-    own = ma.plan(
-        call,
-        config.replace(flash_block_sizes={"block_q": 128}),
-        None,
-        replace(target, tuned=(entry,)),
-    )
+    own = ma.plan(call, config.replace(flash_block_sizes={"block_q": 128}), None, known)
     assert blocks_of(own.kernel).block_q == 128
 
 
 def test_winners():
-    base = {
-        "device_kind": "TPU v5p",
-        "versions": "jax 1",
-        "kernel": "flash",
-        "call": "c",
-        "error": "",
-    }
+    base = {"device_kind": "TPU v5p", "versions": "jax 1", "kernel": "flash", "call": "c"}
+    base |= {"error": ""}
     times = [("a", 1.0, 9.0), ("b", 2.0, 5.0), ("c", 0.5, None), ("d", None, None)]
     found = [base | {"sizes": {"n": n}, "forward_ms": f, "training_ms": t} for n, f, t in times]
     others = [found[0] | {"device_kind": "TPU v4"}, found[0] | {"versions": "jax 2"}]
     (best,) = tuned.winners([*found, *others], "TPU v5p", (("jax", "1"), ("tokamax", "2")), "x")
     assert (best.sizes, best.milliseconds, best.training) == ((("n", "b"),), 5.0, True)
-    (best,) = tuned.winners(
-        [m | {"training_ms": None} for m in found], "TPU v5p", (("jax", "1"),), "x"
-    )
+    forward = [m | {"training_ms": None} for m in found]
+    (best,) = tuned.winners(forward, "TPU v5p", (("jax", "1"),), "x")
     assert (best.sizes, best.training) == ((("n", "c"),), False)
     assert tuned.winners(found[3:], "TPU v5p", (("jax", "1"),), "x") == ()
-    assert (
-        tuned.versions_of("tokamax_flash", (("jax", "1"), ("tokamax", "2"))) == "jax 1, tokamax 2"
-    )
+    packages = (("jax", "1"), ("tokamax", "2"))
+    assert tuned.versions_of("tokamax_flash", packages) == "jax 1, tokamax 2"
 
 
 def test_without_a_home_there_is_no_cache(monkeypatch):
@@ -109,35 +96,19 @@ NO_FILES = {
     "twice": '{"version": 1, "version": 1, "measurements": []}',
     "bytes": "\ud800",
 }
+NO_SIZES = (
+    *([1], {}, {"hardware": "tpu"}, {"use_base2_exp": True}),
+    *({"query_chunk_size": wrong} for wrong in (0, True, 1.0, "128", [128], 10**30)),
+    {"flash_block_sizes": {"block_q": 128}},
+)
 NO_MEASUREMENTS = [
-    [],
-    None,
-    {},
-    {"sizes": [1]},
-    {"sizes": {}},
-    {"sizes": {"query_chunk_size": 0}},
-    {"sizes": {"query_chunk_size": True}},
-    {"sizes": {"query_chunk_size": 1.0}},
-    {"sizes": {"query_chunk_size": "128"}},
-    {"sizes": {"query_chunk_size": [128]}},
-    {"sizes": {"query_chunk_size": 10**30}},
-    {"sizes": {"hardware": "tpu"}},
-    {"sizes": {"use_base2_exp": True}},
-    {"sizes": {"flash_block_sizes": {"block_q": 128}}},
+    *([], None, {}, *({"sizes": sizes} for sizes in NO_SIZES)),
     {"kernel": "flash", "sizes": {"query_chunk_size": 128}},
     {"kernel": "flash", "sizes": {"use_fused_bwd_kernel": 1}},
-    {"kernel": "dot_product"},
-    {"kernel": ["flash"]},
-    {"call": 3},
-    {"device_kind": None},
-    {"versions": {}},
-    {"forward_ms": "1"},
-    {"forward_ms": True},
-    {"forward_ms": -1.0},
-    {"forward_ms": float("nan")},
-    {"training_ms": float("inf")},
-    {"training_ms": [1]},
-    {"error": 3},
+    *({"kernel": wrong} for wrong in ("dot_product", ["flash"])),
+    *({"call": 3}, {"device_kind": None}, {"versions": {}}, {"error": 3}),
+    *({"forward_ms": wrong} for wrong in ("1", True, -1.0, float("nan"))),
+    *({"training_ms": wrong} for wrong in (float("inf"), [1])),
 ]
 
 
