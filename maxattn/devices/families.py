@@ -78,7 +78,7 @@ _ALIKE = {(7, 0): (7, 5), (8, 7): (8, 0), (8, 9): (8, 6), (12, 1): (12, 0)}
 
 
 def read_capability(text: str) -> Capability | None:
-    """Read what jax calls a compute capability; None of AMD's, such as "gfx942".
+    """Read jax's text of a compute capability; None for AMD's, such as "gfx942".
 
     >>> read_capability("10.3"), read_capability("gfx942")
     ((10, 3), None)

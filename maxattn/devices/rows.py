@@ -15,7 +15,7 @@ MIB, GIB = 2**20, 2**30
 
 
 class Machine(NamedTuple):
-    """Hold what one device computes, holds and receives in a second.
+    """The rates and the memory of one device.
 
     Args:
         flops: FLOP/s that an attention kernel reaches in bfloat16, forward and backward together.
@@ -45,13 +45,11 @@ class Machine(NamedTuple):
         return self._of_links(n) if self.link == "mesh" else self.gather
 
     def exchanged(self, n: int) -> float:
-        """Return bytes/s received in an all-to-all of n devices.
-
-        On a ring of n with both directions in use, n L bytes take n L / (8 w): of the (n - 1) L / n
-        that a device receives, most pass through others on the way.
-        """
+        """Return bytes/s received in an all-to-all of n devices."""
         if self.link == "mesh":
             return self._of_links(n)
+        # On a ring of n with both directions in use, n L bytes take n L / (8 w): of the (n - 1) L/n
+        # that a device receives, most pass through others on the way.
         return self.exchange if self.link == "switch" else 8 * self.neighbour * (n - 1) / n**2
 
     def permuted(self, n: int) -> float:
@@ -63,7 +61,7 @@ class Machine(NamedTuple):
 
 
 class TensorCore(NamedTuple):
-    """Hold what a TPU's schedule is priced with.
+    """Clock and matrix units of a TPU.
 
     Args:
         clock: cycles a second.
@@ -98,17 +96,17 @@ measured by us.
 
 @dataclass(frozen=True)
 class Device:
-    """Hold one kind of device.
+    """One kind of device.
 
     Args:
         kind: our name of it, or jax's of a kind that has no row.
         family: its generation.
         sms: streaming multiprocessors (SMs) of a GPU; compute units of an AMD GPU.
-        peak: dense bfloat16 FLOP/s, as the maker gives them; None where that is not known.
-        machine: what the cost model of context parallelism takes; None where that is not known.
+        peak: dense bfloat16 FLOP/s by its maker; None if unknown.
+        machine: figures for the cost model of context parallelism; None if unknown.
         vmem: bytes of VMEM that a TPU's compiler gives one kernel unless told otherwise.
-        capability: the compute capability of an NVIDIA GPU; None where that is not known.
-        core: clock and matrix units of a TPU; None where they are not known.
+        capability: the compute capability of an NVIDIA GPU; None if unknown.
+        core: clock and matrix units of a TPU; None if unknown.
     """
 
     kind: str
@@ -132,16 +130,16 @@ class Device:
 
     @property
     def memory(self) -> float | None:
-        """Return bytes of HBM that a program may use, None where that is not known."""
+        """Return bytes of HBM that a program may use, None if unknown."""
         return self.machine.memory if self.machine and self.platform != "cpu" else None
 
     @property
     def capability_text(self) -> str:
-        """Spell its compute capability, for example "10.3"; "" where there is none."""
+        """Return its compute capability as text, such as "10.3"; "" if there is none."""
         return ".".join(map(str, self.capability or ()))
 
     def is_a(self, *families: str) -> bool:
-        """Tell whether it is of one of the families."""
+        """Whether it is of one of the families."""
         return self.family.name in families
 
 
@@ -213,23 +211,19 @@ def _cpu() -> Device:
     return Device("cpu", FAMILIES["cpu"], machine=machine)
 
 
-# Peak: dense bfloat16 FLOP/s, as the maker gives them. Of v7x the maker gives a chip's, 2307e12:
-# libtpu lists each of its two cores as a device, with half of the products, of the memory and of
-# the memory's rate. (Of v4 and v5p a program's device is a whole chip, though a bare topology of v4
-# lists two cores.)
-# B200: DGX B200's 36 PFLOP/s and 1.44 TB over eight, without sparsity; B300 the same products, and
-# 270 GB as MLPerf's systems name it. GB200, GB300: an NVL72's 180 PFLOP/s over 72; 186 and 288 GB
-# (MLPerf's systems). RTX: NVIDIA RTX Blackwell architecture, bfloat16 summed in float32, which
-# GeForce does at half the rate of RTX PRO.
-# Memory: bytes that a program may use. TPUs: what libtpu 0.0.42 says when a program needs more
-# ("exceeds available HBM (95.74G)"). GPUs: the card's memory as its maker sells it.
-# GH200: the one with HBM3. SMs: NVIDIA's white papers of each architecture; of H20, what its driver
-# counts.
+# Peak: dense bfloat16 FLOP/s by the maker, of one device. v7x: 2307e12 is a chip's, and libtpu
+# lists each of its two cores as a device, with half of the products, the memory and its rate. (Of
+# v4 and v5p a program's device is a whole chip.) B200: DGX B200's 36 PFLOP/s and 1.44 TB over
+# eight, without sparsity; B300 the same products, and 270 GB by MLPerf's systems. GB200, GB300: an
+# NVL72's 180 PFLOP/s over 72; 186 and 288 GB (MLPerf's systems). GH200: the one with HBM3. RTX:
+# NVIDIA RTX Blackwell architecture, bfloat16 summed in float32, which GeForce does at half the rate
+# of RTX PRO.
+# Memory: TPUs: the limit in libtpu 0.0.42's message ("exceeds available HBM (95.74G)"); GPUs: as
+# sold. VMEM: libtpu 0.0.42's message of a kernel that needs more.
+# SMs: NVIDIA's papers of each architecture; of H20, its driver's count.
 # Link: one direction of one inter-chip link (TPU), of all NVLinks of a GPU, of a card's 16 lanes of
-# PCIe 5.0. A ring through both halves of each v7x chip crosses a chip's link once. NVLink
-# joins 8 GPUs of a B200 or B300 host, and 72 of 18 hosts of GB200 or GB300: within them all reach
-# all at the full rate.
-# VMEM: what libtpu 0.0.42 states in the message of a kernel that needs more.
+# PCIe 5.0. A ring through both halves of each v7x chip crosses a chip's link once. NVLink joins 8
+# GPUs of a B200 or B300 host, and 72 of 18 hosts of GB200 or GB300, all at the full rate.
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (

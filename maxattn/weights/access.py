@@ -11,8 +11,6 @@ from flax import nnx
 from maxattn.config.errors import printable
 from maxattn.errors import WeightsError
 
-Index = tuple[slice, ...]
-
 
 def variable_at(module: nnx.Module, path: tuple[Any, ...]) -> Any:
     """Return the variable at a path of attributes and list indices."""
@@ -27,27 +25,22 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def on_host(tensor: Any, index: Index) -> np.ndarray:
-    """Return a slice as numpy, of numpy, jax, safetensors or torch."""
-    piece = tensor[index]
-    if hasattr(piece, "detach"):
-        import ml_dtypes
-        import torch  # type: ignore[import-not-found]
-
-        piece = piece.detach().cpu().contiguous()
-        if piece.dtype == torch.bfloat16:  # which numpy lacks: read by its bits
-            return piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return np.asarray(piece)
-
-
-def read_slice(held: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
-    """Return a slice of a tensor as numpy.
+def read_slice(held: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Return a slice of a tensor of numpy, jax, safetensors or torch as numpy.
 
     Raises:
         WeightsError: it cannot be read, such as an array that was donated.
     """
     try:
-        return on_host(held[name], index)
+        piece = held[name][index]
+        if hasattr(piece, "detach"):
+            import ml_dtypes
+            import torch  # type: ignore[import-not-found]
+
+            piece = piece.detach().cpu().contiguous()
+            if piece.dtype == torch.bfloat16:  # which numpy lacks: read by its bits
+                return piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return np.asarray(piece)
     except (WeightsError, MemoryError):
         raise
     except Exception as error:  # of whichever library made it

@@ -35,19 +35,10 @@ OTHER_METHODS: Final = (
 )
 """Names of tensors of methods whose change is no product of two matrices."""
 PREFIXES: Final = (
-    "",
-    "transformer.",
-    "unet.",
-    "diffusion_model.",
-    "model.diffusion_model.",
-    "base_model.model.",
-    "base_model.model.transformer.",
-    "base_model.model.unet.",
-    "base_model.model.diffusion_model.",
-    "lora_unet_",
-    "lora_transformer_",
-    "lycoris_",
-)
+    "", "transformer.", "unet.", "diffusion_model.", "model.diffusion_model.", "base_model.model.",
+    "base_model.model.transformer.", "base_model.model.unet.", "base_model.model.diffusion_model.",
+    "lora_unet_", "lora_transformer_", "lycoris_",
+)  # fmt: skip
 LONGEST: Final = 1000  # characters of a name whose ends are compared
 TEXT: Final = ("text_encoder", "lora_te", "text_model", "conditioner.")
 """How names for text encoders begin."""

@@ -100,7 +100,8 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
         if stacked is not None:
             full, theirs = [*full[: stacked + 1], str(layer), *full[stacked + 1 :]], shape[1:]
         fused = tuple(_places(owners, names, full, prefix))
-        yield Entry(prefix + ".".join(full), path, _theirs(theirs, axes), axes, layer, fused)
+        theirs = tuple(theirs[axes.index(axis)] for axis in range(len(axes)))
+        yield Entry(prefix + ".".join(full), path, theirs, axes, layer, fused)
 
 
 def _places(
@@ -136,10 +137,3 @@ def _parameter(owner: Any, name: str, ndim: int) -> tuple[str, tuple[int, ...]]:
     if name in ("scale", "embedding"):
         return "weight", same
     return getattr(type(owner), "diffusers_names", {}).get(name, name), same
-
-
-def _theirs(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    theirs = [0] * len(shape)
-    for size, axis in zip(shape, axes, strict=True):
-        theirs[axis] = size
-    return tuple(theirs)

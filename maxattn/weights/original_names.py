@@ -22,15 +22,9 @@ Family = Callable[[Iterable[str]], dict[str, str]]
 FAMILIES: Final[tuple[Family, ...]] = (wan.originals,)
 # Averaged parameters first: they draw better than those of the last step.
 PREFIXES: Final = (
-    "generator_ema.model.",
-    "generator_ema.",
-    "generator.model.",
-    "generator.",
-    "model.",
-    "",
-    "model.diffusion_model.",
-    "diffusion_model.",
-)
+    "generator_ema.model.", "generator_ema.", "generator.model.", "generator.", "model.", "",
+    "model.diffusion_model.", "diffusion_model.",
+)  # fmt: skip
 FSDP: Final = "_fsdp_wrapped_module."
 _ENDS: Final = (".weight", ".bias")
 

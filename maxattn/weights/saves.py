@@ -31,17 +31,9 @@ INDEX = ".safetensors.index.json"
 # Two, because a save that was cut off may have left an index that names files of one of them.
 ENDINGS = (".partial", ".partial2")
 NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 METADATA = {"format": "pt"}  # diffusers reads no file without it
 Read = Callable[[str], np.ndarray]
 

@@ -50,7 +50,7 @@ def originals(layers: Iterable[str]) -> dict[str, str]:
     layers = tuple(layers)
     parts = {layer: found for layer in layers if (found := _PART.fullmatch(layer))}
     held = {_part(found) for found in parts.values()}
-    places = MIDDLE | dict(_down(held)) | dict(_up(held))
+    places = MIDDLE | dict(_numbered(held))
     named = {layer: WHOLE[layer] for layer in layers if layer in WHOLE} if held else {}
     for layer, found in parts.items():
         if (place := places.get(_part(found))) is not None:
@@ -63,35 +63,22 @@ def _part(found: re.Match[str]) -> Part:
     return found["block"], found["kind"], int(found["i"])
 
 
-def _down(held: set[Part]) -> Iterator[tuple[Part, str]]:
-    """Number the way down; block 0 is the first convolution."""
-    number = 1
-    for block in _blocks(held, "down_blocks"):
-        for i in _indices(held, block, "resnets"):
-            yield (block, "resnets", i), f"input_blocks.{number}.0"
-            yield (block, "attentions", i), f"input_blocks.{number}.1"
-            number += 1
-        if _indices(held, block, "downsamplers"):
-            yield (block, "downsamplers", 0), f"input_blocks.{number}.0"
-            number += 1
+def _numbered(held: set[Part]) -> Iterator[tuple[Part, str]]:
+    """Number the parts of the way down, whose block 0 is the first convolution, and of the way up.
 
-
-def _up(held: set[Part]) -> Iterator[tuple[Part, str]]:
-    """Number the way up; a change of resolution stands behind the last block's other parts."""
-    number = 0
-    for block in _blocks(held, "up_blocks"):
-        for i in _indices(held, block, "resnets"):
-            yield (block, "resnets", i), f"output_blocks.{number}.0"
-            yield (block, "attentions", i), f"output_blocks.{number}.1"
-            number += 1
-        behind = 2 if _indices(held, block, "attentions") else 1
-        yield (block, "upsamplers", 0), f"output_blocks.{number - 1}.{behind}"
-
-
-def _blocks(held: set[Part], way: str) -> list[str]:
-    found = {block for block, _, _ in held if block.startswith(way)}
-    return sorted(found, key=lambda block: int(block.rpartition(".")[2]))
-
-
-def _indices(held: set[Part], block: str, kind: str) -> list[int]:
-    return sorted(i for other, its, i in held if (other, its) == (block, kind))
+    On the way up, a change of resolution is in the last block, behind its other parts.
+    """
+    for way, theirs, number in (("down", "input_blocks", 1), ("up", "output_blocks", 0)):
+        blocks = {block for block, _, _ in held if block.startswith(f"{way}_blocks")}
+        for block in sorted(blocks, key=lambda block: int(block.rpartition(".")[2])):
+            for i in sorted(i for other, kind, i in held if (other, kind) == (block, "resnets")):
+                yield (block, "resnets", i), f"{theirs}.{number}.0"
+                yield (block, "attentions", i), f"{theirs}.{number}.1"
+                number += 1
+            kinds = {kind for other, kind, _ in held if other == block}
+            if way == "down" and "downsamplers" in kinds:
+                yield (block, "downsamplers", 0), f"{theirs}.{number}.0"
+                number += 1
+            elif way == "up":
+                behind = 2 if "attentions" in kinds else 1
+                yield (block, "upsamplers", 0), f"{theirs}.{number - 1}.{behind}"
