@@ -53,11 +53,7 @@ def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
     """
     there = {} if mesh is None else dict(mesh.shape)
     text = _other_mesh(config, there) or _unspread(config, there, Asked.of(config, role).strategy)
-    if not text or text in _said or not log.isEnabledFor(logging.WARNING):
-        return
-    _said.add(text)
-    if jax.process_index() == 0:
-        log.warning("%s", text)
+    _log_once(logging.WARNING, text)
 
 
 def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
@@ -79,29 +75,22 @@ def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> 
     named = strategy not in ("auto", "none")
     sized = config.axis_parallelism().get("context", (1, 1)) != (1, 1)
     if there.get("context", 1) > 1:
-        manual = (named or sized) and "context" in surrounding_manual_axes()
-        return _manual_context(strategy if named else "a context axis") if manual else ""
+        if not (named or sized) or "context" not in surrounding_manual_axes():
+            return ""
+        return (
+            f"The config asks for {strategy if named else 'a context axis'}, and the context axis"
+            " is manual in the surrounding shard_map: each device attends to its own keys alone."
+            " Leave context out of its axis_names, or call outside of it."
+        )
     devices = prod(there.values()) if there else jax.device_count()
     if not named or devices == 1:
         return ""
     if there:
-        return _no_context(strategy, there)
+        return (
+            f"The config asks for {strategy}, and the mesh has {_sizes(there)}: no context axis of"
+            " several devices, and nothing to send. Set ici_context_parallelism."
+        )
     return _no_mesh(strategy, "" if sized else "Set ici_context_parallelism. ")
-
-
-def _manual_context(wanted: str) -> str:
-    return (
-        f"The config asks for {wanted}, and the context axis is manual in the surrounding"
-        " shard_map: each device attends to its own keys alone. Leave context out of its"
-        " axis_names, or call outside of it."
-    )
-
-
-def _no_context(strategy: str, there: dict[str, int]) -> str:
-    return (
-        f"The config asks for {strategy}, and the mesh has {_sizes(there)}: no context axis of"
-        " several devices, and nothing to send. Set ici_context_parallelism."
-    )
 
 
 def _no_mesh(wanted: str, first: str = "") -> str:
@@ -132,35 +121,29 @@ def say_when_compiled(x: jax.Array, text: str) -> jax.Array:
     return say_p.bind(x, text=text) if text else x
 
 
-def _say(text: str) -> None:
-    if text in _said or not log.isEnabledFor(logging.INFO):
+def _log_once(level: int, text: str) -> None:
+    if not text or text in _said or not log.isEnabledFor(level):
         return
     _said.add(text)
     if jax.process_index() == 0:
-        log.info("%s", text)
+        log.log(level, "%s", text)
 
 
 def _evaluate(x: Any, *, text: str) -> Any:
-    _say(text)
+    _log_once(logging.INFO, text)
     return x
-
-
-def _lower(context: Any, x: Any, *, text: str) -> Any:
-    return [_evaluate(x, text=text)]
-
-
-def _batch(args: Any, axes: Any, *, text: str) -> Any:
-    return say_p.bind(*args, text=text), axes[0]
-
-
-def _differentiate(primals: Any, tangents: Any, *, text: str) -> Any:
-    return say_p.bind(*primals, text=text), tangents[0]
 
 
 # An operation that computes nothing and leaves nothing in the program: its lowering is its effect.
 say_p = Primitive("say_when_compiled")
 say_p.def_impl(_evaluate)
 say_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(say_p, _lower)
-batching.primitive_batchers[say_p] = _batch
-ad.primitive_jvps[say_p] = _differentiate
+mlir.register_lowering(say_p, lambda context, x, *, text: [_evaluate(x, text=text)])
+batching.primitive_batchers[say_p] = lambda args, axes, *, text: (
+    say_p.bind(*args, text=text),
+    axes[0],
+)
+ad.primitive_jvps[say_p] = lambda primals, tangents, *, text: (
+    say_p.bind(*primals, text=text),
+    tangents[0],
+)

@@ -215,22 +215,18 @@ def attend(
     there = explicit_mesh(q, k, v, bias, mask)
     if there is not None and decided.mesh:
         check_layouts({"q": q, "k": k, "v": v}, {"q": "BTNH", "k": "BSKH", "v": "BSKH"})
-    f = partial(_run_checked, decided, config, mesh)
-    return f(q, k, v, bias, mask) if there is None else _explicitly(f, there, q, k, v, bias, mask)
 
+    def run_checked(*operands: Any) -> Any:
+        q, k, v, bias, mask = operands
+        if config.check_finite:
+            check_finite({"q": q, "k": k, "v": v, "bias": bias}, mask)
+        return run(decided, *vary_alike(operands), mesh=mesh)
 
-def _run_checked(plan: Plan, config: AttentionConfig, mesh: Any, *operands: Any) -> Any:
-    q, k, v, bias, mask = operands
-    if config.check_finite:
-        check_finite({"q": q, "k": k, "v": v, "bias": bias}, mask)
-    return run(plan, *vary_alike(operands), mesh=mesh)
-
-
-def _explicitly(f: Callable[..., Any], there: Any, q: Query, *others: Any) -> Any:
-    """Run over the Explicit axes of a mesh: the results lie as q does."""
+    if there is None:
+        return run_checked(q, k, v, bias, mask)
     batch, tokens, heads, _ = out = spec_of_type(q)
-    lse = PartitionSpec(batch, heads, tokens)
-    return over_auto_axes(f, there, (out, lse))(q, *others)
+    specs = out, PartitionSpec(batch, heads, tokens)
+    return over_auto_axes(run_checked, there, specs)(q, k, v, bias, mask)
 
 
 def run(
@@ -277,15 +273,16 @@ def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
     """Find the level of each row's bias; its T, where it has one, is padded to whole shards."""
     mask = plan.full_mask(mask)
     letters, specs, _ = plan.strategy.operand_specs(plan.padded_call, mask)
-    f, layout = partial(_bias_level_on_shards, plan, specs[5]), _layout(plan, mesh)
-    return on_shards(f, layout, (bias, mask), letters[3:5], specs[3:5], specs[5])
-
-
-def _bias_level_on_shards(plan: Plan, spec: PartitionSpec, bias: Array, mask: Mask) -> Level:
     # Each device has the bias of all keys, and of its own queries or, as in Ulysses, of all.
-    rows = plan.q_len // ways("T", plan.mesh) if spec[2] else plan.q_len
-    start = axis_offset("context", plan.mesh, rows) if spec[2] else 0
-    return bias_level(bias, mask, rows, start)
+    own_rows = bool(specs[5][2])
+    rows = plan.q_len // ways("T", plan.mesh) if own_rows else plan.q_len
+
+    def of_shard(bias: Array, mask: Mask) -> Level:
+        start = axis_offset("context", plan.mesh, rows) if own_rows else 0
+        return bias_level(bias, mask, rows, start)
+
+    layout = _layout(plan, mesh)
+    return on_shards(of_shard, layout, (bias, mask), letters[3:5], specs[3:5], specs[5])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -322,58 +319,43 @@ def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
     """Compute a step of the first derivative; its own derivative is refused, unless jax has it."""
     if plan.kernel.differentiates_twice:
         return compute(*operands)
+
+    def refuse(*_: Any) -> Any:
+        rule = f"{plan.kernel.name} computes its own gradient, and no gradient of that"
+        remedy = "set attention: dot_product, whose second derivatives jax makes"
+        raise Unsupported("derivative", "second", rule, remedy)
+
     once = jax.custom_jvp(compute)
-    once.defjvp(partial(_refuse_second_derivative, plan.kernel.name))
+    once.defjvp(refuse)
     return once(*operands)
-
-
-def _refuse_second_derivative(kernel: str, *_: Any) -> Any:
-    rule = f"{kernel} computes its own gradient, and no gradient of that"
-    remedy = "set attention: dot_product, whose second derivatives jax makes"
-    raise Unsupported("derivative", "second", rule, remedy)
 
 
 def _backward(
     plan: Plan, kernel: Kernel, mesh: Any, residuals: Any, cotangents: tuple[Array, Array]
 ) -> Any:
-    *operands, out, lse = residuals
-    lse = pad_axis(lse, 2, plan.q_len, NEG_INF)
-    inputs = _inputs(plan, *operands)
-    letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, inputs[4])
-    q, kv, _, bias, *_ = specs
-    f, given = partial(_backward_on_shards, plan, kernel), (*inputs, out, lse, *cotangents)
-    letters, specs = (*letters, *ROWS), (*specs, q, lse_spec, q, lse_spec)
-    grads = on_shards(f, _layout(plan, mesh), given, letters, specs, (q, kv, kv, bias))
-    return _unpadded(grads, *operands[:4])
+    q, k, v, bias, mask, level, out, lse = residuals
+    lse, mask = pad_axis(lse, 2, plan.q_len, NEG_INF), plan.full_mask(mask)
 
+    def of_shard(*operands: Any) -> tuple[Array, Array, Array, Bias]:
+        *arrays, level = operands[:6]
+        inputs = Inputs(*arrays, bias_level=level)
+        dq, dk, dv, dbias = plan.strategy.backward(kernel, inputs, Rows(*operands[6:]))
+        return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
 
-def _backward_on_shards(
-    plan: Plan, kernel: Kernel, *operands: Any
-) -> tuple[Array, Array, Array, Bias]:
-    inputs, rows = _local_inputs(*operands[:6]), Rows(*operands[6:])
-    dq, dk, dv, dbias = plan.strategy.backward(kernel, inputs, rows)
-    return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
-
-
-def _unpadded(grads: Any, q: Array, k: Array, v: Array, bias: Bias) -> tuple[Any, ...]:
-    """Cut gradients to the sizes of their operands, in their dtypes; mask and level have none."""
-    dq, dk, dv, dbias = grads
-    dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
+    letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, mask)
+    of_q, of_kv, _, of_bias, *_ = specs
+    given = q, k, v, bias, mask, level, out, lse, *cotangents
+    letters, specs = (*letters, *ROWS), (*specs, of_q, lse_spec, of_q, lse_spec)
+    grads = on_shards(
+        of_shard, _layout(plan, mesh), given, letters, specs, (of_q, of_kv, of_kv, of_bias)
+    )
+    dq, dk, dv = (
+        g[:, : x.shape[1]].astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=False)
+    )
+    dbias = grads[3]
     if bias is not None:
         dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None, None
-
-
-def _inputs(plan: Plan, *operands: Any) -> tuple[Any, ...]:
-    """Add to the mask the limit that hides the keys of the padding."""
-    *arrays, mask, level = operands
-    return *arrays, plan.full_mask(mask), level
-
-
-def _local_inputs(
-    q: Array, k: Array, v: Array, bias: Bias, mask: Mask, level: Level | None
-) -> Inputs:
-    return Inputs(q, k, v, bias, mask, bias_level=level)
+    return dq, dk, dv, dbias, None, None  # mask and level have none
 
 
 def _layout(plan: Plan, mesh: Any) -> Layout:
@@ -385,15 +367,18 @@ def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Arr
     q = say_when_compiled(q, log_lines(plan.call.role, kernel.changes))
     if kernel.needs_an_example:
         q, *others = some_examples(kernel.name, (q, *others))
-    inputs, f = _inputs(plan, q, *others), partial(_forward_on_shards, plan, kernel)
-    letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, inputs[4])
-    out, lse = on_shards(f, _layout(plan, mesh), inputs, letters, specs, (specs[0], lse_spec))
+    *arrays, mask, level = others
+    mask = plan.full_mask(mask)
+
+    def of_shard(*operands: Any) -> tuple[Array, Array]:
+        *arrays, level = operands
+        out, lse = plan.strategy.forward(kernel, Inputs(*arrays, bias_level=level))
+        return out, lse
+
+    letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, mask)
+    given, results = (q, *arrays, mask, level), (specs[0], lse_spec)
+    out, lse = on_shards(of_shard, _layout(plan, mesh), given, letters, specs, results)
     return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
-
-
-def _forward_on_shards(plan: Plan, kernel: Kernel, *operands: Any) -> tuple[Array, Array]:
-    out, lse = plan.strategy.forward(kernel, _local_inputs(*operands))
-    return out, lse
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

@@ -110,7 +110,10 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         MeshError, Unsupported, ConfigError: as `plan`.
     """
     check_hardware(config, target)
-    _check_lengths(call)
+    for key, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):
+        if length > MOST:
+            rule = f"positions are int32, and a sequence has at most {MOST} tokens"
+            raise InputError(key, length, rule, "split the sequence into several calls")
     _check_divides(call, shape)
     question = _Question(call, config, shape, target, Asked.of(config, call.role))
     over = _choose_strategy(question)
@@ -143,17 +146,6 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
         sums=over.sums,
         warns=runs.warns,
     )
-
-
-# ---- what must divide ----------------------------------------------------------------------------
-
-
-def _check_lengths(call: Call) -> None:
-    """Refuse lengths at which int32 does not hold a position, an offset and a width together."""
-    for name, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):
-        if length > MOST:
-            rule = f"positions are int32, and a sequence has at most {MOST} tokens"
-            raise InputError(name, length, rule, "split the sequence into several calls")
 
 
 def _check_divides(call: Call, shape: MeshShape) -> None:
@@ -199,24 +191,19 @@ class _Over(NamedTuple):
 def _choose_strategy(question: _Question) -> _Over:
     call, config, shape, target, asked = question
     if "context" not in dict(shape) or call.role == "cross":
-        return _Over(_strategy("none", question))
+        return _Over(STRATEGIES["none"].build(shape, config, call, target))
     name, key = asked.strategy, asked.strategy_key
     if name == "auto" and not config.attention_sharding_uniform:
         name, key = "ulysses", "attention_sharding_uniform"
     refused: tuple[Reason, ...] = ()
     if name != "auto":
-        named = _strategy(name, question)
+        named = STRATEGIES[name].build(shape, config, call, target)
         if (reason := named.supports(call)) is None:
             return _Over(named)
         _refuse_if_asked(question, key, reason)
         refused = (reason,)
     choice = choose_strategy(call, config, shape, target)
     return _Over(choice.strategy, choice.arithmetic, choice.sums, refused)
-
-
-def _strategy(name: str, question: _Question) -> Strategy:
-    call, config, shape, target, _ = question
-    return STRATEGIES[name].build(shape, config, call, target)
 
 
 def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
@@ -249,16 +236,9 @@ def named_kernel(call: Call, config: AttentionConfig) -> tuple[str, str]:
 
 # ---- notes ---------------------------------------------------------------------------------------
 
-# What is said of a setting beside who reads it.
-_SAID = {
-    "attention_sharding_uniform": (
-        "it gives self-attention ulysses on a context axis, where no strategy is named"
-    ),
-}
-
 
 def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
-    """Say which settings that were changed nothing reads that runs."""
+    """List the changed settings that nothing reads of what runs."""
     if not config.changed:
         return []
     notes = []
@@ -269,7 +249,10 @@ def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
             names = [row.title or row.name for row in readers[key]]
             if key in config.changed and not runs & {row.name for row in readers[key]}:
                 first = f"{', '.join(names[:-1])} and " if names[1:] else ""
-                said = _SAID.get(key, f"read by {first}{names[-1]} alone")
+                said = f"read by {first}{names[-1]} alone"
+                if key == "attention_sharding_uniform":
+                    said = "it gives self-attention ulysses on a context axis, where no strategy"
+                    said += " is named"
                 notes.append(f"{key} has no effect: {said}")
     return notes
 

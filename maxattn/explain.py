@@ -26,15 +26,11 @@ def explain(plan: Plan, training: bool = True, why: bool = False) -> str:
         training: False leaves out what its backward does and sends.
         why: print what `context_parallel: auto` added up for every strategy.
     """
-    entries = _entries(plan, training, why)
-    lines = (f"  {heading:<{INDENT - 2}}{text}" for heading, text in entries)
-    return "\n".join([_headline(plan), *lines])
-
-
-def _headline(plan: Plan) -> str:
     sizes = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
     call, mesh = plan.call, f"   mesh {sizes}" if sizes else ""
-    return f"{call.role}-attention  {call.shape_text}{mesh}   {plan.target.device_kind}"
+    headline = f"{call.role}-attention  {call.shape_text}{mesh}   {plan.target.device_kind}"
+    entries = _entries(plan, training, why)
+    return "\n".join([headline, *(f"  {name:<{INDENT - 2}}{text}" for name, text in entries)])
 
 
 def _entries(plan: Plan, training: bool, why: bool) -> list[tuple[str, str]]:
@@ -45,9 +41,16 @@ def _entries(plan: Plan, training: bool, why: bool) -> list[tuple[str, str]]:
         entries.append(("mask", _mask(plan.call)))
     if plan.mesh:
         entries.append(("shards", _shards(plan)))
-    entries += [("blocks", line) for line in _blocks(kernel, training).splitlines()]
-    entries += _moves(plan, training)
-    entries += [("note", note) for note in (*_arithmetic(plan, why), *plan.notes)]
+    blocks = kernel.blocks
+    if training and kernel.backward:
+        blocks = f"forward: {kernel.blocks}; backward: {kernel.backward}"
+    entries += [("blocks", line) for line in blocks.splitlines()]
+    moves = [str(c) for c in plan.collectives if training or c.when == "forward"]
+    entries += [("moves", text) for text in moves or ["nothing"] * bool(plan.mesh)]
+    sums = plan.sums
+    if not why:
+        sums = [f"{plan.arithmetic} (explain --why prints all)"] if plan.arithmetic else []
+    entries += [("note", note) for note in (*sums, *plan.notes)]
     return entries + [("not", str(reason)) for reason in plan.refused]
 
 
@@ -60,46 +63,19 @@ def _lines_of_kernel(plan: Plan, training: bool) -> Lines:
     return kernel._replace(backward=instead) if instead else kernel
 
 
-def _blocks(kernel: Lines, training: bool) -> str:
-    if not (training and kernel.backward):
-        return kernel.blocks
-    return f"forward: {kernel.blocks}; backward: {kernel.backward}"
-
-
-def _moves(plan: Plan, training: bool) -> list[tuple[str, str]]:
-    moves = [("moves", str(c)) for c in plan.collectives if training or c.when == "forward"]
-    return moves or ([("moves", "nothing")] if plan.mesh else [])
-
-
-def _arithmetic(plan: Plan, why: bool) -> tuple[str, ...]:
-    if why:
-        return plan.sums
-    return (f"{plan.arithmetic} (explain --why prints all)",) if plan.arithmetic else ()
-
-
 def _mask(call: Call) -> str:
     share = call.mask.allowed_pairs(call.q_len, call.kv_len) / (call.q_len * call.kv_len)
-    at_most = "at most " if call.mask.has_data else ""
-    return f"{call.mask}, {at_most}{_percent(share)} of the pairs"
-
-
-def _percent(share: float) -> str:
-    """Write a share with three digits, as 28.6%."""
-    value = 100 * share
-    decimals = max(0, 2 - floor(log10(value))) if value else 0
-    return f"{value:.{decimals}f}%"
+    at_most, percent = "at most " if call.mask.has_data else "", 100 * share
+    decimals = max(0, 2 - floor(log10(percent))) if percent else 0  # three digits, as 28.6%
+    return f"{call.mask}, {at_most}{percent:.{decimals}f}% of the pairs"
 
 
 def _shards(plan: Plan) -> str:
     local, call = plan.strategy.local_call(plan.padded_call), plan.call
     chunks = f"{plan.strategy.chunks_per_rank} x " if plan.strategy.chunks_per_rank > 1 else ""
     parts = f"{local.batch} of B, {chunks}{local.q_len} queries, {local.heads} heads each"
-    queries = _padding("queries", plan.q_len - call.q_len)
-    return parts + queries + _padding("keys", plan.kv_len - call.kv_len)
-
-
-def _padding(what: str, added: int) -> str:
-    return f"; {what}: {added} padded, masked" if added else ""
+    padding = {"queries": plan.q_len - call.q_len, "keys": plan.kv_len - call.kv_len}
+    return parts + "".join(f"; {what}: {n} padded, masked" for what, n in padding.items() if n)
 
 
 def _fields(kernel: Kernel) -> dict[str, Any]:
