@@ -1,10 +1,11 @@
-"""What surrounds the splash attentions: 64-bit mode, no promotion, a user's `shard_map`, two runs
-of the same.
+"""What surrounds a kernel: 64-bit mode, no promotion, a user's `shard_map`, two runs of the same,
+offsets that splash's codes do not hold, `vmap` over no example.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,22 +17,31 @@ from jax.sharding import PartitionSpec
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.errors import MeshError, Unsupported
+from maxattn.errors import InputError, MeshError, Unsupported
 from maxattn.kernels import KERNELS
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.flash import Flash
+from maxattn.kernels.splash.kernel import Splash
+from maxattn.kernels.tokamax_flash import TokamaxFlash
 from tests.golden_text import check_golden
-from tests.reference import error
+from tests.kernels.test_flash import FUSED, SHARD, UNFUSED, VIDEO
+from tests.reference import attention64, error
 from tests.waiting import but
 
 FAST = {"xla_backend_optimization_level": 0}
 needs_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
 )
-NAMES = ["flash", "flash fused", pytest.param("tokamax_flash", marks=needs_tokamax)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "flash": {"attention": "flash"},
     "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True}},
     "tokamax_flash": {"attention": "tokamax_flash", "use_base2_exp": True},
-}
+    "dense": {"attention": "dot_product"},
+    "blockwise": {
+        "attention": "dot_product", "use_memory_efficient_attention": True,
+        "query_chunk_size": 48, "key_chunk_size": 40,
+    },
+}  # fmt: skip
 CONFIGS = {name: ma.AttentionConfig(**settings) for name, settings in SETTINGS.items()}
 MASK = M.BlockSlidingWindow(24, 3) & M.KeyPadding(np.array([150, 90], np.int64))
 
@@ -83,9 +93,10 @@ APART = [
     pytest.param("flash fused", marks=pytest.mark.slow),
     pytest.param("tokamax_flash", marks=[needs_tokamax, pytest.mark.slow]),
 ]
+EACH = [*APART, "dense", "blockwise"]
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", EACH)
 def test_64_bit_mode_changes_nothing(name: str) -> None:
     want = gradients(CONFIGS[name], *qkv())
     with jax.enable_x64(True):
@@ -94,7 +105,7 @@ def test_64_bit_mode_changes_nothing(name: str) -> None:
     assert all(g.dtype == jnp.float32 for g in got)
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", EACH)
 def test_where_promotion_is_forbidden(name: str) -> None:
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=2).make_mesh(
         jax.devices()[:4]
@@ -105,20 +116,17 @@ def test_where_promotion_is_forbidden(name: str) -> None:
     assert all(error(g, w) < 2e-5 for g, w in zip(got, dense(), strict=True))
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", EACH)
 def test_the_backward_repeats_bit_for_bit(name: str) -> None:
     run = program(CONFIGS[name])
     first, again = (run(*qkv("bfloat16")) for _ in range(2))
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, again, strict=True))
     x = jax.ShapeDtypeStruct((1, 64, 2, 32), "float32")
-    config = ma.AttentionConfig(attention=CONFIGS[name].attention, deterministic=True)
-    assert (
-        ma.plan(ma.Call.of(x, x), config, target=ma.Target.here()).kernel.name == config.attention
+    plans = (
+        ma.plan(ma.Call.of(x, x), CONFIGS[name].replace(deterministic=asked))
+        for asked in (True, False)
     )
-
-
-def test_every_kernel_says_whether_it_repeats() -> None:
-    assert all(hasattr(kernel, "repeats") for kernel in KERNELS.values())
+    assert len({plan.kernel for plan in plans}) == 1
 
 
 def test_deterministic_refuses_a_kernel_that_does_not_repeat() -> None:
@@ -156,3 +164,67 @@ def test_inside_a_users_shard_map(name: str, checked: bool) -> None:
         check_golden(
             "inputs/checked_shard_map", str(caught.value).replace(CONFIGS[name].attention, "KERNEL")
         )
+
+
+@pytest.mark.parametrize("level", [-200.0, 200.0])
+def test_a_large_bias_does_not_overflow_in_rows_that_fill_the_last_chunk(level: float) -> None:
+    bias, dout = jnp.full((1, 1, 1, 150), level), np.ones((2, 150, 4, 32))
+    attend = partial(ma.attention, bias=bias, config=CONFIGS["blockwise"])
+    want = attention64(*qkv(), bias=bias, dout=dout)
+    got = jax.jit(jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2)))(*qkv())
+    for one, exact in zip(got, want[2:5], strict=True):
+        assert error(one, exact) < 1e-3  # float32 keeps 1e-5 of a score at 200
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (1, None)])
+def test_vmap_over_no_example_is_refused(axes, kernel: str) -> None:
+    """Under jit too, and where something is differentiated; plain JAX gives an empty result."""
+
+    def run(attention: str, differentiate: bool):
+        config = ma.AttentionConfig(attention=attention)
+
+        def call(q, k):
+            out = ma.attention(q, k, k, mask=M.Causal(), config=config)
+            return out.astype(jnp.float32).sum() if differentiate else out
+
+        one = jax.grad(call, (0, 1)) if differentiate else call
+        x = [jnp.ones((1, 16, 2, 16)) for _ in axes]
+        none = [
+            y if a is None else jnp.stack([y] * 2, a).take(jnp.array([], int), a)
+            for y, a in zip(x, axes, strict=True)
+        ]
+        return jax.vmap(jax.jit(one), in_axes=axes)(*none)
+
+    for differentiate in (False, True):
+        with pytest.raises(InputError, match=f"(?s)size 0.*{kernel} runs on one example or more"):
+            run(kernel, differentiate)
+        assert all(x.shape[0] == 0 for x in jax.tree.leaves(run("dot_product", differentiate)))
+
+
+# ---- splash's kernels ----------------------------------------------------------------------------
+
+SPLASH = [Flash(0.125, UNFUSED), TokamaxFlash(0.125, FUSED)]
+
+
+@needs_tokamax
+@pytest.mark.parametrize("kernel", SPLASH, ids=lambda kernel: kernel.name)
+def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number(kernel: Splash) -> None:
+    kernel, x = replace(kernel, interpret=True), jnp.ones((1, SHARD, 1, 64))
+    forward = jax.jit(lambda offset: kernel.forward(Inputs(x, x, x, None, VIDEO, 0, offset)).out)
+    assert np.isfinite(np.asarray(forward(SHARD))).all()
+    assert np.isnan(np.asarray(forward(SHARD - 1))).all()
+
+
+@needs_tokamax
+@pytest.mark.parametrize(("kernel", "products"), zip(SPLASH, (2, 4), strict=True))
+def test_float32_products_stay_whole_on_a_tpu(kernel: Splash, products: int) -> None:
+    """tokamax's kernel has two bodies, for tiles that evaluate the mask and for those that do not.
+
+    A half of the products is that of the scores with K, the other that of the weights with V.
+    """
+    for dtype, share in (("float32", 2), ("bfloat16", 0)):
+        x = jnp.ones((1, 128, 1, 64), dtype)
+        text = str(jax.make_jaxpr(lambda x: kernel.forward(Inputs(x, x, x)))(x))
+        highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        assert text.count("dot_general[") == products and highest == share * products // 2

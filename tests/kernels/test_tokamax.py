@@ -4,8 +4,6 @@ unused or refused.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +13,10 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
 from maxattn.errors import Unsupported
-from maxattn.kernels.base import Inputs
 from maxattn.kernels.splash.tokamax import steps
 from maxattn.kernels.tokamax_flash import TokamaxFlash
 from tests.golden_text import check_golden
-from tests.kernels.test_flash import POSITIONS, SHARD, VIDEO, call, whole
+from tests.kernels.test_flash import POSITIONS, call, whole
 from tests.reference import attention64, error
 
 pytest.importorskip("tokamax")
@@ -61,48 +58,6 @@ def test_shards_with_traced_offsets_and_a_merged_lse(name: str, base2: bool) -> 
     assert max(errors) < 2e-5, errors
 
 
-WINDOW = M.BlockSlidingWindow(60, 2) & M.KeyPadding(np.array([300, 61], np.int32))
-
-
-@pytest.mark.parametrize(
-    ("mask", "base2", "ranks"),
-    [
-        pytest.param(M.Full(), False, 8, marks=pytest.mark.slow),
-        pytest.param(WINDOW, True, 8, marks=pytest.mark.slow),
-        # tests/context_parallel/test_kernels_on_meshes.py has rings of two.
-        pytest.param(WINDOW, True, 3, marks=pytest.mark.slow),
-    ],
-)
-def test_a_ring(mask: M.Mask, base2: bool, ranks: int) -> None:
-    """Natural logarithms between the hops, whatever base the kernel computes in: forward, LSE and
-    gradients.
-    """
-    config = ma.AttentionConfig(
-        attention="ring",
-        attention_kernel="tokamax_flash",
-        use_base2_exp=base2,
-        ici_data_parallelism=1,
-        ici_context_parallelism=ranks,
-    )
-    rng, n = np.random.default_rng(2), 300
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, n, 2, 64)), "float32") for _ in range(4))
-    dlse = jnp.asarray(rng.normal(size=(2, 2, n)), "float32")
-    ok = np.asarray(mask.bind(n, n).allowed(np.arange(n), np.arange(n)))
-    dlse = jnp.where(np.broadcast_to(ok, (2, 1, n, n)).any(-1), dlse, 0.0)
-
-    mesh = config.make_mesh(jax.devices()[:ranks])
-
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def both(q, k, v):
-        attend = partial(ma.attention, mask=mask, config=config, mesh=mesh, return_lse=True)
-        result, vjp = jax.vjp(attend, q, k, v)
-        return *result, *vjp((dout, dlse))
-
-    want = attention64(q, k, v, ok, None, dout=dout, dlse=dlse)
-    errors = [error(g, w) for g, w in zip(both(q, k, v), want, strict=False)]
-    assert max(errors) < 2e-5, errors
-
-
 def test_exp2_in_bfloat16_has_no_bias() -> None:
     """log2(e) rounded to bfloat16 is 0.18% too large, which would shift every LSE."""
     rng = np.random.default_rng(0)
@@ -110,23 +65,6 @@ def test_exp2_in_bfloat16_has_no_bias() -> None:
     config = ma.AttentionConfig(attention="tokamax_flash", use_base2_exp=True)
     _, lse = ma.attention(q, k, v, config=config, return_lse=True)
     assert abs(float(np.mean(np.asarray(lse, np.float64) - attention64(q, k, v).lse))) < 2e-3
-
-
-def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number() -> None:
-    x = jnp.ones((1, SHARD, 1, 64))
-    forward = jax.jit(lambda offset: kernel().forward(Inputs(x, x, x, None, VIDEO, 0, offset)).out)
-    assert np.isfinite(np.asarray(forward(SHARD))).all()
-    assert np.isnan(np.asarray(forward(SHARD - 1))).all()
-
-
-def test_float32_products_stay_whole_on_a_tpu() -> None:
-    compiled = TokamaxFlash(0.125, SIZES)
-    for dtype, count in (("float32", 2), ("bfloat16", 0)):
-        x = jnp.ones((1, 128, 1, 64), dtype)
-        text = str(jax.make_jaxpr(lambda x: compiled.forward(Inputs(x, x, x)))(x))
-        # The kernel has two bodies, for tiles that evaluate the mask and for those that do not.
-        assert text.count("dot_general[") == 4
-        assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2 * count
 
 
 REFUSED = {

@@ -16,7 +16,6 @@ from flax import nnx
 
 import maxattn as ma
 from maxattn.attention import run
-from maxattn.context_parallel import Strategy
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.errors import InputError, Unsupported
@@ -167,17 +166,6 @@ ON_MESHES = [*FEW, *pairwise(PADDED_ON_MESH, lambda case: True)]
 @pytest.mark.parametrize("case", but(ON_MESHES, quick), ids=name_of)
 @pytest.mark.usefixtures("free_permutes")
 def test_on_a_mesh_against_float64(case: dict) -> None:
-    check_on_a_mesh(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(ON_MESH, lambda case: True), ids=name_of)
-@pytest.mark.usefixtures("free_permutes")
-def test_all_pairs_on_a_mesh(case: dict) -> None:
-    check_on_a_mesh(case)
-
-
-def check_on_a_mesh(case: dict) -> None:
     """With zig-zag order under a causal mask, since permutes cost nothing here."""
     case = case | {"length": "64", "heads": "mha", "bias": "none", "dtype": "float32"}
     x, on_gpus = arrays(case), case["strategy"] == "ring of GPUs"
@@ -194,7 +182,8 @@ def check_on_a_mesh(case: dict) -> None:
     if "ring" in case["strategy"] and case["mask"] == "causal":
         assert "zig-zag" in plan.strategy.label()
     if on_gpus:
-        plan = replace(plan, strategy=among_gpus(plan.strategy))
+        assert isinstance(plan.strategy, Ring)
+        plan = replace(plan, strategy=replace(plan.strategy, schedule=GpuSchedule()))
     f = partial(both, lambda q, k, v: run(plan, q, k, v, None, mask, mesh), x)
     operands = x["q"], x["k"], x["v"]
     traced = jax.jit(f).trace(*operands)
@@ -202,11 +191,6 @@ def check_on_a_mesh(case: dict) -> None:
         named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == kind)
         assert count_primitive(traced.jaxpr.jaxpr, kind) == named, kind
     judge(case, x, (*traced.lower().compile()(*operands), None))
-
-
-def among_gpus(strategy: Strategy) -> Strategy:
-    assert isinstance(strategy, Ring)
-    return replace(strategy, schedule=GpuSchedule())
 
 
 # ---- modules -------------------------------------------------------------------------------------
