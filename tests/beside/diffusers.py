@@ -17,7 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tests.beside.command import parser_of, report
+from tests.beside import timing
+from tests.beside.timing import parser_of, report
 
 FLOATS = {
     "denoise": "bf16 weights",
@@ -30,7 +31,7 @@ def main(said: argparse.Namespace) -> None:
     """Build the model, time the step, and say what was seen."""
     import torch
 
-    from tests.beside import clock, models
+    from tests.beside import models
 
     kind = "lora" if said.what == "train" and said.lora else said.what
     dtype = torch.float32 if kind == "train" else torch.bfloat16
@@ -39,7 +40,7 @@ def main(said: argparse.Namespace) -> None:
     attention = attention_of(said)
     found.transformer.set_attention_backend(attention)
     compile_parts(found.transformer, said)
-    clock.forget_peak(said.device)
+    timing.forget_peak(said.device)
     facts = {
         "model": found.name,
         "step": said.what,
@@ -49,7 +50,7 @@ def main(said: argparse.Namespace) -> None:
         "mode": said.mode,
         "attention": attention,
     }
-    report(facts | clock.measure(step, said), said.json)
+    report(facts | timing.measure(step, said), said.json)
 
 
 def attention_of(said: argparse.Namespace) -> str:

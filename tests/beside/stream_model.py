@@ -11,16 +11,63 @@ Axes: B batch (1), T tokens of a block, S tokens of the cache, N heads, H channe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.beside.stream_positions import Rotary, sinusoids, turned
-from tests.beside.stream_sizes import Sizes
-
 EPS = 1e-6
+Rotary = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hold sizes of the model and of a block; the defaults are Wan 2.1 1.3B's at 832x480.
+
+    Args:
+        heads, head_dim: N and H.
+        layers, inner: how many, and the width inside their feed-forward part.
+        rows, columns: tokens of a latent frame.
+        channels: of a token's latents.
+        text: tokens of the text.
+        times: sinusoids of the time.
+        own: frames of a block.
+        slots: frames that the cache holds.
+        sink: first frames that stay in it.
+        first: the block sees itself alone, as the first of a video does.
+    """
+
+    heads: int = 12
+    head_dim: int = 128
+    layers: int = 30
+    inner: int = 8960
+    rows: int = 30
+    columns: int = 52
+    channels: int = 64
+    text: int = 512
+    times: int = 256
+    own: int = 3
+    slots: int = 21
+    sink: int = 0
+    first: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of a token inside the model."""
+        return self.heads * self.head_dim
+
+    @property
+    def frame(self) -> int:
+        """Tokens of a frame."""
+        return self.rows * self.columns
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.own * self.frame
 
 
 class Layer(nn.Module):
@@ -133,3 +180,56 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Norm tokens in float32, scale and shift them."""
     normed = functional.layer_norm(x.float(), x.shape[-1:], eps=EPS)
     return (normed * (1 + scale) + shift).to(x.dtype)
+
+
+# ---- times, rotary positions, and the slots of a block in the cache ------------------------------
+
+
+def turned(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn pairs of channels, [B, T, N, H], by the angles of their tokens."""
+    cos, sin = rotary
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+
+
+def sinusoids(time: Tensor, count: int) -> Tensor:
+    """Embed times, [F] to [F, count] in float32."""
+    steps = torch.arange(count // 2, device=time.device, dtype=torch.float64) / (count // 2)
+    angles = time.double()[:, None] * 1e4**-steps
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+
+
+def rotary_of(sizes: Sizes, frame: Tensor) -> Rotary:
+    """Compute cosines and sines of a block's positions.
+
+    Args:
+        sizes: of the block.
+        frame: the number of its first frame.
+    """
+    pairs = sizes.head_dim // 2
+    side = pairs // 3
+    ranges = (sizes.own, pairs - 2 * side), (sizes.rows, side), (sizes.columns, side)
+    where: dict[str, Any] = {"device": frame.device, "dtype": torch.float64}
+    parts = []
+    for axis, (length, count) in enumerate(ranges):
+        at = torch.arange(length, **where) + (frame if axis == 0 else 0)
+        angles = at[:, None] * 1e4 ** -(torch.arange(count, **where) / count)
+        shape = [1, 1, 1, count]
+        shape[axis] = length
+        parts.append(angles.view(shape).expand(sizes.own, sizes.rows, sizes.columns, count))
+    angles = torch.cat(parts, dim=-1).reshape(sizes.tokens, 1, pairs)
+    return angles.cos().float(), angles.sin().float()
+
+
+def slots_of(sizes: Sizes, frame: Tensor) -> Tensor:
+    """Number the tokens of the cache that a block takes: those of the oldest frames but the sink.
+
+    Args:
+        sizes: of the block.
+        frame: the number of its first frame.
+    """
+    frames = frame + torch.arange(sizes.own, device=frame.device)
+    turn = sizes.sink + (frames - sizes.sink) % (sizes.slots - sizes.sink)
+    slots = torch.where(frames < sizes.sink, frames, turn)
+    tokens = torch.arange(sizes.frame, device=frame.device)
+    return (slots[:, None] * sizes.frame + tokens).flatten()

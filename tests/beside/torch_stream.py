@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.beside.command import parser_of, report
+from tests.beside import timing
+from tests.beside.timing import parser_of, report
 
 SHIFT, VIDEO_FRAMES = 5.0, 4
 TINY = {
@@ -29,15 +30,14 @@ def main(said: argparse.Namespace) -> None:
     check(said)
     import torch
 
-    from tests.beside import clock
-    from tests.beside.stream_sizes import Sizes
+    from tests.beside.stream_model import Sizes
 
     torch.manual_seed(0)
     own = {"own": said.frames_per_block, "slots": said.window, "sink": said.sink}
     sizes = Sizes(**own, first=said.first, **(TINY if said.tiny else {}))
     block = graphed(block_of(sizes, said), said)
-    clock.forget_peak(said.device)
-    seen = clock.measure(block, said)
+    timing.forget_peak(said.device)
+    seen = timing.measure(block, said)
     report(described(sizes, said) | seen | rates(sizes, said, seen), said.json)
 
 
@@ -57,7 +57,7 @@ def block_of(sizes: Any, said: argparse.Namespace) -> Callable[[], None]:
     """Return what makes the next block: all of it is on the device, and nothing waits."""
     import torch
 
-    from tests.beside.stream_positions import rotary_of, slots_of
+    from tests.beside.stream_model import rotary_of, slots_of
 
     model, sigmas = model_of(sizes, said), sigmas_of(said.denoising_steps)
     where = {"device": said.device}

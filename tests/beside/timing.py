@@ -1,16 +1,24 @@
-"""What both commands share: options, the wait for a file, and how they say what was seen."""
+"""What both commands share: options, timing as examples/measuring/clock.py does, and the report."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
+import re
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
 from typing import Any
 
 PACKAGES = ("torch", "diffusers", "triton")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+KINDS = {
+    "attention": re.compile(r"flash|fmha|sdpa|attention"),
+    "matmul": re.compile(r"gemm|cublas|nvjet|xmma|cutlass|mm_|addmm|conv_|convolution"),
+}
+ALL = (*KINDS, "rest")
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -39,7 +47,7 @@ def wait_for(path: str | None) -> None:
         return
     Path(f"{path}.ready").touch()
     while not Path(path).exists():
-        time.sleep(0.05)
+        sleep(0.05)
 
 
 def report(facts: dict[str, Any], file: str | None) -> None:
@@ -79,3 +87,86 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def measure(run: Callable[[], Any], said: Any) -> dict[str, Any]:
+    """Warm up, wait where that was asked for, and time rounds.
+
+    Args:
+        run: one step.
+        said: the command line, with `rounds`, `steps`, `profile`, `start_when` and `device`.
+    """
+    began = perf_counter()
+    for _ in range(2):
+        run()
+    synchronize(said.device)
+    warm = perf_counter() - began
+    wait_for(said.start_when)
+    times = [_round(run, said) for _ in range(said.rounds + 1)][1:]
+    return {
+        "ms": median(times),
+        "rounds_ms": times,
+        "warm_s": round(warm, 1),
+        "peak_bytes": peak_bytes(said.device),
+        "device": device_name(said.device),
+        "breakdown_ms": breakdown(run, said) if said.profile else dict.fromkeys(ALL, 0.0),
+    }
+
+
+def _round(run: Callable[[], Any], said: Any) -> float:
+    began = perf_counter()
+    for _ in range(said.steps):
+        run()
+    synchronize(said.device)
+    return 1e3 * (perf_counter() - began) / said.steps
+
+
+def breakdown(run: Callable[[], Any], said: Any) -> dict[str, float]:
+    """Profile a round: milliseconds of a step in attention, matrix products and the rest."""
+    import torch
+
+    gpu, cuda = said.device != "cpu", torch.autograd.DeviceType.CUDA
+    with torch.profiler.profile() as seen:
+        _round(run, said)
+    found = dict.fromkeys(ALL, 0.0)
+    for event in seen.key_averages():
+        if gpu and (event.device_type != cuda or event.is_user_annotation):
+            continue
+        spent = event.self_device_time_total if gpu else event.self_cpu_time_total
+        kind = next(
+            (kind for kind, words in KINDS.items() if words.search(event.key.lower())), "rest"
+        )
+        found[kind] += spent / 1e3 / said.steps
+    return found
+
+
+def synchronize(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def forget_peak(device: str) -> None:
+    """Count the peak of memory from here on, without what building a model took."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes(device: str) -> int:
+    """Return the most bytes that tensors took; 0 where nobody counts."""
+    import torch
+
+    return 0 if device == "cpu" else torch.cuda.max_memory_allocated()
+
+
+def device_name(device: str) -> str:
+    import torch
+
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name()
