@@ -5,8 +5,7 @@ The batch is a `vmap` over the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
@@ -113,7 +112,7 @@ class Problem:
     def forward_of(self, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out, lse), padded to whole tiles."""
         setup = self._setup(blocks)
-        run = _over_batch(lambda row: self.library.forward(row, setup, blocks))
+        run = jax.vmap(_usually(lambda row: self.library.forward(row, setup, blocks)))
         return run(setup.operands(self))
 
     def backward(self, sizes: BlockSizes, stats: Stats) -> tuple[Array, Array, Array]:
@@ -127,36 +126,29 @@ class Problem:
     def dkv(self, blocks: Blocks, stats: Stats, fused: bool) -> tuple[Array | None, Array, Array]:
         """Return (dq when fused else None, dk, dv), padded to whole tiles."""
         setup = self._setup(blocks)
-        over = _at_once if self.rows_at_once else _over_batch
-        run = over(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
-        return self._over_cores(run, setup, stats)
+        run = _usually(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
+        return self._over_cores(run if self.rows_at_once else jax.vmap(run), setup, stats)
 
     def dq(self, blocks: Blocks, stats: Stats) -> Array:
         """Return dq of the separate backward, padded to whole tiles."""
         setup = self._setup(blocks)
-        run = _over_batch(lambda row, stats: self.library.dq(row, stats, setup, blocks))
-        return self._over_cores(run, setup, stats)
+        run = _usually(lambda row, stats: self.library.dq(row, stats, setup, blocks))
+        return self._over_cores(jax.vmap(run), setup, stats)
 
     def _over_cores(self, run: Callable[..., Any], setup: Setup, stats: Stats) -> Any:
         """Run a backward kernel with groups of heads as further rows of the batch.
 
         The batch is the one parallel axis of its grid: a row alone would run on one core.
         """
-        groups = self.head_groups
+        batch, heads = self.q.shape[:2]
+        groups = self.cores // gcd(batch, self.cores)
+        if heads % groups or self.k.shape[1] % groups:
+            groups = 1
         operands, stats = setup.operands(self), setup.stats(stats)
         ids = jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0), operands.ids)
-        batch = self.q.shape[0]
         q, k, v = _regrouped(operands[:3], groups, batch)
         done = run(Operands(q, k, v, ids), _regrouped(stats, groups, batch))
         return _regrouped(done, 1, batch)
-
-    @property
-    def head_groups(self) -> int:
-        """Into how many groups the heads of a batch row go, for each core to have rows."""
-        batch, heads = self.q.shape[:2]
-        groups = self.cores // gcd(batch, self.cores)
-        divides = heads % groups == 0 and self.k.shape[1] % groups == 0
-        return groups if divides else 1
 
     @property
     def q_len(self) -> int:
@@ -174,8 +166,10 @@ class Problem:
         A plan refuses sequences that are too long. Only the device can know a traced offset that no
         context strategy makes: one beyond 2**20, or that is no whole number of key shards.
         """
-        valid = self._setup((self.q_len, self.kv_len)).valid
-        return x if valid is None else jnp.where(valid, x, jnp.nan)
+        codes = self._setup((self.q_len, self.kv_len)).codes
+        if codes is None or codes.valid is None:
+            return x
+        return jnp.where(codes.valid, x, jnp.nan)
 
     def _setup(self, blocks: Blocks) -> Setup:
         positions, lengths = self.parts.positions, (self.q_len, self.kv_len)
@@ -213,11 +207,6 @@ class Setup:
         """The function that the kernel calls, or None where every pair is allowed."""
         return None if self.codes is None else self.codes.code
 
-    @property
-    def valid(self) -> Array | None:
-        """Whether the codes could hold the offsets; None: known to."""
-        return None if self.codes is None else self.codes.valid
-
     def operands(self, problem: Problem) -> Operands:
         """Pad everything to whole tiles; ids that pad keys match nothing."""
         t, s = self.padded
@@ -241,35 +230,22 @@ class Setup:
 
 def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
     """Give each array [b, n, ...] so many rows a batch row; the heads in them are in order."""
-
-    def of(x: Array) -> Array:
-        heads = x.shape[0] * x.shape[1] // (batch * groups)
-        return x.reshape(batch * groups, heads, *x.shape[2:])
-
-    return jax.tree.map(of, arrays)
+    rows = batch * groups
+    return jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[2:]), arrays)
 
 
-def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.vmap(_at_once(kernel))
+def _usually(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep 64-bit mode and forbidden promotion off: the libraries' index arithmetic needs that."""
 
-
-def _at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(*operands: Any) -> Any:
-        with _usual_arithmetic():
+        with (
+            jax.enable_x64(False),
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+        ):
             return kernel(*operands)
 
     return run
-
-
-@contextmanager
-def _usual_arithmetic() -> Iterator[None]:
-    """Keep 64-bit mode and forbidden promotion off: the libraries' index arithmetic needs that."""
-    with (
-        jax.enable_x64(False),
-        jax.numpy_rank_promotion("allow"),
-        jax.numpy_dtype_promotion("standard"),
-    ):
-        yield
 
 
 def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> Blocks:

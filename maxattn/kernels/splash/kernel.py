@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust, padding_notes
 from maxattn.block_sizes.estimated.defaults import estimate_note, estimated_sizes
@@ -29,7 +28,6 @@ from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, Problem, Stats
-from maxattn.masks import Mask
 from maxattn.masks.terms import USE_BLOCKWISE, SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import leaves_open, tuned_config, tuned_note
@@ -45,6 +43,8 @@ SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 @dataclass(frozen=True)
 class Splash(Kernel):
     """Compute out = softmax(scale * q k^T) v with the kernels of a library.
+
+    The backward repeats: a grid's steps are in order, and the shares of dQ are summed after.
 
     Args:
         scale: multiplies the queries, in float32, before they are rounded to their dtype.
@@ -78,11 +78,6 @@ class Splash(Kernel):
         """
         return platform != "tpu" and tokens >= SHORTEST_ROW
 
-    @staticmethod
-    def repeats(call: Call, target: Target) -> Reason | None:
-        """Repeat always: a grid's steps are in order, and the shares of dQ are summed after."""
-        return None
-
     @classmethod
     def of(cls, call: Call, config: AttentionConfig, target: Target, **settings: Any) -> Self:
         """Adjust the block sizes, for training and for inference; interpret on a CPU."""
@@ -101,23 +96,22 @@ class Splash(Kernel):
         return cls(call.scale, blocks, interpret, float32, changes, *inference, **settings)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        return (*padding_notes(call, self.blocks), *self._source(call, config, target))
+        return self._notes(None, call, config, target)
 
     def notes_of(
         self, what: Pass, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        return (*padding_notes(call, self.blocks), *self._source(call, config, target, what))
+        return self._notes(what, call, config, target)
 
-    def _source(
-        self, call: Call, config: AttentionConfig, target: Target, what: Pass | None = None
+    def _notes(
+        self, what: Pass | None, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Say where sizes are from that the config leaves open."""
-        if measured := tuned_note(config, self.name, call, target):
-            return measured
+        """Name what the sizes pad, and the source of those that the config leaves open."""
+        source = tuned_note(config, self.name, call, target)
         kind, fused = cast(KernelKind, self.name), config.flash_block_sizes.use_fused_bwd_kernel
-        if self.float32_qk_product or not _leaves_tiles_open(config, kind):
-            return ()
-        return estimate_note(kind, call, target, what, fused)
+        if not source and not self.float32_qk_product and _leaves_tiles_open(config, kind):
+            source = estimate_note(kind, call, target, what, fused)
+        return (*padding_notes(call, self.blocks), *source)
 
     def for_inference(self) -> Self:
         if self.inference is None:
@@ -179,20 +173,17 @@ class Splash(Kernel):
 
     def _problem(self, inputs: Inputs, factor: float) -> Problem:
         dtype = self._compute_dtype(inputs)
-        q = self._scaled(inputs.q, factor, dtype).swapaxes(1, 2)
-        k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
-        parts = split_mask(inputs.mask)
-        assert isinstance(parts, SplitMask), parts  # supports() refused it
-        offsets = inputs.q_offset, inputs.kv_offset
-        return Problem(q, k, v, parts, *offsets, self.library, self.cores, self.rows_at_once)
-
-    def _scaled(self, q: Array, factor: float, dtype: Any) -> Array:
         # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to
         # their dtype. A power of two (head dims 64 and 256) is exact. For others no factor but a
         # power of two is free of that rounding, on q or k: at head dim 128 in bfloat16, with scores
         # of standard deviation 1 and 9, the RMS error of the output is 2.3e-3 and 5.2e-3, where
         # exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
-        return (q.astype(jnp.float32) * (self.scale * factor)).astype(dtype)
+        q = (inputs.q.astype(jnp.float32) * (self.scale * factor)).astype(dtype).swapaxes(1, 2)
+        k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
+        parts = split_mask(inputs.mask)
+        assert isinstance(parts, SplitMask), parts  # supports() refused it
+        offsets = inputs.q_offset, inputs.kv_offset
+        return Problem(q, k, v, parts, *offsets, self.library, self.cores, self.rows_at_once)
 
 
 def asked_sizes(
@@ -226,15 +217,9 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
     rule = mask_codes.too_many_steps(parts.positions, call.kv_len)
     if rule is not None:
         return Reason(name, "mask SegmentLengths", rule, SEGMENTS_REMEDY)
-    return _refuse_length(name, call, parts.positions)
-
-
-def _refuse_length(name: str, call: Call, positions: Mask) -> Reason | None:
-    """Refuse a sequence too long for its keys to be sharded: their offset is traced then."""
     queries, keys = call.sequence or (call.q_len, call.kv_len)
-    if keys == call.kv_len:
-        return None
-    rule = mask_codes.too_long(positions, call.kv_len, queries, keys)
+    if keys != call.kv_len:  # keys are sharded, and their offset is traced
+        rule = mask_codes.too_long(parts.positions, call.kv_len, queries, keys)
     return None if rule is None else Reason(name, "length", rule, mask_codes.REMEDY)
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array
 from maxattn.jax_private.tokamax import library
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.kernels.splash.calls import Blocks, Library, Operands, Setup, Stats
+from maxattn.kernels.splash.scalar_memory import column_type
 from maxattn.masks import EMPTY, FULL
 
 LOG2E = log2(e)
@@ -77,21 +78,16 @@ class TokamaxSplash(Library):
         )
 
     def _settings(self, setup: Setup, blocks: Blocks) -> dict[str, Any]:
-        return {
-            "is_mqa": False,
-            "mask_value": library().base.DEFAULT_MASK_VALUE,
-            "mask_function": setup.code,
-            "config": self._config(blocks),
-        }
-
-    def _config(self, blocks: Blocks) -> Any:
-        return library().SplashConfig(
+        config = library().SplashConfig(
             *blocks,
             *blocks,
             use_base2_exp=self.base2,
             use_experimental_scheduler=self.scheduler,
             interpret=self.interpret,
         )
+        value = library().base.DEFAULT_MASK_VALUE
+        code = {"mask_value": value, "mask_function": setup.code}
+        return {"is_mqa": False, "config": config, **code}
 
 
 def _with_ids(row: Operands) -> tuple[Any, Any, Any, Any]:
@@ -118,19 +114,11 @@ def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
 
     They are numpy, or traced and padded with -1.
     """
-    return _known_steps(marks) if isinstance(marks, np.ndarray) else _traced_steps(marks)
-
-
-def _known_steps(marks: np.ndarray) -> tuple[Any, Any, Any, Any]:
-    longest = max(marks.shape)
-    row, column = np.nonzero(marks) if marks.any() else (np.zeros(1, int), np.zeros(1, int))
-    small = np.int8 if longest <= 128 else np.int16 if longest <= 2**15 else np.int32
-    count = np.array([row.shape[0]], np.int32)
-    marked = np.maximum(marks[row, column], PARTIAL)
-    return row.astype(small), column.astype(small), marked, count
-
-
-def _traced_steps(marks: Array) -> tuple[Any, Any, Any, Any]:
+    if isinstance(marks, np.ndarray):
+        row, column = np.nonzero(marks) if marks.any() else (np.zeros(1, int), np.zeros(1, int))
+        small, count = column_type(max(marks.shape)), np.array([row.shape[0]], np.int32)
+        marked = np.maximum(marks[row, column], PARTIAL)
+        return row.astype(small), column.astype(small), marked, count
     rows, columns = marks.shape
     row, column = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.mgrid[:rows, :columns])
     idle = (marks == 0).reshape(-1).astype(jnp.int32)
