@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.base import CONTEXT, Collective, Strategy, itemsize
+from maxattn.context_parallel.base import CONTEXT, Collective, Strategy, itemsize, kv_bytes
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
 from maxattn.target import Target
@@ -43,11 +43,10 @@ class ReplicatedKeys(Strategy):
         """Name the sum of the gradients of K and V."""
         if CONTEXT not in dict(self.shape):
             return ()
-        size = self._kv_bytes(call, 4)
+        size = kv_bytes(self.local_call(call), 4)
         return (Collective("psum", AXES, "dK,dV", "backward", size, arrays=2),)
 
     def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
-        """Return this device's (out, lse)."""
         return kernel.forward(self._whole_inputs(inputs))
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
@@ -67,11 +66,6 @@ class ReplicatedKeys(Strategy):
     def _sum(self, x: Array) -> Array:
         return sum_over(x, AXES, self.shape)
 
-    def _kv_bytes(self, call: Call, size: int) -> int:
-        local = self.local_call(call)
-        channels = local.head_dim + local.value_dim
-        return local.batch * local.kv_len * local.kv_heads * channels * size
-
 
 @dataclass(frozen=True)
 class AllGather(ReplicatedKeys):
@@ -80,14 +74,13 @@ class AllGather(ReplicatedKeys):
     name: ClassVar[str] = "all_gather"
 
     def kv_letter(self) -> str:
-        """Keys are split over context until they are gathered."""
         return "S"
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         """Name the transfers of K and V and of their gradients."""
         n = ways("S", self.shape)
-        share = self._kv_bytes(call, itemsize(call.dtype)) * (n - 1) // n
-        summed = self._kv_bytes(call, 4) * (n - 1) // n
+        local = self.local_call(call)
+        share, summed = (kv_bytes(local, size) * (n - 1) // n for size in (itemsize(call.dtype), 4))
         return (
             Collective("all_gather", AXES, "K,V", "forward", share, arrays=2),
             Collective("all_gather", AXES, "K,V", "backward", share, arrays=2),

@@ -243,3 +243,8 @@ def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[
 def itemsize(dtype: str) -> int:
     """Return the bytes of one element."""
     return jax.numpy.dtype(dtype).itemsize
+
+
+def kv_bytes(call: Call, size: int) -> int:
+    """Count the bytes of K and V of a call, in elements of `size` bytes."""
+    return call.batch * call.kv_len * call.kv_heads * (call.head_dim + call.value_dim) * size

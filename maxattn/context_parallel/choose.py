@@ -64,15 +64,26 @@ def choose_strategy(
     refused = {name: reason for name, s in built.items() if (reason := s.supports(call))}
     costs = {
         name: cost_of(s, call, target)
-        for name, s in built.items() if name not in refused and not _has_own_line(s)
+        for name, s in built.items() if name not in refused and not _is_another(s)
     }  # fmt: skip
     name = fastest(costs, limit)
-    why = _why(name, costs, limit)
+    step, fitting = costs[name].step, {n: c for n, c in costs.items() if c.memory <= limit}
+    why = ""
+    if not fitting:
+        why = ", which holds least"
+    elif step > min(c.step for c in fitting.values()):
+        why = f", the first within {EQUAL - 1:.0%} of the shortest"
+    times, others = f"{_in_ms(step)} ms a step", {n: c for n, c in costs.items() if n != name}
+    if others := {n: c for n, c in others.items() if n in fitting} or others:
+        other = min(others, key=lambda n: others[n].step)
+        rank = "shortest" if others[other].step < step else "next best"
+        times += f"; {rank} {other} {_in_ms(others[other].step)} ms"
     head = f"context_parallel: auto is {name}{why}"
-    first = f"{head}, by this arithmetic ({machine.source})"
-    times = f"{head}{',' if why else ''} by arithmetic: {_times(name, costs, limit)}"
-    sums = first, *_lines(costs, limit), *map(str, refused.values())
-    return StrategyChoice(built[name], times, sums)
+    over = f", over the {readable(limit)} that half of the memory is"
+    lines = (f"{cost}{over if cost.memory > limit else ''}" for cost in costs.values())
+    sums = f"{head}, by this arithmetic ({machine.source})", *lines, *map(str, refused.values())
+    by = "," if why else ""
+    return StrategyChoice(built[name], f"{head}{by} by arithmetic: {times}", sums)
 
 
 def fastest(costs: Mapping[str, StrategyCost], limit: float) -> str:
@@ -87,44 +98,16 @@ def fastest(costs: Mapping[str, StrategyCost], limit: float) -> str:
     return next(name for name, cost in fitting.items() if cost.step <= EQUAL * shortest)
 
 
-def _why(name: str, costs: Mapping[str, StrategyCost], limit: float) -> str:
-    """Say why it is that one, where another's step is shorter."""
-    fitting = [cost.step for cost in costs.values() if cost.memory <= limit]
-    if not fitting:
-        return ", which holds least"
-    if costs[name].step == min(fitting):
-        return ""
-    return f", the first within {EQUAL - 1:.0%} of the shortest"
-
-
-def _times(name: str, costs: Mapping[str, StrategyCost], limit: float) -> str:
-    """Say how long the chosen one takes, and the fastest of the others that fit in memory."""
-    chosen = f"{_in_ms(costs[name].step)} ms a step"
-    others = {n: cost for n, cost in costs.items() if n != name}
-    others = {n: cost for n, cost in others.items() if cost.memory <= limit} or others
-    if not others:
-        return chosen
-    other = min(others, key=lambda n: others[n].step)
-    rank = "shortest" if others[other].step < costs[name].step else "next best"
-    return f"{chosen}; {rank} {other} {_in_ms(others[other].step)} ms"
-
-
 def _in_ms(seconds: float) -> str:
     """Write seconds as milliseconds, with the three digits that this arithmetic is worth."""
     value = float(f"{seconds * 1e3:.3g}")
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def _lines(costs: Mapping[str, StrategyCost], limit: float) -> list[str]:
-    over = f", over the {readable(limit)} that half of the memory is"
-    return [str(cost) + (over if cost.memory > limit else "") for cost in costs.values()]
-
-
-def _has_own_line(strategy: Strategy) -> bool:
+def _is_another(strategy: Strategy) -> bool:
     """Tell whether it is another candidate too: one group of devices, or groups of one."""
-    if not isinstance(strategy, UlyssesRing):
-        return False
-    return strategy.inner.group == 1 or strategy.inner.ring_size == 1
+    ring = strategy.inner if isinstance(strategy, UlyssesRing) else None
+    return ring is not None and 1 in (ring.group, ring.ring_size)
 
 
 # ---- what a strategy costs -----------------------------------------------------------------------

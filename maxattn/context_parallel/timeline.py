@@ -17,7 +17,7 @@ from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimate
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.base import bias_letters, itemsize
+from maxattn.context_parallel.base import bias_letters, itemsize, kv_bytes
 from maxattn.devices import START, Machine, machine_of
 from maxattn.target import Target
 
@@ -50,12 +50,9 @@ class Share(NamedTuple):
     def of(local: Call, machine: Machine) -> Share:
         """Count for the call of one device; a pair costs products over both H and V."""
         item, dim = itemsize(local.dtype), (local.head_dim + local.value_dim) / 2
-        q, kv = (
-            local.batch * length * heads * dim * item
-            for length, heads in ((local.q_len, local.heads), (2 * local.kv_len, local.kv_heads))
-        )
-        pair = TRAINING * FLOPS_A_PAIR * dim * local.batch * local.heads / machine.flops
-        return Share(q, kv, item, pair)
+        rows = local.batch * local.heads * dim
+        pair = TRAINING * FLOPS_A_PAIR * rows / machine.flops
+        return Share(rows * local.q_len * item, kv_bytes(local, item), item, pair)
 
 
 class Traffic(NamedTuple):
@@ -173,8 +170,13 @@ def timeline_of(
             np.array([keys[0], *(keys[1:] + grads[:-1]), grads[-1]]),
         ),
     )
-    # q, k, v, out and dout of a backward, and gradients before they go back.
-    exchanged = 4 * share.q + 2 * share.kv if ring.group > 1 else 0.0
+    exchanges, exchanged = 0.0, 0.0
+    if (group := ring.group) > 1:
+        # Fifteen arrays: five forward, seven and three backward; statistics are small. Held are q,
+        # k, v, out and dout of a backward, and gradients before they go back.
+        received = (6 * share.q + 3 * share.kv) * (group - 1) / group
+        exchanges = received / machine.exchanged(group) + 15 * START
+        exchanged = 4 * share.q + 2 * share.kv
     # K and V forward, K and V and their gradients backward; packed, they have kernels to start.
     starts = 6 * len(hops) - 4 if len(hops) > 1 else 0
     return Timeline(
@@ -183,7 +185,7 @@ def timeline_of(
         starts=ring.schedule.directions * starts * START,
         slowed=machine.slowed * float(sum(step.transfer.sum() for step in steps)),
         permutes=_permutes(ring, share, call.bias, machine) if ring.chunks_per_rank > 1 else 0.0,
-        exchanges=_exchanges(ring.group, share, machine),
+        exchanges=exchanges,
         merges=traffic.merged / machine.hbm if n > 1 else 0.0,
         source=source,
         held=exchanged + (traffic.held if n > 1 else 0.0),
@@ -194,17 +196,6 @@ def padded_call(ring: Ring, call: Call) -> Call:
     """Return a call as a ring pads it; where every query sees every key, padding is priced too."""
     padded = ring.padded_call(call)
     return padded.derived(mask=call.mask) if call.mask.is_full else padded
-
-
-def _exchanges(group: int, share: Share, machine: Machine) -> float:
-    """Return the seconds in which groups of devices exchange heads.
-
-    Fifteen arrays: five forward, seven and three backward; statistics are small.
-    """
-    if group == 1:
-        return 0.0
-    received = (6 * share.q + 3 * share.kv) * (group - 1) / group
-    return received / machine.exchanged(group) + 15 * START
 
 
 def _permutes(ring: Ring, share: Share, bias: tuple[int, ...] | None, machine: Machine) -> float:

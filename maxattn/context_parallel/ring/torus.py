@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxattn.call import Call
-from maxattn.context_parallel.base import Collective, itemsize
+from maxattn.context_parallel.base import Collective, itemsize, kv_bytes
 from maxattn.context_parallel.ring import head_halves
 from maxattn.context_parallel.ring.head_halves import ALL, FIRST, SECOND, Heads, may_halve
 from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
@@ -23,7 +23,6 @@ from maxattn.context_parallel.ring.schedule import (
     unseen,
     zeros,
 )
-from maxattn.context_parallel.ring.zigzag import kv_bytes
 from maxattn.context_parallel.timeline import FLOAT, Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import merge_by_lse

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from operator import and_
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.context_parallel.base import CONTEXT, Collective, bias_letters, itemsize
+from maxattn.context_parallel.base import CONTEXT, Collective, bias_letters, itemsize, kv_bytes
 from maxattn.kernels.bias_level import level_shape
 from maxattn.masks import EMPTY, FULL, Full, Mask
 from maxattn.masks.blocks import stretches
@@ -36,13 +36,8 @@ Moves = list[tuple[int, int]]
 """(from, to) of a permute, by device."""
 
 
-class _HopRange(NamedTuple):
-    """Say which rank computes how many pairs in each hop from `start` to `end`."""
-
-    rank: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    pairs: np.ndarray
+HopRange = tuple[np.ndarray, ...]
+"""Ranks, and how many pairs each computes in every hop from the second array to the third."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +75,18 @@ class ChunkLayout:
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
         """List the hops in which some rank has something to compute; hop 0 is always made."""
         change = np.zeros(self.ring_size + 1, np.int64)
-        for visit in self._visits(mask, q_len, kv_len):
-            np.add.at(change, visit.start, 1)
-            np.add.at(change, visit.end, -1)
+        for _, start, end, _ in self._visits(mask, q_len, kv_len):
+            np.add.at(change, start, 1)
+            np.add.at(change, end, -1)
         some = np.cumsum(change) > 0
         return tuple(h for h in range(self.ring_size) if h == 0 or some[h])
 
     def work(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
         """Count allowed pairs for [rank, hop]; at most, with data masks."""
         change = np.zeros((self.ring_size, self.ring_size + 1), np.int64)
-        for visit in self._visits(mask, q_len, kv_len):
-            np.add.at(change, (visit.rank, visit.start), visit.pairs)
-            np.add.at(change, (visit.rank, visit.end), -visit.pairs)
+        for rank, start, end, pairs in self._visits(mask, q_len, kv_len):
+            np.add.at(change, (rank, start), pairs)
+            np.add.at(change, (rank, end), -pairs)
         return np.cumsum(change, axis=1, out=change)[:, :-1]
 
     def slowest(self, mask: Mask, q_len: int, kv_len: int) -> tuple[np.ndarray, float]:
@@ -107,7 +102,7 @@ class ChunkLayout:
         work = ChunkLayout(n // many, self.chunks_per_rank).work(mask, q_len, kv_len)
         return np.repeat(work.max(axis=0) / many**2, many), float(work.sum())
 
-    def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[_HopRange]:
+    def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[HopRange]:
         """List in which hops ranks compute pairs: thousands of ranks have millions of chunks."""
         n, c = self.ring_size, self.chunks
         found = stretches(mask, q_len // c, kv_len // c, q_len, kv_len)
@@ -119,7 +114,7 @@ class ChunkLayout:
             last = first + high - low
             for begin, stop in ((first, np.minimum(last, n)), (0 * first, last - n)):
                 some = (low < high) & (begin < stop)
-                yield _HopRange(*(x[some] for x in (rank, begin, stop, found.pairs)))
+                yield tuple(x[some] for x in (rank, begin, stop, found.pairs))
 
     def _by_hop(self, of_chunks: np.ndarray) -> np.ndarray:
         n, chunks = self.ring_size, self.chunks_per_rank
@@ -231,8 +226,3 @@ def zigzag_collectives(
         Collective("ppermute", (CONTEXT,), f"{what} zig-zag", when, size, 2, count)
         for what, when, size, count in moves
     )
-
-
-def kv_bytes(call: Call, size: int) -> int:
-    """Count the bytes of K and V of a call, in elements of `size` bytes."""
-    return call.batch * call.kv_len * call.kv_heads * (call.head_dim + call.value_dim) * size
