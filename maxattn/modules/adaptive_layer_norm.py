@@ -120,24 +120,17 @@ def adaptive_norm(
     if launch is None:
         found = in_steps(work, rows, parts)
     else:
-        of_parts = ("B..." if len(part) == len(x) else "1..." for part in parts)
+        letters = ("B..." if len(part) == len(x) else "1..." for part in parts)
+        of_parts = tuple(sharding.partition_spec(each, shape) for each in letters)
         of_rows = sharding.partition_spec("BT.", shape)
-        specs = (
-            (of_rows,) * len(rows),
-            tuple(sharding.partition_spec(letters, shape) for letters in of_parts),
-        )
+        specs = ((of_rows,) * len(rows), of_parts)
         run = sharding.over_shards(partial(_fused, launch), mesh, shape, specs, of_rows)
         found = run(rows, parts)
     return (x if branch is None else found[1]), found[0]
 
 
 def gated_sum(x: Tokens, branch: GatedBranch) -> Tokens:
-    """Compute x + gate * (y + bias) in float32; keep the dtype of x.
-
-    Args:
-        x: tokens, [B, T, D].
-        branch: what is added.
-    """
+    """Compute x + gate * (y + bias) in float32; keep the dtype of x."""
     gate = None if branch.gate is None else _of_tokens(branch.gate.value(), x.shape[1])
     bias = None if branch.bias is None else branch.bias.astype(jnp.float32)
     return _gated(x, branch.y, gate, bias)
@@ -195,28 +188,18 @@ def _check(rows: tuple[Tokens, ...], vectors: Vectors) -> None:
 def decide(
     target: Target, work: RowWork, rows: tuple[Tokens, ...], parts: Parts, mesh: Any
 ) -> RowLaunch | None:
-    """Return how the kernel is launched, each device having its own tokens; None for XLA.
-
-    Args:
-        target: the machine.
-        work: what is done to a token.
-        rows: x, and the branch where there is one.
-        parts: of the vectors.
-        mesh: the caller's.
-    """
+    """Return how the kernel is launched on x and, where there is one, the branch; None for XLA."""
     x, gpu, shape = rows[0], target.device, sharding.mesh_shape(mesh)
     if not gpu.is_a("hopper") or x.dtype.name not in DTYPES or not x.size or x.shape[-1] % OCTET:
         return None
     if any(a.dtype.name not in WIDE for a in (*rows, *parts)):
         return None
     # A block of the kernel has the vectors of one frame: all are cut alike, or not at all.
-    if len({part.shape[1] for part in parts} - {1}) > 1:
-        return None
+    frames = {part.shape[1] for part in parts} - {1}
     # Each device has equally many tokens, and whole frames of them.
     batches, spans = (sharding.ways(letter, shape) for letter in "BT")
-    if x.shape[0] % batches or x.shape[1] % spans:
-        return None
-    if spans > 1 and any(part.shape[1] > 1 for part in parts):
+    is_even = x.shape[0] % batches == 0 and x.shape[1] % spans == 0
+    if len(frames) > 1 or not is_even or (frames and spans > 1):
         return None
     widths = tuple(each.dtype.itemsize for each in rows)
     launch = RowLaunch(work, widths, False, gpu.sms, gpu.family.shared_memory)

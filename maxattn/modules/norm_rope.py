@@ -63,16 +63,11 @@ class NormRope:
         text = f"norm and rotary embedding by XLA, step by step: {self.reason}"
         return text if self.reason else ""
 
-    def launch(self, widths: tuple[int, ...], names: Any, is_backward: bool = False) -> RowLaunch:
-        """Return how rows are shared among blocks.
-
-        Args:
-            widths: bytes of a number of each array of rows that is read.
-            names: of the vectors.
-            is_backward: whether gradients are taken back.
-        """
+    def launch(self, width: int, names: Any, is_backward: bool = False) -> RowLaunch:
+        """Return how rows with numbers of `width` bytes, and the named vectors, are launched."""
         assert self.work is not None
         work = replace(self.work, vectors=tuple((name, VectorParts()) for name in names))
+        widths = (width, width) if is_backward else (width,)
         return RowLaunch(work, widths, is_backward, self.sms, self.shared)
 
 
@@ -123,11 +118,8 @@ def decide(
     eps, style = 0.0 if norm is None else norm.epsilon, None if rotary is None else rotary.style
     work = RowWork(heads // sharding.ways(letters[2], shape), head_dim, kind, eps, style)
     found = NormRope("cute", "", work, target.device.sms, target.device.family.shared_memory)
-    width = x.dtype.itemsize
-    launches = (
-        found.launch((width,) * (1 + back), ("bias", "scale"), back) for back in (False, True)
-    )
-    if not all(launch.fits() for launch in launches):
+    ways = (found.launch(x.dtype.itemsize, ("bias", "scale"), back) for back in (False, True))
+    if not all(launch.fits() for launch in ways):
         return NormRope(reason=f"the kernel takes no rows of {heads} x {head_dim}")
     return found
 
@@ -153,7 +145,8 @@ class Unnormed(NamedTuple):
 
     def operands(self, mesh: Any = None) -> tuple[Array, Vectors, Tables]:
         """Return the heads [B, T, N, H], bias and scale by heads, and the angles."""
-        (b, t, _), head_dim = self.x.shape, self.head_dim
+        assert self.how.work is not None
+        (b, t, _), head_dim = self.x.shape, self.how.work.head_dim
         vectors = {} if self.bias is None else {"bias": jnp.reshape(self.bias, (-1, head_dim))}
         if self.norm is not None and (scale := scale_of(self.norm)) is not None:
             vectors["scale"] = jnp.reshape(scale, (-1, head_dim))
@@ -164,20 +157,9 @@ class Unnormed(NamedTuple):
         tables = (jnp.asarray(a, jnp.float32).reshape(-1, t, a.shape[-1]) for a in angles)
         return jnp.reshape(self.x, (b, t, -1, head_dim)), vectors, tuple(tables)
 
-    @property
-    def head_dim(self) -> int:
-        """Return H."""
-        assert self.how.work is not None
-        return self.how.work.head_dim
-
 
 def norm_rotary(of: Unnormed, mesh: Any = None, letters: str = "BTNH") -> Float[Array, "B T N H"]:
-    """Add a bias, norm and rotate queries or keys, in one kernel.
-
-    Args:
-        of: the projection.
-        mesh, letters: as for `decide`.
-    """
+    """Add a bias, norm and rotate queries or keys, in one kernel; arguments as for `decide`."""
     shape, (x, vectors, tables) = sharding.mesh_shape(mesh), of.operands(mesh)
     examples = ["B" if len(a) == len(x) else "1" for a in tables]
     heads = {name: letters[2] if len(v) > 1 else "1" for name, v in vectors.items()}
@@ -208,25 +190,19 @@ def norm_rotary_together(
         Queries and keys, or the joint sequence alone.
     """
     operands = tuple(of.operands() for of in each)
-    kinds = [
-        (
-            of.how,
-            None if of.rotary is None else (id(of.rotary.cos), id(of.rotary.sin)),
-            (x.shape, x.dtype),
-            {name: (v.shape, v.dtype) for name, v in vectors.items()},
-        )
-        for of, (x, vectors, _) in zip(each, operands, strict=True)
-    ]
-    if not joint and kinds[0] != kinds[1]:
-        return tuple(norm_rotary(of) for of in each)
-    return _together(tuple(of.how for of in each), joint, operands)
+    hows = tuple(of.how for of in each)
+    kinds = [jax.tree.map(lambda a: (a.shape, a.dtype), of[:2]) for of in operands]
+    angles = [None if of.rotary is None else id(of.rotary.cos) for of in each]
+    if joint or (hows[0], kinds[0], angles[0]) == (hows[1], kinds[1], angles[1]):
+        return _together(hows, joint, operands)
+    return tuple(norm_rotary(of) for of in each)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _together(hows: tuple[NormRope, ...], joint: bool, each: tuple[Any, ...]) -> tuple[Array, ...]:
     if not joint:
         (q, of_q, tables), (k, of_k, _) = each
-        launch = hows[0].launch((q.dtype.itemsize,), of_q)
+        launch = hows[0].launch(q.dtype.itemsize, of_q)
         parts = tuple((_part(of_q[name]), _part(of_k[name])) for name in of_q)
         both = (_rows(q), _rows(k))
         found = call.forward(launch, (both,), parts, _lines(tables), name="norm_rotary_pair")
@@ -234,10 +210,9 @@ def _together(hows: tuple[NormRope, ...], joint: bool, each: tuple[Any, ...]) ->
     lengths = [x.shape[1] for x, _, _ in each]
     b, _, *head = each[0][0].shape
     out: Any = jax.ShapeDtypeStruct((b, sum(lengths), head[0] * head[1]), each[0][0].dtype)
-    for how, (x, vectors, tables), first in zip(
-        hows, each, accumulate(lengths, initial=0), strict=False
-    ):
-        launch = how.launch((x.dtype.itemsize,), vectors)
+    firsts = accumulate(lengths, initial=0)
+    for how, (x, vectors, tables), first in zip(hows, each, firsts, strict=False):
+        launch = how.launch(x.dtype.itemsize, vectors)
         parts = tuple((_part(v),) for v in vectors.values())
         where: dict[str, Any] = {"first": first, "into": out, "name": "norm_rotary_into"}
         (out,) = call.forward(launch, ((_rows(x),),), parts, _lines(tables), **where)
@@ -263,11 +238,13 @@ def on_shard(
     how: NormRope, x: Float[Array, "B T N H"], vectors: Vectors, tables: Tables
 ) -> Float[Array, "B T N H"]:
     """Norm and rotate what one device has; tables [B or 1, T, H/2]."""
-    return _forward(how, x, vectors, tables, keep=False)[0].reshape(x.shape)
+    return _forward(how, x, vectors, tables)[0].reshape(x.shape)
 
 
-def _forward(how: NormRope, x: Array, vectors: Vectors, tables: Tables, keep: bool) -> list[Array]:
-    launch = how.launch((x.dtype.itemsize,), vectors)
+def _forward(
+    how: NormRope, x: Array, vectors: Vectors, tables: Tables, keep: bool = False
+) -> list[Array]:
+    launch = how.launch(x.dtype.itemsize, vectors)
     parts = tuple((_part(v),) for v in vectors.values())
     return call.forward(launch, ((_rows(x),),), parts, _lines(tables), keep)
 
@@ -282,7 +259,7 @@ def _on_shard_fwd(how: NormRope, x: Array, vectors: Vectors, tables: Tables) -> 
 
 def _on_shard_bwd(how: NormRope, kept: Any, dy: Array) -> tuple[Array, Vectors, Tables]:
     x, r, vectors, tables = kept
-    launch = how.launch((x.dtype.itemsize,) * 2, vectors, is_backward=True)
+    launch = how.launch(x.dtype.itemsize, vectors, is_backward=True)
     parts = tuple(_part(v) for v in vectors.values())
     dx, sums = call.backward(launch, _rows(dy), _rows(x), r, parts, _lines(tables))
     found = {}

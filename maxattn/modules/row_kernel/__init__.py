@@ -2,6 +2,5 @@
 rotate, write. `norm_rope.py` and `adaptive_layer_norm.py` call it.
 
 Files in reading order: `work.py` (what is done to a row, which thread takes what), `kernel.py` (the
-kernel), `arithmetic.py` (numbers and sums), `memory.py` (loads and stores), `call.py` (calls from
-jax).
+kernel), `thread.py` (loads, stores, numbers and sums), `call.py` (calls from jax).
 """

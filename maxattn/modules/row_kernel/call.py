@@ -18,17 +18,12 @@ from maxattn.modules.row_kernel.work import RowLaunch
 from maxattn.target import Target
 
 Rows = Float[Array, "B T NH"]
-Jobs = tuple[Array, ...]
+Jobs = tuple[Any, ...]
 """One array, or those of two jobs that share a launch: queries and keys."""
 
 
 def why_not(target: Target, mesh: Any) -> str:
-    """Say why the kernel cannot run on an NVIDIA GPU, whatever the rows; empty where it can.
-
-    Args:
-        target: the machine.
-        mesh: the caller's.
-    """
+    """Say why the kernel cannot run on an NVIDIA GPU, whatever the rows; empty where it can."""
     if target.version("fa4-jax") is None:
         return "fa4-jax is not installed"
     if not has_fa4(target):
@@ -37,16 +32,14 @@ def why_not(target: Target, mesh: Any) -> str:
         if reason := target.refuse_untested("norm and rotary embedding", package):
             return reason.rule
     ambient = ambient_mesh()
-    if ambient is None:
-        spread = jax.device_count() > 1
-    else:
-        if checked_axes(axis_names_of_type(ambient, AxisType.Manual)):
-            return "the surrounding shard_map checks what varies (check_vma)"
-        kinds = AxisType.Auto, AxisType.Explicit
-        left = frozenset[str]().union(*(axis_names_of_type(ambient, kind) for kind in kinds))
-        spread = any(ambient.shape[axis] > 1 for axis in left)
+    manual = frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
+    if checked_axes(manual):
+        return "the surrounding shard_map checks what varies (check_vma)"
+    sizes = [jax.device_count()]
+    if ambient is not None:
+        sizes = [n for axis, n in ambient.shape.items() if axis not in manual]
     # XLA would gather what the kernel reads.
-    if mesh is None and spread:
+    if mesh is None and max(sizes, default=1) > 1:
         return "arrays may lie over several devices, and the module has no mesh="
     return ""
 
@@ -77,20 +70,14 @@ def forward(
     Returns:
         y of each job; then what was normed, z, where x is added to something; then 1 / root.
     """
-    cutejax, kernel, specs = _cute()
+    import_cute()
+    kernel = import_module("maxattn.modules.row_kernel.kernel")
     x, given = rows[0], () if into is None or isinstance(into, jax.ShapeDtypeStruct) else (into,)
-    results: list[tuple[Any, ...]] = [tuple(_shape(each if into is None else into) for each in x)]
-    results += [results[0]] if len(rows) > 1 else []
-    if keep and launch.work.norm == "across":
-        b, t, _ = x[0].shape
-        results += [(jax.ShapeDtypeStruct((b * t,), jnp.float32),)]
-    # One vector for all rows is compiled in: the kernel then loads it once.
-    of_parts = "fixed" if all(v.shape[:2] == (1, 1) for each in parts for v in each) else "parts"
-    leaves = [specs["rows"]] * sum(map(len, rows)) + [specs[of_parts]] * sum(map(len, parts))
-    before = len(leaves) + len(tables)
-    leaves += [specs["table"]] * len(tables) + [specs["rows"]] * len(given)
-    flat = [each for result in results for each in result]
-    found = cutejax.call(
+    y = tuple(each if into is None else into for each in x)
+    kept = jax.ShapeDtypeStruct((x[0].shape[0] * x[0].shape[1],), jnp.float32)
+    results = [y, *([y] if len(rows) > 1 else [])]
+    results += [(kept,)] if keep and launch.work.norm == "across" else []
+    found = import_module("cutejax").call(
         kernel.run_forward,
         results,
         launch,
@@ -99,9 +86,9 @@ def forward(
         parts,
         tables,
         given,
-        in_specs=leaves,
-        out_specs=[specs["rows" if len(each.shape) == 3 else "numbers"] for each in flat],
-        input_output_aliases={before: 0} if given else None,
+        in_specs=_specs(rows, parts, tables, given),
+        out_specs=_specs(results),
+        input_output_aliases={len(jax.tree.leaves((rows, parts, tables))): 0} if given else None,
         name=name,
         vmap_method="sequential",
     )
@@ -109,54 +96,37 @@ def forward(
 
 
 def backward(
-    launch: RowLaunch,
-    dy: Rows,
-    x: Rows,
-    kept: tuple[Array, ...],
-    parts: tuple[Array, ...],
-    tables: tuple[Array, ...],
+    launch: RowLaunch, dy: Rows, x: Rows, kept: Jobs, parts: Jobs, tables: Jobs
 ) -> tuple[Rows, list[Float[Array, " NH"]]]:
     """Return dx, and the gradients of the vectors in float32; arguments as for `forward`."""
-    cutejax, kernel, specs = _cute()
-    (b, t, width), dtype = x.shape, jnp.float32
-    sums = jax.ShapeDtypeStruct((min(launch.blocks, b * t), 1, width), dtype)
-    leaves = [specs["rows"]] * 2 + [specs["numbers"]] * len(kept)
-    leaves += [specs["fixed"]] * len(parts) + [specs["table"]] * len(tables)
-    dx, *found = cutejax.call(
+    import_cute()
+    kernel = import_module("maxattn.modules.row_kernel.kernel")
+    b, t, width = x.shape
+    total = jax.ShapeDtypeStruct((min(launch.blocks, b * t), 1, width), jnp.float32)
+    results = [x, *[total] * len(parts)]
+    dx, *found = import_module("cutejax").call(
         kernel.run_backward,
-        [_shape(x), *[sums] * len(parts)],
+        results,
         launch,
         (dy, x),
         kept,
         parts,
         tables,
-        in_specs=leaves,
-        out_specs=[specs["rows"]] * (1 + len(parts)),
+        in_specs=_specs(dy, x, kept, parts, tables),
+        out_specs=_specs(results),
         name="norm_rotary_backward",
         vmap_method="sequential",
     )
     return dx, [each.sum((0, 1)) for each in found]
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _cute() -> tuple[Any, Any, dict[str, Any]]:
-    """Import cutejax and the kernel; with them what is fixed when a kernel is compiled.
-
-    XLA hands over slices where they lie: 16 bytes are what the widest load asks of an address.
+def _specs(*operands: Any) -> list[Any]:
+    """Return which sizes are fixed when a kernel is compiled: the channels of rows [B, T, N H] and
+    of tables [L, H/2], and all of a vector [1, 1, R, N H] that all rows share.
     """
-    import_cute()
-    cutejax, kernel = import_module("cutejax"), import_module("maxattn.modules.row_kernel.kernel")
-    return (
-        cutejax,
-        kernel,
-        {
-            "rows": cutejax.ArraySpec(static_dims=(2,), assumed_align=16),
-            "fixed": cutejax.ArraySpec(static_dims=True, assumed_align=16),
-            "parts": cutejax.ArraySpec(static_dims=(2, 3), assumed_align=16),
-            "table": cutejax.ArraySpec(static_dims=(1,), assumed_align=16),
-            "numbers": cutejax.ArraySpec(assumed_align=4),
-        },
-    )
+    spec, found = import_module("cutejax").ArraySpec, []
+    for x in jax.tree.leaves(operands):
+        fixed = {1: (), 2: (1,), 3: (2,), 4: x.shape[:2] == (1, 1) or (2, 3)}[len(x.shape)]
+        # XLA hands over slices where they lie: the widest load asks an address for 16 bytes.
+        found.append(spec(static_dims=fixed, assumed_align=4 if len(x.shape) == 1 else 16))
+    return found

@@ -13,13 +13,21 @@ from itertools import chain
 from operator import mul
 from typing import Any, NamedTuple
 
-from maxattn.modules.row_kernel.arithmetic import (
+from maxattn.modules.row_kernel.thread import (
+    Place,
+    Row,
+    Slots,
+    Stages,
     add_to,
     added_up,
     each,
     layer_normed,
     means,
     most,
+    new_registers,
+    of_angles,
+    of_numbers,
+    of_rows,
     over_lanes,
     over_roots,
     plus,
@@ -27,16 +35,6 @@ from maxattn.modules.row_kernel.arithmetic import (
     times,
     total,
     zeros,
-)
-from maxattn.modules.row_kernel.memory import (
-    Place,
-    Row,
-    Slots,
-    Stages,
-    new_registers,
-    of_angles,
-    of_numbers,
-    of_rows,
 )
 from maxattn.modules.row_kernel.work import OCTET, WARP, RowLaunch
 
@@ -47,7 +45,7 @@ CARVEOUT = 100  # percent of what shared memory can have of the first-level cach
 
 
 class OneOfPair(NamedTuple):
-    """Stand for one of two arrays of the same kind, chosen by the block's number."""
+    """One of two arrays of the same kind, chosen by the block's number."""
 
     iterator: Any
     element_type: Any
@@ -62,11 +60,6 @@ def one_of(arrays: Any, second: Any) -> Any:
     start = cutlass.select_(second, arrays[1].iterator.toint(), arrays[0].iterator.toint())
     pointer = cute.make_ptr(kind, start, cute.AddressSpace.gmem, assumed_align=16)
     return OneOfPair(pointer, kind, shape)
-
-
-def is_for_all_rows(part: Any) -> bool:
-    """Say whether a vector is known to be one when the kernel is compiled."""
-    return all(isinstance(n, int) and n == 1 for n in part.shape[:2])
 
 
 class Block(NamedTuple):
@@ -107,27 +100,31 @@ class Block(NamedTuple):
         n = len(parts) // self.place.work.passes
         return [list(chain(*parts[k : k + n])) for k in range(0, len(parts), n)]
 
-    def hold(self, name: str, parts: list[tuple[Any, Any]], constant: float) -> None:
-        """Load a vector, the sum of parts (array, which of its rows) and of a constant."""
-        loaded = []
-        for array, line in parts:
-            width = array.shape[3]
-            one_head = width < self.place.work.channels
-            loaded.append(self.place.load(array, line * width, one_head))
-        for into, numbers in zip(self.vectors[name], each(added_up, *loaded), strict=True):
-            numbers = [x + constant for x in numbers] if constant else numbers
-            if isinstance(into, Slots):
-                into.write(numbers)
-            else:
-                for i, x in enumerate(numbers):
-                    into[i] = x
-
     def vector(self, name: str) -> Row | None:
         """Return a vector as a row; None where there is none."""
         if name not in self.vectors:
             return None
         held = self.vectors[name]
         return [v.read() if isinstance(v, Slots) else [v[i] for i in range(OCTET)] for v in held]
+
+
+def hold(block: Block, parts: Any, example: Any, frame: Any) -> None:
+    """Load the vectors of a frame, each the sum of its parts and of a constant."""
+    left, place = iter(parts), block.place
+    for name, vector in place.work.vectors:
+        loaded = []
+        for row in vector.rows:
+            array = next(left)
+            batch, frames, height, width = array.shape
+            line = (example % batch * frames + frame % frames) * height + row
+            loaded.append(place.load(array, line * width, width < place.work.channels))
+        for into, numbers in zip(block.vectors[name], each(added_up, *loaded), strict=True):
+            numbers = [x + vector.constant for x in numbers] if vector.constant else numbers
+            if isinstance(into, Slots):
+                into.write(numbers)
+            else:
+                for i, x in enumerate(numbers):
+                    into[i] = x
 
 
 class RowKernel:
@@ -182,18 +179,6 @@ class RowKernel:
         block.start()
         return block
 
-    def hold(self, block: Block, parts: Any, example: Any, frame: Any) -> None:
-        """Load the vectors of a frame."""
-        left = iter(parts)
-        for name, vector in self.work.vectors:
-            found = []
-            for row in vector.rows:
-                array = next(left)
-                batch, frames, height, _ = array.shape
-                line = example % batch * frames + frame % frames
-                found.append((array, line * height + row))
-            block.hold(name, found, vector.constant)
-
 
 class Forward(RowKernel):
     """Norm and rotate rows, after adding them to others where there are any."""
@@ -225,19 +210,23 @@ class Forward(RowKernel):
         early, late = self.sources(place, rows, tables)
         block = self.begin(place, early, rows[0], jobs)
         length = rows[0].shape[1]
-        if cutlass.const_expr(all(is_for_all_rows(part) for part in parts)):
-            self.hold(block, parts, 0, 0)
+        if cutlass.const_expr(self.all_rows_share(parts)):
+            hold(block, parts, 0, 0)
             for row in cutlass.range(block.first, block.last):
                 self.take(block, row, late, length, results)
         else:
             frames = most([part.shape[1] for part in parts])
             span = length // frames
             for group in cutlass.range(block.first // span, (block.last - 1) // span + 1):
-                self.hold(block, parts, group // frames, group % frames)
+                hold(block, parts, group // frames, group % frames)
                 first = cutlass.max(block.first, group * span)
                 last = cutlass.min(block.last, (group + 1) * span)
                 for row in cutlass.range(first, last):
                     self.take(block, row, late, length, results)
+
+    def all_rows_share(self, parts: Any) -> bool:
+        """Say whether it is known when the kernel is compiled that all rows have one vector."""
+        return all(isinstance(n, int) and n == 1 for part in parts for n in part.shape[:2])
 
     def sources(self, place: Place, rows: Any, tables: Any) -> tuple[list[Any], list[Any]]:
         """Return what is copied ahead, and what is loaded when a row's turn comes: angles, where
@@ -303,7 +292,7 @@ class Backward(RowKernel):
         sources += [of_angles(place, each) for each in tables]
         sources += [of_numbers(each) for each in kept]
         block = self.begin(place, sources, dx, 1)
-        self.hold(block, parts, 0, 0)
+        hold(block, parts, 0, 0)
         added = {name: zeros(self.work.passes) for name, _ in self.work.vectors}
         for row in cutlass.range(block.first, block.last):
             self.take(block, row, added, dx)
@@ -342,29 +331,13 @@ class Backward(RowKernel):
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def run_forward(
-    stream: Any,
-    launch: RowLaunch,
-    first: int | None,
-    rows: Any,
-    parts: Any,
-    tables: Any,
-    into: Any,
-    *results: Any,
-) -> None:
-    """Launch a forward while it is compiled; `into` is what y's memory holds before it."""
+def run_forward(stream: Any, launch: Any, first: Any, *operands: Any) -> None:
+    """Launch a forward while it is compiled; the fourth operand is what y's memory has before."""
+    rows, parts, tables, _, *results = operands
     Forward(launch, first)(rows, parts, tables, results, stream)
 
 
-def run_backward(
-    stream: Any,
-    launch: RowLaunch,
-    rows: Any,
-    kept: Any,
-    parts: Any,
-    tables: Any,
-    dx: Any,
-    *sums: Any,
-) -> None:
+def run_backward(stream: Any, launch: Any, *operands: Any) -> None:
     """Launch a backward while it is compiled."""
+    rows, kept, parts, tables, dx, *sums = operands
     Backward(launch)(rows, kept, parts, tables, dx, sums, stream)

@@ -61,12 +61,10 @@ class RowWork:
 
     @property
     def channels(self) -> int:
-        """Return the channels of a row."""
         return self.heads * self.head_dim
 
     @property
     def used_lanes(self) -> int:
-        """Return how many threads a head needs."""
         return self.head_dim // OCTET
 
     @property
@@ -85,17 +83,14 @@ class RowWork:
 
     @property
     def passes(self) -> int:
-        """Return in how many passes a block takes a row."""
         return -(-self.heads // self.slots)
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block."""
         return self.lanes * self.slots
 
     @property
     def warps(self) -> int:
-        """Return the warps of a block."""
         return self.threads // WARP
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-KERNELS = tuple(f"maxattn.modules.row_kernel.{name}" for name in ("memory", "arithmetic", "kernel"))
+KERNELS = tuple(f"maxattn.modules.row_kernel.{name}" for name in ("thread", "kernel"))
 
 
 class Kind:

@@ -1,17 +1,20 @@
-"""How a thread of the row kernel reads and writes its channels, 16 bytes at a time.
+"""What a thread of the row kernel reads and writes, 16 bytes at a time, and what it computes.
 
 Rows are copied to shared memory several rows ahead of the one computed. Each thread has slots of
 its own there, so that no thread waits for another. A `Row` is a thread's channels of a row in
-float32: 8 for each pass.
+float32: 8 for each pass. Each number is a value of CuTe's, and each Python list is gone through
+when the kernel is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from itertools import chain
+from operator import add, mul
 from typing import Any, NamedTuple
 
-from maxattn.modules.row_kernel.work import OCTET, RowWork
+from maxattn.modules.row_kernel.work import OCTET, WARP, RowWork
 
 cutlass: Any = import_module("cutlass")
 cute: Any = import_module("cutlass.cute")
@@ -58,14 +61,12 @@ class Place:
 
     def load(self, array: Any, start: Any, one_head: bool = False) -> Row:
         """Load the thread's channels of what begins at `start` in an array."""
-        return [
-            [
-                x
-                for first, n in self.channels(step, one_head)
-                for x in load(array.iterator + start + first, n, array.element_type)
-            ]
-            for step in range(self.work.passes)
-        ]
+        found, kind = [], array.element_type
+        for step in range(self.work.passes):
+            parts = self.channels(step, one_head)
+            loaded = [load(array.iterator + start + first, n, kind) for first, n in parts]
+            found.append(list(chain(*loaded)))
+        return found
 
     def store(self, into: Any, number: Any, row: Row) -> Row:
         """Store a row of an array [.., .., N H], and return it as it was rounded."""
@@ -144,18 +145,15 @@ class Slots:
 
     def pointers(self, stage: Any = 0) -> list[Any]:
         """Return where the pieces of a stage begin."""
-        first = stage * self.pieces
-        offsets = [
-            ((first + k) * self.place.work.threads + self.place.index) * self.width
-            for k in range(self.pieces)
-        ]
-        return [self.memory.iterator + offset for offset in offsets]
+        numbers = (stage * self.pieces + k for k in range(self.pieces))
+        threads, index = self.place.work.threads, self.place.index
+        return [self.memory.iterator + (k * threads + index) * self.width for k in numbers]
 
     def read(self, stage: Any = 0) -> list[Any]:
         """Return what a stage holds, in float32."""
         shared = cute.AddressSpace.smem
-        pieces = [load(start, self.width, self.kind, shared) for start in self.pointers(stage)]
-        return [x for piece in pieces for x in piece]
+        pieces = (load(start, self.width, self.kind, shared) for start in self.pointers(stage))
+        return list(chain(*pieces))
 
     def write(self, numbers: list[Any]) -> None:
         """Store numbers, in the only stage."""
@@ -243,3 +241,136 @@ def _copy(first: Any, slots: Slots, stage: Any, repeated: bool) -> None:
     for k, start in enumerate(slots.pointers(stage)):
         piece = vector(start, slots.width, slots.kind, cute.AddressSpace.smem)
         cute.copy(atom, vector(first + k * slots.width, slots.width, slots.kind), piece)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def each(f: Callable[..., Any], *rows: Row) -> Row:
+    """Apply a function number by number."""
+    return [
+        [f(*numbers) for numbers in zip(*passes, strict=True)] for passes in zip(*rows, strict=True)
+    ]
+
+
+def plus(x: Row, y: Row | None) -> Row:
+    return x if y is None else each(add, x, y)
+
+
+def times(x: Row, y: Row | None) -> Row:
+    return x if y is None else each(mul, x, y)
+
+
+def rotated(style: str | None, row: Row, cos: Any = None, sin: Any = None) -> Row:
+    """Rotate each pair by its angle, where there are angles."""
+    if style is None:
+        return row
+    found = []
+    for x in row:
+        pairs = (x[:HALF], x[HALF:]) if style == "half" else (x[::2], x[1::2])
+        parts = list(zip(*pairs, cos, sin, strict=True))
+        first = [a * c - b * s for a, b, c, s in parts]
+        second = [a * s + b * c for a, b, c, s in parts]
+        joined = [x for pair in zip(first, second, strict=True) for x in pair]
+        found.append(first + second if style == "half" else joined)
+    return found
+
+
+def total(numbers: list[Any]) -> Any:
+    """Add numbers up in a tree: short chains of additions."""
+    while len(numbers) > 1:
+        odd = numbers[len(numbers) & ~1 :]
+        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=False)] + odd
+    return numbers[0]
+
+
+def added_up(*numbers: Any) -> Any:
+    return total(list(numbers))
+
+
+def most(numbers: list[Any]) -> Any:
+    found = cutlass.Int32(1)
+    for x in numbers:
+        found = cutlass.max(found, x)
+    return found
+
+
+def zeros(passes: int) -> list[Any]:
+    found = [new_registers(OCTET, cutlass.Float32) for _ in range(passes)]
+    for registers in found:
+        registers.fill(0.0)
+    return found
+
+
+def add_to(added: dict[str, list[Any]], name: str, row: Callable[[], Row]) -> None:
+    """Add to the sums of a vector, where there is one."""
+    if name in added:
+        for registers, numbers in zip(added[name], row(), strict=True):
+            for i, x in enumerate(numbers):
+                registers[i] = registers[i] + x
+
+
+# ---- moments -------------------------------------------------------------------------------------
+
+
+def over_roots(block: Any, z: Row, row: Any) -> Row:
+    """Return r = 1 / sqrt(mean(z^2) + eps), by which an RMS norm multiplies each channel."""
+    eps = block.place.work.eps
+    roots = [cute.math.rsqrt(m[0] + eps, fastmath=True) for m in means(block, z, z, row)]
+    return [[r] * OCTET for r in roots]
+
+
+def means(block: Any, x: Row, y: Row, row: Any) -> Row:
+    """Return the mean of x y over each head, or over the row."""
+    work, products = block.place.work, each(mul, x, y)
+    sums = [block.place.own(step, total(p)) for step, p in enumerate(products)]
+    if work.norm == "head":
+        found = [over_lanes(s, work.lanes) * (1.0 / work.head_dim) for s in sums]
+        return [[m] * OCTET for m in found]
+    parts = of_warps(block, [over_lanes(total(sums), WARP)], row)
+    whole = total([part[0] for part in parts]) * (1.0 / work.channels)
+    return [[whole] * OCTET] * work.passes
+
+
+def layer_normed(block: Any, z: Row, row: Any) -> Row:
+    """Return (z - mean) / sqrt(variance + eps), without loss where the mean is large.
+
+    Each warp has its mean and the squares of distances from it, and these are merged as by Chan,
+    Golub and LeVeque (1979).
+    """
+    work, place, one = block.place.work, block.place, cutlass.Float32(1.0)
+    is_full, count = work.is_full, block.count
+    count = count if is_full else cutlass.select_(count > 0.0, count, one)
+    sums = [place.own(step, total(x)) for step, x in enumerate(z)]
+    mean = over_lanes(total(sums), WARP) * (1.0 / count)
+    apart = [[x - mean for x in numbers] for numbers in z]
+    sums = [place.own(step, total(x)) for step, x in enumerate(each(mul, apart, apart))]
+    parts = of_warps(block, [mean, over_lanes(total(sums), WARP)], row)
+    counts = [work.of_warp(warp) for warp in range(work.warps)]
+    merged = [(n, *part) for n, part in zip(counts, parts, strict=True) if n]
+    mean = total([m * (n / work.channels) for n, m, _ in merged])
+    squares = total([s + (m - mean) * (m - mean) * float(n) for n, m, s in merged])
+    root = cute.math.rsqrt(squares * (1.0 / work.channels) + work.eps, fastmath=True)
+    return [[(x - mean) * root for x in numbers] for numbers in z]
+
+
+def over_lanes(x: Any, width: int) -> Any:
+    """Sum over so many neighbouring threads."""
+    for step in range(width.bit_length() - 1):
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=1 << step)
+    return x
+
+
+def of_warps(block: Any, numbers: list[Any], row: Any) -> list[list[Any]]:
+    """Return the numbers of all warps of the block, once a row.
+
+    Rows take turns with two sets, so that one barrier a row suffices.
+    """
+    warps, turn = block.place.work.warps, (row - block.first) % 2
+    if warps == 1:
+        return [numbers]
+    for k, x in enumerate(numbers):
+        # All threads of a warp store the same.
+        block.shared[turn, k, cute.arch.warp_idx()] = x
+    cute.arch.sync_threads()
+    return [[block.shared[turn, k, w] for k in range(len(numbers))] for w in range(warps)]
