@@ -250,11 +250,6 @@ class Kernel:
         moved = jnp.dtype(call.dtype).itemsize * call.batch * channels * entries / machine.hbm
         return 1e6 * max(products, moved), 1e6 * max(2.5 * products, 2 * moved)
 
-    @staticmethod
-    def splits_backward(call: Call, target: Target) -> bool:
-        """Tell whether the backward of a local call is split over the queries, to fill the GPU."""
-        return False
-
     # ---- the backward over several blocks of keys, every pair allowed ----------------------------
 
     @staticmethod

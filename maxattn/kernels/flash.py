@@ -59,10 +59,6 @@ class Flash(Splash):
         return CudnnForFlash(call.scale, call.return_lse, why=_without_fa4(target))
 
     @staticmethod
-    def splits_backward(call: Call, target: Target) -> bool:
-        return Fa4.splits_backward(call, target)
-
-    @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
         return platform == "gpu" and Fa4.may_keep_dq(call, platform)
 
