@@ -36,12 +36,16 @@ class Source:
 
 
 def read_source(args: argparse.Namespace) -> Source:
-    """Read the config; a CONFIG with a = in it is an override of the defaults.
+    """Read the config; a CONFIG with a = in it is an override of the defaults, and the name of a
+    known shape stands for --shape.
 
     Raises:
         ConfigErrors: for everything wrong in file and overrides.
     """
-    path, overrides = args.config, tuple(args.overrides)
+    words = [args.config, *args.overrides]
+    named = [word for word in words if word in model_shapes.SHAPES and not os.path.exists(word)]
+    args.shape = [*named, *args.shape]
+    path, *overrides = [word for word in words if word not in named] or [""]
     if getattr(args, "maxdiffusion", False):
         config, left_out, notes = AttentionConfig.from_maxdiffusion(path, overrides)
         names = (f"left out: {', '.join(left_out)}",) if left_out else ()

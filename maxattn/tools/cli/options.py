@@ -144,7 +144,8 @@ def compile(parser: Parser) -> None:
 def tune(parser: Parser) -> None:
     """Time kernels, or the sizes of one, on a model's calls on this machine, and keep the fastest.
 
-      maxattn tune configs/wan_14b.yml --shape wan-14b-480p --shape wan-cross
+      maxattn tune configs/wan_14b.yml
+      maxattn tune wan-14b-480p wan-14b-cross
       maxattn tune attention=auto --shape 64,256,256,16,72 --forward
       maxattn tune attention=flash --shape wan-14b-720p --target "TPU v6e" --limit 40
       maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
@@ -253,7 +254,7 @@ OPTIONS: dict[str, Callable[[Parser], None]] = {
 
 
 def _config(parser: Parser) -> None:
-    config = "a YAML file, such as configs/wan_14b.yml"
+    config = "a YAML file, such as configs/wan_14b.yml, or the name of a shape: wan-14b-720p"
     overrides = "attention=ring ici_context_parallelism=4 ..."
     parser.add_argument("config", nargs="?", default="", metavar="CONFIG", help=config)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from maxattn.target import Target
 
+BAR, CLEAR = 24, "\r\x1b[2K"  # letters; what empties a terminal's line
+
 
 def say(line: str) -> None:
     """Print a line on stderr at once."""
@@ -22,14 +24,40 @@ def say_where(what: str, target: Target) -> None:
 
 
 class _ProgressLines(logging.Handler):
+    """Print each record: on a line, or where its steps are known on a terminal, behind a bar."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.done, self.steps = 0, steps
+
+    @property
+    def has_bar(self) -> bool:
+        return self.steps > 0 and sys.stderr.isatty()  # the stderr of the moment
+
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"  {record.getMessage()}")  # the stderr of the moment
+        if not self.has_bar:
+            say(f"  {record.getMessage()}")
+            return
+        self.done += 1
+        filled = BAR * min(self.done, self.steps) // self.steps
+        line = f"  {'█' * filled}{'·' * (BAR - filled)} {record.getMessage()}"
+        print(f"{CLEAR}{line}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.has_bar:
+            print(CLEAR, end="", file=sys.stderr, flush=True)
+        super().close()
 
 
 @contextmanager
-def progress(name: str = "maxattn.tools.bench") -> Iterator[None]:
-    """Print what a module logs of its progress, inside a `with`."""
-    log, lines = logging.getLogger(name), _ProgressLines()
+def progress(name: str = "maxattn.tools.bench", steps: int = 0) -> Iterator[None]:
+    """Print what a module logs of its progress, inside a `with`.
+
+    Args:
+        name: of its logger.
+        steps: records that it makes; a terminal shows a bar of them, in one line that goes.
+    """
+    log, lines = logging.getLogger(name), _ProgressLines(steps)
     before = log.level, log.propagate
     log.addHandler(lines)
     log.setLevel(logging.INFO)
@@ -38,5 +66,6 @@ def progress(name: str = "maxattn.tools.bench") -> Iterator[None]:
         yield
     finally:
         log.removeHandler(lines)
+        lines.close()
         log.setLevel(before[0])
         log.propagate = before[1]

@@ -19,6 +19,7 @@ from maxattn.tools.cli.inputs import read_source, shapes_of
 from maxattn.tools.cli.machine import mesh_of, target_of
 from maxattn.tools.cli.progress import say, say_where
 from maxattn.tools.cli.tune_kernels import KernelTuning, say_kept
+from maxattn.tools.cli.tune_kernels_report import say_changes
 from maxattn.tools.tune import measure, store
 from maxattn.tools.tune.candidates import Candidate, candidates
 from maxattn.tuned import cache_path, in_ms, key_of, versions_of, winners, with_sizes
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Tune each shape."""
     if args.limit < 1:
         raise InputError("limit", args.limit, "at least one candidate is timed", "write --limit 24")
-    source, args.has_said_so = read_source(args), False
+    source, args.has_said_so, args.outcomes = read_source(args), False, []
     if args.offline:
         return tune_offline.run(args, source)
     config, mesh = source.config, mesh_of(args, source.config)
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
             what = f"one device's {local.role}-attention {local.shape_text}{mask}"
             print(f"{shape.name}: {kernel}, {what}", flush=True)
             _tune_sizes(args, SizeTuning(config, kernel, local, target))
+    if len(args.outcomes) > 1:
+        say_changes(args.outcomes)
     return status
 
 

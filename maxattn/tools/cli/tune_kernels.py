@@ -129,9 +129,10 @@ def _timed(args: argparse.Namespace, tuning: KernelTuning, found: KernelCandidat
             report.say_lost(record)
             return 1
         report.say_table(record, found, is_old)
-        taken, own = (tuning.planned(r).kernel.name for r in (record, None))
-        report.say_winner(record, taken, own, not problem)
-        report.say_yaml(record, tuning.local.role, not problem)
+        own, taken = (tuning.planned(r).kernel.name for r in (None, record))
+        its = report.outcome(tuning.shape.name, record, own, taken)
+        report.say_winner(its, record, tuning.local.role, not problem)
+        args.outcomes.append(its)
     return 0
 
 
@@ -172,7 +173,7 @@ def _measured(
         if is_old:
             say_where("kernels, in turns,", tuning.target)
         is_old = False
-        with progress():
+        with progress(steps=2 * len(built)):
             first = _forward_of(tuning, record) if what == "backward" else ""
             if what == "backward" and not first:
                 times = PassTimes({}, {})
