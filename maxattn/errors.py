@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 
 class MaxattnError(Exception):
-    """Say what was set, to what, which rule it breaks, and what to do.
+    """A setting, its value, the rule that it breaks, and the remedy.
 
     Args:
         setting: name of the key, argument or axis at fault, as the user wrote it.
@@ -54,11 +54,11 @@ class Unsupported(MaxattnError, NotImplementedError):
 
 @dataclass(frozen=True)
 class Reason:
-    """Say why something was refused: who, which feature, and the rule with its value.
+    """Why a kernel or strategy refuses a call.
 
     Args:
-        who: the kernel or context strategy that refuses.
-        feature: what it was asked for, in a word or two.
+        who: the kernel or context strategy.
+        feature: the refused part of the call, in a word or two.
         rule: one sentence with the value and the limit.
         remedy: what would lift it, or empty.
     """

@@ -22,14 +22,14 @@ from maxattn.tuned.kernels import CallTimes, times_of
 
 Pairs = tuple[tuple[str, str], ...]
 
-# Beside the switches of the kernels: they give a TPU's kernels more memory, or say how a ring's
+# Beside the switches of the kernels: they give a TPU's kernels more memory, or set how a ring's
 # blocks travel.
 ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Say which machine a plan is for.
+    """The machine that a plan is for.
 
     >>> ma.Target.named("NVIDIA H200", packages=(("fa4-jax", "0.1.0"),)).version("fa4-jax")
     '0.1.0'
@@ -39,16 +39,15 @@ class Target:
     Args:
         platform: "cpu", "gpu" or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
-        packages: (name, version) of the optional packages that are there, of cuDNN and of AITER.
+        packages: (name, version) of the installed optional packages, of cuDNN and of AITER.
         env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels
-            more memory, or say how a ring's blocks travel.
-        tuned: sizes that `maxattn tune` measured on it, for what a config leaves open.
+            more memory, or set how a ring's blocks travel.
+        tuned: block sizes that `maxattn tune` measured on it, for those that a config leaves open.
         capability: the compute capability that jax gives of an NVIDIA GPU, for example "10.3"; ""
-            where the device kind's own is taken.
-        kernel_times: of kernels that `maxattn tune` measured on it, which `attention: auto` takes
-            first.
+            for the device kind's own.
+        kernel_times: times that `maxattn tune` measured on it, which `attention: auto` takes first.
         sms: streaming multiprocessors (SMs) that jax counts on a GPU, a part of one (MIG) included;
-            0 where the device kind's own are taken.
+            0 for the device kind's own.
     """
 
     platform: Platform

@@ -30,7 +30,7 @@ KERNELS: dict[str, tuple[str, str]] = {
     "ulysses_ring": ("tokamax_flash", "ulysses_ring"),
     **FOREIGN,
 }
-# Names under which its code takes dot_product for short queries or keys, at 4096 where no file says
+# Names under which its code takes dot_product for short queries or keys, below 4096 if no file says
 # otherwise.
 LENGTHS_MATTER = (
     "flash", "tokamax_flash", "ulysses", "ulysses_custom", "ulysses_custom_fixed_m", "ulysses_ring",
@@ -150,7 +150,7 @@ def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
 
 
 def some_of(names: list[str], most: int = 4) -> str:
-    """List the first names, and tell whether there are more."""
+    """List the first names, and "..." if there are more."""
     return f"{', '.join(names[:most])}{', ...' if len(names) > most else ''}"
 
 

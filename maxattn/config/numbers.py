@@ -1,4 +1,4 @@
-"""Numbers that files, overrides and command lines say: type, sign and size, checked in one place.
+"""Numbers of files, overrides and command lines: type, sign and size, checked in one place.
 
 `true` is no number, text is none, and neither is what overflows: numbers are bounded before
 anything is computed with them. The functions return None for what is no such number; the caller
@@ -48,7 +48,7 @@ def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is one real number that is known now, and no text, boolean or tracer."""
+    """Whether a value is one real number that is known now, and no text, boolean or tracer."""
     is_bool = str(getattr(value, "dtype", "")) == "bool"
     if isinstance(value, str | bytes | bool | complex) or is_bool:
         return False

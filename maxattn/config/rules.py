@@ -174,7 +174,7 @@ def _not_a_strategy(value: Any) -> Any:
 
 
 class _OneOf:
-    """Take one of the names of a table, as it stands when a value is checked."""
+    """Takes one of the names of a table, which is read when a value is checked."""
 
     def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
         self.names = names

@@ -38,7 +38,7 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 def _field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Read the string that stands below each field in the source."""
+    """Read the string below each field in the source."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -50,7 +50,7 @@ def _field_docs(model: type[BaseModel]) -> dict[str, str]:
 
 
 def text() -> str:
-    """Return the schema as it stands in the committed file."""
+    """Return the text of the committed file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 

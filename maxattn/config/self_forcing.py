@@ -64,7 +64,7 @@ NAME = Kind(
     "the name of a model", "write for example Wan2.1-T2V-1.3B", lambda x: isinstance(x, str)
 )
 
-# Our name of what is taken: where it may stand, the first one first, and what it is.
+# Our name of each value that is taken: its possible places, the first one first, and its kind.
 TAKEN: dict[str, tuple[tuple[KeyPath, ...], Kind]] = {
     "frames_per_block": (
         (("num_frame_per_block",), (MODEL, "num_frame_per_block")), COUNT,
@@ -82,7 +82,7 @@ TAKEN: dict[str, tuple[tuple[KeyPath, ...], Kind]] = {
     "causal": ((("causal",), ("algorithm", "causal")), FLAG),
     "model": (((MODEL, "model_name"), ("model_name",)), NAME),
 }  # fmt: skip
-# What their code takes where a file says nothing.
+# Defaults of their code.
 THEIRS = {
     "frames_per_block": 1,
     "warp_steps": False,

@@ -218,7 +218,7 @@ class AttentionConfig(Section):
         return "error" if named else "warn"
 
     def spelling_note(self) -> str | None:
-        """Say how `attention` was read, when one word names both a kernel and a strategy."""
+        """Return how `attention` was read, if one word names both a kernel and a strategy."""
         if self.attention not in rules.FOREIGN:
             return None
         kernel, strategy = rules.kernel_and_strategy(self.attention)
@@ -233,7 +233,7 @@ class AttentionConfig(Section):
         return {axis: (ici[axis], dcn[axis]) for axis in self.mesh_axes}
 
     def axis_mapping_note(self) -> str | None:
-        """Say which axes the GPU spelling set, when it is in use."""
+        """Return which axes the GPU spelling set, if it is in use."""
         if self.ici_fsdp_batch_parallelism is None:
             return None
         return (

@@ -255,6 +255,6 @@ DEVICES: dict[str, Device] = {
         _mi300x(),
     )
 }  # fmt: skip
-# The device whose figures stand for a platform, and for a kind that has none of its own.
+# The device whose figures are taken for a platform, and for a kind without figures.
 USUAL = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
 SMS = DEVICES["NVIDIA H200"].sms  # of the GPU that launches are tuned for

@@ -60,7 +60,7 @@ def call(module: Any, case: str, given: dict[str, Any]) -> jax.Array:
 
 
 def compare(case: str, config: ma.AttentionConfig, theirs: dict[str, np.ndarray]) -> None:
-    """Hold output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each
+    """Compare output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each
     gradient's.
     """
     part = {

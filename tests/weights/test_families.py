@@ -25,7 +25,7 @@ from tests.weights.families.case import Numbers
 
 
 def compare(name: str, case: Attention, want: Numbers) -> None:
-    """Hold output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each
+    """Compare output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each
     gradient's.
     """
     grads = {key.removeprefix("grad."): v for key, v in want.items() if key.startswith("grad.")}

@@ -29,7 +29,7 @@ Numbers = dict[str, Float[np.ndarray, "..."]]
 
 @dataclass(frozen=True)
 class Attention:
-    """Hold one attention of a model.
+    """One attention of a model.
 
     Args:
         made: makes diffusers' module.
