@@ -42,18 +42,14 @@ def by_row(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
     def one(parts: list[Any]) -> Out:
         left = iter(parts)
         leaves = [next(left) if is_own else x for x, is_own in zip(given, own, strict=True)]
-        found = compute(*_joined(jax.tree.unflatten(tree, leaves)))
-        return jax.tree.map(lambda x: x[0], found)
+        inputs, rows = jax.tree.unflatten(tree, leaves)
+        return jax.tree.map(lambda x: x[0], compute(inputs, *rows))
 
     return jax.lax.map(one, mapped)
 
 
-def _joined(operands: tuple[Inputs, tuple[Rows, ...]]) -> tuple[Any, ...]:
-    return operands[0], *operands[1]
-
-
 def _own(inputs: Inputs) -> Inputs:
-    """Say of each array of a call whether it has batch rows."""
+    """Mark the arrays of a call that have batch rows."""
     batch = inputs.q.shape[0]
     of_mask = jax.tree.map(lambda letters: letters.startswith("B"), inputs.mask.leaf_axes())
     has_rows = jax.tree.map(lambda x: np.ndim(x) > 0 and x.shape[0] == batch, inputs)

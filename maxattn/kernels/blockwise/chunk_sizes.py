@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from maxattn.call import Call
-from maxattn.masks import Mask
 
 QUERY_CHUNKS = 64  # of a long sequence
 LEAST_QUERY_CHUNK = 128  # below this a matmul's overhead shows, measured on a CPU
@@ -22,25 +21,15 @@ def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) ->
     1,024, so that chunks and blocks line up, else 512 by 512. Padding of keys alone: an eighth of
     the keys, from 128 to 2,048.
     """
-    sparse = _sparse_chunk(call.mask)
-    q = query_chunk or sparse or max(call.q_len // QUERY_CHUNKS, LEAST_QUERY_CHUNK)
-    kv = key_chunk or sparse or _key_chunk(call)
-    return min(q, call.q_len), min(kv, call.kv_len)
-
-
-def _key_chunk(call: Call) -> int:
-    if not call.mask.bounds_tiles:
-        return KEY_CHUNK
-    return min(max(call.kv_len // PADDED_KEYS, LEAST_QUERY_CHUNK), LARGEST_PADDED_CHUNK)
-
-
-def _sparse_chunk(mask: Mask) -> int | None:
-    if not mask.leaves_parts_empty:
-        return None
-    period = mask.period()
-    if period is None:
-        return SPARSE_CHUNK
-    return largest_divisor(period, LARGEST_PERIOD_CHUNK, LEAST_QUERY_CHUNK)
+    queries, keys = max(call.q_len // QUERY_CHUNKS, LEAST_QUERY_CHUNK), KEY_CHUNK
+    if call.mask.leaves_parts_empty:
+        period = call.mask.period()
+        queries = keys = SPARSE_CHUNK
+        if period is not None:
+            queries = keys = largest_divisor(period, LARGEST_PERIOD_CHUNK, LEAST_QUERY_CHUNK)
+    elif call.mask.bounds_tiles:
+        keys = min(max(call.kv_len // PADDED_KEYS, LEAST_QUERY_CHUNK), LARGEST_PADDED_CHUNK)
+    return min(query_chunk or queries, call.q_len), min(key_chunk or keys, call.kv_len)
 
 
 def largest_divisor(n: int, most: int, least: int) -> int:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
@@ -43,15 +42,11 @@ class BatchRows(AdaptedKernel):
 
     def forward(self, inputs: Inputs) -> Result:
         out, lse = self.inner.forward(self._inputs(inputs))
-        return Result(self._joined(out), self._joined_heads(lse))
+        return Result(self._joined(out), self._joined(lse.swapaxes(1, 2)).swapaxes(1, 2))
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        of_blocks = Rows(
-            self._divided(rows.out),
-            self._divided_heads(rows.lse),
-            self._divided(rows.dout),
-            self._divided_heads(rows.dlse),
-        )
+        lse, dlse = (self._divided(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (rows.lse, rows.dlse))
+        of_blocks = Rows(self._divided(rows.out), lse, self._divided(rows.dout), dlse)
         dq, dk, dv, _ = self.inner.backward(self._inputs(inputs), of_blocks)
         return Grads(*map(self._joined, (dq, dk, dv)))
 
@@ -64,23 +59,14 @@ class BatchRows(AdaptedKernel):
         q, k, v = map(self._divided, (inputs.q, inputs.k, inputs.v))
         return inputs.replace(q=q, k=k, v=v, mask=self.mask, q_offset=0, kv_offset=0)
 
-    def _divided(self, x: Float[Array, "B T N H"]) -> Float[Array, "B2 T2 N H"]:
-        b, t, n, h = x.shape
-        return x.reshape(b * self.count, t // self.count, n, h)
+    def _divided(self, x: Array) -> Array:
+        """Cut [B, T, ...] into blocks: [B * blocks, T / blocks, ...]."""
+        b, t, *rest = x.shape
+        return x.reshape(b * self.count, t // self.count, *rest)
 
-    def _joined(self, x: Float[Array, "B2 T2 N H"]) -> Float[Array, "B T N H"]:
-        b, t, n, h = x.shape
-        return x.reshape(b // self.count, t * self.count, n, h)
-
-    def _divided_heads(self, x: Float[Array, "B N T"]) -> Float[Array, "B2 N T2"]:
-        b, n, t = x.shape
-        blocks = x.reshape(b, n, self.count, t // self.count)
-        return jnp.moveaxis(blocks, 2, 1).reshape(b * self.count, n, t // self.count)
-
-    def _joined_heads(self, x: Float[Array, "B2 N T2"]) -> Float[Array, "B N T"]:
-        b, n, t = x.shape
-        blocks = x.reshape(b // self.count, self.count, n, t)
-        return jnp.moveaxis(blocks, 1, 2).reshape(b // self.count, n, t * self.count)
+    def _joined(self, x: Array) -> Array:
+        b, t, *rest = x.shape
+        return x.reshape(b // self.count, t * self.count, *rest)
 
 
 def as_batch_rows(call: Call, pays: Callable[[int], bool] | None = None) -> Call:
@@ -101,8 +87,9 @@ def as_batch_rows(call: Call, pays: Callable[[int], bool] | None = None) -> Call
     found = own_blocks(call.mask, call.q_len, call.kv_len)
     if found is None or call.batch * found.count > MOST_ROWS:
         return call
-    do_pay = pays is None or pays(max(found.q_len, found.kv_len))
-    return _divided(call, found) if do_pay else call
+    if pays is not None and not pays(max(found.q_len, found.kv_len)):
+        return call
+    return _divided(call, found)
 
 
 @lru_cache(maxsize=4096)
@@ -112,7 +99,7 @@ def _divided(call: Call, rows: OwnBlocks) -> Call:
 
 
 def rows_text(call: Call, computed: Call) -> str:
-    """Say what the rows of the batch are of the call that is computed for another."""
+    """Describe the rows of the batch that stand for blocks of a call."""
     q, kv = computed.q_len, computed.kv_len
     tokens = f"{q} tokens" if q == kv else f"{q} queries and {kv} keys"
     return f"{computed.batch // call.batch} blocks of {tokens} as rows of the batch"

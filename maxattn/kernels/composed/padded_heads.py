@@ -44,6 +44,7 @@ class PaddedHeads(AdaptedKernel):
         return Grads(dq[..., :h], dk[..., :h], dv[..., :v], dbias)
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
+        # A block of keys is as wide as the padded heads are.
         inner = self.inner.accumulator(self._inputs(inputs), self._rows(rows))
         return _NarrowDq(inner, self.key_dim)
 
@@ -89,7 +90,7 @@ def with_one_head_dim(call: Call) -> Call:
 
 
 def padding_text(call: Call) -> str:
-    """Say which heads are padded, and to how many channels.
+    """Name the heads that are padded, and to how many channels.
 
     >>> padding_text(Call(1, 8, 8, 1, 1, 128, value_head_dim=64))
     'values of 64 padded to 128'
@@ -99,7 +100,7 @@ def padding_text(call: Call) -> str:
 
 
 def padded_reason(reason: Reason, call: Call) -> Reason:
-    """Say in a refusal of a head dim which padding gave it."""
+    """Add the padding to the refusal of a head dim that it gave."""
     if "head dim" not in reason.feature:
         return reason
     return replace(reason, rule=f"{reason.rule} ({padding_text(call)})")
