@@ -71,7 +71,7 @@ def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
 
 
 def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> str:
-    """Say where a context axis is asked for and attention is not spread over one."""
+    """Return the warning of a context axis that was asked for and is not used, or ""."""
     named = strategy not in ("auto", "none")
     sized = config.axis_parallelism().get("context", (1, 1)) != (1, 1)
     if there.get("context", 1) > 1:

@@ -153,7 +153,7 @@ def as_array(x: Any, name: str) -> Any:
 
 
 class Prepared(NamedTuple):
-    """Hold a call that was checked, and what it runs with.
+    """A call that was checked, and what it runs with.
 
     Args:
         call: its structure.

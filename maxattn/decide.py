@@ -87,7 +87,7 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
 
 
 class _Question(NamedTuple):
-    """Hold what a plan is asked for: the arguments of `plan`, checked, and `Asked` of them."""
+    """What a plan is asked for: the arguments of `plan`, checked, and `Asked` of them."""
 
     call: Call
     config: AttentionConfig
@@ -180,7 +180,7 @@ def kernel_call(padded: Call, strategy: Strategy) -> Call:
 
 
 class _Over(NamedTuple):
-    """Hold the strategy, what `auto` added up, and who was asked for and refused."""
+    """The strategy, what `auto` added up, and who was asked for and refused."""
 
     strategy: Strategy
     arithmetic: str = ""

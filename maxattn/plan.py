@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold one decision: hashable, comparable, printable, without arrays or devices.
+    """One decision: hashable, comparable, printable, without arrays or devices.
 
     Args:
         call: the global call.
@@ -114,7 +114,7 @@ class Plan:
         return self.explain()
 
     def explain(self, why: bool = False) -> str:
-        """Say what runs, why, what moves and what was refused, in a few lines.
+        """Return what runs, why, what moves and what was refused, in a few lines.
 
         Args:
             why: print the sums of every strategy that `context_parallel: auto` weighed.

@@ -135,7 +135,7 @@ def scores_of(local: Call) -> int:
 
 
 def _of_computed(reason: Reason, local: Call, computed: Call) -> Reason:
-    """Say in a refusal what the kernel would compute, where that is another call."""
+    """Add to a refusal what the kernel would compute, if that is another call."""
     from maxattn.kernels.composed import batch_rows, padded_heads
 
     if local.value_head_dim and not computed.value_head_dim:

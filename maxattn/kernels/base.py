@@ -61,7 +61,7 @@ Pass = Literal["forward", "backward"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """Hold what attention is computed from: the local arrays and where they stand.
+    """What attention is computed from: the local arrays and where they stand.
 
     Args:
         q: queries; K divides N, and N / K neighbouring query heads share a key head.
@@ -95,7 +95,7 @@ class Inputs:
 
 
 class Result(NamedTuple):
-    """Hold what a forward gives; `lse` is the natural logarithm, -inf where nothing is seen."""
+    """What a forward gives; `lse` is the natural logarithm, -inf where nothing is seen."""
 
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
@@ -104,7 +104,7 @@ class Result(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Hold what a backward needs of each query, over all its keys.
+    """What a backward needs of each query, over all its keys.
 
     Args:
         out, lse: a forward's result; merged, where the keys were computed in several calls.
@@ -123,7 +123,7 @@ class Rows:
 
 
 class Grads(NamedTuple):
-    """Hold the gradients; dk, dv and dbias are float32, and may be yet to be summed."""
+    """The gradients; dk, dv and dbias are float32, and may be yet to be summed."""
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]
@@ -132,7 +132,7 @@ class Grads(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Hold what `explain` prints of a kernel.
+    """What `explain` prints of a kernel.
 
     Args:
         runs: what runs.
@@ -180,7 +180,7 @@ class Kernel:
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Tell whether blocks of so many tokens, each of which sees itself alone, are computed as
+        """Return whether blocks of so many tokens, each of which sees itself alone, are computed as
         rows of the batch (composed/batch_rows.py).
         """
         return True
@@ -254,7 +254,7 @@ class Kernel:
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
-        """Tell whether, once built, its accumulator could keep dQ in one float32 array."""
+        """Return whether the accumulator of a built kernel could keep dQ in one float32 array."""
         return False
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
@@ -267,5 +267,5 @@ class Kernel:
         return SumOfParts(self.backward, inputs, rows)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Say for `explain` how the accumulator launches, if not by `backward`; else ""."""
+        """Return how `explain` describes the accumulator's launches, "" if they are `backward`."""
         return ""

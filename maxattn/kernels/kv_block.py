@@ -89,7 +89,7 @@ def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0
 
 
 class DqAccumulator:
-    """Hold the sum of dQ over the blocks so far.
+    """The sum of dQ over the blocks so far.
 
     Attributes:
         state: a tree of arrays, which a caller may replace by equal ones.

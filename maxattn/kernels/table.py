@@ -1,6 +1,6 @@
 """One row a kernel: what the config, the plan and the tools know of it before they import it.
 
-A new kernel is one file and one row, which need not stand here:
+A new kernel is one file and one row, which may be elsewhere:
 
     from maxattn.kernels import table
 
@@ -25,7 +25,7 @@ EVERYWHERE = ("cpu", "gpu", "tpu")
 
 @dataclass(frozen=True)
 class KernelRow:
-    """Say what a kernel is called, where it runs, and what it needs.
+    """A kernel: its name, where it runs, and what it needs.
 
     Args:
         name: as `attention:` spells it.
@@ -110,7 +110,7 @@ R = TypeVar("R", bound=TableRow)
 
 
 class Table(dict[str, R]):
-    """Hold rows by name, in order.
+    """Rows by name, in order.
 
     Args:
         kind: what a row describes, for errors.

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
         return self.left is None and self.right is None
 
     def sees_all(self) -> bool:
-        """Tell whether each of its queries sees a key, while all keys are real."""
+        """Return whether each of its queries sees a key, while all keys are real."""
         return self.left is None or self.q1 - self.q0 - 1 - self.left < self.k1 - self.k0
 
 
@@ -101,7 +101,7 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
 
 
 def fits_shards(terms: Terms, q_len: int, kv_len: int) -> bool:
-    """Tell whether a band between shards is one of few cases: full, empty, or cut at whole shards.
+    """Return whether a band is one of few cases between shards: full, empty, or cut at shards.
 
     Shards of unequal lengths are left out. Their cases would be cut in two pieces each, and on two
     H200s a program with such a switch beside a gather of the keys died with a segmentation fault,
@@ -118,7 +118,7 @@ def _few_shifts(band: Band, q_len: int, kv_len: int) -> bool:
 
 @dataclass(frozen=True)
 class ShiftedBand:
-    """Hold the band between the local queries and the local keys of one call.
+    """The band between the local queries and the local keys of one call.
 
     Args:
         band: that the mask's positions allow.

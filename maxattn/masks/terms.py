@@ -30,7 +30,7 @@ Offset = int | jax.Array
 
 @dataclass(frozen=True)
 class Terms:
-    """Hold the terms of a mask.
+    """The terms of a mask.
 
     Args:
         positions: masks without arrays that depend on queries and keys.
@@ -57,7 +57,7 @@ class Terms:
         return any(term.key_limit() is None for term in (*self.limits, *self.keys))
 
     def real_keys(self, kv_len: int, kv_offset: Offset) -> Bool[Array, "B S"]:
-        """Tell which local keys every limit, length and flag allows; the batch may be 1."""
+        """Mark the local keys that every limit, length and flag allows; the batch may be 1."""
         real: Any = jnp.ones((1, kv_len), bool)
         for term in (*self.limits, *self.keys):
             ok = term.allowed(np.zeros(1, np.int32), jnp.arange(kv_len), 0, kv_offset)
@@ -67,7 +67,7 @@ class Terms:
     def lengths(self, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, " B"] | None:
         """Count the real local keys of each batch row; None where all are real.
 
-        Without flags these are the first keys; with flags they stand in any order.
+        Without flags these are the first keys; with flags they are in any order.
         """
         if not self.limits and not self.keys:
             return None
@@ -94,7 +94,7 @@ def sort_terms(mask: Mask) -> Terms:
 
 @dataclass(frozen=True)
 class SplitMask:
-    """Hold a mask as a function of positions, at most one pair of segment ids, and padding."""
+    """A mask as a function of positions, at most one pair of segment ids, and padding."""
 
     positions: Mask
     segments: Mask | None

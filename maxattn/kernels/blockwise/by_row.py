@@ -15,13 +15,13 @@ Out = TypeVar("Out", Result, Grads)
 
 
 def differs_by_row(mask: Mask) -> bool:
-    """Tell whether arrays of a mask, or of its form, leave each batch row other chunks empty."""
+    """Return whether arrays of a mask, or of its form, leave each batch row other chunks empty."""
     axes = jax.tree.leaves(mask.leaf_axes())
     return mask.bounds_tiles and any("B" in letters for letters in axes)
 
 
 def has_own_rows(inputs: Inputs) -> bool:
-    """Tell whether there are rows to compute by themselves, each with its own mask and bias."""
+    """Return whether there are rows to compute by themselves, each with its own mask and bias."""
     batch, bias = inputs.q.shape[0], inputs.bias
     apart = batch > 1 and (bias is None or bias.shape[0] == batch)
     return apart and differs_by_row(inputs.mask)

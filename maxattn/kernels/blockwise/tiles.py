@@ -38,7 +38,7 @@ def join(x: Array, axis: int, length: int) -> Array:
 
 @dataclass
 class ChunkedInputs:
-    """Hold one call's chunks.
+    """One call's chunks.
 
     Args:
         q: [chunks, B, K, G, bq, H].

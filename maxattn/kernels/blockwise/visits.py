@@ -19,7 +19,7 @@ from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 
 
 class Visits(NamedTuple):
-    """Hold the key chunks that each query chunk visits.
+    """The key chunks that each query chunk visits.
 
     Query chunk i visits `index[i, :count[i]]`, and tests the mask where `mixed` is True.
 

@@ -39,7 +39,7 @@ QUERIES, KEYS = 2, 8
 
 @dataclass(frozen=True)
 class Biased:
-    """Hold a call as a library computes it.
+    """A call as a library computes it.
 
     Args:
         given: q, k, v and bias, padded; which pairs the library hides by itself.

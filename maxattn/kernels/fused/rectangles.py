@@ -43,7 +43,7 @@ Lengths = Int[Array, " B"] | Pairs | None
 )
 @dataclass(frozen=True)
 class PieceInputs:
-    """Hold one rectangle: its arrays, cut already, and which of its pairs are allowed.
+    """One rectangle: its arrays, cut already, and which of its pairs are allowed.
 
     Args:
         q, k, v: of the rectangle's queries and keys.
@@ -61,7 +61,7 @@ class PieceInputs:
 
     @classmethod
     def whole(cls, q: Array, k: Array, v: Array, lengths: Lengths) -> PieceInputs:
-        """Hold all pairs of these arrays."""
+        """All pairs of these arrays."""
         return cls(q, k, v, lengths, Piece(0, q.shape[1], 0, k.shape[1]))
 
     @property

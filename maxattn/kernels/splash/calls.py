@@ -28,7 +28,7 @@ Ids = tuple[Array, Array] | None  # segment ids of queries and keys
 
 
 class Operands(NamedTuple):
-    """Hold what every kernel reads: of one batch row, or with a batch axis before all others.
+    """What every kernel reads: of one batch row, or with a batch axis before all others.
 
     Args:
         q: [N, T, H], scaled.
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Hold what a backward kernel reads of each query beside the operands.
+    """What a backward kernel reads of each query beside the operands.
 
     Args:
         lse, delta: [N, T] float32, finite.
@@ -82,7 +82,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold what every kernel of one call shares.
+    """What every kernel of one call shares.
 
     Args:
         q: [B, N, T, H], scaled.
@@ -186,7 +186,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Setup:
-    """Hold what one kernel with its own block sizes takes beside q, k and v.
+    """What one kernel with its own block sizes takes beside q, k and v.
 
     Args:
         kinds: which tiles are empty, full or mixed.

@@ -128,7 +128,7 @@ class Splash(Kernel):
 
     @property
     def how(self) -> str:
-        """Say how the kernels run."""
+        """How the kernels run, for `explain`."""
         return "interpret mode: for tests" if self.interpret else "Pallas"
 
     def block_lines(self) -> str:
@@ -198,7 +198,7 @@ def asked_sizes(
 
 
 def _leaves_tiles_open(config: AttentionConfig, kind: KernelKind) -> bool:
-    """Tell whether a config sets no tile; of `flash` it may say which backward runs."""
+    """Return whether a config sets no tile; of `flash` it may say which backward runs."""
     asked = config.flash_block_sizes
     names_backward = asked == FlashBlockSizes(use_fused_bwd_kernel=asked.use_fused_bwd_kernel)
     return leaves_open(config, kind) or (kind == "flash" and names_backward)

@@ -40,7 +40,7 @@ REMEDY = (
 
 
 class Codes(NamedTuple):
-    """Hold the code, each query's int32, and whether they hold the offsets (None: known to)."""
+    """The code, each query's int32, and whether they hold the offsets (None: known to)."""
 
     code: RowCode
     values: Int[Array, " T"]

@@ -158,7 +158,7 @@ def _longest_row(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) ->
 
 
 def _skips_some(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> bool:
-    """Tell whether the first, the middle or the last row of tiles is seen to skip one."""
+    """Return whether the first, the middle or the last row of tiles is seen to skip one."""
     q_len, kv_len = lengths
     last = (q_len - 1) // tile[0]
     for row in {0, last // 2, last}:

@@ -67,7 +67,7 @@ def backward(
 
 
 class _BackwardForm(NamedTuple):
-    """Hold what the kernel's code depends on.
+    """What the kernel's code depends on.
 
     Args:
         tiles: what the forward's depends on too; `count` is that of a row of keys.

@@ -20,7 +20,7 @@ NONE = -1  # of the blocks: none is being written
 
 
 class Gradients(NamedTuple):
-    """Hold the sums of a block of keys, in VMEM.
+    """The sums of a block of keys, in VMEM.
 
     Args:
         dk, dv: [H, block_kv] float32.
@@ -39,7 +39,7 @@ class Gradients(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Hold what the backward reads of a block of queries.
+    """What the backward reads of a block of queries.
 
     Args:
         q, dout: [H, block_q]; q is multiplied by the scale and by log2(e).
@@ -79,7 +79,7 @@ def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
 
 
 class HbmSum(NamedTuple):
-    """Hold a sum in HBM to which a kernel adds a block at a step: dQ, and no part of it apart.
+    """A sum in HBM to which a kernel adds a block at a step: dQ, and no part of it apart.
 
     A block is fetched while a step computes what it adds, and written while the next step
     computes. One write is under way at most.
@@ -98,7 +98,7 @@ class HbmSum(NamedTuple):
     semaphores: Any
 
     def begin(self) -> None:
-        """Say that nothing is written yet."""
+        """Begin without a write under way."""
         self.writing[0] = NONE
 
     def fetch(self, head: Any, block: Any) -> None:

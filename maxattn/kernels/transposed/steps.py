@@ -21,7 +21,7 @@ from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
 
 
 class Steps(NamedTuple):
-    """Hold the steps of the grid, row of tiles by row.
+    """The steps of the grid, row of tiles by row.
 
     Args:
         block: the block of keys of each step, or of queries by key, [rows * count].
@@ -74,7 +74,7 @@ class Operand(NamedTuple):
 
 
 class KernelForm(NamedTuple):
-    """Hold what a kernel's code depends on.
+    """What a kernel's code depends on.
 
     Args:
         blocks: queries and keys of a tile, and keys computed at once.

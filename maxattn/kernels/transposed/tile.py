@@ -26,7 +26,7 @@ _OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
 
 
 class Sums(NamedTuple):
-    """Hold the running statistics of a block of queries, in VMEM.
+    """The running statistics of a block of queries, in VMEM.
 
     Args:
         acc: [H, block_q], the output before it is divided by l.
@@ -51,7 +51,7 @@ class Sums(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Hold the values of some keys of a block.
+    """The values of some keys of a block.
 
     Args:
         ref: of the block, [keys, H]; or [H, keys] where it is turned.
