@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, did_you_mean
 from maxattn.kernels import KERNELS, build
-from maxattn.kernels.base import Inputs, Rows
 from maxattn.target import Target
 from maxattn.tools.bench.row import (
     BACKWARD,
@@ -27,6 +25,7 @@ from maxattn.tools.bench.row import (
 )
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.random_inputs import normal
+from maxattn.tools.tune import kernel_times
 
 MANY_SCORES = 4e8  # bytes, from which one call of dot_product is long enough to measure alone
 TOO_MANY_SCORES = 3e10  # bytes, beyond which nobody would run dot_product
@@ -64,12 +63,10 @@ def of_kernel(
         inputs = inputs[:1]  # else the scores of several calls would be in memory together
 
     def forward(q: Array, k: Array, v: Array, dout: Array) -> Any:
-        return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
+        return kernel_times.forward(kernel, q, k, v, dout, mask)
 
     def backward(q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array) -> Any:
-        rows = Rows(out, lse, dout, jnp.zeros_like(lse))
-        dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
-        return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+        return kernel_times.backward(kernel, q, k, v, dout, mask, out, lse)
 
     def with_outputs() -> list[tuple[Array, ...]]:
         first = jax.jit(forward)
