@@ -16,8 +16,6 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.context_parallel.timeline import HopSteps, Timeline
 from maxattn.errors import MaxattnError
-from maxattn.tools.compile.job import CompileJob, run_in_child, tpu_python
-from maxattn.tools.model_shapes import Shape
 from tests.cases import allowed
 from tests.golden_text import check_golden
 from tests.jaxprs import of_primitive
@@ -195,24 +193,3 @@ def test_it_has_no_effect_without_a_ring() -> None:
     plan = decided(4, attention="ulysses", ring_direction="one_way")
     said = "ring_direction has no effect: read by ring and ulysses_ring alone"
     assert any(said in note for note in plan.notes), plan.notes
-
-
-# ---- compiled for TPUs that are not there --------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    tpu_python() is None, reason="libtpu is not installed, and MAXATTN_TPU_PYTHON names no python"
-)
-@pytest.mark.parametrize(("topology", "n"), [("v5p:2x2x1", 4), ("v6e:2x4", 8)])
-@pytest.mark.parametrize("training", [False, True])
-def test_transfers_both_ways_run_beside_kernels(topology: str, n: int, training: bool) -> None:
-    cfg = ma.AttentionConfig(attention="ring", attention_kernel="flash",
-                             ici_context_parallelism=n, ring_direction="both_ways")  # fmt: skip
-    shape = Shape("", 1, 8192 * n, 8192 * n, 4, 128)
-    outcome = run_in_child(CompileJob(topology, cfg, shape, training), 900)
-    assert outcome.ending == "compiled", outcome.message
-    sent = [t for t in outcome.found if t["kind"] == "ppermute"]
-    assert len(sent) >= 4 * (n - 1) and all(t["kernels"] for t in sent)
-    ways = [{(b - a) % n for a, b in t["groups"]} for t in sent]
-    assert ways.count({1}) == ways.count({n - 1}) == len(sent) // 2
