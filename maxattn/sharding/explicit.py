@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -26,12 +26,8 @@ def explicit_mesh(*operands: Any) -> Any:
         Of a traced operand an `AbstractMesh`; None without such a mesh.
     """
     arrays = (x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array))
-    meshes = (jax.sharding.get_abstract_mesh(), *(_mesh_of(x) for x in arrays))
+    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
     return next((mesh for mesh in meshes if axis_names_of_type(mesh, AxisType.Explicit)), None)
-
-
-def _mesh_of(x: jax.Array) -> Any:
-    return jax.typeof(x).sharding.mesh
 
 
 def program_mesh(mesh: Any = None) -> Any:
@@ -89,15 +85,15 @@ def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
     for name, x in operands.items():
         for axis, (letter, entry) in enumerate(zip(letters[name], spec_of_type(x), strict=True)):
             over = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            if other := [a for a in over if a not in LETTERS.get(letter, ())]:
-                _refuse_layout(name, x, letters[name], axis, ", ".join(map(str, other)))
-
-
-def _refuse_layout(name: str, x: Any, letters: str, axis: int, found: str) -> NoReturn:
-    there = jax.typeof(x).sharding.mesh.axis_names
-    fits = [tuple(a for a in LETTERS.get(letter, ()) if a in there) for letter in letters]
-    allowed = f"over {', '.join(fits[axis])} alone" if fits[axis] else "over no axis"
-    rule = f"attention spreads its axis {letters[axis]} ({axis}) {allowed}: its plan has every send"
-    spec = ", ".join(repr(a[0] if len(a) == 1 else a or None) for a in fits)
-    remedy = f"call it with jax.sharding.reshard({name}, jax.P({spec}))"
-    raise MeshError(name, f"{letters[axis]} over {found}", rule, remedy)
+            other = [str(a) for a in over if a not in LETTERS.get(letter, ())]
+            if not other:
+                continue
+            there = jax.typeof(x).sharding.mesh.axis_names
+            fits = [tuple(a for a in LETTERS.get(c, ()) if a in there) for c in letters[name]]
+            allowed = f"over {', '.join(fits[axis])} alone" if fits[axis] else "over no axis"
+            rule = (
+                f"attention spreads its axis {letter} ({axis}) {allowed}: its plan has every send"
+            )
+            spec = ", ".join(repr(a[0] if len(a) == 1 else a or None) for a in fits)
+            remedy = f"call it with jax.sharding.reshard({name}, jax.P({spec}))"
+            raise MeshError(name, f"{letter} over {', '.join(other)}", rule, remedy)

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from maxattn.errors import MeshError, brief, did_you_mean
@@ -49,7 +48,15 @@ def mesh_shape(mesh: Any) -> MeshShape:
     if mesh is None or mesh is False:
         return ()
     if isinstance(mesh, Mapping):
-        return _checked_shape(mesh)
+        for axis, size in mesh.items():
+            if axis not in AXES:
+                rule = f"a mesh axis is one of {', '.join(AXES)}"
+                raise MeshError("mesh", axis, rule, did_you_mean(axis, AXES) or "rename the axis")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                rule = "an axis has a whole number of devices, at least one"
+                raise MeshError("mesh", f"{axis}={brief(size)}", rule, "give it a positive size")
+        _check_count(mesh)
+        return tuple((a, int(mesh[a])) for a in AXES if mesh.get(a, 1) > 1)
     check_mesh(mesh)
     sizes = _left(mesh)
     _check_count({a: sizes[a] for a in AXES if a in sizes})
@@ -79,18 +86,6 @@ def check_names(mesh: Any) -> None:
         ours = f"rename {names} to tensor to spread heads, or to context to spread tokens"
         remedy = f"{ours}; or pass mesh=False, which leaves the layout to the compiler"
         raise MeshError("mesh", found, rule, remedy)
-
-
-def _checked_shape(sizes: Mapping[str, int]) -> MeshShape:
-    for axis, size in sizes.items():
-        if axis not in AXES:
-            rule = f"a mesh axis is one of {', '.join(AXES)}"
-            raise MeshError("mesh", axis, rule, did_you_mean(axis, AXES) or "rename the axis")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            rule = "an axis has a whole number of devices, at least one"
-            raise MeshError("mesh", f"{axis}={brief(size)}", rule, "give it a positive size")
-    _check_count(sizes)
-    return tuple((a, int(sizes[a])) for a in AXES if sizes.get(a, 1) > 1)
 
 
 def _check_count(sizes: Mapping[str, int]) -> None:
@@ -124,19 +119,6 @@ def check_mesh(mesh: Any) -> None:
         raise MeshError("mesh", found, rule, "name the axes so, or pass no mesh")
 
 
-def check_surrounding(mesh: Any) -> None:
-    """Refuse a mesh of several devices inside another one; None is no mesh.
-
-    Raises:
-        MeshError: naming both.
-    """
-    ambient = ambient_mesh()
-    if ambient is not None and mesh_shape(mesh) and dict(ambient.shape) != dict(mesh.shape):
-        rule = f"the surrounding mesh is {dict(ambient.shape)}, and both must be the same"
-        remedy = "leave out mesh=, or call outside of the other mesh"
-        raise MeshError("mesh", dict(mesh.shape), rule, remedy)
-
-
 def surrounding_manual_axes() -> frozenset[str]:
     """Return the axes of the surrounding mesh over which a `shard_map` has split the work."""
     ambient = ambient_mesh()
@@ -164,7 +146,11 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
     if isinstance(mesh, Mapping):
         rule = "attention runs on devices; sizes alone are for plan()"
         raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
-    check_surrounding(mesh)
+    around = ambient_mesh()
+    if around is not None and mesh_shape(mesh) and dict(around.shape) != dict(mesh.shape):
+        rule = f"the surrounding mesh is {dict(around.shape)}, and both must be the same"
+        remedy = "leave out mesh=, or call outside of the other mesh"
+        raise MeshError("mesh", dict(mesh.shape), rule, remedy)
     check_names(mesh)
     return with_auto_axes(mesh)  # what runs on Explicit axes runs where they are Auto
 
@@ -224,12 +210,17 @@ def make_mesh(
     Raises:
         MeshError: the sizes do not multiply to the number of devices.
     """
+    from jax.experimental import mesh_utils
+
     devices = list(jax.devices() if devices is None else devices)
     slices = len({getattr(d, "slice_index", 0) for d in devices})
     axes = tuple(parallelism)
     ici = _fill([ici for ici, _ in parallelism.values()], len(devices) // slices, axes, "ici")
     dcn = _fill([dcn for _, dcn in parallelism.values()], slices, axes, "dcn")
-    return auto_mesh(_arrange(ici, dcn, devices), axes)
+    if slices > 1:
+        return auto_mesh(mesh_utils.create_hybrid_device_mesh(ici, dcn, devices), axes)
+    laid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    return auto_mesh(laid, axes)
 
 
 def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[int]:
@@ -244,11 +235,3 @@ def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[
     rule = f"it must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}"
     remedy = f"change one {kind}_*_parallelism, or set one to -1 to take what is left"
     raise MeshError(text, f"product {known}", rule, remedy)
-
-
-def _arrange(ici: list[int], dcn: list[int], devices: list[jax.Device]) -> np.ndarray:
-    from jax.experimental import mesh_utils
-
-    if prod(dcn) > 1:
-        return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
-    return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.sharding.axes import AXES
-from maxattn.sharding.mesh import MeshShape, check_mesh, mesh_shape
+from maxattn.sharding.mesh import check_mesh, mesh_shape
 from maxattn.sharding.shards import spec_of, ways
 
 
@@ -29,18 +29,14 @@ def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
     shape = mesh_shape(mesh)
     if not shape:
         return x
-    spec = PartitionSpec(*_divisible(x.shape, letters, shape))
+    even = (n % ways(letter, shape) == 0 for n, letter in zip(x.shape, letters, strict=True))
+    cut = zip(spec_of(letters, shape), even, strict=True)
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(axes if axes is None or fits else free for axes, fits in cut))
     ambient = ambient_mesh()
     target = mesh if ambient is None else ambient
     where = NamedSharding(target, spec) if isinstance(target, Mesh) else spec
     return jax.lax.with_sharding_constraint(x, where)
-
-
-def _divisible(sizes: Sequence[int], letters: str, shape: MeshShape) -> list[Any]:
-    """Return the mesh axes of each array axis, open where its size does not divide over them."""
-    even = (n % ways(letter, shape) == 0 for n, letter in zip(sizes, letters, strict=True))
-    cut = zip(spec_of(letters, shape), even, strict=True)
-    return [axes if axes is None or fits else PartitionSpec.UNCONSTRAINED for axes, fits in cut]
 
 
 def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
@@ -117,22 +113,14 @@ def place(module: Any, mesh: Mesh | None) -> None:
         raise InputError("module", type(module).__name__, rule, remedy)
     if mesh is None:
         return
-    _check_devices(mesh)
-    state = nnx.state(module)
-    _check_arrays(module, state)
-    nnx.update(module, jax.tree.map(jax.device_put, state, parameter_shardings(state, mesh)))
-
-
-def _check_devices(mesh: Any) -> None:
     if isinstance(mesh, Mapping | AbstractMesh):
         said = "AbstractMesh" if isinstance(mesh, AbstractMesh) else dict(mesh)
         rule = "arrays are put on devices, and this has sizes alone"
         raise MeshError("mesh", said, rule, "pass config.make_mesh()")
     check_mesh(mesh)
-
-
-def _check_arrays(module: Any, state: Any) -> None:
+    state = nnx.state(module)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         rule = "its parameters have shapes and no numbers yet, as nnx.eval_shape leaves them"
         remedy = "load weights with mesh=, which puts them there"
         raise InputError("module", type(module).__name__, rule, remedy)
+    nnx.update(module, jax.tree.map(jax.device_put, state, parameter_shardings(state, mesh)))

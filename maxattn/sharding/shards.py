@@ -6,7 +6,6 @@ Letters name array axes: B batch, T queries, S keys, N and K heads, H channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -77,17 +76,17 @@ def on_shards(
         letters: the same tree with the letters of each array's axes, for example "BTNH".
         in_specs, out_specs: trees of `PartitionSpec`.
     """
-    padded = jax.tree.map(partial(_pad, lengths=layout.lengths), operands, letters)
+
+    def pad(x: jax.Array, letters: str) -> jax.Array:
+        for axis, letter in enumerate(letters):
+            x = pad_axis(x, axis, layout.lengths.get(letter, 0))
+        return x
+
+    padded = jax.tree.map(pad, operands, letters)
     results = over_shards(f, layout.mesh, layout.shape, in_specs, out_specs)(*padded)
     # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding
     # one its results do.
     return vary_over(results, varying_axes(operands))
-
-
-def _pad(x: jax.Array, letters: str, lengths: Mapping[str, int]) -> jax.Array:
-    for axis, letter in enumerate(letters):
-        x = pad_axis(x, axis, lengths.get(letter, 0))
-    return x
 
 
 def over_shards(
