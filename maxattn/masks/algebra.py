@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -65,8 +66,10 @@ class Empty(Mask):
 
 
 class _Joined(Mask):
-    """The masks that `And` and `Or` join."""
+    """The masks that `And` and `Or` join, by an operator that joins bools and bounds too."""
 
+    join: ClassVar[Callable[[Any, Any], Any]]
+    sign: ClassVar[str]
     args: tuple[Mask, ...]
 
     def parts(self) -> tuple[Mask, ...]:
@@ -75,25 +78,22 @@ class _Joined(Mask):
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
         return type(self)(tuple(arg.over_leaves(change) for arg in self.args))  # pyright: ignore[reportCallIssue]
 
+    def at(self, spots: Spots) -> Any:
+        return reduce(type(self).join, (arg.at(spots) for arg in self.args))
+
     def repeats(self, q: int, kv: int) -> bool:
         return all(arg.repeats(q, kv) for arg in self.args)
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        # masks of positions are bounded together, which is exact
-        known = tuple(arg for arg in self.args if not arg.has_data)
-        found = [type(self)(known)] if known else []  # pyright: ignore[reportCallIssue]
         bounds = [arg.on_tiles(tiles) for arg in self.args if arg.has_data]
-        bounds += [tiles.of_positions(mask.canonical()) for mask in found]
-        return reduce(self._on_tiles, bounds)
+        known = tuple(arg for arg in self.args if not arg.has_data)
+        if known:  # masks of positions are bounded together, which is exact
+            bounds.append(tiles.of_positions(type(self)(known).canonical()))  # pyright: ignore[reportCallIssue]
+        return reduce(type(self).join, bounds)
 
-    @staticmethod
-    def _on_tiles(a: TileBounds, b: TileBounds) -> TileBounds:
-        raise NotImplementedError
-
-    def _repr(self, sign: str) -> str:
-        return f" {sign} ".join(
-            f"({arg})" if isinstance(arg, _Joined) else str(arg) for arg in self.args
-        )
+    def __repr__(self) -> str:
+        each = (f"({arg})" if isinstance(arg, _Joined) else str(arg) for arg in self.args)
+        return f" {self.sign} ".join(each)
 
 
 @mask_type
@@ -113,27 +113,18 @@ class And(_Joined):
     █ █ · ·
     """
 
+    join, sign = operator.and_, "&"
     args: tuple[Mask, ...] = leaf()
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         found = (arg.spans(q_pos, xp, data) for arg in self.args)
         return reduce(lambda a, b: intersection(a, b, xp), found)
 
-    def at(self, spots: Spots) -> Any:
-        return reduce(lambda a, b: a & b, (arg.at(spots) for arg in self.args))
-
-    @staticmethod
-    def _on_tiles(a: TileBounds, b: TileBounds) -> TileBounds:
-        return a.both(b)
-
     def terms(self) -> tuple[Mask, ...]:
         return self.args
 
     def most_keys(self) -> int | None:
         return min((n for arg in self.args if (n := arg.most_keys()) is not None), default=None)
-
-    def __repr__(self) -> str:
-        return self._repr("&")
 
 
 @mask_type
@@ -154,20 +145,11 @@ class Or(_Joined):
     █ · · █ █
     """
 
+    join, sign = operator.or_, "|"
     args: tuple[Mask, ...] = leaf()
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         return union(tuple(x for arg in self.args for x in arg.spans(q_pos, xp, data)))
-
-    def at(self, spots: Spots) -> Any:
-        return reduce(lambda a, b: a | b, (arg.at(spots) for arg in self.args))
-
-    @staticmethod
-    def _on_tiles(a: TileBounds, b: TileBounds) -> TileBounds:
-        return a.either(b)
-
-    def __repr__(self) -> str:
-        return self._repr("|")
 
 
 @mask_type
@@ -206,7 +188,7 @@ class Not(Mask):
         return self.arg.repeats(q, kv)
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        return self.arg.on_tiles(tiles).inverse()
+        return ~self.arg.on_tiles(tiles)
 
     def __repr__(self) -> str:
         return f"~({self.arg})" if isinstance(self.arg, _Joined) else f"~{self.arg}"

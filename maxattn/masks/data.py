@@ -5,23 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxattn.errors import InputError
-from maxattn.masks.arrays import (
-    as_array,
-    check_dims,
-    check_ids,
-    four_dims,
-    is_bool,
-    is_int,
-    is_wide,
-    name_dims,
-    narrow,
-    ranked,
-    reshaped,
-)
 from maxattn.masks.base import Lengths, Mask, Span, Spots, text
 from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.row_runs import RowBlocks
@@ -32,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jaxtyping import Array, Bool, Int
+
+INT32 = np.iinfo(np.int32)
 
 
 class DataMask(Mask):
@@ -183,7 +173,11 @@ class Segments(DataMask):
                 remedy = "cast to int32, for one row add a batch dim"
                 raise InputError(f"Segments.{name}", text(ids), rule, remedy)
             if is_wide(ids) and isinstance(ids, np.ndarray):
-                check_ids(f"Segments.{name}", ids)
+                if ids.max() > INT32.max:  # it would become another id
+                    rule = f"segment ids are int32, at most {INT32.max}"
+                    how = "number them from 0, e.g. by numpy.unique(ids, return_inverse=True) over"
+                    found = f"up to {ids.max()}"
+                    raise InputError(f"Segments.{name}", found, rule, f"{how} both arrays")
                 object.__setattr__(self, name, narrow(ids))
         if is_wide(self.q_ids) or is_wide(self.kv_ids):
             for name, ids in zip(("q_ids", "kv_ids"), ranked(self.q_ids, self.kv_ids), strict=True):
@@ -273,3 +267,106 @@ class Dense(DataMask):
     @property
     def is_of_keys(self) -> bool:
         return all(axes[-3:-1].strip("1") == "" for axes in self.axes())
+
+
+# ---- arrays: checks of dtypes and dims -----------------------------------------------------------
+
+
+def four_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the four dims [B, N, T, S] of a table of two, three or four."""
+    if len(shape) == 3:
+        return shape[0], 1, *shape[1:]
+    return (1,) * (4 - len(shape)) + shape
+
+
+def as_array(mask: Mask, name: str) -> Any:
+    """Keep a field as an array: lists become numpy, usual arrays and shapes stay as they are.
+
+    Integers of 4 bits become int32, and those of another byte order get this machine's.
+    """
+    value = getattr(mask, name)
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    if not isinstance(array, jax.ShapeDtypeStruct) and is_int(array):
+        if jnp.iinfo(array.dtype).bits < 8:
+            array = array.astype(np.int32)
+        elif not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+    if array is not value:
+        object.__setattr__(mask, name, array)
+    return array
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """Reshape an array or a form; what has the shape already stays the same object."""
+    known = int(np.prod([n for n in shape if n != -1]))
+    target = tuple(n if n != -1 else int(np.prod(array.shape)) // max(known, 1) for n in shape)
+    if tuple(array.shape) == target:
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(target, array.dtype)
+    return array.reshape(target)
+
+
+def check_dims(
+    name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B", given: Any = None
+) -> None:
+    """Check every dim of a leaf against the lengths; `given` is the leaf before it was reshaped."""
+    sizes = {"B": lengths.batch, "N": lengths.heads, "T": lengths.q_len, "S": lengths.kv_len}
+    for letter, size in zip(letters, array.shape, strict=True):
+        if sizes[letter] in (None, size) or (size == 1 and letter in broadcast):
+            continue
+        wanted = ", ".join(f"{x}={'any' if sizes[x] is None else sizes[x]}" for x in letters)
+        ones = f", where {', '.join(broadcast)} may be 1" if broadcast else ""
+        remedy = f"give {letter} of {sizes[letter]}, it has {size}"
+        value = text(array if given is None else given)
+        raise InputError(name, value, f"its dims are [{wanted}]{ones}", remedy)
+
+
+def name_dims(array: Any, letters: str, broadcast: str) -> str:
+    """Name the dims of a leaf; one of size 1 that may be broadcast is "1"."""
+    pairs = zip(letters, array.shape, strict=True)
+    return "".join("1" if n == 1 and x in broadcast else x for x, n in pairs)
+
+
+def is_wide(array: Any) -> bool:
+    """Tell whether numpy integers do not fit int32, or jax ones are of a dtype that may not.
+
+    Masks are computed in int32, and the values of a jax array may be traced.
+    """
+    if isinstance(array, jax.Array):
+        return array.dtype.itemsize > 4 or array.dtype == np.uint32
+    if not isinstance(array, np.ndarray) or not array.size or not is_int(array):
+        return False
+    return int(array.max()) > INT32.max or int(array.min()) < INT32.min
+
+
+def narrow(array: Any) -> Any:
+    """Bring integers into int32: larger ones become its largest, and negative ones -1."""
+    if isinstance(array, np.ndarray):
+        return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
+    with jax.enable_x64(True):
+        signed = jnp.minimum(array, jnp.asarray(INT32.max, array.dtype)).astype(jnp.int64)
+        return jnp.maximum(signed, -1).astype(jnp.int32)
+
+
+def ranked(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+    """Number the ids of both arrays anew, so that int32 holds them: equal ones stay equal.
+
+    Negative ids become -1.
+    """
+    with jax.enable_x64(True):
+        pair = [jnp.asarray(ids) for ids in (q_ids, kv_ids)]
+        # Of one unsigned dtype: int64 and uint64 have no common integer.
+        known = [jnp.maximum(ids, 0).astype(jnp.uint64) for ids in pair]
+        every = jnp.sort(jnp.concatenate([ids.ravel() for ids in known]))
+        found = [jnp.searchsorted(every, ids).astype(jnp.int32) for ids in known]
+        return tuple(jnp.where(old < 0, -1, new) for old, new in zip(pair, found, strict=True))  # pyright: ignore[reportReturnType]
+
+
+def is_bool(array: Any) -> bool:
+    return array.dtype == np.bool_
+
+
+def is_int(array: Any) -> bool:
+    """Tell whether the dtype is of integers (numpy counts spans of time among them)."""
+    return jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.kind != "m"

@@ -26,15 +26,15 @@ class TileBounds(NamedTuple):
     some: Bool[Array, "B QB KB"]
     every: Bool[Array, "B QB KB"]
 
-    def both(self, other: TileBounds) -> TileBounds:
+    def __and__(self, other: TileBounds) -> TileBounds:
         """Bound the pairs that both masks allow."""
         return TileBounds(self.some & other.some, self.every & other.every)
 
-    def either(self, other: TileBounds) -> TileBounds:
+    def __or__(self, other: TileBounds) -> TileBounds:
         """Bound what either mask allows."""
         return TileBounds(self.some | other.some, self.every | other.every)
 
-    def inverse(self) -> TileBounds:
+    def __invert__(self) -> TileBounds:
         """Bound what the mask forbids."""
         return TileBounds(~self.every, ~self.some)
 
