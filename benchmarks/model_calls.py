@@ -205,8 +205,10 @@ class Worker:
         masks = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._mask(call))
         specs = (*jax.eval_shape(partial(self._random, call)), masks)
         program = partial(self._several, call, what)
-        # No CUDA graphs: kernels are launched one by one, in both trees alike.
-        options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}
+        # No CUDA graphs: kernels are launched one by one, in both trees alike. Matrix products of
+        # plain JAX beside a bias are cuBLAS's, which XLA chooses fast and alike.
+        options = {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_triton_gemm": False}
+        options = options if jax.default_backend() == "gpu" else {}
         return jax.jit(program).lower(*specs).compile(options)
 
     def _several(self, call: ModelCall, what: str, *operands: Any) -> Any:
@@ -261,7 +263,9 @@ class Worker:
     def _projected(self, x: Any) -> Any:
         """Project a result [B, T, N, H] to [B, T, N], by a direction of its own."""
         direction = np.cos(np.arange(x.shape[-1]) ** 2.0).astype(np.float32)
-        return np.asarray(x.astype(np.float32) @ direction)
+        # A sum, since XLA takes long to choose among kernels of matrix products.
+        project = self.jax.jit(lambda x: (x.astype(np.float32) * direction).sum(-1))
+        return np.asarray(project(x))
 
 
 # ---- the parent: asks an old and a new worker in turns -------------------------------------------
