@@ -33,27 +33,21 @@ CONFIGS = {
 
 def ours(case: str, config: ma.AttentionConfig) -> nnx.Module:
     """Build the module that a case's weights are for."""
-    how: dict[str, Any] = {
-        "heads": made.HEADS,
-        "dim_head": made.DIM_HEAD,
-        "config": config,
-        "rngs": nnx.Rngs(0),
-    }
+    how: dict[str, Any] = {"heads": made.HEADS, "dim_head": made.DIM_HEAD, "config": config}
+    how["rngs"] = nnx.Rngs(0)
     if case.startswith("wan"):
         how |= {"qk_norm": "rms_norm_across_heads", "bias": True, "eps": 1e-6}
     if case.endswith("self"):
         return ma.FlaxAttention(made.WIDTH, **how)
     text = made.TEXT if case == "sdxl_cross" else made.WIDTH
-    return ma.CrossAttention(
-        made.WIDTH, text, added_kv_proj_dim=made.WIDTH if case == "wan_i2v" else None, **how
-    )
+    image = made.WIDTH if case == "wan_i2v" else None
+    return ma.CrossAttention(made.WIDTH, text, added_kv_proj_dim=image, **how)
 
 
 def call(module: Any, case: str, given: dict[str, Any]) -> jax.Array:
     if case == "wan_self":
-        return module(
-            given["x"], rotary_emb=ma.rope_3d(made.DIM_HEAD, made.FRAMES, made.HEIGHT, made.ROWS)
-        )
+        table = ma.rope_3d(made.DIM_HEAD, made.FRAMES, made.HEIGHT, made.ROWS)
+        return module(given["x"], rotary_emb=table)
     if case == "sdxl_self":
         return module(given["x"])
     return module(given["x"], given["text"], encoder_hidden_states_image=given.get("image"))
@@ -63,14 +57,13 @@ def compare(case: str, config: ma.AttentionConfig, theirs: dict[str, np.ndarray]
     """Compare output and gradients against theirs: 2e-5 of the output's scale, 1e-4 of each
     gradient's.
     """
-    part = {
-        p: {k.removeprefix(p): v for k, v in theirs.items() if k.startswith(p)}
-        for p in ("weights.", "in.")
-    }
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for key, value in theirs.items():
+        part, _, name = key.partition(".")
+        parts.setdefault(part, {})[name] = value
     module = ours(case, config)
-    loaded = ma.weights.load_diffusers(module, part["weights."])
-    assert loaded == ma.weights.Loaded()
-    given = {key: jnp.asarray(value) for key, value in part["in."].items()}
+    assert ma.weights.load_diffusers(module, parts["weights"]) == ma.weights.Loaded()
+    given = {key: jnp.asarray(value) for key, value in parts["in"].items()}
     out, back = nnx.jit(lambda m, g: (call(m, case, g), 0))(module, given)[0], theirs["out"]
     hold(f"{case}, output", {"": out}, {"": back}, 2e-5)
 
@@ -80,10 +73,7 @@ def compare(case: str, config: ma.AttentionConfig, theirs: dict[str, np.ndarray]
     by_weights, by_x = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, given["x"])
     nnx.update(module, by_weights)  # so that gradients come out under diffusers' names, too
     got = ma.weights.to_diffusers(module) | {"in.x": np.asarray(by_x)}
-    want = {
-        key.removeprefix("grad."): value for key, value in theirs.items() if key.startswith("grad.")
-    }
-    hold(f"{case}, gradients", got, want, 1e-4, least=1e-3)
+    hold(f"{case}, gradients", got, parts["grad"], 1e-4, least=1e-3)
 
 
 def live(case: str) -> dict[str, np.ndarray]:

@@ -76,19 +76,15 @@ def broken(folder: Path, kind: str) -> Path:
     """Make a folder that cannot be read."""
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     files = weights.save_diffusers(model, folder, shard_bytes=20)
-    if kind == "a missing file":
-        files[0].unlink()
-    elif kind == "half a file":
+    if kind == "half a file":
         files[0].write_bytes(files[0].read_bytes()[:-9])
     elif kind == "a lost tensor":
         save_file({"other": np.zeros(2, np.float32)}, files[0])
-    elif kind == "a pickle":
-        [file.unlink() for file in files]
+    lost = {"a missing file": files[:1], "two models": files[-1:], "nothing": files}
+    for file in lost.get(kind, files if kind == "a pickle" else ()):
+        file.unlink()
+    if kind == "a pickle":
         (folder / "pytorch_model.bin").write_bytes(b"")
-    elif kind == "nothing":
-        [file.unlink() for file in files]
-    elif kind == "two models":
-        files[-1].unlink()
     return folder
 
 

@@ -34,72 +34,57 @@ def hunyuan_table(*positions: Any) -> ma.Rotary:
     return rope_nd(HUNYUAN_AXES, np.concatenate(positions), theta=256)
 
 
+HUNYUAN = "transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0"
+HUNYUAN_15 = "transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
+LAST = np.concatenate((np.ones((B, T), bool), KEPT), 1)
+IDS = jnp.asarray(np.where(KEYS, 0, -1))
+
+
+def run(flags: np.ndarray) -> Any:
+    """Call diffusers' module with the text last."""
+    return lambda m, i: m(
+        i["x"],
+        encoder_hidden_states=i["text"],
+        attention_mask=tensor(flags),
+        image_rotary_emb=hunyuan_rope(),
+    )
+
+
 def double(processor: str, flags: np.ndarray, mask: Any) -> Attention:
     """Put the text last; our text comes first, and a mask and a table that do so too."""
     table = hunyuan_table(still(S), GRID)
+    how = RMS | {"added_kv_proj_dim": C, "context_pre_only": False, "out_dim": C}
     return Attention(
-        lambda: attention(
-            f"transformers.{processor}",
-            added_kv_proj_dim=C,
-            context_pre_only=False,
-            out_dim=C,
-            **RMS,
-        ),
-        lambda m, i: m(
-            i["x"],
-            encoder_hidden_states=i["text"],
-            attention_mask=tensor(flags),
-            image_rotary_emb=hunyuan_rope(),
-        ),
+        lambda: attention(processor, **how),
+        run(flags),
         lambda rngs: ma.JointAttention(C, C, **HOW, **RMS, rngs=rngs),
         lambda m, i: m(i["x"], i["text"], table, mask),
         X | TEXT,
     )
 
 
-def hunyuan_double() -> Attention:
-    flags = np.concatenate((np.ones((B, T), bool), KEPT), 1)[:, None, None]
-    processor = "transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0"
-    return double(processor, flags, masks.KeyPadding(jnp.asarray(KEYS)))
-
-
-def hunyuan_single() -> Attention:
-    keys = np.concatenate((np.ones((B, T), bool), KEPT), 1)
+def single() -> Attention:
     table = hunyuan_table(GRID, still(S))
 
     def call(m: Any, i: dict[str, Any]) -> Any:
         both = jnp.concatenate((i["x"], i["text"]), 1)
-        y = m(both, table, masks.KeyPadding(jnp.asarray(keys)))
+        y = m(both, table, masks.KeyPadding(jnp.asarray(LAST)))
         return y[:, :T], y[:, T:]
 
     return Attention(
-        lambda: attention(
-            "transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
-            pre_only=True,
-            out_dim=C,
-            **RMS,
-        ),
-        lambda m, i: m(
-            i["x"],
-            encoder_hidden_states=i["text"],
-            attention_mask=tensor(keys[:, None, None]),
-            image_rotary_emb=hunyuan_rope(),
-        ),
+        lambda: attention(HUNYUAN, pre_only=True, out_dim=C, **RMS),
+        run(LAST[:, None, None]),
         lambda rngs: ma.FlaxAttention(C, out_proj=False, **HOW, **RMS, rngs=rngs),
         call,
         X | TEXT,
     )
 
 
-def hunyuan_15() -> Attention:
-    """Hide the text's padding as keys and as queries: such a query sees nothing, and gives 0."""
-    ids = jnp.asarray(np.where(KEYS, 0, -1))
-    processor = "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
-    return double(processor, KEPT, masks.Segments(ids, ids))
-
-
 ATTENTIONS = {
-    "hunyuan_video_double": hunyuan_double(),
-    "hunyuan_video_single": hunyuan_single(),
-    "hunyuan_video_15": hunyuan_15(),
+    "hunyuan_video_double": double(
+        HUNYUAN, LAST[:, None, None], masks.KeyPadding(jnp.asarray(KEYS))
+    ),
+    "hunyuan_video_single": single(),
+    # The text's padding is hidden as keys and as queries: such a query sees nothing, and gives 0.
+    "hunyuan_video_15": double(HUNYUAN_15, KEPT, masks.Segments(IDS, IDS)),
 }

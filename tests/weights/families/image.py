@@ -13,6 +13,11 @@ from maxattn.rope import rope_nd
 from tests.weights.families.case import HOW, KEPT, Attention, B, C, H, N, S, attention, tensor
 from tests.weights.families.positions import grid
 
+JOINT, PLAIN = (f"attention_processor.{name}AttnProcessor2_0" for name in ("Joint", ""))
+QWEN = "transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0"
+Z_IMAGE = "transformers.transformer_z_image.ZSingleStreamAttnProcessor"
+LUMINA = "transformers.transformer_lumina2.Lumina2AttnProcessor2_0"
+SANA = "transformers.sana_transformer.SanaAttnProcessor2_0"
 ROWS, COLUMNS = 2, 3
 T = ROWS * COLUMNS
 AXES = (2, 2, 4)
@@ -29,13 +34,7 @@ def sd3(norm: str | None, last: bool) -> Attention:
     """Give no order to tokens, so it does not matter that diffusers puts the text last."""
     how: dict[str, Any] = {"qk_norm": norm, "eps": 1e-6, "bias": True}
     return Attention(
-        lambda: attention(
-            "attention_processor.JointAttnProcessor2_0",
-            added_kv_proj_dim=C,
-            context_pre_only=last,
-            out_dim=C,
-            **how,
-        ),
+        lambda: attention(JOINT, added_kv_proj_dim=C, context_pre_only=last, out_dim=C, **how),
         lambda m, i: m(i["x"], encoder_hidden_states=i["text"])[: 1 if last else 2],
         lambda rngs: ma.JointAttention(C, C, **HOW, **how, text_out=not last, rngs=rngs),
         lambda m, i: m(i["x"], i["text"])[: 1 if last else 2],
@@ -46,7 +45,7 @@ def sd3(norm: str | None, last: bool) -> Attention:
 def sd3_second() -> Attention:
     how: dict[str, Any] = {"qk_norm": "rms_norm", "eps": 1e-6, "bias": True}
     return Attention(
-        lambda: attention("attention_processor.JointAttnProcessor2_0", out_dim=C, **how),
+        lambda: attention(JOINT, out_dim=C, **how),
         lambda m, i: m(i["x"]),
         lambda rngs: ma.FlaxAttention(C, **HOW, **how, rngs=rngs),
         lambda m, i: m(i["x"]),
@@ -55,10 +54,7 @@ def sd3_second() -> Attention:
 
 
 def qwen() -> Attention:
-    from_middle = (
-        np.arange(ROWS) - (ROWS - ROWS // 2),
-        np.arange(COLUMNS) - (COLUMNS - COLUMNS // 2),
-    )
+    from_middle = [np.arange(n) - (n - n // 2) for n in (ROWS, COLUMNS)]
     first = max(ROWS // 2, COLUMNS // 2)
     text = np.repeat(np.arange(first, first + S)[:, None], 3, 1)
     table = rope_nd(AXES, np.concatenate((text, grid(1, *from_middle))))
@@ -73,13 +69,7 @@ def qwen() -> Attention:
         return m(i["x"], i["text"], encoder_hidden_states_mask=kept, image_rotary_emb=rope)
 
     return Attention(
-        lambda: attention(
-            "transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0",
-            added_kv_proj_dim=C,
-            context_pre_only=False,
-            out_dim=C,
-            **how,
-        ),
+        lambda: attention(QWEN, added_kv_proj_dim=C, context_pre_only=False, out_dim=C, **how),
         run,
         lambda rngs: ma.JointAttention(C, C, **HOW, **how, rngs=rngs),
         lambda m, i: m(i["x"], i["text"], table, masks.KeyPadding(jnp.asarray(flags))),
@@ -102,11 +92,7 @@ def z_image() -> Attention:
         return m(i["x"], attention_mask=tensor(TAIL), freqs_cis=rope[None])
 
     return Attention(
-        lambda: attention(
-            "transformers.transformer_z_image.ZSingleStreamAttnProcessor",
-            qk_norm="rms_norm",
-            out_bias=False,
-        ),
+        lambda: attention(Z_IMAGE, qk_norm="rms_norm", out_bias=False),
         run,
         lambda rngs: ma.FlaxAttention(C, out_bias=False, **RMS, rngs=rngs),
         lambda m, i: m(i["x"], table, masks.KeyPadding(jnp.asarray(TAIL))),
@@ -129,12 +115,7 @@ def lumina() -> Attention:
         return m(i["x"], i["x"], attention_mask=tensor(TAIL), **how)
 
     return Attention(
-        lambda: attention(
-            "transformers.transformer_lumina2.Lumina2AttnProcessor2_0",
-            qk_norm="rms_norm",
-            kv_heads=1,
-            out_bias=False,
-        ),
+        lambda: attention(LUMINA, qk_norm="rms_norm", kv_heads=1, out_bias=False),
         run,
         lambda rngs: ma.FlaxAttention(
             C, kv_heads=1, out_bias=False, scale=float(scale), **RMS, rngs=rngs
@@ -196,7 +177,7 @@ def to_text(name: str, width: int, norm: str | None = None, **how: Any) -> Atten
 
 def pixart_self() -> Attention:
     return Attention(
-        lambda: attention("attention_processor.AttnProcessor2_0", bias=True),
+        lambda: attention(PLAIN, bias=True),
         lambda m, i: m(i["x"]),
         lambda rngs: ma.FlaxAttention(C, bias=True, **HOW, rngs=rngs),
         lambda m, i: m(i["x"]),
@@ -214,10 +195,8 @@ ATTENTIONS = {
     "lumina2": lumina(),
     "krea2": krea(),
     "pixart_self": pixart_self(),
-    "pixart_cross": to_text("attention_processor.AttnProcessor2_0", C, bias=True),
-    "sana_cross": to_text("transformers.sana_transformer.SanaAttnProcessor2_0", C, bias=True),
-    "sana_sprint_cross": to_text(
-        "transformers.sana_transformer.SanaAttnProcessor2_0", C, "rms_norm_across_heads", bias=True
-    ),
-    "sdxl_cross_masked": to_text("attention_processor.AttnProcessor2_0", 12),
+    "pixart_cross": to_text(PLAIN, C, bias=True),
+    "sana_cross": to_text(SANA, C, bias=True),
+    "sana_sprint_cross": to_text(SANA, C, "rms_norm_across_heads", bias=True),
+    "sdxl_cross_masked": to_text(PLAIN, 12),
 }

@@ -145,13 +145,9 @@ class KandinskyAttention(ma.FlaxAttention):
     """Name the parameters as Kandinsky 5 does."""
 
     diffusers_names: ClassVar[dict[str, str]] = {
-        "to_q": "to_query",
-        "to_k": "to_key",
-        "to_v": "to_value",
-        "to_out": "out_layer",
-        "norm_q": "query_norm",
-        "norm_k": "key_norm",
-    }
+        "to_q": "to_query", "to_k": "to_key", "to_v": "to_value", "to_out": "out_layer",
+        "norm_q": "query_norm", "norm_k": "key_norm",
+    }  # fmt: skip
 
 
 class KandinskyCross(ma.CrossAttention):
