@@ -12,11 +12,10 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.versions import AITER
 from maxattn.kernels import computed_call, refusal, scores_of
-from maxattn.kernels.auto.tuned_order import Candidates, TunedOrder, tuned_order
+from maxattn.kernels.auto.tuned_order import PLAIN, Candidates, TunedOrder, tuned_order
 from maxattn.target import Target
 
 DEFAULTS = AttentionConfig()
-PLAIN = ("memory_efficient", "dot_product")
 UNMEASURED = "a rule, not measured on this machine"
 # Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that
 # was measured. On a GPU dense is faster beyond this too, but its float32 scores would take more

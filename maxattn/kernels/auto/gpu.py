@@ -1,8 +1,8 @@
 """Which kernels `auto` tries on an NVIDIA GPU: rules with a reason each.
 
 Hopper's are from 1,520 calls of docs/measured, forward and backward, of H100s and H200s: all the
-time that they take over that of the fastest kernels is 1.0082 with `flash` always, and 1.0014 with
-two rules beside it. What `maxattn tune` measured on a machine comes before all of them.
+time that they take over that of the fastest kernels is 1.0082 with `flash` always, and 1.0010 with
+two rules beside it (benchmarks/grid.py). What `maxattn tune` measured on a machine comes before all of them.
 """
 
 from __future__ import annotations

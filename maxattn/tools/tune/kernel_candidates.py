@@ -8,10 +8,10 @@ from typing import NamedTuple
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels import KERNELS, Kernel, build, refusal, scores_of
+from maxattn.kernels.auto.tuned_order import PLAIN
 from maxattn.kernels.flash import has_fa4
 from maxattn.target import Target
 
-PLAIN = ("memory_efficient", "dot_product")
 MOST_OPERATIONS = 2e12  # of plain JAX beside other kernels: it would take minutes
 SHARE = 0.25  # of the memory that dense scores may take: they are there several times
 
