@@ -17,8 +17,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
-from maxattn.kernels.fa4 import capabilities
-from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.kernel import Fa4, has_kernels, lack
 from maxattn.kernels.memory_efficient import MemoryEfficient
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
@@ -86,12 +85,12 @@ class CudnnForFlash(Cudnn):
 
 def has_fa4(target: Target) -> bool:
     """Return whether fa4-jax is there, and has kernels for this GPU."""
-    return target.version("fa4-jax") is not None and capabilities.has_kernels(target.device)
+    return target.version("fa4-jax") is not None and has_kernels(target.device)
 
 
 def _without_fa4(target: Target) -> str:
-    if not capabilities.has_kernels(target.device):
-        return capabilities.lack(target.device)
+    if not has_kernels(target.device):
+        return lack(target.device)
     gain = "FlashAttention-4 took 10% to 20% less time at long lengths (H200): "
     gain = gain if target.device.is_a("hopper") else ""
     return f"fa4-jax is not installed; {gain}{install(target)}"
@@ -108,8 +107,8 @@ def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:
     reason = Cudnn.supports(call, target)
     if reason is None:
         return None
-    lack, remedy = capabilities.lack(target.device), reason.remedy
-    if capabilities.has_kernels(target.device):
-        lack, remedy = "fa4-jax is not installed", f"{install(target)}; or {remedy}"
-    rule = f"{lack}, and cuDNN in its place: {reason.rule}"
+    why, remedy = lack(target.device), reason.remedy
+    if has_kernels(target.device):
+        why, remedy = "fa4-jax is not installed", f"{install(target)}; or {remedy}"
+    rule = f"{why}, and cuDNN in its place: {reason.rule}"
     return replace(reason, who="flash", rule=rule, remedy=remedy)

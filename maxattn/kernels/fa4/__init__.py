@@ -1,1 +1,1 @@
-"""FlashAttention-4 on NVIDIA GPUs, through fa4-jax."""
+"""FlashAttention-4 on NVIDIA GPUs: kernel.py is what others import."""

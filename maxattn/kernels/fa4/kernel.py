@@ -1,25 +1,28 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
 
-Bands skip the tiles they leave empty. Any other mask, and a band that gains by it (band_lists.py),
-becomes block-sparse lists on Hopper GPUs: empty tiles are skipped, full ones are not tested.
-Segment ids, flags and lengths beside positions make them on the device, for each batch row.
-Elsewhere pairs are tested in the tiles of the narrowest band around the mask.
+On Hopper GPUs maxattn launches the library's kernels itself: the launch is a value that is made
+once from the problem (problem.py, launch.py), which the plan prints and a pass runs (run.py).
+Elsewhere the library launches (elsewhere.py).
 
 Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from jaxtyping import Array
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from maxattn.call import Call, Reason
+from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.devices import SMS
+from maxattn.errors import Reason
 from maxattn.kernels.base import (
+    TWO_TILES,
     USE_AUTO,
     DqAccumulator,
     Grads,
@@ -31,87 +34,78 @@ from maxattn.kernels.base import (
     refuse_mask,
     with_batch_folded,
 )
-from maxattn.kernels.fa4 import (
-    backward_splits,
-    backward_steps,
-    band_lists,
-    bias,
-    block_sparse,
-    capabilities,
-    dq_accumulator,
-    fold_groups,
-    int32_bounds,
-    key_lengths,
-    launch_lines,
-    mask_inputs,
-    primitives,
-    split_keys,
-    split_keys_forward,
-    split_keys_lists,
-    split_lists,
-    unseen_rows,
-    whole_backward,
-    windows,
+from maxattn.kernels.fa4 import elsewhere, library, run
+from maxattn.kernels.fa4.launch import backward_launch, forward_launch
+from maxattn.kernels.fa4.lists import tally
+from maxattn.kernels.fa4.mask_test import Masked, masked_inputs
+from maxattn.kernels.fa4.problem import (
+    Problem,
+    has_kernels,
+    lack,
+    launches,
+    of_call,
+    of_inputs,
+    refuse_length,
+    refuse_lists,
+    refuse_operands,
 )
-from maxattn.kernels.fa4.fold_rows import with_rows_folded
-from maxattn.kernels.fa4.forward_tiles import library_tile, persistent_pays, tile_over_all
-from maxattn.kernels.fa4.launch_lines import OWN
-from maxattn.kernels.fa4.list_limits import MOST_ROW_TILES, MOST_TILES, fits_lists
-from maxattn.kernels.fa4.split_keys_kernel import knows_operands
-from maxattn.kernels.fa4.split_queries_kernel import knows_rows
-from maxattn.kernels.fa4.tile_sizes import Dims, shapes_of, takes_lists
-from maxattn.kernels.fused import rectangles
-from maxattn.kernels.fused.kernel import Fused
-from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
-from maxattn.masks import Mask
-from maxattn.masks.band_pieces import fits_shards
+from maxattn.kernels.fused import biased
+from maxattn.kernels.fused.bias_limits import refuse_head_dim, refuse_size, written_text
+from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.memory_efficient import MemoryEfficient
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column
+from maxattn.masks.band_pieces import fits_shards, shifts
 from maxattn.masks.terms import sort_note, sort_terms, split_mask
 from maxattn.target import Target
 
+__all__ = ["Fa4", "has_kernels", "lack"]
+OWN = "the library's own"
+Out = TypeVar("Out", Result, Grads)
+
 
 @dataclass(frozen=True)
-class Fa4(Fused):
+class Fa4(Kernel):
     """Compute out = softmax(scale * q k^T) v with FlashAttention-4.
 
     Args:
+        scale: multiplies the scores, in float32.
+        lse_gradient: whether the LSE is part of the result, so that it can have a gradient.
         version: of fa4-jax.
-        tests_pairs: whether pairs are tested, since no band says the mask.
         launched: whether maxattn launches the library's kernels itself, as it can on Hopper GPUs.
-        lists: whether the kernel gets block-sparse lists of the tiles to visit.
-        sharded: whether the positions are known on the device alone.
-        sms: streaming multiprocessors (SMs), each of which runs one thread block at a time.
-        plain: computes the backward where a bias has a gradient; None where it has none.
+        sms: streaming multiprocessors (SMs) of the GPU.
+        plain: computes the backward of a bias that has a gradient; None without a bias.
     """
 
     name: ClassVar[str] = "flash"
+    needs_an_example: ClassVar[bool] = True
     hides_beside_bias: ClassVar[bool] = False
     takes_any_bias: ClassVar[bool] = True
-    takes_empty_rows: ClassVar[bool] = True  # it takes their LSE for 0
+    scale: float
+    lse_gradient: bool = False
     version: str = ""
-    tests_pairs: bool = False
     launched: bool = False
-    lists: bool = False
-    sharded: bool = False
-    sms: int = SMS
+    sms: int = 132
     plain: Kernel | None = None
+
+    # ---- what is refused, and what a plan says ---------------------------------------------------
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, long head dims, tables of pairs; `flash` found fa4-jax.
+        """Refuse float32, long heads, tables of pairs, and versions with other operands.
 
         A bias goes in on Hopper GPUs, with every mask written into it.
         """
-        reason = target.refuse_untested("flash", "fa4-jax") or capabilities.refuse(
-            call, target.device
-        )
+        reason = _refuse_versions(target) or refuse_operands(call, target.device)
         terms = sort_terms(call.mask)
-        reason = reason or int32_bounds.refuse(call, terms)
+        reason = reason or refuse_length(call, terms)
         if reason is None and call.bias is not None:
-            return bias.refuse(call, target)
-        if reason is not None or refuse_mask("flash", terms) is None:
+            return _refuse_bias(call, target)
+        if reason is None and refuse_mask("flash", terms) is not None:
+            found = split_mask(call.mask)
+            reason = found if isinstance(found, Reason) else None
+        if reason is not None or not _launches(target):
             return reason
-        found = split_mask(call.mask)
-        return found if isinstance(found, Reason) else None
+        return refuse_lists(of_call(call, target.device.sms))
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -121,266 +115,292 @@ class Fa4(Fused):
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
-        """Take the scale, whether the LSE is asked for, and how the mask goes in."""
-        if call.bias is not None:
-            return Fa4(call.scale, call.return_lse, target.version("fa4-jax") or "")
-        terms = sort_terms(call.mask)
-        cut = not call.sharded or fits_shards(terms, call.q_len, call.kv_len)
-        version = target.version("fa4-jax") or ""
-        launched = takes_lists(version, target.device)
-        rows = mask_inputs.own_rows(call)
-        fits = launched and fits_lists(call.head_dim, call.q_len, call.kv_len, rows)
-        # Without lists a band beside lengths is tested in all its tiles, past a row's length too.
-        beside = fits and rows > 0 and bool(terms.positions and terms.keys)
-        pairs = beside or not cut or refuse_mask("flash", terms) is not None
-        lists = pairs and fits
-        sms = target.device.sms
-        return Fa4(call.scale, call.return_lse, version, pairs, launched, lists, call.sharded, sms)
-
-    @staticmethod
-    def splits_backward(call: Call, target: Target) -> bool:
-        """Tell whether a call's backward is split over the queries."""
-        launched = takes_lists(target.version("fa4-jax") or "", target.device)
-        return launched and backward_splits.is_split(call, target.device.sms)
+        """Take the scale, whether the LSE is asked for, and who launches."""
+        version, sms = target.version("fa4-jax") or "", target.device.sms
+        plain = None if call.bias is None else MemoryEfficient.build(call, config, target)
+        return Fa4(call.scale, call.return_lse, version, _launches(target), sms, plain)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if self.plain is not None:
-            return Lines(runs, f"{OWN}; {bias.ADDED}", f"{OWN}; {bias.PLAIN}")
-        call = replace(call, sharded=self.sharded)
-        if self.lists:
-            return Lines(runs, *launch_lines.lists_lines(call, self.sms))
-        if self.tests_pairs:
-            return Lines(runs, OWN + "; the mask is tested pair by pair")
-        if self.launched and _is_of_keys(call.mask):
-            tail = self._key_splits(*shapes_of(call))
-            return Lines(runs, *launch_lines.lengths_lines(call, self.sms, tail))
-        blocks = self._blocks_line(call)
-        if not call.mask.is_full:
-            forward, backward = launch_lines.split_lists_lines(call, self.sms * self.launched)
-            if self.launched and not backward:
-                backward = launch_lines.band_backward_line(call, self.sms)
-            forward = forward or blocks
-            return Lines(runs, forward, backward if {forward, backward} != {OWN} else "")
-        backward = launch_lines.split_line(call, self.sms) if self.launched else OWN
-        return Lines(runs, blocks, backward if backward != blocks else "")
+            plain = "memory_efficient where the bias has a gradient"
+            added = f"{self._forward_line(call)}; a bias is added pair by pair"
+            return Lines(runs, added, f"{self._backward_line(call)}; {plain}")
+        if not self.launched:
+            tested = not sort_terms(call.mask).positions or call.mask.is_full
+            return Lines(runs, OWN if tested else f"{OWN}; a window around the mask")
+        return Lines(runs, self._forward_line(call), self._backward_line(call))
 
-    def _blocks_line(self, call: Call) -> str:
-        """Say how the forward is launched where no pair is tested."""
-        if sort_terms(call.mask).positions:
-            whole = fold_groups.seen_by_all(call)
-            if whole is not None and fold_groups.hides_nothing(call):
-                return self._blocks_line(whole)
-            return launch_lines.band_blocks_line(call, self._key_splits)
-        tail = self._key_splits(*shapes_of(call))
-        if tail is not None:
-            return f"{launch_lines.tile_line(call)}; {tail.line}"
-        whole = call.mask.is_full and self._launches_whole(*shapes_of(call))
-        return launch_lines.whole_line(call) if whole else OWN
+    def _forward_line(self, call: Call) -> str:
+        return forward_launch(self._problem(call)).line
+
+    def _backward_line(self, call: Call) -> str:
+        return backward_launch(self._problem(call)).line
+
+    def _problem(self, call: Call) -> Problem:
+        """Describe a call; a band between shards is one of few cases, which run as known ones."""
+        terms = sort_terms(call.mask)
+        cases = call.sharded and not terms.rest and fits_shards(terms, call.q_len, call.kv_len)
+        return of_call(replace(call, sharded=False) if cases else call, self.sms)
+
+    def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
+        """Estimate a forward and a backward; None if the library launches."""
+        if not self.launched:
+            return None
+        problem = self._problem(call)
+        return forward_launch(problem).microseconds, backward_launch(problem).microseconds
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say where a mask gets no lists, and on other GPUs than Hopper's what that costs."""
+        """Say what a bias takes, which order of ids skips most, what is computed of a mask."""
         if call.bias is not None:
-            return (bias.note(call),)
-        if self.lists:
-            return (sort_note("tiles"),) if call.mask.has_ids else ()
-        if not self.tests_pairs:
+            return (
+                f"{written_text(call)}; FlashAttention-4 has no gradient of it: where it has one,"
+                " memory_efficient computes the backward",
+            )
+        problem = self._problem(call)
+        if self.launched:
+            return (sort_note("tiles"),) if problem.kind == "ids" else ()
+        band = sort_terms(call.mask).band
+        if problem.kind not in ("known", "ids") or (problem.kind == "known" and band is not None):
             return ()
-        if not self.launched:
-            forbids = not mask_inputs.positions(call.mask).is_full
-            return (launch_lines.band_line(call),) if forbids else ()
-        rows = mask_inputs.own_rows(call)
-        of = f"{MOST_ROW_TILES} tiles of all batch rows" if rows else f"{MOST_TILES} tiles"
-        most = f"block-sparse lists are of up to {of}, and the call has more"
-        return (f"{most}: empty tiles of the band around the mask are computed too",)
+        full, mixed, skipped = tally(problem.mask, (128, 128), (call.q_len, call.kv_len))
+        if not skipped:
+            return ()
+        share = 100 * skipped / (full + mixed + skipped)
+        return (
+            "FlashAttention-4 skips a mask's empty tiles on Hopper GPUs alone: here it tests all"
+            f" pairs of a window around the mask, and {share:.3g}% of all tiles are empty",
+        )
 
-    def without_dbias(self) -> Fa4:
-        """Return the kernel whose backward is FlashAttention-4's beside a bias too."""
-        return replace(self, plain=None)
-
-    def _launches_whole(self, queries: Dims, keys: Dims) -> bool:
-        """Tell whether maxattn launches a forward over all pairs.
-
-        It does where other tiles than the library's are faster, or persistent thread blocks.
-        """
-        tile, head_dim = tile_over_all(queries, keys), queries[3]
-        pays = persistent_pays(head_dim, -(-keys[1] // tile.keys), tile)
-        return self.launched and (pays or tile != library_tile(head_dim))
-
-    def _tests(self, mask: Mask) -> bool:
-        """Tell whether this mask is tested pair by pair.
-
-        A strategy may have dropped what forbids nothing here.
-        """
-        terms = sort_terms(mask)
-        return self.tests_pairs and bool(terms.positions or terms.rest)
+    # ---- both passes -----------------------------------------------------------------------------
 
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
-        if not self._tests(inputs.mask):
-            ways = super().forward, self._tested_forward, band_lists.forward_pays
-            return self._by_band(*ways, inputs)
-        if self.lists and mask_inputs.has_ids(inputs.mask):
-            return with_rows_folded(self._tested_forward, inputs)
-        return self._tested_forward(inputs)
-
-    def _tested_forward(self, inputs: Inputs) -> Result:
-        out, lse = self.piece_forward(self._tested(rectangles.with_padded_heads(inputs)))
-        return Result(out[..., : inputs.q.shape[3]], lse)
+        if inputs.bias is not None:
+            return biased.forward(self, inputs)  # pyright: ignore[reportArgumentType]
+        return _over_shifts(partial(_folded, self._forward), inputs)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv) from a given LSE and output, and dbias where a bias has one."""
         if self.plain is not None:
             return self.plain.backward(inputs, rows)
-        if not self._tests(inputs.mask):
-            ways = super().backward, self._tested_backward, band_lists.backward_pays
-            return self._by_band(*ways, inputs, rows)
-        if self.lists and mask_inputs.has_ids(inputs.mask):
-            return with_rows_folded(self._tested_backward, inputs, rows)
-        return self._tested_backward(inputs, rows)
+        if inputs.bias is not None:
+            return biased.backward(self, inputs, rows)  # pyright: ignore[reportArgumentType]
+        return _over_shifts(partial(_folded, self._backward), inputs, rows)
 
-    def _by_band(self, own: Any, listed: Any, pays: Any, inputs: Inputs, *rows: Rows) -> Any:
-        """Run a pass of a band: over lists, where that pays, or on its own."""
+    def without_dbias(self) -> Fa4:
+        """Return the kernel whose backward is FlashAttention-4's beside a bias too."""
+        return replace(self, plain=None)
 
-        def run(q: Array, k: Array, v: Array, *rows: Rows) -> Any:
-            given = inputs.replace(q=q, k=k, v=v)
-            return (listed if pays(given, self.sms) else own)(given, *rows)
+    def _forward(self, inputs: Inputs) -> Result:
+        width, (given, _) = inputs.q.shape[3], _real_keys_first(_padded_heads(inputs))
+        problem = of_inputs(given, self.sms)
+        if self.launched:
+            launch = forward_launch(problem)
+            masked = masked_inputs(problem, launch.tile, given, "queries")
+            qkv = given.q, given.k, given.v
+            found = run.forward(problem, launch, qkv, masked, self.scale, None)
+        else:
+            found = elsewhere.forward(problem, given, self.scale)
+        return Result(found.out[..., :width], found.lse)
 
-        if not self.launched or not pays(inputs, self.sms):
-            return own(inputs, *rows)
-        return with_batch_folded(run, inputs.q, inputs.k, inputs.v, *rows)
+    def _backward(self, inputs: Inputs, rows: Rows) -> Grads:
+        width, (given, order) = inputs.q.shape[3], _real_keys_first(_padded_heads(inputs))
+        out, dout = (_pad_heads(x).astype(given.q.dtype) for x in (rows.out, rows.dout))
+        rows = Rows(out, rows.lse, dout, rows.dlse)
+        problem = of_inputs(given, self.sms)
+        if self.launched:
+            launch = backward_launch(problem)
+            masked = masked_inputs(problem, launch.tile, given, "keys")
+            rows = rows if masked.all_see and not self.lse_gradient else _without_unseen(rows)
+            qkv, dlse = (given.q, given.k, given.v), rows.dlse if self.lse_gradient else None
+            found = run.backward(problem, launch, qkv, rows, masked, self.scale, None, dlse)
+        else:
+            rows = _without_unseen(rows)
+            found = elsewhere.backward(problem, given, rows, self.scale, self.lse_gradient)
+        if order is not None:
+            back = jnp.argsort(order, axis=1)
+            dk, dv = (_gathered(x, back) for x in (found.dk, found.dv))
+            found = Grads(found.dq, dk, dv)
+        dq, dk, dv = (x[..., :width] for x in found[:3])
+        return Grads(dq.astype(inputs.q.dtype), dk.astype(jnp.float32), dv.astype(jnp.float32))
 
-    def _tested_backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        width, q = inputs.q.shape[3], inputs.q
-        given = self._tested(rectangles.with_padded_heads(inputs))
-        rows = rectangles.rows_for(rows, given.q)
-        if not mask_inputs.all_see(given.pairs):
-            # A row that sees nothing anywhere has no gradient; its P is exp(-inf - 1e30) = 0 here.
-            rows = replace(rows, dout=self.clear(rows.dout, rows.lse))
-        dq, dk, dv, _ = self._backward(given, rows)
-        return Grads(dq[..., :width].astype(q.dtype), dk[..., :width], dv[..., :width])
+    # ---- beside a bias, in which every mask is written -------------------------------------------
 
-    def clear(self, dout: Array, lse: Array) -> Array:
-        """Return dout with 0 where the LSE is -inf: in place, where maxattn launches kernels."""
-        fits = self.launched and unseen_rows.pays(dout)
-        return (unseen_rows.cleared if fits else rectangles.cleared)(dout, lse)
+    def rectangle_forward(self, inputs: PieceInputs) -> Result:
+        """Return (out, lse) of a rectangle with a bias."""
+        problem, qkv = self._of_bias(inputs), (inputs.q, inputs.k, inputs.v)
+        launch = forward_launch(problem)
+        return run.forward(problem, launch, qkv, Masked(), self.scale, inputs.bias)
 
-    def _tested(self, inputs: Inputs) -> PieceInputs:
-        """Return the rectangle to go through, and what to test in it."""
-        by_pairs = self._tests(inputs.mask) and not self.lists
-        return (mask_inputs.pairs_of if by_pairs else mask_inputs.listed)(inputs)
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
+        """Return (dq, dk, dv) of a rectangle with a bias, from a given output and LSE.
+
+        Each query head gets a key head of its own: if they share one, fa4-jax 0.1.0 hands another
+        head and another query to `score_mod` in its backward for Hopper GPUs, as if they were
+        packed.
+        """
+        group = inputs.q.shape[2] // inputs.k.shape[2]
+        k, v = (jnp.repeat(x, group, axis=2) if group > 1 else x for x in (inputs.k, inputs.v))
+        given = replace(inputs, k=k, v=v)
+        problem, qkv = self._of_bias(given), (inputs.q, k, v)
+        launch = backward_launch(problem)
+        found = run.backward(problem, launch, qkv, rows, Masked(), self.scale, inputs.bias)
+        dk, dv = (_sum_shared(x, group) for x in (found.dk, found.dv))
+        return Grads(found.dq, dk, dv)
+
+    def _of_bias(self, inputs: PieceInputs) -> Problem:
+        assert inputs.bias is not None
+        own = inputs.bias.shape[0] > 1, inputs.bias.shape[1] > 1
+        return of_inputs(Inputs(inputs.q, inputs.k, inputs.v), self.sms)._replace(bias=own)
+
+    # ---- a backward over several blocks of keys --------------------------------------------------
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
         """Tell whether its accumulator could keep dQ in one float32 array."""
-        return dq_accumulator.may_fit(call)
+        return run.can_add_up((0, 0, call.heads, call.head_dim), (0, 0, call.kv_heads))
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
-        """Keep dQ in one float32 array over all blocks, where the launches fit the shapes."""
-        if self._keeps_dq(inputs) and backward_steps.library_has_launches():
-            return dq_accumulator.Fa4DqAccumulator(self.scale, inputs, rows)
-        return super().accumulator(inputs, rows)
+        """Keep dQ in one float32 array over all blocks, if the launches fit the shapes."""
+        if not self._keeps_dq(inputs):
+            return super().accumulator(inputs, rows)
+        alone = Inputs(inputs.q, inputs.k, inputs.v)  # every pair of it is allowed
+        problem = of_inputs(alone, self.sms)
+        launch = backward_launch(problem)
+        return run.Fa4DqAccumulator(problem, launch, inputs, rows, self.scale)
 
     def accumulator_line(self, inputs: Inputs) -> str:
         """Say how the accumulator launches."""
-        return f"{OWN}, block by block" if self._keeps_dq(inputs) else ""
+        return "dQ in one float32 array, block by block" if self._keeps_dq(inputs) else ""
 
     def _keeps_dq(self, inputs: Inputs) -> bool:
-        """Tell whether the accumulator keeps dQ for arrays of these shapes."""
-        return not self.lse_gradient and dq_accumulator.fits(inputs)
+        fits = run.can_add_up(inputs.q.shape, inputs.k.shape) and inputs.k.shape[1] >= TWO_TILES
+        return self.launched and not self.lse_gradient and fits
 
-    def piece_forward(self, inputs: PieceInputs) -> Result:
-        """Return (out, lse) of one rectangle."""
-        if inputs.bias is not None:
-            return bias.run_forward(inputs, self.scale)
-        q, pairs = inputs.q, inputs.pairs
-        if pairs is not None and pairs.tiles is not None:
-            return split_keys_lists.forward(inputs, pairs.tiles, self.scale, self.sms)
-        if inputs.has_lengths_alone or (inputs.is_whole and self.launched):
-            return with_batch_folded(self._all_pairs, inputs)
-        cut, window = windows.shortened(inputs)
-        found = with_batch_folded(
-            partial(self._pairs_forward, cut.piece, window), *_of_batch(cut), shared=_ends(cut)
+
+def _launches(target: Target) -> bool:
+    return launches(target.version("fa4-jax") or "", target.device)
+
+
+def _refuse_versions(target: Target) -> Reason | None:
+    """Refuse versions that were not tested, and an installed package with other operands."""
+    for package in ("fa4-jax", "nvidia-cutlass-dsl"):
+        if (reason := target.refuse_untested("flash", package)) is not None:
+            return reason
+    found = library.mismatch() if _launches(target) else None
+    if found is None:
+        return None
+    rule = f"fa4-jax {target.version('fa4-jax')} is not as tested: {found}"
+    return Reason("flash", "version", rule, f'pip install "fa4-jax>=0.1,<0.2"; or {USE_AUTO}')
+
+
+def _refuse_bias(call: Call, target: Target) -> Reason | None:
+    if not _launches(target):
+        rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
+        return Reason("flash", "bias", rule, USE_AUTO)
+    return refuse_head_dim("flash", call) or refuse_size("flash", call)
+
+
+# ---- around a pass -------------------------------------------------------------------------------
+
+
+def _over_shifts(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
+    """Compute a band between shards as one of few cases of known positions, under `lax.switch`.
+
+    Whether the offsets are multiples of the shards' lengths, as every strategy has them, is known
+    on the device alone: if they are not, the result is NaN.
+    """
+    terms, (t, s) = sort_terms(inputs.mask), (inputs.q.shape[1], inputs.k.shape[1])
+    is_traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
+    band = terms.band
+    if not is_traced or not terms.positions or band is None or terms.rest:
+        return compute(inputs, *rows)
+    if terms.keys or terms.limits or not fits_shards(terms, t, s):
+        return compute(inputs, *rows)
+    cases = shifts(band, t, s)
+    step, shift = cases[1] - cases[0], inputs.q_offset - inputs.kv_offset + band.offset
+    bounded = jnp.clip(shift, cases[0], cases[-1])
+
+    def case(at: int, q: Array, k: Array, v: Array, *rows: Rows) -> Out:
+        move = at - band.offset
+        moved = max(0, move), max(0, -move)
+        given = inputs.replace(q=q, k=k, v=v, q_offset=moved[0], kv_offset=moved[1])
+        return compute(given, *rows)
+
+    branches = [partial(case, at) for at in cases]
+    operands = inputs.q, inputs.k, inputs.v, *rows
+    found = jax.lax.switch((bounded - cases[0]) // step, branches, *operands)
+    is_case = (bounded - cases[0]) % step == 0
+    return jax.tree.map(lambda x: jnp.where(is_case, x, jnp.nan), found)
+
+
+def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
+    """Compute a call; under `vmap`, one batch that holds the mapped axis too.
+
+    Arrays of the mask that all batch rows share are not mapped; if they are, the calls follow each
+    other.
+    """
+    arrays, tree = jax.tree.flatten(inputs.mask)
+    own = [x.shape[0] == inputs.q.shape[0] for x in arrays]
+    offsets = inputs.q_offset, inputs.kv_offset
+    traced = [isinstance(x, jax.Array) for x in offsets]
+
+    def run_on(q: Any, k: Any, v: Any, mine: Any, given: Any, shared: Any = ((), ())) -> Out:
+        left, (others, places) = iter(mine), (iter(x) for x in shared)
+        mask = jax.tree.unflatten(tree, [next(left if is_own else others) for is_own in own])
+        first, of_keys = (
+            next(places) if here else x for x, here in zip(offsets, traced, strict=True)
         )
-        return windows.lengthened(found, q.shape[1])
+        found = inputs.replace(q=q, k=k, v=v, mask=mask, q_offset=first, kv_offset=of_keys)
+        return compute(found, *given)
 
-    def _all_pairs(self, inputs: PieceInputs) -> Result:
-        """Return (out, lse) over all pairs, or all of real keys."""
-        q, k, v = inputs.q, inputs.k, inputs.v
-        tail = self._key_splits(q.shape, k.shape)
-        if tail is not None and knows_operands():
-            return split_keys_forward.forward(inputs, self.scale, tail)
-        if inputs.lengths is not None:
-            run = key_lengths.forward if self.launched else primitives.fa4_forward_lengths
-            return run(inputs, self.scale)
-        if not self._launches_whole(q.shape, k.shape):
-            return primitives.fa4_forward(inputs, primitives.NO_WINDOW, self.scale)
-        tile = tile_over_all(q.shape, k.shape)
-        return Result(*block_sparse.whole(q, k, v, block_sparse.TilePass(tile, self.scale)))
-
-    def _key_splits(self, queries: Dims, keys: Dims) -> split_keys.KeySplits | None:
-        """Choose the queries that are split over the keys, where maxattn launches the forward."""
-        return split_keys.split_for(queries, keys, self.sms) if self.launched else None
-
-    def _pairs_forward(self, piece: Any, window: Any, *operands: Any) -> Result:
-        return primitives.fa4_forward(_joined(piece, *operands), window, self.scale)
-
-    def _pairs_backward(self, piece: Any, window: Any, rows: Rows, *operands: Any) -> Grads:
-        return primitives.fa4_backward(
-            _joined(piece, *operands), rows, window, self.scale, self.launched
-        )
-
-    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of one rectangle."""
-        if inputs.bias is not None:
-            return bias.run_backward(inputs, rows, self.scale)
-        pairs = inputs.pairs
-        if pairs is not None and pairs.tiles is not None:
-            tiles: mask_inputs.BlockSparseTiles = pairs.tiles
-            given = tiles.tiling.backward, inputs.q.shape, inputs.k.shape
-            splits = split_lists.splits_for(*given, self.sms) if knows_rows() else 1
-            return block_sparse.backward(inputs, rows, tiles.backward(pairs, self.scale, splits))
-        if self.launched and fold_groups.pays_for(inputs):
-            return fold_groups.with_groups_folded(self.piece_backward, inputs, rows)
-        if inputs.has_lengths_alone:
-            run = partial(primitives.fa4_backward_lengths, scale=self.scale)
-            if self.launched:
-                run = partial(key_lengths.backward, scale=self.scale, sms=self.sms)
-            return with_batch_folded(run, inputs, rows)
-        if inputs.is_whole and self.launched:
-            return whole_backward.backward(inputs, rows, self.scale, self.sms)
-        cut, window = windows.shortened(inputs)
-        rows = windows.shortened_rows(rows, cut.q.shape[1])
-        grads = with_batch_folded(
-            partial(self._pairs_backward, cut.piece, window),
-            *(rows, *_of_batch(cut)),
-            shared=_ends(cut),
-        )
-        return windows.lengthened_grads(grads, inputs)
+    mine = [x for x, is_own in zip(arrays, own, strict=True) if is_own]
+    others = [x for x, is_own in zip(arrays, own, strict=True) if not is_own]
+    places = [x for x, here in zip(offsets, traced, strict=True) if here]
+    shared = (others, places) if others or places else None
+    return with_batch_folded(run_on, inputs.q, inputs.k, inputs.v, mine, rows, shared=shared)
 
 
-def _of_batch(inputs: PieceInputs) -> tuple[Any, ...]:
-    """Return the arrays of a rectangle that have a batch: q, k, v and the ids of both."""
-    pairs = inputs.pairs
-    ids = () if pairs is None or pairs.q_ids is None else (pairs.q_ids, pairs.kv_ids)
-    return inputs.q, inputs.k, inputs.v, *ids
+def _padded_heads(inputs: Inputs) -> Inputs:
+    q, k, v = (_pad_heads(x) for x in (inputs.q, inputs.k, inputs.v))
+    return inputs.replace(q=q, k=k, v=v)
 
 
-def _ends(inputs: PieceInputs) -> tuple[Any, ...]:
-    """Return the intervals of keys, which all of the batch share."""
-    pairs = inputs.pairs
-    return () if pairs is None or pairs.lo is None else (pairs.lo, pairs.hi)
+def _pad_heads(x: Array) -> Array:
+    """Pad the head dim to a multiple of 8 with zeros, which change no score."""
+    extra = -x.shape[3] % 8
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra else x
 
 
-def _joined(piece: Any, q: Any, k: Any, v: Any, *others: Any) -> PieceInputs:
-    """Put a rectangle together again, of `_of_batch` and `_ends`."""
-    *ids, ends = others
-    tested = Pairs(*(ends or (None, None)), *(ids or (None, None)))
-    return PieceInputs(q, k, v, tested if ids or ends else None, piece)
+def _real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
+    """Gather the keys that flags call real to the front, if the mask is of keys alone.
+
+    Returns the inputs, whose mask still counts the keys, and the order of the keys; None if they
+    stand as they did.
+    """
+    terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
+    if not terms.has_flags or terms.positions or terms.rest:
+        return inputs, None
+    real = terms.real_keys(s, inputs.kv_offset)
+    order = jnp.broadcast_to(jnp.argsort(~real, axis=1, stable=True), (batch, s))
+    return inputs.replace(k=_gathered(inputs.k, order), v=_gathered(inputs.v, order)), order
 
 
-def _is_of_keys(mask: Mask) -> bool:
-    """Tell whether a mask that forbids something says which keys are real, and no more."""
-    terms = sort_terms(mask)
-    return not (mask.is_full or terms.positions or terms.rest)
+def _gathered(x: Array, order: Array) -> Array:
+    return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
+
+
+def _without_unseen(rows: Rows) -> Rows:
+    """Give queries that see nothing a large LSE and no gradient: their P is exp(s - 1e30) = 0."""
+    empty = rows.lse == NEG_INF
+    dout = jnp.where(column(empty), 0, rows.dout).astype(rows.dout.dtype)
+    dlse = jnp.where(empty, 0.0, rows.dlse)
+    return Rows(rows.out, jnp.where(empty, BIG_LSE, rows.lse), dout, dlse)
+
+
+def _sum_shared(grad: Float[Array, "B S N H"], group: int) -> Float[Array, "B S K H"]:
+    """Sum the gradients of the heads that share a key head, in float32."""
+    b, s, n, h = grad.shape
+    return grad.astype(jnp.float32).reshape(b, s, n // group, group, h).sum(3)

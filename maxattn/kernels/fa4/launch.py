@@ -1,193 +1,227 @@
-"""FlashAttention-4's Hopper kernels as objects, made once for each request."""
+"""How a problem is launched: the one decision, for the kernel, the plan and `auto`.
+
+`forward_launch` and `backward_launch` return a `Launch`, a value. `Fa4` runs it, `explain` prints
+its `line`, and `auto` reads its `microseconds`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from math import ceil
+from typing import NamedTuple
 
-import jax.numpy as jnp
+import numpy as np
 
-from maxattn.kernels.fa4.alignment import library
-from maxattn.kernels.fa4.cute_packages import library_backward, library_forward
-from maxattn.kernels.fa4.launch_order import Order
-from maxattn.kernels.fa4.mask_mod import PairTest
-from maxattn.kernels.fa4.mask_mod_rows import pair_test
-from maxattn.kernels.fa4.score_mod import BiasAxes, bias_adder
-from maxattn.kernels.fa4.split_keys_kernel import SplitGrid, split_keys_class
-from maxattn.kernels.fa4.split_lists_kernel import split_lists_backward, split_lists_forward
-from maxattn.kernels.fa4.split_queries_kernel import knows_rows, split_class
-from maxattn.kernels.fa4.tile_schedulers import backward_class, forward_class
-from maxattn.kernels.fa4.tile_sizes import SHORT_BACKWARD, Tile, kernel_width, whole_tile
+from maxattn.kernels.fa4 import lists
+from maxattn.kernels.fa4.problem import Problem
+from maxattn.kernels.fa4.tiles import (
+    ItemTime,
+    Tile,
+    backward_tile,
+    backward_time,
+    can_queue,
+    forward_tiles,
+    forward_time,
+    library_tile,
+)
+from maxattn.kernels.fa4.work import ALL, Cut, Uniform, cut, end_of, group_of
 
-HOPPER = 90  # the architecture that these kernels are written for
+# A merge of splits: two launches, and what splits write, in bytes a microsecond.
+MERGE_US, MERGE_BYTES = 5.0, 2.5e6
+READ_BYTES = 4e6  # that all SMs read in a microsecond, from a Hopper GPU's memory
+LAUNCH_US = 3.0  # a launch that a pass needs beside its own
+CACHE, WHOLE_CACHE = (
+    24 << 20,
+    48 << 20,
+)  # bytes of keys and values that L2 holds: of a group, of all
+MOST_FORWARD, MOST_BACKWARD = 32, 128  # splits
+MOST_SLOTS = 2**28  # bytes of the results of splits
+FEW_WAVES = 4  # of items with lists, beyond which none is cut
+# The first tile of keys writes dQ and others add to it, so that no launch clears the float32 sums.
+# That pays beside few keys: an item waits for the first one of its head, which must be long enough,
+# and the sums must be long enough beside their flags. (Beside 256 keys .8 of the time, H200.)
+FIRST_TILES, FIRST_SUMS, FIRST_OF_TILE = 32, 2**21, 3_000
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """Hold a kernel with its scale, for the compiler; compared by identity."""
+class Launch(NamedTuple):
+    """Say how one pass is launched.
 
-    kernel: Any
-    scale: float
-
-
-class LaunchSpec(NamedTuple):
-    """Say for what a kernel is compiled.
-
-    Args:
-        dtype, head_dim: of q, k and v.
-        group: query heads of each key head.
-        scale: multiplies the scores.
+    Attributes:
         tile: queries and keys at a time.
-        order: in which rows of tiles are started.
-        test: of pairs in mixed tiles; None where no pair is tested.
-        arrays: how many arrays the test, or the sum with a bias, reads.
-        splits: batch rows, splits of each list of tiles, and whether batch rows have lists
-            of their own; None for one split.
-        adds: the axes of a bias that is added; None for none. No pair is tested beside one.
+        items: if they are arithmetic; None for an array of items.
+        queue: whether thread blocks are persistent and take items from a queue; else each item has
+            a thread block of its own.
+        splits: of each tile row with lists.
+        group: lanes whose items start together, of an array of items.
+        writes_first: whether the first tile of keys writes dQ, to which the others add; else a
+            launch before clears it.
+        microseconds: an estimate.
+        line: what `explain` prints.
     """
 
-    dtype: str
-    head_dim: int
-    group: int
-    scale: float
     tile: Tile
-    order: Order
-    test: PairTest | None
-    arrays: int
-    splits: tuple[int, int, bool] | None = None
-    adds: BiasAxes | None = None
+    items: Uniform | None = None
+    queue: bool = False
+    splits: int = 1
+    group: int = 1
+    writes_first: bool = False
+    microseconds: float = 0.0
+    line: str = ""
 
     @property
-    def tested(self) -> dict[str, Any]:
-        """The settings of the library's kernels for the test, or for the bias."""
-        if self.adds is not None:
-            return {"score_mod": bias_adder(self.adds), "has_aux_tensors": True}
-        test = None if self.test is None else pair_test(self.test)
-        return {"mask_mod": test, "has_aux_tensors": self.arrays > 0}
-
-    @property
-    def operands(self) -> tuple[Any, int, int, int]:
-        """What the library's forward is first made from: dtype, head dims, group."""
-        return _dtype(self.dtype), self.head_dim, self.head_dim, self.group
-
-    @property
-    def backward_operands(self) -> tuple[Any, int, int, int]:
-        """What the library's backward is first made from."""
-        width = kernel_width(self.head_dim)
-        return _dtype(self.dtype), width, width, self.group
+    def cut(self) -> Uniform:
+        """Which items are cut, in either form."""
+        return self.items or (Uniform(ALL, self.splits) if self.splits > 1 else Uniform())
 
 
-def _dtype(name: str) -> Any:
-    return library()._DTYPES[jnp.dtype(name)]
+# ---- forward -------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def forward_launch(spec: LaunchSpec) -> Launch:
-    """Make the forward for one kind of operands and one test."""
-    # With a bias under its own tile scheduler.
-    kernel = forward_class(spec.order) if spec.adds is None else library_forward()
-    if spec.splits is not None:
-        kernel = split_lists_forward(kernel, *spec.splits)
-    return Launch(_forward(kernel, spec), spec.scale)
+@lru_cache(maxsize=4096)
+def forward_launch(problem: Problem) -> Launch:
+    """Decide how a forward is launched: the tile, queue and cut whose last item ends first."""
+    if 0 in problem[:6]:
+        return Launch(library_tile(problem.head_dim), Uniform(), line=_tiles_line(problem, 0))
+    best = min(_forward_launches(problem), key=lambda launch: launch.microseconds)
+    group = _group(problem, best.tile, "queries") if problem.has_lists else 1
+    return best._replace(group=group, line=_line(problem, best, "queries", "keys"))
 
 
-@lru_cache(maxsize=256)
-def split_keys_launch(
-    dtype: str, head_dim: int, group: int, scale: float, tile: Tile, grid: SplitGrid
-) -> Launch:
-    """Make the forward over all pairs whose last queries are split over the keys."""
-    spec = LaunchSpec(dtype, head_dim, group, scale, tile, Order(), None, arrays=0)
-    return Launch(_forward(split_keys_class(grid), spec), scale)
+def _forward_launches(p: Problem) -> Iterator[Launch]:
+    if p.bias is not None:  # its sum takes registers: no other tile was tried
+        tile = library_tile(p.head_dim)
+        yield Launch(tile, Uniform(), microseconds=_forward_end(p, tile).end)
+        return
+    for tile in forward_tiles(p.head_dim, p.q_len, p.kv_len, p.has_lists):
+        found = _forward_end(p, tile)
+        uniform = Uniform(found.tail, found.splits)
+        items, splits = (None, found.splits) if p.has_lists else (uniform, 1)
+        yield Launch(tile, items, splits=splits, microseconds=found.end)
+        steps = p.steps(tile, "queries")
+        if can_queue(p.head_dim, tile, p.has_lists) and len(steps) * p.lanes > p.sms:
+            time = forward_time(p.head_dim, tile, queue=True)
+            end = end_of(time.start + steps * time.step, p.lanes, p.sms)
+            items = None if p.has_lists else Uniform()
+            yield Launch(tile, items, queue=True, microseconds=end)
 
 
-def _forward(kernel: Any, spec: LaunchSpec) -> Any:
-    settings = library()._fwd_cfg_sm90(spec.head_dim, spec.head_dim, False, False)
-    return kernel(
-        *spec.operands,
-        pack_gqa=False,
-        tile_m=spec.tile.queries,
-        tile_n=spec.tile.keys,
-        num_stages=2,
-        num_threads=(spec.tile.queries // 64 + 1) * 128,
-        intra_wg_overlap=settings.intra_wg_overlap,
-        mma_pv_is_rs=settings.mma_pv_is_rs,
-        **spec.tested,
+def _forward_end(p: Problem, tile: Tile) -> Cut:
+    """Return when a forward ends with a thread block for each item, cut if that ends sooner."""
+    steps, time = p.steps(tile, "queries"), forward_time(p.head_dim, tile, queue=False)
+    width, blocks = ceil(p.head_dim / 16) * 16, len(steps) * p.lanes
+    read = 4 * tile.keys * width * p.kv_heads / p.heads  # bytes of keys and values of a step
+    slot = 4 * tile.queries * width * p.lanes
+
+    def time_of(steps: np.ndarray, running: int) -> np.ndarray:
+        # Few tile rows read their keys from memory, which may not keep up.
+        step = max(time.step, min(running, p.sms) * read / max(1, len(steps)) / READ_BYTES)
+        return time.start + steps * step
+
+    def merge(rows: int, splits: int) -> float:
+        slots = rows * splits * slot
+        return MERGE_US + slots / MERGE_BYTES if slots <= MOST_SLOTS else float("inf")
+
+    is_long = p.has_lists and blocks > FEW_WAVES * p.sms
+    most = 1 if is_long or p.kind in ("ids", "traced") or p.bias else MOST_FORWARD
+    return cut(steps, p.lanes, p.sms, time_of, merge, most, tails=not p.has_lists)
+
+
+def _group(p: Problem, tile: Tile, by: str) -> int:
+    """Return how many lanes start together, so that L2 holds what their items read."""
+    longest = int(p.steps(tile, by).max(initial=1))
+    if by == "queries":
+        bytes_each = 4.0 * longest * tile.keys * p.head_dim * p.kv_heads / p.heads
+    else:  # q and dout, and the float32 sums of dQ
+        bytes_each = 8.0 * longest * tile.queries * p.head_dim
+    lanes = p.heads if p.own_rows else p.lanes
+    return group_of(lanes, bytes_each, CACHE if p.lanes * bytes_each > WHOLE_CACHE else WHOLE_CACHE)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def backward_launch(problem: Problem) -> Launch:
+    """Decide how a backward is launched: its tile is given, the cut ends first."""
+    p = problem
+    tile = backward_tile(p.head_dim, p.q_len, p.has_lists)
+    if 0 in p[:6]:
+        return Launch(tile, Uniform(), line=_tiles_line(p, 0))
+    found, first = _backward_end(p, tile), _writes_first(p, tile)
+    moved = p.lanes * p.q_len * p.head_dim * (8 + 6)  # before: out, dout, zeros; after: sums, dq
+    launch = Launch(
+        tile,
+        None if p.has_lists else Uniform(found.tail, found.splits),
+        splits=found.splits if p.has_lists else 1,
+        group=_group(p, tile, "keys") if p.has_lists else 1,
+        writes_first=first,
+        microseconds=found.end + 2 * LAUNCH_US + moved / READ_BYTES,
     )
+    return launch._replace(line=_line(p, launch, "keys", "queries"))
 
 
-class BackwardLaunches(NamedTuple):
-    """Hold what runs in a backward: before it, itself, and what turns sums into dq, dk and dv."""
-
-    tile: Tile
-    before: Any
-    main: Launch
-    dq: Any
-    dk: Any
-    dv: Any
-
-
-@lru_cache(maxsize=256)
-def backward_launches(spec: LaunchSpec) -> BackwardLaunches:
-    """Make the backward, likewise, with the settings that the library has for this tile."""
-    lib, plan, scale = library(), plan_of(spec), spec.scale
-    settings = lib._sm90_bwd_kwargs(plan.sm90, False, False)
-    # The library hides what stands past the last key by itself.
-    kernel_class = backward_class(spec.order) if spec.adds is None else library_backward()
-    if spec.splits is not None:
-        kernel_class = split_lists_backward(kernel_class, *spec.splits)
-    kernel = kernel_class(*spec.backward_operands, **settings, **spec.tested)
-    after = partial(after_backward, spec, plan)
-    ends = after("post", "dq", scale), after("post_k", "dkv", scale), after("post_v", "dkv", None)
-    return BackwardLaunches(spec.tile, before_backward(spec), Launch(kernel, scale), *ends)
+def _backward_end(p: Problem, tile: Tile) -> Cut:
+    steps, time = p.steps(tile, "keys"), backward_time(p.head_dim, tile)
+    if p.kind == "lengths":  # how many keys are real is not known: taken to be half
+        steps = steps[: -(-len(steps) // 2)]
+    blocks = len(steps) * p.lanes
+    most = MOST_BACKWARD if blocks <= FEW_WAVES * p.sms or p.kind == "dense" else 1
+    tails = p.kind == "dense" and p.heads == p.kv_heads and p.bias is None
+    most = 1 if p.bias is not None else most
+    return cut(steps, p.lanes, p.sms, partial(_items, time), partial(_sums, p, tile), most, tails)
 
 
-def plan_of(spec: LaunchSpec) -> Any:
-    """Return the library's plan of a backward on this tile."""
-    of_window = partial(library()._bwd_plan, *spec.backward_operands, False)
-    plans = [of_window(window, HOPPER) for window in (False, True)]
-    if spec.head_dim <= 64 and spec.tile == SHORT_BACKWARD:
-        # The library has this tile for longer heads, with settings that fit these.
-        settings = library()._bwd_cfg_sm90(96, 96, False, False)
-        plans = [replace(plans[0], tile_m=settings.tile_m, sm90=settings)]
-    fits = (p for p in plans if p.family == HOPPER and (p.tile_m, p.tile_n) == spec.tile)
-    return next(fits)
+def _items(time: ItemTime, steps: np.ndarray, _: int) -> np.ndarray:
+    return time.start + steps * time.step
 
 
-def before_backward(spec: LaunchSpec) -> Any:
-    """Make what prepares the rows for a backward."""
-    lib, (kind, width, *_) = library(), spec.backward_operands
-    made = lib._get_bwd_pre(kind, width, spec.head_dim, spec.tile.queries)
-    return lib._aux_static("pre", made, spec.scale)
+def _sums(p: Problem, tile: Tile, rows: int, splits: int) -> float:
+    """Return how long it takes to add dK and dV of splits up."""
+    if p.heads != p.kv_heads:  # all splits add to the same float32 sums
+        return LAUNCH_US
+    slots = 4 * splits * rows * tile.keys * p.batch * p.kv_heads * p.head_dim
+    return MERGE_US + slots / MERGE_BYTES if slots <= MOST_SLOTS else float("inf")
 
 
-def after_backward(spec: LaunchSpec, plan: Any, name: str, which: str, scale: float | None) -> Any:
-    """Make what turns the float32 sums of `which`, "dq" or "dkv", into a gradient."""
-    lib, (kind, width, *_) = library(), spec.backward_operands
-    made = lib._get_bwd_post(kind, width, *lib._bwd_post_params(plan, HOPPER, which))
-    return lib._aux_static(name, made, scale)
+def _writes_first(p: Problem, tile: Tile) -> bool:
+    if p.has_lists or p.bias is not None:
+        return False
+    tiles, sums = -(-p.kv_len // tile.keys), p.lanes * p.q_len * p.head_dim
+    long_enough = p.q_len * p.head_dim >= FIRST_OF_TILE * tiles
+    return tiles <= FIRST_TILES and sums >= FIRST_SUMS and long_enough
 
 
-# ---- the backward over all pairs, split over the queries -----------------------------------------
+# ---- what `explain` prints -----------------------------------------------------------------------
 
 
-def takes_splits(dtype: str, head_dim: int) -> bool:
-    """Tell whether the library's backward can be split: tiles and operands are as expected."""
-    plan = _whole_plan(dtype, head_dim)
-    same_tile = (plan.tile_m, plan.tile_n) == whole_tile(head_dim)
-    return plan.family == HOPPER and same_tile and knows_rows()
+def _tiles_line(p: Problem, tile: Tile | int) -> str:
+    return f"{tile.queries}x{tile.keys} tiles" if isinstance(tile, Tile) else "no tiles"
 
 
-@lru_cache(maxsize=64)
-def split_launch(dtype: str, head_dim: int, scale: float, batch: int, splits: int) -> Launch:
-    """Make the library's backward over all pairs, for so many splits of so many batch rows."""
-    settings = library()._sm90_bwd_kwargs(_whole_plan(dtype, head_dim).sm90, False, False)
-    width = kernel_width(head_dim)
-    kernel = split_class(batch, splits)(_dtype(dtype), width, width, 1, **settings)
-    return Launch(kernel, scale)
+def _line(p: Problem, launch: Launch, by: str, over: str) -> str:
+    parts = [_tiles_line(p, launch.tile) + _mask_line(p, launch.tile)]
+    if launch.queue:
+        parts.append("dynamic persistent scheduler")
+    if launch.writes_first:
+        parts.append("the first key tile writes dQ")
+    tail, splits = launch.cut
+    if splits > 1:
+        which = f"all {by[:-1].replace('querie', 'query')} tiles"
+        if tail != ALL:
+            which = f"last {tail} {'query' if by == 'queries' else 'key'} tiles"
+        parts.append(f"{which} split {splits} ways over {over}")
+    return "; ".join(parts)
 
 
-def _whole_plan(dtype: str, head_dim: int) -> Any:
-    """Return the library's plan of a backward over all pairs."""
-    width = kernel_width(head_dim)
-    return library()._bwd_plan(_dtype(dtype), width, width, 1, False, False, HOPPER)
+def _mask_line(p: Problem, tile: Tile) -> str:
+    if p.kind == "lengths":
+        return " up to the length of each batch row"
+    if p.kind == "known" and p.offsets == (0, 0):
+        full, mixed, skipped = lists.tally(p.mask, tile, (p.q_len, p.kv_len))
+        counts = f"{full} full, {mixed} mixed, {skipped} of {full + mixed + skipped} skipped"
+        return f" of block-sparse lists: {counts}"
+    if p.kind == "ids":
+        each = "each batch row" if p.own_rows else "all batch rows"
+        return f" of block-sparse lists, made on the device for {each}"
+    return " of block-sparse lists, made on the device" if p.kind == "traced" else ""

@@ -1,0 +1,262 @@
+"""FlashAttention-4 on GPUs that are not Hopper's: the library's own launches, through primitives.
+
+The library knows all pairs, a window in which the last query stands at the last key, lengths, and a
+test of pairs. A band becomes such a window; any other mask is tested pair by pair in the narrowest
+window around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from maxattn.kernels.base import Grads, Inputs, Result, Rows
+from maxattn.kernels.fa4 import library
+from maxattn.kernels.fa4.problem import Problem
+from maxattn.kernels.fa4.tiles import kernel_width
+from maxattn.kernels.softmax import NEG_INF
+from maxattn.masks.band_pieces import Piece, pieces
+from maxattn.masks.terms import segment_ids, sort_terms, split_mask
+
+PAD = 256  # more than any tile: the test reads arrays for whole tiles
+Window = tuple[int | None, int | None]
+"""(left, right) of `query - left <= key - (S - T) <= query + right`; None: without a bound."""
+
+
+class View(NamedTuple):
+    """Say what of a call the library is given: queries, keys, a window and a test of pairs.
+
+    Args:
+        q0, q1, k0, k1: the range of queries and of keys.
+        window: among them.
+        mask, arrays: the library's structure of a test of pairs, and what it reads.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    window: Window = (None, None)
+    mask: Any = None
+    arrays: tuple[Array, ...] = ()
+
+
+def forward(p: Problem, inputs: Inputs, scale: float) -> Result:
+    """Return (out, lse); 0 and -inf for queries that see nothing."""
+    if p.kind == "lengths":
+        return _lengths_forward(inputs, scale)
+    view = view_of(p, inputs)
+    q, k, v = _cut(view, inputs)
+    bind, config = library.attention().fa4_fwd_p.bind, _config(view, scale)
+    out, lse = bind(q, k, v, *view.arrays, cfg=config, need_lse=True)
+    around = (view.q0, p.q_len - view.q1)
+    out = jnp.pad(out, ((0, 0), around, (0, 0), (0, 0)))
+    return Result(out, jnp.pad(lse, ((0, 0), (0, 0), around), constant_values=NEG_INF))
+
+
+def backward(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradient: bool) -> Grads:
+    """Return (dq, dk, dv) from a given output and LSE.
+
+    Heads are padded to a head dim that the library has a backward for.
+    """
+    width = inputs.q.shape[3]
+    extra = ((0, 0), (0, 0), (0, 0), (0, kernel_width(width) - width))
+    q, k, v, out, dout = (
+        jnp.pad(x, extra) for x in (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
+    )
+    rows = Rows(out, rows.lse, dout, rows.dlse)
+    grads = _all_grads(p, inputs.replace(q=q, k=k, v=v), rows, scale, lse_gradient)
+    return Grads(*(x[..., :width] for x in grads[:3]))
+
+
+def _all_grads(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradient: bool) -> Grads:
+    grads = _backward(p, inputs, rows, scale)
+    if not lse_gradient:
+        return grads
+    # The library drops a gradient of the LSE: a forward and a backward with k in the place of v.
+    with_k, dlse = inputs.replace(v=inputs.k), rows.dlse
+    pk, here = forward(p, with_k, scale)
+    weight = jnp.where(dlse == 0.0, 0.0, scale * dlse * jnp.exp(here - rows.lse))
+    dq = _column(weight) * pk.astype(jnp.float32)
+    dout = (_column(scale * dlse) * inputs.q.astype(jnp.float32)).astype(inputs.q.dtype)
+    of_k = _backward(p, with_k, Rows(pk, rows.lse, dout, dlse), scale).dv
+    first, second = (x.astype(jnp.float32) for x in grads[:2])
+    return Grads(first + jnp.where(_column(dlse) == 0.0, 0.0, dq), second + of_k, grads.dv)
+
+
+def _column(x: Array) -> Array:
+    return x.swapaxes(1, 2)[..., None]
+
+
+def _backward(p: Problem, inputs: Inputs, rows: Rows, scale: float) -> Grads:
+    if p.kind == "lengths":
+        return _lengths_backward(inputs, rows, scale)
+    view = view_of(p, inputs)
+    q, k, v = _cut(view, inputs)
+    span = slice(view.q0, view.q1)
+    operands = q, k, v, rows.out[:, span], rows.lse[:, :, span], rows.dout[:, span]
+    bind, config = library.attention().fa4_vjp_p.bind, _config(view, scale)
+    operands = (jax.lax.optimization_barrier(x) for x in operands)
+    dq, dk, dv = bind(*operands, *view.arrays, cfg=config, has_d_lse=False)
+    of_keys = (view.k0, p.kv_len - view.k1)
+    sizes = (view.q0, p.q_len - view.q1), of_keys, of_keys
+    return Grads(
+        *(
+            jnp.pad(x, ((0, 0), around, (0, 0), (0, 0)))
+            for x, around in zip((dq, dk, dv), sizes, strict=True)
+        )
+    )
+
+
+def _cut(view: View, inputs: Inputs) -> tuple[Array, ...]:
+    keys = slice(view.k0, view.k1)
+    return inputs.q[:, view.q0 : view.q1], inputs.k[:, keys], inputs.v[:, keys]
+
+
+def _config(view: View, scale: float, varlen: bool = False) -> Any:
+    causal = view.window == (None, 0)
+    local = not causal and view.window != (None, None)
+    settings = library.attention().AttnConfig
+    return settings(causal, local, view.window, float(scale), view.mask, "cute", varlen, varlen)
+
+
+# ---- windows and tests ---------------------------------------------------------------------------
+
+
+def view_of(p: Problem, inputs: Inputs) -> View:
+    """Return how a mask goes in."""
+    t, s = p.q_len, p.kv_len
+    if p.kind == "dense":
+        return View(0, t, 0, s)
+    band = sort_terms(inputs.mask).band
+    if p.kind == "known" and band is not None:
+        return _trimmed(_piece(pieces(band, p.offsets[0] - p.offsets[1] + band.offset, t, s), t, s))
+    split, at = split_mask(inputs.mask), (inputs.q_offset, inputs.kv_offset)
+    assert not hasattr(split, "rule"), split  # supports() refused it
+    ids = segment_ids(split, p.batch, t, s, at[1]) or ()  # pyright: ignore
+    lo, hi = _intervals(split.positions, (t, s), at)  # pyright: ignore
+    around = Piece(0, t, 0, s) if lo is None else _around(lo, hi, t, s)
+    ends = [] if lo is None else [lo, hi]
+    arrays = tuple(jnp.pad(jnp.asarray(x, jnp.int32), ((0, 0), (0, PAD))) for x in (*ends, *ids))
+    intervals = 0 if lo is None else lo.shape[0]
+    leaves, mask = jax.tree.flatten(_pairs_mask()(intervals, bool(ids), arrays))
+    # The arrays are of all queries and keys: nothing is cut, and a window that leaves some out has
+    # a side below 0, which the library does not take.
+    window = (around.left, around.right)
+    move = s - t
+    sides = [None if x is None else x + y for x, y in zip(window, (move, -move), strict=True)]
+    open_ends = tuple(x if x is not None and x >= 0 else None for x in sides)
+    return View(0, t, 0, s, open_ends, mask, tuple(leaves))  # pyright: ignore
+
+
+def _piece(found: tuple[Piece, ...], t: int, s: int) -> Piece:
+    """Return a band as one rectangle; keys that all queries see may stand before a triangle."""
+    if len(found) == 2:
+        return Piece(0, t, 0, s, None, found[0].k1)
+    return found[0] if found else Piece(0, 0, 0, 0)
+
+
+def _trimmed(p: Piece) -> View:
+    """Leave out the last keys that no query sees, and the last queries that see none.
+
+    Neither side of the window is negative then.
+    """
+    t, s = p.q1 - p.q0, p.k1 - p.k0
+    if p.right is not None:
+        s = min(s, t + p.right)
+    if p.left is not None:
+        t = min(t, s + p.left)
+    move = s - t
+    left = None if p.left is None else p.left + move
+    right = None if p.right is None else p.right - move
+    return View(p.q0, p.q0 + t, p.k0, p.k0 + s, (left, right))
+
+
+def _intervals(mask: Any, lengths: tuple[int, int], at: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return each query's intervals of local keys, starts and ends [M, T]; None for all keys."""
+    if mask.is_full:
+        return None, None
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
+    found = mask.intervals(xp.arange(lengths[0]) + at[0], xp)
+    lo, hi = (xp.stack([xp.clip(x[i] - at[1], 0, lengths[1]) for x in found]) for i in (0, 1))
+    return lo, hi
+
+
+def _around(lo: Any, hi: Any, t: int, s: int) -> Piece:
+    """Bound intervals [M, T] by a band; a side that bounds nothing is open."""
+    if isinstance(lo, jax.Array) or not (some := lo < hi).any():
+        return Piece(0, t, 0, s)
+    row = np.broadcast_to(np.arange(t), lo.shape)[some]
+    left, right = int((row - lo[some]).max()), int((hi[some] - 1 - row).max())
+    return Piece(0, t, 0, s, left if left < t - 1 else None, right if right < s - 1 else None)
+
+
+@cache
+def _pairs_mask() -> Any:
+    """Make the mask that tests intervals and ids, a class of fa4-jax's."""
+    masks = import_module("fa4_jax.masks")
+
+    @dataclass(frozen=True)
+    class PairsMask(masks.MaskMod):
+        intervals: int = masks.static()
+        has_ids: bool = masks.static()
+        arrays: tuple[Any, ...] = ()
+
+        def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            ok: Any = None
+            for m in range(self.intervals):
+                lo, hi = self.arrays[:2]
+                inside = (kv_idx >= lo[m, q_idx]) & (kv_idx < hi[m, q_idx])
+                ok = inside if ok is None else ok | inside
+            if self.has_ids:
+                q_ids, kv_ids = self.arrays[-2:]
+                same = q_ids[b, q_idx] == kv_ids[b, kv_idx]
+                ok = same if ok is None else ok & same
+            return ok
+
+    return PairsMask
+
+
+# ---- lengths -------------------------------------------------------------------------------------
+
+
+def _lengths_forward(inputs: Inputs, scale: float) -> Result:
+    q, ends = inputs.q, _ends(inputs)
+    flat = [_flat(x) for x in (q, inputs.k, inputs.v)]
+    config = _config(View(0, 0, 0, 0), scale, varlen=True)
+    out, lse = library.attention().fa4_fwd_p.bind(*flat, *ends, cfg=config, need_lse=True)
+    out, lse = out.reshape(q.shape), lse.reshape(-1, q.shape[0], q.shape[1]).swapaxes(0, 1)
+    some = ends[3][:, None, None] > 0
+    out = jnp.where(some[..., None], out, 0).astype(q.dtype)
+    return Result(out, jnp.where(some, lse, NEG_INF))
+
+
+def _lengths_backward(inputs: Inputs, rows: Rows, scale: float) -> Grads:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    config = _config(View(0, 0, 0, 0), scale, varlen=True)
+    lse = rows.lse.swapaxes(0, 1).reshape(rows.lse.shape[1], -1)
+    barrier = jax.lax.optimization_barrier
+    flat = [barrier(_flat(x)) for x in (q, k, v, rows.out, rows.dout)]
+    operands = (*flat[:4], lse, flat[4], *_ends(inputs))
+    grads = library.attention().fa4_vjp_p.bind(*operands, cfg=config, has_d_lse=False)
+    return Grads(*(x.reshape(y.shape) for x, y in zip(grads, (q, k, v), strict=True)))
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _ends(inputs: Inputs) -> tuple[Array, Array, Array, Array]:
+    """Say where each batch row begins and how many of its queries and keys are real."""
+    (batch, t), s = inputs.q.shape[:2], inputs.k.shape[1]
+    lengths = sort_terms(inputs.mask).lengths(batch, s, inputs.kv_offset)
+    assert lengths is not None
+    rows = jnp.arange(batch + 1, dtype=jnp.int32)
+    return rows * t, rows * s, jnp.full(batch, t, jnp.int32), lengths.astype(jnp.int32)

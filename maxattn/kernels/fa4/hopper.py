@@ -1,0 +1,395 @@
+"""fa4-jax's two Hopper kernels with three hooks: the next item, where results go, how dQ is added.
+
+The functions at the end are what `cutejax.call` traces. CuTe comes with fa4-jax: this file is
+imported where a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import jax.numpy as jnp
+
+from maxattn.kernels.fa4 import library
+from maxattn.kernels.fa4.library import BackwardOperands, ForwardOperands, Spec
+from maxattn.kernels.fa4.mask_test import bias_adder, mask_mod, tested_by_rows
+from maxattn.kernels.fa4.scheduler import (
+    PLACES,
+    BlockSparseTensors,
+    Int32,
+    ItemRange,
+    Queue,
+    Scheduled,
+    arch,
+    cute,
+    cutlass,
+    utils,
+)
+from maxattn.kernels.fa4.tiles import kernel_width
+from maxattn.kernels.fa4.work import ALL, Uniform
+
+copies: Any = import_module("fa4_jax.cute.quack.copy_utils")
+layouts: Any = import_module("fa4_jax.cute.quack.layout_utils")
+flags_in_memory: Any = import_module("fa4_jax.cute.barrier")
+Barriers: Any = import_module("fa4_jax.cute.named_barrier").NamedBarrierBwd
+LibraryForward: Any = import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
+LibraryBackward: Any = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
+
+FREE_BARRIER = 15  # of the 16 named barriers of a thread block; the queue has 13 and 14
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+class Forward(Scheduled, LibraryForward):
+    """Compute a forward; a split writes its result in float32, and its LSE, to a slot."""
+
+    def _get_shared_storage_cls(self) -> Any:
+        storage = super()._get_shared_storage_cls()
+        if not self.kind.queue:
+            return storage
+        fields = dict(storage._annotations)
+        # The library writes results over Q, which the next item's Q would overwrite.
+        result = cute.struct.MemRange[self.dtype, cute.cosize(self.sO_layout)]
+        fields["sO"] = cute.struct.Align[result, 1024]
+        # Behind the barriers there is room: other fields begin at a multiple of 1,024 bytes.
+        barriers = {name: fields.pop(name) for name in list(fields) if "mbar" in name}
+        place = {"next_items": cute.struct.MemRange[Int32, PLACES]}
+        annotations = {"__annotations__": barriers | place | fields}
+        made = cute.struct(type("Storage", (), annotations))
+        self.after_q = {name: made._offsets[name] - made._offsets["sQ"] for name in ("sO", *place)}
+        return made
+
+    def load(self, *operands: Any) -> Any:
+        return super().load(*self._hooked(super().load, operands, loads=True))
+
+    def mma(self, *operands: Any) -> Any:
+        given = library.Operands(super().mma, operands)
+        changes = {"AttentionMaskCls": tested_by_rows(given["AttentionMaskCls"], forward=True)}
+        if self.kind.queue:
+            result = given["sO"]
+            moved = result.iterator + self.after_q["sO"] // (self.dtype.width // 8)
+            changes["sO"] = cute.make_tensor(moved, result.layout)
+        return super().mma(*self._hooked(super().mma, operands, loads=False, **changes))
+
+    def _hooked(self, method: Any, operands: Any, loads: bool, **changes: Any) -> list[Any]:
+        if self.kind.queue:
+            given = library.Operands(method, operands)
+            start = cute.recast_ptr(given["sQ"].iterator, dtype=Int32)
+            place = start + self.after_q["next_items"] // 4
+            assert self.use_tma_Q and self.use_tma_KV, "one warp loads"
+            next_items = cute.make_tensor(place, cute.make_layout((PLACES,)))
+            threads = self.num_mma_threads + arch.WARP_SIZE
+            make = given["TileSchedulerCls"]
+            queue = Queue(make.args[0].count, next_items, threads, loads)
+            changes["TileSchedulerCls"] = partial(make.func, *make.args, queue=queue)
+        return self.hooked(method, operands, **changes)
+
+    def epilogue(self, *operands: Any) -> None:
+        if self.kind.cut.tail == 0:
+            if self.kind.queue:
+                # The library's barrier there serves two numbers of threads in turn. A warp that is
+                # a whole short item ahead of the one that writes the result would meet it in
+                # between: all wait for each other once more.
+                threads = self.num_epilogue_threads
+                arch.barrier(barrier_id=FREE_BARRIER, number_of_threads=threads)
+            return super().epilogue(*operands)
+        whole = partial(super().epilogue, *operands)
+        split = partial(self._write_slot, library.Operands(super().epilogue, operands))
+        if self.kind.cut.tail == ALL:
+            return split()
+        first = self.sizes.num_block - self.kind.cut.tail
+        return either(self.item.row >= first, split, whole)
+
+    def _write_slot(self, of: dict[str, Any]) -> None:
+        sizes, (row, lane, *_) = self.sizes, self.item
+        head, batch = lane % sizes.num_head, lane // sizes.num_head  # of all splits
+        if self.kind.cut.tail != ALL:
+            row = row - (sizes.num_block - self.kind.cut.tail)
+        slot = sizes.slots[batch, None, head, None], sizes.slot_lse[batch, head, None]
+        thread = of["tiled_mma"].get_slice(of["tidx"])
+        write_tile(of["acc_O"], of["lse"], *slot, thread, (self.tile_m, self.tile_hdimv), row)
+
+
+@cute.jit
+def either(first: Any, one: Any, other: Any):
+    if first:
+        one()
+    else:
+        other()
+
+
+@cute.jit
+def write_tile(acc: Any, lse: Any, out: Any, stats: Any, mma: Any, sizes: Any, at: Any):
+    """Write a thread's part of a tile of results in float32, and its log-sum-exp."""
+    cute.autovec_copy(acc, mma.partition_C(cute.local_tile(out, sizes, (at, 0))))
+    stats = cute.local_tile(stats, sizes[:1], (at,))
+    spread = cute.append(stats.layout, cute.make_layout((sizes[1],), stride=(0,)))
+    rows = layouts.reshape_acc_to_mn(mma.partition_C(cute.make_tensor(stats.iterator, spread)))
+    columns = layouts.reshape_acc_to_mn(mma.partition_C(cute.make_identity_tensor(sizes)))
+    if columns[0][1] == 0:
+        for m in cutlass.range_constexpr(cute.size(rows, mode=[0])):
+            rows[m, 0] = lse[m]
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+class Backward(Scheduled, LibraryBackward):
+    """Compute a backward; a split writes dK and dV to batch rows of its own.
+
+    If query heads share keys, all splits add to the same float32 sums of dK and dV.
+    """
+
+    waits_for_items = True  # the library lets this launch begin before the one before it ends
+
+    def load(self, *operands: Any) -> None:
+        self._with_lengths(super().load, operands)
+
+    def mma(self, *operands: Any, **settings: Any) -> None:
+        masks = library.Operands(super().mma, operands)["AttentionMaskCls"]
+        changes = {"AttentionMaskCls": tested_by_rows(masks, forward=False)}
+        self._with_lengths(super().mma, operands, settings, **changes)
+
+    def _with_lengths(
+        self, method: Any, operands: Any, settings: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
+        """Run a method of the library's whose keys end at the length of a batch row."""
+        if self.kind.lengths:
+            make = library.Operands(method, operands)["SeqlenInfoCls"]
+            arch.griddepcontrol_wait()  # as for items
+            changes["SeqlenInfoCls"] = lambda row: replace(
+                make(row), seqlen_k=self.sizes.lengths[row]
+            )
+        # The library then skips an item without steps, and writes zeros for its keys.
+        varlen, self.is_varlen_q = self.is_varlen_q, self.is_varlen_q or self.kind.lengths
+        method(*self.hooked(method, operands, **changes), **(settings or {}))
+        self.is_varlen_q = varlen
+
+    def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
+        # Lists name as mixed what holds more than keys (lists.py): full tiles need no test.
+        tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
+        mask = mask_fn if tests or not self.kind.lists else None
+        return super().mma_one_m_block(*operands, mask_fn=mask, **settings)
+
+    def dQaccum_store(self, *operands: Any) -> None:
+        if not self.kind.writes_first:
+            self._with_lengths(super().dQaccum_store, operands)
+            return
+        given = library.Operands(super().dQaccum_store, operands)
+        work = given["TileSchedulerCls"]().initial_work_tile_info()
+        tile, head, batch, _ = work.tile_idx
+        seqlen = given["SeqlenInfoCls"](batch)
+        if self.kind.lengths:
+            arch.griddepcontrol_wait()
+            seqlen = replace(seqlen, seqlen_k=self.sizes.lengths[batch])
+        first, last = ItemRange.of(self, given["block_info"]).get_m_block_min_max(seqlen, tile)
+        sums = given["mdQaccum"][None, head, batch]
+        each = cute.make_layout((self.tile_m * self.tile_hdim // self.num_wg_dQ, self.num_wg_dQ))
+        memory = cute.local_tile(sums, (each,), (None,))
+        flags = self.sizes.flags[batch, head, None]
+        write_or_add(self, tile, flags, given["sdQaccum"], memory, first, last)
+
+    def epilogue_dKV(self, *operands: Any) -> None:
+        given = library.Operands(super().epilogue_dKV, operands)
+        if self.kind.cut.tail and self.qhead_per_kvhead == 1:
+            given["batch_idx"] = self.item.lane // self.sizes.num_head
+        super().epilogue_dKV(*given.values())
+
+
+@cute.jit
+def free_buffers(groups: Any, threads: Any):
+    for group in cutlass.range_constexpr(groups):
+        arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
+        empty = int(Barriers.dQEmptyWG0) + group
+        arch.barrier_arrive(barrier_id=empty, number_of_threads=threads)
+
+
+@cute.jit
+def write_or_add(kernel: Any, tile: Any, flags: Any, sums: Any, memory: Any, first: Any, last: Any):
+    """Write the dQ of the first tile of keys over whatever stands there; add those of others.
+
+    A flag for each tile of queries says that the first one is written. Other tiles of a head start
+    later: what they wait for is running or done.
+    """
+    lane, groups = arch.lane_idx(), kernel.num_wg_dQ
+    threads = kernel.num_threads_per_warp_group + arch.WARP_SIZE
+    size = kernel.tma_copy_bytes["dQ"]
+    if first < last:
+        free_buffers(groups, threads)
+    for at in cutlass.range(first, last, unroll=1):
+        flag = cute.domain_offset((at,), flags).iterator
+        for group in cutlass.range_constexpr(groups):
+            full = int(Barriers.dQFullWG0) + group
+            arch.barrier(barrier_id=full, number_of_threads=threads)
+            ours, theirs = sums[None, group].iterator, memory[(None, group), at].iterator
+            if tile == 0:
+                with arch.elect_one():
+                    copies.cpasync_bulk_s2g(ours, theirs, size)
+            else:
+                if cutlass.const_expr(group == 0):
+                    flags_in_memory.wait_eq(flag, lane, 0, 1)
+                    arch.sync_warp()
+                    arch.fence_proxy("async.global")  # bulk copies come after the flag too
+                with arch.elect_one():
+                    copies.cpasync_reduce_bulk_add_f32(ours, theirs, size)
+            arch.cp_async_bulk_commit_group()
+        if at + 1 < last:
+            free_buffers(groups, threads)
+        if tile == 0:
+            # The buffers are read by now; the flag waits until the numbers stand in memory.
+            arch.cp_async_bulk_wait_group(0, read=False)
+            arch.sync_warp()
+            flags_in_memory.arrive_inc(flag, lane, 0, 1)
+    arch.cp_async_bulk_wait_group(0, read=True)
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+# Functions that `cutejax.call` traces: the stream, operands as the trees they were given in, and
+# the results one by one.
+
+
+def number_of(spec: Spec) -> Any:
+    return library.kernels()._DTYPES[jnp.dtype(spec.dtype)]
+
+
+def settings_of(spec: Spec, arrays: Any) -> dict[str, Any]:
+    """Return the library's settings for the test of pairs, or for the bias."""
+    if spec.bias is not None:
+        return {"score_mod": bias_adder(*spec.bias), "has_aux_tensors": True}
+    test = None if spec.test is None else mask_mod(spec.test)
+    return {"mask_mod": test, "has_aux_tensors": bool(arrays)}
+
+
+def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
+    """Launch a forward; `results` are out and lse, the slots of splits, and the count of items."""
+    left, kind = list(results), spec.kind
+    out, lse = (left.pop(0), left.pop(0)) if kind.cut.tail != ALL else (given.q, None)
+    slots = (left.pop(0), left.pop(0)) if kind.cut.tail else (None, None)
+    tile, config = spec.tile, library.kernels()._fwd_cfg_sm90(*(spec.head_dim,) * 2, False, False)
+    kernel = Forward(
+        *(number_of(spec), spec.head_dim, spec.head_dim, spec.group),
+        pack_gqa=False,
+        tile_m=tile[0],
+        tile_n=tile[1],
+        num_stages=2,
+        num_threads=(tile[0] // 64 + 1) * 128,
+        intra_wg_overlap=config.intra_wg_overlap,
+        mma_pv_is_rs=config.mma_pv_is_rs,
+        **settings_of(spec, given.arrays),
+    )
+    kernel.kind, kernel.extra = (
+        kind,
+        {
+            "items": given.items,
+            "lists": given.lists,
+            "count": left[0] if left else None,
+            "slots": slots[0],
+            "slot_lse": slots[1],
+        },
+    )
+    scale = spec.scale if spec.bias is None else cutlass.Float32(spec.scale)
+    kernel(
+        *(given.q, given.k, given.v, out, lse, scale),
+        mSeqUsedK=given.lengths,
+        **_more(stream, given),
+    )
+
+
+def run_backward(stream: Any, spec: Spec, given: BackwardOperands, *results: Any):
+    """Launch a backward, and one more over the last keys if their items alone are cut.
+
+    `results` are dQ in float32, flags if the first tile of keys writes it, and dK and dV: of keys
+    that are whole, then of those in splits.
+    """
+    kind, (dq, *left) = spec.kind, results
+    flags = left.pop(0) if kind.writes_first else None
+    if kind.cut.tail in (0, ALL):
+        _backward(stream, spec, given, (dq, *left), flags)
+        return
+    *whole, dk, dv = left
+    start = given.k.shape[1] - dk.shape[1]
+    first = replace(kind, cut=Uniform())
+    k, v, *grads = (_keys(x, 0, start) for x in (given.k, given.v, *whole))
+    part = given._replace(k=k, v=v)
+    _backward(stream, replace(spec, kind=first), part, (dq, *grads), flags)
+    last = replace(kind, cut=Uniform(ALL, kind.cut.splits), writes_first=False)
+    k, v = (_keys(x, start, dk.shape[1]) for x in (given.k, given.v))
+    part = given._replace(k=k, v=v)
+    _backward(stream, replace(spec, kind=last), part, (dq, dk, dv), None)
+
+
+def run_block(stream: Any, spec: Spec, given: BackwardOperands, span: Any, dq: Any, grads: Any):
+    """Launch a backward on a range of keys of a block; `given.k` and `grads` are [2,B,S,K,H]."""
+    start, end = span.bounds(given.k.shape[2])
+    packed = (x[which, None, None, None, None] for x in (given.k, grads) for which in (0, 1))
+    k, v, dk, dv = (_keys(x, start, end - start) for x in packed)
+    _backward(stream, spec, given._replace(k=k, v=v), (dq, dk, dv), None)
+
+
+def _backward(stream: Any, spec: Spec, given: BackwardOperands, grads: Any, flags: Any) -> None:
+    width = kernel_width(spec.head_dim)
+    kernel = Backward(
+        *(number_of(spec), width, width, spec.group),
+        **library.kernels()._sm90_bwd_kwargs(backward_config(spec), False, False),
+        **settings_of(spec, given.arrays),
+    )
+    kernel.kind, kernel.extra = (
+        spec.kind,
+        {
+            "items": given.items,
+            "lists": given.lists,
+            "lengths": given.lengths,
+            "flags": flags,
+        },
+    )
+    rows, scale = (given.dout, given.lse, given.delta), cutlass.Float32(spec.scale)
+    kernel(given.q, given.k, given.v, *rows, *grads, scale, **_more(stream, given))
+
+
+def _more(stream: Any, given: Any) -> dict[str, Any]:
+    """Return the test's arrays, and something in the place of the library's lists."""
+    sparse = None if given.lists is None else BlockSparseTensors(given.lists, given.lists)
+    aux = utils.AuxData(tensors=tuple(given.arrays) or None)
+    return {"blocksparse_tensors": sparse, "aux_data": aux, "stream": stream}
+
+
+def backward_config(spec: Spec) -> Any:
+    """Return the library's settings of a backward for a tile.
+
+    For 65 to 128 channels it takes 64 queries under a window alone; up to 64 it has no settings for
+    64 queries, and those of longer heads fit.
+    """
+    (queries, keys), width = spec.tile, kernel_width(spec.head_dim)
+    width = 96 if width <= 64 and queries == 64 else width
+    config = library.kernels()._bwd_cfg_sm90(width, width, False, queries == 64)
+    assert (config.tile_m, config.tile_n) == (queries, keys), (config, spec.tile)
+    return config
+
+
+def run_before(stream: Any, spec: Spec, out: Any, dout: Any, lse: Any, *results: Any):
+    """Launch what stands before a backward: delta, the LSE in base 2, and zeros for dQ, if any."""
+    delta, lse2, *zeros = results
+    width, nothing = kernel_width(spec.head_dim), [None] * 5
+    kernel = library.kernels()._get_bwd_pre(number_of(spec), width, spec.head_dim, spec.tile[0])
+    dq, scale = (zeros[0] if zeros else None), cutlass.Float32(spec.scale)
+    kernel(out, dout, delta, lse, lse2, dq, *nothing, scale, stream=stream)
+
+
+def run_after(stream: Any, spec: Spec, which: str, scale: float, sums: Any, grad: Any):
+    """Launch what turns float32 sums of `which`, "dq" or "dkv", into a gradient."""
+    lib, config = library.kernels(), backward_config(spec)
+    plan = lib._BwdPlan(library.HOPPER, *spec.tile, sm90=config)
+    layout = lib._bwd_post_params(plan, library.HOPPER, which)
+    kernel = lib._get_bwd_post(number_of(spec), kernel_width(spec.head_dim), *layout)
+    kernel(sums, grad, cutlass.Float32(scale), None, None, None, stream=stream)
+
+
+def _keys(x: Any, start: Any, length: Any) -> Any:
+    """Return so many keys of [B,S,K,H], where they stand."""
+    x = cute.domain_offset((0, start, 0, 0), x)
+    layout = cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride)
+    return cute.make_tensor(x.iterator, layout)

@@ -1,0 +1,237 @@
+"""All that is taken from inside fa4-jax 0.1 and cutlass-dsl 4: names, operands, layouts, promises.
+
+`mismatch` compares the table below with the source of the installed package, which it reads and
+does not import. `Fa4.supports` asks it once, so that nothing asks while a kernel is compiled.
+
+A move to another fa4-jax: change `TESTED` in jax_private/versions.py, run `mismatch`, mend what it
+names in hopper.py, then `make test-fa4-compile` and, on a GPU, `make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from maxattn.jax_private.cute import import_cute
+from maxattn.kernels.fa4.mask_test import PairTest
+from maxattn.kernels.fa4.work import Uniform
+
+HOPPER = 90  # the architecture of the two kernels that hopper.py extends
+
+# By file and function, "" for a file itself: the operands that hopper.py reads or replaces, and the
+# functions, classes and fields that hopper.py, run.py and elsewhere.py call.
+USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
+    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.kernel"): (
+        *("TileScheduler", "tile_sched_params"),
+    ),
+    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.load"): (
+        *("sQ", "TileSchedulerCls", "block_info", "blocksparse_tensors"),
+    ),
+    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.mma"): (
+        *("sQ", "sO", "TileSchedulerCls", "AttentionMaskCls", "block_info", "blocksparse_tensors"),
+        "aux_data",
+    ),
+    ("cute/flash_fwd.py", "FlashAttentionForwardBase.epilogue"): (
+        *("acc_O", "lse", "tiled_mma", "tidx", "m_block", "head_idx", "batch_idx"),
+    ),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.__call__"): ("mdQ_semaphore",),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.kernel"): (
+        *("TileScheduler", "tile_sched_params"),
+    ),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.load"): (
+        *("block_info", "blocksparse_tensors"),
+    ),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.mma"): (
+        *("AttentionMaskCls", "SeqlenInfoCls", "block_info", "blocksparse_tensors"),
+    ),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.mma_one_m_block"): ("mask_fn",),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.epilogue_dKV"): ("batch_idx",),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.dQaccum_store"): (
+        *("mdQaccum", "sdQaccum", "block_info", "TileSchedulerCls", "SeqlenInfoCls"),
+        *("blocksparse_tensors", "mdQ_semaphore"),
+    ),
+    ("cute/block_info.py", "BlockInfo.get_n_block_min_max"): ("seqlen_info", "m_block"),
+    ("cute/block_info.py", "BlockInfo.get_m_block_min_max"): ("seqlen_info", "n_block"),
+    ("cute/mask.py", "AttentionMask.apply_mask_mod_sm80"): (),
+    ("cute/mask.py", ""): (
+        *("mask_r2p_lambda", "r2p_bitmask_above", "r2p_bitmask_below", "sm90_col_to_r2p_idx"),
+        "_cols_match_r2p",
+    ),
+    ("cute/tile_scheduler.py", ""): ("SingleTileScheduler", "WorkTileInfo", "ParamsBase"),
+    ("cute/block_sparsity.py", ""): ("BlockSparseTensors",),
+    ("cute/barrier.py", ""): ("wait_eq", "arrive_inc"),
+    ("cute/named_barrier.py", ""): ("NamedBarrierBwd",),
+    ("cute/utils.py", ""): ("AuxData", "scalar_to_ssa", "ssa_to_scalar", "atomic_add_i32"),
+    ("kernels.py", ""): (
+        *("_QKV_SPEC", "_F32_SPEC", "_LSE_SPEC", "_DTYPES", "_fwd_cfg_sm90", "_bwd_cfg_sm90"),
+        *("_sm90_bwd_kwargs", "_BwdPlan", "_get_bwd_pre", "_get_bwd_post", "_bwd_post_params"),
+    ),
+    ("attention.py", ""): ("AttnConfig", "fa4_fwd_p", "fa4_vjp_p"),
+}
+
+# fa4-jax promises its compiler addresses at multiples of 256 bytes, and its calls refuse others.
+# XLA hands a slice of a larger array over where it lies: at a multiple of a token's bytes. The
+# widest load of these kernels is 16 bytes, and a bulk copy asks no more of an address.
+ALIGNED: Final = {"_QKV_SPEC": 16, "_QKV3_SPEC": 16, "_F32_SPEC": 16, "_LSE_SPEC": 4}
+
+
+@cache
+def mismatch() -> str | None:
+    """Say what the installed fa4-jax lacks of `USED`; None where it fits, or is not installed."""
+    spec = find_spec("fa4_jax")
+    roots = () if spec is None else spec.submodule_search_locations or ()
+    return next((found for root in roots if (found := mismatch_in(Path(root)))), None)
+
+
+def mismatch_in(root: Path) -> str | None:
+    """Say what the sources of fa4-jax in a folder lack of `USED`."""
+    trees: dict[str, ast.Module] = {}
+    for (file, where), names in USED.items():
+        path = root / file
+        if not path.is_file():
+            return f"it has no {file}"
+        if file not in trees:
+            trees[file] = ast.parse(path.read_text(encoding="utf-8"))
+        found = _names_in(trees[file], where)
+        if found is None:
+            return f"{file} has no {where}"
+        if lacking := [name for name in names if name not in found]:
+            return f"{where or file} has no {', '.join(lacking)}"
+    return None
+
+
+def _names_in(tree: ast.Module, where: str) -> set[str] | None:
+    """Return the operands of `Class.method`, or the names at the top of a file; None for no such
+    method.
+    """
+    if not where:
+        return {name for node in tree.body for name in _defined(node)}
+    class_name, method = where.split(".")
+    bodies = (n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
+    methods = (n for body in bodies for n in body if isinstance(n, ast.FunctionDef))
+    found = next((n.args for n in methods if n.name == method), None)
+    return None if found is None else {a.arg for a in (*found.args, *found.kwonlyargs)}
+
+
+def _defined(node: ast.stmt) -> Iterable[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        return [alias.asname or alias.name for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [x.id for x in targets if isinstance(x, ast.Name)]
+
+
+@cache
+def kernels() -> Any:
+    """Return fa4_jax.kernels, whose array specs promise no more than XLA keeps."""
+    import_cute()
+    found = import_module("fa4_jax.kernels")
+    for name, size in ALIGNED.items():
+        setattr(found, name, replace(getattr(found, name), assumed_align=size))
+    return found
+
+
+def attention() -> Any:
+    """Return fa4_jax.attention: the primitives of other GPUs."""
+    kernels()
+    return import_module("fa4_jax.attention")
+
+
+class Operands(dict[str, Any]):
+    """Hold the operands of a method of the library's by their names, in its order."""
+
+    def __init__(self, method: Any, operands: tuple[Any, ...]) -> None:
+        names = [name for name in signature(method).parameters if name != "self"]
+        super().__init__(zip(names, operands, strict=False))
+
+
+# ---- what a kernel is compiled for, and what it is handed: values, for the compiler's cache ------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Say what a kernel is compiled for, beside what the library's own settings say.
+
+    Args:
+        cut: which items are cut.
+        uniform: whether items are arithmetic; else an array names them.
+        queue: thread blocks that take items from a queue; 0 if each item has its own.
+        lists: "" for none, "ranges" or "explicit" (lists.py).
+        own_rows: whether batch rows have lists of their own.
+        lengths: whether keys end at a length of their batch row.
+        writes_first: whether the first tile of keys writes dQ.
+    """
+
+    cut: Uniform
+    uniform: bool = True
+    queue: int = 0
+    lists: str = ""
+    own_rows: bool = False
+    lengths: bool = False
+    writes_first: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Say what a kernel is made from: a value, for the compiler's cache.
+
+    Args:
+        dtype, head_dim, group: of q, k and v; query heads of each key head.
+        scale: multiplies the scores.
+        tile: queries and keys at a time.
+        kind: what else.
+        test: of pairs in mixed tiles; None for no lists.
+        bias: whether batch rows and heads have a bias of their own; None for no bias.
+    """
+
+    dtype: str
+    head_dim: int
+    group: int
+    scale: float
+    tile: tuple[int, int]
+    kind: Kind
+    test: PairTest | None = None
+    bias: tuple[bool, bool] | None = None
+
+
+class ForwardOperands(NamedTuple):
+    """Hold what a forward reads, beside q, k and v: None if it has no such array."""
+
+    q: Any
+    k: Any
+    v: Any
+    lists: Any = None
+    items: Any = None
+    lengths: Any = None
+    zero: Any = None  # what the count of taken items begins as, in the same memory
+    arrays: tuple[Any, ...] = ()  # of the test of pairs, or the bias
+
+
+class BackwardOperands(NamedTuple):
+    """Hold what a backward reads: likewise.
+
+    Args:
+        lse, delta: of each query; the LSE in base 2.
+        sums: zeros in the memory of results that are added up: dQ, and dK and dV if query heads
+            share keys; or of the flags.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    lists: Any = None
+    items: Any = None
+    lengths: Any = None
+    sums: tuple[Any, ...] = ()
+    arrays: tuple[Any, ...] = ()

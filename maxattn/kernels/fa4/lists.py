@@ -1,0 +1,186 @@
+"""Block-sparse lists: the tiles that a mask leaves, of which mixed ones are tested pair by pair.
+
+The lists come from the mask's intervals, never from an array of T x S: constants if positions are
+known when tracing, arithmetic on the device if they, ids or lengths are traced. A kernel gets the
+lists of a tile row in one of two forms:
+
+    ranges     mixed count, full count, first full tile, mixed tiles ...     full tiles are side by
+               side, as of a causal mask or a window
+    explicit   count, tiles ...     of mixed and of full tiles, by batch row if these differ
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from maxattn.masks import FULL, MIXED, Mask
+from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
+
+MOST_TILES = 2**27  # of a mask that is known when tracing
+# Of one that is known on the device alone, of all batch rows: a full and a mixed tile have an index
+# of 4 bytes each, and sorting takes as much again.
+MOST_TRACED_TILES = 2**25
+MOST_MIXED = 8  # mixed tiles of a tile row, in the form of ranges
+PAST = 2**30  # more than any tile
+BITS, MOST_WORDS = 32, 64
+
+
+class Lists(NamedTuple):
+    """Hold the lists of all tile rows of one pass, as a kernel reads them.
+
+    Args:
+        array: int32, [rows, 3 + mixed] in the form of ranges, else [2, *B, rows, 1 + tiles].
+        work: number of tiles of each tile row, [rows], or [B, rows] if batch rows differ.
+    """
+
+    array: Any
+    work: Any
+
+    @property
+    def is_ranges(self) -> bool:
+        """Whether the array has the form of ranges."""
+        return self.array.ndim == 2
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether batch rows have lists of their own."""
+        return self.array.ndim == 4
+
+
+class Tally(NamedTuple):
+    """Count the tiles of a mask that are full, mixed and skipped."""
+
+    full: int
+    mixed: int
+    skipped: int
+
+
+def known(kinds: np.ndarray) -> Lists:
+    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`."""
+    mixed, full = kinds == MIXED, kinds == FULL
+    counts = mixed.sum(axis=1), full.sum(axis=1)
+    first = full.argmax(axis=1)
+    last = kinds.shape[1] - 1 - full[:, ::-1].argmax(axis=1)
+    side_by_side = bool(((counts[1] == 0) | (last - first + 1 == counts[1])).all())
+    work = (counts[0] + counts[1]).astype(np.int32)
+    most = max(1, int(counts[0].max(initial=0)))
+    tiles = _ascending(mixed)[:, :most]
+    if side_by_side and most <= MOST_MIXED:
+        found = np.concatenate([np.stack([*counts, first], axis=1), tiles], axis=1)
+        return Lists(found.astype(np.int32), work)
+    most = max(most, int(counts[1].max(initial=0)))
+    halves = zip(counts, (_ascending(mixed), _ascending(full)), strict=True)
+    found = np.stack([np.concatenate([c[:, None], t[:, :most]], axis=1) for c, t in halves])
+    return Lists(found.astype(np.int32), work)
+
+
+def _ascending(chosen: np.ndarray) -> np.ndarray:
+    return np.argsort(~chosen, axis=1, stable=True)
+
+
+def traced(kinds: Array) -> Lists:
+    """List the tiles of each row of `kinds` [*B, rows, columns] on the device."""
+    chosen, columns = jnp.stack([kinds == MIXED, kinds == FULL]), kinds.shape[-1]
+    if columns <= BITS * MOST_WORDS:
+        count, tiles = _set_columns(chosen)
+    else:
+        count = chosen.sum(axis=-1, dtype=jnp.int32)
+        tiles = jnp.sort(jnp.where(chosen, jnp.arange(columns, dtype=jnp.int32), PAST), axis=-1)
+    # One array is a single launch to make.
+    return Lists(jnp.concatenate([count[..., None], tiles], axis=-1), count[0] + count[1])
+
+
+@lru_cache(maxsize=256)
+def of_positions(
+    mask: Mask, tile: tuple[int, int], lengths: tuple[int, int], offsets: tuple[int, int], by: str
+) -> Lists:
+    """List the tiles of a mask of known positions.
+
+    Args:
+        mask: bound, without arrays.
+        tile: queries and keys of a tile.
+        lengths: numbers of queries and keys.
+        offsets: positions of the first query and the first key.
+        by: "queries" for the lists of a forward, "keys" for those of a backward.
+    """
+    return known(_by(tile_kinds(mask, *tile, *lengths, *offsets), tile, lengths, by))
+
+
+def _by(kinds: Any, tile: tuple[int, int], lengths: tuple[int, int], by: str) -> Any:
+    """Turn kinds [..., query tiles, key tiles] to the rows of a pass.
+
+    A backward takes full tiles without a test: one that holds more than keys is mixed.
+    """
+    if by == "queries":
+        return kinds
+    xp: Any = jnp if isinstance(kinds, jax.Array) else np
+    kinds = kinds.swapaxes(-1, -2)
+    past = xp.arange(kinds.shape[-2])[:, None] >= lengths[1] // tile[1]
+    return xp.where((kinds == FULL) & past, MIXED, kinds)
+
+
+def on_device(
+    mask: Mask,
+    tile: tuple[int, int],
+    lengths: tuple[int, int],
+    offsets: tuple[Any, Any],
+    by: str,
+) -> Lists:
+    """List the tiles of a mask with arrays, or of traced positions; arguments as `of_positions`."""
+    if mask.has_data:
+        kinds = kinds_by_arrays(mask, tile, lengths, offsets)
+        kinds = kinds[0] if kinds.shape[0] == 1 else kinds  # batch rows that are alike share theirs
+    else:
+        kinds = jnp.asarray(tile_kinds(mask, *tile, *lengths, *offsets))
+    return traced(_by(kinds, tile, lengths, by))
+
+
+@lru_cache(maxsize=4096)
+def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:
+    """Count the tiles of a mask of positions from 0 on."""
+    empty, full, mixed = mask.block_tally(*tile, *lengths)
+    return Tally(full, mixed, empty)
+
+
+# ---- columns that are chosen, without a sort -----------------------------------------------------
+# The columns of a row are bits of a few words. The n-th chosen column is in the first word up to
+# which more than n bits are set, and is found there by halves. XLA makes a launch or two of that;
+# a sort of as many numbers is a dozen launches.
+
+
+def _set_columns(
+    chosen: Bool[Array, "*rows columns"],
+) -> tuple[Int32[Array, "*rows"], Int32[Array, "*rows columns"]]:
+    """Return how many columns of each row are chosen, and these, ascending."""
+    columns = chosen.shape[-1]
+    room = [(0, 0)] * (chosen.ndim - 1) + [(0, -columns % BITS)]
+    bits = jnp.pad(chosen, room).reshape(*chosen.shape[:-1], -1, BITS)
+    place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
+    words = (bits.astype(jnp.uint32) << place).sum(axis=-1, dtype=jnp.uint32)
+    sizes = jax.lax.population_count(words).astype(jnp.int32)
+    shape = (*sizes.shape, sizes.shape[-1])
+    to, of = (jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - i) for i in (2, 1))
+    through = jnp.where(of <= to, sizes[..., None, :], 0).sum(axis=-1)  # set bits up to each word
+    rank = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
+    word, first, behind = words[..., :1], jnp.zeros_like(rank), rank
+    for i in range(1, words.shape[-1]):
+        past = rank >= through[..., i - 1 : i]
+        word, first = jnp.where(past, words[..., i : i + 1], word), jnp.where(past, BITS * i, first)
+        behind = jnp.where(past, rank - through[..., i - 1 : i], behind)
+    return through[..., -1], first + _nth_set_bit(word, behind)
+
+
+def _nth_set_bit(word: UInt32[Array, "..."], n: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    at = jnp.zeros(n.shape, jnp.int32)
+    for size in (16, 8, 4, 2, 1):
+        low = (word >> at.astype(jnp.uint32)) & np.uint32((1 << size) - 1)
+        below = jax.lax.population_count(low).astype(jnp.int32)
+        past = n >= below
+        n, at = jnp.where(past, n - below, n), jnp.where(past, at + size, at)
+    return at

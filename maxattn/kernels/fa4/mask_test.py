@@ -1,0 +1,310 @@
+"""A mask as a kernel gets it: lists of tiles, and the test of a pair in mixed ones.
+
+fa4-jax evaluates its `mask_mod` pair by pair. The forward here works out where the intervals of a
+query lie among a thread's columns, and keeps the scores inside: from a word of bits where the
+columns are in order, else by two comparisons a score (a block window's forward takes 0.9 of the
+time, H200). The backward would get slower, and tests each pair. Both passes read the id of a key
+once for all query rows of a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial, reduce
+from importlib import import_module
+from operator import and_, or_
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.fa4 import lists
+from maxattn.kernels.fa4.lists import Lists
+from maxattn.kernels.fa4.problem import Problem
+from maxattn.kernels.fa4.tiles import Tile
+from maxattn.masks import Mask
+from maxattn.masks.terms import KEY_PAD, QUERY_PAD, segment_ids, sort_terms, split_mask
+
+PAD = 256  # more than any tile: the test reads arrays for whole tiles, past the last query and key
+
+
+@dataclass(frozen=True)
+class PairTest:
+    """Say how a pair is tested; hashable, since a kernel is compiled for it.
+
+    Args:
+        positions: a bound mask of positions that the kernel evaluates; None where arrays hold the
+            intervals that it allows.
+        q_offset, kv_offset: positions of the first query and key, for `positions`.
+        intervals: number of rows in the arrays `lo` and `hi` [M, T]; 0 for none.
+        has_ids: whether ids of queries and keys [B, T], [B, S] must be equal.
+    """
+
+    positions: Mask | None = None
+    q_offset: int = 0
+    kv_offset: int = 0
+    intervals: int = 0
+    has_ids: bool = False
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether intervals of keys are a part of the test."""
+        return self.positions is not None or bool(self.intervals)
+
+    def __call__(self, b: Any, q: Any, kv: Any, arrays: tuple[Any, ...], xp: Any) -> Any:
+        """Tell whether query `q` of batch row `b` may attend to key `kv`.
+
+        Args:
+            b, q, kv: numbers of a kernel, or arrays that broadcast.
+            arrays: lo, hi, ids of queries, ids of keys; those that there are.
+            xp: has `where`, `minimum` and `maximum`.
+        """
+        found = []
+        if self.has_spans:
+            inside = [_inside(kv, lo, hi) for lo, hi in self.spans(q, arrays, xp)]
+            found.append(reduce(or_, inside, kv != kv))
+        if self.has_ids:
+            q_ids, kv_ids = arrays[-2:]
+            found.append(q_ids[b, q] == kv_ids[b, kv])
+        return reduce(and_, found)
+
+    def spans(self, q: Any, arrays: tuple[Any, ...], xp: Any) -> list[tuple[Any, Any]]:
+        """Return the intervals of local keys that a query sees; None is an open end."""
+        if self.intervals:
+            lo, hi = arrays[:2]
+            return [(lo[m, q], hi[m, q]) for m in range(self.intervals)]
+        assert self.positions is not None
+        found, move = self.positions.spans(q + self.q_offset, xp, True), self.kv_offset
+        return [tuple(None if x is None else x - move for x in span) for span in found]  # pyright: ignore[reportReturnType]
+
+
+def _inside(key: Any, lo: Any, hi: Any) -> Any:
+    ends = [*([] if lo is None else [key >= lo]), *([] if hi is None else [key < hi])]
+    return reduce(and_, ends) if ends else key == key
+
+
+# ---- the mask, as a kernel gets it ---------------------------------------------------------------
+
+
+class Masked(NamedTuple):
+    """Hold what a mask gives a kernel.
+
+    Args:
+        lists: of tiles; None without a test of pairs.
+        test: of pairs in mixed tiles.
+        arrays: that the test reads, int32.
+        lengths: of the keys of each batch row, int32 [B].
+        all_see: whether every query is known to see a key.
+    """
+
+    lists: Lists | None = None
+    test: PairTest | None = None
+    arrays: tuple[Array, ...] = ()
+    lengths: Array | None = None
+    all_see: bool = True
+
+
+def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
+    """Return what the mask of some inputs gives one pass.
+
+    Args:
+        p: of the inputs.
+        tile: of the launch.
+        inputs: the arrays; if flags say which keys are real, these stand first already.
+        by: "queries" in a forward, "keys" in a backward.
+    """
+    if p.kind == "dense":
+        return Masked()
+    at = inputs.q_offset, inputs.kv_offset
+    if p.kind == "lengths":
+        found = sort_terms(inputs.mask).lengths(p.batch, p.kv_len, at[1])
+        assert found is not None
+        return Masked(lengths=found.astype(jnp.int32), all_see=False)
+    lengths, split = (p.q_len, p.kv_len), split_mask(inputs.mask)
+    assert not hasattr(split, "rule"), split  # supports() refused it
+    ids = segment_ids(split, p.batch, *lengths, at[1]) or ()  # pyright: ignore
+    if p.kind == "known":
+        tiles = lists.of_positions(p.mask, tile, lengths, p.offsets, by)
+    else:
+        mask = inputs.mask if ids else split.positions  # pyright: ignore
+        tiles = lists.on_device(mask, tile, lengths, at, by)
+    test, arrays, all_see = _test(p, split.positions, at)  # pyright: ignore
+    return Masked(tiles, test, (*arrays, *map(_padded, ids, (QUERY_PAD, KEY_PAD))), None, all_see)
+
+
+def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, ...], bool]:
+    """Return the test of pairs, the intervals that it reads, and whether all queries see a key.
+
+    Known positions are tested by the mask itself. Of traced ones, and of a mask that looks numbers
+    up, a kernel gets the intervals of each query.
+    """
+    has_ids = p.kind == "ids"
+    if positions.is_full:
+        return PairTest(has_ids=has_ids), (), False
+    is_traced = any(isinstance(x, jax.Array) for x in at)
+    xp: Any = jnp if is_traced else np
+    found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
+    ends = [xp.stack([xp.clip(x[i] - at[1], 0, p.kv_len) for x in found]) for i in (0, 1)]
+    all_see = not is_traced and not has_ids and bool((ends[0] < ends[1]).any(axis=0).all())
+    if is_traced or positions.looked_up:
+        arrays = tuple(_padded(jnp.asarray(x), KEY_PAD) for x in ends)
+        return PairTest(intervals=len(found), has_ids=has_ids), arrays, all_see
+    return PairTest(positions, int(at[0]), int(at[1]), 0, has_ids), (), all_see
+
+
+def _padded(x: Array, fill: int) -> Array:
+    return jnp.pad(x.astype(jnp.int32), ((0, 0), (0, PAD)), constant_values=fill)
+
+
+# ---- inside a kernel -----------------------------------------------------------------------------
+
+
+class Numbers:
+    """Give masks and items numpy's functions, on numbers of a kernel."""
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        number, select = import_module("cutlass").Int32, _select()
+        return number(select(condition, number(a), number(b)))
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return import_module("cutlass").min(a, b)
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return import_module("cutlass").max(a, b)
+
+
+def _select() -> Any:
+    return import_module("cutlass.cutlass_dsl").select_
+
+
+def mask_mod(test: PairTest) -> Callable[..., Any]:
+    """Write a test in the form that the kernels call, with the test itself beside it."""
+    to_vector = import_module("fa4_jax.cute.utils").scalar_to_ssa
+    boolean = import_module("cutlass").Boolean
+
+    def allowed(b: Any, _head: Any, q: Any, kv: Any, _lengths: Any, arrays: Any) -> Any:
+        return to_vector(test(b[0], q[0], kv[0], tuple(arrays or ()), Numbers), boolean)
+
+    allowed.test = test
+    return allowed
+
+
+def bias_adder(own_batch: bool, own_heads: bool) -> Callable[..., Any]:
+    """Write the sum of a score and a bias as the library's `score_mod`; the sum is float32.
+
+    The library's backward has no gradient of the bias.
+
+    Args:
+        own_batch, own_heads: whether batch rows and heads have a bias of their own.
+    """
+    to_vector = import_module("fa4_jax.cute.utils").scalar_to_ssa
+    number = import_module("cutlass").Float32
+
+    def add(scores: Any, b: Any, head: Any, **others: Any) -> Any:
+        row, group = (b[0] if own_batch else 0), (head[0] if own_heads else 0)
+        bias = others["aux_tensors"][0][row, group, others["q_idx"][0], others["kv_idx"][0]]
+        return scores + to_vector(number(bias), number)
+
+    return add
+
+
+def tested_by_rows(masks: Any, forward: bool) -> Any:
+    """Return the library's maker of masks, a `partial`, with the test of many scores in it."""
+    return partial(_row_mask(forward), *masks.args, **masks.keywords)
+
+
+@cache
+def _row_mask(forward: bool) -> Any:
+    library, cute = import_module("fa4_jax.cute.mask"), import_module("cutlass.cute")
+
+    class RowMask(library.AttentionMask):
+        def apply_mask_mod_sm80(self, scores: Any, coordinates: Any, *rest: Any) -> None:
+            first, row, column, offset, batch, _, m_block, n_block, mask_seqlen, mod, aux, *_ = rest
+            test: PairTest = mod.test
+            if not forward and (test.has_spans or not test.has_ids):
+                super().apply_mask_mod_sm80(scores, coordinates, *rest)
+                return
+            start = _number(offset + n_block * self.tile_n)
+            columns = [first[0, c][column] for c in range(cute.size(coordinates.shape[1]))]
+            rows = range(cute.size(coordinates.shape[0]))
+            queries = [_number(coordinates[r, 0][row] + m_block * self.tile_m) for r in rows]
+            arrays = tuple(aux.tensors or ())
+            if test.has_ids:
+                _keep_ids(scores, (batch, queries), (start, columns), arrays[-2:])
+            if not test.has_spans:
+                return
+            end = self.seqlen_k - start if mask_seqlen else None
+            in_order = column == 1 and library._cols_match_r2p(first, column)
+            for r, query in enumerate(queries):
+                spans = [_from(s, start, end) for s in test.spans(query, arrays, Numbers)]
+                if in_order:
+                    bits = partial(_bits, library, spans)
+                    library.mask_r2p_lambda(scores[r, None], bits, rank1=True)
+                else:
+                    _keep_columns(scores, r, columns, spans)
+
+    return RowMask
+
+
+def _number(coordinate: Any) -> Any:
+    """Make a number of a coordinate: division rounds a coordinate to 0, and a number down."""
+    utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
+    return number(utils.ssa_to_scalar(utils.scalar_to_ssa(coordinate, number)))
+
+
+def _keep_ids(scores: Any, queries: Any, keys: Any, ids: Any) -> None:
+    """Keep the keys with the id of their query; ids past the last query and key match nothing."""
+    (batch, rows), (start, columns), (of_queries, of_keys) = queries, keys, ids
+    wanted = [of_queries[batch, query] for query in rows]
+    for c, at in enumerate(columns):
+        key = of_keys[batch, start + at]
+        for r, query in enumerate(wanted):
+            _keep(scores, r, c, key == query)
+
+
+def _keep(scores: Any, r: int, c: int, keeps: Any) -> None:
+    number = import_module("cutlass").Float32
+    scores[r, c] = number(_select()(keeps, scores[r, c], -number.inf))
+
+
+def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:
+    """Count an interval from `start`, and end it at `end`; None is open."""
+    lo, hi = (None if x is None else x - start for x in span)
+    if end is not None:
+        hi = end if hi is None else Numbers.minimum(hi, end)
+    return lo, hi
+
+
+def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
+    """Set the bit of each of 32 columns that is in an interval."""
+    cutlass = import_module("cutlass")
+
+    def at(end: Any) -> Any:
+        # An end before the first column keeps what one at it keeps; a number that is never negative
+        # is divided sooner.
+        return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
+
+    inside = []
+    for lo, hi in spans:
+        ends = [] if lo is None else [library.r2p_bitmask_above(at(lo), chunk)]
+        ends += [] if hi is None else [library.r2p_bitmask_below(at(hi), chunk)]
+        inside.append(reduce(and_, ends) if ends else cutlass.Uint32(0xFFFFFFFF))
+    return reduce(or_, inside) if inside else cutlass.Uint32(0)
+
+
+def _keep_columns(scores: Any, r: int, columns: list[int], spans: list[tuple[Any, Any]]) -> None:
+    """Keep what is in an interval of row r, column by column."""
+    boolean = import_module("cutlass").Boolean
+    for c, at in enumerate(columns):
+        inside = []
+        for lo, hi in spans:
+            ends = [*([] if lo is None else [lo <= at]), *([] if hi is None else [hi > at])]
+            inside.append(reduce(and_, ends) if ends else boolean(True))
+        _keep(scores, r, c, reduce(or_, inside) if inside else boolean(False))

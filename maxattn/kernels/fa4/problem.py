@@ -1,0 +1,217 @@
+"""What one device computes, as a hashable value: shapes, and the kind of mask.
+
+    dense      all pairs
+    lengths    the first keys of each batch row: lengths, or flags, whose keys are gathered first
+    known      a mask of positions that are known when tracing: lists are constants
+    ids        segment ids, or lengths beside positions: lists of each batch row, made on the device
+    traced     a mask of positions that are known on the device alone
+
+`of_call` makes it for a plan and `of_inputs` for what runs; both give the same value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from maxattn.call import Call
+from maxattn.devices import Device
+from maxattn.errors import Reason
+from maxattn.jax_private.versions import FA4_LAUNCHES
+from maxattn.kernels.base import USE_AUTO, Inputs, refuse_call
+from maxattn.kernels.fa4 import lists
+from maxattn.kernels.fa4.tiles import Tile, backward_tile, forward_tiles, sums_width
+from maxattn.masks import Full, Mask
+from maxattn.masks.terms import SplitMask, Terms, sort_terms, split_mask
+
+Kind = Literal["dense", "lengths", "known", "ids", "traced"]
+UNKNOWN = {"ids": 0.25, "traced": 0.5}  # of all tiles, those that such lists are taken to name
+
+
+class Problem(NamedTuple):
+    """Hold what a launch is decided from.
+
+    Args:
+        batch, q_len, kv_len, heads, kv_heads: B, T, S, N, K.
+        head_dim: H, padded to a multiple of 8.
+        kind: of the mask.
+        mask: of positions, for `known`, and for the `ids` that stand beside it.
+        offsets: positions of the first query and key, for `mask`.
+        own_rows: whether batch rows have lists of their own.
+        bias: whether batch rows and heads have a bias of their own; None for no bias.
+        sms: streaming multiprocessors, each of which runs one thread block at a time.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kind: Kind = "dense"
+    mask: Mask = Full()
+    offsets: tuple[int, int] = (0, 0)
+    own_rows: bool = False
+    bias: tuple[bool, bool] | None = None
+    sms: int = 132
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a kernel goes by lists of tiles."""
+        return self.kind in ("known", "ids", "traced")
+
+    @property
+    def lanes(self) -> int:
+        """Heads of all batch rows."""
+        return self.batch * self.heads
+
+    def steps(self, tile: Tile, by: str) -> np.ndarray:
+        """Count the tiles that each tile row goes through.
+
+        Args:
+            tile: queries and keys of a tile.
+            by: "queries" for tile rows of queries, "keys" for those of keys.
+        """
+        if self.kind == "known":
+            lengths = self.q_len, self.kv_len
+            return lists.of_positions(self.mask, tile, lengths, self.offsets, by).work
+        sizes = -(-self.q_len // tile.queries), -(-self.kv_len // tile.keys)
+        rows, steps = sizes if by == "queries" else sizes[::-1]
+        return np.full(rows, max(1, round(steps * UNKNOWN.get(self.kind, 1.0))))
+
+
+def of_call(call: Call, sms: int) -> Problem:
+    """Describe a local call."""
+    own_rows = any("B" in axes for axes in jax.tree.leaves(call.mask.leaf_axes()))
+    sizes = call.batch, call.q_len, call.kv_len, call.heads, call.kv_heads, call.head_dim
+    offsets = (None, None) if call.sharded else (0, 0)
+    bias = None if call.bias is None else (call.bias[0] > 1, call.bias[1] > 1)
+    return _problem(sizes, call.mask, offsets, own_rows, bias, sms)
+
+
+def of_inputs(inputs: Inputs, sms: int) -> Problem:
+    """Describe local arrays."""
+    (batch, q_len, heads, head_dim), (_, kv_len, kv_heads, _) = inputs.q.shape, inputs.k.shape
+    sizes = batch, q_len, kv_len, heads, kv_heads, head_dim
+    at = inputs.q_offset, inputs.kv_offset
+    traced = any(isinstance(x, jax.Array) for x in at)
+    offsets = (None, None) if traced else (int(at[0]), int(at[1]))
+    own_rows = any(x.shape[0] == batch > 1 for x in jax.tree.leaves(inputs.mask))
+    return _problem(sizes, inputs.mask.form(), offsets, own_rows, None, sms)
+
+
+def _problem(
+    sizes: tuple[int, ...],
+    mask: Mask,
+    offsets: tuple[Any, Any],
+    own_rows: bool,
+    bias: tuple[bool, bool] | None,
+    sms: int,
+) -> Problem:
+    *shape, head_dim = sizes
+    made = Problem(*shape, -(-head_dim // 8) * 8, bias=bias, sms=sms)
+    if bias is not None:
+        return made
+    terms = sort_terms(mask)
+    if not terms.positions and not terms.rest:
+        return made._replace(kind="lengths") if terms.limits or terms.keys else made
+    split = split_mask(mask)
+    assert isinstance(split, SplitMask), split  # supports() refused it
+    is_known = offsets[0] is not None
+    at = offsets if is_known and not split.positions.is_full else (0, 0)
+    if split.has_ids:
+        positions = split.positions if is_known else Full()
+        own_rows = own_rows and made.batch > 1
+        return made._replace(kind="ids", mask=positions, offsets=at, own_rows=own_rows)
+    if not is_known:
+        return made._replace(kind="traced")
+    found = made._replace(kind="known", mask=split.positions, offsets=at)
+    return made if allows_all(found) else found
+
+
+def allows_all(problem: Problem) -> bool:
+    """Tell whether a mask of known positions hides nothing, as a wide window does."""
+    if problem.offsets != (0, 0):
+        return False
+    found = lists.tally(problem.mask, Tile(128, 128), (problem.q_len, problem.kv_len))
+    return not found.mixed and not found.skipped
+
+
+# ---- what fa4-jax 0.1 takes ----------------------------------------------------------------------
+# Compute capability 9.x runs its Hopper kernels and 10.x those of Blackwell; the others, and
+# backwards that these two do not take, run its kernels for Ampere, in tiles that fit their shared
+# memory. tests/gpu/test_fa4_capabilities.py compares the table with the library's own checks.
+
+# By the first number of the compute capability: forward and backward, every dtype, mask and
+# grouping of heads that the library takes.
+HEAD_LIMITS = {8: 256, 9: 256, 10: 128, 12: 256}
+MOST_INT32 = 2**31 - 1
+PAD = 256  # more than any tile, to which the sums of each batch row are padded
+
+
+def has_kernels(device: Device) -> bool:
+    """Tell whether fa4-jax has kernels for a GPU; one that is not known is taken to have them."""
+    return device.capability is None or device.capability[0] in HEAD_LIMITS
+
+
+def lack(device: Device) -> str:
+    """Say which GPUs fa4-jax has no kernels for."""
+    return f"fa4-jax has no kernels for compute capability {device.capability_text}"
+
+
+def launches(version: str, device: Device) -> bool:
+    """Tell whether maxattn launches the library's kernels itself: on Hopper GPUs."""
+    return version.startswith(FA4_LAUNCHES) and device.is_a("hopper")
+
+
+def refuse_operands(call: Call, device: Device) -> Reason | None:
+    """Return why fa4-jax cannot compute a call on a GPU, but for its mask and bias."""
+    if not has_kernels(device):
+        takes = ", ".join(f"{major}.x" for major in HEAD_LIMITS)
+        return Reason("flash", "device", f"{lack(device)}, but for {takes}", USE_AUTO)
+    least, most = min(HEAD_LIMITS.values()), max(HEAD_LIMITS.values())
+    limit = HEAD_LIMITS.get(device.capability[0], least) if device.capability else least
+    text = device.capability_text
+    named = f"compute capability {text}" if text else device.kind
+    return refuse_call("flash", call, limit, named if limit < most else "")
+
+
+def refuse_length(call: Call, terms: Terms) -> Reason | None:
+    """Refuse more tokens than the axis of the float32 sums of a backward holds.
+
+    cutejax 0.1 gives the kernels int32 sizes and int64 strides. A backward adds dQ up in one axis
+    of tokens * channels, and with lengths, on other GPUs, of all batch rows behind each other.
+    """
+    width = sums_width(call.head_dim)
+    rows = call.batch if terms.limits or terms.keys else 1
+    tokens = rows * (max(call.q_len, call.kv_len) + PAD)
+    if tokens * width <= MOST_INT32:
+        return None
+    rule = (
+        f"its backward sums gradients in one axis of at most {MOST_INT32} numbers, and"
+        f" {tokens} tokens of {width} channels are {tokens * width}"
+    )
+    remedy = f"set context_parallel: ring or ulysses over more devices, or {USE_AUTO}"
+    return Reason("flash", "length", rule, remedy)
+
+
+def refuse_lists(problem: Problem) -> Reason | None:
+    """Refuse more tiles than block-sparse lists have room for."""
+    if not problem.has_lists:
+        return None
+    batch = problem.batch if problem.own_rows else 1
+    most = lists.MOST_TILES if problem.kind == "known" else lists.MOST_TRACED_TILES // batch
+    sizes = problem.head_dim, problem.q_len, problem.kv_len
+    tiles = *forward_tiles(*sizes, listed=True), backward_tile(*sizes[:2], listed=True)
+    many = max(_count(problem, tile) for tile in tiles)
+    if many <= most:
+        return None
+    rule = f"its block-sparse lists have up to {most} tiles, and the call has {many}"
+    remedy = f"set context_parallel: ring or ulysses over more devices, or {USE_AUTO}"
+    return Reason("flash", "length", rule, remedy)
+
+
+def _count(problem: Problem, tile: Tile) -> int:
+    return -(-problem.q_len // tile.queries) * -(-problem.kv_len // tile.keys)

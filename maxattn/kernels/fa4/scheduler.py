@@ -1,0 +1,336 @@
+"""The next item, in a kernel: the tile scheduler, ranges and lists that both passes share.
+
+fa4-jax starts a thread block for each tile row of a grid. Here a thread block asks for an item
+(work.py), and a persistent one for the next from a queue: all count up one number in memory. The
+warp that loads fetches it while the last item is multiplied, and hands it to the warps that
+multiply through shared memory.
+
+While a loop of the library's is traced, `tile_idx` says where an item is, and `item` holds the rest
+of it, which ranges, lists and epilogues read.
+
+CuTe comes with fa4-jax: this file is imported where a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from maxattn.kernels.fa4 import library
+from maxattn.kernels.fa4.library import Kind
+from maxattn.kernels.fa4.mask_test import Numbers
+
+library.kernels()
+cutlass: Any = import_module("cutlass")
+cute: Any = import_module("cutlass.cute")
+arch: Any = cute.arch
+scheduling: Any = import_module("fa4_jax.cute.tile_scheduler")
+utils: Any = import_module("fa4_jax.cute.utils")
+BlockInfo: Any = import_module("fa4_jax.cute.block_info").BlockInfo
+BlockSparseTensors: Any = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
+Int32: Any = cutlass.Int32
+
+FIRST_QUEUE_BARRIER = 13  # of the 16 named barriers of a thread block; the library counts up from 1
+# Two places in shared memory are enough: before the loading warp writes the item after the next, it
+# has loaded the next item's queries, over those that all others are done with.
+PLACES = 2
+
+
+@dataclass
+class Sizes(scheduling.ParamsBase):
+    """Hold what a scheduler gets: how many items there are, and arrays beside the library's."""
+
+    num_block: Any
+    num_head: Any
+    num_batch: Any
+    items: Any = None
+    count: Any = None
+    lists: Any = None
+    lengths: Any = None
+    slots: Any = None
+    slot_lse: Any = None
+    flags: Any = None
+
+
+class Item(NamedTuple):
+    """Hold an item: numbers of a kernel. `first` and `last` are 0 if items are arithmetic."""
+
+    row: Any
+    lane: Any
+    first: Any
+    last: Any
+
+
+class ItemTile(scheduling.WorkTileInfo):
+    """Say where an item is; whoever asks has it at hand as `kernel.item`."""
+
+    def __init__(self, kernel: Any, item: tuple[Any, ...], is_valid: Any) -> None:
+        super().__init__(item, is_valid)
+        self.kernel = kernel
+
+    @property
+    def tile_idx(self) -> tuple[Any, ...]:
+        self.kernel.item = Item(*self._tile_idx)
+        row, lane, *_ = self._tile_idx
+        heads, batch = self.kernel.sizes.num_head, lane // self.kernel.sizes.num_head
+        if self.kernel.kind.cut.tail:  # lanes of splits are behind those of whole items
+            batch = batch % self.kernel.sizes.num_batch
+        return row, lane % heads, batch, Int32(0)
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return cutlass.extract_mlir_values((*self._tile_idx, self.is_valid_tile))
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> ItemTile:
+        *item, valid = cutlass.new_from_mlir_values((*self._tile_idx, self.is_valid_tile), values)
+        return ItemTile(self.kernel, tuple(item), valid)
+
+
+class ItemScheduler(scheduling.SingleTileScheduler):
+    """Give a thread block its item, or one after the other from the queue.
+
+    Args:
+        kernel: for which.
+        sizes: of the launch.
+        at: (number of the item, how many were taken before).
+        queue: where the number of the next item is handed on, in a kernel with a queue.
+    """
+
+    def __init__(self, kernel: Any, sizes: Any, at: tuple[Any, Any], queue: Any = None) -> None:
+        super().__init__(sizes, at)
+        self.kernel, self.queue = kernel, queue
+
+    def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
+        kind, at = self.kernel.kind, self._blk_coord[0]
+        if not kind.queue and not self._is_first_block:
+            return ItemTile(self.kernel, (Int32(0),) * 4, cutlass.Boolean(False))
+        count = item_count(kind, self.params)
+        valid = at < count if kind.queue else cutlass.Boolean(True)
+        if kind.queue:
+            at = Numbers.minimum(at, count - 1)
+        return ItemTile(self.kernel, self._item(at), valid)
+
+    def _item(self, at: Any) -> tuple[Any, ...]:
+        sizes = self.params
+        if sizes.items is not None:
+            return tuple(sizes.items[at, n] for n in range(4))
+        lanes = sizes.num_head * sizes.num_batch
+        row, lane = self.kernel.kind.cut.place(at, sizes.num_block, lanes, Numbers)
+        return Int32(row), Int32(lane), Int32(0), Int32(0)
+
+    def advance_to_next_work(self, *, loc: Any = None, ip: Any = None) -> Any:
+        self._is_first_block = False
+        if self.kernel.kind.queue:
+            wave = self._blk_coord[1] + 1
+            self._blk_coord = self.queue.next(wave), wave
+        return self.get_current_work()
+
+    def __new_from_mlir_values__(self, values: Any) -> Any:
+        old = super().__new_from_mlir_values__(values)
+        made = ItemScheduler(self.kernel, old.params, old._blk_coord, self.queue)
+        made._is_first_block = self._is_first_block
+        return made
+
+
+def item_count(kind: Kind, sizes: Any) -> Any:
+    if sizes.items is not None:
+        return sizes.items.shape[0]
+    return kind.cut.count(sizes.num_block, sizes.num_head * sizes.num_batch)
+
+
+class Schedule:
+    """Make schedulers for a kernel, as the library makes its own."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def create(self, sizes: Any, queue: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
+        self.kernel.sizes = sizes
+        if not self.kernel.kind.uniform and self.kernel.waits_for_items:
+            # The launch may begin before the one ends that makes the items.
+            arch.griddepcontrol_wait()
+        return ItemScheduler(self.kernel, sizes, (arch.block_idx()[0], Int32(0)), queue)
+
+
+class OnGrid:
+    """Launch so many thread blocks in the place of the library's grid."""
+
+    def __init__(self, launcher: Any, blocks: Any) -> None:
+        self.launcher, self.blocks = launcher, blocks
+
+    def launch(self, *, grid: Any, **settings: Any) -> Any:
+        return self.launcher.launch(grid=(self.blocks, 1, 1), **settings)
+
+
+class Scheduled:
+    """Replace the library's tile scheduler, ranges and lists; mixed into both kernels."""
+
+    kind: Kind
+    extra: dict[str, Any]  # arrays beside the library's operands, of one compilation
+    item: Any = None
+    sizes: Any = None
+    waits_for_items = False
+
+    def kernel(self, *operands: Any) -> Any:
+        given = library.Operands(super().kernel, operands)  # pyright: ignore
+        old = given["tile_sched_params"]
+        sizes = Sizes(old.num_block, old.num_head, old.num_batch, **self.extra)
+        given |= {"tile_sched_params": sizes, "TileScheduler": Schedule(self)}
+        count = item_count(self.kind, sizes)
+        if self.kind.queue:
+            count = cutlass.min(count, self.kind.queue)
+        return OnGrid(super().kernel(*given.values()), count)  # pyright: ignore
+
+    def hooked(self, method: Any, operands: tuple[Any, ...], **changes: Any) -> list[Any]:
+        """Return the operands of a method with this kernel's ranges and lists among them."""
+        given = library.Operands(method, operands) | changes
+        given["block_info"] = ItemRange.of(self, given["block_info"])
+        if self.kind.lists:
+            given["blocksparse_tensors"] = lists_of(self)
+        return list(given.values())
+
+
+class ItemRange(BlockInfo):
+    """Bound the tiles on the other side by those of the item at hand."""
+
+    kernel: Any
+
+    @classmethod
+    def of(cls, kernel: Any, info: Any) -> ItemRange:
+        made = cls(**{name: getattr(info, name) for name in type(info).__dataclass_fields__})
+        object.__setattr__(made, "kernel", kernel)
+        return made
+
+    def get_n_block_min_max(self, *of: Any, **by_name: Any) -> tuple[Any, Any]:
+        first, last = super().get_n_block_min_max(*of, **by_name)
+        return self._bounded(first, last)
+
+    def get_m_block_min_max(self, seqlen_info: Any, n_block: Any) -> tuple[Any, Any]:
+        first, last = super().get_m_block_min_max(seqlen_info, n_block)
+        if self.kernel.kind.lengths:
+            # Keys past the length have no gradient. The first tile writes dQ in any case.
+            some = n_block * self.tile_n < seqlen_info.seqlen_k
+            if self.kernel.kind.writes_first:
+                some = Numbers.where(n_block == 0, 1, Numbers.where(some, 1, 0)) != 0
+            last = Numbers.where(some, last, 0)
+        return self._bounded(first, last)
+
+    def _bounded(self, first: Any, last: Any) -> tuple[Any, Any]:
+        kernel, kind = self.kernel, self.kernel.kind
+        if kind.lists or kind.cut.tail == 0:
+            return first, last
+        item, sizes = kernel.item, kernel.sizes
+        lanes = sizes.num_head * sizes.num_batch
+        return kind.cut.steps(item.row, item.lane, sizes.num_block, lanes, last, Numbers)
+
+
+# ---- the queue -----------------------------------------------------------------------------------
+
+
+class Queue(NamedTuple):
+    """Hand on the number of the next item.
+
+    Attributes:
+        count: int32 [1] in memory, of the items that were taken after the first ones.
+        next_items: int32 [`PLACES`] in shared memory.
+        threads: of the warp that loads and of those that multiply.
+        loads: whether the warp is the one that loads.
+    """
+
+    count: Any
+    next_items: Any
+    threads: int
+    loads: bool
+
+    def next(self, wave: Any) -> Any:
+        """Return the number of the next item; `wave` counts the items before it."""
+        if self.loads:
+            return fetch(self.count, self.next_items, wave, self.threads)
+        return receive(self.next_items, wave, self.threads)
+
+
+@cute.jit
+def fetch(count: Any, next_items: Any, wave: Any, threads: Any):
+    at = Int32(0)
+    if arch.lane_idx() == 0:
+        at = arch.grid_dim()[0] + utils.atomic_add_i32(1, count.iterator)
+        next_items[wave % PLACES] = at
+    at = arch.shuffle_sync(at, 0)
+    full = FIRST_QUEUE_BARRIER + wave % PLACES
+    arch.barrier_arrive(barrier_id=full, number_of_threads=threads)
+    return at
+
+
+@cute.jit
+def receive(next_items: Any, wave: Any, threads: Any):
+    full = FIRST_QUEUE_BARRIER + wave % PLACES
+    arch.barrier(barrier_id=full, number_of_threads=threads)
+    at = next_items[wave % PLACES]
+    arch.sync_warp()  # one thread says for its warp that the queries are free
+    return at
+
+
+# ---- lists ---------------------------------------------------------------------------------------
+
+
+def lists_of(kernel: Any) -> Any:
+    """Return the lists in the place of the library's tensors, cut to the item at hand."""
+    count, tiles = partial(ListCount, kernel), partial(ListTiles, kernel)
+    return BlockSparseTensors(count(0), tiles(0), count(1), tiles(1))
+
+
+class ListCount(NamedTuple):
+    """Count the mixed (0) or full (1) tiles of the item at hand."""
+
+    kernel: Any
+    which: int
+    shape: Any = (1, 1, 1)
+
+    def __getitem__(self, place: Any) -> Any:
+        first, last = list_bounds(self.kernel, self.which, place[0], place[2])
+        return last - first
+
+
+class ListTiles(NamedTuple):
+    """Name the mixed (0) or full (1) tiles of the item at hand."""
+
+    kernel: Any
+    which: int
+
+    def __getitem__(self, place: Any) -> Any:
+        first, _ = list_bounds(self.kernel, self.which, place[0], place[2])
+        row = list_row(self.kernel, self.which, place[0], place[2])
+        if self.kernel.kind.lists == "explicit":
+            return Entries(row, 1 + first)
+        return Entries(None, row[2] + first) if self.which else Entries(row, 3 + first)
+
+
+class Entries(NamedTuple):
+    """Give the n-th tile of a list: an entry of an array, or of tiles side by side."""
+
+    array: Any
+    first: Any
+
+    def __getitem__(self, n: Any) -> Any:
+        return self.first + n if self.array is None else self.array[self.first + n]
+
+
+def list_row(kernel: Any, which: int, batch: Any, row: Any) -> Any:
+    array = kernel.sizes.lists
+    if kernel.kind.lists == "ranges":
+        return array[row, None]
+    return array[which, batch, row, None] if kernel.kind.own_rows else array[which, row, None]
+
+
+def list_bounds(kernel: Any, which: int, batch: Any, row: Any) -> tuple[Any, Any]:
+    """Return which of the tiles of a list are those of the item: mixed tiles come first."""
+    ranges = kernel.kind.lists == "ranges"
+    mixed = list_row(kernel, 0, batch, row)[0]
+    count = mixed if not which else list_row(kernel, which, batch, row)[1 if ranges else 0]
+    if kernel.kind.cut.tail == 0:
+        return Int32(0), count
+    before, item = (mixed if which else 0), kernel.item
+    ends = (x - before for x in (item.first, item.last))
+    first, last = (Numbers.maximum(Numbers.minimum(x, count), 0) for x in ends)
+    return first, last
