@@ -22,7 +22,7 @@ from maxattn.devices import DEVICES, GIB, device_of, families, machine_of, memor
 from maxattn.jax_private import versions
 from maxattn.jax_private.versions import TESTED, numbers
 from maxattn.kernels.auto import choose
-from maxattn.kernels.fa4 import capabilities
+from maxattn.kernels.fa4 import problem
 from maxattn.kernels.fused import limits
 from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
@@ -142,7 +142,7 @@ def test_a_gpu_has_the_facts_of_its_family(
 ) -> None:
     its = device_of(kind)
     assert (its.family.name, its.sms) == (family, sms)
-    assert (limits.head_limit(its), capabilities.head_limit(its)) == (cudnn, fa4)
+    assert (limits.head_limit(its), problem.head_limit(its)) == (cudnn, fa4)
 
 
 # developer.nvidia.com/cuda-gpus.
@@ -179,7 +179,7 @@ def test_what_jax_says_of_a_gpu_comes_before_its_name(
     kind: str, capability: str, family: str, fa4: int
 ) -> None:
     device = Target("gpu", kind, capability=capability).device
-    assert (device.family.name, capabilities.head_limit(device)) == (family, fa4)
+    assert (device.family.name, problem.head_limit(device)) == (family, fa4)
     assert device.capability_text == (capability if "." in capability else device.capability_text)
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from maxattn.kernels.base import Inputs
-from maxattn.kernels.fa4 import mask_inputs, windows
+from maxattn.kernels.fa4 import elsewhere
+from maxattn.kernels.fa4.problem import of_inputs
 from maxattn.kernels.fused import tokamax_mosaic
-from maxattn.masks import Band
-from maxattn.masks.band_pieces import Piece, pieces
 from maxattn.masks.terms import SplitMask, sort_terms, split_mask
 from tests.cases import LENGTHS, MASKS, allowed
 
@@ -51,19 +50,36 @@ def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) 
 
 @pytest.mark.parametrize("length", ["64", "odd", "cross"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs_allow_what_the_mask_allows(name: str, length: str) -> None:
+def test_other_gpus_are_given_what_the_mask_allows(
+    name: str, length: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window among queries and keys, and a test of pairs by intervals and ids."""
     inputs = inputs_of(name, length)
     if not isinstance(split_mask(inputs.mask), SplitMask):
         pytest.skip("not for FlashAttention-4")
-    given, want = mask_inputs.pairs_of(inputs), wanted(inputs)
-    piece, found, (t, s) = given.piece, given.pairs, want.shape[1:]
-    assert found is not None
-    ok = in_band(piece.left, piece.right, t, s)[None]
-    if found.lo is not None:
-        ok = ok & inside(found)[..., :s].any(0)[None]
-    if found.q_ids is not None:
-        ok = ok & (np.asarray(found.q_ids)[:, :, None] == np.asarray(found.kv_ids)[:, None])
-    assert (np.broadcast_to(ok, want.shape) == want).all()
+    problem, want = of_inputs(inputs, 132), wanted(inputs)
+    if problem.kind == "lengths":
+        pytest.skip("the library takes lengths")
+    tests: list[tuple[int, bool, Any]] = []
+    keep = lambda *given: tests.append(given) or given[2]  # noqa: E731
+    monkeypatch.setattr(elsewhere, "_pairs_mask", lambda: keep)
+    view = elsewhere.view_of(problem, inputs)
+    left, right = view.window
+    assert (left is None or left >= 0) and (right is None or right >= 0)
+    t, s = view.q1 - view.q0, view.k1 - view.k0
+    got = np.zeros(want.shape, bool)
+    # The library puts the last query at the last key.
+    got[:, view.q0 : view.q1, view.k0 : view.k1] = in_band(left, right, t, s, move=s - t)
+    for intervals, has_ids, arrays in tests:
+        arrays = [np.asarray(x) for x in arrays]
+        if intervals:
+            lo, hi = (x[:, : want.shape[1], None] for x in arrays[:2])
+            key = np.arange(want.shape[2])
+            got &= ((key >= lo) & (key < hi)).any(axis=0)
+        if has_ids:
+            q_ids, kv_ids = (x[:, :n] for x, n in zip(arrays[-2:], want.shape[1:], strict=True))
+            got &= q_ids[:, :, None] == kv_ids[:, None]
+    assert (got == want).all()
 
 
 @pytest.mark.parametrize("length", ["64", "odd", "cross"])
@@ -76,23 +92,3 @@ def test_tokamax_gets_each_querys_interval(name: str, length: str) -> None:
     want = wanted(inputs)
     ok = inside(tokamax_mosaic._intervals(inputs).pairs)[..., : want.shape[2]]
     assert (np.broadcast_to(ok, want.shape) == want).all()
-
-
-@pytest.mark.parametrize("band", [(None, 0), (4, 0), (3, 5), (2, None)])
-@pytest.mark.parametrize("lengths", [(6, 6), (4, 12), (9, 6)])
-def test_a_band_as_flash_attention_counts_it(band: tuple, lengths: tuple[int, int]) -> None:
-    t, s = lengths
-    for shift in range(-t - 6, s + 6):
-        for piece in pieces(Band(*band), shift, t, s):
-            _same_band(piece)
-
-
-def _same_band(piece: Piece) -> None:
-    t, s = piece.q1 - piece.q0, piece.k1 - piece.k0
-    queries, keys, (left, right) = windows.fitted(piece, t, s)
-    assert (left is None or left >= 0) and (right is None or right >= 0)
-    want = in_band(piece.left, piece.right, t, s)
-    got = np.zeros((t, s), bool)
-    # The library puts the last query at the last key.
-    got[:queries, :keys] = in_band(left, right, queries, keys, move=keys - queries)
-    assert (got == want).all(), piece

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxattn import masks as M
-from maxattn.kernels.fa4.block_sparse_lists import tally
+from maxattn.kernels.fa4.lists import tally
 from maxattn.masks import blocks
 from tests.masks.definitions import Spec, build, calls, cases, table
 from tests.tries import tries

@@ -18,7 +18,9 @@ from maxattn.errors import InputError
 from maxattn.kernels.base import Inputs, refuse_mask
 from maxattn.kernels.blockwise.chunk_sizes import SPARSE_CHUNK, choose_chunks
 from maxattn.kernels.blockwise.visits import visits
-from maxattn.kernels.fa4 import mask_inputs
+from maxattn.kernels.fa4.mask_test import masked_inputs
+from maxattn.kernels.fa4.problem import of_inputs
+from maxattn.kernels.fa4.tiles import Tile
 from maxattn.kernels.flash import Flash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, encode
 from maxattn.kernels.splash.mask_info import codes_of, mask_info
@@ -217,11 +219,12 @@ def test_flash_attention_4_tests_the_same_pairs(name: str) -> None:
     """Its kernel looks each query's intervals up, as it does at traced positions."""
     mask, want = CASES[name].mask.bind(LENGTH, LENGTH), CASES[name].allowed
     x = jnp.zeros((1, LENGTH, 2, 64), jnp.bfloat16)
-    pairs = mask_inputs.listed(Inputs(x, x, x, None, mask)).pairs
-    assert pairs is not None and pairs.tiles is not None
-    given = tuple(np.asarray(x) for x in mask_inputs.arrays(pairs))
-    np.testing.assert_array_equal(pairs.tiles.test(0, Q, K, given, np), want)
-    assert pairs.tiles.all_see == bool(want.any(axis=1).all())
+    inputs = Inputs(x, x, x, None, mask)
+    given = masked_inputs(of_inputs(inputs, 132), Tile(TILE, TILE), inputs, "queries")
+    assert given.test is not None
+    arrays = tuple(np.asarray(x) for x in given.arrays)
+    np.testing.assert_array_equal(given.test(0, Q, K, arrays, np), want)
+    assert given.all_see == bool(want.any(axis=1).all())
 
 
 @pytest.mark.parametrize("name", CASES)

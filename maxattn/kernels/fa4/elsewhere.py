@@ -185,6 +185,7 @@ def _intervals(mask: Any, lengths: tuple[int, int], at: tuple[Any, Any]) -> tupl
         return None, None
     xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
     found = mask.intervals(xp.arange(lengths[0]) + at[0], xp)
+    found = found or ((xp.zeros(lengths[0], np.int32),) * 2,)  # nothing is allowed
     lo, hi = (xp.stack([xp.clip(x[i] - at[1], 0, lengths[1]) for x in found]) for i in (0, 1))
     return lo, hi
 

@@ -50,7 +50,7 @@ from maxattn.kernels.fa4.problem import (
     refuse_operands,
 )
 from maxattn.kernels.fused import biased
-from maxattn.kernels.fused.bias_limits import refuse_head_dim, refuse_size, written_text
+from maxattn.kernels.fused.limits import refuse_head_dim, refuse_size, written_text
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.memory_efficient import MemoryEfficient
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column

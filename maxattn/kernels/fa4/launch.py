@@ -207,9 +207,8 @@ def _line(p: Problem, launch: Launch, by: str, over: str) -> str:
         parts.append("the first key tile writes dQ")
     tail, splits = launch.cut
     if splits > 1:
-        which = f"all {by[:-1].replace('querie', 'query')} tiles"
-        if tail != ALL:
-            which = f"last {tail} {'query' if by == 'queries' else 'key'} tiles"
+        of = "query tile" if by == "queries" else "key tile"
+        which = f"all {of}s" if tail == ALL else f"last {of}" if tail == 1 else f"last {tail} {of}s"
         parts.append(f"{which} split {splits} ways over {over}")
     return "; ".join(parts)
 

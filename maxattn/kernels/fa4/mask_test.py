@@ -148,6 +148,7 @@ def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, .
     is_traced = any(isinstance(x, jax.Array) for x in at)
     xp: Any = jnp if is_traced else np
     found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
+    found = found or ((xp.zeros(p.q_len, np.int32),) * 2,)  # nothing is allowed
     ends = [xp.stack([xp.clip(x[i] - at[1], 0, p.kv_len) for x in found]) for i in (0, 1)]
     all_see = not is_traced and not has_ids and bool((ends[0] < ends[1]).any(axis=0).all())
     if is_traced or positions.looked_up:

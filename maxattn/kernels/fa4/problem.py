@@ -171,11 +171,16 @@ def refuse_operands(call: Call, device: Device) -> Reason | None:
     if not has_kernels(device):
         takes = ", ".join(f"{major}.x" for major in HEAD_LIMITS)
         return Reason("flash", "device", f"{lack(device)}, but for {takes}", USE_AUTO)
-    least, most = min(HEAD_LIMITS.values()), max(HEAD_LIMITS.values())
-    limit = HEAD_LIMITS.get(device.capability[0], least) if device.capability else least
-    text = device.capability_text
+    limit, text = head_limit(device), device.capability_text
     named = f"compute capability {text}" if text else device.kind
-    return refuse_call("flash", call, limit, named if limit < most else "")
+    is_less = limit < max(HEAD_LIMITS.values())
+    return refuse_call("flash", call, limit, named if is_less else "")
+
+
+def head_limit(device: Device) -> int:
+    """Return the largest head dim on a GPU, the least of all where it is not known."""
+    least = min(HEAD_LIMITS.values())
+    return HEAD_LIMITS.get(device.capability[0], least) if device.capability else least
 
 
 def refuse_length(call: Call, terms: Terms) -> Reason | None:

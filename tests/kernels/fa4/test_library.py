@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import maxattn as ma
+from maxattn.errors import Unsupported
 from maxattn.kernels.fa4 import library
 
 PACKAGES = ("fa4-jax", "0.1.0"), ("nvidia-cutlass-dsl", "4.8.1")
@@ -59,7 +60,7 @@ def test_other_operands_are_refused_and_auto_goes_on(monkeypatch: pytest.MonkeyP
     found = "cute/flash_fwd_sm90.py has no FlashAttentionForwardSm90.mma"
     monkeypatch.setattr(library, "mismatch", lambda: found)
     target = ma.Target.named("NVIDIA H200", PACKAGES)
-    with pytest.raises(ma.Unsupported, match=r"mma") as refused:
+    with pytest.raises(Unsupported, match=r"mma") as refused:
         ma.plan(CALL, FLASH, None, target)
     assert "fa4-jax>=0.1,<0.2" in str(refused.value)
     assert ma.plan(CALL, ma.AttentionConfig(), None, target).kernel.name != "flash"
@@ -71,7 +72,7 @@ def test_other_operands_are_refused_and_auto_goes_on(monkeypatch: pytest.MonkeyP
 def test_other_versions_are_refused(package: str, version: str) -> None:
     packages = tuple({**dict(PACKAGES), package: version}.items())
     target = ma.Target.named("NVIDIA H200", packages)
-    with pytest.raises(ma.Unsupported, match=version):
+    with pytest.raises(Unsupported, match=version):
         ma.plan(CALL, FLASH, None, target)
 
 

@@ -53,7 +53,9 @@ def test_long_items_start_first_in_groups_of_lanes() -> None:
     assert set(found[:6, 1].tolist()) == {0, 1} and set(found[6:, 1].tolist()) == {2, 3}
 
 
-@pytest.mark.parametrize(("lanes", "each", "group"), [(12, 0.5, 12), (12, 1.0, 6), (12, 3.0, 3), (7, 3.0, 1)])
+@pytest.mark.parametrize(
+    ("lanes", "each", "group"), [(10, 1.0, 10), (12, 1.0, 6), (12, 3.0, 3), (7, 3.0, 1)]
+)
 def test_a_group_is_the_most_lanes_that_fit_and_divide(lanes: int, each: float, group: int) -> None:
     assert group_of(lanes, each, 10.0) == group
 
