@@ -199,6 +199,18 @@ def _around(lo: Any, hi: Any, t: int, s: int) -> Piece:
     return Piece(0, t, 0, s, left if left < t - 1 else None, right if right < s - 1 else None)
 
 
+def share_of_window(p: Problem) -> float:
+    """Return which share of all pairs is in the narrowest window around a mask of positions."""
+    t, s = p.q_len, p.kv_len
+    lo, hi = _intervals(p.mask, (t, s), p.offsets)
+    if lo is None:
+        return 1.0
+    around, at = _around(lo, hi, t, s), np.arange(t)
+    first = 0 if around.left is None else np.maximum(at - around.left, 0)
+    last = s if around.right is None else np.minimum(at + around.right + 1, s)
+    return float(np.maximum(last - first, 0).sum()) / (t * s)
+
+
 @cache
 def _pairs_mask() -> Any:
     """Make the mask that tests intervals and ids, a class of fa4-jax's."""

@@ -44,7 +44,7 @@ FREE_BARRIER = 15  # of the 16 named barriers of a thread block; the queue has 1
 # ---- forward -------------------------------------------------------------------------------------
 
 
-class Forward(Scheduled, LibraryForward):
+class HopperForward(Scheduled, LibraryForward):
     """Compute a forward; a split writes its result in float32, and its LSE, to a slot."""
 
     def _get_shared_storage_cls(self) -> Any:
@@ -67,7 +67,7 @@ class Forward(Scheduled, LibraryForward):
         return super().load(*self._hooked(super().load, operands, loads=True))
 
     def mma(self, *operands: Any) -> Any:
-        given = library.Operands(super().mma, operands)
+        given = library.NamedOperands(super().mma, operands)
         changes = {"AttentionMaskCls": tested_by_rows(given["AttentionMaskCls"], forward=True)}
         if self.kind.queue:
             result = given["sO"]
@@ -77,7 +77,7 @@ class Forward(Scheduled, LibraryForward):
 
     def _hooked(self, method: Any, operands: Any, loads: bool, **changes: Any) -> list[Any]:
         if self.kind.queue:
-            given = library.Operands(method, operands)
+            given = library.NamedOperands(method, operands)
             start = cute.recast_ptr(given["sQ"].iterator, dtype=Int32)
             place = start + self.after_q["next_items"] // 4
             assert self.use_tma_Q and self.use_tma_KV, "one warp loads"
@@ -98,7 +98,7 @@ class Forward(Scheduled, LibraryForward):
                 arch.barrier(barrier_id=FREE_BARRIER, number_of_threads=threads)
             return super().epilogue(*operands)
         whole = partial(super().epilogue, *operands)
-        split = partial(self._write_slot, library.Operands(super().epilogue, operands))
+        split = partial(self._write_slot, library.NamedOperands(super().epilogue, operands))
         if self.kind.cut.tail == ALL:
             return split()
         first = self.sizes.num_block - self.kind.cut.tail
@@ -138,7 +138,7 @@ def write_tile(acc: Any, lse: Any, out: Any, stats: Any, mma: Any, sizes: Any, a
 # ---- backward ------------------------------------------------------------------------------------
 
 
-class Backward(Scheduled, LibraryBackward):
+class HopperBackward(Scheduled, LibraryBackward):
     """Compute a backward; a split writes dK and dV to batch rows of its own.
 
     If query heads share keys, all splits add to the same float32 sums of dK and dV.
@@ -150,7 +150,7 @@ class Backward(Scheduled, LibraryBackward):
         self._with_lengths(super().load, operands)
 
     def mma(self, *operands: Any, **settings: Any) -> None:
-        masks = library.Operands(super().mma, operands)["AttentionMaskCls"]
+        masks = library.NamedOperands(super().mma, operands)["AttentionMaskCls"]
         changes = {"AttentionMaskCls": tested_by_rows(masks, forward=False)}
         self._with_lengths(super().mma, operands, settings, **changes)
 
@@ -159,7 +159,7 @@ class Backward(Scheduled, LibraryBackward):
     ) -> None:
         """Run a method of the library's whose keys end at the length of a batch row."""
         if self.kind.lengths:
-            make = library.Operands(method, operands)["SeqlenInfoCls"]
+            make = library.NamedOperands(method, operands)["SeqlenInfoCls"]
             arch.griddepcontrol_wait()  # as for items
             changes["SeqlenInfoCls"] = lambda row: replace(
                 make(row), seqlen_k=self.sizes.lengths[row]
@@ -179,7 +179,7 @@ class Backward(Scheduled, LibraryBackward):
         if not self.kind.writes_first:
             self._with_lengths(super().dQaccum_store, operands)
             return
-        given = library.Operands(super().dQaccum_store, operands)
+        given = library.NamedOperands(super().dQaccum_store, operands)
         work = given["TileSchedulerCls"]().initial_work_tile_info()
         tile, head, batch, _ = work.tile_idx
         seqlen = given["SeqlenInfoCls"](batch)
@@ -194,7 +194,7 @@ class Backward(Scheduled, LibraryBackward):
         write_or_add(self, tile, flags, given["sdQaccum"], memory, first, last)
 
     def epilogue_dKV(self, *operands: Any) -> None:
-        given = library.Operands(super().epilogue_dKV, operands)
+        given = library.NamedOperands(super().epilogue_dKV, operands)
         if self.kind.cut.tail and self.qhead_per_kvhead == 1:
             given["batch_idx"] = self.item.lane // self.sizes.num_head
         super().epilogue_dKV(*given.values())
@@ -270,8 +270,9 @@ def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
     out, lse = (left.pop(0), left.pop(0)) if kind.cut.tail != ALL else (given.q, None)
     slots = (left.pop(0), left.pop(0)) if kind.cut.tail else (None, None)
     tile, config = spec.tile, library.kernels()._fwd_cfg_sm90(*(spec.head_dim,) * 2, False, False)
-    kernel = Forward(
-        *(number_of(spec), spec.head_dim, spec.head_dim, spec.group),
+    kernel: Any = HopperForward(
+        number_of(spec),  # pyright: ignore[reportCallIssue]
+        *(spec.head_dim, spec.head_dim, spec.group),
         pack_gqa=False,
         tile_m=tile[0],
         tile_n=tile[1],
@@ -332,8 +333,9 @@ def run_block(stream: Any, spec: Spec, given: BackwardOperands, span: Any, dq: A
 
 def _backward(stream: Any, spec: Spec, given: BackwardOperands, grads: Any, flags: Any) -> None:
     width = kernel_width(spec.head_dim)
-    kernel = Backward(
-        *(number_of(spec), width, width, spec.group),
+    kernel = HopperBackward(
+        number_of(spec),  # pyright: ignore[reportCallIssue]
+        *(width, width, spec.group),
         **library.kernels()._sm90_bwd_kwargs(backward_config(spec), False, False),
         **settings_of(spec, given.arrays),
     )

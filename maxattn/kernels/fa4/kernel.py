@@ -36,8 +36,7 @@ from maxattn.kernels.base import (
 )
 from maxattn.kernels.fa4 import elsewhere, library, run
 from maxattn.kernels.fa4.launch import backward_launch, forward_launch
-from maxattn.kernels.fa4.lists import tally
-from maxattn.kernels.fa4.mask_test import Masked, masked_inputs
+from maxattn.kernels.fa4.mask_test import Masked, gathered, masked_inputs, real_keys_first
 from maxattn.kernels.fa4.problem import (
     Problem,
     has_kernels,
@@ -73,6 +72,7 @@ class Fa4(Kernel):
         version: of fa4-jax.
         launched: whether maxattn launches the library's kernels itself, as it can on Hopper GPUs.
         sms: streaming multiprocessors (SMs) of the GPU.
+        sharded: whether positions are known on the device alone.
         plain: computes the backward of a bias that has a gradient; None without a bias.
     """
 
@@ -85,6 +85,7 @@ class Fa4(Kernel):
     version: str = ""
     launched: bool = False
     sms: int = 132
+    sharded: bool = False
     plain: Kernel | None = None
 
     # ---- what is refused, and what a plan says ---------------------------------------------------
@@ -118,7 +119,9 @@ class Fa4(Kernel):
         """Take the scale, whether the LSE is asked for, and who launches."""
         version, sms = target.version("fa4-jax") or "", target.device.sms
         plain = None if call.bias is None else MemoryEfficient.build(call, config, target)
-        return Fa4(call.scale, call.return_lse, version, _launches(target), sms, plain)
+        return Fa4(
+            *(call.scale, call.return_lse, version, _launches(target), sms, call.sharded, plain)
+        )
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
@@ -140,9 +143,9 @@ class Fa4(Kernel):
 
     def _problem(self, call: Call) -> Problem:
         """Describe a call; a band between shards is one of few cases, which run as known ones."""
-        terms = sort_terms(call.mask)
-        cases = call.sharded and not terms.rest and fits_shards(terms, call.q_len, call.kv_len)
-        return of_call(replace(call, sharded=False) if cases else call, self.sms)
+        terms, lengths = sort_terms(call.mask), (call.q_len, call.kv_len)
+        is_case = not terms.rest and terms.band is not None and fits_shards(terms, *lengths)
+        return of_call(replace(call, sharded=self.sharded and not is_case), self.sms)
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
         """Estimate a forward and a backward; None if the library launches."""
@@ -161,16 +164,18 @@ class Fa4(Kernel):
         problem = self._problem(call)
         if self.launched:
             return (sort_note("tiles"),) if problem.kind == "ids" else ()
-        band = sort_terms(call.mask).band
-        if problem.kind not in ("known", "ids") or (problem.kind == "known" and band is not None):
+        split, band = split_mask(call.mask), sort_terms(call.mask).band
+        is_window = problem.kind == "known" and band is not None
+        if not problem.has_lists or is_window or isinstance(split, Reason):
             return ()
-        full, mixed, skipped = tally(problem.mask, (128, 128), (call.q_len, call.kv_len))
-        if not skipped:
+        lengths = call.sequence or (call.q_len, call.kv_len)
+        allowed = split.positions.allowed_pairs(*lengths) / (lengths[0] * lengths[1])
+        computed = 1.0 if self.sharded else elsewhere.share_of_window(problem)
+        if computed == allowed:
             return ()
-        share = 100 * skipped / (full + mixed + skipped)
         return (
-            "FlashAttention-4 skips a mask's empty tiles on Hopper GPUs alone: here it tests all"
-            f" pairs of a window around the mask, and {share:.3g}% of all tiles are empty",
+            "FlashAttention-4 skips a mask's empty tiles on Hopper GPUs alone: here it computes and"
+            f" tests {100 * computed:.3g}% of all pairs, and the mask allows {100 * allowed:.3g}%",
         )
 
     # ---- both passes -----------------------------------------------------------------------------
@@ -194,7 +199,7 @@ class Fa4(Kernel):
         return replace(self, plain=None)
 
     def _forward(self, inputs: Inputs) -> Result:
-        width, (given, _) = inputs.q.shape[3], _real_keys_first(_padded_heads(inputs))
+        width, (given, _) = inputs.q.shape[3], real_keys_first(_padded_heads(inputs))
         problem = of_inputs(given, self.sms)
         if self.launched:
             launch = forward_launch(problem)
@@ -206,7 +211,7 @@ class Fa4(Kernel):
         return Result(found.out[..., :width], found.lse)
 
     def _backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        width, (given, order) = inputs.q.shape[3], _real_keys_first(_padded_heads(inputs))
+        width, (given, order) = inputs.q.shape[3], real_keys_first(_padded_heads(inputs))
         out, dout = (_pad_heads(x).astype(given.q.dtype) for x in (rows.out, rows.dout))
         rows = Rows(out, rows.lse, dout, rows.dlse)
         problem = of_inputs(given, self.sms)
@@ -221,7 +226,7 @@ class Fa4(Kernel):
             found = elsewhere.backward(problem, given, rows, self.scale, self.lse_gradient)
         if order is not None:
             back = jnp.argsort(order, axis=1)
-            dk, dv = (_gathered(x, back) for x in (found.dk, found.dv))
+            dk, dv = (gathered(x, back) for x in (found.dk, found.dv))
             found = Grads(found.dq, dk, dv)
         dq, dk, dv = (x[..., :width] for x in found[:3])
         return Grads(dq.astype(inputs.q.dtype), dk.astype(jnp.float32), dv.astype(jnp.float32))
@@ -372,24 +377,6 @@ def _pad_heads(x: Array) -> Array:
     """Pad the head dim to a multiple of 8 with zeros, which change no score."""
     extra = -x.shape[3] % 8
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra else x
-
-
-def _real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
-    """Gather the keys that flags call real to the front, if the mask is of keys alone.
-
-    Returns the inputs, whose mask still counts the keys, and the order of the keys; None if they
-    stand as they did.
-    """
-    terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
-    if not terms.has_flags or terms.positions or terms.rest:
-        return inputs, None
-    real = terms.real_keys(s, inputs.kv_offset)
-    order = jnp.broadcast_to(jnp.argsort(~real, axis=1, stable=True), (batch, s))
-    return inputs.replace(k=_gathered(inputs.k, order), v=_gathered(inputs.v, order)), order
-
-
-def _gathered(x: Array, order: Array) -> Array:
-    return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
 
 
 def _without_unseen(rows: Rows) -> Rows:

@@ -145,7 +145,7 @@ def attention() -> Any:
     return import_module("fa4_jax.attention")
 
 
-class Operands(dict[str, Any]):
+class NamedOperands(dict[str, Any]):
     """Hold the operands of a method of the library's by their names, in its order."""
 
     def __init__(self, method: Any, operands: tuple[Any, ...]) -> None:
@@ -157,7 +157,7 @@ class Operands(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Kind:
+class KernelKind:
     """Say what a kernel is compiled for, beside what the library's own settings say.
 
     Args:
@@ -197,7 +197,7 @@ class Spec:
     group: int
     scale: float
     tile: tuple[int, int]
-    kind: Kind
+    kind: KernelKind
     test: PairTest | None = None
     bias: tuple[bool, bool] | None = None
 

@@ -48,6 +48,11 @@ class Lists(NamedTuple):
         return self.array.ndim == 2
 
     @property
+    def has_mixed(self) -> bool:
+        """Whether lists that are known name mixed tiles."""
+        return bool((self.array[:, 0] if self.is_ranges else self.array[0, ..., 0]).any())
+
+    @property
     def has_batch(self) -> bool:
         """Whether batch rows have lists of their own."""
         return self.array.ndim == 4

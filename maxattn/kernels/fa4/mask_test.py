@@ -161,6 +161,24 @@ def _padded(x: Array, fill: int) -> Array:
     return jnp.pad(x.astype(jnp.int32), ((0, 0), (0, PAD)), constant_values=fill)
 
 
+def real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
+    """Gather the keys that flags call real to the front, if the mask is of keys alone.
+
+    Returns the inputs, whose mask still counts the keys, and the order of the keys; None if they
+    stand as they did.
+    """
+    terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
+    if not terms.has_flags or terms.positions or terms.rest:
+        return inputs, None
+    real = terms.real_keys(s, inputs.kv_offset)
+    order = jnp.broadcast_to(jnp.argsort(~real, axis=1, stable=True), (batch, s))
+    return inputs.replace(k=gathered(inputs.k, order), v=gathered(inputs.v, order)), order
+
+
+def gathered(x: Array, order: Array) -> Array:
+    return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
+
+
 # ---- inside a kernel -----------------------------------------------------------------------------
 
 

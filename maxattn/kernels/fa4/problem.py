@@ -103,15 +103,16 @@ def of_inputs(inputs: Inputs, sms: int) -> Problem:
 
 
 def _problem(
-    sizes: tuple[int, ...],
+    sizes: Any,
     mask: Mask,
     offsets: tuple[Any, Any],
     own_rows: bool,
     bias: tuple[bool, bool] | None,
     sms: int,
 ) -> Problem:
-    *shape, head_dim = sizes
-    made = Problem(*shape, -(-head_dim // 8) * 8, bias=bias, sms=sms)
+    batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
+    padded = -(-head_dim // 8) * 8
+    made = Problem(batch, q_len, kv_len, heads, kv_heads, padded, bias=bias, sms=sms)
     if bias is not None:
         return made
     terms = sort_terms(mask)
@@ -133,10 +134,11 @@ def _problem(
 
 def allows_all(problem: Problem) -> bool:
     """Tell whether a mask of known positions hides nothing, as a wide window does."""
-    if problem.offsets != (0, 0):
+    tile, lengths = Tile(128, 128), (problem.q_len, problem.kv_len)
+    if _count(problem, tile) > lists.MOST_TILES:
         return False
-    found = lists.tally(problem.mask, Tile(128, 128), (problem.q_len, problem.kv_len))
-    return not found.mixed and not found.skipped
+    found = lists.of_positions(problem.mask, tile, lengths, problem.offsets, "queries")
+    return found.work.min() == -(-lengths[1] // tile.keys) and not found.has_mixed
 
 
 # ---- what fa4-jax 0.1 takes ----------------------------------------------------------------------

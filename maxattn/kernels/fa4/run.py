@@ -30,7 +30,7 @@ from maxattn.kernels.base import (
 )
 from maxattn.kernels.fa4 import library
 from maxattn.kernels.fa4.launch import Launch
-from maxattn.kernels.fa4.library import BackwardOperands, ForwardOperands, Kind, Spec
+from maxattn.kernels.fa4.library import BackwardOperands, ForwardOperands, KernelKind, Spec
 from maxattn.kernels.fa4.mask_test import Masked
 from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import kernel_width, sums_width
@@ -74,7 +74,7 @@ def forward(
         scale: multiplies the scores.
         bias: [B or 1, N or 1, T, S], added to the scores of all pairs; None for none.
     """
-    hopper, lib, q = _hopper(), library.kernels(), qkv[0]
+    hopper, lib, (q, k, v) = _hopper(), library.kernels(), qkv
     spec, (tail, splits) = _spec(p, launch, q, given, scale), launch.cut
     width, tile = -(-p.head_dim // 16) * 16, launch.tile.queries
     rows = -(-p.q_len // tile) if tail == ALL else tail
@@ -84,7 +84,7 @@ def forward(
     zero = jnp.zeros(1, jnp.int32) if launch.queue else None
     arrays = given.arrays if bias is None else (bias,)
     found, named = _arrays(p, launch, given), import_module("cutejax").ArraySpec
-    operands = ForwardOperands(*qkv, *found, given.lengths, zero, arrays)
+    operands = ForwardOperands(q, k, v, *found, given.lengths, zero, arrays)
     results = [*(whole if tail != ALL else ()), *(split if tail else ())]
     slot_specs = [
         named(static_dims=(2, 3), assumed_align=16),
@@ -154,7 +154,7 @@ def _joined(whole: Any, last: Any, axes: tuple[int, int], start: int) -> Any:
 
 def _spec(p: Problem, launch: Launch, q: Array, given: Masked, scale: float) -> Any:
     tiles = given.lists
-    kind = Kind(
+    kind = KernelKind(
         cut=launch.cut,
         uniform=launch.items is not None,
         queue=p.sms if launch.queue else 0,
@@ -164,7 +164,7 @@ def _spec(p: Problem, launch: Launch, q: Array, given: Masked, scale: float) -> 
         writes_first=launch.writes_first,
     )
     group = p.heads // p.kv_heads
-    shape = str(q.dtype), p.head_dim, group, float(scale), tuple(launch.tile)
+    shape = str(q.dtype), p.head_dim, group, float(scale), launch.tile
     return Spec(*shape, kind, given.test, p.bias)
 
 
@@ -307,7 +307,7 @@ def after(spec: Any, which: str, sums: Array, like: Array, scale: float) -> Arra
 
 def _plain(spec: Spec) -> Spec:
     """Return what the launches around a backward are compiled for."""
-    return Spec(spec.dtype, spec.head_dim, 1, spec.scale, spec.tile, Kind(Uniform()))
+    return Spec(spec.dtype, spec.head_dim, 1, spec.scale, spec.tile, KernelKind(Uniform()))
 
 
 def _sum_splits(x: Array, batch: int) -> Array:
@@ -332,8 +332,8 @@ class Fa4DqAccumulator(DqAccumulator):
     def __init__(self, p: Problem, launch: Launch, inputs: Inputs, rows: Rows, scale: float):
         q = inputs.q
         self._q, self._dout = own_array(q), own_array(rows.dout.astype(q.dtype))
-        shape = str(q.dtype), p.head_dim, 1, float(scale), tuple(launch.tile)
-        self._spec = Spec(*shape, Kind(Uniform()))
+        shape = str(q.dtype), p.head_dim, 1, float(scale), launch.tile
+        self._spec = Spec(*shape, KernelKind(Uniform()))
         # Queries that padding added have no LSE and no gradient.
         lse = jnp.where(rows.lse == NEG_INF, BIG_LSE, rows.lse)
         given = rows.out.astype(q.dtype), self._dout, lse

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from maxattn.kernels.fa4 import library
-from maxattn.kernels.fa4.library import Kind
+from maxattn.kernels.fa4.library import KernelKind
 from maxattn.kernels.fa4.mask_test import Numbers
 
 library.kernels()
@@ -133,13 +133,13 @@ class ItemScheduler(scheduling.SingleTileScheduler):
         return made
 
 
-def item_count(kind: Kind, sizes: Any) -> Any:
+def item_count(kind: KernelKind, sizes: Any) -> Any:
     if sizes.items is not None:
         return sizes.items.shape[0]
     return kind.cut.count(sizes.num_block, sizes.num_head * sizes.num_batch)
 
 
-class Schedule:
+class ItemSchedule:
     """Make schedulers for a kernel, as the library makes its own."""
 
     def __init__(self, kernel: Any) -> None:
@@ -166,17 +166,17 @@ class OnGrid:
 class Scheduled:
     """Replace the library's tile scheduler, ranges and lists; mixed into both kernels."""
 
-    kind: Kind
+    kind: KernelKind
     extra: dict[str, Any]  # arrays beside the library's operands, of one compilation
     item: Any = None
     sizes: Any = None
     waits_for_items = False
 
     def kernel(self, *operands: Any) -> Any:
-        given = library.Operands(super().kernel, operands)  # pyright: ignore
+        given = library.NamedOperands(super().kernel, operands)  # pyright: ignore
         old = given["tile_sched_params"]
         sizes = Sizes(old.num_block, old.num_head, old.num_batch, **self.extra)
-        given |= {"tile_sched_params": sizes, "TileScheduler": Schedule(self)}
+        given |= {"tile_sched_params": sizes, "TileScheduler": ItemSchedule(self)}
         count = item_count(self.kind, sizes)
         if self.kind.queue:
             count = cutlass.min(count, self.kind.queue)
@@ -184,7 +184,7 @@ class Scheduled:
 
     def hooked(self, method: Any, operands: tuple[Any, ...], **changes: Any) -> list[Any]:
         """Return the operands of a method with this kernel's ranges and lists among them."""
-        given = library.Operands(method, operands) | changes
+        given = library.NamedOperands(method, operands) | changes
         given["block_info"] = ItemRange.of(self, given["block_info"])
         if self.kind.lists:
             given["blocksparse_tensors"] = lists_of(self)

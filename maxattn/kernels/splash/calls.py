@@ -81,7 +81,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SplashProblem:
     """What every kernel of one call shares.
 
     Args:
@@ -207,7 +207,7 @@ class Setup:
         """The function that the kernel calls, or None where every pair is allowed."""
         return None if self.codes is None else self.codes.code
 
-    def operands(self, problem: Problem) -> Operands:
+    def operands(self, problem: SplashProblem) -> Operands:
         """Pad everything to whole tiles; ids that pad keys match nothing."""
         t, s = self.padded
         k, v = (pad_axis(x, 2, s) for x in (problem.k, problem.v))

@@ -27,7 +27,7 @@ from maxattn.devices import Platform
 from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_codes
-from maxattn.kernels.splash.calls import Library, Problem, Stats
+from maxattn.kernels.splash.calls import Library, SplashProblem, Stats
 from maxattn.masks.terms import USE_BLOCKWISE, SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import leaves_open, tuned_config, tuned_note
@@ -171,7 +171,7 @@ class Splash(Kernel):
     def _compute_dtype(self, inputs: Inputs) -> Any:
         return jnp.dtype(jnp.float32) if self.float32_qk_product else inputs.q.dtype
 
-    def _problem(self, inputs: Inputs, factor: float) -> Problem:
+    def _problem(self, inputs: Inputs, factor: float) -> SplashProblem:
         dtype = self._compute_dtype(inputs)
         # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to
         # their dtype. A power of two (head dims 64 and 256) is exact. For others no factor but a
@@ -183,7 +183,7 @@ class Splash(Kernel):
         parts = split_mask(inputs.mask)
         assert isinstance(parts, SplitMask), parts  # supports() refused it
         offsets = inputs.q_offset, inputs.kv_offset
-        return Problem(q, k, v, parts, *offsets, self.library, self.cores, self.rows_at_once)
+        return SplashProblem(q, k, v, parts, *offsets, self.library, self.cores, self.rows_at_once)
 
 
 def asked_sizes(
