@@ -1,8 +1,8 @@
 """Which kernels `auto` tries on an NVIDIA GPU: rules with a reason each.
 
-Hopper's are from 1,520 calls of docs/measured, forward and backward, of H100s and H200s: all the
-time that they take over that of the fastest kernels is 1.0082 with `flash` always, and 1.0010 with
-two rules beside it (benchmarks/grid.py). What `maxattn tune` measured on a machine comes before all of them.
+Those of Hopper are from 1,520 calls, forward and backward, on H100s and H200s (docs/results.md).
+With `flash` always they take 1.0082 of the time of the fastest kernels, with two rules beside it
+1.0010. What `maxattn tune` measured on a machine comes before all rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ OTHERS = (
     "the first that can run of TransformerEngine, cuDNN and tokamax: on Hopper flash is faster than"
     " they in most measured passes (docs/results.md)"
 )
-# fa4-jax has no backward for them on Hopper, and maxattn's own has registers for small tiles alone.
 WIDE_HEADS, LONG = 192, 1024
 WIDE = (
     "flash forward; at head dims above 192 from 1,024 tokens the backward of {} takes {} of flash's"
