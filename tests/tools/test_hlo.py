@@ -73,9 +73,8 @@ def test_axes():
 
 def test_groups_along_axes_of_a_mesh():
     """jax 0.12 writes the mesh itself."""
-    how = (
-        "replica_groups=mesh['data'=1,'fsdp'=2,'context'=2,'tensor'=2] {'context'}, dimensions={1}"
-    )
+    mesh = "mesh['data'=1,'fsdp'=2,'context'=2,'tensor'=2] {'context'}"
+    how = f"replica_groups={mesh}, dimensions={{1}}"
     text = WRITTEN.replace("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", how)
     assert text != WRITTEN
     found = next(t for t in transfers(text) if t.kind == "all_gather")
@@ -87,10 +86,7 @@ def test_no_groups_are_all_devices():
     text = (
         "HloModule f, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
     )
-    text += (
-        "  ROOT %ag = f32[8]{0} all-gather(%p), channel_id=1, replica_groups={},"
-        " dimensions={0}\n}\n"
-    )
+    text += "  ROOT %ag = f32[8]{0} all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}\n}\n"
     (found,) = transfers(text)
     assert (found.groups, found.bytes) == (((0, 1, 2, 3),), 24)
     assert axes_of(found, {"data": 2, "fsdp": 1, "context": 2}) == ("data", "context")
@@ -101,9 +97,8 @@ def test_a_ring_on_a_tpu():
     assert {t.kind for t in found} == {"ppermute"} and all(t.is_async for t in found)
     assert all(t.groups == ((0, 1), (1, 2), (2, 3), (3, 0)) for t in found)
     forward, backward = [t for t in found if not t.is_backward], [t for t in found if t.is_backward]
-    assert [t.bytes for t in forward] == [4 * MIB] * 6 and [t.bytes for t in backward] == [
-        8 * MIB
-    ] * 6 + [4 * MIB] * 2
+    assert [t.bytes for t in forward] == [4 * MIB] * 6
+    assert [t.bytes for t in backward] == [8 * MIB] * 6 + [4 * MIB] * 2
     assert not any(t.is_overlapped for t in forward) and all(t.is_overlapped for t in backward)
     assert backward[0].kernels == ("splash_mha_dkv_no_residuals.5",)
 
@@ -113,9 +108,8 @@ def test_gathered_keys_on_a_tpu():
     assert [(t.kind, t.is_async, t.bytes) for t in found] == [
         ("all_gather", False, 12 * MIB), ("all_gather", False, 12 * MIB), ("psum", False, 32 * MIB),
     ]  # fmt: skip
-    assert {axes_of(t, {"data": 1, "fsdp": 1, "context": 4, "tensor": 1}) for t in found} == {
-        ("context",)
-    }
+    sizes = {"data": 1, "fsdp": 1, "context": 4, "tensor": 1}
+    assert {axes_of(t, sizes) for t in found} == {("context",)}
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])

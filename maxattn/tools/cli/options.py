@@ -1,7 +1,6 @@
 """The options of each command, and what its --help says. Nothing here imports jax.
 
-A function has the name of its command; its docstring is the text above the options. A command that
-is not here has `arguments(parser)` in its own file.
+A function has the name of its command; its docstring is the text above the options.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 from maxattn.jax_private.versions import AITER, CUDNN
@@ -25,14 +23,10 @@ STREAM_EXAMPLE = "wan-1.3b-480p,frames=3,window=7"
 
 def parser_of(name: str) -> Parser:
     """Return the parser of a command."""
-    if name in OPTIONS:
-        declare, about = OPTIONS[name], inspect.getdoc(OPTIONS[name])
-    else:
-        command = import_module(f"maxattn.tools.cli.{name}")
-        declare, about = command.arguments, command.__doc__
     form = argparse.RawDescriptionHelpFormatter
+    about = inspect.getdoc(OPTIONS[name])
     parser = Parser(f"maxattn {name}", description=about, formatter_class=form)
-    declare(parser)
+    OPTIONS[name](parser)
     return parser
 
 

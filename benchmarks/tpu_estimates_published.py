@@ -1,6 +1,6 @@
 """Estimates beside figures that others published, one line each:
 
-    python -m tests.tools.estimate.published --maxdiffusion .../custom_splash_attention.py
+    python -m benchmarks.tpu_estimates_published --maxdiffusion .../custom_splash_attention.py
 
 It needs libtpu, and minutes. The figures are of real TPUs, from the pages named beside them.
 MaxDiffusion's kernel is compiled from its own source, which is given by a path.
@@ -18,7 +18,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxattn.config import AttentionConfig
+from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.tools.compile.job import ENVIRONMENT, CompileJob, run_in_child, tpu_python
 from maxattn.tools.model_shapes import read
 
@@ -99,7 +99,7 @@ def _anchor(i: int, anchor: Anchor, args: argparse.Namespace) -> str:
     head = f"tpu7x {what}{', LP' if anchor.scheduler else ''} {'/'.join(map(str, anchor.blocks))}"
     with tempfile.TemporaryDirectory() as folder:
         words = ["--maxdiffusion", str(args.maxdiffusion), "--child", str(i), "--folder", folder]
-        python = [tpu_python() or sys.executable, "-m", "tests.tools.estimate.published"]
+        python = [tpu_python() or sys.executable, "-m", "benchmarks.tpu_estimates_published"]
         try:
             done = subprocess.run(
                 [*python, *words], capture_output=True, timeout=args.seconds, check=True, text=True
@@ -190,7 +190,8 @@ class Time(NamedTuple):
 def _time(ranking: Ranking, blocks: tuple[int, int, int], seconds: float) -> Time | str:
     """Return a forward of about Wan 1.3B at 480p, or why there is none."""
     os.environ["LIBTPU_INIT_ARGS"] = VMEM
-    sizes = dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True))
+    q, kv, compute = blocks
+    sizes = FlashBlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute)
     config = AttentionConfig(attention=ranking.kernel, flash_block_sizes=sizes)
     job = CompileJob(ranking.target, config, read(SHAPE), devices=1, estimate=True)
     outcome = run_in_child(job, seconds)
@@ -199,7 +200,8 @@ def _time(ranking: Ranking, blocks: tuple[int, int, int], seconds: float) -> Tim
     (kernel,) = outcome.estimate["kernels"]
     if tuple(kernel["block"]) != blocks[:2]:
         return f"the tile became {kernel['block']}"
-    return Time(*kernel["seconds"], kernel["flops"] / 1e12, outcome.estimate["libtpu"])
+    fast, slow = kernel["seconds"]
+    return Time(fast, slow, kernel["flops"] / 1e12, outcome.estimate["libtpu"])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write what TPU kernels take by the estimates that ship, as a Markdown table:
 
-python -m maxattn.tools.tune.estimates_table
+python -m docs.building.tpu_estimates
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 source: MAXDIFFUSION_KERNEL names its custom_splash_attention.py.
 
     MAXDIFFUSION_KERNEL=.../custom_splash_attention.py maxattn compile base_wan_14b.yml ... \\
-        --kernel-file tests/tools/estimate/maxdiffusion.py:online
+        --kernel-file benchmarks/maxdiffusion_kernels.py:online
 
 Tiles are those of `flash_block_sizes`. Lengths are padded to them, as its own code does.
 """

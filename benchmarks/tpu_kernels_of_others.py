@@ -1,6 +1,6 @@
 """Forwards of several kernels over one call, priced in one run, as a Markdown table:
 
-    MAXDIFFUSION_KERNEL=.../custom_splash_attention.py python -m tests.tools.estimate.peers LOG
+    MAXDIFFUSION_KERNEL=custom_splash_attention.py python -m benchmarks.tpu_kernels_of_others LOG
 
 MaxDiffusion's kernels are compiled from their source with the tiles of its configs of Wan, as
 `maxattn compile --kernel-file` does. It needs libtpu, and an hour. Each answer is kept in LOG, a
@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.maxdiffusion_kernels import KEY
 from maxattn.config import AttentionConfig
 from maxattn.tools.compile.job import CompileJob, run_in_child
 from maxattn.tools.model_shapes import read
-from tests.tools.estimate.maxdiffusion import KEY
 
 SHAPE = read("wan-14b-720p")
 SECONDS = 900.0  # of one compile
@@ -26,7 +26,7 @@ FLAG = "--xla_tpu_scoped_vmem_limit_kib=65536"  # as MaxDiffusion's README sets 
 CHIPS = {"v6e": "v6e:1x1", "v7x": "tpu7x:1x1x1", "v5p": "v5p:1x1x1"}
 YAML = {"block_q": 3024, "block_kv": 2048, "block_kv_compute": 1024}
 WHOLE = YAML | {"block_q": 3072}  # its own kernels take queries by 128
-FILE = Path(__file__).with_name("maxdiffusion.py")
+FILE = Path(__file__).with_name("maxdiffusion_kernels.py")
 
 
 class Peer(NamedTuple):
