@@ -53,23 +53,15 @@ def check_finite(operands: dict[str, Any], mask: Mask) -> None:
 
 def _count(name: str, x: Array, q_len: int, mask: Mask) -> NotFinite:
     bad = jnp.isnan(x) | (x == jnp.inf) if name == "bias" else ~jnp.isfinite(x)
-    first = _first(bad)
-    hidden = _is_hidden(mask, q_len, first) if name in ("k", "v") else jnp.array(False)
-    return NotFinite(bad.sum(dtype=jnp.int32), first, hidden)
-
-
-def _first(bad: Bool[Array, "..."]) -> Int[Array, "..."]:
-    """Find the first True axis by axis: one flat index may be beyond int32."""
-    index = []
-    while bad.ndim:
+    count, index = bad.sum(dtype=jnp.int32), []
+    while bad.ndim:  # axis by axis: one flat index may be beyond int32
         index.append(jnp.argmax(bad.any(axis=tuple(range(1, bad.ndim)))))
         bad = bad[index[-1]]
-    return jnp.stack(index)
-
-
-def _is_hidden(mask: Mask, q_len: int, first: Int[Array, "4"]) -> Bool[Array, ""]:
-    seen = mask.allowed(jnp.arange(q_len), first[1:2])  # [B|1, N|1, T|1, 1]
-    return ~jnp.any(seen[jnp.minimum(first[0], seen.shape[0] - 1)])
+    first, is_hidden = jnp.stack(index), jnp.array(False)
+    if name in ("k", "v"):
+        seen = mask.allowed(jnp.arange(q_len), first[1:2])  # [B|1, N|1, T|1, 1]
+        is_hidden = ~jnp.any(seen[jnp.minimum(first[0], seen.shape[0] - 1)])
+    return NotFinite(count, first, is_hidden)
 
 
 def _refuse(found: dict[str, NotFinite]) -> None:

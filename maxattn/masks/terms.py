@@ -115,7 +115,7 @@ def split_mask(mask: Mask) -> SplitMask | Reason:
     padding = [term for term in arrays if term.segment_ids() is None]
     for term in padding:
         if not term.is_key_padding:
-            return _refused(term)
+            return _refused_array(term)
     if len(segments) > 1:
         rule = f"it takes one pair of segment ids, and the mask has {len(segments)} Segments"
         remedy = f"number the common segments, or {USE_BLOCKWISE}"
@@ -127,23 +127,20 @@ def split_mask(mask: Mask) -> SplitMask | Reason:
     return SplitMask(positions, segments[0] if segments else None, tuple(padding))
 
 
-def _refused(term: Mask) -> Reason:
-    what = " and ".join(sorted(_names_with_data(term)))
+def _refused_array(term: Mask) -> Reason:
+    def names(mask: Mask) -> set[str]:
+        if mask.parts():
+            return {name for part in mask.parts() for name in names(part)}
+        return set(mask.names()) if mask.has_data else set()
+
+    what = " and ".join(sorted(names(term)))
     if not term.parts():
-        rule = (
-            "it tests masks of positions, lengths and segments inside the kernel, and takes no"
-            " table of pairs"
-        )
+        rule = "it tests masks of positions, lengths and segments inside the kernel, and takes no"
+        rule += " table of pairs"
         remedy = f"say the mask as one of maxattn.masks, or {USE_BLOCKWISE}"
         return Reason("flash", f"mask {what}", rule, remedy)
     rule = f"it takes arrays joined by & alone, and {term} has {what} under | or ~"
     return Reason("flash", f"mask {what} under | or ~", rule, USE_BLOCKWISE)
-
-
-def _names_with_data(mask: Mask) -> set[str]:
-    if not mask.parts():
-        return {*mask.names()} if mask.has_data else set()
-    return {name for part in mask.parts() for name in _names_with_data(part)}
 
 
 def segment_ids(

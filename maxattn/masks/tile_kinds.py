@@ -26,27 +26,16 @@ def tile_kinds(
     q_offset: Offset,
     kv_offset: Offset,
 ) -> Kinds:
-    """Classify the tiles of a mask of positions: numpy where the offsets are ints, else traced."""
+    """Classify the tiles of a mask of positions: numpy where the offsets are ints, else traced.
+
+    With offsets, a tile is MIXED in doubt.
+    """
     if mask.is_full:  # wherever the tokens are: no lists, whose length scalar memory bounds
         return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, np.int8)
-    if isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array):
-        return _by_intervals(mask, block_q, block_kv, q_len, kv_len, q_offset, kv_offset, jnp)
-    if q_offset == 0 and kv_offset == 0:
+    traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
+    xp: Any = jnp if traced else np
+    if not traced and q_offset == 0 and kv_offset == 0:
         return mask.block_map(block_q, block_kv, q_len, kv_len)
-    return _by_intervals(mask, block_q, block_kv, q_len, kv_len, q_offset, kv_offset, np)
-
-
-def _by_intervals(
-    mask: Mask,
-    block_q: int,
-    block_kv: int,
-    q_len: int,
-    kv_len: int,
-    q_offset: Any,
-    kv_offset: Any,
-    xp: Any,
-) -> Any:
-    """Classify each tile by its queries' intervals of keys; in doubt MIXED."""
     # Rows and columns past the ends of a ragged tile repeat the last real one: no answer changes.
     rows = np.minimum(np.arange(-(-q_len // block_q) * block_q), q_len - 1).reshape(-1, block_q)
     start = np.arange(0, kv_len, block_kv)
