@@ -94,11 +94,7 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 
 
 def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
-    """Refuse lengths that cannot be those of a shape's examples.
-
-    Raises:
-        InputError: for neither one nor B of them, or for more keys than S.
-    """
+    """Refuse lengths that cannot be those of a shape's examples."""
     given, batch = plain(",".join(map(str, lengths))), shape.batch
     if len(lengths) not in (1, batch):
         each = f"{shape.name} has B={batch}: a length for each example, or one for all"

@@ -51,11 +51,7 @@ def _check_block(args: argparse.Namespace) -> None:
 
 
 def topology_of(target: str) -> str:
-    """Return libtpu's name of a target, one host of it where no chips are written.
-
-    Raises:
-        ConfigError: for a name that is not known, or of no TPU.
-    """
+    """Return libtpu's name of a target, one host of it where no chips are written."""
     name = read_target(target)
     if DEVICES[name.kind].platform != "tpu":
         rule = f"compile has the compiler of TPUs, and {name.kind} is none"

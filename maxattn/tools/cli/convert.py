@@ -30,11 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rollout_text(path: str, overrides: Sequence[str]) -> str:
-    """Return the sections that a file of Self-Forcing or LongLive comes to.
-
-    Raises:
-        InputError: for overrides: which keys there are is known to the program that reads them.
-    """
+    """Return the sections that a file of Self-Forcing or LongLive comes to."""
     if overrides:
         rule = "keys of the section rollout are changed in the file that is written"
         raise InputError("overrides", " ".join(overrides), rule, "leave them out")

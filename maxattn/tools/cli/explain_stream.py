@@ -29,12 +29,7 @@ REST = (
 
 
 def stream_text(args: argparse.Namespace, source: Source) -> str:
-    """Return the report about the stream of `--stream`.
-
-    Raises:
-        InputError: another option names a shape or a mask too, or the stream is wrong.
-        MeshError: sizes do not divide over the mesh.
-    """
+    """Return the report about the stream of `--stream`."""
     for name in ("shape", "role", "mask"):
         if value := getattr(args, name):
             rule = "a stream says which tokens attend to which"

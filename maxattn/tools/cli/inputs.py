@@ -1,4 +1,8 @@
-"""What a command computes: CONFIG with its overrides, and the shapes of --shape and the file."""
+"""What a command computes: CONFIG with its overrides, and the shapes of --shape and the file.
+
+What is written wrongly is refused by an error of maxattn that names the option, here and in all
+readers of options.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +42,6 @@ class Source:
 def read_source(args: argparse.Namespace) -> Source:
     """Read the config; a CONFIG with a = in it is an override of the defaults, and the name of a
     known shape stands for --shape.
-
-    Raises:
-        ConfigErrors: for everything wrong in file and overrides.
     """
     words = [args.config, *args.overrides]
     named = [word for word in words if word in model_shapes.SHAPES and not os.path.exists(word)]
@@ -60,11 +61,7 @@ def read_source(args: argparse.Namespace) -> Source:
 
 
 def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
-    """Return the shapes that the options name, else those of the file's sections.
-
-    Raises:
-        InputError: for a wrong spelling, or when there is none.
-    """
+    """Return the shapes that the options name, else those of the file's sections."""
     found = tuple(model_shapes.read(text) for text in args.shape)
     found = found or model_shapes.of_sections(source.sections)
     if not found:
@@ -81,11 +78,7 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
 
 
 def read_batch(value: int | None) -> int | None:
-    """Return --batch, which may be absent.
-
-    Raises:
-        InputError: for no size of a batch.
-    """
+    """Return --batch, which may be absent."""
     if value is not None and whole(value) is None:
         rule = "B is at least 1" if value < 1 else f"B is at most {LARGEST}"
         raise InputError("batch", plain(value), rule, "write --batch 1")

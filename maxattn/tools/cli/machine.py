@@ -20,21 +20,13 @@ def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
     """Return the named target, else the config's platform, else this machine.
 
     A name touches no backend.
-
-    Raises:
-        ConfigError: for a name that is not known.
     """
     packages = packages_of(args)
     return Target.named(args.target, packages) if args.target else default_target(config)
 
 
 def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """Return --with as (package, version) pairs, "?" for a version that is not written.
-
-    Raises:
-        ConfigError: for packages without a target that is named.
-        InputError: for a package that no kernel calls.
-    """
+    """Return --with as (package, version) pairs, "?" for a version that is not written."""
     if not args.target and args.packages:
         rule = "packages are listed for a target that is named; this machine's are looked up"
         raise ConfigError("--with", " ".join(args.packages), rule, 'add --target "TPU v5p"')
@@ -54,10 +46,6 @@ def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]
     """Return the axis sizes of --mesh, else those of the config.
 
     An open size, -1, is what --devices leaves, or the chips of the target; else 1.
-
-    Raises:
-        MeshError: for a wrong spelling, no device, or devices that do not divide or are not those
-            of --mesh.
     """
     devices = args.devices
     if devices is not None and whole(devices, most=MOST_DEVICES) is None:
@@ -84,11 +72,7 @@ def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]
 
 
 def read_mesh(words: Sequence[str]) -> dict[str, int]:
-    """Read axes: `context=4,fsdp=2`, in one word or several.
-
-    Raises:
-        MeshError: for a wrong spelling, or an axis that is named twice.
-    """
+    """Read axes: `context=4,fsdp=2`, in one word or several."""
     sizes: dict[str, int] = {}
     for part in filter(None, ",".join(words).replace(" ", ",").split(",")):
         axis, equals, size = (word.strip() for word in part.partition("="))

@@ -52,11 +52,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Mask], str, range]] = {
 
 
 def read_mask(text: str) -> Mask:
-    """Read a mask such as `causal`, `block-window:1560,7`, or two joined by + (both must allow).
-
-    Raises:
-        InputError: for a spelling or a number that is wrong.
-    """
+    """Read a mask such as `causal`, `block-window:1560,7`, or two joined by + (both must allow)."""
     parts = text.split("+")
     if len(parts) > MOST_MASKS:
         rule = f"at most {MOST_MASKS} masks are joined"
@@ -71,9 +67,6 @@ def check_fits(text: str, q_len: int, kv_len: int, where: str) -> None:
         text: of a mask that was read.
         q_len, kv_len: T and S.
         where: the shape's name.
-
-    Raises:
-        InputError: naming the number and the length.
     """
     for part in text.split("+"):
         name, _, rest = part.strip().partition(":")

@@ -49,10 +49,6 @@ def read_stream(
         mesh: that the cache lies on.
         batch: videos at a time.
         dtype: of q, k, v and the cache.
-
-    Raises:
-        InputError: a key, a value, or what they come to.
-        MeshError: sizes do not divide over the mesh.
     """
     name, given = _words(text)
     given = _of_section(sections.get("rollout")) | given

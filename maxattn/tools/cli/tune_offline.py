@@ -47,12 +47,7 @@ SHOWN = 8  # sizes that are listed, beside those that run where nothing is set
 
 
 def run(args: argparse.Namespace, source: Source) -> int:
-    """Rank the tiles of each shape, and keep the fastest.
-
-    Raises:
-        ConfigError, Unsupported: the target is no TPU whose figures are public, or libtpu is not
-            there.
-    """
+    """Rank the tiles of each shape, and keep the fastest."""
     kind = _tpu_of(args.target)
     if not finite(args.time_limit, 0, MOST_SECONDS):
         rule = f"it is a number of seconds above 0, at most {MOST_SECONDS}"

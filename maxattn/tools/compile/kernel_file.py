@@ -27,11 +27,7 @@ PRODUCTS = 2
 
 
 def read_kernel_file(text: str) -> str:
-    """Read PATH:FUNCTION, and return it with the whole path.
-
-    Raises:
-        InputError: it has another form, or there is no such file.
-    """
+    """Read PATH:FUNCTION, and return it with the whole path."""
     path, _, function = text.rpartition(":")
     if not path or not function.isidentifier():
         rule = "it names a file and a function in it"
@@ -43,11 +39,7 @@ def read_kernel_file(text: str) -> str:
 
 
 def check_kernel_job(job: CompileJob) -> None:
-    """Refuse what a function of a file does not compute.
-
-    Raises:
-        InputError: several devices, a mask, or a module or block around it.
-    """
+    """Refuse what a function of a file does not compute."""
     from maxattn.tools.compile.topology import devices_of
 
     if job.module or job.block:
@@ -60,11 +52,7 @@ def check_kernel_job(job: CompileJob) -> None:
 
 
 def program_of_file(job: CompileJob, mesh: Mesh) -> Program:
-    """Return what a job compiles of its file: a function, and abstract q, k and v.
-
-    Raises:
-        InputError: the file cannot be loaded, has no such function, or that cannot be traced.
-    """
+    """Return what a job compiles of its file: a function, and abstract q, k and v."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -91,11 +79,7 @@ def program_of_file(job: CompileJob, mesh: Mesh) -> Program:
 
 
 def traced(job: CompileJob, program: Program) -> Any:
-    """Trace a program of a file.
-
-    Raises:
-        InputError: with what the file's function raised.
-    """
+    """Trace a program of a file."""
     import jax
 
     try:

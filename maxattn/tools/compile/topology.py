@@ -1,4 +1,4 @@
-"""The devices of a TPU topology, described by libtpu without a TPU."""
+"""The devices of a TPU topology, described by libtpu without a TPU; unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ CHIPS_OF_A_HOST = 4
 
 
 def devices_of(job: CompileJob) -> list[Any]:
-    """Return the devices of the topology, the first `job.devices` of them.
-
-    Raises:
-        ConfigError: libtpu knows no such topology.
-        MeshError: it has fewer devices.
-        Unsupported: this python has no libtpu.
-    """
+    """Return the devices of the topology, the first `job.devices` of them."""
     devices = _described(job.topology, job.slices)
     if job.devices is not None and not 1 <= job.devices <= len(devices):
         rule = f"{job.topology} has {len(devices)} devices"
@@ -33,12 +27,7 @@ def devices_of(job: CompileJob) -> list[Any]:
 
 @lru_cache
 def one_device(topology: str) -> Any:
-    """Return the first device of a topology, which is described once.
-
-    Raises:
-        ConfigError: libtpu knows no such topology.
-        Unsupported: this python has no libtpu.
-    """
+    """Return the first device of a topology, which is described once."""
     return _described(topology, 1)[0]
 
 

@@ -50,9 +50,6 @@ def block_estimate(
         plan: of its self-attention.
         training: forward and backward.
         policy: the config's `remat_policy`.
-
-    Raises:
-        Unsupported: no schedules ship of its self-attention.
     """
     passes = [one._asdict() for one in attention_passes(plan, training, policy)]
     how = how_of(metadata.version("libtpu"))
@@ -60,11 +57,7 @@ def block_estimate(
 
 
 def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:
-    """Price self-attention by the schedules that ship, with the sizes of a plan.
-
-    Raises:
-        Unsupported: none fit.
-    """
+    """Price self-attention by the schedules that ship, with the sizes of a plan."""
     local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
     forward, backward = (
         _priced(kernel, computed_call(kernel.name, local, target.platform), target, training)

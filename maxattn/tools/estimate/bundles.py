@@ -81,11 +81,7 @@ class Bundles:
 
     @staticmethod
     def read(text: str, who: str) -> Bundles:
-        """Read the text of a file `...-final_bundles.txt`.
-
-        Raises:
-            Unsupported: it has another form.
-        """
+        """Read the text of a file `...-final_bundles.txt`."""
         rows: list[tuple[str, str]] = []
         for line in text.splitlines():
             if (head := _HEAD.match(line)) and "{" in line:
@@ -110,11 +106,7 @@ class Bundles:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Every loop, in the order of their ends: inner ones before those around them.
-
-        Raises:
-            Unsupported: a loop begins and no branch leads back to it.
-        """
+        """Every loop, in the order of their ends: inner ones before those around them."""
         back = [Span(to, i + 1) for i, to in self._branches if to <= i]
         starts = {i for i, row in enumerate(self.rows) if row.starts_loop}
         if starts != {span.start for span in back}:
@@ -179,11 +171,7 @@ class SlotTable:
 
     @staticmethod
     def read(text: str, who: str) -> SlotTable:
-        """Read the text of a file `...-final_hlo-static-per-bundle-utilization.txt`.
-
-        Raises:
-            Unsupported: it has another form.
-        """
+        """Read the text of a file `...-final_hlo-static-per-bundle-utilization.txt`."""
 
         def numbers(line: str) -> tuple[int, ...]:
             words = line.split()
@@ -228,11 +216,7 @@ class Window(NamedTuple):
 
 
 def windows_of(bundles: Bundles) -> tuple[Window, ...]:
-    """Return the operands that a kernel takes in blocks: inputs in order, then outputs.
-
-    Raises:
-        Unsupported: none is an output.
-    """
+    """Return the operands that a kernel takes in blocks: inputs in order, then outputs."""
     found = []
     rows = _WINDOW.findall(bundles.rows[0].text)
     for memory, kind, _, item, block, whole in sorted(rows, key=lambda row: (row[1], int(row[2]))):
@@ -263,11 +247,7 @@ _ANY = re.compile(r"\bvmatmul\b")
 
 
 def products(row: Bundle, who: str) -> list[tuple[str, str]]:
-    """List the products that a bundle issues, as (dtype, unit).
-
-    Raises:
-        Unsupported: one is of another form or dtype.
-    """
+    """List the products that a bundle issues, as (dtype, unit)."""
     found = _PRODUCT.findall(row.code)
     strange = sorted({dtype for dtype, _ in found} - ROWS.keys())
     if strange or len(found) != len(_ANY.findall(row.code)):

@@ -81,11 +81,7 @@ class KernelDump:
 
     @staticmethod
     def read(name: str, bundles: str, slots: str, device: Device, libtpu: str) -> KernelDump:
-        """Read the texts of both files.
-
-        Raises:
-            Unsupported: they have another form, or do not fit each other.
-        """
+        """Read the texts of both files."""
         who = f"libtpu {libtpu}'s dump of {name}"
         rows, table = Bundles.read(bundles, who), SlotTable.read(slots, who)
         if len(rows.rows) != len(table.rows):
@@ -101,11 +97,7 @@ class KernelDump:
 
     @cached_property
     def cores(self) -> int:
-        """How many cores of the device run it: one where all others skip it.
-
-        Raises:
-            Unsupported: the device has several, and nothing in the kernel asks which one it is on.
-        """
+        """How many cores of the device run it: one where all others skip it."""
         have = core_of(self.device).cores
         ids = _CORE_ID.findall("\n".join(row.text for row in self.bundles.rows))
         if have > 1 and not ids:
@@ -156,9 +148,6 @@ class KernelDump:
         Args:
             tiles: what it computes; None: every step runs every body, and nothing else is known.
             calls: how often the program runs it.
-
-        Raises:
-            Unsupported: its dump is not understood.
         """
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
@@ -231,9 +220,6 @@ def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
         dump: of a compile whose grid has several rows and columns of tiles.
         columns: tiles of a row in that compile.
         steps: all of them.
-
-    Raises:
-        Unsupported: the dump is not understood, or has another number of steps.
     """
     known = dump.step.loop.steps
     made = steps if known is None else known * dump.cores
@@ -259,11 +245,7 @@ def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
 
 
 def core_of(device: Device) -> TensorCore:
-    """Return what a TPU's schedule is priced with.
-
-    Raises:
-        Unsupported: its clock and matrix units are not known.
-    """
+    """Return what a TPU's schedule is priced with."""
     if device.core is None:
         rule = "an estimate needs a TPU whose clock and matrix units are public"
         remedy = "take one of v4, v5e, v5p, v6e and v7x, or leave --estimate out"

@@ -52,9 +52,6 @@ def estimate_of(
         `kernels`, a `KernelEstimate` each; `xla_seconds`, what XLA's own operations take;
         `xla_longest`, (name, seconds) of those that take longest; `xla_unknown`, the names of those
         that libtpu gives no time for.
-
-    Raises:
-        Unsupported: the dumps are not understood, or the device's figures are not public.
     """
     version = metadata.version("libtpu")
     kernels = list[KernelEstimate]()
@@ -136,11 +133,7 @@ class Dumps:
         return Dumps(bundles, slots, libtpu)
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
-        """Return the bundles and the table of slots of the first of the names that has both.
-
-        Raises:
-            Unsupported: none has.
-        """
+        """Return the bundles and the table of slots of the first of the names that has both."""
         for name in names:
             if name in self.bundles and name in self.slots:
                 bundles, slots = (

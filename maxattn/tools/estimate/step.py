@@ -56,11 +56,7 @@ class GridStep:
 
     @cached_property
     def loop(self) -> Loop:
-        """The loop over the grid; all of the kernel where its grid has a single step.
-
-        Raises:
-            Unsupported: the kernel has several, or one inside it.
-        """
+        """The loop over the grid; all of the kernel where its grid has a single step."""
         if not self.bundles.loops:
             return Loop(Span(0, len(self.bundles.rows)), 1)
         if len(self.bundles.loops) != 1:
@@ -76,11 +72,7 @@ class GridStep:
 
     @cached_property
     def _every_body(self) -> tuple[Span, ...]:
-        """Skipped spans with products, of all forms, in the program's order.
-
-        Raises:
-            Unsupported: a form has more than two, or not as many as the others.
-        """
+        """Skipped spans with products, of all forms, in the program's order."""
         found = tuple(s for s in self._skipped if self._count(range(*s)))
         if len(found) > BODIES * self.forms or len(found) % self.forms:
             known = " or ".join(str(n * self.forms) for n in range(1, BODIES + 1))

@@ -50,12 +50,7 @@ class ScheduleCompiler:
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions of libtpu, jax and tokamax in the child.
-
-        Raises:
-            Unsupported: it has no libtpu.
-            ConfigError: its python cannot be run.
-        """
+        """The versions of libtpu, jax and tokamax in the child."""
         if self._versions is None:
             self._versions = self._start()
         return self._versions

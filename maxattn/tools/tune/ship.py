@@ -19,11 +19,7 @@ _LIBTPU = re.compile(r"libtpu ([\w.]+)")
 
 
 def table_of_log(path: Path) -> str:
-    """Write the costs of a log as a table; a later line of the same kernel counts.
-
-    Raises:
-        InputError: it has schedules of no version of libtpu, or of several.
-    """
+    """Write the costs of a log as a table; a later line of the same kernel counts."""
     lines = list(read_lines(path))
     found = {v for line in lines for v in _LIBTPU.findall(str(line["versions"]))}
     if len(found) != 1:
