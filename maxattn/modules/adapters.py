@@ -114,12 +114,14 @@ class AttentionFn:
             Unsupported: for dropout on probabilities.
             InputError: for operands that do not fit together.
         """
-        if not deterministic:
-            _refuse_dropout(dropout_rate)
+        if not deterministic and dropout_rate > 0.0:
+            rule = "no kernel of maxattn drops attention probabilities"
+            off = "set dropout_rate=0.0 (drop the module's output instead), or deterministic=True"
+            raise Unsupported("dropout_rate", dropout_rate, rule, off)
         batch = _batch_dims(query, key, value)
         query, key = turn(self.rope, input_positions, query, key)
-        q, k, v = _one_dtype(dtype, query, key, value)
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        q, k, v = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         where = _mask(mask, is_causal, q.shape[1], batch)
         bias = None if bias is None else _fold(bias, batch, "bias")
         if module is not None:
@@ -129,18 +131,6 @@ class AttentionFn:
                 q, k, v, mask=where, bias=bias, config=self.config, mesh=self.mesh, role=self.role
             )
         return out.reshape(*batch, *out.shape[1:])
-
-
-def _refuse_dropout(rate: float) -> None:
-    if rate > 0.0:
-        rule = "no kernel of maxattn drops attention probabilities"
-        off = "set dropout_rate=0.0 (drop the module's output instead)"
-        raise Unsupported("dropout_rate", rate, rule, f"{off}, or deterministic=True")
-
-
-def _one_dtype(dtype: Any, *operands: Array) -> tuple[Array, ...]:
-    target = jnp.result_type(*operands) if dtype is None else dtype
-    return tuple(x.astype(target) for x in operands)
 
 
 def _batch_dims(q: Array, k: Array, v: Array) -> tuple[int, ...]:
@@ -170,10 +160,8 @@ def _fold(x: Array, batch: tuple[int, ...], name: str) -> Array:
     x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
     lead, rest = x.shape[:-3], x.shape[-3:]
     if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):
-        rule, remedy = (
-            f"its batch axes must broadcast to {batch}",
-            "give every axis its full size or 1",
-        )
+        rule = f"its batch axes must broadcast to {batch}"
+        remedy = "give every axis its full size or 1"
         raise InputError(name, f"shape {tuple(x.shape)}", rule, remedy)
     if all(a == 1 for a in lead):
         return x.reshape(1, *rest)
@@ -193,32 +181,25 @@ def _dense_and_sow(
     precision: Any,
     module: nnx.Module,
 ) -> Array:
-    _say_dense(q.shape[1], k.shape[1])
-    weights = _probabilities(q, k, bias, mask, precision).astype(q.dtype)
-    module.sow(nnx.Intermediate, "attention_weights", weights.reshape(*batch, *weights.shape[1:]))
-    # [B, N, T, S], [B, S, N, H] -> [B, T, N, H]
-    return jnp.einsum("bnts,bsnh->btnh", weights, _repeat(v, q.shape[2]), precision=precision)
-
-
-def _probabilities(
-    q: Array, k: Array, bias: Array | None, mask: masks.Mask | None, precision: Any
-) -> Float[Array, "B N T S"]:
     """Compute softmax(q k^T / sqrt(H) + bias) in float32, 0 where nothing may be attended to."""
-    t, s, keys = q.shape[1], k.shape[1], _repeat(k, q.shape[2])
+    t, s, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    _say_dense(t, s)
+    # Every query head has its own copy of the key head that it shares with its neighbours.
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     how: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
     # [B, T, N, H], [B, S, N, H] -> [B, N, T, S]
-    scores = jnp.einsum("btnh,bsnh->bnts", q, keys, **how) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, **how) * q.shape[-1] ** -0.5
     scores = scores if bias is None else scores + bias
     if mask is None:
-        return jax.nn.softmax(scores, axis=-1)
-    allowed = mask.bind(t, s).allowed(jnp.arange(t), jnp.arange(s))
-    weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    return jnp.where(allowed, weights, 0.0)
-
-
-def _repeat(x: Array, heads: int) -> Array:
-    """Give every query head its own copy of the key head it shares with its neighbours."""
-    return jnp.repeat(x, heads // x.shape[2], axis=2)
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        allowed = mask.bind(t, s).allowed(jnp.arange(t), jnp.arange(s))
+        scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
+        weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
+    weights = weights.astype(q.dtype)
+    module.sow(nnx.Intermediate, "attention_weights", weights.reshape(*batch, *weights.shape[1:]))
+    # [B, N, T, S], [B, S, N, H] -> [B, T, N, H]
+    return jnp.einsum("bnts,bsnh->btnh", weights, v, precision=precision)
 
 
 @cache

@@ -82,20 +82,30 @@ def is_attention_op(module: nnx.Module) -> bool:
 
 
 def why_op_stays(op: Any, holder: Any) -> str | None:
-    """Say which setting of an op, or of the module that holds it, has no equal here.
+    """Return which setting of an op, or of the module that holds it, has no equal here.
 
-    Returns:
-        The reason, or None where the op can be exchanged.
+    None where the op can be exchanged.
     """
     settings = {name: value for name, value in vars(op).items() if not name.startswith("_")}
     if lacking := [name for name in NEEDED if name not in settings]:
         return f"it has no {', '.join(lacking)}, which an {NAME} of MaxDiffusion has"
-    if reason := _odd_size(op) or _odd_argument(op):
-        return reason
+    for name in ("heads", "dim_head"):
+        value = getattr(op, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return f"{name}={value!r}: it is a number of at least 1"
+    if not is_number(op.scale) or op.scale <= 0:
+        return f"scale={op.scale!r}: it is a positive number"
+    parameters = list(inspect.signature(getattr(type(op), METHOD)).parameters)[1:]
+    if odd := [name for name in parameters if name not in ARGUMENTS]:
+        return f"its {METHOD} takes {odd[0]}, which maxattn does not know"
     for name in sorted(settings.keys() - {*NEEDED, *DECIDED_HERE, METHOD}):
         if settings[name] is not None and settings[name] is not False:
             return f"{name}={settings[name]!r}: maxattn knows no such setting of it"
-    return _attends_itself(holder)
+    kernel, least = _own_rule(holder)
+    if kernel == "dot_product" and least is not None:
+        attends = f"{type(holder).__name__} attends by itself where its attention_kernel is"
+        return f"{attends} dot_product: make it with flash"
+    return None
 
 
 def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) -> tuple[str, str]:
@@ -104,50 +114,17 @@ def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) ->
     Returns:
         The role of its calls, and what else its row in the table says.
     """
-    role = "cross" if any("cross" in str(name) for name in _axis_names(op)) else "self"
+    names = getattr(op, "axis_names_q", None) or ()
+    role = "cross" if any("cross" in str(name) for name in names) else "self"
     dtype = jnp.dtype(op.dtype).name
     setattr(op, METHOD, OpAttention(config, mesh, role, op.heads, float(op.scale), dtype))
     kept = getattr(op, "residual_checkpoint_name", None)
-    remat = f", and remat names attn_out and attn_lse in place of {kept}" if kept else ""
-    return role, _from_length(holder) + remat
+    kernel, least = _own_rule(holder)
+    more = f", from flash_min_seq_length={least} tokens on" if kernel is not None and least else ""
+    more += f", and remat names attn_out and attn_lse in place of {kept}" if kept else ""
+    return role, more
 
 
-def _odd_size(op: Any) -> str | None:
-    for name in ("heads", "dim_head"):
-        value = getattr(op, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            return f"{name}={value!r}: it is a number of at least 1"
-    if not is_number(op.scale) or op.scale <= 0:
-        return f"scale={op.scale!r}: it is a positive number"
-    return None
-
-
-def _odd_argument(op: Any) -> str | None:
-    method = getattr(type(op), METHOD)
-    odd = [name for name in list(inspect.signature(method).parameters)[1:] if name not in ARGUMENTS]
-    return f"its {METHOD} takes {odd[0]}, which maxattn does not know" if odd else None
-
-
-def _axis_names(op: Any) -> tuple[Any, ...]:
-    return getattr(op, "axis_names_q", None) or ()
-
-
-def _own_rule(holder: Any) -> tuple[str, int] | None:
-    """Return the kernel and the least length of a holder that attends by itself below it."""
-    kernel = getattr(holder, "attention_kernel", None)
-    least = getattr(holder, "flash_min_seq_length", None)
-    return None if kernel is None or least is None else (kernel, least)
-
-
-def _attends_itself(holder: Any) -> str | None:
-    rule, kind = _own_rule(holder), type(holder).__name__
-    if rule is None or rule[0] != "dot_product":
-        return None
-    return f"{kind} attends by itself where its attention_kernel is dot_product: make it with flash"
-
-
-def _from_length(holder: Any) -> str:
-    rule = _own_rule(holder)
-    if rule is None or not rule[1]:
-        return ""
-    return f", from flash_min_seq_length={rule[1]} tokens on"
+def _own_rule(holder: Any) -> tuple[Any, Any]:
+    """Return the kernel of a holder, and the length below which it attends by itself."""
+    return getattr(holder, "attention_kernel", None), getattr(holder, "flash_min_seq_length", None)

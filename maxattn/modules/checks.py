@@ -22,7 +22,6 @@ GATES = ("per_head", "per_channel")
 
 
 def positive(setting: str, value: Any) -> None:
-    """Refuse anything but an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         rule = "it must be an integer of at least 1"
         raise InputError(setting, repr(value), rule, "set it to a positive integer")
@@ -39,7 +38,6 @@ def head_counts(heads: int, kv_heads: int) -> None:
 
 
 def dropout_rate(rate: float) -> None:
-    """Refuse a probability that is not in [0, 1)."""
     if not is_number(rate) or not 0.0 <= rate < 1.0:
         rule = "it is a probability, at least 0 and below 1"
         raise InputError("dropout", repr(rate), rule, "use 0.0 for no dropout")
@@ -69,7 +67,6 @@ def mesh(value: Any) -> None:
 
 
 def flag(setting: str, value: Any) -> None:
-    """Refuse anything but True and False."""
     if not isinstance(value, bool):
         raise InputError(setting, repr(value), "it is True or False", f"pass {setting}=True")
 
@@ -82,14 +79,12 @@ def channels_of_heads(out_dim: Any, channels: int) -> None:
 
 
 def gate(value: Any) -> None:
-    """Refuse a gate that no module has."""
     if value not in (None, *GATES):
         remedy = did_you_mean(str(value), GATES) or "leave it out for no gate"
         raise InputError("gate", repr(value), f"a gate is one of {', '.join(GATES)}", remedy)
 
 
 def role(value: Any) -> None:
-    """Refuse a role that no setting of the config governs."""
     if value not in ("self", "cross"):
         remedy = "use 'self' unless keys are another's"
         raise InputError("role", repr(value), "a role is 'self' or 'cross'", remedy)
@@ -110,7 +105,6 @@ def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
 
 
 def precision(value: Any) -> None:
-    """Refuse what jax does not read as a precision."""
     if value is None:
         return
     x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
@@ -123,7 +117,6 @@ def precision(value: Any) -> None:
 
 
 def parameter_rngs(rngs: Any) -> None:
-    """Refuse what the initial parameters cannot be drawn from."""
     if not isinstance(rngs, nnx.Rngs):
         rule = "the initial parameters are drawn from an nnx.Rngs"
         raise InputError("rngs", repr(rngs), rule, "pass nnx.Rngs(0)")
@@ -143,7 +136,6 @@ def _streams(rngs: nnx.Rngs) -> str:
 
 
 def config(value: Any) -> None:
-    """Refuse a config that has not been read and checked."""
     checked_config(value)
 
 
@@ -156,7 +148,6 @@ def described(x: Any) -> str:
 
 
 def rank_3(name: str, x: Any) -> None:
-    """Refuse anything but an array [B, T, channels]."""
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 3:
         remedy = "add or fold axes until there are three"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxattn.attention import Prepared, prepare
+from maxattn.attention import prepare
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
 from maxattn.modules import checks
@@ -111,15 +111,12 @@ class CrossAttention(AttentionBase):
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
         super().__init__(sizes, options, build, config, mesh)
         self.norm_added_k: QKNorm | None = nnx.data(None)
-        if added_kv_proj_dim is not None:
-            self._add_image(added_kv_proj_dim, bias, build)
-
-    def _add_image(self, width: int, bias: bool, build: Build) -> None:
-        checks.positive("added_kv_proj_dim", width)
-        inner, v_inner = self.kv_heads * self.dim_head, self.kv_heads * self.dim_head_v
-        self.add_k_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
-        self.add_v_proj: nnx.Linear = linear_on_mesh(width, v_inner, bias, IN, build)
-        self.norm_added_k = self._norm(self.kv_heads, build)
+        if (width := added_kv_proj_dim) is not None:
+            checks.positive("added_kv_proj_dim", width)
+            inner, v_inner = self.kv_heads * self.dim_head, self.kv_heads * self.dim_head_v
+            self.add_k_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
+            self.add_v_proj: nnx.Linear = linear_on_mesh(width, v_inner, bias, IN, build)
+            self.norm_added_k = self._norm(self.kv_heads, build)
 
     @over_explicit_axes(like_states)
     def __call__(
@@ -163,26 +160,20 @@ class CrossAttention(AttentionBase):
         text, image = encoder_hidden_states, encoder_hidden_states_image
         self._check_source(b, text, kv, image, rotary_emb_k)
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
-        prepared = self._prepare_text(b, t, text, kv, mask, bias)
+        if kv is None:
+            prepared = self._prepare(b, t, cast(Array, text).shape[1], mask, bias)
+        else:
+            k, v = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (kv.k, kv.v))
+            prepared = self._prepare_shapes(b, t, k, v, mask, bias)
         to_q = self._projection("query_proj", hidden_states, self.to_q, self.norm_q, rotary_q)
         kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
         q = self._on_mesh(self._project_norm_rope(hidden_states, to_q), to_q.letters)
         out = self._run_attention(self._noted(prepared, to_q), q, kv.k, kv.v, bias)
         if kv.image_k is not None and kv.image_v is not None:
-            out = out + self._attend_image(q, kv.image_k, kv.image_v)
+            operands = q, kv.image_k, kv.image_v
+            settings = self.scale, self.config, self.mesh, self.role
+            out = out + self._run_attention(prepare(*operands, None, None, *settings), *operands)
         return self._output(out, hidden_states, deterministic, rngs)
-
-    def _prepare_text(
-        self, batch: int, length: int, text: Any, kv: KV | None, mask: Any, bias: Any
-    ) -> Prepared:
-        if kv is None:
-            return self._prepare(batch, length, text.shape[1], mask, bias)
-        k, v = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (kv.k, kv.v))
-        return self._prepare_shapes(batch, length, k, v, mask, bias)
-
-    def _attend_image(self, q: Array, k: Array, v: Array) -> Array:
-        prepared = prepare(q, k, v, None, None, self.scale, self.config, self.mesh, self.role)
-        return self._run_attention(prepared, q, k, v)
 
     @over_explicit_axes(like_text)
     def compute_kv(

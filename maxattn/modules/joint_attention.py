@@ -110,10 +110,7 @@ class JointAttention(FlaxAttention):
         AttentionBase.__init__(self, sizes, options, build, config, mesh)
         width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim
         checks.positive("added_kv_proj_dim", width)
-        self.added_kv_proj_dim = width
-        self._add_text(width, added_proj_bias, out_bias, build)
-
-    def _add_text(self, width: int, bias: bool, out_bias: bool, build: Build) -> None:
+        self.added_kv_proj_dim, bias = width, added_proj_bias
         inner, kv_inner = self.heads * self.dim_head, self.kv_heads * self.dim_head
         v_inner, heads_inner = self.kv_heads * self.dim_head_v, self.heads * self.dim_head_v
         self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)

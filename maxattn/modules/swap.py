@@ -103,45 +103,36 @@ def _swap_one(
     where, kind, is_op = path or "the model itself", type(module).__name__, is_attention_op(module)
     if reason := why_op_stays(module, holder) if is_op else _reason_to_leave(module):
         return Swapped(where, kind, False, reason)
-    role, more = (
-        exchange(module, holder, config, mesh) if is_op else _exchange_fn(module, config, mesh)
-    )
+    if is_op:
+        role, more = exchange(module, holder, config, mesh)
+    else:
+        # Only the width of its keys says what a module attends to before it is called.
+        role = "self" if module.in_features == module.in_kv_features else "cross"
+        fn = module.attention_fn
+        rope = fn.rope if isinstance(fn, AttentionFn) else bound_rope(fn)
+        module.attention_fn = attention_fn(config, mesh, role=role, rope=rope)
+        more = "" if rope is None else ", after its rope"
     key = "attention" if role == "self" else "cross_attention"
     return Swapped(where, kind, True, f"{key}: {getattr(config or AttentionConfig(), key)}{more}")
 
 
-def _exchange_fn(module: Any, config: AttentionConfig | None, mesh: Any) -> tuple[str, str]:
-    # Only the width of its keys says what a module attends to before it is called.
-    role = "self" if module.in_features == module.in_kv_features else "cross"
-    fn = module.attention_fn
-    rope = fn.rope if isinstance(fn, AttentionFn) else bound_rope(fn)
-    module.attention_fn = attention_fn(config, mesh, role=role, rope=rope)
-    return role, "" if rope is None else ", after its rope"
-
-
 def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, module, its holder) of all that looks like attention, parents first."""
-    found = sorted(nnx.iter_modules(model), key=lambda item: [_order(part) for part in item[0]])
+    # Paths mix names and numbers, which do not compare.
+    found = sorted(
+        nnx.iter_modules(model), key=lambda item: [(isinstance(p, str), p) for p in item[0]]
+    )
     at = dict(found)
     for path, module in found:
-        if _is_attention(module) or _named_attention(module):
+        named = "attention" in type(module).__name__.lower()
+        inner = (child for path, child in nnx.iter_modules(module) if path)
+        # A module that is called attention counts where it has no attention module inside.
+        if _is_attention(module) or (named and not any(map(_is_attention, inner))):
             yield ".".join(map(str, path)), module, at.get(path[:-1]) if path else None
 
 
 def _is_attention(module: Any) -> bool:
     return isinstance(module, nnx.MultiHeadAttention | AttentionBase) or is_attention_op(module)
-
-
-def _order(part: Any) -> tuple[bool, Any]:
-    return isinstance(part, str), part
-
-
-def _named_attention(module: nnx.Module) -> bool:
-    """Tell whether a module is called attention and has no attention module inside."""
-    if "attention" not in type(module).__name__.lower():
-        return False
-    inner = (child for path, child in nnx.iter_modules(module) if path)
-    return not any(_is_attention(each) for each in inner)
 
 
 def _reason_to_leave(module: Any) -> str | None:
