@@ -136,9 +136,6 @@ def gated_sum(x: Tokens, branch: GatedBranch) -> Tokens:
     return _gated(x, branch.y, gate, bias)
 
 
-# ---- vectors -------------------------------------------------------------------------------------
-
-
 def _of_norm(
     norm: nnx.LayerNorm, scale: ModulationRow | None, shift: ModulationRow | None
 ) -> Vectors:

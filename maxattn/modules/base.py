@@ -40,31 +40,6 @@ IN, OUT = ("fsdp", "tensor"), ("tensor", "fsdp")
 """The mesh axes of the kernels of projections to heads, and from heads."""
 
 
-class ModuleSizes(NamedTuple):
-    """Hold the sizes of a module, as its constructor takes them."""
-
-    query_dim: int
-    kv_dim: int
-    heads: int
-    kv_heads: int | None
-    dim_head: int
-    out_dim: int | None
-    dim_head_v: int | None = None
-
-
-class Options(NamedTuple):
-    """Hold what a module computes beside the matmuls, as its constructor takes it."""
-
-    dropout: float
-    bias: bool
-    out_bias: bool
-    qk_norm: str | None
-    eps: float
-    scale: float | None
-    out_proj: bool = True
-    gate: str | None = None
-
-
 class Build(NamedTuple):
     """Hold how the projections are made and computed: arguments of `nnx.Linear`."""
 
@@ -115,50 +90,53 @@ class AttentionBase(nnx.Module):
 
     def __init__(
         self,
-        sizes: ModuleSizes,
-        options: Options,
+        query_dim: int,
+        kv_dim: int,
+        heads: int,
+        kv_heads: int | None,
+        dim_head: int,
+        out_dim: int | None,
+        dim_head_v: int | None,
+        dropout: float,
+        bias: bool,
+        out_bias: bool,
+        qk_norm: str | None,
+        eps: float,
+        scale: float | None,
+        out_proj: bool,
+        gate: str | None,
         build: Build,
         config: AttentionConfig | None,
         mesh: jax.sharding.Mesh | None,
     ) -> None:
-        self.query_dim, kv_dim, self.heads, kv_heads, self.dim_head, out_dim, dim_head_v = sizes
-        self.dim_head_v = self.dim_head if dim_head_v is None else dim_head_v
-        self.kv_heads = self.heads if kv_heads is None else kv_heads
-        self.out_proj, self.gate = options.out_proj, options.gate
-        self.out_dim = self._out_dim(out_dim)
-        self.qk_norm, self.eps = options.qk_norm, options.eps
-        self.scale = checks.scale(options.scale)
+        self.query_dim, self.heads, self.dim_head = query_dim, heads, dim_head
+        self.dim_head_v = dim_head if dim_head_v is None else dim_head_v
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.out_proj, self.gate = out_proj, gate
+        if out_proj:
+            self.out_dim = query_dim if out_dim is None else out_dim
+        else:
+            for setting in ("heads", "dim_head", "dim_head_v"):
+                checks.positive(setting, getattr(self, setting))
+            checks.channels_of_heads(out_dim, heads * self.dim_head_v)
+            self.out_dim = heads * self.dim_head_v
+        self.qk_norm, self.eps, self.scale = qk_norm, eps, checks.scale(scale)
         self.config, self.mesh = config, mesh
-        self._check(options.dropout, build)
-        self._add_projections(kv_dim, options, build)
-        self.norm_q = self._norm(self.heads, build)
-        self.norm_k = self._norm(self.kv_heads, build)
-        self.dropout = nnx.Dropout(options.dropout, deterministic=True)
-
-    def _add_projections(self, kv_dim: int, options: Options, build: Build) -> None:
-        inner, kv_inner = self.heads * self.dim_head, self.kv_heads * self.dim_head
-        v_inner, heads_inner = self.kv_heads * self.dim_head_v, self.heads * self.dim_head_v
-        bias, out_bias = options.bias, options.out_bias
-        self.to_q: nnx.Linear = linear_on_mesh(self.query_dim, inner, bias, IN, build)
-        self.to_k: nnx.Linear = linear_on_mesh(kv_dim, kv_inner, bias, IN, build)
+        self._check(dropout, build)
+        inner, v_inner = self.kv_heads * dim_head, self.kv_heads * self.dim_head_v
+        joined = heads * self.dim_head_v
+        self.to_q: nnx.Linear = linear_on_mesh(query_dim, heads * dim_head, bias, IN, build)
+        self.to_k: nnx.Linear = linear_on_mesh(kv_dim, inner, bias, IN, build)
         self.to_v: nnx.Linear = linear_on_mesh(kv_dim, v_inner, bias, IN, build)
-        if self.out_proj:
-            self.to_out: nnx.Linear = linear_on_mesh(
-                heads_inner, self.out_dim, out_bias, OUT, build
-            )
-        if self.gate == "per_head":
-            self.to_gate_logits = linear_on_mesh(self.query_dim, self.heads, True, IN, build)
-        if self.gate == "per_channel":
-            self.to_gate = linear_on_mesh(self.query_dim, heads_inner, bias, IN, build)
-
-    def _out_dim(self, given: int | None) -> int:
-        """Return the channels of the output: those of all heads without an output projection."""
-        if self.out_proj:
-            return self.query_dim if given is None else given
-        for setting in ("heads", "dim_head", "dim_head_v"):
-            checks.positive(setting, getattr(self, setting))
-        checks.channels_of_heads(given, self.heads * self.dim_head_v)
-        return self.heads * self.dim_head_v
+        if out_proj:
+            self.to_out: nnx.Linear = linear_on_mesh(joined, self.out_dim, out_bias, OUT, build)
+        if gate == "per_head":
+            self.to_gate_logits = linear_on_mesh(query_dim, heads, True, IN, build)
+        if gate == "per_channel":
+            self.to_gate = linear_on_mesh(query_dim, joined, bias, IN, build)
+        self.norm_q = self._norm(heads, build)
+        self.norm_k = self._norm(self.kv_heads, build)
+        self.dropout = nnx.Dropout(dropout, deterministic=True)
 
     def _check(self, dropout: float, build: Build) -> None:
         for setting in ("query_dim", "dim_head", "dim_head_v", "out_dim"):

@@ -20,8 +20,6 @@ from maxattn.modules.base import (
     KERNEL_INIT,
     AttentionBase,
     Build,
-    ModuleSizes,
-    Options,
     Projection,
     linear_on_mesh,
 )
@@ -105,11 +103,10 @@ class CrossAttention(AttentionBase):
         self.cross_attention_dim = query_dim if cross_attention_dim is None else cross_attention_dim
         self.added_kv_proj_dim = added_kv_proj_dim
         checks.positive("cross_attention_dim", self.cross_attention_dim)
-        widths = heads, kv_heads, dim_head, out_dim, dim_head_v
-        sizes = ModuleSizes(query_dim, self.cross_attention_dim, *widths)
-        options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate)
+        sizes = query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, out_dim, dim_head_v
+        options = dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        super().__init__(sizes, options, build, config, mesh)
+        super().__init__(*sizes, *options, build, config, mesh)
         self.norm_added_k: QKNorm | None = nnx.data(None)
         if (width := added_kv_proj_dim) is not None:
             checks.positive("added_kv_proj_dim", width)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -50,40 +50,21 @@ def _run_over_auto_axes(
 ) -> Any:
     rngs = given.pop("rngs", None)
     graph, drawn, state = nnx.split((module, rngs), nnx.RngState, ...)
-    arrays, others = _apart(given)
+    leaves, structure = jax.tree.flatten(given)
+    is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+    arrays = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
 
     def pure(drawn: Any, state: Any, arrays: list[Any]) -> tuple[Any, Any]:
         module, rngs = nnx.merge(graph, drawn, state)
-        given = others.joined(arrays) | ({} if rngs is None else {"rngs": rngs})
+        rest = iter(arrays)
+        whole = [next(rest) if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
+        given = jax.tree.unflatten(structure, whole) | ({} if rngs is None else {"rngs": rngs})
         result = method(module, **given)
         return result, nnx.state((module, rngs), nnx.RngState)
 
     result, drawn = over_auto_axes(pure, mesh, (specs, PartitionSpec()))(drawn, state, arrays)
     nnx.update((module, rngs), drawn)  # what dropout has drawn
     return result
-
-
-class _Others(NamedTuple):
-    """Hold what of a method's arguments is no array, to be joined with the arrays again."""
-
-    structure: Any
-    leaves: list[Any]
-
-    def joined(self, arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        leaves = [next(rest) if x is _HOLE else x for x in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-_HOLE = object()
-
-
-def _apart(tree: Any) -> tuple[list[Any], _Others]:
-    leaves, structure = jax.tree.flatten(tree)
-    is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
-    arrays = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
-    others = [_HOLE if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
-    return arrays, _Others(structure, others)
 
 
 # ---- where results lie ---------------------------------------------------------------------------

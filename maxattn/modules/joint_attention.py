@@ -19,8 +19,6 @@ from maxattn.modules.base import (
     OUT,
     AttentionBase,
     Build,
-    ModuleSizes,
-    Options,
     Projection,
     linear_on_mesh,
     sum_grads_in_order,
@@ -102,12 +100,11 @@ class JointAttention(FlaxAttention):
         rngs: nnx.Rngs,
     ) -> None:
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        widths = heads, kv_heads, dim_head, out_dim, dim_head_v
-        sizes = ModuleSizes(query_dim, query_dim, *widths)
-        options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj)
+        sizes = query_dim, query_dim, heads, kv_heads, dim_head, out_dim, dim_head_v
+        options = dropout, bias, out_bias, qk_norm, eps, scale, out_proj, None
         checks.flag("text_out", text_out)
         self.text_out = text_out
-        AttentionBase.__init__(self, sizes, options, build, config, mesh)
+        AttentionBase.__init__(self, *sizes, *options, build, config, mesh)
         width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim
         checks.positive("added_kv_proj_dim", width)
         self.added_kv_proj_dim, bias = width, added_proj_bias

@@ -34,25 +34,15 @@ Vectors = dict[str, Float[Array, "#N H"]]
 Tables = tuple[Array, ...]
 
 
-# ---- the decision --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class NormRope:
-    """How queries or keys are normed and rotated: decided once for a call, printed by its plan.
+    """How queries or keys are normed and rotated: decided once for a call, printed by its plan."""
 
-    Args:
-        path: "cute" for one kernel, "xla" for step by step.
-        reason: why it is not the kernel; "" on machines that have none.
-        work: what the kernel does to a row of one device.
-        sms, shared: SMs of the GPU, and bytes of shared memory that each gives.
-    """
-
-    path: str = "xla"
-    reason: str = ""
-    work: RowWork | None = None
-    sms: int = 0
-    shared: int = 0
+    path: str = "xla"  # step by step; or "cute", one kernel
+    reason: str = ""  # why it is not the kernel; "" on machines that have none
+    work: RowWork | None = None  # what the kernel does to a row of one device
+    sms: int = 0  # of the GPU
+    shared: int = 0  # bytes of shared memory that an SM gives
 
     @property
     def note(self) -> str:
@@ -88,12 +78,9 @@ def decide(
     rows.
 
     Args:
-        target: the machine.
         x: what is projected to them, [B, T, C], or its shape and dtype.
         qk_norm, norm: the kind of the norm, and the norm.
         rotary: its table, checked against the heads.
-        heads, head_dim: N and H.
-        mesh: the module's.
         letters: of the result's axes.
     """
     if target.device.vendor != "NVIDIA" or (norm is None and rotary is None):
@@ -124,22 +111,12 @@ def decide(
     return found
 
 
-# ---- calls ---------------------------------------------------------------------------------------
-
-
 class Unnormed(NamedTuple):
-    """A projection, and what is done to it.
-
-    Args:
-        how: the decision, for the kernel.
-        x: the projection.
-        bias: of the projection, where it is not in x yet.
-        norm, rotary: as for `decide`.
-    """
+    """A projection, and what the kernel does to it."""
 
     how: NormRope
     x: Float[Array, "B T NH"]
-    bias: Float[Array, " NH"] | None
+    bias: Float[Array, " NH"] | None  # where it is not in x yet
     norm: QKNorm | None
     rotary: Rotary | None
 

@@ -17,13 +17,11 @@ from maxattn.modules.base import (
     KERNEL_INIT,
     AttentionBase,
     Build,
-    ModuleSizes,
-    Options,
     Projection,
     sum_grads_in_order,
 )
 from maxattn.modules.explicit import like_states_without_cache, over_explicit_axes
-from maxattn.modules.with_cache import checked_cache, run_with_cache
+from maxattn.modules.with_cache import run_with_cache
 from maxattn.rope import Rotary
 from maxattn.streaming import CacheLayer, KVCache
 
@@ -99,11 +97,10 @@ class FlaxAttention(AttentionBase):
         bias_init: Callable[..., Array] = BIAS_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        widths = heads, kv_heads, dim_head, out_dim, dim_head_v
-        sizes = ModuleSizes(query_dim, query_dim, *widths)
-        options = Options(dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate)
+        sizes = query_dim, query_dim, heads, kv_heads, dim_head, out_dim, dim_head_v
+        options = dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate
         build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        super().__init__(sizes, options, build, config, mesh)
+        super().__init__(*sizes, *options, build, config, mesh)
 
     @overload
     def __call__(
@@ -168,8 +165,8 @@ class FlaxAttention(AttentionBase):
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         if cache is not None:
-            given = checked_cache(self, hidden_states, cache, mask, bias, rotary_emb_k)
-            out, whole = run_with_cache(self, given, rotary_emb, rotary_emb_k)
+            angles = rotary_emb, rotary_emb_k
+            out, whole = run_with_cache(self, hidden_states, cache, *angles, mask, bias)
             return self._output(out, hidden_states, deterministic, rngs), whole
         b, t, _ = hidden_states.shape
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,27 +18,16 @@ if TYPE_CHECKING:
     from maxattn.modules.self_attention import FlaxAttention
 
 
-class Given(NamedTuple):
-    """Hold what a call with a cache was given, checked.
-
-    Args:
-        x: hidden states.
-        layer: of the cache.
-        how: scale, config and mesh.
-        mask, bias: as the call has them.
-    """
-
-    x: Float[Array, "B T query_dim"]
-    layer: CacheLayer
-    how: How
-    mask: Any
-    bias: Any
-
-
-def checked_cache(
-    module: FlaxAttention, x: Array, layer: Any, mask: Any, bias: Any, rotary_emb_k: Any
-) -> Given:
-    """Refuse a cache that does not fit the call, before anything is projected.
+def run_with_cache(
+    module: FlaxAttention,
+    x: Float[Array, "B T query_dim"],
+    layer: Any,
+    rotary_emb: Any,
+    rotary_emb_k: Any,
+    mask: Any,
+    bias: Any,
+) -> tuple[Float[Array, "B T N H"], KVCache]:
+    """Refuse a cache that does not fit; project a block, write its keys and values, and attend.
 
     Raises:
         InputError, MeshError: naming what differs.
@@ -55,28 +44,19 @@ def checked_cache(
     if rotary_emb_k is not None and not cache.layout.is_roped:
         rule = "keys kept by slots are turned by rotary_emb, a table of the window"
         raise InputError("rotary_emb_k", "given", rule, "leave it out")
-    shape = (*x.shape[:2], module.kv_heads, module.dim_head)
-    refused.call(cache, shape, mesh_shape(mesh))
+    b, t, _ = x.shape
+    refused.call(cache, (b, t, module.kv_heads, module.dim_head), mesh_shape(mesh))
     refused.same_devices(cache, mesh)
-    return Given(x, layer, How(module.scale, module.config, mesh), mask, bias)
-
-
-def run_with_cache(
-    module: FlaxAttention, given: Given, rotary_emb: Any, rotary_emb_k: Any
-) -> tuple[Float[Array, "B T N H"], KVCache]:
-    """Project a block, write its keys and values, and attend."""
-    x, layer, how, mask, bias = given
-    cache = layer.cache
     if cache.layout.is_roped or rotary_emb is None:
         table, angles_q = None, rotary_emb
         angles_k = rotary_emb if rotary_emb_k is None else rotary_emb_k
     else:
         table = window_table(cache, rotary_emb, module.dim_head)
         angles_q, angles_k = turned_own(cache, table), None
-    b, t, _ = x.shape
     rotary_q = module._check_rotary(angles_q, b, t, "rotary_emb")
     rotary_k = module._check_rotary(angles_k, b, t, "rotary_emb_k", module.kv_heads)
     block = Projected(*module._heads(x, *module._queries_and_keys(x, rotary_q, rotary_k)))
+    how = How(module.scale, module.config, mesh)
     out, whole = attend_with_cache(layer, block, how, table, mask, bias)
     return module._on_mesh(out, "BTNH"), whole
 

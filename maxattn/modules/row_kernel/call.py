@@ -57,7 +57,6 @@ def forward(
     """Norm rows: z = x + bias, or other + gate (x + bias); y = rotate(norm(z) scale + shift).
 
     Args:
-        launch: how rows are shared among blocks.
         rows: x, [B, T, N H] of each job; before it, what it is added to.
         parts: of the vectors, [B or 1, F or 1, R, N H], or [1, 1, 1, H] for all heads, in the order
             of `launch.work.vectors`. F is one number for all that have frames, and divides T.
@@ -65,7 +64,6 @@ def forward(
         keep: whether to return 1 / root of a norm across heads, [B T].
         first: where an example's rows begin in `into`.
         into: a longer sequence, whose memory is y's; or its shape, and the rest is undefined.
-        name: of the call in programs.
 
     Returns:
         y of each job; then what was normed, z, where x is added to something; then 1 / root.

@@ -63,29 +63,15 @@ def one_of(arrays: Any, second: Any) -> Any:
 
 
 class Block(NamedTuple):
-    """What a thread keeps from row to row.
-
-    Args:
-        place: where its channels are.
-        shared: [2, 2, warps], in which warps leave their sums.
-        count: how many channels its warp has of its own.
-        vectors: the thread's channels of each, pass by pass: registers, or slots in shared memory.
-        first, last: rows of the block, from the first to before the last.
-        stages: how rows arrive.
-    """
+    """What a thread keeps from row to row."""
 
     place: Place
-    shared: Any
-    count: Any
-    vectors: dict[str, list[Any]]
-    first: Any
-    last: Any
+    shared: Any  # [2, 2, warps], in which warps leave their sums
+    count: Any  # how many channels its warp has of its own
+    vectors: dict[str, list[Any]]  # by pass: registers, or slots in shared memory
+    first: Any  # row of the block
+    last: Any  # and the row after its last
     stages: Stages
-
-    def start(self) -> None:
-        """Begin to copy the block's first rows."""
-        for i in range(self.stages.depth - 1):
-            self.stages.start(cutlass.min(self.first + i, self.last - 1), i)
 
     def next(self, row: Any) -> list[Any]:
         """Return what a row needs, source by source, and begin to copy one that comes later."""
@@ -128,15 +114,10 @@ def hold(block: Block, parts: Any, example: Any, frame: Any) -> None:
 
 
 class RowKernel:
-    """What forward and backward share.
-
-    Args:
-        launch: how rows are shared among blocks.
-        first: where an example's rows begin in a longer sequence, to which they are stored; None
-            where there is none.
-    """
+    """What forward and backward share."""
 
     def __init__(self, launch: RowLaunch, first: int | None = None) -> None:
+        # `first`: where an example's rows begin in a longer sequence, to which they are stored.
         self.launch, self.work, self.first = launch, launch.work, first
 
     def options(self, rows: Any, stream: Any) -> dict[str, Any]:
@@ -165,19 +146,17 @@ class RowKernel:
         if work.norm == "layer" and not work.is_full:
             octet = cutlass.Float32(OCTET)
             count = over_lanes(total([place.own(p, octet) for p in range(work.passes)]), WARP)
-        vectors = {
-            name: [
-                Slots(place, cutlass.Float32, OCTET)
-                if self.launch.is_backward
-                else new_registers(OCTET, cutlass.Float32)
-                for _ in range(work.passes)
-            ]
-            for name, _ in work.vectors
-        }
+        vectors: dict[str, list[Any]] = {}
+        for name, _ in work.vectors:
+            if self.launch.is_backward:
+                held = [Slots(place, cutlass.Float32, OCTET) for _ in range(work.passes)]
+            else:
+                held = [new_registers(OCTET, cutlass.Float32) for _ in range(work.passes)]
+            vectors[name] = held
         stages = Stages(place, sources, self.launch.stages)
-        block = Block(place, shared, count, vectors, first, last, stages)
-        block.start()
-        return block
+        for i in range(stages.depth - 1):
+            stages.start(cutlass.min(first + i, last - 1), i)
+        return Block(place, shared, count, vectors, first, last, stages)
 
 
 class Forward(RowKernel):
@@ -185,15 +164,8 @@ class Forward(RowKernel):
 
     @cute.jit
     def __call__(self, rows: Any, parts: Any, tables: Any, results: Any, stream: Any) -> None:
-        """Launch it. Each operand but the tables is a tuple of one array, or of two: half of the
-        blocks take each.
-
-        Args:
-            rows: what is normed; before it, what it is added to: [B, T, N H].
-            parts: of the vectors, in the order of `work.vectors`: [B or 1, F or 1, R, N H or H].
-            tables: cosines and sines [L, H/2], L dividing B T; or none.
-            results: y; then the sums before the norm, or 1 / root of a norm across heads.
-            stream: to launch on.
+        """Launch it; arguments as for `call.forward`, each operand but the tables a tuple of one
+        array, or of two: half of the blocks take each.
         """
         work = self.kernel(rows, parts, tables, results)
         work.launch(**self.options(rows[0], stream))
@@ -272,15 +244,7 @@ class Backward(RowKernel):
     def __call__(
         self, rows: Any, kept: Any, parts: Any, tables: Any, dx: Any, sums: Any, stream: Any
     ) -> None:
-        """Launch it.
-
-        Args:
-            rows: dy and x, [B, T, N H].
-            kept: 1 / root of a norm across heads, [B T], in a list; or nothing.
-            parts, tables, stream: as for the forward; the vectors have one part each.
-            dx: [B, T, N H].
-            sums: [blocks, 1, N H] of each vector.
-        """
+        """Launch it; arguments as for `call.backward`, with sums [blocks, 1, N H]."""
         work = self.kernel(rows, kept, parts, tables, dx, sums)
         work.launch(**self.options((dx,), stream))
 

@@ -27,12 +27,7 @@ Row = list[list[Any]]
 
 
 class Place:
-    """Where a thread's channels are.
-
-    Args:
-        work: which thread takes what.
-        index: of the thread in its block.
-    """
+    """Where the channels of a block's thread number `index` are."""
 
     def __init__(self, work: RowWork, index: Any) -> None:
         self.work, self.index, self.shared = work, index, smem.SmemAllocator()
@@ -163,22 +158,15 @@ class Slots:
 
 
 class RowSource(NamedTuple):
-    """What a thread needs of an array for a row.
-
-    Args:
-        kind: dtype of the array.
-        sizes: of its parts, in numbers.
-        parts: returns where they begin.
-        repeated: whether other threads of the block need the same: the first-level cache keeps it.
-    """
+    """What a thread needs of an array for a row, part by part."""
 
     kind: Any
-    sizes: list[int]
-    parts: Callable[[Any], list[Any]]
-    repeated: bool = False
+    sizes: list[int]  # of the parts, in numbers
+    parts: Callable[[Any], list[Any]]  # where they begin, of a row
+    repeated: bool = False  # other threads of the block need the same: the L1 cache keeps it
 
     def read(self, number: Any) -> list[list[Any]]:
-        """Load a row's numbers to registers, part by part."""
+        """Load a row's numbers to registers."""
         parts = zip(self.parts(number), self.sizes, strict=True)
         return [load(first, n, self.kind) for first, n in parts]
 

@@ -17,15 +17,10 @@ MOST_BLOCKS = 16  # of an SM
 
 
 class VectorParts(NamedTuple):
-    """A vector that comes with the rows, as a sum.
+    """A vector that comes with the rows, as a sum of parts, arrays [B, F, R, D]."""
 
-    Args:
-        rows: which row of each of its parts, arrays [B, F, R, D], is added.
-        constant: added to them.
-    """
-
-    rows: tuple[int, ...] = (0,)
-    constant: float = 0.0
+    rows: tuple[int, ...] = (0,)  # of each part, which of its R
+    constant: float = 0.0  # added to them
 
 
 @dataclass(frozen=True)
@@ -116,22 +111,15 @@ class RowWork:
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """How rows are shared among blocks.
-
-    Args:
-        work: what is done to them.
-        widths: bytes of a number of each array of rows that is read.
-        is_backward: whether gradients are taken back; the vectors are then in shared memory, and
-            their sums in registers.
-        sms: streaming multiprocessors (SMs) of the GPU.
-        shared: bytes of shared memory that an SM gives.
+    """How rows are shared among blocks. The vectors are in registers; in a backward they are in
+    shared memory, and their sums in registers.
     """
 
     work: RowWork
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # bytes of a number of each array of rows that is read
     is_backward: bool
-    sms: int
-    shared: int
+    sms: int  # streaming multiprocessors (SMs) of the GPU
+    shared: int  # bytes of shared memory that an SM gives
 
     @property
     def stages(self) -> int:
