@@ -81,17 +81,8 @@ def test_report(rows: list[BenchRow]) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "b.json"
-    words = [
-        "bench",
-        "--shape",
-        "1,64,64,2,16",
-        "--kernel",
-        "dot_product",
-        "--seconds",
-        "0.01",
-        "--json",
-        str(out),
-    ]
+    words = ["bench", "--shape", "1,64,64,2,16", "--kernel", "dot_product", "--seconds", "0.01"]
+    words += ["--json", str(out)]
     assert main(words) == 0
     assert "dot_product" in capsys.readouterr().out and json.loads(out.read_text())["rows"]
     assert main(["bench", "no-such-shape"]) == 1

@@ -215,22 +215,8 @@ def test_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape, out = ["bench", "--shape", "1,64,64,2,16", "--seconds", "0.01"], tmp_path / "b.json"
-    assert (
-        main(
-            [
-                *shape,
-                "--mesh",
-                "context=2",
-                "--strategy",
-                "ring",
-                "--kernel",
-                "dot_product",
-                "--json",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    spread = ["--mesh", "context=2", "--strategy", "ring", "--kernel", "dot_product"]
+    assert main([*shape, *spread, "--json", str(out)]) == 0
     assert json.loads(out.read_text())["rows"][-1]["efficiency"] > 0
     assert main([*shape, "--mesh", "context=99"]) == main([*shape, "--mesh", "time=2"]) == 1
     assert main([*shape, "--module", "--option", "nonsense"]) == 1

@@ -28,15 +28,7 @@ from tests.tools.tune.small import measurements
 
 SMALL = ["attention=auto", "--shape", "1,300,300,2,8", "--dtype", "f32"]
 # Few scores, of which the window leaves one in forty: the rule takes dense, which is far slower.
-WINDOW = [
-    "attention=auto",
-    "--shape",
-    "1,1400,1400,2,16",
-    "--dtype",
-    "f32",
-    "--mask",
-    "window:32,0",
-]
+WINDOW = [SMALL[0], "--shape", "1,1400,1400,2,16", "--dtype", "f32", "--mask", "window:32,0"]
 
 
 @pytest.fixture
