@@ -250,31 +250,29 @@ def _one_frame(cache: KVCache, what: str) -> None:
 
 
 def beside(cache: KVCache, mask: Any, bias: Any) -> None:
-    """Refuse what cannot stand beside a cache."""
+    """Refuse what cannot stand beside a cache.
+
+    A mask of a pass that reads alone has the keys of all slots and then the own ones, in their
+    order.
+    """
     for name, value in (("mask", mask), ("bias", bias)):
         if value is None or cache.mode == "extract":
             continue
-        if cache.mode == "cached" and name == "mask":
-            _mask_of_kept(cache, value)
-            continue
-        rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
-        remedy = f"leave {name} out; the Stream's window and sink say what is kept"
-        raise InputError(name, "given beside a cache", rule, remedy)
-
-
-def _mask_of_kept(cache: KVCache, mask: Any) -> None:
-    """Refuse a mask whose keys are not those of all slots and then the own ones, in their order."""
-    if cache.stage != "full":
-        rule = "a mask counts the tokens of every slot, and some are empty"
-        raise InputError(
-            "mask", repr(cache), rule, "make the cache with as many frames as it keeps"
-        )
-    if cache.layout.token_ways > 1:
-        rule = "a mask counts tokens in their order, and each device has some of every frame"
-        raise InputError("mask", "given beside a cache", rule, "make it with context='heads'")
-    if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
-        rule = "beside a cache on a mesh a mask is one of positions, without arrays"
-        raise InputError("mask", text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
+        found = "given beside a cache"
+        if cache.mode != "cached" or name == "bias":
+            rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
+            remedy = f"leave {name} out; the Stream's window and sink say what is kept"
+            raise InputError(name, found, rule, remedy)
+        if cache.stage != "full":
+            rule = "a mask counts the tokens of every slot, and some are empty"
+            remedy = "make the cache with as many frames as it keeps"
+            raise InputError(name, repr(cache), rule, remedy)
+        if cache.layout.token_ways > 1:
+            rule = "a mask counts tokens in their order, and each device has some of every frame"
+            raise InputError(name, found, rule, "make it with context='heads'")
+        if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
+            rule = "beside a cache on a mesh a mask is one of positions, without arrays"
+            raise InputError(name, text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
 
 
 def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
@@ -287,30 +285,41 @@ def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
     """
     batch, tokens, heads, width = shape
     if cache.layout.mesh != mesh:
-        found, rule = _mesh_text(cache.layout.mesh), f"the module runs on {_mesh_text(mesh)}"
+        found, ours = (
+            ", ".join(f"{axis}={size}" for axis, size in each) or "no mesh"
+            for each in (cache.layout.mesh, mesh)
+        )
+        rule = f"the module runs on {ours}"
         raise MeshError("cache.mesh", found, rule, "pass one mesh to KVCache.empty and the module")
     if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
         rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
         raise InputError("cache.k", f"shape {cache.shape}", rule, FRESH)
-    _arrays(cache)
-    if cache.is_done and cache.mode == "stream":
-        _refuse_more(cache)
-    _call_tokens(cache, tokens)
-
-
-def _arrays(cache: KVCache) -> None:
-    """Refuse arrays that differ from each other or from the slots, and those that are used up."""
     kept = [x for each in (cache.k, cache.v) for x in (each if cache.is_per_layer else (each,))]
-    first, tokens = kept[0], cache.layout.frames * cache.layout.stream.tokens_per_frame
-    if first.shape[2] != tokens or any(
+    (first, *_), frame = kept, cache.layout.stream.tokens_per_frame
+    every = cache.layout.frames * frame
+    if first.shape[2] != every or any(
         (x.shape, x.dtype) != (first.shape, first.dtype) for x in kept
     ):
         shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in kept))
-        rule = f"keys and values have one shape and dtype, and S is {tokens}: that of all slots"
+        rule = f"keys and values have one shape and dtype, and S is {every}: that of all slots"
         raise InputError("cache", shapes, rule, FRESH)
     if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
         rule = "a cache that was donated to a program is used up, and what it returned goes on"
         raise InputError("cache", repr(cache), rule, "take the cache that the program returned")
+    if cache.is_done and cache.mode == "stream":
+        _refuse_more(cache)
+    found, last = f"{tokens} tokens", cache.start + cache.tokens
+    if cache.mode == "extract" and tokens < last:
+        rule, remedy = f"tokens {cache.start} to {last} are to be kept", "pass all of the sequence"
+        raise InputError("hidden_states", found, rule, f"{remedy}, or another start")
+    if cache.mode == "cached" and tokens % cache.layout.token_ways:
+        rule = f"tokens divide over the {cache.layout.token_ways} devices of context"
+        raise InputError("hidden_states", found, rule, "use context='heads'")
+    if cache.mode == "stream" and tokens != cache.tokens:
+        of = f"{cache.own} x {frame} = {cache.tokens} tokens"
+        rule = f"blocks follow one another whole: the one to be made has {of}"
+        remedy = "pass one block; cache.prefix(frames) takes several at first"
+        raise InputError("hidden_states", found, rule, remedy)
 
 
 def same_devices(cache: KVCache, mesh: Any) -> None:
@@ -328,25 +337,6 @@ def same_devices(cache: KVCache, mesh: Any) -> None:
         found = f"devices {sorted(x.id for x in lies)}"
         rule = f"the module runs on devices {sorted(x.id for x in runs)}"
         raise MeshError("cache.mesh", found, rule, "pass one mesh to KVCache.empty and the module")
-
-
-def _mesh_text(mesh: MeshShape) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh) or "no mesh"
-
-
-def _call_tokens(cache: KVCache, tokens: int) -> None:
-    if cache.mode == "extract" and tokens < cache.start + cache.tokens:
-        rule = f"tokens {cache.start} to {cache.start + cache.tokens} are to be kept"
-        remedy = "pass all of the sequence, or another start"
-        raise InputError("hidden_states", f"{tokens} tokens", rule, remedy)
-    if cache.mode == "cached" and tokens % cache.layout.token_ways:
-        rule = f"tokens divide over the {cache.layout.token_ways} devices of context"
-        raise InputError("hidden_states", f"{tokens} tokens", rule, "use context='heads'")
-    if cache.mode == "stream" and tokens != cache.tokens:
-        of = f"{cache.own} x {cache.layout.stream.tokens_per_frame} = {cache.tokens} tokens"
-        rule = f"blocks follow one another whole: the one to be made has {of}"
-        remedy = "pass one block; cache.prefix(frames) takes several at first"
-        raise InputError("hidden_states", f"{tokens} tokens", rule, remedy)
 
 
 def same_dtype(cache: KVCache, *keys: jax.Array) -> None:
