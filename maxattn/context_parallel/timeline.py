@@ -143,7 +143,9 @@ def timeline_of(
         target: whose rates count.
         config: names the kernel whose shipped estimates count; None: no estimate does.
     """
-    machine, n, padded = machine_of(target), ring.ring_size, padded_call(ring, call)
+    machine, n, padded = machine_of(target), ring.ring_size, ring.padded_call(call)
+    if call.mask.is_full:  # what padding adds is priced too
+        padded = padded.derived(mask=call.mask)
     hop = ring.rank_call(padded).derived(bias=call.bias)
     share, hops = Share.of(hop, machine), ring.hops(padded.mask, padded.q_len, padded.kv_len)
     pairs, total = ring.layout.slowest(padded.mask, padded.q_len, padded.kv_len)
@@ -190,12 +192,6 @@ def timeline_of(
         source=source,
         held=exchanged + (traffic.held if n > 1 else 0.0),
     )
-
-
-def padded_call(ring: Ring, call: Call) -> Call:
-    """Return a call as a ring pads it; where every query sees every key, padding is priced too."""
-    padded = ring.padded_call(call)
-    return padded.derived(mask=call.mask) if call.mask.is_full else padded
 
 
 def _permutes(ring: Ring, share: Share, bias: tuple[int, ...] | None, machine: Machine) -> float:

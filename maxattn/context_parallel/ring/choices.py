@@ -15,7 +15,7 @@ import jax
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.ring.torus import TorusSchedule
-from maxattn.context_parallel.timeline import Timeline, padded_call, timeline_of
+from maxattn.context_parallel.timeline import Timeline, timeline_of
 from maxattn.devices import machine_of
 from maxattn.target import Target
 
@@ -76,7 +76,7 @@ def _one_way_or_both(
     ring: Ring, one: Timeline, call: Call, config: AttentionConfig, target: Target, rule: str
 ) -> tuple[Ring, Timeline]:
     """Return the ring in the directions in which a step ends first, why, and its timeline."""
-    padded = padded_call(ring, call)
+    padded = ring.padded_call(call)
     if len(ring.hops(padded.mask, padded.q_len, padded.kv_len)) < ring.ring_size:
         return ring, one  # a hop over several ranks, which the other way would be another one
     both = replace(ring, schedule=TorusSchedule(both_ways=True))
@@ -109,7 +109,7 @@ def _rule_against_both(ring: Ring, call: Call, target: Target, parts: int) -> st
     if any("N" in letters for letters in jax.tree.leaves(call.mask.leaf_axes())):
         return f"{both} divides the heads in halves, and the mask has a table for each head"
     # Each half is a whole number of key heads, and of heads for each core of a device.
-    core, hop = target.device.core, ring.rank_call(padded_call(ring, call))
+    core, hop = target.device.core, ring.rank_call(ring.padded_call(call))
     heads, kv_heads = hop.heads // parts, hop.kv_heads // parts
     unit = 2 * (core.cores if core else 1)
     if heads % unit:
