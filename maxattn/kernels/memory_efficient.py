@@ -29,9 +29,16 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Rows
-from maxattn.kernels.blockwise.by_row import by_row, differs_by_row, has_own_rows
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
-from maxattn.kernels.blockwise.tiles import ChunkedInputs, cut, for_visits, join
+from maxattn.kernels.blockwise.tiles import (
+    ChunkedInputs,
+    by_row,
+    cut,
+    differs_by_row,
+    for_visits,
+    has_own_rows,
+    join,
+)
 from maxattn.masks.terms import sort_note
 from maxattn.target import Target
 from maxattn.tuned import tuned_config, tuned_note

@@ -1,7 +1,7 @@
 """`tpu_flash`: attention on TPUs whose softmax needs no running maximum where that is exact.
 
 Scores are computed transposed, with keys along the sublanes. Blocks of queries whose scores are
-known to be small skip the running maximum of the online softmax (transposed/score_bound.py).
+known to be small skip the running maximum of the online softmax (transposed/tile.py).
 The backward computes dQ, dK and dV in one pass, from the exact LSE.
 
 Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1.
@@ -10,7 +10,10 @@ Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from math import e, log2
+from typing import Any, ClassVar
+
+from jaxtyping import Array
 
 from maxattn.block_sizes import BlockSizes
 from maxattn.block_sizes.sizes import LANES
@@ -19,9 +22,10 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.splash import scalar_memory
-from maxattn.kernels.splash.calls import Library
+from maxattn.kernels.splash.calls import Blocks, Library, Operands, Setup, Stats
 from maxattn.kernels.splash.kernel import Splash, asked_sizes, refusal
-from maxattn.kernels.transposed.library import Transposed
+from maxattn.kernels.transposed.backward import backward
+from maxattn.kernels.transposed.forward import forward
 from maxattn.target import Target
 from maxattn.tuned import tuned_config
 
@@ -70,3 +74,28 @@ class TpuFlash(Splash):
     @property
     def library(self) -> Library:
         return Transposed(self.interpret, self.v_is_turned)
+
+
+@dataclass(frozen=True)
+class Transposed(Library):
+    """Call the kernels: a forward on one batch row, and a backward on all rows at once.
+
+    Args:
+        interpret: run in Pallas' interpreter.
+        v_is_turned: transpose V before the forward, not inside.
+    """
+
+    interpret: bool
+    v_is_turned: bool = False
+
+    def query_factor(self, dtype: Any) -> float:
+        return log2(e)  # for exp2
+
+    def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
+        return forward(row, setup, blocks, self.interpret, self.v_is_turned)
+
+    def dkv(
+        self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
+    ) -> tuple[Array | None, Array, Array]:
+        assert fused, "tpu_flash has no other backward"
+        return backward(row, stats, setup, blocks, self.interpret)

@@ -28,8 +28,8 @@ from maxattn.config import FlashBlockSizes
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.tpu_flash import TpuFlash
-from maxattn.kernels.transposed.score_bound import small_scores
 from maxattn.kernels.transposed.steps import marks_of_ids
+from maxattn.kernels.transposed.tile import small_scores
 from maxattn.masks.terms import KEY_PAD, QUERY_PAD
 from tests.cases import HEADS, KINDS, TOLERANCE, allowed, judge, run_case
 from tests.jaxprs import count_primitive, of_primitive

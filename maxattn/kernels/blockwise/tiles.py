@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Bias, Inputs
+from maxattn.kernels.base import Bias, Grads, Inputs, Result, Rows
 from maxattn.kernels.blockwise.visits import Visits, visits
+from maxattn.masks import Mask
 from maxattn.sharding import pad_axis
 
 LARGEST = float(np.finfo(np.float32).max)
+Out = TypeVar("Out", Result, Grads)
 
 
 def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
@@ -154,3 +157,48 @@ def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> An
     if lists.static and (lists.count == 1).all():
         return step(index[0], mixed[0], carry)
     return jax.lax.fori_loop(0, count, lambda t, c: step(index[t], mixed[t], c), carry)
+
+
+# ---- one batch row after the other, each with its own empty chunks -------------------------------
+
+
+def differs_by_row(mask: Mask) -> bool:
+    """Return whether arrays of a mask, or of its form, leave each batch row other chunks empty."""
+    axes = jax.tree.leaves(mask.leaf_axes())
+    return mask.bounds_tiles and any("B" in letters for letters in axes)
+
+
+def has_own_rows(inputs: Inputs) -> bool:
+    """Return whether there are rows to compute by themselves, each with its own mask and bias."""
+    batch, bias = inputs.q.shape[0], inputs.bias
+    apart = batch > 1 and (bias is None or bias.shape[0] == batch)
+    return apart and differs_by_row(inputs.mask)
+
+
+def by_row(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
+    """Compute batch row by batch row.
+
+    Args:
+        compute: a kernel's forward or backward, of inputs of one batch row.
+        inputs: of all batch rows.
+        rows: what a backward needs beside them.
+    """
+    given, tree = jax.tree.flatten((inputs, rows))
+    own = [bool(x) for x in jax.tree.leaves((_own(inputs), jax.tree.map(lambda _: True, rows)))]
+    mapped = [x[:, None] for x, is_own in zip(given, own, strict=True) if is_own]
+
+    def one(parts: list[Any]) -> Out:
+        left = iter(parts)
+        leaves = [next(left) if is_own else x for x, is_own in zip(given, own, strict=True)]
+        inputs, rows = jax.tree.unflatten(tree, leaves)
+        return jax.tree.map(lambda x: x[0], compute(inputs, *rows))
+
+    return jax.lax.map(one, mapped)
+
+
+def _own(inputs: Inputs) -> Inputs:
+    """Mark the arrays of a call that have batch rows."""
+    batch = inputs.q.shape[0]
+    of_mask = jax.tree.map(lambda letters: letters.startswith("B"), inputs.mask.leaf_axes())
+    has_rows = jax.tree.map(lambda x: np.ndim(x) > 0 and x.shape[0] == batch, inputs)
+    return has_rows.replace(mask=of_mask)

@@ -13,7 +13,6 @@ from jaxtyping import Array
 from maxattn.kernels.splash.calls import Blocks, Operands, Setup
 from maxattn.kernels.splash.tokamax import WHOLE
 from maxattn.kernels.transposed import tile
-from maxattn.kernels.transposed.score_bound import small_scores
 from maxattn.kernels.transposed.steps import (
     KernelForm,
     Operand,
@@ -111,7 +110,7 @@ def _operands(
         Operand("q", row.q, pl.BlockSpec((None, block_q, h), lambda n, i, j, *_: (n, i, 0))),
         Operand("k", row.k, upright),
         Operand("v", *v),
-        Operand("bounded", small_scores(row.q, row.k, row.v, block_q), scalars),
+        Operand("bounded", tile.small_scores(row.q, row.k, row.v, block_q), scalars),
     ]
     if setup.codes is not None:
         found.append(Operand("codes", setup.codes.padded(setup.padded[0])[None], of_queries))

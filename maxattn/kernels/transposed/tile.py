@@ -4,7 +4,14 @@
 
 Scores are transposed, so that sums and maxima over keys add whole registers, and a query's
 statistics are one lane. m is the running maximum of the online softmax, or 0 where the scores are
-known to be small (score_bound.py).
+known to be small (`small_scores`): a score is at most |q| |k|. Where that bound is small, exp2 of
+every score is far from both ends of float32's range, and
+
+    out = sum(exp2(s) v) / sum(exp2(s))        lse = log2(sum(exp2(s)))
+
+lose no digits: floating point keeps the same number of them at every magnitude. Queries and keys
+that are normalised, as in most diffusion transformers, are always within it. The choice is made for
+each head and block of queries.
 """
 
 from __future__ import annotations
@@ -13,13 +20,18 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from maxattn.block_sizes.sizes import SUBLANES
 
 INNER = 256  # keys of one product with V: the side of the largest matrix units
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """The score of a pair that may not attend: exp2 of it is 0, and no difference of two overflows."""
+# Sums of 2**24 terms of 2**94 are below 2**118, and what is 2**-32 of a term of 2**-94 is still a
+# normal number. The largest value moves both ends by its exponent.
+LARGEST = 94.0
+# Weights are rounded to the dtype of V, and those of float16 are normal from 2**-14 to 2**15.
+LARGEST_FLOAT16 = 14.0
 _OVER_HEAD_DIM = (((1,), (1,)), ((), ()))
 _OVER_KEYS = (((1,), (0,)), ((), ()))
 _OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
@@ -105,3 +117,34 @@ def hide(s: Float[Array, "C q"], allowed: Bool[Array, "C q"]) -> Float[Array, "C
 
 def _by_sublane(x: Float[Array, "C q"], reduce: Any) -> Float[Array, "8 q"]:
     return reduce(x.reshape(-1, SUBLANES, x.shape[1]), axis=0)
+
+
+# ---- which blocks are bounded --------------------------------------------------------------------
+
+
+def small_scores(
+    q: Float[Array, "N T H"],
+    k: Float[Array, "K S H"],
+    v: Float[Array, "K S H"],
+    block_q: int,
+) -> Int[Array, "1 N*T//block_q"]:
+    """Return 1 for each head and block of queries whose scores are bounded, else 0.
+
+    What is infinite or no number is not bounded.
+
+    Args:
+        q: queries, multiplied by the scale and by log2(e).
+        k, v: keys and values of heads that N / K neighbouring query heads share.
+        block_q: queries of a block, which divides T.
+    """
+    heads = q.shape[0]
+    queries = _norms(q).reshape(heads, -1, block_q).max(axis=2)
+    largest = jnp.abs(v).astype(jnp.float32).max(axis=(1, 2))
+    most = LARGEST_FLOAT16 if v.dtype == jnp.float16 else LARGEST
+    room = most - jnp.abs(jnp.log2(jnp.where(largest == 0, 1.0, largest)))
+    keys, room = (jnp.repeat(x, heads // k.shape[0]) for x in (_norms(k).max(axis=1), room))
+    return (queries * keys[:, None] <= room[:, None]).astype(jnp.int32).reshape(1, -1)
+
+
+def _norms(x: Float[Array, "N T H"]) -> Float[Array, "N T"]:
+    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(axis=2))

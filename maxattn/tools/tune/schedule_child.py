@@ -114,7 +114,7 @@ def _library(job: KernelJob) -> Any:
     from maxattn.devices import DEVICES
     from maxattn.kernels.splash.jax_splash import JaxSplash
     from maxattn.kernels.splash.tokamax import TokamaxSplash
-    from maxattn.kernels.transposed.library import Transposed
+    from maxattn.kernels.tpu_flash import Transposed
 
     if job.kernel == "tpu_flash":
         core = DEVICES[job.device_kind].core
