@@ -229,31 +229,50 @@ def test_sizes_are_adjusted_and_say_so() -> None:
     assert ma.plan(call(), ma.AttentionConfig(attention="flash"), target=V5P).kernel.changes == ()
 
 
+TOKAMAX_CPU, TOKAMAX_V5P = (
+    ma.Target.named(kind, (("tokamax", "0.0.17"),)) for kind in ("cpu", "TPU v5p")
+)
+TABLE, BIAS = call(mask=M.Dense(np.ones((256, 256), bool))), call(bias=jnp.zeros((256, 256)))
 REFUSED = {
-    "dense": (call(mask=M.Dense(np.ones((256, 256), bool))), CPU),
-    "data_under_or": (call(mask=M.KeyPadding(np.array([9])) | M.Causal(0)), CPU),
-    "data_negated": (call(mask=~M.KeyPadding(np.array([9]))), CPU),
-    "two_segments": (call(mask=M.Segments(*[np.zeros((1, 256), np.int32)] * 2) & M.Segments(
+    "flash_dense": (TABLE, CPU),
+    "flash_data_under_or": (call(mask=M.KeyPadding(np.array([9])) | M.Causal(0)), CPU),
+    "flash_data_negated": (call(mask=~M.KeyPadding(np.array([9]))), CPU),
+    "flash_two_segments": (call(mask=M.Segments(*[np.zeros((1, 256), np.int32)] * 2) & M.Segments(
         *[np.ones((1, 256), np.int32)] * 2)), CPU),
-    "bias": (call(bias=jnp.zeros((256, 256))), CPU),
-    "float16_on_tpu": (call(dtype="float16"), V5P),
+    "flash_bias": (BIAS, CPU),
+    "flash_float16_on_tpu": (call(dtype="float16"), V5P),
+    "tokamax_dense": (TABLE, TOKAMAX_CPU),
+    "tokamax_bias": (BIAS, TOKAMAX_V5P),
+    "tokamax_float16_on_tpu": (call(dtype="float16"), TOKAMAX_V5P),
+    "tokamax_not_installed": (call(), V5P),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     asked, target = REFUSED[name]
+    kernel = "tokamax_flash" if name.startswith("tokamax") else "flash"
     with pytest.raises(Unsupported) as caught:
-        ma.plan(asked, ma.AttentionConfig(attention="flash"), target=target)
-    check_golden(f"refused/flash_{name}", f"{type(caught.value).__name__}\n{caught.value}")
+        ma.plan(asked, ma.AttentionConfig(attention=kernel), target=target)
+    check_golden(f"refused/{name}", f"{type(caught.value).__name__}\n{caught.value}")
 
 
-@pytest.mark.parametrize(("name", "target"), [("cpu", CPU), ("tpu", V5P)])
-def test_explain(name: str, target: ma.Target) -> None:
-    sizes = {"block_kv": 1024, "block_kv_compute": 512, "use_fused_bwd_kernel": True}
-    config = ma.AttentionConfig(attention="flash", flash_block_sizes=sizes)
+BLOCKS = {"block_kv": 1024, "block_kv_compute": 512}
+SETTINGS = {
+    "flash": {"attention": "flash", "flash_block_sizes": BLOCKS | {"use_fused_bwd_kernel": True}},
+    "tokamax": {
+        "attention": "tokamax_flash", "use_base2_exp": True, "use_experimental_scheduler": True,
+        "flash_block_sizes": BLOCKS | {"block_q_dq": 512, "block_kv_dq": 512},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "target"), [("cpu", TOKAMAX_CPU), ("tpu", TOKAMAX_V5P)])
+@pytest.mark.parametrize("kernel", SETTINGS)
+def test_explain(kernel: str, where: str, target: ma.Target) -> None:
     wan = call(32_760, n=12, h=128, mask=M.BlockSlidingWindow(1560, 7))
-    check_golden(f"explain/flash_{name}", ma.plan(wan, config, target=target).explain())
+    plan = ma.plan(wan, ma.AttentionConfig(**SETTINGS[kernel]), target=target)
+    check_golden(f"explain/{kernel}_{where}", plan.explain())
 
 
 def test_auto_takes_it_on_a_tpu_and_never_in_interpret_mode() -> None:

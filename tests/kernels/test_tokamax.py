@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
-from maxattn.errors import Unsupported
 from maxattn.kernels.splash.tokamax import steps
 from maxattn.kernels.tokamax_flash import TokamaxFlash
-from tests.golden_text import check_golden
-from tests.kernels.test_flash import POSITIONS, call, whole
+from tests.kernels.test_flash import POSITIONS, whole
 from tests.reference import attention64, error
 
 pytest.importorskip("tokamax")
@@ -65,32 +62,3 @@ def test_exp2_in_bfloat16_has_no_bias() -> None:
     config = ma.AttentionConfig(attention="tokamax_flash", use_base2_exp=True)
     _, lse = ma.attention(q, k, v, config=config, return_lse=True)
     assert abs(float(np.mean(np.asarray(lse, np.float64) - attention64(q, k, v).lse))) < 2e-3
-
-
-REFUSED = {
-    "dense": (call(mask=M.Dense(np.ones((256, 256), bool))), CPU),
-    "bias": (call(bias=jnp.zeros((256, 256))), TPU),
-    "float16_on_tpu": (call(dtype="float16"), TPU),
-    "not_installed": (call(), ma.Target.named("TPU v5p")),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    asked, target = REFUSED[name]
-    with pytest.raises(Unsupported) as caught:
-        ma.plan(asked, ma.AttentionConfig(attention="tokamax_flash"), target=target)
-    check_golden(f"refused/tokamax_{name}", f"{type(caught.value).__name__}\n{caught.value}")
-
-
-@pytest.mark.parametrize(("name", "target"), [("cpu", CPU), ("tpu", TPU)])
-def test_explain(name: str, target: ma.Target) -> None:
-    sizes = {"block_kv": 1024, "block_kv_compute": 512, "block_q_dq": 512, "block_kv_dq": 512}
-    config = ma.AttentionConfig(
-        attention="tokamax_flash",
-        flash_block_sizes=sizes,
-        use_base2_exp=True,
-        use_experimental_scheduler=True,
-    )
-    wan = call(32_760, n=12, h=128, mask=M.BlockSlidingWindow(1560, 7))
-    check_golden(f"explain/tokamax_{name}", ma.plan(wan, config, target=target).explain())
