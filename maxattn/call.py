@@ -215,7 +215,7 @@ def checked_fields(call: Call) -> dict[str, Any]:
     Raises:
         InputError: as `Call.of`.
     """
-    found = {name: _size(name, getattr(call, name)) for name in _FIELDS[:6]}
+    found: dict[str, Any] = {name: _size(name, getattr(call, name)) for name in _FIELDS[:6]}
     b, t, s, n, kv_heads, h = found.values()
     check_heads(n, kv_heads)
     check_dtype("dtype", call.dtype if isinstance(call.dtype, str) else repr(call.dtype))
@@ -223,10 +223,20 @@ def checked_fields(call: Call) -> dict[str, Any]:
     for name in ("return_lse", "sharded"):
         _check_choice(name, getattr(call, name), (False, True))
     scale = None if is_number(call.scale) and call.scale == 0 else call.scale
-    found |= {"scale": static_scale(scale, h), "sequence": _sequence(call.sequence)}
-    full, own = None if call.sharded else (b, t, s, n), _value_size(call.value_head_dim, h)
-    others = {"bias_dtype": _bias_dtype_of(call), "value_head_dim": own}
-    return found | others | {"mask": _form(call.mask, full), "bias": _bias_of(call.bias, full)}
+    found |= {"scale": static_scale(scale, h), "sequence": call.sequence}
+    if call.sequence is not None:
+        if not isinstance(call.sequence, tuple) or len(call.sequence) != 2:
+            rule = "it is (T, S), or None"
+            raise InputError("sequence", brief(call.sequence), rule, "leave it out")
+        found["sequence"] = tuple(_size("sequence", length) for length in call.sequence)
+    full = None if call.sharded else (b, t, s, n)
+    check_bias_dtype(bias_dtype := call.bias_dtype or call.dtype)
+    return found | {
+        "mask": _form(call.mask, full),
+        "bias": _bias_of(call.bias, full),
+        "bias_dtype": "" if call.bias is None else bias_dtype,
+        "value_head_dim": _value_size(call.value_head_dim, h),
+    }
 
 
 def _size(name: str, value: Any) -> int:
@@ -250,14 +260,6 @@ def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     if not any(type(value) is type(x) and value == x for x in known):
         rule = f"one of {', '.join(map(repr, known))}"
         raise InputError(name, brief(value), rule, f"write {known[0]!r}, or leave it out")
-
-
-def _sequence(value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise InputError("sequence", brief(value), "it is (T, S), or None", "leave it out")
-    return _size("sequence", value[0]), _size("sequence", value[1])
 
 
 def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
@@ -286,8 +288,3 @@ def _bias_of(bias: Any, full: tuple[int, ...] | None) -> tuple[int, int, int, in
         rule = f"each size must be 1 or that of [B, N, T, S], {sizes}"
         raise InputError("bias", (b, n, t, s), rule, "let an axis broadcast, or give it whole")
     return b, n, t, s
-
-
-def _bias_dtype_of(call: Call) -> str:
-    check_bias_dtype(dtype := call.bias_dtype or call.dtype)
-    return "" if call.bias is None else dtype

@@ -90,12 +90,21 @@ class Plan:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """Every transfer that the plan makes, forward and backward."""
-        call = self.padded_call
+        call, tensor = self.padded_call, ways("K", self.mesh)
         moved = (
             *self.strategy.collectives(call),
             *bias_collectives(call, self.mesh, self.strategy),
         )
-        return (*moved, *_repeat_collectives(self.call, self.strategy.local_call(call), self.mesh))
+        if self.call.kv_heads % tensor == 0:
+            return moved
+        # dK and dV are summed over the devices that hold copies of one key head.
+        local, heads = self.strategy.local_call(call), lcm(self.call.kv_heads, tensor) // tensor
+        channels = call.head_dim + call.value_dim
+        size = local.batch * local.kv_len * heads * channels * itemsize(call.dtype)
+        return (
+            *moved,
+            Collective("psum", ("tensor",), "dK,dV of repeated heads", "backward", size),
+        )
 
     @property
     def bias_axes(self) -> tuple[str, ...]:
@@ -157,14 +166,3 @@ def _renamed(key: str, value: Any) -> Any:
 def limit_keys(mask: Mask, real: int, padded: int) -> Mask:
     """Hide the keys that padding added."""
     return mask & KeyLimit(real) if padded > real else mask
-
-
-def _repeat_collectives(call: Call, local: Call, shape: MeshShape) -> tuple[Collective, ...]:
-    """Name the sum of dK and dV over devices that hold copies of one key head."""
-    tensor = ways("K", shape)
-    if call.kv_heads % tensor == 0:
-        return ()
-    heads = lcm(call.kv_heads, tensor) // tensor
-    channels = call.head_dim + call.value_dim
-    size = local.batch * local.kv_len * heads * channels * itemsize(call.dtype)
-    return (Collective("psum", ("tensor",), "dK,dV of repeated heads", "backward", size),)
