@@ -22,7 +22,7 @@ from maxattn.jax_private.cudnn import (
 from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.kernel import Fused, mapped_call
-from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
+from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
 from maxattn.target import Target
 
 
@@ -78,7 +78,7 @@ class Cudnn(Fused):
 
 def _mask(inputs: PieceInputs) -> CudnnMask:
     p, lengths = inputs.piece, inputs.lengths
-    assert not isinstance(lengths, Pairs), lengths
+    assert not isinstance(lengths, Intervals), lengths
     assert p.is_full or p.right == 0, p
     # The kernel is given a length of 1 for 0; the row's result is replaced by 0 and -inf.
     some = None if lengths is None else jnp.maximum(lengths, 1)

@@ -20,7 +20,7 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.kernel import Fused, mapped_call
-from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
+from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
 from maxattn.target import Target
 
 
@@ -98,7 +98,7 @@ def _no_mesh_resource() -> Any:
 def _lengths(inputs: PieceInputs) -> Any:
     """Return the real queries and keys of each batch row, as TransformerEngine takes them."""
     lengths, batch = inputs.lengths, inputs.q.shape[0]
-    assert not isinstance(lengths, Pairs)
+    assert not isinstance(lengths, Intervals)
     queries = jnp.full(batch, inputs.q.shape[1], jnp.int32)
     every = jnp.full(batch, inputs.k.shape[1], jnp.int32)
     # The kernel is given a length of 1 for 0; the row's result is replaced by 0 and -inf.

@@ -18,7 +18,6 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Kernel, Lines
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4.kernel import Fa4, has_kernels, lack
-from maxattn.kernels.memory_efficient import MemoryEfficient
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.jax_splash import JaxSplash
@@ -51,10 +50,7 @@ class Flash(Splash):
         if target.platform != "gpu":
             return Flash.of(call, scalar_memory.fitting(call, config, target), target)
         if has_fa4(target):
-            kernel = Fa4.build(call, config, target)
-            if call.bias is None:
-                return kernel
-            return replace(kernel, plain=MemoryEfficient.build(call, config, target))
+            return Fa4.build(call, config, target)
         return CudnnForFlash(call.scale, call.return_lse, why=_without_fa4(target))
 
     @staticmethod

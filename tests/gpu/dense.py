@@ -11,7 +11,7 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused.kernel import Fused
-from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
+from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
 from maxattn.kernels.softmax import fold_like
 
 
@@ -67,7 +67,7 @@ class DenseLibrary(Fused):
 
     def _scores(self, inputs: PieceInputs) -> Array:
         q, k, piece, lengths = inputs.q, inputs.k, inputs.piece, inputs.lengths
-        assert not isinstance(lengths, Pairs)
+        assert not isinstance(lengths, Intervals)
         row, key = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
         ok = jnp.ones((1, q.shape[1], k.shape[1]), bool)
         ok = ok if piece.left is None else ok & (key >= row - piece.left)

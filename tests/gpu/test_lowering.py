@@ -90,5 +90,5 @@ def test_tokamax_gets_each_querys_interval(name: str, length: str) -> None:
     if len(positions.intervals(np.zeros(1, np.int32))) > 1:
         pytest.skip("several intervals")
     want = wanted(inputs)
-    ok = inside(tokamax_mosaic._intervals(inputs).pairs)[..., : want.shape[2]]
+    ok = inside(tokamax_mosaic._intervals(inputs).lengths)[..., : want.shape[2]]
     assert (np.broadcast_to(ok, want.shape) == want).all()

@@ -46,8 +46,6 @@ class Fused(Kernel):
     """Whether the library hides causal pairs and lengths by itself where there is a bias."""
     takes_any_bias: ClassVar[bool] = False
     """Whether it adds a bias of any dtype; else of the dtype of q."""
-    takes_empty_rows: ClassVar[bool] = False
-    """Whether rows of an LSE of -inf, whose q and dout are 0, leave its gradients as they are."""
     scale: float
     lse_gradient: bool = False
 
@@ -106,20 +104,13 @@ class Fused(Kernel):
 
     def _backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return the float32 gradients of one rectangle, that of the LSE included."""
-        # Where all rows see a key, those without an LSE are padding.
-        all_see = inputs.lengths is None and inputs.piece.sees_all()
-        if not (all_see and self.takes_empty_rows) or self.lse_gradient:
-            rows = rectangles.without_unseen(inputs, rows, self.clear)
+        rows = rectangles.without_unseen(inputs, rows)
         dq, dk, dv, _ = self.piece_backward(inputs, rows)
         dq, dk, dv = (x.astype(jnp.float32) for x in (dq, dk, dv))
         if self.lse_gradient:
             of_lse = self._of_lse(inputs, rows)
             dq, dk = dq + of_lse[0], dk + of_lse[1]
         return Grads(dq, dk, dv)
-
-    def clear(self, dout: Array, lse: Array) -> Array:
-        """Return dout with 0 where the LSE is -inf."""
-        return rectangles.cleared(dout, lse)
 
     def _of_lse(self, inputs: PieceInputs, rows: Rows) -> tuple[Array, Array]:
         """Return the shares of (dq, dk) that come from a gradient of the LSE."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,24 +15,15 @@ from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column, merge_by_lse
 from maxattn.masks.band_pieces import Piece
 
 
-class Pairs(NamedTuple):
-    """Allow pairs by intervals of keys and by ids, for kernels that test pairs of a rectangle.
+class Intervals(NamedTuple):
+    """Allow query i of a batch row the keys `lo[b, i] <= j < hi[b, i]`."""
 
-    Query i may attend to key j where `lo[m, i] <= j < hi[m, i]` for some m, and `q_ids[b, i] ==
-    kv_ids[b, j]` and `j < limits[b]`. `tiles` are the block-sparse lists of a kernel that takes
-    them.
-    """
-
-    lo: Int[Array, "M T"] | None
-    hi: Int[Array, "M T"] | None
-    q_ids: Int[Array, "B T"] | None
-    kv_ids: Int[Array, "B S"] | None
-    tiles: Any = None
-    limits: Int[Array, " B"] | None = None
+    lo: Int[Array, "#B T"]
+    hi: Int[Array, "#B T"]
 
 
-Lengths = Int[Array, " B"] | Pairs | None
-"""Real keys of each batch row, or which pairs are allowed; None for every pair of the band."""
+Lengths = Int[Array, " B"] | Intervals | None
+"""Real keys of each batch row, or of each query; None for every pair of the band."""
 
 
 @partial(
@@ -64,33 +54,18 @@ class PieceInputs:
         """All pairs of these arrays."""
         return cls(q, k, v, lengths, Piece(0, q.shape[1], 0, k.shape[1]))
 
-    @property
-    def pairs(self) -> Pairs | None:
-        """The pairs to test, where the kernel tests any."""
-        return self.lengths if isinstance(self.lengths, Pairs) else None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every pair is allowed."""
-        return self.lengths is None and self.piece.is_full
-
-    @property
-    def has_lengths_alone(self) -> bool:
-        """Whether lengths of keys are all that forbids pairs."""
-        return self.lengths is not None and self.pairs is None and self.piece.is_full
-
     def cut(self, p: Piece) -> PieceInputs:
         """Cut a rectangle out of all pairs."""
         k, v = self.k[:, p.k0 : p.k1], self.v[:, p.k0 : p.k1]
         lengths = self.lengths
-        if lengths is not None and not isinstance(lengths, Pairs):
+        if lengths is not None and not isinstance(lengths, Intervals):
             lengths = jnp.clip(lengths - p.k0, 0, p.k1 - p.k0)
         return PieceInputs(self.q[:, p.q0 : p.q1], k, v, lengths, p)
 
     def seen(self) -> Bool[Array, "#B T"] | None:
         """Mark the queries that see a real key; None where all are known to, or the kernel does."""
         p, lengths = self.piece, self.lengths
-        if isinstance(lengths, Pairs) or (lengths is None and p.sees_all()):
+        if isinstance(lengths, Intervals) or (lengths is None and p.sees_all()):
             return None
         row = jnp.arange(p.q1 - p.q0)[None]
         first = 0 if p.left is None else jnp.maximum(0, row - p.left)
@@ -128,9 +103,7 @@ def cleared(dout: Array, lse: Array) -> Array:
     return jnp.where(column(lse == NEG_INF), 0, dout).astype(dout.dtype)
 
 
-def without_unseen(
-    inputs: PieceInputs, rows: Rows, clear: Callable[[Array, Array], Array] = cleared
-) -> Rows:
+def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
     """Give rows that see nothing, here or anywhere, a large LSE and no gradient.
 
     Their P is then exp(s - 1e30) = 0. Where every row sees a key, only rows that padding added are
@@ -139,12 +112,11 @@ def without_unseen(
     Args:
         inputs: a rectangle.
         rows: of its queries, dout in q's dtype.
-        clear: does what `cleared` does.
     """
     empty, seen, dout = rows.lse == NEG_INF, inputs.seen(), rows.dout
     if seen is not None:
         empty |= ~seen[:, None]
-        dout = clear(dout, jnp.where(empty, NEG_INF, rows.lse))
+        dout = cleared(dout, jnp.where(empty, NEG_INF, rows.lse))
     dlse = jnp.where(empty, 0.0, rows.dlse)
     return Rows(rows.out, jnp.where(empty, BIG_LSE, rows.lse), dout, dlse)
 

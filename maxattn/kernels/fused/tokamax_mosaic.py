@@ -34,7 +34,7 @@ from maxattn.kernels.base import (
     refuse_mask,
 )
 from maxattn.kernels.fused.kernel import Fused
-from maxattn.kernels.fused.rectangles import Pairs, PieceInputs
+from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
 from maxattn.kernels.fused.tokamax_fence import backward_module
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
@@ -102,8 +102,7 @@ class TokamaxMosaic(Fused):
             return super().forward(inputs)
         given = _intervals(inputs)
         out, lse = self.piece_forward(given)
-        lo, hi = _ends(given)
-        seen = lo < hi
+        seen = _seen(given)
         out = jnp.where(seen[..., None, None], out, 0).astype(given.q.dtype)
         return Result(out, jnp.where(seen[:, None], lse, NEG_INF))
 
@@ -111,8 +110,7 @@ class TokamaxMosaic(Fused):
         if not _takes_intervals(inputs):
             return super().backward(inputs, rows)
         given, dtype = _intervals(inputs), inputs.q.dtype
-        lo, hi = _ends(given)
-        seen = lo < hi
+        seen = _seen(given)
         dout = jnp.where(seen[..., None, None], rows.dout, 0).astype(dtype)
         lse = jnp.where(seen[:, None], rows.lse, NEG_INF)
         dq, dk, dv, _ = self._backward(given, Rows(rows.out.astype(dtype), lse, dout, rows.dlse))
@@ -176,20 +174,18 @@ def _intervals(inputs: Inputs) -> PieceInputs:
     lengths = terms.lengths(q.shape[0], s, kv_offset)
     if lengths is not None:
         hi = jnp.minimum(hi, lengths[:, None])
-    return PieceInputs.whole(q, k, inputs.v, Pairs(lo, hi, None, None))
+    return PieceInputs.whole(q, k, inputs.v, Intervals(lo, hi))
 
 
-def _ends(inputs: PieceInputs) -> tuple[Array, Array]:
-    """Return the first key of each query's interval, and the one after its last."""
-    pairs = inputs.pairs
-    assert pairs is not None and pairs.lo is not None and pairs.hi is not None
-    return pairs.lo, pairs.hi
+def _seen(inputs: PieceInputs) -> Array:
+    assert isinstance(inputs.lengths, Intervals)
+    return inputs.lengths.lo < inputs.lengths.hi
 
 
 def _mask(inputs: PieceInputs) -> Any:
     ranges = _tokamax("base").Mask
-    if isinstance(inputs.lengths, Pairs):
-        lo, hi = _ends(inputs)
+    if isinstance(inputs.lengths, Intervals):
+        lo, hi = inputs.lengths
         # A query without keys is shown one; what it gives is replaced.
         return ranges(k_start=lo[:, None], k_end=jnp.maximum(hi, lo + 1)[:, None])
     ends = None if inputs.lengths is None else jnp.maximum(inputs.lengths, 1)[:, None, None]
