@@ -73,8 +73,8 @@ def check(parser: Parser) -> None:
     _machine(parser)
     lengths = (
         "real keys of each example, such as 300,512, or of all, such as 300: where"
-        " mask_padding_tokens is false, advice says when much padding is attended to; of"
-        " padding that is masked nothing is said"
+        " mask_padding_tokens is false, advice names the share of padding that is attended to;"
+        " masked padding changes nothing"
     )
     add = parser.add_argument
     add("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")

@@ -78,7 +78,7 @@ class Outcome:
         ending: "compiled"; "failed" (the compiler's error); "refused" (ours); "timeout"; "crashed"
             (the child died).
         device_kind: as `Target` has it.
-        plan: what `explain` says.
+        plan: the text of `explain`.
         mesh: every axis with its size.
         named: the plan's collectives that the job runs, as plain values.
         found: those of the compiled program, as plain values.

@@ -29,7 +29,7 @@ TOPOLOGIES = {
     "TPU v7x": "tpu7x:1x1x1",
 }
 NICE = 10  # steps behind the user's own work
-LONGEST_MESSAGE = 600  # characters of what the compiler says
+LONGEST_MESSAGE = 600  # characters of an error of the compiler
 
 
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
