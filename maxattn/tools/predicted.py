@@ -61,5 +61,5 @@ def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
     ms = estimate[0] / 1e3
     return Predicted(
         Milliseconds(ms, ms),
-        "estimated by rates of products and memory, not run; maxattn tune measures it",
+        "estimated, not run; maxattn tune measures it",
     )
