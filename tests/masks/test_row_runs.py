@@ -11,6 +11,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.context_parallel.ring.zigzag import ChunkLayout
+from maxattn.errors import Unsupported
 from maxattn.masks import blocks, row_runs
 from tests.fuzz.mask_trees import Sizes, draw_tree
 from tests.masks.definitions import calls
@@ -107,10 +108,13 @@ def test_plans_of_ten_million_tokens_take_few_steps(
             assert rows < LONG / 20 and steps < LONG / 10, (kind, strategy, rows, steps)
 
 
-def test_lists_of_more_tiles_than_the_bound_are_not_made() -> None:
+def test_lists_of_more_tiles_than_the_bound_are_refused() -> None:
     target = ma.Target.named("NVIDIA H200", PACKAGES)
-    for length, lists in ((131_072, True), (2_097_152, False)):
+
+    def planned(length: int) -> ma.Plan:
         call = ma.Call(1, length, length, 8, 8, 64, "bfloat16", mask=M.BlockCausal(1560))
-        plan = ma.plan(call, ma.AttentionConfig(attention="flash"), None, target)
-        assert plan.to_dict()["kernel.lists"] is lists
-        assert any("block-sparse lists are of up to" in note for note in plan.notes) is not lists
+        return ma.plan(call, ma.AttentionConfig(attention="flash"), None, target)
+
+    assert planned(131_072).kernel.name == "flash"
+    with pytest.raises(Unsupported, match="block-sparse lists have up to 134217728 tiles"):
+        planned(2_097_152)
