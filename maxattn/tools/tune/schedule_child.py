@@ -83,7 +83,7 @@ def _compiled(job: KernelJob) -> Any:
 def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return what runs the kernel, and the shapes and dtypes of its operands."""
     from maxattn.block_sizes.estimated.step_cost import Evaluates
-    from maxattn.kernels.splash.calls import Problem, Stats
+    from maxattn.kernels.splash.calls import SplashProblem, Stats
     from maxattn.masks import Full, LocalWindow
     from maxattn.masks.terms import SplitMask, split_mask
 
@@ -97,7 +97,7 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def run(*operands: Any) -> Any:
         q, k, v, *stats = operands
-        problem = Problem(
+        problem = SplashProblem(
             q, k, v, parts, 0, 0, _library(job), rows_at_once=job.kernel == "tpu_flash"
         )
         if job.kind == "fwd":
