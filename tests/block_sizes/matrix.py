@@ -1,4 +1,4 @@
-"""The compile matrix: every chip, kernel and model at full length, with the presets that ship."""
+"""The compile matrix: every chip, kernel and model at full length, where a config sets no size."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import Any, NamedTuple
 
 from tests.block_sizes.compiler import TOPOLOGIES, Compiler
 
-# The overrides that name each kernel, on top of a preset.
+# The overrides that name each kernel.
 KERNELS = {
     "flash fused": ("flash", ["flash_block_sizes.use_fused_bwd_kernel=true"]),
     "flash separate": ("flash", ["flash_block_sizes.use_fused_bwd_kernel=false"]),
     "tokamax_flash": ("tokamax_flash", []),
     "tpu_flash": ("tpu_flash", []),
 }
-NO_PRESET = ("tpu_flash",)  # its tiles are its own: those of a preset are for other kernels
 FOUR_CHIPS = {"context": 4}
 
 
 class Shape(NamedTuple):
-    """Hold one row of the matrix: a preset, and the call that it is for."""
+    """The lengths, heads and mask of a call."""
 
-    preset: str
     q_len: int
     kv_len: int
     heads: int
@@ -32,20 +30,20 @@ class Shape(NamedTuple):
 # Texts are padded to their longest prompt, so cross-attention hides padding; 257 + 512 are image
 # and text tokens.
 SHAPES = {
-    "Wan 1.3B 480p": Shape("wan_480p", 32_760, 32_760, 12, 128),
-    "Wan 1.3B 720p": Shape("wan_720p", 75_600, 75_600, 12, 128),
-    "Wan 14B 480p": Shape("wan_480p", 32_760, 32_760, 40, 128),
-    "Wan 14B 720p": Shape("wan_720p", 75_600, 75_600, 40, 128),
-    "Wan 14B 720p, an eighth of it": Shape("wan_720p_context_8", 9450, 9450, 40, 128),
-    "Wan cross 512, 480p": Shape("wan_480p", 32_760, 512, 12, 128, "padding"),
-    "Wan cross 512, 720p": Shape("wan_720p", 75_600, 512, 40, 128, "padding"),
-    "Wan cross 257+512, 480p": Shape("wan_480p", 32_760, 769, 40, 128, "padding"),
-    "Wan cross 257+512, 720p": Shape("wan_720p", 75_600, 769, 40, 128, "padding"),
-    "SDXL 64x64": Shape("sdxl", 4096, 4096, 10, 64),
-    "SDXL 32x32": Shape("sdxl", 1024, 1024, 20, 64),
-    "SDXL cross 77": Shape("sdxl", 4096, 77, 10, 64, "padding"),
-    "Flux 1024x1024": Shape("flux", 4608, 4608, 24, 128),
-    "block window 1560 x 7": Shape("wan_480p", 32_760, 32_760, 12, 128, "blocks"),
+    "Wan 1.3B 480p": Shape(32_760, 32_760, 12, 128),
+    "Wan 1.3B 720p": Shape(75_600, 75_600, 12, 128),
+    "Wan 14B 480p": Shape(32_760, 32_760, 40, 128),
+    "Wan 14B 720p": Shape(75_600, 75_600, 40, 128),
+    "Wan 14B 720p, an eighth of it": Shape(9450, 9450, 40, 128),
+    "Wan cross 512, 480p": Shape(32_760, 512, 12, 128, "padding"),
+    "Wan cross 512, 720p": Shape(75_600, 512, 40, 128, "padding"),
+    "Wan cross 257+512, 480p": Shape(32_760, 769, 40, 128, "padding"),
+    "Wan cross 257+512, 720p": Shape(75_600, 769, 40, 128, "padding"),
+    "SDXL 64x64": Shape(4096, 4096, 10, 64),
+    "SDXL 32x32": Shape(1024, 1024, 20, 64),
+    "SDXL cross 77": Shape(4096, 77, 10, 64, "padding"),
+    "Flux 1024x1024": Shape(4608, 4608, 24, 128),
+    "block window 1560 x 7": Shape(32_760, 32_760, 12, 128, "blocks"),
 }
 
 
@@ -66,7 +64,7 @@ def cross_cases(
     """Yield (name, case) of training with 4,096 queries and texts of many lengths."""
     name, settings = KERNELS[kernel]
     for length in lengths:
-        shape = Shape("sdxl", 4096, length, 10, 64, "padding")
+        shape = Shape(4096, length, 10, 64, "padding")
         case = _case(kind, TOPOLOGIES[kind], name, settings, shape, True)
         yield f"{kind}, {kernel}, {length} keys", case
 
@@ -76,15 +74,10 @@ def _case(
 ) -> dict[str, Any]:
     overrides = [f"attention={kernel}", f"cross_attention={kernel}", *settings]
     role = "self" if shape.q_len == shape.kv_len else "cross"
-    case: dict[str, Any] = {
+    return {
         "topology": topology, "kind": kind, "kernel": kernel, "batch": 1, "dtype": "bfloat16",
         **shape._asdict(), "role": role, "training": training, "config": overrides,
     }  # fmt: skip
-    if kernel in NO_PRESET:
-        del case["preset"]
-    else:
-        case["preset"] = f"configs/block_sizes/{kind.removeprefix('TPU ')}_{shape.preset}.yml"
-    return case
 
 
 def judge(compiler: Compiler, case: dict[str, Any], seconds: float = 600) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import maxattn as ma
 from maxattn.block_sizes import DKV, FORWARD, BlockSizes, Change, adjust, facts_of, log_lines
 from maxattn.block_sizes.vmem import fits, vmem_bytes
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 from tests.block_sizes.asks import CPU, CROSS_LENGTHS, V5P, call, uniform
+from tests.block_sizes.presets_of_others import PRESETS, changes_of
 from tests.golden_text import check_golden
 
 
@@ -161,3 +164,28 @@ def test_log_lines(name):
     asked, what, kernel, training = GOLDEN[name]
     sizes, changes = adjust(asked, what, kernel, V5P, training)
     check_golden(f"block_sizes/{name}", f"{log_lines(what.role, changes)}\n\nruns with {sizes}")
+
+
+def published() -> list[list[str]]:
+    """Read the page's rows: preset, file, kernel, chip, pass, two verdicts, maxattn's changes."""
+    page = Path(__file__).parents[2] / "docs" / "measured" / "tpu_block_sizes.md"
+    rows = (line.strip("|").split("|") for line in page.read_text().splitlines())
+    return [cells for row in rows if (cells := [x.strip() for x in row])[0] in PRESETS]
+
+
+def test_what_others_publish_and_the_compiler_takes_is_not_changed():
+    rows = [row for row in published() if len(row) == 8]
+    assert {row[0] for row in rows} == set(PRESETS)
+    for name, _, _, chip, phase, verdict, _, changes in rows:
+        assert changes == changes_of(name, f"TPU {chip}", phase == "training")
+        assert (changes == "none") == (verdict == "compiles")
+
+
+def test_padding_above_a_tenth_is_a_note_in_the_plan():
+    """Shards of 576 tokens, Flux over eight devices, are no multiple of 128."""
+    asked = {"block_q": 640, "block_kv": 640}
+    config = ma.AttentionConfig(attention="ring", flash_block_sizes=asked)
+    plan = ma.plan(ma.Call(1, 4608, 4608, 24, 24, 128, "bfloat16"), config, {"context": 8}, V5P)
+    pads = "640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less"
+    notes = tuple(note for note in plan.notes if "pads" in note)
+    assert notes == (f"block_q: {pads}", f"block_kv: {pads}")

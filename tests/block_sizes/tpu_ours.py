@@ -25,8 +25,8 @@ def problem(
 
     Args:
         case: kind, kernel, batch, q_len, kv_len, heads, head_dim, dtype, role, mask, training; and
-            sizes (as `BlockSizes.given()`: run exactly these), or preset and config (a file and
-            overrides: what a plan makes of them).
+            sizes (as `BlockSizes.given()`: run exactly these), or config (overrides: what a plan
+            makes of them).
         spec: makes an operand of a shape, dtype and axes.
         mesh: the mesh of the case.
     """
@@ -55,10 +55,7 @@ def decide(case: dict, b: int, t: int, s: int, n: int, h: int) -> Plan:
     mask = mask_of(case["mask"], lengths).bind(t, s, b, n).form()
     call = Call(b, t, s, n, n, h, case["dtype"], mask, role=case["role"])
     both = [f"attention={case['kernel']}", f"cross_attention={case['kernel']}"]
-    overrides = case.get("config") or both
-    config = AttentionConfig.from_overrides(overrides)
-    if "preset" in case:
-        config = AttentionConfig.from_yaml(case["preset"], overrides)
+    config = AttentionConfig.from_overrides(case.get("config") or both)
     target = Target.named(case["kind"], (("tokamax", "0.0.17"),))
     decided = plan(call, config, case.get("mesh"), target)
     if "sizes" not in case:
