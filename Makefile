@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: demo demo-stream docs check test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile test-cuda-compile fuzz lint clean help
+.PHONY: demo demo-stream docs check test test-all test-newest test-diffusers test-gpu test-tpu-compile test-fa4-compile test-cuda-compile fuzz lint release clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -112,11 +112,22 @@ $(DOCS_READY): pyproject.toml
 docs: $(DOCS_READY)  ## the pages as a site, with the API and notebooks that run: docs/_build/html/index.html
 	.venv-docs/bin/python -m sphinx -W --keep-going -n -b html docs docs/_build/html $(ARGS)
 
+# tests/test_package.py reads the files that MAXATTN_DIST holds, and builds its own where it is unset.
+release: $(READY)  ## from a clean checkout: sdist, and from it the wheel, in dist/; both checked, and README's first screen run by the wheel alone
+	@test -z "$$(git status --porcelain)" || { git status --short; echo "make release: these files are not committed: commit or remove them"; exit 1; }
+	rm -rf dist build
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	.venv-release/bin/python -m build --outdir dist .
+	.venv-release/bin/python -m twine check --strict dist/*
+	MAXATTN_DIST=$(CURDIR)/dist $(BIN)/python -m pytest -n 0 -m "" tests/test_package.py $(ARGS)
+	@echo "Nothing was uploaded. Tag this commit v$$($(BIN)/python -m maxattn --version | sed 's/.* //'), then: twine upload" dist/*
+
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-newest .venv-fa4 .venv-cuda docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-newest .venv-fa4 .venv-cuda .venv-release docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
