@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes, adjust
-from maxattn.block_sizes.estimated.choose import Costs, seconds_of, tiles_of
-from maxattn.block_sizes.estimated.defaults import in_ms
+from maxattn.block_sizes.estimated.choose import in_ms, seconds_of, tiles_of
 from maxattn.block_sizes.estimated.grids import evaluates
-from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
+from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.estimated.table import shipped_costs
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes

@@ -16,7 +16,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import devices
-from maxattn.block_sizes.chips import CHIPS
+from maxattn.block_sizes.sizes import CHIPS
 from maxattn.config import target_names
 from maxattn.devices import DEVICES, GIB, device_of, families, machine_of, memory_of
 from maxattn.jax_private import versions

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from maxattn.block_sizes.estimated.defaults import EstimatedSizes, estimated_sizes, in_ms
+from maxattn.block_sizes.estimated.choose import EstimatedSizes, estimated_sizes, in_ms
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.devices import DEVICES

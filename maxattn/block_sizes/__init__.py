@@ -1,7 +1,6 @@
 """Block sizes of the TPU flash kernels: rules as data, an adjuster, and what a size costs."""
 
 from maxattn.block_sizes.adjust import adjust, is_legal, log_lines
-from maxattn.block_sizes.hbm import fused_partials_bytes
 from maxattn.block_sizes.padding import (
     Padding,
     nearest_with_less_padding,
@@ -11,7 +10,16 @@ from maxattn.block_sizes.padding import (
 )
 from maxattn.block_sizes.recommend import Recommendation, recommend, recommend_table
 from maxattn.block_sizes.rules import RULES, Rule
-from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, Change, Facts, facts_of
+from maxattn.block_sizes.sizes import (
+    DKV,
+    DQ,
+    FORWARD,
+    BlockSizes,
+    Change,
+    Facts,
+    facts_of,
+    fused_partials_bytes,
+)
 from maxattn.block_sizes.vmem import vmem_bytes
 
 __all__ = [

@@ -14,27 +14,24 @@ from maxattn.call import Call, Role
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
-# Tokens, where nothing was asked: fits VMEM on every chip, in float32 and at head dim 256.
-DEFAULT = 512
+DEFAULT = 512  # tokens: fits VMEM on every chip, in float32 and at head dim 256
 LONGEST_COMMON = 4096  # a common multiple of two asked sizes beyond this is no block
-# far more than any request needs; a rule that undoes another would show as a request left illegal
-ROUNDS = 100
+ROUNDS = 100  # far more than any request needs; two rules that undo each other would not end
 
 
 def adjust(
     asked: FlashBlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
-    """Return sizes that the kernel compiles with, and each change that this took.
+    """Return sizes that the kernel compiles with, and every change of what was asked for.
 
-    A legal request is never changed. Keys that were not set are filled in, which is no change: 512,
-    or what the sizes that were set ask for. In inference the backward sizes are dropped, which is
-    no change either.
+    A legal request is never changed. Keys that were not set are filled in, from those that were or
+    with 512, and inference drops the backward sizes: neither counts as a change.
 
     Args:
         asked: the config's sizes; any positive ints.
-        call: the local call: T and S of what one device holds, H, dtype, role.
+        call: the local call: T and S of one device, H, dtype, role.
         kernel: its name; `tpu_flash` has tiles of its own.
-        target: the machine; its VMEM limits the tiles where it is a TPU.
+        target: the machine; the VMEM of a TPU limits the tiles.
         training: whether the backward kernels must run too.
     """
     if kernel == "tpu_flash":
@@ -63,7 +60,7 @@ def adjust(
 
 
 def is_legal(sizes: BlockSizes, facts: Facts) -> bool:
-    """Return whether every rule is kept."""
+    """Check whether sizes keep every rule."""
     return _first_mend(sizes, facts) is None
 
 
@@ -92,14 +89,14 @@ def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
 
 
 def _common(a: int | None, b: int | None) -> int | None:
-    """Return a size that both asked sizes divide, or the longer where that is no block."""
+    """Return a size that both asked sizes divide, or the longer one if that is too long."""
     if a is None or b is None:
         return a or b
     return both if (both := lcm(a, b)) <= max(LONGEST_COMMON, a, b) else max(a, b)
 
 
 def log_lines(role: Role, changes: Iterable[Change]) -> str:
-    """Write the changes as one log record, a line each; a reason is not repeated."""
+    """Write the changes as one log record, a line each, and a repeated reason once."""
     lines, last = [f"Modified block sizes for {role}-attention:"], ""
     for change in changes:
         lines.append(f"  {change}" + (f" ({change.reason})" if change.reason != last else ""))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from maxattn.block_sizes.sizes import LANES, BlockSizes, round_up
 from maxattn.call import Call
 
-MUCH = 0.10  # padding beyond this share of the tokens is worth a note in the plan
+MUCH = 0.10  # a plan notes padding beyond this share of the tokens
 
 
 class Padding(NamedTuple):
@@ -18,14 +18,11 @@ class Padding(NamedTuple):
 
 
 def padding(length: int, block: int) -> Padding:
-    """Compute what a block size pads.
+    """Return ceil(length / block) * block, and (padded - length) / length.
 
     Args:
         length: real tokens, at least 1.
-        block: tokens per block, at least 1.
-
-    Returns:
-        The padded length ceil(length / block) * block, and (padded - length) / length.
+        block: tokens in a block, at least 1.
     """
     padded = round_up(length, block)
     return Padding(padded, (padded - length) / length)
@@ -34,15 +31,14 @@ def padding(length: int, block: int) -> Padding:
 def nearest_with_less_padding(
     length: int, block: int, step: int = LANES, most: int | None = None, count: int = 3
 ) -> tuple[int, ...]:
-    """Find the block sizes nearest to one that pad less than it does, nearest first.
+    """Find the block sizes that pad less than a given one, nearest first.
 
     Args:
         length: real tokens.
-        block: the size to better, in tokens.
-        step: what sizes must be a multiple of, in tokens; 128 for KV blocks, and for Q blocks in
-            training.
-        most: the longest size to offer; default twice `block`, and one step at least.
-        count: how many to offer, at most.
+        block: the given size, in tokens.
+        step: sizes are multiples of it: 128 for KV blocks, and for Q blocks in training.
+        most: the longest size; default twice `block`, and at least one step.
+        count: how many to return, at most.
     """
     now = padding(length, block).padded
     last = min(most or max(2 * block, step), round_up(length, step))
@@ -51,13 +47,7 @@ def nearest_with_less_padding(
 
 
 def padding_text(length: int, block: int, step: int = LANES) -> str:
-    """Write what a block size pads, and which sizes near it pad less.
-
-    Args:
-        length: real tokens.
-        block: tokens per block.
-        step: what the sizes offered are a multiple of.
-    """
+    """Write how much a block size pads, and which multiples of `step` near it pad less."""
     padded, share = padding(length, block)
     if padded == length:
         return f"{block:,} pads nothing of {length:,} tokens"
@@ -75,10 +65,10 @@ def percent(share: float) -> str:
 
 
 def padding_notes(local: Call, sizes: BlockSizes | None) -> tuple[str, ...]:
-    """Return a note for each of block_q and block_kv that pads self-attention by more than 10%.
+    """Write a note for each of block_q and block_kv that pads self-attention by more than 10%.
 
     Args:
-        local: what one device computes.
+        local: the call of one device.
         sizes: the sizes it runs with; None for a kernel without any.
     """
     if sizes is None or local.role == "cross":

@@ -1,6 +1,6 @@
-"""The rules of block sizes, as data: what must be true, what mends it, and why.
+"""The rules of block sizes as data: what must be true, what mends it, and why.
 
-`adjust` applies them from the top until all are true; the documentation prints them.
+`adjust` applies them from the top until all are true. The documentation prints them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from maxattn.block_sizes import fit
+from maxattn.block_sizes import vmem
 from maxattn.block_sizes.sizes import (
     DKV,
     DQ,
@@ -33,10 +33,10 @@ class Rule:
     Args:
         name: a few words.
         keys: the sizes it governs.
-        when: in words, the calls it governs: "always", or beginning with "inference" or "training".
-        needs: in words, what must be true.
+        when: the calls it governs, in words: "always", or beginning with "inference" or "training".
+        needs: what must be true, in words.
         why: the reason, in one sentence.
-        mend: from sizes to the keys to change, and their values; empty where the rule is kept.
+        mend: returns the keys to change and their values; none if the rule is kept.
         reason: the reason of a change, for a log line.
     """
 
@@ -49,17 +49,17 @@ class Rule:
     reason: Callable[[Facts], str]
 
     def applies(self, facts: Facts) -> bool:
-        """Whether the rule is of this pass; what else `when` names, `mend` tests."""
+        """Check whether the rule governs this pass; `mend` tests the rest of `when`."""
         return not self.when.startswith("inference" if facts.training else "training")
 
 
 def fused_is_forced(facts: Facts) -> bool:
-    """Whether the kernel has no backward but the fused one."""
+    """Check whether the kernel has no backward but the fused one."""
     return facts.training and facts.kernel == "tokamax_flash"
 
 
 def _set(sizes: BlockSizes, keys: tuple[str, ...], value: Callable[[int], Any]) -> dict[str, Any]:
-    """Apply `value` to the keys that are set, and keep what differs."""
+    """Apply `value` to the keys that are set; return what changes."""
     found = {key: (old, value(old)) for key in keys if (old := getattr(sizes, key)) is not None}
     return {key: new for key, (old, new) in found.items() if new != old}
 
@@ -75,7 +75,7 @@ def _one_q(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
 
 
 def _divides(part: str, whole: str, when: str, why: str) -> Rule:
-    """Let `part` divide `whole`, by the nearest size that does; of two as near, the longer."""
+    """Make `part` divide `whole`, by the nearest size that does, the longer of two as near."""
 
     def mend(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
         small, large = getattr(sizes, part), getattr(sizes, whole)
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
     _divides("block_kv_dkv_compute", "block_kv_dkv", "training", _EQUAL_PARTS),
     _divides("block_q_dq", "block_q", _SEPARATE, _BOTH_BLOCKS),
     _divides("block_kv_dq", "block_kv", _SEPARATE, _BOTH_BLOCKS),
-    _fits("forward", FORWARD, "on a TPU", fit.forward),
-    _fits("dkv", DKV, "training on a TPU", fit.dkv),
-    _fits("dq", DQ, "training on a TPU with the separate backward", fit.dq),
+    _fits("forward", FORWARD, "on a TPU", vmem.fit_forward),
+    _fits("dkv", DKV, "training on a TPU", vmem.fit_dkv),
+    _fits("dq", DQ, "training on a TPU with the separate backward", vmem.fit_dq),
 )

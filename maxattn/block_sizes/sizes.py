@@ -1,13 +1,14 @@
-"""The values that block sizes are made of: the sizes, a change, and what the rules look at."""
+"""The values that block sizes are made of: sizes, a change of one, and what the rules look at."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from maxattn.block_sizes.chips import Chip, chip_of
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes, numbers
+from maxattn.devices import DEVICES, memory_of
 from maxattn.target import Target
 
 KernelKind = Literal["flash", "tokamax_flash", "tpu_flash"]
@@ -84,9 +85,60 @@ class Change:
         return f"{self.key}: {self.asked} → {used}"
 
 
+# ---- the TPUs whose VMEM is known ---------------------------------------------------------------
+
+Family = Literal["v4", "v5p", "v6e", "v7x"]
+
+
+class Chip(NamedTuple):
+    """The facts of a TPU that limit block sizes.
+
+    Args:
+        name: jax's name of the device kind.
+        limit: bytes of VMEM that the compiler gives one kernel unless told otherwise.
+        family: whose constants in `vmem.py` it has: the compiler keeps more of the scores in
+            registers on v5e, v6e and v7x than on v4 and v5p.
+    """
+
+    name: str
+    limit: int
+    family: Family
+
+
+# The compiler of v5e keeps scores as that of v6e does.
+_FAMILIES: dict[str, Family] = {
+    "tpu-v4": "v4",
+    "tpu-v5e": "v6e",
+    "tpu-v5p": "v5p",
+    "tpu-v6e": "v6e",
+    "tpu-v7x": "v7x",
+}
+CHIPS = {
+    kind: Chip(kind, device.vmem, _FAMILIES[device.family.name])
+    for kind, device in DEVICES.items()
+    if device.platform == "tpu"
+}
+LIMIT_FLAG = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
+
+
+def chip_of(target: Target) -> Chip | None:
+    """Return the target's TPU with the limit that LIBTPU_INIT_ARGS sets, else the compiler's.
+
+    An unknown TPU counts as the one with the least VMEM. Without a TPU: None.
+    """
+    if target.platform != "tpu":
+        return None
+    chip = CHIPS.get(target.device_kind) or min(CHIPS.values(), key=lambda chip: chip.limit)
+    asked = LIMIT_FLAG.findall(dict(target.env).get("LIBTPU_INIT_ARGS", ""))
+    return chip._replace(limit=int(asked[-1]) * 1024) if asked else chip
+
+
+# ---- what the rules look at ---------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What the rules look at beside the sizes.
+    """The facts of a call that the rules need beside the sizes.
 
     Args:
         q_len, kv_len: local tokens, T and S, before padding.
@@ -126,7 +178,7 @@ class Facts:
 
 
 def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
-    """Gather what the rules look at."""
+    """Gather the facts of a call."""
     return Facts(
         call.q_len,
         call.kv_len,
@@ -153,3 +205,38 @@ def round_near(length: int, step: int) -> int:
 def divisors(length: int, step: int) -> list[int]:
     """Return the multiples of `step` that divide `length`, itself a multiple, in rising order."""
     return [n * step for n in numbers.divisors(length // step, most=length)]
+
+
+# ---- memory outside the kernel ------------------------------------------------------------------
+
+MOST_PARTS = 0.1
+"""The share of HBM that the parts of dQ may take when nobody asked for the fused backward."""
+FEW_PARTS = 4  # tokamax keeps up to so many in the queries' dtype, and more in float32
+
+
+def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "flash") -> int:
+    """Count the bytes of HBM that the parts of dQ take, which the fused backward writes.
+
+    Each KV block writes its own part, and the parts are summed afterwards: a longer `block_kv_dkv`
+    needs less memory. They have ceil(S / block_kv_dkv) * B * N * T * H elements of the queries'
+    dtype, and in tokamax of float32 if there are more than four. The separate backward writes none.
+
+    Args:
+        call: the local call.
+        sizes: the sizes it runs with.
+        kernel: its name; `tpu_flash` adds to one array, and has no parts.
+    """
+    if kernel == "tpu_flash" or not sizes.use_fused_bwd_kernel:
+        return 0
+    if sizes.block_kv_dkv is None or sizes.block_q_dkv is None:
+        return 0
+    parts = -(-call.kv_len // sizes.block_kv_dkv)
+    elements = call.batch * call.heads * round_up(call.q_len, sizes.block_q_dkv) * call.head_dim
+    is_wide = kernel == "tokamax_flash" and parts > FEW_PARTS
+    return parts * elements * ITEMSIZE["float32" if is_wide else call.dtype]
+
+
+def are_parts_small(call: Call, sizes: BlockSizes, kernel: KernelKind, device_kind: str) -> bool:
+    """Check whether the parts of dQ take at most a tenth of a device's memory."""
+    most = MOST_PARTS * (memory_of(device_kind) or float("inf"))
+    return fused_partials_bytes(call, sizes, kernel) <= most

@@ -1,11 +1,10 @@
-"""Tiles of `tpu_flash`, from what was asked for, from the lengths, and from the VMEM they take."""
+"""Tiles of `tpu_flash`: the sizes that were asked for, or usual ones, as far as they fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxattn.block_sizes.chips import Family
 from maxattn.block_sizes.estimated.step_cost import Kind
 from maxattn.block_sizes.sizes import (
     DKV,
@@ -17,6 +16,7 @@ from maxattn.block_sizes.sizes import (
     BlockSizes,
     Change,
     Facts,
+    Family,
     facts_of,
     round_near,
     round_up,
@@ -35,8 +35,8 @@ ROWS = 2 * SUBLANES * FLOAT  # bytes of one token's value in a row that is there
 def forward_bytes(tile: Tile, facts: Facts) -> float:
     """Bound the bytes of VMEM that the forward takes.
 
-    Operands and results are there twice, since one is fetched or written while the other is used;
-    sums are there once. Scores and weights of the keys computed at once spill.
+    Operands and results have two buffers each: one is fetched or written while the other is used.
+    Sums have one. Scores and weights of the keys computed at once spill.
     """
     q, kv, compute = tile
     head = round_up(facts.head_dim, LANES)
@@ -58,15 +58,14 @@ def backward_bytes(tile: Tile, facts: Facts) -> float:
 
 
 class Pass(NamedTuple):
-    """What the tiles of one kernel follow.
+    """The limits and the usual tiles of one kernel.
 
     Args:
         keys: of the config.
-        usual: where nothing was asked, by family: the fastest by the compiler's schedule among
-            those that fit.
-        usual_float32: the same in float32, whose whole products are six of bfloat16 each.
-        pairs: of a tile at most, by bytes of an element: the code goes through a tile without a
-            loop, and larger ones take minutes to compile.
+        usual: the fastest tiles that fit, by family and the compiler's schedule.
+        usual_float32: the same in float32, whose products are six of bfloat16 each.
+        pairs: the most pairs of a tile, by bytes of an element: its code has no loop, and larger
+            tiles take minutes to compile.
         vmem: bounds the bytes of VMEM that a tile takes.
     """
 
@@ -77,7 +76,7 @@ class Pass(NamedTuple):
     vmem: Callable[[Tile, Facts], float]
 
     def fits(self, tile: Tile, facts: Facts) -> bool:
-        """Tell whether a tile has no more pairs than it may, and fits VMEM."""
+        """Check whether a tile has few enough pairs and fits VMEM."""
         in_vmem = facts.chip is None or self.vmem(tile, facts) <= facts.chip.limit
         return in_vmem and tile[0] * tile[1] <= self.pairs[facts.itemsize]
 
@@ -112,13 +111,7 @@ PASSES: dict[Kind, Pass] = {"fwd": FORWARD_PASS, "fused": BACKWARD_PASS}
 def sizes_of(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
-    """Return tiles of both kernels that compile, and how they differ from what was asked for.
-
-    Args:
-        asked: the config's sizes.
-        call: the local call.
-        target: the machine, whose VMEM limits the tiles.
-    """
+    """Return tiles of both kernels that compile, and how they differ from what was asked for."""
     forward, changes = forward_tile(asked, call, target)
     backward, more = backward_tile(asked, call, target)
     unused = []
@@ -152,10 +145,10 @@ def backward_tile(
 def _tile(
     kind: Pass, wanted: tuple[int | None, ...], asked: FlashBlockSizes, facts: Facts
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return a tile that fits, and the changes.
+    """Return a tile that fits, and its changes.
 
-    Lengths that are left open are divided evenly, so that little is padding. Keys computed at once
-    need not divide a block: its last ones may be fewer.
+    A length is divided evenly if no size was asked for, so that little is padding. The keys
+    computed at once need not divide a block: its last ones may be fewer.
     """
 
     def rounded(size: int | None, most: int) -> int | None:

@@ -1,4 +1,4 @@
-"""How much VMEM a Pallas kernel of splash attention takes, and the longest Q that fits.
+"""How much VMEM a Pallas kernel of splash attention takes, and the largest tiles that fit.
 
     bytes = windows + spill
     windows: every operand's and result's tile twice (one is fetched or written while the other is
@@ -13,10 +13,25 @@ constants a to d are fitted from above to what the TPU compiler says a kernel ne
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from math import log2
+from typing import Any, Literal, NamedTuple
 
-from maxattn.block_sizes.chips import CHIPS, Family
-from maxattn.block_sizes.sizes import FLOAT, LANES, SUBLANES, Facts, round_up
+from maxattn.block_sizes.padding import padding
+from maxattn.block_sizes.sizes import (
+    CHIPS,
+    DKV,
+    DQ,
+    FLOAT,
+    FORWARD,
+    LANES,
+    SUBLANES,
+    BlockSizes,
+    Facts,
+    Family,
+    divisors,
+    round_up,
+)
 
 Part = Literal["forward", "dkv", "fused", "dq"]
 ROW = FLOAT * LANES  # bytes of one token's statistics, spread over the lanes
@@ -72,19 +87,16 @@ SPILL |= {
 }
 SPILL["v7x", "forward", 4] = Spill(0.45, 1.15, 0.0, 1.92)
 SPILL["v7x", "fused", 4] = Spill(1.5, 0.0, 0.0, 15.0)
-# The share of the fetched scores where all keys are one block: without a loop over blocks, v7x
-# keeps more of them.
+# The share of the fetched scores if all keys are one block: v7x keeps more without a loop.
 ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
-# What a test of the mask that divides positions adds to the share of the fetched scores, where it
-# was seen to.
+# What a mask test that divides positions adds to the share of the fetched scores.
 DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3}
 RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
 RAGGED_FLOAT = 1.3  # the same below 128 in float32: 1.28 was seen (v6e, head dim 40)
 
-
-# Tiles (q, kv, kv_compute) of JAX's kernels in bfloat16 at head dim 128 that the formula refuses
-# and the compiler takes (`docs/measured/tpu_block_sizes.md`): compiled one by one, with operands
-# that lie in HBM: short ones the compiler keeps in VMEM. A shorter Q block needs less.
+# Tiles (q, kv, kv_compute) that the formula refuses and the compiler takes, for JAX's kernels in
+# bfloat16 at head dim 128 (`docs/measured/tpu_block_sizes.md`). Each was compiled with operands in
+# HBM, since the compiler keeps short ones in VMEM. A shorter Q block needs less.
 PROVEN_HEAD_DIM = 128
 PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
     ("TPU v6e", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024)),
@@ -96,10 +108,7 @@ PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
 def windows(part: Part, facts: Facts, looped: bool) -> tuple[int, int]:
     """Count the bytes per query token and per key token of operands, statistics and results.
 
-    Args:
-        part: the kernel.
-        facts: head dim, dtype and which library.
-        looped: whether the kernel computes its fetched tile in several steps.
+    `looped`: whether the kernel computes its fetched tile in several steps.
     """
     head = round_up(facts.head_dim, LANES)
     # An operand in two buffers; a float32 accumulator.
@@ -118,25 +127,18 @@ def windows(part: Part, facts: Facts, looped: bool) -> tuple[int, int]:
 
 
 def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Family) -> float:
-    """Bound the bytes of VMEM that a kernel takes.
-
-    Args:
-        part: the kernel.
-        tiles: q, kv and kv_compute, in tokens.
-        facts: head dim, dtype and which library.
-        family: the chip's.
-    """
+    """Bound the bytes of VMEM that a kernel takes with tiles (q, kv, kv_compute)."""
     query, key = _linear(part, tiles[1], tiles[2], facts, family)
     return tiles[0] * query + tiles[1] * key
 
 
 def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
-    """Return whether a kernel's tiles fit the chip, by the formula or as compiled before."""
+    """Check whether tiles fit the chip, by the formula or because they compiled (`PROVEN`)."""
     return facts.chip is None or tiles[0] <= longest_q(part, tiles[1], tiles[2], facts)
 
 
 def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
-    """Return the longest Q block that fits beside the KV blocks; 0 or less where none does."""
+    """Return the longest Q block that fits beside the KV blocks; 0 or less if none does."""
     chip = facts.chip
     assert chip is not None
     query, key = _linear(part, kv, compute, facts, chip.family)
@@ -151,7 +153,7 @@ def longest_q(part: Part, kv: int, compute: int, facts: Facts) -> int:
 
 
 def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> tuple[float, float]:
-    """Return bytes per query token, the scores' spill among them, and per key token."""
+    """Return the bytes per query token, with the spill of the scores, and per key token."""
     key: tuple[Family, Part, int] = (family, part, facts.itemsize)
     of_query, of_key = windows(part, facts, compute < kv)
     spill = SPILL[key]
@@ -163,3 +165,75 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
     fetched += DIVIDING.get(key, 0.0) if facts.divides else 0.0
     query = spill.compute * compute + fetched * kv + spill.query * facts.head_dim
     return of_query + FLOAT * share * query, of_key + FLOAT * share * spill.key * facts.head_dim
+
+
+# ---- tiles that fit ------------------------------------------------------------------------------
+
+Tiles = tuple[int, int, int]  # q, kv, kv_compute
+PADDING_WEIGHT = 8.0  # a size that pads 10% more costs as much as one that is half as long
+
+
+def fit_forward(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
+    """Return the forward sizes that fit, if the given ones do not."""
+    now = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
+    best = _shrunk(now, "forward", facts, range(LANES, now[1] + 1, LANES), None)
+    return _changed(sizes, FORWARD, best)
+
+
+def fit_dkv(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
+    """Return the sizes of the backward of K and V that fit; a fused one shrinks block_q too."""
+    if (now := sizes.part(DKV)) is None:
+        return {}
+    fused = bool(sizes.use_fused_bwd_kernel)
+    q_choices = None if fused else divisors(sizes.block_q, facts.q_step)
+    kv_choices = divisors(sizes.block_kv, LANES)
+    part: Part = "fused" if fused else "dkv"
+    best = _shrunk((now[0], now[1], now[2]), part, facts, kv_choices, q_choices)
+    changed = _changed(sizes, DKV, best)
+    is_q = fused and "block_q_dkv" in changed
+    return changed | ({"block_q": changed["block_q_dkv"]} if is_q else {})
+
+
+def fit_dq(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
+    """Return the sizes of the separate backward of Q that fit."""
+    if (now := sizes.part(DQ)) is None:
+        return {}
+    q_choices, kv_choices = divisors(sizes.block_q, facts.q_step), divisors(sizes.block_kv, LANES)
+    best = _shrunk((now[0], now[1], now[1]), "dq", facts, kv_choices, q_choices)
+    return _changed(sizes, DQ, best[:2])
+
+
+def _changed(sizes: BlockSizes, keys: tuple[str, ...], values: Iterable[int]) -> dict[str, Any]:
+    return {key: new for key, new in zip(keys, values, strict=True) if new != getattr(sizes, key)}
+
+
+def _shrunk(
+    now: Tiles, part: Part, facts: Facts, kv_choices: Iterable[int], q_choices: list[int] | None
+) -> Tiles:
+    """Return the tiles that fit at the least cost, or the smallest if none do.
+
+    `kv_choices` rise; `q_choices` of None are all multiples of Q's step.
+    """
+    if facts.chip is None or fits(part, now, facts):
+        return now
+
+    def candidates() -> Iterator[Tiles]:
+        for kv in (n for n in kv_choices if n <= now[1]):
+            for compute in [kv] if part == "dq" else divisors(kv, LANES):
+                most = min(now[0], longest_q(part, kv, compute, facts))
+                if q_choices is None:
+                    q = most // facts.q_step * facts.q_step
+                else:
+                    q = max((q for q in q_choices if q <= most), default=0)
+                if q > 0 and (compute <= now[2] or part == "dq"):
+                    yield q, kv, compute
+
+    def cost(new: Tiles) -> tuple[float, int]:
+        """Count halvings of the three sizes, and padding; of equal costs the longer Q wins."""
+        halvings = sum(log2(a / b) for a, b in zip(now, new, strict=True))
+        lengths = (facts.q_len, now[0], new[0]), (facts.kv_len, now[1], new[1])
+        pads = sum(max(0.0, padding(n, b).share - padding(n, a).share) for n, a, b in lengths)
+        return halvings + PADDING_WEIGHT * pads, -new[0]
+
+    smallest = min(q_choices) if q_choices else facts.q_step, LANES, LANES
+    return min(candidates(), key=cost, default=smallest)

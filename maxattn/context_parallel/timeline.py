@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
+from maxattn.block_sizes.estimated.choose import estimated_sizes, how_estimated
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast, get_args
 
-from maxattn.block_sizes.estimated.defaults import estimated_sizes, how_estimated
+from maxattn.block_sizes.estimated.choose import estimated_sizes, how_estimated
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.config import AttentionConfig
 from maxattn.kernels import computed_call

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from maxattn.block_sizes.estimated import table
-from maxattn.block_sizes.estimated.choose import Costs
-from maxattn.block_sizes.estimated.defaults import estimated_sizes
-from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost
+from maxattn.block_sizes.estimated.choose import estimated_sizes
+from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, StepCost
 from maxattn.block_sizes.estimated.table import ShippedCosts, group_name
 from maxattn.decide import decide
 
@@ -61,7 +60,7 @@ def shipping(monkeypatch: pytest.MonkeyPatch, **kernels: Costs) -> Iterator[None
     groups = {group_name(KIND, name, HEAD_DIM, "bfloat16"): c for name, c in kernels.items()}
     monkeypatch.setattr(table, "shipped", lambda: ShippedCosts("0.0.99", groups))
     monkeypatch.setattr(
-        "maxattn.block_sizes.estimated.defaults.shipped", lambda: ShippedCosts("0.0.99", groups)
+        "maxattn.block_sizes.estimated.choose.shipped", lambda: ShippedCosts("0.0.99", groups)
     )
     for known in (estimated_sizes, decide):
         known.cache_clear()

@@ -9,8 +9,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes, fused_partials_bytes
-from maxattn.block_sizes.estimated.choose import price, ranked, seconds_of
-from maxattn.block_sizes.estimated.defaults import choose, estimated_sizes
+from maxattn.block_sizes.estimated.choose import choose, estimated_sizes, price, ranked, seconds_of
 from maxattn.block_sizes.estimated.step_cost import StepCost, StepGrid
 from maxattn.block_sizes.estimated.table import read_table, shipped, table_text
 from maxattn.block_sizes.sizes import DKV, DQ, FORWARD

@@ -10,8 +10,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.block_sizes.estimated.choose import price
-from maxattn.block_sizes.estimated.defaults import not_estimated
+from maxattn.block_sizes.estimated.choose import not_estimated, price
 from maxattn.block_sizes.estimated.grids import is_one_interval, step_grid, tile_shares
 from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost, StepGrid
 from maxattn.kernels.splash import mask_codes

@@ -1,4 +1,4 @@
-"""Text made of the rules and the sizes: the flowchart, the tables, and lines about padding."""
+"""Text made of the rules and the sizes: the flowchart, recommendations, and lines about padding."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from docs.building.flowchart import page, rules_table
-from maxattn.block_sizes import RULES, padding_text, recommend_table
+from maxattn.block_sizes import (
+    RULES,
+    adjust,
+    fused_partials_bytes,
+    nearest_with_less_padding,
+    padding,
+    padding_text,
+    recommend,
+    recommend_table,
+)
+from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
+from tests.block_sizes.asks import V5P, V6E, call
 from tests.golden_text import check_golden
+from tests.tries import tries
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
-def test_the_rules_are_documented_as_they_are():
+def test_the_pages_are_what_the_rules_print():
     assert rules_table() in (GUIDE / "block_sizes.md").read_text()
-
-
-def test_the_flowchart_is_what_the_rules_print():
     assert (GUIDE / "block_sizes_flowchart.md").read_text() == page()
 
 
@@ -32,16 +43,33 @@ def test_every_rule_is_in_the_flowchart_once_and_every_arrow_joins_two_nodes():
     assert {end for arrow in arrows for end in arrow} == nodes
 
 
-@pytest.mark.parametrize(
-    ("name", "seq", "kind"),
-    [
-        ("wan_183600_v5p", 183_600, "TPU v5p"),
-        ("wan_75600_v6e", 75_600, "TPU v6e"),
-        ("sdxl_h200", 4096, "NVIDIA H200"),
-    ],
-)
-def test_recommendations_print_as_a_table(name, seq, kind):
-    check_golden(f"block_sizes/recommend_{name}", recommend_table(seq, 128, Target.named(kind)))
+# ---- recommendations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "seq"), [(V5P, 183_600), (V6E, 75_600)])
+def test_recommendations_print_as_a_table(seq, target):
+    name = f"wan_{seq}_{target.device_kind.removeprefix('TPU ')}"
+    check_golden(f"block_sizes/recommend_{name}", recommend_table(seq, 128, target))
+
+
+@pytest.mark.parametrize("target", [V5P, V6E])
+@pytest.mark.parametrize("seq", [1024, 32_760, 183_600])
+def test_recommended_sizes_run_as_they_are(seq, target):
+    *estimated, default, least = recommend(seq, 128, target)
+    assert len(estimated) in (0, 2) and all("not run" in row.source for row in estimated)
+    for row in (*estimated, default, least):
+        asked = FlashBlockSizes(block_q=row.block_q, block_kv=row.block_kv)
+        assert adjust(asked, call(seq), "flash", target, True)[1] == ()
+        assert row.padding_q == padding(seq, row.block_q).share
+    assert least.padding_q <= default.padding_q
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "cpu"])
+def test_no_sizes_are_recommended_without_a_tpu(kind):
+    assert "no kernel on it reads block sizes" in recommend_table(4096, 64, Target.named(kind))
+
+
+# ---- padding and memory --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,3 +85,25 @@ def test_padding_in_words(length, block, step, pads, less):
     text = f"{block:,} pads {length:,} tokens to {pads}; less: {less}"
     assert padding_text(length, block, step) == text
     assert padding_text(75_600, 3024, 8) == "3,024 pads nothing of 75,600 tokens"
+
+
+@tries(50)
+@given(st.integers(1, 200_000), st.integers(1, 4096))
+def test_sizes_offered_pad_less(length, block):
+    offered = nearest_with_less_padding(length, block)
+    most = padding(length, block).padded
+    assert all(n % 128 == 0 and padding(length, n).padded < most for n in offered)
+    assert list(offered) == sorted(offered, key=lambda n: (abs(n - block), n))
+    least = min(padding(length, n).padded for n in range(128, max(2 * block, 128) + 1, 128))
+    assert bool(offered) == (least < most)
+
+
+def test_hbm_of_the_fused_backward():
+    wan = call(75_600)
+    asked = FlashBlockSizes(block_q=512, block_kv=512, use_fused_bwd_kernel=True)
+    sizes, _ = adjust(asked, wan, "flash", V5P, True)
+    assert fused_partials_bytes(wan, sizes) == 148 * 4 * 75_776 * 128 * 2
+    assert fused_partials_bytes(wan, sizes, "tokamax_flash") == 148 * 4 * 75_776 * 128 * 4
+    assert fused_partials_bytes(call(2048), sizes, "tokamax_flash") == 4 * 4 * 2048 * 128 * 2
+    separate, _ = adjust(FlashBlockSizes(), wan, "flash", V5P, True)
+    assert fused_partials_bytes(wan, separate) == 0

@@ -1,98 +1,155 @@
-"""The fastest tiles of a call, by what a step of each kernel costs."""
+"""The fastest tiles of a call by the schedules that ship, and how long it takes with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
+from maxattn import tuned
 from maxattn.block_sizes.adjust import adjust
-from maxattn.block_sizes.estimated.grids import evaluates, step_grid
-from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
-from maxattn.block_sizes.hbm import fused_partials_bytes
-from maxattn.block_sizes.sizes import DKV, DQ, FORWARD, BlockSizes, KernelKind, round_up
+from maxattn.block_sizes.estimated.grids import (
+    evaluates,
+    hides_by_interval,
+    not_priced,
+    step_grid,
+    tile_shares,
+)
+from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, Tile
+from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
+from maxattn.block_sizes.sizes import (
+    DKV,
+    DQ,
+    FORWARD,
+    BlockSizes,
+    KernelKind,
+    are_parts_small,
+    fused_partials_bytes,
+    round_up,
+)
 from maxattn.call import Call
+from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
 TIE = 0.03
-"""Estimates that differ by less do not tell which tiles are faster."""
-Costs = Mapping[tuple[Kind, Evaluates], Mapping[Tile, StepCost]]
-"""What a step costs, by kernel and what it evaluates of a mask, and by tile."""
-NO_COSTS: Costs = {}
+"""Estimates that differ by less do not show which tiles are faster."""
+
+
+class EstimatedSizes(NamedTuple):
+    """The tiles of one pass.
+
+    Args:
+        sizes: the fastest.
+        seconds: the time of a call with them.
+        default: its time with the sizes of the rules; None if that is not known.
+        online: its time if scores need a running maximum; None: the same.
+        backward: the backward's share of `seconds`; None: there is none.
+    """
+
+    sizes: BlockSizes
+    seconds: Seconds
+    default: Seconds | None
+    online: Seconds | None = None
+    backward: Seconds | None = None
+
+    @property
+    def longest(self) -> Seconds:
+        """The time with the scores that take longest."""
+        return self.online or self.seconds
+
+
+@lru_cache(maxsize=4096)
+def estimated_sizes(
+    kernel: KernelKind, call: Call, target: Target, training: bool, fused: bool | None = None
+) -> EstimatedSizes | None:
+    """Return the fastest tiles by the schedules that ship; None if they do not price the call.
+
+    The backward of JAX's kernel is the fused one if it is faster and the parts of its dQ take
+    little of the device's memory.
+
+    Args:
+        kernel: its name.
+        call: the local call, in the dtype that the kernel computes in.
+        target: the machine.
+        training: forward and backward; else forward alone.
+        fused: the backward of `flash` that was asked for, whatever its parts take; None: either.
+    """
+    if not_estimated(kernel, call, target):
+        return None
+    costs = shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype)
+    return choose(costs, kernel, call, target, training, fused)
+
+
+def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
+    """Return why the schedules that ship do not price a call; "" if they may."""
+    if target.platform != "tpu":
+        return "it runs on no TPU"
+    if why := not_priced(call):
+        return why
+    costs = shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype)
+    if not costs:
+        known = ", ".join(known_of(target.device_kind, kernel)) or "none"
+        what = f"head dim {call.head_dim} in {call.dtype}"
+        return f"{kernel} on {target.device_kind} has none of {what} (known: {known})"
+    if hides_by_interval(call) and ("fwd", Evaluates.INTERVAL) not in costs:
+        return f"{kernel} on {target.device_kind} has none that skip tiles by a mask"
+    return ""
+
+
+def choose(
+    costs: Costs,
+    kernel: KernelKind,
+    call: Call,
+    target: Target,
+    training: bool,
+    fused: bool | None = None,
+) -> EstimatedSizes | None:
+    """Return the fastest tiles by some costs, or those of the rules if these are as fast."""
+    if not costs:
+        return None
+    asked = FlashBlockSizes(use_fused_bwd_kernel=fused)
+    default, _ = adjust(asked, call, kernel, target, training)
+    known = seconds_of(costs, default, call, kernel, target)
+    either = kernel == "flash" and fused is None  # of both backwards, if dQ's parts are small
+    backwards = (False, True) if either and training else (kernel != "flash" or bool(fused),)
+    every = [
+        one
+        for each in backwards
+        for one in ranked(costs, call, kernel, target, training, each)
+        if not either or are_parts_small(call, one.sizes, kernel, target.device_kind)
+    ]
+    if known is None:  # then tiles that compute hardly more pairs than the rules', forward
+        most = (1 + TIE) * padded_pairs(tiles_of(default)["fwd"], call)
+        every = [one for one in every if padded_pairs(tiles_of(one.sizes)["fwd"], call) <= most]
+    else:
+        every.append(Estimate(default, known))
+    if not every:
+        return None
+    best = min(every, key=lambda one: one.seconds.slow)
+    if known and best.seconds.slow > (1 - TIE) * known.slow:
+        best = Estimate(default, known)
+    backward = None
+    if training:
+        forward = price(costs, "fwd", tiles_of(best.sizes)["fwd"], call, target, kernel)
+        assert forward is not None, best.sizes  # it is a part of what was priced
+        backward = best.seconds.plus(-forward.fast, -forward.slow)
+    online = seconds_of(costs, best.sizes, call, kernel, target, "online")
+    return EstimatedSizes(*best, known, online, backward)
+
+
+# ---- times of sizes ------------------------------------------------------------------------------
 
 
 class Estimate(NamedTuple):
-    """Sizes, and how long a call takes with them, fast and slow end."""
+    """Sizes, and the time of a call with them, fast and slow end."""
 
     sizes: BlockSizes
     seconds: Seconds
 
 
-def price(
-    costs: Costs, kind: Kind, tile: Tile, call: Call, target: Target, kernel: KernelKind
-) -> Seconds | None:
-    """Price one kernel of a call; None where its schedule is not known."""
-    cost = costs.get((kind, evaluates(call, tile)), {}).get(tile)
-    grid = step_grid(kind, tile, call, kernel) if cost else None
-    return cost.seconds(grid, target.device) if cost and grid else None
-
-
-def seconds_of(
-    costs: Costs,
-    sizes: BlockSizes,
-    call: Call,
-    kernel: KernelKind,
-    target: Target,
-    forward: Kind = "fwd",
-) -> Seconds | None:
-    """Price all kernels of a call with given sizes; None where one of them is not known.
-
-    Args:
-        costs: of the target's kernels, head dim and dtype.
-        sizes: of every kernel.
-        call: the local call.
-        kernel: its name.
-        target: a TPU.
-        forward: "fwd", or "online" for scores that need a running maximum.
-    """
-    total = Seconds(0.0, 0.0)
-    for kind, tile in tiles_of(sizes).items():
-        one = price(costs, forward if kind == "fwd" else kind, tile, call, target, kernel)
-        if one is None:
-            return None
-        total = total.plus(*one)
-    machine, sums = target.device.machine, fused_partials_bytes(call, sizes, kernel)
-    # XLA reads the parts of dQ that the fused backward wrote, and adds them up.
-    summing = sums / machine.hbm if machine else 0.0
-    return total.plus(summing, summing)
-
-
-def padded_pairs(tile: Tile, call: Call) -> int:
-    """Return queries times keys after padding."""
-    return round_up(call.q_len, tile[0]) * round_up(call.kv_len, tile[1])
-
-
-def tiles_of(sizes: BlockSizes) -> dict[Kind, Tile]:
-    """Return the tiles of each kernel that runs with these sizes."""
-    s, found = sizes, dict[Kind, Tile]()
-    found["fwd"] = s.block_q, s.block_kv, s.block_kv_compute
-    if s.block_q_dkv and s.block_kv_dkv and s.block_kv_dkv_compute:
-        kind: Kind = "fused" if s.use_fused_bwd_kernel else "dkv"
-        found[kind] = s.block_q_dkv, s.block_kv_dkv, s.block_kv_dkv_compute
-    if s.block_q_dq and s.block_kv_dq:
-        found["dq"] = s.block_q_dq, s.block_kv_dq
-    return found
-
-
-def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
-    """Tell whether a backward's tile goes with a forward's."""
-    is_one_q = kind != "fused" or tile[0] == forward[0]
-    return is_one_q and forward[0] % tile[0] == 0 and forward[1] % tile[1] == 0
-
-
 def ranked(
     costs: Costs, call: Call, kernel: KernelKind, target: Target, training: bool, fused: bool
 ) -> tuple[Estimate, ...]:
-    """Rank the sizes that the rules take as they are by the slow end, for each forward tile one.
+    """Rank the sizes that the rules do not change by the slow end: one for each forward tile.
 
     Args:
         costs: of the target's kernels, head dim and dtype.
@@ -108,8 +165,8 @@ def ranked(
 
     def fastest(kind: Kind, forward: Tile) -> Tile | None:
         """Return the fastest tile of a backward kernel that goes with a forward's."""
-        tiles = (t for t in known(kind) if kernel == "tpu_flash" or divides(kind, t, forward))
-        priced = ((t, price(costs, kind, t, call, target, kernel)) for t in tiles)
+        fitting = (t for t in known(kind) if kernel == "tpu_flash" or divides(kind, t, forward))
+        priced = ((t, price(costs, kind, t, call, target, kernel)) for t in fitting)
         found = {tile: seconds.slow for tile, seconds in priced if seconds is not None}
         return min(found, key=lambda tile: found[tile], default=None)
 
@@ -125,7 +182,9 @@ def ranked(
         return BlockSizes(**given, use_fused_bwd_kernel=fused)
 
     found: list[Estimate] = []
-    for forward in sorted(known("fwd")):
+    for forward in sorted(
+        {t for (kind, _), tiles in costs.items() if kind == "fwd" for t in tiles}
+    ):
         sizes = sizes_of(forward)
         seconds = seconds_of(costs, sizes, call, kernel, target) if sizes else None
         if sizes is None or seconds is None:
@@ -133,3 +192,105 @@ def ranked(
         if adjust(sizes.asked(), call, kernel, target, training) == (sizes, ()):
             found.append(Estimate(sizes, seconds))
     return tuple(sorted(found, key=lambda one: one.seconds.slow))
+
+
+def seconds_of(
+    costs: Costs,
+    sizes: BlockSizes,
+    call: Call,
+    kernel: KernelKind,
+    target: Target,
+    forward: Kind = "fwd",
+) -> Seconds | None:
+    """Price all kernels of a call with given sizes; None if one of them is not known.
+
+    `forward` is "online" for scores that need a running maximum.
+    """
+    total = Seconds(0.0, 0.0)
+    for kind, tile in tiles_of(sizes).items():
+        one = price(costs, forward if kind == "fwd" else kind, tile, call, target, kernel)
+        if one is None:
+            return None
+        total = total.plus(*one)
+    machine, sums = target.device.machine, fused_partials_bytes(call, sizes, kernel)
+    # XLA reads the parts of dQ that the fused backward wrote, and adds them up.
+    summing = sums / machine.hbm if machine else 0.0
+    return total.plus(summing, summing)
+
+
+def price(
+    costs: Costs, kind: Kind, tile: Tile, call: Call, target: Target, kernel: KernelKind
+) -> Seconds | None:
+    """Price one kernel of a call; None if its schedule is not known."""
+    cost = costs.get((kind, evaluates(call, tile)), {}).get(tile)
+    grid = step_grid(kind, tile, call, kernel) if cost else None
+    return cost.seconds(grid, target.device) if cost and grid else None
+
+
+def padded_pairs(tile: Tile, call: Call) -> int:
+    """Return queries times keys after padding."""
+    return round_up(call.q_len, tile[0]) * round_up(call.kv_len, tile[1])
+
+
+def tiles_of(sizes: BlockSizes) -> dict[Kind, Tile]:
+    """Return the tiles of each kernel that runs with these sizes."""
+    backward: Kind = "fused" if sizes.use_fused_bwd_kernel else "dkv"
+    kinds: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+        ("fwd", FORWARD),
+        (backward, DKV),
+        ("dq", DQ),
+    )
+    return {kind: tile for kind, keys in kinds if (tile := sizes.part(keys)) is not None}
+
+
+def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
+    """Check whether a backward's tile goes with a forward's."""
+    is_one_q = kind != "fused" or tile[0] == forward[0]
+    return is_one_q and forward[0] % tile[0] == 0 and forward[1] % tile[1] == 0
+
+
+# ---- in words ------------------------------------------------------------------------------------
+
+
+def how_estimated() -> str:
+    """Name the source of the estimates that ship."""
+    return f"estimated by libtpu {shipped().libtpu}'s schedule, not run"
+
+
+def in_ms(seconds: Seconds) -> str:
+    """Write an interval in milliseconds; a single value if both ends are written alike."""
+    low, high = (tuned.in_ms(1e3 * end) for end in seconds)
+    return low if low == high else f"{low.removesuffix(' ms')} to {high}"
+
+
+def estimate_note(
+    kernel: KernelKind,
+    call: Call,
+    target: Target,
+    what: Literal["forward", "backward"] | None = None,
+    fused: bool | None = None,
+) -> tuple[str, ...]:
+    """Write the times of both passes, beside those of the rules' sizes; or of one pass."""
+    forward, training = (estimated_sizes(kernel, call, target, t, fused) for t in (False, True))
+    if forward is None or training is None or training.backward is None:
+        return ()
+
+    def beside(chosen: EstimatedSizes, what: str) -> str:
+        text = f"{in_ms(chosen.seconds)} in {what}"
+        if chosen.default is None:
+            return text
+        is_own = chosen.seconds == chosen.default
+        own = "" if is_own else f"{in_ms(chosen.default)} with "
+        return f"{text} ({own}the rules' own sizes)"
+
+    if what == "backward":
+        text = f"{in_ms(training.backward)} in the backward"
+    elif what == "forward":
+        text = beside(forward, "the forward")
+    else:
+        text = f"{beside(forward, 'inference')}, {beside(training, 'training')}"
+    if what != "backward" and hides_by_interval(call):
+        whole, masked = tile_shares(call, (forward.sizes.block_q, forward.sizes.block_kv))
+        text += f"; of a forward's tiles {whole:.0%} are whole, {masked:.0%} evaluate the mask,"
+        text += f" {1 - whole - masked:.0%} skipped"
+    return (f"block sizes {how_estimated()}: a device's call takes {text}",)

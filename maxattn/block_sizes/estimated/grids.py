@@ -1,4 +1,4 @@
-"""How a call's mask cuts the grids of the TPU kernels: steps, and which of them compute a tile."""
+"""How many steps the grids of the TPU kernels have under a mask, and which compute a tile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WORD = 32  # bits, in which a kernel is handed both ends of a query's keys
 
 
 def hides_by_interval(call: Call) -> bool:
-    """Tell whether a call's mask hides more than padding."""
+    """Check whether a call's mask hides more than padding."""
     return not call.mask.is_full and call.mask.key_limit() is None
 
 
 def evaluates(call: Call, tile: Tile) -> Evaluates:
-    """Tell what the kernels evaluate of a call's mask, with tiles of some sizes."""
+    """Return what the kernels evaluate of a call's mask, with a given tile."""
     if hides_by_interval(call):
         return Evaluates.INTERVAL
     has_padding = bool(call.kv_len % tile[1]) or not call.mask.is_full
@@ -30,7 +30,7 @@ def evaluates(call: Call, tile: Tile) -> Evaluates:
 
 
 def not_priced(call: Call) -> str:
-    """Return why no schedule prices a call; "" where one may."""
+    """Return why no schedule prices a call; "" if one may."""
     mask = call.mask
     if call.bias is not None:
         return "they are of calls without a bias"
@@ -47,9 +47,9 @@ def not_priced(call: Call) -> str:
 
 @lru_cache(maxsize=4096)
 def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGrid | None:
-    """Cut a call into the steps of one kernel; None where a tile holds all queries or all keys.
+    """Cut a call into the steps of one kernel.
 
-    A grid with one tile of queries or of keys has another schedule.
+    None if one tile has all queries or all keys: such a grid has another schedule.
     """
     heads, by_key = call.batch * call.heads, kind in ("dkv", "fused")
     rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
@@ -75,14 +75,14 @@ def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGri
 
 
 def tile_shares(call: Call, tile: Tile) -> tuple[float, float]:
-    """Return which shares of a call's tiles are computed without and with the mask."""
+    """Return the shares of a call's tiles that are computed without and with the mask."""
     tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
     every, count = tiles.by_row.size * tiles.by_key.size, int(tiles.by_row.sum())
     return tiles.whole / every, (count - tiles.whole) / every
 
 
 class _Visited(NamedTuple):
-    """How many tiles are visited of each row and of each column; and without the mask, of all."""
+    """The tiles visited in each row and each column, and those of all computed without the mask."""
 
     by_row: Int[np.ndarray, " rows"]
     by_key: Int[np.ndarray, " columns"]

@@ -1,27 +1,27 @@
-"""What one step of a TPU kernel's grid costs, and with it a call of any length.
+"""The cost of one step of a TPU kernel's grid, and with it of a call of any length.
 
 A kernel's schedule does not depend on how many steps its grid has. So one compile of a short call
-prices every call with the same tiles, head dim and dtype, whose keys are padded or not.
+prices every call with the same tiles, head dim and dtype, with padded keys or without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
 from maxattn.devices import Device
 
 Kind = Literal["fwd", "online", "dkv", "fused", "dq"]
-"""The forward, and with the online softmax where a kernel has another too; the backward of K and V,
-without and with dQ; the separate backward of Q."""
+"""The forward, also with the online softmax if a kernel has two; the backward of K and V, without
+and with dQ; the separate backward of Q."""
 Tile = tuple[int, ...]
 """Queries, keys, and keys computed at once; the separate backward of Q has the first two."""
 
 
 class Evaluates(IntEnum):
     """What a kernel evaluates of a mask: nothing; which keys are padding; or the interval of keys
-    that a query sees, when it goes through a list of the tiles that are not empty.
+    of each query, in a list of the tiles that are not empty.
     """
 
     NOTHING = 0
@@ -39,7 +39,7 @@ class Seconds(NamedTuple):
         return Seconds(self.fast + fast, self.slow + slow)
 
     def is_below(self, other: Seconds) -> bool:
-        """Tell whether all of this one is shorter than all of the other."""
+        """Check whether this interval ends before the other begins."""
         return self.slow < other.fast
 
 
@@ -50,7 +50,7 @@ class StepGrid(NamedTuple):
         heads: heads times batch.
         rows: rows of tiles of a head: of queries, and in the backward of K and V of keys.
         columns: steps of a row.
-        masked: the share of steps that evaluate the mask, where a kernel tells them apart.
+        masked: the share of steps that evaluate the mask, if a kernel distinguishes them.
         idle: the share of steps that compute nothing.
     """
 
@@ -62,15 +62,15 @@ class StepGrid(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What a step costs.
+    """The cost of a step.
 
     Args:
         always: bundles of every step.
         edges: bundles that begin or end a row of tiles.
-        full, masked: bundles of the body of a tile without and with the mask; its waits for the
-            matrix units; cycles for which it keeps them busy.
-        cores: that share the steps.
-        step_bytes, row_bytes: between HBM and the kernel, in a step and beside them in a row.
+        full, masked: of a tile without and with the mask: bundles of its body, waits for the matrix
+            units, cycles in which they are busy.
+        cores: the cores that share the steps.
+        step_bytes, row_bytes: bytes between HBM and the kernel, in a step and once a row.
         spills: registers that a step writes to memory.
     """
 
@@ -90,7 +90,7 @@ class StepCost(NamedTuple):
         return StepCost(*read)
 
     def cycles(self, grid: StepGrid) -> tuple[float, float]:
-        """Return what a step costs on average, fast and slow end."""
+        """Return the mean cycles of a step, fast and slow end."""
         shares = 1.0 - grid.masked - grid.idle, grid.masked
         bodies = zip(self.full, self.masked, strict=True)
         bundles, waits, busy = (sum(s * x for s, x in zip(shares, b, strict=True)) for b in bodies)
@@ -103,10 +103,14 @@ class StepCost(NamedTuple):
         return rows * (grid.columns * (1.0 - grid.idle) * self.step_bytes + self.row_bytes)
 
     def seconds(self, grid: StepGrid, device: Device) -> Seconds:
-        """Price a call; the time of HBM where that is longer."""
+        """Price a call: its cycles, or the time of HBM if that is longer."""
         core, machine = device.core, device.machine
         assert core is not None and machine is not None, device.kind
         steps = grid.heads * grid.rows * grid.columns
         hbm = self.moved(grid) / machine.hbm
         fast, slow = (steps / self.cores * n / core.clock for n in self.cycles(grid))
         return Seconds(max(fast, hbm), max(slow, hbm))
+
+
+Costs = Mapping[tuple[Kind, Evaluates], Mapping[Tile, StepCost]]
+"""The cost of a step, by kernel and what it evaluates of a mask, and by tile."""

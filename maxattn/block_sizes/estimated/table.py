@@ -1,4 +1,4 @@
-"""What steps cost by the schedules that ship: `table.json`, which says of which libtpu they are."""
+"""The costs of steps by the schedules that ship: `table.json`, and the libtpu that made them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from maxattn.block_sizes.estimated.choose import NO_COSTS, Costs
-from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost, Tile
+from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, StepCost, Tile
 
 NAMES = {
     Evaluates.NOTHING: "whole keys",
@@ -42,8 +41,8 @@ def shipped() -> ShippedCosts:
 
 
 def shipped_costs(device_kind: str, kernel: str, head_dim: int, dtype: str) -> Costs:
-    """Return the costs that hold for a kernel, none where the table has none."""
-    return shipped().groups.get(group_name(device_kind, kernel, head_dim, dtype), NO_COSTS)
+    """Return the costs of a kernel's tiles; none if the table has no such kernel."""
+    return shipped().groups.get(group_name(device_kind, kernel, head_dim, dtype), {})
 
 
 def known_of(device_kind: str, kernel: str) -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
-from maxattn.block_sizes.estimated.choose import TIE
-from maxattn.block_sizes.estimated.defaults import (
+from maxattn.block_sizes.estimated.choose import (
+    TIE,
     EstimatedSizes,
     estimated_sizes,
     how_estimated,
@@ -18,8 +18,7 @@ from maxattn.block_sizes.estimated.defaults import (
     not_estimated,
 )
 from maxattn.block_sizes.estimated.step_cost import Seconds
-from maxattn.block_sizes.hbm import are_parts_small, fused_partials_bytes
-from maxattn.block_sizes.sizes import KernelKind
+from maxattn.block_sizes.sizes import KernelKind, are_parts_small, fused_partials_bytes
 from maxattn.call import Call
 from maxattn.target import Target
 

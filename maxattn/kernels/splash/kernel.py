@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust, padding_notes
-from maxattn.block_sizes.estimated.defaults import estimate_note, estimated_sizes
+from maxattn.block_sizes.estimated.choose import estimate_note, estimated_sizes
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxattn.block_sizes import adjust
-from maxattn.block_sizes.estimated.choose import TIE, Costs, Estimate, ranked, seconds_of
-from maxattn.block_sizes.estimated.defaults import in_ms
+from maxattn.block_sizes.estimated.choose import TIE, Estimate, in_ms, ranked, seconds_of
 from maxattn.block_sizes.estimated.grids import not_priced
+from maxattn.block_sizes.estimated.step_cost import Costs
 from maxattn.block_sizes.sizes import BlockSizes, KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig, FlashBlockSizes

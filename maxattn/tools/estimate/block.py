@@ -10,8 +10,7 @@ from importlib import metadata
 from math import prod
 from typing import Any, NamedTuple, cast
 
-from maxattn.block_sizes.estimated.choose import seconds_of
-from maxattn.block_sizes.estimated.defaults import how_estimated
+from maxattn.block_sizes.estimated.choose import how_estimated, seconds_of
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.estimated.table import shipped_costs
 from maxattn.block_sizes.sizes import FORWARD, BlockSizes, KernelKind

@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from maxattn.block_sizes import adjust, facts_of
-from maxattn.block_sizes.estimated.choose import Costs, divides, padded_pairs, price, tiles_of
+from maxattn.block_sizes.estimated.choose import divides, padded_pairs, price, tiles_of
 from maxattn.block_sizes.estimated.grids import evaluates
-from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Seconds, StepCost, Tile
+from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes

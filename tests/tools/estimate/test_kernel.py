@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from maxattn.block_sizes.chips import chip_of
 from maxattn.block_sizes.estimated.step_cost import StepGrid
+from maxattn.block_sizes.sizes import chip_of
 from maxattn.config import AttentionConfig
 from maxattn.devices import DEVICES
 from maxattn.errors import Unsupported
