@@ -376,11 +376,15 @@ def _timed(pair: list[Remote], call: ModelCall, args: argparse.Namespace) -> Row
 def _rounds(
     pair: list[Remote], request: tuple[str, str, int], rounds: int
 ) -> Iterator[tuple[float, float]]:
-    """Yield seconds of (old, new): which is first changes from round to round."""
-    for i in range(rounds):
-        first = i % 2
-        seconds = {j: pair[j].ask("time", *request) for j in (first, 1 - first)}
-        yield seconds[0], seconds[1]
+    """Yield seconds of (old, new), each timed twice: old, new, new, old.
+
+    A GPU that has waited runs faster than a warm one, so what is first must be last too.
+    """
+    for _ in range(rounds):
+        seconds: dict[int, list[float]] = {0: [], 1: []}
+        for which in (0, 1, 1, 0):
+            seconds[which].append(pair[which].ask("time", *request))
+        yield sum(seconds[0]) / 2, sum(seconds[1]) / 2
 
 
 def _error(old: Path, new: Path) -> float:
