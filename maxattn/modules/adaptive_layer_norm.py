@@ -205,8 +205,7 @@ def decide(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(launch: RowLaunch, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
-    jobs = tuple((part,) for part in parts)
-    return tuple(call.forward(launch, tuple((x,) for x in rows), jobs, name="adaptive_norm"))
+    return tuple(call.forward(launch, rows, parts, name="adaptive_norm"))
 
 
 # A gradient needs what XLA's steps keep: they compute the forward too.

@@ -20,14 +20,7 @@ from maxattn.attention import Prepared, attend, prepare
 from maxattn.config import AttentionConfig
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
-from maxattn.modules.norm_rope import (
-    NormRope,
-    Unnormed,
-    can_go_together,
-    decide,
-    norm_rotary,
-    norm_rotary_together,
-)
+from maxattn.modules.norm_rope import NormRope, decide, norm_rotary
 from maxattn.modules.qk_norm import QKNorm, check_qk_norm, make_qk_norm, normalise
 from maxattn.rope import Rotary, apply_rotary, as_rotary
 from maxattn.target import Target
@@ -212,39 +205,14 @@ class AttentionBase(nnx.Module):
     def _noted(self, prepared: Prepared, to: Projection) -> Prepared:
         return prepared._replace(notes=(to.how.note,)) if to.how.note else prepared
 
-    def _project_norm_rope(self, x: Array, to: Projection) -> Heads:
-        """Project to queries or keys, norm and rotate them."""
-        if to.how.work is None:
-            return self._project(x, to)
-        projected = self._projected(x, to)
-        with self._scope("norm_rope"):
-            return norm_rotary(projected, self.mesh, to.letters)
-
-    def _together(
-        self, *both: tuple[Array, Projection], joint: bool = False
-    ) -> tuple[Heads, ...] | None:
-        """Project to queries and keys, or to a joint sequence, and norm and rotate them together.
-
-        Returns:
-            None where no kernel takes them together.
-        """
-        if not can_go_together([to.how for _, to in both], self.mesh):
-            return None
-        each = [self._projected(*one) for one in both]
-        with self._scope("norm_rope"):
-            return norm_rotary_together(each, joint)
-
-    def _projected(self, x: Array, to: Projection) -> Unnormed:
-        """Project, and leave the bias to the kernel that reads the result."""
-        with self._scope("to_qkv"):
-            y, bias = without_bias(to.linear, x)
-            return Unnormed(to.how, checkpoint_name(y, to.name), bias, to.norm, to.rotary)
-
     def _project(self, x: Array, to: Projection) -> Heads:
-        """Project to heads, norm and rotate them: across heads before the split, per head after it.
-
-        From the projection's result on all is float32, and rounded to its dtype once.
-        """
+        """Project to heads, norm and rotate them, in float32 from the projection on; round once."""
+        if to.how.work is not None:
+            with self._scope("to_qkv"):
+                y, bias = without_bias(to.linear, x)
+                y = checkpoint_name(y, to.name)
+            with self._scope("norm_rope"):
+                return norm_rotary(to.how, y, bias, to.norm, to.rotary, self.mesh, to.letters)
         with self._scope("to_qkv"):
             y = checkpoint_name(to.linear(x), to.name)
         with self._scope("norm"):
@@ -301,26 +269,6 @@ def linear_on_mesh(
         bias_metadata=sharding.on_axes(bias_axis),
         **build._asdict(),
     )
-
-
-@jax.custom_jvp
-def sum_grads_in_order(x: Array) -> Array:
-    """Return x for readers whose gradients are to be summed first.
-
-    Project x once more after them, from x itself.
-
-    Then each sum is of a matmul's result and of what there is already, in this order, and XLA lets
-    cuBLASLt add it where the matmul writes: three projections of one x need no pass that adds their
-    gradients.
-    """
-    return x
-
-
-@sum_grads_in_order.defjvp
-def _sum_grads_tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # The tangent alone is another variable: of x itself a scan over layers would keep two.
-    (x,), (t,) = primals, tangents
-    return x, jax.lax.reshape(jax.lax.reshape(t, (1, *t.shape)), t.shape)
 
 
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:

@@ -164,7 +164,7 @@ class CrossAttention(AttentionBase):
             prepared = self._prepare_shapes(b, t, k, v, mask, bias)
         to_q = self._projection("query_proj", hidden_states, self.to_q, self.norm_q, rotary_q)
         kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
-        q = self._on_mesh(self._project_norm_rope(hidden_states, to_q), to_q.letters)
+        q = self._on_mesh(self._project(hidden_states, to_q), to_q.letters)
         out = self._run_attention(self._noted(prepared, to_q), q, kv.k, kv.v, bias)
         if kv.image_k is not None and kv.image_v is not None:
             operands = q, kv.image_k, kv.image_v
@@ -210,7 +210,7 @@ class CrossAttention(AttentionBase):
         rotary: Rotary | None = None,
     ) -> tuple[Array, Array]:
         # A text is short and every shard of the queries needs all of it: its length stays whole.
-        k = self._project_norm_rope(x, self._projection("key_proj", x, to_k, norm, rotary, "B.KH"))
+        k = self._project(x, self._projection("key_proj", x, to_k, norm, rotary, "B.KH"))
         v = self._project(x, Projection(to_v, "value_proj", self.kv_heads))
         return self._on_mesh(k, "B.KH"), self._on_mesh(v, "B.KH")
 

@@ -21,7 +21,6 @@ from maxattn.modules.base import (
     Build,
     Projection,
     linear_on_mesh,
-    sum_grads_in_order,
     without_bias,
 )
 from maxattn.modules.explicit import (
@@ -203,7 +202,7 @@ class JointAttention(FlaxAttention):
         self, text: Array, x: Array, rotary: Rotary | None
     ) -> tuple[Projection, Array, Array, Array]:
         """Return how the picture's queries are made, then queries, keys and values of both."""
-        s = text.shape[1]
+        s, kv = text.shape[1], self.kv_heads
         of_text, of_picture = (None, None) if rotary is None else rotary.split(s)
         # A text is short: its length stays whole.
         made, added_q, added_k = self._projection, self.norm_added_q, self.norm_added_k
@@ -215,23 +214,14 @@ class JointAttention(FlaxAttention):
             made("key_proj", text, self.add_k_proj, added_k, of_text, "B.KH"),
             made("key_proj", x, self.to_k, self.norm_k, of_picture, "BSKH"),
         )
-        to_v = (Projection(to, "value_proj", self.kv_heads) for to in (self.add_v_proj, self.to_v))
-        of_keys = sum_grads_in_order(text), sum_grads_in_order(x)
-        k = self._joint(of_keys, to_k)
-        v = [self._project(*one) for one in zip(of_keys, to_v, strict=True)]
-        q = self._on_mesh(self._joint((text, x), to_q), "BTNH")
-        k = self._on_mesh(k, "BSKH")
-        v = self._on_mesh(jnp.concatenate(v, axis=1), "BSKH")
-        return to_q[1], q, k, v
+        to_v = tuple(Projection(to, "value_proj", kv) for to in (self.add_v_proj, self.to_v))
 
-    def _joint(
-        self, states: tuple[Array, Array], to: tuple[Projection, Projection]
-    ) -> Float[Array, "B ST N H"]:
-        """Project text and picture to one sequence."""
-        both = tuple(zip(states, to, strict=True))
-        if found := self._together(*both, joint=True):
-            return found[0]
-        return jnp.concatenate([self._project_norm_rope(*one) for one in both], axis=1)
+        def joint(to: tuple[Projection, ...]) -> Array:
+            both = zip((text, x), to, strict=True)
+            return jnp.concatenate([self._project(*one) for one in both], axis=1)
+
+        q, k = self._on_mesh(joint(to_q), "BTNH"), self._on_mesh(joint(to_k), "BSKH")
+        return to_q[1], q, k, self._on_mesh(joint(to_v), "BSKH")
 
     def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"] | None:
         if not self.text_out:

@@ -18,7 +18,6 @@ from maxattn.modules.base import (
     AttentionBase,
     Build,
     Projection,
-    sum_grads_in_order,
 )
 from maxattn.modules.explicit import like_states_without_cache, over_explicit_axes
 from maxattn.modules.with_cache import run_with_cache
@@ -186,9 +185,6 @@ class FlaxAttention(AttentionBase):
 
     def _heads(self, x: Array, to_q: Projection, to_k: Projection) -> tuple[Array, Array, Array]:
         """Project to queries, keys and values."""
-        of_keys = sum_grads_in_order(x)
-        both = self._together((x, to_q), (of_keys, to_k))
-        k = both[1] if both else self._project_norm_rope(of_keys, to_k)
-        v = self._project(of_keys, Projection(self.to_v, "value_proj", self.kv_heads))
-        q = both[0] if both else self._project_norm_rope(x, to_q)
+        q, k = self._project(x, to_q), self._project(x, to_k)
+        v = self._project(x, Projection(self.to_v, "value_proj", self.kv_heads))
         return self._on_mesh(q, "BTNH"), self._on_mesh(k, "BSKH"), self._on_mesh(v, "BSKH")

@@ -57,7 +57,7 @@ def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) ->
     (n, h, norm, style, b, own, heads), rng = case, np.random.default_rng(5)
     gpu = Target.here().device
     work = RowWork(n, h, norm, 1e-6, style)
-    how = NormRope("cute", "", work, gpu.sms, gpu.family.shared_memory)
+    how = NormRope(work, gpu.sms, gpu.family.shared_memory)
     width = jnp.dtype(dtype).itemsize
     if not how.launch(width, ("bias", "scale"), True).fits():
         pytest.skip(f"the kernel takes no rows of {n} x {h}")
@@ -92,35 +92,29 @@ def same_as_by_xla(run: Any, *of: Any, name: str, limit: float) -> None:
         np.testing.assert_allclose(mine, exact, atol=limit * float(jnp.max(jnp.abs(exact))))
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2], ids=["a pair", "other heads"])
-@pytest.mark.parametrize("qk_norm", ["rms_norm", "rms_norm_across_heads"])
-def test_a_module_uses_it(qk_norm: str, kv_heads: int) -> None:
-    """Queries and keys in one launch where they are alike."""
-    config = ma.AttentionConfig(attention="dot_product")
-    module = ma.FlaxAttention(
-        256, 4, kv_heads, 64, bias=True, qk_norm=qk_norm, config=config, dtype=jnp.bfloat16,
-        mesh=config.make_mesh(jax.devices()[:1]), rngs=nnx.Rngs(0),
-    )  # fmt: skip
-    x, rotary = jax.random.normal(jax.random.key(0), (2, 77, 256), jnp.bfloat16), ma.rope_1d(64, 77)
-    name = "norm_rotary_pair" if kv_heads == 4 else "norm_rotary"
-    same_as_by_xla(lambda x: (module(x, rotary_emb=rotary),), x, name=name, limit=3e-2)
-
-
+@pytest.mark.parametrize("kind", ["self", "joint"])
 @pytest.mark.parametrize("qk_norm", ["rms_norm", "rms_norm_across_heads"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_joint_sequence_is_written_in_place(qk_norm: str, batch: int) -> None:
-    config = ma.AttentionConfig(attention="dot_product")
-    module = ma.JointAttention(
-        256, 192, 4, dim_head=64, bias=True, qk_norm=qk_norm, dtype=jnp.bfloat16, config=config,
-        mesh=config.make_mesh(jax.devices()[:1]), rngs=nnx.Rngs(0),
-    )  # fmt: skip
-    sizes = ((0, 301, 256), (1, 77, 192))
-    states = (
-        jax.random.normal(jax.random.key(seed), (batch, n, c), jnp.bfloat16) for seed, n, c in sizes
+def test_a_module_uses_it(kind: str, qk_norm: str, batch: int) -> None:
+    config, is_joint = ma.AttentionConfig(attention="dot_product"), kind == "joint"
+    settings: dict[str, Any] = {
+        "heads": 4, "kv_heads": 2, "dim_head": 64, "bias": True, "qk_norm": qk_norm,
+        "dtype": jnp.bfloat16, "config": config, "mesh": config.make_mesh(jax.devices()[:1]),
+    }  # fmt: skip
+    settings |= {"added_kv_proj_dim": 192} if is_joint else {}
+    module = (ma.JointAttention if is_joint else ma.FlaxAttention)(
+        256, **settings, rngs=nnx.Rngs(0)
     )
-    rotary = ma.rope_1d(64, 378)
+    sizes = ((301, 256), (77, 192)) if is_joint else ((301, 256),)
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    states = (
+        jax.random.normal(key, (batch, *size), jnp.bfloat16)
+        for key, size in zip(keys, sizes, strict=True)
+    )
+    rotary = ma.rope_1d(64, sum(length for length, _ in sizes))
 
-    def run(x: Any, text: Any) -> Any:
-        return module(x, text, rotary_emb=rotary)
+    def run(*states: Any) -> Any:
+        found = module(*states, rotary_emb=rotary)
+        return found if is_joint else (found,)
 
-    same_as_by_xla(run, *states, name="norm_rotary_into", limit=3e-2)
+    same_as_by_xla(run, *states, name="norm_rotary", limit=3e-2)

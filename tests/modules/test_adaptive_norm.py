@@ -120,9 +120,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     runs: list[tuple[int, ...]] = []
 
     def forward(launch: Any, rows: Any, parts: Any, name: str) -> Any:
-        runs.append(rows[0][0].shape)
-        alone = (tuple(each for (each,) in jobs) for jobs in (rows, parts))
-        return list(in_steps(launch.work, *alone))
+        runs.append(rows[0].shape)
+        return list(in_steps(launch.work, rows, parts))
 
     monkeypatch.setattr(call, "forward", forward)
     monkeypatch.setattr(jax, "device_count", lambda: 1)

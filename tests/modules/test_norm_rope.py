@@ -15,14 +15,7 @@ from jax.sharding import PartitionSpec
 
 import maxattn as ma
 from maxattn.jax_private.mesh import auto_mesh
-from maxattn.modules.norm_rope import (
-    NormRope,
-    Unnormed,
-    decide,
-    in_steps,
-    norm_rotary_together,
-    on_shard,
-)
+from maxattn.modules.norm_rope import NormRope, decide, in_steps, on_shard
 from maxattn.modules.row_kernel import call
 from maxattn.modules.row_kernel.work import RowWork
 from maxattn.remat import remat_policy
@@ -52,22 +45,13 @@ def by_xla(work: RowWork, x: Any, parts: Any, tables: Any) -> Any:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let modules believe that they are on one H200, and list what the kernel then takes."""
-    found: list[tuple[str, int]] = []
+    """Let modules run as if on one H200, and list the heads of each call of the kernel."""
+    found: list[int] = []
 
-    def forward(
-        launch: Any, rows: Any, parts: Any, tables: Any = (), keep: bool = False,
-        first: Any = None, into: Any = None, name: str = "norm_rotary",
-    ) -> Any:  # fmt: skip
-        found.append((name, launch.work.heads))
-        own = [[each[job] for each in parts] for job in range(len(rows[0]))]
-        ys = [by_xla(launch.work, x, v, tables) for x, v in zip(rows[0], own, strict=True)]
-        if into is not None:
-            at = slice(first, (first or 0) + ys[0].shape[1])
-            ys = [jnp.zeros(into.shape, into.dtype) if not hasattr(into, "at") else into]
-            ys = [ys[0].at[:, at].set(by_xla(launch.work, rows[0][0], own[0], tables))]
-        kept = keep and launch.work.norm == "across"
-        return [*ys, *([jnp.ones(rows[0][0].shape[:2]).reshape(-1)] if kept else [])]
+    def forward(launch: Any, rows: Any, parts: Any, tables: Any, keep: bool = False) -> Any:
+        found.append(launch.work.heads)
+        kept = [jnp.ones(rows[0].shape[:2]).reshape(-1)] * (keep and launch.work.norm == "across")
+        return [by_xla(launch.work, rows[0], parts, tables), *kept]
 
     def backward(launch: Any, dy: Any, x: Any, kept: Any, parts: Any, tables: Any) -> Any:
         assert len(kept) == (launch.work.norm == "across")
@@ -133,7 +117,7 @@ def test_modules_give_the_same_with_it(qk_norm: str | None, policy: str, runs: A
         return jnp.sum(x * x)
 
     same_as_by_xla(lambda *of: jax.jit(jax.value_and_grad(loss, (0, 1)))(*of), state, X)
-    assert {heads for _, heads in runs} == {4, 2}
+    assert set(runs) == {4, 2}
 
 
 @pytest.mark.parametrize(
@@ -153,10 +137,7 @@ def test_on_a_mesh_every_device_takes_its_rows(
         return jnp.sum(nnx.merge(graph, state)(x, rotary_emb=ROTARY) ** 2)
 
     same_as_by_xla(lambda *of: jax.jit(jax.value_and_grad(loss, (0, 1)))(*of), state, X)
-    assert runs == [
-        ("norm_rotary", 2 // axes.get("tensor", 1)),
-        ("norm_rotary", 4 // axes.get("tensor", 1)),
-    ]
+    assert sorted(runs) == [2 // axes.get("tensor", 1), 4 // axes.get("tensor", 1)]
 
 
 @pytest.mark.parametrize(
@@ -187,29 +168,14 @@ def test_joint_attention_gives_the_same_with_it(
         return jax.jit(both)(*of), jax.jit(jax.grad(loss, (0, 1, 2)))(*of)
 
     same_as_by_xla(run, state, X, text)
-    assert {name for name, _ in runs} == {"norm_rotary"} | (set() if axes else {"norm_rotary_into"})
-
-
-def test_queries_and_keys_go_in_one_launch_where_they_are_alike(runs: Any) -> None:
-    """Not after other norms, by other angles, or with other heads."""
-    config = ma.AttentionConfig(attention="dot_product")
-    built = ma.FlaxAttention(24, 4, None, 32, qk_norm="rms_norm", config=config, rngs=nnx.Rngs(0))
-    same_as_by_xla(lambda x: built(x, rotary_emb=ROTARY), X)
-    assert runs == [("norm_rotary_pair", 4)]
-    runs.clear()
-    same_as_by_xla(lambda x: built(x, rotary_emb=ROTARY, rotary_emb_k=ma.rope_1d(32, 8)), X)
-    assert runs == [("norm_rotary", 4)] * 2
-    norm, how = built.norm_q, decide(H200, X, "rms_norm", built.norm_q, ROTARY, 4, 32)
-    queries = Unnormed(how, normal(2, 8, 128), None, norm, ROTARY)
-    norm_rotary_together([queries, queries._replace(bias=jnp.zeros(128))])
-    assert runs == [("norm_rotary", 4)] * 4
+    assert runs
 
 
 @pytest.mark.parametrize("style", ["interleaved", "half"])
 def test_gradients_have_the_dtypes_of_what_is_learned(style: str, runs: Any) -> None:
     """Of a scale that all heads share, too, and of angles."""
     work = RowWork(4, 32, "head", 1e-6, style)
-    how = NormRope("cute", "", work, 132, 227 * 2**10)
+    how = NormRope(work, 132, 227 * 2**10)
     vectors = {"bias": normal(4, 32).astype(jnp.bfloat16), "scale": normal(1, 32)}
     tables = tuple(jnp.asarray(a, jnp.float32)[None] for a in (ROTARY.cos, ROTARY.sin))
     x, dy = normal(2, 8, 4, 32), normal(2, 8, 4, 32)
@@ -237,11 +203,11 @@ def decided(
 def test_where_it_runs(runs: Any) -> None:
     by_token = auto_mesh(np.array(jax.devices()), ("context",))
     by_head = auto_mesh(np.array(jax.devices()[:2]), ("tensor",))
-    assert decided().path == decided(mesh=by_token).path == "cute"
+    assert decided().work is not None and decided(mesh=by_token).work is not None
     work = decided(mesh=by_head).work
     assert work is not None and work.heads == 2
     for target in ("NVIDIA A100", "NVIDIA B200"):
-        assert decided(target=ma.Target.named(target, FA4)).path == "cute"
+        assert decided(target=ma.Target.named(target, FA4)).work is not None
     across = {"qk_norm": "rms_norm_across_heads", "mesh": by_head}
     assert "heads of several devices" in decided(**across).reason
     assert "this is int32" in decided(X.astype(jnp.int32)).reason

@@ -1,4 +1,4 @@
-"""The row kernel's calls from jax, through fa4-jax's cutejax, and where it can run."""
+"""Calls of the row kernel from jax, through cutejax, and the conditions under which it runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from maxattn.modules.row_kernel.work import RowLaunch
 from maxattn.target import Target
 
 Rows = Float[Array, "B T NH"]
-Jobs = tuple[Any, ...]
-"""One array, or those of two jobs that share a launch: queries and keys."""
 
 
 def why_not(target: Target, mesh: Any) -> str:
-    """Say why the kernel cannot run on an NVIDIA GPU, whatever the rows; empty where it can."""
+    """Return why the kernel cannot run on an NVIDIA GPU, or "" if it can."""
     if target.version("fa4-jax") is None:
         return "fa4-jax is not installed"
     if not has_fa4(target):
@@ -38,7 +36,7 @@ def why_not(target: Target, mesh: Any) -> str:
     sizes = [jax.device_count()]
     if ambient is not None:
         sizes = [n for axis, n in ambient.shape.items() if axis not in manual]
-    # XLA would gather what the kernel reads.
+    # XLA would gather the kernel's operands.
     if mesh is None and max(sizes, default=1) > 1:
         return "arrays may lie over several devices, and the module has no mesh="
     return ""
@@ -46,60 +44,55 @@ def why_not(target: Target, mesh: Any) -> str:
 
 def forward(
     launch: RowLaunch,
-    rows: tuple[Jobs, ...],
-    parts: tuple[Jobs, ...],
+    rows: tuple[Rows, ...],
+    parts: tuple[Array, ...],
     tables: tuple[Array, ...] = (),
     keep: bool = False,
-    first: int | None = None,
-    into: Array | jax.ShapeDtypeStruct | None = None,
     name: str = "norm_rotary",
-) -> list[Any]:
-    """Norm rows: z = x + bias, or other + gate (x + bias); y = rotate(norm(z) scale + shift).
+) -> list[Array]:
+    """Norm rows: z = x + bias, or z = other + gate (x + bias); y = rotate(norm(z) scale + shift).
 
     Args:
-        rows: x, [B, T, N H] of each job; before it, what it is added to.
+        launch: the work, and how rows are shared among blocks.
+        rows: (x,) or (other, x), each [B, T, N H].
         parts: of the vectors, [B or 1, F or 1, R, N H], or [1, 1, 1, H] for all heads, in the order
             of `launch.work.vectors`. F is one number for all that have frames, and divides T.
         tables: cosines and sines in float32, [L, H/2], L dividing B T; or none.
         keep: whether to return 1 / root of a norm across heads, [B T].
-        first: where an example's rows begin in `into`.
-        into: a longer sequence, whose memory is y's; or its shape, and the rest is undefined.
+        name: of the call in profiles.
 
     Returns:
-        y of each job; then what was normed, z, where x is added to something; then 1 / root.
+        y; then z, if there is another; then 1 / root.
     """
     import_cute()
-    kernel = import_module("maxattn.modules.row_kernel.kernel")
-    x, given = rows[0], () if into is None or isinstance(into, jax.ShapeDtypeStruct) else (into,)
-    y = tuple(each if into is None else into for each in x)
-    kept = jax.ShapeDtypeStruct((x[0].shape[0] * x[0].shape[1],), jnp.float32)
-    results = [y, *([y] if len(rows) > 1 else [])]
-    results += [(kept,)] if keep and launch.work.norm == "across" else []
-    found = import_module("cutejax").call(
+    kernel, (b, t, _) = import_module("maxattn.modules.row_kernel.kernel"), rows[0].shape
+    roots = [jax.ShapeDtypeStruct((b * t,), jnp.float32)]
+    results = [rows[0]] * len(rows) + roots * (keep and launch.work.norm == "across")
+    return import_module("cutejax").call(
         kernel.run_forward,
         results,
         launch,
-        first,
         rows,
         parts,
         tables,
-        given,
-        in_specs=_specs(rows, parts, tables, given),
+        in_specs=_specs(rows, parts, tables),
         out_specs=_specs(results),
-        input_output_aliases={len(jax.tree.leaves((rows, parts, tables))): 0} if given else None,
         name=name,
         vmap_method="sequential",
     )
-    return [each for result in found for each in result]
 
 
 def backward(
-    launch: RowLaunch, dy: Rows, x: Rows, kept: Jobs, parts: Jobs, tables: Jobs
+    launch: RowLaunch,
+    dy: Rows,
+    x: Rows,
+    kept: tuple[Array, ...],
+    parts: tuple[Array, ...],
+    tables: tuple[Array, ...],
 ) -> tuple[Rows, list[Float[Array, " NH"]]]:
     """Return dx, and the gradients of the vectors in float32; arguments as for `forward`."""
     import_cute()
-    kernel = import_module("maxattn.modules.row_kernel.kernel")
-    b, t, width = x.shape
+    kernel, (b, t, width) = import_module("maxattn.modules.row_kernel.kernel"), x.shape
     total = jax.ShapeDtypeStruct((min(launch.blocks, b * t), 1, width), jnp.float32)
     results = [x, *[total] * len(parts)]
     dx, *found = import_module("cutejax").call(
@@ -119,12 +112,14 @@ def backward(
 
 
 def _specs(*operands: Any) -> list[Any]:
-    """Return which sizes are fixed when a kernel is compiled: the channels of rows [B, T, N H] and
-    of tables [L, H/2], and all of a vector [1, 1, R, N H] that all rows share.
+    """Describe operands to the compiler, and name the sizes that it may take as constants.
+
+    These are the channels of rows [B, T, N H] and of tables [L, H/2], and the whole shape of a
+    vector [1, 1, R, N H] that all rows share.
     """
     spec, found = import_module("cutejax").ArraySpec, []
     for x in jax.tree.leaves(operands):
         fixed = {1: (), 2: (1,), 3: (2,), 4: x.shape[:2] == (1, 1) or (2, 3)}[len(x.shape)]
-        # XLA hands over slices where they lie: the widest load asks an address for 16 bytes.
+        # The widest load needs addresses that 16 divides; XLA passes slices without a copy.
         found.append(spec(static_dims=fixed, assumed_align=4 if len(x.shape) == 1 else 16))
     return found

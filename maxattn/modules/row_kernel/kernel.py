@@ -44,37 +44,19 @@ cute: Any = import_module("cutlass.cute")
 CARVEOUT = 100  # percent of what shared memory can have of the first-level cache
 
 
-class OneOfPair(NamedTuple):
-    """One of two arrays of the same kind, chosen by the block's number."""
-
-    iterator: Any
-    element_type: Any
-    shape: Any
-
-
-def one_of(arrays: Any, second: Any) -> Any:
-    """Return the array of the block's job: of queries or of keys, or the only one."""
-    if len(arrays) == 1:
-        return arrays[0]
-    kind, shape = arrays[0].element_type, arrays[0].shape
-    start = cutlass.select_(second, arrays[1].iterator.toint(), arrays[0].iterator.toint())
-    pointer = cute.make_ptr(kind, start, cute.AddressSpace.gmem, assumed_align=16)
-    return OneOfPair(pointer, kind, shape)
-
-
 class Block(NamedTuple):
-    """What a thread keeps from row to row."""
+    """The state that a thread keeps between rows."""
 
     place: Place
-    shared: Any  # [2, 2, warps], in which warps leave their sums
-    count: Any  # how many channels its warp has of its own
+    shared: Any  # [2, 2, warps]: the sums of each warp
+    count: Any  # the number of channels that belong to the thread's warp
     vectors: dict[str, list[Any]]  # by pass: registers, or slots in shared memory
-    first: Any  # row of the block
-    last: Any  # and the row after its last
+    first: Any  # the block's first row
+    last: Any  # the row after the block's last row
     stages: Stages
 
     def next(self, row: Any) -> list[Any]:
-        """Return what a row needs, source by source, and begin to copy one that comes later."""
+        """Return the numbers of a row, source by source, and start to copy a later row."""
         depth, i = self.stages.depth, row - self.first
         found = self.stages.read(i % depth)
         later = i + depth - 1
@@ -82,12 +64,10 @@ class Block(NamedTuple):
         return found
 
     def as_row(self, parts: list[list[Any]]) -> Row:
-        """Join the parts of a row, pass by pass."""
         n = len(parts) // self.place.work.passes
         return [list(chain(*parts[k : k + n])) for k in range(0, len(parts), n)]
 
     def vector(self, name: str) -> Row | None:
-        """Return a vector as a row; None where there is none."""
         if name not in self.vectors:
             return None
         held = self.vectors[name]
@@ -95,7 +75,7 @@ class Block(NamedTuple):
 
 
 def hold(block: Block, parts: Any, example: Any, frame: Any) -> None:
-    """Load the vectors of a frame, each the sum of its parts and of a constant."""
+    """Load the vectors of a frame: each is the sum of its parts and a constant."""
     left, place = iter(parts), block.place
     for name, vector in place.work.vectors:
         loaded = []
@@ -114,28 +94,25 @@ def hold(block: Block, parts: Any, example: Any, frame: Any) -> None:
 
 
 class RowKernel:
-    """What forward and backward share."""
+    """The common part of the forward and the backward kernel."""
 
-    def __init__(self, launch: RowLaunch, first: int | None = None) -> None:
-        # `first`: where an example's rows begin in a longer sequence, to which they are stored.
-        self.launch, self.work, self.first = launch, launch.work, first
+    def __init__(self, launch: RowLaunch) -> None:
+        self.launch, self.work = launch, launch.work
 
     def options(self, rows: Any, stream: Any) -> dict[str, Any]:
-        """Return how it is launched: with registers few enough that an SM holds its blocks."""
-        jobs, (batch, length, _) = len(rows), rows[0].shape
-        blocks = cutlass.min(batch * length, max(1, self.launch.blocks // jobs))
+        batch, length, _ = rows.shape
         return {
-            "grid": [jobs * blocks, 1, 1],
+            "grid": [cutlass.min(batch * length, self.launch.blocks), 1, 1],
             "block": [self.work.threads, 1, 1],
             "stream": stream,
-            "min_blocks_per_mp": self.launch.per_sm,
+            "min_blocks_per_mp": self.launch.per_sm,  # limits the registers of a thread
             "preferred_smem_carveout": CARVEOUT,
         }
 
-    def begin(self, place: Place, sources: list[Any], rows: Any, jobs: int) -> Block:
-        """Return what a thread keeps, before its block's first row."""
-        work, blocks = self.work, cute.arch.grid_dim()[0] // jobs
-        tokens, number = rows.shape[0] * rows.shape[1], cute.arch.block_idx()[0] % blocks
+    def begin(self, place: Place, sources: list[Any], rows: Any) -> Block:
+        """Return a thread's state before its block's first row."""
+        work, blocks = self.work, cute.arch.grid_dim()[0]
+        tokens, number = rows.shape[0] * rows.shape[1], cute.arch.block_idx()[0]
         every, more = tokens // blocks, tokens % blocks
         first = number * every + cutlass.min(number, more)
         last = first + every + cutlass.select_(number < more, cutlass.Int32(1), cutlass.Int32(0))
@@ -160,55 +137,47 @@ class RowKernel:
 
 
 class Forward(RowKernel):
-    """Norm and rotate rows, after adding them to others where there are any."""
+    """Norm and rotate rows; if there are two arrays of rows, add the second to the first before."""
 
     @cute.jit
     def __call__(self, rows: Any, parts: Any, tables: Any, results: Any, stream: Any) -> None:
-        """Launch it; arguments as for `call.forward`, each operand but the tables a tuple of one
-        array, or of two: half of the blocks take each.
-        """
+        """Launch the kernel; arguments as for `call.forward`."""
         work = self.kernel(rows, parts, tables, results)
         work.launch(**self.options(rows[0], stream))
 
     @cute.kernel
     def kernel(self, rows: Any, parts: Any, tables: Any, results: Any) -> None:
-        """Take the block's rows, frame by frame."""
-        jobs = len(rows[0])
-        second = cute.arch.block_idx()[0] >= cute.arch.grid_dim()[0] // jobs
-        rows = [one_of(arrays, second) for arrays in rows]
-        parts = [one_of(arrays, second) for arrays in parts]
-        results = [one_of(arrays, second) for arrays in results]
+        """Compute the block's rows, frame by frame."""
         place: Any = Place(self.work, cute.arch.thread_idx()[0])
         early, late = self.sources(place, rows, tables)
-        block = self.begin(place, early, rows[0], jobs)
-        length = rows[0].shape[1]
+        block = self.begin(place, early, rows[0])
         if cutlass.const_expr(self.all_rows_share(parts)):
             hold(block, parts, 0, 0)
             for row in cutlass.range(block.first, block.last):
-                self.take(block, row, late, length, results)
+                self.take(block, row, late, results)
         else:
             frames = most([part.shape[1] for part in parts])
-            span = length // frames
+            span = rows[0].shape[1] // frames
             for group in cutlass.range(block.first // span, (block.last - 1) // span + 1):
                 hold(block, parts, group // frames, group % frames)
                 first = cutlass.max(block.first, group * span)
                 last = cutlass.min(block.last, (group + 1) * span)
                 for row in cutlass.range(first, last):
-                    self.take(block, row, late, length, results)
+                    self.take(block, row, late, results)
 
     def all_rows_share(self, parts: Any) -> bool:
-        """Say whether it is known when the kernel is compiled that all rows have one vector."""
+        """Check whether all rows are known, at compile time, to share their vectors."""
         return all(isinstance(n, int) and n == 1 for part in parts for n in part.shape[:2])
 
     def sources(self, place: Place, rows: Any, tables: Any) -> tuple[list[Any], list[Any]]:
-        """Return what is copied ahead, and what is loaded when a row's turn comes: angles, where
-        they arrive while the block adds up a row.
+        """Return the sources that are copied ahead, and those that are loaded with their row.
+
+        With a norm across heads, angles arrive while the block sums the row.
         """
         of_all, turns = [of_rows(place, x) for x in rows], [of_angles(place, t) for t in tables]
         return (of_all, turns) if self.work.norm == "across" else (of_all + turns, [])
 
-    def take(self, block: Block, row: Any, late: Any, length: Any, results: Any) -> None:
-        """Compute a row."""
+    def take(self, block: Block, row: Any, late: Any, results: Any) -> None:
         arriving = [each.read(row)[0] for each in late]
         found = block.next(row)
         arrays = len(found) if late else len(found) - (2 if self.work.style else 0)
@@ -228,34 +197,28 @@ class Forward(RowKernel):
             if not before and others:
                 others[0][row] = roots[0][0]
         u = plus(times(u, block.vector("scale")), block.vector("shift"))
-        block.place.store(y, self.place_in(y, row, length), rotated(self.work.style, u, *angles))
-
-    def place_in(self, y: Any, row: Any, length: Any) -> Any:
-        """Return the row of y, [B, L, N H], that a row of [B, T, N H] is stored to."""
-        if self.first is None:
-            return row
-        return row // length * y.shape[1] + row % length + self.first
+        block.place.store(y, row, rotated(self.work.style, u, *angles))
 
 
 class Backward(RowKernel):
-    """Take gradients of rows back, and add up those of bias and scale."""
+    """Compute the gradients of rows, and sum those of bias and scale."""
 
     @cute.jit
     def __call__(
         self, rows: Any, kept: Any, parts: Any, tables: Any, dx: Any, sums: Any, stream: Any
     ) -> None:
-        """Launch it; arguments as for `call.backward`, with sums [blocks, 1, N H]."""
+        """Launch the kernel; arguments as for `call.backward`, with sums [blocks, 1, N H]."""
         work = self.kernel(rows, kept, parts, tables, dx, sums)
-        work.launch(**self.options((dx,), stream))
+        work.launch(**self.options(dx, stream))
 
     @cute.kernel
     def kernel(self, rows: Any, kept: Any, parts: Any, tables: Any, dx: Any, sums: Any) -> None:
-        """Take the block's rows, then store its sums."""
+        """Compute the block's rows, then store its sums."""
         place: Any = Place(self.work, cute.arch.thread_idx()[0])
         sources = [of_rows(place, each) for each in rows]
         sources += [of_angles(place, each) for each in tables]
         sources += [of_numbers(each) for each in kept]
-        block = self.begin(place, sources, dx, 1)
+        block = self.begin(place, sources, dx)
         hold(block, parts, 0, 0)
         added = {name: zeros(self.work.passes) for name, _ in self.work.vectors}
         for row in cutlass.range(block.first, block.last):
@@ -295,13 +258,11 @@ class Backward(RowKernel):
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def run_forward(stream: Any, launch: Any, first: Any, *operands: Any) -> None:
-    """Launch a forward while it is compiled; the fourth operand is what y's memory has before."""
-    rows, parts, tables, _, *results = operands
-    Forward(launch, first)(rows, parts, tables, results, stream)
+def run_forward(stream: Any, launch: Any, *operands: Any) -> None:
+    rows, parts, tables, *results = operands
+    Forward(launch)(rows, parts, tables, results, stream)
 
 
 def run_backward(stream: Any, launch: Any, *operands: Any) -> None:
-    """Launch a backward while it is compiled."""
     rows, kept, parts, tables, dx, *sums = operands
     Backward(launch)(rows, kept, parts, tables, dx, sums, stream)

@@ -157,21 +157,12 @@ class Machine:
     def butterfly(self, x: np.ndarray, offset: int) -> np.ndarray:
         return x.reshape(-1, 32)[:, np.arange(32) ^ offset].reshape(-1)
 
-    def of_lane(self, x: np.ndarray, lane: int) -> np.ndarray:
-        return np.repeat(x.reshape(-1, 32)[:, lane], 32)
-
 
 def _aligned(kind: Kind, pointer: Pointer, memory: Any, assumed_align: int) -> Pointer:
     address = np.asarray(pointer.offset) * pointer.numbers.itemsize
     assert (address % assumed_align == 0).all(), "an address that is less even than promised"
     assert pointer.numbers.dtype == kind.dtype
     return pointer
-
-
-def _select(which: Any, a: Any, b: Any) -> Any:
-    if isinstance(a, Pointer):  # the block's number chooses
-        return a if which else b
-    return np.where(which, a, b)
 
 
 def modules() -> dict[str, ModuleType]:
@@ -186,7 +177,6 @@ def modules() -> dict[str, ModuleType]:
         warp_idx=lambda: np.arange(machine.threads) // 32,
         sync_threads=lambda: None,
         shuffle_sync_bfly=machine.butterfly,
-        shuffle_sync=machine.of_lane,
         cp_async_commit_group=machine.commit,
         cp_async_wait_group=machine.wait,
     )
@@ -212,7 +202,7 @@ def modules() -> dict[str, ModuleType]:
     vars(memory).update(SmemAllocator=lambda: allocate)
     vars(cutlass).update(
         cute=cute, memory=memory, Float32=FLOAT32, Int32=int, Int64=lambda x: x, range=range,
-        const_expr=bool, min=np.minimum, max=np.maximum, select_=_select,
+        const_expr=bool, min=np.minimum, max=np.maximum, select_=np.where,
     )  # fmt: skip
     return {module.__name__: module for module in (cutlass, cute, memory, nvgpu, cpasync)}
 

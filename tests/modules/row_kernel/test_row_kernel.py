@@ -119,10 +119,7 @@ def run(of: Drawn) -> tuple[Any, Any, Any, dict[str, Any]]:
     sums = [Memory(np.zeros((blocks, 1, work.channels), np.float32)) for _ in parts]
     with on_numpy():
         kernel = import_module("maxattn.modules.row_kernel.kernel")
-        rows, jobs = ((Memory(x),),), [(part,) for part in parts]
-        kernel.run_forward(
-            None, ahead, None, rows, jobs, tables, (), (y,), *((each,) for each in r)
-        )
+        kernel.run_forward(None, ahead, (Memory(x),), parts, tables, y, *r)
         rows = (Memory(dy), Memory(x))
         kernel.run_backward(None, back, rows, r, parts, tables, dx, *sums)
     found = {}
@@ -156,43 +153,6 @@ def test_low_precision_is_rounded_once(dtype: Any) -> None:
     for got, exactly in ((y, want), (dx, want_dx)):
         np.testing.assert_allclose(got.astype(np.float64), exactly, rtol=1.01 * half, atol=1e-6)
     assert all(error(sums[name], want_sums[name]) < 2e-6 for name in of.vectors)
-
-
-@pytest.mark.parametrize("blocks", [1, 4, 1000])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_queries_and_keys_in_one_launch(
-    case: tuple[Any, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RowLaunch, "blocks", blocks)
-    q = drawn(case, np.float32)
-    k = drawn(case, np.float32)._replace(tables=q.tables)
-    found = tuple(Memory(np.zeros_like(x)) for x in (q.x, k.x))
-    parts = [tuple(map(Memory, pair)) for pair in zip(q.parts, k.parts, strict=True)]
-    with on_numpy():
-        kernel = import_module("maxattn.modules.row_kernel.kernel")
-        both, tables = (Memory(q.x), Memory(k.x)), list(map(Memory, q.lines))
-        kernel.run_forward(None, launch_of(q.work, q.x), None, (both,), parts, tables, (), found)
-    for got, of in zip(found, (q, k), strict=True):
-        assert error(got.array, of.wanted()[0]) < 1e-6
-
-
-@pytest.mark.parametrize("blocks", [2, 1000])
-def test_rows_of_a_longer_sequence(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sequences of two examples are stored one behind the other, and nowhere else."""
-    monkeypatch.setattr(RowLaunch, "blocks", blocks)
-    case = CASES["head-interleaved-shared"]
-    both = [drawn((*case[:4], 2, length, *case[6:]), np.float32) for length in (2, 3)]
-    out = Memory(np.full((2, 6, 8 * 64), np.nan, np.float32))
-    with on_numpy():
-        kernel = import_module("maxattn.modules.row_kernel.kernel")
-        for first, of in zip((0, 2), both, strict=True):
-            parts, tables = [(Memory(v),) for v in of.parts], list(map(Memory, of.lines))
-            rows, launch = ((Memory(of.x),),), launch_of(of.work, of.x)
-            kernel.run_forward(None, launch, first, rows, parts, tables, (), (out,))
-    for first, of in zip((0, 2), both, strict=True):
-        got = out.array[:, first : first + of.x.shape[1]]
-        assert error(got, of.wanted()[0]) < 1e-6
-    assert np.isnan(out.array[:, 5]).all()
 
 
 def test_xla_computes_the_same_steps() -> None:
@@ -258,9 +218,8 @@ def adapted(case: Case, rows: list[Any], parts: list[Any]) -> list[Any]:
     results = [Memory(np.zeros_like(rows[0])) for _ in rows]
     with on_numpy():
         kernel = import_module("maxattn.modules.row_kernel.kernel")
-        of_rows, jobs = [(Memory(x),) for x in rows], [(Memory(v),) for v in parts]
-        outs = [(each,) for each in results]
-        kernel.run_forward(None, launch_of(case.work, *rows), None, of_rows, jobs, [], (), *outs)
+        operands = [Memory(x) for x in rows], [Memory(v) for v in parts], []
+        kernel.run_forward(None, launch_of(case.work, *rows), *operands, *results)
     return [each.array for each in results]
 
 
@@ -366,20 +325,11 @@ def test_the_compiler_takes_norm_and_rotary(
 ) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     of = drawn(case, ml_dtypes.bfloat16)
-    x, launch, parts = jnp.asarray(of.x), launch_of(of.work, of.x), tuple(of.parts)
-    tables, jobs = tuple(of.lines), tuple((v,) for v in of.parts)
-    longer = jax.ShapeDtypeStruct((len(x), 100, x.shape[2]), x.dtype)
-    pairs = tuple((v, v) for v in of.parts)
-
-    def forwards(x: Any) -> Any:
-        into = call.forward(launch, ((x,),), jobs, tables, first=3, into=longer)
-        into = call.forward(launch, ((x,),), jobs, tables, first=9, into=into[0])
-        kept = call.forward(launch, ((x,),), jobs, tables, keep=True)
-        return kept, call.forward(launch, ((x, x),), pairs, tables), into
-
-    kept, pair, into = jax.eval_shape(forwards, x)
-    assert [y.shape for y in (kept[0], *pair)] == [x.shape] * 3 and into[0].shape == longer.shape
-    r = tuple(jnp.ones(each.shape) for each in kept[1:])
+    x, launch = jnp.asarray(of.x), launch_of(of.work, of.x)
+    parts, tables = tuple(of.parts), tuple(of.lines)
+    y, *kept = jax.eval_shape(lambda x: call.forward(launch, (x,), parts, tables, keep=True), x)
+    assert y.shape == x.shape
+    r = tuple(jnp.ones(each.shape) for each in kept)
     back = launch_of(of.work, of.dy, of.x, is_backward=True)
     dx, sums = jax.eval_shape(lambda x: call.backward(back, x, x, r, parts, tables), x)
     assert dx.shape == x.shape and len(sums) == len(parts)
@@ -391,8 +341,6 @@ def test_the_compiler_takes_norm_and_rotary(
 def test_the_compiler_takes_the_adaptive_norm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     rows, parts = rows_and_parts(case, ml_dtypes.bfloat16)
-    launch, jobs = launch_of(case.work, *rows), tuple((v,) for v in parts)
-    found = jax.eval_shape(
-        lambda *rows: call.forward(launch, tuple((x,) for x in rows), jobs), *rows
-    )
+    launch = launch_of(case.work, *rows)
+    found = jax.eval_shape(lambda *rows: call.forward(launch, rows, tuple(parts)), *rows)
     assert [(y.shape, y.dtype) for y in found] == [(rows[0].shape, rows[0].dtype)] * len(rows)
