@@ -15,7 +15,7 @@ from maxattn.kernels.auto.tpu import seconds_taken, tiled_kernels
 from maxattn.target import Target
 from maxattn.tools.model_shapes import SHAPES
 
-CALLS = "wan-14b-720p", "wan-14b-480p", "flux-1024", "sdxl-64", "swba-1560x7", "swba-256x16"
+CALLS = "wan-14b-720p", "sdxl-64", "swba-1560x7"
 KERNELS: tuple[KernelKind, ...] = ("tpu_flash", "tokamax_flash", "flash")
 HEADS = "chip", "call", "pass", *KERNELS, "TFLOP/s of tpu_flash", "`auto` takes"
 PRODUCTS = {False: 2, True: 7}

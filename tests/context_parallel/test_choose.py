@@ -31,7 +31,7 @@ def sums(tokens: int) -> dict[str, StrategyCost]:
     return {name: cost_of(strategy, one, target) for name, strategy in built.items()}
 
 
-# ms, forward and backward, over FlashAttention-4: docs/measured/LOG.md, "Several GPUs".
+# ms, forward and backward, over FlashAttention-4: docs/measured/h200x4-context-2026-11-21.json.
 MEASURED = [(32760, "ulysses", 34.20), (32760, "all_gather", 36.08)]
 # A ring of four played by two H200s, through NCCL: the backward was rewritten after four had been
 # there.
