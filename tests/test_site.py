@@ -163,9 +163,9 @@ def test_code_is_no_link():
 def test_a_link_to_raw_data_is_a_link_to_a_file():
     page = ROOT / "docs" / "results.md"
     moved = links.relinked(
-        "[a](measured/tpu_block_sizes.md) [b](guide/masks.md#limits) [c](https://x)", page, page
+        "[a](measured/a.json) [b](guide/masks.md#limits) [c](https://x)", page, page
     )
-    assert moved == "[a](path:measured/tpu_block_sizes.md) [b](guide/masks.md#limits) [c](https://x)"
+    assert moved == "[a](path:measured/a.json) [b](guide/masks.md#limits) [c](https://x)"
 
 
 def test_every_page_is_in_the_site_s_tree():
