@@ -28,8 +28,7 @@ from maxattn.config import AttentionConfig
 from maxattn.kernels import KERNELS, build, refusal, scores_of
 from maxattn.kernels.auto.choose import order
 from maxattn.target import Target
-from maxattn.tools.bench.behind import Behind
-from maxattn.tools.tune.kernel_times import compiled, random_sets, timed
+from maxattn.tools.tune.kernel_times import compile_pass, random_sets, time_programs
 
 HERE = Path(__file__).resolve()
 TREE = HERE.parents[1]
@@ -94,7 +93,7 @@ class Worker:
         names = [name for name in names if refusal(name, call, self.target) is None]
         kernels = {n: build(n, call, AttentionConfig(), self.target) for n in names}
         sets = random_sets(call, drawn.mask())
-        found = {what: compiled(kernels, what, sets) for what in (FORWARD, BACKWARD)}
+        found = {what: compile_pass(kernels, what, sets) for what in (FORWARD, BACKWARD)}
         self.programs[at] = call, drawn.mask(), found
 
     def time(self, at: str, seconds: float) -> dict[str, Any]:
@@ -102,12 +101,13 @@ class Worker:
         call, mask, programs = self.programs.pop(at)
         sets, row = random_sets(call, mask), {}
         for what, its in programs.items():
-            times = timed(its, what, sets, seconds)
+            times = time_programs(its, what, sets, seconds)
             row[what] = {name: round(median(ms), 5) for name, ms in times.ms.items()}
             row.setdefault("refused", {}).update(times.failed)
             first = next((p for n, p in its.items() if n in times.ms), None)
-            if what == FORWARD and isinstance(first, Behind):
-                sets = [(*each, *out) for each, out in zip(sets, first(sets), strict=True)]
+            if what == FORWARD and first is not None:
+                outs = first.compiled(sets)
+                sets = [(*each, *out) for each, out in zip(sets, outs, strict=True)]
         return row
 
 

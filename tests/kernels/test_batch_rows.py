@@ -21,7 +21,7 @@ from maxattn.kernels import as_batch_rows, build, computed_call
 from maxattn.kernels.composed.batch_rows import BatchRows
 from maxattn.tools.cli.advice import advice
 from maxattn.tools.memory import estimate
-from maxattn.tools.tune.kernel_candidates import kernel_candidates
+from maxattn.tools.tune.candidates import kernel_candidates
 from tests.cases import TOLERANCE
 from tests.golden_text import check_golden
 from tests.reference import attention64, error

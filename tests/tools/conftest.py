@@ -13,6 +13,6 @@ from maxattn import tuned
 def cache(tmp_path, monkeypatch) -> Path:
     """A cache of its own, and a short timing."""
     monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
-    monkeypatch.setattr("maxattn.tools.tune.measure.SECONDS", 0.01)
+    monkeypatch.setattr("maxattn.tools.tune.kernel_times.SECONDS", 0.01)
     monkeypatch.chdir(Path(__file__).parents[2])
     return tmp_path / "tuned.json"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from maxattn.tools.bench.measure import bench
-from maxattn.tools.bench.report import as_table, to_json
-from maxattn.tools.bench.row import BenchRow
+from maxattn.tools.bench.kernels import bench
+from maxattn.tools.bench.row import BenchRow, as_table, to_json
 
 __all__ = ["BenchRow", "as_table", "bench", "to_json"]

@@ -3,35 +3,37 @@
     efficiency = t(1) / (n t(n))
 
 All devices doing the work of one at once are measured too: chips that share power or air are slower
-together than one whose neighbours rest, whatever the strategy. TransformerEngine's strategies can
-stand beside ours (`te_mesh.py`).
+together than one whose neighbours rest, whatever the strategy. TransformerEngine's strategies are
+measured with `peers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.errors import MaxattnError
+from maxattn.jax_private.mesh import auto_mesh
 from maxattn.target import Target
-from maxattn.tools.bench import ring_on_fewer_devices
-from maxattn.tools.bench.jobs import both_ways, config_of, random_inputs
-from maxattn.tools.bench.measure import beside_reference
-from maxattn.tools.bench.report import as_kernels
-from maxattn.tools.bench.row import FORWARD, BenchJob, BenchRow
-from maxattn.tools.bench.te_mesh import TE_STRATEGIES, spread, te_jobs
+from maxattn.tools.bench.kernels import beside_reference, both_ways, config_of, inputs_of
+from maxattn.tools.bench.peers import te_attention
+from maxattn.tools.bench.row import BenchJob, BenchRow, refused_job
 from maxattn.tools.model_shapes import Shape
 
 STRATEGIES = ("ring", "ulysses", "all_gather")
+TE_STRATEGIES = {"TransformerEngine ring": "RING", "TransformerEngine all-gather": "ALL_GATHER"}
 AXES = {
     "data": "ici_data_parallelism",
     "context": "ici_context_parallelism",
@@ -48,7 +50,6 @@ def bench_mesh(
     budget: float = 0.5,
     options: Mapping[str, Any] | None = None,
     profiled: bool = False,
-    ring_on: int = 0,
 ) -> list[BenchRow]:
     """Measure an attention, forward and forward with backward, on one device and on a mesh.
 
@@ -61,24 +62,17 @@ def bench_mesh(
         budget: seconds for one measurement, about.
         options: of XLA's compiler.
         profiled: print the device time by kernel of each.
-        ring_on: how many devices run a ring over a mesh of more (`ring_on_fewer_devices.py`); 0
-            for a mesh that is there.
-
-    Raises:
-        InputError: for a ring that cannot run on fewer devices.
     """
     devices = prod(mesh.values())
-    if ring_on:
-        ring_on_fewer_devices.check(shape, devices)
-    whole = random_inputs(shape, Target.here())[:1]
-    jobs = _on_one(shape, kernel, whole) + _on_each(shape, kernel, ring_on or devices, whole)
-    if ring_on:
-        jobs += ring_on_fewer_devices.ring_jobs(shape, kernel, devices, ring_on, whole[0])
-    else:
-        jobs += _on_mesh(shape, mesh, strategies, kernel, peers, whole)
-    rows, ran = beside_reference(jobs, shape, whole[0], budget, options=options, profiled=profiled)
-    if profiled:
-        print("\n\n".join(as_kernels(job.row, timed) for job, timed in ran))
+    whole = inputs_of(shape, Target.here())[:1]
+    alone = partial(_forward, shape, config_of(kernel), None)
+    jobs = both_ways(shape, f"{kernel}, 1 device", alone, whole)
+    jobs += _on_each(shape, kernel, devices, whole)
+    for name in strategies:
+        jobs += _of_strategy(shape, name, kernel, mesh, whole)
+    for name in TE_STRATEGIES if peers else ():
+        jobs += _of_te(shape, name, mesh, whole)
+    rows = beside_reference(jobs, shape, whole[0], budget, options, profiled)
     return [_compared(row, rows[:4], devices) for row in rows]
 
 
@@ -88,34 +82,14 @@ def _forward(
     return attention(q, k, v, shape.mask, config=config, mesh=mesh, role=shape.role)
 
 
-def _on_one(shape: Shape, kernel: str, whole: Any) -> list[BenchJob]:
-    """Return the whole attention on one device."""
-    attend = partial(_forward, shape, config_of(kernel), None)
-    return both_ways(shape, f"{kernel}, 1 device", attend, whole)
-
-
 def _on_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[BenchJob]:
     """Return the work of one device on each of them at once."""
     config = config_of(kernel, f"{AXES['data']}={devices}")
     mesh = config.make_mesh(jax.devices()[:devices])
     copies = [tuple(jax.numpy.concatenate([x] * devices) for x in each) for each in whole]
-    inputs = spread(copies, mesh, PartitionSpec("data"))
+    inputs = _spread(copies, mesh, PartitionSpec("data"))
     attend = partial(_forward, shape, config, mesh)
     return both_ways(shape, f"{kernel}, each of {devices}", attend, inputs)
-
-
-def _on_mesh(
-    shape: Shape,
-    mesh: Mapping[str, int],
-    strategies: Sequence[str],
-    kernel: str,
-    peers: bool,
-    whole: Any,
-) -> list[BenchJob]:
-    """Return the whole attention on the mesh: by each strategy, and by TransformerEngine's."""
-    ours = [_of_strategy(shape, name, kernel, mesh, whole) for name in strategies]
-    theirs = [te_jobs(shape, name, mesh, whole) for name in TE_STRATEGIES if peers]
-    return [job for jobs in (*ours, *theirs) for job in jobs]
 
 
 def _of_strategy(
@@ -126,13 +100,40 @@ def _of_strategy(
     try:
         config = config_of(kernel, f"context_parallel={strategy}", *words)
         mesh = config.make_mesh(jax.devices()[: prod(sizes.values())])
-        inputs = spread(whole, mesh, PartitionSpec("data", "context", "tensor"))
+        inputs = _spread(whole, mesh, PartitionSpec("data", "context", "tensor"))
         return both_ways(shape, who, partial(_forward, shape, config, mesh), inputs)
     # jax raises ValueError for a length that does not divide over the devices.
     except (MaxattnError, ValueError) as refused:
-        return [
-            BenchJob(BenchRow(shape.name, who, FORWARD, note=str(refused).splitlines()[0]), shape)
-        ]
+        return [refused_job(shape, who, refused)]
+
+
+def _of_te(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> list[BenchJob]:
+    """Return one of `TE_STRATEGIES`, forward and with its gradient, or why it does not run."""
+    try:
+        te, sharding = (
+            import_module(f"transformer_engine.jax.{m}") for m in ("attention", "sharding")
+        )
+        mesh = auto_mesh(np.asarray(jax.devices()[: sizes.get("context", 1)]), ("context",))
+        inputs = _spread(whole, mesh, PartitionSpec(None, "context"))
+    except (ImportError, ValueError) as failed:
+        return [refused_job(shape, name, failed)]
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        resource = sharding.MeshResource(cp_resource="context")
+        with mesh, sharding.global_shard_guard(resource):
+            yield
+
+    strategy = te.CPStrategy[TE_STRATEGIES[name]]
+    attend = te_attention(te, context_parallel_strategy=strategy, context_parallel_axis="context")
+    return [replace(job, around=around) for job in both_ways(shape, name, attend, inputs)]
+
+
+def _spread(whole: Any, mesh: Mesh, spec: PartitionSpec) -> list[tuple[Array, ...]]:
+    """Put inputs onto a mesh, along those axes of a spec that it has."""
+    axes = (axis if axis in mesh.axis_names else None for axis in spec)
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return [tuple(jax.device_put(x, sharding) for x in each) for each in whole]
 
 
 def _compared(row: BenchRow, ones: list[BenchRow], devices: int) -> BenchRow:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,16 +33,15 @@ from maxattn.attention import attention
 from maxattn.context_parallel.ring.hops import tie_transfer_to_kernel
 from maxattn.modules import FlaxAttention
 from maxattn.modules.base import Projection
-from maxattn.modules.norm_rope import NormRope
+from maxattn.modules.norm_rope import NormRope, Tables, Vectors, decide, in_steps, on_shard
+from maxattn.modules.row_kernel.work import RowWork
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
-from maxattn.tools.bench.jobs import config_of, random_inputs, with_gradient
-from maxattn.tools.bench.norm_rope import decided, norm_rope_jobs
-from maxattn.tools.bench.report import as_kernels
-from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, row_of
+from maxattn.tools.bench.kernels import config_of, inputs_of, with_gradient
+from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, as_kernels, row_of
 from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
-from maxattn.tools.random_inputs import normal
+from maxattn.tools.passes import normal
 
 MEMORY, SLACK = 4e12, 1.15  # bytes/s; what the bound allows over them
 Weights = tuple[Array, Array, Array, Array]
@@ -58,7 +58,7 @@ def bench_module(
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
-    Where there is a kernel of norm and rotary embedding, the module without it too.
+    If there is a kernel of norm and rotary embedding here, the module is measured without it too.
 
     Args:
         shape: from `maxattn.tools.model_shapes`; its channels are N H.
@@ -70,17 +70,14 @@ def bench_module(
         alone: the module without its parts.
     """
     jobs = _module(shape, kernel, param_dtype)
-    parts = (
-        _attention(shape, kernel),
-        _matmuls(shape),
-        _both(shape, kernel),
-        norm_rope_jobs(shape),
-    )
-    jobs += [] if alone else [job for part in parts for job in part]
-    if not alone and decided(shape).work is not None:
-        jobs += _module(shape, kernel, param_dtype, _StepByStep)
-    timed = measure([job.work for job in jobs], budget, options=options, profiled=profiled)
-    rows = [row_of(job, t, None) for job, t in zip(jobs, timed, strict=True)]
+    if not alone:
+        how = _norm_and_rotary(shape)
+        jobs += _attention(shape, kernel) + _matmuls(shape) + _both(shape, kernel)
+        jobs += _norm_rope_jobs(shape, how)
+        if how.work is not None:
+            jobs += _module(shape, kernel, param_dtype, _StepByStep)
+    timed = measure([job.work for job in jobs], budget, options, profiled)
+    rows = [row_of(job, t) for job, t in zip(jobs, timed, strict=True)]
     if profiled:
         print("\n\n".join(as_kernels(job.row, t) for job, t in zip(jobs, timed, strict=True)))
     if alone:
@@ -123,7 +120,10 @@ def _module(
     shape: Shape, kernel: str, param_dtype: str, kind: type[FlaxAttention] = FlaxAttention
 ) -> list[BenchJob]:
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
-    graph, state = nnx.split(_made(shape, kernel, param_dtype, kind))
+    how: dict[str, Any] = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
+    how |= {"dtype": dtype, "param_dtype": jnp.dtype(param_dtype), "rngs": nnx.Rngs(0)}
+    sizes = width, shape.heads, None, shape.head_dim
+    graph, state = nnx.split(kind(*sizes, config=config_of(kernel), **how))
     rotary = jax.tree.map(jnp.asarray, rope_1d(shape.head_dim, shape.q_len))
 
     def forward(x: Array, state: Any, rotary: Rotary) -> Array:
@@ -138,21 +138,9 @@ def _module(
     return _jobs(shape, who, (forward, (x, state, rotary)), (training, (x, state, rotary, dy)))
 
 
-def _made(shape: Shape, kernel: str, param_dtype: str, kind: type[FlaxAttention]) -> FlaxAttention:
-    width = shape.heads * shape.head_dim
-    sizes = (width, shape.heads, None, shape.head_dim)
-    norm: dict[str, Any] = {"qk_norm": "rms_norm_across_heads", "eps": 1e-6}
-    dtypes: dict[str, Any] = {
-        "dtype": jnp.dtype(shape.dtype),
-        "param_dtype": jnp.dtype(param_dtype),
-    }
-    config, rngs = config_of(kernel), nnx.Rngs(0)
-    return kind(*sizes, bias=True, **norm, config=config, **dtypes, rngs=rngs)
-
-
 def _attention(shape: Shape, kernel: str) -> list[BenchJob]:
     config = config_of(kernel)
-    inputs = random_inputs(shape, Target.here())[0]
+    inputs = inputs_of(shape, Target.here())[0]
 
     def forward(q: Array, k: Array, v: Array) -> Array:
         return attention(q, k, v, shape.mask, config=config)
@@ -185,9 +173,9 @@ def _added(products: list[Array]) -> Array:
 def _both(shape: Shape, kernel: str) -> list[BenchJob]:
     """Return matmuls and attention in one program: the module without norm, RoPE and biases."""
     config, tokens = config_of(kernel), (shape.batch * shape.q_len, shape.heads * shape.head_dim)
-    q, k, v = random_inputs(replace(shape, kv_heads=0), Target.here())[0][:3]
-    (x, dy), dtype = _arrays(tokens, q.dtype, 2), q.dtype
-    weights = tuple(_arrays((tokens[1], tokens[1]), dtype, 4))
+    q, k, v = inputs_of(replace(shape, kv_heads=0), Target.here())[0][:3]
+    x, dy = _arrays(tokens, q.dtype, 2)
+    weights = tuple(_arrays((tokens[1], tokens[1]), q.dtype, 4))
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         return attention(q, k, v, shape.mask, config=config).reshape(tokens)
@@ -208,15 +196,56 @@ def _both(shape: Shape, kernel: str) -> list[BenchJob]:
     return _jobs(shape, "attention and matmuls in one", *passes)
 
 
-def _jobs(
-    shape: Shape, who: str, *made: tuple[Callable[..., Any], tuple[Any, ...]]
-) -> list[BenchJob]:
+def _norm_and_rotary(shape: Shape) -> NormRope:
+    """Return how the measured module norms and rotates its queries here."""
+    width = shape.heads * shape.head_dim
+    x = jax.ShapeDtypeStruct((shape.batch, shape.q_len, width), jnp.dtype(shape.dtype))
+    norm, rotary = nnx.RMSNorm(width, rngs=nnx.Rngs(0)), rope_1d(shape.head_dim, shape.q_len)
+    sizes = shape.heads, shape.head_dim
+    return decide(Target.here(), x, "rms_norm_across_heads", norm, rotary, *sizes)
+
+
+def _norm_rope_jobs(shape: Shape, how: NormRope) -> list[BenchJob]:
+    """Return bias, norm and rotary embedding of the queries: by XLA, and by the kernel if any."""
+    work = RowWork(shape.heads, shape.head_dim, "across", 1e-6, "interleaved")
+    runs: dict[str, Callable[..., Array]] = {"xla": partial(in_steps, work)}
+    if how.work is not None:
+        runs["cute"] = partial(on_shard, how)
+    x, dy = _arrays((shape.batch, shape.q_len, shape.heads, shape.head_dim), shape.dtype, 2)
+    bias, scale = _arrays((shape.heads, shape.head_dim), jnp.float32, 2)
+    vectors: Vectors = {"bias": bias, "scale": 1 + 0.1 * scale}
+    rotary = rope_1d(shape.head_dim, shape.q_len)
+    tables = tuple(jnp.asarray(a).reshape(1, shape.q_len, -1) for a in (rotary.cos, rotary.sin))
+
+    def training(
+        run: Callable[..., Array], x: Array, vectors: Vectors, tables: Tables, dy: Array
+    ) -> Any:
+        y, pull = jax.vjp(lambda x, vectors: run(x, vectors, tables), x, vectors)
+        return y, pull(dy)
+
+    operands = x, vectors, tables
     return [
-        BenchJob(
-            BenchRow(shape.name, who, what), shape, f, lambda inputs=inputs: [inputs], count=False
+        job
+        for name, run in runs.items()
+        for job in _jobs(
+            shape,
+            f"norm and rotary, {name}",
+            (run, operands),
+            (partial(training, run), (*operands, dy)),
         )
-        for what, (f, inputs) in zip((FORWARD, BOTH), made, strict=True)
     ]
+
+
+def _jobs(
+    shape: Shape, who: str, *passes: tuple[Callable[..., Any], tuple[Any, ...]]
+) -> list[BenchJob]:
+    """Return the job of a forward, and of forward and backward."""
+
+    def job(what: str, f: Callable[..., Any], inputs: tuple[Any, ...]) -> BenchJob:
+        row = BenchRow(shape.name, who, what)
+        return BenchJob(row, shape, f, lambda: [inputs], is_attention=False)
+
+    return [job(what, *each) for what, each in zip((FORWARD, BOTH), passes, strict=True)]
 
 
 def _arrays(dims: tuple[int, ...], dtype: Any, count: int) -> list[Array]:

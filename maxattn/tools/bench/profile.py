@@ -74,7 +74,7 @@ def device_time(run: Callable[[], Any]) -> Profile:
     for event in events:
         found[event.name].append(event.end - event.start)
     times = [KernelTime(name, sum(each) / 1e6, len(each)) for name, each in found.items()]
-    return Profile(tuple(sorted(times, key=lambda time: -time.ms)), *_overlap(events))
+    return Profile(tuple(sorted(times, key=lambda time: -time.ms)), *overlap(events))
 
 
 def recorded(run: Callable[[], Any]) -> list[Event]:
@@ -94,10 +94,10 @@ def events_of(folder: str | Path) -> list[Event]:
         folder: that `jax.profiler.start_trace` was given.
     """
     newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    return list(_events(jax.profiler.ProfileData.from_file(str(newest))))
+    return list(events_of_record(jax.profiler.ProfileData.from_file(str(newest))))
 
 
-def _overlap(events: list[Event]) -> tuple[float, float, float, float]:
+def overlap(events: list[Event]) -> tuple[float, float, float, float]:
     """Return ms of (span, transfers, transfers alone, idle)."""
     moves = [(e.start, e.end) for e in events if "nccl" in e.name.lower()]
     kernels = [(e.start, e.end) for e in events if "nccl" not in e.name.lower()]
@@ -118,7 +118,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def _events(record: Any) -> Iterator[Event]:
+def events_of_record(record: Any) -> Iterator[Event]:
     planes = {plane.name: plane for plane in record.planes}
     device = next((plane for name, plane in sorted(planes.items()) if DEVICE.match(name)), None)
     lines = [line for plane in ([device] if device else planes.values()) for line in plane.lines]

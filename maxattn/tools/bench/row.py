@@ -1,15 +1,19 @@
-"""One measurement: the function that is measured, and the row that says what came of it."""
+"""One measurement: the function that is measured, the row that it fills, and a table of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from maxattn.target import Target
 from maxattn.tools.bench.timing import Timed, TimedFunction
+from maxattn.tools.columns import columns
 from maxattn.tools.model_shapes import Shape
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
@@ -21,8 +25,8 @@ class BenchRow:
     """Hold one measurement.
 
     Args:
-        shape, who, what: name of the shape, the kernel or library, and "forward", "backward" or
-            "forward+backward".
+        shape, who, what: name of the shape, the kernel or library, and the pass: "forward",
+            "backward" or "forward+backward".
         ms: device time of one call; 0 where it failed.
         tflops: useful operations, of allowed pairs alone, in TFLOP/s.
         peak: bytes of arguments, results and temporaries, as the compiler reports them.
@@ -54,8 +58,8 @@ class BenchJob:
         f: the function.
         make: returns its inputs: several tuples of arguments of one shape.
         around: a context in which it is traced and compiled.
-        count: whether its operations are those of an attention.
-        judged: whether its result is one, to compare with the reference.
+        is_attention: whether its operations are counted, and its result is compared, as those of
+            an attention.
     """
 
     row: BenchRow
@@ -63,38 +67,44 @@ class BenchJob:
     f: Callable[..., Any] = print
     make: Callable[[], list[tuple[Any, ...]]] = list
     around: Callable[[], AbstractContextManager[Any]] | None = None
-    count: bool = True
-    judged: bool = True
+    is_attention: bool = True
 
     @property
     def work(self) -> TimedFunction:
         """What is measured."""
-        return TimedFunction(self.f, self.make, self.around, f"{self.row.who}, {self.row.what}")
+        name = f"{self.row.who}, {self.row.what}"
+        return TimedFunction(self.f, self.make, self.around, name, self.is_compared)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the reference's result is compared with its own."""
+        return self.is_attention and self.row.what == FORWARD
 
 
-def row_of(job: BenchJob, timed: Timed, wanted: Timed | None) -> BenchRow:
+def refused_job(shape: Shape, who: str, why: object) -> BenchJob:
+    """Return a job that cannot run, with the first line of the reason."""
+    return BenchJob(BenchRow(shape.name, who, FORWARD, note=str(why).splitlines()[0]), shape)
+
+
+def row_of(job: BenchJob, timed: Timed, wanted: Timed | None = None) -> BenchRow:
     """Fill a row with what was measured.
 
     Args:
         job: what was measured.
         timed: its time.
-        wanted: the reference's result, which that of a forward is compared with; None for none.
+        wanted: the reference's result, if there is one.
     """
     if not timed.seconds:
         return replace(job.row, note=timed.failed)
     row = replace(job.row, ms=1e3 * timed.seconds, peak=timed.peak)
-    if not job.count:
+    if not job.is_attention:
         return row
     row = replace(row, tflops=operations(job.shape) * WORK[row.what] / timed.seconds / 1e12)
-    if row.what != FORWARD or not job.judged or wanted is None or wanted.first is None:
+    if not job.is_compared or wanted is None or wanted.first is None:
         return row
-    return replace(row, error=_error(timed.first, wanted.first))
-
-
-def _error(result: Any, wanted: Any) -> float:
-    out = result[0] if isinstance(result, tuple) else result
-    got = out[:1, : wanted.shape[1]].astype(jnp.float32)
-    return float(jnp.abs(got - wanted).max() / jnp.abs(wanted).max())
+    out = timed.first[0] if isinstance(timed.first, tuple) else timed.first
+    got, want = out[:1, : wanted.first.shape[1]].astype(jnp.float32), wanted.first
+    return replace(row, error=float(jnp.abs(got - want).max() / jnp.abs(want).max()))
 
 
 def operations(shape: Shape) -> float:
@@ -104,6 +114,48 @@ def operations(shape: Shape) -> float:
     return 2.0 * shape.batch * shape.heads * channels * pairs
 
 
-def scores_bytes(shape: Shape) -> float:
-    """Return the bytes of all scores in float32."""
-    return 4.0 * shape.batch * shape.heads * shape.q_len * shape.kv_len
+# ---- reports -------------------------------------------------------------------------------------
+
+HEADER = (
+    "shape", "who", "pass", "ms", "TFLOP/s", "GiB", "error", "efficiency", "bound ms", "of it",
+)  # fmt: skip
+WORDS = 3  # columns
+
+
+def as_table(rows: Sequence[BenchRow]) -> str:
+    """Return one line a measurement, in columns; columns that none of them fills are left out."""
+    lines = [HEADER, *(_cells(row) for row in rows)]
+    kept = [i for i in range(len(HEADER)) if i <= WORDS or any(line[i] for line in lines[1:])]
+    notes = ["", *(f"  {row.note}" if row.note else "" for row in rows)]
+    table = columns([[line[i] for i in kept] for line in lines], WORDS)
+    return "\n".join(line + note for line, note in zip(table, notes, strict=True))
+
+
+def _cells(row: BenchRow) -> tuple[str, ...]:
+    words = row.shape, row.who, row.what
+    if not row.ms:
+        return *words, "-", *("",) * (len(HEADER) - WORDS - 1)
+    rate = f"{row.tflops:.0f}" if row.tflops else ""
+    memory = f"{row.peak / 2**30:.2f}" if row.peak else ""
+    error = "" if row.error is None else f"{row.error:.1e}"
+    efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
+    bound = ("", "") if row.bound is None else (f"{row.bound:.3f}", f"{row.ms / row.bound:.3f}")
+    return *words, f"{row.ms:.3f}", rate, memory, error, efficiency, *bound
+
+
+def as_kernels(row: BenchRow, timed: Timed, most: int = 24) -> str:
+    """Return the device time of one recorded run by kernel, the longest first."""
+    p = timed.profile
+    time = f"{1e3 * timed.seconds:.3f} ms; one run, first device: {p.span:.3f} ms"
+    alone = f"{p.alone:.3f} of them beside no kernel, idle {p.idle:.3f} ms"
+    transfers = f", transfers {p.transfers:.3f} ms, {alone}" if p.transfers else ""
+    head = f"{row.shape}, {row.who}, {row.what}: {time}{transfers}"
+    lines = (f"  {k.ms:9.3f} ms  {k.calls:6.4g} x  {k.name[:100]}" for k in p.kernels[:most])
+    return "\n".join((head, *lines))
+
+
+def to_json(rows: Sequence[BenchRow], target: Target) -> str:
+    """Return the measurements and the machine as JSON."""
+    machine: dict[str, Any] = {"device": target.device_kind, "jax": jax.__version__}
+    machine["packages"] = dict(target.packages)
+    return json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1)

@@ -55,13 +55,13 @@ def _measured(
     from maxattn.tools.bench.module import bench_module
     from maxattn.tools.xla_options import xla_options
 
-    mesh, options = read_mesh(args.mesh, args.ring_on), xla_options(args.option)
+    mesh, options = read_mesh(args.mesh), xla_options(args.option)
     kernel = (*args.kernel, "auto")[0]
     measuring = args.seconds, options, args.profile
     for shape in shapes:
         if mesh:
             strategies = args.strategy or STRATEGIES[:3]
-            new = bench_mesh(shape, mesh, strategies, kernel, args.peers, *measuring, args.ring_on)
+            new = bench_mesh(shape, mesh, strategies, kernel, args.peers, *measuring)
         elif args.module:
             new = bench_module(shape, kernel, args.param_dtype, *measuring)
         else:
@@ -71,26 +71,21 @@ def _measured(
 
 def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[Any], str]]:
     """Measure report by report: yield (rows, text)."""
-    from maxattn.tools.bench.plots import draw
-    from maxattn.tools.bench.reports import make
+    from maxattn.tools.bench.reports import draw, make
 
     for name in args.report:
         report = make(name, target, args.seconds)
         if args.pictures:
             draw(report, target.device_kind, args.pictures / f"{name}.png")
-        yield list(report.rows), report.text
+        yield report.rows, report.text
 
 
-def read_mesh(words: list[str], ring_on: int = 0) -> dict[str, int]:
-    """Read axes: `context=4`.
-
-    Args:
-        words: of --mesh.
-        ring_on: how many devices run the ring, where it has more ranks; else 0.
+def read_mesh(words: list[str]) -> dict[str, int]:
+    """Read the axes of --mesh, such as `context=4`.
 
     Raises:
         MeshError: for what is no axis and size, and an axis named twice.
-        InputError: for another axis, more devices than there are, and a ring that does not fit.
+        InputError: for another axis, and more devices than there are.
     """
     import jax
 
@@ -99,12 +94,8 @@ def read_mesh(words: list[str], ring_on: int = 0) -> dict[str, int]:
     if not set(found) <= set(MESH_AXES) or devices < 1:
         rule = f"it is AXIS=N, N at least 1, with an axis of {', '.join(MESH_AXES)}"
         raise InputError("--mesh", text, rule, "write for example --mesh context=4")
-    if ring_on and (set(found) != {"context"} or not 2 <= ring_on < devices):
-        rule = "two devices or more run a ring of more ranks, --mesh context=M alone"
-        remedy = "write for example --mesh context=4 --ring-on 2"
-        raise InputError("--ring-on", ring_on, rule, remedy)
-    if found and (needed := ring_on or devices) > jax.device_count():
-        rule = f"it needs {needed} devices, and this machine has {jax.device_count()}"
+    if devices > jax.device_count():
+        rule = f"it needs {devices} devices, and this machine has {jax.device_count()}"
         raise InputError("--mesh", text, rule, "ask for fewer")
     return found
 
@@ -117,16 +108,15 @@ def _check(args: argparse.Namespace) -> None:
             name of no kernel.
         ConfigError: for a path that cannot be written to.
     """
-    from maxattn.tools.bench.jobs import check_kernels
+    from maxattn.tools.bench.kernels import check_kernels
 
     spread, module = args.mesh and not args.report, args.module and not args.report
-    with_mesh, with_either = "--mesh, without --report", "--mesh or --module, without --report"
+    with_either = "--mesh or --module, without --report"
     for name, given, is_read, other in (
         ("--option", " ".join(args.option), spread or module, with_either),
         ("--profile", "given" if args.profile else "", spread or module, with_either),
-        ("--strategy", " ".join(args.strategy), spread, with_mesh),
+        ("--strategy", " ".join(args.strategy), spread, "--mesh, without --report"),
         ("--pictures", args.pictures, args.report, "--report"),
-        ("--ring-on", str(args.ring_on) if args.ring_on else "", spread, with_mesh),
     ):
         if given and not is_read:
             remedy = "add what it is read with, or leave it out"
@@ -134,10 +124,6 @@ def _check(args: argparse.Namespace) -> None:
     if args.module and args.mesh:
         rule = "a whole module is measured on one device"
         raise InputError("--module", "given", rule, "leave out --mesh or --module")
-    if args.ring_on and (args.peers or args.strategy):
-        rule = "the ring alone runs on fewer devices, and neither --peers nor --strategy"
-        remedy = "leave those out, or measure a mesh that is there"
-        raise InputError("--ring-on", args.ring_on, rule, remedy)
     if not 0 < args.seconds < float("inf"):
         rule = "a measurement takes some time"
         raise InputError("--seconds", args.seconds, rule, "write --seconds 0.5")

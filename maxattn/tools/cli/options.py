@@ -203,8 +203,6 @@ def bench(parser: Parser) -> None:
           other libraries beside them, called bare
       maxattn bench wan-14b-480p --mesh context=4
           ring, Ulysses and all-gather beside one device
-      maxattn bench wan-14b-480p --mesh context=4 --ring-on 2
-          a ring of four ranks on two devices: its time and bytes, wrong numbers
       maxattn bench wan-1.3b-480p --module
           a whole FlaxAttention, beside its attention and its matmuls
       maxattn bench --report implementations --pictures out
@@ -227,8 +225,6 @@ def bench(parser: Parser) -> None:
     add("--mesh", **several, metavar="AXIS=N", help=mesh)
     strategy = "with --mesh (default: the first three)"
     add("--strategy", **several, choices=STRATEGIES, help=strategy)
-    ring = "with --mesh context=M: run the ring of M ranks on N devices"
-    add("--ring-on", "--played-by", type=int, default=0, metavar="N", help=ring)
     option = "with --mesh or --module: of XLA's compiler"
     add("--option", **several, metavar="NAME=VALUE", help=option)
     add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")

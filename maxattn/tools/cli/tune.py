@@ -20,7 +20,7 @@ from maxattn.tools.cli.machine import mesh_of, target_of
 from maxattn.tools.cli.progress import say, say_where
 from maxattn.tools.cli.tune_kernels import KernelTuning, say_kept
 from maxattn.tools.cli.tune_kernels_report import say_changes
-from maxattn.tools.tune import measure, store
+from maxattn.tools.tune import kernel_times, store
 from maxattn.tools.tune.candidates import Candidate, candidates
 from maxattn.tuned import cache_path, in_ms, key_of, versions_of, winners, with_sizes
 
@@ -140,12 +140,12 @@ def _measured(
     times: dict[str, Any] = {"error": ""}
     config = with_sizes(tuning.config, tuning.kernel, candidate.sizes)
     built = build(tuning.kernel, tuning.local, config, tuning.target)
-    try:
-        for key in wanted:
-            times[key] = measure.milliseconds(built, tuning.local, key == "training_ms")
-    except Exception as error:  # the compiler's or the device's; the next candidate may run
-        first = (str(error).strip().splitlines() or [""])[0]
-        times["error"] = f"{type(error).__name__}: {first[:200]}"
+    for key in wanted:
+        timed = kernel_times.time_sizes(built, tuning.local, key == "training_ms")
+        if timed.failed:  # the compiler's error or the device's; the next candidate may run
+            times["error"] = timed.failed
+            break
+        times[key] = 1e3 * timed.seconds
     measured = identity | {"forward_ms": None, "training_ms": None} | (old or {}) | times
     store.add(path, measured)
     return measured, False

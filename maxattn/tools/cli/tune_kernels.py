@@ -27,7 +27,7 @@ from maxattn.tools.cli.progress import progress, say_where
 from maxattn.tools.cli.tune_kernels_report import PASSES
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.tune import store
-from maxattn.tools.tune.kernel_candidates import KernelCandidates, kernel_candidates
+from maxattn.tools.tune.candidates import KernelCandidates, kernel_candidates
 from maxattn.tuned import VARIABLE, cache_path
 from maxattn.tuned.kernels import (
     call_times,
@@ -173,7 +173,7 @@ def _measured(
         if is_old:
             say_where("kernels, in turns,", tuning.target)
         is_old = False
-        with progress(steps=2 * len(built)):
+        with progress(steps=2 * len(built) + 1):
             first = _forward_of(tuning, record) if what == "backward" else ""
             if what == "backward" and not first:
                 times = PassTimes({}, {})

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from maxattn.config.write import yaml_of
 from maxattn.kernels.auto.tuned_order import in_digits, joined
-from maxattn.tools.bench.jobs import config_of
-from maxattn.tools.tune.kernel_candidates import KernelCandidates
+from maxattn.tools.bench.kernels import config_of
+from maxattn.tools.tune.candidates import KernelCandidates
 from maxattn.tuned import in_ms
 from maxattn.tuned.kernels import milliseconds_of
 

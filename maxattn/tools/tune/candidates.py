@@ -1,28 +1,95 @@
-"""Which sizes are worth timing, ranked by facts: padding, and the steps of the grid."""
+"""What is worth timing or compiling for a call: kernels, sizes of one kernel, tiles of a TPU."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxattn.block_sizes import BlockSizes, adjust
-from maxattn.block_sizes.sizes import round_up
+from maxattn.block_sizes.estimated.choose import padded_pairs
+from maxattn.block_sizes.estimated.step_cost import Kind, Tile
+from maxattn.block_sizes.sizes import LANES, Facts, round_up
+from maxattn.block_sizes.transposed import PASSES
+from maxattn.block_sizes.vmem import Part, fits
 from maxattn.call import Call
-from maxattn.config import FlashBlockSizes
+from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.config.measurements import BLOCKS
+from maxattn.kernels import KERNELS, Kernel, build, refusal, scores_of
+from maxattn.kernels.auto.tuned_order import PLAIN
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
+from maxattn.kernels.flash import has_fa4
 from maxattn.masks import EMPTY
 from maxattn.target import Target
 from maxattn.tools.memory import fits_alone
 from maxattn.tuned import Sizes
 
+# Pairs that a step of the grid is taken to cost beside its own work: an assumption, not measured.
+STEP = 256 * 256
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+MOST_OPERATIONS = 2e12  # of plain JAX beside other kernels: it would take minutes
+SHARE = 0.25  # of the memory that dense scores may take: they are there several times
+
+
+class KernelCandidates(NamedTuple):
+    """Hold the kernels to time, built for a call, and why each other one is not timed."""
+
+    built: dict[str, Kernel]
+    left_out: dict[str, str]
+
+
+def kernel_candidates(call: Call, config: AttentionConfig, target: Target) -> KernelCandidates:
+    """Return the kernels that can run a call, by name.
+
+    `deterministic` refuses none here: a plan that wants it looks at what was measured itself.
+
+    Args:
+        call: of one device.
+        config: whose settings the kernels are built with.
+        target: where they would run.
+    """
+    reasons = {name: refusal(name, call, target) for name in KERNELS}
+    runs = [name for name, reason in reasons.items() if reason is None]
+    # Kernels for other devices are not named.
+    left_out = {n: r.rule for n, r in reasons.items() if r and r.feature != "platform"}
+    built = {name: build(name, call, config, target) for name in runs}
+    for name in runs:
+        others = [each for each in built if each != name]
+        if why := _why_untimed(name, built[name], call, target, others):
+            left_out[name] = why
+            del built[name]
+    return KernelCandidates(built, left_out)
+
+
+def _why_untimed(name: str, kernel: Kernel, call: Call, target: Target, others: list[str]) -> str:
+    """Return why a kernel that can run is not timed; "" if it is."""
+    if name == "flash" and target.platform == "gpu" and not has_fa4(target):
+        return "it runs cuDNN here, which is timed as cudnn"
+    if target.platform == "cpu" and kernel.is_pallas:
+        return "a CPU interprets it, step by step"
+    scores = 4.0 * scores_of(call)
+    # A machine's own memory where the device has none.
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = SHARE * (target.device.memory or own)
+    if name == "dot_product" and scores > most:
+        return f"its scores take {scores / 2**30:.1f} GiB, of {most / 2**30:.1f} GiB that they may"
+    work = scores * call.head_dim
+    if name in PLAIN and work > MOST_OPERATIONS and set(others) - set(PLAIN):
+        return "plain JAX takes too long for so many pairs"
+    return ""
+
+
+# ---- sizes of one kernel -------------------------------------------------------------------------
+
 BLOCK_CHOICES = (128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
 COMPUTE_CHOICES = (256, 512, 1024, 2048)
 CHUNK_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Pairs that a step of the grid is taken to cost beside its own work: an assumption, not measured.
-STEP = 256 * 256
 
 
 @dataclass(frozen=True)
@@ -115,11 +182,83 @@ def _of_chunks(call: Call) -> list[Candidate]:
 
 
 def _candidate(sizes: Sizes, tile: tuple[int, int], call: Call) -> Candidate:
-    q, kv = (round_up(n, b) for n, b in zip((call.q_len, call.kv_len), tile, strict=True))
-    steps = (q // tile[0]) * (kv // tile[1])
+    steps = _steps(tile, call)
     if not call.mask.is_full and not call.mask.has_data:
         kinds = call.mask.block_map(*tile, call.q_len, call.kv_len)
         steps = int((kinds != EMPTY).sum())
     pairs = steps * tile[0] * tile[1]
     parts = tile[1] // int(dict(sizes).get("block_kv_compute", tile[1]))
     return Candidate(sizes, pairs, steps, steps * parts, pairs / (call.q_len * call.kv_len))
+
+
+def _steps(tile: Tile, call: Call) -> int:
+    """Count the tiles of a head."""
+    return padded_pairs(tile, call) // (tile[0] * tile[1])
+
+
+# ---- tiles of a TPU, to compile ------------------------------------------------------------------
+
+LONGEST, SHORTEST = 4096, 256  # tokens of a block
+LARGEST = 2**22  # pairs of a tile: in a larger one a step's own cost is next to nothing already
+COMMON = 512, 1024, 2048  # that every kernel was seen to do well with
+COMPUTE_STEP = 128 * 128  # pairs that a part of a tile's keys is taken to cost, as STEP
+ALIKE = 1.25  # tiles whose sizes differ by less have about the same schedule
+PARTS: dict[Kind, Part] = {"fwd": "forward", "dkv": "dkv", "fused": "fused", "dq": "dq"}
+
+
+def tile_choices(kind: Kind, call: Call, facts: Facts) -> list[Tile]:
+    """List tiles that fit VMEM, fewest pairs first, padding and what steps cost among them.
+
+    Args:
+        kind: of the kernel.
+        call: what one device computes.
+        facts: of the call and the TPU.
+    """
+
+    def does_fit(tile: Tile) -> bool:
+        whole = tile[0], tile[1], tile[-1]
+        if facts.kernel == "tpu_flash":
+            return PASSES[kind].fits(whole, facts)
+        return fits(PARTS[kind], whole, facts)
+
+    def pairs(tile: Tile) -> int:
+        parts = tile[1] // tile[-1]
+        return padded_pairs(tile, call) + _steps(tile, call) * (STEP + COMPUTE_STEP * parts)
+
+    queries, keys = (_lengths(n) for n in (call.q_len, call.kv_len))
+    sides = ((q, kv) for q, kv in product(queries, keys) if q * kv <= LARGEST)
+    found = [tile for side in sides for tile in _tiles(kind, *side) if does_fit(tile)]
+    return sorted(found, key=lambda tile: (pairs(tile), tile))
+
+
+def without_likes(choices: Sequence[Tile], call: Call) -> Iterator[Tile]:
+    """Leave out a tile that is like one before it and pads no less."""
+    taken: list[Tile] = []
+    for tile in choices:
+        alike = (
+            one
+            for one in taken
+            if all(max(a, b) < ALIKE * min(a, b) for a, b in zip(tile, one, strict=True))
+        )
+        least = 0.99 * min((padded_pairs(one, call) for one in alike), default=float("inf"))
+        if padded_pairs(tile, call) < least:
+            taken.append(tile)
+            yield tile
+
+
+def _lengths(length: int) -> list[int]:
+    """Return block lengths: common ones, and those that cut a length into equal parts."""
+    most = min(LONGEST, round_up(length, LANES) // 2)
+    parts = range(2, length // SHORTEST + 1)
+    equal = (round_up(-(-length // n), LANES) for n in parts)
+    return sorted({n for n in (*COMMON, *equal) if SHORTEST <= n <= most})
+
+
+def _tiles(kind: Kind, q: int, kv: int) -> Iterator[Tile]:
+    if kind == "dq":
+        yield q, kv
+        return
+    for n in range(1, 5):
+        compute = kv // n
+        if kv % n == 0 and compute % LANES == 0 and compute >= SHORTEST:
+            yield q, kv, compute

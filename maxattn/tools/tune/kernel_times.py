@@ -1,16 +1,13 @@
-"""Time the kernels of one call in turns on one device, the forward and the backward apart.
+"""Time the kernels of one call on one device, in turns, the forward and the backward apart.
 
-Lengths and ids are arguments of what is compiled, as they are in a model: what is prepared of them
-on the device counts. Short calls stand several in a program, so that the host is ahead of the
-device, and are timed by the device's clock (bench/behind.py).
+Lengths and ids are arguments of what is compiled, as they are in a model: the work that a kernel
+does on the device to prepare them counts.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,18 +17,20 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.kernels import Kernel, scores_of
-from maxattn.kernels.base import Inputs, Rows
 from maxattn.masks import Mask
-from maxattn.tools.bench.behind import Behind, calls_of, seconds_behind
-from maxattn.tools.bench.timing import first_line, in_order, queue
-from maxattn.tools.random_inputs import normal
+from maxattn.tools.bench.timing import (
+    Timed,
+    TimedFunction,
+    TimedProgram,
+    calls_of,
+    compile_all,
+    measure,
+    record_options,
+    time_all,
+)
+from maxattn.tools.passes import backward, forward, random_inputs
 
-log = logging.getLogger("maxattn.tools.bench")
 SECONDS, ROUNDS = 0.3, 7  # of a kernel's pass
-MOST_CALLS, LONG = 200, 0.1  # that are queued in a round; seconds, from which 3 rounds do
-
-Programs = dict[str, Behind | str]
-"""The compiled pass of each kernel, or why it does not compile."""
 
 
 class PassTimes(NamedTuple):
@@ -40,7 +39,7 @@ class PassTimes(NamedTuple):
     Attributes:
         ms: of each round, by kernel.
         failed: why others did not run.
-        is_dead: whether the device stopped answering, by the last one that failed.
+        is_dead: whether the device stopped answering after the one that failed.
     """
 
     ms: dict[str, tuple[float, ...]]
@@ -55,110 +54,96 @@ def time_pass(
 
     Args:
         kernels: built for the call, by name.
-        what: the pass.
+        what: "forward" or "backward".
         call: of one device.
         mask: of the call, with its arrays.
         of: the kernel whose output and LSE a backward begins with.
     """
     sets = random_sets(call, mask)
-    programs = compiled(kernels, what, sets)
+    programs = compile_pass(kernels, what, sets)
     if what == "backward":
         run = jax.jit(partial(forward, kernels[of]))
         sets = [(*each, *run(*each)) for each in sets]
-    return timed(programs, what, sets, SECONDS)
+    return time_programs(programs, what, sets, SECONDS)
 
 
-def compiled(kernels: Mapping[str, Kernel], what: str, sets: list[Any]) -> Programs:
-    """Compile a pass of each kernel, several at a time; `sets` are inputs or their specs."""
+def compile_pass(
+    kernels: Mapping[str, Kernel], what: str, sets: list[Any]
+) -> dict[str, TimedProgram]:
+    """Compile a pass of each kernel; `sets` are the inputs of a forward, or their specs."""
 
-    def compile_one(name: str) -> Behind | str:
-        log.info("compiling %s, %s", name, what)
-        try:
-            run, its = partial(forward, kernels[name]), sets
-            if what == "backward":
-                results = jax.eval_shape(lambda sets: [run(*each) for each in sets], sets)
-                its = [(*each, *result) for each, result in zip(sets, results, strict=True)]
-                run = partial(backward, kernels[name])
-            return Behind.of(run, its, f"{name}, {what}")
-        except Exception as failed:  # any, of a compiler
-            return first_line(failed)
+    def work(name: str) -> TimedFunction:
+        run = partial(forward, kernels[name])
 
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        return dict(zip(kernels, pool.map(compile_one, kernels), strict=True))
+        def make() -> list[Any]:
+            if what == "forward":
+                return sets
+            results = jax.eval_shape(lambda sets: [run(*each) for each in sets], sets)
+            return [(*each, *result) for each, result in zip(sets, results, strict=True)]
+
+        f = run if what == "forward" else partial(backward, kernels[name])
+        return TimedFunction(f, make, name=f"{name}, {what}")
+
+    programs = compile_all([work(name) for name in kernels], record_options())
+    return dict(zip(kernels, programs, strict=True))
 
 
-def timed(programs: Programs, what: str, sets: list[Any], seconds: float) -> PassTimes:
-    """Time compiled programs in turns; a device that was lost says nothing more.
+def time_programs(
+    programs: Mapping[str, TimedProgram], what: str, sets: Sequence[Any], seconds: float
+) -> PassTimes:
+    """Time compiled programs in turns; of a device that was lost nothing else counts.
 
     Args:
-        programs: from `compiled`.
+        programs: from `compile_pass`.
         what: the pass.
         sets: what they read.
         seconds: for each of them, about.
     """
-    failed = {name: f"{what}: {why}" for name, why in programs.items() if isinstance(why, str)}
-    ready: dict[str, Behind] = {}
-    taken = {}
-    for number, (name, program) in enumerate(programs.items(), start=1):
-        if isinstance(program, str):
-            continue
-        log.info("running %s/%s  %s, %s", number, len(programs), name, what)
-        try:
-            jax.block_until_ready(program(sets))
-            taken[name] = queue(program, sets, 1)
-            ready[name] = program
-        except Exception as error:  # any, of a device
-            failed[name] = f"{what}: {first_line(error)}"
-            if not answers():
-                return PassTimes({}, {name: failed[name]}, True)
-    rounds = ROUNDS if max(taken.values(), default=0) < LONG else 3
-    if len(sets) > 1 and ready:
-        found = dict(zip(ready, seconds_behind([*ready.values()], sets, ROUNDS), strict=True))
-    else:
-        found = {name: [] for name in ready}
-        for at in range(rounds):
-            for name in in_order(at, list(ready)):
-                calls = max(1, min(MOST_CALLS, int(seconds / rounds / taken[name])))
-                found[name].append(queue(ready[name], sets, calls) / calls)
-    ms = {n: tuple(float(f"{1e3 * x:.5g}") for x in its) for n, its in found.items()}
-    return PassTimes(ms, failed)
+    ready = [replace(program, inputs=sets) for program in programs.values()]
+    timed = dict(zip(programs, time_all(ready, seconds, ROUNDS, len(sets) > 1), strict=True))
+    failed = {name: f"{what}: {its.failed}" for name, its in timed.items() if its.failed}
+    stopped = next((name for name in failed if not programs[name].failed), None)
+    if stopped and not answers():
+        return PassTimes({}, {stopped: failed[stopped]}, True)
+    ms = {n: tuple(float(f"{1e3 * x:.5g}") for x in its.rounds) for n, its in timed.items()}
+    return PassTimes({name: its for name, its in ms.items() if its}, failed)
 
 
 def answers() -> bool:
-    """Tell whether the device still computes."""
+    """Return whether the device still computes."""
     try:
         return float(jnp.zeros(()) + 1) == 1
     except Exception:  # whatever a lost device raises
         return False
 
 
-# ---- what is timed -------------------------------------------------------------------------------
+def time_sizes(kernel: Kernel, call: Call, training: bool) -> Timed:
+    """Time a call of one kernel: forward and backward in one program, or the forward alone.
+
+    Args:
+        kernel: built with the sizes to time.
+        call: of one device; its mask holds no arrays.
+        training: whether the backward runs too.
+    """
+
+    def step(*arrays: Array) -> Any:
+        out, lse = forward(kernel, *arrays, call.mask)
+        return out, backward(kernel, *arrays, call.mask, out, lse)
+
+    def alone(*arrays: Array) -> Any:
+        return forward(kernel.for_inference(), *arrays, call.mask)[0]
+
+    f = step if training else alone
+    return measure([TimedFunction(f, lambda: random_inputs(call, 1))], SECONDS)[0]
 
 
-def forward(kernel: Kernel, q: Array, k: Array, v: Array, dout: Array, mask: Mask) -> Any:
-    """Return the output and the LSE; the output's gradient is not read."""
-    return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
-
-
-def backward(kernel: Kernel, *arrays: Any) -> Any:
-    """Return dq, dk and dv in the dtypes of q, k and v, from what `forward` took and gave."""
-    q, k, v, dout, mask, out, lse = arrays
-    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
-    dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+# ---- inputs -------------------------------------------------------------------------------------
 
 
 def random_sets(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
-    """Make random (q, k, v, dout, mask): several of short calls, which one program computes."""
-    q = (call.batch, call.q_len, call.heads, call.head_dim)
-    k, v = ((*q[:1], call.kv_len, call.kv_heads, dim) for dim in (call.head_dim, call.value_dim))
-    make = jax.jit(partial(normal, dtype=call.dtype), static_argnums=1)
-    dims = (q, k, v, (*q[:3], call.value_dim))
-    keys = jax.random.split(jax.random.key(0), (inputs_of(call), len(dims)))
+    """Draw (q, k, v, dout, mask): several of short calls, which one program computes."""
     of_device = jax.tree.map(jnp.asarray, mask)
-    return [
-        (*(make(key, dim) for key, dim in zip(row, dims, strict=True)), of_device) for row in keys
-    ]
+    return [(*each, of_device) for each in random_inputs(call, inputs_of(call))]
 
 
 def inputs_of(call: Call) -> int:

@@ -19,6 +19,7 @@ import pytest
 import maxattn as ma
 from maxattn import tuned
 from maxattn.target import Target
+from maxattn.tools.bench.timing import Timed
 from maxattn.tools.model_shapes import read
 from maxattn.tools.tune import store
 from tests.golden_text import check_golden
@@ -70,7 +71,8 @@ def test_tuned_sizes_change_no_result(cache):
 
 def test_it_goes_on_where_it_was(capsys, cache, monkeypatch):
     run(capsys, "tune", *BLOCKWISE, "--limit", "2", "--forward")
-    monkeypatch.setattr("maxattn.tools.tune.measure.milliseconds", lambda *_: 1 / 0)
+    failed = Timed(failed="ZeroDivisionError: division by zero")
+    monkeypatch.setattr("maxattn.tools.tune.kernel_times.time_sizes", lambda *_: failed)
     ran = run(capsys, "tune", *BLOCKWISE, "--limit", "3", "--forward")
     assert ran.out.count("(measured before)") == 2
     assert ran.out.count("does not run: ZeroDivisionError: division by zero") == 1

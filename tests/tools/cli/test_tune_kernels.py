@@ -117,7 +117,7 @@ def test_a_terminal_shows_a_bar(capsys, quick, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     ran = run(capsys, "tune", *SMALL, "--forward")
     bars = [line for line in ran.err.split(CLEAR) if "█" in line]
-    assert len(bars) == 4 and bars[0].endswith("compiling dot_product, forward")
+    assert len(bars) == 5 and bars[0].endswith("compiling dot_product, forward")
     assert bars[-1].count("█") == 24 and "·" not in bars[-1] and ran.err.endswith(CLEAR)
 
 

@@ -1,30 +1,24 @@
-"""Candidates are sizes that the rules leave as they are; the timing runs what attention does."""
+"""What is timed: sizes that the rules leave as they are, and kernels that can run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn.kernels import KERNELS
+from maxattn.block_sizes import adjust
+from maxattn.config import FlashBlockSizes
 from maxattn.masks import BlockSlidingWindow
 from maxattn.target import Target
 from maxattn.tools.model_shapes import changed, read
-from maxattn.tools.tune.candidates import candidates
-from maxattn.tools.tune.measure import milliseconds
-from tests.tools.tune.small import CONFIG
+from maxattn.tools.tune.candidates import candidates, kernel_candidates
+from tests.golden_text import check_golden
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
 def test_candidates_are_what_the_rules_leave_as_it_is(kernel, training):
-    from maxattn.block_sizes import adjust
-    from maxattn.config import FlashBlockSizes
-
     call, target = read("wan-14b-cross").call(), Target.named("TPU v6e")
     found = candidates(kernel, call, target, training, 30)
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)
@@ -72,24 +66,17 @@ def test_steps_under_a_mask_are_those_that_are_visited():
     assert small.steps == 8 + 7  # eight blocks see themselves, seven the one before
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_timing_runs_a_tpu_kernel_in_interpret_mode(training):
-    call = changed(read("1,128,128,1,64"), None, "f32", None, None).call()
-    kernel = KERNELS["flash"].build(
-        call, ma.AttentionConfig(attention="flash"), Target.named("cpu")
-    )
-    assert milliseconds(kernel, call, training) > 0
-
-
-def test_the_timing_computes_what_attention_does():
-    from maxattn.tools.tune.measure import _program
-
-    call = changed(read("1,96,64,4,8,2"), None, "f32", None, None).call()
-    kernel = KERNELS["memory_efficient"].build(call, CONFIG, Target.here())
-    step, (q, k, v, dout) = _program(kernel, call, training=True)
-    out, (dq, dk, dv) = step(q, k, v, dout)
-    want, pull = jax.vjp(
-        lambda q, k, v: ma.attention(q, k, v, config=CONFIG, role="cross"), q, k, v
-    )
-    for got, expected in zip((out, dq, dk, dv), (want, *pull(dout)), strict=True):
-        np.testing.assert_allclose(jnp.asarray(got), expected, atol=2e-5)
+def test_what_is_timed_on_an_h200():
+    extras = ("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2")
+    texts = []
+    for text, packages in (
+        ("64,256,256,16,72", extras),
+        ("wan-1.3b-480p", extras[:1]),
+        ("wan-cross", ()),
+        ("sdxl-64", extras),
+    ):
+        target = Target.named("NVIDIA H200", packages)
+        found = kernel_candidates(read(text).call(), ma.AttentionConfig(), target)
+        left_out = [f"\n  {name}: {why}" for name, why in found.left_out.items()]
+        texts.append(f"{text}: {', '.join(found.built)}{''.join(left_out)}")
+    check_golden("cli/tune/kernels_that_are_timed", "\n".join(texts))

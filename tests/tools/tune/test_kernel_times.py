@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,16 +19,17 @@ import maxattn as ma
 from maxattn import tuned
 from maxattn.config.measurements import is_sound
 from maxattn.kernels import KERNELS
-from maxattn.masks import KeyPadding, Segments
+from maxattn.masks import KeyPadding
 from maxattn.target import Target
+from maxattn.tools.bench.timing import TimedFunction, compile_all
 from maxattn.tools.model_shapes import changed, read
+from maxattn.tools.passes import backward, forward
 from maxattn.tools.tune import kernel_times
-from maxattn.tools.tune.kernel_candidates import kernel_candidates
-from maxattn.tools.tune.kernel_times import backward, forward, time_pass, timed
-from tests.golden_text import check_golden
+from maxattn.tools.tune.candidates import kernel_candidates
+from maxattn.tools.tune.kernel_times import time_pass, time_programs, time_sizes
+from maxattn.tuned.kernels import key_of_kernels, versions_text
 
 CONFIG = ma.AttentionConfig()
-EXTRAS = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"))
 
 
 def small(text: str = "2,96,64,4,8,2") -> ma.Call:
@@ -61,7 +64,7 @@ def test_times_of_several_kernels(sets, monkeypatch):
     """Short calls of a GPU are several in a program, and timed by the device's clock."""
     monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
     monkeypatch.setattr(kernel_times, "inputs_of", lambda call: sets)
-    monkeypatch.setattr("maxattn.tools.bench.behind.ENTRIES", 1 << 16)
+    monkeypatch.setattr("maxattn.tools.bench.timing.ENTRIES", 1 << 16)
     call = small()
     built = kernel_candidates(call, CONFIG, Target.here()).built
     for times in (
@@ -82,35 +85,30 @@ def test_a_kernel_that_does_not_compile_says_why(monkeypatch):
     assert found.failed == {"b": "forward: ZeroDivisionError: division by zero"}
 
 
-def test_what_is_timed_on_an_h200():
-    said = []
-    for text, extras in (
-        ("64,256,256,16,72", EXTRAS),
-        ("wan-1.3b-480p", EXTRAS[:1]),
-        ("wan-cross", ()),
-        ("sdxl-64", EXTRAS),
-    ):
-        call = read(text).call()
-        found = kernel_candidates(call, CONFIG, Target.named("NVIDIA H200", extras))
-        left_out = [f"\n  {name}: {why}" for name, why in found.left_out.items()]
-        said.append(f"{text}: {', '.join(found.built)}{''.join(left_out)}")
-    check_golden("cli/tune/kernels_that_are_timed", "\n".join(said))
-
-
 def test_a_lost_device_says_nothing_of_other_kernels(monkeypatch):
-    """It fails every kernel after the one that broke it: that one alone is said to have failed."""
-
-    def program(result):
-        return lambda sets: result()
-
-    programs = {"a": program(lambda: jnp.ones(3)), "b": program(lambda: 1 / 0), "c": "never"}
+    """It fails every kernel after the one that broke it: that one alone is named."""
+    (fine,) = compile_all([TimedFunction(lambda: jnp.ones(3), lambda: [()])])
+    stops = lambda sets: 1 / 0  # noqa: E731
+    programs = {"a": fine, "b": replace(fine, compiled=stops), "c": replace(fine, compiled=stops)}
+    programs |= {"d": replace(fine, compiled=None, failed="never")}
     assert kernel_times.answers()
-    found = timed(programs, "forward", [()], 0.01)
+    found = time_programs(programs, "forward", [()], 0.01)
     assert list(found.ms) == ["a"] and not found.is_dead
     assert found.failed["b"].startswith("forward: ZeroDivisionError")
+    assert found.failed["d"] == "forward: never"
     monkeypatch.setattr(kernel_times, "answers", lambda: False)
-    found = timed(programs, "forward", [()], 0.01)
+    found = time_programs(programs, "forward", [()], 0.01)
     assert found.is_dead and not found.ms and list(found.failed) == ["b"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sizes_are_timed_in_interpret_mode_too(training, monkeypatch):
+    monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
+    call = small("1,128,128,1,64")
+    kernel = KERNELS["flash"].build(
+        call, ma.AttentionConfig(attention="flash"), Target.named("cpu")
+    )
+    assert time_sizes(kernel, call, training).seconds > 0
 
 
 def test_short_calls_of_a_gpu_are_several_in_a_program(monkeypatch):
@@ -178,10 +176,6 @@ JSON = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from([*SOUND]), JSON, max_size=3))
 def test_whatever_is_said_of_kernels_a_plan_is_made(changes):
-    import json
-
-    from maxattn.tuned.kernels import key_of_kernels, versions_text
-
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv(tuned.VARIABLE, folder)
         call, here = small("1,30,30,2,8"), Target.here()
@@ -190,17 +184,3 @@ def test_whatever_is_said_of_kernels_a_plan_is_made(changes):
         Path(folder, "tuned.json").write_text(text)
         # whose forward was timed, and whose backward failed, may be half of a pair
         assert {*ma.plan(call).kernel.name.split("/")} <= {"dot_product", "memory_efficient"}
-
-
-def test_segment_ids_on_the_command_line_are_an_array():
-    from maxattn.tools.cli.masks import read_mask
-
-    mask = read_mask("segment-ids:3,5")
-    want = Segments(jnp.array([[0] * 3 + [1] * 5]), jnp.array([[0] * 3 + [1] * 5]))
-    assert (
-        mask.has_data
-        and (
-            np.asarray(mask.bind(8, 8).allowed(np.arange(8), np.arange(8)))
-            == np.asarray(want.bind(8, 8).allowed(np.arange(8), np.arange(8)))
-        ).all()
-    )

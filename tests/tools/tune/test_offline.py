@@ -29,12 +29,12 @@ from maxattn.tools.estimate.kernel import step_cost_of
 from maxattn.tools.estimate.tiles import KernelTiles
 from maxattn.tools.tune import schedule_log, store
 from maxattn.tools.tune.again import changed
+from maxattn.tools.tune.candidates import tile_choices, without_likes
 from maxattn.tools.tune.kernel_job import COLUMNS, ROWS, KernelJob
 from maxattn.tools.tune.offline import OfflineSearch
 from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
 from maxattn.tools.tune.schedule_log import ScheduleLog, read_lines
 from maxattn.tools.tune.ship import table_of_log
-from maxattn.tools.tune.tile_choices import tile_choices, without_likes
 from tests.block_sizes.small_costs import costs
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run

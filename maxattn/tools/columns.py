@@ -1,0 +1,23 @@
+"""Tables of text: what every command prints in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def columns(lines: Sequence[Sequence[object]], words: int = 0) -> list[str]:
+    """Return the lines of a table, each column as wide as its widest cell.
+
+    Args:
+        lines: cells of each line.
+        words: how many columns, from the first, are aligned on the left; the others on the right.
+    """
+    cells = [[str(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]

@@ -1,0 +1,46 @@
+"""The passes of a kernel as functions of arrays, and random arrays to measure with."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxattn.call import Call
+from maxattn.kernels.base import Inputs, Kernel, Rows
+from maxattn.masks import Mask
+
+
+def forward(kernel: Kernel, q: Array, k: Array, v: Array, dout: Array, mask: Mask) -> Any:
+    """Return the output and the LSE; the output's gradient is not read."""
+    return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
+
+
+def backward(kernel: Kernel, *arrays: Any) -> Any:
+    """Return dq, dk and dv in the dtypes of q, k and v, from what `forward` took and gave."""
+    q, k, v, dout, mask, out, lse = arrays
+    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
+    dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def random_inputs(call: Call, count: int) -> list[tuple[Array, ...]]:
+    """Draw (q, k, v, dout) of a call, `count` times: several calls of one program differ."""
+    q = (call.batch, call.q_len, call.heads, call.head_dim)
+    k, v = ((call.batch, call.kv_len, call.kv_heads, d) for d in (call.head_dim, call.value_dim))
+    dims = (q, k, v, (*q[:3], call.value_dim))
+    draw = jax.jit(partial(normal, dtype=call.dtype), static_argnums=1)
+    keys = jax.random.split(jax.random.key(0), (count, len(dims)))
+    return [tuple(draw(key, each) for key, each in zip(row, dims, strict=True)) for row in keys]
+
+
+def normal(key: Array, dims: tuple[int, ...], dtype: Any) -> Array:
+    """Draw from a normal distribution with all digits of the dtype.
+
+    `jax.random.normal` makes bfloat16 of seven random bits: 128 values, none beyond 2.9, unlike a
+    model's numbers. A GPU under its power limit may multiply them faster (docs/measured/LOG.md).
+    """
+    return jax.random.normal(key, dims, jnp.float32).astype(dtype)
