@@ -22,8 +22,6 @@ from tests.pages import ROOT, Block, blocks, lines_outside_of_fences, pages, tex
 RUN, LOADED = ("python", "sh"), ("yaml",)
 SHOWN = ("text", "mermaid", "{eval-rst}")
 WIDTH, README_LINES = 100, 120
-# What is printed from the rules.
-FREE = ("docs/guide/block_sizes_flowchart.md",)
 PAGE = re.compile(r"\bdocs/[\w/-]+\.(?:md|txt|json|png)\b")
 # Files of which pages speak that somebody else has.
 MADE = ("scheduler/scheduler_config.json", "model_index.json", "maxattn/kernels/mine.py")
@@ -150,7 +148,7 @@ def test_the_readme_is_short():
     assert max(map(len, lines)) <= WIDTH
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page not in FREE])
+@pytest.mark.parametrize("page", pages())
 def test_lines_of_prose_fit(page):
     lines = lines_outside_of_fences(page)
     wide = [n for n, line in lines if len(line) > WIDTH and not line.startswith("|")]
@@ -165,7 +163,7 @@ def test_links_lead_somewhere(page):
             assert leads(ROOT / page, target), f"{page}: the link {target} leads nowhere"
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page not in FREE])
+@pytest.mark.parametrize("page", pages())
 def test_files_that_are_named_are_there(page):
     for name in FILE.findall("\n".join(line for _, line in lines_outside_of_fences(page))):
         there = (ROOT / name).exists() or (ROOT / "maxattn" / name).exists()

@@ -38,6 +38,6 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", read_source)
     app.connect("autodoc-process-signature", references.signature)
     app.connect("missing-reference", references.find)
-    for transform in (marks.Marks, marks.Diagrams, references.Signatures, references.Words):
+    for transform in (marks.Marks, references.Signatures, references.Words):
         app.add_transform(transform)
     return {"version": "1", "parallel_read_safe": False}

@@ -1,4 +1,4 @@
-"""Blocks as the site shows them: what their marks say, and how wide a diagram is."""
+"""Blocks as the site shows them: what their marks say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
-from sphinxcontrib.mermaid import mermaid
 
 MARK = re.compile(r"<!-- (needs: .+|output) -->\s*\Z")
 
@@ -22,17 +21,3 @@ class Marks(SphinxTransform):
             if mark := MARK.match(raw.astext()):
                 words = "Output" if mark[1] == "output" else f"N{mark[1][1:]}"
                 raw.replace_self(nodes.paragraph("", words, classes=["block-mark"]))
-
-
-class Diagrams(SphinxTransform):
-    """Mark the diagrams that go down, which need less than the page's width."""
-
-    default_priority = 400
-
-    def apply(self, **kwargs: object) -> None:
-        """Put each into a container with a class of its own."""
-        for diagram in list(self.document.findall(mermaid)):
-            if diagram["code"].lstrip().startswith("flowchart TD"):
-                diagram.replace_self(
-                    nodes.container("", diagram.deepcopy(), classes=["diagram-down"])
-                )

@@ -1,17 +1,15 @@
-"""Text made of the rules and the sizes: the flowchart, recommendations, and lines about padding."""
+"""Text made of the rules and the sizes: their table, recommendations, and lines about padding."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from docs.building.flowchart import page, rules_table
+from docs.building.block_size_rules import rules_table
 from maxattn.block_sizes import (
-    RULES,
     adjust,
     fused_partials_bytes,
     nearest_with_less_padding,
@@ -29,18 +27,8 @@ from tests.tries import tries
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
-def test_the_pages_are_what_the_rules_print():
+def test_the_page_has_the_table_of_rules():
     assert rules_table() in (GUIDE / "block_sizes.md").read_text()
-    assert (GUIDE / "block_sizes_flowchart.md").read_text() == page()
-
-
-def test_every_rule_is_in_the_flowchart_once_and_every_arrow_joins_two_nodes():
-    chart = page().split("```")[1]
-    for number, rule in enumerate(RULES, 1):
-        assert chart.count(f"rule {number}: {rule.needs}") == 1
-    nodes = set(re.findall(r"^  (\w+)[\[({]", chart, re.M)) | {"run"}
-    arrows = re.findall(r"^  (\w+) (?:-- [^>]+ )?--> (\w+)", chart, re.M)
-    assert {end for arrow in arrows for end in arrow} == nodes
 
 
 # ---- recommendations -----------------------------------------------------------------------------
