@@ -184,7 +184,7 @@ class Worker:
         self.operands = (*self.jax.jit(partial(self._random, call))(), self._mask(call))
         for what in PASSES:
             program = self.programs[name, what]
-            results += map(self._projected, program(*self.operands))
+            results += map(self._projected, program(*self.operands)[:-1])
             start = perf_counter()
             self.jax.block_until_ready(program(*self.operands))
             seconds[what] = perf_counter() - start
@@ -215,20 +215,19 @@ class Worker:
         """Chain calls, so that the host's dispatch is hidden; return the last one's results.
 
         Each call's inputs pass a barrier with an entry of the results before, so that XLA neither
-        merges calls nor takes one out of the loop.
+        merges calls nor takes one out of the loop. The entry is a result too: else XLA drops the
+        loop.
         """
         lax, jnp, once = self.jax.lax, self.jax.numpy, partial(self._once, call, what)
 
         def again(_: Any, token: Any) -> Any:
-            inputs, _ = lax.optimization_barrier((operands, token))
+            inputs, token = lax.optimization_barrier((operands, token))
             results = lax.optimization_barrier(once(*inputs))
-            return sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
+            return 0 * token + sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
 
-        token = jnp.float32(0)
-        if (calls := self._chained(call, what)) > 1:
-            token = lax.fori_loop(0, calls - 1, again, token)
-        inputs, _ = lax.optimization_barrier((operands, token))
-        return once(*inputs)
+        token = lax.fori_loop(0, self._chained(call, what) - 1, again, jnp.float32(0))
+        inputs, token = lax.optimization_barrier((operands, token))
+        return *once(*inputs), token
 
     def _once(self, call: ModelCall, what: str, *operands: Any) -> tuple[Any, ...]:
         q, k, v, dout, bias, mask = operands

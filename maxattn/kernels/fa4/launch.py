@@ -94,16 +94,19 @@ def _forward_launches(p: Problem) -> Iterator[Launch]:
         yield Launch(tile, Uniform(), microseconds=_forward_end(p, tile).end)
         return
     for tile in forward_tiles(p.head_dim, p.q_len, p.kv_len, p.has_lists):
-        found = _forward_end(p, tile)
-        uniform = Uniform(found.tail, found.splits)
-        items, splits = (None, found.splits) if p.has_lists else (uniform, 1)
-        yield Launch(tile, items, splits=splits, microseconds=found.end)
         steps = p.steps(tile, "queries")
-        if can_queue(p.head_dim, tile, p.has_lists) and len(steps) * p.lanes > p.sms:
+        queue = can_queue(p.head_dim, tile, p.has_lists) and len(steps) * p.lanes > p.sms
+        if queue:
             time = forward_time(p.head_dim, tile, queue=True)
             end = end_of(time.start + steps * time.step, p.lanes, p.sms)
             items = None if p.has_lists else Uniform()
             yield Launch(tile, items, queue=True, microseconds=end)
+        if queue and p.kind == "ids":  # items of unknown lengths, many of them short
+            continue
+        found = _forward_end(p, tile)
+        uniform = Uniform(found.tail, found.splits)
+        items, splits = (None, found.splits) if p.has_lists else (uniform, 1)
+        yield Launch(tile, items, splits=splits, microseconds=found.end)
 
 
 def _forward_end(p: Problem, tile: Tile) -> Cut:
