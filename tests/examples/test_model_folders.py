@@ -22,11 +22,7 @@ from .conftest import ROOT
 
 FAMILIES = {"wan": wan.sizes.Sizes, "sdxl": sdxl.sizes.Sizes, "flux": flux.sizes.Sizes}
 PARTS = {"wan": "transformer", "sdxl": "unet", "flux": "transformer"}
-KINDS = {
-    "wan": "WanPipeline",
-    "sdxl": "StableDiffusionXLPipeline",
-    "flux": "FluxPipeline",
-}
+KINDS = {"wan": "WanPipeline", "sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}
 BROKEN: tuple[Any, ...] = (
     *("7", "x", {}, [], ["a"], [1, [2]], [0, 2, 4], [2.0, 2, 4]),
     *(-3, 0, True, 2.5, float("nan"), float("inf"), 10**19),

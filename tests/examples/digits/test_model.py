@@ -112,9 +112,7 @@ MEMORY_EFFICIENT = {"use_memory_efficient_attention": True}
 
 # tests/test_remat.py compares the policies with each other.
 @pytest.mark.parametrize(
-    "overrides",
-    but([{"remat_policy": "FULL"}, MEMORY_EFFICIENT], [MEMORY_EFFICIENT]),
-    ids=str,
+    "overrides", but([{"remat_policy": "FULL"}, MEMORY_EFFICIENT], [MEMORY_EFFICIENT]), ids=str
 )
 def test_the_keys_of_attention_change_no_number(
     overrides: dict[str, Any], small: Settings, on_one_device: Any

@@ -4,33 +4,33 @@ are installed.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import decode
+import embed
 import numpy as np
 import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
+from sample.media import find_ffmpeg
 
 from tests.closeness import hold
-from tests.examples.conftest import ROOT
 from tests.fixtures import make_pipelines as runs
-from tests.fixtures import make_wan22 as wan22
 from tests.fixtures.make_pipeline_runs import run_flux
 
-from .pipelines import EXACT, MORE, SIZE, draw, sizes_of
+from .pipelines import run
 
 PROMPT, NEGATIVE = "a red  fox in the snow", "rain &amp; blue"
 FLUX = {name: partial(runs.flux, name) for name in runs.FLUXES}
-WAN = {"wan": runs.wan, "wan_i2v": runs.wan_i2v, "wan_a14b": runs.wan_a14b, **wan22.BUILD}
+WAN = {"wan": runs.wan, "wan_i2v": runs.wan_i2v, "wan_a14b": runs.wan_a14b, **runs.WAN_2_2}
 BUILD = {**WAN, "sdxl": runs.sdxl, **FLUX}
 PICTURES = ("sdxl", *FLUX)
-NOISE = dict.fromkeys(PICTURES, (1, 4, 8, 12)) | dict.fromkeys(WAN, (1, 4, 3, 4, 6)) | wan22.NOISE
+NOISE = dict.fromkeys(PICTURES, (1, 4, 8, 12)) | dict.fromkeys(WAN, (1, 4, 3, 4, 6))
+NOISE |= dict.fromkeys(("wan_ti2v_text", "wan_ti2v_image"), (1, runs.TI2V_CHANNELS, 3, 2, 4))
 WITH_IMAGE = ("wan_i2v", "wan_ti2v_image", "wan_a14b_image")
-TWO = ("wan_a14b", "wan_a14b_image")
 
 
 @pytest.fixture(autouse=True)
@@ -50,47 +50,29 @@ def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, n
     pipe.save_pretrained(folder)
     noise = np.random.default_rng(2).standard_normal(NOISE[name], np.float32)
     save_file({"noise": noise}, folder / "noise.safetensors")
-    if name in FLUX:
-        said = {"prompt": PROMPT, "negative_prompt": negative}
-        latents, pixels = (
-            run_flux(pipe, torch.from_numpy(noise), kind, **said) for kind in ("latent", "np")
-        )
-        return latents.numpy(), np.asarray(pixels)[0] * 255
-    told: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": negative, **SIZE[name]}
-    if name in TWO:
-        told["guidance_scale_2"] = runs.GUIDANCE_2
+    given: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": negative}
     if name in WITH_IMAGE:
         pixels = np.random.default_rng(4).integers(0, 255, (20, 30, 3), np.uint8)
         Image.fromarray(pixels).save(folder / "first.png")
-        told["image"] = Image.open(folder / "first.png").convert("RGB")
-    told |= {
-        "num_inference_steps": runs.STEPS,
-        "guidance_scale": runs.GUIDANCE,
-        "return_dict": False,
-    }
-    latents, pixels = (
-        pipe(latents=torch.from_numpy(noise), output_type=kind, **told)[0]
-        for kind in ("latent", "np")
-    )
-    return latents.numpy(), np.asarray(pixels)[0] * 255
+        given["image"] = Image.open(folder / "first.png").convert("RGB")
+
+    def drawn(kind: str) -> Any:
+        x = torch.from_numpy(noise)
+        if name in FLUX:
+            return run_flux(pipe, x, kind, **given)
+        how = {"guidance_scale_2": runs.GUIDANCE_2} if name.startswith("wan_a14b") else {}
+        how |= {"num_inference_steps": runs.STEPS, "guidance_scale": runs.GUIDANCE}
+        how |= {"return_dict": False, "output_type": kind, **runs.size_of(name)}
+        return pipe(latents=x, **given, **how)[0]
+
+    return drawn("latent").numpy(), np.asarray(drawn("np"))[0] * 255
 
 
-def ours(name: str, folder: Path, *told: str) -> np.ndarray:
+def ours(name: str, folder: Path, *words: str) -> np.ndarray:
     """Draw with our command; return the latents."""
-    file = folder / "latents.safetensors"
-    paths = (
-        "--model",
-        folder,
-        "--noise",
-        folder / "noise.safetensors",
-        "--latents",
-        file,
-        "--out",
-        folder / "out",
-    )
     text = [f"text_tokens={runs.FLUX_TEXT}"] if name in FLUX else []
-    draw(name, *paths, *told, *EXACT, *MORE.get(name, ()), *sizes_of(name), *text)
-    return load_file(file)["latents"]
+    files = ("--noise", folder / "noise.safetensors", "--out", folder / "out")
+    return run(folder, name, *files, *words, *text)
 
 
 def options(name: str, folder: Path, negative: str | None) -> list[str]:
@@ -100,18 +82,7 @@ def options(name: str, folder: Path, negative: str | None) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "negative"),
-    [
-        ("wan", NEGATIVE),
-        ("wan_i2v", NEGATIVE),
-        ("wan_a14b", NEGATIVE),
-        ("wan_a14b_image", NEGATIVE),
-        ("wan_ti2v_text", NEGATIVE),
-        ("wan_ti2v_image", NEGATIVE),
-        ("sdxl", None),
-        ("sdxl", NEGATIVE),
-        ("flux", NEGATIVE),
-        ("flux_schnell", None),
-    ],
+    [(name, None if name == "flux_schnell" else NEGATIVE) for name in BUILD] + [("sdxl", None)],
 )
 def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) -> None:
     latents, pixels = theirs(name, tmp_path, negative)
@@ -123,71 +94,43 @@ def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) 
         from wan import torch_parts
 
         written = torch_parts.decode(tmp_path, got, "cpu")[0]
-        from sample.media import find_ffmpeg
-
         video = "000.mp4" if find_ffmpeg() else "000"
         assert [path.name for path in (tmp_path / "out").iterdir()] == [video]
-    sys.path.insert(0, str(ROOT / "examples"))
-    import decode
-
-    decode.main(
-        decode.arguments_of(
-            [str(tmp_path), str(tmp_path / "latents.safetensors"), "--out", str(tmp_path / "2")]
-        )
-    )
-    files, again = (
-        sorted(path for path in (tmp_path / of).rglob("*") if path.is_file()) for of in ("out", "2")
-    )
-    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again], (
-        "from a latents file the same"
-    )
+    again = [str(tmp_path / x) for x in ("", "latents.safetensors", "2")]
+    decode.main(decode.arguments_of([*again[:2], "--out", again[2]]))
+    found = (sorted(x for x in (tmp_path / y).rglob("*") if x.is_file()) for y in ("out", "2"))
+    for one, other in zip(*found, strict=True):
+        assert one.read_bytes() == other.read_bytes(), "decoding the latents gives the same file"
     assert written.shape == pixels.shape
     off = np.abs(written - pixels).max()
     print(f"{name}, pixels: at most {off:.2f} of 255 levels")
-    assert off <= 1.0, "half a level of rounding, and what latents are off"
+    assert off <= 1.0, "half a level of rounding, and the error of the latents"
+
+
+def encoded(folder: Path, *words: str) -> tuple[str, str]:
+    """Encode prompts with our command; return the option that names the file."""
+    file = str(folder / "embeddings.safetensors")
+    embed.main(embed.arguments_of([str(folder), *words, "--to", file]))
+    return "--embeddings", file
 
 
 @pytest.mark.parametrize("name", ["wan_i2v", "sdxl", "flux"])
-def test_an_embeddings_file_is_the_prompt(name: str, tmp_path: Path) -> None:
+def test_an_embeddings_file_replaces_the_prompt(name: str, tmp_path: Path) -> None:
     latents, _ = theirs(name, tmp_path, NEGATIVE)
-    sys.path.insert(0, str(ROOT / "examples"))
-    import embed
-
-    size = [
-        x
-        for key, value in runs.VIDEO.items()
-        for x in (f"--{key.removeprefix('num_')}", str(value))
-    ]
-    text = ["--text-tokens", str(runs.FLUX_TEXT)] if name in FLUX else []
-    file = tmp_path / "told.safetensors"
-    embed.main(
-        embed.arguments_of(
-            [str(tmp_path), *options(name, tmp_path, NEGATIVE), *size, *text, "--to", str(file)]
-        )
-    )
-    got = ours(name, tmp_path, "--embeddings", str(file))
-    hold(f"{name}, latents", {"": got}, {"": latents}, 1e-4)
+    size = (f"--{key.removeprefix('num_')}={value}" for key, value in runs.VIDEO.items())
+    text = [f"--text-tokens={runs.FLUX_TEXT}"] if name in FLUX else []
+    file = encoded(tmp_path, *options(name, tmp_path, NEGATIVE), *size, *text)
+    hold(f"{name}, latents", {"": ours(name, tmp_path, *file)}, {"": latents}, 1e-4)
 
 
 def test_prompts_of_a_file_are_a_batch(tmp_path: Path) -> None:
     latents, _ = theirs("wan", tmp_path, NEGATIVE)
-    sys.path.insert(0, str(ROOT / "examples"))
-    import embed
-
     (tmp_path / "prompts.txt").write_text(f"a cat\n\n{PROMPT}\n")
-    file = tmp_path / "told.safetensors"
-    how = [
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--negative-prompt",
-        NEGATIVE,
-        "--to",
-        str(file),
-    ]
-    embed.main(embed.arguments_of([str(tmp_path), *how]))
-    assert load_file(file)["text"].shape == (2, 512, 8)
+    prompts = ("--prompts", str(tmp_path / "prompts.txt"), "--negative-prompt", NEGATIVE)
+    file = encoded(tmp_path, *prompts)
+    assert load_file(file[1])["text"].shape == (2, 512, 8)
     noise = load_file(tmp_path / "noise.safetensors")["noise"]
     save_file({"noise": np.concatenate([noise, noise])}, tmp_path / "noise.safetensors")
-    got = ours("wan", tmp_path, "--embeddings", str(file))
+    got = ours("wan", tmp_path, *file)
     hold("wan, latents", {"": got[1:]}, {"": latents}, 1e-4)
-    assert np.abs(got[0] - got[1]).max() > 1e-2, "another prompt, another video"
+    assert np.abs(got[0] - got[1]).max() > 1e-2, "the prompts differ, and so do the videos"

@@ -1,15 +1,17 @@
-"""Sampling from folders: what cannot be drawn is said before anything is read."""
+"""Sampling refuses bad input before it reads a weight; messages: golden/generate.txt."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from sample.lora_checks import family_of
 
 from maxattn.errors import ConfigError, WeightsError
 from tests.fixtures import make_diffusers as made
@@ -18,280 +20,299 @@ from tests.golden_text import check_golden
 
 from .pipelines import EXACT, draw, pipeline, sizes_of, told
 
-
-def spoiled(folder: Path, **arrays: np.ndarray | None) -> None:
-    """Change arrays of the embeddings file; None leaves one out."""
-    held = load_file(folder / "told.safetensors") | arrays
-    save_file(
-        {key: value for key, value in held.items() if value is not None},
-        folder / "told.safetensors",
-    )
-
-
-def stand_in(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, which: str, index: dict[str, Any]
-) -> None:
-    """Go to a pipeline with this index, and with prompts that are encoded."""
-    told(folder, name)
-    pipeline(folder, name, which)
-    monkeypatch.chdir(folder)
-    Path("model_index.json").write_text(json.dumps(index))
-
-
+FILE, INDEX = "diffusion_pytorch_model.safetensors", Path("model_index.json")
 OUT, TOLD = ("--latents", "out.safetensors"), ("--embeddings", "told.safetensors")
-PROMPT = ("--prompt", "a fox")
-WRONG = {
-    "nothing_said": ("wan", ()),
-    "prompt_and_file": ("wan", (*PROMPT, *TOLD, *OUT)),
-    "sizes": ("wan", (*TOLD, *OUT, "--height", "40", "--frames", "8")),
-    "sizes_sdxl": ("sdxl", (*TOLD, *OUT, "--width", "12")),
-    "image_missing": ("wan_i2v", (*PROMPT, *OUT)),
-    "image_unwanted": ("wan", (*PROMPT, *OUT, "--image", "first.png")),
-    "file_for_another_model": ("wan_i2v", (*TOLD, *OUT)),
-    "file_missing": ("wan", ("--embeddings", "gone.safetensors", *OUT)),
-    "noise_of_another_size": (
-        "wan",
-        (*TOLD, *OUT, "--noise", "noise.safetensors", "--width", "64"),
+BOTH, PROMPT = (*TOLD, *OUT), ("--prompt", "a fox")
+SMALL = [f"model.{key}={value}" for key, value in made.MODEL.items()]
+TWO = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+
+
+class Case(NamedTuple):
+    """A pipeline, the words behind the command, and what is changed in the current folder."""
+
+    name: str
+    words: tuple[str, ...] = BOTH
+    change: Callable[[], Any] = lambda: None
+
+
+# ---- changed folders -----------------------------------------------------------------------------
+
+
+def change_json(path: Path | str, **changes: Any) -> None:
+    """Change keys of a JSON file, which may be missing; None removes the key."""
+    path = Path(path)
+    values = (json.loads(path.read_text()) if path.exists() else {}) | changes
+    path.write_text(json.dumps({k: x for k, x in values.items() if x is not None}))
+
+
+def indexed(name: str, **changes: Any) -> Case:
+    return Case(name, change=lambda: change_json(INDEX, **changes))
+
+
+def sized(name: str, **changes: Any) -> Case:
+    return Case(name, change=lambda: change_json("transformer/config.json", **changes))
+
+
+def embeddings_of_another_model() -> None:
+    told(Path(), "wan")
+    arrays = load_file("told.safetensors")
+    del arrays["negative_text"]
+    arrays |= {"text": np.ones((3, 7, 9), np.float32), "pooled": np.ones((2, 5), np.float32)}
+    save_file(arrays, "told.safetensors")
+
+
+def without_a_tensor(part: str, to: str) -> None:
+    tensors = load_file(Path(part) / FILE)
+    del tensors["blocks.1.attn1.to_q.weight"]
+    Path(to).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(to) / FILE)
+
+
+def without_first_part() -> None:
+    change_json(INDEX, transformer=["diffusers", "WanTransformer3DModel"])
+    shutil.rmtree("transformer")
+
+
+def weights_of_blocks() -> None:
+    shutil.copytree("transformer", "run/transformer")
+    change_json("run/transformer/config.json", frames_per_block=3)
+
+
+def replaced(name: str, by: str, kind: str | None = None) -> Case:
+    """Draw from the folder of another model."""
+
+    def change() -> None:
+        for part in ("transformer", "scheduler", "vae"):
+            shutil.rmtree(part, ignore_errors=True)
+        pipeline(Path(), by, next(iter(runs.SCHEDULERS[by])))
+        change_json(INDEX, _class_name=kind)
+
+    return Case(name, change=change)
+
+
+def weights_of(name: str, given: str, folder: str = "other") -> Case:
+    """Draw with the weights of another model's pipeline."""
+
+    def change() -> None:
+        pipeline(Path("other"), given, next(iter(runs.SCHEDULERS[given])))
+        for place, its in ((Path(), name), (Path("other"), given)):
+            kind = "FluxPipeline" if its == "flux" else "WanPipeline"
+            change_json(place / INDEX, _class_name=kind)
+
+    return Case(name, (*BOTH, "--weights", folder), change)
+
+
+def lora(
+    name: str, layer: str, size: int = 24, option: str = "--lora", prompt: bool = False
+) -> Any:
+    """Draw with LoRA weights of one layer; with `prompt` from folders that must stay unread."""
+
+    def change() -> None:
+        sides = {"A": np.ones((2, size), np.float32), "B": np.ones((24, 2), np.float32)}
+        tensors = {f"{layer}.lora_{side}.weight": x for side, x in sides.items()}
+        save_file(tensors, "lora.safetensors")
+        for part in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"):
+            Path(part).mkdir() if prompt else None
+
+    return Case(name, (*(PROMPT if prompt else TOLD), *OUT, option, "lora.safetensors"), change)
+
+
+def lora_2(layer: str, size: int = 24) -> Case:
+    return lora("wan_a14b", layer, size, "--lora-2")
+
+
+NAMES = {
+    "wan": (
+        "transformer.blocks.0.attn1.to_q.lora_A.weight",
+        "diffusion_model.blocks.3.self_attn.q.lora_A.weight",
+        "blocks.12.ffn.0.lora_down.weight",
+        "lora_unet_blocks_0_cross_attn_k.lora_down.weight",
     ),
-    "nowhere_to_write": (
-        "wan",
-        (*TOLD, "--latents", "told.safetensors/x", "--out", "told.safetensors"),
+    "sdxl": (
+        "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.weight",
+        "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k.lora_down.weight",
+        "lora_unet_mid_block_attentions_0_transformer_blocks_3_attn2_to_v.lora_up.weight",
+        "lora_unet_output_blocks_0_1_proj_in.alpha",
     ),
-    "sampler": ("sdxl", (*TOLD, *OUT, "num_inference_steps=2000")),
-    "lora_missing": ("wan", (*TOLD, *OUT, "--lora", "gone.safetensors", "--lora-scale", "nan")),
-    "lora_scale_alone": ("sdxl", (*TOLD, *OUT, "--lora-scale", "0.5")),
-    "lora_that_is_none": ("sdxl", (*TOLD, *OUT, "--lora", "scheduler")),
-    "weights_missing": ("flux", (*TOLD, *OUT, "--weights", "gone")),
-    "blocks": ("wan", (*TOLD, *OUT, "rollout.window=3")),
-    "negative_and_file": ("wan", (*TOLD, *OUT, "--negative-prompt", "a dog")),
-    "negative_unguided": ("flux", (*PROMPT, *OUT, "--negative-prompt", "a dog")),
-    "flux_sizes": ("flux", (*TOLD, *OUT, "--width", "18")),
-    "flux_guidance": ("flux_schnell", (*TOLD, *OUT, "guidance_scale=2")),
-    "flux_true_cfg": ("flux_schnell", (*TOLD, *OUT, "guidance_scale=null", "true_cfg_scale=2")),
+    "flux": (
+        "transformer.single_transformer_blocks.7.attn.to_k.lora_B.weight",
+        "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight",
+        "double_blocks.0.img_attn.qkv.lora_down.weight",
+        "lora_unet_single_blocks_12_linear1.lora_down.weight",
+    ),
+}
+NO_FAMILY = (
+    "text_encoder.layers.0.q.lora_A.weight",
+    "lora_te1_text_model_encoder.alpha",
+    "layers.0.q",
+)
+
+
+def lora_of_a_family(name: str, given: str) -> Case:
+    tensors = {NAMES[given][0]: np.ones((2, 4), np.float32)}
+    words = (*BOTH, "--lora", "lora.safetensors")
+    return Case(name, words, lambda: save_file(tensors, "lora.safetensors"))
+
+
+# ---- the cases, by the names of their messages ---------------------------------------------------
+
+REFUSED = {
+    "nothing_said": Case("wan", ()),
+    "prompt_and_file": Case("wan", (*PROMPT, *BOTH)),
+    "sizes": Case("wan", (*BOTH, "--height", "40", "--frames", "8")),
+    "sizes_sdxl": Case("sdxl", (*BOTH, "--width", "12")),
+    "image_missing": Case("wan_i2v", (*PROMPT, *OUT)),
+    "image_unwanted": Case("wan", (*PROMPT, *OUT, "--image", "first.png")),
+    "file_for_another_model": Case("wan_i2v", change=embeddings_of_another_model),
+    "file_missing": Case("wan", ("--embeddings", "gone.safetensors", *OUT)),
+    "noise_of_another_size": Case("wan", (*BOTH, "--noise", "noise.safetensors", "width=64")),
+    "nowhere_to_write": Case("wan", (*TOLD, "--latents", f"{TOLD[1]}/x", "--out", TOLD[1])),
+    "sampler": Case("sdxl", (*BOTH, "num_inference_steps=2000")),
+    "weights_missing": Case("flux", (*BOTH, "--weights", "gone")),
+    "blocks": Case("wan", (*BOTH, "rollout.window=3")),
+    "negative_and_file": Case("wan", (*BOTH, "--negative-prompt", "a dog")),
+    "negative_unguided": Case("flux", (*PROMPT, *OUT, "--negative-prompt", "a dog")),
+    "flux_sizes": Case("flux", (*BOTH, "--width", "18")),
+    "flux_guidance": Case("flux_schnell", (*BOTH, "guidance_scale=2")),
+    "flux_true_cfg": Case("flux_schnell", (*BOTH, "guidance_scale=null", "true_cfg_scale=2")),
+    # two transformers
+    "one_of_two": indexed("wan_a14b", boundary_ratio=None),
+    "second_guidance": Case("wan", (*BOTH, "sampling.guidance_scale_2=3")),
+    "guidance_of_one": Case("wan_a14b", (*BOTH, "guidance_scale=1", "guidance_scale_2=3")),
+    "second_lora": Case("wan", (*BOTH, "--lora-2", "told.safetensors")),
+    "weights_of_one": Case("wan_a14b", (*BOTH, "--weights", "transformer")),
+    "named_two": Case("wan_ti2v", (*BOTH, "model.sizes=wan-2.2-t2v-a14b", *SMALL)),
+    "named_one": Case("wan_a14b", (*BOTH, "model.sizes=wan-2.1-t2v-14b", *SMALL)),
+    "two_transformers": indexed("wan", _class_name="WanPipeline", **TWO),
+    # a folder that is not whole
+    "fit_second_lacks_a_tensor": Case(
+        "wan_a14b", change=lambda: without_a_tensor("transformer_2", "transformer_2")
+    ),
+    "fit_weights_lack_a_tensor": Case(
+        "wan_a14b",
+        (*BOTH, "--weights", "run"),
+        lambda: without_a_tensor("transformer", "run/transformer"),
+    ),
+    "fit_two_without_an_index": Case("wan_a14b", change=INDEX.unlink),
+    "fit_second_is_gone": Case("wan_a14b", change=lambda: shutil.rmtree("transformer_2")),
+    "fit_first_is_gone": Case("wan_a14b", change=without_first_part),
+    "fit_expand_timesteps_in_words": indexed("wan_a14b", expand_timesteps="false"),
+    "no_sizes": Case("wan", change=Path("transformer/config.json").unlink),
+    # the folder or the weights of another model
+    "two_images": sized("wan", **made.IMAGE, pos_embed_seq_len=10),
+    "blocks_of_model": sized("wan", frames_per_block=3),
+    "blocks_of_weights": Case("wan", (*BOTH, "--weights", "run"), weights_of_blocks),
+    "flux_from_wan": replaced("flux", "wan"),
+    "wan_from_flux": replaced("wan", "flux"),
+    "flux_from_sdxl": replaced("flux", "sdxl", "StableDiffusionXLPipeline"),
+    "flux_of_another_pipeline": indexed("flux", _class_name="FluxKontextPipeline"),
+    "weights_of_two_for_one": weights_of("wan", "wan_a14b"),
+    "weights_of_one_for_two": weights_of("wan_a14b", "wan"),
+    "weights_of_flux": weights_of("wan", "flux"),
+    "weights_of_a_flux_transformer": weights_of("wan", "flux", "other/transformer"),
+    # LoRA
+    "lora_missing": Case("wan", (*BOTH, "--lora", "gone.safetensors", "--lora-scale", "nan")),
+    "lora_scale_alone": Case("sdxl", (*BOTH, "--lora-scale", "0.5")),
+    "lora_that_is_none": Case("sdxl", (*BOTH, "--lora", "scheduler")),
+    "lora_of_more_blocks": lora("wan", "transformer.blocks.9.attn1.to_q"),
+    "fit_lora_2_of_more_blocks": lora_2("transformer.blocks.7.attn1.to_q"),
+    "fit_lora_2_of_another_width": lora_2("transformer.blocks.1.attn1.to_q", size=32),
+    "fit_lora_of_ltx": lora_2("transformer.transformer_blocks.0.attn1.to_q"),
+    "fit_lora_of_image_to_video": lora_2("blocks.1.attn2.add_k_proj"),
+    "flux_lora_of_wan": lora("flux", "transformer.blocks.1.attn1.to_q", prompt=True),
+    "flux_lora_of_no_family": lora("flux", "transformer.layers.1.attn1.to_q", prompt=True),
+} | {f"lora_{n}_from_{g}": lora_of_a_family(n, g) for n in NAMES for g in NAMES if n != g}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, words, change = REFUSED[message]
+    monkeypatch.chdir(tmp_path)
+    told(Path(), name)
+    pipeline(Path(), name, next(iter(runs.SCHEDULERS[name])))
+    monkeypatch.setattr("sample.checks.find_spec", lambda name: object())
+    monkeypatch.setattr("sample.run.load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("flux.torch_parts.texts", lambda *_: pytest.fail("a prompt was encoded"))
+    change()
+    with pytest.raises((ConfigError, WeightsError)) as error:
+        draw(name, "--model", ".", *EXACT, *sizes_of(name), *words)
+    check_golden(f"generate/{message}", str(error.value))
+    assert not Path("out.safetensors").exists()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_family_is_known_by_the_names_of_its_layers(family: str) -> None:
+    for name in NAMES[family]:
+        assert family_of([*NO_FAMILY, name]) == (family, name)
+    assert family_of(NO_FAMILY) is None
+
+
+# ---- commands without torch or without their files -----------------------------------------------
+
+PICTURES, OTHER = "StableDiffusionXLPipeline", "StableDiffusion3Pipeline"
+# By the name of the message: the command, the class of its pipeline, and the words behind it.
+WITHOUT_TORCH = {
+    "embed": ("embed", PICTURES, ["--prompts", "gone.txt", "--image", "gone.png", "--to", "file"]),
+    "embed_other": ("embed", OTHER, ["--prompt", "a fox", "--to", "file"]),
+    "decode": ("decode", PICTURES, ["latents.safetensors", "--out", "out"]),
+    "without_torch": ("wan", None, [*PROMPT, "--out", "out"]),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_drawn_is_said_first(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, arguments = WRONG[case]
-    told(tmp_path, "wan" if case == "file_for_another_model" else name)
-    pipeline(tmp_path, name, next(iter(runs.SCHEDULERS[name])))
-    if case == "file_for_another_model":
-        spoiled(
-            tmp_path,
-            text=np.ones((3, 7, 9), np.float32),
-            negative_text=None,
-            pooled=np.ones((2, 5), np.float32),
-        )
+@pytest.mark.parametrize("message", WITHOUT_TORCH)
+def test_without_torch(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, kind, words = WITHOUT_TORCH[message]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sample.checks.find_spec", lambda name: object())
-    with pytest.raises(ConfigError) as error:
-        draw(name, "--model", ".", *EXACT, *sizes_of(name), *arguments)
-    check_golden(f"generate/{case}", str(error.value))
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-def test_without_torch_both_ways_out_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline(tmp_path, "wan", "unipc")
-    monkeypatch.chdir(tmp_path)
+    pipeline(Path(), *(("sdxl", "euler") if kind else ("wan", "unipc")))
     monkeypatch.setattr("sample.checks.find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as error:
-        draw("wan", "--model", ".", *sizes_of("wan"), *PROMPT, "--out", "out")
-    check_golden("generate/without_torch", str(error.value))
-
-
-def test_embed_and_decode_say_what_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import decode
-    import embed
-
-    pipeline(tmp_path, "sdxl", "euler")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sample.checks.find_spec", lambda name: None)
-    Path("vae/config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    if kind:
+        change_json("vae/config.json", block_out_channels=None, _class_name="AutoencoderKL")
+        change_json(INDEX, _class_name=kind)
     save_file({"latents": np.ones((1, 4, 3, 4, 6), np.float32)}, "latents.safetensors")
-    asked = {
-        "embed": (
-            embed,
-            "StableDiffusionXLPipeline",
-            ["--prompts", "gone.txt", "--image", "gone.png", "--to", "file"],
-        ),
-        "embed_other": (embed, "StableDiffusion3Pipeline", ["--prompt", "a fox", "--to", "file"]),
-        "decode": (decode, "StableDiffusionXLPipeline", ["latents.safetensors", "--out", "out"]),
-    }
-    for name, (command, kind, arguments) in asked.items():
-        Path("model_index.json").write_text(json.dumps({"_class_name": kind}))
-        with pytest.raises(ConfigError) as error:
-            command.main(command.arguments_of([".", *arguments]))
-        check_golden(f"generate/{name}", str(error.value))
+    with pytest.raises(ConfigError) as error:
+        run_command(command, *words)
+    check_golden(f"generate/{message}", str(error.value))
 
 
-def test_decode_and_embed_say_all_that_is_not_there(
+def run_command(command: str, *words: str, folder: str = ".") -> None:
+    if command == "wan":
+        return draw("wan", "--model", folder, *sizes_of("wan"), *words)
+    program = __import__(command)
+    program.main(program.arguments_of([folder, *words]))
+
+
+def test_decode_and_embed_name_every_missing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import decode
-    import embed
-
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     texts = []
     for command, words in (
-        (decode, ["nowhere", "gone.safetensors", "--out", "file"]),
-        (embed, ["nowhere", "--prompt", "a fox", "--to", "file/x"]),
+        ("decode", ("gone.safetensors", "--out", "file")),
+        ("embed", ("--prompt", "a fox", "--to", "file/x")),
     ):
         with pytest.raises(ConfigError) as error:
-            command.main(command.arguments_of(words))
+            run_command(command, *words, folder="nowhere")
         texts.append(str(error.value))
     check_golden("generate/not_there", "\n\n".join(texts))
 
 
 @pytest.mark.parametrize("name", ["wan", "sdxl"])
-def test_a_model_s_folder_that_is_not_there(name: str, tmp_path: Path) -> None:
+def test_a_missing_folder_of_a_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"model\.folder: .*nowhere\n.*nothing is downloaded\n.*hf download"
     ):
         draw(name, "--model", tmp_path / "nowhere", *PROMPT, "--out", tmp_path / "out")
 
 
-SMALL = [f"model.{key}={value}" for key, value in made.MODEL.items()]
-A14B_REFUSALS = {
-    "one_of_two": ("wan_a14b", {"boundary_ratio": None}, ()),
-    "second_guidance": ("wan", {}, ("sampling.guidance_scale_2=3",)),
-    "guidance_of_one": ("wan_a14b", {}, ("guidance_scale=1", "guidance_scale_2=3")),
-    "second_lora": ("wan", {}, ("--lora-2", "told.safetensors")),
-    "weights_of_one": ("wan_a14b", {}, ("--weights", "transformer")),
-    "named_two": ("wan_ti2v", {}, ("model.sizes=wan-2.2-t2v-a14b", *SMALL)),
-    "named_one": ("wan_a14b", {}, ("model.sizes=wan-2.1-t2v-14b", *SMALL)),
-}  # fmt: skip
+def test_an_option_that_the_compiler_refuses(tmp_path: Path) -> None:
+    _, files = told(tmp_path, "wan")
+    words = ("--latents", tmp_path / "out", "sampling.compiler_options=[xla_no=1]")
+    with pytest.raises(ConfigError, match=r"compiler_options: xla_no=1\n.*No such compile option"):
+        draw("wan", "--model", pipeline(tmp_path, "wan", "unipc"), *sizes_of("wan"), *files, *words)
 
 
-@pytest.mark.parametrize("case", A14B_REFUSALS)
-def test_what_two_transformers_are_not_told(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, index, words = A14B_REFUSALS[case]
-    stand_in(tmp_path, monkeypatch, name, "unipc", runs.INDEX.get(name, {}) | index)
-    files = ("--embeddings", "told.safetensors", "--latents", "out.safetensors")
-    with pytest.raises(ConfigError) as error:
-        draw(name, "--model", ".", *EXACT, *sizes_of(name), *files, *words)
-    check_golden(f"generate/{case}", str(error.value))
-
-
-def test_models_that_are_others_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two = {
-        "_class_name": "WanPipeline",
-        "transformer_2": ["diffusers", "WanTransformer3DModel"],
-        "boundary_ratio": 0.9,
-    }
-    stand_in(tmp_path, monkeypatch, "wan", "unipc", two)
-    with pytest.raises(ConfigError) as error:
-        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
-    check_golden("generate/two_transformers", str(error.value))
-    Path("model_index.json").unlink()
-    with pytest.raises(
-        ConfigError, match=r"sampling\.compiler_options: xla_none=1\n.*No such compile option"
-    ):
-        draw(
-            "wan",
-            "--model",
-            ".",
-            *sizes_of("wan"),
-            *TOLD,
-            *OUT,
-            "sampling.compiler_options=[xla_none=1]",
-        )
-    two_images = (
-        json.loads(Path("transformer/config.json").read_text())
-        | made.IMAGE
-        | {"pos_embed_seq_len": 10}
-    )
-    Path("transformer/config.json").write_text(json.dumps(two_images))
-    with pytest.raises(ConfigError, match="first and last frame"):
-        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
-    shutil.rmtree("transformer")
-    shutil.rmtree("scheduler")
-    pipeline(Path(), "wan", "unipc")
-    ones = {"A": np.ones((2, 24), np.float32), "B": np.ones((24, 2), np.float32)}
-    layer = "transformer.blocks.9.attn1.to_q"
-    save_file({f"{layer}.lora_{side}.weight": x for side, x in ones.items()}, "lora.safetensors")
-    with pytest.raises(ConfigError, match=r"blocks\.9\.attn1\.to_q"):
-        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT, "--lora", "lora.safetensors")
-    shutil.rmtree("transformer")
-    with pytest.raises(WeightsError, match=r"config\.json"):
-        draw("wan", "--model", ".", *sizes_of("wan"), *TOLD, *OUT)
-
-
-@pytest.mark.parametrize("which", ["model", "weights"])
-def test_a_model_of_blocks_is_not_drawn_from_at_once(
-    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(tmp_path, "wan")
-    pipeline(tmp_path, "wan", "unipc")
-    shutil.copytree(tmp_path / "transformer", tmp_path / "run" / "transformer")
-    path = tmp_path / ("run/transformer" if which == "weights" else "transformer") / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"frames_per_block": 3}))
-    monkeypatch.chdir(tmp_path)
-    more = ("--weights", "run") if which == "weights" else ()
-    with pytest.raises(ConfigError) as error:
-        draw("wan", "--model", ".", *EXACT, *sizes_of("wan"), *TOLD, *OUT, *more)
-    check_golden(f"generate/blocks_of_{which}", str(error.value))
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-@pytest.mark.parametrize(("name", "of"), [("flux", "wan"), ("wan", "flux"), ("flux", "sdxl")])
-def test_a_folder_of_another_family_is_refused(
-    name: str, of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(tmp_path, name)
-    pipeline(tmp_path, of, next(iter(runs.SCHEDULERS[of])))
-    monkeypatch.chdir(tmp_path)
-    if of == "sdxl":
-        Path("model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
-    with pytest.raises(WeightsError) as error:
-        draw(name, "--model", ".", *TOLD, *OUT)
-    check_golden(f"generate/{name}_from_{of}", str(error.value))
-
-
-def test_the_pipelines_of_other_flux_models_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = {"_class_name": "FluxKontextPipeline"}
-    stand_in(tmp_path, monkeypatch, "flux", "flow_euler", index)
-    with pytest.raises(ConfigError) as error:
-        draw("flux", "--model", ".", *EXACT, *sizes_of("flux"), *TOLD, *OUT)
-    check_golden("generate/flux_of_another_pipeline", str(error.value))
-
-
-def test_lora_of_another_family_is_refused_before_a_prompt_is_encoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sides = {"A": np.ones((2, 24), np.float32), "B": np.ones((24, 2), np.float32)}
-    layer = "transformer.blocks.1.attn1.to_q"
-    tensors = {f"{layer}.lora_{side}.weight": x for side, x in sides.items()}
-    save_file(tensors, tmp_path / "lora.safetensors")
-    pipeline(tmp_path / "flux", "flux", "flow_euler")
-    for part in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"):
-        (tmp_path / "flux" / part).mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sample.checks.find_spec", lambda name: object())
-    monkeypatch.setattr("flux.torch_parts.texts", lambda *_: pytest.fail("a prompt was encoded"))
-    words = ("--model", "flux", *sizes_of("flux"), *PROMPT, *OUT, "--lora", "lora.safetensors")
-    with pytest.raises(ConfigError) as error:
-        draw("flux", *words)
-    check_golden("generate/flux_lora_of_wan", str(error.value))
-    save_file({name.replace("blocks", "layers"): x for name, x in tensors.items()}, words[-1])
-    with pytest.raises(ConfigError, match=r"layers\.1\.attn1"):
-        draw("flux", *words)
-
-
-def test_the_small_model_takes_no_files(tmp_path: Path) -> None:
+def test_the_small_model_takes_no_files() -> None:
     with pytest.raises(ConfigError, match=r"--embeddings: .*\n.*forty prompts"):
         draw("demo", *TOLD)
     with pytest.raises(ConfigError, match=r"model\.folder: null"):

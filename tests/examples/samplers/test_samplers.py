@@ -134,10 +134,9 @@ def test_the_files_of_real_models_are_read(tmp_path: Path) -> None:
     )
     assert read(tmp_path, "flow", flow_shift=5.0).options["flow_shift"] == 5.0
     euler = read(tmp_path, "flow", "flow_euler")
-    assert (euler.name, euler.options["shift"]) == (
-        "flow_euler",
-        3.0,
-    ), "the shift of another class' name"
+    assert (euler.name, euler.options["shift"]) == ("flow_euler", 3.0), (
+        "the shift of another class' name"
+    )
     sdxl = {
         "_class_name": "EulerDiscreteScheduler",
         "beta_end": 0.012,

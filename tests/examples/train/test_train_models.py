@@ -66,12 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a stop, and its last two checkpoints; tests may read it, not change it."""
     path = tmp_path_factory.mktemp("whole") / "run"
-    more = {
-        "steps": STEPS,
-        "checkpoint_every": STEPS - 1,
-        "tensorboard": True,
-        "export": True,
-    }
+    more = {"steps": STEPS, "checkpoint_every": STEPS - 1, "tensorboard": True, "export": True}
     train(wan(path, WAN, data, **more))
     return path
 

@@ -78,13 +78,7 @@ def same(one: nnx.Module, other: nnx.Module) -> bool:
     return all(np.array_equal(x, theirs[name]) for name, x in mine.items())
 
 
-PREFIXES = (
-    "",
-    "model.",
-    "generator.model.",
-    "generator_ema.model.",
-    "model.diffusion_model.",
-)
+PREFIXES = ("", "model.", "generator.model.", "generator_ema.model.", "model.diffusion_model.")
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

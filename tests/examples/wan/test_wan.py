@@ -83,11 +83,9 @@ def test_on_a_mesh_it_is_the_same(case: str) -> None:
     theirs = fixture(case)
     model = loaded(case, theirs, config, config.make_mesh())
     kernel = model.blocks.attn1.to_q.kernel[...]
-    assert kernel.sharding.shard_shape(kernel.shape) == (
-        2,
-        12,
-        12,
-    ), "layers whole; [in, out] over fsdp and tensor"
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 12, 12), (
+        "layers whole; [in, out] over fsdp and tensor"
+    )
     compare(model, theirs, call_of(case))
 
 
