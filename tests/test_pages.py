@@ -28,6 +28,10 @@ MADE = ("scheduler/scheduler_config.json", "model_index.json", "maxattn/kernels/
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 CONFIG = re.compile(r"# ([\w/]+\.yml)\n")
 FILE = re.compile(r"`((?:[\w.]+/)*\w+\.(?:py|yml|json|sh))`")
+FOLDER = re.compile(r"`((?:[\w.]+/)+|(?:[\w.]+/)*\w+\.(?:py|yml|json|sh|md))`")
+# Pages of folders, for those who change them.
+READMES = [str(path.relative_to(ROOT)) for path in (ROOT / "maxattn").rglob("README.md")]
+READMES += ["benchmarks/README.md"]
 
 
 # ---- what blocks do ------------------------------------------------------------------------------
@@ -163,11 +167,18 @@ def test_links_lead_somewhere(page):
             assert leads(ROOT / page, target), f"{page}: the link {target} leads nowhere"
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", [*pages(), "CONTRIBUTING.md", *READMES])
 def test_files_that_are_named_are_there(page):
-    for name in FILE.findall("\n".join(line for _, line in lines_outside_of_fences(page))):
-        there = (ROOT / name).exists() or (ROOT / "maxattn" / name).exists()
-        assert there or name in MADE, f"{page}: there is no file {name}"
+    names = FOLDER if page in (*READMES, "docs/architecture.md") else FILE
+    roots = ROOT, ROOT / "maxattn", (ROOT / page).parent
+    for name in names.findall("\n".join(line for _, line in lines_outside_of_fences(page))):
+        there = any((root / name).exists() for root in roots)
+        assert there or name in MADE, f"{page}: there is no {name}"
+
+
+def test_a_release_has_at_most_forty_entries():
+    releases = re.split(r"^## ", text_of("CHANGELOG.md"), flags=re.MULTILINE)[1:]
+    assert all(len(re.findall(r"^- ", each, re.MULTILINE)) <= 40 for each in releases)
 
 
 def test_lines_of_a_family_are_about_those_that_there_are():
