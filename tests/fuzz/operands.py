@@ -6,7 +6,7 @@ from random import Random
 from typing import NamedTuple
 
 from tests.fuzz.case import Machine
-from tests.fuzz.mask_trees import Leaf, Node, Sizes, Tree, draw_tree
+from tests.fuzz.masks import Leaf, Node, Sizes, Tree, draw_tree
 
 LENGTHS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 40, 64, 65, 100, 127, 128, 129, 130)
 HEAD_DIMS = (1, 2, 7, 8, 16, 16, 32, 33, 64, 64, 80, 96, 128, 130)
@@ -16,27 +16,16 @@ LARGEST = {"float32": 30.0, "bfloat16": 30.0, "float16": 8.0}
 
 
 class Operands(NamedTuple):
-    """Hold what a call is made of.
-
-    Args:
-        sizes, dtype: of q, k and v.
-        values: how they are drawn.
-        tree: the mask, or None.
-        bias: its shape, or None.
-        bias_kind, bias_dtype: how it is drawn.
-        hidden: NaN or inf in keys that nobody sees, or "".
-        scale: or None.
-        seed: of the arrays.
-    """
+    """The operands of a call, and how their arrays are drawn."""
 
     sizes: Sizes
     dtype: str
     values: str
-    tree: Tree | None
-    bias: tuple[int, ...] | None
+    tree: Tree | None  # the mask
+    bias: tuple[int, ...] | None  # its shape
     bias_kind: str
     bias_dtype: str
-    hidden: str
+    hidden: str  # "nan" or "inf" in keys that no query may attend to, or ""
     scale: float | None
     seed: int
 
@@ -93,12 +82,16 @@ def draw_operands(rng: Random, machine: Machine, sizes: Sizes | None = None) -> 
     dtype = rng.choice([*dtypes, "float32", "bfloat16", "float16"])
     tree = draw_tree(rng, sizes) if rng.random() < 0.8 else None
     tree = _ranges(rng) if rng.random() < 0.006 else tree
-    bias = _bias_shape(rng, sizes) if rng.random() < 0.35 else None
+    bias = None
+    if rng.random() < 0.35:
+        bias = tuple(n if rng.random() < 0.7 else 1 for n in (sizes.b, sizes.n, sizes.t, sizes.s))
+        bias = bias[rng.choice([0, 0, 0, 1, 2]) :]
     kind = rng.choice(["normal", "normal", "normal", "keys", "rows", "-inf"])
     bias_dtype = rng.choice([dtype, "float32"])
     hidden = rng.choice(["nan", "inf"]) if rng.random() < 0.04 else ""
-    if hidden:
-        tree = _hiding(tree, sizes)
+    if hidden:  # in the second half of the keys
+        limit = Leaf("KeyLimit", (sizes.s // 2,))
+        tree = limit if tree is None else Node("&", (tree, limit))
     scale = rng.choice([None, None, None, 1.0, 0.3, -0.2, 1e-3])
     values, seed = rng.choice(VALUES), rng.randrange(10**6)
     return Operands(sizes, dtype, values, tree, bias, kind, bias_dtype, hidden, scale, seed)
@@ -113,30 +106,8 @@ def draw_sizes(rng: Random, machine: Machine) -> Sizes:
     return Sizes(rng.choice([1, 1, 2, 3]), t, s, *heads, head_dim)
 
 
-def _bias_shape(rng: Random, s: Sizes) -> tuple[int, ...]:
-    full = (s.b, s.n, s.t, s.s)
-    shape = tuple(n if rng.random() < 0.7 else 1 for n in full)
-    return shape[rng.choice([0, 0, 0, 1, 2]) :]
-
-
 def _ranges(rng: Random) -> Tree:
     """Hide many short ranges of keys, one after the other."""
-    parts = [
-        Node(
-            "~",
-            (
-                Node(
-                    "&",
-                    (Leaf("KeyLimit", (3 * i + 2,)), Node("~", (Leaf("KeyLimit", (3 * i + 1,)),))),
-                ),
-            ),
-        )
-        for i in range(rng.choice([3, 18, 30]))
-    ]
-    return Node("&", tuple(parts))
-
-
-def _hiding(tree: Tree | None, sizes: Sizes) -> Tree:
-    """Hide the second half of the keys from everybody."""
-    limit = Leaf("KeyLimit", (sizes.s // 2,))
-    return limit if tree is None else Node("&", (tree, limit))
+    ends = [3 * i + 2 for i in range(rng.choice([3, 18, 30]))]
+    limits = ((Leaf("KeyLimit", (end,)), Leaf("KeyLimit", (end - 1,))) for end in ends)
+    return Node("&", tuple(Node("~", (Node("&", (x, Node("~", (y,)))),)) for x, y in limits))

@@ -13,7 +13,7 @@ from maxattn import masks as M
 from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.errors import Unsupported
 from maxattn.masks import blocks, row_runs
-from tests.fuzz.mask_trees import Sizes, draw_tree
+from tests.fuzz.masks import Sizes, draw_tree
 from tests.masks.definitions import calls
 
 LONG = 10_000_000
