@@ -31,7 +31,7 @@ from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
 from maxattn.kernels.bias_level import Level, bias_level
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
-from maxattn.masks.finite import check_finite
+from maxattn.masks.operands import check_finite
 from maxattn.plan import Plan
 from maxattn.sharding import (
     Layout,

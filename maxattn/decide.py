@@ -20,7 +20,7 @@ from maxattn.kernels import build
 from maxattn.kernels import table as kernel_table
 from maxattn.kernels.auto.choose import run_or_choose
 from maxattn.masks.operands import without_padding
-from maxattn.masks.position_mask import MOST
+from maxattn.masks.tree import MOST
 from maxattn.plan import Plan
 from maxattn.sharding import BATCH_AXES, MeshShape, check_names, mesh_shape, ways
 from maxattn.target import Target

@@ -8,13 +8,13 @@ from maxattn.masks.blocks import EMPTY, FULL, MIXED
 from maxattn.masks.data import Dense, KeyPadding, Segments
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.packed import SegmentLengths
-from maxattn.masks.position_mask import PositionMask
 from maxattn.masks.positions import (
     BlockCausal,
     BlockSlidingWindow,
     Causal,
     KeyLimit,
     LocalWindow,
+    PositionMask,
     Rectangle,
 )
 from maxattn.masks.tree import mask_type

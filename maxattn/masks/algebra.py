@@ -1,20 +1,27 @@
-"""The algebra of masks: and, or, not, their two constants, and the canonical form."""
+"""The algebra of masks: and, or, not, their two constants, and the canonical form.
+
+Joining n masks looks each of them up a few times, so that masks of hundreds of parts are made in
+milliseconds; n * n comparisons of trees would take minutes.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
 
+from maxattn.errors import InputError
 from maxattn.masks.base import Mask, Spots
-from maxattn.masks.normal_form import check_size, mark_normal, without_absorbed
 from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.spans import MOST_SPANS, WHOLE, Span, Spans, complement, intersection, union
-from maxattn.masks.tiles import TileBounds, Tiles
+from maxattn.masks.tile_kinds import TileBounds, Tiles
 from maxattn.masks.tree import leaf, mask_type
+
+MOST_MASKS, MOST_LEVELS = 1024, 128
 
 
 @mask_type
@@ -66,7 +73,7 @@ class Empty(Mask):
 
 
 class _Joined(Mask):
-    """The masks that `And` and `Or` join, by an operator that joins bools and bounds too."""
+    """Masks joined by an operator, which joins bools and bounds of tiles too."""
 
     join: ClassVar[Callable[[Any, Any], Any]]
     sign: ClassVar[str]
@@ -87,7 +94,7 @@ class _Joined(Mask):
     def on_tiles(self, tiles: Tiles) -> TileBounds:
         bounds = [arg.on_tiles(tiles) for arg in self.args if arg.has_data]
         known = tuple(arg for arg in self.args if not arg.has_data)
-        if known:  # masks of positions are bounded together, which is exact
+        if known:  # masks of positions together have exact bounds
             bounds.append(tiles.of_positions(type(self)(known).canonical()))  # pyright: ignore[reportCallIssue]
         return reduce(type(self).join, bounds)
 
@@ -98,7 +105,7 @@ class _Joined(Mask):
 
 @mask_type
 class And(_Joined):
-    """Allow what all of several masks allow.
+    """Allow what all of several masks allow: `a & b`.
 
     Args:
         args: the masks, at least one.
@@ -129,7 +136,7 @@ class And(_Joined):
 
 @mask_type
 class Or(_Joined):
-    """Allow what any of several masks allows.
+    """Allow what any of several masks allows: `a | b`.
 
     Args:
         args: the masks, at least one.
@@ -154,7 +161,7 @@ class Or(_Joined):
 
 @mask_type
 class Not(Mask):
-    """Allow what a mask forbids.
+    """Allow what a mask forbids: `~a`.
 
     Args:
         arg: the mask.
@@ -178,7 +185,7 @@ class Not(Mask):
         return Not(self.arg.over_leaves(change))
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        # the upper bound of a complement is the complement of a lower bound
+        # The upper bound of a complement is the complement of a lower bound.
         return complement(self.arg.spans(q_pos, xp, not data), xp)
 
     def at(self, spots: Spots) -> Any:
@@ -222,23 +229,57 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
     absurd = any(identity in flat for identity in negated)
     if absurd or any(isinstance(part, zero) for part in flat.values()):
         return zero()
-    kept = without_absorbed(list(flat.values()), other)
+    kept = _without_absorbed(list(flat.values()), other)
     if len(kept) < 2:
         return kept[0] if kept else unit()
     joined = kind(tuple(sorted(kept, key=lambda part: part.order)))
-    check_size(joined)
-    return mark_normal(joined)
+    _check_size(joined)
+    object.__setattr__(joined, "is_normal", True)  # joining it does not go through it again
+    return joined
+
+
+def _without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
+    """Drop, one after the other, each mask that a remaining one absorbs.
+
+    `a` absorbs `a | b` in `a & (a | b)`, since it has fewer of the same parts; of `a | b` and
+    `b | a` one stays.
+    """
+    if not any(isinstance(mask, other) for mask in masks):
+        return masks  # of one part each, and no two the same
+    each = (mask.parts() if isinstance(mask, other) else (mask,) for mask in masks)
+    parts = [frozenset(part.identity for part in some) for some in each]
+    # Masks are listed by the part that the fewest masks have: few are then compared.
+    shared = Counter(part for mine in parts for part in mine)
+    rivals: dict[Any, list[int]] = defaultdict(list)
+    for i, mine in enumerate(parts):
+        rivals[min(mine, key=lambda part: shared[part])].append(i)
+    kept = dict(enumerate(masks))
+    for i, mine in enumerate(parts):
+        near = (j for part in mine for j in rivals.get(part, ()))
+        if any(j != i and j in kept and parts[j] <= mine for j in near):
+            del kept[i]
+    return list(kept.values())
+
+
+def _check_size(mask: Mask) -> None:
+    """Refuse a mask of very many masks: each use of it goes through all of them."""
+    masks, levels = mask.extent
+    if masks > MOST_MASKS or levels > MOST_LEVELS:
+        found = f"{masks} masks, {levels} levels of & and |"
+        rule = f"at most {MOST_MASKS} masks and {MOST_LEVELS} levels are joined"
+        remedy = "write it as one masks.Dense, masks.KeyPadding or a PositionMask of your own"
+        raise InputError("mask", found, rule, remedy)
 
 
 def has_few_spans(mask: Mask, data: bool = True) -> bool:
-    """Whether a bound mask has at most `MOST_SPANS` intervals a query, whatever they are."""
+    """Check whether a bound mask has at most `MOST_SPANS` intervals a query."""
     return len(mask.spans(np.zeros(1, np.int32), np, data)) <= MOST_SPANS
 
 
 def bounded_spans(mask: Mask, q_pos: Any, xp: Any, data: bool) -> Spans:
-    """Return the intervals of a bound mask; where there are too many, a bound of them.
+    """Return the intervals of a bound mask; if they are too many, a bound of them.
 
-    The upper bound (`data`) is of as many of its terms as have few intervals together; the lower
+    The upper bound (`data`) has those of its terms that have few intervals together; the lower
     bound is nothing.
     """
     if has_few_spans(mask, data):

@@ -1,14 +1,16 @@
-"""The base of every mask: a frozen value and a pytree.
+"""`Mask`, the base of every mask: a frozen value and a pytree.
 
-A mask is a function of positions. Its fields are plain numbers, which are part of its structure,
-and small arrays, which are the leaves of the pytree. The connectives are in `algebra.py`, the kinds
-in `positions.py`, `packed.py`, `video.py` and `data.py`.
+A mask is a function of positions. Its fields are numbers, which are structure, and small arrays,
+which are leaves. The connectives are in `algebra.py`, the kinds in `positions.py`, `packed.py`,
+`video.py` and `data.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import MISSING, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -20,7 +22,8 @@ from maxattn.errors import InputError
 from maxattn.masks import blocks
 from maxattn.masks.for_kernels import ForKernels
 from maxattn.masks.spans import BIG, Span
-from maxattn.masks.tiles import TileBounds, Tiles
+from maxattn.masks.tile_kinds import TileBounds, Tiles
+from maxattn.masks.tree import check_numbers, field_names, text
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Lengths(NamedTuple):
-    """The sizes of the call that a mask is bound to; None is a size that was not named."""
+    """The sizes of the call that a mask is bound to; None is a size that was not given."""
 
     q_len: int
     kv_len: int
@@ -39,7 +42,7 @@ class Lengths(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """The pairs that `at` evaluates: indexes into the leaves, positions, and numpy or jax.numpy."""
+    """Pairs to evaluate: indexes into the leaves, positions, and numpy or jax.numpy."""
 
     q_idx: Any
     kv_idx: Any
@@ -48,12 +51,19 @@ class Spots(NamedTuple):
     xp: Any
 
 
+class Extent(NamedTuple):
+    """How many masks one is made of, itself included, and on how many levels."""
+
+    masks: int
+    levels: int
+
+
 class Mask(ForKernels):
-    """Which keys a query may attend to.
+    """Which keys a query may attend to: True means attend.
 
     Masks combine with `&`, `|` and `~` into a canonical form, so that equal masks built in
-    different ways are equal. Two array leaves are equal when they are the same array; `form()`
-    compares structure alone.
+    different ways are equal. Two array leaves are equal if they are the same array; `form()`
+    compares the structure alone.
 
     >>> from maxattn import masks
     >>> masks.KeyLimit(3) & (masks.KeyLimit(3) | masks.Causal())
@@ -72,12 +82,15 @@ class Mask(ForKernels):
     # -- what each kind of mask defines ------------------------------------------------------------
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Bound the keys that each query may see; `data` is what data masks count as."""
+        """Bound the keys that each query may see; `data` is what masks with arrays count as."""
         raise NotImplementedError(type(self).__name__)
 
     def at(self, spots: Spots) -> Any:
         """Evaluate the mask at spots: bool, broadcastable to [B, N, q_idx, kv_idx]."""
         raise NotImplementedError(type(self).__name__)
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
     def bound_to(self, lengths: Lengths) -> Mask:
         """Resolve what depends on the lengths, and check what must fit them."""
@@ -92,7 +105,7 @@ class Mask(ForKernels):
         return ()
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Bound what tiles of pairs hold, by arithmetic on the device."""
+        """Bound the pairs of tiles by arithmetic on the device."""
         return tiles.of_positions(self)
 
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
@@ -100,26 +113,25 @@ class Mask(ForKernels):
         return change(self)
 
     def own_period(self) -> int | None:
-        """Give the block length of this one mask."""
+        """Return the block length of this one mask."""
         return None
 
-    # -- algebra -----------------------------------------------------------------------------------
+    # -- algebra: each look-up is made once, so that hundreds of masks are joined quickly ----------
+
+    is_normal = False
+    """Whether it is known to be canonical: set on what `canonical` makes of several masks."""
 
     def __and__(self, other: Mask) -> Mask:
         from maxattn.masks.algebra import And
 
         return And((self, _checked(other))).canonical()
 
-    def __rand__(self, other: Mask) -> Mask:
-        return _checked(other) & self
-
     def __or__(self, other: Mask) -> Mask:
         from maxattn.masks.algebra import Or
 
         return Or((self, _checked(other))).canonical()
 
-    def __ror__(self, other: Mask) -> Mask:
-        return _checked(other) | self
+    __rand__, __ror__ = __and__, __or__  # of what is no mask, which `_checked` refuses
 
     def __invert__(self) -> Mask:
         """Allow what this mask forbids."""
@@ -138,6 +150,29 @@ class Mask(ForKernels):
 
         return canonical(self)
 
+    @cached_property
+    def extent(self) -> Extent:
+        """How many masks it is made of, on how many levels."""
+        parts = [part.extent for part in self.parts()]
+        levels = max((part.levels for part in parts), default=0)
+        return Extent(1 + sum(part.masks for part in parts), 1 + levels)
+
+    @cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """A key that is equal for two masks of one structure with the very same arrays."""
+        parts = tuple(part.identity for part in self.parts())
+        arrays = () if parts else (id(getattr(self, name)) for name in field_names(type(self))[0])
+        return type(self), self._numbers(), parts, tuple(arrays)
+
+    @cached_property
+    def order(self) -> tuple[Any, ...]:
+        """Kind and numbers, by which masks are sorted; those with arrays keep the order given."""
+        numbers = tuple((n is not None, n or 0) for n in self._numbers())
+        return type(self).__name__, numbers, tuple(part.order for part in self.parts())
+
+    def _numbers(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in field_names(type(self))[1])
+
     # -- what callers ask --------------------------------------------------------------------------
 
     def bind(
@@ -149,9 +184,8 @@ class Mask(ForKernels):
         twice changes nothing.
 
         Args:
-            q_len: number of queries T, without padding.
-            kv_len: number of keys S, without padding.
-            batch, heads: B and N that leaves must have (or 1); not checked when None.
+            q_len, kv_len: numbers of queries T and keys S, without padding.
+            batch, heads: B and N that leaves must have (or 1); None checks neither.
 
         Raises:
             InputError: there are more queries than keys and no offset, or a leaf or `VideoMask`
@@ -173,14 +207,13 @@ class Mask(ForKernels):
         """Return whether each query may attend to each key.
 
         Args:
-            q_idx: query indexes `[t]` into the leaves at hand (which may be one shard of them).
-            kv_idx: key indexes `[s]`, likewise. Indexes beyond a leaf read its last entry.
-            q_offset: position of query index 0 in the sequence; may be traced.
-            kv_offset: position of key index 0 in the sequence; may be traced.
+            q_idx, kv_idx: indexes `[t]` and `[s]` into the leaves, which may be one shard of them.
+                Indexes beyond a leaf read its last entry.
+            q_offset, kv_offset: positions of query 0 and key 0 in the sequence; may be traced.
 
         Returns:
-            bool `[B or 1, N or 1, t or 1, s or 1]`; numpy when nothing handed in and no leaf is a
-            jax array.
+            bool `[B or 1, N or 1, t or 1, s or 1]`; numpy if no argument and no leaf is a jax
+            array.
 
         Raises:
             InputError: an offset is still None.
@@ -198,12 +231,12 @@ class Mask(ForKernels):
         Args:
             q_pos: positions of the queries, of any shape; traced ones need `xp=jnp`.
             xp: `numpy` or `jax.numpy`.
-            data: what data masks count as: everything allowed (an upper bound) or nothing allowed
-                (a lower bound). Without data masks both bounds are exact.
+            data: True counts masks with arrays as all allowed (an upper bound), False as nothing
+                allowed (a lower bound). Without arrays both bounds are exact.
 
         Returns:
             Pairs `(lo, hi)` of int32 arrays shaped like `q_pos`. A pair may be empty (`lo >= hi`),
-            pairs may overlap; ends without a bound are 0 and 2**30. A mask of more than 32
+            and pairs may overlap; ends without a bound are 0 and 2**30. A mask with more than 32
             intervals a query is bounded by fewer, above or below as `data` asks.
         """
         from maxattn.masks.algebra import bounded_spans
@@ -216,22 +249,15 @@ class Mask(ForKernels):
             found.append(tuple(xp.broadcast_to(end, pos.shape) for end in clipped))
         return tuple(found)
 
-    def intervals_lower(self, q_pos: Ints, xp: Any = np) -> tuple[tuple[Any, Any], ...]:
-        """Give `intervals` with data masks counted as allowing nothing."""
-        return self.intervals(q_pos, xp, data=False)
-
     def block_map(self, block_q: int, block_kv: int, q_len: int, kv_len: int) -> np.ndarray:
         """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
 
-        Exact for masks of positions, of up to 32 intervals a query. Others, and data masks, are
-        taken as unknown: a block is EMPTY or FULL only when it is so whatever the arrays hold. No
-        array of `q_len * kv_len` is made.
+        Exact for masks of positions with up to 32 intervals a query. With others a block is EMPTY
+        or FULL only if it is so whatever the arrays are. No array of `q_len * kv_len` is made.
 
         Args:
-            block_q: queries in a block.
-            block_kv: keys in a block.
-            q_len: number of queries; a ragged last block counts its real queries.
-            kv_len: number of keys, likewise.
+            block_q, block_kv: queries and keys in a block.
+            q_len, kv_len: numbers of queries and keys; the last blocks may be ragged.
 
         Returns:
             int8 `[ceil(q_len / block_q), ceil(kv_len / block_kv)]`.
@@ -245,7 +271,7 @@ class Mask(ForKernels):
         return blocks.tally(self._bound(q_len, kv_len), block_q, block_kv, q_len, kv_len)
 
     def allowed_pairs(self, q_len: int, kv_len: int) -> int:
-        """Count the pairs that attend; an upper bound where `has_exact_intervals` is False."""
+        """Count the pairs that attend; an upper bound if `has_exact_intervals` is False."""
         return blocks.pairs(self._bound(q_len, kv_len), q_len, kv_len)
 
     def _bound(self, q_len: int, kv_len: int) -> Mask:
@@ -256,25 +282,25 @@ class Mask(ForKernels):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
 
     def leaf_axes(self) -> Self:
-        """Replace every array leaf by the names of its dims: of "BNTS", "1" where the size is 1."""
+        """Replace every array leaf by the names of its dims, from "BNTS"; "1" has size 1."""
         return jax.tree.unflatten(jax.tree.structure(self), self._all_axes())
 
     def _all_axes(self) -> tuple[str, ...]:
         return sum((part._all_axes() for part in self.parts()), self.axes())
 
     def period(self) -> int | None:
-        """Give the block length in tokens; None where there is none or where two disagree."""
+        """Return the block length in tokens; None if there is none or two do not divide."""
         found = {p for p in (self.own_period(), *(part.period() for part in self.parts())) if p}
         longest = max(found, default=0)
         return longest if longest and all(longest % p == 0 for p in found) else None
 
     def names(self) -> tuple[str, ...]:
-        """Name the kinds of mask in it, sorted, without the connectives."""
+        """Return the names of the kinds of mask in it, sorted, without the connectives."""
         found = {name for part in self.parts() for name in part.names()}
         return tuple(sorted(found)) or (type(self).__name__,)
 
     def terms(self) -> tuple[Mask, ...]:
-        """List the masks that must all allow a pair: those joined by `&`, else the mask itself."""
+        """List the masks that must all allow a pair: those joined by `&`, else the mask alone."""
         return (self,)
 
     @property
@@ -291,7 +317,7 @@ class Mask(ForKernels):
 
     @property
     def has_exact_intervals(self) -> bool:
-        """Whether `intervals` are all that it allows: it has no arrays, and few intervals."""
+        """Whether `intervals` are exact: it has no arrays, and few intervals a query."""
         from maxattn.masks.algebra import has_few_spans
 
         return not self.has_data and has_few_spans(self)
@@ -302,9 +328,9 @@ class Mask(ForKernels):
         """Draw the mask with characters, queries downwards and keys to the right.
 
         Args:
-            q_len, kv_len: number of queries and of keys.
+            q_len, kv_len: numbers of queries and keys.
             width: most characters in a line; longer masks are drawn by density.
-            batch, head: batch row and head to draw.
+            batch, head: the batch row and head to draw.
         """
         from maxattn.masks.draw import show
 
@@ -332,14 +358,22 @@ class Mask(ForKernels):
         return shape == other_shape and all(map(_same, mine, theirs))
 
     def __hash__(self) -> int:
-        """Hash the structure; refuse when there are arrays in it."""
+        """Hash the structure; refuse a mask with arrays."""
         leaves, shape = jax.tree.flatten(self)
         if any(_is_array(x) for x in leaves):
             raise TypeError(f"{self} holds arrays and cannot be hashed: hash its form()")
         return hash((shape, tuple(leaves)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle the fields alone: an identity is of these very arrays."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the arrays; nested masks are made anew without Python's recursion."""
+        return jax.tree.map(lambda x: deepcopy(x, memo), self)
+
     def __repr__(self) -> str:
-        # as the call that makes it, without defaults; arrays as dtype and shape
+        # the call that makes it, without defaults; arrays as dtype and shape
         shown = ((f, getattr(self, f.name)) for f in fields(self))  # pyright: ignore[reportArgumentType]
         written = (
             text(value) if f.default is MISSING else f"{f.name}={text(value)}"
@@ -362,10 +396,3 @@ def _is_array(x: object) -> bool:
 
 def _same(a: object, b: object) -> bool:
     return a is b or (not _is_array(a) and not _is_array(b) and a == b)
-
-
-def text(value: Any) -> str:
-    """Write a value for a message: an array as dtype and shape."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return repr(value)

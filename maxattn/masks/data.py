@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxattn.errors import InputError
-from maxattn.masks.base import Lengths, Mask, Span, Spots, text
+from maxattn.masks.base import Lengths, Mask, Spots
 from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.row_runs import RowBlocks
-from maxattn.masks.tiles import TileBounds, Tiles, of_ids, unknown
-from maxattn.masks.tree import leaf, mask_type
+from maxattn.masks.spans import Span
+from maxattn.masks.tile_kinds import TileBounds, Tiles, of_ids, unknown
+from maxattn.masks.tree import leaf, mask_type, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

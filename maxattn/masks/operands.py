@@ -1,10 +1,16 @@
-"""Checks of a call's operands, and the bound mask of what a caller gave as one."""
+"""Checks of a call's operands, and the bound mask of what a caller passed as one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from maxattn.errors import InputError
+from maxattn.jax_private.mesh import is_tracer
 from maxattn.masks.algebra import And, Full
 from maxattn.masks.base import Mask
 from maxattn.masks.data import Dense
@@ -20,7 +26,7 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
     """Refuse queries, keys and values whose ranks, sizes or dtypes do not fit together.
 
     Raises:
-        InputError: naming the operand, what it is, and the rule.
+        InputError: it names the operand, its value and the rule.
     """
     _check_one("q", q, "[B, T, N, H]")
     _check_one("k", k, "[B, S, K, H]")
@@ -118,10 +124,10 @@ def check_bias_dtype(dtype: str) -> None:
 
 
 def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
-    """Turn what a caller gave as a mask into a bound mask.
+    """Return the bound mask of what a caller passed as `mask=`.
 
     Raises:
-        InputError: neither a mask nor an array, or one that does not fit.
+        InputError: it is neither a mask nor an array, or does not fit the call.
     """
     (b, t, n, _), s = q.shape, k.shape[1]
     bound = as_mask(mask, q, k).bind(t, s, b, n)
@@ -138,7 +144,7 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
     """Return a mask as it is, None as `Full`, and a boolean array as `Dense`.
 
     Raises:
-        InputError: neither a mask nor an array, or an array that looks like flags of keys.
+        InputError: it is neither, or the array looks like flags of keys.
     """
     if mask is None:
         return Full()
@@ -154,7 +160,7 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
     if shape != (b, k.shape[1]) or b == 1:  # one row means the same either way
         return Dense(mask)
     rule = "an array of two axes is [T, S], and this looks like [B, S]"
-    remedy = "say masks.KeyPadding(mask) for keys that are padding"
+    remedy = "write masks.KeyPadding(mask) for keys that are padding"
     if b == q.shape[1]:
         rule = f"an array of two axes is [T, S], and with B = T = {b} this may be [B, S]"
         remedy = "write mask[None] for [T, S]; masks.KeyPadding(mask) for [B, S], True = a real key"
@@ -162,8 +168,64 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
 
 
 def check_not_torch(name: str, dtype: str) -> None:
-    """Refuse a tensor of torch by the name of its dtype, with the way to an array."""
+    """Refuse a tensor of torch, known by its dtype, and show how to make it an array."""
     if dtype.startswith("torch."):
         whole = f"{name}.float()" if dtype == "torch.bfloat16" else name  # which numpy lacks
         rule = "it is an array of jax or numpy, and this is a tensor of torch"
         raise InputError(name, dtype, rule, f"pass jnp.asarray({whole}.numpy())")
+
+
+# ---- check_finite --------------------------------------------------------------------------------
+
+
+class NotFinite(NamedTuple):
+    """The numbers of one operand that are not finite, and the index of the first one."""
+
+    count: Int[Array, ""]
+    first: Int[Array, " axes"]
+    is_hidden: Bool[Array, ""]
+    """Whether the mask hides the first one's key from every query."""
+
+
+def check_finite(operands: dict[str, Any], mask: Mask) -> None:
+    """Refuse NaN and infinity in q, k, v or bias for `check_finite: true`; a bias may be -inf.
+
+    A kernel multiplies a hidden key by 0, and 0 * NaN is NaN: it would reach every query. Traced
+    operands are checked when the program runs, which then ends in the same error.
+
+    Args:
+        operands: q [B, T, N, H], k, v [B, S, K, H] and bias [B|1, N|1, T|1, S|1] by name, or None.
+        mask: bound to them.
+
+    Raises:
+        InputError: it names the first operand, how many numbers, and the index of the first one.
+    """
+    there = {name: x for name, x in operands.items() if x is not None}
+    found = {name: _count(name, x, there["q"].shape[1], mask) for name, x in there.items()}
+    if any(is_tracer(x) for x in jax.tree.leaves(found)):
+        jax.debug.callback(_refuse, found)
+    else:
+        _refuse(found)
+
+
+def _count(name: str, x: Array, q_len: int, mask: Mask) -> NotFinite:
+    bad = jnp.isnan(x) | (x == jnp.inf) if name == "bias" else ~jnp.isfinite(x)
+    count, index = bad.sum(dtype=jnp.int32), []
+    while bad.ndim:  # axis by axis: one flat index may be beyond int32
+        index.append(jnp.argmax(bad.any(axis=tuple(range(1, bad.ndim)))))
+        bad = bad[index[-1]]
+    first, is_hidden = jnp.stack(index), jnp.array(False)
+    if name in ("k", "v"):
+        seen = mask.allowed(jnp.arange(q_len), first[1:2])  # [B|1, N|1, T|1, 1]
+        is_hidden = ~jnp.any(seen[jnp.minimum(first[0], seen.shape[0] - 1)])
+    return NotFinite(count, first, is_hidden)
+
+
+def _refuse(found: dict[str, NotFinite]) -> None:
+    for name, (count, first, is_hidden) in found.items():
+        if int(count):
+            where = ", ".join(str(int(i)) for i in np.asarray(first))
+            hidden = ", a key that the mask hides" if is_hidden else ""
+            value = f"NaN or infinity {int(count)} times, first at [{where}]{hidden}"
+            rule = "with check_finite: true all are finite, since a hidden key's 0 * NaN is NaN too"
+            raise InputError(name, value, rule, f"replace them, e.g. jnp.nan_to_num({name})")

@@ -12,11 +12,11 @@ import numpy as np
 
 from maxattn.errors import InputError
 from maxattn.masks.algebra import Full
-from maxattn.masks.base import BIG, Lengths, Mask, Span, text
-from maxattn.masks.position_mask import PositionMask
-from maxattn.masks.positions import BlockSlidingWindow
+from maxattn.masks.base import Lengths, Mask
+from maxattn.masks.positions import BlockSlidingWindow, PositionMask
 from maxattn.masks.row_runs import RowBlocks
-from maxattn.masks.tree import mask_type
+from maxattn.masks.spans import BIG, Span
+from maxattn.masks.tree import mask_type, text
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -26,7 +26,7 @@ SHOWN = 8  # runs of equal lengths that are written out
 
 
 class Packing(tuple[int, ...]):
-    """Lengths, hashed once: of thousands, every call would take longer for that than the rest."""
+    """Lengths that are hashed once: thousands of them would dominate the time of a call."""
 
     @cached_property
     def _hash(self) -> int:
@@ -60,25 +60,19 @@ class _Ends(NamedTuple):
 
 @mask_type
 class SegmentLengths(PositionMask):
-    """Allow pairs of the same segment, of segments that lie one after the other.
-
-    `Segments.of_lengths` makes it. The lengths are part of its structure, so kernels skip what lies
-    between segments, as for every mask of positions.
+    """Allow pairs of the same segment: the mask that `Segments.of_lengths` makes.
 
     Args:
         lengths: queries of each segment.
-        kv_lengths: keys of each segment; None where they are the same.
+        kv_lengths: keys of each segment; None if they are the same.
 
     >>> from maxattn import masks
-    >>> print(masks.Segments.of_lengths((3, 1, 2), (2, 2, 1)).show(6, 5))
-    Segments.of_lengths((3, 1, 2), (2 x 2, 1))
-    6 queries down, 5 keys across
-    █ █ · · ·
-    █ █ · · ·
-    █ █ · · ·
-    · · █ █ ·
-    · · · · █
-    · · · · █
+    >>> print(masks.SegmentLengths((2, 1), (1, 3)).show(3, 4))
+    Segments.of_lengths((2, 1), (1, 3))
+    3 queries down, 4 keys across
+    █ · · ·
+    █ · · ·
+    · █ █ █
     """
 
     offset: ClassVar[int] = 0
@@ -102,14 +96,14 @@ class SegmentLengths(PositionMask):
         return self.lengths if self.kv_lengths is None else self.kv_lengths
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        # looked up in a table, or by a step a segment inside a kernel
+        # by binary search in a table, or by one step a segment inside a kernel
         ends = _ends(self.lengths, self.keys)
         if not hasattr(xp, "searchsorted"):
             return (_stepped(ends, len(self.lengths), pos, xp),)
         q, kv = (xp.asarray(x, dtype=xp.int32) for x in ends)
         at = xp.zeros_like(pos)
         step = (ends.q.size + 1) // 2
-        while step:  # the segments that end at or before the query, bit by bit
+        while step:  # count the segments that end at or before the query, bit by bit
             at = xp.where(q[at + (step - 1)] <= pos, at + step, at)
             step //= 2
         return ((kv[at], kv[at + 1]),)
@@ -195,7 +189,7 @@ def _checked(name: str, given: Any) -> Packing:
 
 
 def _check_sum(name: str, lengths: tuple[int, ...], what: str, wanted: int) -> None:
-    """Refuse segments that are not all tokens of a call: one too few is a mistake as often."""
+    """Refuse segments that are not all tokens of a call."""
     found = sum(lengths)
     if found == wanted:
         return

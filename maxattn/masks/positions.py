@@ -1,20 +1,100 @@
-"""Masks of positions: causal, windows of tokens and of blocks, rectangles, a limit of the keys."""
+"""Masks of positions: the base, causal masks, windows, blocks, rectangles, a limit of the keys."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from maxattn.errors import InputError
 from maxattn.masks.algebra import Empty, Full
-from maxattn.masks.base import BIG, Mask, Span, Spots
+from maxattn.masks.base import Lengths, Mask, Spots
 from maxattn.masks.for_kernels import Band
-from maxattn.masks.position_mask import MOST, PositionMask, whole
 from maxattn.masks.row_runs import RowBlocks
-from maxattn.masks.tree import mask_type
+from maxattn.masks.spans import BIG, Span
+from maxattn.masks.tree import MOST, mask_type, number
+
+
+class PositionMask(Mask):
+    """Allow each query a few intervals of keys: the base of masks of positions, also of your own.
+
+    A mask of positions is one class, decorated with `mask_type`. It has numbers as fields, then
+    `offset: int | None = None`, the position of query 0 (None puts the last query at the last key).
+    Its method `seen(pos, xp)` returns the intervals `(start, end)` of keys that the query at
+    position `pos` sees, where None is no bound. Every kernel then skips what the mask leaves empty.
+
+    `seen` also runs inside kernels: write it with `+ - * //`, comparisons, `xp.where`, `xp.minimum`
+    and `xp.maximum`, and return equally many intervals for every query.
+
+    Other methods make a mask cheaper, and it is right without them: `own_period` (the length of its
+    blocks, which chunks then divide), `most_keys`, `band` (cuDNN and TransformerEngine refuse a
+    mask without), `own_block` and `repeats` (each block becomes a batch row), and the properties
+    `divides_positions` and `leaves_parts_empty`. A mask that derives from another one and defines
+    `seen` inherits none of these.
+
+    >>> from maxattn import masks
+    >>> @masks.mask_type
+    ... class Dilated(masks.PositionMask):
+    ...     step: int
+    ...     offset: int | None = None
+    ...
+    ...     def seen(self, pos, xp):
+    ...         return tuple((pos - n * self.step, pos - n * self.step + 1) for n in range(3))
+    >>> print(Dilated(2).show(6, 6))
+    Dilated(2, offset=0)
+    6 queries down, 6 keys across
+    █ · · · · ·
+    · █ · · · ·
+    █ · █ · · ·
+    · █ · █ · ·
+    █ · █ · █ ·
+    · █ · █ · █
+    """
+
+    offset: int | None
+
+    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
+        """Return the intervals of keys that a query at a position sees."""
+        raise NotImplementedError(type(self).__name__)
+
+    @property
+    def leaves_parts_empty(self) -> bool:
+        """Whether skipping chunks saves work; true by default, so that chunks are short."""
+        return True
+
+    @property
+    def divides_positions(self) -> bool:
+        """Whether its test divides positions; true by default, so that a kernel's tiles fit."""
+        return True
+
+    def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
+        if self.offset is None:
+            rule = "where the queries sit depends on the lengths"
+            raise InputError("mask", self, rule, "call bind(q_len, kv_len) first, or give offset=")
+        return self.seen(q_pos + self.offset, xp)
+
+    def at(self, spots: Spots) -> Any:
+        out = spots.xp.zeros((1, 1, 1, 1), dtype=bool)
+        keys = spots.kv_pos[None, None, None, :]  # against [1, 1, t, 1]
+        for lo, hi in self.spans(spots.q_pos, spots.xp, True):
+            inside = spots.xp.ones((1, 1, 1, 1), dtype=bool)
+            inside = inside if lo is None else inside & (keys >= lo[None, None, :, None])
+            inside = inside if hi is None else inside & (keys < hi[None, None, :, None])
+            out = out | inside
+        return out
+
+    def bound_to(self, lengths: Lengths) -> Mask:
+        if self.offset is not None:
+            return self
+        if lengths.q_len > lengths.kv_len:
+            found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
+            rule = "without an offset the last query sits at the last key, which needs q_len <="
+            remedy = "give offset= (offset=0 puts query 0 at key 0)"
+            raise InputError("mask", found, f"{rule} kv_len", remedy)
+        return replace(self, offset=lengths.kv_len - lengths.q_len)  # pyright: ignore[reportArgumentType]
 
 
 class _Moving(PositionMask):
-    """Intervals whose ends move with the query, and so never jump."""
+    """A mask whose intervals move with the query, and so never jump."""
 
     @property
     def divides_positions(self) -> bool:
@@ -28,7 +108,7 @@ class _Moving(PositionMask):
 
 
 class _Blocks(PositionMask):
-    """Intervals whose ends jump where a block of `block` tokens begins."""
+    """A mask whose intervals jump where a block of `block` tokens begins."""
 
     block: int
 
@@ -44,7 +124,7 @@ class _Blocks(PositionMask):
 
 @mask_type
 class Causal(_Moving):
-    """Allow a query its own position and all before it: `key <= query`.
+    """Allow a query the keys up to its own position: `key <= query`.
 
     Args:
         offset: position of query 0; None puts the last query at the last key.
@@ -59,10 +139,7 @@ class Causal(_Moving):
     █ █ █ █
     """
 
-    offset: int | None = None
-
-    def __post_init__(self) -> None:
-        whole(self, "offset", least=-MOST, optional=True)
+    offset: int | None = number(-MOST, optional=True, default=None)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         return ((None, pos + 1),)
@@ -73,11 +150,10 @@ class Causal(_Moving):
 
 @mask_type
 class LocalWindow(_Moving):
-    """Allow keys near the query: `query - left <= key <= query + right`.
+    """Allow a query the keys near it: `query - left <= key <= query + right`.
 
     Args:
-        left: keys before the query, 0 or more; None for all.
-        right: keys after the query, 0 or more; None for all.
+        left, right: keys before and after the query, 0 or more; None for all.
         offset: position of query 0; None puts the last query at the last key.
 
     >>> from maxattn import masks
@@ -91,14 +167,9 @@ class LocalWindow(_Moving):
     · · · █ █
     """
 
-    left: int | None
-    right: int | None
-    offset: int | None = None
-
-    def __post_init__(self) -> None:
-        whole(self, "left", least=0, optional=True)
-        whole(self, "right", least=0, optional=True)
-        whole(self, "offset", least=-MOST, optional=True)
+    left: int | None = number(0, optional=True)
+    right: int | None = number(0, optional=True)
+    offset: int | None = number(-MOST, optional=True, default=None)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         start = None if self.left is None else pos - self.left
@@ -119,7 +190,7 @@ class LocalWindow(_Moving):
 
 @mask_type
 class BlockCausal(_Blocks):
-    """Allow a query its own block and all blocks before it: `key // block <= query // block`.
+    """Allow a query its own block of tokens and all before it: `key // block <= query // block`.
 
     Args:
         block: tokens in a block.
@@ -136,12 +207,8 @@ class BlockCausal(_Blocks):
     █ █ █ █ █
     """
 
-    block: int
-    offset: int | None = None
-
-    def __post_init__(self) -> None:
-        whole(self, "block", least=1)
-        whole(self, "offset", least=-MOST, optional=True)
+    block: int = number(1)
+    offset: int | None = number(-MOST, optional=True, default=None)
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         return ((None, (pos // self.block + 1) * self.block),)
@@ -152,14 +219,13 @@ class BlockCausal(_Blocks):
 
 @mask_type
 class BlockSlidingWindow(_Blocks):
-    """Allow a query its own block and the `window - 1` blocks before it.
+    """Allow a query its own block of tokens and the `window - 1` blocks before it.
 
-    That is `0 <= query // block - key // block < window`.
+    The formula is `0 <= query // block - key // block < window`.
 
     Args:
-        block: tokens in a block (the tokens of a frame, say); any number, and the length need not
-            be a multiple.
-        window: blocks seen, the query's own included.
+        block: tokens in a block, such as those of a frame. The length need not be a multiple.
+        window: blocks that a query sees, its own included.
         offset: position of query 0; None puts the last query at the last key.
 
     >>> from maxattn import masks
@@ -174,14 +240,12 @@ class BlockSlidingWindow(_Blocks):
     · · █ █ █ █
     """
 
-    block: int
-    window: int
-    offset: int | None = None
+    block: int = number(1)
+    window: int = number(1)
+    offset: int | None = number(-MOST, optional=True, default=None)
 
     def __post_init__(self) -> None:
-        whole(self, "block", least=1)
-        whole(self, "window", least=1)
-        whole(self, "offset", least=-MOST, optional=True)
+        super().__post_init__()
         if self.block * self.window > BIG:
             rule, remedy = f"block * window is at most {BIG}", "use BlockCausal(block) to see all"
             raise InputError("BlockSlidingWindow.window", self.window, rule, f"{remedy} blocks")
@@ -202,10 +266,10 @@ class BlockSlidingWindow(_Blocks):
 
 @mask_type
 class KeyLimit(Mask):
-    """Allow the keys before a limit to every query: `key < limit`.
+    """Allow every query the first keys: `key < limit`.
 
     Args:
-        limit: number of keys allowed.
+        limit: how many.
 
     >>> from maxattn import masks
     >>> print(masks.KeyLimit(2).show(3, 4))
@@ -216,10 +280,7 @@ class KeyLimit(Mask):
     █ █ · ·
     """
 
-    limit: int
-
-    def __post_init__(self) -> None:
-        whole(self, "limit", least=0, most=BIG)
+    limit: int = number(0, most=BIG)
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         return ((None, self.limit),)
@@ -240,17 +301,17 @@ class KeyLimit(Mask):
 
 @mask_type
 class Rectangle(PositionMask):
-    """Allow the queries from q_start to q_stop the keys from kv_start to kv_stop, stops left out.
+    """Allow some queries some keys: `q_start <= query < q_stop and kv_start <= key < kv_stop`.
 
-    Queries and keys are counted from the first of the call. Rectangles joined by `|` say which
-    pieces of a sequence see which, and `&` cuts another mask to a piece.
+    Rectangles joined by `|` define which pieces of a sequence see which; `&` restricts another mask
+    to a piece.
 
     Args:
-        q_start, q_stop: the first query, and the one after the last.
-        kv_start, kv_stop: the first key, and the one after the last.
+        q_start, q_stop: the first query, and the one after the last, from 0.
+        kv_start, kv_stop: the first key, and the one after the last, from 0.
 
     Raises:
-        InputError: a number is below 0, or a stop before its start.
+        InputError: a number is below 0, or a stop is before its start.
 
     >>> from maxattn import masks
     >>> text_and_picture = masks.Rectangle(0, 4, 0, 6)
@@ -267,14 +328,13 @@ class Rectangle(PositionMask):
     """
 
     offset: ClassVar[int] = 0
-    q_start: int
-    q_stop: int
-    kv_start: int
-    kv_stop: int
+    q_start: int = number(0)
+    q_stop: int = number(0)
+    kv_start: int = number(0)
+    kv_stop: int = number(0)
 
     def __post_init__(self) -> None:
-        for name in ("q_start", "q_stop", "kv_start", "kv_stop"):
-            whole(self, name, least=0)
+        super().__post_init__()
         for axis in ("q", "kv"):
             start, stop = getattr(self, f"{axis}_start"), getattr(self, f"{axis}_stop")
             if stop < start:

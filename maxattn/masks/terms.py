@@ -1,15 +1,16 @@
-"""The terms of a bound mask, sorted by what they depend on: a pair is allowed where all of them do.
+"""The terms of a bound mask, sorted by what they depend on: a pair is allowed if all allow it.
 
 Kernels of GPU libraries take `Terms`: a band, and how many keys are real. Splash and
-FlashAttention-4 take a `SplitMask`: positions, segment ids and padding.
+FlashAttention-4 take a `SplitMask`: positions, segment ids and padding. `own_blocks` finds equal
+blocks that a kernel computes as batch rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxattn.errors import Reason
-from maxattn.masks.algebra import Full
+from maxattn.masks.algebra import And, Full
 from maxattn.masks.base import Mask
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.spans import MOST_SPANS
@@ -46,14 +47,14 @@ class Terms:
 
     @property
     def band(self) -> Band | None:
-        """The one band of the positions, or None where they are something else."""
+        """The band of the positions, or None if they are not one band."""
         if len(self.positions) > 1:
             return None
         return self.positions[0].band() if self.positions else Band()
 
     @property
     def has_flags(self) -> bool:
-        """Whether keys are real by flags, in no order."""
+        """Whether flags mark the real keys, which are then in any order."""
         return any(term.key_limit() is None for term in (*self.limits, *self.keys))
 
     def real_keys(self, kv_len: int, kv_offset: Offset) -> Bool[Array, "B S"]:
@@ -65,7 +66,7 @@ class Terms:
         return real
 
     def lengths(self, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, " B"] | None:
-        """Count the real local keys of each batch row; None where all are real.
+        """Count the real local keys of each batch row; None if all are real.
 
         Without flags these are the first keys; with flags they are in any order.
         """
@@ -107,7 +108,7 @@ class SplitMask:
 
 
 def split_mask(mask: Mask) -> SplitMask | Reason:
-    """Split a bound mask, or its form, into what splash takes, or return which part it refuses."""
+    """Split a bound mask, or its form, or return why `flash` refuses it."""
     terms = mask.terms()
     positions = reduce(and_, (term for term in terms if not term.has_data), Full())
     arrays = [term for term in terms if term.has_data]
@@ -137,7 +138,7 @@ def _refused_array(term: Mask) -> Reason:
     if not term.parts():
         rule = "it tests masks of positions, lengths and segments inside the kernel, and takes no"
         rule += " table of pairs"
-        remedy = f"say the mask as one of maxattn.masks, or {USE_BLOCKWISE}"
+        remedy = f"write the mask as one of maxattn.masks, or {USE_BLOCKWISE}"
         return Reason("flash", f"mask {what}", rule, remedy)
     rule = f"it takes arrays joined by & alone, and {term} has {what} under | or ~"
     return Reason("flash", f"mask {what} under | or ~", rule, USE_BLOCKWISE)
@@ -146,10 +147,10 @@ def _refused_array(term: Mask) -> Reason:
 def segment_ids(
     parts: SplitMask, batch: int, q_len: int, kv_len: int, kv_offset: Offset
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
-    """Write lengths, flags and segments as segment ids, or None where there are none.
+    """Write lengths, flags and segments as segment ids, or None if there are none.
 
-    Ids are equal exactly where the arrays let a query attend: negative ids become ones that match
-    nothing.
+    Ids are equal exactly for the pairs that the arrays allow: negative ids become `QUERY_PAD` and
+    `KEY_PAD`, which match nothing.
     """
     if not parts.has_ids:
         return None
@@ -167,9 +168,54 @@ def segment_ids(
 
 
 def sort_note(what: str) -> str:
-    """Advise an order of segment ids, in which most chunks or tiles are skipped."""
+    """Advise an order of segment ids in which most chunks or tiles are skipped."""
     return (
         f"{what} are skipped where the ranges of their ids do not meet: tokens in the order of"
         " their ids (jnp.argsort(ids, axis=1)) skip most; lengths known when tracing go into"
         " masks.Segments.of_lengths, which every kernel skips by"
     )
+
+
+# ---- equal blocks as batch rows ------------------------------------------------------------------
+
+
+class OwnBlocks(NamedTuple):
+    """Equal blocks of a sequence, each of which attends to itself alone.
+
+    Args:
+        count: how many there are, two or more.
+        q_len, kv_len: tokens of each.
+        mask: the mask inside each.
+    """
+
+    count: int
+    q_len: int
+    kv_len: int
+    mask: Mask
+
+
+@lru_cache(maxsize=1024)
+def own_blocks(mask: Mask, q_len: int, kv_len: int) -> OwnBlocks | None:
+    """Return the shortest blocks that see only themselves, or None.
+
+    Each is an example of its own: a kernel computes them as batch rows. `mask` is bound, and a
+    `form()` if it has arrays.
+
+    >>> from maxattn import masks
+    >>> own_blocks(masks.BlockSlidingWindow(4, 1, 0) & masks.Causal(0), 12, 12)
+    OwnBlocks(count=3, q_len=4, kv_len=4, mask=Causal(offset=0))
+    """
+    terms = mask.terms()
+    for term in terms:
+        q, kv = term.own_block() or (0, 0)
+        count = q_len // q if q else 0
+        others = [each for each in terms if each is not term]
+        if count < 2 or (q_len, kv_len) != (count * q, count * kv):
+            continue
+        if all(other.repeats(q, kv) for other in others):
+            rest = And(tuple(others)).canonical() if others else Full()
+            within = own_blocks(rest, q, kv)  # each block may divide again
+            if within is None:
+                return OwnBlocks(count, q, kv, rest)
+            return within._replace(count=count * within.count)
+    return None

@@ -1,18 +1,26 @@
-"""Which tiles of a mask are empty, full or mixed, at any offsets; no T x S array is made."""
+"""Which tiles of a mask are empty, full or mixed, at any offsets; no T x S array is made.
+
+Tiles of a mask of positions are known from its intervals. Those of a mask with arrays are bounded
+on the device.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int8
 
-from maxattn.masks.base import Mask
 from maxattn.masks.blocks import EMPTY, FULL, MIXED
-from maxattn.masks.terms import Offset
-from maxattn.masks.tiles import TileBounds, Tiles
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int8
+
+    from maxattn.masks.base import Mask
+    from maxattn.masks.terms import Offset
 
 Kinds = Any  # int8 [query tiles, key tiles], numpy or traced
 
@@ -26,30 +34,29 @@ def tile_kinds(
     q_offset: Offset,
     kv_offset: Offset,
 ) -> Kinds:
-    """Classify the tiles of a mask of positions: numpy where the offsets are ints, else traced.
+    """Classify the tiles of a mask of positions: numpy if the offsets are ints, else traced.
 
     With offsets, a tile is MIXED in doubt.
     """
-    if mask.is_full:  # wherever the tokens are: no lists, whose length scalar memory bounds
+    if mask.is_full:  # at any offset: so kernels need no lists, whose length scalar memory bounds
         return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, np.int8)
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
     xp: Any = jnp if traced else np
     if not traced and q_offset == 0 and kv_offset == 0:
         return mask.block_map(block_q, block_kv, q_len, kv_len)
-    # Rows and columns past the ends of a ragged tile repeat the last real one: no answer changes.
+    # Query rows past the end of a ragged tile repeat the last real one, which changes no answer.
     rows = np.minimum(np.arange(-(-q_len // block_q) * block_q), q_len - 1).reshape(-1, block_q)
     start = np.arange(0, kv_len, block_kv)
     end = np.minimum(start + block_kv, kv_len)
     q_pos = rows + q_offset
-    # [query tiles, rows, 1] against [1, 1, key tiles]: three axes, since some users forbid that
-    # ranks are promoted.
+    # [query tiles, rows, 1] against [1, 1, key tiles]: jax may be set to refuse other ranks.
     start, end = (start + kv_offset)[None, None, :], (end + kv_offset)[None, None, :]
     some = xp.zeros((rows.shape[0], end.shape[2]), bool)
     for lo, hi in mask.intervals(q_pos, xp):
         hit = (lo[..., None] < end) & (hi[..., None] > start) & (lo < hi)[..., None]
         some = some | hit.any(axis=1)
     full = xp.zeros((rows.shape[0], 1, end.shape[2]), bool)
-    for lo, hi in mask.intervals_lower(q_pos, xp):
+    for lo, hi in mask.intervals(q_pos, xp, data=False):
         full = full | ((lo[..., None] <= start) & (hi[..., None] >= end))
     return xp.where(full.all(axis=1), FULL, xp.where(some, MIXED, EMPTY)).astype(np.int8)
 
@@ -57,7 +64,7 @@ def tile_kinds(
 def kinds_by_arrays(
     mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
 ) -> Int8[Array, "B QB KB"]:
-    """Classify tiles by the arrays of a mask too, on the device.
+    """Classify tiles on the device, by the arrays of a mask too.
 
     Args:
         mask: bound.
@@ -77,3 +84,86 @@ def kinds_by_arrays(
     kinds = jnp.where(every, FULL, jnp.where(some, MIXED, EMPTY)).astype(jnp.int8)
     shape = (-(-n // block) for n, block in zip(lengths, blocks, strict=True))
     return jnp.broadcast_to(kinds, (kinds.shape[0], *shape))
+
+
+# ---- bounds by arrays ----------------------------------------------------------------------------
+
+
+class TileBounds(NamedTuple):
+    """Bounds of tiles: [batch or 1, query tiles or 1, key tiles or 1].
+
+    Args:
+        some: False if surely no pair is allowed.
+        every: True if surely all pairs are.
+    """
+
+    some: Bool[Array, "B QB KB"]
+    every: Bool[Array, "B QB KB"]
+
+    def __and__(self, other: TileBounds) -> TileBounds:
+        return TileBounds(self.some & other.some, self.every & other.every)
+
+    def __or__(self, other: TileBounds) -> TileBounds:
+        return TileBounds(self.some | other.some, self.every | other.every)
+
+    def __invert__(self) -> TileBounds:
+        return TileBounds(~self.every, ~self.some)
+
+
+def unknown() -> TileBounds:
+    """Return bounds that any mask is within."""
+    one = jnp.ones((1, 1, 1), bool)
+    return TileBounds(one, ~one)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a call's pairs.
+
+    Args:
+        blocks: queries and keys of a tile.
+        lengths: local queries and keys; the last tiles may be ragged.
+        kv_offset: position of the first local key; an int or traced.
+        of_positions: bounds a mask without arrays.
+    """
+
+    blocks: tuple[int, int]
+    lengths: tuple[int, int]
+    kv_offset: Any
+    of_positions: Callable[[Mask], TileBounds]
+
+    def cut(self, x: Any, axis: int) -> Array:
+        """Cut an array [B, tokens] of queries (0) or keys (1) into tiles: [B, tiles, tokens].
+
+        The last entry is repeated, as `Mask.allowed` reads it.
+        """
+        block, length = self.blocks[axis], self.lengths[axis]
+        if x.shape[-1] == length and length % block == 0:
+            return jnp.asarray(x).reshape(*x.shape[:-1], -1, block)
+        at = np.arange(-(-length // block) * block).reshape(-1, block)
+        return jnp.take(jnp.asarray(x), np.minimum(at, length - 1), axis=-1, mode="clip")
+
+    def key_ends(self) -> tuple[Array, Array]:
+        """Return the positions of each tile's first key and of the one after its last: [tiles]."""
+        start = np.arange(0, self.lengths[1], self.blocks[1], dtype=np.int32)
+        end = np.minimum(start + self.blocks[1], self.lengths[1]).astype(np.int32)
+        return jnp.asarray(start) + self.kv_offset, jnp.asarray(end) + self.kv_offset
+
+
+def of_ids(q: Array, kv: Array) -> TileBounds:
+    """Bound tiles by the ids of their queries and keys: [B, tiles, tokens].
+
+    Ranges of ids that do not meet have no id in common; ranges that meet may have one.
+    """
+    q_low, q_high, q_one = (x[:, :, None] for x in _range(q))
+    kv_low, kv_high, kv_one = (x[:, None, :] for x in _range(kv))
+    meet = (q_low <= kv_high) & (kv_low <= q_high)
+    return TileBounds(meet, meet & q_one & kv_one)
+
+
+def _range(ids: Array) -> tuple[Array, Array, Array]:
+    """Return the least and largest id of each tile, and whether it has one id and no padding."""
+    ids = ids.astype(jnp.int32)
+    low = jnp.min(jnp.where(ids < 0, np.iinfo(np.int32).max, ids), axis=-1)
+    high = jnp.maximum(jnp.max(ids, axis=-1), -1)
+    return low, high, jnp.min(ids, axis=-1) == high

@@ -1,20 +1,24 @@
-"""Frozen dataclasses that are pytrees: how every mask is registered with jax."""
+"""`mask_type`: frozen dataclasses that are pytrees, and the checks of their numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from inspect import getattr_static, isfunction
+from operator import index
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
 
 from maxattn.errors import InputError
-from maxattn.masks.normal_form import field_names
+from maxattn.masks.spans import BIG
 
 C = TypeVar("C", bound=type)
+MOST = BIG // 2  # of a number: int32 then has the sum of a position, an offset and a width
 
-# What defines which pairs a kind of mask allows, and what follows from it.
+# What defines the pairs that a kind of mask allows, and the answers that depend on it.
 MEANING = ("seen", "spans", "at")
 ANSWERS = (
     *("simplified", "band", "most_keys", "own_block", "repeats", "own_period", "row_blocks"),
@@ -23,11 +27,24 @@ ANSWERS = (
 
 
 def leaf() -> Any:
-    """Mark a field as an array leaf (or as masks that hold some)."""
+    """Mark a field as an array leaf (or as masks that have some)."""
     return field(metadata={"leaf": True})
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, field))
+def number(least: int, *, optional: bool = False, most: int = MOST, default: Any = MISSING) -> Any:
+    """Mark a field as a whole number from `least` to `most`, or None if it is optional."""
+    checks = {"least": least, "optional": optional, "most": most}
+    return field(default=default, metadata={"checks": checks})
+
+
+@cache
+def field_names(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of a kind's leaves, and of its numbers."""
+    leaves = tuple(f.name for f in fields(kind) if f.metadata.get("leaf"))
+    return leaves, tuple(f.name for f in fields(kind) if f.name not in leaves)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, number, field))
 def mask_type(cls: C) -> C:
     """Make a class a frozen dataclass and a pytree, whose children are the fields of `leaf()`.
 
@@ -56,8 +73,8 @@ def mask_type(cls: C) -> C:
         return tuple(zip(map(jax.tree_util.GetAttrKey, leaves), children, strict=True)), aux
 
     def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        # Not through __init__: jax also puts placeholders, specs and batched tracers where the
-        # arrays were.
+        # Without __init__: jax also puts placeholders, specs and batched tracers where the arrays
+        # were.
         mask = object.__new__(made)
         for name, value in zip(leaves + static, (*children, *aux), strict=True):
             object.__setattr__(mask, name, value)
@@ -65,3 +82,46 @@ def mask_type(cls: C) -> C:
 
     jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
     return made
+
+
+def check_numbers(mask: Any) -> None:
+    """Check every field of `number()`, and keep it as an int."""
+    for f in fields(mask):
+        if "checks" in f.metadata:
+            whole(mask, f.name, **f.metadata["checks"])
+
+
+def whole(value: Any, name: str, least: int, optional: bool = False, most: int = MOST) -> None:
+    """Check that a field is a whole number in range, and keep it as an int.
+
+    Args:
+        value: a mask, or another frozen value.
+        name: the field.
+        least, most: its range; `most` is a power of two.
+        optional: whether None is allowed.
+    """
+    found: Any = getattr(value, name)
+    where = f"{type(value).__name__}.{name}"
+    if found is None and optional:
+        return
+    none = ", or None" if optional else ""
+    try:
+        as_int = None if found is None or isinstance(found, (bool, np.bool_)) else index(found)
+    except (TypeError, jax.errors.JAXTypeError):
+        as_int = None
+    if as_int is None:
+        remedy = f"give {name} as a Python int, known before tracing"
+        raise InputError(where, text(found), f"a whole number{none}", remedy)
+    if as_int < least:
+        raise InputError(where, found, f"at least {least}{none}", f"give {name} of {least} or more")
+    if as_int > most:
+        rule = f"at most 2**{most.bit_length() - 1} = {most}{none}"
+        raise InputError(where, found, rule, f"give a smaller {name}")
+    object.__setattr__(value, name, as_int)
+
+
+def text(value: Any) -> str:
+    """Write a value for a message: an array as its dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return repr(value)

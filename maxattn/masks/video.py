@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from maxattn.errors import InputError
-from maxattn.masks.base import BIG, Lengths, Mask, Span
-from maxattn.masks.position_mask import MOST, PositionMask, whole
+from maxattn.masks.base import Lengths, Mask
+from maxattn.masks.positions import PositionMask
 from maxattn.masks.row_runs import RowBlocks
-from maxattn.masks.spans import MOST_SPANS
-from maxattn.masks.tree import mask_type
+from maxattn.masks.spans import BIG, MOST_SPANS, Span
+from maxattn.masks.tree import MOST, mask_type, whole
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class FrameMask(PositionMask):
-    """Frames of tokens in blocks of frames, of which a query sees a budget.
-
-    Args:
-        frames, tokens_per_frame, frames_per_block, window, sink, first_frame_alone, offset: as in
-            `VideoMask`.
-    """
+    """The fields of `VideoMask` and `TeacherForcing`: frames of tokens in blocks of frames."""
 
     frames: int
     tokens_per_frame: int
-    frames_per_block: int
-    window: int | None
-    sink: int
-    first_frame_alone: bool
-    offset: int | None
+    frames_per_block: int = 1
+    window: int | None = None
+    sink: int = 0
+    first_frame_alone: bool = False
 
     def __post_init__(self) -> None:
         whole(self, "frames", least=1)
@@ -45,33 +41,33 @@ class FrameMask(PositionMask):
 
     @property
     def budget(self) -> int | None:
-        """The most frames that a query sees; None without a window."""
+        """The most frames that a query may see; None without a window."""
         return None if self.window is None else self.window * self.frames_per_block
 
     @property
     def sees_all_past(self) -> bool:
-        """Whether the budget is never exceeded. A larger one int32 may not hold."""
+        """Whether the budget is never exceeded; a larger one may be beyond int32."""
         return self.budget is None or self.budget >= self.frames
 
     def end_of_block(self, frame: Any, xp: Any) -> Any:
-        """Give the first frame after the block of a frame."""
+        """Return the first frame after the block of a frame."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         end = alone + ((frame - alone) // size + 1) * size
         # Before the first block there is nothing to round up to.
         return xp.minimum(xp.where(frame < alone, frame + 1, end), self.frames)
 
     def start_of_block(self, frame: Any, xp: Any) -> Any:
-        """Give the first frame of the block of a frame."""
+        """Return the first frame of the block of a frame."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         return xp.where(frame < alone, frame, alone + (frame - alone) // size * size)
 
     def start_of_window(self, end: Any, xp: Any) -> Any:
-        """Give the first of the last frames that a block sees, which ends before frame `end`."""
+        """Return the first recent frame that a block sees which ends before frame `end`."""
         budget = self.budget or 0
         return xp.where(end <= budget, 0, end - (budget - self.sink))
 
     def first_over_budget(self) -> int:
-        """Give the first frame whose block ends beyond the budget."""
+        """Return the first frame whose block ends beyond the budget."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         return alone + ((self.budget or 0) - alone) // size * size
 
@@ -80,12 +76,7 @@ class FrameMask(PositionMask):
 
 
 def check_blocks(value: Any) -> None:
-    """Check the numbers of blocks, window and sink, and keep them as ints.
-
-    Args:
-        value: a mask, or any frozen value with the fields of `VideoMask` from `tokens_per_frame`
-            to `first_frame_alone`.
-    """
+    """Check the blocks, window and sink of a mask, or of another frozen value with these fields."""
     for name in ("tokens_per_frame", "frames_per_block"):
         whole(value, name, least=1)
     whole(value, "window", least=1, optional=True)
@@ -110,19 +101,18 @@ def check_blocks(value: Any) -> None:
 class VideoMask(FrameMask):
     """Allow a query the frames up to the end of its own block of frames, within a budget of frames.
 
-    With `end` the first frame after the query's block and `budget = window * frames_per_block`: the
-    query sees frames `[0, end)` while `end <= budget`, and then the first `sink` frames and the
-    last `budget - sink` before `end`, so that no query ever sees more than `budget` frames.
+    Let `end` be the first frame after the query's block, and `budget = window * frames_per_block`.
+    If `end <= budget`, the query sees frames `[0, end)`; else frames `[0, sink)` and
+    `[end - (budget - sink), end)`. So no query sees more than `budget` frames.
 
     Args:
         frames: frames in the video; the keys are `frames * tokens_per_frame` tokens. The last block
-            has those that are left.
+            may be shorter.
         tokens_per_frame: tokens in a frame.
-        frames_per_block: frames that are made together and see each other.
+        frames_per_block: frames that are generated together and see each other.
         window: blocks in the budget, the query's own included; None for all.
-        sink: first frames that stay visible, counted inside the budget.
-        first_frame_alone: whether frame 0 is a block of its own, before the blocks of
-            `frames_per_block`.
+        sink: first frames that stay visible, counted in the budget.
+        first_frame_alone: whether frame 0 is a block of its own, before all other blocks.
         offset: position of query 0 in tokens; None puts the last query at the last key.
 
     Raises:
@@ -141,12 +131,6 @@ class VideoMask(FrameMask):
     █ · · · █ █
     """
 
-    frames: int
-    tokens_per_frame: int
-    frames_per_block: int = 1
-    window: int | None = None
-    sink: int = 0
-    first_frame_alone: bool = False
     offset: int | None = None
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
@@ -187,23 +171,22 @@ class VideoMask(FrameMask):
 class TeacherForcing(FrameMask):
     """Allow noisy blocks of frames themselves and the clean frames before them.
 
-    The sequence is `[clean | noisy]`, each half the tokens of all frames. A clean query sees what
-    `VideoMask` lets it see of the clean half. A noisy query sees its own block of the noisy half
-    and, of the clean half, the frames before its block that are within the same budget.
+    The sequence is `[clean | noisy]`, each half with the tokens of all frames. A clean query sees
+    the clean half as under `VideoMask`. A noisy query sees its own block of the noisy half and,
+    within the same budget, the frames before that block of the clean half.
 
     Args:
-        frames: frames in the video; the keys are `2 * frames * tokens_per_frame` tokens, and so
-            are the queries, or those of the noisy half alone. The last block has those that are
-            left.
+        frames: frames in the video; the keys are `2 * frames * tokens_per_frame` tokens. The
+            queries are the same tokens, or those of the noisy half alone.
         tokens_per_frame, frames_per_block, window, sink, first_frame_alone: as in `VideoMask`.
-        shards: into how many equal parts both halves are dealt: part 0 of the clean half, part 0 of
-            the noisy half, part 1 of the clean half, and so on. Under context parallelism of so
-            many devices each then has as many noisy tokens as the others.
+        shards: number of equal parts of both halves, in the order clean part 0, noisy part 0, clean
+            part 1, and so on. With that many devices in context parallelism each has equally many
+            noisy tokens.
         offset: position of query 0 in tokens; None puts the last query at the last key.
 
     Raises:
-        InputError: a number is out of range, `sink` leaves no room for a query's own block, or the
-            shards are no whole blocks.
+        InputError: a number is out of range, `sink` leaves no room for a query's own block, or a
+            shard is not made of whole blocks.
 
     >>> from maxattn import masks
     >>> print(masks.TeacherForcing(4, 1, window=3, sink=1).show(8, 8))
@@ -219,29 +202,23 @@ class TeacherForcing(FrameMask):
     █ · █ · · · · █
     """
 
-    frames: int
-    tokens_per_frame: int
-    frames_per_block: int = 1
-    window: int | None = None
-    sink: int = 0
-    first_frame_alone: bool = False
     shards: int = 1
     offset: int | None = None
 
     def __post_init__(self) -> None:
-        FrameMask.__post_init__(self)
+        super().__post_init__()
         whole(self, "shards", least=1)
         if self.shards == 1:
             return
         if self.first_frame_alone or self.frames % (self.shards * self.frames_per_block):
             blocks = f"frames={self.frames} in blocks of {self.frames_per_block}"
             alone = ", the first frame alone" if self.first_frame_alone else ""
-            rule = f"each shard holds as many whole blocks as the others, of {blocks}{alone}"
+            rule = f"each shard has equally many whole blocks, of {blocks}{alone}"
             remedy = "give frames = shards * blocks * frames_per_block, or shards=1"
             raise InputError("TeacherForcing.shards", self.shards, rule, remedy)
         most = MOST_SPANS // 2 - 1
         if self.shards > most:
-            rule = f"a query's keys lie in few intervals, so there are at most {most} shards"
+            rule = f"a query's keys are few intervals, so there are at most {most} shards"
             remedy = "shard the context over fewer devices"
             raise InputError("TeacherForcing.shards", self.shards, rule, remedy)
 
@@ -265,17 +242,17 @@ class TeacherForcing(FrameMask):
         return (*self._clean(xp.where(noisy, start, end), end, xp), (own, own_end))
 
     def _clean(self, stop: Any, end: Any, xp: Any) -> tuple[Span, ...]:
-        """See clean frames before `stop`, within the budget of a block that ends before `end`."""
+        """Return the clean frames before `stop` in the budget of a block that ends before `end`."""
         tokens = self.tokens_per_frame
         if self.sees_all_past:
             return self._dealt((end * 0, stop * tokens), self.shards, xp)
         recent = (self.start_of_window(end, xp) * tokens, stop * tokens)
         sink = (end * 0, xp.minimum(stop, self.sink) * tokens)
-        of_sink = -(-self.sink * tokens // self.half)  # shards that hold a part of it
+        of_sink = -(-self.sink * tokens // self.half)  # shards with a part of it
         return self._dealt(recent, self.shards, xp) + self._dealt(sink, of_sink, xp)
 
     def _dealt(self, clean: Span, shards: int, xp: Any) -> tuple[Span, ...]:
-        """Find tokens of the clean video in the sequence, in the first so many shards."""
+        """Find tokens of the clean video in the first `shards` shards of the sequence."""
         if self.shards == 1:
             return (clean,) * shards
         (lo, hi), half = clean, self.half
@@ -299,11 +276,11 @@ class TeacherForcing(FrameMask):
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
         offset = self.offset or 0
-        if offset < 0:  # rows before the first one are in blocks of another size
+        if offset < 0:  # query rows before the first one are in blocks of another size
             return None
         tokens, alone, half = self.tokens_per_frame, int(self.first_frame_alone), self.half
         size = self.frames_per_block * tokens
-        # rows where a half begins, and where the video passes `inner` in each
+        # query rows where a half begins, and where the video passes `inner` in each
         begins = range(0, 2 * self.shards * half + 1, half)
         inner = (0, alone * tokens, self.first_over_budget() * tokens)
         rows = {b + i - b // (2 * half) * half for b in begins for i in inner} | set(begins)

@@ -66,7 +66,7 @@ def test_conservative_with_data(
         mask.allowed(np.arange(q_len), np.arange(kv_len)), (2, 3, q_len, kv_len)
     )
     assert not (truth & ~_inside(mask.intervals(np.arange(q_len)), kv_len)).any()
-    assert not (_inside(mask.intervals_lower(np.arange(q_len)), kv_len) & ~truth).any()
+    assert not (_inside(mask.intervals(np.arange(q_len), data=False), kv_len) & ~truth).any()
     assert mask.allowed_pairs(q_len, kv_len) >= truth.sum(axis=(2, 3)).max()
     got = mask.block_map(block, block, q_len, kv_len)
     for b in range(2):

@@ -9,7 +9,7 @@ import pytest
 
 from maxattn import masks as M
 from maxattn.masks.base import Mask, Spots
-from maxattn.masks.own_blocks import own_blocks
+from maxattn.masks.terms import own_blocks
 from maxattn.masks.tree import leaf
 
 

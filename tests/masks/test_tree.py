@@ -96,9 +96,11 @@ def test_traced_positions() -> None:
 
     def bounds(offset: jax.Array) -> list[jax.Array]:
         upper = mask.intervals(jnp.arange(4) + offset, jnp)
-        return jax.tree.leaves((upper, mask.intervals_lower(jnp.arange(4), jnp)))
+        return jax.tree.leaves((upper, mask.intervals(jnp.arange(4), jnp, False)))
 
-    want = jax.tree.leaves((mask.intervals(np.arange(4) + 2), mask.intervals_lower(np.arange(4))))
+    want = jax.tree.leaves(
+        (mask.intervals(np.arange(4) + 2), mask.intervals(np.arange(4), data=False))
+    )
     for got, expected in zip(jax.jit(bounds)(jnp.int32(2)), want, strict=True):
         assert got.dtype == jnp.int32
         np.testing.assert_array_equal(got, expected)

@@ -17,7 +17,7 @@ from maxattn.call import Call
 from maxattn.kernels.base import Grads, Inputs, Lines, Result, Rows
 from maxattn.kernels.composed.adapted import AdaptedKernel
 from maxattn.masks import Mask
-from maxattn.masks.own_blocks import OwnBlocks, own_blocks
+from maxattn.masks.terms import OwnBlocks, own_blocks
 
 MOST_ROWS = 2**16 - 1  # CUDA starts no more thread blocks along the axis of the batch
 
