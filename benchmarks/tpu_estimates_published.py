@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxattn.config import AttentionConfig, FlashBlockSizes
-from maxattn.tools.compile.job import ENVIRONMENT, CompileJob, run_in_child, tpu_python
+from maxattn.tools.compile.job import CompileJob, run_in_child
+from maxattn.tools.compile.process import ENVIRONMENT, tpu_python
 from maxattn.tools.model_shapes import read
 
 VMEM = "--xla_tpu_scoped_vmem_limit_kib=61440"

@@ -27,8 +27,7 @@ from maxattn.kernels.auto.tpu import seconds_taken, tiled_kernels
 from maxattn.target import Target
 from maxattn.tools.model_shapes import SHAPES
 from maxattn.tools.tune.kernel_job import KernelJob
-from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
-from maxattn.tools.tune.schedule_log import ScheduleLog, costs_of
+from maxattn.tools.tune.schedules import ScheduleCompiler, ScheduleLog, costs_of
 from tests.block_sizes.presets_of_others import LIMIT, PRESETS
 
 KEYS = (*FORWARD, *DKV, *DQ)

@@ -10,7 +10,8 @@ import pytest
 import maxattn as ma
 from maxattn.attention import run
 from maxattn.masks import Causal, Full, Mask
-from maxattn.tools.compile.job import CompileJob, run_in_child, tpu_python
+from maxattn.tools.compile.job import CompileJob, run_in_child
+from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.model_shapes import Shape
 
 needs_tpu_compiler = pytest.mark.skipif(

@@ -74,7 +74,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     command = import_module(f"{__name__}.{name}")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        with _term_interrupts():
+        with term_interrupts():
             status = command.run(args)
         sys.stdout.flush()
         return status
@@ -90,7 +90,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 @contextmanager
-def _term_interrupts() -> Iterator[None]:
+def term_interrupts() -> Iterator[None]:
     """Let TERM end a command as Ctrl-C does: what it started, such as a compiler, ends with it."""
     if threading.current_thread() is not threading.main_thread():  # Python lets no other set it
         yield

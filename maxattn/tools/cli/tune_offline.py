@@ -39,8 +39,7 @@ from maxattn.tools.memory import fits_alone
 from maxattn.tools.tune import store
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.offline import OfflineSearch
-from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
-from maxattn.tools.tune.schedule_log import ScheduleLog
+from maxattn.tools.tune.schedules import ScheduleCompiler, ScheduleLog
 from maxattn.tuned import Sizes, cache_path, key_of, versions_of, with_sizes
 
 SHOWN = 8  # sizes that are listed, beside those that run where nothing is set

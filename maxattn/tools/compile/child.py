@@ -1,8 +1,13 @@
-"""Compile attention for a TPU topology, with libtpu and without a TPU, in a child process.
+"""The program of the TPU's compiler: it compiles for a TPU topology with libtpu, without a TPU.
 
-`python -m maxattn.tools.compile.child FILE` reads a `CompileJob` as JSON from stdin and writes an
-`Outcome` as JSON to FILE. `job.py` starts it. Where an estimate is asked for, the compiler writes
-its schedules beside FILE, in a folder that the parent deletes.
+`python -m maxattn.tools.compile.child FOLDER FD` reads a request a line as JSON from stdin, and
+writes an answer a line to the file descriptor. `process.py` starts it. A request has one key:
+
+    versions  answered by the versions of libtpu, jax and tokamax
+    compile   a `CompileJob`, answered by an `Outcome`
+    kernel    a `KernelJob`, answered by what a step of it costs (tune/kernel_job.py)
+
+The compiler writes its schedules into FOLDER, unless that is empty.
 """
 
 from __future__ import annotations
@@ -14,12 +19,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxattn.errors import MaxattnError, Unsupported
-from maxattn.tools.compile.job import CompileJob, Outcome
-from maxattn.tools.compile.job_json import job_values
+from maxattn.tools.compile.job import CompileJob, Outcome, job_of
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -28,6 +33,48 @@ if TYPE_CHECKING:
     from maxattn.target import Target
 
 FLAGS = "LIBTPU_INIT_ARGS"
+Priced = Callable[[str], dict[str, Any]]
+"""Makes the estimate of a compiled program's text."""
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    folder = Path(sys.argv[1])
+    if sys.argv[1]:
+        _dump_into(folder)
+    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as answers:
+        for line in sys.stdin:
+            found = _answer(json.loads(line), folder)
+            print(json.dumps(found), file=answers, flush=True)
+
+
+def _dump_into(folder: Path) -> None:
+    """Make libtpu write its schedules: it reads its flags when it is loaded, which is later."""
+    from maxattn.tools.estimate.program import dump_flags
+
+    folder.mkdir()
+    os.environ[FLAGS] = f"{os.environ.get(FLAGS, '')} {dump_flags(folder)}".strip()
+
+
+def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if "compile" in request:
+        return asdict(outcome_of(job_of(request["compile"]), folder))
+    if "kernel" in request:
+        from maxattn.tools.tune.kernel_job import KernelJob, answer_of
+
+        return answer_of(KernelJob.of(request["kernel"]), folder)
+    return versions()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that schedules depend on, if they are installed."""
+    found = {}
+    for name in ("libtpu", "jax", "tokamax"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def outcome_of(job: CompileJob, folder: Path) -> Outcome:
@@ -38,10 +85,10 @@ def outcome_of(job: CompileJob, folder: Path) -> Outcome:
         folder: where the compiler writes its schedules, if an estimate is asked for.
     """
     from maxattn.plan import plan
-    from maxattn.tools.compile.topology import devices_of
+    from maxattn.tools.compile.programs import devices_of
 
     try:
-        devices = devices_of(job)
+        devices = devices_of(job.topology, job.slices, job.devices)
         mesh = job.config.make_mesh(devices)
         target = target_of(str(devices[0].device_kind))
         with target.assumed():
@@ -67,8 +114,11 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
     import jax
 
     from maxattn.tools.compile.programs import program_of
+    from maxattn.tools.estimate.program import block_estimate, estimate_of
+    from maxattn.tools.estimate.tiles import tiles_of
 
-    named = (c for c in decided.collectives if job.training or c.when == "forward")
+    device, training = decided.target.device, job.training
+    named = (c for c in decided.collectives if training or c.when == "forward")
     facts = {
         "device_kind": decided.target.device_kind,
         "plan": decided.explain(),
@@ -76,19 +126,14 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
         "named": [asdict(c) for c in named],
     }
     function, operands = program_of(job, decided, mesh)
-    trace = jax.jit(function).trace(*operands)
-    return _ended(job, trace, mesh, facts, partial(_estimate, job, decided, folder))
+    traced = jax.jit(function).trace(*operands)
 
+    def priced(text: str) -> dict[str, Any]:
+        if job.block:
+            return block_estimate(text, device, decided, training, job.config.remat_policy)
+        return estimate_of(text, folder, device, tiles_of(decided, training))
 
-def _estimate(job: CompileJob, decided: Plan, folder: Path, text: str) -> dict[str, Any]:
-    from maxattn.tools.estimate.block import block_estimate
-    from maxattn.tools.estimate.program import estimate_of
-    from maxattn.tools.estimate.tiles import tiles_of
-
-    device, training = decided.target.device, job.training
-    if job.block:
-        return block_estimate(text, device, decided, training, job.config.remat_policy)
-    return estimate_of(text, folder, device, tiles_of(decided, training))
+    return _ended(job, traced, mesh, facts, priced)
 
 
 def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) -> Outcome:
@@ -96,33 +141,20 @@ def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) ->
     from maxattn.tools.compile import kernel_file as of_file
     from maxattn.tools.estimate.program import estimate_of
 
-    of_file.check_kernel_job(job)
-    trace = of_file.traced(job, of_file.program_of_file(job, mesh))
+    of_file.check_kernel_job(job, len(mesh.devices.flat))
+    traced = of_file.traced(job, of_file.program_of_file(job, mesh))
     facts = {"device_kind": target.device_kind, "mesh": dict(mesh.shape)}
     flops = 0.0 if job.training else of_file.forward_flops(job)
-
-    def priced(text: str) -> dict[str, Any]:
-        return estimate_of(text, folder, target.device, {}, flops)
-
-    return _ended(job, trace, mesh, facts, priced)
+    priced = partial(
+        estimate_of, folder=folder, device=target.device, tiles={}, forward_flops=flops
+    )
+    return _ended(job, traced, mesh, facts, priced)
 
 
 def _ended(
-    job: CompileJob,
-    traced: Any,
-    mesh: Mesh,
-    facts: dict[str, Any],
-    priced: Callable[[str], dict[str, Any]],
+    job: CompileJob, traced: Any, mesh: Mesh, facts: dict[str, Any], priced: Priced
 ) -> Outcome:
-    """Compile a traced program.
-
-    Args:
-        job: what it is of.
-        traced: the program.
-        mesh: of the devices.
-        facts: what is known of it before.
-        priced: makes the estimate of the compiled text.
-    """
+    """Compile a traced program; `facts` of the outcome are known before."""
     from maxattn.tools.compile.hlo import axes_of, transfers
 
     started = time.perf_counter()
@@ -150,27 +182,6 @@ def _ended(
             estimate = {"refused": str(error)}
     made = {"seconds": took, "memory": memory, "found": found, "estimate": estimate}
     return Outcome("compiled", **made, **facts)
-
-
-def dump_into(folder: Path) -> None:
-    """Make libtpu write its schedules: it reads its flags when it is loaded, which is later."""
-    from maxattn.tools.estimate.program import dump_flags
-
-    folder.mkdir()
-    given = os.environ.get(FLAGS, "")
-    os.environ[FLAGS] = f"{given} {dump_flags(folder)}".strip()
-
-
-def main() -> None:
-    """Read a job, compile it, write the outcome."""
-    job = CompileJob(**job_values(sys.stdin.read()))
-    answer = Path(sys.argv[1])
-    folder = answer.with_name("schedules")
-    if job.estimate and not job.block:
-        dump_into(folder)
-    beside = answer.with_suffix(".partial")
-    beside.write_text(json.dumps(asdict(outcome_of(job, folder))), encoding="utf-8")
-    beside.replace(answer)  # a child that is killed leaves a whole one or none
 
 
 if __name__ == "__main__":

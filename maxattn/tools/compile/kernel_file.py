@@ -38,16 +38,14 @@ def read_kernel_file(text: str) -> str:
     return f"{Path(path).resolve()}:{function}"
 
 
-def check_kernel_job(job: CompileJob) -> None:
+def check_kernel_job(job: CompileJob, devices: int) -> None:
     """Refuse what a function of a file does not compute."""
-    from maxattn.tools.compile.topology import devices_of
-
     if job.module or job.block:
         _refuse(job, "a function is compiled alone", "leave --module and --block out")
     if not job.shape.mask.is_full:
         _refuse(job, "a function is given no mask: every query sees every key", "leave --mask out")
-    if (count := len(devices_of(job))) != 1:
-        rule = f"a function runs on one device, and {job.topology} has {count}"
+    if devices != 1:
+        rule = f"a function runs on one device, and {job.topology} has {devices}"
         _refuse(job, rule, "add --devices 1, and give the shape that one device computes")
 
 

@@ -1,8 +1,14 @@
-"""What is compiled: attention alone or a whole module, with abstract operands on a mesh."""
+"""What is compiled: attention alone, a module or a block, with abstract operands on a mesh.
+
+The mesh is of the devices of a TPU topology, which libtpu describes without a TPU.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +17,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxattn.attention import attention
 from maxattn.call import Call
+from maxattn.config.errors import plain
+from maxattn.errors import ConfigError, MeshError, Unsupported
 from maxattn.modules import CrossAttention, FlaxAttention
 from maxattn.plan import Plan
 from maxattn.rope import rope_1d
 from maxattn.sharding import mesh_shape, parameter_shardings, spec_of, ways
 from maxattn.tools.compile.block import PARTS, TEXT, TransformerBlock, attention_settings, run_block
 from maxattn.tools.compile.job import CompileJob
+from maxattn.tools.compile.process import PYTHON_VARIABLE
+
+CHIPS_OF_A_HOST = 4
 
 
 class Program(NamedTuple):
@@ -111,3 +122,50 @@ def _sharded(state: Any, mesh: Mesh) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(put, state, parameter_shardings(state, mesh))
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def devices_of(topology: str, slices: int = 1, count: int | None = None) -> list[Any]:
+    """Return the devices of a topology.
+
+    Args:
+        topology: libtpu's name, such as "v5p:2x2x1".
+        slices: how many such topologies.
+        count: how many of the devices, from the first; None for all.
+
+    Raises:
+        Unsupported: libtpu is not installed.
+        ConfigError: libtpu knows no such topology.
+        MeshError: it has fewer devices.
+    """
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        rule = f"the TPU's compiler comes with libtpu, and {plain(sys.executable)} has none"
+        remedy = f'pip install "maxattn[tpu]" there, or name another python in {PYTHON_VARIABLE}'
+        raise Unsupported("compile", "libtpu is not installed", rule, remedy)
+    # Beside the name libtpu must be told: one device a chip of v4, and hosts of fewer than 4 chips.
+    generation, _, layout = topology.partition(":")
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
+    sides = [int(n) for n in layout.split("x") if n.isdecimal()]
+    if sides and prod(sides) < CHIPS_OF_A_HOST:
+        options["chips_per_host_bounds"] = (*sides, 1, 1)[:3]
+    if slices > 1:
+        options["num_slices"] = slices
+    try:
+        devices = list(topologies.get_topology_desc(topology, "tpu", **options).devices)
+    except (RuntimeError, ValueError) as error:
+        first = (str(error).splitlines() or ["no message"])[0]
+        rule = f"libtpu knows no such topology ({first[:160]})"
+        remedy = (
+            "write a generation and its chips along each side: v4:2x2x1, v5e:2x2, v5e:4x4,"
+            " v5p:2x2x1, v5p:2x2x2, v6e:2x2, v6e:2x4, tpu7x:2x2x1"
+        )
+        raise ConfigError("target", topology, rule, remedy) from None
+    if count is not None and not 1 <= count <= len(devices):
+        rule = f"{topology} has {len(devices)} devices"
+        remedy = f"write --devices {len(devices)}, or a larger topology"
+        raise MeshError("devices", count, rule, remedy)
+    return devices[:count]

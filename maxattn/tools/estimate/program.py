@@ -1,4 +1,8 @@
-"""A compiled program's kernels, priced, and the cycles that XLA expects of its own operations."""
+"""The time of a compiled program: its kernels, priced, and XLA's own operations.
+
+libtpu takes long to write the schedules of a whole transformer block, so none is written: a block's
+self-attention is priced by the schedules that ship.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,24 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from maxattn.block_sizes.estimated.choose import how_estimated, seconds_of
+from maxattn.block_sizes.estimated.step_cost import Seconds
+from maxattn.block_sizes.estimated.table import shipped_costs
+from maxattn.block_sizes.sizes import FORWARD, BlockSizes, KernelKind
+from maxattn.call import Call
+from maxattn.decide import kernel_call
 from maxattn.devices import Device
+from maxattn.errors import Unsupported
+from maxattn.kernels import Kernel, computed_call
+from maxattn.kernels.composed.pair import kernels_of
+from maxattn.kernels.splash.kernel import Splash
+from maxattn.plan import Plan
+from maxattn.sharding import ways
+from maxattn.target import Target
 from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, core_of
@@ -17,6 +35,8 @@ from maxattn.tools.estimate.tiles import KernelTiles, Phase
 
 NOT_COUNTED = 2**63 - 1  # what libtpu writes as the cycles of an operation that it does not price
 LONGEST = 3  # operations of XLA's own that an estimate names
+RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
+"""Policies of rematerialisation under which attention runs a second time."""
 _PALLAS = 'custom_call_target="tpu_custom_call"'
 _BODY = re.compile(r'"body":"([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -61,15 +81,15 @@ def estimate_of(
         kernels.append(dump.estimate(tiles.get(dump.phase) if dump.phase else None, call.times))
     if forward_flops and len(kernels) == 1:
         kernels = [kernels[0]._replace(flops=forward_flops / kernels[0].calls)]
-    return how_of(version) | {"kernels": [k._asdict() for k in kernels]} | xla_of(text, device)
+    return _how(version) | {"kernels": [k._asdict() for k in kernels]} | _xla(text, device)
 
 
-def how_of(version: str) -> dict[str, str]:
+def _how(version: str) -> dict[str, str]:
     """Return the words beside every number, and the version of libtpu."""
     return {"how": f"estimated by libtpu {version}'s schedule, not run", "libtpu": version}
 
 
-def xla_of(text: str, device: Device) -> dict[str, Any]:
+def _xla(text: str, device: Device) -> dict[str, Any]:
     """Return what XLA expects of a program's own operations, as `estimate_of` does."""
     core = core_of(device)
     every = sorted(_xla_cycles(HloProgram.read(text)), key=lambda pair: -pair[1])
@@ -156,3 +176,74 @@ def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
         for one in body if name not in fused else ():
             if found := _CYCLES.search(one.rest):
                 yield one.name, program.times(name) * int(found.group(1))
+
+
+# ---- a transformer block -------------------------------------------------------------------------
+
+
+class PricedPass(NamedTuple):
+    """Hold "forward" or "backward" of self-attention on one device: calls of a block, seconds."""
+
+    name: str
+    calls: int
+    seconds: Seconds
+
+
+def block_estimate(
+    text: str, device: Device, plan: Plan, training: bool, policy: str
+) -> dict[str, Any]:
+    """Price a compiled block.
+
+    Args:
+        text: `compiled.as_text()`.
+        device: what it is for.
+        plan: of its self-attention.
+        training: forward and backward.
+        policy: the config's `remat_policy`.
+    """
+    passes = [one._asdict() for one in attention_passes(plan, training, policy)]
+    return (
+        _how(metadata.version("libtpu")) | {"kernels": [], "attention": passes} | _xla(text, device)
+    )
+
+
+def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:
+    """Price self-attention by the schedules that ship, with the sizes of a plan."""
+    local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
+    forward, backward = (
+        _priced(kernel, computed_call(kernel.name, local, target.platform), target, training)
+        for kernel in kernels_of(plan.kernel)
+    )
+    # The calls in which a device computes its pairs: a ring has one for each hop.
+    padded, devices = plan.padded_call, prod(ways(axis, plan.strategy.shape) for axis in "BTN")
+    hops = _pairs(padded) // (devices * _pairs(local))
+    if forward is None or backward is None or (hops > 1 and not plan.call.mask.is_full):
+        rule = f"{plan.kernel.name} has no schedules that ship for this call ({how_estimated()})"
+        remedy = "name attention_kernel=flash or tpu_flash, or leave --block out"
+        raise Unsupported("estimate", plan.call.shape_text, rule, remedy)
+    runs = 1 + (training and policy in RECOMPUTED)
+    found = PricedPass("forward", hops * runs, forward[0])
+    return (found, PricedPass("backward", hops, backward[1])) if training else (found,)
+
+
+def _priced(
+    kernel: Kernel, local: Call, target: Target, training: bool
+) -> tuple[Seconds, Seconds] | None:
+    """Price a forward and a backward, which takes no time in inference; None if none fit."""
+    kernel = kernel.computes if training else kernel.computes.for_inference()
+    if not isinstance(kernel, Splash):
+        return None
+    sizes, name = kernel.blocks, cast(KernelKind, kernel.name)
+    costs = shipped_costs(target.device_kind, name, local.head_dim, local.dtype)
+    part = sizes.part(FORWARD)
+    assert part is not None, sizes
+    q, kv, compute = part
+    forward = seconds_of(costs, BlockSizes(q, kv, compute), local, name, target)
+    both = seconds_of(costs, sizes, local, name, target)
+    if forward is None or both is None:
+        return None
+    return forward, both.plus(-forward.fast, -forward.slow)
+
+
+def _pairs(call: Call) -> int:
+    return call.batch * call.heads * call.q_len * call.kv_len

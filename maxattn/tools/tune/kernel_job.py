@@ -1,23 +1,40 @@
-"""One TPU kernel to compile, alone and over few tiles, as a value."""
+"""One TPU kernel to compile, alone and over few tiles: as a value, and what a step of it costs."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Tile
-from maxattn.block_sizes.sizes import ITEMSIZE, KernelKind
+from maxattn.block_sizes.sizes import ITEMSIZE, LANES, KernelKind
+from maxattn.devices import DEVICES
+from maxattn.errors import MaxattnError
 
 ROWS, COLUMNS = 2, 4  # tiles of a head: a kernel has the same schedule over more
 # The largest VMEM of a TPU: in it the compiler would keep a shorter operand, and the kernel
 # would have no transfers.
 OPERAND = 2**27
 PADDED = 8  # keys of the last tile that are padding, where there are any
+TOPOLOGIES = {
+    "TPU v4": "v4:1x1x1",
+    "TPU v5e": "v5e:1x1",
+    "TPU v5p": "v5p:1x1x1",
+    "TPU v6e": "v6e:1x1",
+    "TPU v7x": "tpu7x:1x1x1",
+}
+NICE = 10  # steps behind the user's own work
+LONGEST_MESSAGE = 600  # characters of an error of the compiler
 
 
 @dataclass(frozen=True)
 class KernelJob:
-    """Say which kernel.
+    """Name a kernel.
 
     Args:
         device_kind: such as "TPU v6e".
@@ -90,3 +107,110 @@ class KernelJob:
         """Read what `values` wrote."""
         fields = values | {"tile": tuple(values["tile"]), "masked": Evaluates(values["masked"])}
         return KernelJob(**fields)
+
+
+# ---- compiling, in the compiler's process --------------------------------------------------------
+
+
+def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
+    """Compile one kernel: {"cost": [...]}, or {"failed": why}.
+
+    The forward of `tpu_flash` also has what the online softmax costs, `"online": [...]`.
+
+    Args:
+        job: which one.
+        folder: where libtpu writes its schedules; it is emptied.
+    """
+    _step_back()
+    try:
+        return _costs(job, folder)
+    # The compiler's own: not enough VMEM, or a kernel that it cannot make; and refused dumps.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        kept = lines if isinstance(error, MaxattnError) else lines[:1]
+        text = "; ".join(line.strip() for line in kept)[:LONGEST_MESSAGE]
+        return {"failed": f"{type(error).__name__}: {text}"}
+    finally:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@cache
+def _step_back() -> None:
+    os.nice(NICE)
+
+
+def _costs(job: KernelJob, folder: Path) -> dict[str, Any]:
+    from maxattn.tools.compile.hlo import HloProgram
+    from maxattn.tools.estimate.kernel import KernelDump, online_cost_of, step_cost_of
+    from maxattn.tools.estimate.program import Dumps, pallas_calls
+
+    compiled, version = _compiled(job), metadata.version("libtpu")
+    (call,) = pallas_calls(HloProgram.read(compiled.as_text()))
+    texts = Dumps.of(folder, version).texts(call.twins)
+    dump = KernelDump.read(call.name, *texts, DEVICES[job.device_kind], version)
+    cost = step_cost_of(dump, COLUMNS, job.steps)
+    online = online_cost_of(dump, cost)
+    return {"cost": list(cost)} | ({"online": list(online)} if online else {})
+
+
+def _compiled(job: KernelJob) -> Any:
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh([_device(job.device_kind)], ("x",))
+    whole = PartitionSpec()
+    function, shapes = _function(job)
+    operands = (
+        jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, whole)) for shape in shapes
+    )
+    # The libraries ask the mesh of a shard_map which TPU they compile for.
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": whole, "out_specs": whole}
+    sharded = jax.jit(jax.shard_map(function, **specs, check_vma=False))
+    return sharded.trace(*operands).lower(lowering_platforms=("tpu",)).compile()
+
+
+@cache
+def _device(kind: str) -> Any:
+    from maxattn.tools.compile.programs import devices_of
+
+    return devices_of(TOPOLOGIES[kind])[0]
+
+
+def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what runs the kernel, and the shapes and dtypes of its operands."""
+    from maxattn.kernels.splash.calls import SplashProblem, Stats
+    from maxattn.masks import Full, LocalWindow
+    from maxattn.masks.terms import SplitMask, split_mask
+
+    (q_len, kv_len), heads = job.lengths, (job.batch, job.heads)
+    mask = LocalWindow(*job.window) if job.masked == Evaluates.INTERVAL else Full()
+    parts = split_mask(mask.bind(q_len, kv_len, *heads).form())
+    assert isinstance(parts, SplitMask), parts
+    q, k = ((*heads, n, job.head_dim) for n in (q_len, kv_len))
+    rows = (*heads, q_len), "float32"
+    shapes = [(q, job.dtype), (k, job.dtype), (k, job.dtype), rows, (q, job.dtype), rows]
+
+    def run(*operands: Any) -> Any:
+        q, k, v, *stats = operands
+        problem = SplashProblem(
+            q, k, v, parts, 0, 0, _library(job), rows_at_once=job.kernel == "tpu_flash"
+        )
+        if job.kind == "fwd":
+            return problem.forward_of(job.tile)
+        if job.kind == "dq":
+            return problem.dq(job.tile, Stats(*stats))
+        return problem.dkv(job.tile, Stats(*stats), job.kind == "fused")
+
+    return run, tuple(shapes[:3] if job.kind == "fwd" else shapes)
+
+
+def _library(job: KernelJob) -> Any:
+    from maxattn.kernels.splash.jax_splash import JaxSplash
+    from maxattn.kernels.splash.tokamax import TokamaxSplash
+    from maxattn.kernels.tpu_flash import Transposed
+
+    if job.kernel == "tpu_flash":
+        core = DEVICES[job.device_kind].core
+        return Transposed(False, v_is_turned=core is not None and core.side == LANES)
+    return JaxSplash(False) if job.kernel == "flash" else TokamaxSplash(False, False, False)

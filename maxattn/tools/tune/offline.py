@@ -21,8 +21,7 @@ from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 from maxattn.tools.tune.candidates import tile_choices, without_likes
 from maxattn.tools.tune.kernel_job import KernelJob
-from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
-from maxattn.tools.tune.schedule_log import ScheduleLog, costs_of
+from maxattn.tools.tune.schedules import ScheduleCompiler, ScheduleLog, costs_of
 
 FORWARDS = 2  # of the fastest forward tiles, that a backward's tiles must go with
 PATIENCE = 4  # tiles after the fastest that are compiled in vain

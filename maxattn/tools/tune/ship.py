@@ -1,18 +1,33 @@
 """Make the table of estimates that ships from a log of schedules:
 
-python -m maxattn.tools.tune.ship LOG TABLE
+    python -m maxattn.tools.tune.ship LOG TABLE
+
+Or compile again each kernel of a log whose sources or libraries have changed:
+
+    python -m maxattn.tools.tune.ship LOG --again [SECONDS]
+
+Each answer is added to the log as soon as it is known, and a command that is stopped goes on where
+it was. SECONDS limits a compile; default 600.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, StepCost, Tile
 from maxattn.block_sizes.estimated.table import group_name, table_text
 from maxattn.errors import InputError
-from maxattn.tools.tune.schedule_log import costs_of, jobs_of, read_lines
+from maxattn.tools.tune.kernel_job import KernelJob
+from maxattn.tools.tune.schedules import (
+    ScheduleCompiler,
+    ScheduleLog,
+    costs_of,
+    jobs_of,
+    read_lines,
+)
 from maxattn.tools.writable import write_whole
 
 _LIBTPU = re.compile(r"libtpu ([\w.]+)")
@@ -33,9 +48,36 @@ def table_of_log(path: Path) -> str:
     return table_text(found.pop(), groups)  # type: ignore[arg-type]
 
 
+def changed(path: Path, log: ScheduleLog) -> Iterator[KernelJob]:
+    """Yield the kernels of a file that a log does not know as they are today, each once."""
+    for job in dict.fromkeys(job for job, _ in jobs_of(read_lines(path))):
+        if log.find(job) is None:
+            yield job
+
+
+def compile_again(path: Path, seconds: float) -> None:
+    """Compile what has changed."""
+    with ScheduleCompiler(seconds) as compiler:
+        log = ScheduleLog(path, compiler.versions)
+        jobs = list(changed(path, log))
+        for n, job in enumerate(jobs, 1):
+            answer = compiler.answer(job)
+            log.add(job, answer)
+            what = f"{job.device_kind} {job.kernel} {job.kind} {job.tile}"
+            print(f"{n} of {len(jobs)}: {what}: {answer.get('failed', 'known')}")
+
+
 def main() -> None:
-    """Write the table that is named on the command line."""
-    write_whole(Path(sys.argv[2]), table_of_log(Path(sys.argv[1])))
+    """Write the table, or compile again."""
+    parser = argparse.ArgumentParser("python -m maxattn.tools.tune.ship", description=__doc__)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("table", type=Path, nargs="?")
+    parser.add_argument("--again", type=float, nargs="?", const=600.0, metavar="SECONDS")
+    args = parser.parse_args()
+    if args.again:
+        compile_again(args.log, args.again)
+    if args.table:
+        write_whole(args.table, table_of_log(args.log))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from shlex import split
 import pytest
 
 from maxattn.config import AttentionConfig
-from maxattn.errors import Unsupported
 from maxattn.plan import Target, plan
 from maxattn.tools.cli.compile import fits, report
-from maxattn.tools.compile.job import PYTHON_VARIABLE, CompileJob, Outcome, run_in_child, tpu_python
+from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
+from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import read
 from tests.golden_text import check_golden
@@ -97,28 +97,6 @@ def test_what_is_refused(capsys):
     check_golden("cli/compile/unknown_topology", ran.out)
     ran = run(capsys, "compile", "attention=auto", "--target", "v5e:2x2", "--shape", "wan-cross")
     assert ran.status == 1 and "use a batch of 4" in ran.out  # data=4 by default, and B is 1
-
-
-@needs_libtpu
-def test_the_time_limit_ends_the_child(capsys):
-    ran = run(capsys, "compile", *RING, "wan-14b-720p", "--time-limit", "0.5")
-    assert ran.status == 1
-    assert ran.out.endswith(
-        "no result after 0.5 s: raise --time-limit, or compile a shorter shape\nnot compiled\n"
-    )
-
-
-def test_without_libtpu(monkeypatch):
-    monkeypatch.setattr("maxattn.tools.compile.job.tpu_python", lambda: None)
-    with pytest.raises(Unsupported) as caught:
-        run_in_child(CompileJob("v5e:1x1", AttentionConfig(), read("sdxl-64")), 1)
-    check_golden("cli/compile/no_libtpu", str(caught.value))
-
-
-def test_a_child_that_dies(monkeypatch):
-    monkeypatch.setenv(PYTHON_VARIABLE, "/bin/false")
-    outcome = run_in_child(CompileJob("v5e:1x1", AttentionConfig(), read("sdxl-64")), 10)
-    assert outcome.ending == "crashed" and "status 1" in outcome.message
 
 
 def test_a_report_names_what_waits():

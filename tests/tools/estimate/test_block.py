@@ -18,7 +18,7 @@ from maxattn.target import Target
 from maxattn.tools.cli.estimates import estimate_lines
 from maxattn.tools.compile.block import PARTS, TEXT, TransformerBlock, run_block
 from maxattn.tools.compile.job import CompileJob, Outcome
-from maxattn.tools.estimate.block import attention_passes
+from maxattn.tools.estimate.program import attention_passes
 from maxattn.tools.model_shapes import read
 from tests.block_sizes.small_costs import CLOCK, KIND, costs, shipping
 from tests.golden_text import check_golden

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from maxattn.config import AttentionConfig
-from maxattn.tools.compile.job import CompileJob, run_in_child, tpu_python
+from maxattn.tools.compile.job import CompileJob, run_in_child
+from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.model_shapes import read
 from maxattn.tools.tune.kernel_job import KernelJob
-from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
+from maxattn.tools.tune.schedules import ScheduleCompiler
 from tests.block_sizes.compiler import TOPOLOGIES
 
 FILE = Path(__file__).with_name("cycles.json")

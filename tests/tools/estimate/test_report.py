@@ -12,7 +12,8 @@ import pytest
 from maxattn.config import AttentionConfig
 from maxattn.tools.cli.compile import report
 from maxattn.tools.cli.estimates import estimate_lines
-from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child, tpu_python
+from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
+from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.estimate.program import estimate_of
 from maxattn.tools.model_shapes import read
 from tests.golden_text import check_golden

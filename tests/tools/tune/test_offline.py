@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,20 @@ from maxattn.errors import InputError, Unsupported
 from maxattn.masks import EMPTY, FULL, MIXED, LocalWindow
 from maxattn.target import Target
 from maxattn.tools.cli.tune_offline import OfflineTuning, ranking_lines
-from maxattn.tools.compile.job import PYTHON_VARIABLE, tpu_python
+from maxattn.tools.compile.process import PYTHON_VARIABLE, tpu_python
 from maxattn.tools.estimate.kernel import step_cost_of
 from maxattn.tools.estimate.tiles import KernelTiles
-from maxattn.tools.tune import schedule_log, store
-from maxattn.tools.tune.again import changed
+from maxattn.tools.tune import schedules, store
 from maxattn.tools.tune.candidates import tile_choices, without_likes
 from maxattn.tools.tune.kernel_job import COLUMNS, ROWS, KernelJob
 from maxattn.tools.tune.offline import OfflineSearch
-from maxattn.tools.tune.schedule_compiler import ScheduleCompiler
-from maxattn.tools.tune.schedule_log import ScheduleLog, read_lines
-from maxattn.tools.tune.ship import table_of_log
+from maxattn.tools.tune.schedules import ScheduleLog, read_lines
+from maxattn.tools.tune.ship import changed, table_of_log
 from tests.block_sizes.small_costs import costs
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 from tests.tools.estimate.dumps import FORWARD, dump
+from tests.tools.test_compile import stands_in
 
 V6E = Target.named("TPU v6e", (("jax", "0.12.0.1"), ("tokamax", "0.0.17")))
 CALL = ma.Call(1, 8190, 8190, 2, 2, 128, "bfloat16")
@@ -144,9 +142,9 @@ def test_kernels_of_changed_sources_are_compiled_again(tmp_path, monkeypatch):
     for job in (JOB, JOB, other):
         ScheduleLog(path, VERSIONS).add(job, {"failed": "x"})
     assert not [*changed(path, ScheduleLog(path, VERSIONS))]
-    digest = schedule_log.source_digest
+    digest = schedules.source_digest
     monkeypatch.setattr(
-        schedule_log, "source_digest", lambda name: "0" if name == "flash" else digest(name)
+        schedules, "source_digest", lambda name: "0" if name == "flash" else digest(name)
     )
     log = ScheduleLog(path, VERSIONS)
     assert [*changed(path, log)] == [JOB]
@@ -302,44 +300,11 @@ def test_refusals(capsys, cache, name):
 
 def test_without_libtpu(capsys, cache, monkeypatch):
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr("maxattn.tools.compile.job.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("maxattn.tools.compile.process.importlib.util.find_spec", lambda _: None)
     check_golden("cli/tune/offline_no_libtpu", run(capsys, "tune", *WORDS, "--target", "v6e").text)
 
 
 # ---- the compiler's process ----------------------------------------------------------------------
-
-
-def stands_in(path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
-    """Let a shell script stand in for the compiler's process: its versions, then something else."""
-    versions = json.dumps(VERSIONS)
-    path.write_text(f"#!/bin/bash\neval \"exec 9>&$4\"\necho '{versions}' >&9\nread job\n{then}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv(PYTHON_VARIABLE, str(path))
-
-
-@pytest.mark.parametrize(
-    ("then", "said"),
-    [
-        ("sleep 60", "timeout: no schedule after 0.2 s"),
-        ("kill -9 $$", "crashed: the compiler's process ended"),
-        ('echo \'{"failed": "x"}\' >&9; read more', "x"),
-    ],
-)
-def test_a_kernel_that_is_not_answered_costs_the_process_alone(tmp_path, monkeypatch, then, said):
-    stands_in(tmp_path / "python", monkeypatch, then)
-    with ScheduleCompiler(0.2) as compiler:
-        assert compiler.versions == VERSIONS
-        found = [compiler.answer(JOB)["failed"] for _ in range(2)]
-    assert found == [said] * 2 or (said == "x" and found[0] == said)
-
-
-def test_a_python_without_libtpu_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "python"
-    path.write_text('#!/bin/bash\necho \'{"jax": "1"}\' >&$4\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv(PYTHON_VARIABLE, str(path))
-    with ScheduleCompiler(1) as compiler, pytest.raises(Unsupported, match="it has no libtpu"):
-        _ = compiler.versions
 
 
 def test_a_python_that_cannot_be_run_is_refused(capsys, cache, monkeypatch):
@@ -360,8 +325,9 @@ def test_a_real_ranking(capsys, cache):
 
 def test_schedules_that_are_not_understood_are_said(capsys, cache, tmp_path, monkeypatch):
     why = "Unsupported: estimate: libtpu 0.0.60's dump; rule a loop begins where no branch leads"
-    then = f"while true; do echo '{json.dumps({'failed': 'WHY'})}' >&9; read job || exit; done"
-    stands_in(tmp_path / "python", monkeypatch, then.replace("WHY", why.replace("'", "")))
+    failed = json.dumps({"failed": why.replace("'", "")})
+    versions = f"read request; echo '{json.dumps(VERSIONS)}' >&9"
+    stands_in(tmp_path, monkeypatch, versions, f"while read job; do echo '{failed}' >&9; done")
     text = run(capsys, "tune", *WORDS, "--target", "v6e").text
     check_golden("cli/tune/offline_not_understood", text.replace(str(cache.parent), "cache"))
 

@@ -1,6 +1,7 @@
-"""Keeps what every compiled kernel costs: a line of JSON each, written as soon as it is known.
+"""Schedules of TPU kernels: asked of the compiler, and kept.
 
-A line that a kill cut off is left out, and its kernel is compiled again.
+The log has a line of JSON for each compiled kernel, written as soon as it is known. A line that a
+kill cut off is left out, and its kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import maxattn
 from maxattn.block_sizes.estimated.step_cost import Kind, StepCost
 from maxattn.config.plain_json import parse_json, read_bounded
+from maxattn.errors import Unsupported
+from maxattn.tools.compile.process import INSTALL, CompilerProcess, CompilerStopped
 from maxattn.tools.tune.kernel_job import KernelJob
+
+START_SECONDS = 300.0
 
 # What a kernel's program depends on beside the libraries.
 _SOURCES = (
@@ -36,12 +41,53 @@ _OWN_SOURCES = (
 )  # fmt: skip
 
 
+class ScheduleCompiler:
+    """Compile kernels in a child process; a context manager, which ends it.
+
+    Args:
+        seconds: the limit of one kernel.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._process = CompilerProcess("--offline", dumps=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stop()
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """The versions of libtpu, jax and tokamax in the child."""
+        why = "it has no libtpu"
+        try:
+            if "libtpu" in (found := self._process.ask({"versions": True}, START_SECONDS)):
+                return found
+        except CompilerStopped as stopped:
+            why = str(stopped)
+        rule = f"tiles are ranked by the schedules of libtpu, and of {self._process.python}: {why}"
+        raise Unsupported("--offline", "libtpu", rule, INSTALL)
+
+    def answer(self, job: KernelJob) -> dict[str, Any]:
+        """Compile a kernel: {"cost": [...]}, or {"failed": why}, with the limit if it was over."""
+        try:
+            if not self._process.is_running:  # which takes longer than most kernels do
+                self._process.ask({"versions": True}, START_SECONDS)
+            return self._process.ask({"kernel": job.values()}, self.seconds)
+        except CompilerStopped as stopped:
+            kind = "timeout" if stopped.is_timeout else "crashed"
+            why = str(stopped).partition("\n")[0]
+            return {"failed": f"{kind}: {why}", "after": self.seconds}
+
+
 class ScheduleLog:
     """Hold the answers of a file.
 
     Args:
         path: of the file, which need not be there.
-        versions: of libtpu, jax and tokamax: others' answers are not taken.
+        versions: of libtpu, jax and tokamax; answers of other versions are not taken.
     """
 
     def __init__(self, path: Path, versions: dict[str, str]) -> None:
