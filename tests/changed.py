@@ -17,7 +17,6 @@ ALWAYS = ("tests/test_house.py", "tests/test_import.py")
 READ_BY = {
     "configs": ("tests/config",),
     "docs": ("tests/test_pages.py", "tests/test_site.py"),
-    "README.md": ("tests/test_pages.py",),
     "pyproject.toml": ("tests/test_package.py", "tests/test_extras.py"),
 }
 
@@ -58,6 +57,8 @@ def mirror_of(file: str) -> Iterator[str]:
     top, *inner = path.parts
     if file in READ_BY or top in READ_BY:
         yield from READ_BY[file if file in READ_BY else top]
+    elif path.suffix == ".md":
+        yield "tests/test_pages.py"
     elif path.suffix != ".py":
         return
     elif top == "tests" and path.name.startswith("test_"):
