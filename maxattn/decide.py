@@ -1,7 +1,7 @@
-"""The one place where a choice is made: which kernel, which strategy, which layout, and why.
+"""The one place where a kernel, a strategy and a layout are chosen, each with a reason.
 
 `plan(call, config, mesh, target)` is a pure function from values to a `Plan`. `attention()`
-executes a plan and decides nothing itself, so what is explained is what runs.
+executes that plan and chooses nothing itself, so `explain` prints what runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
 from maxattn.context_parallel import STRATEGIES, Strategy
 from maxattn.context_parallel import table as strategy_table
-from maxattn.context_parallel.choose import choose_strategy
+from maxattn.context_parallel.choose import StrategyChoice, choose_strategy
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import build
 from maxattn.kernels import table as kernel_table
@@ -32,20 +32,25 @@ def plan(
     mesh: Any = None,
     target: Target | None = None,
 ) -> Plan:
-    """Decide how a call runs.
+    """Choose how a call runs, on this machine or on another one, without running it.
 
     Args:
-        call: what is computed, e.g. `Call.of(q, k, mask=mask)`.
+        call: the call, e.g. `Call.of(q, k, mask=mask)`.
         config: default `AttentionConfig()`.
-        mesh: a `jax.sharding.Mesh`, a mapping such as {"context": 4} (no device needed), or None.
-        target: default the config's `hardware` where set, else this machine.
+        mesh: a `jax.sharding.Mesh`, a mapping such as {"context": 4} (no device needed), or None,
+            the default, for one device.
+        target: the machine; default that of the config's `hardware`, or else this one.
+
+    Returns:
+        The plan; `print(plan)` explains it.
 
     Raises:
-        MeshError: a batch or heads that do not divide over the mesh.
-        Unsupported: the kernel or strategy that the user named cannot compute this call, under
-            `fallback: error`.
-        ConfigError: `hardware` names another platform than the target's, or what is no config or
-            target.
+        InputError: `call` is no `Call`, or its sequence is too long.
+        MeshError: batch or heads do not divide over the mesh.
+        Unsupported: the kernel or strategy that the config names cannot compute this call, and
+            `fallback` is "error".
+        ConfigError: `hardware` names another platform than the target's, or `config` or `target` is
+            something else.
 
     >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
     >>> config = ma.AttentionConfig(attention="ring")
@@ -67,18 +72,14 @@ def plan(
 
 
 def default_target(config: AttentionConfig) -> Target:
-    """Return this machine, or the usual one of another platform that `hardware` names."""
+    """Return this machine, or the usual device of another platform that `hardware` names."""
     here = Target.here()
     named = config.hardware or here.platform
     return here if named == here.platform else Target.named(named)
 
 
 def check_hardware(config: AttentionConfig, target: Target) -> None:
-    """Refuse to run where `hardware` names another platform.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Refuse a config whose `hardware` names another platform than the target's."""
     named = config.hardware
     if named not in (None, target.platform):
         rule = f"it must be the platform that runs, and this is {target.platform}"
@@ -87,7 +88,7 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
 
 
 class _Question(NamedTuple):
-    """What a plan is asked for: the arguments of `plan`, checked, and `Asked` of them."""
+    """The checked arguments of `plan`, and what the config asks of the kernel and strategy."""
 
     call: Call
     config: AttentionConfig
@@ -98,16 +99,13 @@ class _Question(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
-    """Decide how a checked call runs; `plan` checks its arguments, and asks this.
+    """Choose how a checked call runs; arguments and errors are those of `plan`.
 
     Args:
         call: without the padding that `mask_padding_tokens: false` drops from its mask.
-        config: default settings where nothing else is asked for.
-        shape: the mesh's (axis, size) pairs.
+        config: the settings.
+        shape: (axis, size) of the mesh.
         target: the machine.
-
-    Raises:
-        MeshError, Unsupported, ConfigError: as `plan`.
     """
     check_hardware(config, target)
     for key, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):
@@ -166,9 +164,9 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
 
 
 def kernel_call(padded: Call, strategy: Strategy) -> Call:
-    """Return what one device's kernel gets of a padded call.
+    """Return the part of a padded call that one device's kernel gets, with the whole bias.
 
-    A strategy's local call says nothing of a bias; that there is one decides which kernels can run.
+    A strategy's local call has no bias, but kernels are refused by it.
     """
     share = strategy.local_call(padded)
     sharded = share.q_len < padded.q_len
@@ -179,19 +177,10 @@ def kernel_call(padded: Call, strategy: Strategy) -> Call:
 # ---- the strategy --------------------------------------------------------------------------------
 
 
-class _Over(NamedTuple):
-    """The strategy, what `auto` added up, and who was asked for and refused."""
-
-    strategy: Strategy
-    arithmetic: str = ""
-    sums: tuple[str, ...] = ()
-    refused: tuple[Reason, ...] = ()
-
-
-def _choose_strategy(question: _Question) -> _Over:
+def _choose_strategy(question: _Question) -> StrategyChoice:
     call, config, shape, target, asked = question
     if "context" not in dict(shape) or call.role == "cross":
-        return _Over(STRATEGIES["none"].build(shape, config, call, target))
+        return StrategyChoice(STRATEGIES["none"].build(shape, config, call, target))
     name, key = asked.strategy, asked.strategy_key
     if name == "auto" and not config.attention_sharding_uniform:
         name, key = "ulysses", "attention_sharding_uniform"
@@ -199,19 +188,14 @@ def _choose_strategy(question: _Question) -> _Over:
     if name != "auto":
         named = STRATEGIES[name].build(shape, config, call, target)
         if (reason := named.supports(call)) is None:
-            return _Over(named)
+            return StrategyChoice(named)
         _refuse_if_asked(question, key, reason)
         refused = (reason,)
-    choice = choose_strategy(call, config, shape, target)
-    return _Over(choice.strategy, choice.arithmetic, choice.sums, refused)
+    return choose_strategy(call, config, shape, target)._replace(refused=refused)
 
 
 def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
-    """Raise under `fallback: error`, naming the setting that asked; else the plan keeps the reason.
-
-    Raises:
-        Unsupported: with the rule and the remedy of the reason.
-    """
+    """Raise a reason under `fallback: error`, naming the setting `key` that asked."""
     if question.asked.fallback != "error":
         return
     first = reason.remedy.replace("attention: auto", f"{key}: auto")
@@ -223,7 +207,7 @@ def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
 
 
 def named_kernel(call: Call, config: AttentionConfig) -> tuple[str, str]:
-    """Return the kernel that a config names for a call, or "auto", and which setting does."""
+    """Return the kernel that a config names for a call, or "auto", and the setting that does."""
     asked = Asked.of(config, call.role)
     in_chunks, least = config.use_memory_efficient_attention, config.flash_min_seq_length
     if call.q_len < least:
@@ -238,7 +222,7 @@ def named_kernel(call: Call, config: AttentionConfig) -> tuple[str, str]:
 
 
 def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
-    """List the changed settings that nothing reads of what runs."""
+    """List the changed settings that neither the kernel nor the strategy reads."""
     if not config.changed:
         return []
     notes = []
@@ -251,8 +235,7 @@ def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
                 first = f"{', '.join(names[:-1])} and " if names[1:] else ""
                 said = f"read by {first}{names[-1]} alone"
                 if key == "attention_sharding_uniform":
-                    said = "it gives self-attention ulysses on a context axis, where no strategy"
-                    said += " is named"
+                    said = "it runs self-attention with ulysses if no strategy is named"
                 notes.append(f"{key} has no effect: {said}")
     return notes
 
@@ -263,7 +246,7 @@ def _notes(question: _Question, repeat: int, runs: set[str], unit: int) -> tuple
     if call.q_len % ways("T", shape):
         notes.append(
             f"T={call.q_len} is no multiple of {ways('T', shape)}: attention pads it, and outside"
-            " of attention the compiler splits the sequence as it sees fit"
+            " of attention the compiler splits the sequence its own way"
         )
     elif call.q_len % unit:
         notes.append(

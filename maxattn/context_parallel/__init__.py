@@ -1,7 +1,7 @@
-"""The context strategies: how Q, K and V move between devices. `table.py` has one row a strategy.
+"""The context strategies: how Q, K and V move between devices. `table.py` lists them.
 
-Importing this package imports no strategy: `STRATEGIES["ring"]` and `maxattn.context_parallel.Ring`
-do, when they are first asked for.
+Importing this package imports no strategy: the first use of `STRATEGIES["ring"]` or of
+`maxattn.context_parallel.Ring` does.
 """
 
 from __future__ import annotations

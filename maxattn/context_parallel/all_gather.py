@@ -1,8 +1,8 @@
-"""Strategies in which every device sees all keys: `none` and `all_gather`.
+"""Strategies that give every device all keys: `none` and `all_gather`.
 
 Queries stay split over the context axis; each device attends from its own queries, at their global
-positions, to all keys. With `none` K and V are whole on every device already. A strategy that holds
-copies of K and V on several devices sums their gradients, and names the sum in the plan.
+positions, to all keys. With `none` every device has all of K and V already. Gradients of K and V
+that are copied to several devices are summed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.base import CONTEXT, Collective, Strategy, itemsize, kv_bytes
+from maxattn.context_parallel.base import (
+    CONTEXT,
+    FLOAT,
+    Collective,
+    Strategy,
+    itemsize,
+    kv_bytes,
+)
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
 from maxattn.target import Target
@@ -25,32 +32,25 @@ AXES = (CONTEXT,)
 
 @dataclass(frozen=True)
 class ReplicatedKeys(Strategy):
-    """Attend from each device's queries to keys that are whole on every device.
-
-    Args:
-        shape: the mesh's axes.
-    """
+    """Attend from each device's queries to keys that are whole on every device."""
 
     name: ClassVar[str] = "none"
     shape: MeshShape
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
-        """Take the mesh; there is nothing to choose."""
         return cls(shape)
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
-        """Name the sum of the gradients of K and V."""
         if CONTEXT not in dict(self.shape):
             return ()
-        size = kv_bytes(self.local_call(call), 4)
+        size = kv_bytes(self.local_call(call), FLOAT)
         return (Collective("psum", AXES, "dK,dV", "backward", size, arrays=2),)
 
     def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
         return kernel.forward(self._whole_inputs(inputs))
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients, those of K and V summed over the context axis."""
         dq, dk, dv, dbias = kernel.backward(self._whole_inputs(inputs), rows)
         dk, dv = (self._sum(x).astype(inputs.k.dtype) for x in (dk, dv))
         return Grads(dq, dk, dv, dbias)
@@ -69,7 +69,7 @@ class ReplicatedKeys(Strategy):
 
 @dataclass(frozen=True)
 class AllGather(ReplicatedKeys):
-    """Gather K and V over the context axis, and scatter the sums of dK and dV to their owners."""
+    """Gather K and V over the context axis; scatter the sums of dK and dV to their owners."""
 
     name: ClassVar[str] = "all_gather"
 
@@ -77,10 +77,12 @@ class AllGather(ReplicatedKeys):
         return "S"
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
-        """Name the transfers of K and V and of their gradients."""
-        n = ways("S", self.shape)
-        local = self.local_call(call)
-        share, summed = (kv_bytes(local, size) * (n - 1) // n for size in (itemsize(call.dtype), 4))
+        n, local, sizes = (
+            ways("S", self.shape),
+            self.local_call(call),
+            (itemsize(call.dtype), FLOAT),
+        )
+        share, summed = (kv_bytes(local, size) * (n - 1) // n for size in sizes)
         return (
             Collective("all_gather", AXES, "K,V", "forward", share, arrays=2),
             Collective("all_gather", AXES, "K,V", "backward", share, arrays=2),

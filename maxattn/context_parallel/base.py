@@ -20,6 +20,8 @@ from maxattn.target import Target
 
 CONTEXT = "context"
 """The mesh axis that the sequence is split over."""
+FLOAT = 4
+"""Bytes of a float32."""
 
 
 def readable(size: float) -> str:
@@ -33,16 +35,16 @@ def readable(size: float) -> str:
 
 @dataclass(frozen=True)
 class Collective:
-    """Name one transfer that a plan makes.
+    """Describe one transfer that a plan makes.
 
     Args:
         kind: "all_gather", "psum", "psum_scatter", "ppermute" or "all_to_all".
-        axes: the mesh axes it runs over.
-        what: the arrays that move.
+        axes: the mesh axes that it runs over.
+        what: names of the arrays that move, joined by commas.
         when: "forward" or "backward".
-        bytes: bytes that one device receives, all hops together.
-        hops: how many times it runs.
-        arrays: how many arrays move each time.
+        bytes: bytes that one device receives in all hops.
+        hops: how many times it runs; default 1.
+        arrays: how many arrays move each time; default 1.
     """
 
     kind: str
@@ -62,12 +64,12 @@ class Collective:
 
 
 class OperandSpecs(NamedTuple):
-    """Say how (q, k, v, bias, mask, level of the bias) are split over a mesh.
+    """How q, k, v, the bias, the mask and the level of the bias are split over a mesh.
 
     Args:
-        letters: of the axes of each array.
-        specs: the partition spec of each.
-        lse: the spec of the LSE; the output has that of q.
+        letters: the letters of each array's axes, such as "BTNH".
+        specs: the partition spec of each array.
+        lse: the partition spec of the LSE; the output has that of q.
     """
 
     letters: tuple[Any, ...]
@@ -78,12 +80,12 @@ class OperandSpecs(NamedTuple):
 class Strategy:
     """Run a kernel's forward and backward on the shards of q, k and v, inside `shard_map`.
 
-    Every strategy is a frozen dataclass. The defaults are those of one that splits the queries over
-    the context axis and gives each device all keys.
+    Every strategy is a frozen dataclass. The defaults split the queries over the context axis and
+    give each device all keys.
 
     Attributes:
-        name: the value of `context_parallel`.
-        shape: the mesh's axes.
+        name: the value of the setting `context_parallel`.
+        shape: (axis, size) of the mesh.
     """
 
     name: ClassVar[str]
@@ -95,38 +97,38 @@ class Strategy:
     def build(
         cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target
     ) -> Strategy:
-        """Decide everything about the strategy for one (global) call."""
+        """Return the strategy for one global call, with all its choices made."""
         raise NotImplementedError
 
     def supports(self, call: Call) -> Reason | None:
-        """Return None when the strategy can lay out the call, else the reason why not."""
+        """Return None if the strategy can run the call, else the reason why not."""
         return None
 
     # ---- the layout ------------------------------------------------------------------------------
 
     @property
     def chunks_per_rank(self) -> int:
-        """Contiguous chunks of the sequence that a device attends with, each at its position."""
+        """How many contiguous chunks of the sequence a device has."""
         return 1
 
     def unit(self) -> int:
-        """Return what the lengths of the queries, and of sharded keys, are padded to."""
+        """Return the number that padded lengths of queries and sharded keys are multiples of."""
         return ways("T", self.shape)
 
     def head_ways(self) -> int:
-        """Return over how many devices the key heads are split while attention is computed."""
+        """Return how many devices the key heads are split over while a kernel runs."""
         return ways("N", self.shape)
 
     def kv_letter(self) -> str:
-        """Return "S" where the key axis is sharded over context, "." where it is replicated."""
+        """Return "S" if the keys are split over context, "." if each device has all of them."""
         return "."
 
     def mask_letters(self, letters: str) -> str:
-        """Replace by "." those axes of a mask or bias that stay whole on every device."""
+        """Replace by "." the letters of a mask's or bias's axes that are whole on every device."""
         return letters.replace("S", ".")
 
     def padded_call(self, call: Call) -> Call:
-        """Return the call with whole shards, and with key heads for every share of the heads."""
+        """Return the call with lengths and key heads that divide over the devices."""
         q_len, kv_len = (-(-n // self.unit()) * self.unit() for n in (call.q_len, call.kv_len))
         kv_len = kv_len if self.kv_letter() == "S" else call.kv_len
         mask = call.mask & KeyLimit(call.kv_len) if kv_len > call.kv_len else call.mask
@@ -134,22 +136,25 @@ class Strategy:
         return call.derived(q_len=q_len, kv_len=kv_len, kv_heads=kv_heads, mask=mask)
 
     def operand_specs(self, call: Call, mask: Mask) -> OperandSpecs:
-        """Say how the operands of the global call are split over the mesh.
+        """Return how the operands of a padded global call are split over the mesh.
 
         Args:
-            call: after padding.
-            mask: of that call, bound.
+            call: the padded call.
+            mask: its bound mask.
         """
         spec = partial(partition_spec, shape=self.shape)
         kv = spec(f"B{self.kv_letter()}KH")
-        given = bias_letters(call.bias) if call.bias else None, mask.leaf_axes()
-        more = *given, level_letters(call, mask)
+        bias = level = None
+        if call.bias:
+            bias = bias_letters(call.bias)
+            level = bias_letters(level_shape(call.bias, mask, call.q_len))
+        more = bias, mask.leaf_axes(), level
         of_more = jax.tree.map(lambda letters: spec(self.mask_letters(letters)), more)
         letters = "BTNH", "BSKH", "BSKH", *more
         return OperandSpecs(letters, (spec("BTNH"), kv, kv, *of_more), spec("BNT"))
 
     def local_call(self, call: Call) -> Call:
-        """Return the call that the kernel sees on one device, without its bias."""
+        """Return the call that one device's kernel gets, without its bias."""
         tensor = ways("N", self.shape)
         return call.derived(
             batch=call.batch // ways("B", self.shape),
@@ -160,30 +165,30 @@ class Strategy:
         )
 
     def kernel_call(self, call: Call) -> Call:
-        """Return the call of one run of the kernel, from the (local) call of a device."""
+        """Return the call of one run of the kernel, from the local call of a device."""
         return call
 
     # ---- what `explain` prints -------------------------------------------------------------------
 
     def label(self) -> str:
-        """Return the strategy's name and devices."""
+        """Return the strategy's name and how many devices it runs over."""
         return f"{self.name} over {ways('T', self.shape)}"
 
     def backward_line(self, kernel: Kernel, call: Call) -> str:
-        """Say how the strategy launches the kernel's backward; "" where the kernel does.
+        """Describe the strategy's own launches of the kernel's backward; "" if it has none.
 
         Args:
-            kernel: the plan's.
-            call: of one run of it.
+            kernel: the plan's kernel.
+            call: the call of one run of it.
         """
         return ""
 
     def notes(self) -> tuple[str, ...]:
-        """Return what else the user should know."""
+        """Return the strategy's notes for the user."""
         return ()
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
-        """Name every transfer, forward and backward."""
+        """List every transfer of a padded global call, forward and backward."""
         raise NotImplementedError
 
     # ---- inside `shard_map` ----------------------------------------------------------------------
@@ -193,35 +198,25 @@ class Strategy:
         raise NotImplementedError
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's (dq, dk, dv, dbias).
+        """Return this device's gradients.
 
-        dk and dv are summed over the context axis; dbias is this device's share of its sum.
+        dk and dv are summed over the context axis; dbias is this device's part of the sum.
         """
         raise NotImplementedError
 
 
 def bias_letters(bias: tuple[int, ...] | None) -> str:
-    """Name the axes of a bias: its letter where it is full, "1" where it broadcasts."""
+    """Return the letters of a bias's axes; "1" for an axis that broadcasts."""
     return "".join(c if n > 1 else "1" for c, n in zip("BNTS", bias or (1, 1, 1, 1), strict=True))
-
-
-def level_letters(call: Call, mask: Mask) -> str | None:
-    """Name the axes of the level of a bias, as `bias_letters`; None without a bias.
-
-    Args:
-        call: whose bias.
-        mask: of that call, bound.
-    """
-    return bias_letters(level_shape(call.bias, mask, call.q_len)) if call.bias else None
 
 
 def bias_axes(
     bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy
 ) -> tuple[str, ...]:
-    """Name the mesh axes over which a bias gradient is summed: they split the call, not the bias.
+    """Return the mesh axes that a bias gradient is summed over: they split the call, not the bias.
 
     Args:
-        bias: the global shape; a local one cannot tell a broadcast axis from a share of size 1.
+        bias: its global shape; a local one cannot tell a broadcast axis from a share of size 1.
     """
     if bias is None:
         return ()
@@ -231,20 +226,27 @@ def bias_axes(
 
 
 def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[Collective, ...]:
-    """Name the sum of the bias gradient, where there is one."""
+    """Return the sum of the bias gradient over devices, if there is one."""
     axes = bias_axes(call.bias, shape, strategy)
-    split = strategy.mask_letters(bias_letters(call.bias))
-    share = prod(
-        -(-n // ways(letter, shape)) for n, letter in zip(call.bias or (), split, strict=False)
-    )
-    return (Collective("psum", axes, "dbias", "backward", 4 * share),) if axes else ()
+    split = zip(call.bias or (), strategy.mask_letters(bias_letters(call.bias)), strict=False)
+    share = prod(-(-n // ways(letter, shape)) for n, letter in split)
+    return (Collective("psum", axes, "dbias", "backward", FLOAT * share),) if axes else ()
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element."""
     return jax.numpy.dtype(dtype).itemsize
 
 
 def kv_bytes(call: Call, size: int) -> int:
-    """Count the bytes of K and V of a call, in elements of `size` bytes."""
+    """Return the bytes of K and V of a call, in elements of `size` bytes."""
     return call.batch * call.kv_len * call.kv_heads * (call.head_dim + call.value_dim) * size
+
+
+def array_bytes(call: Call) -> dict[str, int]:
+    """Return the bytes of each array of a local call, by its name in `Collective.what`."""
+    item, queries = itemsize(call.dtype), call.batch * call.q_len * call.heads
+    keys = call.batch * call.kv_len * call.kv_heads * item
+    q, out = queries * item * call.head_dim, queries * item * call.value_dim
+    k, v, lse = keys * call.head_dim, keys * call.value_dim, FLOAT * queries
+    sizes = {"Q": q, "K": k, "V": v, "out": out, "LSE": lse}
+    return sizes | {f"d{name}": size for name, size in sizes.items()}

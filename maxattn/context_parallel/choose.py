@@ -2,49 +2,52 @@
 
     step = compute + exposed transfers
 
-The transfers of `all_gather` and Ulysses stand before and after the kernel and are exposed whole;
-for a ring's see timeline.py. Kernels count at the target's rate, whatever computes. Memory is what
-the strategy holds beside q, k, v, out and their gradients.
+All-gather and Ulysses transfer before and after the kernel, so their transfers are exposed whole;
+timeline.py has a ring's. Every kernel computes at the target's rate (`Machine.flops`). Memory is
+what a strategy keeps besides q, k, v, out and their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from maxattn.call import Call
+import numpy as np
+
+from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.all_gather import AllGather
-from maxattn.context_parallel.base import Strategy, readable
+from maxattn.context_parallel.base import FLOAT, Strategy, readable
 from maxattn.context_parallel.ring.ring import Ring
-from maxattn.context_parallel.timeline import FLOAT, Share, timeline_of
+from maxattn.context_parallel.timeline import HopSteps, Share, Timeline, timeline_of
 from maxattn.context_parallel.ulysses import Ulysses, UlyssesRing
 from maxattn.devices import START, machine_of
 from maxattn.masks.blocks import count
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
-# In the order of preference where two take equally long: fewer moving parts first.
+# Of strategies that take equally long the first one runs: it has the fewest moving parts.
 CANDIDATES: Mapping[str, type[Strategy]] = {
     "all_gather": AllGather, "ulysses": Ulysses, "ring": Ring, "ulysses_ring": UlyssesRing,
 }  # fmt: skip
-EQUAL = 1.02  # times that differ by less are taken as equal
-SHARE = 0.5  # of the memory, for what the strategy holds: the model needs the rest
+EQUAL = 1.02  # times that differ by less count as equal
+SHARE = 0.5  # of the memory, for what the strategy keeps: the model needs the rest
 
 
-@dataclass(frozen=True)
-class StrategyChoice:
-    """Hold what was chosen, and the sums it was chosen by.
+class StrategyChoice(NamedTuple):
+    """The strategy that runs, and why.
 
     Args:
-        strategy: the one that runs.
-        arithmetic: its time and that of the next best, in a line.
-        sums: those of every strategy, a line each, and why others cannot run.
+        strategy: the strategy.
+        arithmetic: its time and that of the next best strategy, in a line; "" if it was named.
+        sums: a line for each strategy: its time and memory, or why it cannot run.
+        refused: why the strategy that was named does not run.
     """
 
     strategy: Strategy
-    arithmetic: str
-    sums: tuple[str, ...]
+    arithmetic: str = ""
+    sums: tuple[str, ...] = ()
+    refused: tuple[Reason, ...] = ()
 
 
 def choose_strategy(
@@ -53,10 +56,10 @@ def choose_strategy(
     """Choose a strategy for self-attention over a context axis.
 
     Args:
-        call: global, not yet padded.
-        config: its settings for Ulysses.
-        shape: the mesh's axes, context among them.
-        target: whose figures count.
+        call: the global call, not yet padded.
+        config: its settings for rings and Ulysses.
+        shape: (axis, size) of the mesh, context among them.
+        target: the machine whose rates and memory count.
     """
     machine = machine_of(target)
     limit = SHARE * machine.memory
@@ -64,38 +67,43 @@ def choose_strategy(
     refused = {name: reason for name, s in built.items() if (reason := s.supports(call))}
     costs = {
         name: cost_of(s, call, target)
-        for name, s in built.items() if name not in refused and not _is_another(s)
-    }  # fmt: skip
+        for name, s in built.items()
+        if name not in refused and not _is_another(s)
+    }
     name = fastest(costs, limit)
-    step, fitting = costs[name].step, {n: c for n, c in costs.items() if c.memory <= limit}
+    step, fitting = costs[name].end, {n: c for n, c in costs.items() if c.held <= limit}
     why = ""
     if not fitting:
-        why = ", which holds least"
-    elif step > min(c.step for c in fitting.values()):
+        why = ", which needs the least memory"
+    elif step > min(c.end for c in fitting.values()):
         why = f", the first within {EQUAL - 1:.0%} of the shortest"
     times, others = f"{_in_ms(step)} ms a step", {n: c for n, c in costs.items() if n != name}
     if others := {n: c for n, c in others.items() if n in fitting} or others:
-        other = min(others, key=lambda n: others[n].step)
-        rank = "shortest" if others[other].step < step else "next best"
-        times += f"; {rank} {other} {_in_ms(others[other].step)} ms"
+        other = min(others, key=lambda n: others[n].end)
+        rank = "shortest" if others[other].end < step else "next best"
+        times += f"; {rank} {other} {_in_ms(others[other].end)} ms"
     head = f"context_parallel: auto is {name}{why}"
-    over = f", over the {readable(limit)} that half of the memory is"
-    lines = (f"{cost}{over if cost.memory > limit else ''}" for cost in costs.values())
+    over = f", over the limit of {readable(limit)}, half of the memory"
+    devices = f" over {ways('S', shape)}"
+    lines = (
+        _sums(built[n].label().replace(devices, ""), c) + (over if c.held > limit else "")
+        for n, c in costs.items()
+    )
     sums = f"{head}, by this arithmetic ({machine.source})", *lines, *map(str, refused.values())
     by = "," if why else ""
     return StrategyChoice(built[name], f"{head}{by} by arithmetic: {times}", sums)
 
 
-def fastest(costs: Mapping[str, StrategyCost], limit: float) -> str:
-    """Return the first name whose step is about the shortest of those within the memory.
+def fastest(costs: Mapping[str, Timeline], limit: float) -> str:
+    """Return the first strategy that fits in the memory and is within 2% of the shortest step.
 
-    If none is within it, return the one that holds least.
+    If none fits, return the one that needs the least memory.
     """
-    fitting = {name: cost for name, cost in costs.items() if cost.memory <= limit}
+    fitting = {name: line for name, line in costs.items() if line.held <= limit}
     if not fitting:
-        return min(costs, key=lambda name: costs[name].memory)
-    shortest = min(cost.step for cost in fitting.values())
-    return next(name for name, cost in fitting.items() if cost.step <= EQUAL * shortest)
+        return min(costs, key=lambda name: costs[name].held)
+    shortest = min(line.end for line in fitting.values())
+    return next(name for name, line in fitting.items() if line.end <= EQUAL * shortest)
 
 
 def _in_ms(seconds: float) -> str:
@@ -105,62 +113,23 @@ def _in_ms(seconds: float) -> str:
 
 
 def _is_another(strategy: Strategy) -> bool:
-    """Tell whether it is another candidate too: one group of devices, or groups of one."""
-    ring = strategy.inner if isinstance(strategy, UlyssesRing) else None
-    return ring is not None and 1 in (ring.group, ring.ring_size)
+    """Return whether another candidate is the same: one group of devices, or groups of one."""
+    return isinstance(strategy, UlyssesRing) and 1 in (strategy.group, strategy.ring_size)
 
 
-# ---- what a strategy costs -----------------------------------------------------------------------
+def _sums(name: str, line: Timeline) -> str:
+    # Four digits of the whole: fewer would not show why one is within 2% of another.
+    step, compute = (f"{seconds * 1e3:.4g}" for seconds in (line.end, line.compute))
+    parts = f"{compute} computing + {line.waits * 1e3:.3g} waiting"
+    return f"{name}: {step} ms a step = {parts}, needs {readable(line.held)} more"
 
 
-@dataclass(frozen=True)
-class StrategyCost:
-    """Hold what a strategy costs a training step.
-
-    Args:
-        name: the strategy's label.
-        compute: seconds of the kernels on the slowest device.
-        waits: seconds of transfers and merges that no kernel covers.
-        memory: bytes on one device.
-    """
-
-    name: str
-    compute: float
-    waits: float
-    memory: float
-
-    @property
-    def step(self) -> float:
-        """Seconds, forward and backward."""
-        return self.compute + self.waits
-
-    def __str__(self) -> str:
-        # Four digits of the whole: fewer would not show why one is within 2% of another.
-        step, compute = (f"{seconds * 1e3:.4g}" for seconds in (self.step, self.compute))
-        parts = f"{compute} computing + {self.waits * 1e3:.3g} waiting"
-        return f"{self.name}: {step} ms a step = {parts}, holds {readable(self.memory)} more"
-
-
-def cost_of(strategy: Strategy, call: Call, target: Target) -> StrategyCost:
-    """Add up what a strategy costs a global call, not yet padded.
-
-    Args:
-        strategy: a ring, Ulysses, or one that gathers keys.
-        call: the call.
-        target: whose figures count.
-    """
-    ring = strategy.inner if isinstance(strategy, Ulysses) else strategy
-    if not isinstance(ring, Ring):
-        return _cost_of_gather(strategy, call, target)
-    line, devices = timeline_of(ring, call, target), ring.ring_size * ring.group
-    name = strategy.label().replace(f" over {devices}", "")
-    return StrategyCost(name, line.compute, line.waits, line.held)
-
-
-def _cost_of_gather(strategy: Strategy, call: Call, target: Target) -> StrategyCost:
+def cost_of(strategy: Strategy, call: Call, target: Target) -> Timeline:
+    """Estimate a step of a global call, not yet padded, by a ring, Ulysses or all-gather."""
+    if isinstance(strategy, Ring):
+        return timeline_of(strategy, call, target)
     n, machine, padded = ways("T", strategy.shape), machine_of(target), strategy.padded_call(call)
-    local = strategy.local_call(padded)
-    q_len, kv_len = padded.q_len, padded.kv_len
+    local, q_len, kv_len = strategy.local_call(padded), padded.q_len, padded.kv_len
     share = Share.of(local.derived(kv_len=kv_len // n), machine)
     pairs = local.q_len * kv_len
     if not call.mask.is_full:
@@ -169,4 +138,5 @@ def _cost_of_gather(strategy: Strategy, call: Call, target: Target) -> StrategyC
     received = (n - 1) * share.kv * (2 + FLOAT / share.item)
     waits = received / machine.gathered(n) + 6 * START
     held = n * share.kv * (1 + FLOAT / share.item)
-    return StrategyCost(strategy.name, pairs * share.pair, waits, held)
+    compute = HopSteps(np.array([pairs * share.pair]), np.zeros(1))
+    return Timeline(compute, compute._replace(compute=np.zeros(1)), exchanges=waits, held=held)

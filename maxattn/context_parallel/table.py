@@ -1,7 +1,7 @@
-"""One row a context strategy: what the config and the plan know of it before they import it.
+"""The table of context strategies: what the config and the plan read without importing one.
 
-A new strategy is one file and one row, which need not stand here: `add(StrategyRow(...))` adds one.
-This module imports no strategy and no jax.
+A new strategy is one file and one row here, or `add(StrategyRow(...))` from elsewhere. This module
+imports no strategy and no jax.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from maxattn.kernels.table import Table
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """Say what a strategy is called and what it reads.
+    """The name of a strategy, where its class is, and what it reads.
 
     Args:
-        name: as `context_parallel:` spells it.
-        where: "module:Class", imported when the class is first asked for.
-        reads: the settings that change what it does and that not every strategy reads.
-        in_attention: whether `attention:` takes its name too, for it with the best kernel inside.
+        name: the value of `context_parallel`.
+        where: "module:Class", imported when the class is first used.
+        reads: the settings that this strategy reads and some others do not.
+        in_attention: whether it is a value of `attention` too: this strategy with any kernel.
     """
 
     name: str
@@ -29,24 +29,25 @@ class StrategyRow:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.name
 
 
 _ULYSSES = "maxattn.context_parallel.ulysses"
-_CHUNKS, _SHARDS = "ulysses_attention_chunks", "ulysses_shards"
-_DIRECTION = "ring_direction"
+_CHUNKS, _UNIFORM = "ulysses_attention_chunks", "attention_sharding_uniform"
+_RING = "maxattn.context_parallel.ring.ring"
 TABLE: Table[StrategyRow] = Table(
     "context strategy",
     (
         StrategyRow("none", "maxattn.context_parallel.all_gather:ReplicatedKeys"),
         StrategyRow("all_gather", "maxattn.context_parallel.all_gather:AllGather"),
-        StrategyRow("ring", "maxattn.context_parallel.ring.ring:Ring", (_DIRECTION,), True),
+        StrategyRow("ring", f"{_RING}:Ring", ("ring_direction",), True),
+        StrategyRow("ulysses", f"{_ULYSSES}:Ulysses", (_CHUNKS, _UNIFORM), True),
         StrategyRow(
-            "ulysses", f"{_ULYSSES}:Ulysses", (_CHUNKS, "attention_sharding_uniform"), True
-        ),
-        StrategyRow(
-            "ulysses_ring", f"{_ULYSSES}:UlyssesRing", (_SHARDS, _CHUNKS, _DIRECTION), True
+            "ulysses_ring",
+            f"{_ULYSSES}:UlyssesRing",
+            ("ulysses_shards", _CHUNKS, "ring_direction"),
+            True,
         ),
     ),
 )
@@ -54,5 +55,5 @@ add, remove = TABLE.add, TABLE.remove
 
 
 def in_attention() -> tuple[str, ...]:
-    """Return the names of strategies that `attention:` takes."""
+    """Return the names of strategies that are values of `attention` too."""
     return tuple(row.name for row in TABLE.values() if row.in_attention)

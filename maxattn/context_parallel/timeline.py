@@ -1,9 +1,9 @@
 """When the kernels and the transfers of a strategy end, in seconds of a training step.
 
-Zig-zag or not, one way or both ways, and `context_parallel: auto` all compare `Timeline.end`.
-Where every query sees every key a hop's kernel takes what the shipped estimates say, if they know
-it; else the pairs of the slowest rank at the target's rate. A transfer takes its bytes at the rate
-of a link.
+`Timeline.end` decides between zig-zag and contiguous order, one way and both ways, and for
+`context_parallel: auto`. On a TPU a hop over all pairs takes what the compiler's schedules that
+ship with maxattn say, if they know the kernel. Else it takes the pairs of the slowest rank at the
+target's rate. A transfer takes its bytes at the rate of a link.
 """
 
 from __future__ import annotations
@@ -17,27 +17,25 @@ from maxattn.block_sizes.estimated.choose import estimated_sizes, how_estimated
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.base import bias_letters, itemsize, kv_bytes
+from maxattn.context_parallel.base import FLOAT, bias_letters, itemsize, kv_bytes
 from maxattn.devices import START, Machine, machine_of
 from maxattn.target import Target
 
 if TYPE_CHECKING:
     from maxattn.context_parallel.ring.ring import Ring
 
-FLOAT = 4
-"""Bytes of a float32."""
 # Forward: S = q k^T and P v, 2 H each. Backward: five products, with S again.
 FLOPS_A_PAIR = 4
 TRAINING = 3.5
 
 
 class Share(NamedTuple):
-    """What one device holds and computes.
+    """What one device has and computes.
 
     Args:
         q: bytes of its queries.
         kv: bytes of its keys and values.
-        item: bytes of an element of them.
+        item: bytes of one of their elements.
         pair: seconds of a (query, key) of all its heads and batch rows, forward and backward.
     """
 
@@ -59,11 +57,11 @@ class Traffic(NamedTuple):
     """What a ring's schedule sends and keeps.
 
     Args:
-        grad_item: bytes of an element of dK and dV on their way.
-        goes_straight: whether a transfer reaches any rank in one hop, and gradients go home in one.
+        grad_item: bytes of an element of dK and dV while they travel.
+        goes_straight: whether one transfer reaches any rank, and gradients go home in one.
         halves_local: whether half of the local block is computed beside the last transfer.
-        held: bytes beside q, k, v, out and their gradients.
-        merged: bytes of merges and sums of partial results.
+        held: bytes besides q, k, v, out and their gradients.
+        merged: bytes that merges and sums of partial results read and write.
     """
 
     grad_item: int
@@ -74,35 +72,35 @@ class Traffic(NamedTuple):
 
 
 class HopSteps(NamedTuple):
-    """Seconds of the kernels of one pass, and of the transfers beside each."""
+    """Seconds of the kernels of one pass, and of the transfer beside each."""
 
     compute: np.ndarray
     transfer: np.ndarray
 
     @property
     def exposed(self) -> float:
-        """Seconds of transfers that no kernel covers."""
+        """Seconds of transfers beyond the kernels beside them."""
         return float(np.maximum(self.transfer - self.compute, 0).sum())
 
 
 class Timeline(NamedTuple):
-    """Seconds of a ring's training step, on the slowest rank.
+    """Seconds of a training step, on the slowest rank.
 
     Args:
-        forward, backward: hop by hop.
-        mean: of all kernels, if every rank had the same work.
-        starts: of transfers.
-        slowed: that transfers take from the kernels beside them.
-        permutes: to zig-zag order and back.
-        exchanges: of heads, in groups of devices.
-        merges: of partial results.
-        source: of the kernels' times.
-        held: bytes beside q, k, v, out and their gradients.
+        forward, backward: kernels and transfers, hop by hop.
+        mean: all kernels, if every rank had the same work.
+        starts: starts of transfers.
+        slowed: what kernels lose to the transfers beside them.
+        permutes: permutes to zig-zag order and back.
+        exchanges: exchanges of heads within groups of devices, or gathers of keys.
+        merges: merges of partial results.
+        source: where the kernels' times are from.
+        held: bytes besides q, k, v, out and their gradients.
     """
 
     forward: HopSteps
     backward: HopSteps
-    mean: float
+    mean: float = 0.0
     starts: float = 0.0
     slowed: float = 0.0
     permutes: float = 0.0
@@ -118,12 +116,12 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds of hops that no kernel covers."""
+        """Exposed seconds of the hops."""
         return self.forward.exposed + self.backward.exposed + self.starts
 
     @property
     def waits(self) -> float:
-        """Seconds of all that is no kernel."""
+        """Seconds of everything but the kernels."""
         return self.exposed + self.slowed + self.permutes + self.exchanges + self.merges
 
     @property
@@ -139,19 +137,20 @@ def timeline_of(
 
     Args:
         ring: its layout, its schedule and its groups of devices.
-        call: global, not yet padded.
-        target: whose rates count.
-        config: names the kernel whose shipped estimates count; None: no estimate does.
+        call: the global call, not yet padded.
+        target: the machine whose rates count.
+        config: names the kernel whose schedules count; None: kernels go by arithmetic.
     """
     machine, n, padded = machine_of(target), ring.ring_size, ring.padded_call(call)
-    if call.mask.is_full:  # what padding adds is priced too
+    if call.mask.is_full:  # pairs of padding take time too
         padded = padded.derived(mask=call.mask)
     hop = ring.rank_call(padded).derived(bias=call.bias)
-    share, hops = Share.of(hop, machine), ring.hops(padded.mask, padded.q_len, padded.kv_len)
-    pairs, total = ring.layout.slowest(padded.mask, padded.q_len, padded.kv_len)
+    lengths = padded.mask, padded.q_len, padded.kv_len
+    share, hops = Share.of(hop, machine), ring.layout.hops(*lengths)
+    pairs, total = ring.layout.slowest(*lengths)
     work, source = pairs[list(hops)] * share.pair, "kernels by arithmetic"
     forward, backward = work / TRAINING, work * (TRAINING - 1) / TRAINING
-    if config is not None and (found := _estimated(hop.derived(bias=None), config, target)):
+    if config is not None and (found := _scheduled(hop.derived(bias=None), config, target)):
         forward, backward = (np.full(len(hops), seconds) for seconds in found)
         source = how_estimated()
 
@@ -172,13 +171,19 @@ def timeline_of(
             np.array([keys[0], *(keys[1:] + grads[:-1]), grads[-1]]),
         ),
     )
-    exchanges, exchanged = 0.0, 0.0
+    exchanges = exchanged = permutes = 0.0
     if (group := ring.group) > 1:
-        # Fifteen arrays: five forward, seven and three backward; statistics are small. Held are q,
+        # Fifteen arrays: five forward, seven and three backward; statistics are small. Kept are q,
         # k, v, out and dout of a backward, and gradients before they go back.
         received = (6 * share.q + 3 * share.kv) * (group - 1) / group
         exchanges = received / machine.exchanged(group) + 15 * START
         exchanged = 4 * share.q + 2 * share.kv
+    if ring.zigzag:
+        # Six arrays like q and six like k, and a bias. Forward: q, k, v, out. Backward: q, k, v,
+        # out, dout, dq, dk, dv.
+        has_rows = "T" in bias_letters(call.bias)
+        bias = 3 * FLOAT * prod(call.bias or ()) / n if has_rows else 0
+        permutes = (6 * share.q + 3 * share.kv + bias) / machine.permuted(n * group) + 4 * START
     # K and V forward, K and V and their gradients backward; packed, they have kernels to start.
     starts = 6 * len(hops) - 4 if len(hops) > 1 else 0
     return Timeline(
@@ -186,7 +191,7 @@ def timeline_of(
         mean=total / n * share.pair,
         starts=ring.schedule.directions * starts * START,
         slowed=machine.slowed * float(sum(step.transfer.sum() for step in steps)),
-        permutes=_permutes(ring, share, call.bias, machine) if ring.chunks_per_rank > 1 else 0.0,
+        permutes=permutes,
         exchanges=exchanges,
         merges=traffic.merged / machine.hbm if n > 1 else 0.0,
         source=source,
@@ -194,18 +199,8 @@ def timeline_of(
     )
 
 
-def _permutes(ring: Ring, share: Share, bias: tuple[int, ...] | None, machine: Machine) -> float:
-    """Return the seconds to zig-zag and back: six arrays like q and six like k, and a bias.
-
-    Forward: q, k, v, out. Backward: q, k, v, out, dout, dq, dk, dv.
-    """
-    rows = 3 * FLOAT * prod(bias or ()) / ring.ring_size if "T" in bias_letters(bias) else 0
-    rate = machine.permuted(ring.ring_size * ring.group)
-    return (6 * share.q + 3 * share.kv + rows) / rate + 4 * START
-
-
-def _estimated(hop: Call, config: AttentionConfig, target: Target) -> tuple[float, float] | None:
-    """Return the seconds of a forward and of a backward, each of the kernel that takes least."""
+def _scheduled(hop: Call, config: AttentionConfig, target: Target) -> tuple[float, float] | None:
+    """Return the seconds of a forward and of a backward on a TPU, of the faster kernel each."""
     if not hop.mask.is_full:
         return None
     named = config.kernel_for("self")

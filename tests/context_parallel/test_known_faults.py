@@ -1,14 +1,10 @@
-"""Faults that other libraries had on a mesh (reference/maxdiffusion.md), as tests that maxattn
-passes.
-
-Padded keys that are attended to, self-attention of SDXL and Flux that stays within a shard, and
-causality that is lost on the way.
+"""Faults that other libraries had on a mesh (reference/maxdiffusion.md): padded keys that are
+attended to, self-attention of SDXL and Flux within a shard alone, and masks that are not causal.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import product
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -44,30 +40,23 @@ def qkv(length: int, heads: int = 4, shift: float = 0.0) -> tuple[jax.Array, ...
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("length", [255])
-@pytest.mark.parametrize("shift", [0.0, 1000.0], ids=["scores about 0", "scores about -1000"])
-def test_padded_keys_are_not_attended_to(strategy: str, length: int, shift: float) -> None:
-    """A padded key has score 0, which wins over all real ones where those are strongly negative."""
+def test_padded_keys_are_not_attended_to(strategy: str) -> None:
+    """A padded key has score 0, which wins over real ones whose scores are strongly negative."""
     c = config(4, attention="dot_product", context_parallel=strategy)
-    q, k, v = qkv(length, shift=shift)
+    q, k, v = qkv(37, shift=1000.0)
     want = attention64(q, k, v).out
-    got = ma.attention(q, k, v, config=c, mesh=mesh_of(c))
-    np.testing.assert_allclose(got, want, atol=2e-5 if shift == 0 else 2e-3)
+    got = jax.jit(partial(ma.attention, config=c, mesh=mesh_of(c)))(q, k, v)
+    np.testing.assert_allclose(got, want, atol=2e-3)
     assert abs(float(jnp.abs(got).mean()) / np.abs(want).mean() - 1) < 1e-3
 
 
 @pytest.mark.parametrize(
     ("strategy", "context"),
-    [
-        *((strategy, 2) for strategy in ("auto", "all_gather")),
-        ("ring", 4),
-        pytest.param("ring", 2, marks=pytest.mark.slow),
-        *(pytest.param(strategy, 4, marks=pytest.mark.slow) for strategy in ("auto", "all_gather")),
-    ],
+    [("auto", 2), ("ring", 4), pytest.param("all_gather", 4, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(
     ("heads", "dim_head", "tokens", "norm"),
-    [(4, 64, 256, None), (4, 128, 64 + 256, "rms_norm")],
+    [(4, 64, 64, None), (4, 128, 16 + 64, "rms_norm")],
     ids=["SDXL: H=64, no norm", "Flux: text and image in one sequence, H=128, norm per head"],
 )
 def test_self_attention_sees_all_shards(
@@ -115,44 +104,26 @@ def on_one_device(
     return x, run(module(heads, dim_head, norm, ma.AttentionConfig(), None), x)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"attention": "dot_product"},
+CAUSAL: list[dict[str, Any]] = [
     {"attention": "dot_product", "use_memory_efficient_attention": True},
     {"attention": "flash"},
     {"attention": "flash", "flash_min_seq_length": 4096},
     {"attention": "tokamax_flash"},
     {"attention": "cudnn", "fallback": "allow"},
-]
-# Where its kernel cannot run dense does, which has a row of its own.
-INSTEAD = (SETTINGS[3], SETTINGS[5])
-CAUSAL = [
-    *(
-        pytest.param(*x, marks=pytest.mark.slow if x[0] and x[1] in INSTEAD else ())
-        for x in product([None, "ring", "all_gather"], SETTINGS)
-    ),
-    *product([None, "ring"], [{"attention": "tokamax_ring"}]),  # it is a ring already
+    {"attention": "tokamax_ring"},  # it is a ring already
 ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings"),
-    CAUSAL,
-    ids=lambda x: "-".join(map(str, x.values() if isinstance(x, dict) else [x])),
-)
-def test_causality_is_kept_everywhere(strategy: str | None, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", CAUSAL, ids=lambda x: "-".join(map(str, x.values())))
+def test_a_causal_ring_is_causal(settings: dict[str, Any]) -> None:
     """A change of the last key and value reaches the last query alone."""
     if "tokamax" in settings["attention"]:
         pytest.importorskip("tokamax")
-    named = (
-        {}
-        if strategy is None or settings["attention"] == "tokamax_ring"
-        else {"context_parallel": strategy}
-    )
-    c = config(1 if strategy is None else 2, **settings, **named)
+    named = {} if settings["attention"] == "tokamax_ring" else {"context_parallel": "ring"}
+    c = config(2, **settings, **named)
     mesh = mesh_of(c)
     q, k, v = qkv(37, heads=2)
     run = jax.jit(lambda k, v: ma.attention(q, k, v, mask=M.Causal(), config=c, mesh=mesh))
     before, after = run(k, v), run(k.at[:, -1].add(3.0), v.at[:, -1].add(3.0))
     np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
     assert float(jnp.abs(before[:, -1] - after[:, -1]).max()) > 0.01
-    np.testing.assert_allclose(before, attention64(q, k, v, np.tri(37, dtype=bool)).out, atol=2e-5)

@@ -170,7 +170,7 @@ def test_a_whole_shard_masked_and_rows_with_nothing() -> None:
 
 
 def test_hops_follow_the_mask() -> None:
-    ring = Ring((("context", 4),))
+    ring = Ring((("context", 4),)).layout
     assert ring.hops(M.Full(), 16, 16) == (0, 1, 2, 3)
     assert ring.hops(M.Causal().bind(16, 16), 16, 16) == (0, 1, 2, 3)
     assert ring.hops(M.LocalWindow(3, 0).bind(16, 16), 16, 16) == (0, 1)

@@ -50,7 +50,11 @@ def _drawn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(counted[0], whole, str(mask))
     kinds = np.where(whole == 0, M.EMPTY, np.where(whole == blocks.areas(*grid), M.FULL, M.MIXED))
     assert counted[1:] == (tuple(np.bincount(kinds.ravel(), minlength=3)), whole.sum()), mask
-    by_rank = layout._by_hop(chunks).sum(axis=(2, 3))
+    n, each = layout.ring_size, layout.chunks_per_rank
+    rank, hop, of = *np.ogrid[:n, :n], layout.chunk
+    by_rank = np.zeros((n, n), chunks.dtype)
+    for i, j in np.ndindex(each, each):
+        by_rank += chunks[of(rank, i), of((rank - hop) % n, j)]
     np.testing.assert_array_equal(work, by_rank, str(mask))
     assert hops == tuple(h for h in range(layout.ring_size) if not h or by_rank[:, h].any()), mask
 

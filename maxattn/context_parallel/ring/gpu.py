@@ -1,33 +1,33 @@
 """The schedule of a ring among GPUs: every device reaches every other at full rate.
 
 XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K
-and V travel as one array; the gradients of a hop's keys go straight home, in the dtype of K, while
-the next hop is computed, and are summed there in float32. Partial results are kept as the kernel
-wrote them, and merged or summed in one pass. Where every query sees every key, each transfer of the
-backward has a kernel beside it: `gpu_full_mask.py`.
+and V travel as one array. The gradients of a hop's keys go straight home, in the dtype of K, while
+the next hop is computed, and are summed there in float32. Partial results stay as the kernel wrote
+them until they are merged or summed in one pass. Where every query sees every key, each transfer of
+the backward has a kernel beside it: `gpu_full_mask.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.context_parallel.base import Collective, itemsize
+from maxattn.context_parallel.base import FLOAT, Collective, itemsize
 from maxattn.context_parallel.ring import gpu_full_mask
-from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
-from maxattn.context_parallel.ring.schedule import (
-    Schedule,
+from maxattn.context_parallel.ring.hops import (
+    Keys,
+    Piece,
+    RingPass,
     hop_collectives,
-    nothing_seen,
+    tie_transfer_to_kernel,
     unseen,
-    zeros,
 )
-from maxattn.context_parallel.timeline import FLOAT, Share, Traffic
+from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels import KERNELS, computed_call
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.kv_block import MOST_PARTS, Packed, added, pack, total, widened
@@ -42,19 +42,20 @@ COPY_ENGINES = (
 
 
 @dataclass(frozen=True)
-class GpuSchedule(Schedule):
+class GpuSchedule:
     """Send K and V as one array, and their gradients straight home.
 
     Args:
-        copy_engine_flag_set: whether XLA's flags say how to move blocks between GPUs, or there is
-            no such flag for these.
+        copy_engine_flag_set: whether XLA's flags set how blocks move between GPUs, or these GPUs
+            have no such flag; `explain` then prints no note about it.
     """
 
     copy_engine_flag_set: bool = False
+    directions: ClassVar[int] = 1
 
     @classmethod
     def build(cls, target: Target) -> Self:
-        """Read XLA's flags; the note is about NCCL, which no AMD GPU runs."""
+        """Read XLA's flags of a target; AMD's GPUs run no NCCL, which the flag is about."""
         is_set = MODE in dict(target.env).get("XLA_FLAGS", "")
         return cls(is_set or target.device.vendor == "AMD")
 
@@ -68,20 +69,20 @@ class GpuSchedule(Schedule):
         return () if self.copy_engine_flag_set else (COPY_ENGINES,)
 
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """Name the hops, in which K and V are equally wide; the gradients of own keys stay."""
+        """List the hops, in which K and V are equally wide; gradients of local keys stay."""
         widest = max(hop.head_dim, hop.value_dim)
         block = 2 * hop.batch * hop.kv_len * hop.kv_heads * widest * itemsize(hop.dtype)
         return hop_collectives(sends, block, (sends, block), arrays=1)
 
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
-        """Count gradients in the dtype of K, and parts that are summed in one pass.
+        """Return what `hops` hops send and keep; gradients travel in the dtype of K.
 
-        Where every query sees every key, held are the local block, the one that is here and the one
-        that comes, and of gradients the local ones and those that are made, leave and came.
+        Where every query sees every key, memory has three blocks of K and V (local, here, coming)
+        and the gradients that are local, being made, leaving and arrived.
 
-        Each part of out, dk and dv is read once, each sum is written; K and V are made one array,
-        forward and backward. Where dQ is not kept in one sum, the same of dq, and dK and dV of each
-        hop are made one array.
+        Each part of out, dk and dv is read once and each sum is written; K and V are packed,
+        forward and backward. Unless dQ is one running sum, so is dq, and dK and dV of each hop are
+        packed.
         """
         q, kv, item, _ = share
         dense = hop.mask.is_full and hop.bias is None
@@ -91,7 +92,7 @@ class GpuSchedule(Schedule):
         else:
             held = (2 + min(hops, MOST_PARTS)) * kv + min(hops, MOST_PARTS) * q
         merged = (hops + 1) * (q + kv) + 4 * kv
-        # Which kernel runs is chosen after the strategy.
+        # The kernel is chosen after the strategy.
         computed = {name: computed_call(name, hop, "gpu") for name in KERNELS}
         may_keep = any(KERNELS[name].may_keep_dq(call, "gpu") for name, call in computed.items())
         if not dense or not may_keep:
@@ -101,7 +102,7 @@ class GpuSchedule(Schedule):
     # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
-        # Packed as for the backward: where one program has both, they share it.
+        # Packed as for the backward: a program with both passes packs once.
         queries = ring_pass.order.to_zigzag(inputs.q, 1)
         packed, dims = _packed(ring_pass.keys(inputs)), _head_dims(inputs)
         parts: list[list[Result]] = [[] for _ in ring_pass.chunks]
@@ -112,7 +113,7 @@ class GpuSchedule(Schedule):
                 return kernel.forward(ring_pass.inputs(hop, (i, j), queries[i], here))
 
             packed, found = tie_transfer_to_kernel(
-                ring_pass.send_on(hop, packed), ring_pass.pieces(hop, attend, nothing_seen)
+                ring_pass.send_on(hop, packed), ring_pass.pieces(hop, attend)
             )
             for (i, _), part in found.items():
                 if len(parts[i]) >= MOST_PARTS:
@@ -128,18 +129,20 @@ class GpuSchedule(Schedule):
         queries, chunks = ring_pass.order.to_zigzag(inputs.q, 1), ring_pass.rows(rows)
         packed, dims = _packed(ring_pass.keys(inputs)), _head_dims(inputs)
         dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
-        dbias: list[Bias] = zeros(ring_pass.biases)
+        dbias: list[Bias] = [
+            x if x is None else jnp.zeros(x.shape, jnp.float32) for x in ring_pass.biases
+        ]
         home: list[Packed] = []  # gradients of the local keys
-        leaving: tuple[int, Packed] | None = None  # those of the last hop, of another rank's
+        leaving: tuple[int, Packed] | None = None  # the last hop, and gradients of its keys
         for hop in ring_pass.hops:
 
             def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Grads:
                 here = _unpacked(packed, dims)[j]
                 return kernel.backward(ring_pass.inputs(hop, (i, j), queries[i], here), chunks[i])
 
-            travels = ring_pass.send_on(hop, packed), leaving and ring_pass.send_to_owner(*leaving)
+            sent = leaving and ring_pass.send_to_owner(*leaving)
             (packed, arrived), found = tie_transfer_to_kernel(
-                travels, ring_pass.pieces(hop, gradients, zeros)
+                (ring_pass.send_on(hop, packed), sent), ring_pass.pieces(hop, gradients)
             )
             for (i, j), (dq, _, _, db) in found.items():
                 dqs[i] = added(dqs[i], dq)
@@ -168,11 +171,7 @@ def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packe
 
 
 def _packed(keys: Keys) -> Packed:
-    parts = [x for pair in keys for x in pair]
-    if len(parts) == 2:
-        return pack(*parts)
-    widest = max(x.shape[3] for x in parts)
-    return jnp.stack([widened(x, widest) for x in parts])
+    return jnp.concatenate([pack(*pair) for pair in keys])
 
 
 def _unpacked(packed: Packed, dims: tuple[int, int]) -> Keys:

@@ -1,8 +1,8 @@
 """The backward of a ring among GPUs where every query sees every key.
 
-Each transfer has a kernel beside it. The local keys, from two on, are computed in two halves, the
-first one beside the first transfer and the second one beside the last. Another rank's are computed
-in two where both the next keys and the last gradients travel beside them:
+Each transfer has a kernel beside it. The local keys, if there are two or more, are computed in two
+halves: one beside the first transfer, one beside the last. Another rank's keys are computed in two
+halves if both the next keys and the last gradients travel beside them:
 
     computes   local, first half   hop 1           hop 2, first    hop 2, second    ...
     travels    keys of hop 1       keys of hop 2   keys of hop 3   dK,dV of hop 1   ...
@@ -18,25 +18,17 @@ from typing import NamedTuple
 
 from maxattn.context_parallel.ring.hops import RingPass, tie_transfer_to_kernel
 from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
-from maxattn.kernels.kv_block import (
-    WHOLE,
-    KeyRange,
-    Packed,
-    added,
-    middle_key,
-    pack,
-    total,
-)
+from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, added, middle_key, pack, total
 
 
 class Step(NamedTuple):
-    """Name what is computed, and what travels beside it.
+    """What is computed, and what travels beside it.
 
-    Attributes:
-        hop: whose keys: those of the rank so many before this one.
-        key_range: which range of them.
+    Args:
+        hop: how many ranks before this one the keys are from.
+        key_range: the range of keys that is computed.
         fetches: whether the keys of the next hop travel.
-        returns: whether the gradients of the hop before this one do.
+        returns: whether the gradients of the previous hop's keys travel.
     """
 
     hop: int
@@ -50,7 +42,7 @@ def steps(ring_size: int, middle: int) -> Iterator[Step]:
 
     Args:
         ring_size: ranks of the ring.
-        middle: the key at which a block that takes two launches is cut; 0: none is.
+        middle: the key at which a block is cut that takes two launches; 0: no block is cut.
     """
     last, halves = ring_size - 1, middle > 0
     first, second = KeyRange(0, middle), KeyRange(middle)
@@ -66,13 +58,13 @@ def steps(ring_size: int, middle: int) -> Iterator[Step]:
 
 
 def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-    """Return (dq, dk, dv); the gradients of K and V are complete.
+    """Return this device's gradients, those of K and V summed over the ring.
 
     Args:
-        ring_pass: whose every hop is dense.
-        kernel: that computes.
+        ring_pass: a dense pass.
+        kernel: the kernel of each hop.
         inputs: this device's shards.
-        rows: its, of all keys.
+        rows: what a backward reads of its queries, over all keys.
     """
     n, dims = ring_pass.ring_size, (inputs.k.shape[3], inputs.v.shape[3])
     accumulator = kernel.accumulator(Inputs(inputs.q, inputs.k, inputs.v), rows)

@@ -1,7 +1,7 @@
 """The heads in two halves: a ring computes its local keys for one half first, for the other last.
 
-So the first transfer has a kernel beside it, and the last one too, by which the gradients of the
-local keys come home.
+So the first transfer has a kernel beside it, and so has the last one, which brings the gradients of
+the local keys home.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maxattn.masks import Mask
 
 
 class Heads(NamedTuple):
-    """Name the `part`-th of `parts` equal parts of the heads."""
+    """The `part`-th of `parts` equal parts of the heads."""
 
     part: int = 0
     parts: int = 1
@@ -33,38 +33,33 @@ ALL, FIRST, SECOND = Heads(), Heads(0, 2), Heads(1, 2)
 
 
 def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
-    """Tell whether the local keys are computed by halves of the heads.
+    """Return whether a device's local keys are computed by halves of the heads.
 
-    Each half is an even number of heads, since a TPU's two cores share them.
-
-    Args:
-        heads, kv_heads: of one device.
-        mask: what is allowed; the halves share it.
-        biased: whether the scores have a bias.
+    Each half is an even number of heads, since a TPU's two cores share them, and both read one mask
+    and no bias.
     """
-    by_head = any("N" in letters for letters in jax.tree.leaves(mask.leaf_axes()))
-    return heads % 4 == 0 and kv_heads % 2 == 0 and not by_head and not biased
+    has_head_axis = any("N" in letters for letters in jax.tree.leaves(mask.leaf_axes()))
+    return heads % 4 == 0 and kv_heads % 2 == 0 and not has_head_axis and not biased
 
 
 def operands(heads: Heads, inputs: Inputs) -> Inputs:
-    """Return the operands of some of the heads, which have no bias."""
+    """Return the operands of some heads, without a bias."""
     q, k, v = (heads.of(x, 2) for x in (inputs.q, inputs.k, inputs.v))  # [B, T, N, H]
     return inputs.replace(q=q, k=k, v=v, bias=None)
 
 
 def of_rows(heads: Heads, rows: Rows) -> Rows:
-    """Return what a backward reads of each query, of some of the heads."""
+    """Return what a backward reads of each query for some heads."""
     out, dout = (heads.of(x, 2) for x in (rows.out, rows.dout))  # [B, T, N, H]
     return Rows(out, heads.of(rows.lse, 1), dout, heads.of(rows.dlse, 1))  # [B, N, T]
 
 
 def joined(parts: Sequence[Array], axis: int) -> Array:
-    """Join arrays of the halves of the heads; one is of all of them."""
     return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
 
 
 def backward(kernel: Kernel, heads: Heads, inputs: Inputs, rows: Rows) -> Grads:
-    """Run a kernel's backward for some of the heads; the gradients of the others are 0."""
+    """Run a kernel's backward for some heads; the gradients of the others are 0."""
     if heads == ALL:
         return kernel.backward(inputs, rows)
     *found, _ = kernel.backward(operands(heads, inputs), of_rows(heads, rows))

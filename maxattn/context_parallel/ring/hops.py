@@ -1,7 +1,7 @@
 """One pass round a ring: whose keys are here, where they go next, and what each hop computes.
 
-Inside `shard_map`. A rank holds one chunk of the sequence, or two under zig-zag; a piece of
-attention is one chunk of queries against one chunk of keys, at their own positions.
+It runs inside `shard_map`. A rank has one chunk of the sequence, or two in zig-zag order. A piece
+is the attention of one chunk of queries to one chunk of keys, at their own positions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.context_parallel.base import CONTEXT
+from maxattn.context_parallel.base import CONTEXT, Collective, bias_letters
 from maxattn.context_parallel.ring.zigzag import ChunkLayout, ChunkOrder, Moves, joined
 from maxattn.kernels.base import Bias, Inputs, Result, Rows
+from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 
 Piece = tuple[int, int]
@@ -31,13 +32,13 @@ def tie_transfer_to_kernel(received: Any, computed: Any) -> Any:
 
     The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run
     the kernel before or after it. With nothing else to put between a transfer's start and its end,
-    the kernel goes there.
+    it puts the kernel there.
     """
     return jax.lax.optimization_barrier((received, computed))
 
 
 class RingPass:
-    """Hold what every hop of one pass shares.
+    """What all hops of one pass have in common.
 
     Args:
         layout: the ring's ranks and chunks.
@@ -49,27 +50,25 @@ class RingPass:
 
     def __init__(self, layout: ChunkLayout, group: int, inputs: Inputs, way: int = 1) -> None:
         mask, q_len, kv_len = inputs.mask, inputs.q.shape[1], inputs.k.shape[1]
-        self.layout, self.group, self.ring_size = layout, group, layout.ring_size
-        self.way = way
+        self.layout, self.group, self.ring_size, self.way = layout, group, layout.ring_size, way
         lengths = self.ring_size * q_len, self.ring_size * kv_len
-        # The layout counts ranks before; by hops of this way.
+        # The layout counts how many ranks before this one; here hops of this way are counted.
         before = way * np.arange(self.ring_size) % self.ring_size
-        self.empty, self.full = (f(mask, *lengths)[:, before] for f in (layout.empty, layout.full))
+        self.empty = layout.empty(mask, *lengths)[:, before]
+        # Of these pieces a kernel need not test positions.
+        self.untested = self.empty | layout.full(mask, *lengths)[:, before]
         made = layout.hops(mask, *lengths)
         self.hops = tuple(hop for hop in range(self.ring_size) if before[hop] in made)
         # A ring of one has static offsets, so that a kernel's lists of tiles are constants.
         self.rank = jax.lax.axis_index(CONTEXT) // group if self.ring_size > 1 else 0
-        self.order = ChunkOrder(layout, CONTEXT, group, self.rank)
+        self.order = ChunkOrder(layout, group, self.rank)
         self.q_chunk, self.kv_chunk = (n // layout.chunks_per_rank for n in (q_len, kv_len))
-        # Else the bias broadcasts over queries.
-        self.tall = inputs.bias is not None and inputs.bias.shape[2] == q_len
-        self.masks, self.biases = self._masks(mask), self._of_rows(inputs.bias, q_len)
-        self.levels = self._of_rows(inputs.bias_level, q_len)
+        both = inputs.bias, inputs.bias_level
+        bias, level = (None if x is None else bias_letters(x.shape) for x in both)
+        self.has_bias_rows = bias is not None and "T" in bias  # else it broadcasts over queries
+        self.biases, self.levels = self._by_chunk(both[0], bias), self._by_chunk(both[1], level)
+        self.masks = self._by_chunk(mask, mask.leaf_axes())
         self._shapes: dict[Hashable, Any] = {}
-
-    def with_inputs(self, inputs: Inputs, way: int) -> RingPass:
-        """Return the pass of some of the heads, that goes round one way."""
-        return RingPass(self.layout, self.group, inputs, way)
 
     @property
     def chunks(self) -> range:
@@ -78,7 +77,7 @@ class RingPass:
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether every query sees every key, with nothing added to the scores."""
+        """Whether every query sees every key, with nothing added to the scores."""
         plain = all(m.is_full for m in self.masks) and all(b is None for b in self.biases)
         return self.layout.chunks_per_rank == 1 and plain
 
@@ -90,7 +89,7 @@ class RingPass:
         return list(zip(k, v, strict=True))
 
     def rows(self, rows: Rows) -> list[Rows]:
-        """Split what a backward needs of each query into chunks."""
+        """Split what a backward reads of each query into chunks."""
         axes = 1, 2, 1, 2  # of T in [B, T, N, H] and [B, N, T]
         chunks = (self.order.to_zigzag(x, a) for x, a in zip(rows.operands, axes, strict=True))
         return [Rows(*chunk) for chunk in zip(*chunks, strict=True)]
@@ -104,29 +103,24 @@ class RingPass:
     # ---- what a hop computes ---------------------------------------------------------------------
 
     def pieces(
-        self,
-        hop: int,
-        compute: Callable[[int, int], Any],
-        nothing: Callable[[Any], Any],
-        alike: Hashable = None,
+        self, hop: int, compute: Callable[[int, int], Any], alike: Hashable = None
     ) -> dict[Piece, Any]:
         """Compute a hop.
 
         Args:
-            hop: which.
-            compute: from (query chunk, key chunk) to arrays.
-            nothing: what it gives where nothing is seen, from the shapes.
-            alike: the same where pieces give arrays of the same shapes, on whatever hop.
+            hop: its number.
+            compute: a function from (query chunk, key chunk) to a `Result` or `Grads`.
+            alike: equal for calls whose pieces have results of equal shapes, whatever the hop.
 
         Returns:
-            Arrays by (query chunk, key chunk), for every piece in which some rank sees something.
+            The results by piece, for every piece in which some rank sees something.
         """
-        found, untested = {}, self.full | self.empty  # as _bias_and_mask has it
+        found = {}
         for i, j in ((i, j) for i in self.chunks for j in self.chunks):
             idle = self.empty[:, hop, i, j]
             if idle.all():
                 continue
-            run, key = partial(compute, i, j), (alike, bool(untested[:, hop, i, j].all()))
+            run, key = partial(compute, i, j), (alike, bool(self.untested[:, hop, i, j].all()))
             if not idle.any():
                 found[i, j] = made = run()
                 self._shapes.setdefault(key, jax.eval_shape(lambda made=made: made))
@@ -135,7 +129,11 @@ class RingPass:
                 self._shapes[key] = jax.eval_shape(run)
 
             def empty(shapes: Any = self._shapes[key]) -> Any:
-                return jax.tree.map(lambda x, s: x.astype(s.dtype), nothing(shapes), shapes)
+                """Return results of queries that see nothing."""
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+                if isinstance(shapes, Result):
+                    return zeros._replace(lse=jnp.full_like(zeros.lse, NEG_INF))
+                return zeros
 
             found[i, j] = jax.lax.cond(jnp.asarray(idle)[self.rank], empty, run)
         return found
@@ -144,12 +142,8 @@ class RingPass:
         """Return what a kernel computes a piece from."""
         start = self.first_key(hop, piece[1])
         bias, mask = self._bias_and_mask(hop, piece, start)
-        offsets = self.first_query(piece[0]), start
-        return Inputs(q, *kv, bias, mask, *offsets, self.levels[piece[0]])
-
-    def first_query(self, i: int) -> Any:
-        """Return the position of the first query of chunk i."""
-        return self.layout.chunk(self.rank, i) * self.q_chunk
+        first_query = self.layout.chunk(self.rank, piece[0]) * self.q_chunk
+        return Inputs(q, *kv, bias, mask, first_query, start, self.levels[piece[0]])
 
     def first_key(self, hop: int, j: int) -> Any:
         """Return the position of the first key of chunk j of the block that is here."""
@@ -158,12 +152,12 @@ class RingPass:
     # ---- what travels ----------------------------------------------------------------------------
 
     def send_on(self, hop: int, keys: Any) -> Any:
-        """Send K and V to where the next hop computes with them; after the last one they stay."""
+        """Send K and V to where the next hop computes with them; after the last hop they stay."""
         return keys if hop == self.hops[-1] else self.send_home(hop, keys)
 
     def send_home(self, hop: int, grads: Any) -> Any:
-        """Send gradients of the keys that are here with these keys; home after the last hop."""
-        following = next((h for h in self.hops if h > hop), self.ring_size)  # which is home
+        """Send gradients along with their keys; after the last hop, to the rank of the keys."""
+        following = next((h for h in self.hops if h > hop), self.ring_size)
         return self.sent(grads, following - hop)
 
     def send_to_owner(self, hop: int, grads: Any) -> Any:
@@ -185,7 +179,7 @@ class RingPass:
     # ---- masks and biases ------------------------------------------------------------------------
 
     def add_bias(self, total: Bias, part: Bias, hop: int, j: int) -> Bias:
-        """Add the gradient of a piece's bias where it was sliced from."""
+        """Add the gradient of a piece's bias to the part of `total` that the piece reads."""
         if total is None or part is None:
             return None
         if total.shape[3] == 1:
@@ -195,19 +189,17 @@ class RingPass:
         return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 3)
 
     def whole_bias(self, totals: list[Bias]) -> Bias:
-        """Join the bias gradients of the query chunks: in order, or summed where they share it."""
+        """Join the bias gradients of the query chunks, or sum them if the chunks share the bias."""
         found = [x for x in totals if x is not None]
         if not found:
             return None
-        return self.order.from_zigzag(found, 2) if self.tall else sum(found[1:], found[0])
+        return self.order.from_zigzag(found, 2) if self.has_bias_rows else sum(found[1:], found[0])
 
     def _bias_and_mask(self, hop: int, piece: Piece, start: Any) -> tuple[Bias, Mask]:
         """Return the bias and the mask of a piece, whose keys begin at `start`."""
         i, j = piece
         mask, bias = self.masks[i], self.biases[i]
-        if (self.full | self.empty)[:, hop, i, j].all():
-            # Off the diagonal positions forbid nothing where anything is seen: the kernel need not
-            # test them.
+        if self.untested[:, hop, i, j].all():
             mask = joined(term for term in mask.terms() if term.has_data)
 
         def of_keys(x: Any, axis: int) -> Array:
@@ -219,18 +211,38 @@ class RingPass:
         )  # fmt: skip
         return of_keys(bias, 3) if bias is not None and bias.shape[3] > 1 else bias, mask
 
-    def _of_rows(self, x: Bias, q_len: int) -> list[Bias]:
-        """Split a bias, or its level, into the chunks of the queries."""
-        if x is None or x.shape[2] != q_len:
-            return [x for _ in self.chunks]
-        return list(self.order.to_zigzag(x, 2))
-
-    def _masks(self, mask: Mask) -> list[Mask]:
-        """Split a mask into the chunks of the queries."""
-        leaves, tree = jax.tree.flatten(mask)
-        chunks = [
-            self.order.to_zigzag(jnp.asarray(x), letters.index("T")) if "T" in letters
+    def _by_chunk(self, tree: Any, letters: Any) -> list[Any]:
+        """Split a tree of arrays, whose axes have letters, into the chunks of the queries."""
+        leaves, structure = jax.tree.flatten(tree)
+        parts = [
+            self.order.to_zigzag(jnp.asarray(x), axes.index("T")) if "T" in axes
             else [x for _ in self.chunks]
-            for x, letters in zip(leaves, jax.tree.leaves(mask.leaf_axes()), strict=True)
+            for x, axes in zip(leaves, jax.tree.leaves(letters), strict=True)
         ]  # fmt: skip
-        return [jax.tree.unflatten(tree, [x[i] for x in chunks]) for i in self.chunks]
+        return [jax.tree.unflatten(structure, [x[i] for x in parts]) for i in self.chunks]
+
+
+def unseen(queries: Array, value_dim: int) -> Result:
+    """Return the result of queries [B,T,N,H] before they have seen a value [..., V]."""
+    b, t, n, _ = queries.shape
+    return Result(jnp.zeros((b, t, n, value_dim), jnp.float32), jnp.full((b, n, t), NEG_INF))
+
+
+def hop_collectives(
+    sends: int, block: int, home: tuple[int, int], arrays: int
+) -> tuple[Collective, ...]:
+    """List the hops of K and V, forward and backward, and of their gradients.
+
+    Args:
+        sends: hops after the first.
+        block: bytes of K and V in a hop.
+        home: hops of dK and dV, and the bytes in each.
+        arrays: how many arrays travel in each hop.
+    """
+    hops, grads = home
+    made = (
+        ("K,V", "forward", sends * block, sends),
+        ("K,V", "backward", sends * block, sends),
+        ("dK,dV", "backward", hops * grads, hops),
+    )
+    return tuple(Collective("ppermute", (CONTEXT,), *each, arrays) for each in made)

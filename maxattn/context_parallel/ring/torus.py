@@ -2,7 +2,7 @@
 
 The next block of K and V travels while this one is computed. dK and dV travel with their K and V
 until they are home; the last transfer has half of the local block beside it (head_halves.py).
-Partial results are merged by log-sum-exp in float32 hop by hop. Where blocks travel both ways
+Partial results are merged by log-sum-exp in float32, hop by hop. Where blocks travel both ways
 (choices.py) there are two lanes, each with half of the heads, whose hops begin together.
 """
 
@@ -11,30 +11,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from maxattn.call import Call
-from maxattn.context_parallel.base import Collective, itemsize, kv_bytes
+from maxattn.context_parallel.base import FLOAT, Collective, itemsize, kv_bytes
 from maxattn.context_parallel.ring import head_halves
 from maxattn.context_parallel.ring.head_halves import ALL, FIRST, SECOND, Heads, may_halve
-from maxattn.context_parallel.ring.hops import Keys, Piece, RingPass, tie_transfer_to_kernel
-from maxattn.context_parallel.ring.schedule import (
-    Schedule,
+from maxattn.context_parallel.ring.hops import (
+    Keys,
+    Piece,
+    RingPass,
     hop_collectives,
-    nothing_seen,
+    tie_transfer_to_kernel,
     unseen,
-    zeros,
 )
-from maxattn.context_parallel.timeline import FLOAT, Share, Traffic
+from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import merge_by_lse
 
 # Bytes of a device's queries from which halves of them, of out and of dout are sliced only when
-# they are read: held all the way, they left the TPU's compiler no memory for transfers beside
-# kernels. It covers small ones better without.
+# they are read: sliced before the first hop, they left the TPU's compiler no memory for transfers
+# beside kernels. Of small ones it covers the transfers better if they are sliced first.
 LARGE = 2**28
 
 
 @dataclass(frozen=True)
-class TorusSchedule(Schedule):
+class TorusSchedule:
     """Send gradients of K and V along with K and V, from neighbour to neighbour.
 
     Args:
@@ -45,19 +48,32 @@ class TorusSchedule(Schedule):
 
     @property
     def directions(self) -> int:
+        """In how many directions blocks travel at once."""
         return 2 if self.both_ways else 1
 
+    def backward_line(self, kernel: Kernel, call: Call) -> str:
+        return ""
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """Name the hops; gradients go one hop further, home, in float32."""
+        """List the hops; gradients, in float32, go one hop further: home.
+
+        Args:
+            hop: the call of one hop.
+            sends: hops after the first, at least one.
+            chunks_per_rank: chunks of the sequence that a rank has.
+        """
         block, grads = kv_bytes(hop, itemsize(hop.dtype)), kv_bytes(hop, FLOAT)
         arrays = 2 * chunks_per_rank * self.directions
         return hop_collectives(sends, block, (sends + 1, grads), arrays)
 
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
-        """Count gradients, on their way and summed, in float32.
+        """Return what `hops` hops send and keep; gradients are float32 wherever they are.
 
-        Held are two blocks of K and V, or three, and float32 sums, those of the queries too. out,
-        dq, dk and dv are read and written in float32, and a part of each is read.
+        Memory has two blocks of K and V, or three, and float32 sums, those of dQ included. out, dq,
+        dk and dv are read and written in float32, and a part of each is read.
         """
         q, kv, item, _ = share
         halved = may_halve(hop.heads, hop.kv_heads, hop.mask, hop.bias is not None)
@@ -68,30 +84,33 @@ class TorusSchedule(Schedule):
     # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
-        lanes = [_ForwardLane(*lane, kernel) for lane in self._by_direction(ring_pass, inputs)]
+        """Return this device's output and LSE."""
+        lanes = [_Lane(*lane, kernel) for lane in self._by_direction(ring_pass, inputs)]
+        totals = [[unseen(x, inputs.v.shape[3]) for x in lane.queries] for lane in lanes]
         for step in range(len(ring_pass.hops)):
             # All transfers have begun before any kernel is waited for.
             coming, parts = tie_transfer_to_kernel(
                 [lane.ring_pass.send_on(lane.hop(step), lane.here) for lane in lanes],
-                [lane.computed(step) for lane in lanes],
+                [lane.results(step) for lane in lanes],
             )
-            for lane, part in zip(lanes, parts, strict=True):
-                lane.add(part)
-            coming, totals = tie_transfer_to_kernel(coming, [lane.totals for lane in lanes])
-            for lane, here, total in zip(lanes, coming, totals, strict=True):
-                lane.here, lane.totals = here, total
-        found = [lane.ring_pass.result(lane.totals, inputs.q) for lane in lanes]
-        outs, lses = zip(*found, strict=True)
+            for total, part in zip(totals, parts, strict=True):
+                for (i, _), found in part.items():
+                    total[i] = Result(*merge_by_lse((total[i], found)))
+            coming, totals = tie_transfer_to_kernel(coming, totals)
+            for lane, here in zip(lanes, coming, strict=True):
+                lane.here = here
+        both = zip(lanes, totals, strict=True)
+        outs, lses = zip(*(lane.ring_pass.result(x, inputs.q) for lane, x in both), strict=True)
         return Result(head_halves.joined(outs, 2), head_halves.joined(lses, 1))
 
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
+        """Return this device's gradients; those of its K and V are summed over the ring."""
         lanes = self._backward_lanes(ring_pass, kernel, inputs, rows)
         for step in range(len(ring_pass.hops)):
-            # The transfer of dkv too, begun at the end of the last hop, gets nothing but this hop's
-            # kernels beside it.
+            # dK and dV, sent at the end of the last hop, travel beside this hop's kernels too.
             travels, parts = tie_transfer_to_kernel(
                 [(lane.ring_pass.send_on(lane.hop(step), lane.here), lane.dkv) for lane in lanes],
-                [lane.computed(step) for lane in lanes],
+                [lane.gradients(step) for lane in lanes],
             )
             for lane, (_, dkv), part in zip(lanes, travels, parts, strict=True):
                 lane.dkv = dkv
@@ -105,8 +124,9 @@ class TorusSchedule(Schedule):
         if any(lane.last for lane in lanes):  # the rest of the local block
             for lane in lanes:
                 lane.slice_late()
-            parts = [lane.computed_last() for lane in lanes]
-            sent, parts = tie_transfer_to_kernel([lane.dkv for lane in lanes], parts)
+            sent, parts = tie_transfer_to_kernel(
+                [lane.dkv for lane in lanes], [lane.last_gradients() for lane in lanes]
+            )
             for lane, dkv, part in zip(lanes, sent, parts, strict=True):
                 lane.dkv = dkv
                 lane.add(0, part)
@@ -115,11 +135,12 @@ class TorusSchedule(Schedule):
         return Grads(dq, dk, dv, dbiases[0])
 
     def _by_direction(self, ring_pass: RingPass, inputs: Inputs) -> list[tuple[RingPass, Inputs]]:
-        """Pair the pass of each way with the operands of the heads that go it."""
+        """Pair the pass of each way with the operands of the heads that go that way."""
         if self.directions == 1:
             return [(ring_pass, inputs)]
         halves = [head_halves.operands(heads, inputs) for heads in (FIRST, SECOND)]
-        return [(ring_pass.with_inputs(x, way), x) for way, x in zip((1, -1), halves, strict=True)]
+        made = ring_pass.layout, ring_pass.group
+        return [(RingPass(*made, x, way), x) for way, x in zip((1, -1), halves, strict=True)]
 
     def _backward_lanes(
         self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows
@@ -138,7 +159,7 @@ class TorusSchedule(Schedule):
 
 
 class _Lane:
-    """Hold the keys that are here, of the heads that go one way."""
+    """The heads that go one way, and the keys that are here."""
 
     def __init__(self, ring_pass: RingPass, inputs: Inputs, kernel: Kernel) -> None:
         self.ring_pass, self.inputs, self.kernel = ring_pass, inputs, kernel
@@ -148,30 +169,18 @@ class _Lane:
     def hop(self, step: int) -> int:
         return self.ring_pass.hops[step]
 
-
-class _ForwardLane(_Lane):
-    """Hold what was computed so far."""
-
-    def __init__(self, ring_pass: RingPass, inputs: Inputs, kernel: Kernel) -> None:
-        super().__init__(ring_pass, inputs, kernel)
-        self.totals = [unseen(x, inputs.v.shape[3]) for x in self.queries]
-
-    def computed(self, step: int) -> dict[Piece, Result]:
+    def results(self, step: int) -> dict[Piece, Result]:
         hop = self.hop(step)
 
-        def attend(i: int, j: int) -> Result:
+        def compute(i: int, j: int) -> Result:
             piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], self.here[j])
             return self.kernel.forward(piece)
 
-        return self.ring_pass.pieces(hop, attend, nothing_seen)
-
-    def add(self, parts: dict[Piece, Result]) -> None:
-        for (i, _), part in parts.items():
-            self.totals[i] = Result(*merge_by_lse((self.totals[i], part)))
+        return self.ring_pass.pieces(hop, compute)
 
 
 class _BackwardLane(_Lane):
-    """Hold gradients of keys, of queries and of biases.
+    """A lane with the gradients of its keys, queries and biases.
 
     Args:
         first: heads of the local block that are computed before all others; None: none.
@@ -179,29 +188,27 @@ class _BackwardLane(_Lane):
     """
 
     def __init__(
-        self,
-        ring_pass: RingPass,
-        inputs: Inputs,
-        kernel: Kernel,
-        rows: Rows,
-        first: Heads | None,
-        last: Heads | None,
-    ) -> None:
+        self, ring_pass: RingPass, inputs: Inputs, kernel: Kernel, rows: Rows,
+        first: Heads | None, last: Heads | None,
+    ) -> None:  # fmt: skip
         super().__init__(ring_pass, inputs, kernel)
         self.first, self.last = first, last
-        self.local: Keys | None = self.here if last else None
+        self.local: Keys = self.here if last else []
         self.rows = ring_pass.rows(rows)
-        self.dq, self.dkv, self.dbias = map(zeros, (self.queries, self.here, ring_pass.biases))
+        summed = self.queries, self.here, ring_pass.biases
+        self.dq, self.dkv, self.dbias = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.float32), summed
+        )
 
-    def computed(self, step: int) -> dict[Piece, Grads]:
+    def gradients(self, step: int) -> dict[Piece, Grads]:
         """Compute a hop; of the local block the first heads."""
         hop = self.hop(step)
         heads = self.first if hop == 0 else ALL
-        return self._computed(hop, self.here, heads) if heads else {}
+        return self._gradients(hop, self.here, heads) if heads else {}
 
-    def computed_last(self) -> dict[Piece, Grads]:
+    def last_gradients(self) -> dict[Piece, Grads]:
         """Compute the last heads of the local block."""
-        return self._computed(0, self.local, self.last) if self.last and self.local else {}
+        return self._gradients(0, self.local, self.last) if self.last else {}
 
     @property
     def sums(self) -> Any:
@@ -209,7 +216,7 @@ class _BackwardLane(_Lane):
         return self.dq, self.dkv, self.dbias, self.local
 
     def slice_late(self) -> None:
-        """Slice queries and rows only where they are read, if they are large."""
+        """Slice large queries and rows only where they are read."""
         q = self.inputs.q
         if self.last and q.size * q.dtype.itemsize >= LARGE:
             sliced = self.queries, self.rows
@@ -229,9 +236,9 @@ class _BackwardLane(_Lane):
         dq = back([x.astype(q.dtype) for x in self.dq], 1)
         return Grads(dq, dk, dv, self.ring_pass.whole_bias(self.dbias))
 
-    def _computed(self, hop: int, keys: Keys, heads: Heads) -> dict[Piece, Grads]:
-        def gradients(i: int, j: int) -> Grads:
+    def _gradients(self, hop: int, keys: Keys, heads: Heads) -> dict[Piece, Grads]:
+        def compute(i: int, j: int) -> Grads:
             piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], keys[j])
             return head_halves.backward(self.kernel, heads, piece, self.rows[i])
 
-        return self.ring_pass.pieces(hop, gradients, zeros, heads)
+        return self.ring_pass.pieces(hop, compute, heads)
