@@ -45,8 +45,7 @@ def run_with_cache(
         rule = "keys kept by slots are turned by rotary_emb, a table of the window"
         raise InputError("rotary_emb_k", "given", rule, "leave it out")
     b, t, _ = x.shape
-    refused.call(cache, (b, t, module.kv_heads, module.dim_head), mesh_shape(mesh))
-    refused.same_devices(cache, mesh)
+    refused.call(cache, (b, t, module.kv_heads, module.dim_head), mesh, mesh_shape(mesh))
     if cache.layout.is_roped or rotary_emb is None:
         table, angles_q = None, rotary_emb
         angles_k = rotary_emb if rotary_emb_k is None else rotary_emb_k

@@ -1,6 +1,6 @@
-"""A block's attention with a cache: what it writes, and what its queries see.
+"""A block's attention with a cache: what it writes, and which keys its queries see.
 
-Once every slot is filled attention over the cache is dense, since the cache holds what is seen.
+Once every slot is filled, attention over the cache is dense: the cache has just the visible frames.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxattn.attention import attention
+from maxattn.context_parallel.base import CONTEXT
 from maxattn.errors import Unsupported
 from maxattn.masks import KeyPadding, Mask
 from maxattn.rope import Rotary, apply_rotary
@@ -26,16 +27,9 @@ if TYPE_CHECKING:
 
     Own = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None
 
-CONTEXT = "context"
-
 
 class Projected(NamedTuple):
-    """Hold the queries, keys and values of a block, normed and, where keys are kept so, turned.
-
-    Args:
-        q: [B, T, N, H].
-        k, v: [B, T, K, H].
-    """
+    """The queries, keys and values of a block; rotated unless the cache keeps keys unrotated."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T K H"]
@@ -43,11 +37,7 @@ class Projected(NamedTuple):
 
 
 class How(NamedTuple):
-    """Hold what a module attends with.
-
-    Args:
-        scale, config, mesh: as for `attention`.
-    """
+    """The arguments of `attention` that a module sets."""
 
     scale: float | None
     config: AttentionConfig | None
@@ -62,20 +52,20 @@ def attend_with_cache(
     mask: Any = None,
     bias: Any = None,
 ) -> tuple[Float[Array, "B T N H"], KVCache]:
-    """Write a block's keys and values, and attend to all that the block sees.
+    """Write a block's keys and values, and attend to all keys that the block sees.
 
     Args:
-        layer: of the cache.
+        layer: a layer of the cache.
         block: queries, keys and values.
         how: scale, config and mesh.
-        table: of the window, [F, tokens, D], where keys are kept without rotary embedding.
-        mask, bias: of a pass that extracts; a mask of one that reads alone too.
+        table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
+        mask, bias: for `extract()`; `cached()` takes a mask too.
 
     Returns:
         The output and the whole cache.
 
     Raises:
-        InputError: the cache is of another dtype.
+        InputError: the cache has another dtype.
         Unsupported: a pass that writes is differentiated.
     """
     cache = layer.cache
@@ -123,16 +113,16 @@ def _read(
     own: Own = None,
     mask: Mask | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend to the keys of a layer, and to own ones that are not written.
+    """Attend to the keys of a layer, and to the call's own keys if they are not written.
 
     Args:
-        layer: what is kept.
+        layer: a layer of the cache.
         q: queries.
         how: scale, config and mesh.
-        table: of the window, [F, tokens, D], for keys that are kept without rotary embedding.
-        own: keys and values of the queries' tokens, where the cache is read alone. What is kept is
-            a constant to their gradient.
-        mask: over the kept keys of a full cache and then the own ones; default everything.
+        table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
+        own: keys and values of the queries' tokens, if the cache is only read. Kept keys and values
+            are then constants to gradients.
+        mask: over the kept keys of a full cache and then the own ones; default all pairs.
     """
     cache = layer.cache
     layout, spread = cache.layout, q.shape[1] % cache.layout.token_ways == 0
@@ -152,7 +142,7 @@ def _read(
         table: Rotary | None,
     ) -> Float[Array, "B T N H"]:
         end = frame if own is not None else frame + cache.own
-        # Of arrays of one layer it is all, which is no copy.
+        # An array of one layer is taken whole, without a copy.
         k, v = (
             x[0] if len(x) == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
             for x in (k, v)
@@ -161,7 +151,7 @@ def _read(
             k = apply_rotary(k, _at(table, layout.places(end)))
         filled, seen = jnp.minimum(end, layout.frames) * layout.tokens, mask
         if own is not None:
-            # Where slots are empty own tokens come first, so that the keys that are there do.
+            # If slots are empty, own tokens come first: then the real keys are the first ones.
             order = 1 if cache.stage == "full" else -1
             k, v = (jnp.concatenate(x[::order], 1) for x in ((k, own[0]), (v, own[1])))
             filled = filled + own[0].shape[1]
@@ -181,7 +171,7 @@ def _read(
 def merged_over_devices(
     out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], spread: bool
 ) -> Float[Array, "B T N H"]:
-    """Merge what the devices found over their keys; of the result each may keep some queries."""
+    """Merge the results of devices over their keys; `spread` over the devices by queries."""
     weight = jnp.exp(lse - jax.lax.pmax(jax.lax.stop_gradient(lse), CONTEXT))
     weight = weight / jax.lax.psum(weight, CONTEXT)
     part = out.astype(jnp.float32) * jnp.swapaxes(weight, 1, 2)[..., None]  # [B, T, N, 1]
@@ -193,18 +183,13 @@ def merged_over_devices(
 
 
 def turned_own(cache: KVCache, table: Rotary) -> Rotary:
-    """Give the angles of the block's own tokens: the last ones of the window, once it is full.
-
-    Args:
-        cache: that is at the block.
-        table: [F, tokens, D], by place.
-    """
+    """Return the angles of a block's own tokens: the last ones of the window, once it is full."""
     start = jnp.minimum(cache.frame, cache.layout.frames - cache.own)
     return _at(table, start[..., None] + jnp.arange(cache.own))
 
 
 def _at(table: Rotary, places: Any) -> Rotary:
-    """Take places of a table, [F] or [B, F]: [F * tokens, D], or [B, F * tokens, D]."""
+    """Return the angles at places [F] or [B, F] of a table, [F * tokens, D] or [B, ...]."""
     return jax.tree.map(
         lambda x: jnp.asarray(x)[places].reshape(*places.shape[:-1], -1, x.shape[-1]), table
     )
@@ -214,12 +199,12 @@ def _at(table: Rotary, places: Any) -> Rotary:
 
 
 class Slab(NamedTuple):
-    """Name frames of a block that lie in slots that follow one another.
+    """Frames of a block that are written to consecutive slots.
 
     Args:
-        first: the first of them in the block.
-        count: how many.
-        slot: the first slot; None where the frame's number is known on the device alone.
+        first: the first frame, counted in the block.
+        count: how many frames.
+        slot: the first slot; None if only the device knows the frame's number.
     """
 
     first: int
@@ -241,7 +226,7 @@ def _write(
         k: Array, v: Array, new_k: Array, new_v: Array, frame: Array, index: Array
     ) -> tuple[Array, Array]:
         if layout.stream.window is None and cache.stage != "empty":
-            # A slice that leaves the array would be moved back into it, over other frames.
+            # jax moves a slice that leaves the array back into it, over other frames.
             fits = (frame + new_k.shape[1] <= layout.frames).reshape(-1, 1, 1, 1, 1)
             new_k, new_v = (jnp.where(fits, x, jnp.nan) for x in (new_k, new_v))
         for slab in written:
@@ -256,9 +241,9 @@ def _write(
 
 
 def _slabs(cache: KVCache) -> list[Slab]:
-    """List what is written: one slab a frame, or fewer where slots are known when tracing.
+    """List what is written: one slab a frame, or fewer if slots are known when tracing.
 
-    A slab never goes past the last slot to the first one, as two frames of a block may.
+    A slab never goes past the last slot to the first one, as the frames of a block may.
     """
     if cache.stage != "empty":
         return [Slab(i, 1, None) for i in range(cache.own)]
@@ -280,7 +265,7 @@ def _put(
     part = new[:, slab.first : slab.first + slab.count].reshape(1, batch, -1, *heads)
     if token.ndim == 0:
         return jax.lax.dynamic_update_slice(old, part, (index, 0, token, 0, 0))
-    # Row by row: a scatter of all rows at once turns the cache's axes, and copies all of it.
+    # Batch row by batch row: a scatter of all rows transposes the cache, and copies all of it.
     for row in range(batch):
         at = (index, row, token[row], 0, 0)
         old = jax.lax.dynamic_update_slice(old, part[:, row : row + 1], at)

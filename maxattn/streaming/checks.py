@@ -1,4 +1,4 @@
-"""What a cache refuses: one rule a function. It computes nothing."""
+"""The inputs that a stream and its cache refuse, a rule each. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from maxattn.config.numbers import whole
+from maxattn.config.numbers import LARGEST, whole
 from maxattn.errors import InputError, MeshError
 from maxattn.jax_private.mesh import is_tracer
 from maxattn.masks import BIG, Mask
@@ -26,8 +26,51 @@ if TYPE_CHECKING:
 FRESH = "make another with KVCache.empty"
 
 
+# ---- a stream ------------------------------------------------------------------------------------
+
+
+def frames_from_zero(frame: Any) -> Any:
+    """Return a frame number or an array of them; numbers of jax's arrays are not read."""
+    if (number := whole(frame, least=0)) is not None:
+        return number
+    is_array = isinstance(frame, jax.Array | np.ndarray)
+    is_integer = is_array and np.issubdtype(frame.dtype, np.integer)
+    if is_integer and (isinstance(frame, jax.Array) or (frame >= 0).all()):
+        return frame
+    rule = "frames are whole numbers, counted from 0"
+    raise InputError("frame", repr(frame), rule, "give one of them, or an array of integers")
+
+
+def count(end: Any) -> int:
+    """Return a number of frames."""
+    if (number := whole(end, least=0)) is not None:
+        return number
+    raise InputError("end", repr(end), "it is a number of frames", "give 0 or a positive integer")
+
+
+def clip_size(name: str, x: Any, axis: Any) -> int:
+    """Return how many tokens or frames a clip has along an axis."""
+    if not hasattr(x, "shape"):
+        rule = "a clip is an array: tokens, rotary angles or times of frames"
+        raise InputError(name, type(x).__name__, rule, "make it one with jnp.asarray")
+    axes = len(x.shape)
+    if whole(axis, -LARGEST) is None or not -axes <= axis < axes:
+        rule = f"{name} has the axes 0 to {axes - 1}" if axes else f"{name} is a number"
+        raise InputError("axis", repr(axis), rule, "give the axis of tokens or frames")
+    return x.shape[axis]
+
+
+def shards(number: Any, size: int, clip: str) -> None:
+    if whole(number) is None or size % number:
+        rule = f"shards divide the {size} tokens or frames of {clip}"
+        raise InputError("shards", repr(number), rule, "give the devices of the context axis")
+
+
+# ---- an empty cache ------------------------------------------------------------------------------
+
+
 def sizes(**given: Any) -> tuple[int, ...]:
-    """Return sizes as ints, and refuse what is no positive whole number."""
+    """Return sizes as ints."""
     found = {name: whole(value) for name, value in given.items()}
     for name, size in found.items():
         if size is None:
@@ -36,31 +79,8 @@ def sizes(**given: Any) -> tuple[int, ...]:
     return tuple(size for size in found.values() if size is not None)
 
 
-def frames_from_zero(frame: Any) -> Any:
-    """Return a frame, or an array of them, and refuse those that no video has.
-
-    Numbers of an array of jax's are on a device: they are not looked at.
-    """
-    if (number := whole(frame, least=0)) is not None:
-        return number
-    if isinstance(frame, jax.Array) and jnp.issubdtype(frame.dtype, jnp.integer):
-        return frame
-    is_known = isinstance(frame, np.ndarray) and np.issubdtype(frame.dtype, np.integer)
-    if is_known and (frame >= 0).all():
-        return frame
-    rule = "frames are whole numbers, counted from 0"
-    raise InputError("frame", repr(frame), rule, "give one of them, or an array of integers")
-
-
-def count(end: Any) -> int:
-    """Return a number of frames, and refuse what is none."""
-    if (number := whole(end, least=0)) is not None:
-        return number
-    raise InputError("end", repr(end), "it is a number of frames", "give 0 or a positive integer")
-
-
 def dtype(value: Any) -> str:
-    """Return the name of a dtype, and refuse one that no kernel reads."""
+    """Return the name of a dtype that kernels read."""
     try:
         name = jnp.dtype(value).name if value is not None else "None"
     except TypeError:
@@ -72,7 +92,7 @@ def dtype(value: Any) -> str:
 
 
 def slots(stream: Stream, frames: Any) -> int:
-    """Return how many slots a cache has, and refuse two answers or none."""
+    """Return how many slots a cache has: the stream's window, or else `frames`."""
     if (count := stream.budget) is not None:
         if frames is not None:
             rule = f"the stream's window keeps {count} frames, whatever the length of the video"
@@ -86,19 +106,15 @@ def slots(stream: Stream, frames: Any) -> int:
             rule = f"the first block has {stream.first_block} frames"
             raise InputError("frames", count, rule, "give the most frames that are made")
     if count * stream.tokens_per_frame > BIG:
-        rule = f"slots hold at most {BIG} tokens, as positions do"
+        rule = f"the slots of a cache have at most {BIG} tokens, as positions do"
         raise InputError("frames", count, rule, "give a smaller window")
     return count
 
 
-# ---- steps ---------------------------------------------------------------------------------------
-
-
 def per_layer(value: Any) -> bool:
-    """Refuse what is neither True nor False."""
     if isinstance(value, bool):
         return value
-    rule = "it says whether each layer has arrays of its own"
+    rule = "it is True if each layer has arrays of its own, else False"
     raise InputError("per_layer", repr(value), rule, "write True or False")
 
 
@@ -110,7 +126,7 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
         rule = "a layer is an integer, or an integer scalar under jit"
         raise InputError("layer", repr(index), rule, f"give 0 to {layers - 1}")
     if is_tracer(index) and is_per_layer:
-        rule = "the cache has arrays of each layer, and a traced number chooses none"
+        rule = "the cache has arrays of each layer, and a traced number cannot choose among them"
         remedy = "run the layers one after the other, or make the cache with per_layer=False"
         raise InputError("layer", "a traced number", rule, remedy)
     if not is_tracer(index) and not 0 <= int(index) < layers:
@@ -118,8 +134,11 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
         raise InputError("layer", index, f"the cache has {layers} layers", remedy)
 
 
+# ---- steps ---------------------------------------------------------------------------------------
+
+
 def prefix(cache: KVCache, frames: Any) -> int:
-    """Return the frames; refuse them behind others that are made, and what is no whole blocks."""
+    """Return the frames of a prefix, which are whole blocks of an empty cache."""
     if cache.stage != "empty" or cache.mode != "stream":
         rule = "a prefix is the first of a video, and frames are made already"
         raise InputError("prefix", frames, rule, "start with an empty cache, or go block by block")
@@ -132,14 +151,13 @@ def prefix(cache: KVCache, frames: Any) -> int:
 
 
 def unwritten(cache: KVCache) -> None:
-    """Refuse to leave out what a block reads from the cache, or what is to be kept."""
     if cache.stage != "empty" or cache.mode != "stream":
-        rule = "the first block of a stream sees itself alone; others read their keys in the cache"
+        rule = "only the first block sees itself alone; later blocks read their keys in the cache"
         raise InputError("unwritten", repr(cache), rule, "pass the cache as it is")
 
 
 def advance(cache: KVCache) -> None:
-    """Refuse to go on where nothing is written, or nothing can be."""
+    """Refuse to advance a cache that no pass has written to, or that has no slots left."""
     if not cache.is_written:
         name = "cached" if cache.mode == "cached" else "unwritten"
         rule = f"a pass over cache.{name}() writes nothing, so no frames are made"
@@ -161,9 +179,9 @@ def _refuse_more(cache: KVCache) -> None:
 
 
 def stacked(caches: Sequence[KVCache]) -> None:
-    """Refuse rows that no one program serves."""
+    """Refuse caches that one program cannot serve as rows of a batch."""
     if not caches:
-        raise InputError("caches", "[]", "rows are those of caches", "give one or more")
+        raise InputError("caches", "[]", "a batch has at least one row", "give one cache or more")
     for cache in caches:
         if cache.stage == "empty" or cache.mode != "stream":
             rule = "rows go on together after their first block, each from its own frame"
@@ -175,9 +193,9 @@ def stacked(caches: Sequence[KVCache]) -> None:
 
 
 def extract(cache: KVCache, start: Any) -> int:
-    """Return the first token, and refuse to keep tokens over frames that are kept already."""
+    """Return the first token that an empty cache keeps of a sequence."""
     if cache.stage != "empty" or not cache.keeps:
-        rule = "what is extracted is the first that a cache keeps"
+        rule = "tokens are extracted into an empty cache that passes write to"
         raise InputError("extract", repr(cache), rule, "extract to an empty one, and append it")
     if (first := whole(start, least=0)) is None:
         raise InputError("start", repr(start), "it is the index of a token", "give 0 or more")
@@ -186,27 +204,25 @@ def extract(cache: KVCache, start: Any) -> int:
 
 
 def cached(cache: KVCache) -> None:
-    """Refuse to read where nothing is kept."""
     if cache.stage == "empty":
-        rule = "nothing is kept before a pass is done and the cache advanced"
-        raise InputError(
-            "cached", repr(cache), rule, "call attention with it, then cache.advance()"
-        )
+        rule = "the cache is empty until a pass is done and the cache advanced"
+        remedy = "call attention with it, then cache.advance()"
+        raise InputError("cached", repr(cache), rule, remedy)
     _refuse_slots(cache, "cached")
 
 
 def _refuse_slots(cache: KVCache, what: str) -> None:
     if not cache.layout.is_roped:
-        rule = "positions by slots are those of a stream's window, and here there is none"
+        rule = "positions by slots belong to a stream's window, and this pass has none"
         remedy = "make the cache with positions='absolute'"
         raise InputError(what, cache.layout.positions, rule, remedy)
 
 
 def append(cache: KVCache, other: KVCache) -> None:
-    """Refuse to join caches that differ, or that keep less than they have slots for."""
+    """Refuse to join caches that differ, that have a window, or that have empty slots."""
     for each in (cache, other):
         if each.layout.stream.window is not None or each.mode != "stream":
-            rule = "what is appended stays: it has no window, and is written before"
+            rule = "appended frames stay: their cache has no window, and is written before"
             raise InputError("append", repr(each), rule, "make it of a Stream without a window")
         frames = each.layout.frames
         known = not is_tracer(each.frame)  # else the stage tells
@@ -222,15 +238,13 @@ def append(cache: KVCache, other: KVCache) -> None:
 
 
 def refill(cache: KVCache) -> None:
-    """Refuse to cache anew where nothing is kept, or rows are at frames of their own."""
     if cache.mode != "stream" or cache.stage == "empty":
-        rule = "the frames that a stream keeps are cached anew, and there are none"
+        rule = "a refill caches the kept frames anew, and this cache keeps none"
         raise InputError("refill", repr(cache), rule, "make the first block, and advance it")
     _one_frame(cache, "refill")
 
 
 def refilled(cache: KVCache, stream: Stream, frame: Any) -> None:
-    """Refuse to go on before all kept frames are cached anew."""
     _one_frame(cache, "refilled")
     count = len(stream.kept(frame))
     if int(cache.frame) != count:
@@ -241,7 +255,7 @@ def refilled(cache: KVCache, stream: Stream, frame: Any) -> None:
 
 def _one_frame(cache: KVCache, what: str) -> None:
     if is_tracer(cache.frame) or cache.frame.ndim:
-        rule = "which frames are kept is read from the one frame that the cache is at"
+        rule = "the kept frames follow from the one frame that all rows of the cache are at"
         remedy = "call it outside of jit, on a cache whose rows are at the same frame"
         raise InputError(what, repr(cache), rule, remedy)
 
@@ -250,64 +264,44 @@ def _one_frame(cache: KVCache, what: str) -> None:
 
 
 def beside(cache: KVCache, mask: Any, bias: Any) -> None:
-    """Refuse what cannot stand beside a cache.
+    """Refuse a mask or a bias that a pass over a cache cannot take.
 
-    A mask of a pass that reads alone has the keys of all slots and then the own ones, in their
-    order.
+    The mask of a pass over `cached()` has the keys of all slots, then those of the call.
     """
-    for name, value in (("mask", mask), ("bias", bias)):
-        if value is None or cache.mode == "extract":
-            continue
-        found = "given beside a cache"
-        if cache.mode != "cached" or name == "bias":
-            rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
-            remedy = f"leave {name} out; the Stream's window and sink say what is kept"
-            raise InputError(name, found, rule, remedy)
-        if cache.stage != "full":
-            rule = "a mask counts the tokens of every slot, and some are empty"
-            remedy = "make the cache with as many frames as it keeps"
-            raise InputError(name, repr(cache), rule, remedy)
-        if cache.layout.token_ways > 1:
-            rule = "a mask counts tokens in their order, and each device has some of every frame"
-            raise InputError(name, found, rule, "make it with context='heads'")
-        if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
-            rule = "beside a cache on a mesh a mask is one of positions, without arrays"
-            raise InputError(name, text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
+    if cache.mode == "extract":
+        return
+    if bias is not None or (mask is not None and cache.mode != "cached"):
+        name = "mask" if mask is not None and cache.mode != "cached" else "bias"
+        rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
+        remedy = f"leave {name} out; the Stream's window and sink say what is kept"
+        raise InputError(name, "given beside a cache", rule, remedy)
+    if mask is None:
+        return
+    if cache.stage != "full":
+        rule = "a mask counts the tokens of every slot, and some are empty"
+        remedy = "make the cache with as many frames as it keeps"
+        raise InputError("mask", repr(cache), rule, remedy)
+    if cache.layout.token_ways > 1:
+        rule = "a mask counts tokens in their order, and each device has some of every frame"
+        raise InputError("mask", "given beside a cache", rule, "make it with context='heads'")
+    if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
+        rule = "beside a cache on a mesh a mask is one of positions, without arrays"
+        raise InputError("mask", text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
 
 
-def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
-    """Refuse a cache of other sizes than a module's.
+def call(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> None:
+    """Refuse a cache that differs from a module's call in sizes or devices.
 
     Args:
-        cache: that was passed.
+        cache: the cache that was passed.
         shape: of the module's keys, (B, T, K, H).
-        mesh: of the module.
+        mesh: the module's mesh, or None.
+        axes: (axis, size) of it.
     """
-    batch, tokens, heads, width = shape
-    if cache.layout.mesh != mesh:
-        found, ours = (
-            ", ".join(f"{axis}={size}" for axis, size in each) or "no mesh"
-            for each in (cache.layout.mesh, mesh)
-        )
-        rule = f"the module runs on {ours}"
-        raise MeshError("cache.mesh", found, rule, "pass one mesh to KVCache.empty and the module")
-    if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
-        rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
-        raise InputError("cache.k", f"shape {cache.shape}", rule, FRESH)
-    kept = [x for each in (cache.k, cache.v) for x in (each if cache.is_per_layer else (each,))]
-    (first, *_), frame = kept, cache.layout.stream.tokens_per_frame
-    every = cache.layout.frames * frame
-    if first.shape[2] != every or any(
-        (x.shape, x.dtype) != (first.shape, first.dtype) for x in kept
-    ):
-        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in kept))
-        rule = f"keys and values have one shape and dtype, and S is {every}: that of all slots"
-        raise InputError("cache", shapes, rule, FRESH)
-    if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
-        rule = "a cache that was donated to a program is used up, and what it returned goes on"
-        raise InputError("cache", repr(cache), rule, "take the cache that the program returned")
+    _check_arrays(cache, shape, mesh, axes)
     if cache.is_done and cache.mode == "stream":
         _refuse_more(cache)
+    tokens, frame = shape[1], cache.layout.stream.tokens_per_frame
     found, last = f"{tokens} tokens", cache.start + cache.tokens
     if cache.mode == "extract" and tokens < last:
         rule, remedy = f"tokens {cache.start} to {last} are to be kept", "pass all of the sequence"
@@ -316,31 +310,42 @@ def call(cache: KVCache, shape: Sequence[int], mesh: MeshShape) -> None:
         rule = f"tokens divide over the {cache.layout.token_ways} devices of context"
         raise InputError("hidden_states", found, rule, "use context='heads'")
     if cache.mode == "stream" and tokens != cache.tokens:
-        of = f"{cache.own} x {frame} = {cache.tokens} tokens"
-        rule = f"blocks follow one another whole: the one to be made has {of}"
+        rule = f"a pass takes one whole block: {cache.own} x {frame} = {cache.tokens} tokens"
         remedy = "pass one block; cache.prefix(frames) takes several at first"
         raise InputError("hidden_states", found, rule, remedy)
 
 
-def same_devices(cache: KVCache, mesh: Any) -> None:
-    """Refuse a cache that lies on other devices than a module's, where arrays say where they lie.
-
-    Args:
-        cache: whose mesh has the axes of the module's.
-        mesh: of the module; with devices, or none.
-    """
-    first = jax.tree.leaves(cache.k)[0]
+def _check_arrays(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> None:
+    batch, _, heads, width = shape
+    one_mesh = "pass one mesh to KVCache.empty and the module"
+    if cache.layout.mesh != axes:
+        found, ours = (
+            ", ".join(f"{axis}={size}" for axis, size in each) or "no mesh"
+            for each in (cache.layout.mesh, axes)
+        )
+        raise MeshError("cache.mesh", found, f"the module runs on {ours}", one_mesh)
+    if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
+        rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
+        raise InputError("cache.k", f"shape {cache.shape}", rule, FRESH)
+    kept = jax.tree.leaves((cache.k, cache.v))
+    slots, first = cache.layout.frames * cache.layout.stream.tokens_per_frame, kept[0]
+    alike = all((x.shape, x.dtype) == (first.shape, first.dtype) for x in kept)
+    if first.shape[2] != slots or not alike:
+        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in kept))
+        rule = f"keys and values have one shape and dtype, and S is {slots}: that of all slots"
+        raise InputError("cache", shapes, rule, FRESH)
+    if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
+        rule = "a cache that was donated to a program is used up, and what it returned goes on"
+        raise InputError("cache", repr(cache), rule, "take the cache that the program returned")
     if not isinstance(mesh, Mesh) or is_tracer(first) or not isinstance(first, jax.Array):
         return
     lies, runs = first.sharding.device_set, set(mesh.devices.flat)
     if lies != runs:
-        found = f"devices {sorted(x.id for x in lies)}"
-        rule = f"the module runs on devices {sorted(x.id for x in runs)}"
-        raise MeshError("cache.mesh", found, rule, "pass one mesh to KVCache.empty and the module")
+        found, ours = (f"devices {sorted(x.id for x in each)}" for each in (lies, runs))
+        raise MeshError("cache.mesh", found, f"the module runs on {ours}", one_mesh)
 
 
 def same_dtype(cache: KVCache, *keys: jax.Array) -> None:
-    """Refuse keys and values of another dtype than the cache's."""
     for x in keys:
         if x.dtype != cache.dtype:
             rule = f"the module makes keys and values of {x.dtype}"

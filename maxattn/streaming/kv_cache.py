@@ -1,4 +1,4 @@
-"""`KVCache`: keys and values of the frames that are made, as a value that is passed along."""
+"""`KVCache`: the keys and values of earlier frames, as a value that programs take and return."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ STATIC = {"static": True}  # parts of the structure, which compiled programs dif
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
-    """Hold keys and values of the frames that a block sees, for all layers.
+    """Keys and values of the frames that a block sees, for all layers.
 
-    A frozen pytree: attention takes a layer of it and returns the whole, changed. Under `jax.jit`
-    with `donate_argnums` the change is made in place. Each frame has a slot; a new frame takes the
-    slot of the oldest one that is no sink. What depends on `frame` is computed on the device, so
-    that one program serves every block; `stage` chooses among three programs.
+    It is a frozen pytree: attention takes a layer of it and returns the whole cache with that layer
+    changed. Under `jax.jit` with `donate_argnums` the change is made in place. Each frame has a
+    slot; a new frame takes the slot of the oldest frame behind the sink. Slots are computed on the
+    device from `frame`, so that one program serves every block; `stage` chooses among three.
 
     Args:
-        k, v: keys and values [L, B, S, K, H]: L layers, S the tokens of all slots. Or a tuple of
-            them, [1, B, S, K, H] for each layer, for layers that are not scanned.
+        k, v: keys and values [L, B, S, K, H]: L layers, S the tokens of all slots. Or a tuple with
+            an array [1, B, S, K, H] for each layer, for layers that are not scanned.
         frame: the first frame of the block that is being made: a number, or one a batch row, [B].
-        layout: the stream, the slots, and how they lie over a mesh.
-        own: frames of the block that is being made.
+        layout: the stream, the slots, and how they are split over a mesh.
+        own: how many frames the block that is being made has.
         stage: "empty" before the first block is done; "filling"; "full" once a block and those
-            before it fill every slot. Without a window "complete" where every slot holds a frame,
-            and "done" where those that are left are too few for a block.
-        mode: "stream", or what `extract` and `cached` set.
+            before it fill every slot. Without a window also "complete", if every slot has a frame,
+            and "done", if the slots that are left are too few for a block.
+        mode: "stream", "extract" or "cached".
         start: the first token that `extract` keeps.
-        keeps: False where `unwritten` set it.
+        keeps: whether passes write; False after `unwritten`.
 
     >>> stream = ma.Stream(tokens_per_frame=4, frames_per_block=3, window=2)
     >>> sizes = dict(layers=1, batch=1, kv_heads=2, dim_head=8, dtype="float32")
@@ -89,22 +89,22 @@ class KVCache:
         context: str = "heads",
         per_layer: bool = False,
     ) -> Self:
-        """Make a cache that holds nothing.
+        """Make an empty cache.
 
         Args:
             stream: blocks, window and sink.
             layers, batch, kv_heads, dim_head: L, B, K and H.
-            dtype: of keys and values, that of the module's projections; default bfloat16.
-            mesh: that of the modules: batch over data and fsdp, heads over tensor; default the
-                surrounding one, if there is one.
-            frames: slots of a stream without a window, the most frames that can be made.
-            positions: "absolute" (default): keys are kept as `rotary_emb` of their block turned
-                them. "slots": keys are kept unturned, and `rotary_emb` is a table of the window,
-                whatever the frame; "slots_with_sink" where the stream has a sink.
-            context: what the context axis shares, "heads" (default) or "tokens" of each frame.
-                Heads travel with Q and the new K and V; of tokens, Q and the output travel.
+            dtype: dtype of the module's projections; default bfloat16.
+            mesh: mesh of the modules: batch over data and fsdp, heads over tensor; default the
+                surrounding mesh, if there is one.
+            frames: for a stream without a window, the most frames that can be made.
+            positions: "absolute" (default): `rotary_emb` has the angles of the block, and keys are
+                kept rotated. "slots": keys are kept unrotated, and `rotary_emb` has the angles of
+                the window, whatever the frame. "slots_with_sink": the same, with a sink.
+            context: what is split over the context axis, "heads" (default) or "tokens" of each
+                frame. By heads, Q and the new K and V travel; by tokens, Q and the output.
             per_layer: False (default): one array of all layers, which a scan over layers carries.
-                True: arrays of each layer, which a GPU's kernels read where they lie.
+                True: an array for each layer, which a GPU's kernels read without a copy.
 
         Raises:
             InputError: a size, dtype or name is none of those above.
@@ -119,24 +119,21 @@ class KVCache:
         layout.check_sizes(batch, kv_heads)
         of_layer = (batch, slots * stream.tokens_per_frame, kv_heads, dim_head)
 
-        def zeros() -> Any:
-            if checks.per_layer(per_layer):
-                return tuple(
-                    layout.zeros((1, *of_layer), name, ".BFK.", mesh) for _ in range(layers)
-                )
-            return layout.zeros((layers, *of_layer), name, ".BFK.", mesh)
-
-        k, v, frame = zeros(), zeros(), layout.zeros((), "int32", "", mesh)
+        shapes: Any = (layers, *of_layer)
+        if checks.per_layer(per_layer):
+            shapes = ((1, *of_layer),) * layers
+        k, v = (layout.zeros(shapes, name, ".BFK.", mesh) for _ in "kv")
+        frame = layout.zeros((), "int32", "", mesh)
         return cls(k, v, frame, layout, stream.first_block)._begun()
 
     # ---- what attention takes --------------------------------------------------------------------
 
     def layer(self, index: int | Int[Array, ""]) -> CacheLayer:
-        """Name a layer, as `FlaxAttention(..., cache=)` takes it.
+        """Return a layer for `FlaxAttention(..., cache=)`.
 
         Args:
-            index: of the layer; traced in a scan over layers whose carry is the cache. Of a cache
-                with arrays of each layer it is a number.
+            index: its number; traced in a scan over layers whose carry is the cache, but not if the
+                cache was made with `per_layer=True`.
         """
         checks.layer(index, self.shape[0], self.is_per_layer)
         return CacheLayer(self, index)
@@ -148,34 +145,33 @@ class KVCache:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[L, B, S, K, H], of the keys of all layers."""
-        if not isinstance(self.k, tuple):
-            return tuple(self.k.shape)
-        return (len(self.k), *self.k[0].shape[1:])
+        """[L, B, S, K, H] of the keys of all layers."""
+        first, *others = jax.tree.leaves(self.k)
+        return (first.shape[0] + len(others), *first.shape[1:])
 
     @property
     def dtype(self) -> Any:
-        """Of keys and values."""
-        return self.k[0].dtype if isinstance(self.k, tuple) else self.k.dtype
+        """The dtype of keys and values."""
+        return jax.tree.leaves(self.k)[0].dtype
 
     @property
     def tokens(self) -> int:
-        """Tokens of the block that is being made."""
+        """How many tokens the block that is being made has."""
         return self.own * self.layout.stream.tokens_per_frame
 
     @property
     def is_done(self) -> bool:
-        """Whether there is no window, and no room for another block."""
+        """Whether the slots have no room for another block; never with a window."""
         return self.stage in ("done", "complete")
 
     @property
     def is_written(self) -> bool:
-        """Whether a pass writes to it."""
+        """Whether passes write to it."""
         return self.keeps and self.mode != "cached"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, of all devices together."""
+        """Bytes of keys and values on all devices together."""
         return 2 * math.prod(self.shape) * self.dtype.itemsize
 
     # ---- from block to block ---------------------------------------------------------------------
@@ -184,7 +180,7 @@ class KVCache:
         """Let the first pass take the clean frames of several blocks at once.
 
         Args:
-            frames: whole blocks; an image is one frame of a stream with `first_frame_alone`.
+            frames: how many; an image is one frame of a stream with `first_frame_alone`.
 
         Raises:
             InputError: frames are made already, or these are no whole blocks.
@@ -192,10 +188,10 @@ class KVCache:
         return replace(self, own=checks.prefix(self, frames))._begun(self)
 
     def unwritten(self) -> Self:
-        """Let passes over the first block leave the cache as it is: all of them but the last.
+        """Let passes over the first block leave the cache as it is.
 
-        The first block sees itself alone, and what a noisy pass writes no one reads. A later block
-        reads its own keys from the cache.
+        The first block sees itself alone, so nothing reads the keys of its noisy passes, which are
+        all but the last. A later block reads its own keys from the cache.
 
         Raises:
             InputError: frames are made already, or the pass extracts.
@@ -204,16 +200,14 @@ class KVCache:
         return replace(self, keeps=False)._begun(self)
 
     def advance(self) -> Self:
-        """Go on to the next block, after the pass that wrote this one's clean keys and values.
+        """Go on to the next block, after the pass that wrote this block's clean keys and values.
 
-        It counts frames. What `advance`, `empty` and `refill` return no pass has written to, and a
-        second `advance` of it would skip frames. While the cache fills it reads `frame` from the
-        device, to know the stage. Under `jit` it cannot: a cache that fills keeps the stage
-        "filling", which is right for every frame.
+        While the cache fills, the stage is found from `frame`, which is read from the device. Under
+        `jit` it cannot be read: the stage stays "filling", which is right for every frame.
 
         Raises:
-            InputError: the cache is read alone, no pass has written to it, or it has no slots for
-                the block.
+            InputError: passes only read this cache, none has written to it yet (a second `advance`
+                would skip frames), or it has no slots for the block.
         """
         checks.advance(self)
         frame, size = self.frame + self.own, self.layout.stream.frames_per_block
@@ -222,11 +216,7 @@ class KVCache:
         return after._begun()
 
     def _begun(self, of: KVCache | None = None) -> Self:
-        """Mark that no pass has written to this cache; what a pass or a program returns is not.
-
-        Args:
-            of: the cache that it is made of, which says whether; default none has.
-        """
+        """Mark that no pass has written to this cache, or to the cache `of` that it is made of."""
         object.__setattr__(self, "is_begun", of is None or of.is_begun)
         return self
 
@@ -238,7 +228,7 @@ class KVCache:
         return self.stage if is_tracer(frame) else self._stage_at(*_ends(frame))
 
     def _stage_at(self, least: int, most: int) -> Stage:
-        """Tell the stage of rows whose next block begins at frames from `least` to `most`."""
+        """Return the stage of rows whose next block begins at frames from `least` to `most`."""
         size, slots = self.layout.stream.frames_per_block, self.layout.frames
         if self.layout.stream.window is None and most + size > slots:
             return "complete" if least == slots else "done"
@@ -249,7 +239,7 @@ class KVCache:
         """Join caches along the batch; each row goes on from its own frame.
 
         Args:
-            caches: of one layout and one number of layers, each after its first block.
+            caches: caches of one layout and one number of layers, each after its first block.
 
         Raises:
             InputError: they differ, or one is empty.
@@ -266,19 +256,19 @@ class KVCache:
     # ---- the same frames, cached anew ------------------------------------------------------------
 
     def refill(self) -> Self:
-        """Begin to cache the kept frames anew, in the memory of this cache: for another prompt.
+        """Begin to cache the kept frames anew, in the memory of this cache, for another prompt.
 
-        They are `stream.kept(frame)`. Run them block by block, as if they were the first of a
-        video, with their own numbers as positions; then `refilled`. Once frames were given up, all
-        blocks have `frames_per_block`.
+        They are `stream.kept(frame)`. Run them block by block like the first frames of a video, but
+        with their own numbers as positions, and call `refilled`. Once the window has dropped
+        frames, all blocks have `frames_per_block`.
 
         Raises:
-            InputError: nothing is kept, or it is no stream's.
+            InputError: the cache is empty, or only read.
         """
         checks.refill(self)
         layout = self.layout
         if int(self.frame) > layout.frames:
-            # What is kept begins within a block, so the grid is counted from its end.
+            # The kept frames begin within a block, so blocks are counted from their end.
             layout = replace(layout, stream=replace(layout.stream, first_frame_alone=False))
         frame, own = jnp.zeros_like(self.frame), layout.stream.first_block
         return replace(self, frame=frame, layout=layout, own=own, stage="empty")._begun()
@@ -286,15 +276,15 @@ class KVCache:
     def refilled(self, stream: Stream, frame: int) -> Self:
         """Take the frames that were cached anew as the last ones before `frame`.
 
-        Where frames were given up, all slots are turned so that each frame lies in its own: it is
-        the one copy of a cache that is ever made.
+        If the window has dropped frames, slots are moved so that each frame is in its own; no other
+        function copies a cache.
 
         Args:
-            stream: that the cache was made of.
+            stream: the stream that the cache was made for.
             frame: the number of the next frame, as it was before `refill`.
 
         Raises:
-            InputError: not all of the kept frames are cached.
+            InputError: not all kept frames are cached anew.
         """
         checks.refilled(self, stream, frame)
         layout = replace(self.layout, stream=stream)
@@ -304,16 +294,16 @@ class KVCache:
         at = jnp.full_like(self.frame, frame)
         return replace(self, k=k, v=v, layout=layout, frame=at)._begun()
 
-    # ---- what never changes ----------------------------------------------------------------------
+    # ---- tokens that never change ----------------------------------------------------------------
 
     def extract(self, start: int = 0) -> Self:
         """Let the next pass attend as without a cache, and keep the keys and values of some tokens.
 
-        The tokens are those of the first block, or of `prefix(frames)`: reference images, a
+        They are as many tokens as the first block, or `prefix(frames)`, has: reference images, a
         prompt's prefix. Mask and bias may be given.
 
         Args:
-            start: the first of them in the sequence.
+            start: the first of these tokens in the sequence; default 0.
 
         Raises:
             InputError: the cache holds frames already.
@@ -321,10 +311,10 @@ class KVCache:
         return replace(self, mode="extract", start=checks.extract(self, start))._begun(self)
 
     def cached(self) -> Self:
-        """Let passes read and not write: queries see what is kept, and their own tokens.
+        """Let passes only read: queries see the kept tokens and their own.
 
         Raises:
-            InputError: nothing is kept, or keys are kept without their rotary embedding.
+            InputError: the cache is empty, or keys are kept without their rotary embedding.
         """
         checks.cached(self)
         slots = self.layout.frames
@@ -333,13 +323,13 @@ class KVCache:
         return replace(self, mode="cached", stage="full" if full else "filling")
 
     def append(self, other: KVCache) -> KVCache:
-        """Put what another cache keeps after what this one keeps, for reading.
+        """Return a cache, for reading, with the tokens of this cache and then those of another.
 
         Args:
-            other: of the same layout but for the number of slots, all of them filled as here.
+            other: a cache of the same layout but for the number of slots.
 
         Raises:
-            InputError: the layouts differ, or slots are empty.
+            InputError: the layouts differ, or slots of a cache are empty.
         """
         checks.append(self, other)
         slots = self.layout.frames + other.layout.frames
@@ -348,10 +338,9 @@ class KVCache:
         return replace(self, k=k, v=v, frame=self.frame + other.frame, layout=layout)
 
     def __repr__(self) -> str:
-        """Write shape, frame and stage, and no numbers."""
         known = isinstance(self.frame, jax.Array) and not is_tracer(self.frame)
         frame = self.frame.tolist() if known and not self.frame.is_deleted() else "unknown"
-        # jax maps over caches, and puts shardings, axes or None in place of arrays.
+        # jax maps over caches, with shardings, axes or None in place of arrays.
         first = self.k[0] if self.is_per_layer else self.k
         has_arrays = hasattr(first, "shape")
         shape = ",".join(map(str, self.shape)) if has_arrays else "?"
@@ -363,26 +352,21 @@ class KVCache:
 
 
 class CacheLayer(NamedTuple):
-    """Name a layer of a cache.
-
-    Args:
-        cache: of all layers.
-        index: of the layer; may be traced.
-    """
+    """One layer of a cache of all layers; the index may be traced."""
 
     cache: KVCache
     index: Any
 
     @property
     def arrays(self) -> tuple[Array, Array, Int[Array, ""]]:
-        """The keys and values that hold the layer, [L, B, S, K, H], and its index in them."""
+        """The arrays of keys and values with the layer, [L, B, S, K, H], and its index in them."""
         k, v = self.cache.k, self.cache.v
-        if isinstance(k, tuple) or isinstance(v, tuple):
+        if self.cache.is_per_layer:
             return k[self.index], v[self.index], jnp.zeros((), jnp.int32)
         return k, v, jnp.asarray(self.index, jnp.int32)
 
     def changed(self, k: Array, v: Array) -> KVCache:
-        """Return the cache with what `arrays` gave, changed."""
+        """Return the cache with new values of the first two `arrays`."""
         cache, i = self
         if not cache.is_per_layer:
             return replace(cache, k=k, v=v)
@@ -391,6 +375,6 @@ class CacheLayer(NamedTuple):
 
 
 def _ends(frame: Array) -> tuple[int, int]:
-    """Read the least and the largest frame of the batch's rows."""
+    """Return the least and the largest frame of the batch's rows, read from the device."""
     numbers = jax.device_get(frame)
     return int(numbers.min()), int(numbers.max())

@@ -1,4 +1,4 @@
-"""Where a cache keeps which frame, and how it lies over a mesh: numbers known before tracing."""
+"""Which slot of a cache has which frame, and how the cache is split over a mesh."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CONTEXT = ("heads", "tokens")
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Say what the slots of a cache hold, and where they lie.
+    """The slots of a cache, and how they are split over a mesh; all of it is known before tracing.
 
     Args:
         stream: the blocks, the window and the sink.
-        frames: how many slots there are; each holds the keys and values of one frame.
+        frames: how many slots there are, each for the keys and values of one frame.
         positions: "absolute": keys are kept with the rotary embedding of their frame. "slots" and
-            "slots_with_sink": they are kept without one, and turned by their place in the window.
-        mesh: (axis, size) of the mesh that the cache lies on.
+            "slots_with_sink": they are kept unrotated, and rotated by their place in the window.
+        mesh: (axis, size) of the mesh.
         context: over the context axis each device has some "heads" of every token, or some "tokens"
             of every frame.
     """
@@ -49,8 +49,8 @@ class CacheLayout:
                 raise InputError(setting, repr(value), f"it is one of {', '.join(names)}", remedy)
         if self.positions == "slots" and self.sink:
             rule = (
-                f"with a sink ({self.sink}) positions by slots make another function than positions"
-                " by frames, since a sink stays where it is while the frames after it move"
+                f"with a sink ({self.sink}) positions by slots differ from positions by frames: a"
+                " sink keeps its place while the frames after it move"
             )
             remedy = "give positions='slots_with_sink' for a model that was trained so"
             raise InputError("positions", self.positions, rule, remedy)
@@ -59,7 +59,7 @@ class CacheLayout:
 
     @property
     def sink(self) -> int:
-        """Slots whose frame stays."""
+        """How many slots keep their frame."""
         return 0 if self.stream.window is None else self.stream.sink
 
     @property
@@ -68,10 +68,9 @@ class CacheLayout:
         return self.positions == "absolute"
 
     def places(self, end: Int[Array, "..."]) -> Int[Array, "... F"]:
-        """Give the place of each slot's frame in the window, counted from its first frame.
+        """Return the place of each slot's frame in the window.
 
-        Args:
-            end: the frame after the last one written; a number, or one a batch row.
+        `end` is the frame after the last one written: a number, or one for each batch row.
         """
         slot, ring = jnp.arange(self.frames), self.frames - self.sink
         end = jnp.asarray(end)[..., None]
@@ -81,13 +80,13 @@ class CacheLayout:
         return jnp.where(rolled, turned, slot)
 
     def turned(self, x: Float[Array, "L B S K H"], behind: int) -> Float[Array, "L B S K H"]:
-        """Move the frames behind the sink to the slots that they have `behind` frames later."""
+        """Move frames behind the sink to the slots that they would have `behind` frames later."""
         slots = self._by_slot(x)
         ring = jnp.roll(slots[:, :, :, self.sink :], behind, axis=3)
         return slots.at[:, :, :, self.sink :].set(ring).reshape(x.shape)
 
     def joined(self, a: Array, b: Array) -> Array:
-        """Put the slots of a layout that differs in `frames` alone after these."""
+        """Put the slots of another cache after those of this one."""
         both = jnp.concatenate([self._by_slot(a), self._by_slot(b)], axis=3)
         return both.reshape(*a.shape[:2], -1, *a.shape[3:])
 
@@ -119,30 +118,28 @@ class CacheLayout:
         return self.stream.tokens_per_frame // self.token_ways
 
     def spec(self, letters: str) -> PartitionSpec:
-        """Say how an array lies over the mesh, by the letters of its axes.
+        """Return how an array is split over the mesh, by the letters of its axes.
 
-        Args:
-            letters: B batch, F the tokens of a frame or the slots' tokens, N or K heads; others are
-                whole on each device.
+        B is the batch, F the tokens of frames or of slots, N and K are heads; axes of other letters
+        are whole on each device.
         """
         axes = dict(zip(letters, spec_of(letters, self.mesh), strict=True))
         context = ("context",) if self.ranks > 1 else ()
         heads = tuple(a for a in ("tensor",) if a in dict(self.mesh))
-        # Modules split heads over tensor: context shares those of a tensor rank, so that none of
-        # them goes to another.
+        # Modules split heads over tensor; context splits those of a tensor rank, so that no head
+        # goes to another tensor rank.
         of_heads = heads if self.context == "tokens" else (*heads, *context)
         of_tokens = context if self.context == "tokens" else ()
         axes |= {"N": of_heads or None, "K": of_heads or None, "F": of_tokens or None}
         return PartitionSpec(*(axes[c] for c in letters))
 
-    def zeros(self, shape: tuple[int, ...], dtype: str, letters: str, mesh: Any) -> Array:
-        """Make zeros that lie on a mesh from the start: no device ever holds all of them.
+    def zeros(self, shape: tuple[Any, ...], dtype: str, letters: str, mesh: Any) -> Any:
+        """Make zeros that are split over a mesh from the start: no device ever has all of them.
 
-        Args:
-            shape, dtype: of the array.
-            letters: of its axes, as for `spec`.
-            mesh: with devices, the surrounding one, or None.
+        A tuple of shapes gives a tuple of arrays.
         """
+        if shape and isinstance(shape[0], tuple):
+            return tuple(self.zeros(each, dtype, letters, mesh) for each in shape)
         if mesh is None:
             return jnp.zeros(shape, dtype)
         spec = self.spec(letters)
@@ -150,11 +147,7 @@ class CacheLayout:
         return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=where)()
 
     def check_sizes(self, batch: int, kv_heads: int) -> None:
-        """Refuse sizes that do not divide over the mesh.
-
-        Raises:
-            MeshError: naming the size and the axes.
-        """
+        """Refuse sizes that do not divide over the mesh."""
         sizes = dict(self.mesh)
         ways = sizes.get("data", 1) * sizes.get("fsdp", 1)
         if batch % ways:

@@ -1,4 +1,4 @@
-"""`Stream`: how a video is made block by block. Masks, cache and slots all derive from it."""
+"""`Stream`: how a video is made block by block. Its masks and its cache derive from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxattn.config.numbers import LARGEST, whole
+from maxattn.config.numbers import whole
 from maxattn.errors import InputError
 from maxattn.masks import TeacherForcing, VideoMask
 from maxattn.masks.video import check_blocks
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stream:
-    """Describe a video that is made block by block, and what each block sees of those before it.
+    """Describe a video that is made block by block, and which earlier frames each block sees.
 
-    With `budget = window * frames_per_block`, a block that ends before frame `end` sees all frames
-    while `end <= budget`, and then the first `sink` frames and the last `budget - sink` before
-    `end`, its own included. The masks of training and the cache of sampling say the same, since
-    both are made of this one value.
+    With `budget = window * frames_per_block`, a block that ends before frame `end` sees all earlier
+    frames while `end <= budget`. Later it sees the first `sink` frames and the last `budget - sink`
+    before `end`, its own included. The masks of training and the cache of sampling agree, since
+    both are made from this value.
 
     Args:
         tokens_per_frame: tokens in a (latent) frame.
-        frames_per_block: frames that are made together and see each other; default 1. It is a part
-            of what a model was trained for.
-        window: blocks in the budget, the own one included; default None for all.
-        sink: first frames that stay visible, counted inside the budget; default 0.
+        frames_per_block: frames that are made together and see each other; default 1. A model is
+            trained for one number of them.
+        window: blocks that a block sees, itself included; default None for all earlier ones.
+        sink: how many of the first frames stay visible, inside the window; default 0.
         first_frame_alone: whether frame 0 is a block of its own, before the blocks of
             `frames_per_block`; default False.
 
     Raises:
-        InputError: a number is out of range, `sink` leaves no room for a block, or there is no
-            window that it is inside of.
+        InputError: a number is out of range, `sink` leaves no room for a block, or `sink` is given
+            without a window.
 
     >>> stream = ma.Stream(tokens_per_frame=1, frames_per_block=1, window=3, sink=1)
     >>> [stream.slots(frame) for frame in range(7)]  # frame 0 stays; two slots are used in turn
@@ -72,24 +72,24 @@ class Stream:
 
     @property
     def budget(self) -> int | None:
-        """The most frames that a block sees, its own included; None without a window."""
+        """How many frames a block sees at most, its own included; None without a window."""
         return None if self.window is None else self.window * self.frames_per_block
 
     @property
     def first_block(self) -> int:
-        """The frames of the first block."""
+        """How many frames the first block has."""
         return 1 if self.first_frame_alone else self.frames_per_block
 
     def ends_block(self, frames: int) -> bool:
-        """Tell whether so many first frames are whole blocks."""
+        """Return whether the first `frames` frames are whole blocks."""
         alone = int(self.first_frame_alone)
         return frames >= self.first_block and (frames - alone) % self.frames_per_block == 0
 
     def blocks(self, frames: int) -> tuple[tuple[int, int], ...]:
-        """List the first frame of each block and the one after its last.
+        """List the first frame of each block of a video, and the frame after its last.
 
         Args:
-            frames: of the video, whole blocks.
+            frames: how many frames the video has.
 
         Raises:
             InputError: the last block is not whole.
@@ -102,12 +102,7 @@ class Stream:
         return tuple(zip((0, *starts), (*starts, frames), strict=True))
 
     def check_frames(self, name: str, frames: Any) -> int:
-        """Return frames as an int, and refuse those that are no whole blocks.
-
-        Args:
-            name: of the argument.
-            frames: how many first frames.
-        """
+        """Return a number of frames as an int; refuse it, as `name`, if blocks are not whole."""
         if (count := whole(frames)) is not None and self.ends_block(count):
             return count
         size = self.frames_per_block
@@ -123,7 +118,7 @@ class Stream:
         """Make the mask of diffusion forcing, where frames of any noise see frames of any noise.
 
         Args:
-            frames: in the clip that is trained on, whole blocks.
+            frames: how many frames the clip has.
 
         Raises:
             InputError: they are no whole blocks, or too many.
@@ -131,16 +126,16 @@ class Stream:
         return VideoMask(self.check_frames("frames", frames), *self._of_blocks())
 
     def teacher_mask(self, frames: int, shards: int = 1) -> TeacherForcing:
-        """Make the mask of teacher forcing, over a clean clip and the same clip noisy.
+        """Make the mask of teacher forcing, over a clean clip and the same clip with noise.
 
         Args:
-            frames: in the clip, whole blocks; queries and keys are `2 * frames *
-                tokens_per_frame`, as `pair` orders them.
-            shards: devices of the context axis that both halves are dealt to; default 1, the two
-                halves one after the other.
+            frames: how many frames the clip has; queries and keys are `2 * frames *
+                tokens_per_frame`, in the order of `pair`.
+            shards: devices of the context axis, each of which gets a part of both halves; default
+                1, the two halves one after the other.
 
         Raises:
-            InputError: they are no whole blocks, or not in every shard, or too many.
+            InputError: the clip, or a shard of it, is not whole blocks, or has too many frames.
         """
         frames = self.check_frames("frames", frames)
         return TeacherForcing(frames, *self._of_blocks(), shards=shards)
@@ -156,70 +151,62 @@ class Stream:
         shards: int = 1,
         axis: int = 1,
     ) -> Array:
-        """Order a clean clip and a noisy one as `teacher_mask` counts them.
+        """Join a clean clip and a noisy one in the order of `teacher_mask`.
 
         Args:
-            clean, noisy: of one shape; tokens, rotary angles or times of frames along `axis`.
+            clean, noisy: arrays of one shape: tokens, rotary angles or times of frames.
             shards: as for `teacher_mask`.
-            axis: of tokens or frames; default 1.
+            axis: the axis of tokens or frames; default 1.
 
         Returns:
-            The shape of one, with twice the size along `axis`.
+            An array of twice the size along `axis`.
 
         Raises:
-            InputError: they are no arrays, of two shapes, or of a length that shards do not divide.
+            InputError: they are no arrays, their shapes differ, or `shards` does not divide them.
 
         >>> stream = ma.Stream(tokens_per_frame=1)
         >>> stream.pair(jnp.array([1, 2, 3, 4]), jnp.array([5, 6, 7, 8]), shards=2, axis=0)
         Array([1, 2, 5, 6, 3, 4, 7, 8], dtype=int32)
         """
-        size = _clip_size("clean", clean, axis)
-        _clip_size("noisy", noisy, axis)
+        size = checks.clip_size("clean", clean, axis)
+        checks.clip_size("noisy", noisy, axis)
         if tuple(clean.shape) != tuple(noisy.shape):
             rule = f"the clean clip and the noisy one have one shape, and clean has {clean.shape}"
             raise InputError("noisy", f"shape {tuple(noisy.shape)}", rule, "add noise to clean")
-        _check_shards(shards, size, "a clip")
+        checks.shards(shards, size, "a clip")
         parts = zip(*(jnp.split(x, shards, axis) for x in (clean, noisy)), strict=True)
         return jnp.concatenate([x for both in parts for x in both], axis)
 
     def unpair(
         self, both: Shaped[Array, "..."], shards: int = 1, axis: int = 1
     ) -> tuple[Array, Array]:
-        """Take the clean clip and the noisy one apart again.
-
-        Args:
-            both: as `pair` made it.
-            shards, axis: as for `pair`.
-
-        Returns:
-            The clean clip and the noisy one.
+        """Split what `pair` joined, with the same `shards` and `axis`: (clean, noisy).
 
         Raises:
-            InputError: it is no array, or of a length that shards do not divide.
+            InputError: it is no array, or `shards` does not divide it.
         """
-        size = _clip_size("both", both, axis)
+        size = checks.clip_size("both", both, axis)
         if size % 2:
             rule = f"the clean clip and the noisy one have one length, and axis {axis} has {size}"
             remedy = "give what stream.pair made, or what attention made of it"
             raise InputError("both", f"shape {tuple(both.shape)}", rule, remedy)
-        _check_shards(shards, size // 2, "each clip")
+        checks.shards(shards, size // 2, "each clip")
         parts = jnp.split(both, 2 * shards, axis)
         return jnp.concatenate(parts[::2], axis), jnp.concatenate(parts[1::2], axis)
 
     # ---- cache -----------------------------------------------------------------------------------
 
     def slots(self, frame: int | Int[Array, "..."] | Int[np.ndarray, "..."]) -> Any:
-        """Say in which slot of the cache a frame lies; the order of slots is not that of frames.
+        """Return the slot of the cache that a frame is written to.
+
+        It is the frame's number until the window is full, and always without a window. Then it is
+        the slot of the oldest frame behind the sink.
 
         Args:
-            frame: a number from 0 or an array of them; may be traced.
-
-        Returns:
-            The frame itself without a window, and while the window is filled; then the slot of the
-            oldest frame that is no sink.
+            frame: a number from 0, or an array of them; may be traced.
 
         Raises:
-            InputError: a frame is no whole number, or below 0 where that is known.
+            InputError: a frame is not a whole number, or a known one is below 0.
         """
         frame = checks.frames_from_zero(frame)
         if self.budget is None:
@@ -232,13 +219,10 @@ class Stream:
         return xp.where(frame < self.sink, frame, turn)
 
     def kept(self, end: int) -> tuple[int, ...]:
-        """List the frames that a cache keeps once those before `end` are made, the oldest first.
-
-        Args:
-            end: a number of frames.
+        """List the frames that a cache keeps after frame `end - 1` is made, the oldest first.
 
         Raises:
-            InputError: it is none.
+            InputError: `end` is not a number of frames.
 
         >>> ma.Stream(tokens_per_frame=1, window=3, sink=1).kept(7)
         (0, 5, 6)
@@ -249,25 +233,7 @@ class Stream:
         return (*range(self.sink), *range(end - self.budget + self.sink, end))
 
     def cache(self, **sizes: Any) -> KVCache:
-        """Make an empty cache: `KVCache.empty(self, ...)`."""
+        """Make an empty cache, as `KVCache.empty(self, ...)`."""
         from maxattn.streaming.kv_cache import KVCache
 
         return KVCache.empty(self, **sizes)
-
-
-def _clip_size(name: str, x: Any, axis: Any) -> int:
-    """Return the tokens or frames of a clip, and refuse what has none."""
-    if not hasattr(x, "shape"):
-        rule = "a clip is an array: tokens, rotary angles or times of frames"
-        raise InputError(name, type(x).__name__, rule, "make it one with jnp.asarray")
-    axes = len(x.shape)
-    if whole(axis, -LARGEST) is None or not -axes <= axis < axes:
-        rule = f"{name} has the axes 0 to {axes - 1}" if axes else f"{name} is a number"
-        raise InputError("axis", repr(axis), rule, "give the axis of tokens or frames")
-    return x.shape[axis]
-
-
-def _check_shards(shards: Any, size: int, clip: str) -> None:
-    if whole(shards) is None or size % shards:
-        rule = f"shards divide the {size} tokens or frames of {clip}"
-        raise InputError("shards", repr(shards), rule, "give the devices of the context axis")

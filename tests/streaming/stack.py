@@ -88,6 +88,22 @@ class Stack(NamedTuple):
         return stream.cache(**sizes, **{"dtype": "float32", **how})
 
 
+class Apart(Stack):
+    """Run the layers one after the other, each with its own part of the cache."""
+
+    def step(
+        self, x: jax.Array, times: Any, rotary: Any, cache: ma.KVCache, mask: Any = None
+    ) -> Any:
+        for index in range(LAYERS):
+            state = jax.tree.map(lambda a, i=index: a[i], self.state)
+            how = {"rotary_emb": rotary, "cache": cache.layer(index), "mask": mask}
+            x, cache = nnx.merge(self.graph, state)(x, times, **how)
+        return x, cache
+
+
+APART = Apart(*Stack.make())
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=6)
 def _step(
     kind: type[Stack], graph: Any, state: Any, x: Any, times: Any, rotary: Any, cache: Any

@@ -31,8 +31,10 @@ from tests.streaming.stack import (
 STREAM = ma.Stream(2, 3, 2, sink=1)
 
 
-@pytest.mark.parametrize("stream", [STREAM, ma.Stream(2, 3, 2, 1, True), ma.Stream(2, 1, 4)])
-@pytest.mark.parametrize("blocks", [2, 4])
+@pytest.mark.parametrize(
+    ("stream", "blocks"),
+    [(STREAM, 4), (ma.Stream(2, 3, 2, 1, True), 2), (ma.Stream(2, 1, 4), 2)],
+)
 def test_a_prefix_at_once_is_its_blocks_one_by_one(stream: ma.Stream, blocks: int) -> None:
     """Longer prefixes than the cache too; the block after it sees the same."""
     stack = Stack.make()
@@ -68,10 +70,8 @@ def test_an_unwritten_cache_stays_as_it_is(how: dict[str, Any]) -> None:
 
 def test_an_unwritten_cache_lets_gradients_pass() -> None:
     """Nothing is written that they would keep: they are those of the block without a cache."""
-    attn, (x, _) = (
-        ma.FlaxAttention(WIDTH, heads=HEADS, dim_head=8, rngs=nnx.Rngs(0)),
-        clips(STREAM, 3),
-    )
+    attn = ma.FlaxAttention(WIDTH, heads=HEADS, dim_head=8, rngs=nnx.Rngs(0))
+    x, _ = clips(STREAM, 3)
     cache = STREAM.cache(layers=1, batch=1, kv_heads=HEADS, dim_head=8, dtype="float32")
     layer, angles = cache.unwritten().layer(0), table(STREAM, 3)
 
@@ -98,30 +98,12 @@ def test_rows_of_different_fill_are_each_alone() -> None:
         starts = [2 * (n + 3 * block) for n in done]
         x = jnp.concatenate([clean[:, s : s + 6] for s in starts])
         turns = [table(stream, 3, n + 3 * block) for n in done]
-        angles = ma.Rotary(
-            *(jnp.stack(part) for part in zip(*((t.cos, t.sin) for t in turns), strict=True))
-        )
+        angles = ma.Rotary(np.stack([t.cos for t in turns]), np.stack([t.sin for t in turns]))
         y, cache = step(x, 0.0, angles, cache)
         for row, start in enumerate(starts):
             close(y[row], want[0, start : start + 6])
         cache = cache.advance()
     assert cache.stage == "full" and programs(step) == 2
-
-
-def test_rows_by_slots() -> None:
-    stack, stream = Stack.make(), ma.Stream(2, 3, 2)
-    clean, noisy = clips(stream, 18)
-    how = {"positions": "slots"}
-    rows = [
-        rollout(stack, stream, stack.cache(stream, **how), clean[:, : 2 * n], noisy).cache
-        for n in (3, 12)
-    ]
-    cache, window = ma.KVCache.stacked(rows), table(stream, 6)
-    x = jnp.concatenate([clean[:, 6:12], clean[:, 24:30]])
-    y, _ = stack.jitted(x, 0.0, window, cache)
-    want, _ = teacher_forward(stack, stream, clean, noisy)
-    close(y[0], want[0, 6:12], atol=1e-4)
-    close(y[1], want[0, 24:30], atol=1e-4)
 
 
 def test_rows_are_read_as_full_once_all_of_them_are() -> None:

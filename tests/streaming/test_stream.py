@@ -1,4 +1,4 @@
-"""One value says it all: its masks, its slots, and how clean and noisy clips are ordered."""
+"""A stream's masks and slots, and how it orders clean and noisy clips."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 import maxattn as ma
 from maxattn.streaming import CacheLayout
-from tests.pairwise import product
+from tests.pairwise import pairwise, product
 from tests.streaming.test_equivalence import AXES, fits, frames_of, name, stream_of
 
-CASES = product(AXES, fits)
+CASES, PAIRS = product(AXES, fits), pairwise(AXES, fits)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -34,7 +34,7 @@ def test_slots_hold_what_the_masks_allow(case: dict) -> None:
             assert noisy == (kept - own) | {frames + i for i in own}
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", PAIRS, ids=name)
 def test_slots_of_numbers_of_arrays_and_under_jit_are_the_same(case: dict) -> None:
     stream, frames = stream_of(case), np.arange(40)
     want = [stream.slots(int(i)) for i in frames]
@@ -42,17 +42,17 @@ def test_slots_of_numbers_of_arrays_and_under_jit_are_the_same(case: dict) -> No
     np.testing.assert_array_equal(jax.jit(stream.slots)(jnp.asarray(frames)), want)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c["window"]], ids=name)
+@pytest.mark.parametrize("case", [c for c in PAIRS if c["window"]], ids=name)
 def test_places_count_frames_of_the_window_in_their_order(case: dict) -> None:
     stream = stream_of(case)
     budget = stream.budget or 0
-    layout = CacheLayout(stream, budget, "slots_with_sink")
+    places_of = jax.jit(CacheLayout(stream, budget, "slots_with_sink").places)
     held: dict[int, int] = {}
     for _, stop in stream.blocks(frames_of(stream)):
         held |= {stream.slots(i): i for i in range(max(0, stop - budget), stop) if i >= stream.sink}
         held |= {i: i for i in range(min(stream.sink, stop))}
         order = sorted(held.values())
-        places = layout.places(jnp.asarray(stop))
+        places = places_of(jnp.asarray(stop))
         assert [int(places[slot]) for slot in held] == [order.index(i) for i in held.values()]
 
 
