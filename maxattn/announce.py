@@ -1,7 +1,4 @@
-"""What is logged: each plan once, and each change of block sizes once.
-
-A change of block sizes is logged when the kernel that takes them is compiled.
-"""
+"""The log: each plan once, and each change of block sizes once, when its kernel is compiled."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ _said: set[str] = set()
 
 
 def announce(plan: Plan) -> None:
-    """Log a plan the first time it is met, on process 0 alone.
+    """Log a plan once, on process 0.
 
-    It is a warning where another kernel or strategy runs than the user named, and where a bias
-    keeps the kernels of a GPU out.
+    It is a warning if another kernel or strategy runs than the user named, or if a bias keeps a
+    GPU's fused kernels from running.
     """
     warns = plan.warns or (plan.fell_back and plan.fallback == "warn")
     level = logging.WARNING if warns else logging.INFO
-    # A plan met before logging was set up is not spent: it is logged once somebody listens.
+    # A plan that was made before logging was set up is logged later.
     if not log.isEnabledFor(level) or plan in _announced:
         return
     _announced.add(plan)
@@ -42,14 +39,9 @@ def announce(plan: Plan) -> None:
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
-    """Warn once where a call has no mesh, or another one than its config asks for.
+    """Warn once if a call has no mesh, or another one than the config's sizes or strategy ask for.
 
     Settings alone make no mesh.
-
-    Args:
-        config: whose sizes and strategy are looked at.
-        mesh: that the call is spread over, or None.
-        role: which setting names the strategy.
     """
     there = {} if mesh is None else dict(mesh.shape)
     text = _other_mesh(config, there) or _unspread(config, there, Asked.of(config, role).strategy)
@@ -59,19 +51,17 @@ def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
 def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
     sizes = {axis: ici * dcn for axis, (ici, dcn) in config.axis_parallelism().items()}
     asked = {axis: n for axis, n in sizes.items() if n > 1}
-    if not there:  # of an axis whose other size is open (-1) the one that is named counts
+    if not there:  # -1 is open: of an axis with a size and a -1, the size counts
         asked = {axis: abs(n) for axis, n in sizes.items() if abs(n) > 1}
     if all(there.get(axis, 1) == n for axis, n in asked.items()):
         return ""
     if not there:
         return _no_mesh(_sizes(asked))
-    return (
-        f"The config asks for {_sizes(asked)}, and the mesh has {_sizes(there)}: the mesh counts."
-    )
+    return f"The config asks for {_sizes(asked)}, and the mesh that runs has {_sizes(there)}."
 
 
 def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> str:
-    """Return the warning of a context axis that was asked for and is not used, or ""."""
+    """Return the warning about a context axis that was asked for and is not used, or ""."""
     named = strategy not in ("auto", "none")
     sized = config.axis_parallelism().get("context", (1, 1)) != (1, 1)
     if there.get("context", 1) > 1:
@@ -87,8 +77,8 @@ def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> 
         return ""
     if there:
         return (
-            f"The config asks for {strategy}, and the mesh has {_sizes(there)}: no context axis of"
-            " several devices, and nothing to send. Set ici_context_parallelism."
+            f"The config asks for {strategy}, and the mesh has {_sizes(there)}: without a context"
+            " axis of several devices it has nothing to send. Set ici_context_parallelism."
         )
     return _no_mesh(strategy, "" if sized else "Set ici_context_parallelism. ")
 
@@ -98,11 +88,11 @@ def _no_mesh(wanted: str, first: str = "") -> str:
     if ambient is not None and ambient.size > 1:
         return (
             f"The config asks for {wanted}, and the surrounding mesh has"
-            f" {_sizes(dict(ambient.shape))}: attention is spread over {', '.join(AXES)} alone."
-            " Name the axes so, as config.make_mesh() does."
+            f" {_sizes(dict(ambient.shape))}: attention is split over {', '.join(AXES)} alone."
+            " Give the axes these names, as config.make_mesh() does."
         )
     return (
-        f"The config asks for {wanted}, and this call has no mesh: attention is not spread over"
+        f"The config asks for {wanted}, and this call has no mesh: attention is not split over"
         f" devices. {first}Pass mesh=config.make_mesh(), or call inside"
         " jax.set_mesh(config.make_mesh())."
     )
@@ -113,10 +103,10 @@ def _sizes(there: dict[str, int]) -> str:
 
 
 def say_when_compiled(x: jax.Array, text: str) -> jax.Array:
-    """Return x, and log a text once where what computes it is compiled, on process 0 alone.
+    """Return x, and log a text once when the program that computes it is compiled, on process 0.
 
-    Whether a forward is differentiated shows only then: a function under `jit`, `scan` or `remat`
-    is traced without its gradient first, and that trace is thrown away.
+    Only then is it known whether a forward is differentiated: jax traces a function under `jit`,
+    `scan` or `remat` without its gradient first, and may throw that trace away.
     """
     return say_p.bind(x, text=text) if text else x
 
@@ -134,16 +124,13 @@ def _evaluate(x: Any, *, text: str) -> Any:
     return x
 
 
-# An operation that computes nothing and leaves nothing in the program: its lowering is its effect.
+# An operation that adds nothing to the program: lowering it logs the text.
 say_p = Primitive("say_when_compiled")
 say_p.def_impl(_evaluate)
 say_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(say_p, lambda context, x, *, text: [_evaluate(x, text=text)])
-batching.primitive_batchers[say_p] = lambda args, axes, *, text: (
-    say_p.bind(*args, text=text),
-    axes[0],
-)
-ad.primitive_jvps[say_p] = lambda primals, tangents, *, text: (
-    say_p.bind(*primals, text=text),
+batching.primitive_batchers[say_p] = lambda args, axes, **text: (say_p.bind(*args, **text), axes[0])
+ad.primitive_jvps[say_p] = lambda primals, tangents, **text: (
+    say_p.bind(*primals, **text),
     tangents[0],
 )

@@ -1,7 +1,6 @@
-"""`attention()`: prepare a call, have it decided, and execute the plan.
+"""`attention()`: check a call, let decide.py make its plan, and execute the plan.
 
-It decides nothing: `decide.py` does. One `custom_vjp`, outside `shard_map`; forward and backward
-each map over shards.
+There is one `custom_vjp`, outside `shard_map`; forward and backward each map over shards.
 """
 
 from __future__ import annotations
@@ -101,28 +100,33 @@ def attention(
 
         out = softmax(scale * q k^T + bias, over allowed keys) v
 
-    Softmax statistics are float32. A query with nothing to attend to gives 0, LSE -inf and
-    gradients 0.
+    The softmax is float32. A query that may see no key has output 0, LSE -inf and gradients 0.
 
     Args:
         q: queries [B, T, N, H]; float32, bfloat16 or float16.
-        k, v: keys [B, S, K, H], values [B, S, K, V]; query heads n*N/K ... share key head n. V is H
-            but for `dot_product`. Hidden keys must be finite too: 0 * NaN is NaN (`check_finite`).
+        k, v: keys [B, S, K, H] and values [B, S, K, V]; K divides N, and each key head serves N / K
+            neighbouring query heads. Hidden keys must be finite too, since 0 * NaN is NaN: the
+            setting `check_finite` tests them.
         mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each
-            axis full or 1, True = attend. Where T = B > 1, [T, S] is written as [1, T, S]: it may
-            be meant as flags [B, S], which are `masks.KeyPadding(flags)`.
-        bias: added to the scores, broadcasts to [B, N, T, S]; differentiable.
+            axis full or 1, True = attend; default every query sees every key. If T = B > 1, write
+            [T, S] as [1, T, S], and flags [B, S] of keys as `masks.KeyPadding(flags)`.
+        bias: added to the scores, broadcasts to [B, N, T, S]; differentiable; default none.
         scale: a number; default H ** -0.5.
         config: default `AttentionConfig()`.
-        mesh: the `jax.sharding.Mesh` to shard over; default the surrounding mesh, if there is one.
-            False takes none, and leaves the layout to the compiler.
-        role: "self" or "cross": which setting of the config governs the call.
-        return_lse: return (out, lse [B, N, T] float32, natural logarithm); differentiable.
+        mesh: the `jax.sharding.Mesh` to split the call over; default the surrounding mesh, if there
+            is one. False takes none, and leaves the layout to the compiler.
+        role: "self" (default) or "cross": whether `attention` or `cross_attention` of the config
+            names the kernel.
+        return_lse: whether to return (out, lse), lse [B, N, T] float32: the natural logarithm of
+            the sum of exponentials of the scores; differentiable; default False.
+
+    Returns:
+        out [B, T, N, V] in the dtype of q.
 
     Raises:
         InputError: shapes, dtypes, mask or bias do not fit.
         MeshError: batch or heads do not divide over the mesh.
-        Unsupported: what the config names cannot compute this call here.
+        Unsupported: the kernel or strategy that the config names cannot compute this call here.
 
     >>> x = jax.random.normal(jax.random.key(0), (1, 64, 4, 32))
     >>> out, lse = ma.attention(x, x, x, mask=ma.masks.Causal(), return_lse=True)
@@ -139,11 +143,7 @@ def attention(
 
 
 def as_array(x: Any, name: str) -> Any:
-    """Read the array out of an operand that holds one, such as an `nnx.Variable`; None stays.
-
-    Raises:
-        InputError: it is a description of an array, without values.
-    """
+    """Return the array of an operand, such as an `nnx.Variable`; None stays None."""
     if x is None or isinstance(x, jax.Array):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -153,13 +153,9 @@ def as_array(x: Any, name: str) -> Any:
 
 
 class Prepared(NamedTuple):
-    """A call that was checked, and what it runs with.
+    """A checked call, its bound mask, and what it runs with.
 
-    Args:
-        call: its structure.
-        mask: bound to it.
-        config, mesh: as for `attention`.
-        notes: what the plan says beside its own notes, such as how a module norms its queries.
+    `notes` are added to the plan's, such as how a module norms its queries.
     """
 
     call: Call
@@ -183,12 +179,8 @@ def prepare(
 ) -> Prepared:
     """Check a call and bind its mask, before anything is computed.
 
-    Args:
-        q, k, v: arrays, or their shapes and dtypes; v may be None where there are no values yet.
-        mask, bias, scale, config, mesh, role, return_lse: as for `attention`.
-
-    Raises:
-        InputError, MeshError, ConfigError: as `attention`.
+    The arguments and errors are those of `attention`; q, k and v may be shapes with dtypes, and v
+    None if there are no values yet.
     """
     config, mesh = checked_config(config), usable_mesh(mesh, q)
     padding = config.mask_padding_tokens
@@ -199,12 +191,7 @@ def prepare(
 def attend(
     prepared: Prepared, q: Query, k: Key, v: Value, bias: Array | None = None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Plan a prepared call and run it on arrays of its shapes.
-
-    Raises:
-        MeshError: the mesh does not fit the call, or the devices that q is on.
-        Unsupported: what the config names cannot compute this call here.
-    """
+    """Plan a prepared call and run it on arrays of its shapes."""
     call, mask, config, mesh, notes = prepared
     check_devices(mesh, q)
     decided = decide(call, config, mesh_shape(mesh), Target.here()).with_notes(notes)
@@ -232,16 +219,13 @@ def attend(
 def run(
     plan: Plan, q: Query, k: Key, v: Value, bias: Array | None, mask: Mask, mesh: Any = None
 ) -> tuple[Array, Array]:
-    """Execute a plan on arrays of the call it was made for.
+    """Execute a plan on arrays of the call it was made for: (out [B, T, N, V], lse [B, N, T]).
 
     Args:
         plan: from `plan()`.
         q, k, v, bias, mask: as for `attention`; the mask is bound. Inside a `shard_map` that checks
-            what varies, all vary over the same axes, as `attend` has it.
-        mesh: the mesh whose axes the plan names, or None where it names none.
-
-    Returns:
-        out [B, T, N, V] and lse [B, N, T] float32.
+            varying axes, all of them vary over the same axes.
+        mesh: the mesh whose axes the plan names, or None if it names none.
     """
     if bias is not None:
         bias = jnp.reshape(bias, plan.call.bias or bias.shape)
@@ -270,10 +254,10 @@ def _run(
 
 
 def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
-    """Find the level of each row's bias; its T, where it has one, is padded to whole shards."""
+    """Return the level of the bias of each query; a T axis is padded to whole shards."""
     mask = plan.full_mask(mask)
     letters, specs, _ = plan.strategy.operand_specs(plan.padded_call, mask)
-    # Each device has the bias of all keys, and of its own queries or, as in Ulysses, of all.
+    # Each device has the bias of all keys, and of its own queries or, with Ulysses, of all.
     own_rows = bool(specs[5][2])
     rows = plan.q_len // ways("T", plan.mesh) if own_rows else plan.q_len
 
@@ -287,8 +271,8 @@ def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
-    # The LSE is that of the bias without its level (bias_level.py), here and for the backward.
-    # Runs where nothing is differentiated; _attend_fwd runs instead of it where something is.
+    # The LSE is that of the bias without its level (bias_level.py), here and in the backward.
+    # If anything is differentiated, _attend_fwd runs instead.
     return batched_alike(*_forward(plan, plan.kernel.for_inference(), mesh, *operands))
 
 
@@ -299,11 +283,10 @@ def _attend_fwd(plan: Plan, mesh: Any, *given: Any) -> Any:
     result = batched_alike(*result)
     if plan.target.platform == "gpu":
         # In a scan over layers XLA merges a custom call with the store of its result for the
-        # backward, and runs it once more for whoever else reads the result (jax 0.11.2; 287 of
-        # 2,132 ms a step of Wan 1.3B). Not over a barrier.
+        # backward, and runs it once more for other readers of the result (jax 0.11.2; 287 of 2,132
+        # ms a step of Wan 1.3B). It merges nothing over a barrier.
         result = jax.lax.optimization_barrier(result)
-    # Named here, inside the rule: a policy that saves both names then has all that the backward
-    # needs.
+    # Named inside the rule: a policy that saves both names has all that the backward needs.
     out, lse = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
     return (out, lse), (has_dbias, *operands, out, lse)
 
@@ -316,7 +299,7 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: Any) -> Any:
 
 
 def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Compute a step of the first derivative; its own derivative is refused, unless jax has it."""
+    """Compute a step of the first derivative; refuse its derivative unless jax can make it."""
     if plan.kernel.differentiates_twice:
         return compute(*operands)
 

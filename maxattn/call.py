@@ -1,7 +1,4 @@
-"""Values that describe an attention call: its shapes, and why a kernel refuses it.
-
-They hold no arrays and know no devices.
-"""
+"""`Call`: the shapes, the mask and the settings of an attention call, without arrays or devices."""
 
 from __future__ import annotations
 
@@ -32,21 +29,25 @@ SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 @dataclass(frozen=True)
 class Call:
-    """Describe one attention call by its structure: hashable, comparable, printable.
+    """The structure of one attention call: hashable, comparable, printable.
+
+    `Call.of(q, k)` reads it off arrays.
 
     Args:
         batch, q_len, kv_len, heads, kv_heads, head_dim: B, T, S, N, K, H.
-        dtype: "float32", "bfloat16" or "float16".
-        mask: is kept bound, with shapes in place of arrays.
-        bias: shape of the additive bias, each of its four sizes 1 or full, or None.
-        scale: multiplies the scores; 0, the default, is head_dim ** -0.5.
-        role: "self" or "cross": which setting of the config governs it.
-        return_lse: whether the log-sum-exp is asked for.
-        sharded: whether this is one device's share, whose positions are known only where it runs.
-        sequence: of one device's share, T and S of the whole padded sequence.
-        bias_dtype: of the bias; "", the default, is the operands' own where there is a bias.
-        value_head_dim: V, channels of a head of the values and of the output, where they are other
-            than H; 0, the default, is H.
+        dtype: "float32" (default), "bfloat16" or "float16".
+        mask: a mask of `maxattn.masks`, kept bound, with shapes in place of arrays; default none.
+        bias: shape of the additive bias, each of its four sizes 1 or full; default None.
+        scale: multiplies the scores; 0, the default, means head_dim ** -0.5.
+        role: "self" (default) or "cross": whether `attention` or `cross_attention` of the config
+            names the kernel.
+        return_lse: whether the log-sum-exp is returned; default False.
+        sharded: whether this is one device's part, whose positions are known only when it runs;
+            default False.
+        sequence: for one device's part, T and S of the whole padded sequence; default None.
+        bias_dtype: dtype of the bias; "", the default, means that of q and k.
+        value_head_dim: V, channels of a head of the values and of the output; 0, the default,
+            means H.
 
     Raises:
         InputError: a size, dtype, mask, bias, scale or role that `Call.of` would refuse.
@@ -81,7 +82,7 @@ class Call:
     def derived(self, **changes: Any) -> Call:
         """Return a call with some fields changed and nothing checked.
 
-        What a call is padded to or split into need not fit itself: its bias keeps its shape.
+        A padded or split call keeps the shape of its bias, which then does not fit its lengths.
         """
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
@@ -99,18 +100,16 @@ class Call:
         return_lse: bool = False,
         value_head_dim: int | None = None,
     ) -> Call:
-        """Read a call off arrays, or anything with `shape` and `dtype`.
+        """Read a call off arrays, or off anything with `shape` and `dtype`.
 
         Args:
-            q: [B, T, N, H].
-            k: [B, S, K, H]; v has the same shape, but for its last axis, which may be V.
-            mask: a mask, bound or not, or a boolean array as for `attention`; None attends to
-                everything.
-            bias: additive, each axis 1 or full size of [B, N, T, S].
-            value_head_dim: V; default H.
+            q: queries [B, T, N, H].
+            k: keys [B, S, K, H].
+            mask, bias, scale, role, return_lse: as for `attention`.
+            value_head_dim: V, the last axis of the values; default H.
 
         Raises:
-            InputError: on a wrong rank, dtype, head count or mask.
+            InputError: a wrong rank, dtype, head count, mask, bias or scale.
         """
         call = bound_call(q, k, None, mask, bias, scale, role, return_lse)[0]
         if value_head_dim is None:
@@ -129,15 +128,11 @@ class Call:
 
     @property
     def value_dim(self) -> int:
-        """V, channels of a head of the values and of the output."""
+        """V, the channels of a head of the values and of the output."""
         return self.value_head_dim or self.head_dim
 
     def of_dtype(self, q: Any, k: Any, v: Any) -> Call:
-        """Return the call with the dtype of operands that were not there when it was made.
-
-        Raises:
-            InputError: when they have several, or one that no kernel computes in.
-        """
+        """Return the call with the dtype of operands, which must be one that kernels compute in."""
         check_dtypes(q, k, v)
         dtype = str(q.dtype)
         return self if dtype == self.dtype else self.derived(dtype=dtype)
@@ -158,15 +153,12 @@ def bound_call(
     *,
     mask_padding: bool = True,
 ) -> tuple[Call, Mask]:
-    """Check operands, bind the mask, and describe both: done once for each attention.
+    """Check operands and bind the mask: return the call, and the bound mask with its arrays.
 
     Args:
         q, k, mask, bias, scale, role, return_lse: as in `Call.of`.
-        v: [B, S, K, V], or None where there are no values yet.
+        v: [B, S, K, V], or None if there are no values yet.
         mask_padding: False drops the caller's key padding from the mask.
-
-    Returns:
-        The call, and the bound mask with its arrays.
     """
     check_operands(q, k, v)
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
@@ -176,7 +168,7 @@ def bound_call(
     last = None, "" if bias is None else str(bias.dtype)
     own_values = 0 if v is None or v.shape[3] == h else v.shape[3]
     every = (b, t, s, n, kv_heads, h, *what, role, return_lse, False, *last, own_values)
-    call = object.__new__(Call)  # what it is made of is checked
+    call = object.__new__(Call)  # its fields are checked already
     call.__dict__.update(zip(_FIELDS, every, strict=True))
     return call, bound
 
@@ -186,11 +178,7 @@ MOST_SCALE, LEAST_SCALE = 3.4028234e38, 1.2e-38
 
 
 def static_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale, by default head_dim ** -0.5.
-
-    Raises:
-        InputError: no number that is known now, or one that float32 does not hold, or 0.
-    """
+    """Return the scale, by default head_dim ** -0.5; it is a known number that float32 can have."""
     if scale is None:
         return float(head_dim) ** -0.5
     if type(scale) is int and abs(scale) > MOST_SCALE:  # of more than 308 digits it is no float
@@ -210,11 +198,7 @@ def static_scale(scale: float | None, head_dim: int) -> float:
 
 
 def checked_fields(call: Call) -> dict[str, Any]:
-    """Return the fields of a call that was made by hand, as `Call.of` would have made them.
-
-    Raises:
-        InputError: as `Call.of`.
-    """
+    """Return the checked fields of a call that was made by hand, as `Call.of` makes them."""
     found: dict[str, Any] = {name: _size(name, getattr(call, name)) for name in _FIELDS[:6]}
     b, t, s, n, kv_heads, h = found.values()
     check_heads(n, kv_heads)
@@ -251,7 +235,7 @@ def _size(name: str, value: Any) -> int:
 
 
 def _value_size(value: Any, head_dim: int) -> int:
-    """Return the head dim of values, 0 where it is that of the keys."""
+    """Return the head dim of values, 0 if it is that of the keys."""
     size = 0 if type(value) is int and value == 0 else _size("value_head_dim", value)
     return 0 if size == head_dim else size
 
@@ -263,15 +247,15 @@ def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
-    """Bind a mask, and drop its arrays; that of a share (`full` is None) is bound already."""
+    """Bind a mask, and drop its arrays; that of a device's part (`full` is None) is bound."""
     if not isinstance(mask, Mask):
-        rule, remedy = "a call holds a mask of maxattn.masks", "say a table as masks.Dense(table)"
+        rule, remedy = "a call has a mask of maxattn.masks", "write a table as masks.Dense(table)"
         raise InputError("mask", type(mask).__name__, rule, remedy)
     if full is not None:
         b, t, s, n = full
         return mask.bind(t, s, b, n).form()
     if not mask.is_bound:
-        rule = "the mask of a share knows where its queries are"
+        rule = "the mask of one device's part is bound to the whole lengths"
         raise InputError("mask", mask, rule, "call bind(q_len, kv_len) with the whole lengths")
     return mask.form()
 

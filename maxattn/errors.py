@@ -14,11 +14,11 @@ class MaxattnError(Exception):
     """A setting, its value, the rule that it breaks, and the remedy.
 
     Args:
-        setting: name of the key, argument or axis at fault, as the user wrote it.
-        value: what it was set to.
-        rule: the rule in one sentence.
-        remedy: what to do about it, in one sentence.
-        where: `file:line` for settings read from a file, else empty.
+        setting: the key, argument or axis at fault, as the user wrote it.
+        value: its value.
+        rule: the broken rule, in one sentence.
+        remedy: what to do, in one sentence.
+        where: `file:line` of a setting that was read from a file, else "".
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WeightsError(MaxattnError, ValueError):
 
 
 class Unsupported(MaxattnError, NotImplementedError):
-    """What was asked for is understood, and this kernel, strategy or machine cannot do it."""
+    """The settings are right, and this kernel, strategy or machine cannot do what they ask for."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Reason:
         who: the kernel or context strategy.
         feature: the refused part of the call, in a word or two.
         rule: one sentence with the value and the limit.
-        remedy: what would lift it, or empty.
+        remedy: what to change so that it is not refused, or "".
     """
 
     who: str
@@ -73,16 +73,13 @@ class Reason:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Name the closest known word as a question, or nothing when none is close."""
+    """Return "did you mean '...'?" with the closest known word, or "" if none is close."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else ""
 
 
 def brief(value: object, write: Callable[[object], str] = repr) -> str:
-    """Write a value for a message; a whole number of very many digits by its size.
-
-    Python writes no number of more than 4,300 digits.
-    """
+    """Write a value for a message; Python cannot write an int of more than 4,300 digits."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of about {value.bit_length() * 3 // 10} digits"
     return write(value)

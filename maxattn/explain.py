@@ -1,4 +1,4 @@
-"""What a plan looks like to a person, and as plain values. It decides nothing."""
+"""A plan as text for a person, and as plain values. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ INDENT = 10
 
 
 def explain(plan: Plan, training: bool = True, why: bool = False) -> str:
-    """Return the plan as a few lines: what was asked, what runs, moves and was refused.
+    """Write a plan in a few lines: what was asked, what runs and why, what moves, what was refused.
 
     Args:
-        plan: what is told of.
-        training: False leaves out what its backward does and sends.
-        why: print what `context_parallel: auto` added up for every strategy.
+        plan: the plan.
+        training: whether to print the backward too.
+        why: whether to print the arithmetic of `context_parallel: auto` for every strategy.
     """
     sizes = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
     call, mesh = plan.call, f"   mesh {sizes}" if sizes else ""
@@ -51,7 +51,7 @@ def _entries(plan: Plan, training: bool, why: bool) -> list[tuple[str, str]]:
     if not why:
         sums = [f"{plan.arithmetic} (explain --why prints all)"] if plan.arithmetic else []
     entries += [("note", note) for note in (*sums, *plan.notes)]
-    return entries + [("not", str(reason)) for reason in plan.refused]
+    return entries + [("refused", str(reason)) for reason in plan.refused]
 
 
 def _lines_of_kernel(plan: Plan, training: bool) -> Lines:
@@ -73,13 +73,14 @@ def _mask(call: Call) -> str:
 def _shards(plan: Plan) -> str:
     local, call = plan.strategy.local_call(plan.padded_call), plan.call
     chunks = f"{plan.strategy.chunks_per_rank} x " if plan.strategy.chunks_per_rank > 1 else ""
-    parts = f"{local.batch} of B, {chunks}{local.q_len} queries, {local.heads} heads each"
+    share = f"batch {local.batch}, {chunks}{local.q_len} queries, {local.heads} heads"
     padding = {"queries": plan.q_len - call.q_len, "keys": plan.kv_len - call.kv_len}
-    return parts + "".join(f"; {what}: {n} padded, masked" for what, n in padding.items() if n)
+    added = "".join(f"; {n} {what} are padding, masked" for what, n in padding.items() if n)
+    return f"{share} on each device{added}"
 
 
 def _fields(kernel: Kernel) -> dict[str, Any]:
-    """Return what was decided of a kernel, and of one that hands it its operands."""
+    """Return the fields of a kernel, and of the kernel that prepares its operands."""
     own = {f.name: _plain(getattr(kernel, f.name)) for f in fields(cast(Any, kernel))}
     if kernel.computes is kernel:
         return own
@@ -88,7 +89,7 @@ def _fields(kernel: Kernel) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: masks as they are written."""
+    """Return a value that JSON can write; a mask is its text."""
     if isinstance(value, Mask):
         return str(value)
     if isinstance(value, tuple):
@@ -99,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return what decides the numbers of a plan, as plain values that JSON can hold."""
+    """Return the values that decide a plan's numbers, for JSON."""
     decided = {f"kernel.{key}": value for key, value in _fields(plan.kernel).items()}
     kernel = {"kernel": plan.kernel.name, **decided}
     values = {

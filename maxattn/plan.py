@@ -1,4 +1,4 @@
-"""`Plan`: one decision as a value. decide.py has the function `plan`; `attention()` executes it."""
+"""`Plan`: how a call runs, as a value. `plan` in decide.py makes it; `attention()` executes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Call", "Plan", "Reason", "Target", "plan"]
 
 
 def __getattr__(name: str) -> Any:
-    # decide.py imports this file, so that `maxattn.plan.plan` is looked up when it is asked for.
+    # decide.py imports this file, so `maxattn.plan.plan` is looked up at its first use.
     if name != "plan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from maxattn.decide import plan
@@ -32,27 +32,27 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """One decision: hashable, comparable, printable, without arrays or devices.
+    """How a call runs: hashable, comparable, printable, without arrays or devices.
 
     Args:
         call: the global call.
-        padded_call: after padding to whole shards and repeating key heads: what the strategy lays
-            out.
-        target: the machine it is for.
+        padded_call: the call after padding to whole shards and repeating key heads, which the
+            strategy splits.
+        target: the machine that the plan is for.
         mesh: (axis, size) of every mesh axis above size 1 that attention uses.
         asked: the setting that asked for the kernel, as "attention: auto".
-        kernel: the kernel with everything decided about it.
+        kernel: the kernel, with its tiles and all other choices.
         strategy: how K, V or heads move between devices (`context_parallel`).
-        kv_repeat: how often each key head is repeated so that the key heads divide over tensor.
+        kv_repeat: how often each key head is repeated, so that key heads divide over tensor.
         q_len, kv_len: lengths after padding to whole shards.
-        because: why this kernel, one sentence.
-        notes: what else the user should know.
-        refused: kernels and strategies that were asked for or come first, and cannot run here.
+        because: why this kernel runs, in a sentence.
+        notes: what else the user should know, a sentence each.
+        refused: kernels and strategies that were asked for, or preferred, and cannot run here.
         fell_back: whether another kernel or strategy runs than the user named.
-        fallback: the policy under which it did: "error", "warn" or "allow".
-        arithmetic: which strategy `context_parallel: auto` chose and by what times, in a line.
-        sums: what it added up for every strategy, a line each.
-        warns: whether its log line is a warning: the kernel is slow for what the caller can lift.
+        fallback: the setting that allowed it: "error", "warn" or "allow".
+        arithmetic: which strategy `context_parallel: auto` chose, and the two shortest times.
+        sums: the time and memory of every strategy that it compared, a line each.
+        warns: whether the log line is a warning: the kernel is slow, and the caller can change it.
     """
 
     call: Call
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Every transfer that the plan makes, forward and backward."""
+        """Every transfer of the plan, forward and backward."""
         call, tensor = self.padded_call, ways("K", self.mesh)
         moved = (
             *self.strategy.collectives(call),
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def bias_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the gradient of the bias is summed."""
+        """The mesh axes that the gradient of the bias is summed over."""
         return bias_axes(self.call.bias, self.mesh, self.strategy)
 
     def with_notes(self, notes: tuple[str, ...]) -> Plan:
@@ -116,17 +116,22 @@ class Plan:
         return _with_notes(self, notes) if notes else self
 
     def full_mask(self, mask: Mask) -> Mask:
-        """Add to the caller's bound mask the limit that hides the keys which padding added."""
+        """Return the caller's bound mask, with the keys of padding hidden."""
         return limit_keys(mask, self.call.kv_len, self.kv_len)
 
     def __str__(self) -> str:
         return self.explain()
 
     def explain(self, why: bool = False) -> str:
-        """Return what runs, why, what moves and what was refused, in a few lines.
+        """Write in a few lines what runs and why, what moves, and what was refused.
+
+        The lines are `asked` (the setting), `runs` (strategy and kernel), `because`, `mask`,
+        `shards` (what each device computes), `blocks` (tiles), `moves` (each transfer: arrays,
+        operation, mesh axes, bytes that a device receives, pass), `note` and `refused`.
 
         Args:
-            why: print the sums of every strategy that `context_parallel: auto` weighed.
+            why: whether to print the time and memory of every strategy that
+                `context_parallel: auto` compared; default False.
         """
         from maxattn.explain import explain
 
@@ -139,7 +144,7 @@ class Plan:
         return to_dict(self)
 
     def diff(self, other: Plan | dict[str, Any]) -> tuple[str, ...]:
-        """List what differs from another plan, or from a saved one, as `name: theirs -> ours`."""
+        """List the differences from another plan or a saved one, as `name: theirs -> ours`."""
         mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
         theirs = {_RENAMED.get(k, k): _renamed(k, v) for k, v in theirs.items()}
         keys = [*mine, *(k for k in theirs if k not in mine)]
@@ -157,7 +162,7 @@ _RENAMED = {"context": "strategy", "kernel.processors": "kernel.sms"}
 
 
 def _renamed(key: str, value: Any) -> Any:
-    """Rename what a saved pair of kernels holds of each."""
+    """Rename the fields of each kernel of a saved pair."""
     if not (key.startswith("kernel.") and isinstance(value, dict)):
         return value
     return {_RENAMED.get(f"kernel.{k}", f"kernel.{k}")[7:]: v for k, v in value.items()}

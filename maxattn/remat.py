@@ -1,10 +1,10 @@
-"""Rematerialisation: which values of the forward are kept for the backward, as the config says.
+"""Rematerialisation: which values of the forward are kept for the backward.
 
-attention names its own output and log-sum-exp ("attn_out", "attn_lse"), inside its forward rule: a
-policy that saves both computes no attention twice. The modules name their projections and what the
-output projection reads as MaxDiffusion does ("query_proj", "key_proj", "value_proj",
-"attn_output"), for policies that list its names. "attn_output" is the merged heads, after the rule:
-a policy that saves it without the first two recomputes attention.
+`attention` names its output and log-sum-exp ("attn_out", "attn_lse") inside its forward rule: a
+policy that saves both computes no attention twice. The modules name their projections and the
+merged heads as MaxDiffusion does ("query_proj", "key_proj", "value_proj", "attn_output"), for
+policies that list its names. "attn_output" is made after the rule: a policy that saves it without
+the first two recomputes attention.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def remat_policy(name: str) -> Policy | None:
     """Return the checkpoint policy of a `remat_policy` setting.
 
     Args:
-        name: NONE: keep everything, there is no policy. FULL: keep nothing, recompute the layer.
-            SAVE_ATTENTION: keep the attention's output and log-sum-exp, so that no attention is
-            recomputed. SAVE_ATTENTION_AND_MATMUL: keep the results of the projections too: only
-            norms and the like are recomputed. MATMUL_WITHOUT_BATCH: keep the results of the
-            projections, not of attention. OFFLOAD_MATMUL_WITHOUT_BATCH: keep them in the host's
-            pinned memory.
+        name: NONE: keep everything; there is no policy, and None is returned. FULL: keep nothing
+            and recompute the layer. SAVE_ATTENTION: keep the attention's output and log-sum-exp, so
+            that attention is not recomputed. SAVE_ATTENTION_AND_MATMUL: keep the results of the
+            projections too: norms and activations are recomputed. MATMUL_WITHOUT_BATCH: keep the
+            results of the projections and recompute attention. OFFLOAD_MATMUL_WITHOUT_BATCH: the
+            same, kept in the host's pinned memory.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: the name is not known.
     """
     policies = jax.checkpoint_policies
     matmuls = policies.dots_with_no_batch_dims_saveable
@@ -70,19 +70,18 @@ def remat_policy(name: str) -> Policy | None:
 
 
 def remat(f: F, config: AttentionConfig | None = None) -> F:
-    """Wrap a layer's call so that its backward recomputes what `config.remat_policy` does not keep.
+    """Wrap a layer's call so that its backward recomputes values that the config does not keep.
 
     Args:
         f: a function of modules, arrays and plain values, such as the unbound method
             `Block.__call__`.
-        config: its `remat_policy` decides; None, or NONE, returns `f` as it is.
+        config: its `remat_policy` names the policy; None, the default, or NONE returns `f` itself.
+
+    Returns:
+        A function of the same arguments; bool, int, float, str and None are not traced.
 
     Raises:
         InputError, ConfigError: `f` cannot be called, or `config` is no `AttentionConfig`.
-
-    Returns:
-        A function of the same arguments. Python's own values (bool, int, float, str, None) stay
-        what they are.
 
     >>> layer = ma.FlaxAttention(32, heads=2, dim_head=16, rngs=nnx.Rngs(0))
     >>> config = ma.AttentionConfig(remat_policy="SAVE_ATTENTION")
@@ -101,8 +100,8 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
     @wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Traced, a `deterministic=True` could not be branched on: only what holds arrays goes
-        # through nnx.remat.
+        # Only arguments with arrays go through nnx.remat: f could not branch on a traced
+        # `deterministic=True`.
         traced_args = {i: a for i, a in enumerate(args) if not isinstance(a, PLAIN)}
         traced_kwargs = {k: a for k, a in kwargs.items() if not isinstance(a, PLAIN)}
 
@@ -115,7 +114,7 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse what is no config; the name of a policy is one for `remat_policy`."""
+    """Refuse anything but a config; the remedy for a policy's name is a config with it."""
     if isinstance(config, str):
         made = f"AttentionConfig(remat_policy={config!r})"
         remedy = f"pass {made}" if config in POLICIES else "pass an AttentionConfig"

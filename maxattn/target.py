@@ -22,14 +22,14 @@ from maxattn.tuned.kernels import CallTimes, times_of
 
 Pairs = tuple[tuple[str, str], ...]
 
-# Beside the switches of the kernels: they give a TPU's kernels more memory, or set how a ring's
+# Besides the kernels' own switches: they give a TPU's kernels more memory, or set how a ring's
 # blocks travel.
 ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a plan is for.
+    """The machine that a plan is made for: this one, or one that is not there.
 
     >>> ma.Target.named("NVIDIA H200", packages=(("fa4-jax", "0.1.0"),)).version("fa4-jax")
     '0.1.0'
@@ -39,15 +39,17 @@ class Target:
     Args:
         platform: "cpu", "gpu" or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
-        packages: (name, version) of the installed optional packages, of cuDNN and of AITER.
-        env: (name, value) of the environment facts that can refuse a kernel, give a TPU's kernels
-            more memory, or set how a ring's blocks travel.
-        tuned: block sizes that `maxattn tune` measured on it, for those that a config leaves open.
-        capability: the compute capability that jax gives of an NVIDIA GPU, for example "10.3"; ""
-            for the device kind's own.
-        kernel_times: times that `maxattn tune` measured on it, which `attention: auto` takes first.
-        sms: streaming multiprocessors (SMs) that jax counts on a GPU, a part of one (MIG) included;
-            0 for the device kind's own.
+        packages: (name, version) of the installed optional packages, of cuDNN and of AITER; default
+            none.
+        env: (name, value) of environment variables that can refuse a kernel, give a TPU's kernels
+            more memory, or set how a ring's blocks travel; default none.
+        tuned: block sizes that `maxattn tune` measured on this machine; a config's own come first.
+        capability: compute capability of an NVIDIA GPU, for example "10.3"; default "" for that of
+            the device kind.
+        kernel_times: times that `maxattn tune` measured on this machine; `attention: auto` takes
+            the fastest kernel by them.
+        sms: streaming multiprocessors (SMs) of a GPU, or of a part of one (MIG); default 0 for
+            those of the device kind.
     """
 
     platform: Platform
@@ -61,7 +63,7 @@ class Target:
 
     @staticmethod
     def here() -> Target:
-        """Describe this machine, or the target of a surrounding `assumed()`.
+        """Return this machine, or the target of a surrounding `assumed()`.
 
         It initialises jax's backend.
         """
@@ -74,15 +76,15 @@ class Target:
 
     @staticmethod
     def named(kind: str, packages: Pairs = ()) -> Target:
-        """Describe a machine that need not be there.
+        """Return a machine that need not be there.
 
         Args:
-            kind: a name of `devices.DEVICES` ("TPU v5p", "NVIDIA H200", "cpu") or another
-                spelling of it ("v5p", "H200"), or a platform ("tpu", "gpu").
-            packages: optional packages it has, as (name, version).
+            kind: a name of `devices.DEVICES` ("TPU v5p", "NVIDIA H200", "cpu"), a shorter one
+                ("v5p", "H200"), or a platform ("tpu", "gpu") for its usual device.
+            packages: its optional packages as (name, version); default none.
 
         Raises:
-            ConfigError: for a name that is not known.
+            ConfigError: the name is not known.
         """
         kind = read_target(kind).kind
         return Target(DEVICES[kind].platform, kind, packages)
@@ -98,33 +100,32 @@ class Target:
 
     @property
     def device(self) -> Device:
-        """Return the facts of its device kind."""
+        """The row of its device kind in `devices.DEVICES`."""
         capability = read_capability(self.capability)
         return device_of(self.device_kind, self.platform, capability, self.sms)
 
     def untuned(self) -> Target:
-        """Return the same machine without what was measured on it."""
+        """Return the same machine without its measured block sizes and times."""
         return replace(self, tuned=(), kernel_times=())
 
     def version(self, package: str) -> str | None:
-        """Return the version of an optional package, or None where it is not installed."""
+        """Return the version of an optional package, or None if it is not installed."""
         return dict(self.packages).get(package)
 
     @property
     def is_this_machine(self) -> bool:
-        """Whether its packages were looked up on this machine: jax is then among them."""
+        """Whether it is this machine: jax is then among its packages."""
         return self.version("jax") is not None
 
     def refuse_untested(
         self, who: str, package: str, tested: Versions | None = None
     ) -> Reason | None:
-        """Refuse a version of a package that a kernel, which uses private names of it, was not
-        tested with; a version that is not known is taken.
+        """Refuse a version of a package that a kernel was not tested with; unknown ones are taken.
 
         Args:
-            who: the kernel.
-            package: pip's name, one of `versions.TESTED`.
-            tested: the versions that will do; default those of `versions.TESTED`.
+            who: the kernel, which uses private names of the package.
+            package: pip's name.
+            tested: the tested versions; default those of `versions.TESTED`.
         """
         version, tested = self.version(package), tested or TESTED[package]
         if version is None or tested.hold(version):
@@ -137,7 +138,7 @@ class Target:
         return Reason(who, "version", rule, f"{bring}; or use attention: auto")
 
     def remedy_for(self, package: str) -> str:
-        """Return how to add a package, by pip's name: pip here, an option for a named target."""
+        """Return how to add a package: a pip command here, an option for a named target."""
         extra, version = table.EXTRAS.get(package, ("", ""))
         if self.is_this_machine:
             return "pip install " + (f'"maxattn[{extra}]"' if extra else package)
@@ -154,9 +155,9 @@ _ASSUMED: ContextVar[Target | None] = ContextVar(
 def _with_tuned(
     here: Target, table: tuple[Tuned, ...], times: tuple[CallTimes, ...] = ()
 ) -> Target:
-    """Add the sizes and the kernels that were measured here.
+    """Add the block sizes and kernel times that were measured here.
 
-    Not over several processes: their files may differ, and their programs must not.
+    Several processes take none: their files may differ, and their programs must not.
     """
     import jax
 
@@ -179,7 +180,7 @@ def _here(env: Pairs, packages: Pairs) -> Target:
 
 
 def _kind_of(device: Any) -> str:
-    """Return our name of a device; one that ROCm runs on begins with its vendor's."""
+    """Return our name of a device; that of a ROCm device begins with AMD."""
     kind = str(device.device_kind)
     is_amd = "rocm" in str(device.client.platform_version).lower()
     if is_amd and device_of(kind).vendor != "AMD":
@@ -188,9 +189,7 @@ def _kind_of(device: Any) -> str:
 
 
 def installed() -> Pairs:
-    """List jax, cuDNN, AITER, CuTe and the packages that kernels call, those that are installed
-    here, with their versions.
-    """
+    """List the installed ones of jax, cuDNN, AITER, CuTe and kernels' packages, with versions."""
     return _installed(("jax", *table.packages(), CUTLASS, *CUDNN))
 
 

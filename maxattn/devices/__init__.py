@@ -1,7 +1,6 @@
-"""Facts of devices: one row for each kind (rows.py), and the one function that finds it by name.
+"""Facts of devices: a row for each kind (rows.py), and the one function that finds it by name.
 
-No other file tests a part of a device's name: they ask a row for its family, its compute
-capability, its vendor, its SMs or its figures.
+Other files read a row's family, compute capability, vendor, SMs or rates; none tests a name.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from maxattn.devices.families import (
     Platform,
     with_capability,
 )
-from maxattn.devices.rows import DEVICES, GIB, MIB, SMS, START, USUAL, Device, Machine, TensorCore
+from maxattn.devices.rows import DEVICES, GIB, MIB, START, USUAL, Device, Machine, TensorCore
 
 if TYPE_CHECKING:
     from maxattn.target import Target
 
-__all__ = ["DEVICES", "GIB", "MIB", "SMS", "START", "USUAL", "Capability", "Device", "Machine",
-           "Platform", "TensorCore", "device_kind", "device_of", "machine_of", "memory_of",
+__all__ = ["DEVICES", "GIB", "MIB", "START", "USUAL", "Capability", "Device", "Machine", "Platform",
+           "TensorCore", "device_kind", "device_of", "machine_of", "memory_of",
            "peak_flops"]  # fmt: skip
 # jax's spellings that do not begin with ours.
 _ALIASES = {
@@ -34,7 +33,7 @@ _ALIASES = {
     "TPU v6 lite": "TPU v6e",
     "TPU7x": "TPU v7x",
 }
-# Words behind a row's name that make another card of it: "NVIDIA GeForce RTX 5090 Laptop GPU".
+# Words after a row's name that mean another card: "NVIDIA GeForce RTX 5090 Laptop GPU".
 _OTHER_CARDS = {"Laptop", "D", "Ti", "SUPER", "Max-Q"}
 # SMs (AMD: compute units) of devices without a row, by a word of their names.
 _SMS = {"A10": 72, "A10G": 80, "A30": 56, "A40": 84, "L4": 58, "L40": 142, "L40S": 142, "T4": 40,
@@ -45,7 +44,7 @@ _SMS = {"A10": 72, "A10G": 80, "A30": 56, "A40": 84, "L4": 58, "L40": 142, "L40S
 
 
 def device_kind(spelling: str) -> str:
-    """Return our name of what jax calls a device."""
+    """Return our name of a device that jax may spell otherwise."""
     return _ALIASES.get(spelling, spelling)
 
 
@@ -53,7 +52,7 @@ def device_kind(spelling: str) -> str:
 def device_of(
     kind: str, platform: Platform = "gpu", capability: Capability | None = None, sms: int = 0
 ) -> Device:
-    """Return the row of a device kind; of a kind without one, its family's facts and no figures.
+    """Return the row of a device kind; without a row, the facts of its family and no rates.
 
     >>> device_of("NVIDIA H100 80GB HBM3").kind, device_of("NVIDIA H100 80GB HBM3").sms
     ('NVIDIA H100', 132)
@@ -61,10 +60,10 @@ def device_of(
     (114, 78)
 
     Args:
-        kind: jax's name of it, or ours.
-        platform: of a kind that is not known at all.
-        capability: the compute capability that jax gives; None for the family's own.
-        sms: the SMs that jax counts; 0 for the row's own.
+        kind: jax's name or ours.
+        platform: the platform, for a kind of no known family; default "gpu".
+        capability: compute capability; default None for that of the family.
+        sms: streaming multiprocessors; default 0 for those of the row.
     """
     kind = device_kind(kind)
     rows = (row for row in DEVICES.values() if _names(row.kind, kind))
@@ -78,7 +77,7 @@ def device_of(
 
 
 def _names(row: str, kind: str) -> bool:
-    """Whether a kind is a row's, as "NVIDIA H100 80GB HBM3" is the H100's."""
+    """Return whether a kind is that of a row, as "NVIDIA H100 80GB HBM3" is the H100."""
     rest = kind.removeprefix(row)
     is_longer = rest != kind and rest[:1] in (" ", "-")
     return kind == row or (is_longer and not _OTHER_CARDS & {*rest.split()})
@@ -91,11 +90,11 @@ def _family_of(kind: str, platform: Platform, capability: Capability | None) -> 
     return with_capability(capability) if capability and named.vendor == "NVIDIA" else named
 
 
-# ---- figures -------------------------------------------------------------------------------------
+# ---- rates and memory ----------------------------------------------------------------------------
 
 
 def machine_of(target: Target) -> Machine:
-    """Return a target's figures; if it has none, those of its platform's usual device."""
+    """Return a target's rates; if unknown, those of its platform's usual device."""
     device = target.device
     usual = "AMD Instinct MI300X" if device.vendor == "AMD" else USUAL[device.platform]
     machine = device.machine or DEVICES[usual].machine
@@ -104,13 +103,13 @@ def machine_of(target: Target) -> Machine:
 
 
 def memory_of(kind: str) -> float | None:
-    """Return bytes of HBM that a program may use, None for other spellings than a row's.
+    """Return bytes of HBM that a program may use; None unless `kind` is the name of a row.
 
-    A longer name can be of a card with another memory, such as "NVIDIA A100-SXM4-40GB".
+    A longer name can be a card with another memory, such as "NVIDIA A100-SXM4-40GB".
     """
     return DEVICES[kind].memory if kind in DEVICES else None
 
 
 def peak_flops(kind: str) -> float | None:
-    """Return dense bfloat16 FLOP/s of a device kind, None where they are not known."""
+    """Return dense bfloat16 FLOP/s of a device kind, or None if unknown."""
     return device_of(kind).peak

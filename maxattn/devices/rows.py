@@ -1,6 +1,6 @@
-"""Every device that maxattn knows: one row a kind.
+"""A row for every device kind that maxattn knows.
 
-All figures are of one device as jax lists it: of a TPU v7x that is half a chip.
+All numbers are for one device as jax lists it: of a TPU v7x that is half a chip.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Machine(NamedTuple):
     Args:
         flops: FLOP/s that an attention kernel reaches in bfloat16, forward and backward together.
         memory: bytes of HBM that a program may use.
-        hbm: bytes/s of HBM that merges and sums reach.
+        hbm: bytes/s of HBM in merges and sums.
         link: "torus" (each device has two neighbours along an axis), "switch" (all reach all at
             full rate) or "mesh" (every pair of a host's devices has a link of its own).
         neighbour: bytes/s that a device receives from one other: a hop of a ring.
-        gather: bytes/s received in an all-gather; on a mesh it follows from `neighbour`.
-        exchange: bytes/s received in an all-to-all, on a switch; else it follows from `neighbour`.
-        source: where the figures are from.
+        gather: bytes/s received in an all-gather; a mesh uses `neighbour`.
+        exchange: bytes/s received in an all-to-all on a switch; others use `neighbour`.
+        source: where the rates are from.
         slowed: share of a kernel's rate that a transfer beside it takes.
     """
 
@@ -53,7 +53,7 @@ class Machine(NamedTuple):
         return self.exchange if self.link == "switch" else 8 * self.neighbour * (n - 1) / n**2
 
     def permuted(self, n: int) -> float:
-        """Return bytes/s received in a permute of n devices, from one other that may be far."""
+        """Return bytes/s received in a permute of n devices, from any one of the others."""
         return self.neighbour if self.link == "mesh" else self.exchanged(n)
 
     def _of_links(self, n: int) -> float:
@@ -86,9 +86,7 @@ class TensorCore(NamedTuple):
 HOST = 8
 """Devices of a host whose devices are a mesh."""
 START = 1e-5
-"""Seconds from the start of a transfer, or of a kernel, to its first byte or product: a rule, not
-measured by us.
-"""
+"""Seconds from the start of a transfer or kernel to its first byte or product; not measured."""
 
 
 # ---- devices -------------------------------------------------------------------------------------
@@ -99,12 +97,12 @@ class Device:
     """One kind of device.
 
     Args:
-        kind: our name of it, or jax's of a kind that has no row.
+        kind: our name, or jax's for a kind without a row.
         family: its generation.
         sms: streaming multiprocessors (SMs) of a GPU; compute units of an AMD GPU.
         peak: dense bfloat16 FLOP/s by its maker; None if unknown.
-        machine: figures for the cost model of context parallelism; None if unknown.
-        vmem: bytes of VMEM that a TPU's compiler gives one kernel unless told otherwise.
+        machine: rates for estimates of time; None if unknown.
+        vmem: bytes of VMEM that a TPU's compiler gives one kernel by default.
         capability: the compute capability of an NVIDIA GPU; None if unknown.
         core: clock and matrix units of a TPU; None if unknown.
     """
@@ -125,7 +123,7 @@ class Device:
 
     @property
     def vendor(self) -> str:
-        """Return who makes it, "" for a CPU."""
+        """Return its maker, "" for a CPU."""
         return self.family.vendor
 
     @property
@@ -139,7 +137,7 @@ class Device:
         return ".".join(map(str, self.capability or ()))
 
     def is_a(self, *families: str) -> bool:
-        """Whether it is of one of the families."""
+        """Return whether its family is one of these."""
         return self.family.name in families
 
 
@@ -255,6 +253,5 @@ DEVICES: dict[str, Device] = {
         _mi300x(),
     )
 }  # fmt: skip
-# The device whose figures are taken for a platform, and for a kind without figures.
+# The device whose rates count for a platform, and for a kind without rates.
 USUAL = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}
-SMS = DEVICES["NVIDIA H200"].sms  # of the GPU that launches are tuned for

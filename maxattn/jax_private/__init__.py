@@ -1,1 +1,1 @@
-"""All that maxattn uses from inside jax and the packages that it calls, with tested versions."""
+"""What maxattn uses from inside jax and other packages, and the versions that were tested."""

@@ -1,6 +1,6 @@
 """The all-to-all within groups of the devices of a mesh axis, under every transformation.
 
-jax (0.11) can neither batch nor differentiate twice what `jax.lax.all_to_all` does within groups.
+jax (0.11) can neither batch `jax.lax.all_to_all` within groups, nor differentiate it twice.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Groups = tuple[tuple[int, ...], ...]
 def all_to_all(
     x: Array, axis: str, split: int, join: int, groups: Sequence[Sequence[int]] | None
 ) -> Array:
-    """Split one axis of x over the devices, and join what they send along another.
+    """Split axis `split` of x over the devices, and join what they send along axis `join`.
 
     Args:
         x: a local array, inside `shard_map`.
-        axis: of the mesh.
+        axis: the mesh axis.
         split, join: axes of x.
-        groups: the devices that exchange with each other; None where all do.
+        groups: the devices that exchange with each other; None: all of them.
     """
     if groups is None:
         return _exchanged(x, axis=axis, split=split, join=join, groups=None)
@@ -48,7 +48,7 @@ def _shape(x: Any, *, axis: str, split: int, join: int, groups: Groups) -> Any:
 
 
 def _batch(args: Any, axes: Any, *, split: int, join: int, **how: Any) -> Any:
-    # The mapped axis is put first, so that the two others are one further along.
+    # The mapped axis is moved to the front, so split and join are one further.
     x = jnp.moveaxis(args[0], axes[0], 0)
     return exchange_p.bind(x, split=split + 1, join=join + 1, **how), 0
 

@@ -1,7 +1,7 @@
 """cuDNN's attention through the private primitives of jax 0.10.2 to 0.12.
 
 The public `jax.nn.dot_product_attention` rounds the LSE to the output's dtype, drops its gradient,
-and refuses training at lengths that cuDNN can do; its primitives do none of that.
+and refuses training at lengths that cuDNN can do. The primitives do not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ QKV = tuple[Array, Array, Array]
 
 
 class CudnnMask(NamedTuple):
-    """The pairs that cuDNN allows.
+    """The pairs that are computed.
 
     Args:
         lengths: real keys of each batch row, int32, 1 or more; None: all.
-        causal: allow `key <= query`.
-        window: with causal, keys each query sees, its own included.
+        causal: whether a query sees only `key <= query`.
+        window: with causal, how many keys each query sees, its own included; None: all.
     """
 
     lengths: Int[Array, " B"] | None
@@ -31,7 +31,7 @@ class CudnnMask(NamedTuple):
 
 
 class CudnnRows(NamedTuple):
-    """What the backward is given of each query: the output, its LSE, the output's gradient."""
+    """What a backward reads of each query: the output, its LSE, the output's gradient."""
 
     out: Float[Array, "B T N H"]
     lse: Float[Array, "B N T"]
@@ -39,11 +39,9 @@ class CudnnRows(NamedTuple):
 
 
 class CudnnBias(NamedTuple):
-    """What a backward adds to the scores.
+    """What a backward adds to the scores, and whether its gradient is computed.
 
-    Args:
-        array: [B or 1, N or 1, T, S] in the dtype of q, or None. T and S are even.
-        has_gradient: whether the gradient of it is computed too.
+    The array is [B or 1, N or 1, T, S] in the dtype of q, with even T and S; or None.
     """
 
     array: Array | None = None
@@ -66,10 +64,7 @@ def cudnn_forward(
 def cudnn_backward(
     qkv: QKV, rows: CudnnRows, mask: CudnnMask, scale: float, bias: CudnnBias = NO_BIAS
 ) -> tuple[Array, ...]:
-    """Return (dq, dk, dv), and the gradient of the bias if asked for, from a given output and LSE.
-
-    cuDNN takes B N T S values of memory for the gradient of a bias.
-    """
+    """Return (dq, dk, dv), and the gradient of the bias, which takes B N T S values of memory."""
     bind, has_bias = _module()._dot_product_attention_bwd_p_wrapper.bind, bias.array is not None
     settings = _settings(mask, scale, has_bias, has_bias and bias.has_gradient)
     given = rows.lse, rows.out, rows.dout

@@ -1,7 +1,7 @@
-"""CuTe's packages, which come with fa4-jax, imported whole by one thread.
+"""The import of CuTe's packages, which come with fa4-jax, by one thread at a time.
 
-Programs may be compiled in several threads at a time. The packages import each other in circles,
-and Python hands half of such a package to a thread that asks for it meanwhile.
+Programs may be compiled in several threads. The packages import each other in circles, and Python
+gives another thread such a package half imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LOCK = RLock()
 
 
 def import_cute() -> None:
-    """Import them; threads that come meanwhile wait."""
+    """Import the packages; other threads wait."""
     with _LOCK:
         for name in PACKAGES:
             import_module(name)

@@ -1,6 +1,6 @@
-"""Which operands of a `custom_vjp` are differentiated, as `symbolic_zeros` shows its rules.
+"""Which operands of a `custom_vjp` with `symbolic_zeros` are differentiated.
 
-A backward that costs more for one operand can then leave that gradient out.
+A backward can leave out an expensive gradient that nothing reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.interpreters import ad
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class IsDifferentiated:
-    """Whether an operand is differentiated, among the residuals of a forward rule."""
+    """Whether an operand is differentiated; a residual of a forward rule."""
 
     value: bool
 
@@ -33,15 +33,14 @@ def is_differentiated(operand: Any) -> IsDifferentiated:
 
 
 def whole_cotangents(cotangents: Any) -> Any:
-    """Write out the gradients that are known to be 0."""
+    """Replace symbolic zeros by arrays of zeros."""
 
     def is_zero(x: Any) -> bool:
         return isinstance(x, SymbolicZero)
 
-    def written_out(x: Any) -> Any:
-        return ad.zeros_like_aval(x.aval) if is_zero(x) else x
-
-    return jax.tree.map(written_out, cotangents, is_leaf=is_zero)
+    return jax.tree.map(
+        lambda x: ad.zeros_like_aval(x.aval) if is_zero(x) else x, cotangents, is_leaf=is_zero
+    )
 
 
 def _is_primal(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Meshes, shard_map and tracers, where jax 0.10.2 to 0.12 differ or have no public name."""
+"""Meshes, shard_map and tracers, for jax 0.10.2 to 0.12, which differ or have no public name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jax.sharding import AxisType, Mesh
 
 
 def auto_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
-    """Build a mesh of Auto axes, where newer jax makes Explicit axes by default."""
+    """Make a mesh of Auto axes; newer jax makes Explicit axes by default."""
     return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
 def with_auto_axes(mesh: Any) -> Any:
-    """Return a mesh of the same devices and names with Auto axes; anything else as it is."""
+    """Return a mesh with its Explicit axes made Auto; return anything else as it is."""
     if not isinstance(mesh, Mesh) or not axis_names_of_type(mesh, AxisType.Explicit):
         return mesh
     return auto_mesh(mesh.devices, mesh.axis_names)
@@ -35,8 +35,8 @@ def shard_map(
 def ambient_mesh() -> Any:
     """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None.
 
-    jax has no public name for the mesh of a `with mesh:` any more; where a jax keeps it elsewhere,
-    it is not found and can be passed.
+    jax has no public name for the mesh of a `with mesh:`. If it moves, that mesh is not found, and
+    users can pass it.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh is not None and not mesh.empty:
@@ -50,15 +50,15 @@ def ambient_mesh() -> Any:
 
 
 def axis_names_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
-    """Name the axes of a mesh that have the given type (Auto, Explicit or Manual)."""
+    """Return the axes of a mesh that have the given type: Auto, Explicit or Manual."""
     types = getattr(mesh, "axis_types", None) or ()
     return frozenset(name for name, t in zip(mesh.axis_names, types, strict=False) if t == kind)
 
 
 def mapped_axes() -> frozenset[str]:
-    """Name the Explicit mesh axes that a surrounding `vmap` has taken: its operands lie over them.
+    """Return the Explicit mesh axes that the mapped axis of a surrounding `vmap` is split over.
 
-    jax has no public name for them; in a jax that keeps them elsewhere no axis counts as taken.
+    jax has no public name for them. If it moves, no axis counts as taken.
     """
     try:
         from jax._src.core import get_axis_env
@@ -68,5 +68,5 @@ def mapped_axes() -> frozenset[str]:
 
 
 def is_tracer(x: object) -> bool:
-    """Return whether a value is being traced, so that its entries cannot be read."""
+    """Return whether a value is traced, so that its numbers cannot be read."""
     return isinstance(x, jax.core.Tracer)

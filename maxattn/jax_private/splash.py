@@ -1,8 +1,6 @@
-"""JAX's splash attention.
+"""The private kernels of JAX's splash attention, with the same arguments in jax 0.10.2 to 0.12.
 
-Its forward and its two backward kernels are private functions, with the same arguments in jax
-0.10.2 to 0.12. Its public function hides them behind a custom_vjp that takes neither a given LSE
-nor a gradient of the LSE.
+Its public function has a custom_vjp that takes neither a given LSE nor a gradient of the LSE.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 Operands = tuple[Any, Any, Any, Any]
-"""(q [N, T, H], k and v [K, S, H], (ids of queries, ids of keys) or None) of one batch row."""
+"""q [N, T, H], k and v [K, S, H], and (ids of queries, ids of keys) or None, of one batch row."""
 
 
 class SplashLaunch(NamedTuple):
@@ -18,9 +16,9 @@ class SplashLaunch(NamedTuple):
 
     Args:
         info: splash's `MaskInfo`.
-        mask_function: evaluates the mask in the kernel; None where every pair is allowed.
+        mask_function: evaluates the mask in the kernel; None: every pair is allowed.
         blocks: (q, kv, kv_compute), or (q, kv) for the kernel of dQ.
-        interpret: run in Pallas' interpreter.
+        interpret: whether to run in Pallas' interpreter.
     """
 
     info: Any
@@ -37,7 +35,7 @@ def _splash() -> Any:
 
 
 def mask_info(data_next: Any, block_mask: Any, q_sequence: Any) -> Any:
-    """Make splash's `MaskInfo` of a mask that is computed inside the kernel."""
+    """Return splash's `MaskInfo` of a mask that the kernel evaluates."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     return MaskInfo(data_next, None, block_mask, None, q_sequence)
@@ -72,7 +70,7 @@ def dq(operands: Operands, stats: Any, launch: SplashLaunch) -> Any:
 
 
 def _with_ids(operands: Operands) -> Operands:
-    """Put splash's own pair of segment ids in the place of ours."""
+    """Return operands with the ids as splash's `SegmentIds`."""
     q, k, v, ids = operands
     return q, k, v, None if ids is None else _splash().SegmentIds(*ids)
 

@@ -1,8 +1,8 @@
-"""Where tokamax keeps its splash attention.
+"""The module of tokamax's splash attention.
 
-In tokamax 0.0.12 to 0.0.17 the functions take the same arguments. What differs is inside: 0.0.17
-leaves out tiles whose segment ids cannot meet, and with segment ids its backward sums dQ's parts in
-three buffers of the queries' dtype. 0.0.18's nightlies have the same modules in another folder.
+Its functions take the same arguments in tokamax 0.0.12 to 0.0.17. From 0.0.17 on it skips tiles
+whose segment ids differ, and with segment ids its backward sums parts of dQ in three buffers of the
+queries' dtype. 0.0.18's nightlies have the same modules in another folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FOLDERS = (
 
 
 def library() -> Any:
-    """Import the module of tokamax's splash kernels; only a call of the kernel needs it."""
+    """Import the module, for a call of the kernel."""
     for folder in FOLDERS:
         try:
             return import_module(f"{folder}.splash_attention_kernel")
         except ModuleNotFoundError as error:
-            # What tokamax itself lacks, such as a package that it imports, is its own error.
+            # A missing package that tokamax imports is another error.
             if not f"{folder}.splash_attention_kernel".startswith(error.name or "?"):
                 raise
     rule = f"its splash attention is in none of the folders of tokamax{TOKAMAX_SPLASH}"

@@ -1,4 +1,4 @@
-"""The mesh axes that values vary over, by their types inside a user's checked `shard_map`."""
+"""The mesh axes that values vary over inside a user's `shard_map` that checks them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tree = TypeVar("Tree")
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Name the mesh axes that any array of a tree varies over; none outside of `shard_map`."""
+    """Return the mesh axes that any array of a tree varies over; none outside of `shard_map`."""
     axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
     return frozenset[str]().union(*axes)
 
@@ -32,5 +32,5 @@ def vary_alike(tree: Tree) -> Tree:
 
 
 def checked_axes(names: Iterable[str]) -> frozenset[str]:
-    """Name those of the manual axes `names` that a surrounding `shard_map` checks values for."""
+    """Return the manual axes among `names` that a surrounding `shard_map` checks."""
     return varying_axes([jax.lax.axis_index(name) for name in names])

@@ -1,9 +1,8 @@
-"""The versions that kernels were tested with of the packages whose insides they take hold of.
+"""The tested versions of the packages whose private names kernels use.
 
-What is not public can change with any release. So a kernel that uses it refuses other versions
-(`Target.refuse_untested`), and kernels of public functions alone take every version. The extras of
-these packages in pyproject.toml have the same bounds; jax itself has none there, since the plain
-kernels run with newer ones.
+A private name can change with any release, so such a kernel refuses other versions
+(`Target.refuse_untested`). Kernels of public functions alone take every version. The extras in
+pyproject.toml have the same bounds; jax has none there, since the plain kernels run with newer jax.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class Versions(NamedTuple):
-    """A range of versions: `first`, and all from there that are below `below`."""
+    """The versions from `first` on that are below `below`."""
 
     first: str
     below: str
@@ -23,7 +22,7 @@ class Versions(NamedTuple):
         return f">={self.first},<{self.below}"
 
     def hold(self, version: str) -> bool:
-        """Return whether a version is in the range; one without a number, such as "?", is.
+        """Return whether a version is in the range; one without a number, such as "?", is too.
 
         >>> Versions("0.10.2", "0.13").hold("0.12.1"), Versions("0.1", "0.2").hold("0.2.0")
         (True, False)
@@ -58,10 +57,9 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 AITER = "aiter"
-"""A target's name for AMD's fused attention, in the jax that AMD builds for ROCm: no package of
-pip's has this name here."""
+"""A target's name for AMD's fused attention in AMD's jax for ROCm; it is no name of pip's."""
 
 
 def aiter_in_jax() -> tuple[tuple[str, str], ...]:
-    """Return (AITER, "in jax") where this jax has it; no kernel of maxattn calls it."""
+    """Return (AITER, "in jax") if this jax has it; no kernel of maxattn calls it."""
     return ((AITER, "in jax"),) if find_spec("jax._src.aiter") is not None else ()

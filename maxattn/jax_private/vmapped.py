@@ -1,4 +1,4 @@
-"""Primitives that compute nothing: `vmap` treats their operands together."""
+"""Primitives that compute nothing, with batching rules of their own under `vmap`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from maxattn.errors import InputError
 
 
 def batched_alike(*arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays; under `vmap` all of them are mapped where one is.
+    """Return the arrays; under `vmap` all of them are mapped if one is.
 
-    Where `vmap` maps one result of a `jax.custom_vjp` and not another, jax (0.11) hands each
-    example the sum of the gradients of the other, and adds the examples' results up: the gradient
-    of what they share is too large by their number.
+    If `vmap` maps one result of a `jax.custom_vjp` and not another, jax (0.11) gives each example
+    the sum of the other's gradients, and adds the examples' results: the gradient of a shared
+    operand is too large by the number of examples.
     """
     return tuple(alike_p.bind(*arrays))
 
 
 def some_examples(kernel: str, operands: Any) -> Any:
-    """Return the operands of a foreign kernel, an array or a tree: it has no grid of no example.
-
-    Raises:
-        InputError: under `vmap` over no example.
-    """
+    """Return a tree of operands; refuse `vmap` over no example, for which a kernel has no grid."""
     leaves, structure = jax.tree.flatten(operands)
     return jax.tree.unflatten(structure, some_p.bind(*leaves, kernel=kernel))
 

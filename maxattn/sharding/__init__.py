@@ -1,7 +1,7 @@
-"""Mesh axes, partition specs and the one `shard_map` helper. It decides nothing about kernels.
+"""Mesh axes, partition specs and the one `shard_map` helper.
 
-Axes: batch on (data, fsdp), sequence on context, heads on tensor. A size-1 or absent axis shards
-nothing.
+The batch is split over data and fsdp, the sequence over context, heads over tensor. An axis of one
+device, or one that the mesh lacks, splits nothing.
 """
 
 from maxattn.sharding.axes import AXES, BATCH_AXES, LETTERS
@@ -44,38 +44,10 @@ from maxattn.sharding.shards import (
     ways,
 )
 
-__all__ = [
-    "AXES",
-    "BATCH_AXES",
-    "LETTERS",
-    "Layout",
-    "MeshShape",
-    "axis_offset",
-    "batch_sharding",
-    "check_devices",
-    "check_layouts",
-    "check_mesh",
-    "check_names",
-    "check_unchecked",
-    "constrain",
-    "explicit_mesh",
-    "inside_auto_axes",
-    "make_mesh",
-    "mesh_shape",
-    "on_axes",
-    "on_shards",
-    "over_auto_axes",
-    "over_shards",
-    "pad_axis",
-    "parameter_shardings",
-    "parameter_spec",
-    "partition_spec",
-    "place",
-    "program_mesh",
-    "spec_of",
-    "spec_of_type",
-    "sum_over",
-    "surrounding_manual_axes",
-    "usable_mesh",
-    "ways",
-]
+__all__ = ["AXES", "BATCH_AXES", "LETTERS", "Layout", "MeshShape", "axis_offset",
+           "batch_sharding", "check_devices", "check_layouts", "check_mesh", "check_names",
+           "check_unchecked", "constrain", "explicit_mesh", "inside_auto_axes", "make_mesh",
+           "mesh_shape", "on_axes", "on_shards", "over_auto_axes", "over_shards", "pad_axis",
+           "parameter_shardings", "parameter_spec", "partition_spec", "place", "program_mesh",
+           "spec_of", "spec_of_type", "sum_over", "surrounding_manual_axes", "usable_mesh",
+           "ways"]  # fmt: skip

@@ -1,10 +1,10 @@
-"""The mesh axes that attention knows, and which axes of arrays lie over them."""
+"""The mesh axes of attention, and which axes of arrays are split over each."""
 
 from __future__ import annotations
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
-# Which mesh axes carry which array axis of q, k, v, out and lse.
+# Mesh axes by the letter of an axis of q, k, v, out or lse.
 LETTERS = {
     "B": BATCH_AXES,
     "T": ("context",),

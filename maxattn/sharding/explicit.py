@@ -1,7 +1,7 @@
-"""Explicit mesh axes: the types of arrays say how they lie, and every operation asks for a layout.
+"""Explicit mesh axes: the types of arrays have their sharding, and every operation needs one.
 
-Attention lays out its operands itself. It runs where such axes are Auto, and its results lie over
-the Explicit ones again as its operands do.
+Attention shards its operands itself. It runs with such axes made Auto, and its results are split
+over the Explicit ones again as its operands are.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from maxattn.sharding.axes import LETTERS
 
 
 def explicit_mesh(*operands: Any) -> Any:
-    """Return the mesh with Explicit axes that surrounds a call or that its operands lie on.
+    """Return the surrounding or the operands' mesh with Explicit axes, or None.
 
-    Returns:
-        Of a traced operand an `AbstractMesh`; None without such a mesh.
+    For traced operands it is an `AbstractMesh`.
     """
     arrays = (x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array))
     meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
@@ -31,20 +30,16 @@ def explicit_mesh(*operands: Any) -> Any:
 
 
 def program_mesh(mesh: Any = None) -> Any:
-    """Return the mesh that a program of many steps runs on, with Auto axes.
-
-    Args:
-        mesh: that was given; default the one of a surrounding `jax.set_mesh`, else None.
-    """
+    """Return a mesh, by default that of a surrounding `jax.set_mesh`, with Auto axes; or None."""
     around = jax.sharding.get_mesh()
     return with_auto_axes(around if mesh is None and not around.empty else mesh)
 
 
 @contextmanager
 def inside_auto_axes() -> Iterator[None]:
-    """Let the Explicit axes of a surrounding `jax.set_mesh` be Auto, for a program of many steps.
+    """Make Explicit axes of a surrounding `jax.set_mesh` Auto inside a `with`; not under `jit`.
 
-    The program then names no layouts; outside of `jit` alone.
+    The operations of a program inside need no shardings.
     """
     around = jax.sharding.get_mesh()
     with jax.set_mesh(with_auto_axes(around)) if explicit_mesh() is not None else nullcontext():
@@ -52,17 +47,17 @@ def inside_auto_axes() -> Iterator[None]:
 
 
 def spec_of_type(x: Any) -> PartitionSpec:
-    """Return over which Explicit axes an array lies: an entry for each of its axes."""
+    """Return the Explicit axes that an array is split over: an entry for each of its axes."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
 
 
 def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
-    """Let the Explicit axes of a mesh be Auto inside `f`, and say how its results lie.
+    """Return `f` with the Explicit axes of a mesh made Auto inside, and its results split again.
 
     Args:
         f: a function of trees of arrays.
-        mesh: from `explicit_mesh`, or None, which returns `f` itself.
+        mesh: from `explicit_mesh`; None returns `f` itself.
         out_specs: a tree with the `PartitionSpec` of each result.
     """
     if mesh is None:
@@ -73,14 +68,11 @@ def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable
 
 
 def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
-    """Refuse operands that lie over Explicit axes otherwise than attention spreads them.
+    """Refuse operands that are split over other Explicit axes than attention splits them over.
 
     Args:
         operands: q, k and v by name.
-        letters: of their axes, such as "BTNH".
-
-    Raises:
-        MeshError: naming the operand, the axis and where it may lie.
+        letters: the letters of their axes, such as "BTNH".
     """
     for name, x in operands.items():
         for axis, (letter, entry) in enumerate(zip(letters[name], spec_of_type(x), strict=True)):
@@ -91,9 +83,7 @@ def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
             there = jax.typeof(x).sharding.mesh.axis_names
             fits = [tuple(a for a in LETTERS.get(c, ()) if a in there) for c in letters[name]]
             allowed = f"over {', '.join(fits[axis])} alone" if fits[axis] else "over no axis"
-            rule = (
-                f"attention spreads its axis {letter} ({axis}) {allowed}: its plan has every send"
-            )
+            rule = f"attention splits its axis {letter} ({axis}) {allowed}: its plan has every send"
             spec = ", ".join(repr(a[0] if len(a) == 1 else a or None) for a in fits)
             remedy = f"call it with jax.sharding.reshard({name}, jax.P({spec}))"
             raise MeshError(name, f"{letter} over {', '.join(other)}", rule, remedy)

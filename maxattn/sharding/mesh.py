@@ -1,8 +1,4 @@
-"""The mesh: its axes, what is refused of one, and how a config's is made.
-
-Axes: batch on (data, fsdp), sequence on context, heads on tensor. A size-1 or absent axis shards
-nothing.
-"""
+"""The mesh: which one a call runs on, which ones are refused, and how a config's is made."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from maxattn.sharding.axes import AXES
 from maxattn.sharding.explicit import explicit_mesh
 
 MOST_DEVICES = 2**16
-"""The most devices of a mesh: six times the largest machine, and plans are made in seconds."""
+"""The most devices of a mesh: six times the largest machine; its plans are made in seconds."""
 MOST_RANKS = 2**12
 """The most devices of the context axis: a ring looks at every pair of them."""
 
@@ -35,15 +31,15 @@ MeshShape = tuple[tuple[str, int], ...]
 
 
 def mesh_shape(mesh: Any) -> MeshShape:
-    """Reduce a mesh to the (axis, size) pairs that a plan holds.
+    """Return the (axis, size) pairs of a mesh that a plan has.
 
     Args:
         mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None or
             False for no mesh.
 
     Raises:
-        MeshError: for an axis name in a mapping that attention does not know, a size below 1, a
-            mesh of several devices whose every axis has another name, or what is no mesh.
+        MeshError: it is no mesh, a mapping has an unknown axis or a size below 1, or no axis of a
+            mesh of several devices is one of attention's.
     """
     if mesh is None or mesh is False:
         return ()
@@ -64,32 +60,28 @@ def mesh_shape(mesh: Any) -> MeshShape:
 
 
 def _left(mesh: Any) -> dict[str, int]:
-    """Return the axes of several devices that no `shard_map` and no `vmap` around has taken."""
+    """Return the axes of several devices that no surrounding `shard_map` or `vmap` has taken."""
     taken = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes() | mapped_axes()
     return {a: s for a, s in mesh.shape.items() if s > 1 and a not in taken}
 
 
 def check_names(mesh: Any) -> None:
-    """Refuse axes that attention does not know, over which it would be computed again and again.
-
-    Raises:
-        MeshError: naming them, and the names to give them.
-    """
+    """Refuse axes that attention does not split over: their devices would compute the same."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         return
     sizes = _left(mesh)
     if others := {a: s for a, s in sizes.items() if a not in AXES}:
         found = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         names, times = ", ".join(others), prod(others.values())
-        known = f"attention is spread over {', '.join(AXES)}"
+        known = f"attention is split over {', '.join(AXES)}"
         rule = f"{known}, and each of the {times} devices of {names} would compute the same"
-        ours = f"rename {names} to tensor to spread heads, or to context to spread tokens"
+        ours = f"rename {names} to tensor to split heads, or to context to split tokens"
         remedy = f"{ours}; or pass mesh=False, which leaves the layout to the compiler"
         raise MeshError("mesh", found, rule, remedy)
 
 
 def _check_count(sizes: Mapping[str, int]) -> None:
-    """Refuse more devices than there are anywhere, before work is done for each of them."""
+    """Refuse more devices than any machine has, before work is done for each of them."""
     count, ranks = prod(sizes.values()), sizes.get("context", 1)
     if count <= MOST_DEVICES and ranks <= MOST_RANKS:
         return
@@ -99,14 +91,7 @@ def _check_count(sizes: Mapping[str, int]) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuse what is no mesh, and a mesh of several devices with none of attention's axes.
-
-    Args:
-        mesh: None and False are no mesh, and are accepted.
-
-    Raises:
-        MeshError: naming what it is.
-    """
+    """Refuse anything but a mesh, None or False, and a mesh of devices without attention's axes."""
     if mesh is None or mesh is False:
         return
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -115,25 +100,25 @@ def check_mesh(mesh: Any) -> None:
         raise MeshError("mesh", found, f"a mesh is {kinds}", "make one with config.make_mesh()")
     if mesh.size > 1 and not set(AXES) & set(mesh.axis_names):
         found = f"axes {', '.join(map(str, mesh.axis_names))}"
-        rule = f"attention is spread over {', '.join(AXES)}"
-        raise MeshError("mesh", found, rule, "name the axes so, or pass no mesh")
+        rule = f"attention is split over {', '.join(AXES)}"
+        raise MeshError("mesh", found, rule, "give the axes these names, or pass no mesh")
 
 
 def surrounding_manual_axes() -> frozenset[str]:
-    """Return the axes of the surrounding mesh over which a `shard_map` has split the work."""
+    """Return the axes of the surrounding mesh that a `shard_map` has split work over."""
     ambient = ambient_mesh()
     return frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
 
 
 def usable_mesh(mesh: Any, operand: Any = None) -> Any:
-    """Return the mesh to map over: the one given, else the surrounding one, or None.
+    """Return the mesh to map over: the given one, else the surrounding one, or None.
 
     Args:
-        mesh: that was given, or None; False is no mesh, whatever surrounds the call.
-        operand: an array whose type may name a mesh of Explicit axes.
+        mesh: the given mesh, or None; False is no mesh, whatever surrounds the call.
+        operand: an array whose type may have a mesh of Explicit axes.
 
     Raises:
-        MeshError: for sizes without devices, or another mesh than the surrounding one.
+        MeshError: it has sizes without devices, or differs from the surrounding mesh.
     """
     if mesh is False:
         return None
@@ -152,19 +137,11 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
         remedy = "leave out mesh=, or call outside of the other mesh"
         raise MeshError("mesh", dict(mesh.shape), rule, remedy)
     check_names(mesh)
-    return with_auto_axes(mesh)  # what runs on Explicit axes runs where they are Auto
+    return with_auto_axes(mesh)
 
 
 def check_devices(mesh: Any, q: Any) -> None:
-    """Refuse a mesh without devices, and one of other devices than q is on.
-
-    Args:
-        mesh: from `usable_mesh`.
-        q: an array; where it is traced, only jax knows its devices.
-
-    Raises:
-        MeshError: naming the mesh.
-    """
+    """Refuse a mesh without devices, or with other devices than those of an untraced q."""
     if not mesh_shape(mesh) or is_tracer(q):
         return
     if ambient_mesh() is None and isinstance(mesh, AbstractMesh):
@@ -179,11 +156,7 @@ def check_devices(mesh: Any, q: Any) -> None:
 
 
 def check_unchecked(kernel: str) -> None:
-    """Refuse a Pallas kernel where jax would: in a `shard_map` that checks what varies.
-
-    Raises:
-        MeshError: naming the kernel and the axes.
-    """
+    """Refuse a Pallas kernel in a `shard_map` that checks varying axes, where jax would raise."""
     ambient = ambient_mesh()
     manual = surrounding_manual_axes()
     if ambient is None or manual != set(ambient.axis_names) or not checked_axes(manual):
@@ -200,15 +173,15 @@ def check_unchecked(kernel: str) -> None:
 def make_mesh(
     parallelism: Mapping[str, tuple[int, int]], devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Build the mesh that a config describes: `ici_*` within a slice, `dcn_*` between slices.
+    """Make the mesh of a config: `ici_*` sizes within a slice, `dcn_*` sizes between slices.
 
     Args:
         parallelism: (devices of a slice, slices) by axis, outermost first, as
-            `AttentionConfig.axis_parallelism` has it; one -1 each takes what is left.
+            `AttentionConfig.axis_parallelism` returns it; one -1 of each takes what is left.
         devices: default all of `jax.devices()`.
 
     Raises:
-        MeshError: the sizes do not multiply to the number of devices.
+        MeshError: the product of the sizes is not the number of devices.
     """
     from jax.experimental import mesh_utils
 

@@ -1,4 +1,4 @@
-"""Where activations, batches and parameters lie on a mesh outside of attention."""
+"""How activations, batches and parameters are split over a mesh outside of attention."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from maxattn.sharding.shards import spec_of, ways
 
 
 def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
-    """Constrain an activation to its place on the mesh; without a mesh, return it as it is.
+    """Constrain how an activation is split over a mesh; without a mesh, return it as it is.
+
+    An axis that does not divide is left to the compiler: to replicate it would gather it.
 
     Args:
         x: any array.
         mesh: a `Mesh` or None.
-        letters: one an axis, for example "BT." for [B, T, channels].
-
-    A size that does not divide over its axes is left to the compiler: replicating it would gather
-    it.
+        letters: a letter for each axis, for example "BT." for [B, T, channels].
     """
     shape = mesh_shape(mesh)
     if not shape:
@@ -46,24 +45,22 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
 
 
 def on_axes(*axes: str | None) -> dict[str, Any]:
-    """Name the mesh axes of a parameter as metadata of flax, one for each of its axes.
+    """Return flax's metadata with the mesh axes of a parameter, one for each of its axes.
 
-    No mesh is asked for when the parameter is made. Under a `jax.set_mesh` flax looks every name
-    up: those that the mesh lacks are left out.
+    Under a `jax.set_mesh` flax looks every name up: names that the mesh lacks are left out.
     """
     ambient = ambient_mesh()
     known = AXES if ambient is None else ambient.axis_names
     there = tuple(axis if axis in known else None for axis in axes)
-    # Without eager_sharding=False, naming axes would ask for a mesh at once.
+    # Without eager_sharding=False, flax needs a mesh as soon as axes are named.
     return {"out_sharding": there, "eager_sharding": False}
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Choose the spec of a parameter: its axis names where the mesh has them and the size divides.
+    """Return the spec of a parameter: its axis names if the mesh has them and the size divides.
 
     Args:
-        names: the parameter's own axis names, for example ("fsdp", "tensor"), or None for
-            replicated.
+        names: the parameter's axis names, for example ("fsdp", "tensor"); None replicates it.
         dims: its shape.
         mesh: the mesh.
     """
@@ -74,10 +71,10 @@ def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh)
 
 
 def parameter_shardings(state: Any, mesh: Mesh) -> Any:
-    """Map an NNX state (or abstract state) to the tree of `NamedSharding` its parameters ask for.
+    """Return the tree of `NamedSharding` that the axis names of an NNX state ask for.
 
     Args:
-        state: as `nnx.state(module)` returns it, optimiser states included; arrays without axis
+        state: from `nnx.state(module)`, or abstract, optimiser states included; arrays without axis
             names are replicated.
         mesh: the mesh.
     """
@@ -92,14 +89,13 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def place(module: Any, mesh: Mesh | None) -> None:
-    """Move the parameters of an NNX module (or optimiser) onto the mesh, in place.
+    """Move the parameters of an NNX module or optimiser onto a mesh, in place.
 
-    Kernels are split over fsdp and tensor as their axis names say, the rest is replicated.
+    Kernels are split over fsdp and tensor by their axis names, the rest is replicated.
 
     Args:
-        module: with arrays.
-        mesh: None, which `config.make_mesh` never returns, moves nothing: so a program may run with
-            and without one.
+        module: the module, with arrays.
+        mesh: the mesh; None moves nothing.
 
     Raises:
         InputError: `module` is no NNX module or optimiser, or has no arrays yet.

@@ -22,11 +22,11 @@ Spec = tuple[tuple[str, ...] | None, ...]
 
 
 def spec_of(letters: str, shape: MeshShape) -> Spec:
-    """Say over which mesh axes an array is sharded: one entry an array axis, by its letter.
+    """Return the mesh axes that an array is split over: an entry for each axis, by its letter.
 
     Args:
-        letters: for example "BTNH"; letters without a mesh axis, and "1", are replicated.
-        shape: the mesh's (axis, size) pairs.
+        letters: for example "BTNH"; axes of other letters, and of "1", are replicated.
+        shape: (axis, size) of the mesh.
     """
     present = dict(shape)
     axes = (tuple(a for a in LETTERS.get(letter, ()) if a in present) for letter in letters)
@@ -34,7 +34,7 @@ def spec_of(letters: str, shape: MeshShape) -> Spec:
 
 
 def ways(letter: str, shape: MeshShape) -> int:
-    """Count the shards of one array axis."""
+    """Return how many shards an array axis has."""
     sizes = dict(shape)
     return prod(sizes.get(a, 1) for a in LETTERS.get(letter, ()))
 
@@ -45,12 +45,11 @@ def partition_spec(letters: str, shape: MeshShape) -> PartitionSpec:
 
 
 class Layout(NamedTuple):
-    """Say how the operands of one function lie over a mesh.
+    """How the operands of a function are split over a mesh.
 
     Args:
-        mesh: the concrete mesh, or None where `shape` is empty.
-        shape: the axes that attention uses; axes that a surrounding `shard_map` made manual are not
-            among them.
+        mesh: the concrete mesh, or None if `shape` is empty.
+        shape: the axes that attention uses, without those of a surrounding `shard_map`.
         lengths: the sizes of the axes T and S after padding to whole shards.
     """
 
@@ -84,8 +83,7 @@ def on_shards(
 
     padded = jax.tree.map(pad, operands, letters)
     results = over_shards(f, layout.mesh, layout.shape, in_specs, out_specs)(*padded)
-    # Our own shard_map does not check what varies, and so forgets over which axes of a surrounding
-    # one its results do.
+    # Our shard_map checks no varying axes, so it loses those of a surrounding one.
     return vary_over(results, varying_axes(operands))
 
 
@@ -104,14 +102,14 @@ def over_shards(
     if not shape and not inside:
         return f
     mesh = mesh if ambient is None else ambient
-    # Axes that attention does not use become manual too: a TPU kernel is refused while any is left
-    # to the compiler.
+    # Axes that attention does not use become manual too: jax refuses a TPU kernel while the
+    # compiler has any.
     names = ({a for a, _ in shape} | axis_names_of_type(mesh, AxisType.Auto)) - mapped_axes()
     return shard_map(f, mesh, in_specs, out_specs, names) if names else f
 
 
 def axis_offset(axis: str, shape: MeshShape, local_length: int) -> Any:
-    """Return the global position of this device's first token along `axis`; 0 where not sharded."""
+    """Return the global position of this device's first token along `axis`; 0 without the axis."""
     return jax.lax.axis_index(axis) * local_length if axis in dict(shape) else 0
 
 
