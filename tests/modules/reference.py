@@ -1,36 +1,33 @@
-"""The modules again, written apart from them: dense, naive, in numpy float64, or in jax where
-autodiff is wanted.
+"""The modules again, written apart from them: dense and naive, in numpy float64, or in jax for
+autodiff.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+import maxattn as ma
 
 
 def params_of(module: nnx.Module, dtype: Any = np.float64) -> dict[str, Any]:
     """Return a module's parameters as nested dicts of numpy arrays."""
-
-    def cast(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: cast(value) for key, value in node.items()}
-        return np.asarray(node).astype(dtype)
-
-    return cast(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    pure = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return jax.tree.map(lambda a: np.asarray(a).astype(dtype), pure)
 
 
-def randomise(module: nnx.Module, seed: int = 0) -> None:
-    """Give every parameter random values, so that scales of 1 and biases of 0 cannot hide a
-    mistake.
-    """
+def randomise(module: Any, seed: int = 0) -> Any:
+    """Give every parameter random values: scales of 1 and biases of 0 would hide mistakes."""
     rng = np.random.default_rng(seed)
     for _, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        noise = 0.3 * rng.standard_normal(param.get_value().shape)
-        param.set_value(
-            (np.asarray(param.get_value(), np.float32) + noise).astype(param.get_value().dtype)
-        )
+        value = np.asarray(param.get_value(), np.float32)
+        noise = 0.3 * rng.standard_normal(value.shape)
+        param.set_value((value + noise).astype(param.get_value().dtype))
+    return module
 
 
 def linear(p: dict[str, Any], x: Any) -> Any:
@@ -38,30 +35,34 @@ def linear(p: dict[str, Any], x: Any) -> Any:
     return y + p["bias"] if "bias" in p else y
 
 
-def norm(
-    kind: str | None, p: dict[str, Any] | None, x: Any, heads: int, eps: float, xp: Any = np
-) -> Any:
-    """Norm and split: [B, T, N*H] -> [B, T, N, H]."""
-    b, t, inner = x.shape
-    if kind is None:
-        return x.reshape(b, t, heads, inner // heads)
-    assert p is not None
-    if kind == "rms_norm_across_heads":
-        x = x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + eps) * p["scale"]
-    x = x.reshape(b, t, heads, inner // heads)
-    if kind == "rms_norm":
-        x = x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + eps) * p["scale"]
-    if kind == "layer_norm":
-        mean = xp.mean(x, axis=-1, keepdims=True)
-        var = xp.mean((x - mean) ** 2, axis=-1, keepdims=True)
-        x = (x - mean) / xp.sqrt(var + eps) * p["scale"] + p["bias"]
-    return x
+def norm(m: Any, p: dict[str, Any] | None, x: Any, heads: int, xp: Any = np) -> Any:
+    """Norm as module m does, and split: [B, T, N*H] -> [B, T, N, H]."""
+    split = (*x.shape[:2], heads, x.shape[2] // heads)
+    if p is None:
+        return x.reshape(split)
+    x = x if m.qk_norm == "rms_norm_across_heads" else x.reshape(split)
+    if m.qk_norm == "layer_norm":
+        x = x - xp.mean(x, axis=-1, keepdims=True)
+    x = x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + m.eps)
+    x = x * (1 + p["scale"] if m.qk_norm == "zero_centred_rms_norm" else p["scale"])
+    return (x + p["bias"] if "bias" in p else x).reshape(split)
 
 
-def turn(x: Any, angles: Any, xp: Any = np) -> Any:
-    """Multiply neighbouring pairs, read as complex numbers, by exp(i angle); angles [T, H/2]."""
-    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * xp.exp(1j * angles)[None, :, None, :]
-    return xp.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+def turn(x: Any, rotary: ma.Rotary | None, xp: Any = np) -> Any:
+    """Multiply pairs, read as complex numbers, by cos + i sin."""
+    if rotary is None:
+        return x
+    turns = np.asarray(rotary.cos, np.float64) + 1j * np.asarray(rotary.sin, np.float64)
+    turns = turns if turns.ndim == 4 else turns.reshape(-1, x.shape[1], 1, turns.shape[-1])
+    d = turns.shape[-1]
+    is_half = rotary.style == "half"
+    a, b = (
+        (x[..., :d], x[..., d : 2 * d]) if is_half else (x[..., : 2 * d : 2], x[..., 1 : 2 * d : 2])
+    )
+    z = (a + 1j * b) * turns
+    parts = [z.real, z.imag]
+    y = xp.concatenate(parts, -1) if is_half else xp.stack(parts, -1).reshape(*x.shape[:3], -1)
+    return xp.concatenate([y, x[..., 2 * d :]], -1)
 
 
 def attend(
@@ -73,9 +74,7 @@ def attend(
     scale: float | None = None,
     xp: Any = np,
 ) -> Any:
-    """Attend densely: query head n reads key head n // (N / K); a row with no allowed key gives
-    0.
-    """
+    """Attend densely: query head n reads key head n // (N / K); a query without keys gives 0."""
     share = q.shape[2] // k.shape[2]
     k, v = xp.repeat(k, share, axis=2), xp.repeat(v, share, axis=2)
     s = xp.einsum("btnh,bsnh->bnts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -87,29 +86,68 @@ def attend(
     return xp.einsum("bnts,bsnh->btnh", e / xp.where(total > 0, total, 1.0), v)
 
 
-def self_attention(
-    p: dict, x: Any, m: Any, angles: Any = None, allowed: Any = None, bias: Any = None, xp: Any = np
+def called(
+    p: dict[str, Any],
+    m: Any,
+    x: Any,
+    text: Any = None,
+    image: Any = None,
+    *,
+    rotary: Any = None,
+    rotary_k: Any = None,
+    allowed: Any = None,
+    bias: Any = None,
+    xp: Any = np,
 ) -> Any:
-    q = norm(m.qk_norm, p.get("norm_q"), linear(p["to_q"], x), m.heads, m.eps, xp)
-    k = norm(m.qk_norm, p.get("norm_k"), linear(p["to_k"], x), m.kv_heads, m.eps, xp)
-    v = norm(None, None, linear(p["to_v"], x), m.kv_heads, m.eps, xp)
-    if angles is not None:
-        q, k = turn(q, angles, xp), turn(k, angles, xp)
-    out = attend(q, k, v, allowed, bias, m.scale, xp)
-    return linear(p["to_out"], out.reshape(*out.shape[:2], -1))
+    """Call self-attention, or with a text cross-attention, with the parameters p of module m.
 
+    Args:
+        rotary_k: of the keys; in self-attention default that of the queries.
+        allowed: which pairs may attend, as a bool array.
+    """
 
-def cross_attention(
-    p: dict, x: Any, text: Any, m: Any, image: Any = None, allowed: Any = None, xp: Any = np
-) -> Any:
-    q = norm(m.qk_norm, p.get("norm_q"), linear(p["to_q"], x), m.heads, m.eps, xp)
-    k = norm(m.qk_norm, p.get("norm_k"), linear(p["to_k"], text), m.kv_heads, m.eps, xp)
-    v = norm(None, None, linear(p["to_v"], text), m.kv_heads, m.eps, xp)
-    out = attend(q, k, v, allowed, None, m.scale, xp)
+    def heads(of: Any, names: tuple[str, str], n: int) -> Any:
+        return norm(m, p.get(names[1]), linear(p[names[0]], of), n, xp)
+
+    source = x if text is None else text
+    rotary_k = rotary if rotary_k is None and text is None else rotary_k
+    q = turn(heads(x, ("to_q", "norm_q"), m.heads), rotary, xp)
+    k = turn(heads(source, ("to_k", "norm_k"), m.kv_heads), rotary_k, xp)
+    out = attend(q, k, heads(source, ("to_v", ""), m.kv_heads), allowed, bias, m.scale, xp)
     if image is not None:
-        ik = norm(
-            m.qk_norm, p.get("norm_added_k"), linear(p["add_k_proj"], image), m.kv_heads, m.eps, xp
-        )
-        iv = norm(None, None, linear(p["add_v_proj"], image), m.kv_heads, m.eps, xp)
-        out = out + attend(q, ik, iv, None, None, m.scale, xp)
-    return linear(p["to_out"], out.reshape(*out.shape[:2], -1))
+        k = heads(image, ("add_k_proj", "norm_added_k"), m.kv_heads)
+        out = out + attend(q, k, heads(image, ("add_v_proj", ""), m.kv_heads), scale=m.scale, xp=xp)
+    if m.gate == "per_head":
+        out = out * (2 / (1 + xp.exp(-linear(p["to_gate_logits"], x))))[..., None]
+    out = out.reshape(*out.shape[:2], -1)
+    if m.gate == "per_channel":
+        out = out / (1 + xp.exp(-linear(p["to_gate"], x)))
+    return linear(p["to_out"], out) if m.out_proj else out
+
+
+def check_gradients(module: Any, call: Any, inputs: tuple[np.ndarray, ...], **how: Any) -> None:
+    """Compare output, and gradients of parameters and inputs, with autodiff in float64.
+
+    Args:
+        call: of a module and inputs, as the module is called.
+        how: keyword arguments of `called`.
+    """
+
+    def with_gradients(f: Any, *of: Any) -> Any:
+        def loss(*of: Any) -> Any:
+            y = f(*of)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
+
+        return jax.jit(jax.value_and_grad(loss, tuple(range(len(of))), has_aux=True))(*of)
+
+    graph, state = nnx.split(module)
+    got = with_gradients(lambda s, *of: call(nnx.merge(graph, s), *of), state, *inputs)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params_of(module), *inputs))
+        want = with_gradients(lambda p, *of: called(p, module, *of, **how, xp=jnp), *exact)
+    (_, y), (by_params, *by_inputs) = got
+    mine = y, nnx.to_pure_dict(by_params), by_inputs
+    (_, y), (by_params, *by_inputs) = want
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves((y, by_params, by_inputs)), strict=True):
+        scale = max(1.0, float(np.max(np.abs(b))))
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * scale)

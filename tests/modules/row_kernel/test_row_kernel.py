@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from tests.modules.row_kernel.cute_on_numpy import Memory, on_numpy
 
 RNG = np.random.default_rng(11)
 EPS, H200 = 1e-6, (132, 227 * 2**10)
+# Few blocks, so that one takes several rows, and not all as many; or one for each row.
+FEW_OR_MANY = (2, 1000)
 
 
 def error(got: Any, want: Any) -> float:
@@ -75,11 +78,15 @@ class Drawn(NamedTuple):
         x, dy, vectors, tables = jax.tree.map(
             lambda a: a.astype(np.float64), (self.x, self.dy, self.vectors, self.tables)
         )
-        with jax.enable_x64(True):
-            y, pull = jax.vjp(
-                lambda x, v: exact(self.work, x.reshape(shape), v, tables), x, vectors
-            )
+
+        @jax.jit
+        def run(x: Any, dy: Any, vectors: Any) -> Any:
+            f = lambda x, v: exact(self.work, x.reshape(shape), v, tables)  # noqa: E731
+            y, pull = jax.vjp(f, x, vectors)
             return (y.reshape(x.shape), *pull(dy.reshape(shape)))
+
+        with jax.enable_x64(True):
+            return run(x, dy, vectors)
 
 
 def drawn(case: tuple[Any, ...], dtype: Any) -> Drawn:
@@ -129,20 +136,21 @@ def run(of: Drawn) -> tuple[Any, Any, Any, dict[str, Any]]:
     return y.array, [each.array for each in r], dx.array, found
 
 
-@pytest.mark.parametrize("blocks", [2, 1000])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_result_and_gradients(
-    case: tuple[Any, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Few blocks, so that one has several rows, and not all as many; or one for each row.
-    monkeypatch.setattr(RowLaunch, "blocks", blocks)
+def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     of = drawn(case, np.float32)
-    (y, r, dx, sums), (want, want_dx, want_sums) = run(of), of.wanted()
-    assert error(y, want) < 1e-6 and error(dx, want_dx) < 2e-6
-    assert all(error(sums[name], want_sums[name]) < 2e-6 for name in of.vectors)
-    for each in r:
-        z = of.x + of.vectors.get("bias", np.zeros(1)).reshape(-1).astype(np.float64)
-        np.testing.assert_allclose(each, (np.mean(z * z, 2).ravel() + EPS) ** -0.5, rtol=1e-6)
+    want, want_dx, want_sums = of.wanted()
+    steps = in_steps(of.work, of.x.reshape(*of.x.shape[:2], *case[:2]), of.vectors, of.tables)
+    assert error(steps.reshape(of.x.shape), want) < 1e-6
+    for blocks in FEW_OR_MANY:
+        monkeypatch.setattr(RowLaunch, "blocks", blocks)
+        y, r, dx, sums = run(of)
+        assert error(y, want) < 1e-6 and error(dx, want_dx) < 2e-6
+        assert all(error(sums[name], want_sums[name]) < 2e-6 for name in of.vectors)
+        for each in r:
+            z = of.x + of.vectors.get("bias", np.zeros(1)).reshape(-1).astype(np.float64)
+            roots = (np.mean(z * z, 2).ravel() + EPS) ** -0.5
+            np.testing.assert_allclose(each, roots, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -153,13 +161,6 @@ def test_low_precision_is_rounded_once(dtype: Any) -> None:
     for got, exactly in ((y, want), (dx, want_dx)):
         np.testing.assert_allclose(got.astype(np.float64), exactly, rtol=1.01 * half, atol=1e-6)
     assert all(error(sums[name], want_sums[name]) < 2e-6 for name in of.vectors)
-
-
-def test_xla_computes_the_same_steps() -> None:
-    for case in CASES.values():
-        of = drawn(case, np.float32)
-        got = in_steps(of.work, of.x.reshape(*of.x.shape[:2], *case[:2]), of.vectors, of.tables)
-        assert error(got.reshape(of.x.shape), of.wanted()[0]) < 1e-6
 
 
 # ---- the adaptive norm ---------------------------------------------------------------------------
@@ -239,18 +240,17 @@ def adapted_exactly(case: Case, rows: list[Any], parts: list[Any], total: Any) -
     return n * vectors.get("scale", 1.0) + vectors.get("shift", 0.0), x
 
 
-@pytest.mark.parametrize("blocks", [2, 5, 1000])
 @pytest.mark.parametrize("case", ADAPTIVE.values(), ids=ADAPTIVE)
-def test_adaptive_norm(case: Case, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Few blocks, whose rows are of several frames; or one for each row.
-    monkeypatch.setattr(RowLaunch, "blocks", blocks)
+def test_adaptive_norm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, parts = rows_and_parts(case, np.float32)
-    found = adapted(case, rows, parts)
-    exactly = adapted_exactly(case, rows, parts, found[-1])
     steps = adaptive_steps(case.work, tuple(map(jnp.asarray, rows)), tuple(parts))
-    for got, by_xla, want in zip(found, steps, exactly, strict=False):
-        np.testing.assert_allclose(got, want, rtol=2e-6, atol=4e-6)
-        np.testing.assert_allclose(by_xla, want, rtol=1e-5, atol=1e-5)
+    for blocks in FEW_OR_MANY:
+        monkeypatch.setattr(RowLaunch, "blocks", blocks)
+        found = adapted(case, rows, parts)
+        exactly = adapted_exactly(case, rows, parts, found[-1])
+        for got, by_xla, want in zip(found, steps, exactly, strict=False):
+            np.testing.assert_allclose(got, want, rtol=2e-6, atol=4e-6)
+            np.testing.assert_allclose(by_xla, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["modulated", "left-over threads"])
@@ -290,14 +290,11 @@ def test_which_rows_fit(heads: int, head_dim: int, kib: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("is_backward", [True, False])
 @pytest.mark.parametrize("widths", [(2,), (4, 4), (2, 4)])
-@pytest.mark.parametrize("kib", [99, 227])
-def test_blocks_of_an_sm_have_room_together(
-    widths: tuple[int, ...], is_backward: bool, kib: int
-) -> None:
-    rows = [(n, h) for n in range(1, 97) for h in (8, 40, 64, 72, 128, 256)]
-    for heads, head_dim in [*rows, *((d // 8, 8) for d in range(8, 12_288, 104))]:
+def test_blocks_of_an_sm_have_room_together(widths: tuple[int, ...]) -> None:
+    rows = product((1, 2, 3, 5, 12, 13, 24, 40, 65, 96), (8, 40, 64, 72, 128, 256))
+    sizes = [*rows, *((d // 8, 8) for d in (8, 136, 320, 1152, 3072, 5120, 9216, 12_288))]
+    for (heads, head_dim), is_backward, kib in product(sizes, (True, False), (99, 227)):
         work = RowWork(heads, head_dim, "across", EPS, "half", (("scale", VectorParts()),))
         launch = RowLaunch(work, widths, is_backward, 132, kib * 2**10)
         if not launch.fits():
