@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import maxattn as ma
 from maxattn import masks as M
@@ -21,9 +20,9 @@ from tests.reference import error
 from tests.sharding.test_explicit import KINDS, mesh_of
 
 P = PartitionSpec
-CONFIG = ma.AttentionConfig(attention="dot_product", context_parallel="ring")
+CONFIG = ma.AttentionConfig(attention="dot_product", context_parallel="all_gather")
 RNG = np.random.default_rng(0)
-X, TEXT = RNG.normal(size=(2, 16, 32)).astype("f"), RNG.normal(size=(2, 6, 24)).astype("f")
+X, TEXT = (RNG.normal(size=size).astype("f") for size in ((2, 16, 32), (2, 6, 24)))
 MASK = M.KeyPadding(np.array([10, 16], np.int32))
 HEADS: dict[str, Any] = {"heads": 4, "dim_head": 8, "config": CONFIG}
 ROTARY = rope_1d(8, 16)
@@ -48,6 +47,7 @@ def loss(built: list[Any], x: Any, text: Any) -> Any:
     return (picture**2).sum() + (words**2).sum() + again, (picture, words)
 
 
+@nnx.jit
 def both(built: list[Any], x: Any, text: Any) -> Any:
     return nnx.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(built, x, text)
 
@@ -55,7 +55,7 @@ def both(built: list[Any], x: Any, text: Any) -> Any:
 @pytest.fixture(scope="module")
 def one_device() -> list[Any]:
     """What modules give on one device: outputs and gradients."""
-    return jax.tree.leaves(nnx.jit(both)(modules(), X, TEXT))
+    return jax.tree.leaves(both(modules(), X, TEXT))
 
 
 WAYS = ("passed", "ambient", "none")
@@ -79,7 +79,7 @@ def test_modules_equal_one_device(axes: str, how: str, one_device: list[Any]) ->
             place(module, mesh)
         x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
         text = jax.device_put(TEXT, NamedSharding(mesh, P("fsdp")))
-        got = nnx.jit(both)(built, x, text)
+        got = both(built, x, text)
     (_, (picture, words)), _ = got
     assert jax.typeof(picture) == jax.typeof(x)
     assert jax.typeof(words) == jax.typeof(text)
@@ -146,42 +146,32 @@ def test_scanned_layers() -> None:
     assert error(got, np.asarray(want)) < 2e-5
 
 
-def mha(attend: Callable[..., Any]) -> nnx.MultiHeadAttention:
-    return nnx.MultiHeadAttention(4, 32, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize("how", ["attention_fn", "swap"])
 @pytest.mark.parametrize("axes", list(KINDS))
-def test_flax_attention_equals_one_device(axes: str, how: str) -> None:
+def test_flax_attention_equals_one_device(axes: str) -> None:
     mesh = mesh_of(KINDS[axes])
-    layer = (
-        mha(ma.attention_fn(CONFIG)) if how == "attention_fn" else mha(nnx.dot_product_attention)
-    )
-    want = np.asarray(mha(nnx.dot_product_attention)(jnp.asarray(X)))
+    how: dict[str, Any] = {"decode": False, "rngs": nnx.Rngs(0)}
+    layer = nnx.MultiHeadAttention(4, 32, **how)
+    want = np.asarray(layer(jnp.asarray(X)))
     with jax.set_mesh(mesh):
-        if how == "swap":
-            ma.swap(layer, CONFIG)
+        ma.swap(layer, CONFIG)
         x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
         got = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert error(got, want) < 2e-5
 
 
-@pytest.mark.parametrize(
-    "names", [("fsdp", "context"), pytest.param(("data", "model"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [("fsdp", "context"), ("data", "model")])
 def test_modules_are_made_under_a_mesh_without_some_of_their_axes(names: tuple[str, str]) -> None:
     mesh = jax.make_mesh((2, 2), names, devices=jax.devices()[:4])
+
+    def build() -> ma.CrossAttention:
+        return ma.CrossAttention(32, 24, **HEADS, rngs=nnx.Rngs(1))
+
     with jax.set_mesh(mesh):
-        shapes = nnx.eval_shape(lambda: modules())
-        built = nnx.jit(lambda: modules())()
-    for module, shape in zip(built, shapes, strict=True):
-        assert module.to_q.kernel.get_value().shape == shape.to_q.kernel.get_value().shape
+        shapes, built = nnx.eval_shape(build), nnx.jit(build)()
+    assert built.to_q.kernel.get_value().shape == shapes.to_q.kernel.get_value().shape
 
 
 def test_weights_are_placed_on_explicit_axes() -> None:
-    mesh = mesh_of()
     module = ma.FlaxAttention(32, **HEADS, rngs=nnx.Rngs(0))
-    place(module, mesh)
-    kernel = module.to_q.kernel.get_value()
-    assert jax.typeof(kernel).sharding.spec == P("fsdp", "tensor")
-    assert isinstance(mesh, Mesh)
+    place(module, mesh_of())
+    assert jax.typeof(module.to_q.kernel.get_value()).sharding.spec == P("fsdp", "tensor")

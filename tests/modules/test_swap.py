@@ -4,6 +4,8 @@ left.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,6 @@ from flax import nnx
 
 import maxattn as ma
 from maxattn.errors import InputError
-from maxattn.modules.adapters import AttentionFn
 from tests.golden_text import check_golden
 
 C, HEADS = 16, 4
@@ -80,9 +81,20 @@ def run(model: Model):
     return nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(X, TEXT)) * jnp.arange(C)))(model)
 
 
+def check_same(got: Any, want: Any) -> None:
+    """Compare outputs, and gradients within float32 rounding of their own scale."""
+    np.testing.assert_allclose(got[0], want[0], rtol=2e-5)
+    grads, wanted = jax.tree.leaves(got[1]), jax.tree.leaves(want[1])
+    # The gradient of a key's bias is 0 but for rounding: it is compared on the scale of all.
+    most = max(float(jnp.abs(grad).max()) for grad in wanted)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        scale = max(float(jnp.abs(theirs).max()), 1e-2 * most)
+        np.testing.assert_allclose(ours, theirs, atol=2e-5 * scale)
+
+
 def test_outputs_gradients_and_parameters_are_those_of_before():
     model = Model(nnx.Rngs(0))
-    before, grads = run(model)
+    before = run(model)
     names = jax.tree.structure(nnx.to_pure_dict(nnx.state(model)))
     table = ma.swap(model, BLOCKWISE)
     assert [row.path for row in table.swapped] == [
@@ -90,26 +102,17 @@ def test_outputs_gradients_and_parameters_are_those_of_before():
     ]  # fmt: skip
     assert not table.left
     assert jax.tree.structure(nnx.to_pure_dict(nnx.state(model))) == names
-    after, new_grads = run(model)
-    np.testing.assert_allclose(after, before, rtol=2e-5)
-    for ours, theirs in zip(jax.tree.leaves(new_grads), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5 * max(1.0, float(jnp.abs(theirs).max())))
+    check_same(run(model), before)
 
 
 def test_the_config_is_the_one_that_runs():
     model = Model(nnx.Rngs(0))
     ma.swap(model, BLOCKWISE)
     assert "scan" in str(jax.make_jaxpr(lambda x: model.blocks[0](x, TEXT))(X)), "chunk by chunk"
-    roles = [
-        block.role
-        for block in (model.blocks[0].attn.attention_fn, model.blocks[0].cross.attention_fn)
-    ]
-    assert roles == ["self", "cross"]
+    block = model.blocks[0]
+    assert [m.attention_fn.role for m in (block.attn, block.cross)] == ["self", "cross"]
     ma.swap(model, ma.AttentionConfig(attention="dot_product"))
-    fn = model.stacked.attn.attention_fn
-    assert isinstance(fn, AttentionFn)
-    assert fn.config is not None
-    assert fn.config.attention == "dot_product"
+    assert model.stacked.attn.attention_fn.config.attention == "dot_product"
 
 
 def test_what_is_left_says_why():

@@ -17,11 +17,9 @@ import maxattn as ma
 from maxattn.errors import InputError
 from maxattn.modules.attention_op import OpAttention
 from tests.golden_text import check_golden
+from tests.modules.test_swap import BLOCKWISE, check_same
 
-B, T, S, N, H = 2, 16, 10, 4, 8
-BLOCKWISE = ma.AttentionConfig(
-    use_memory_efficient_attention=True, query_chunk_size=4, key_chunk_size=4
-)
+B, T, S, N, H = 2, 8, 5, 4, 8
 
 
 class NNXAttentionOp(nnx.Module):
@@ -88,39 +86,26 @@ def run(model: Model) -> Any:
     )
 
 
-def check_same(got: Any, want: Any) -> None:
-    np.testing.assert_allclose(got[0], want[0], rtol=2e-5)
-    grads, wanted = jax.tree.leaves(got[1]), jax.tree.leaves(want[1])
-    most = max(float(jnp.abs(grad).max()) for grad in wanted)  # a key's bias has 0 but for rounding
-    for ours, theirs in zip(grads, wanted, strict=True):
-        np.testing.assert_allclose(
-            ours, theirs, atol=2e-5 * max(float(jnp.abs(theirs).max()), 1e-2 * most)
-        )
+MESHED = ma.AttentionConfig(
+    context_parallel="ulysses", ici_data_parallelism=2, ici_context_parallelism=4
+)
 
 
 def test_outputs_gradients_and_parameters_are_those_of_before():
+    """On one device and on eight."""
     model = Model()
     before = run(model)
     params = [id(leaf) for _, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Param)]
-    table = ma.swap(model, BLOCKWISE)
-    assert [(row.path, row.kind) for row in table.swapped] == [
-        ("one.attention_op", "NNXAttentionOp"), ("stacked.attention_op", "NNXAttentionOp"),
-    ]  # fmt: skip
-    assert not table.left
-    now = [id(leaf) for _, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Param)]
-    assert now == params and params
-    assert "custom_vjp" in str(jax.make_jaxpr(lambda x: model.one(x, x))(X)), "maxattn attends now"
-    check_same(run(model), before)
-
-
-@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
-def test_on_eight_devices(strategy: str):
-    model = Model()
-    before = run(model)
-    config = ma.AttentionConfig(context_parallel=strategy, ici_data_parallelism=2,
-                                ici_context_parallelism=4)  # fmt: skip
-    ma.swap(model, config, mesh=config.make_mesh())
-    check_same(run(model), before)
+    for config, mesh in ((BLOCKWISE, None), (MESHED, MESHED.make_mesh())):
+        table = ma.swap(model, config, mesh=mesh)
+        assert [(row.path, row.kind) for row in table.swapped] == [
+            ("one.attention_op", "NNXAttentionOp"), ("stacked.attention_op", "NNXAttentionOp"),
+        ]  # fmt: skip
+        assert not table.left
+        now = [id(leaf) for _, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Param)]
+        assert now == params and params
+        assert "custom_vjp" in str(jax.make_jaxpr(lambda x: model.one(x, x))(X)), "maxattn attends"
+        check_same(run(model), before)
 
 
 def test_the_axis_names_give_the_role_and_swap_exchanges_again():
@@ -133,25 +118,16 @@ def test_the_axis_names_give_the_role_and_swap_exchanges_again():
     assert first.config == second.config == BLOCKWISE and first.scale == 0.3
 
 
-def test_values_wider_than_the_dtype_of_the_op_widen_it():
+def test_a_swapped_op() -> None:
+    """Wider values widen its dtype, a query without keys gives 0, other masks are refused."""
     op = NNXAttentionOp()
     op.dtype = jnp.bfloat16
     ma.swap(op)
-    q, v = X.astype(jnp.bfloat16), X
-    assert op.apply_attention(q, q, v).dtype == jnp.float32
-    assert op.apply_attention(X, X, v.astype(jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-def test_a_query_with_nothing_to_attend_to_gives_zeros():
-    op = NNXAttentionOp()
-    ma.swap(op)
-    out = op.apply_attention(X, TEXT, TEXT, attention_mask=jnp.zeros((B, S), jnp.int32))
-    assert not np.asarray(out).any()
-
-
-def test_a_mask_of_other_keys_is_refused():
-    op = NNXAttentionOp()
-    ma.swap(op)
+    low = X.astype(jnp.bfloat16)
+    assert op.apply_attention(low, low, X).dtype == jnp.float32
+    assert op.apply_attention(X, X, low).dtype == jnp.bfloat16
+    nothing = op.apply_attention(X, TEXT, TEXT, attention_mask=jnp.zeros((B, S), jnp.int32))
+    assert not np.asarray(nothing).any()
     with pytest.raises(InputError, match="KeyPadding"):
         op.apply_attention(X, TEXT, TEXT, attention_mask=jnp.ones((B, S + 1)))
 
