@@ -30,7 +30,7 @@ def made(kind: str, eps: float = 1e-6) -> QKNorm:
 
 
 def expected(kind: str, norm: QKNorm, x: np.ndarray, eps: float) -> np.ndarray:
-    x, scale = np.float64(x), np.float64(param(norm, "scale").get_value())
+    x, scale = (np.asarray(a, np.float64) for a in (x, param(norm, "scale").get_value()))
     if kind == "layer_norm":
         bias = np.float64(param(norm, "bias").get_value())
         z = x - x.mean(-1, keepdims=True)
