@@ -29,12 +29,8 @@ class Full(Mask):
     """Allow every pair.
 
     >>> from maxattn import masks
-    >>> print(masks.Full().show(3, 4))
-    Full()
-    3 queries down, 4 keys across
-    █ █ █ █
-    █ █ █ █
-    █ █ █ █
+    >>> masks.Full() & masks.Causal()
+    Causal()
     """
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
@@ -55,11 +51,8 @@ class Empty(Mask):
     """Allow no pair.
 
     >>> from maxattn import masks
-    >>> print(masks.Empty().show(2, 4))
+    >>> masks.Causal() & ~masks.Causal()
     Empty()
-    2 queries down, 4 keys across
-    · · · ·
-    · · · ·
     """
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:

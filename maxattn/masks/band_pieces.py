@@ -1,14 +1,13 @@
 """A band of pairs, cut into rectangles that a kernel without offsets computes.
 
-Each rectangle is full, or holds a band that starts at its corner. Where the offsets are traced, the
-shift between queries and keys is one of few values (whole shards apart), and each has rectangles of
-its own under `lax.switch`.
+Each rectangle is full, or has a band that starts at its corner. If the offsets are traced, the
+shift between queries and keys is one of few values (whole shards apart), and each value has its own
+rectangles under `lax.switch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -24,9 +23,9 @@ MOST_SHIFTS = 66  # cases of one call: 64 devices, and the two ends
 
 
 class Piece(NamedTuple):
-    """Name queries [q0, q1) and keys [k0, k1), and a band `i - left <= j <= i + right` in them.
+    """Queries [q0, q1) and keys [k0, k1), and a band `i - left <= j <= i + right` in them.
 
-    The band's i and j count from q0 and k0.
+    i and j count from q0 and k0.
     """
 
     q0: int
@@ -38,22 +37,19 @@ class Piece(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether every pair of it is allowed."""
+        """Whether it allows every pair."""
         return self.left is None and self.right is None
 
     def sees_all(self) -> bool:
-        """Return whether each of its queries sees a key, while all keys are real."""
+        """Check whether each of its queries sees a key, if all keys are real."""
         return self.left is None or self.q1 - self.q0 - 1 - self.left < self.k1 - self.k0
 
 
 def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
-    """Cut the pairs that a band allows into rectangles, in at most two pieces.
+    """Cut the pairs that a band allows into at most two rectangles.
 
-    Args:
-        band: its own offset is ignored.
-        shift: position of the first query minus position of the first key, the band's offset
-            included.
-        q_len, kv_len: local lengths.
+    `shift` is the position of the first query minus that of the first key, plus the band's offset,
+    which is not read.
     """
     if band.is_full:
         return (Piece(0, q_len, 0, kv_len),)
@@ -71,7 +67,7 @@ def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]
 
 
 def _causal(high: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
-    """Cut `j - i <= high`: what all queries see, and a triangle that starts at 0, 0."""
+    """Cut `j - i <= high` into the keys that all queries see, and a triangle from its corner."""
     if high < 0:
         return (Piece(-high, q_len, 0, kv_len, None, 0),)
     triangle = Piece(0, q_len, high, kv_len, None, 0)
@@ -79,7 +75,7 @@ def _causal(high: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
 
 
 def _window(low: int, high: int | None, q_len: int, kv_len: int) -> Piece:
-    """Cut `low <= j - i <= high` so that both sides of the band are 0 or more."""
+    """Cut `low <= j - i <= high` so that left and right are 0 or more."""
     k0 = max(0, low)
     q0 = 0 if high is None else max(0, -high)
     move = q0 - k0  # j' - i' = j - i + move
@@ -88,10 +84,10 @@ def _window(low: int, high: int | None, q_len: int, kv_len: int) -> Piece:
 
 
 def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
-    """List the shifts at which shards can lie apart, from nothing allowed to everything allowed.
+    """List the shifts between shards, from nothing allowed to everything allowed.
 
     Shards begin at multiples of their lengths, so shifts are the band's offset plus multiples of a
-    common step. A shift beyond either end allows what that end allows.
+    common step. A shift beyond either end allows the same as that end.
     """
     step = gcd(q_len, kv_len)
     least = -q_len - max(0, band.right or 0)
@@ -101,71 +97,51 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
 
 
 def fits_shards(terms: Terms, q_len: int, kv_len: int) -> bool:
-    """Return whether a band is one of few cases between shards: full, empty, or cut at shards.
+    """Check whether a band between shards is one of few cases: full, empty, or cut at shards.
 
-    Shards of unequal lengths are left out. Their cases would be cut in two pieces each, and on two
+    Shards of unequal lengths are left out: their cases would be cut in two pieces each, and on two
     H200s a program with such a switch beside a gather of the keys died with a segmentation fault,
-    in jax 0.11.2, whichever the kernel.
+    in jax 0.11.2, with any kernel.
     """
-    return terms.band is None or _few_shifts(terms.band, q_len, kv_len)
-
-
-def _few_shifts(band: Band, q_len: int, kv_len: int) -> bool:
-    if band.is_full:
+    band = terms.band
+    if band is None or band.is_full:
         return True
     return q_len == kv_len and len(shifts(band, q_len, kv_len)) <= MOST_SHIFTS
 
 
-@dataclass(frozen=True)
-class ShiftedBand:
-    """The band between the local queries and the local keys of one call.
+def run_pieces(
+    terms: Terms,
+    shift: Offset,
+    lengths: tuple[int, int],
+    compute: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """Return `compute(pieces, *operands)` for the pieces of a band between local queries and keys.
+
+    A traced shift chooses among the cases of whole shards under `lax.switch`; other shards are
+    refused. Every strategy here has offsets that are multiples of the shards' lengths, which the
+    device alone knows: if they are not, the result is NaN.
 
     Args:
-        band: that the mask's positions allow.
-        shift: position of the first query minus position of the first key, the band's offset
-            included; an int, or traced inside `shard_map`.
-        q_len, kv_len: local lengths.
+        terms: of a mask, whose positions are a band.
+        shift: position of the first query minus position of the first key; an int, or traced
+            inside `shard_map`.
+        lengths: local queries and keys.
+        compute: of a tuple of pieces, and of the operands.
     """
-
-    band: Band
-    shift: Offset
-    q_len: int
-    kv_len: int
-
-    def run(self, compute: Callable[..., Any], *operands: Any) -> Any:
-        """Return `compute(pieces, *operands)` for the pieces of the shift.
-
-        A traced shift chooses among the cases of whole shards under `lax.switch`. Shards that give
-        no such cases are refused. Whether the offsets are multiples of the shards' lengths, as
-        every strategy here has them, is known on the device alone: where they are not, the result
-        is NaN.
-        """
-        if self.band.is_full:
-            return compute(self._pieces(0), *operands)
-        if not isinstance(self.shift, jax.Array):
-            return compute(self._pieces(int(self.shift)), *operands)
-        if not _few_shifts(self.band, self.q_len, self.kv_len):
-            raise self._refused()
-        return self._switch(self.shift, compute, operands)
-
-    def _pieces(self, shift: int) -> tuple[Piece, ...]:
-        return pieces(self.band, shift, self.q_len, self.kv_len)
-
-    def _switch(self, shift: jax.Array, compute: Callable[..., Any], operands: Any) -> Any:
-        cases = shifts(self.band, self.q_len, self.kv_len)
-        step = cases[1] - cases[0]
-        bounded = jnp.clip(shift, cases[0], cases[-1])
-        branches = [partial(compute, self._pieces(case)) for case in cases]
-        result = jax.lax.switch((bounded - cases[0]) // step, branches, *operands)
-        is_case = (bounded - cases[0]) % step == 0
-        return jax.tree.map(lambda x: jnp.where(is_case, x, jnp.nan), result)
-
-    def _refused(self) -> Unsupported:
-        value = f"traced, for {self.q_len} queries and {self.kv_len} keys of {self.band}"
-        rule = (
-            "between shards a band is cut where queries and keys are split alike, at most"
-            f" {MOST_SHIFTS - 2} times"
-        )
-        return Unsupported(
-            "q_offset, kv_offset", value, rule, "give them as ints, or set attention: auto"
-        )
+    band = terms.band
+    assert band is not None and not terms.rest, terms  # supports() refused it
+    if band.is_full or not isinstance(shift, jax.Array):
+        at = 0 if band.is_full else int(shift) + band.offset
+        return compute(pieces(band, at, *lengths), *operands)
+    if not fits_shards(terms, *lengths):
+        value = f"traced, for {lengths[0]} queries and {lengths[1]} keys of {band}"
+        rule = "between shards a band is cut where queries and keys are split alike, at most"
+        remedy = "give them as ints, or set attention: auto"
+        raise Unsupported("q_offset, kv_offset", value, f"{rule} {MOST_SHIFTS - 2} times", remedy)
+    cases = shifts(band, *lengths)
+    step, first = cases[1] - cases[0], cases[0]
+    bounded = jnp.clip(shift + band.offset, first, cases[-1]) - first
+    branches = [partial(compute, pieces(band, case, *lengths)) for case in cases]
+    result = jax.lax.switch(bounded // step, branches, *operands)
+    return jax.tree.map(lambda x: jnp.where(bounded % step == 0, x, jnp.nan), result)

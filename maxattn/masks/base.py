@@ -249,6 +249,10 @@ class Mask(ForKernels):
             found.append(tuple(xp.broadcast_to(end, pos.shape) for end in clipped))
         return tuple(found)
 
+    def intervals_lower(self, q_pos: Ints, xp: Any = np) -> tuple[tuple[Any, Any], ...]:
+        """Return `intervals(..., data=False)`."""
+        return self.intervals(q_pos, xp, data=False)
+
     def block_map(self, block_q: int, block_kv: int, q_len: int, kv_len: int) -> np.ndarray:
         """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
 
@@ -294,10 +298,11 @@ class Mask(ForKernels):
         longest = max(found, default=0)
         return longest if longest and all(longest % p == 0 for p in found) else None
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the kinds of mask in it, sorted, without the connectives."""
-        found = {name for part in self.parts() for name in part.names()}
-        return tuple(sorted(found)) or (type(self).__name__,)
+    def names(self, with_arrays: bool = False) -> tuple[str, ...]:
+        """Return the names of its kinds (`with_arrays` those of data), without connectives."""
+        if not self.parts():
+            return () if with_arrays and not self.has_data else (type(self).__name__,)
+        return tuple(sorted({n for part in self.parts() for n in part.names(with_arrays)}))
 
     def terms(self) -> tuple[Mask, ...]:
         """List the masks that must all allow a pair: those joined by `&`, else the mask alone."""
@@ -339,11 +344,7 @@ class Mask(ForKernels):
     def plot(
         self, path: str | Path, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0
     ) -> Path:
-        """Draw the mask into a PNG file and return its path; arguments as for `show`.
-
-        Raises:
-            Unsupported: matplotlib is not installed.
-        """
+        """Draw the mask into a PNG file, with matplotlib, and return its path; see `show`."""
         from maxattn.masks.draw import plot
 
         return plot(self.bind(q_len, kv_len), Path(path), q_len, kv_len, batch, head)

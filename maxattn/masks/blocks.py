@@ -21,12 +21,12 @@ EMPTY, FULL, MIXED = 0, 1, 2
 
 
 class Stretches(NamedTuple):
-    """Blocks in a row that have equally many pairs, of all blocks that have any.
+    """Blocks side by side with equally many allowed pairs, of all blocks that have any.
 
     Args:
-        row: [n], which blocks of queries.
-        start, end: [n], from which block of keys to which.
-        pairs: [n], allowed in each of them.
+        row: [n], the blocks of queries.
+        start, end: [n], the blocks of keys [start, end).
+        pairs: [n], allowed in each block.
     """
 
     row: Many
@@ -64,7 +64,7 @@ def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> t
 def count(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
 ) -> Int[np.ndarray, "QB KB"]:
-    """Count the pairs of each block that a bound mask allows; `data`: what data masks count as."""
+    """Count the allowed pairs of each block; `data` is what masks with arrays count as."""
     sizes = block_q, block_kv, q_len, kv_len
     rows, columns = _shape(*sizes)
     found = stretches(mask, *sizes, data)
@@ -77,14 +77,12 @@ def count(
 def stretches(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
 ) -> Stretches:
-    """List the blocks that a bound mask leaves any pairs, side by side where they have as many.
+    """List the blocks in which a bound mask allows any pairs, side by side if they have as many.
 
-    It grows with the ends of rows of blocks, not with the blocks between them, which may be
-    billions.
-
-    The keys below x that lie in block j are `clip(x - j * block_kv, 0, block_kv)`: whole blocks
-    before x and a part of the one that x is in. An interval adds this for its end and takes it away
-    for its start, so a row costs two entries, and a run of rows as many as blocks that it meets.
+    The list grows with the ends of intervals, not with the blocks between them, which may be
+    billions. Block j has `clip(x - j * block_kv, 0, block_kv)` keys below x: all of the blocks
+    before x, and a part of the one with x. An interval adds this for its end and subtracts it for
+    its start, so a query row costs two entries, and a run of rows as many as blocks that it meets.
     """
     rows, columns = _shape(block_q, block_kv, q_len, kv_len)
     found = [
@@ -92,7 +90,7 @@ def stretches(
         for runs in row_runs(mask, q_len, kv_len, data, rows + columns)
     ]
     cell, wholes, parts = _summed(*(np.concatenate(x) for x in zip(*found, strict=True)))
-    # Of a row, wholes add up to 0: past its end `inside` is 0.
+    # The wholes of a row add up to 0, so `inside` is 0 past its end.
     inside, (row, at) = np.cumsum(wholes), np.divmod(cell, columns + 1)
     then = np.append(cell[1:], cell[-1:] + 1) - row * (columns + 1)
     both = [(row, at, at + 1, inside + parts), (row, at + 1, then, inside)]
@@ -102,16 +100,16 @@ def stretches(
 
 
 def whole_stretches(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> Stretches:
-    """List the blocks that a bound mask leaves FULL, side by side; the last of a row is alone."""
+    """List the blocks that a bound mask leaves FULL, side by side, but the last of a row alone."""
     sure = stretches(mask, block_q, block_kv, q_len, kv_len, data=mask.has_exact_intervals)
     long, wide = _sizes(block_q, q_len), _sizes(block_kv, kv_len)
-    # Blocks side by side that have as many pairs are as wide, but for a last one that is alone.
+    # Blocks side by side with as many pairs are equally wide; a narrower last one is alone.
     full = sure.pairs == long[sure.row] * wide[sure.start]
     return Stretches(*(x[full] for x in sure))
 
 
 def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
-    """Count the pairs that a bound mask allows; an upper bound where its intervals are one."""
+    """Count the pairs that a bound mask allows; an upper bound if its intervals are one."""
     total = 0
     for runs in row_runs(mask, q_len, kv_len):
         many, steps = runs.count[:, None], runs.hi_step - runs.lo_step
@@ -120,7 +118,6 @@ def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
 
 
 def areas(block_q: int, block_kv: int, q_len: int, kv_len: int) -> Int[np.ndarray, "QB KB"]:
-    """Count the pairs that each block has, ragged last blocks included."""
     return np.outer(_sizes(block_q, q_len), _sizes(block_kv, kv_len))
 
 
@@ -139,9 +136,9 @@ def _shape(block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, i
 
 
 def _entries(runs: RowRuns, block_q: int, block_kv: int, columns: int) -> tuple[Many, Many, Many]:
-    """Return (cell, whole, part): what ends of intervals add to which block, row by row."""
+    """Return (cell, whole, part): what each end of an interval adds to a block, row by row."""
     cut = _cut(runs.first, np.full_like(runs.first, runs.step), runs.count, block_q)
-    # End by end, each in the order of rows: sorting what is almost sorted takes little time.
+    # End by end, each in the order of rows: almost sorted arrays are sorted quickly.
     ends = np.concatenate([runs.hi.T, runs.lo.T])[:, cut.of]
     step = np.concatenate([runs.hi_step.T, runs.lo_step.T])[:, cut.of]
     sign = np.broadcast_to(np.repeat([1, -1], runs.hi.shape[1])[:, None], step.shape)
@@ -155,7 +152,6 @@ def _entries(runs: RowRuns, block_q: int, block_kv: int, columns: int) -> tuple[
 
 
 def _summed(cell: Many, whole: Many, part: Many) -> tuple[Many, Many, Many]:
-    """Add up the entries of each cell, in the order of cells."""
     order = np.argsort(cell, kind="stable")
     cell, whole, part = (x[order] for x in (cell, whole, part))
     begins = np.flatnonzero(np.diff(cell, prepend=-1))
@@ -164,7 +160,7 @@ def _summed(cell: Many, whole: Many, part: Many) -> tuple[Many, Many, Many]:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of arithmetic series: of which, in which block, from which term, how many."""
+    """Pieces of arithmetic series: the series, its block, the first term, how many terms."""
 
     of: Many
     block: Many

@@ -26,7 +26,7 @@ INT32 = np.iinfo(np.int32)
 
 
 class DataMask(Mask):
-    """A mask with arrays, which may be traced: bounds count it as everything or as nothing."""
+    """A mask with arrays, which may be traced: its bounds are everything or nothing."""
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         return ((None, None),) if data else ()
@@ -40,13 +40,13 @@ class DataMask(Mask):
 
 @mask_type
 class KeyPadding(DataMask):
-    """Allow each batch row its real keys: `key < lengths[b]`, or `flags[b, key]`.
+    """Allow each batch row its real keys: `key < keys[b]` by lengths, `keys[b, key]` by flags.
 
     Args:
         keys: lengths `int[B]`, or flags `bool[B, S]` with True for a real key.
 
     Raises:
-        InputError: the array is neither.
+        InputError: `keys` is neither.
 
     >>> from maxattn import masks
     >>> print(masks.KeyPadding([2]).show(3, 4))
@@ -68,12 +68,10 @@ class KeyPadding(DataMask):
         keys = as_array(self, "keys")
         if (is_int(keys), is_bool(keys), keys.ndim) not in ((True, False, 1), (False, True, 2)):
             rule = "lengths are whole numbers [B], flags are bool [B, S] with True for a real key"
-            remedy = (
-                "for 0/1 numbers use keys != 0, for one row add a batch dim, for [B, N, T, S] use"
-                " Dense"
-            )
+            remedy = "for 0/1 numbers use keys != 0, for one row add a batch dim, for [B, N, T, S]"
+            remedy += " use Dense"
             raise InputError("KeyPadding.keys", text(keys), rule, remedy)
-        if is_wide(keys):  # no sequence is as long: a limit past int32 is none
+        if is_wide(keys):  # no sequence is as long as int32 counts
             object.__setattr__(self, "keys", narrow(keys))
 
     def at(self, spots: Spots) -> Any:
@@ -114,12 +112,13 @@ class KeyPadding(DataMask):
 
 @mask_type
 class Segments(DataMask):
-    """Allow pairs of the same segment: `q_ids[b, query] == kv_ids[b, key]`, and neither negative.
+    """Allow pairs of the same segment: `q_ids[b, query] == kv_ids[b, key] >= 0`.
 
     Args:
-        q_ids: segment of each query, `int[B, T]`; negative ids are padding and attend to nothing.
-        kv_ids: segment of each key, `int[B, S]`; negative ids are padding and are never attended
-            to.
+        q_ids: segment of each query, `int[B, T]`; negative ids are padding, which attends to
+            nothing.
+        kv_ids: segment of each key, `int[B, S]`; negative ids are padding, to which nothing
+            attends.
 
     Raises:
         InputError: an array is not a table of whole numbers.
@@ -139,19 +138,18 @@ class Segments(DataMask):
 
     @staticmethod
     def of_lengths(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None) -> Mask:
-        """Allow pairs of the same segment, of segments whose lengths are known when tracing.
+        """Allow pairs of the same segment, for segments one after the other in every batch row.
 
-        The segments lie one after the other, alike in every batch row. That is a mask of positions:
-        kernels skip what lies between segments, and other lengths recompile.
+        The lengths are structure, known when tracing: kernels skip the pairs between segments, and
+        other lengths recompile.
 
         Args:
-            lengths: queries of each segment, all queries of the call together.
-            kv_lengths: keys of each segment, all keys of the call together; None where they are as
-                many as the queries.
+            lengths: queries of each segment; their sum is all queries of the call.
+            kv_lengths: keys of each segment, likewise; None if each has as many as queries.
 
         Raises:
-            InputError: they are no whole numbers from 0, or too many; once the mask meets a call,
-                that they are not all of its tokens.
+            InputError: they are not whole numbers from 0, or too many; in a call: their sum is not
+                its tokens.
 
         >>> from maxattn import masks
         >>> print(masks.Segments.of_lengths((2, 1, 3)).show(6, 6))
@@ -218,11 +216,10 @@ class Segments(DataMask):
 
 @mask_type
 class Dense(DataMask):
-    """Allow the pairs that a table marks True.
+    """Allow the pairs that a table marks: `table[b, head, query, key]`.
 
     Args:
-        table: `bool[T, S]`, `bool[B, T, S]` or `bool[B, N, T, S]`; any dim may be 1 and is then
-            broadcast.
+        table: `bool[T, S]`, `bool[B, T, S]` or `bool[B, N, T, S]`; a dim of 1 is broadcast.
 
     Raises:
         InputError: the table is not bool, or has another number of dims.
@@ -274,17 +271,13 @@ class Dense(DataMask):
 
 
 def four_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the four dims [B, N, T, S] of a table of two, three or four."""
     if len(shape) == 3:
         return shape[0], 1, *shape[1:]
     return (1,) * (4 - len(shape)) + shape
 
 
 def as_array(mask: Mask, name: str) -> Any:
-    """Keep a field as an array: lists become numpy, usual arrays and shapes stay as they are.
-
-    Integers of 4 bits become int32, and those of another byte order get this machine's.
-    """
+    """Keep a field as an array: lists become numpy, integers of 4 bits int32, bytes native."""
     value = getattr(mask, name)
     array = value if hasattr(value, "dtype") else np.asarray(value)
     if not isinstance(array, jax.ShapeDtypeStruct) and is_int(array):
@@ -298,7 +291,7 @@ def as_array(mask: Mask, name: str) -> Any:
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    """Reshape an array or a form; what has the shape already stays the same object."""
+    """Reshape an array or a form; one that has the shape stays the same object."""
     known = int(np.prod([n for n in shape if n != -1]))
     target = tuple(n if n != -1 else int(np.prod(array.shape)) // max(known, 1) for n in shape)
     if tuple(array.shape) == target:
@@ -311,7 +304,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 def check_dims(
     name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B", given: Any = None
 ) -> None:
-    """Check every dim of a leaf against the lengths; `given` is the leaf before it was reshaped."""
+    """Check every dim of a leaf against the lengths; `given` is the leaf before reshaping."""
     sizes = {"B": lengths.batch, "N": lengths.heads, "T": lengths.q_len, "S": lengths.kv_len}
     for letter, size in zip(letters, array.shape, strict=True):
         if sizes[letter] in (None, size) or (size == 1 and letter in broadcast):
@@ -324,16 +317,13 @@ def check_dims(
 
 
 def name_dims(array: Any, letters: str, broadcast: str) -> str:
-    """Name the dims of a leaf; one of size 1 that may be broadcast is "1"."""
+    """Name the dims of a leaf; "1" is one of size 1 that may be broadcast."""
     pairs = zip(letters, array.shape, strict=True)
     return "".join("1" if n == 1 and x in broadcast else x for x, n in pairs)
 
 
 def is_wide(array: Any) -> bool:
-    """Tell whether numpy integers do not fit int32, or jax ones are of a dtype that may not.
-
-    Masks are computed in int32, and the values of a jax array may be traced.
-    """
+    """Check whether integers may not fit int32: numpy ones by value, jax ones by dtype."""
     if isinstance(array, jax.Array):
         return array.dtype.itemsize > 4 or array.dtype == np.uint32
     if not isinstance(array, np.ndarray) or not array.size or not is_int(array):
@@ -342,7 +332,7 @@ def is_wide(array: Any) -> bool:
 
 
 def narrow(array: Any) -> Any:
-    """Bring integers into int32: larger ones become its largest, and negative ones -1."""
+    """Clip integers into int32; negative ones become -1."""
     if isinstance(array, np.ndarray):
         return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
     with jax.enable_x64(True):
@@ -351,13 +341,10 @@ def narrow(array: Any) -> Any:
 
 
 def ranked(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
-    """Number the ids of both arrays anew, so that int32 holds them: equal ones stay equal.
-
-    Negative ids become -1.
-    """
+    """Number the ids of both arrays anew in int32: equal ones stay equal, negative ones are -1."""
     with jax.enable_x64(True):
         pair = [jnp.asarray(ids) for ids in (q_ids, kv_ids)]
-        # Of one unsigned dtype: int64 and uint64 have no common integer.
+        # In one unsigned dtype: int64 and uint64 have no common one.
         known = [jnp.maximum(ids, 0).astype(jnp.uint64) for ids in pair]
         every = jnp.sort(jnp.concatenate([ids.ravel() for ids in known]))
         found = [jnp.searchsorted(every, ids).astype(jnp.int32) for ids in known]
@@ -369,5 +356,5 @@ def is_bool(array: Any) -> bool:
 
 
 def is_int(array: Any) -> bool:
-    """Tell whether the dtype is of integers (numpy counts spans of time among them)."""
+    # numpy counts spans of time among integers
     return jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.kind != "m"

@@ -30,8 +30,8 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
         raise InputError("width", width, rule, "give a larger width")
     period = mask.period()
     cell = tall = _aligned(-(-max(q_len, kv_len) // width), period)
-    # A character is about twice as tall as wide: a cell has twice as many queries as keys, unless
-    # that mixes blocks.
+    # A character is about twice as tall as wide, so a cell has twice as many queries as keys,
+    # unless that mixes blocks.
     mixes = _on_grid(cell, period) and not (period and period % (2 * cell) == 0)
     if cell > 1 and not mixes:
         tall = 2 * cell
@@ -47,7 +47,7 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
 
 
 def _aligned(cell: int, period: int | None) -> int:
-    """Widen a cell, at most to twice its size, to a divisor or multiple of the mask's blocks."""
+    """Widen a cell, to at most twice its size, to a divisor or multiple of the mask's blocks."""
     wider = range(cell, 2 * cell + 1) if cell > 1 else ()
     return next((n for n in wider if _on_grid(n, period)), cell)
 
@@ -92,8 +92,8 @@ def density(
 ) -> Float[np.ndarray, "QC KC"]:
     """Return the share of allowed pairs in each cell.
 
-    Exact for masks of positions with few intervals. Others are exact while a cell is at most 8 x 8,
-    and from up to 8 x 8 samples beyond; where arrays are unknown (forms, traced), the upper bound.
+    Exact for masks of positions with few intervals, and for cells of up to 8 x 8. Larger cells of
+    other masks have 8 x 8 samples; unknown arrays (forms, traced) give the upper bound.
     """
     if _known(mask) and not mask.has_exact_intervals:
         return _sampled(mask, cell_q, cell_kv, q_len, kv_len, batch, head)
@@ -120,7 +120,7 @@ def _sampled(
 
 
 def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pick indexes spread over each cell; and where each cell's begin among them."""
+    """Return indexes spread over each cell, and where each cell begins among them."""
     step = -(-cell // SAMPLES)
     picked = [np.arange(start, min(start + cell, length), step) for start in range(0, length, cell)]
     return np.concatenate(picked), np.cumsum([0, *(len(p) for p in picked[:-1])])

@@ -1,8 +1,8 @@
-"""Query rows in runs: at one distance, with intervals of keys that stand still or move with them.
+"""Query rows in runs: equally spaced rows whose intervals of keys stay, or move with the rows.
 
-Ends of the intervals of a known mask never fall, and over one period of its blocks they rise by a
-period at most; `min`, `max` and sorting keep both. So where an end rises over a run by nothing, or
-by as much as the rows do, it does so in every step of the run. Other runs are halved.
+The ends of a known mask's intervals never fall, and over one period of its blocks they rise by at
+most a period; `min`, `max` and sorting preserve both. So an end that rises over a run by nothing,
+or as far as the rows do, does so at every step of the run. Other runs are halved.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import numpy as np
 
 if TYPE_CHECKING:
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     Rows = Int[np.ndarray, " R"]
     Ends = Int[np.ndarray, "R M"]
 
-MOST_KEPT = 2**18  # pieces of a mask whose runs are kept for the next layout that is weighed
-ROWS = 2**20  # rows at a time: arrays of ten million, 32 intervals each, take gigabytes
+MOST_KEPT = 2**18  # pieces of a mask whose runs are cached for the next block sizes
+ROWS = 2**20  # query rows at a time: arrays of ten million, 32 intervals each, take gigabytes
 
 
 class RowBlocks(NamedTuple):
-    """Where the ends of a mask's intervals jump.
+    """The query rows at which the ends of a mask's intervals jump.
 
     Args:
-        size: rows in a block; in the first row of each, ends rise by up to so much.
-        phase: position of row 0, counted from the first row of some block.
-        turns: rows where they jump by more.
+        size: rows in a block; at the first row of each, ends rise by at most this much.
+        phase: position of row 0, counted from the first row of a block.
+        turns: rows at which ends jump by more.
     """
 
     size: int
@@ -47,7 +48,7 @@ class RowRuns(NamedTuple):
         first, count: [R].
         step: between the rows of a run.
         lo, hi: [R, M] of each first row, clipped to the keys, sorted.
-        lo_step, hi_step: [R, M], 0 or `step`: what they rise by from a row to the next one.
+        lo_step, hi_step: [R, M], 0 or `step`: their rise from a row to the next one.
     """
 
     first: Rows
@@ -62,18 +63,15 @@ class RowRuns(NamedTuple):
 def row_runs(
     mask: Mask, q_len: int, kv_len: int, data: bool = True, cuts: int = 0
 ) -> Iterator[RowRuns]:
-    """Yield all rows of a bound mask in runs.
+    """Yield all query rows of a bound mask in runs.
 
-    Args:
-        mask: the mask.
-        q_len, kv_len: of the call.
-        data: what data masks count as.
-        cuts: into how many pieces the caller cuts each run, at most.
+    `data` is what masks with arrays count as; the caller cuts each run into at most `cuts` pieces.
     """
     blocks = mask.row_blocks()
     way = None if blocks is None else _way(blocks, q_len, cuts)
     if way is not None:
-        keep = way.pieces <= MOST_KEPT and _is_hashable(mask)
+        arrays = any(isinstance(x, np.ndarray | jax.Array) for x in jax.tree.leaves(mask))
+        keep = way.pieces <= MOST_KEPT and not arrays  # which have no hash
         yield (_kept if keep else _runs)(mask, way._replace(pieces=0), q_len, kv_len, data)
         return
     for first in range(0, q_len, ROWS):
@@ -83,16 +81,8 @@ def row_runs(
         yield RowRuns(rows, np.ones_like(rows), 1, lo, hi, still, still)
 
 
-def _is_hashable(mask: Mask) -> bool:
-    try:
-        hash(mask)
-    except TypeError:  # it holds arrays
-        return False
-    return True
-
-
 class _Way(NamedTuple):
-    """How rows become runs: in how many pieces, which blocks are cut at, and in what steps."""
+    """How rows become runs: the number of pieces, the blocks to cut at, and the step."""
 
     pieces: int
     cut: tuple[RowBlocks, ...]
@@ -101,9 +91,9 @@ class _Way(NamedTuple):
 
 
 def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
-    """Choose how rows become runs, or None where every row may as well be one.
+    """Choose how rows become runs, or None if every row may as well be one.
 
-    Small blocks are stepped over, in steps of their common multiple; at large ones runs are cut.
+    Runs step over small blocks, by their common multiple, and are cut at large ones.
     """
     ordered = tuple(sorted(set(blocks)))
     turns = tuple(turn for block in ordered for turn in block.turns if 0 < turn < q_len)
@@ -118,7 +108,7 @@ def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
 
 
 def _runs(mask: Mask, way: _Way, q_len: int, kv_len: int, data: bool) -> RowRuns:
-    """Cut the rows, and halve runs until every end stands still or moves with the rows."""
+    """Cut the rows, and halve runs until every end stays or moves with the rows."""
     step = way.step
     starts = [np.arange(-b.phase % b.size, q_len, b.size) for b in way.cut]
     edges = np.unique(np.concatenate([np.array([0, *way.turns, q_len]), *starts]))

@@ -129,12 +129,7 @@ def split_mask(mask: Mask) -> SplitMask | Reason:
 
 
 def _refused_array(term: Mask) -> Reason:
-    def names(mask: Mask) -> set[str]:
-        if mask.parts():
-            return {name for part in mask.parts() for name in names(part)}
-        return set(mask.names()) if mask.has_data else set()
-
-    what = " and ".join(sorted(names(term)))
+    what = " and ".join(term.names(with_arrays=True))
     if not term.parts():
         rule = "it tests masks of positions, lengths and segments inside the kernel, and takes no"
         rule += " table of pairs"

@@ -25,7 +25,7 @@ from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows, with_batch
 from maxattn.kernels.fused import biased, rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.softmax import NEG_INF, column
-from maxattn.masks.band_pieces import Piece, ShiftedBand
+from maxattn.masks.band_pieces import Piece, run_pieces
 from maxattn.masks.terms import Terms, sort_terms
 
 Pieces = tuple[Piece, ...]
@@ -68,7 +68,7 @@ class Fused(Kernel):
             return rectangles.merged(found, given.q)
 
         given = _real_keys_first(terms, inputs, _order(terms, inputs))
-        out, lse = _band(terms, inputs).run(compute, given)
+        out, lse = _over_pieces(terms, inputs, compute, given)
         return Result(out[..., :width], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
@@ -86,7 +86,7 @@ class Fused(Kernel):
 
         order = _order(terms, inputs)
         operands = _real_keys_first(terms, inputs, order), rectangles.rows_for(rows, inputs.q)
-        dq, dk, dv, _ = _band(terms, inputs).run(compute, *operands)
+        dq, dk, dv, _ = _over_pieces(terms, inputs, compute, *operands)
         if order is not None:
             dk, dv = (_taken(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
         return Grads(dq[..., :width], dk[..., :width], dv[..., :width])
@@ -143,11 +143,9 @@ def _taken(x: Array, order: Array) -> Array:
     return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
 
 
-def _band(terms: Terms, inputs: Inputs) -> ShiftedBand:
-    band = terms.band
-    assert band is not None and not terms.rest, terms  # supports() refused it
-    shift = inputs.q_offset - inputs.kv_offset + band.offset
-    return ShiftedBand(band, shift, inputs.q.shape[1], inputs.k.shape[1])
+def _over_pieces(terms: Terms, inputs: Inputs, compute: Callable[..., Any], *operands: Any) -> Any:
+    lengths = inputs.q.shape[1], inputs.k.shape[1]
+    return run_pieces(terms, inputs.q_offset - inputs.kv_offset, lengths, compute, *operands)
 
 
 def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
