@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grid import MEASURED
 
 import maxattn as ma
 from maxattn.tools.cli import main
@@ -190,6 +191,13 @@ def test_lines_of_a_family_are_about_those_that_there_are():
         names = re.findall(r"`([^`]+)`", files)
         lines = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in names)
         assert abs(lines - int(said)) <= max(10, lines / 10), f"{files}: {said}, and it has {lines}"
+
+
+def test_measured_rows_are_cited():
+    """Rows are those of a table in results.md, or those that the rules of `auto` are from."""
+    cited = re.findall(r"measured/([\w.-]+)", text_of("docs/results.md"))
+    read = {path.name for path in MEASURED}
+    assert {path.name for path in (ROOT / "docs/measured").iterdir()} == {*cited, *read}
 
 
 def test_pages_that_code_names_are_there():
