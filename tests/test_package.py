@@ -30,9 +30,13 @@ print(list(attn.to_q.kernel.shape))
 """
 
 
-def test_the_citation_names_this_version() -> None:
+def test_the_citation_and_the_changelog_name_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {ma.__version__}\n" in text and text.startswith("cff-version: 1.2.0\n")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\d\S*) - (\S+)$", changes, re.MULTILINE)
+    assert newest and newest[1] == ma.__version__
+    assert f"\ndate-released: {newest[2]}\n" in text
 
 
 OPTIONAL = {"matplotlib", "torch"}  # of extras; what kernels need is in their rows
