@@ -37,6 +37,11 @@ def few(cases: Sequence[dict[str, Any]], *pairs: tuple[str, str]) -> list[Any]:
     return but(cases, enough(cases, *pairs))
 
 
+def slow(cases: Iterable[Any]) -> list[Any]:
+    """Mark every case slow."""
+    return [_slow(case) for case in cases]
+
+
 def _slow(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
 

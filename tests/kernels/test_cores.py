@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -18,10 +18,8 @@ from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.splash.kernel import Splash
 from tests.jaxprs import of_primitive
 from tests.reference import error
+from tests.waiting import but
 
-needs_tokamax = pytest.mark.skipif(
-    importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
-)
 CPU = ma.Target.named("cpu", (("tokamax", "0.0.17"),))
 SETTINGS: dict[str, dict[str, Any]] = {
     "flash": {"attention": "flash"},
@@ -49,24 +47,16 @@ def gradients(kernel: Splash, mask: M.Mask, given: tuple[jax.Array, ...]) -> tup
     return kernel.backward(inputs, Rows(out, lse, dout, jnp.zeros_like(lse)))[:3]
 
 
-def of_kernels() -> list[Any]:
-    """Let flash meet a mask, shared heads and a batch, and the others rows of heads."""
-    cases = [(1, 4, 4, "window"), (1, 4, 2, "full"), (3, 2, 2, "lengths"), (1, 2, 1, "full")]
-    few = {"flash": (1,), "flash fused": (0,), "tokamax_flash": (2,)}
-    left = {"tokamax_flash": [needs_tokamax]}
-    return [
-        pytest.param(
-            name,
-            *case,
-            marks=[*left.get(name, []), *([] if i in few[name] else [pytest.mark.slow])],
-        )
-        for name in SETTINGS
-        for i, case in enumerate(cases)
-    ]
+# A mask, shared heads, a batch, and heads alone.
+CASES = [(1, 4, 4, "window"), (1, 4, 2, "full"), (3, 2, 2, "lengths"), (1, 2, 1, "full")]
+FEW = [("flash", CASES[1]), ("flash fused", CASES[0]), ("tokamax_flash", CASES[2])]
 
 
-@pytest.mark.parametrize(("name", "batch", "heads", "kv_heads", "mask"), of_kernels())
-def test_two_cores_give_the_gradients_of_one(name, batch, heads, kv_heads, mask):
+@pytest.mark.parametrize(("name", "case"), but(product(SETTINGS, CASES), FEW))
+def test_two_cores_give_the_gradients_of_one(name: str, case: tuple[int, int, int, str]) -> None:
+    if name == "tokamax_flash":
+        pytest.importorskip("tokamax")
+    batch, heads, kv_heads, mask = case
     call = ma.Call(batch, 201, 201, heads, kv_heads, 64, "float32")
     kernel = ma.plan(call, ma.AttentionConfig(**SETTINGS[name]), target=CPU).kernel
     assert isinstance(kernel, Splash) and kernel.cores == 1

@@ -4,10 +4,9 @@ TPU's own compiler.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -18,38 +17,20 @@ import maxattn as ma
 from maxattn import masks as M
 from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
 from tests.reference import attention64
+from tests.waiting import but
 
 LENGTHS = (1, 77, 226, 257, 300, 333, 600, 1000, 1300)
-FAST = {"xla_backend_optimization_level": 0}
-needs_tokamax = pytest.mark.skipif(
-    importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
+# As long as a tile or a few, a token more, and several tiles.
+FEW = [*(("flash", n) for n in (1, 77, 257, 333, 1300)), ("tokamax_flash", 1300)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "length"), but(product(("flash", "tokamax_flash"), LENGTHS), FEW)
 )
-
-
-# Beside the others: as long as a tile or a few, a token more, and several tiles.
-MORE = (226, 300, 600, 1000)
-
-
-def of_kernels() -> list[Any]:
-    """Let flash meet the lengths, and tokamax_flash one of several tiles."""
-    few = {"flash": [n for n in LENGTHS if n not in MORE], "tokamax_flash": [1300]}
-    left = {"tokamax_flash": [needs_tokamax]}
-    return [
-        pytest.param(
-            kernel,
-            n,
-            marks=[*left.get(kernel, []), *([] if n in few[kernel] else [pytest.mark.slow])],
-        )
-        for kernel in few
-        for n in LENGTHS
-    ]
-
-
-@pytest.mark.parametrize(("kernel", "length"), of_kernels())
 def test_forward_and_gradients(kernel: str, length: int) -> None:
-    """77 queries of a text of `length` tokens, of which the second row of the batch has two
-    thirds.
-    """
+    """77 queries of a text of `length` tokens; the second batch row has two thirds of them."""
+    if kernel == "tokamax_flash":
+        pytest.importorskip("tokamax")
     rng = np.random.default_rng(length)
     q, dout = (jnp.asarray(rng.normal(size=(2, 77, 2, 64)), "float32") for _ in range(2))
     k, v = (jnp.asarray(rng.normal(size=(2, length, 2, 64)), "float32") for _ in range(2))
@@ -58,15 +39,15 @@ def test_forward_and_gradients(kernel: str, length: int) -> None:
         cross_attention=kernel, flash_block_sizes={"block_kv": 512, "block_kv_compute": 256}
     )
 
-    @partial(jax.jit, compiler_options=FAST)
-    def both(q, k, v):
+    @jax.jit
+    def run(q, k, v):
         attend = partial(ma.attention, mask=M.KeyPadding(lengths), config=config, role="cross")
         out, vjp = jax.vjp(attend, q, k, v)
         return out, *vjp(dout)
 
     ok = np.arange(length) < lengths[:, None, None, None]
     want = attention64(q, k, v, ok, dout=dout)
-    for got, exact in zip(both(q, k, v), (want.out, want.dq, want.dk, want.dv), strict=True):
+    for got, exact in zip(run(q, k, v), (want.out, want.dq, want.dk, want.dv), strict=True):
         # One key's dQ and dK are 0, so rounding is measured against 1 where a gradient is smaller.
         assert np.abs(np.asarray(got) - exact).max() < 2e-5 * max(1.0, np.abs(exact).max())
 
@@ -89,18 +70,9 @@ def test_the_tpus_compiler_takes_it(
     length: int, kernel: str, kind: str, training: bool, compiler: Compiler
 ) -> None:
     case = {
-        "kind": kind,
-        "topology": TOPOLOGIES[kind],
-        "kernel": kernel,
-        "training": training,
-        "role": "cross",
-        "batch": 1,
-        "q_len": 4096,
-        "kv_len": length,
-        "heads": 2,
-        "head_dim": 128,
-        "dtype": "bfloat16",
-        "mask": "padding",
-    }
+        "kind": kind, "topology": TOPOLOGIES[kind], "kernel": kernel, "training": training,
+        "role": "cross", "batch": 1, "q_len": 4096, "kv_len": length, "heads": 2,
+        "head_dim": 128, "dtype": "bfloat16", "mask": "padding",
+    }  # fmt: skip
     answer = compiler.compile(case)
     assert answer["ok"], answer["message"]

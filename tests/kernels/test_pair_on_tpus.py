@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,15 +17,14 @@ from maxattn.attention import run
 from maxattn.block_sizes import DKV, FORWARD, BlockSizes
 from maxattn.kernels import build
 from maxattn.kernels.composed.pair import Pair, kernels_of
-from maxattn.plan import Plan
 from maxattn.target import Target
 from maxattn.tools.memory import estimate
-from tests.reference import attention64, error
+from tests.cases import both, compare
+from tests.reference import attention64
 from tests.waiting import but
 
 SMALL = {"block_q": 128, "block_kv": 128}
 CONFIG = ma.AttentionConfig(attention="flash", flash_block_sizes=SMALL)
-FAST = {"xla_backend_optimization_level": 0}  # the interpreter's long programs compile sooner
 B, T, N, K, H = 2, 260, 4, 2, 32
 MASKS = {
     "full": M.Full(),
@@ -36,32 +34,23 @@ MASKS = {
 }
 
 
-def paired(plan: Plan, name: str) -> Plan:
-    """Put a pair of kernels in the place of a plan's."""
-    local = plan.strategy.kernel_call(plan.strategy.local_call(plan.padded_call))
-    return replace(plan, kernel=build(name, local, CONFIG, plan.target))
-
-
-def errors_of(name: str, mask: M.Mask, mesh: Any = None, head_dim_v: int = H) -> list[float]:
+def check(name: str, mask: M.Mask, mesh: Any = None, head_dim_v: int = H) -> None:
     """Run both passes of a pair, with a gradient of the LSE, and compare them with float64."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    q, k, v = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, head_dim_v)
-    dout, dlse = normal(B, T, N, head_dim_v), normal(B, N, T)
+    sizes = {"q": (T, N, H), "k": (T, K, H), "v": (T, K, head_dim_v), "dout": (T, N, head_dim_v)}
+    x = {key: rng.normal(size=(B, *size)).astype(np.float32) for key, size in sizes.items()}
+    x["dlse"] = rng.normal(size=(B, N, T)).astype(np.float32)
     bound = mask.bind(T, T, B, N)
     call = ma.Call(B, T, T, N, K, H, "float32", bound.form(), value_head_dim=head_dim_v % H)
     config = CONFIG.replace(context_parallel="ring", fallback="error") if mesh else CONFIG
-    made = ma.plan(call, config, dict(mesh.shape) if mesh else None, Target.named("cpu"))
-    attend = partial(run, paired(made, name), bias=None, mask=bound, mesh=mesh)
-
-    @partial(jax.jit, compiler_options=FAST)
-    def both(q: Any, k: Any, v: Any) -> Any:
-        (out, lse), pull = jax.vjp(attend, q, k, v)
-        return out, lse, *pull((jnp.asarray(dout), jnp.asarray(dlse)))
-
+    plan = ma.plan(call, config, dict(mesh.shape) if mesh else None, Target.named("cpu"))
+    local = plan.strategy.kernel_call(plan.strategy.local_call(plan.padded_call))
+    plan = replace(plan, kernel=build(name, local, CONFIG, plan.target))
+    attend = partial(run, plan, bias=None, mask=bound, mesh=mesh)
+    operands = x["q"], x["k"], x["v"]
     allowed = np.asarray(bound.allowed(np.arange(T), np.arange(T)))
-    want = attention64(q, k, v, allowed, dout=dout, dlse=dlse)
-    return [error(x, y) for x, y in zip(both(q, k, v), want, strict=False)]
+    want = attention64(*operands, allowed, dout=x["dout"], dlse=x["dlse"])
+    compare(jax.jit(partial(both, attend, x))(*operands), want)
 
 
 PAIRS = ["flash/tpu_flash", "tpu_flash/flash"]
@@ -72,17 +61,17 @@ MET = [(PAIRS[0], "causal & lengths"), (PAIRS[0], "full"),
 
 @pytest.mark.parametrize(("name", "mask"), but(product(PAIRS, MASKS), MET))
 def test_a_pair_is_exact(name: str, mask: str) -> None:
-    assert max(errors_of(name, MASKS[mask])) < 2e-5
+    check(name, MASKS[mask])
 
 
 def test_values_of_another_head_dim() -> None:
-    assert max(errors_of("flash/tpu_flash", M.Causal(), head_dim_v=16)) < 2e-5
+    check("flash/tpu_flash", M.Causal(), head_dim_v=16)
 
 
 @pytest.mark.parametrize("mask", ["full", pytest.param("window", marks=pytest.mark.slow)])
 def test_a_pair_goes_round_a_ring(mask: str) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("context",))
-    assert max(errors_of("flash/tpu_flash", MASKS[mask], mesh)) < 2e-5
+    check("flash/tpu_flash", MASKS[mask], mesh)
 
 
 # ---- what plans say of it ------------------------------------------------------------------------
