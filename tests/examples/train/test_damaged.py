@@ -1,4 +1,4 @@
-"""Checkpoints and folders that were cut or written over: read as they were, or refused by name."""
+"""Checkpoints that were cut or overwritten are read as they were, or refused by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common.json_file import read_mapping
-from safetensors.numpy import save_file
 from train.checkpoint import Checkpoints
-from train.latents import EMPTY, LatentFolder
 from train.task import Fixed
 
 from maxattn.errors import ConfigError
@@ -71,7 +69,7 @@ def _damage(path: Path, how: str) -> None:
         path.write_bytes(texts[how])
 
 
-def test_a_damaged_checkpoint_is_said(made, tmp_path):
+def test_a_damaged_checkpoint_is_refused_by_name(made, tmp_path):
     shutil.copytree(made, tmp_path / "run")
     facts = tmp_path / "run" / "checkpoints" / "2" / "facts" / "metadata"
     facts.write_text("[]")
@@ -86,29 +84,3 @@ def test_settings_of_a_folder_that_are_damaged_are_refused(text, tmp_path):
     path.write_bytes(text)
     with pytest.raises(ConfigError):
         read_mapping(path)
-
-
-ONE = np.ones((), np.float32)
-ROWS = np.ones((2, 3, 4, 4), np.float32)
-WRONG: dict[str, dict[str, np.ndarray]] = {
-    "a_number": {"latents": ONE},
-    "a_text_that_is_a_number": {"latents": ROWS, "text": ONE},
-    "nothing": {},
-    "other_rows": {"latents": ROWS, "text": ROWS[:1]},
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_latents_without_rows_are_refused(kind, tmp_path):
-    save_file(WRONG[kind], tmp_path / "latents-00000.safetensors", {"scaled": "true"})
-    with pytest.raises(ConfigError):
-        LatentFolder(str(tmp_path))
-
-
-@pytest.mark.parametrize("empty", [ONE, np.ones((0, 5), np.float32), np.ones((2, 5), np.float32)])
-def test_an_empty_text_of_another_form_is_refused(empty, tmp_path):
-    arrays = {"latents": ROWS, "text": np.ones((2, 5), np.float32)}
-    save_file(arrays, tmp_path / "latents-00000.safetensors", {"scaled": "true"})
-    save_file({"negative_text": empty}, tmp_path / EMPTY)
-    with pytest.raises(ConfigError):
-        _ = LatentFolder(str(tmp_path)).empty

@@ -1,6 +1,4 @@
-"""A folder of latents: what is written is what is read, in a seeded order that resumes, and what is
-refused.
-"""
+"""Folders of latents: examples are read as written, in a seeded order that resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from digits.videos import DigitVideos
 from safetensors.numpy import load_file, save_file
 from train import shards
 from train.data import batches
-from train.latents import LatentFolder
+from train.latents import EMPTY, LatentFolder
 
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden
@@ -28,49 +26,35 @@ from .made import drawn, folder
 SCALED = {"scaled": "true"}
 
 
-def test_what_is_written_is_read_whatever_the_shards(tmp_path: Path):
-    examples = drawn("i2v", 8)
-    parts = [
-        {name: array[i:j] for name, array in examples.items()} for i, j in ((0, 1), (1, 6), (6, 8))
-    ]
+def test_written_examples_are_read_whatever_the_shards(tmp_path: Path) -> None:
+    examples, ends = drawn("i2v", 8), ((0, 1), (1, 6), (6, 8))
+    parts = [{name: array[i:j] for name, array in examples.items()} for i, j in ends]
     made = shards.write(tmp_path / "made", parts, per_shard=3)
-    assert [len(load_file(path)["latents"]) for path in sorted(made.folder.glob("latents-*"))] == [
-        3,
-        3,
-        2,
-    ]
-    assert len(made) == 8
+    files = sorted(made.folder.glob("latents-*"))
+    assert [len(load_file(path)["latents"]) for path in files] == [3, 3, 2] and len(made) == 8
     for i in range(8):
         for name, array in made[i].items():
             np.testing.assert_array_equal(array, examples[name][i])
 
 
-def test_bfloat16_stays_what_it_is(tmp_path: Path):
+def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     examples = {name: array.astype(ml_dtypes.bfloat16) for name, array in drawn("wan", 2).items()}
     made = shards.write(tmp_path / "made", [examples])
     assert made[1]["latents"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(made[1]["text"], examples["text"][1])
 
 
-def test_the_order_is_the_seeds_and_goes_on_from_its_place(tmp_path: Path):
+def test_the_order_is_the_seeds_and_goes_on_from_its_place(tmp_path: Path) -> None:
     source = LatentFolder(folder(tmp_path / "made", "wan", count=7))
-    first, again, other = (
-        batches(source, 2, seed=1),
-        batches(source, 2, seed=1),
-        batches(source, 2, seed=2),
-    )
+    first, again, other = (batches(source, 2, seed=seed) for seed in (1, 1, 2))
     some = batches(source, 2, seed=1, rows=np.array([1]))
     seen, others = [], []
     for _ in range(7):
-        batch, part = next(first), next(some)
-        seen.append(batch["latents"])
+        seen.append(next(first)["latents"])
         others.append(next(other)["latents"])
-        np.testing.assert_array_equal(
-            part["latents"], batch["latents"][1:]
-        )  # what a second process would load
-    assert len({row.tobytes() for batch in seen for row in batch}) == 7, (
-        "two epochs, each example in both"
-    )
+        # The rows that a second process would load.
+        np.testing.assert_array_equal(next(some)["latents"], seen[-1][1:])
+    assert len({row.tobytes() for batch in seen for row in batch}) == 7, "two whole epochs"
     assert not np.array_equal(np.stack(seen), np.stack(others))
     for _ in range(3):
         next(again)
@@ -79,47 +63,32 @@ def test_the_order_is_the_seeds_and_goes_on_from_its_place(tmp_path: Path):
     np.testing.assert_array_equal(next(fresh)["latents"], seen[3])
 
 
-def test_the_empty_text_is_what_the_folder_says_or_zeros(tmp_path: Path):
-    said = LatentFolder(folder(tmp_path / "said", "sdxl"))
-    assert {name: float(array.mean()) for name, array in said.empty.items()} == {
-        "text": 0.5,
-        "pooled": 0.5,
-    }
-    assert said.note == ""
-    silent = LatentFolder(folder(tmp_path / "silent", "sdxl", empty=False))
-    assert {name: array.shape for name, array in silent.empty.items()} == {
-        "text": (3, 6),
-        "pooled": (5,),
-    }
-    assert not any(array.any() for array in silent.empty.values())
-    assert "replaced by zeros" in silent.note
+def test_the_empty_text_is_the_folder_s_or_zeros(tmp_path: Path) -> None:
+    given, absent = (
+        LatentFolder(folder(tmp_path / str(empty), "sdxl", empty=empty)) for empty in (True, False)
+    )
+    for source, value in ((given, 0.5), (absent, 0.0)):
+        assert {n: x.shape for n, x in source.empty.items()} == {"text": (3, 6), "pooled": (5,)}
+        assert all((x == value).all() for x in source.empty.values())
+    assert given.note == "" and "replaced by zeros" in absent.note
 
 
-def test_data_is_told_apart_by_what_it_is_not_where(tmp_path: Path):
-    one, same, more = (
-        folder(tmp_path / name, "wan", count=n)
-        for name, n in (("one", 4), ("same", 4), ("more", 5))
-    )
-    assert (
-        LatentFolder(one).fingerprint
-        == LatentFolder(same).fingerprint
-        != LatentFolder(more).fingerprint
-    )
+def test_a_fingerprint_depends_on_the_examples_and_not_on_the_path(tmp_path: Path) -> None:
+    counts = {"one": 4, "same": 4, "more": 5}
+    folders = (folder(tmp_path / name, "wan", count=n) for name, n in counts.items())
+    one, same, more = (LatentFolder(x).fingerprint for x in folders)
+    assert one == same != more
 
 
 @pytest.mark.parametrize("kind", ["wan", "i2v", "sdxl"])
-def test_digits_come_back_out_of_their_latents(kind: digit_latents.Model, tmp_path: Path):
-
-    make_latents.main(
-        [str(tmp_path / "digits"), "--digits", kind, "--count", "3", "--text-dim", "8"]
-    )
-    made = LatentFolder(str(tmp_path / "digits"))
+def test_digits_come_back_out_of_their_latents(kind: digit_latents.Model, tmp_path: Path) -> None:
+    path = str(tmp_path / "digits")
+    make_latents.main([path, "--digits", kind, "--count", "3", "--text-dim", "8"])
+    made = LatentFolder(path)
     assert (len(made), made.kind) == (3, "digits")
     videos = DigitVideos(DataSettings(frames=5, canvas=digit_latents.CANVAS, lane_spread=2))
-    known = {
-        from_model(videos[i]["video"]).tobytes()
-        for i in np.random.default_rng(0).permutation(len(videos))[:3]
-    }
+    chosen = np.random.default_rng(0).permutation(len(videos))[:3]
+    known = {from_model(videos[i]["video"]).tobytes() for i in chosen}
     for i in range(3):
         latents = made[i]["latents"]
         ink = from_latents(latents if latents.ndim == 4 else latents[:, None])
@@ -131,26 +100,25 @@ def test_digits_come_back_out_of_their_latents(kind: digit_latents.Model, tmp_pa
         assert condition[:4, 0].all() and not condition[:, 1:].any()
 
 
-def test_files_become_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for name, seed in (("a", 0), ("b", 1)):
-        save_file(drawn("wan", 2, seed), tmp_path / f"{name}.safetensors")
-    save_file({"negative_text": np.ones((1, 3, 6), np.float32)}, tmp_path / "empty.safetensors")
-    files = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
-    how = ["--empty", str(tmp_path / "empty.safetensors"), "--model", "mine"]
-    make_latents.main([str(tmp_path / "made"), "--from", *files, *how])
-    made = LatentFolder(str(tmp_path / "made"))
-    assert (len(made), made.model, made.has_empty) == (4, "mine", True)
-    np.testing.assert_array_equal(made[2]["latents"], drawn("wan", 2, 1)["latents"][0])
+def test_files_become_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arrays = {"a": drawn("wan", 2, 0), "b": drawn("wan", 2, 1)}
+    arrays["empty"] = {"negative_text": np.ones((1, 3, 6), np.float32)}
+    for name, tensors in arrays.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    made, a, b, empty = (str(tmp_path / x) for x in ("made", *(f"{n}.safetensors" for n in arrays)))
+    make_latents.main([made, "--from", a, b, "--empty", empty, "--model", "mine"])
+    found = LatentFolder(made)
+    assert (len(found), found.model, found.has_empty) == (4, "mine", True)
+    np.testing.assert_array_equal(found[2]["latents"], arrays["b"]["latents"][0])
     assert "4 examples" in capsys.readouterr().out
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refused folders -----------------------------------------------------------------------------
 
 
-def shard(
-    path: Path, number: int = 0, metadata: dict[str, str] = SCALED, **arrays: np.ndarray
-) -> None:
+def shard(path: Path, number: int = 0, scaled: bool = True, **arrays: np.ndarray) -> None:
     path.mkdir(exist_ok=True)
+    metadata = SCALED if scaled else {}
     save_file(arrays, path / f"latents-{number:05}.safetensors", metadata=metadata)
 
 
@@ -158,68 +126,83 @@ def zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.float32)
 
 
+LATENTS, TEXT = zeros(2, 4, 2, 4, 4), zeros(2, 3, 6)
+
+
 def nothing(path: Path) -> None:
     path.mkdir()
 
 
 def not_whole(path: Path) -> None:
-    shard(path, latents=zeros(2, 4, 2, 4, 4))
+    shard(path, latents=LATENTS)
     whole = (path / "latents-00000.safetensors").read_bytes()
     (path / "latents-00000.safetensors").write_bytes(whole[:50])
 
 
 def unlike_shards(path: Path) -> None:
-    shard(path, latents=zeros(2, 4, 2, 4, 4), text=zeros(2, 3, 6))
-    shard(path, 1, latents=zeros(2, 4, 2, 4, 6), text=zeros(2, 3, 6))
-    shard(path, 2, latents=zeros(2, 4, 2, 4, 4))
+    shard(path, latents=LATENTS, text=TEXT)
+    shard(path, 1, latents=zeros(2, 4, 2, 4, 6), text=TEXT)
+    shard(path, 2, latents=LATENTS)
 
 
 def everything(path: Path) -> None:
-    shard(
-        path,
-        metadata={},
-        latents=zeros(2, 4, 2, 4, 4),
-        text=zeros(3, 3, 6),
-        prompt=np.zeros(2, np.int64),
-    )
+    more = {"text": zeros(3, 3, 6), "prompt": np.zeros(2, np.int64)}
+    shard(path, scaled=False, latents=LATENTS, **more)
 
 
 def other_empty(path: Path) -> None:
-    shard(path, latents=zeros(2, 4, 2, 4, 4), text=zeros(2, 3, 6))
-    save_file({"negative_text": zeros(1, 4, 6)}, path / "empty.safetensors")
-    _ = LatentFolder(str(path)).empty
+    shard(path, latents=LATENTS, text=TEXT)
+    save_file({"negative_text": zeros(1, 4, 6)}, path / EMPTY)
 
 
 @pytest.mark.parametrize("make", [nothing, not_whole, unlike_shards, everything, other_empty])
-def test_a_folder_that_is_not_right_is_refused(make: Callable[[Path], None], tmp_path: Path):
+def test_a_wrong_folder_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "data")
     with pytest.raises(ConfigError) as error:
-        make(tmp_path / "data")
-        LatentFolder(str(tmp_path / "data"))
+        _ = LatentFolder(str(tmp_path / "data")).empty
     check_golden(f"training/folder_{make.__name__}", str(error.value).replace(str(tmp_path), "."))
 
 
-def test_what_cannot_be_made_is_refused(tmp_path: Path):
+ONE = np.ones((), np.float32)
+ROWS, TEXTS = np.ones((2, 3, 4, 4), np.float32), np.ones((2, 5), np.float32)
+# Arrays of a shard, and its empty text.
+WITHOUT_ROWS: dict[str, tuple[dict[str, np.ndarray], np.ndarray | None]] = {
+    "a number": ({"latents": ONE}, None),
+    "a text that is a number": ({"latents": ROWS, "text": ONE}, None),
+    "nothing": ({}, None),
+    "other rows": ({"latents": ROWS, "text": TEXTS[:1]}, None),
+    "an empty text that is a number": ({"latents": ROWS, "text": TEXTS}, ONE),
+    "an empty text without a row": ({"latents": ROWS, "text": TEXTS}, TEXTS[:0]),
+    "an empty text of two rows": ({"latents": ROWS, "text": TEXTS}, TEXTS),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_ROWS)
+def test_arrays_of_other_ranks_are_refused(case: str, tmp_path: Path) -> None:
+    arrays, empty = WITHOUT_ROWS[case]
+    shard(tmp_path, **arrays)
+    if empty is not None:
+        save_file({"negative_text": empty}, tmp_path / EMPTY)
+    with pytest.raises(ConfigError):
+        _ = LatentFolder(str(tmp_path)).empty
+
+
+def test_folders_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     texts = []
     save_file(drawn("wan", 2), tmp_path / "a.safetensors")
     save_file(drawn("wan", 2, text=None), tmp_path / "b.safetensors")
     there, a, b = (str(tmp_path / name) for name in ("there", "a.safetensors", "b.safetensors"))
     Path(there).mkdir()
+    gone = [f"{there}.safetensors", f"{there}-*.safetensors", "--empty", f"{there}.none"]
     for arguments in (
         [there, "--digits", "wan"],
         [there],
         [f"{there}/../a.safetensors/new", "--digits", "wan"],
-        [
-            there,
-            "--from",
-            f"{there}.safetensors",
-            f"{there}-*.safetensors",
-            "--empty",
-            f"{there}.none",
-        ],
+        [there, "--from", *gone],
         [f"{there}3", "--from", a, b],
     ):
         with pytest.raises(ConfigError) as error:
             make_latents.main(arguments)
         texts.append(str(error.value).replace(str(tmp_path), "."))
     check_golden("training/make_latents", "\n\n".join(texts))
-    assert not (tmp_path / "there3").exists(), "half a folder has no name"
+    assert not (tmp_path / "there3").exists(), "a folder appears only when it is whole"
