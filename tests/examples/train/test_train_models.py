@@ -1,5 +1,5 @@
-"""Wan 2.1 and SDXL, tiny, trained by the commands: what is learned, resumed, averaged, adapted and
-exported.
+"""Wan 2.1, Flux.1 and SDXL, tiny, trained by the commands: what a run learns, resumes, averages,
+adapts and exports.
 """
 
 from __future__ import annotations
@@ -10,83 +10,64 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import make_latents
 import numpy as np
 import pytest
 from flax import nnx
+from flux.task import FluxTask
+from PIL import Image
 from safetensors.numpy import load_file
 from samplers.betas import Betas
 from sdxl import noise
-from sdxl.task import SdxlTask
 from train import flow, lora, state
 from train.latents import LatentFolder
-from train.loop import Training
 from train.optimizer import schedule
 from train.samples import channels
 from train.settings import TrainingSettings
 from train.state import Parts
 from train.step import Step, parts_of
-from wan.model import WanTransformer3D
 from wan.task import WanTask
 
 from maxattn import weights
 from maxattn.errors import ConfigError
-from maxattn.remat import POLICIES
 
-from .made import I2V, WAN, folder, sdxl, wan
+from .made import FLUX, I2V, TASKS, WAN, batch_of, begin, flux, folder, losses, sdxl, wan
 from .runs import arrays
 
-LORA = {
-    "lora_rank": 2,
-    "lora_alpha": 6.0,
-    "lora_targets": ["to_q", "to_v", "to_out", "add_k_proj"],
-    "ema_decay": 0.0,
-}
-STEPS = 16
-
-
-def train(settings: Any, mesh: Any = None) -> Any:
-    """Do what the commands do, on one device: here, there are eight."""
-    kind = WanTask if hasattr(settings.training, "timestep_shift") else SdxlTask
-    return Training(kind.of(settings), mesh).run()
-
-
-def losses(path: Path, step: int) -> list[float]:
-    return json.loads((path / "checkpoints" / str(step) / "facts" / "metadata").read_text())[
-        "losses"
-    ]
+STEPS = 12
+MAKE = {"wan": (wan, WAN), "flux": (flux, FLUX)}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Four examples: with a batch of four, every batch is all of them."""
-    return folder(tmp_path_factory.mktemp("data") / "wan", "wan")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Four examples a folder: with a batch of four, every batch is all of them."""
+    path = tmp_path_factory.mktemp("data")
+    return {kind: folder(path / kind, kind) for kind in ("wan", "flux", "sdxl", "i2v")}
+
+
+@pytest.fixture(scope="module", params=MAKE)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(kind: str, data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a stop, and its last two checkpoints; tests may read it, not change it."""
-    path = tmp_path_factory.mktemp("whole") / "run"
+    path, (make, sizes) = tmp_path_factory.mktemp("whole") / "run", MAKE[kind]
     more = {"steps": STEPS, "checkpoint_every": STEPS - 1, "tensorboard": True, "export": True}
-    train(wan(path, WAN, data, **more))
+    begin(make(path, sizes, data[kind], **more)).run()
     return path
 
 
-# ---- Wan 2.1 -------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------
 
 
-def test_the_loss_goes_down(whole: Path):
+def test_the_loss_goes_down(whole: Path) -> None:
     found = losses(whole, STEPS)
     assert np.mean(found[-4:]) < 0.9 * np.mean(found[:4]), found
 
 
-def test_the_attention_stands_beside_the_checkpoint(whole: Path):
-    held = json.loads((whole / "checkpoints" / str(STEPS) / "facts" / "metadata").read_text())
-    assert held["attention"]["self"][0].startswith("self-attention  B=4 T=S=8 N=2 H=12 f32")
-    assert held["attention"]["cross"][0].startswith("cross-attention  B=4 T=8 S=3")
-    assert held["plans"].keys() == {"self", "cross"}
-
-
-def test_the_average_follows_the_parameters(whole: Path):
+def test_the_average_follows_the_parameters(whole: Path) -> None:
     before, after = (arrays(whole.parent, step) for step in (STEPS - 1, STEPS))
     names = [name for name in after if "average" in name]
     assert len(names) > 20
@@ -96,58 +77,158 @@ def test_the_average_follows_the_parameters(whole: Path):
         np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_what_is_exported_is_the_average_as_diffusers_reads_it(whole: Path, data: str):
+EXPORTED = {
+    "wan": ("blocks.1.attn1.to_q", "['blocks']['attn1']['to_q']['kernel']", "flow_shift", 3.0),
+    "flux": (
+        "single_transformer_blocks.1.proj_mlp",
+        "['single_transformer_blocks']['proj_mlp']['kernel']",
+        "use_dynamic_shifting",
+        True,
+    ),
+}
+
+
+def test_a_run_exports_the_average_as_diffusers_reads_it(kind: str, whole: Path, data: Any) -> None:
+    layer, name, option, value = EXPORTED[kind]
+    make, sizes = MAKE[kind]
     exported = load_file(whole / "transformer" / "diffusion_pytorch_model.safetensors")
-    average = arrays(whole.parent, STEPS)["['average']['blocks']['attn1']['to_q']['kernel']"]
-    np.testing.assert_array_equal(exported["blocks.1.attn1.to_q.weight"], average[1].T)
-    again = wan(whole, {"folder": str(whole), "dtype": "float32"}, data)
-    assert WanTask.of(again).sizes == WanTask.of(wan(whole, WAN, data)).sizes
-    model = state.build(WanTask.of(again), None)
-    assert isinstance(model, WanTransformer3D)
-    np.testing.assert_array_equal(model.blocks.attn1.to_q.kernel[...], average)
-    assert (
-        json.loads((whole / "scheduler" / "scheduler_config.json").read_text())["flow_shift"] == 3.0
-    )
+    average = arrays(whole.parent, STEPS)[f"['average']{name}"]
+    np.testing.assert_array_equal(exported[f"{layer}.weight"], average[1].T)
+    again = make(whole, {"folder": str(whole), "dtype": "float32"}, data[kind])
+    first, task = (TASKS[type(x)].of(x) for x in (make(whole, sizes, data[kind]), again))
+    assert task.sizes == first.sizes
+    parameters = nnx.to_pure_dict(nnx.state(state.build(task, None)))
+    for key in name.strip("[]'").split("']['"):
+        parameters = parameters[key]
+    np.testing.assert_array_equal(parameters, average)
+    scheduler = json.loads((whole / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler[option] == value
+    with pytest.raises(ConfigError, match=r"model\.num_layers: 1\n.*has 2"):
+        TASKS[type(again)].of(make(whole, sizes | {"folder": str(whole), "num_layers": 1}))
 
 
-def test_scalars_are_there_for_tensorboard(whole: Path):
+def test_a_run_writes_its_attention_and_its_scalars(kind: str, whole: Path) -> None:
     written = b"".join(path.read_bytes() for path in (whole / "tensorboard").iterdir())
     for name in (b"loss", b"learning_rate", b"gradient_norm", b"tokens_per_second"):
         assert b"training/" + name in written
+    if kind == "wan":
+        facts = whole / "checkpoints" / str(STEPS) / "facts" / "metadata"
+        found = json.loads(facts.read_text())
+        assert found["attention"]["self"][0].startswith("self-attention  B=4 T=S=8 N=2 H=12 f32")
+        assert found["attention"]["cross"][0].startswith("cross-attention  B=4 T=8 S=3")
+        assert found["plans"].keys() == {"self", "cross"}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model": WAN | {"ffn_dim": 24}}, ("model.ffn_dim: 24", "was made with 16")),
-        ({"lora_rank": 2}, ("training.lora_rank: 2", "was made with 0")),
-        ({"data": "other"}, ("data.folder", "training.resume=false")),
-    ],
-)
+OTHER = {
+    "sizes": ({"model": WAN | {"ffn_dim": 24}}, ("model.ffn_dim: 24", "was made with 16")),
+    "lora": ({"lora_rank": 2}, ("training.lora_rank: 2", "was made with 0")),
+    "data": ({"data": "other"}, ("data.folder", "training.resume=false")),
+}
+
+
+@pytest.mark.parametrize("kind", ["wan"], scope="module", indirect=True)
+@pytest.mark.parametrize("case", OTHER)
 def test_a_checkpoint_of_another_training_is_refused(
-    whole: Path, data: str, tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]
-):
-    said = {"model": WAN, "data": data, "steps": STEPS} | change
-    if said["data"] == "other":
-        said["data"] = folder(tmp_path / "other", "wan", count=5)
+    case: str, whole: Path, data: Any, tmp_path: Path
+) -> None:
+    change, words = OTHER[case]
+    settings = {"model": WAN, "data": data["wan"], "steps": STEPS} | change
+    if case == "data":
+        settings["data"] = folder(tmp_path / "other", "wan", count=5)
     with pytest.raises(ConfigError) as error:
-        train(wan(whole, **said))
+        begin(wan(whole, **settings)).run()
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.slow
-def test_parts_of_a_batch_give_the_whole_ones_gradients(data: str, tmp_path: Path):
+def test_the_unet_learns_and_resumes_bit_for_bit(data: Any, tmp_path: Path) -> None:
+    whole, halves = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    how = {"learning_rate": 1e-2, "export": True, "snr_gamma": 5.0}
+    for path, steps in ((whole, 30), (halves, 10), (halves, 30)):
+        settings = {"steps": steps, "checkpoint_every": steps, **how}
+        begin(sdxl(path, {"prediction_type": "v_prediction"}, data["sdxl"], **settings)).run()
+    found = losses(whole, 30)
+    assert np.mean(found[-5:]) < 0.9 * np.mean(found[:5]), found
+    ours, theirs = arrays(tmp_path / "b", 30), arrays(tmp_path / "a", 30)
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+    scheduler = json.loads((whole / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["prediction_type"] == "v_prediction"
+    assert (whole / "unet" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wan", "sdxl", "flux"])
+def test_samples_are_drawn_along_the_way(kind: str, tmp_path: Path, data: Any) -> None:
+    path, more = tmp_path / "run", {"picture_every": 2, "steps": 2}
+    given, how = data[kind], {"num_inference_steps": 2, "count": 2}
+    if kind != "flux":
+        dims = ["--text-dim", "6", "--pooled-dim", "5", "--count", "4"]
+        make_latents.main([given := str(tmp_path / "digits"), "--digits", kind, *dims])
+    model = {"wan": WAN | {"in_channels": 16, "out_channels": 16}}.get(kind)
+    settings = {"wan": wan, "sdxl": sdxl, "flux": flux}[kind](path, model, given, **more)
+    how |= {"true_cfg_scale": 2.0} if kind == "flux" else {"guidance_scale": 2.0}
+    begin(settings.replace(sampling=settings.sampling.replace(**how))).run()
+    latents = load_file(path / "samples" / "0000002.safetensors")["latents"]
+    shapes = {"wan": (2, 16, 5, 4, 4), "sdxl": (2, 4, 8, 8), "flux": (2, 4, 4, 8)}
+    assert latents.shape == shapes[kind] and np.isfinite(latents).all()
+    assert Image.open(path / "samples" / "0000002.png").size[0] > 15
+
+
+# ---- LoRA, parts of a batch ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_lora_learns_alone_and_merges_to_the_same_model(data: Any, tmp_path: Path) -> None:
+    """For image-to-video: the image's projections are adapted as well."""
+    path, targets = tmp_path / "run", ["to_q", "to_v", "to_out", "add_k_proj"]
+    how = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": targets, "ema_decay": 0.0}
+    how |= {"steps": 8, "learning_rate": 2e-2, "export": True}
+    settings = wan(path, I2V, data["i2v"], **how)
+    adapted, _ = begin(settings).run()
+    names = arrays(tmp_path, 8)
+    assert all("lora_" in x or "count" in x or "step" in x for x in names), list(names)
+    base = state.build(WanTask.of(wan(path, I2V, data["i2v"])), None)
+    after = dict(nnx.to_flat_state(nnx.state(adapted)))
+    for where, variable in nnx.to_flat_state(nnx.state(base)):
+        np.testing.assert_array_equal(after[where].get_value(), variable.get_value())
+    assert sum(isinstance(module, lora.Adapted) for _, module in nnx.iter_modules(adapted)) == 3 + 4
+
+    given = {name: jnp.asarray(array)[None] for name, array in LatentFolder(data["i2v"])[0].items()}
+    x = jnp.moveaxis(jnp.concatenate([given["latents"], given["condition"]], axis=1), 1, -1)
+    call = nnx.jit(lambda m: m(x, jnp.array([500.0]), given["text"], given["image"]))
+    before, wanted = call(base), call(adapted)
+    merged = nnx.eval_shape(lambda: WanTask.of(settings).build(None, nnx.Rngs(0)))
+    lora.merge(adapted, merged)
+    file = path / "pytorch_lora_weights.safetensors"
+    assert len(weights.merge_lora(base, file, prefix="transformer.")) == 2 * (3 + 4)
+    scale = float(jnp.abs(wanted).max())
+    assert float(jnp.abs(wanted - before).max()) > 1e-3 * scale, "it has learned something"
+    for model in (merged, base):
+        np.testing.assert_allclose(call(model), wanted, atol=2e-5 * scale)
+
+
+def test_a_new_adapter_changes_nothing_and_alpha_scales_it() -> None:
+    linear, x = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), jnp.ones((1, 4))
+    adapted = lora.Adapted(linear, 2, 3.0, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(adapted(x), linear(x))
+    adapted.lora_B[...] = jnp.ones((2, 3))
+    change = 3.0 * adapted.lora_A[...] @ jnp.ones((2, 3))
+    np.testing.assert_allclose(adapted(x), linear(x) + x @ change, atol=1e-6)
+    np.testing.assert_allclose(lora.change(adapted), change, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_parts_of_a_batch_have_the_gradients_of_the_whole(data: Any, tmp_path: Path) -> None:
     found = []
     for parts in (1, 2):
-        task = WanTask.of(
-            wan(tmp_path, WAN | {"num_layers": 1}, data, gradient_accumulation_steps=parts)
-        )
+        how = {"gradient_accumulation_steps": parts}
+        task = WanTask.of(wan(tmp_path, WAN | {"num_layers": 1}, data["wan"], **how))
         model = state.build(task, None)
         how, (trained, fixed) = Parts(model, 0), state.split(model, 0)
+        empty = jax.tree.map(jnp.asarray, LatentFolder(data["wan"]).empty)
+        examples = task.noised(batch_of(data["wan"]), empty, jax.random.key(0))
         step = Step(task, how, fixed, {}, None)
-        source = LatentFolder(data)
-        batch = {name: jnp.stack([source[i][name] for i in range(4)]) for name in source.shapes}
-        examples = task.noised(batch, jax.tree.map(jnp.asarray, source.empty), jax.random.key(0))
         found.append(jax.jit(step.gradients)(trained, fixed, examples))
     for one, both in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(both, one, atol=2e-5 * max(1e-3, np.abs(one).max()))
@@ -155,86 +236,25 @@ def test_parts_of_a_batch_give_the_whole_ones_gradients(data: str, tmp_path: Pat
     np.testing.assert_array_equal(rows, [[0, 3], [1, 4], [2, 5]])
 
 
-# ---- LoRA, image to video ------------------------------------------------------------------------
+RATES = [
+    ("constant", 0, [1, 1, 1]),
+    ("constant", 2, [0, 0.5, 1]),
+    ("cosine", 0, [1, 0.505, 0.01]),
+    ("cosine", 1, [0, 1, 0.01]),
+]
 
 
-@pytest.mark.slow
-def test_lora_learns_alone_and_merges_to_the_same_model(tmp_path: Path):
-    """For image-to-video: the image's projections are adapted as well."""
-    path, data = tmp_path / "run", folder(tmp_path / "data", "i2v")
-    settings = wan(path, I2V, data, steps=8, learning_rate=2e-2, export=True, **LORA)
-    adapted, _ = train(settings)
-    assert losses(path, 8)[-1] != losses(path, 8)[0]
-    held = arrays(tmp_path, 8)
-    assert held and all("lora_" in name or "count" in name or "step" in name for name in held), (
-        list(held)
-    )
-
-    base = state.build(WanTask.of(wan(path, I2V, data)), None)
-    frozen = nnx.to_flat_state(nnx.state(base))
-    now = {where: variable.get_value() for where, variable in nnx.to_flat_state(nnx.state(adapted))}
-    assert all((now[where] == variable.get_value()).all() for where, variable in frozen), (
-        "nothing else has moved"
-    )
-    assert sum(isinstance(module, lora.Adapted) for _, module in nnx.iter_modules(adapted)) == 3 + 4
-
-    given = {name: jnp.asarray(array)[None] for name, array in LatentFolder(data)[0].items()}
-    x = jnp.concatenate([given["latents"], given["condition"]], axis=1)
-    call = nnx.jit(
-        lambda m: m(jnp.moveaxis(x, 1, -1), jnp.array([500.0]), given["text"], given["image"])
-    )
-    before, wanted = call(base), call(adapted)
-    lora.merge(
-        adapted, merged := nnx.eval_shape(lambda: WanTask.of(settings).build(None, nnx.Rngs(0)))
-    )
-    layers = weights.merge_lora(
-        base, path / "pytorch_lora_weights.safetensors", prefix="transformer."
-    )
-    assert len(layers) == 2 * (3 + 4)
-    scale = float(jnp.abs(wanted).max())
-    assert float(jnp.abs(wanted - before).max()) > 1e-3 * scale, "it has learned something"
-    for model in (merged, base):
-        np.testing.assert_allclose(call(model), wanted, atol=2e-5 * scale)
-
-
-def test_a_change_is_nothing_at_first_and_scaled_by_alpha():
-    linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    adapted, x = lora.Adapted(linear, 2, 3.0, rngs=nnx.Rngs(1)), jnp.ones((1, 4))
-    np.testing.assert_array_equal(adapted(x), linear(x))
-    adapted.lora_B[...] = jnp.ones((2, 3))
-    np.testing.assert_allclose(
-        adapted(x), linear(x) + 3.0 * (x @ adapted.lora_A[...]) @ jnp.ones((2, 3)), rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        lora.change(adapted), 3.0 * adapted.lora_A[...] @ jnp.ones((2, 3)), rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "warmup", "wanted"),
-    [
-        ("constant", 0, [1, 1, 1]),
-        ("constant", 2, [0, 0.5, 1]),
-        ("cosine", 0, [1, 0.505, 0.01]),
-        ("cosine", 1, [0, 1, 0.01]),
-    ],
-)
-def test_the_learning_rate_warms_up(kind: Any, warmup: int, wanted: list[float]):
-    steps = 2
-    said = {
-        "learning_rate": 1.0,
-        "learning_rate_schedule": kind,
-        "warmup_steps": warmup,
-        "steps": steps,
-    }
-    rate = schedule(TrainingSettings(**said))
+@pytest.mark.parametrize(("kind", "warmup", "wanted"), RATES)
+def test_the_learning_rate_warms_up(kind: Any, warmup: int, wanted: list[float]) -> None:
+    how = {"learning_rate_schedule": kind, "warmup_steps": warmup, "steps": 2}
+    rate = schedule(TrainingSettings(learning_rate=1.0, **how))
     np.testing.assert_allclose([float(rate(i)) for i in range(3)], wanted, rtol=1e-6)
 
 
-# ---- what is drawn for a step --------------------------------------------------------------------
+# ---- the inputs of a step ------------------------------------------------------------------------
 
 
-def test_flow_is_a_straight_line():
+def test_flow_is_a_straight_line() -> None:
     clean, t = jnp.ones((2, 3)), jnp.array([0.0, 1.0])
     drawn = flow.noised(clean, t, jax.random.key(0))
     np.testing.assert_array_equal(drawn.mixed[0], clean[0])
@@ -246,106 +266,51 @@ def test_flow_is_a_straight_line():
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_what_the_unet_should_say_gives_the_picture_back(prediction: Any):
-    betas, clean = (
-        Betas(prediction_type=prediction),
-        jax.random.normal(jax.random.key(0), (64, 2, 2, 3)),
-    )
+def test_the_unet_s_target_gives_the_picture_back(prediction: Any) -> None:
+    betas = Betas(prediction_type=prediction)
+    clean = jax.random.normal(jax.random.key(0), (64, 2, 2, 3))
     drawn = noise.noised(clean, jax.random.key(1), betas)
     a, s = (x[:, None, None, None] for x in noise.signal_and_noise(drawn.times, betas))
-    found = (
-        (drawn.mixed - s * drawn.target) / a
-        if prediction == "epsilon"
-        else a * drawn.mixed - s * drawn.target
-    )
-    np.testing.assert_allclose(found, clean, atol=1e-3)
+    is_noise = prediction == "epsilon"
+    of_noise, of_v = (drawn.mixed - s * drawn.target) / a, a * drawn.mixed - s * drawn.target
+    np.testing.assert_allclose(of_noise if is_noise else of_v, clean, atol=1e-3)
     ratio = np.asarray(a / s).squeeze() ** 2
-    weights = noise.weights(drawn.times, 5.0, betas)
-    wanted = np.minimum(ratio, 5.0) / (ratio if prediction == "epsilon" else ratio + 1)
-    np.testing.assert_allclose(weights, wanted, rtol=1e-5)
+    wanted = np.minimum(ratio, 5.0) / (ratio if is_noise else ratio + 1)
+    np.testing.assert_allclose(noise.weights(drawn.times, 5.0, betas), wanted, rtol=1e-5)
     assert (noise.weights(drawn.times, None, betas) == 1).all()
 
 
-def test_some_texts_are_dropped(data: str, tmp_path: Path):
-    source = LatentFolder(data)
-    batch = {name: jnp.stack([source[i % 4][name] for i in range(256)]) for name in source.shapes}
-    task = WanTask.of(wan(tmp_path, WAN, data, condition_dropout=0.25))
-    drawn = task.noised(batch, source.empty, jax.random.key(0))
+def test_some_texts_are_dropped(data: Any, tmp_path: Path) -> None:
+    batch = batch_of(data["wan"], 256)
+    task = WanTask.of(wan(tmp_path, WAN, data["wan"], condition_dropout=0.25))
+    drawn = task.noised(batch, LatentFolder(data["wan"]).empty, jax.random.key(0))
     dropped = np.asarray((drawn["text"] == 0.5).all(axis=(1, 2)))
     assert 0.15 < dropped.mean() < 0.35
     np.testing.assert_array_equal(drawn["text"][~dropped], batch["text"][~dropped])
 
 
-def test_a_picture_of_channels_has_every_channel_of_some_frames():
-    picture = channels(
-        np.random.default_rng(0).standard_normal((2, 16, 9, 6, 10)).astype(np.float32)
-    )
-    assert picture.shape == (2 * (4 * 6 + 4), 6 * (4 * 10 + 4))
-    assert picture.dtype == np.uint8
+def test_flux_is_given_its_guidance_its_times_and_dropped_texts(data: Any, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def model(x: Any, t: Any, text: Any, pooled: Any, guidance: Any) -> Any:
+        seen.update(t=t, guidance=guidance, text=text)
+        return jnp.zeros_like(x)
+
+    how = {"embedded_guidance": 1.5, "condition_dropout": 0.5}
+    for sizes, is_guided in ((FLUX, True), (FLUX | {"sizes": "flux.1-schnell"}, False)):
+        task: Any = FluxTask.of(flux(tmp_path, sizes, data["flux"], **how))
+        empty = LatentFolder(data["flux"]).empty
+        examples = task.noised(batch_of(data["flux"]), empty, jax.random.key(1))
+        wanted = float(jnp.mean(examples["velocity"] ** 2))
+        assert float(task.loss(model, examples)) == pytest.approx(wanted, rel=1e-6)
+        np.testing.assert_allclose(seen["t"], 1000 * examples["times"], rtol=1e-6)
+        assert (seen["guidance"] == 1.5).all() if is_guided else seen["guidance"] is None
+        dropped = np.asarray((examples["text"] == 0.5).all(axis=(1, 2)))
+        assert 0 < dropped.sum() < 4
+        np.testing.assert_array_equal((examples["pooled"] == 0.5).all(axis=1), dropped)
 
 
-# ---- longer --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prediction", [None, "v_prediction"])
-def test_the_unet_learns_and_resumes(prediction: str | None, tmp_path: Path):
-    data, more = folder(tmp_path / "data", "sdxl"), {"snr_gamma": 5.0} if prediction else {}
-    whole, halves = tmp_path / "a" / "run", tmp_path / "b" / "run"
-    how = {"model": {"prediction_type": prediction}, "learning_rate": 1e-2, "export": True, **more}
-    train(sdxl(whole, data, steps=30, checkpoint_every=30, **how))
-    found = losses(whole, 30)
-    assert np.mean(found[-5:]) < 0.9 * np.mean(found[:5]), found
-    train(sdxl(halves, data, steps=10, checkpoint_every=10, **how))
-    train(sdxl(halves, data, steps=30, checkpoint_every=30, **how))
-    ours, theirs = arrays(tmp_path / "b", 30), arrays(tmp_path / "a", 30)
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
-    said = json.loads((whole / "scheduler" / "scheduler_config.json").read_text())
-    assert said["prediction_type"] == (prediction or "epsilon")
-    assert (whole / "unet" / "diffusion_pytorch_model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_every_remat_policy_gives_the_same_gradients(data: str, tmp_path: Path):
-    found = {}
-    for policy in POLICIES:
-        task = WanTask.of(wan(tmp_path, WAN, data).replace(remat_policy=policy))
-        model = state.build(task, None)
-        how, (trained, fixed) = Parts(model, 0), state.split(model, 0)
-        source = LatentFolder(data)
-        batch = {name: jnp.stack([source[i][name] for i in range(4)]) for name in source.shapes}
-        examples = task.noised(batch, jax.tree.map(jnp.asarray, source.empty), jax.random.key(0))
-        found[policy] = jax.jit(Step(task, how, fixed, {}, None).gradients)(
-            trained, fixed, examples
-        )
-    for policy, gradients in found.items():
-        for one, other in zip(
-            jax.tree.leaves(found["NONE"]), jax.tree.leaves(gradients), strict=True
-        ):
-            np.testing.assert_allclose(
-                other, one, atol=1e-5 * max(1e-3, np.abs(one).max()), err_msg=policy
-            )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wan", "sdxl"])
-def test_samples_are_drawn_along_the_way(kind: str, tmp_path: Path):
-    import make_latents
-    from PIL import Image
-
-    dims = ["--text-dim", "6", "--pooled-dim", "5", "--count", "4"]
-    make_latents.main([str(tmp_path / "digits"), "--digits", kind, *dims])
-    path, more = tmp_path / "run", {"picture_every": 2, "steps": 2}
-    model = WAN | {"in_channels": 16, "out_channels": 16}
-    made = (
-        wan(path, model, str(tmp_path / "digits"), **more)
-        if kind == "wan"
-        else sdxl(path, str(tmp_path / "digits"), **more)
-    )
-    sampling = made.sampling.replace(num_inference_steps=2, count=2, guidance_scale=2.0)
-    train(made.replace(sampling=sampling))
-    assert Image.open(path / "samples" / "0000002.png").size[0] > 50
-    latents = load_file(path / "samples" / "0000002.safetensors")["latents"]
-    assert latents.shape == ((2, 16, 5, 4, 4) if kind == "wan" else (2, 4, 8, 8))
-    assert np.isfinite(latents).all()
+def test_a_picture_of_channels_has_every_channel_of_some_frames() -> None:
+    latents = np.random.default_rng(0).standard_normal((2, 16, 9, 6, 10)).astype(np.float32)
+    picture = channels(latents)
+    assert picture.shape == (2 * (4 * 6 + 4), 6 * (4 * 10 + 4)) and picture.dtype == np.uint8
