@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from maxattn.errors import InputError
-from maxattn.tools.cli.machine import read_mesh as read_sizes
+from maxattn.tools.cli.inputs import read_mesh as read_sizes
 from maxattn.tools.cli.options import STRATEGIES
 from maxattn.tools.cli.progress import progress, say_where
 from maxattn.tools.model_shapes import Shape, read

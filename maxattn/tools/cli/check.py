@@ -14,8 +14,7 @@ from maxattn.errors import InputError, MaxattnError
 from maxattn.explain import explain
 from maxattn.plan import plan
 from maxattn.tools.cli.advice import advice, memory_line
-from maxattn.tools.cli.inputs import Source, read_source, shapes_of
-from maxattn.tools.cli.machine import mesh_of, packages_of, target_of
+from maxattn.tools.cli.inputs import Source, mesh_of, packages_of, read_source, shapes_of, target_of
 from maxattn.tools.memory import estimate, limit, total
 from maxattn.tools.model_shapes import Shape, of_sections
 

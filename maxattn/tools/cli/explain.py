@@ -6,8 +6,7 @@ import argparse
 
 from maxattn.plan import plan
 from maxattn.tools.cli.explain_stream import stream_text
-from maxattn.tools.cli.inputs import read_source, shapes_of
-from maxattn.tools.cli.machine import mesh_of, target_of
+from maxattn.tools.cli.inputs import mesh_of, read_source, shapes_of, target_of
 
 
 def run(args: argparse.Namespace) -> int:

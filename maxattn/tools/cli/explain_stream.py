@@ -14,8 +14,7 @@ from maxattn.explain import explain
 from maxattn.plan import Plan, plan
 from maxattn.sharding import mesh_shape
 from maxattn.target import Target
-from maxattn.tools.cli.inputs import Source, read_batch
-from maxattn.tools.cli.machine import mesh_of, target_of
+from maxattn.tools.cli.inputs import Source, mesh_of, read_batch, target_of
 from maxattn.tools.cli.stream import OPTION, read_stream
 from maxattn.tools.model_shapes import dtype_of
 from maxattn.tools.predicted import Predicted, forward_time

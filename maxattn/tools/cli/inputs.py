@@ -1,36 +1,37 @@
-"""What a command computes: CONFIG with its overrides, and the shapes of --shape and the file.
+"""What a command computes, and where: the config, the shapes, the target and the mesh.
 
-What is written wrongly is refused by an error of maxattn that names the option, here and in all
-readers of options.
+What is written wrongly is refused by an error that names the option, here and in all readers of
+options.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from maxattn.config import AttentionConfig
 from maxattn.config.document import read
 from maxattn.config.errors import plain
-from maxattn.config.numbers import LARGEST, whole
+from maxattn.config.numbers import LARGEST, MOST_DEVICES, whole, whole_in
 from maxattn.config.overrides import apply_overrides
-from maxattn.errors import InputError
+from maxattn.config.target_names import read_target
+from maxattn.decide import default_target
+from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean
+from maxattn.target import Target
 from maxattn.tools import model_shapes
 from maxattn.tools.cli.masks import check_fits, read_mask
+from maxattn.tools.cli.options import PACKAGES
 from maxattn.tools.model_shapes import Shape
 
 
 @dataclass(frozen=True)
 class Source:
-    """Hold what a user gave as CONFIG and key=value.
-
-    Args:
-        config: the settings of attention.
-        sections: the file's values with its program's sections, overrides applied.
-        path: the file, or empty for overrides alone.
-        notes: what was read otherwise than it was written.
+    """Hold CONFIG and key=value: the settings, the file's sections with overrides applied, its path
+    (empty for overrides alone), and notes about what was read otherwise than it was written.
     """
 
     config: AttentionConfig
@@ -95,3 +96,95 @@ def _check_mask(shape: Shape, mask: str) -> None:
         remedy = f"leave --mask out for {shape.name}, or give a shape of no more queries than keys"
         raise InputError("--mask", error.value, error.rule, remedy) from None
     check_fits(mask, shape.q_len, shape.kv_len, shape.name)
+
+
+# ---- the machine ---------------------------------------------------------------------------------
+
+
+def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
+    """Return the named target, else the config's platform, else this machine.
+
+    A name touches no backend.
+    """
+    packages = packages_of(args)
+    return Target.named(args.target, packages) if args.target else default_target(config)
+
+
+def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return --with as (package, version) pairs, "?" for a version that is not written."""
+    if not args.target and args.packages:
+        rule = "packages are listed for a target that is named; this machine's are looked up"
+        raise ConfigError("--with", " ".join(args.packages), rule, 'add --target "TPU v5p"')
+    pairs = [(text, *text.replace("==", "=").partition("=")[::2]) for text in args.packages]
+    for text, name, _ in pairs:
+        if name not in PACKAGES:
+            rule = f"the packages that plans ask for are {', '.join(PACKAGES)}"
+            remedy = did_you_mean(name, PACKAGES) or "name one of them, or leave it out"
+            raise InputError("--with", text, rule, remedy)
+    return tuple((name, version or "?") for _, name, version in pairs)
+
+
+def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
+    """Return the axis sizes of --mesh, else those of the config.
+
+    An open size, -1, is what --devices leaves, or the chips of the target; else 1.
+    """
+    devices = args.devices
+    if devices is not None and whole(devices, most=MOST_DEVICES) is None:
+        rule, remedy = f"there are at most {MOST_DEVICES:,} devices", "ask for fewer"
+        if devices < 1:
+            rule, remedy = "there is at least one device", "write --devices 1 or more"
+        raise MeshError("--devices", plain(devices), rule, remedy)
+    there = read_target(args.target).devices if args.target else None
+    if not args.mesh:
+        if there is not None and devices is not None and devices > there:
+            remedy = f"write --devices {there}, or more chips"
+            raise MeshError("--devices", devices, f"{args.target} has {there} devices", remedy)
+        return _mesh_of_config(config, there if devices is None else devices)
+    sizes = read_mesh(args.mesh)
+    named, words = prod(sizes.values()), ",".join(args.mesh)
+    if devices is not None and named != devices:
+        rule = f"--mesh {words} says how many there are, {named}"
+        remedy = "leave one of them out: --devices is for the config's own mesh"
+        raise MeshError("--devices", devices, rule, remedy)
+    if there is not None and named > there:
+        rule = f"{args.target} has {there} devices, and these are {named}"
+        raise MeshError("--mesh", words, rule, "name a larger topology")
+    return sizes
+
+
+def read_mesh(words: Sequence[str]) -> dict[str, int]:
+    """Read axes: `context=4,fsdp=2`, in one word or several."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, ",".join(words).replace(" ", ",").split(",")):
+        axis, equals, size = (word.strip() for word in part.partition("="))
+        number = whole_in(size, least=0, most=MOST_DEVICES)
+        if not equals or number is None:
+            rule = "it is axis=size, joined by commas"
+            rule = f"an axis has at most {MOST_DEVICES:,} devices" if size.isdecimal() else rule
+            raise MeshError("mesh", plain(part), rule, "write --mesh context=4,fsdp=2")
+        if axis in sizes:
+            remedy = f"leave {axis}={sizes[axis]} or {part} out"
+            raise MeshError("mesh", part, f"the axis {axis} is named twice", remedy)
+        sizes[axis] = number
+    return sizes
+
+
+def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, int]:
+    sizes = config.axis_parallelism()
+    fixed = prod(n for pair in sizes.values() for n in pair if n > 0)
+    if devices is not None:
+        is_open = any(ici == -1 for ici, _ in sizes.values())
+        product = f"the config's parallelisms multiply to {fixed}"
+        if devices % fixed:
+            least = max(1, devices // fixed) * fixed
+            rule = f"{product}, which must divide the devices"
+            remedy = f"write --devices {least}, or change an ici_*_parallelism"
+            raise MeshError("devices", devices, rule, remedy)
+        if devices > fixed and not is_open:
+            rule = f"{product}, and no ici_*_parallelism is -1"
+            remedy = f"write --devices {fixed}, or set one ici_*_parallelism to -1"
+            raise MeshError("devices", devices, rule, remedy)
+    rest = (devices or fixed) // fixed
+    # Slices: an open dcn axis is one slice here.
+    return {axis: (rest if ici == -1 else ici) * max(dcn, 1) for axis, (ici, dcn) in sizes.items()}

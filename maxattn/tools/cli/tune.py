@@ -1,137 +1,208 @@
-"""`maxattn tune`: time kernels, or the sizes of one, on this machine, and keep the fastest."""
+"""`maxattn tune`: time kernels, or the sizes of one, and keep the fastest for plans.
+
+tune_kernels.py times kernels. Sizes of a TPU that is not here are ranked by libtpu's schedules with
+--offline, and marked as estimated; else by what they compute, which is not kept.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from maxattn.block_sizes import adjust
+from maxattn.block_sizes.estimated.choose import TIE, Estimate, in_ms, ranked, seconds_of
+from maxattn.block_sizes.estimated.grids import not_priced
+from maxattn.block_sizes.estimated.step_cost import Costs
+from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
-from maxattn.config import AttentionConfig
-from maxattn.config.measurements import BLOCKS, CHUNKS, read_kept
+from maxattn.config import AttentionConfig, FlashBlockSizes
+from maxattn.config.errors import plain
+from maxattn.config.measurements import BLOCKS, CHUNKS, ESTIMATED, read_kept
+from maxattn.config.numbers import finite
+from maxattn.config.target_names import read_target
+from maxattn.config.write import yaml_of
 from maxattn.decide import kernel_call, named_kernel, plan
-from maxattn.errors import InputError
+from maxattn.devices import DEVICES
+from maxattn.errors import ConfigError, InputError, Unsupported
 from maxattn.kernels import build, computed_call
+from maxattn.plan import Plan
 from maxattn.target import Target
-from maxattn.tools.cli import tune_kernels, tune_offline
-from maxattn.tools.cli.inputs import read_source, shapes_of
-from maxattn.tools.cli.machine import mesh_of, target_of
+from maxattn.tools.cli import tune_kernels
+from maxattn.tools.cli.inputs import Source, mesh_of, read_source, shapes_of, target_of
 from maxattn.tools.cli.progress import say, say_where
-from maxattn.tools.cli.tune_kernels import KernelTuning, say_kept
-from maxattn.tools.cli.tune_kernels_report import say_changes
+from maxattn.tools.columns import columns
+from maxattn.tools.compile.job import MOST_SECONDS
+from maxattn.tools.estimate.kernel import core_of
+from maxattn.tools.memory import fits_alone
 from maxattn.tools.tune import kernel_times, store
 from maxattn.tools.tune.candidates import Candidate, candidates
-from maxattn.tuned import cache_path, in_ms, key_of, versions_of, winners, with_sizes
+from maxattn.tools.tune.kernel_job import KernelJob
+from maxattn.tools.tune.offline import OfflineSearch
+from maxattn.tools.tune.schedules import ScheduleCompiler, ScheduleLog
+from maxattn.tuned import Sizes, key_of, versions_of, winners, with_sizes
+from maxattn.tuned import in_ms as ms_text
 
 _TIMES = {"forward": "forward_ms", "forward and backward": "training_ms"}
+SHOWN = 8  # sizes that a ranking lists, beside those that run where nothing is set
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune each shape."""
     if args.limit < 1:
         raise InputError("limit", args.limit, "at least one candidate is timed", "write --limit 24")
-    source, args.has_said_so, args.outcomes = read_source(args), False, []
+    source = read_source(args)
     if args.offline:
-        return tune_offline.run(args, source)
-    config, mesh = source.config, mesh_of(args, source.config)
-    target, status = replace(target_of(args, config), kernel_times=()), 0
-    for number, shape in enumerate(shapes_of(args, source)):
-        print("\n" if number else "", end="")
-        named, because = named_kernel(shape.call(), config)
-        if args.kernels:
-            tune_kernels.check_kernels_are_chosen(named, because)
-        is_usual = named == "auto" and target.platform != "tpu"
-        if args.kernels or (is_usual and not args.sizes):
-            data = args.mask if shape.mask.has_data else ""
-            kernels = KernelTuning(shape, config, mesh, target, data)
-            status = max(status, tune_kernels.tune(args, kernels))
-            continue
-        made = plan(shape.call(), config, mesh, replace(target, tuned=()))
-        for kernel in made.kernel.name.split("/"):
-            local = kernel_call(made.padded_call, made.strategy)
-            local = computed_call(kernel, local, target.platform)
-            mask = "" if local.mask.is_full else f" {local.mask}"
-            what = f"one device's {local.role}-attention {local.shape_text}{mask}"
-            print(f"{shape.name}: {kernel}, {what}", flush=True)
-            _tune_sizes(args, SizeTuning(config, kernel, local, target))
-    if len(args.outcomes) > 1:
-        say_changes(args.outcomes)
+        return _offline(args, source)
+    mesh, shapes = mesh_of(args, source.config), shapes_of(args, source)
+    target = replace(target_of(args, source.config), kernel_times=())
+    outcomes, status = list[tune_kernels.KernelOutcome](), 0
+    # With a --target nothing is kept.
+    with nullcontext() if args.target else store.opened() as kept:
+        for number, shape in enumerate(shapes):
+            print("\n" if number else "", end="")
+            named, because = named_kernel(shape.call(), source.config)
+            if args.kernels:
+                tune_kernels.check_kernels_are_chosen(named, because)
+            is_usual = named == "auto" and target.platform != "tpu"
+            if args.kernels or (is_usual and not args.sizes):
+                data = args.mask if shape.mask.has_data else ""
+                tuning = tune_kernels.KernelTuning(shape, source.config, mesh, target, data)
+                outcome = tune_kernels.tune(args, tuning, kept)
+                outcomes += [outcome] if outcome and not outcome.is_lost else []
+                status = max(status, int(outcome is not None and outcome.is_lost))
+                continue
+            made = plan(shape.call(), source.config, mesh, replace(target, tuned=()))
+            for sizes in _tunings(shape.name, source.config, made, not args.forward):
+                mask = "" if sizes.local.mask.is_full else f" {sizes.local.mask}"
+                print(f"{shape.name}: {sizes.kernel}, {sizes.what}{mask}", flush=True)
+                _tune_sizes(args, sizes, kept)
+    if len(outcomes) > 1:
+        print("\n".join(tune_kernels.changes(outcomes)))
     return status
 
 
 @dataclass(frozen=True)
 class SizeTuning:
-    """Hold what sizes are tuned for: settings, kernel, one device's call, machine."""
+    """Hold what sizes are tuned for.
 
+    Args:
+        name: of the shape.
+        config: the settings.
+        kernel: its name.
+        local: the call of one device.
+        target: the machine.
+        training: whether the backward runs too.
+    """
+
+    name: str
     config: AttentionConfig
     kernel: str
     local: Call
     target: Target
+    training: bool
 
-    def identity(self, candidate: Candidate) -> dict[str, Any]:
+    @property
+    def what(self) -> str:
+        """The call in words."""
+        return f"one device's {self.local.role}-attention {self.local.shape_text}"
+
+    @property
+    def as_computed(self) -> Call:
+        """The call in the dtype of its products."""
+        is_float32 = self.config.float32_qk_product
+        return self.local.derived(dtype="float32") if is_float32 else self.local
+
+    def identity(self, sizes: Sizes) -> dict[str, Any]:
         """Return what a measurement is found by."""
         return {
             "device_kind": self.target.device_kind,
             "versions": versions_of(self.kernel, self.target.packages),
             "kernel": self.kernel,
             "call": key_of(self.local),
-            "sizes": dict(candidate.sizes),
+            "sizes": dict(sizes),
         }
 
-    @property
-    def is_here(self) -> bool:
-        """Whether this machine runs the kernel; on a CPU all others are interpreted."""
-        runs = self.kernel == CHUNKS or self.target.platform != "cpu"
-        return self.target.untuned() == Target.here().untuned() and runs
+    def to_set(self, sizes: Sizes) -> str:
+        """Return the lines of YAML that set sizes, indented."""
+        lines = yaml_of(with_sizes(AttentionConfig(), self.kernel, sizes)).splitlines()
+        return "to set it:\n" + "\n".join(f"    {line}" for line in lines)
 
 
-def _tune_sizes(args: argparse.Namespace, tuning: SizeTuning) -> None:
-    local, kernel, target = tuning.local, tuning.kernel, tuning.target
+def _tunings(
+    name: str, config: AttentionConfig, made: Plan, training: bool
+) -> Iterator[SizeTuning]:
+    """Yield what is tuned of a plan: one kernel, or one a pass."""
+    for kernel in made.kernel.name.split("/"):
+        call = kernel_call(made.padded_call, made.strategy)
+        local = computed_call(kernel, call, made.target.platform)
+        yield SizeTuning(name, config, kernel, local, made.target, training)
+
+
+# ---- sizes, timed or ranked by what they compute -------------------------------------------------
+
+
+def _tune_sizes(args: argparse.Namespace, tuning: SizeTuning, kept: store.Opened | None) -> None:
+    kernel, target = tuning.kernel, tuning.target
     if kernel != CHUNKS and (kernel not in BLOCKS or target.platform == "gpu"):
         print(f"  {kernel} has no sizes to tune on {target.device_kind}")
         return
-    as_computed = local.derived(dtype="float32") if tuning.config.float32_qk_product else local
-    found = candidates(kernel, as_computed, target, not args.forward, args.limit)
-    if not args.target and tuning.is_here:
-        _timed(args, tuning, found)
+    found = candidates(kernel, tuning.as_computed, target, tuning.training, args.limit)
+    # On a CPU kernels of TPUs are interpreted.
+    runs = kernel == CHUNKS or target.platform != "cpu"
+    if kept and runs and target.untuned() == Target.here().untuned():
+        _timed(args, tuning, found, kept)
         return
     why = f"{target.device_kind} is not here (or is a CPU's interpreter)"
     print(f"  an estimate: {why}, so nothing is timed or kept")
-    print(f"  {'of T x S':>8}  {'steps':>7}  sizes")
-    for candidate in sorted(found, key=lambda c: c.cost):
-        mark = "  (runs where nothing is set)" if candidate is found[0] else ""
-        print(f"  {candidate.share:8.2%}  {candidate.steps:7}  {candidate}{mark}")
-    best = min(found, key=lambda c: c.cost)
-    print(
-        f"  least work and fewest steps together:\n{tune_offline.yaml_to_set(kernel, best.sizes)}"
-    )
+    lines = [("of T x S", "steps")]
+    ordered = sorted(found, key=lambda c: c.cost)
+    lines += [(f"{one.share:.2%}", str(one.steps)) for one in ordered]
+    unset = "  (runs where nothing is set)"
+    sizes = ["sizes", *(f"{one}{unset if one is found[0] else ''}" for one in ordered)]
+    for line, text in zip(columns(lines), sizes, strict=True):
+        print(f"  {line}  {text}")
+    print(f"  least work and fewest steps together, {tuning.to_set(ordered[0].sizes)}")
 
 
-# ---- on the device -------------------------------------------------------------------------------
-
-
-def _timed(args: argparse.Namespace, tuning: SizeTuning, found: tuple[Candidate, ...]) -> None:
-    with store.writable_copy(cache_path()) as (path, problem):
-        say_kept(path, "" if args.has_said_so else problem, f"{len(found)} candidates")
-        args.has_said_so = bool(problem)
-        say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
-        for number, candidate in enumerate(found, start=1):
-            say(f"  {number}/{len(found)}  {candidate}")
-            measured, old = _measured(args, tuning, candidate, path)
-            times = {name: measured[key] for name, key in _TIMES.items()}
-            words = ", ".join(f"{name} {in_ms(time)}" for name, time in times.items() if time)
-            words = words or f"does not run: {measured['error']}"
-            before = "  (measured before)" if old else ""
-            print(f"  {number:>3}/{len(found)}  {words:<40}  {candidate}{before}", flush=True)
-        _print_winner(tuning, found[0], path, is_kept=not problem)
+def _timed(
+    args: argparse.Namespace, tuning: SizeTuning, found: tuple[Candidate, ...], kept: store.Opened
+) -> None:
+    kept.say(f"{len(found)} candidates")
+    say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
+    for number, candidate in enumerate(found, start=1):
+        say(f"  {number}/{len(found)}  {candidate}")
+        measured, old = _measured(args, tuning, candidate, kept.path)
+        times = {name: measured[key] for name, key in _TIMES.items()}
+        words = ", ".join(f"{name} {ms_text(time)}" for name, time in times.items() if time)
+        words = words or f"does not run: {measured['error']}"
+        before = "  (measured before)" if old else ""
+        print(f"  {number:>3}/{len(found)}  {words:<40}  {candidate}{before}", flush=True)
+    measurements = read_kept(kept.path).measurements
+    packages = tuning.target.packages
+    table = winners(measurements, tuning.target.device_kind, packages, str(kept.path))
+    its = tuning.kernel, key_of(tuning.local)
+    best = next((t for t in table if (t.kernel, t.call) == its), None)
+    if best is None:
+        print("  none of them runs")
+        return
+    gain, default = "", store.find(kept.path, tuning.identity(found[0].sizes))
+    if default and (time := default["training_ms" if best.training else "forward_ms"]):
+        times = f"{time / best.milliseconds:.2f} times as fast as {ms_text(time)}"
+        gain = f", {times} where nothing is set"
+    print(f"  fastest {best}{gain}")
+    where = "" if kept.problem else "plans on this machine take it where the config sets none; "
+    print(f"  {where}{tuning.to_set(best.sizes)}")
 
 
 def _measured(
     args: argparse.Namespace, tuning: SizeTuning, candidate: Candidate, path: Path
 ) -> tuple[dict[str, Any], bool]:
     """Return a measurement, and whether it was there already."""
-    identity = tuning.identity(candidate)
+    identity = tuning.identity(candidate.sizes)
     skipped = {"forward_ms": args.train, "training_ms": args.forward}
     wanted = [key for key, skip in skipped.items() if not skip]
     old = store.find(path, identity)
@@ -151,18 +222,130 @@ def _measured(
     return measured, False
 
 
-def _print_winner(tuning: SizeTuning, default: Candidate, path: Path, is_kept: bool) -> None:
-    kernel, target = tuning.kernel, tuning.target
-    table = winners(read_kept(path).measurements, target.device_kind, target.packages, str(path))
-    call = key_of(tuning.local)
-    best = next((t for t in table if t.kernel == kernel and t.call == call), None)
-    if best is None:
-        print("  none of them runs")
+# ---- sizes, ranked by libtpu's schedules ---------------------------------------------------------
+
+
+def _offline(args: argparse.Namespace, source: Source) -> int:
+    """Rank the tiles of each shape, and keep the fastest.
+
+    Each kernel that was compiled is written at once to `schedules.jsonl` beside the measurements,
+    so that a command that was stopped goes on where it was.
+    """
+    kind = _tpu_of(args.target)
+    if not finite(args.time_limit, 0, MOST_SECONDS):
+        rule = f"it is a number of seconds above 0, at most {MOST_SECONDS}"
+        raise ConfigError("--time-limit", plain(args.time_limit), rule, "write --time-limit 120")
+    with ScheduleCompiler(args.time_limit) as compiler, store.opened() as kept:
+        versions = compiler.versions
+        packages = tuple((name, v) for name, v in versions.items() if name != "libtpu")
+        log = ScheduleLog(kept.path.with_name("schedules.jsonl"), versions)
+        for number, shape in enumerate(shapes_of(args, source)):
+            print("\n" if number else "", end="")
+            # Each shape's plan takes what was kept of those before it.
+            target = Target.named(kind, packages)
+            made = plan(shape.call(), source.config, mesh_of(args, source.config), target)
+            for tuning in _tunings(shape.name, source.config, made, not args.forward):
+                _check_ranked(tuning, kernel_call(made.padded_call, made.strategy))
+                _rank(tuning, compiler, log, args.limit, kept)
+    return 0
+
+
+def _tpu_of(target: str | None) -> str:
+    if not target:
+        remedy = "write --target v6e, or leave --offline out to time this machine"
+        raise ConfigError("--offline", "no --target", "sizes are ranked for a named TPU", remedy)
+    kind = read_target(target).kind
+    if DEVICES[kind].platform != "tpu":
+        rule = f"sizes are ranked by the schedules of a TPU's compiler, and {kind} is none"
+        remedy = "name one of v4, v5e, v5p, v6e and v7x, or leave --offline out"
+        raise Unsupported("--offline", kind, rule, remedy)
+    core_of(DEVICES[kind])
+    return kind
+
+
+def _check_ranked(tuning: SizeTuning, call: Call) -> None:
+    if tuning.kernel not in BLOCKS:
+        rule = (
+            f"{tuning.kernel} runs, and the kernels with tiles on TPUs are {' and '.join(BLOCKS)}"
+        )
+        raise Unsupported("--offline", tuning.name, rule, "write attention=flash")
+    if why := not_priced(call):
+        rule = f"tiles are ranked by schedules: {why}"
+        raise Unsupported("--offline", f"mask {tuning.local.mask}", rule, "leave the mask out")
+
+
+def _rank(
+    tuning: SizeTuning,
+    compiler: ScheduleCompiler,
+    log: ScheduleLog,
+    limit: int,
+    kept: store.Opened,
+) -> None:
+    local, target, kernel = tuning.as_computed, tuning.target, cast(KernelKind, tuning.kernel)
+    print(f"{tuning.name}: {kernel}, {tuning.what}, {target.device_kind}", flush=True)
+    search = OfflineSearch(compiler, log, kernel, local, target, limit, _say_answer)
+    costs = search.run(tuning.training)
+    found = ranked_sizes(tuning, costs)
+    if not found:
+        rule = f"no sizes could be estimated: {(search.failures or ['none is legal'])[0]}"
+        remedy = f"raise --time-limit, or see {log.path}"
+        raise Unsupported("--offline", tuning.name, rule, remedy)
+    sizes, _ = adjust(FlashBlockSizes(), local, kernel, target, tuning.training)
+    default = seconds_of(costs, sizes, local, kernel, target)
+    how = f"estimated by libtpu {compiler.versions['libtpu']}'s schedule, not run"
+    unset = Estimate(sizes, default) if default else None
+    print("\n".join(ranking_lines(found, unset, how)))
+    for one in () if kept.problem else _ties(found):
+        ms = 1e3 * one.seconds.slow
+        times = {"training_ms" if tuning.training else "forward_ms": ms}
+        measurement = tuning.identity(tuple(one.sizes.given().items())) | {"source": ESTIMATED}
+        blank = {"error": "", "forward_ms": None, "training_ms": None}
+        store.add(kept.path, measurement | blank | times)
+    where = f"kept as estimated in {kept.path}: plans take it until it is measured; "
+    best = tuple(found[0].sizes.given().items())
+    print(f"  {'' if kept.problem else where}{tuning.to_set(best)}", flush=True)
+
+
+def ranked_sizes(tuning: SizeTuning, costs: Costs) -> list[Estimate]:
+    """Rank the sizes that fit the device, with either backward."""
+    local, kernel = tuning.as_computed, cast(KernelKind, tuning.kernel)
+    kind, training = tuning.target.device_kind, tuning.training
+    found = [
+        one
+        for fused in ((False, True) if kernel == "flash" and training else (training,))
+        for one in ranked(costs, local, kernel, tuning.target, training, fused)
+        if fits_alone(kernel, local, one.sizes, training, kind)
+    ]
+    return sorted(found, key=lambda one: one.seconds.slow)
+
+
+def _say_answer(job: KernelJob, answer: dict[str, Any], is_known: bool) -> None:
+    if is_known:
         return
-    gain, before = "", store.find(path, tuning.identity(default))
-    if before and (time := before["training_ms" if best.training else "forward_ms"]):
-        times = f"{time / best.milliseconds:.2f} times as fast as {in_ms(time)}"
-        gain = f", {times} where nothing is set"
-    print(f"  fastest {best}{gain}")
-    kept = "plans on this machine take it where the config sets none; " if is_kept else ""
-    print(f"  {kept}to set it:\n{tune_offline.yaml_to_set(kernel, best.sizes)}")
+    tile = " x ".join(map(str, job.tile))
+    cost = answer.get("cost")
+    words = f"{cost[0] + cost[2][0]:,} bundles a step" if cost else answer["failed"]
+    say(f"  {job.kind} {tile}: {words}")
+
+
+def _ties(found: Sequence[Estimate]) -> list[Estimate]:
+    """Return the estimates that the best one is not surely faster than."""
+    least = found[0].seconds.slow
+    return [one for one in found if one.seconds.slow <= (1 + TIE) * least]
+
+
+def ranking_lines(found: Sequence[Estimate], default: Estimate | None, how: str) -> list[str]:
+    """Write a ranking, the ties for the first place marked, and what runs where nothing is set."""
+    ties = len(_ties(found))
+    lines = [
+        (in_ms(one.seconds), "tie" if 0 < number < ties else "", one.sizes, "")
+        for number, one in enumerate(found[: max(SHOWN, ties)])
+    ]
+    if default is not None:
+        gain = default.seconds.slow / found[0].seconds.slow
+        beside = f"  (where nothing is set; the first is {gain:.2f} times as fast)"
+        lines.append((in_ms(default.seconds), "", default.sizes, beside))
+    table = columns([line[:2] for line in lines])
+    head = f"  {how}; the slow end ranks, and less than {TIE:.0%} apart is a tie"
+    pairs = zip(table, lines, strict=True)
+    return [head, *(f"  {text:<26}  {line[2]}{line[3]}" for text, line in pairs)]

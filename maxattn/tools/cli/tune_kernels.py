@@ -1,41 +1,50 @@
 """`maxattn tune` under `attention: auto`: times the kernels that can run a model's calls.
 
-The first column of a row is the kernel; those of one call are timed in turns. What is measured is
-kept after each pass of a call, and plans on this machine take it first.
+The kernels of one call are timed in turns. What is measured is kept after each pass of a call, and
+plans on this machine take it first.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
+from maxattn.config.write import yaml_of
 from maxattn.decide import kernel_call, plan
 from maxattn.errors import ConfigError
+from maxattn.kernels.auto.tuned_order import in_digits, joined
 from maxattn.masks import Mask
 from maxattn.masks.operands import without_padding
 from maxattn.plan import Plan
 from maxattn.sharding import MeshShape
 from maxattn.target import Target
-from maxattn.tools.cli import tune_kernels_report as report
+from maxattn.tools.bench.kernels import config_of
 from maxattn.tools.cli.progress import progress, say_where
-from maxattn.tools.cli.tune_kernels_report import PASSES
+from maxattn.tools.columns import columns
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.tune import store
 from maxattn.tools.tune.candidates import KernelCandidates, kernel_candidates
-from maxattn.tuned import VARIABLE, cache_path
+from maxattn.tools.tune.kernel_times import PassTimes, time_pass
+from maxattn.tuned import in_ms
 from maxattn.tuned.kernels import (
     call_times,
     key_of_kernels,
+    milliseconds_of,
     settings_of,
     unmeasured_for,
     versions_text,
 )
+
+PASSES = {"forward": "forward_ms", "backward": "backward_ms"}
+Record = dict[str, Any]
+"""A measurement of kernels, as the file holds it."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,9 @@ class KernelTuning:
     target: Target
     data: str
 
-    def planned(self, record: dict[str, Any] | None = None, source: str = "") -> Plan:
+    def planned(self, record: Record | None = None) -> Plan:
         """Make the plan with what was measured, by default with nothing."""
-        times = () if record is None else (call_times(record, source),)
+        times = () if record is None else (call_times(record, ""),)
         target = replace(self.target, kernel_times=times)
         return plan(self.shape.call(), self.config, dict(self.mesh), target)
 
@@ -80,7 +89,7 @@ class KernelTuning:
 
         return jax.tree.map(of_device, full, full.leaf_axes())
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Record:
         """Return what a measurement is found by."""
         return {
             "device_kind": self.target.device_kind,
@@ -91,78 +100,69 @@ class KernelTuning:
         }
 
 
-def tune(args: argparse.Namespace, tuning: KernelTuning) -> int:
-    """Time the kernels of one call, or say what would be timed; return the exit status."""
-    local = tuning.local
+class KernelOutcome(NamedTuple):
+    """Hold what a measurement changes.
+
+    Attributes:
+        call: the name of its shape.
+        own, taken: the kernel that `auto` takes without the measurement, and with it; "a/b" is the
+            forward of a and the backward of b.
+        before, now: their milliseconds; None where one was not timed.
+        is_lost: whether the device stopped answering, and nothing else is known.
+    """
+
+    call: str
+    own: str = ""
+    taken: str = ""
+    before: float | None = None
+    now: float | None = None
+    is_lost: bool = False
+
+
+def tune(
+    args: argparse.Namespace, tuning: KernelTuning, kept: store.Opened | None
+) -> KernelOutcome | None:
+    """Time the kernels of one call, or print what would be timed."""
+    local, target = tuning.local, tuning.target
     mask = "" if local.mask.is_full else f" {local.mask}"
     print(f"{tuning.shape.name}: kernels, one device's {local.shape_text}{mask}", flush=True)
     if why := unmeasured_for(local):
         print(f"  {why}")
-        return 0
-    found = kernel_candidates(local, tuning.config, tuning.target)
-    if args.target or Target.here().untuned() != tuning.target.untuned():
-        _say_elsewhere(tuning, found)
-    elif len(found.built) < 2:
-        alone = f"{', '.join(found.built)} alone can run it"
-        print(f"  nothing to choose: {alone}{report.left_out(found)}")
-    else:
-        return _timed(args, tuning, found)
-    return 0
-
-
-def _say_elsewhere(tuning: KernelTuning, found: KernelCandidates) -> None:
-    made = tuning.planned()
-    print(f"  {tuning.target.device_kind} is not here, so nothing is timed or kept")
-    print(f"  to be timed there: {', '.join(found.built)}{report.left_out(found)}")
-    print(f"  without it auto takes {made.kernel.name}: {made.because}")
-
-
-# ---- on the device -------------------------------------------------------------------------------
-
-
-def _timed(args: argparse.Namespace, tuning: KernelTuning, found: KernelCandidates) -> int:
-    with store.writable_copy(cache_path()) as (path, problem):
-        say_kept(path, "" if args.has_said_so else problem, f"{len(found.built)} kernels")
-        args.has_said_so = args.has_said_so or bool(problem)
-        record, is_old, is_dead = _measured(args, tuning, found, path)
-        if is_dead:
-            report.say_lost(record)
-            return 1
-        report.say_table(record, found, is_old)
-        own, taken = (tuning.planned(r).kernel.name for r in (None, record))
-        its = report.outcome(tuning.shape.name, record, own, taken)
-        report.say_winner(its, record, tuning.local.role, not problem)
-        args.outcomes.append(its)
-    return 0
-
-
-def say_kept(path: Path, problem: str, what: str) -> None:
-    """Say where measurements are kept, or once why they are not.
-
-    Args:
-        path: the file, or a copy for this command alone.
-        problem: why it cannot be written; "" where it can, or where that was said.
-        what: is measured, and how many of them.
-    """
-    if problem:
-        where = f"{cache_path()} cannot be written, so nothing is kept: {problem}"
-        print(f"  {where}; set {VARIABLE} to a folder that you may write to")
-    is_kept = path == cache_path()
-    if aside := store.put_aside(path):
-        copied = f"; a copy is kept as {aside[1].name}" if is_kept else ""
-        print(f"  {cache_path()} is damaged: {aside[0]}{copied}")
-    print(f"  {what}{f'; measurements in {path}' if is_kept else ''}", flush=True)
+        return None
+    found = kernel_candidates(local, tuning.config, target)
+    left_out = "".join(f"\n  not timed: {name}: {why}" for name, why in found.left_out.items())
+    if kept is None or Target.here().untuned() != target.untuned():
+        made = tuning.planned()
+        print(f"  {target.device_kind} is not here, so nothing is timed or kept")
+        print(f"  to be timed there: {', '.join(found.built)}{left_out}")
+        print(f"  without it auto takes {made.kernel.name}: {made.because}")
+        return None
+    if len(found.built) < 2:
+        print(f"  nothing to choose: {', '.join(found.built)} alone can run it{left_out}")
+        return None
+    kept.say(f"{len(found.built)} kernels")
+    record, is_old, is_lost = _measured(args, tuning, found, kept.path)
+    if is_lost:
+        name, why = next(reversed(record["failed"].items()), ("a kernel", "it is not known which"))
+        print(f"  {target.device_kind} stopped answering after {name} failed: {why}")
+        print("  start the command again: that kernel is then left out")
+        return KernelOutcome(tuning.shape.name, is_lost=True)
+    print("\n".join(_table(record, found)) + left_out)
+    if is_old:
+        print("  measured before; --again times it anew")
+    own, taken = (tuning.planned(r).kernel.name for r in (None, record))
+    its = _outcome(tuning.shape.name, record, own, taken)
+    print("\n".join(_winner(its, record, local.role, not kept.problem)))
+    return its
 
 
 def _measured(
     args: argparse.Namespace, tuning: KernelTuning, found: KernelCandidates, path: Path
-) -> tuple[dict[str, Any], bool, bool]:
+) -> tuple[Record, bool, bool]:
     """Return a measurement, whether it was there already, and whether the device was lost.
 
     It is kept after each pass, so that a killed command loses one at most.
     """
-    from maxattn.tools.tune.kernel_times import PassTimes, time_pass
-
     identity, local, is_old = tuning.identity(), tuning.local, True
     old = None if args.again else store.find(path, identity)
     record = old or identity | {"forward_ms": {}, "backward_ms": {}, "failed": {}}
@@ -174,10 +174,11 @@ def _measured(
             say_where("kernels, in turns,", tuning.target)
         is_old = False
         with progress(steps=2 * len(built) + 1):
-            first = _forward_of(tuning, record) if what == "backward" else ""
-            if what == "backward" and not first:
-                times = PassTimes({}, {})
-            else:
+            times = PassTimes({}, {})
+            if what == "forward":
+                times = time_pass(built, what, local, tuning.mask())
+            elif record["forward_ms"]:  # a backward begins with the output of the fastest forward
+                first = tuning.planned(record).kernel.name.split("/")[0]
                 times = time_pass(built, what, local, tuning.mask(), first)
         ms = {name: list(rounds) for name, rounds in times.ms.items()}
         record = record | {PASSES[what]: ms, "failed": record["failed"] | times.failed}
@@ -185,11 +186,6 @@ def _measured(
         if times.is_dead:
             return record, False, True
     return record, is_old, False
-
-
-def _forward_of(tuning: KernelTuning, record: dict[str, Any]) -> str:
-    """Name the kernel whose output the backward begins with; "" where none ran."""
-    return tuning.planned(record).kernel.name.split("/")[0] if record["forward_ms"] else ""
 
 
 def check_kernels_are_chosen(named: str, because: str) -> None:
@@ -205,3 +201,88 @@ def check_kernels_are_chosen(named: str, because: str) -> None:
             " use_memory_efficient_attention), or leave --kernels out"
         )
         raise ConfigError("--kernels", named, rule, remedy)
+
+
+# ---- what is printed -----------------------------------------------------------------------------
+
+
+def _times(record: Record) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of each kernel, by the passes that were timed."""
+    return {
+        what: {name: milliseconds_of(tuple(ms)) for name, ms in record[key].items()}
+        for what, key in PASSES.items()
+        if record[key]
+    }
+
+
+def _outcome(call: str, record: Record, own: str, taken: str) -> KernelOutcome:
+    """Compare the kernels of two plans in the passes that were timed."""
+
+    def name(kernels: str) -> str:
+        first, *_, last = [*kernels.split("/")] * 2
+        return joined(first, last) if record["backward_ms"] else first
+
+    return KernelOutcome(call, name(own), name(taken), _total(record, own), _total(record, taken))
+
+
+def _total(record: Record, kernels: str) -> float | None:
+    """Return the milliseconds of a kernel, or of a pair, in the passes that were timed."""
+    first, *_, last = [*kernels.split("/")] * 2
+    found = [its.get(first if what == "forward" else last) for what, its in _times(record).items()]
+    return sum(x for x in found if x) if found and all(found) else None
+
+
+def _table(record: Record, found: KernelCandidates) -> list[str]:
+    """Write the times of every kernel, and why one has none."""
+    times = _times(record)
+    lines = [["kernel", *(f"{what} ms" for what in times)]]
+    for name in found.built:
+        ms = [its.get(name) for its in times.values()]
+        lines.append([name, *(in_digits(x) if x else "-" for x in ms)])
+    failed = ["", *(record["failed"].get(name, "") for name in found.built)]
+    table = zip(columns(lines, 1), failed, strict=True)
+    return [f"  {line}" + (f"  does not run: {why}" if why else "") for line, why in table]
+
+
+def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> list[str]:
+    """Write what is fastest, and what `auto` loses without the measurement.
+
+    Args:
+        its: what the measurement changes.
+        record: with times.
+        role: "self" or "cross".
+        is_kept: whether plans will find the measurement.
+    """
+    if its.now is None:
+        return ["  none of them runs"]
+    passes = "forward and backward" if record["backward_ms"] else "forward"
+    without = f"  without it auto takes {its.own}"
+    if its.own == its.taken:
+        without = "  auto takes the same without it"
+    elif its.before is None:
+        without += ", which was not timed"
+    else:
+        without += f": {in_ms(its.before)}, {its.before / its.now:.2f} times as long"
+    lines = [f"  fastest {its.taken}: {in_ms(its.now)} {passes}", without]
+    lines += ["  plans on this machine take it under attention: auto"] if is_kept else []
+    # Several processes read no measurements: one kernel is named for them.
+    totals = {name: ms for name in record["forward_ms"] if (ms := _total(record, name))}
+    if totals:
+        config = config_of(min(totals, key=lambda name: totals[name]))
+        if role == "cross":
+            config = config.replace(attention="auto", cross_attention=config.attention)
+        where = "for several processes, " if is_kept else ""
+        lines.append(f"  {where}to name one kernel: {', '.join(yaml_of(config).splitlines())}")
+    return lines
+
+
+def changes(outcomes: Sequence[KernelOutcome]) -> list[str]:
+    """Write what the measurements of several calls change."""
+    changed = [its for its in outcomes if its.now and its.own != its.taken]
+    lines = [f"\nchanged: {len(changed)} of {len(outcomes)} calls"]
+    if changed:
+        cells = [("call", "without", "now", "ms before", "ms now")]
+        for call, own, taken, before, now, _ in changed:
+            cells.append((call, own, taken, *(in_digits(x) if x else "-" for x in (before, now))))
+        lines += [f"  {line}" for line in columns(cells, 3)]
+    return lines

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxattn.config.measurements import VERSION, is_estimated, is_of_sizes, read_kept
 from maxattn.tools.writable import unwritable
+from maxattn.tuned import VARIABLE, cache_path
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
 OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
@@ -34,18 +35,34 @@ def add(path: Path, measurement: dict[str, Any]) -> None:
         os.replace(new, path)
 
 
+class Opened(NamedTuple):
+    """Hold the file of measurements of one command, or a copy for this command alone, and why."""
+
+    path: Path
+    problem: str
+
+    def say(self, what: str) -> None:
+        """Print what is measured, and where that is kept."""
+        where = "" if self.problem else f"; measurements in {self.path}"
+        print(f"  {what}{where}", flush=True)
+
+
 @contextmanager
-def writable_copy(path: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the file, or a copy for this command alone where it cannot be written, and why."""
-    problem = unwritable("MAXATTN_CACHE", path)
-    if problem is None:
-        yield path, ""
-        return
+def opened() -> Iterator[Opened]:
+    """Open the file; print why nothing can be kept, and what is wrong with a damaged file."""
+    path = cache_path()
+    problem = unwritable(VARIABLE, path)
     with TemporaryDirectory(prefix="maxattn-tune-") as folder:
-        copy = Path(folder) / path.name
-        with suppress(OSError):  # there is none, or it may not be read
-            shutil.copyfile(path, copy)
-        yield copy, problem.rule
+        copy = Path(folder) / path.name if problem else path
+        if problem:
+            why = f"{path} cannot be written, so nothing is kept: {problem.rule}"
+            print(f"{why}; set {VARIABLE} to a folder that you may write to")
+            with suppress(OSError):  # there is none, or it may not be read
+                shutil.copyfile(path, copy)
+        if aside := put_aside(copy):
+            beside = "" if problem else f"; a copy is kept as {aside[1].name}"
+            print(f"{path} is damaged: {aside[0]}{beside}")
+        yield Opened(copy, problem.rule if problem else "")
 
 
 def put_aside(path: Path) -> tuple[str, Path] | None:

@@ -107,8 +107,8 @@ def test_several_calls_end_with_a_table_of_what_changes(capsys, quick):
     _, table = ran.out.split("\nchanged: ")
     count, *lines = table.splitlines()
     assert count in ("1 of 2 calls", "2 of 2 calls")
-    assert lines[0].split() == ["call", "without", "ms", "now", "ms"]
-    call, without, before, now, after = lines[1].split()
+    assert lines[0].split() == ["call", "without", "now", "ms", "before", "ms", "now"]
+    call, without, now, before, after = lines[1].split()
     assert call == "1,1400,1400,2,16" and without == "dot_product" != now
     assert float(before) > float(after) > 0
 

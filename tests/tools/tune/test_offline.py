@@ -12,7 +12,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import tuned
-from maxattn.block_sizes import facts_of
+from maxattn.block_sizes import adjust, facts_of
 from maxattn.block_sizes.estimated.choose import Estimate, padded_pairs, ranked
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Seconds, StepGrid
 from maxattn.block_sizes.estimated.table import read_table
@@ -22,7 +22,7 @@ from maxattn.devices import DEVICES
 from maxattn.errors import InputError, Unsupported
 from maxattn.masks import EMPTY, FULL, MIXED, LocalWindow
 from maxattn.target import Target
-from maxattn.tools.cli.tune_offline import OfflineTuning, ranking_lines
+from maxattn.tools.cli.tune import SizeTuning, ranked_sizes, ranking_lines
 from maxattn.tools.compile.process import PYTHON_VARIABLE, tpu_python
 from maxattn.tools.estimate.kernel import step_cost_of
 from maxattn.tools.estimate.tiles import KernelTiles
@@ -267,12 +267,16 @@ def test_a_plan_says_that_kept_sizes_are_estimated():
 # ---- the command ---------------------------------------------------------------------------------
 
 
+def tuning(call: ma.Call) -> SizeTuning:
+    return SizeTuning("x", ma.AttentionConfig(), "flash", call, V6E, True)
+
+
 def test_the_ranking():
-    tuning = OfflineTuning("x", "flash", CALL, V6E, True)
     known = {**costs(100, 350, waits=8, fused=True), **costs(100, 350, waits=8)}
-    found = tuning.ranked(known)
+    found = ranked_sizes(tuning(CALL), known)
     assert found[0].sizes.use_fused_bwd_kernel and found[0].sizes.block_q == 1024
-    unset = Estimate(tuning.default, Seconds(2e-4, 3e-4))
+    sizes, _ = adjust(ma.config.FlashBlockSizes(), CALL, "flash", V6E, True)
+    unset = Estimate(sizes, Seconds(2e-4, 3e-4))
     text = "\n".join(ranking_lines(found, unset, "estimated by libtpu 0.0.99's schedule, not run"))
     check_golden("cli/tune/offline_ranking", text)
 
@@ -280,7 +284,7 @@ def test_the_ranking():
 def test_sizes_that_need_more_memory_than_there_is_are_left_out():
     large = ma.Call(1, 131072, 131072, 40, 40, 128, "bfloat16")
     known = {**costs(100, 350, fused=True), **costs(100, 350)}
-    found = OfflineTuning("x", "flash", large, V6E, True).ranked(known)
+    found = ranked_sizes(tuning(large), known)
     assert found and not any(one.sizes.use_fused_bwd_kernel for one in found)
     assert ranked(known, large, "flash", V6E, True, True)
 
