@@ -36,12 +36,7 @@ class Part:
 
 
 def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
-    """List what attention alone holds at once on one device; the rest of a model comes on top.
-
-    Args:
-        plan: its kernel, strategy and lengths.
-        training: forward and backward at their largest; else forward alone.
-    """
+    """List what attention alone holds at once on one device; the rest of a model comes on top."""
     local, chunks = plan.strategy.local_call(plan.padded_call), plan.strategy.chunks_per_rank
     # The kernel sees one chunk of what a rank holds.
     rank = local.derived(q_len=chunks * local.q_len, kv_len=chunks * local.kv_len)
@@ -122,14 +117,7 @@ def _of_kernel(plan: Plan, training: bool) -> list[Part]:
 
 
 def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tuple[Part, ...]:
-    """List what a TPU's tiled kernel holds beside its operands and results.
-
-    Args:
-        kernel: its name.
-        local: what one device computes.
-        blocks: its tiles.
-        training: whether the backward runs too.
-    """
+    """List what a TPU's tiled kernel holds beside its operands and results."""
     lanes = tuple(round_up(dim, LANES) for dim in _dims(local))
     copies = (2 if training else 1) * _queries(local, lanes) + _keys(local, lanes)
     sums = local.batch * local.heads * local.q_len * LANES * FLOAT

@@ -65,9 +65,6 @@ def read(text: str) -> Shape:
     """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[/V][,K].
 
     It is self-attention where T = S.
-
-    Raises:
-        InputError: for what is neither.
     """
     if text in SHAPES:
         return SHAPES[text]
@@ -89,11 +86,7 @@ def read(text: str) -> Shape:
 
 
 def dtype_of(text: str) -> str:
-    """Return the long name of a dtype, such as bfloat16 of bf16.
-
-    Raises:
-        InputError: for a dtype that is not known.
-    """
+    """Return the long name of a dtype, such as bfloat16 of bf16."""
     if text not in DTYPE_OF:
         raise InputError("dtype", text, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
     return DTYPE_OF[text]
@@ -102,11 +95,7 @@ def dtype_of(text: str) -> str:
 def changed(
     shape: Shape, role: Role | None, dtype: str | None, mask: Mask | None, batch: int | None
 ) -> Shape:
-    """Return a shape with what the user wrote otherwise; None leaves it.
-
-    Raises:
-        InputError: for a dtype that is not known.
-    """
+    """Return a shape with what the user wrote otherwise; None leaves it."""
     given = {"role": role, "dtype": dtype and dtype_of(dtype), "mask": mask, "batch": batch}
     return replace(shape, **{key: value for key, value in given.items() if value is not None})
 

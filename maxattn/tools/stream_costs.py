@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 
+from maxattn.block_sizes.estimated.choose import estimated_sizes, how_estimated
+from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
+from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import Collective, itemsize
+from maxattn.kernels import computed_call
+from maxattn.kernels.auto.tuned_order import HERE, times_for
 from maxattn.masks import Full, KeyPadding
+from maxattn.plan import Plan
 from maxattn.sharding import MeshShape, ways
 from maxattn.streaming.layout import CacheLayout
 from maxattn.tools.known_models import VideoModel
+from maxattn.tuned.kernels import milliseconds_of
 
 FLOAT = 4
 
@@ -73,12 +80,10 @@ class StreamCosts:
 
     @property
     def kv_heads(self) -> int:
-        """K."""
         return self.model.kv_heads or self.model.heads
 
     @property
     def passes(self) -> int:
-        """Passes through the model for each block."""
         return self.steps + self.clean_pass
 
     @property
@@ -94,7 +99,6 @@ class StreamCosts:
 
     @property
     def blocks(self) -> int | None:
-        """Blocks of the video."""
         return None if self.length is None else len(self.layout.stream.blocks(self.length))
 
     @property
@@ -157,3 +161,52 @@ class StreamCosts:
         tokens = self._local_batch * stream.frames_per_block * stream.tokens_per_frame
         each = tokens * heads // tensor * self.model.head_dim * (size or itemsize(self.dtype))
         return each * (ranks - 1) // ranks
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+class Milliseconds(NamedTuple):
+    """Hold an interval of milliseconds; its ends are the same if a single time is known."""
+
+    fast: float
+    slow: float
+
+    def times(self, count: int) -> Milliseconds:
+        return Milliseconds(count * self.fast, count * self.slow)
+
+    def __str__(self) -> str:
+        low, high = (f"{ms:.3g}" for ms in self)
+        return f"{low} ms" if low == high else f"{low} to {high} ms"
+
+
+class Predicted(NamedTuple):
+    """Hold the time of one device's call, and its source in a few words."""
+
+    ms: Milliseconds
+    how: str
+
+
+def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
+    """Return how long the forward of a plan takes: measured by `maxattn tune`, else estimated.
+
+    It is None over a mesh, where transfers and compute overlap, and where nothing is known.
+    """
+    if plan.mesh:
+        return None
+    kernel, call, target = plan.kernel.for_inference(), plan.padded_call, plan.target
+    times = times_for(call, target, config)
+    if times and kernel.name in (measured := dict(times.forward)):
+        ms = milliseconds_of(measured[kernel.name])
+        return Predicted(Milliseconds(ms, ms), HERE)
+    if target.platform == "tpu" and kernel.name in get_args(KernelKind):
+        its = computed_call(kernel.name, call, "tpu")
+        found = estimated_sizes(cast(KernelKind, kernel.name), its, target, False)
+        if found is None:
+            return None
+        return Predicted(Milliseconds(*(1e3 * end for end in found.seconds)), how_estimated())
+    estimate = kernel.microseconds(call, target)
+    if estimate is None:
+        return None
+    ms = estimate[0] / 1e3
+    return Predicted(Milliseconds(ms, ms), "estimated, not run; maxattn tune measures it")

@@ -10,12 +10,9 @@ from maxattn.errors import ConfigError
 
 
 def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigError | None:
-    """Return why a file or folder cannot be written, or None. Nothing is left behind.
+    """Return why a file or folder that a setting names cannot be written, or None.
 
-    Args:
-        setting: that named it.
-        path: of the file or folder; it and the folders above it need not be there.
-        folder: whether it is one that files go into.
+    It and the folders above it need not be there. Nothing is left behind.
     """
     try:
         return _problem(setting, Path(path), folder)
@@ -26,11 +23,7 @@ def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigEr
 
 
 def check_writable(setting: str, path: str | Path, folder: bool = False) -> None:
-    """Refuse a file or folder that cannot be written.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Refuse a file or folder that cannot be written."""
     if (problem := unwritable(setting, path, folder)) is not None:
         raise problem
 

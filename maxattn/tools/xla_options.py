@@ -19,13 +19,6 @@ SPELT = {"xla_gpu_collective_permute_mode": MODES}
 def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
     """Read options for `jax.jit(compiler_options=...)`, and ask this machine's compiler whether it
     knows them.
-
-    Args:
-        words: NAME=VALUE each; true and false are read as such, numbers by the compiler.
-        setting: what the options are called in errors.
-
-    Raises:
-        ConfigError: for a word of another form, and for an option that the compiler refuses.
     """
     options: dict[str, Any] = {}
     for word in words:

@@ -19,7 +19,7 @@ from maxattn.attention import run
 from maxattn.errors import Unsupported
 from maxattn.kernels import as_batch_rows, build, computed_call
 from maxattn.kernels.composed.batch_rows import BatchRows
-from maxattn.tools.cli.advice import advice
+from maxattn.tools.cli.check import advice
 from maxattn.tools.memory import estimate
 from maxattn.tools.tune.candidates import kernel_candidates
 from tests.cases import TOLERANCE

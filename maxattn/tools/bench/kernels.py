@@ -25,7 +25,6 @@ from maxattn.tools.bench.row import (
     FORWARD,
     BenchJob,
     BenchRow,
-    as_kernels,
     operations,
     refused_job,
     row_of,
@@ -70,11 +69,7 @@ def bench(
 
 
 def check_kernels(names: Sequence[str]) -> None:
-    """Refuse names of no kernel.
-
-    Raises:
-        InputError: naming those that there are.
-    """
+    """Refuse names of no kernel."""
     known = (*KERNELS, "auto")
     for name in names:
         if name not in known:
@@ -88,26 +83,14 @@ def beside_reference(
     inputs: tuple[Array, ...],
     budget: float,
     options: Mapping[str, Any] | None = None,
-    profiled: bool = False,
 ) -> list[BenchRow]:
-    """Measure jobs, and dense attention of the first queries to compare their results with.
-
-    Args:
-        jobs: of a shape.
-        shape: that.
-        inputs: one (q, k, v, ...) of it.
-        budget: seconds for one measurement, about.
-        options: of XLA's compiler.
-        profiled: print the device time by kernel of each.
-    """
+    """Measure jobs of a shape, and dense attention of its first queries to compare with."""
     first = [tuple(x[:1] for x in inputs[:3])]
     reference = TimedFunction(
         _reference(shape), lambda: first, name="reference in float32", keeps_result=True
     )
     ran = [job for job in jobs if not job.row.note]
-    wanted, *times = measure([reference, *(job.work for job in ran)], budget, options, profiled)
-    if profiled:
-        print("\n\n".join(as_kernels(job.row, t) for job, t in zip(ran, times, strict=True)))
+    wanted, *times = measure([reference, *(job.work for job in ran)], budget, options)
     following = iter(times)
     return [job.row if job.row.note else row_of(job, next(following), wanted) for job in jobs]
 

@@ -49,7 +49,6 @@ def bench_mesh(
     peers: bool = False,
     budget: float = 0.5,
     options: Mapping[str, Any] | None = None,
-    profiled: bool = False,
 ) -> list[BenchRow]:
     """Measure an attention, forward and forward with backward, on one device and on a mesh.
 
@@ -61,7 +60,6 @@ def bench_mesh(
         peers: TransformerEngine's ring and all-gather too.
         budget: seconds for one measurement, about.
         options: of XLA's compiler.
-        profiled: print the device time by kernel of each.
     """
     devices = prod(mesh.values())
     whole = inputs_of(shape, Target.here())[:1]
@@ -72,7 +70,7 @@ def bench_mesh(
         jobs += _of_strategy(shape, name, kernel, mesh, whole)
     for name in TE_STRATEGIES if peers else ():
         jobs += _of_te(shape, name, mesh, whole)
-    rows = beside_reference(jobs, shape, whole[0], budget, options, profiled)
+    rows = beside_reference(jobs, shape, whole[0], budget, options)
     return [_compared(row, rows[:4], devices) for row in rows]
 
 

@@ -38,7 +38,7 @@ from maxattn.modules.row_kernel.work import RowWork
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
 from maxattn.tools.bench.kernels import config_of, inputs_of, with_gradient
-from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, as_kernels, row_of
+from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, row_of
 from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.passes import normal
@@ -53,7 +53,6 @@ def bench_module(
     param_dtype: str = "float32",
     budget: float = 0.5,
     options: Mapping[str, Any] | None = None,
-    profiled: bool = False,
     alone: bool = False,
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
@@ -66,7 +65,6 @@ def bench_module(
         param_dtype: of the parameters; the computation has the shape's dtype.
         budget: seconds for one measurement, about.
         options: of XLA's compiler.
-        profiled: print the device time by kernel of each.
         alone: the module without its parts.
     """
     jobs = _module(shape, kernel, param_dtype)
@@ -76,10 +74,8 @@ def bench_module(
         jobs += _norm_rope_jobs(shape, how)
         if how.work is not None:
             jobs += _module(shape, kernel, param_dtype, _StepByStep)
-    timed = measure([job.work for job in jobs], budget, options, profiled)
+    timed = measure([job.work for job in jobs], budget, options)
     rows = [row_of(job, t) for job, t in zip(jobs, timed, strict=True)]
-    if profiled:
-        print("\n\n".join(as_kernels(job.row, t) for job, t in zip(jobs, timed, strict=True)))
     if alone:
         return rows
     bounds = [_bound(shape, rows, i, param_dtype) for i in (0, 1)]

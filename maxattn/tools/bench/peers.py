@@ -30,12 +30,7 @@ def _transformer_engine() -> Attend:
 
 
 def te_attention(te: Any, **settings: Any) -> Attend:
-    """Return TransformerEngine's fused attention of full masks.
-
-    Args:
-        te: the module `transformer_engine.jax.attention`.
-        settings: further arguments of its `fused_attn`.
-    """
+    """Return TransformerEngine's fused attention of full masks."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))

@@ -49,13 +49,7 @@ class Report:
 
 
 def make(name: str, target: Target, budget: float = 0.3) -> Report:
-    """Measure and write one of `REPORTS`.
-
-    Args:
-        name: of the report.
-        target: this machine; on a CPU the sizes are small.
-        budget: seconds for one measurement, about.
-    """
+    """Measure and write one of `REPORTS`; on a CPU the sizes are small."""
     return REPORTS[name](target, budget)
 
 
@@ -151,16 +145,7 @@ def _table(head: str, lines: Sequence[Sequence[object]]) -> str:
 
 
 def draw(report: Report, device: str, path: Path) -> None:
-    """Draw a report as a PNG with matplotlib.
-
-    Args:
-        report: from `make`.
-        device: for the title.
-        path: of the picture.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
+    """Draw a report as a PNG with matplotlib, which must be installed."""
     try:
         matplotlib = import_module("matplotlib")
     except ImportError:

@@ -87,13 +87,7 @@ def refused_job(shape: Shape, who: str, why: object) -> BenchJob:
 
 
 def row_of(job: BenchJob, timed: Timed, wanted: Timed | None = None) -> BenchRow:
-    """Fill a row with what was measured.
-
-    Args:
-        job: what was measured.
-        timed: its time.
-        wanted: the reference's result, if there is one.
-    """
+    """Fill a row with what was measured; `wanted` is the reference's result, if there is one."""
     if not timed.seconds:
         return replace(job.row, note=timed.failed)
     row = replace(job.row, ms=1e3 * timed.seconds, peak=timed.peak)
@@ -141,17 +135,6 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
     bound = ("", "") if row.bound is None else (f"{row.bound:.3f}", f"{row.ms / row.bound:.3f}")
     return *words, f"{row.ms:.3f}", rate, memory, error, efficiency, *bound
-
-
-def as_kernels(row: BenchRow, timed: Timed, most: int = 24) -> str:
-    """Return the device time of one recorded run by kernel, the longest first."""
-    p = timed.profile
-    time = f"{1e3 * timed.seconds:.3f} ms; one run, first device: {p.span:.3f} ms"
-    alone = f"{p.alone:.3f} of them beside no kernel, idle {p.idle:.3f} ms"
-    transfers = f", transfers {p.transfers:.3f} ms, {alone}" if p.transfers else ""
-    head = f"{row.shape}, {row.who}, {row.what}: {time}{transfers}"
-    lines = (f"  {k.ms:9.3f} ms  {k.calls:6.4g} x  {k.name[:100]}" for k in p.kernels[:most])
-    return "\n".join((head, *lines))
 
 
 def to_json(rows: Sequence[BenchRow], target: Target) -> str:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -27,8 +29,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-from maxattn.tools.bench.profile import Event, Profile, device_time, recorded
 
 # The command line prints it: a measurement can take minutes.
 log = logging.getLogger("maxattn.tools.bench")
@@ -61,14 +61,7 @@ class TimedFunction:
 
 @dataclass(frozen=True)
 class TimedProgram:
-    """Hold a compiled program that calls a function on each of its inputs.
-
-    Args:
-        work: the function.
-        compiled: takes the inputs; None where it does not compile.
-        inputs: of the calls.
-        failed: why it does not compile.
-    """
+    """Hold a compiled program that calls a function on each of its inputs, or why there is none."""
 
     work: TimedFunction
     compiled: Any = None
@@ -98,7 +91,6 @@ class Timed:
         peak: bytes of arguments, results and temporaries of one call, as the compiler reports them.
         first: result of the first call, if it was wanted.
         failed: why there is no time.
-        profile: device time by kernel, if it was asked for.
         rounds: seconds of one call in each round.
     """
 
@@ -106,15 +98,11 @@ class Timed:
     peak: int = 0
     first: Any = None
     failed: str = ""
-    profile: Profile = field(default_factory=Profile)
     rounds: tuple[float, ...] = ()
 
 
 def measure(
-    functions: Sequence[TimedFunction],
-    budget: float,
-    options: Mapping[str, Any] | None = None,
-    profiled: bool = False,
+    functions: Sequence[TimedFunction], budget: float, options: Mapping[str, Any] | None = None
 ) -> list[Timed]:
     """Return the device time of functions.
 
@@ -122,18 +110,8 @@ def measure(
         functions: what to measure.
         budget: seconds to spend on each, about.
         options: of XLA's compiler.
-        profiled: whether to record one more call of each with the profiler.
     """
-    programs = compile_all(functions, options)
-    times = time_all(programs, budget)
-    if not profiled:
-        return times
-
-    def profile(program: TimedProgram) -> Profile:
-        return device_time(lambda: jax.block_until_ready(program.compiled(program.inputs)))
-
-    pairs = zip(times, programs, strict=True)
-    return [replace(t, profile=profile(p)) if t.seconds else t for t, p in pairs]
+    return time_all(compile_all(functions, options), budget)
 
 
 def compile_all(
@@ -301,12 +279,7 @@ def passes_over(x: Float[Array, " entries"]) -> Float[Array, ""]:
 
 
 def seconds_by_record(programs: Sequence[TimedProgram], rounds: int) -> list[list[float]]:
-    """Return the seconds of one call of each program, once a round.
-
-    Args:
-        programs: that have run before.
-        rounds: in each of them every program runs once.
-    """
+    """Return the seconds of one call of each program, once a round; all have run before."""
     in_turn = [one for i in range(rounds) for one in in_order(i, list(programs))]
     names = [program.record for program in in_turn]
     memory = jnp.linspace(0.0, 1.0, ENTRIES, dtype=jnp.float32)
@@ -359,3 +332,39 @@ def runs_of(events: Sequence[Event], names: set[str]) -> Iterator[Run]:
             starts = [event.start for event in run[1:]]
             waits = max((b - a for b, a in zip(starts, ends, strict=False)), default=0.0)
             yield Run(name, (ends[-1] - run[0].start) / 1e9, max(0.0, waits) / 1e9)
+
+
+DEVICE = re.compile(r"/device:(GPU|TPU):\d+$")
+KERNELS = ("Stream", "XLA Ops")  # the lines of a GPU's kernels, and of a TPU's
+
+
+class Event(NamedTuple):
+    """Hold one call of one kernel: its program, "" if the record names none, and ns of its ends."""
+
+    program: str
+    start: float
+    end: float
+
+
+def recorded(run: Callable[[], Any]) -> list[Event]:
+    """Return all that the first device runs meanwhile, without Python's calls, which take time."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        return list(events_of(jax.profiler.ProfileData.from_file(str(newest))))
+
+
+def events_of(record: Any) -> Iterator[Event]:
+    """Yield what the first device ran; on a CPU, every operation."""
+    planes = {plane.name: plane for plane in record.planes}
+    device = next((plane for name, plane in sorted(planes.items()) if DEVICE.match(name)), None)
+    lines = [line for plane in ([device] if device else planes.values()) for line in plane.lines]
+    kept = [line for line in lines if device is None or line.name.startswith(KERNELS)]
+    for event in (event for line in kept for event in line.events):
+        stats = dict(event.stats)
+        if device or stats.get("hlo_op"):  # a CPU's lines hold Python's calls too
+            program = str(stats.get("hlo_module") or "").partition("(")[0]
+            yield Event(program, event.start_ns, event.start_ns + event.duration_ns)

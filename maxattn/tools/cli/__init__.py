@@ -37,11 +37,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status.
-
-    Args:
-        argv: default the arguments of the process.
-    """
+    """Run one command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())

@@ -57,7 +57,7 @@ def _measured(
 
     mesh, options = read_mesh(args.mesh), xla_options(args.option)
     kernel = (*args.kernel, "auto")[0]
-    measuring = args.seconds, options, args.profile
+    measuring = args.seconds, options
     for shape in shapes:
         if mesh:
             strategies = args.strategy or STRATEGIES[:3]
@@ -81,12 +81,7 @@ def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[An
 
 
 def read_mesh(words: list[str]) -> dict[str, int]:
-    """Read the axes of --mesh, such as `context=4`.
-
-    Raises:
-        MeshError: for what is no axis and size, and an axis named twice.
-        InputError: for another axis, and more devices than there are.
-    """
+    """Read the axes of --mesh, such as `context=4`."""
     import jax
 
     found, text = read_sizes(words), " ".join(words)
@@ -101,20 +96,13 @@ def read_mesh(words: list[str]) -> dict[str, int]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what would be found out after the measurements, or never.
-
-    Raises:
-        InputError: for an option without the one that it belongs to, a time that is none, and a
-            name of no kernel.
-        ConfigError: for a path that cannot be written to.
-    """
+    """Refuse what would be found out after the measurements, or never."""
     from maxattn.tools.bench.kernels import check_kernels
 
     spread, module = args.mesh and not args.report, args.module and not args.report
     with_either = "--mesh or --module, without --report"
     for name, given, is_read, other in (
         ("--option", " ".join(args.option), spread or module, with_either),
-        ("--profile", "given" if args.profile else "", spread or module, with_either),
         ("--strategy", " ".join(args.strategy), spread, "--mesh, without --report"),
         ("--pictures", args.pictures, args.report, "--report"),
     ):

@@ -61,13 +61,7 @@ def read_mask(text: str) -> Mask:
 
 
 def check_fits(text: str, q_len: int, kv_len: int, where: str) -> None:
-    """Refuse numbers beyond the last query or key, which a mask of the library cuts there.
-
-    Args:
-        text: of a mask that was read.
-        q_len, kv_len: T and S.
-        where: the shape's name.
-    """
+    """Refuse numbers beyond the last query or key, which a mask of the library cuts there."""
     for part in text.split("+"):
         name, _, rest = part.strip().partition(":")
         numbers = [int(word) for word in rest.split(",")] if rest else []

@@ -141,7 +141,6 @@ def tune(parser: Parser) -> None:
       maxattn tune configs/wan_14b.yml
       maxattn tune wan-14b-480p wan-14b-cross
       maxattn tune attention=auto --shape 64,256,256,16,72 --forward
-      maxattn tune attention=flash --shape wan-14b-720p --target "TPU v6e" --limit 40
       maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
 
     On GPUs and CPUs `attention: auto` has its kernels timed: every one that can run the call, in
@@ -149,10 +148,9 @@ def tune(parser: Parser) -> None:
     its sizes are timed: plans take them where the config sets none. --kernels and --sizes choose.
 
     Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE): a killed command goes
-    on where it was. Where nothing can be written, nothing is kept, and it says so. With a --target
-    that is not this machine, nothing is timed or kept: kernels are listed, and sizes are ranked by
-    what they compute, padding included, and by their steps: an estimate. With --offline sizes are
-    ranked by the schedules that libtpu makes of their kernels, and kept as estimated.
+    on where it was. With a --target nothing is timed or kept, and the kernels are listed. With
+    --offline a TPU's sizes are ranked by the schedules that libtpu makes of their kernels, and kept
+    as estimated.
     """
     _config(parser)
     _shape(parser)
@@ -228,8 +226,6 @@ def bench(parser: Parser) -> None:
     option = "with --mesh or --module: of XLA's compiler"
     add("--option", **several, metavar="NAME=VALUE", help=option)
     add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")
-    profile = "with --mesh or --module: print the device time by kernel"
-    add("--profile", action="store_true", help=profile)
     add("--json", type=Path, metavar="FILE", help="write the measurements")
     seconds = "for one measurement, about (default 0.5)"
     add("--seconds", type=float, default=0.5, help=seconds)

@@ -41,15 +41,7 @@ _OF_SECTION = {
 def read_stream(
     text: str, sections: Mapping[str, Any], mesh: MeshShape, batch: int, dtype: str
 ) -> StreamCosts:
-    """Read the value of `--stream`.
-
-    Args:
-        text: `wan-1.3b-480p,frames=3,window=7,sink=0`.
-        sections: of the file, whose `rollout` has what the text leaves out.
-        mesh: that the cache lies on.
-        batch: videos at a time.
-        dtype: of q, k, v and the cache.
-    """
+    """Read the value of `--stream`; what it leaves out is taken from the section `rollout`."""
     name, given = _words(text)
     given = _of_section(sections.get("rollout")) | given
     numbers = {key: _number(key, given[key]) for key in NUMBERS if key in given}

@@ -1,7 +1,7 @@
 """`maxattn tune`: time kernels, or the sizes of one, and keep the fastest for plans.
 
-tune_kernels.py times kernels. Sizes of a TPU that is not here are ranked by libtpu's schedules with
---offline, and marked as estimated; else by what they compute, which is not kept.
+tune_kernels.py times kernels. With --offline the sizes of a TPU that is not here are ranked by
+libtpu's schedules, and marked as estimated.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from maxattn.tools.memory import fits_alone
 from maxattn.tools.tune import kernel_times, store
 from maxattn.tools.tune.candidates import Candidate, candidates
 from maxattn.tools.tune.kernel_job import KernelJob
-from maxattn.tools.tune.offline import OfflineSearch
-from maxattn.tools.tune.schedules import ScheduleCompiler, ScheduleLog
+from maxattn.tools.tune.schedules import OfflineSearch, ScheduleCompiler, ScheduleLog
 from maxattn.tuned import Sizes, key_of, versions_of, winners, with_sizes
 from maxattn.tuned import in_ms as ms_text
 
@@ -87,15 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class SizeTuning:
-    """Hold what sizes are tuned for.
-
-    Args:
-        name: of the shape.
-        config: the settings.
-        kernel: its name.
-        local: the call of one device.
-        target: the machine.
-        training: whether the backward runs too.
+    """Hold what sizes are tuned for: the shape's name, settings, kernel, one device's call,
+    machine, and whether the backward runs too.
     """
 
     name: str
@@ -142,7 +134,7 @@ def _tunings(
         yield SizeTuning(name, config, kernel, local, made.target, training)
 
 
-# ---- sizes, timed or ranked by what they compute -------------------------------------------------
+# ---- sizes, timed --------------------------------------------------------------------------------
 
 
 def _tune_sizes(args: argparse.Namespace, tuning: SizeTuning, kept: store.Opened | None) -> None:
@@ -150,22 +142,14 @@ def _tune_sizes(args: argparse.Namespace, tuning: SizeTuning, kept: store.Opened
     if kernel != CHUNKS and (kernel not in BLOCKS or target.platform == "gpu"):
         print(f"  {kernel} has no sizes to tune on {target.device_kind}")
         return
-    found = candidates(kernel, tuning.as_computed, target, tuning.training, args.limit)
     # On a CPU kernels of TPUs are interpreted.
     runs = kernel == CHUNKS or target.platform != "cpu"
     if kept and runs and target.untuned() == Target.here().untuned():
+        found = candidates(kernel, tuning.as_computed, target, tuning.training, args.limit)
         _timed(args, tuning, found, kept)
         return
-    why = f"{target.device_kind} is not here (or is a CPU's interpreter)"
-    print(f"  an estimate: {why}, so nothing is timed or kept")
-    lines = [("of T x S", "steps")]
-    ordered = sorted(found, key=lambda c: c.cost)
-    lines += [(f"{one.share:.2%}", str(one.steps)) for one in ordered]
-    unset = "  (runs where nothing is set)"
-    sizes = ["sizes", *(f"{one}{unset if one is found[0] else ''}" for one in ordered)]
-    for line, text in zip(columns(lines), sizes, strict=True):
-        print(f"  {line}  {text}")
-    print(f"  least work and fewest steps together, {tuning.to_set(ordered[0].sizes)}")
+    offline = "; --offline ranks its tiles by libtpu's schedules" if kernel in BLOCKS else ""
+    print(f"  {target.device_kind} is not here, so nothing is timed or kept{offline}")
 
 
 def _timed(

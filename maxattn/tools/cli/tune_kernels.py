@@ -51,12 +51,8 @@ Record = dict[str, Any]
 class KernelTuning:
     """Hold what the kernels are timed for.
 
-    Args:
-        shape: that the user named.
-        config: the settings.
-        mesh: axis sizes.
-        target: the machine, without what was measured of kernels.
-        data: how the user wrote a mask that has arrays; else "".
+    `target` is without what was measured of kernels; `data` is how the user wrote a mask that has
+    arrays, else "".
     """
 
     shape: Shape
@@ -189,11 +185,7 @@ def _measured(
 
 
 def check_kernels_are_chosen(named: str, because: str) -> None:
-    """Refuse to time kernels where a setting names the one that runs.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse to time kernels where a setting names the one that runs."""
     if named != "auto":
         rule = f"kernels are timed where auto chooses one, and here {named} runs: {because}"
         remedy = (
@@ -245,14 +237,7 @@ def _table(record: Record, found: KernelCandidates) -> list[str]:
 
 
 def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> list[str]:
-    """Write what is fastest, and what `auto` loses without the measurement.
-
-    Args:
-        its: what the measurement changes.
-        record: with times.
-        role: "self" or "cross".
-        is_kept: whether plans will find the measurement.
-    """
+    """Write what is fastest, and what `auto` loses without the measurement."""
     if its.now is None:
         return ["  none of them runs"]
     passes = "forward and backward" if record["backward_ms"] else "forward"
@@ -281,7 +266,7 @@ def changes(outcomes: Sequence[KernelOutcome]) -> list[str]:
     changed = [its for its in outcomes if its.now and its.own != its.taken]
     lines = [f"\nchanged: {len(changed)} of {len(outcomes)} calls"]
     if changed:
-        cells = [("call", "without", "now", "ms before", "ms now")]
+        cells: list[tuple[str, ...]] = [("call", "without", "now", "ms before", "ms now")]
         for call, own, taken, before, now, _ in changed:
             cells.append((call, own, taken, *(in_digits(x) if x else "-" for x in (before, now))))
         lines += [f"  {line}" for line in columns(cells, 3)]

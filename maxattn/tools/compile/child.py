@@ -78,12 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def outcome_of(job: CompileJob, folder: Path) -> Outcome:
-    """Plan and compile one job; what goes wrong is in the outcome.
-
-    Args:
-        job: what to compile.
-        folder: where the compiler writes its schedules, if an estimate is asked for.
-    """
+    """Plan and compile one job; what goes wrong is in the outcome."""
     from maxattn.plan import plan
     from maxattn.tools.compile.programs import devices_of
 
@@ -114,8 +109,8 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
     import jax
 
     from maxattn.tools.compile.programs import program_of
+    from maxattn.tools.estimate.kernel import tiles_of
     from maxattn.tools.estimate.program import block_estimate, estimate_of
-    from maxattn.tools.estimate.tiles import tiles_of
 
     device, training = decided.target.device, job.training
     named = (c for c in decided.collectives if training or c.when == "forward")

@@ -50,7 +50,6 @@ class Transfer:
         times: how often it runs: trip counts of the loops around it, if the text has them.
         kernels: kernels and products (dot, convolution, and loops or fusions with one) between
             start and done.
-        others: how many other fusions stand between start and done.
         op_name: jax's name of the operation.
     """
 
@@ -63,7 +62,6 @@ class Transfer:
     done: int
     times: int
     kernels: tuple[str, ...]
-    others: int
     op_name: str
 
     @property
@@ -76,18 +74,9 @@ class Transfer:
         """Whether a kernel or a product runs while the data is under way."""
         return bool(self.kernels)
 
-    @property
-    def is_backward(self) -> bool:
-        """Whether jax made it for a gradient."""
-        return "transpose(" in self.op_name
-
 
 def transfers(text: str) -> tuple[Transfer, ...]:
-    """List the collectives of a compiled program, in the order of the text.
-
-    Args:
-        text: `jax.jit(f).lower(...).compile().as_text()`.
-    """
+    """List the collectives of a compiled program, in the order of its text."""
     program = HloProgram.read(text)
     # A wrapper's collective is listed where `async-start` calls it.
     names = (name for name in program.computations if name not in program.wrappers)
@@ -125,11 +114,9 @@ def _of_computation(program: HloProgram, name: str) -> Iterator[Transfer]:
 def _transfer(
     program: HloProgram, computation: str, found: Instruction, span: Sequence[Instruction]
 ) -> Transfer:
-    """Describe a collective, which stands in a computation.
+    """Describe a collective.
 
-    Args:
-        found: the instruction that names what moves and where to.
-        span: from start to done; the type of the last one is what arrives.
+    `span` goes from its start to its done; the type of the last instruction is what arrives.
     """
     opcode, groups = found.opcode.removesuffix("-start"), groups_of(found, program.devices)
     ways, size = max(map(len, groups), default=1), bytes_of(span[-1].type)
@@ -149,7 +136,6 @@ def _transfer(
         done=done.line,
         times=program.times(computation),
         kernels=tuple(i.name for i in between if program.computes(i)),
-        others=sum(i.opcode == "fusion" and not program.computes(i) for i in between),
         op_name=next(filter(None, names), ""),
     )
 

@@ -117,11 +117,7 @@ class CompilerProcess:
         return found if isinstance(found, dict) else {}
 
     def crash(self, is_broken: bool) -> CompilerStopped:
-        """End the process, and return what its log ends with.
-
-        Args:
-            is_broken: whether it answered, and not wholly.
-        """
+        """End the process, and return what its log ends with."""
         assert self._child is not None and self._folder is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(1)

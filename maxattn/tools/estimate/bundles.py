@@ -36,12 +36,7 @@ PIPELINE = 2  # trips of a loop beside its steps: blocks are fetched before, and
 
 
 def unknown(who: str, rule: str) -> Unsupported:
-    """Return the refusal of a dump.
-
-    Args:
-        who: whose dump, such as "libtpu 0.0.60's dump of my_kernel".
-        rule: what it lacks, or has beside what is known.
-    """
+    """Return the refusal of a dump, such as of "libtpu 0.0.60's dump of my_kernel"."""
     remedy = f"the dumps of {UNDERSTOOD} are understood: install one, or leave --estimate out"
     return Unsupported("estimate", who, rule, remedy)
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
+import numpy as np
+
+from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.block_sizes.estimated.step_cost import StepCost, StepGrid
+from maxattn.call import Call
+from maxattn.decide import kernel_call
 from maxattn.devices import Device, TensorCore
 from maxattn.errors import Unsupported
+from maxattn.kernels import computed_call
+from maxattn.kernels.composed.pair import kernels_of
+from maxattn.kernels.splash.calls import Setup
+from maxattn.kernels.splash.kernel import Splash
+from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
+from maxattn.masks.terms import SplitMask, split_mask
+from maxattn.masks.tile_kinds import tile_kinds
+from maxattn.plan import Plan
 from maxattn.tools.estimate.bundles import (
     FILLS,
     SPILLS,
@@ -21,7 +34,6 @@ from maxattn.tools.estimate.bundles import (
     windows_of,
 )
 from maxattn.tools.estimate.step import BodyShares, GridStep
-from maxattn.tools.estimate.tiles import KernelTiles, Phase
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
 _TWO_FORMS = "tpu_flash_fwd"  # its second bodies are the online softmax
@@ -118,14 +130,10 @@ class KernelDump:
         return windows_of(self.bundles)
 
     def cost(self, steps: int, row: float) -> StepCost:
-        """Return what a step costs.
+        """Return what a step of a grid with so many steps, and so many in a row of tiles, costs.
 
         K and V change at every step, and all other inputs with the row; in the backward of K and V
         it is the other way round.
-
-        Args:
-            steps: of the grid.
-            row: steps of a row of tiles.
         """
         step, bodies = self.step, self.step.bodies
         inputs = [w for w in self.windows if not w.is_output]
@@ -143,11 +151,9 @@ class KernelDump:
         return StepCost(*sizes, self.cores, in_step, in_row, spills)
 
     def estimate(self, tiles: KernelTiles | None, calls: int = 1) -> KernelEstimate:
-        """Price one call.
+        """Price one call, which the program runs `calls` times.
 
-        Args:
-            tiles: what it computes; None: every step runs every body, and nothing else is known.
-            calls: how often the program runs it.
+        Without tiles every step runs every body, and nothing else is known.
         """
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
@@ -214,13 +220,7 @@ class KernelDump:
 
 
 def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
-    """Return what a step costs in a grid of any length.
-
-    Args:
-        dump: of a compile whose grid has several rows and columns of tiles.
-        columns: tiles of a row in that compile.
-        steps: all of them.
-    """
+    """Return what a step costs in a grid of any length, from a dump of several rows of tiles."""
     known = dump.step.loop.steps
     made = steps if known is None else known * dump.cores
     if made != steps:
@@ -231,12 +231,7 @@ def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
 
 
 def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
-    """Return what a step costs with the online softmax; None if the kernel has but one form.
-
-    Args:
-        dump: of the kernel.
-        cost: of the same kernel, for scores that need no running maximum.
-    """
+    """Return what a step costs with the online softmax; None if the kernel has but one form."""
     if dump.step.forms == 1:
         return None
     full, masked = dump.step.costs(1)
@@ -251,3 +246,82 @@ def core_of(device: Device) -> TensorCore:
         remedy = "take one of v4, v5e, v5p, v6e and v7x, or leave --estimate out"
         raise Unsupported("estimate", device.kind, rule, remedy)
     return device.core
+
+
+# ---- tiles of a plan's mask ----------------------------------------------------------------------
+
+Phase = Literal["fwd", "dkv", "dq"]
+"""The forward; the backward of K and V, of Q too when fused; the separate backward of Q."""
+_KEYS: dict[Phase, tuple[str, ...]] = {"fwd": FORWARD, "dkv": DKV, "dq": DQ}
+_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # of a query tile with a key tile; a fused dkv has 5
+
+
+class KernelTiles(NamedTuple):
+    """Hold what one call of a kernel computes.
+
+    Args:
+        block: queries and keys of a tile.
+        full, masked: tiles of one head without and with the mask; empty ones are in neither.
+        grids: how many steps one head may have: all tiles, or those that are left where a grid ends
+            with its longest row, or column, of visited tiles.
+        heads: heads times batch.
+        flops: operations of its products a visited tile, over the pairs that the mask allows.
+        is_bound: which tiles are visited differs by rank; `full` and `masked` mean nothing.
+    """
+
+    block: tuple[int, int]
+    full: int
+    masked: int
+    grids: tuple[int, ...]
+    heads: int
+    flops: float
+    is_bound: bool
+
+    @property
+    def visited(self) -> int:
+        """Tiles of one head that are computed."""
+        return self.full + self.masked
+
+    @property
+    def skips_nothing(self) -> bool:
+        """Whether every tile is computed."""
+        return not self.is_bound and self.visited == self.grids[0]
+
+
+def tiles_of(plan: Plan, training: bool) -> dict[Phase, KernelTiles]:
+    """Count the tiles of each kernel that a plan runs; none where its kernel has no tiles."""
+    if not all(isinstance(kernel.computes, Splash) for kernel in kernels_of(plan.kernel)):
+        return {}
+    blocks = (plan.kernel if training else plan.kernel.for_inference()).blocks
+    assert blocks is not None, plan.kernel
+    phases: list[Phase] = ["fwd", "dkv", "dq"] if training else ["fwd"]
+    runs: list[Phase] = [phase for phase in phases if blocks.part(_KEYS[phase]) is not None]
+    return {phase: _tiles(plan, blocks, phase) for phase in runs}
+
+
+def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> KernelTiles:
+    local = plan.strategy.kernel_call(kernel_call(plan.padded_call, plan.strategy))
+    call = computed_call(plan.kernel.name, local, plan.target.platform)
+    part = sizes.part(_KEYS[phase])
+    assert part is not None, (sizes, phase)
+    block, heads = (part[0], part[1]), call.batch * call.heads
+    marks, pairs = _marks(call, block), call.mask.allowed_pairs(call.q_len, call.kv_len)
+    full, masked = (int(np.count_nonzero(marks == mark)) for mark in (WHOLE, PARTIAL))
+    (rows, columns), visited = marks.shape, marks != 0
+    widest, tallest = (int(visited.sum(axis=axis).max()) for axis in (1, 0))
+    grids = rows * columns, rows * widest, tallest * columns
+    fused = phase == "dkv" and bool(sizes.use_fused_bwd_kernel)
+    operations = 2 * call.head_dim * (_PRODUCTS[phase] + fused) * pairs
+    a_tile = operations / max(1, full + masked)
+    is_bound = call.sharded and not call.mask.is_full
+    return KernelTiles(block, full, masked, grids, heads, a_tile, is_bound)
+
+
+def _marks(call: Call, block: tuple[int, int]) -> np.ndarray:
+    parts = split_mask(call.mask)
+    assert isinstance(parts, SplitMask), parts  # supports() refused it
+    kinds = tile_kinds(parts.positions, *block, call.q_len, call.kv_len, 0, 0)
+    rows, columns = kinds.shape
+    padded = rows * block[0], columns * block[1]
+    shows = padded[1] > call.kv_len and not parts.has_ids
+    return marks_of(Setup(kinds, None, None, padded, shows))

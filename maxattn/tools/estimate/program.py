@@ -30,8 +30,7 @@ from maxattn.sharding import ways
 from maxattn.target import Target
 from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.bundles import unknown
-from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, core_of
-from maxattn.tools.estimate.tiles import KernelTiles, Phase
+from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, KernelTiles, Phase, core_of
 
 NOT_COUNTED = 2**63 - 1  # what libtpu writes as the cycles of an operation that it does not price
 LONGEST = 3  # operations of XLA's own that an estimate names
@@ -102,12 +101,9 @@ def _xla(text: str, device: Device) -> dict[str, Any]:
 
 
 class PallasCall(NamedTuple):
-    """Hold one call of a Pallas kernel.
+    """Hold one call of a Pallas kernel, and how often the program runs it.
 
-    Args:
-        name: the instruction's.
-        times: how often the program runs it.
-        twins: it and the others with the same kernel; libtpu writes the schedule of one of them.
+    Twins have the same kernel; libtpu writes the schedule of one of them.
     """
 
     name: str
@@ -131,12 +127,7 @@ def pallas_calls(program: HloProgram) -> Iterator[PallasCall]:
 
 @dataclass(frozen=True)
 class Dumps:
-    """Hold the files that libtpu wrote, by the instruction that they are of.
-
-    Args:
-        bundles, slots: the last file of each, where it was compiled more than once.
-        libtpu: its version.
-    """
+    """Hold the last files that libtpu wrote, by the name of the instruction, and its version."""
 
     bundles: Mapping[str, Path]
     slots: Mapping[str, Path]
@@ -192,15 +183,7 @@ class PricedPass(NamedTuple):
 def block_estimate(
     text: str, device: Device, plan: Plan, training: bool, policy: str
 ) -> dict[str, Any]:
-    """Price a compiled block.
-
-    Args:
-        text: `compiled.as_text()`.
-        device: what it is for.
-        plan: of its self-attention.
-        training: forward and backward.
-        policy: the config's `remat_policy`.
-    """
+    """Price a compiled block."""
     passes = [one._asdict() for one in attention_passes(plan, training, policy)]
     return (
         _how(metadata.version("libtpu")) | {"kernels": [], "attention": passes} | _xla(text, device)

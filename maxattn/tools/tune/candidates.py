@@ -48,11 +48,6 @@ def kernel_candidates(call: Call, config: AttentionConfig, target: Target) -> Ke
     """Return the kernels that can run a call, by name.
 
     `deterministic` refuses none here: a plan that wants it looks at what was measured itself.
-
-    Args:
-        call: of one device.
-        config: whose settings the kernels are built with.
-        target: where they would run.
     """
     reasons = {name: refusal(name, call, target) for name in KERNELS}
     runs = [name for name, reason in reasons.items() if reason is None]
@@ -101,14 +96,12 @@ class Candidate:
         pairs: queries times keys that are computed, padding and partly masked tiles among them.
         steps: of the forward's grid.
         compute_steps: of the forward, each tile's keys computed in parts.
-        share: computed pairs over T x S: above 1 is padding, below 1 a mask that skips tiles.
     """
 
     sizes: Sizes
     pairs: int
     steps: int
     compute_steps: int
-    share: float
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -129,13 +122,6 @@ def candidates(
 
     Tiles of a TPU's kernel come by their estimated cost; chunks, which any machine computes and
     whose steps cost next to nothing, by their distance from the default.
-
-    Args:
-        kernel: its name.
-        call: what one device computes.
-        target: its VMEM limits the tiles.
-        training: whether the backward must run too.
-        limit: how many at most, the default among them.
     """
     if kernel in BLOCKS:
         first, *others = _of_blocks(kernel, call, target, training)
@@ -188,7 +174,7 @@ def _candidate(sizes: Sizes, tile: tuple[int, int], call: Call) -> Candidate:
         steps = int((kinds != EMPTY).sum())
     pairs = steps * tile[0] * tile[1]
     parts = tile[1] // int(dict(sizes).get("block_kv_compute", tile[1]))
-    return Candidate(sizes, pairs, steps, steps * parts, pairs / (call.q_len * call.kv_len))
+    return Candidate(sizes, pairs, steps, steps * parts)
 
 
 def _steps(tile: Tile, call: Call) -> int:
@@ -207,13 +193,7 @@ PARTS: dict[Kind, Part] = {"fwd": "forward", "dkv": "dkv", "fused": "fused", "dq
 
 
 def tile_choices(kind: Kind, call: Call, facts: Facts) -> list[Tile]:
-    """List tiles that fit VMEM, fewest pairs first, padding and what steps cost among them.
-
-    Args:
-        kind: of the kernel.
-        call: what one device computes.
-        facts: of the call and the TPU.
-    """
+    """List tiles that fit VMEM, fewest pairs first, padding and what steps cost among them."""
 
     def does_fit(tile: Tile) -> bool:
         whole = tile[0], tile[1], tile[-1]

@@ -116,10 +116,6 @@ def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
     """Compile one kernel: {"cost": [...]}, or {"failed": why}.
 
     The forward of `tpu_flash` also has what the online softmax costs, `"online": [...]`.
-
-    Args:
-        job: which one.
-        folder: where libtpu writes its schedules; it is emptied.
     """
     _step_back()
     try:

@@ -91,14 +91,7 @@ def compile_pass(
 def time_programs(
     programs: Mapping[str, TimedProgram], what: str, sets: Sequence[Any], seconds: float
 ) -> PassTimes:
-    """Time compiled programs in turns; of a device that was lost nothing else counts.
-
-    Args:
-        programs: from `compile_pass`.
-        what: the pass.
-        sets: what they read.
-        seconds: for each of them, about.
-    """
+    """Time compiled programs in turns; of a device that was lost nothing else counts."""
     ready = [replace(program, inputs=sets) for program in programs.values()]
     timed = dict(zip(programs, time_all(ready, seconds, ROUNDS, len(sets) > 1), strict=True))
     failed = {name: f"{what}: {its.failed}" for name, its in timed.items() if its.failed}
@@ -118,13 +111,7 @@ def answers() -> bool:
 
 
 def time_sizes(kernel: Kernel, call: Call, training: bool) -> Timed:
-    """Time a call of one kernel: forward and backward in one program, or the forward alone.
-
-    Args:
-        kernel: built with the sizes to time.
-        call: of one device; its mask holds no arrays.
-        training: whether the backward runs too.
-    """
+    """Time a call of one kernel: forward and backward in one program, or the forward alone."""
 
     def step(*arrays: Array) -> Any:
         out, lse = forward(kernel, *arrays, call.mask)

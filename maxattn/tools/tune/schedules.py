@@ -1,7 +1,8 @@
-"""Schedules of TPU kernels: asked of the compiler, and kept.
+"""Schedules of TPU kernels: asked of the compiler, kept, and searched for the fastest tiles.
 
 The log has a line of JSON for each compiled kernel, written as soon as it is known. A line that a
-kill cut off is left out, and its kernel is compiled again.
+kill cut off is left out, and its kernel is compiled again. So a search that was stopped goes on
+where it was, and shapes with the same tiles share their kernels.
 """
 
 from __future__ import annotations
@@ -9,16 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import maxattn
-from maxattn.block_sizes.estimated.step_cost import Kind, StepCost
+from maxattn.block_sizes import adjust, facts_of
+from maxattn.block_sizes.estimated.choose import divides, padded_pairs, price, tiles_of
+from maxattn.block_sizes.estimated.grids import evaluates
+from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, StepCost, Tile
+from maxattn.block_sizes.sizes import KernelKind
+from maxattn.call import Call
+from maxattn.config import FlashBlockSizes
 from maxattn.config.plain_json import parse_json, read_bounded
 from maxattn.errors import Unsupported
+from maxattn.target import Target
 from maxattn.tools.compile.process import INSTALL, CompilerProcess, CompilerStopped
+from maxattn.tools.tune.candidates import tile_choices, without_likes
 from maxattn.tools.tune.kernel_job import KernelJob
 
 START_SECONDS = 300.0
@@ -42,11 +52,7 @@ _OWN_SOURCES = (
 
 
 class ScheduleCompiler:
-    """Compile kernels in a child process; a context manager, which ends it.
-
-    Args:
-        seconds: the limit of one kernel.
-    """
+    """Compile kernels in a child process, with a limit each; a context manager, which ends it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -83,12 +89,7 @@ class ScheduleCompiler:
 
 
 class ScheduleLog:
-    """Hold the answers of a file.
-
-    Args:
-        path: of the file, which need not be there.
-        versions: of libtpu, jax and tokamax; answers of other versions are not taken.
-    """
+    """Hold the answers of a file, if they are of these versions of libtpu, jax and tokamax."""
 
     def __init__(self, path: Path, versions: dict[str, str]) -> None:
         self.path = path
@@ -149,12 +150,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def costs_of(kind: Kind, answer: dict[str, Any]) -> dict[Kind, StepCost]:
-    """Read what a kernel costs, and with the online softmax where that is apart; {} if it failed.
-
-    Args:
-        kind: of the kernel.
-        answer: of the compiler.
-    """
+    """Read what a kernel costs, also with the online softmax if that is apart; {} if it failed."""
     named: dict[Kind, Any] = {kind: answer.get("cost"), "online": answer.get("online")}
     return {kind: StepCost.of(values) for kind, values in named.items() if values}
 
@@ -180,3 +176,98 @@ def _is_whole(line: dict[str, Any]) -> bool:
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(tuple(v) if isinstance(v := line[key], list) else v for key in _KEYS)
+
+
+# ---- the search ----------------------------------------------------------------------------------
+
+FORWARDS = 2  # of the fastest forward tiles, that a backward's tiles must go with
+PATIENCE = 4  # tiles after the fastest that are compiled in vain
+PRODUCTS: dict[Kind, int] = {"fwd": 2, "dkv": 4, "fused": 5, "dq": 3}
+Say = Callable[[KernelJob, dict[str, Any], bool], None]
+
+
+@dataclass
+class OfflineSearch:
+    """Compile tiles of one call, and keep what they cost.
+
+    Args:
+        compiler, log: who answers, and what was answered before.
+        kernel, call, target: what for.
+        limit: tiles of each kernel at most, beside those that run where nothing is set.
+        say: is told of each kernel, its answer, and whether that was known before.
+        costs, failures: what was found, and why kernels have no schedule.
+    """
+
+    compiler: ScheduleCompiler
+    log: ScheduleLog
+    kernel: KernelKind
+    call: Call
+    target: Target
+    limit: int
+    say: Say
+    costs: dict[tuple[Kind, Evaluates], dict[Tile, StepCost]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def run(self, training: bool) -> Costs:
+        """Return what is known when each kernel of a pass was searched."""
+        for each in (False, True) if training else (False,):  # what runs where nothing is set
+            sizes, _ = adjust(FlashBlockSizes(), self.call, self.kernel, self.target, each)
+            for kind, tile in tiles_of(sizes).items():
+                self._cost(kind, tile)
+        kinds: tuple[Kind, ...] = ("fwd",)
+        if training:
+            kinds = ("fwd", "dkv", "dq", "fused") if self.kernel == "flash" else ("fwd", "fused")
+        for kind in kinds:
+            self._search(kind, training)
+        return self.costs
+
+    def _search(self, kind: Kind, training: bool) -> None:
+        """Compile tiles until the limit, or until several in turn are no faster."""
+        facts = facts_of(self.call, self.kernel, self.target, training)
+        every = tile_choices(kind, self.call, facts)
+        if kind != "fwd" and self.kernel != "tpu_flash":
+            # A backward's tile divides one of the fastest forward's.
+            fastest = self._fastest_forwards
+            every = [tile for tile in every if any(divides(kind, tile, one) for one in fastest)]
+        core = self.target.device.core
+        assert core is not None, self.target.device_kind
+        best, vain = float("inf"), 0
+        choices = without_likes(every, self.call)
+        for tile, _ in zip(choices, range(self.limit), strict=False):
+            if vain >= PATIENCE:
+                return
+            # The products at the peak, padding among them.
+            pairs = padded_pairs(tile, self.call) * self.call.heads * self.call.batch
+            if 2 * PRODUCTS[kind] * pairs * self.call.head_dim / core.peak < best:
+                found = self._cost(kind, tile)
+                slow = found.slow if found else float("inf")
+                best, vain = min(best, slow), 0 if slow < best else vain + 1
+
+    @cached_property
+    def _fastest_forwards(self) -> list[Tile]:
+        known = {t for (kind, _), tiles in self.costs.items() if kind == "fwd" for t in tiles}
+        priced = {t: self._price("fwd", t) for t in known}
+        times = {tile: one.slow for tile, one in priced.items() if one}
+        return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
+
+    def _cost(self, kind: Kind, tile: Tile) -> Seconds | None:
+        """Look one kernel up, or compile it; None where it does not compile."""
+        masked = evaluates(self.call, tile)
+        what = self.target.device_kind, self.kernel, kind, tile
+        job = KernelJob(*what, self.call.head_dim, self.call.dtype, masked)
+        answer = self.log.find(job)
+        if answer and answer.get("after", float("inf")) < self.compiler.seconds:
+            answer = None  # there is more time than there was
+        is_known = answer is not None
+        if answer is None:
+            answer = self.compiler.answer(job)
+            self.log.add(job, answer)
+        self.say(job, answer, is_known)
+        for each, cost in costs_of(kind, answer).items():
+            self.costs.setdefault((each, masked), {})[tile] = cost
+        if "failed" in answer:
+            self.failures.append(answer["failed"])
+        return self._price(kind, tile)
+
+    def _price(self, kind: Kind, tile: Tile) -> Seconds | None:
+        return price(self.costs, kind, tile, self.call, self.target, self.kernel)

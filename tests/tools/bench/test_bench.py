@@ -168,7 +168,6 @@ REFUSED = [
     ("--module --mesh context=2", "a whole module is measured on one device"),
     ("--module --option nonsense", "it is NAME=VALUE"),
     ("--option xla_gpu_autotune_level=2", f"{WITH} --mesh or --module"),
-    ("--profile", f"{WITH} --mesh or --module"),
     ("--strategy ring", f"{WITH} --mesh"),
     (
         "--strategy ring --mesh context=2 --report layers",

@@ -9,7 +9,7 @@ import pytest
 
 from maxattn.config import AttentionConfig
 from maxattn.plan import Target, plan
-from maxattn.tools.cli.advice import advice
+from maxattn.tools.cli.check import advice
 from maxattn.tools.memory import estimate, limit, total
 from maxattn.tools.model_shapes import read
 from tests.golden_text import check_golden

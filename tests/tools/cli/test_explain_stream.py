@@ -18,7 +18,7 @@ from maxattn.target import Target
 from maxattn.tools.cli.stream import read_stream
 from maxattn.tools.compile.hlo import transfers
 from maxattn.tools.model_shapes import SHAPES
-from maxattn.tools.predicted import Milliseconds, forward_time
+from maxattn.tools.stream_costs import Milliseconds, forward_time
 from maxattn.tuned.kernels import CallTimes, key_of_kernels
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run

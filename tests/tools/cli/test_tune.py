@@ -118,20 +118,15 @@ def test_tune_says_what_it_does_with_a_damaged_file(capsys, cache):
     assert "damaged" not in run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--forward").out
 
 
-RANKED = {
-    "training_on_v6e": split("attention=flash --shape wan-14b-720p --target v6e --limit 6"),
-    "forward_on_a_ring": split(
-        "attention=ring attention_kernel=flash --shape wan-14b-480p --target v5p --mesh "
-        "context=4 --forward --limit 6"
-    ),
-    "nothing_to_tune": ["attention=dot_product", "--shape", "sdxl-64", "--target", "TPU v5p"],
-    "window": ["attention=flash", "--shape", "swba-1560x7", "--target", "TPU v5e", "--limit", "5"],
+ELSEWHERE = {
+    "sizes_elsewhere": "attention=flash --shape wan-14b-720p --target v6e",
+    "nothing_to_tune": "attention=dot_product --shape sdxl-64 --target v5p",
 }
 
 
-@pytest.mark.parametrize("name", RANKED)
-def test_without_the_device_it_ranks(capsys, cache, name):
-    ran = run(capsys, "tune", *RANKED[name])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_without_the_device_nothing_is_timed(capsys, cache, name):
+    ran = run(capsys, "tune", *split(ELSEWHERE[name]))
     assert (ran.status, ran.err) == (0, "") and not cache.exists()
     check_golden(f"cli/tune/{name}", ran.out)
 

@@ -15,9 +15,9 @@ import maxattn as ma
 from maxattn.errors import Unsupported
 from maxattn.rope import rope_1d
 from maxattn.target import Target
-from maxattn.tools.cli.estimates import estimate_lines
-from maxattn.tools.compile.block import PARTS, TEXT, TransformerBlock, run_block
+from maxattn.tools.cli.compile import estimate_lines
 from maxattn.tools.compile.job import CompileJob, Outcome
+from maxattn.tools.compile.programs import PARTS, TEXT, TransformerBlock, run_block
 from maxattn.tools.estimate.program import attention_passes
 from maxattn.tools.model_shapes import read
 from tests.block_sizes.small_costs import CLOCK, KIND, costs, shipping

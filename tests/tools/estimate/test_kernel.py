@@ -15,9 +15,14 @@ from maxattn.plan import Target, plan
 from maxattn.tools.cli.masks import read_mask
 from maxattn.tools.compile.child import target_of
 from maxattn.tools.estimate.bundles import Bundle, products
-from maxattn.tools.estimate.kernel import KernelDump, online_cost_of, step_cost_of
+from maxattn.tools.estimate.kernel import (
+    KernelDump,
+    KernelTiles,
+    online_cost_of,
+    step_cost_of,
+    tiles_of,
+)
 from maxattn.tools.estimate.step import BodyShares
-from maxattn.tools.estimate.tiles import KernelTiles, tiles_of
 from maxattn.tools.model_shapes import read
 from tests.tools.estimate.dumps import (
     BACKWARD,

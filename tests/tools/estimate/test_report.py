@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from maxattn.config import AttentionConfig
-from maxattn.tools.cli.compile import report
-from maxattn.tools.cli.estimates import estimate_lines
+from maxattn.tools.cli.compile import estimate_lines, report
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.estimate.program import estimate_of

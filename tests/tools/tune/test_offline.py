@@ -24,13 +24,11 @@ from maxattn.masks import EMPTY, FULL, MIXED, LocalWindow
 from maxattn.target import Target
 from maxattn.tools.cli.tune import SizeTuning, ranked_sizes, ranking_lines
 from maxattn.tools.compile.process import PYTHON_VARIABLE, tpu_python
-from maxattn.tools.estimate.kernel import step_cost_of
-from maxattn.tools.estimate.tiles import KernelTiles
+from maxattn.tools.estimate.kernel import KernelTiles, step_cost_of
 from maxattn.tools.tune import schedules, store
 from maxattn.tools.tune.candidates import tile_choices, without_likes
 from maxattn.tools.tune.kernel_job import COLUMNS, ROWS, KernelJob
-from maxattn.tools.tune.offline import OfflineSearch
-from maxattn.tools.tune.schedules import ScheduleLog, read_lines
+from maxattn.tools.tune.schedules import OfflineSearch, ScheduleLog, read_lines
 from maxattn.tools.tune.ship import changed, table_of_log
 from tests.block_sizes.small_costs import costs
 from tests.golden_text import check_golden
