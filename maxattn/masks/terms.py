@@ -162,6 +162,23 @@ def segment_ids(
     return jnp.broadcast_to(q_ids, (batch, q_len)), jnp.broadcast_to(kv_ids, (batch, kv_len))
 
 
+WORD = 32  # bits
+
+
+def packed_interval(mask: Mask, kv_len: int) -> tuple[bool, bool] | None:
+    """Return whether a query's keys have a lower and an upper end, if they are one interval.
+
+    None for other masks of positions, and if two ends do not fit one word.
+    """
+    spans = mask.spans(np.zeros(1, np.int32), np, True)
+    if len(spans) != 1:
+        return None
+    lower, upper = (end is not None for end in spans[0])
+    width = min(kv_len, mask.most_keys() or kv_len)
+    fits = kv_len.bit_length() + width.bit_length() <= WORD
+    return (lower, upper) if fits or not (lower and upper) else None
+
+
 def sort_note(what: str) -> str:
     """Advise an order of segment ids in which most chunks or tiles are skipped."""
     return (

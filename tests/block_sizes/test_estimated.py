@@ -257,9 +257,17 @@ def test_a_faster_kernel_is_taken_where_it_is_installed_and_its_parts_fit(monkey
 
 # Bundles of tpu_flash's forward and online softmax; its backward takes twice as many as the first.
 TIES = {
-    "both": ((970, 1270), "tpu_flash", "and its backward is as fast, with no parts of dQ"),
-    "forward": ((970, 1700), "flash/tpu_flash", "tpu_flash's backward is as fast, with no parts"),
-    "slower": ((1100, 1300), "tpu_flash/flash", "tpu_flash's forward is faster"),
+    "both": ((970, 1270), "tpu_flash", "backward tpu_flash, which is as fast, with no parts of dQ"),
+    "forward": (
+        (970, 1700),
+        "flash/tpu_flash",
+        "backward tpu_flash, which is as fast, with no parts",
+    ),
+    "slower": (
+        (1100, 1300),
+        "tpu_flash/flash",
+        "forward tpu_flash, which is faster; backward flash",
+    ),
 }
 
 

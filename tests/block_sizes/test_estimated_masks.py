@@ -11,15 +11,14 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes.estimated.choose import not_estimated, price
-from maxattn.block_sizes.estimated.grids import is_one_interval, step_grid, tile_shares
+from maxattn.block_sizes.estimated.grids import step_grid, tile_shares
 from maxattn.block_sizes.estimated.step_cost import Evaluates, StepCost, StepGrid
-from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.splash.mask_info import schedule
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of, steps
 from maxattn.kernels.transposed.steps import steps_of
 from maxattn.masks import Mask
-from maxattn.masks.terms import SplitMask, split_mask
+from maxattn.masks.terms import SplitMask, packed_interval, split_mask
 from maxattn.masks.tile_kinds import tile_kinds
 from maxattn.target import Target
 from tests.block_sizes.small_costs import KIND, costs, own_costs, shipping
@@ -99,10 +98,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*MASKS, *OTHERS])
-def test_a_mask_is_one_interval_where_kernels_take_it_so(name):
-    one = (MASKS | OTHERS)[name]
-    assert is_one_interval(one) == (mask_codes.one_interval(one.mask, one.kv_len) is not None)
+def test_a_query_s_keys_may_be_one_interval_that_fits_a_word():
+    packed = {n: packed_interval(one.mask, one.kv_len) is not None for n, one in OTHERS.items()}
+    assert {name for name, fits in packed.items() if fits} == {"nothing", "rectangle", "both"}
+    assert all(packed_interval(one.mask, one.kv_len) for one in MASKS.values())
 
 
 def test_a_call_that_sees_nothing_has_a_step_a_row():

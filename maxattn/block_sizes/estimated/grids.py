@@ -12,8 +12,7 @@ from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, StepGrid, T
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.masks import Mask, blocks
-
-WORD = 32  # bits, in which a kernel is handed both ends of a query's keys
+from maxattn.masks.terms import packed_interval
 
 
 def hides_by_interval(call: Call) -> bool:
@@ -40,7 +39,7 @@ def not_priced(call: Call) -> str:
         return "only the device knows which tiles the arrays of a mask leave"
     if call.sharded:
         return f"which tiles a device computes under {mask} differs by its rank"
-    if not is_one_interval(call):
+    if packed_interval(mask, call.kv_len) is None:
         return f"they are of masks with one interval of keys a query, and {mask} has others"
     return ""
 
@@ -103,13 +102,3 @@ def _visited(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -
     padded = columns - 1 if kv_len % block_kv else columns  # the last keys are padding
     counts = (whole.end - whole.start)[whole.start < padded]
     return _Visited(by_row, np.cumsum(ends)[:-1], int(counts.sum()))
-
-
-def is_one_interval(call: Call) -> bool:
-    """Tell whether each query sees one interval of keys, whose ends fit one word."""
-    spans = call.mask.spans(np.zeros(1, np.int32), np, True)
-    if len(spans) != 1:
-        return False
-    width = min(call.kv_len, call.mask.most_keys() or call.kv_len)
-    is_open = any(end is None for end in spans[0])
-    return is_open or call.kv_len.bit_length() + width.bit_length() <= WORD

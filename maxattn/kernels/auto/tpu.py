@@ -1,8 +1,8 @@
-"""Which of the tiled TPU kernels comes first: another than `flash` only where it is surely faster.
+"""Which of the tiled TPU kernels `auto` tries first: `flash`, unless another is surely faster.
 
-Their times are intervals, of schedules and not of runs. Where two intervals overlap they do not say
-which kernel is faster. `tpu_flash` has two softmaxes forward: it must be faster with that of small
-scores, and not surely slower with the other. Its backward starts from an exact LSE and has one.
+Times are intervals, estimated from schedules and not from runs. If two intervals overlap, it is not
+known which kernel is faster. `tpu_flash` has two softmaxes forward: it must be faster with that of
+small scores, and not surely slower with the other. Its backward starts from an exact LSE.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from maxattn.call import Call
 from maxattn.target import Target
 
 OTHERS: tuple[KernelKind, ...] = ("tpu_flash", "tokamax_flash")
-"""What may take the place of `flash`."""
+"""Kernels that may replace `flash`."""
 
 
 class _Passes(NamedTuple):
-    """Hold the estimates of a kernel: of a forward alone, and of both passes."""
+    """The estimates of a kernel: of a forward alone, and of both passes."""
 
     name: KernelKind
     forward: EstimatedSizes
@@ -45,9 +45,9 @@ class _Passes(NamedTuple):
 
 
 def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return the tiled kernels of a TPU to try in order, and what is estimated of them.
+    """Return the tiled kernels of a TPU to try in order, and the estimates behind that.
 
-    Forward and backward are chosen apart: "a/b" is the forward of a and the backward of b.
+    Forward and backward are chosen separately: "a/b" is the forward of a and the backward of b.
     """
     flash = _passes("flash", call, target)
     others = [one for name in OTHERS if (one := _passes(name, call, target))]
@@ -56,7 +56,7 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         tiles = f"none of {kernel} is of tiles that cut these queries and keys into two or more"
         why = not_estimated(kernel, call, target) or tiles
         return ("flash",), f"flash by a rule, since no estimates compare: {why}"
-    # What is left where kernels cannot run: all, then without each, at last none.
+    # The kernels that may be able to run: all, then all but one, at last none.
     left = [others, *([one for one in others if one is not gone] for gone in others[::-1]), []]
     choices = [
         (_fastest_forward(flash, each), _fastest_backward(flash, each, call, target))
@@ -69,13 +69,9 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
 
 
 def seconds_taken(names: str, call: Call, target: Target, training: bool) -> Seconds | None:
-    """Return how long what `auto` takes runs; None where no estimate holds.
+    """Return the estimated time of a kernel, or of a pair "a/b"; None if there is no estimate.
 
-    Args:
-        names: a kernel, or "a/b".
-        call: the local call, in the dtype that the kernels compute in.
-        target: a TPU.
-        training: forward and backward; else forward alone.
+    `call` is local, in the dtype that the kernels compute in; `training` adds the backward.
     """
     first, *second = (cast(KernelKind, name) for name in names.split("/"))
     if not (second and training):
@@ -92,10 +88,10 @@ def _passes(kernel: KernelKind, call: Call, target: Target) -> _Passes | None:
 
 
 def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
-    """Return the kernel of the forward: `flash` unless another is faster beyond doubt.
+    """Return the kernel of the forward: `flash`, unless another is surely faster.
 
-    It must not be surely slower where scores are large. Queries and keys of most diffusion
-    transformers are normalised, and their scores small.
+    The other must not be surely slower with large scores; most diffusion transformers normalise
+    queries and keys, which makes scores small.
     """
     theirs = flash.forward.seconds
     faster = [
@@ -107,8 +103,8 @@ def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
 
 
 def _fastest_backward(flash: _Passes, others: list[_Passes], call: Call, target: Target) -> _Passes:
-    """Return the kernel of the backward: `flash` unless another is surely faster, or as fast and
-    without parts of dQ. Its own parts must not take much of the device's memory.
+    """Return the kernel of the backward: `flash`, unless another is surely faster, or as fast
+    without parts of dQ. The other's parts must not take much of the device's memory.
     """
 
     def leads(one: _Passes) -> bool:
@@ -127,38 +123,24 @@ def _fastest_backward(flash: _Passes, others: list[_Passes], call: Call, target:
 
 
 def _said(flash: _Passes, others: list[_Passes], forward: _Passes, backward: _Passes) -> str:
-    """Say which kernel runs which pass, and why `flash` keeps those that it does."""
+    """Write which kernel runs each pass, and why."""
 
-    def doubts(slower: dict[str, bool]) -> str:
-        return ", ".join(
-            f"{name} is {'slower' if sure else 'not surely faster'}"
-            for name, sure in slower.items()
-        )
+    def doubts(name: str, is_slower: bool) -> str:
+        return f"{name} is {'slower' if is_slower else 'not surely faster'}"
 
-    forwards: dict[str, bool] = {
-        one.name: flash.forward.seconds.is_below(one.forward.seconds) for one in others
-    }
-    too_large = [one.name for one in others if one.backward.is_below(flash.backward)]
-    backwards: dict[str, bool] = {
-        one.name: flash.backward.is_below(one.backward)
+    forwards = [
+        doubts(one.name, flash.forward.seconds.is_below(one.forward.seconds)) for one in others
+    ]
+    backwards = [
+        f"{one.name}'s dQ in parts takes too much memory"
+        if one.backward.is_below(flash.backward)
+        else doubts(one.name, flash.backward.is_below(one.backward))
         for one in others
-        if one.name not in too_large
-    }
-    of_forward = doubts(forwards)
-    parts = [f"{name}'s dQ in parts takes too much memory" for name in too_large]
-    of_backward = ", ".join([*parts, *([doubts(backwards)] if backwards else [])])
-    if forward is backward is flash:
-        apart = f"forward {of_forward}; backward {of_backward}"
-        return f"flash, since {of_forward if of_forward == of_backward else apart}"
-    if backward is flash:
-        return f"{forward.name}'s forward is faster; flash backward, since {of_backward}"
+    ]
     is_faster = backward.backward.is_below(flash.backward)
-    lead = "is faster" if is_faster else "is as fast, with no parts of dQ"
-    if forward is flash:
-        return f"{backward.name}'s backward {lead}; flash forward, since {of_forward}"
-    if not is_faster:
-        whose = "its" if forward is backward else f"{backward.name}'s"
-        return f"{forward.name} is faster forward, and {whose} backward {lead}"
-    if forward is backward:
-        return f"{forward.name} is faster"
-    return f"{forward.name} is faster forward, {backward.name} backward"
+    lead = "faster" if is_faster else "as fast, with no parts of dQ"
+    of_forward = f"since {', '.join(forwards)}" if forward is flash else "which is faster"
+    of_backward = f"since {', '.join(backwards)}" if backward is flash else f"which is {lead}"
+    if (forward, of_forward) == (backward, of_backward):
+        return f"{forward.name}, {of_forward}"
+    return f"forward {forward.name}, {of_forward}; backward {backward.name}, {of_backward}"

@@ -1,4 +1,4 @@
-"""A kernel that hands another one its operands in a form that it takes."""
+"""A kernel that prepares the operands of another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _of_inner(attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class AdaptedKernel(Kernel):
-    """Answer for the kernel that computes, `inner`."""
+    """Answer as the kernel that computes, `inner`."""
 
     inner: Kernel
 
@@ -43,7 +43,6 @@ class AdaptedKernel(Kernel):
         return replace(self, inner=self.inner.without_dbias())
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
-        """Ask the kernel that runs, of what it computes."""
         return self.inner.microseconds(self.computed(call), target)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Equal blocks of a sequence, each of which sees itself alone, as rows of the batch.
+"""Equal blocks of a sequence, each of which attends to itself alone, as batch rows.
 
 Packed sequences of one length, and frames that attend to themselves, are a batch of shorter calls:
-the same arrays, read as [B * blocks, T / blocks, N, H]. No pair between blocks is computed, and a
-kernel need not know that there are any: it has the mask inside of a block alone.
+the same arrays, read as [B * blocks, T / blocks, N, H]. No pair between blocks is computed, and the
+kernel gets the mask inside a block.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST_ROWS = 2**16 - 1  # CUDA starts no more thread blocks along the axis of the
 
 @dataclass(frozen=True)
 class BatchRows(AdaptedKernel):
-    """Run a kernel over blocks as rows of the batch.
+    """Run a kernel over blocks as batch rows.
 
     Args:
         inner: the kernel.
-        count: blocks of a sequence.
-        mask: what a block allows inside of itself.
+        count: blocks in a sequence.
+        mask: the mask inside a block.
     """
 
     count: int
@@ -70,13 +70,14 @@ class BatchRows(AdaptedKernel):
 
 
 def as_batch_rows(call: Call, pays: Callable[[int], bool] | None = None) -> Call:
-    """Return the call of blocks as rows of the batch; the same where its mask leaves no such
-    blocks, or too many, where it has a bias, or where the positions of its tokens are not known.
+    """Return the call with blocks as batch rows.
+
+    It stays the same if its mask has no such blocks, or too many, if it has a bias, or if the
+    positions of its tokens are not known.
 
     Args:
         call: of one device.
-        pays: tells of so many tokens of a block, queries or keys, whether rows of them pay; None:
-            they always do.
+        pays: checks whether blocks of so many tokens are faster as batch rows; None: always.
 
     >>> from maxattn import masks
     >>> as_batch_rows(Call(2, 32, 32, 4, 4, 64, mask=masks.BlockSlidingWindow(8, 1, 0))).shape_text
@@ -99,7 +100,7 @@ def _divided(call: Call, rows: OwnBlocks) -> Call:
 
 
 def rows_text(call: Call, computed: Call) -> str:
-    """Describe the rows of the batch that stand for blocks of a call."""
+    """Write how many blocks of how many tokens became batch rows."""
     q, kv = computed.q_len, computed.kv_len
     tokens = f"{q} tokens" if q == kv else f"{q} queries and {kv} keys"
     return f"{computed.batch // call.batch} blocks of {tokens} as rows of the batch"

@@ -1,7 +1,7 @@
 """Values of another head dim than keys, in a kernel that takes one: zeros fill the narrower.
 
-Zero columns of Q and K add nothing to a score. Those of V give output columns of zero, which are
-cut off, as their gradients are. So the result is exact.
+Zero columns of Q and K add nothing to a score. Those of V give zero columns of the output, which
+are cut off like their gradients. So the result is exact.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from maxattn.kernels.kv_block import WHOLE, DqAccumulator, KeyRange, Packed, wid
 
 @dataclass(frozen=True)
 class PaddedHeads(AdaptedKernel):
-    """Run a kernel of one head dim over heads that are padded to the larger of two.
+    """Run a kernel of one head dim over heads padded to the larger of two.
 
     Args:
         inner: the kernel.
-        key_dim: H, channels of a head of the queries and keys.
-        value_dim: V, channels of a head of the values and of the output.
+        key_dim: H, of the queries and keys.
+        value_dim: V, of the values and the output.
     """
 
     takes_value_dim: ClassVar[bool] = True
@@ -44,7 +44,6 @@ class PaddedHeads(AdaptedKernel):
         return Grads(dq[..., :h], dk[..., :h], dv[..., :v], dbias)
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
-        # A block of keys is as wide as the padded heads are.
         inner = self.inner.accumulator(self._inputs(inputs), self._rows(rows))
         return _NarrowDq(inner, self.key_dim)
 
@@ -67,7 +66,7 @@ class PaddedHeads(AdaptedKernel):
 
 
 class _NarrowDq(DqAccumulator):
-    """Sum dQ of padded heads, and cut it to the channels that queries have."""
+    """Sum dQ of padded heads, and cut it to the queries' channels."""
 
     def __init__(self, inner: DqAccumulator, head_dim: int) -> None:
         self._inner, self._head_dim = inner, head_dim
@@ -85,12 +84,12 @@ class _NarrowDq(DqAccumulator):
 
 
 def with_one_head_dim(call: Call) -> Call:
-    """Return a call whose heads are padded to the larger of its two head dims."""
+    """Return a call with all heads padded to the larger of its two head dims."""
     return call.derived(head_dim=max(call.head_dim, call.value_dim), value_head_dim=0)
 
 
 def padding_text(call: Call) -> str:
-    """Name the heads that are padded, and to how many channels.
+    """Write which heads are padded, and to how many channels.
 
     >>> padding_text(Call(1, 8, 8, 1, 1, 128, value_head_dim=64))
     'values of 64 padded to 128'
@@ -100,7 +99,7 @@ def padding_text(call: Call) -> str:
 
 
 def padded_reason(reason: Reason, call: Call) -> Reason:
-    """Add the padding to the refusal of a head dim that it gave."""
+    """Mention the padding in the refusal of a head dim."""
     if "head dim" not in reason.feature:
         return reason
     return replace(reason, rule=f"{reason.rule} ({padding_text(call)})")

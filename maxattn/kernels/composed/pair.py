@@ -1,7 +1,6 @@
 """Two kernels as one: the forward of the first, the backward of the second.
 
-Every kernel's backward takes a given output and LSE, so that any can follow any: both are those of
-the same softmax.
+Every backward takes a given output and LSE, and these are the same for every kernel's forward.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from maxattn.target import Target
 
 @dataclass(frozen=True)
 class Pair(Kernel):
-    """Run the forward of one kernel and the backward of another.
-
-    Args:
-        first: computes the forward.
-        second: computes the backward.
-    """
+    """Run the forward of one kernel and the backward of another."""
 
     needs_an_example: ClassVar[bool] = True
     first: Kernel
@@ -32,7 +26,7 @@ class Pair(Kernel):
 
     @staticmethod
     def of(first: Kernel, second: Kernel) -> Pair:
-        """Pair kernels that were built for both passes: only its own rules bind the forward."""
+        """Pair kernels that were built for both passes."""
         return Pair(first.for_forward_alone(), second)
 
     @property
@@ -81,7 +75,6 @@ class Pair(Kernel):
         return tuple(dict.fromkeys(note for notes in both for note in notes))
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
-        """Estimate the forward of the first and the backward of the second."""
         first, second = (one.microseconds(call, target) for one in (self.first, self.second))
         return (first[0], second[1]) if first and second else None
 

@@ -1,7 +1,4 @@
-"""One attention problem as splash takes it: heads first, padded to tiles, one batch row at a time.
-
-The batch is a `vmap` over the kernels.
-"""
+"""One call as splash takes it: heads first, padded to tiles, a `vmap` over batch rows."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Ids = tuple[Array, Array] | None  # segment ids of queries and keys
 
 
 class Operands(NamedTuple):
-    """What every kernel reads: of one batch row, or with a batch axis before all others.
+    """Operands of every kernel, for one batch row or with a batch axis in front.
 
     Args:
         q: [N, T, H], scaled.
@@ -43,11 +40,11 @@ class Operands(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What a backward kernel reads of each query beside the operands.
+    """Further operands of a backward kernel.
 
     Args:
         lse, delta: [N, T] float32, finite.
-        dout: [N, T, H], 0 in rows with nothing to attend to.
+        dout: [N, T, H], 0 for queries with nothing to attend to.
     """
 
     lse: Array
@@ -56,23 +53,20 @@ class Stats(NamedTuple):
 
 
 class Library:
-    """The kernels of one splash attention, on one batch row that is padded to tiles."""
+    """The kernels of one splash attention, for one batch row that is padded to tiles."""
 
     def query_factor(self, dtype: Any) -> float:
-        """Return the factor of queries beside the scale; dk comes back multiplied by it too."""
+        """Return the factor of queries beside the scale, which dk is multiplied by too."""
         return 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
-        """Return (out [N, T, H], lse [N, T] float32, natural).
-
-        An LSE below -1e37 marks rows that saw nothing.
-        """
+        """Return (out [N, T, H], natural lse [N, T] float32, below -1e37 if nothing was seen)."""
         raise NotImplementedError
 
     def dkv(
         self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
-        """Return (dq when fused else None, dk, dv)."""
+        """Return (dq if fused else None, dk, dv)."""
         raise NotImplementedError
 
     def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
@@ -82,16 +76,16 @@ class Library:
 
 @dataclass(frozen=True)
 class SplashProblem:
-    """What every kernel of one call shares.
+    """One call of all kernels.
 
     Args:
         q: [B, N, T, H], scaled.
         k, v: [B, K, S, H].
         parts: the mask.
-        q_offset, kv_offset: position of the first local query and key.
+        q_offset, kv_offset: positions of the first local query and key.
         library: the kernels.
         cores: of a device, which share the parallel axes of a kernel's grid.
-        rows_at_once: the backward of the library takes all rows of the batch.
+        rows_at_once: whether the library's backward takes all batch rows.
     """
 
     q: Array
@@ -105,7 +99,7 @@ class SplashProblem:
     rows_at_once: bool = False
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
-        """Return (out [B, N, T, H], lse [B, N, T]); rows with nothing to attend to hold garbage."""
+        """Return (out [B, N, T, H], lse [B, N, T]), garbage for queries that see nothing."""
         out, lse = self.forward_of(_of(sizes, FORWARD))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
 
@@ -124,7 +118,7 @@ class SplashProblem:
         return dq[:, :, : self.q_len], dk[:, :, : self.kv_len], dv[:, :, : self.kv_len]
 
     def dkv(self, blocks: Blocks, stats: Stats, fused: bool) -> tuple[Array | None, Array, Array]:
-        """Return (dq when fused else None, dk, dv), padded to whole tiles."""
+        """Return (dq if fused else None, dk, dv), padded to whole tiles."""
         setup = self._setup(blocks)
         run = _usually(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
         return self._over_cores(run if self.rows_at_once else jax.vmap(run), setup, stats)
@@ -136,9 +130,9 @@ class SplashProblem:
         return self._over_cores(jax.vmap(run), setup, stats)
 
     def _over_cores(self, run: Callable[..., Any], setup: Setup, stats: Stats) -> Any:
-        """Run a backward kernel with groups of heads as further rows of the batch.
+        """Run a backward kernel with groups of heads as further batch rows.
 
-        The batch is the one parallel axis of its grid: a row alone would run on one core.
+        The batch is the only parallel axis of its grid: one row would run on one core.
         """
         batch, heads = self.q.shape[:2]
         groups = self.cores // gcd(batch, self.cores)
@@ -161,10 +155,10 @@ class SplashProblem:
         return self.k.shape[2]
 
     def checked(self, x: Array) -> Array:
-        """Turn a result into NaN where the offsets do not fit the codes that carry them.
+        """Turn a result into NaN if the offsets do not fit the queries' codes.
 
-        A plan refuses sequences that are too long. Only the device can know a traced offset that no
-        context strategy makes: one beyond 2**20, or that is no whole number of key shards.
+        A plan refuses sequences that are too long. But only the device knows a traced offset that
+        no context strategy makes: beyond 2**20, or not a whole number of key shards.
         """
         codes = self._setup((self.q_len, self.kv_len)).codes
         if codes is None or codes.valid is None:
@@ -177,7 +171,7 @@ class SplashProblem:
         bq, bkv = blocks[:2]
         padded = -(-self.q_len // bq) * bq, -(-self.kv_len // bkv) * bkv
         kinds = tile_kinds(positions, bq, bkv, *lengths, *offsets)
-        # Segment ids hide padded keys as well, and then the positions need not.
+        # Segment ids, if any, hide padded keys too.
         shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
         codes = codes_of(positions, kinds, *lengths, shows_padding, *offsets)
         ids = segment_ids(self.parts, self.q.shape[0], *lengths, self.kv_offset)
@@ -186,14 +180,14 @@ class SplashProblem:
 
 @dataclass(frozen=True)
 class Setup:
-    """What one kernel with its own block sizes takes beside q, k and v.
+    """The mask for one kernel with its own block sizes.
 
     Args:
-        kinds: which tiles are empty, full or mixed.
-        codes: of the queries, for the mask's function; None where every pair is allowed.
+        kinds: empty, full or mixed, for each tile.
+        codes: of the queries, for the mask's function; None if every pair is allowed.
         ids: segment ids [B, T] and [B, S], or None.
         padded: T and S after padding to whole tiles.
-        shows_padding: the code hides padded keys, so tiles that hold them must evaluate it.
+        shows_padding: whether the code hides padded keys, so that their tiles must evaluate it.
     """
 
     kinds: Kinds
@@ -204,7 +198,7 @@ class Setup:
 
     @property
     def code(self) -> Callable[..., Any] | None:
-        """The function that the kernel calls, or None where every pair is allowed."""
+        """The function that the kernel calls, or None if every pair is allowed."""
         return None if self.codes is None else self.codes.code
 
     def operands(self, problem: SplashProblem) -> Operands:
@@ -214,7 +208,7 @@ class Setup:
         return Operands(pad_axis(problem.q, 2, t), k, v, self.padded_ids())
 
     def padded_ids(self) -> Ids:
-        """Pad queries with the last id, since one of their own would leave no tile whole."""
+        """Pad queries with the last id: an id of their own would leave no tile whole."""
         if self.ids is None:
             return None
         q_ids, kv_ids = self.ids
@@ -222,27 +216,24 @@ class Setup:
         return q_ids, pad_axis(kv_ids, 1, self.padded[1], KEY_PAD)
 
     def stats(self, stats: Stats) -> Stats:
-        """Pad what a backward reads so that the rows added have no gradient."""
+        """Pad a backward's operands so that the queries added have no gradient."""
         t = self.padded[0]
         lse, dout, delta = stats
         return Stats(pad_axis(lse, 2, t, BIG_LSE), pad_axis(dout, 2, t), pad_axis(delta, 2, t))
 
 
 def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
-    """Give each array [b, n, ...] so many rows a batch row; the heads in them are in order."""
+    """Divide the heads of each array [b, n, ...], in order, into groups as batch rows."""
     rows = batch * groups
     return jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[2:]), arrays)
 
 
 def _usually(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep 64-bit mode and forbidden promotion off: the libraries' index arithmetic needs that."""
+    """Turn 64-bit mode and forbidden promotion off, for the libraries' index arithmetic."""
 
     def run(*operands: Any) -> Any:
-        with (
-            jax.enable_x64(False),
-            jax.numpy_rank_promotion("allow"),
-            jax.numpy_dtype_promotion("standard"),
-        ):
+        promotes = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+        with jax.enable_x64(False), promotes[0], promotes[1]:
             return kernel(*operands)
 
     return run

@@ -14,11 +14,7 @@ from maxattn.kernels.splash.mask_info import mask_info
 
 @dataclass(frozen=True)
 class JaxSplash(Library):
-    """Call the kernels.
-
-    Args:
-        interpret: run in Pallas' interpreter.
-    """
+    """Call the kernels, in Pallas' interpreter if asked to."""
 
     interpret: bool
 
@@ -28,8 +24,7 @@ class JaxSplash(Library):
     def dkv(
         self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
-        # The fused kernel writes a share of dq at every step, so its grid keeps the steps that
-        # compute nothing.
+        # The fused kernel writes a part of dQ at every step, so its grid has all steps.
         launch = self._launch(setup, blocks, by_key=True, shrink=not fused)
         return jax_splash.dkv(row, stats, launch, fused)
 

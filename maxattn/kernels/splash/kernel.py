@@ -1,12 +1,12 @@
-"""What JAX's and tokamax's splash attention have in common: everything around their kernels.
+"""What is around the kernels of JAX's and tokamax's splash attention, and of `tpu_flash`.
 
-Their forward and backward kernels are called themselves, not the public functions, so that a
-backward can be given the output and LSE of a merge over many calls, and the gradient of the LSE:
+The forward and backward kernels are called, not the public functions, so that a backward gets the
+output and LSE of a merge over many calls, and the gradient of the LSE:
 
     delta = sum(dout * out) - dlse        dS = P * (dP - delta)
 
-Around them: lengths padded to tiles, masks as lists of tiles and segment ids, the scale, rows that
-see nothing.
+Around them: lengths padded to tiles, masks as lists of tiles and segment ids, the scale, queries
+that see nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ from maxattn.masks.terms import USE_BLOCKWISE, SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import leaves_open, tuned_config, tuned_note
 
-# The LSE of a row without a key it may attend to: about -2.4e38, or -inf where no tile was visited
-# at all.
-NOTHING_SEEN = -1e37
-# Of blocks that are rows of the batch: measured, of 16 tokens they took up to 3.4 times as long.
-SHORTEST_ROW = 48
+NOTHING_SEEN = -1e37  # such a query's LSE is about -2.4e38, or -inf if no tile was visited
+SHORTEST_ROW = 48  # tokens: blocks of 16 as batch rows took up to 3.4 times as long
 SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 
 
@@ -44,7 +41,7 @@ SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 class Splash(Kernel):
     """Compute out = softmax(scale * q k^T) v with the kernels of a library.
 
-    The backward repeats: a grid's steps are in order, and the shares of dQ are summed after.
+    The backward repeats bit for bit: a grid's steps are in order, and parts of dQ are summed after.
 
     Args:
         scale: multiplies the queries, in float32, before they are rounded to their dtype.
@@ -52,10 +49,9 @@ class Splash(Kernel):
         interpret: run the kernels in Pallas' interpreter, on a CPU.
         float32_qk_product: cast q, k and v to float32 before the kernel.
         changes: how the block sizes differ from those that were asked for.
-        inference: tile sizes of a forward that is not differentiated, which the backward's rules do
-            not bind; None: the same.
+        inference: tile sizes of a forward that is not differentiated; None: the same.
         inference_changes: how those differ from what was asked for.
-        cores: of a device, which share the backward's heads where its batch is no multiple of them.
+        cores: of a device, which share the backward's heads if its batch is no multiple of them.
     """
 
     name: ClassVar[str]
@@ -73,14 +69,14 @@ class Splash(Kernel):
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Ask for most of a tile on a GPU. On a TPU tiles of the whole sequence skip what lies
-        between blocks, and each row would be padded to whole tiles by copies.
+        """Check for at least 48 tokens. On a TPU tiles skip the pairs between blocks anyway, and
+        copies would pad each batch row to whole tiles.
         """
         return platform != "tpu" and tokens >= SHORTEST_ROW
 
     @classmethod
     def of(cls, call: Call, config: AttentionConfig, target: Target, **settings: Any) -> Self:
-        """Adjust the block sizes, for training and for inference; interpret on a CPU."""
+        """Build a kernel: block sizes for training and for inference; interpreted on a CPU."""
         config = tuned_config(config, cls.name, call, target)
         float32 = config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
@@ -106,7 +102,7 @@ class Splash(Kernel):
     def _notes(
         self, what: Pass | None, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Name what the sizes pad, and the source of those that the config leaves open."""
+        """Write what the sizes pad, and the source of those that the config leaves open."""
         source = tuned_note(config, self.name, call, target)
         kind, fused = cast(KernelKind, self.name), config.flash_block_sizes.use_fused_bwd_kernel
         if not source and not self.float32_qk_product and _leaves_tiles_open(config, kind):
@@ -132,7 +128,7 @@ class Splash(Kernel):
         return "interpret mode: for tests" if self.interpret else "Pallas"
 
     def block_lines(self) -> str:
-        """Write the sizes and their changes: in one line, or apart for inference and training."""
+        """Write the sizes and their changes: in one line, or one for inference and training."""
         training = f"{self.blocks}{_changed(self.changes)}"
         if self.inference is None or self.inference.part(FORWARD) == self.blocks.part(FORWARD):
             return training
@@ -150,13 +146,10 @@ class Splash(Kernel):
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return (dq, dk, dv, None) from a given LSE and output.
 
-        Of JAX's and tokamax's kernels dk and dv are float32 that was rounded once to k's dtype:
-        both libraries sum them in float32 and fix the dtype of what their kernel writes to that of
-        its operand k, in the function that makes the kernel.
+        JAX's and tokamax's kernels sum dk and dv in float32 and write them in k's dtype.
         """
         out, dout = rows.out.swapaxes(1, 2), rows.dout.swapaxes(1, 2)
-        # Rows with nothing to attend to come back with a finite LSE and no gradient: splash never
-        # meets -inf.
+        # Queries that see nothing get a finite LSE and no gradient: splash never meets -inf.
         lse, delta, dout = row_gradient(out, dout, rows.lse, rows.dlse)
         dtype = self._compute_dtype(inputs)
         with _precision(dtype):
@@ -173,11 +166,10 @@ class Splash(Kernel):
 
     def _problem(self, inputs: Inputs, factor: float) -> SplashProblem:
         dtype = self._compute_dtype(inputs)
-        # Splash has no scale, so the queries carry it, multiplied in float32 and rounded once to
-        # their dtype. A power of two (head dims 64 and 256) is exact. For others no factor but a
-        # power of two is free of that rounding, on q or k: at head dim 128 in bfloat16, with scores
-        # of standard deviation 1 and 9, the RMS error of the output is 2.3e-3 and 5.2e-3, where
-        # exact scores give 1.7e-3 and 1.6e-3. float32_qk_product gives those.
+        # Splash has no scale, so the queries are multiplied by it in float32 and rounded once to
+        # their dtype. That is exact for powers of two (head dims 64 and 256). At head dim 128 in
+        # bfloat16, with scores of standard deviation 1 and 9, the RMS error of the output is 2.3e-3
+        # and 5.2e-3; exact scores, as with float32_qk_product, give 1.7e-3 and 1.6e-3.
         q = (inputs.q.astype(jnp.float32) * (self.scale * factor)).astype(dtype).swapaxes(1, 2)
         k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
         parts = split_mask(inputs.mask)
@@ -189,7 +181,7 @@ class Splash(Kernel):
 def asked_sizes(
     config: AttentionConfig, local: Call, kind: KernelKind, target: Target, training: bool
 ) -> FlashBlockSizes:
-    """Return the sizes that a config asks for; where it sets none, the fastest by estimates."""
+    """Return the sizes that a config asks for; if it sets none, the fastest by estimates."""
     asked = config.flash_block_sizes
     if not _leaves_tiles_open(config, kind):
         return asked
@@ -198,7 +190,7 @@ def asked_sizes(
 
 
 def _leaves_tiles_open(config: AttentionConfig, kind: KernelKind) -> bool:
-    """Return whether a config sets no tile; of `flash` it may say which backward runs."""
+    """Check whether a config sets no tile; for `flash` it may set which backward runs."""
     asked = config.flash_block_sizes
     names_backward = asked == FlashBlockSizes(use_fused_bwd_kernel=asked.use_fused_bwd_kernel)
     return leaves_open(config, kind) or (kind == "flash" and names_backward)
@@ -228,5 +220,5 @@ def _changed(changes: tuple[Change, ...]) -> str:
 
 
 def _precision(dtype: Any) -> Any:
-    """Ask for whole float32 products of float32 operands; a TPU would round them to bfloat16."""
+    """Keep products of float32 operands in float32: a TPU would round the operands to bfloat16."""
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()

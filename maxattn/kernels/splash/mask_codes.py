@@ -1,14 +1,13 @@
 """How a mask reaches the inside of a splash kernel: one int32 a query and a function of it.
 
-Splash hands its mask function an int32 that belongs to the query and the index of the key among the
-local keys, and no other operand. Three codes cover every mask of positions:
+Splash passes its mask function one int32 of the query and the index of the key among the local
+keys. Three codes cover every mask of positions:
 
-- `OneInterval`: the local keys that the query sees are one interval, and its two ends are packed
-  into the 32 bits. Two comparisons and no division in the kernel; both offsets may be traced.
+- `OneInterval`: the query sees one interval of local keys, whose two ends are packed into the int.
+  The kernel compares twice and does not divide; both offsets may be traced.
 - `Positions`: the int is the query's position, and the kernel evaluates the mask. The key offset is
   a Python int.
-- `Shards`: the same with a traced key offset, which is packed above the position as a number of key
-  shards.
+- `Shards`: the same with a traced key offset, packed above the position as a number of key shards.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from maxattn.errors import Unsupported
 from maxattn.kernels.base import Offset
 from maxattn.masks import Mask
+from maxattn.masks.terms import WORD, packed_interval
 
-WORD = 32
 POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048 shards
 MOST_STEPS = 64  # segments, which are one comparison each: the kernel's code grows with them
 MOST_POSITIONS, MOST_SHARDS = 2**POSITION_BITS, 2 ** (WORD - 1 - POSITION_BITS)
 RowCode = Callable[[Any, Any], Any]
-"""Which pairs attend, from queries' codes and local indexes of keys, elementwise in a kernel."""
+"""The pairs that attend, from codes of queries and local indexes of keys, elementwise."""
 REMEDY = (
     "set context_parallel: ulysses or all_gather, or attention: dot_product with"
     " use_memory_efficient_attention: true"
@@ -40,14 +38,14 @@ REMEDY = (
 
 
 class Codes(NamedTuple):
-    """The code, each query's int32, and whether they hold the offsets (None: known to)."""
+    """The code, each query's int32, and whether the offsets fit them (None: they do)."""
 
     code: RowCode
     values: Int[Array, " T"]
     valid: Bool[Array, ""] | None = None
 
     def padded(self, length: int) -> Int[Array, " T"]:
-        """Return the int32 of so many queries, 0 past the real ones."""
+        """Pad the int32 of queries with 0."""
         return jnp.pad(self.values, (0, length - self.values.shape[0]))
 
 
@@ -56,9 +54,9 @@ class OneInterval:
     """Test `lo <= key < hi` with both ends in one word.
 
     Args:
-        kv_len: real local keys; what comes after them is padding, and never allowed.
+        kv_len: real local keys; the padding after them is never allowed.
         lower, upper: whether the interval has that end.
-        lo_bits: bits of `lo` when both ends are there; above them is the width.
+        lo_bits: bits of `lo` if it has both ends; above them is the width.
     """
 
     kv_len: int
@@ -96,7 +94,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Shards:
-    """Evaluate the mask where the keys begin at a whole number of shards: number * kv_len."""
+    """Evaluate the mask if the keys begin at a whole number of shards: number * kv_len."""
 
     mask: Mask
     kv_len: int
@@ -117,15 +115,14 @@ def _inside(mask: Mask, q_pos: Any, kv_pos: Any) -> Any:
 
 
 def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Offset) -> Codes:
-    """Choose the code of a mask of positions, and compute each query's int32.
+    """Choose the code of a bound mask without arrays, and compute each query's int32.
 
     Args:
-        mask: bound, without array leaves.
         q_len, kv_len: real local lengths.
-        q_offset, kv_offset: position of the first local query and key; ints or traced.
+        q_offset, kv_offset: positions of the first local query and key; ints or traced.
 
     Raises:
-        Unsupported: `Shards` is needed, and it is known here that a position does not fit.
+        Unsupported: `Shards` is needed, and a position is known not to fit.
     """
     q_pos = jnp.arange(q_len, dtype=jnp.int32) + q_offset
     code = one_interval(mask, kv_len)
@@ -145,12 +142,9 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
 
 
 def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
-    """Return why a sequence does not fit the code of a traced key offset, or None where it does.
+    """Return why a sequence does not fit the code of a traced key offset, or None.
 
-    Args:
-        mask: bound, without array leaves.
-        shard: keys of one shard.
-        queries, keys: of the whole sequence.
+    `shard` is the keys of one shard, `queries` and `keys` are those of the whole sequence.
     """
     if one_interval(mask, shard) is not None:
         return None
@@ -163,12 +157,7 @@ def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
 
 
 def too_many_steps(mask: Mask, shard: int) -> str | None:
-    """Return why a kernel cannot evaluate a mask, or None where it can.
-
-    Args:
-        mask: bound, without array leaves.
-        shard: keys of one shard.
-    """
+    """Return why a kernel cannot evaluate a mask on a shard of so many keys, or None."""
     if mask.looked_up <= MOST_STEPS or one_interval(mask, shard) is not None:
         return None
     return (
@@ -179,26 +168,19 @@ def too_many_steps(mask: Mask, shard: int) -> str | None:
 
 def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
     """Return the code of a mask with one interval a query whose ends fit one word, else None."""
-    spans = mask.spans(np.zeros(1, np.int32), np, True)
-    if len(spans) != 1:
-        return None
-    lower, upper = (end is not None for end in spans[0])
-    lo_bits = kv_len.bit_length()
-    width = min(kv_len, mask.most_keys() or kv_len)
-    if lower and upper and lo_bits + width.bit_length() > WORD:
-        return None
-    return OneInterval(kv_len, lower, upper, lo_bits if lower and upper else 0)
+    ends = packed_interval(mask, kv_len)
+    return OneInterval(kv_len, *ends, kv_len.bit_length() * all(ends)) if ends else None
 
 
 # ---- whole numbers inside a Pallas TPU kernel ----------------------------------------------------
 
 
 class KernelInts:
-    """Wrap an int32 array (or a boolean one, from a comparison) so that masks compute with it.
+    """Wrap an int32 array, or a boolean one from a comparison, so that masks compute with it.
 
-    jax lowers `//` of int32 through `sign`, which asks which TPU this machine has; lowering for a
-    TPU that is elsewhere then fails. Here `//` is a truncating division and a correction.
-    `KernelNumpy` stands for the masks' `xp`.
+    jax lowers `//` of int32 through `sign`, which needs the TPU of this machine: lowering for
+    another TPU fails. Here `//` is a truncating division and a correction. The masks' `xp` is
+    `KernelNumpy`.
     """
 
     def __init__(self, array: Any) -> None:
@@ -230,5 +212,4 @@ class KernelNumpy:
 
 
 def unwrap(x: Any) -> Any:
-    """Return the array inside, and anything else as it is."""
     return x.array if isinstance(x, KernelInts) else x

@@ -1,7 +1,7 @@
 """Splash's `MaskInfo` from our masks: the tiles to visit, their order, and each query's code.
 
-Splash's own construction goes through every tile of the T x S square on the host. Here the tiles
-come from `tile_kinds`, so 75,600 tokens take well under a second.
+Splash's own construction visits every tile of T x S on the host, which takes seconds at 32,000
+tokens. Here the tiles come from `tile_kinds`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
 
     Args:
         visited: bool [rows, columns], numpy or traced.
-        shrink: put the visited columns first and cut the rest of the grid away (numpy only: traced
-            ones keep it).
+        shrink: put the visited columns first and drop the rest of the grid (numpy alone).
 
     Returns:
-        next: the column of each step; at a step that computes nothing, the column of the next step
-            that does, so that nothing is fetched in vain.
-        runs: 1 where the step computes, else 0.
+        next: the column of each step; that of the next step that computes, if this one does not, so
+            that no fetch is wasted.
+        runs: 1 for a step that computes, else 0.
     """
     traced = isinstance(visited, jax.Array)
     xp: Any = jnp if traced else np
     rows, columns = visited.shape
     if shrink and not traced:
-        order = np.argsort(~visited, axis=1, stable=True)[
-            :, : max(1, int(visited.sum(axis=1).max()))
-        ]
+        most = max(1, int(visited.sum(axis=1).max()))
+        order = np.argsort(~visited, axis=1, stable=True)[:, :most]
     else:
         order = xp.broadcast_to(xp.arange(columns), (rows, columns))
     runs = xp.take_along_axis(visited, order, axis=1)
@@ -49,16 +47,14 @@ def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
 
 
 def _next_that_runs(runs: Any, xp: Any) -> Any:
-    """For each step, find the first that computes from there on; after the last, the first."""
-    steps = xp.where(runs, xp.arange(runs.shape[0]), runs.shape[0])
-    following = (
-        np.minimum.accumulate(steps[::-1])[::-1]
-        if xp is np
-        else jax.lax.cummin(steps, reverse=True)
-    )
-    return xp.where(
-        following < runs.shape[0], following, xp.minimum(following[0], runs.shape[0] - 1)
-    )
+    """Return for each step the first that computes from there on; after the last, the first."""
+    count = runs.shape[0]
+    steps = xp.where(runs, xp.arange(count), count)
+    if xp is np:
+        following = np.minimum.accumulate(steps[::-1])[::-1]
+    else:
+        following = jax.lax.cummin(steps, reverse=True)
+    return xp.where(following < count, following, xp.minimum(following[0], count - 1))
 
 
 def mask_info(
@@ -67,11 +63,11 @@ def mask_info(
     """Build splash's `MaskInfo`.
 
     Args:
-        kinds: from `tile_kinds`; tiles that are not EMPTY are visited.
-        codes: from `codes_of`, or None where every pair is allowed.
-        q_padded: query length after padding.
-        by_key: for the kernel of dK and dV, which goes through queries key tile by key tile.
-        shrink: cut what is empty off the grid; the fused backward needs all of it.
+        kinds: from `tile_kinds`; all tiles but EMPTY ones are visited.
+        codes: from `codes_of`, or None if every pair is allowed.
+        q_padded: queries after padding.
+        by_key: for the kernel of dK and dV, which visits queries key tile by key tile.
+        shrink: drop empty tiles from the grid; the fused backward needs all of it.
     """
     values = None if codes is None else codes.padded(q_padded)
     if isinstance(kinds, np.ndarray) and bool((kinds != EMPTY).all()):
@@ -92,7 +88,7 @@ def codes_of(
     q_offset: Offset,
     kv_offset: Offset,
 ) -> Codes | None:
-    """Return the queries' codes, or None where all tiles are full and no key is padding."""
+    """Return the queries' codes, or None if all tiles are full and no key is padding."""
     if not padded_keys and isinstance(kinds, np.ndarray) and bool((kinds == FULL).all()):
         return None
     return encode(mask, q_len, kv_len, q_offset, kv_offset)

@@ -1,8 +1,8 @@
-"""Which lists of tiles fit a TPU's scalar memory, of JAX's splash and of `tpu_flash`.
+"""Whether the lists of tiles of JAX's splash and of `tpu_flash` fit a TPU's scalar memory.
 
-Beside each tile it lists the next one to fetch, in the narrowest int that holds its column, and
-whether it computes, in a byte. The compiler pads rows to 8 and columns to 128. `tpu_flash` keeps a
-block and a mark a step, and for segment ids a mark a tile, in two buffers.
+Splash has for each tile the next one to fetch, in the narrowest int for its column, and a byte for
+whether it computes. The compiler pads rows to 8 and columns to 128. `tpu_flash` has a block and a
+mark a step, and for segment ids a mark a tile, in two buffers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from maxattn.block_sizes import BlockSizes, adjust
+from maxattn.block_sizes import FORWARD, BlockSizes, adjust
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.errors import Unsupported
@@ -21,10 +21,10 @@ from maxattn.masks.terms import SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import tuned_config
 
-MOST_BYTES = 2**20 - 2**14  # a MiB on every TPU, less what a kernel keeps there beside its lists
+MOST_BYTES = 2**20 - 2**14  # a MiB on every TPU, less what a kernel has there beside its lists
 ROWS, COLUMNS = 8, 128
 WORD = 4  # bytes
-# Larger tiles fit VMEM on no chip; the rules of block sizes make smaller what a chip cannot hold.
+# Larger tiles fit VMEM on no chip; the rules of block sizes shrink them where needed.
 LARGEST = FlashBlockSizes(block_q=2048, block_kv=2048, block_kv_compute=512)
 REMEDY = (
     "set larger flash_block_sizes, context_parallel: ring or ulysses over more devices, or"
@@ -33,16 +33,16 @@ REMEDY = (
 
 
 def refuse(call: Call, target: Target) -> Reason | None:
-    """Refuse a call of JAX's splash whose lists do not fit with the largest tiles either."""
+    """Refuse a call of JAX's splash whose lists do not fit even with the largest tiles."""
     rule = _rule(call, _sizes(call, LARGEST, target), target)
     return None if rule is None else Reason("flash", "length", rule, REMEDY)
 
 
 def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionConfig:
-    """Return the config, with the largest tiles where none was asked for and others do not fit.
+    """Return the config, with the largest tiles if it sets none and others do not fit.
 
     Raises:
-        Unsupported: the tiles that the config asks for are too many.
+        Unsupported: the lists of the tiles that the config asks for do not fit.
     """
     asked = tuned_config(config, "flash", call, target).flash_block_sizes
     sizes = _sizes(call, asked, target)
@@ -55,16 +55,12 @@ def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionCon
         sizes = adjust(LARGEST, call, "flash", target, training)[0]
         if _rule(call, sizes, target) is None:
             break
-    largest = FlashBlockSizes(
-        block_q=sizes.block_q,
-        block_kv=sizes.block_kv,
-        block_kv_compute=sizes.block_kv_compute,
+    return config.replace(
+        flash_block_sizes={key: getattr(sizes, key) for key in FORWARD},
     )
-    return config.replace(flash_block_sizes=largest)
 
 
 def unsupported(tile: tuple[int, ...], rule: str) -> Unsupported:
-    """Return the error of tiles whose lists do not fit."""
     what = f"{tile[0]} queries x {tile[1]} keys"
     return Unsupported("flash_block_sizes", what, rule, REMEDY)
 
@@ -78,27 +74,24 @@ def _rule(call: Call, sizes: BlockSizes, target: Target) -> str | None:
     """Return the rule that a forward breaks; interpret mode has no scalar memory."""
     if target.platform != "tpu":
         return None
-    parts = split_mask(call.mask)
-    assert isinstance(parts, SplitMask), parts  # refused before
-    return too_long(forward_bytes(call, parts.positions, (sizes.block_q, sizes.block_kv)))
+    return too_long(_forward_bytes(call, _parts(call).positions, (sizes.block_q, sizes.block_kv)))
 
 
 def transposed_rule(call: Call, tile: tuple[int, ...], target: Target) -> str | None:
-    """Return the rule that the lists of `tpu_flash`'s forward break, or None.
-
-    Args:
-        call: of one device.
-        tile: of the forward.
-        target: the machine; interpret mode has no scalar memory.
-    """
+    """Return the rule that the lists of `tpu_flash`'s forward break with a tile, or None."""
     if target.platform != "tpu":
         return None
-    parts = split_mask(call.mask)
-    assert isinstance(parts, SplitMask), parts  # refused before
+    parts = _parts(call)
     rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
     item = np.dtype(column_type(columns)).itemsize
-    steps = forward_bytes(call, parts.positions, (tile[0], tile[1])) // (item + 1)
+    steps = _forward_bytes(call, parts.positions, (tile[0], tile[1])) // (item + 1)
     return too_long(words_bytes(steps, rows * columns if parts.has_ids else 0))
+
+
+def _parts(call: Call) -> SplitMask:
+    parts = split_mask(call.mask)
+    assert isinstance(parts, SplitMask), parts  # refused before
+    return parts
 
 
 def words_bytes(steps: int, marks: int) -> int:
@@ -107,12 +100,12 @@ def words_bytes(steps: int, marks: int) -> int:
 
 
 def column_type(columns: int) -> type[np.signedinteger]:
-    """Return the narrowest int that holds a column of so many."""
+    """Return the narrowest int for the numbers of so many columns."""
     return np.int8 if columns <= 128 else np.int16 if columns <= 2**15 else np.int32
 
 
 def list_bytes(rows: int, columns: int, item: int) -> int:
-    """Count the bytes of lists of tiles whose columns take so many bytes each."""
+    """Count the bytes of lists of tiles whose columns take `item` bytes each."""
     return -(-rows // ROWS) * ROWS * -(-columns // COLUMNS) * COLUMNS * (item + 1)
 
 
@@ -126,14 +119,8 @@ def too_long(found: int) -> str | None:
     )
 
 
-def forward_bytes(call: Call, positions: Mask, tile: tuple[int, int]) -> int:
-    """Count the bytes of a forward's lists; where they are too many anyway, maybe fewer than that.
-
-    Args:
-        call: of one device.
-        positions: what its mask says of positions alone.
-        tile: queries and keys of it.
-    """
+def _forward_bytes(call: Call, positions: Mask, tile: tuple[int, int]) -> int:
+    """Count the bytes of a forward's lists, by the mask's part of positions."""
     if positions.is_full:
         return 0
     lengths = call.q_len, call.kv_len
@@ -141,33 +128,14 @@ def forward_bytes(call: Call, positions: Mask, tile: tuple[int, int]) -> int:
     item = np.dtype(column_type(columns)).itemsize
     if call.sharded:  # traced positions: the lists name every tile
         return list_bytes(rows, columns, item)
-    least = list_bytes(rows, 1, item)
-    if least > MOST_BYTES and _skips_some(positions, tile, lengths):
-        return least
     most = _longest_row(positions, tile, lengths)
     return 0 if most is None else list_bytes(rows, most, item)
 
 
 @lru_cache(maxsize=256)
 def _longest_row(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int | None:
-    """Return the most tiles that a row visits; None where none is skipped: there are no lists."""
+    """Return the most tiles that a row visits; None if none is skipped: there are no lists."""
     rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
     found = stretches(mask, *tile, *lengths)
     visited = np.bincount(found.row, found.end - found.start, minlength=rows)
     return None if visited.sum() == rows * columns else max(1, int(visited.max()))
-
-
-def _skips_some(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> bool:
-    """Return whether the first, the middle or the last row of tiles is seen to skip one."""
-    q_len, kv_len = lengths
-    last = (q_len - 1) // tile[0]
-    for row in {0, last // 2, last}:
-        change = np.zeros(-(-kv_len // tile[1]) + 1, np.int64)
-        queries = np.arange(row * tile[0], min((row + 1) * tile[0], q_len))
-        for lo, hi in mask.intervals(queries):
-            some, end = lo < np.minimum(hi, kv_len), np.minimum(hi, kv_len)
-            np.add.at(change, lo[some] // tile[1], 1)
-            np.add.at(change, (end[some] - 1) // tile[1] + 1, -1)
-        if not np.cumsum(change)[:-1].all():
-            return True
-    return False

@@ -1,12 +1,11 @@
 """The kernels of tokamax's splash attention on one batch row, with a natural-log LSE.
 
-Its schedule lists the tiles to visit, row by row, and marks which of them are mixed: full ones skip
-the mask. Tiles that no step visits are never written, so rows of queries that are in none are
-marked here, and the backward goes through every tile of its grid.
+Its schedule lists the tiles to visit, row by row, and marks the mixed ones: full ones skip the
+mask. A tile that no step visits is never written, so queries in no visited tile are marked here,
+and the backward visits every tile of its grid.
 
-With `base2` the kernels multiply the queries by log2(e), compute exp2, and keep the LSE in base 2:
-it is divided by log2(e) on its way out and multiplied on its way in, so that merges and rings see
-natural logarithms alone.
+With `base2` the kernels multiply the queries by log2(e), compute exp2, and have the LSE in base 2.
+It is converted on its way out and in, so that merges and rings see natural logarithms alone.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TokamaxSplash(Library):
     scheduler: bool
 
     def query_factor(self, dtype: Any) -> float:
-        """Undo that `base2` multiplies by a rounded log2(e): 0.18% too much in bfloat16."""
+        """Correct the rounded log2(e) of `base2`, which is 0.18% too large in bfloat16."""
         return LOG2E / float(np.asarray(LOG2E, dtype)) if self.base2 else 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
@@ -91,12 +90,11 @@ class TokamaxSplash(Library):
 
 
 def _with_ids(row: Operands) -> tuple[Any, Any, Any, Any]:
-    """Put tokamax's own pair of segment ids in the place of ours."""
     return row.q, row.k, row.v, None if row.ids is None else library().SegmentIds(*row.ids)
 
 
 def _share(setup: Setup) -> float:
-    """Return the share of tiles that are visited, for the compiler's costs; 1 where unknown."""
+    """Return the share of tiles that are visited, for the compiler's costs; 1 if unknown."""
     return float((setup.kinds != EMPTY).mean()) if isinstance(setup.kinds, np.ndarray) else 1.0
 
 
@@ -110,10 +108,7 @@ def marks_of(setup: Setup) -> Any:
 
 
 def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
-    """List the tiles to visit, row by row, as (rows, columns, marks, how many).
-
-    They are numpy, or traced and padded with -1.
-    """
+    """List the tiles to visit, row by row, as (rows, columns, marks, count); padded with -1."""
     if isinstance(marks, np.ndarray):
         row, column = np.nonzero(marks) if marks.any() else (np.zeros(1, int), np.zeros(1, int))
         small, count = column_type(max(marks.shape)), np.array([row.shape[0]], np.int32)
@@ -122,8 +117,7 @@ def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
     rows, columns = marks.shape
     row, column = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.mgrid[:rows, :columns])
     idle = (marks == 0).reshape(-1).astype(jnp.int32)
-    # A stable sort by whether a tile is idle; no gather, which long lists make slow or impossible
-    # to lower.
+    # A stable sort by idleness: a gather of long lists is slow or cannot be lowered.
     idle, row, column, flat = jax.lax.sort(
         (idle, row, column, marks.reshape(-1)), num_keys=1, is_stable=True
     )
@@ -141,8 +135,7 @@ def _forward_info(setup: Setup) -> Any:
 def _backward_info(setup: Setup) -> Any:
     if setup.codes is None:
         return _info(setup)
-    # Without lists of rows and columns the grid is all tiles, key tiles first, and tiles marked 0
-    # are not computed.
+    # Without lists the grid is all tiles, key tiles first, and those marked 0 compute nothing.
     return _info(setup, marks=jnp.asarray(marks_of(setup).T.reshape(-1)))
 
 

@@ -1,7 +1,7 @@
 """The backward kernel of `tpu_flash`: dQ, dK and dV in one pass over the tiles.
 
-The grid goes through the queries of each block of keys, so dK and dV are summed in VMEM. dQ is
-summed in HBM, a block at a step (backward_tile.py), in one array of float32.
+The grid visits the queries of each block of keys, so dK and dV are summed in VMEM. dQ is summed in
+one float32 array in HBM, one block at each step (`HbmSum`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LOG2E = 1.4426950408889634
 def backward(
     rows: Operands, stats: Stats, setup: Setup, blocks: Blocks, interpret: bool
 ) -> tuple[Array, Array, Array]:
-    """Return (dq [B, N, T, H], dk, dv [B, K, S, H]), float32, of all rows of a batch.
+    """Return (dq [B, N, T, H], dk, dv [B, K, S, H]), float32, of all batch rows.
 
     Args:
-        rows: the operands, whose queries log2(e) multiplies: dk comes back multiplied too.
+        rows: the operands; the queries are multiplied by log2(e), and so is dk.
         stats: of each query; the LSE is natural.
         setup: the mask.
         blocks: queries and keys of a tile, and keys computed at once.
@@ -54,7 +54,7 @@ def backward(
     operands = _operands(rows, stats, setup, form)
     lists = () if steps is None else (steps.block, steps.mark)
 
-    # Blocks of an array that stays in HBM cannot be batched: what is around loops over its rows.
+    # Blocks of an array in HBM cannot be batched: a `vmap` around it becomes a loop.
     @jax.custom_batching.sequential_vmap
     def run(*arrays: Array) -> Any:
         return _call(form, operands, len(lists), interpret)(*arrays)
@@ -67,14 +67,14 @@ def backward(
 
 
 class _BackwardForm(NamedTuple):
-    """What the kernel's code depends on.
+    """The static arguments of the kernel's code.
 
     Args:
-        tiles: what the forward's depends on too; `count` is that of a row of keys.
-        grid: key heads of all rows of the batch, blocks of keys, steps of one query head's.
-        heads: key heads of a row of the batch.
+        tiles: those of the forward too; `count` is of a row of keys.
+        grid: key heads of all batch rows, blocks of keys, steps of one query head.
+        heads: key heads of a batch row.
         group: query heads that share a key head.
-        q, k: [heads, T, H] and [heads, S, H], of all rows of the batch.
+        q, k: [heads, T, H] and [heads, S, H], of all batch rows.
         dtype: of the operands.
     """
 
@@ -110,7 +110,7 @@ class _BackwardForm(NamedTuple):
 
 
 def _operands(rows: Operands, stats: Stats, setup: Setup, form: _BackwardForm) -> list[Operand]:
-    """List what the kernel reads; arrays of queries have the tokens along the lanes."""
+    """List the operands; arrays of queries have the tokens along the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -167,7 +167,7 @@ def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: b
     from jax.experimental.pallas import tpu as pltpu
 
     (block_q, block_kv, _), (heads, t, h) = form.tiles.blocks, form.q
-    # Not any memory: the compiler would keep a short dQ in VMEM, which holds its blocks anyway.
+    # In HBM by name: the compiler would put a short dQ in VMEM, which has its blocks already.
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     n, rows, steps = form.grid
     float32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -255,7 +255,7 @@ def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
 
 
 def _tile(sums: Gradients, read: Any, form: KernelForm, block: Any) -> Array:
-    """Go through the keys of a tile; `block` is theirs where the mask is evaluated, else None."""
+    """Compute a tile; `block` is that of its keys if the mask is evaluated, else None."""
     queries = Queries(*(read[name][...] for name in ("q", "dout", "lse", "delta")))
     total = jnp.zeros(queries.q.shape, jnp.float32)
     for keys in form.parts():

@@ -1,11 +1,11 @@
-"""What one tile adds to the gradients, with keys along the sublanes.
+"""One tile of the backward, with keys along the sublanes.
 
     P^T = exp2(k q^T - lse)      dS^T = P^T * (v dO^T - delta)
     dV^T += dO^T P               dK^T += q^T dS               dQ^T += k^T dS^T
 
-The exact LSE is known, so nothing follows a maximum. The gradients are transposed too: then weights
-and dS are what a matrix unit holds, and the head dim is what it is fed with. A unit of 256 x 256
-would hold a head dim of 128 in half of its columns.
+The exact LSE is known, so no maximum is needed. The gradients are transposed too: a matrix unit
+then holds weights and dS, and the head dim streams through it. The other way round a head dim of
+128 would fill half of the columns of a unit of 256 x 256.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-NONE = -1  # of the blocks: none is being written
+NONE = -1  # no block is being written
 
 
 class Gradients(NamedTuple):
@@ -39,7 +39,7 @@ class Gradients(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What the backward reads of a block of queries.
+    """A block of queries.
 
     Args:
         q, dout: [H, block_q]; q is multiplied by the scale and by log2(e).
@@ -56,7 +56,7 @@ class Queries(NamedTuple):
 def weights(
     k: Float[Array, "C H"], queries: Queries, allowed: Bool[Array, "C q"] | None
 ) -> Float[Array, "C q"]:
-    """Compute P^T; a pair that may not attend has none."""
+    """Compute P^T, 0 for pairs that may not attend."""
     p = jnp.exp2(_product(k, queries.q, 1, 0) - queries.lse)
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
@@ -64,7 +64,7 @@ def weights(
 def add_keys(
     sums: Gradients, keys: slice, v: Float[Array, "C H"], p: Float[Array, "C q"], queries: Queries
 ) -> Float[Array, "H q"]:
-    """Add what some keys of the block take from the queries, and return what they give to dQ^T."""
+    """Add the gradients of some keys of the block, and return their share of dQ^T."""
     dtype = v.dtype
     ds = (p * (_product(v, queries.dout, 1, 0) - queries.delta)).astype(dtype)
     sums.dv[:, keys] += _product(queries.dout, p.astype(dtype), 1, 1)
@@ -79,15 +79,15 @@ def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
 
 
 class HbmSum(NamedTuple):
-    """A sum in HBM to which a kernel adds a block at a step: dQ, and no part of it apart.
+    """A sum in HBM, dQ, to which a kernel adds one block at each step.
 
-    A block is fetched while a step computes what it adds, and written while the next step
-    computes. One write is under way at most.
+    The block is fetched while the step computes, and written while the next step computes. At most
+    one write is under way.
 
     Args:
         whole: [heads, H, T] in HBM.
-        old, new: [H, block] in VMEM: the block that was fetched, and the one that is written.
-        writing: [1] in scalar memory: which block is being written, or NONE.
+        old, new: [H, block] in VMEM: the block as fetched, and as written.
+        writing: [1] in scalar memory: the block that is being written, or NONE.
         semaphores: [2], of the fetch and of the write.
     """
 
@@ -98,16 +98,15 @@ class HbmSum(NamedTuple):
     semaphores: Any
 
     def begin(self) -> None:
-        """Begin without a write under way."""
         self.writing[0] = NONE
 
     def fetch(self, head: Any, block: Any) -> None:
-        """Start to read a block, after it was written."""
+        """Start to read a block, once it is written."""
         self._wait_if(self.writing[0] == self._place(head, block))
         self._fetch(head, block).start()
 
     def add(self, head: Any, block: Any, x: Float[Array, "H q"]) -> None:
-        """Add to the block that was fetched, and start to write it."""
+        """Add to the fetched block, and start to write it."""
         self._fetch(head, block).wait()
         self._wait_if(self.writing[0] != NONE)
         self.new[...] = self.old[...] + x
@@ -115,7 +114,6 @@ class HbmSum(NamedTuple):
         self.writing[0] = self._place(head, block)
 
     def end(self) -> None:
-        """Wait for the last write."""
         self._wait_if(self.writing[0] != NONE)
 
     def _wait_if(self, condition: Any) -> None:

@@ -1,4 +1,4 @@
-"""The forward kernel on one batch row: its operands, its grid, and what a step does."""
+"""The forward kernel of `tpu_flash` on one batch row: its operands, its grid, and one step."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LN2 = 0.6931471805599453
 def forward(
     row: Operands, setup: Setup, blocks: Blocks, interpret: bool, v_is_turned: bool
 ) -> tuple[Array, Array]:
-    """Return (out [N, T, H], lse [N, T] float32, natural) of queries that log2(e) multiplied.
+    """Return (out [N, T, H], natural lse [N, T] float32).
 
     Args:
-        row: the operands.
+        row: the operands; the queries are multiplied by log2(e).
         setup: the mask.
         blocks: queries and keys of a tile, and keys computed at once.
         interpret: run in Pallas' interpreter.
@@ -94,7 +94,7 @@ def _operands(
     column = partial(listed_block, 0 if steps is None else steps.count)
 
     def key_head(n: Any) -> Any:
-        # Not `//`, whose lowering asks for the sign and with it for a TPU that is there.
+        # `//` is lowered through the sign, which needs the TPU of this machine.
         return n if group == 1 else jax.lax.div(n, jnp.int32(group))
 
     of_queries = pl.BlockSpec((1, block_q), lambda n, i, j, *_: (0, i))
@@ -148,7 +148,7 @@ def _kernel(names: tuple[str, ...], form: KernelForm, v_is_turned: bool, *refs: 
     def _() -> None:
         sums.clear(bounded)
 
-    # The bodies of one softmax follow each other, which estimates of a schedule go by.
+    # Both bodies of a softmax are neighbours: estimates of a schedule rely on it.
     for runs, add in ((bounded, tile.add_bounded), (jnp.logical_not(bounded), tile.add_online)):
         body = partial(_add, v_is_turned, add, sums, read, form)
         pl.when(runs & (mark == WHOLE))(partial(body, None))
@@ -170,7 +170,7 @@ def _add(
     form: KernelForm,
     block: Any,
 ) -> None:
-    """Go through the keys of a tile; `block` is theirs where the mask is evaluated, else None."""
+    """Compute a tile; `block` is that of its keys if the mask is evaluated, else None."""
     for keys in form.parts():
         s = tile.scores(read["k"][keys, :], read["q"][...])
         if block is not None:

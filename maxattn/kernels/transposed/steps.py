@@ -1,7 +1,7 @@
-"""What both kernels of `tpu_flash` ask of the mask: which tiles a grid visits, and which pairs.
+"""The mask in both kernels of `tpu_flash`: the tiles that a grid visits, and the pairs allowed.
 
-Positions list the steps of a row of tiles; segment ids mark tiles on the device. A mark of a tile
-is 0 where it is empty, PARTIAL where its mask must be evaluated, WHOLE where every pair is allowed.
+Positions list the steps of a row of tiles; segment ids mark tiles on the device. The mark of a tile
+is 0 if it is empty, PARTIAL if its mask must be evaluated, WHOLE if every pair is allowed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
 
 
 class Steps(NamedTuple):
-    """The steps of the grid, row of tiles by row.
+    """The steps of the grid, one row of tiles after the other.
 
     Args:
-        block: the block of keys of each step, or of queries by key, [rows * count].
-        mark: of each step; 0 where it computes nothing.
+        block: of keys, or by key of queries, for each step [rows * count].
+        mark: of each step; 0 if it computes nothing.
         count: steps of a row.
     """
 
@@ -35,11 +35,9 @@ class Steps(NamedTuple):
 
 
 def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
-    """List the tiles that the positions leave, or None where every tile is whole.
+    """List the tiles that the positions leave, or None if every tile is whole.
 
-    Args:
-        setup: the mask.
-        by_key: a row of tiles is that of a block of keys, and each step is a block of queries.
+    With `by_key` a row of tiles is that of a block of keys, and each step is a block of queries.
     """
     marks = marks_of(setup).T if by_key else marks_of(setup)
     traced = not isinstance(marks, np.ndarray)
@@ -55,7 +53,7 @@ def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
 def marks_of_ids(
     q_ids: Int[Array, " T"], kv_ids: Int[Array, " S"], block_q: int, block_kv: int
 ) -> Int[Array, "1 tiles"]:
-    """Mark each tile by the ranges of its ids: tiles whose ranges do not meet are empty."""
+    """Mark each tile by the ranges of its ids: it is empty if they do not meet."""
     queries, keys = q_ids.reshape(-1, block_q), kv_ids.reshape(-1, block_kv)
     q_low, q_high = (f(queries, axis=1)[:, None] for f in (jnp.min, jnp.max))
     k_low, k_high = (f(keys, axis=1)[None] for f in (jnp.min, jnp.max))
@@ -66,7 +64,7 @@ def marks_of_ids(
 
 
 class Operand(NamedTuple):
-    """Name an array that a kernel reads, and the layout of its blocks."""
+    """An array that a kernel reads, its name, and the layout of its blocks."""
 
     name: str
     array: Array
@@ -74,13 +72,13 @@ class Operand(NamedTuple):
 
 
 class KernelForm(NamedTuple):
-    """What a kernel's code depends on.
+    """The static arguments of a kernel's code.
 
     Args:
         blocks: queries and keys of a tile, and keys computed at once.
-        count: steps of a row of tiles where they are listed, else 0.
-        code: tells from codes of queries and indexes of keys which pairs attend, or None.
-        columns: blocks of keys where segment ids mark tiles, else 0.
+        count: steps of a row of tiles if they are listed, else 0.
+        code: the allowed pairs, from codes of queries and indexes of keys; None: all.
+        columns: blocks of keys if segment ids mark tiles, else 0.
     """
 
     blocks: Blocks
@@ -99,31 +97,25 @@ class KernelForm(NamedTuple):
         return self.code is not None or bool(self.columns)
 
     def parts(self) -> list[slice]:
-        """Divide the keys of a tile into parts that are computed at once; the last may be less."""
+        """Divide the keys of a tile into parts computed at once; the last may be shorter."""
         _, block_kv, compute = self.blocks
         return [slice(n, min(n + compute, block_kv)) for n in range(0, block_kv, compute)]
 
 
 def listed_block(count: int, row: Any, step: Any, block: Any = None, mark: Any = None) -> Any:
-    """Return the block of a step: from its list, or its number if nothing is listed."""
+    """Return the block of a step: from its list, or its number without a list."""
     return step if block is None else block[row * count + step]
 
 
 def allowed(shape: tuple[int, ...], read: Any, form: KernelForm, keys: slice, block: Any) -> Array:
-    """Evaluate the mask for some keys of a block, [keys, block_q].
+    """Evaluate the mask for some keys of a block, in the shape [keys, block_q].
 
-    Args:
-        shape: of the result.
-        read: the kernel's operands by name.
-        form: of the kernel.
-        keys: of the block.
-        block: number of the block of keys.
+    `read` has the kernel's operands by name, and `block` is the number of the block of keys.
     """
     found = None
     if form.code is not None:
-        index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (
-            block * form.blocks[1] + keys.start
-        )
+        first = block * form.blocks[1] + keys.start
+        index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first
         found = form.code(jnp.broadcast_to(read["codes"][...], shape), index)
     if form.columns:
         lanes = jnp.broadcast_to(read["kv_ids"][:, keys], (LANES, shape[0])).T

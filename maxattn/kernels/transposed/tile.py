@@ -1,17 +1,17 @@
-"""What one tile adds to the running sums of the softmax, with keys along the sublanes.
+"""One tile of the forward's softmax, with keys along the sublanes.
 
     S^T = k q^T        P^T = exp2(S^T - m)        acc^T += v^T P^T        l += sum(P^T over keys)
 
 Scores are transposed, so that sums and maxima over keys add whole registers, and a query's
-statistics are one lane. m is the running maximum of the online softmax, or 0 where the scores are
-known to be small (`small_scores`): a score is at most |q| |k|. Where that bound is small, exp2 of
+statistics are one lane. m is the running maximum of the online softmax, or 0 if the scores are
+known to be small (`small_scores`): a score is at most |q| |k|. If that bound is small, exp2 of
 every score is far from both ends of float32's range, and
 
     out = sum(exp2(s) v) / sum(exp2(s))        lse = log2(sum(exp2(s)))
 
-lose no digits: floating point keeps the same number of them at every magnitude. Queries and keys
-that are normalised, as in most diffusion transformers, are always within it. The choice is made for
-each head and block of queries.
+lose no digits, since floating point has equally many at every magnitude. Normalised queries and
+keys, as in most diffusion transformers, are always within the bound. The choice is made for each
+head and block of queries.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from maxattn.block_sizes.sizes import SUBLANES
 INNER = 256  # keys of one product with V: the side of the largest matrix units
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """The score of a pair that may not attend: exp2 of it is 0, and no difference of two overflows."""
-# Sums of 2**24 terms of 2**94 are below 2**118, and what is 2**-32 of a term of 2**-94 is still a
-# normal number. The largest value moves both ends by its exponent.
+# 2**24 terms of 2**94 add up to less than 2**118, and 2**-32 of a term of 2**-94 is still a normal
+# number. The largest value moves both ends by its exponent.
 LARGEST = 94.0
-# Weights are rounded to the dtype of V, and those of float16 are normal from 2**-14 to 2**15.
-LARGEST_FLOAT16 = 14.0
+LARGEST_FLOAT16 = 14.0  # weights are rounded to V's dtype: float16 is normal from 2**-14 to 2**15
 _OVER_HEAD_DIM = (((1,), (1,)), ((), ()))
 _OVER_KEYS = (((1,), (0,)), ((), ()))
 _OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
@@ -51,13 +50,13 @@ class Sums(NamedTuple):
     m: Any
 
     def clear(self, bounded: Any) -> None:
-        """Begin a row of tiles; a bounded block has the maximum 0."""
+        """Begin a row of tiles; a bounded block has a maximum of 0."""
         self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
         self.l[...] = jnp.zeros(self.l.shape, jnp.float32)
         self.m[...] = jnp.full(self.m.shape, jnp.where(bounded, 0.0, MASKED), jnp.float32)
 
     def result(self) -> tuple[Float[Array, "H q"], Float[Array, "1 q"]]:
-        """Return the output, and the LSE in base 2; garbage where nothing was seen."""
+        """Return the output, and the LSE in base 2; garbage if nothing was seen."""
         l = self.l[...].sum(axis=0, keepdims=True)
         return self.acc[...] / l, self.m[...] + jnp.log2(l)
 
@@ -66,9 +65,9 @@ class Values(NamedTuple):
     """The values of some keys of a block.
 
     Args:
-        ref: of the block, [keys, H]; or [H, keys] where it is turned.
+        ref: of the block, [keys, H], or transposed [H, keys].
         first: the first of the keys.
-        is_turned: whether it is. Matrix units of 128 x 128 turn it slowly, larger ones in passing.
+        is_turned: whether it is transposed, which is slow in matrix units of 128 x 128 alone.
     """
 
     ref: Any
@@ -76,7 +75,7 @@ class Values(NamedTuple):
     is_turned: bool
 
     def weighted(self, start: int, p: Float[Array, "C q"]) -> Float[Array, "H q"]:
-        """Compute v^T p of the keys from a start on, in float32."""
+        """Compute v^T p in float32, for the keys from `start` on."""
         keys = slice(self.first + start, self.first + start + p.shape[0])
         v = self.ref[:, keys] if self.is_turned else self.ref[keys, :]
         over = _OVER_KEYS if self.is_turned else _OVER_UPRIGHT_KEYS
@@ -84,12 +83,11 @@ class Values(NamedTuple):
 
 
 def scores(k: Float[Array, "C H"], q: Float[Array, "q H"]) -> Float[Array, "C q"]:
-    """Compute k q^T in float32."""
     return lax.dot_general(k, q, _OVER_HEAD_DIM, preferred_element_type=jnp.float32)
 
 
 def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
-    """Add keys whose scores are known to be small."""
+    """Add keys with small scores, without a maximum."""
     acc, l = sums.acc[...], sums.l[...]
     for start in range(0, s.shape[0], INNER):
         p = jnp.exp2(s[start : start + INNER])
@@ -99,7 +97,7 @@ def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
 
 
 def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
-    """Add keys of any scores; the sums follow the maximum from product to product."""
+    """Add keys with any scores by the online softmax, product by product."""
     acc, l, m = sums.acc[...], sums.l[...], sums.m[...]
     for start in range(0, s.shape[0], INNER):
         part = s[start : start + INNER]
@@ -111,7 +109,6 @@ def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
 
 
 def hide(s: Float[Array, "C q"], allowed: Bool[Array, "C q"]) -> Float[Array, "C q"]:
-    """Give pairs that may not attend a score without weight."""
     return jnp.where(allowed, s, MASKED)
 
 
@@ -130,12 +127,12 @@ def small_scores(
 ) -> Int[Array, "1 N*T//block_q"]:
     """Return 1 for each head and block of queries whose scores are bounded, else 0.
 
-    What is infinite or no number is not bounded.
+    Infinity and NaN are not bounded.
 
     Args:
         q: queries, multiplied by the scale and by log2(e).
-        k, v: keys and values of heads that N / K neighbouring query heads share.
-        block_q: queries of a block, which divides T.
+        k, v: keys and values; N / K neighbouring query heads share a head.
+        block_q: queries in a block, which divides T.
     """
     heads = q.shape[0]
     queries = _norms(q).reshape(heads, -1, block_q).max(axis=2)
