@@ -22,9 +22,9 @@ from maxattn.kernels.composed.batch_rows import BatchRows
 from maxattn.tools.cli.check import advice
 from maxattn.tools.memory import estimate
 from maxattn.tools.tune.candidates import kernel_candidates
-from tests.cases import TOLERANCE
+from tests.cases import both, compare
 from tests.golden_text import check_golden
-from tests.reference import attention64, error
+from tests.reference import attention64
 
 T = 96
 SEGMENTS = M.Segments.of_lengths((24,) * 4)
@@ -61,15 +61,7 @@ def arrays(keys: int, *, value_dim: int = 8, kv_heads: int = 2, seed: int = 0) -
 def judge(x: dict[str, Any], mask: M.Mask, got: tuple[Any, ...]) -> None:
     keys = x["k"].shape[1]
     allowed = np.asarray(mask.bind(T, keys).allowed(np.arange(T), np.arange(keys)))
-    want = attention64(x["q"], x["k"], x["v"], allowed, dout=x["dout"], dlse=x["dlse"])
-    for name, one in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
-        assert one.shape == getattr(want, name).shape
-        assert error(one, getattr(want, name)) < TOLERANCE["float32"], name
-
-
-def both(call: Any, x: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
-    (out, lse), vjp = jax.vjp(call, *operands)
-    return out, lse, *vjp((x["dout"], x["dlse"]))
+    compare(got, attention64(x["q"], x["k"], x["v"], allowed, dout=x["dout"], dlse=x["dlse"]))
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -239,32 +231,29 @@ def test_a_plan_as_values_is_that_of_rows_and_their_number() -> None:
     rows = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16")
     config = ma.AttentionConfig(attention="flash")
     packed, batch = (ma.plan(call, config, target=H200).to_dict() for call in (PACKED, rows))
-    assert {key: value for key, value in packed.items() if key not in batch} == {
-        "kernel.count": 8,
-        "kernel.mask": "Full()",
-    }
-    assert {key for key in batch if batch[key] != packed[key]} == {
-        "call",
-        "mask",
-        "q_len",
-        "kv_len",
-    }
+    more = {key: value for key, value in packed.items() if key not in batch}
+    assert more == {"kernel.count": 8, "kernel.mask": "Full()"}
+    changed = {key for key in batch if batch[key] != packed[key]}
+    assert changed == {"call", "mask", "q_len", "kv_len"}
 
 
 # ---- what is said --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["cpu", "NVIDIA H200", "TPU v6e"])
-def test_explain(where: str) -> None:
-    target = H200 if where == H200.device_kind else ma.Target.named(where)
-    frames = ma.Call(1, 32760, 32760, 12, 12, 128, "bfloat16", M.BlockSlidingWindow(1560, 1))
-    check_golden(f"batch_rows/{where.replace(' ', '_')}", ma.plan(frames, target=target).explain())
+FRAMES = ma.Call(1, 32760, 32760, 12, 12, 128, "bfloat16", M.BlockSlidingWindow(1560, 1))
+TEXTS = M.Segments.of_lengths((4096,) * 8, (77,) * 8)
+EXPLAINED = {
+    "cpu": (FRAMES, ma.Target.named("cpu")),
+    "NVIDIA_H200": (FRAMES, H200),
+    "TPU_v6e": (FRAMES, ma.Target.named("TPU v6e")),
+    "texts": (ma.Call(1, 32768, 616, 12, 12, 128, "bfloat16", TEXTS, role="cross"), H200),
+}
 
 
-def test_explain_of_queries_and_keys() -> None:
-    mask = M.Segments.of_lengths((4096,) * 8, (77,) * 8)
-    call = ma.Call(1, 32768, 616, 12, 12, 128, "bfloat16", mask, role="cross")
-    check_golden("batch_rows/texts", ma.plan(call, target=H200).explain())
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_explain(name: str) -> None:
+    call, target = EXPLAINED[name]
+    check_golden(f"batch_rows/{name}", ma.plan(call, target=target).explain())
 
 
 def test_a_refusal_says_what_is_computed() -> None:

@@ -24,7 +24,7 @@ from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.kv_block import pack
 from maxattn.kernels.table import TABLE
 from maxattn.tools.memory import estimate
-from tests.cases import HEADS, KINDS, LENGTHS, TOLERANCE, XLA_KERNELS, allowed
+from tests.cases import HEADS, KINDS, LENGTHS, TOLERANCE, XLA_KERNELS, allowed, both, compare
 from tests.cases import arrays as same_dims
 from tests.context_parallel.test_zigzag import free_permutes as free_permutes
 from tests.golden_text import check_golden
@@ -60,6 +60,9 @@ PADDED_ONE_DEVICE = {
     "dims": DIMS,
     "heads": ["mha", "gqa"],
     "dtype": ["float32", "bfloat16"],
+    "length": ["odd"],
+    "bias": ["none"],
+    "fold": [True],
 }
 PADDED_ON_MESH = {
     "strategy": ["ring", "ring of GPUs", "ulysses"],
@@ -67,7 +70,6 @@ PADDED_ON_MESH = {
     "mask": ["full", "causal"],
     "dims": DIMS,
 }
-GRADS = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 
 def arrays(case: dict) -> dict[str, Any]:
@@ -82,46 +84,34 @@ def arrays(case: dict) -> dict[str, Any]:
     return x | {"ok": ok, "dlse": np.where(seen, x["dlse"], np.float32(0))}
 
 
-def both(call: Any, x: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
-    (out, lse), vjp = jax.vjp(call, *operands)
-    return out, lse, *vjp((x["dout"], x["dlse"]))
-
-
 def judge(case: dict, x: dict[str, Any], got: tuple[Any, ...]) -> None:
     given = x["q"], x["k"], x["v"], x["ok"], x["bias"]
     want = attention64(*given, dout=x["dout"], dlse=x["dlse"])
-    for name, one, exact in zip(GRADS, got, want, strict=True):
-        if exact is not None:
-            assert one.shape == exact.shape, (case, name)
-            assert error(one, exact) < TOLERANCE[case["dtype"]], (case, name)
+    compare(got, want, TOLERANCE[case["dtype"]])
 
 
 def name_of(case: dict) -> str:
     return "-".join(map(str, case.values()))
 
 
-# Masks, lengths and biases have no channels.
+# Masks, lengths and biases have no channels; a kernel sees padded heads as any others.
 @pytest.mark.parametrize(
-    "case", few(pairwise(ONE_DEVICE, lambda case: True), ("kernel", "dims")), ids=name_of
+    "case",
+    [
+        *few(pairwise(ONE_DEVICE, lambda case: True), ("kernel", "dims")),
+        *few(pairwise(PADDED_ONE_DEVICE, lambda case: True), ("kernel", "dims")),
+    ],
+    ids=name_of,
 )
 def test_against_float64(case: dict) -> None:
     x = arrays(case)
-    config = XLA_KERNELS[case["kernel"]].replace(split_head_dim=case["fold"])
+    config = (XLA_KERNELS | PADDED)[case["kernel"]].replace(split_head_dim=case["fold"])
     call = partial(ma.attention, mask=x["mask"], config=config, return_lse=True)
+    if x["bias"] is None:
+        judge(case, x, jax.jit(partial(both, call, x))(x["q"], x["k"], x["v"]))
+        return
     f = jax.jit(partial(both, lambda q, k, v, bias: call(q, k, v, bias=bias), x))
     judge(case, x, f(x["q"], x["k"], x["v"], x["bias"]))
-
-
-# Every mask and every kernel: a kernel sees padded heads as any others.
-@pytest.mark.parametrize(
-    "case", few(pairwise(PADDED_ONE_DEVICE, lambda case: True), ("kernel", "dims")), ids=name_of
-)
-def test_padded_kernels_against_float64(case: dict) -> None:
-    case = case | {"length": "odd", "bias": "none"}
-    x = arrays(case)
-    call = partial(ma.attention, mask=x["mask"], config=PADDED[case["kernel"]], return_lse=True)
-    f = jax.jit(partial(both, call, x))
-    judge(case, x, (*f(x["q"], x["k"], x["v"]), None))
 
 
 def test_a_padded_backward_over_blocks_of_keys() -> None:
@@ -138,19 +128,13 @@ def test_a_padded_backward_over_blocks_of_keys() -> None:
         accumulator.add(pack(inputs.k[:, i:j], inputs.v[:, i:j])) for i, j in ((0, 32), (32, 64))
     ]
     dk, dv = (jnp.concatenate([each[i] for each in found], axis=1) for i in (0, 1))
-    judge(case | {"dtype": "float32"}, x, (out, lse, accumulator.dq(), dk[..., :8], dv, None))
+    judge(case | {"dtype": "float32"}, x, (out, lse, accumulator.dq(), dk[..., :8], dv))
     assert not np.asarray(dk[..., 8:]).any(), "what fills the heads has no gradient"
 
 
 def cut_by_a_ring(case: dict) -> bool:
     """A ring cuts masks; what gathers keys or heads sees positions as one device does."""
     return "ring" in case["strategy"] or case["mask"] == "segments"
-
-
-CORE = ("strategy",)
-# Chunks compile twice as long.
-FEW = pairwise(ON_MESH, cut_by_a_ring, core=CORE)
-FEW = plainly(FEW, "kernel", "dense", cut_by_a_ring, CORE)
 
 
 def quick(case: dict) -> bool:
@@ -160,10 +144,13 @@ def quick(case: dict) -> bool:
     return "ring" not in case["strategy"] or case["kernel"] == "dense"
 
 
-ON_MESHES = [*FEW, *pairwise(PADDED_ON_MESH, lambda case: True)]
+# Chunks compile twice as long as dense.
+FEW = pairwise(ON_MESH, cut_by_a_ring, core=("strategy",))
+FEW = plainly(FEW, "kernel", "dense", cut_by_a_ring, ("strategy",))
+FEW += pairwise(PADDED_ON_MESH, lambda case: True)
 
 
-@pytest.mark.parametrize("case", but(ON_MESHES, quick), ids=name_of)
+@pytest.mark.parametrize("case", but(FEW, quick), ids=name_of)
 @pytest.mark.usefixtures("free_permutes")
 def test_on_a_mesh_against_float64(case: dict) -> None:
     """With zig-zag order under a causal mask, since permutes cost nothing here."""
@@ -190,7 +177,7 @@ def test_on_a_mesh_against_float64(case: dict) -> None:
     for kind in ("ppermute", "all_to_all", "all_gather"):
         named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == kind)
         assert count_primitive(traced.jaxpr.jaxpr, kind) == named, kind
-    judge(case, x, (*traced.lower().compile()(*operands), None))
+    judge(case, x, traced.lower().compile()(*operands))
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -211,10 +198,13 @@ def test_self_attention_with_heads_of_values_of_their_own() -> None:
     assert error(layer(x), want) < 2e-5
 
 
+MESH: dict[str, int] = {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 4}
+
+
 def test_cross_attention_with_an_image() -> None:
     """Keys and values that were made once give what the states give, under a mesh too."""
     sizes: dict[str, Any] = {"heads": 4, "dim_head": 8, "dim_head_v": 12, "added_kv_proj_dim": 7}
-    mesh = ma.AttentionConfig(ici_fsdp_parallelism=2, ici_context_parallelism=4).make_mesh()
+    mesh = ma.AttentionConfig(**MESH).make_mesh()
     one, many = (ma.CrossAttention(16, 10, **sizes, mesh=m, rngs=nnx.Rngs(0)) for m in (None, mesh))
     x, text, image = jnp.ones((2, 8, 16)), jnp.ones((2, 3, 10)), jnp.ones((2, 5, 7))
     kv = one.compute_kv(text, image)
@@ -239,7 +229,7 @@ def test_joint_attention() -> None:
     picture, words = layer(x, text)
     assert error(picture, layer.to_out(want[:, 4:])) < 2e-5
     assert error(words, layer.to_add_out(want[:, :4])) < 2e-5
-    mesh = ma.AttentionConfig(ici_fsdp_parallelism=2, ici_context_parallelism=4).make_mesh()
+    mesh = ma.AttentionConfig(**MESH).make_mesh()
     many = ma.JointAttention(16, 12, **sizes, config=config, mesh=mesh, rngs=nnx.Rngs(0))
     for one, other in zip(many(x, text), (picture, words), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -294,24 +284,20 @@ def test_kernels_of_one_head_dim_say_what_they_pad(kernel: str, dims: tuple[int,
     check_golden(f"padded_heads/{kernel}_{dims[0]}_{dims[1]}", said)
 
 
-def test_estimated_times_are_of_padded_heads() -> None:
-    """A kernel of one head dim takes as long as it takes on heads of the larger one."""
-    target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
-    calls, config = (WIDE, replace(WIDE, value_head_dim=0)), ma.AttentionConfig(attention="cudnn")
-    plans = [ma.plan(call, config, target=target) for call in calls]
-    both = [plan.kernel.microseconds(plan.call, target) for plan in plans]
-    assert both[0] is not None and both[0] == both[1]
+def test_times_and_memory_are_of_padded_heads() -> None:
+    """A kernel of one head dim takes as long as on heads of the larger one.
 
-
-def test_memory_counts_padded_heads() -> None:
-    """V and out are copied, each beside its gradient, where values are the narrower."""
+    V and out are copied, each beside its gradient, if values are the narrower.
+    """
     target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
-    plan = ma.plan(WIDE, ma.AttentionConfig(attention="cudnn"), target=target)
-    found = {part.what: part.bytes for part in estimate(plan, True)}
-    assert found["heads padded to 192"] == 2 * 2 * (8 * 4096 * 192 * 2)
-    plain = ma.plan(
-        replace(WIDE, value_head_dim=0), ma.AttentionConfig(attention="cudnn"), target=target
+    config = ma.AttentionConfig(attention="cudnn")
+    narrow, plain = (
+        ma.plan(call, config, target=target) for call in (WIDE, replace(WIDE, value_head_dim=0))
     )
+    times = [plan.kernel.microseconds(plan.call, target) for plan in (narrow, plain)]
+    assert times[0] is not None and times[0] == times[1]
+    parts = {part.what: part.bytes for part in estimate(narrow, True)}
+    assert parts["heads padded to 192"] == 2 * 2 * (8 * 4096 * 192 * 2)
     assert not [part for part in estimate(plain, True) if "padded" in part.what]
 
 
