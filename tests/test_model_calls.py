@@ -62,10 +62,7 @@ def row(call, forward, both=1.0, error=0.0):
         ([row(PLAIN, 1.005), row(CROSS, 1.0)], ""),
         ([row(PLAIN, 1.029), row(PLAIN, 0.98)], ""),
         ([row(PLAIN, 1.02)], "geomean above 1.01"),
-        (
-            [row(PLAIN, 0.9), row(SLOW, 0.9, 1.04)],
-            "slow: forward + backward",
-        ),
+        ([row(PLAIN, 0.9), row(SLOW, 0.9, 1.04)], "slow: forward + backward"),
         ([row(CROSS, 1.4), row(PLAIN, 0.7)], ""),  # 0.4% of a step
         ([row(CROSS, 1.6), row(PLAIN, 0.6)], "cross: forward"),
         ([row(PLAIN, 1.0, error=1.5)], "results differ"),

@@ -88,8 +88,7 @@ MAPPED = [("dot_product", "v"), *product(KERNELS, ["q", "bias"])]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "mapped"),
-    but(product(KERNELS, ["q", "k", "v", "kv", "bias"]), MAPPED),
+    ("kernel", "mapped"), but(product(KERNELS, ["q", "k", "v", "kv", "bias"]), MAPPED)
 )
 def test_vmap_gives_what_is_shared_its_own_gradient(kernel: str, mapped: str) -> None:
     """Where v alone is mapped the LSE is not, and jax would count its gradient for each example."""

@@ -238,8 +238,7 @@ def test_any_positive_number_is_a_theta(theta: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "theta"),
-    [([[0.0], [np.nan]], 1e4), ([[np.inf]], 1e4), ([[1.0]], 1e-320)],
+    ("positions", "theta"), [([[0.0], [np.nan]], 1e4), ([[np.inf]], 1e4), ([[1.0]], 1e-320)]
 )
 def test_no_table_holds_nan(positions: list[list[float]], theta: float) -> None:
     with pytest.raises(InputError, match="finite"):
