@@ -1,12 +1,13 @@
-"""Reads YAML into plain values, and remembers on which line each of them was written.
+"""Reads YAML into plain values and records the line of each value; reads JSON.
 
-It knows none of the keys. Only plain data is built, without the traps of YAML 1.1 and of bounded
-size. Depth and nodes are counted while the text is read, and the nodes behind an alias each time
-that it is named: a few hundred bytes of aliases can name billions of nodes.
+Only plain data of bounded size is read, without the traps of YAML 1.1. The reader counts depth and
+nodes as it goes, and the nodes of an alias each time: a few hundred bytes of aliases can stand for
+billions of nodes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,18 +20,18 @@ import yaml
 
 from maxattn.config.errors import ConfigErrors, Path, dotted, problem, refused, show
 from maxattn.config.numbers import DEEPEST, LONGEST
-from maxattn.config.plain_json import read_bounded
 from maxattn.errors import ConfigError
 
 Where = Callable[[int], str]
 MOST_BYTES: Final = 2**20
-MOST_NODES: Final = 10_000  # keys and values, aliases written out; a model's config has hundreds
+MOST_JSON: Final = 64 * 2**20  # bytes; the index of the largest models has about 10 MiB
+MOST_NODES: Final = 10_000  # keys and values with aliases expanded; a config has hundreds
 _TAG: Final = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text's values, the nodes that know their lines, and its duplicate keys."""
+    """The values of a text, its nodes with their lines, and errors for its duplicate keys."""
 
     data: Any
     node: yaml.Node | None
@@ -38,11 +39,11 @@ class Document:
     problems: tuple[ConfigError, ...] = ()
 
     def line_of(self, path: Path) -> tuple[int, int]:
-        """Return (line, how many parts of the path were found); line 0 when none was."""
+        """Return (line, number of path parts that the text has); line 0 if it has none."""
         node, line = self.node, 0
         for depth, part in enumerate(path):
             if isinstance(node, yaml.MappingNode):
-                # The last of two equal keys is the one that counts.
+                # The last of several equal keys counts.
                 pairs = [pair for pair in node.value if pair[0].value == part][-1:]
             elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
                 pairs = [(item, item) for item in node.value[part : part + 1]]
@@ -55,32 +56,28 @@ class Document:
 
 
 def read(source: str) -> Document:
-    """Read a YAML file that holds a mapping.
+    """Read a YAML file whose top level is a mapping.
 
     Raises:
-        ConfigErrors: it is missing, empty, no YAML, or holds something else than a mapping.
+        ConfigErrors: the file is missing, empty, no YAML, or no mapping.
     """
     document = parse(_text(source), lambda line: f"{source}:{line}")
     if document.data is None:
-        rule, remedy = "it holds at least one `key: value`", "write `attention: auto`"
-        raise refused(source, "(empty)", rule, remedy)
+        rule = "a config must have at least one `key: value` line"
+        raise refused(source, "(empty)", rule, "write `attention: auto`")
     if not isinstance(document.data, dict):
         is_list = isinstance(document.data, list)
-        kind, dash = ("a list", ", no dash before them") if is_list else ("a single value", "")
-        rule = f"the file is a mapping of keys to values; this is {kind}"
+        kind, dash = ("a list", ", without dashes") if is_list else ("a single value", "")
+        rule = f"a config must be a mapping of keys to values, and this file is {kind}"
         raise refused(source, show(document.data), rule, f"write `key: value` lines{dash}")
     return document
 
 
 def parse(text: str, where: Where) -> Document:
-    """Read one YAML document.
-
-    Args:
-        text: the YAML.
-        where: turns a line number, from 1, into the place that errors name, such as `file:line`.
+    """Read one YAML document; `where` turns a line, from 1, into the place that errors name.
 
     Raises:
-        ConfigErrors: it is no YAML, asks for more than plain data, or is too large or deep.
+        ConfigErrors: the text is no YAML, is not plain data, or is too large or deep.
     """
     if len(text) > MOST_BYTES:
         raise _too_large("YAML", f"{len(text):,} characters", where(1))
@@ -88,26 +85,23 @@ def parse(text: str, where: Where) -> Document:
         loader = _Loader(text)
         node = loader.get_single_node()
         problems = tuple(_checked_keys(node, (), where, ())) if node else ()
-        return Document(_built(loader, node, where) if node else None, node, where, problems)
+        data = loader.construct_document(node) if node else None
+        return Document(data, node, where, problems)
     except _TooMuch as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise refused("YAML", error.value, error.rule, error.remedy, where(line)) from None
+    except ConfigErrors:
+        raise
     except yaml.MarkedYAMLError as error:
         raise ConfigErrors([_syntax(error, text, where)]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        shown, rule = show(text[error.position]), "a character that YAML forbids"
+        shown, rule = show(text[error.position]), "YAML forbids this character"
         raise refused("YAML", shown, rule, "remove it", where(line)) from None
-
-
-def _built(loader: _Loader, node: yaml.Node, where: Where) -> Any:
-    try:
-        return loader.construct_document(node)
     # `!!int abc`, `!!bool x`, `!!timestamp y`
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
-        line = where(node.start_mark.line + 1)
-        rule = "text after a tag such as !!int is of that kind"
-        raise refused("YAML", "a tag", rule, "remove the tags", line) from None
+        rule = "text after a tag such as !!int must be of that type"
+        raise refused("YAML", "a tag", rule, "remove the tags", where(1)) from None
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -117,31 +111,30 @@ def _text(source: str) -> str:
     try:
         return read_bounded(FilePath(source), MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        rule = f"a config is text in UTF-8; byte {error.start} is not"
+        rule = f"a config must be text in UTF-8, and byte {error.start} is not"
         raise refused(source, "not text", rule, "save the file as UTF-8") from None
     except ValueError as error:
         raise _too_large(source, str(error)) from None
     except FileNotFoundError:
-        rule, path = "a config is a YAML file that exists", FilePath(source)
+        rule, path = "a config must be a YAML file that exists", FilePath(source)
         raise refused(source, "not found", rule, _nearby(path.parent, path.name)) from None
     except IsADirectoryError:
         nearby = _nearby(FilePath(source), FilePath(source).name)
-        raise refused(source, "a folder", "a config is a YAML file", nearby) from None
+        raise refused(source, "a folder", "a config must be a YAML file", nearby) from None
     except OSError as error:
-        said = error.strerror or error
-        rule = f"a config is a file that can be read, and the system says: {said}"
-        remedy = "name another file, or mend its permissions"
+        rule = f"a config must be readable, and the system reports: {error.strerror or error}"
+        remedy = "name another file, or change its permissions"
         raise refused(source, "not readable", rule, remedy) from None
 
 
 def _too_large(setting: str, value: str, where: str = "") -> ConfigErrors:
-    remedy = "give a config, and not data or logs"
-    return refused(setting, value, f"a config has at most {MOST_BYTES:,} bytes", remedy, where)
+    rule = f"a config must have at most {MOST_BYTES:,} bytes"
+    return refused(setting, value, rule, "give a config, and not data or logs", where)
 
 
 def _nearby(folder: FilePath, name: str) -> str:
-    """Suggest a file of the folder, by likeness, else all of its YAML files."""
-    is_there = os.path.isdir(folder)  # False also if it may not be looked at
+    """Suggest the folder's YAML file with the closest name, else all of its YAML files."""
+    is_there = os.path.isdir(folder)  # False also for a folder without permission
     found = sorted(p.name for p in folder.glob("*.y*ml")) if is_there else []
     like = get_close_matches(name, found, n=1)
     if like:
@@ -155,7 +148,7 @@ def _nearby(folder: FilePath, name: str) -> str:
 def _checked_keys(
     node: yaml.Node, path: Path, where: Where, above: tuple[yaml.Node, ...]
 ) -> Iterator[ConfigError]:
-    """Make every key text (`on:` is "on"), and yield an error for each duplicate."""
+    """Turn every key into text (`on:` is "on"), and yield an error for each duplicate."""
     if any(node is outer for outer in above):
         rule, line = "an alias must not contain itself", node.start_mark.line + 1
         raise refused(dotted(path), "*alias", rule, "write the value out", where(line))
@@ -177,30 +170,31 @@ def _duplicates(node: yaml.MappingNode, path: Path, where: Where) -> Iterator[Co
             key.tag = f"{_TAG}str"
         if is_scalar and key.value in seen:
             first = seen[key.value]
-            also = "this line has it twice" if line == first else f"it is also on line {first}"
+            also = "this line has it twice" if line == first else f"line {first} has it too"
             text = value.value if isinstance(value, yaml.ScalarNode) else "..."
-            name, rule = dotted((*path, str(key.value))), f"each key once; {also}"
+            name, rule = dotted((*path, str(key.value))), f"a key must occur only once, and {also}"
             yield problem(name, text, rule, "remove one of the two", where(line))
         seen[str(key.value)] = line
 
 
 # ---- syntax --------------------------------------------------------------------------------------
 
-_ANYTHING = (
-    "look for a bracket, a quote, a colon or an indentation that is off, here or one line above"
-)
-_PLAIN = "only plain values are read, and this tag makes something else"
-_ALIGNED = (
-    "one `key: value` a line, and keys that belong together aligned",
-    "break the line, mend the indentation, or quote text that holds a colon",
-)
+_ANYTHING = "check brackets, quotes, colons and indentation, here and one line above"
 _SYNTAX = (
     ("'\\t'", "YAML allows no tab here", "indent with spaces"),
-    ("constructor", _PLAIN, "remove the tag"),
-    ("another document", "one document a file", "remove the `---` between the two"),
-    ("mapping values are not", *_ALIGNED),
+    (
+        "constructor",
+        "a config must have only plain values, and this tag makes another object",
+        "remove the tag",
+    ),
+    ("another document", "a file must have only one document", "remove the `---` between the two"),
+    (
+        "mapping values are not",
+        "a line must have one `key: value`, and keys of one mapping the same indentation",
+        "break the line, mend the indentation, or quote text that has a colon",
+    ),
 )
-"""Words of PyYAML's errors; the rule and the remedy in ours."""
+"""Words of PyYAML's errors, and our rule and remedy."""
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError:
@@ -209,7 +203,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
     lines = text.splitlines()
     if line >= len(lines) or "<stream end>" in (said or ""):
         line = opened.line if opened else line
-        rule, remedy = "every bracket and quote is closed", "close the one that opens here"
+        rule, remedy = "every bracket and quote must be closed", "close the one that opens here"
     else:
         known = ((rule, remedy) for words, rule, remedy in _SYNTAX if words in (said or ""))
         rule, remedy = next(known, (said or "this is not YAML", _ANYTHING))
@@ -221,7 +215,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
 
 
 class _TooMuch(yaml.MarkedYAMLError):
-    """A bound that a text goes beyond, and the remedy."""
+    """An error for a text beyond a bound."""
 
     def __init__(self, value: str, rule: str, remedy: str, mark: yaml.Mark) -> None:
         super().__init__(problem=rule, problem_mark=mark)
@@ -229,17 +223,17 @@ class _TooMuch(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.1 without its traps: 1e-3 is a number, and 010, 1:30 and 2024-01-01 are text."""
+    """Reads YAML 1.1 without its traps: 1e-3 is a number; 010, 1:30 and 2024-01-01 are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (the base class declares it so)
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._count = 0
-        self._counts: dict[int, int] = {}  # of a node and all below it, by its id
+        self._counts: dict[int, int] = {}  # nodes below and including a node, by its id
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Read one value with all below it, and count."""
+        """Read one value and all below it, and count their nodes."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
@@ -249,8 +243,8 @@ class _Loader(yaml.SafeLoader):
         self._add(1, "...", event.start_mark)
         self._depth += 1
         if self._depth > DEEPEST:
-            rule = f"lists and mappings are at most {DEEPEST} deep"
-            raise _TooMuch("...", rule, "write it flatter", event.start_mark)
+            rule = f"lists and mappings must be at most {DEEPEST} deep"
+            raise _TooMuch("...", rule, "use fewer levels", event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         self._counts[id(node)] = self._count - before
@@ -259,14 +253,14 @@ class _Loader(yaml.SafeLoader):
     def _add(self, count: int, shown: str, mark: yaml.Mark) -> None:
         self._count += count
         if self._count > MOST_NODES:
-            rule = f"at most {MOST_NODES:,} keys and values, what an alias stands for written out"
-            raise _TooMuch(shown, rule, "leave out what attention does not need", mark)
+            rule = f"a config must have at most {MOST_NODES:,} keys and values, aliases expanded"
+            raise _TooMuch(shown, rule, "leave out keys that attention does not need", mark)
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Return a whole number of bounded length; Python takes none of thousands of digits."""
+        """Return a whole number of bounded length; Python refuses thousands of digits."""
         text = self.construct_scalar(node)
         if len(text) > LONGEST:
-            rule = f"a whole number has at most {LONGEST} digits"
+            rule = f"a whole number must have at most {LONGEST} digits"
             remedy = "write a smaller one, or put it in quotes"
             raise _TooMuch(f"{text[:LONGEST]}...", rule, remedy, node.start_mark)
         return super().construct_yaml_int(node)
@@ -289,3 +283,63 @@ for _kind, _pattern, _first in (
 ):
     _pattern = re.compile(_pattern, re.ASCII)
     _Loader.add_implicit_resolver(f"{_TAG}{_kind}", _pattern, list(_first))
+
+
+# ---- bytes and JSON ------------------------------------------------------------------------------
+
+
+def read_bounded(path: FilePath, most: int = MOST_JSON) -> bytes:
+    """Read a file; raise OSError as the system does, or ValueError above `most` bytes."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(most + 1)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(0, str(error)) from None
+    if len(found) > most:
+        raise ValueError(f"it is larger than {most:,} bytes")
+    return found
+
+
+def read_json(path: FilePath, most: int = MOST_JSON) -> Any:
+    """Read a JSON file; raise OSError, or ValueError with the reason."""
+    found = read_bounded(path, most)
+    try:
+        return parse_json(found.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+
+
+def parse_json(text: str) -> Any:
+    """Read JSON text; raise ValueError if it is no JSON, too deep, or has a key twice."""
+    too_deep = f"its lists and mappings are more than {DEEPEST} deep"
+    try:
+        found = json.loads(text, object_pairs_hook=_each_once, parse_int=_bounded_int)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"it is no JSON, or incomplete: {where}") from None
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [found]
+    for _ in range(DEEPEST + 1):
+        inner = (
+            x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)
+        )
+        level = [value for values in inner for value in values]
+    if level:
+        raise ValueError(too_deep)
+    return found
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits) > LONGEST:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"it has the key {twice[:80]!r} twice")
+    return found

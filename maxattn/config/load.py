@@ -1,33 +1,44 @@
-"""Loads a config: a YAML file, then overrides, then validation.
+"""Loads a config: a YAML file, then overrides, then validation; and writes one as YAML.
 
-Every problem is reported at once, with its file and line.
+One error reports every problem, with its file and line or the number of its override.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+import yaml
+from pydantic import BaseModel, ValidationError
 
-from maxattn.config.document import Document, read
-from maxattn.config.errors import ConfigErrors, Path, refused, show
-from maxattn.config.overrides import Overrides, apply_overrides
+from maxattn.config.document import Document, parse, read
+from maxattn.config.errors import (
+    ConfigErrors,
+    Path,
+    close,
+    dotted,
+    keys_of,
+    located,
+    plain,
+    refused,
+    show,
+)
+from maxattn.config.numbers import DEEPEST
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.config.section import Section, problems_of
 from maxattn.errors import ConfigError
 
+if TYPE_CHECKING:
+    from maxattn.config.settings import AttentionConfig
+
 Config = TypeVar("Config", bound=Section)
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Overrides) -> Config:
-    """Read, override and validate.
-
-    Args:
-        model: the config class.
-        path: the YAML file, or None for overrides alone.
-        overrides: `key=value` texts, or values by key.
+    """Read a file (None for none), apply overrides, and validate.
 
     Raises:
         ConfigErrors: with every problem of file and overrides, in the order of the file.
@@ -50,7 +61,7 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Ov
 def validated(
     model: type[Config], values: Mapping[str, Any], locate: Locations
 ) -> tuple[Config | None, list[ConfigError]]:
-    """Return a config, or None and what is wrong with its values."""
+    """Return a config and no problems, or None and the problems of its values."""
     try:
         return model.model_validate(values), []
     except ValidationError as error:
@@ -58,20 +69,25 @@ def validated(
 
 
 def check_path(path: object) -> None:
-    """Refuse what names no file.
-
-    Raises:
-        ConfigErrors: saying what builds a config without a file.
-    """
+    """Refuse a value that is no path."""
     if not isinstance(path, str | os.PathLike):
-        remedy = "give its path, or call from_overrides(...) without a file"
-        raise refused("path", repr(path), "a config is read from a YAML file", remedy)
+        remedy = "give the path of a file, or call from_overrides(...) without one"
+        raise refused("path", repr(path), "it must be the path of a YAML file", remedy)
+
+
+def yaml_of(config: AttentionConfig) -> str:
+    """Write the changed keys so that `AttentionConfig.from_yaml` reads the same config."""
+    values = {key: value for key, value in config.resolved().items() if key in config.changed}
+    if sizes := values.get("flash_block_sizes"):
+        values["flash_block_sizes"] = {key: size for key, size in sizes.items() if size is not None}
+    values = values or {"attention": config.attention}
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
 
 
 def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
-    """Report a foreign file once, in place of one problem for each of its keys."""
+    """Replace the problems of a foreign file's keys by one that names the program."""
     from maxattn.config.maxdiffusion import BLOCK_SIZES, CUSTOM_SIZES, recognised
     from maxattn.config.self_forcing import recognised_rollout
 
@@ -89,21 +105,21 @@ def _of_another_program(
 def _without_program_sections(
     model: type[Section], data: Mapping[str, Any], locate: Locations
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Leave out the sections that belong to a program, and empty ones."""
+    """Leave out empty sections, and those of a program unless the model declares them."""
     values, problems = dict(data), []
     for name in PROGRAM_SECTIONS:
         if name not in data or (name in model.model_fields and data[name] is not None):
             continue
         value = values.pop(name)
         if value is not None and not isinstance(value, dict):
-            rule = f"'{name}' is the section of a program's own settings: a mapping"
+            rule = f"'{name}' is a section for a program's own settings and must be a mapping"
             remedy = "write its keys indented below it, or remove the line"
             problems.append(ConfigError(name, show(value), rule, remedy, locate((name,))))
     return values, problems
 
 
 class Locations:
-    """Returns where a path was written: the override that set it, or the line of the file."""
+    """Returns where a path was set: the number of the override, or the line of the file."""
 
     def __init__(self, document: Document, source: str, origins: Mapping[Path, str]) -> None:
         self.document, self.source, self.origins = document, source, origins
@@ -120,6 +136,132 @@ class Locations:
 
 
 def in_file_order(problem: ConfigError) -> tuple[bool, int]:
-    """Sort by line, overrides last."""
+    """Return a sort key: lines of the file first, then overrides by their numbers."""
     number = problem.where.replace("override ", "override:").rpartition(":")[2]
     return problem.where.startswith("override"), int(number) if number.isdigit() else 0
+
+
+# ---- overrides -----------------------------------------------------------------------------------
+
+
+def apply_overrides(
+    model: type[BaseModel], data: dict[str, Any], overrides: Overrides
+) -> tuple[dict[Path, str], list[ConfigError]]:
+    """Change a file's values in place; return which override set each path, and the problems.
+
+    A name without a dot that is no key of the model goes to the only section with such a key:
+    `steps=20` sets `training.steps`.
+    """
+    origins: dict[Path, str] = {}
+    problems: list[ConfigError] = []
+    try:
+        texts = _texts(overrides)
+    except ConfigErrors as error:
+        return origins, list(error.problems)
+    for number, text in enumerate(texts, start=1):
+        where = f"override {number}"
+        try:
+            path, value = _read(model, data, text, where)
+            _put(data, path, value, where)
+            origins[path] = where
+        except ConfigErrors as error:
+            problems += error.problems
+    return origins, problems
+
+
+def _texts(overrides: Overrides) -> list[str]:
+    """Write overrides as `key=value` texts."""
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_as_yaml(str(key), value)}" for key, value in overrides.items()]
+    is_text = isinstance(overrides, str)
+    if (
+        is_text
+        or not isinstance(overrides, Sequence)
+        or not all(isinstance(text, str) for text in overrides)
+    ):
+        rule = "it must be a list of key=value texts, or a dict of values by key"
+        remedy = f'write ["{overrides if is_text else "attention=ring"}"]'
+        raise refused("overrides", plain(overrides), rule, remedy)
+    return list(overrides)
+
+
+def _as_yaml(key: str, value: Any) -> str:
+    try:
+        return json.dumps(value)  # YAML reads JSON as it is
+    except (TypeError, ValueError, RecursionError):  # no plain value, too many digits, or too deep
+        rule = "it must be text, a number, true, false, null, or a list or dict of them"
+        raise refused(key, plain(value), rule, "give a plain value") from None
+
+
+def _read(
+    model: type[BaseModel], data: Mapping[str, Any], text: str, where: str
+) -> tuple[Path, Any]:
+    """Return the full path of an override, and its value."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    path: Path = tuple(key.split("."))
+    if not equals:
+        rule, remedy = "an override must be key=value", f"write {key or 'key'}=value"
+        raise refused(key or "(nothing)", "(no value)", rule, remedy, where)
+    if not all(path) or len(path) > DEEPEST:
+        rule = f"a key must be one to {DEEPEST} names joined by dots"
+        raise refused(key or "(no key)", value, rule, "write key=value", where)
+    try:
+        document = parse(value, lambda line: where)
+    except ConfigErrors as error:
+        raise refused(key, value, error.rule, error.remedy, where) from None
+    if document.problems:
+        raise ConfigErrors(located(problem, lambda _: where, path) for problem in document.problems)
+
+    name = str(path[0])
+    if name in PROGRAM_SECTIONS and name not in model.model_fields:
+        _check_in_file(model, data, path, value, where)
+    elif name not in model.model_fields:
+        homes = [section for section, keys in _sections(model, data).items() if name in keys]
+        if len(homes) > 1:
+            rule = f"{' and '.join(homes)} both have a key '{name}'"
+            choices = " or ".join(f"{home}.{key}" for home in homes)
+            raise refused(key, value, rule, f"write {choices}", where)
+        path = (*homes, *path)
+    return path, document.data
+
+
+def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the keys of each section: those that the model declares, else those of the file."""
+    found = {}
+    for name in dict.fromkeys((*PROGRAM_SECTIONS, *model.model_fields)):
+        if name in model.model_fields:
+            found[name] = keys_of(model, name)
+        elif isinstance(given := data.get(name), Mapping):
+            found[name] = tuple(map(str, given))
+    return {name: keys for name, keys in found.items() if name != "flash_block_sizes"}
+
+
+def _check_in_file(
+    model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str
+) -> None:
+    """Refuse a key of a section that the model does not read, unless the file has that key."""
+    here: Any = data
+    for depth, part in enumerate(path):
+        if not isinstance(here, Mapping) or part not in here:
+            key = dotted(path)
+            unread = f"{model.__name__} does not read the section '{path[0]}'"
+            known = here if isinstance(here, Mapping) else ()
+            guess = close(
+                dotted(path[: depth + 1]), [dotted((*path[:depth], str(k))) for k in known]
+            )
+            remedy = guess or f"remove the override, or write {key} in the file"
+            raise refused(key, value, f"{unread}, and the file has no {key} in it", remedy, where)
+        here = here[part]
+
+
+def _put(data: dict[str, Any], path: Path, value: Any, where: str) -> None:
+    here = data
+    for depth, part in enumerate(path[:-1], start=1):
+        below = here.get(str(part))
+        if below is not None and not isinstance(below, dict):
+            above = dotted(path[:depth])
+            rule = f"{above} is {plain(below)}, which has no keys"
+            raise refused(dotted(path), plain(value), rule, f"write {above}=value", where)
+        # A mapping may be shared through an alias, so it is copied on the way down.
+        here[str(part)] = here = dict(below or {})
+    here[str(path[-1])] = value

@@ -1,7 +1,7 @@
-"""Reads a MaxDiffusion YAML: its attention and mesh keys, in our words.
+"""Reads the attention and mesh keys of a MaxDiffusion YAML as ours.
 
-There one name says kernel and parallelism, and governs self- and cross-attention; here they are
-three keys.
+In MaxDiffusion, `attention` names the kernel and the parallelism of self- and cross-attention at
+once; ours has three keys for them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, get_args
 
 from maxattn.config.document import read
-from maxattn.config.errors import ConfigErrors, close, plain
-from maxattn.config.fields import keys_of, section_type
-from maxattn.config.load import Config, Locations, check_path, in_file_order, validated
-from maxattn.config.overrides import Overrides, apply_overrides
-from maxattn.config.rules import AXES, FOREIGN, PROGRAM_SECTIONS, RematPolicy
+from maxattn.config.errors import ConfigErrors, close, keys_of, plain, refused
+from maxattn.config.load import (
+    Config,
+    Locations,
+    Overrides,
+    apply_overrides,
+    check_path,
+    in_file_order,
+    validated,
+)
+from maxattn.config.rules import FOREIGN, PROGRAM_SECTIONS, RematPolicy
 from maxattn.config.section import Section
+from maxattn.config.settings import AttentionConfig
 from maxattn.errors import ConfigError
 
-# Kernel names -> (kernel, strategy) here; "auto" leaves it open. "custom" and "fixed_m" are kernels
-# of its own.
+# MaxDiffusion's kernel names -> our (kernel, strategy); "auto" is open. Names with "custom" and
+# "fixed_m" are kernels of its own.
 KERNELS: dict[str, tuple[str, str]] = {
     **{
         name: (name, "auto") for name in ("dot_product", "flash", "tokamax_flash", "cudnn_flash_te")
@@ -30,27 +37,17 @@ KERNELS: dict[str, tuple[str, str]] = {
     "ulysses_ring": ("tokamax_flash", "ulysses_ring"),
     **FOREIGN,
 }
-# Names under which its code takes dot_product for short queries or keys, below 4096 if no file says
-# otherwise.
+# Names for which MaxDiffusion runs dot_product on short queries or keys: below 4096 by default.
 LENGTHS_MATTER = (
     "flash", "tokamax_flash", "ulysses", "ulysses_custom", "ulysses_custom_fixed_m", "ulysses_ring",
 )  # fmt: skip
-# Kernels of one attention among several of a model: ours has a config for each module instead.
+# Kernels of one attention of a model; ours takes a config for each module instead.
 OF_ONE_ATTENTION = {
     "a2v_attention_kernel": "attention of the video to the audio",
     "v2a_attention_kernel": "attention of the audio to the video",
     "text_encoder_attention": "the text encoder's attention",
 }
-_PARALLELISM = [f"{kind}_{axis}_parallelism" for kind in ("ici", "dcn") for axis in AXES]
-SAME = (
-    "flash_min_seq_length", "mask_padding_tokens", "use_base2_exp", "use_experimental_scheduler",
-    "ulysses_shards", "ulysses_attention_chunks", "split_head_dim", "float32_qk_product",
-    "use_memory_efficient_attention", "hardware", "attention_sharding_uniform", "mesh_axes",
-    "ici_fsdp_batch_parallelism", "enable_jax_named_scopes", "enable_profiler", "profiler_steps",
-    "skip_first_n_steps_for_profiler",
-    *_PARALLELISM,
-)  # fmt: skip
-# Keys of its files that no other has, and some that ours have in a section.
+# Keys that only MaxDiffusion's files have, and keys that ours may have in a section.
 ITS_OWN = (
     "run_name", "base_output_directory", "pretrained_model_name_or_path", "model_name",
     "unet_checkpoint", "wan_transformer_pretrained_model_name_or_path", "activations_dtype",
@@ -69,16 +66,20 @@ ITS_OWN_OR_A_SECTION_S = (
 )  # fmt: skip
 CUSTOM_SIZES = ("block_kv_compute_in", "heads_per_tile", "vmem_limit_bytes")
 BLOCK_SIZES = "flash_block_sizes"
-TAKEN = (*SAME, "attention", "remat_policy", BLOCK_SIZES)
+ONLY_OURS = (
+    "attention_kernel", "cross_attention", "context_parallel", "query_chunk_size", "key_chunk_size",
+    "ring_direction", "deterministic", "check_finite", "fallback",
+)  # fmt: skip
+TAKEN = tuple(key for key in AttentionConfig.model_fields if key not in ONLY_OURS)
 
 
 class Imported(NamedTuple, Generic[Config]):
-    """The outcome of reading a MaxDiffusion file.
+    """The config that a MaxDiffusion file describes.
 
     Args:
         config: the settings.
-        left_out: names of the keys that were not taken, dotted, in the order of the file.
-        notes: what was read otherwise than it was written, and why.
+        left_out: dotted names of the keys that were not taken, in the order of the file.
+        notes: each setting whose meaning or value differs from the file's, and why.
     """
 
     config: Config
@@ -89,23 +90,17 @@ class Imported(NamedTuple, Generic[Config]):
 def load(
     model: type[Config], path: str | os.PathLike[str], overrides: Overrides
 ) -> Imported[Config]:
-    """Read, translate, override and validate.
-
-    Args:
-        model: the config class.
-        path: the file.
-        overrides: `key=value` texts, or values by key, in our names.
+    """Read a file, translate its keys, apply overrides, and validate.
 
     Raises:
-        ConfigErrors: for a file that is ours already; with every problem of the keys that are
-            taken.
+        ConfigErrors: the file is one of ours, or a taken key is wrong; with every problem.
     """
     check_path(path)
     source = os.fspath(path)
     document = read(source)
     data = document.data
     _refuse_ours(model, data, source)
-    sizes = keys_of(section_type(model.model_fields[BLOCK_SIZES]))
+    sizes = keys_of(model, BLOCK_SIZES)
     values = _translated(data, sizes)
     left_out = tuple(_left_out(data, values))
     notes = tuple(_notes(data, values.get("flash_min_seq_length"), sizes))
@@ -123,19 +118,13 @@ def _refuse_ours(model: type[Section], data: Mapping[str, Any], source: str) -> 
     sections = {key for key in PROGRAM_SECTIONS if isinstance(data.get(key), Mapping)}
     own = [key for key in data if key in only_ours | sections]
     if own and not recognised(data, source):
-        rule = f"{some_of(own)}: keys of maxattn's own, and this reads a MaxDiffusion YAML"
+        rule = f"the file must be a MaxDiffusion YAML, and only ours have the keys {_some(own)}"
         remedy = f"it needs no conversion: `maxattn check {source}`; in Python from_yaml(...)"
-        error = ConfigError(source, "a file of maxattn's own", rule, remedy)
-        raise ConfigErrors([error], source)
+        raise refused(source, "a file of maxattn's own", rule, remedy)
 
 
 def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Return the error of a MaxDiffusion file that is read as one of ours; None for another file.
-
-    Args:
-        data: the file's values.
-        source: the file.
-    """
+    """Return the error of a MaxDiffusion file that is read as one of ours, else None."""
     sizes = data.get(BLOCK_SIZES)
     given = sizes if isinstance(sizes, Mapping) else {}
     own = [key for key in ITS_OWN if key in data]
@@ -143,20 +132,20 @@ def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
     both = [*own, *(key for key in ITS_OWN_OR_A_SECTION_S if key in data)]
     if not own or len(both) < 2:
         return None
-    rule = f"{some_of(both)}: keys of a MaxDiffusion YAML, and this reads ours"
+    rule = f"the file must be one of ours, and a MaxDiffusion YAML has the keys {_some(both)}"
     convert, check = f"`maxattn convert {source} > attention.yml`", "`maxattn check --maxdiffusion"
     remedy = f"{convert}, or {check} {source}`; in Python from_maxdiffusion(...)"
     return ConfigError(source, "a MaxDiffusion file", rule, remedy)
 
 
-def some_of(names: list[str], most: int = 4) -> str:
-    """List the first names, and "..." if there are more."""
+def _some(names: list[str], most: int = 4) -> str:
     return f"{', '.join(names[:most])}{', ...' if len(names) > most else ''}"
 
 
 def _translated(data: Mapping[str, Any], sizes: tuple[str, ...]) -> dict[str, Any]:
-    """Return a file's values under our keys; wrong ones are left for the model to refuse."""
-    values = {key: data[key] for key in SAME if data.get(key) is not None}
+    """Return a file's values under our keys; wrong values are kept for the model to refuse."""
+    same = (key for key in TAKEN if key not in ("attention", "remat_policy", BLOCK_SIZES))
+    values = {key: data[key] for key in same if data.get(key) is not None}
     if (name := data.get("attention")) is not None:
         known = isinstance(name, str) and name in KERNELS
         kernel, strategy = KERNELS[name] if known else (name, "")
@@ -171,7 +160,7 @@ def _translated(data: Mapping[str, Any], sizes: tuple[str, ...]) -> dict[str, An
         values[BLOCK_SIZES] = kept
     if (policy := data.get("remat_policy")) in get_args(RematPolicy):
         values["remat_policy"] = policy
-    if values.get("hardware") == "gpu_multiprocess":  # jax.distributed's matter here
+    if values.get("hardware") == "gpu_multiprocess":  # jax.distributed starts processes here
         values["hardware"] = "gpu"
     return values
 
@@ -188,13 +177,7 @@ def _left_out(data: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[st
 
 
 def _notes(data: Mapping[str, Any], least: Any, sizes: tuple[str, ...]) -> Iterator[str]:
-    """Yield what was read otherwise than it was written.
-
-    Args:
-        data: the file's values.
-        least: its flash_min_seq_length.
-        sizes: our keys of block sizes.
-    """
+    """Yield a note for each setting whose meaning or value differs from the file's."""
     name = data.get("attention")
     name = name if isinstance(name, str) and name in KERNELS else ""
     kernel, strategy = KERNELS.get(name, ("", "auto"))
@@ -202,47 +185,41 @@ def _notes(data: Mapping[str, Any], least: Any, sizes: tuple[str, ...]) -> Itera
         inside = f" with {kernel} inside, cross-attention by {kernel}" if kernel != "auto" else ""
         yield f"attention: {name} is read as {strategy}{inside}"
     if "custom" in name:
-        yield (
-            f"attention: {name} has a forward-only kernel of its own there; {kernel} computes the"
-            " same, and its gradients"
-        )
+        note = "runs a forward-only kernel in MaxDiffusion; here"
+        yield f"attention: {name} {note} {kernel} computes the same result, and its gradients"
     spread = (data.get(f"{kind}_context_parallelism", 1) != 1 for kind in ("ici", "dcn"))
     if name in ("flash", "tokamax_flash") and any(spread):
         yield (
-            f"attention: {name} gathers keys and values over the context axis there (its Linen"
-            " models, SD, SDXL and Flux.1, attend to each device's own alone); here"
+            f"attention: {name} gathers keys and values over the context axis in MaxDiffusion (its"
+            " Linen models, SD, SDXL and Flux.1, attend only to keys of the same device); here"
             " context_parallel: auto chooses all_gather, ring or Ulysses, over the whole sequence"
         )
     for key, what in OF_ONE_ATTENTION.items():
         if data.get(key) is not None:
             here = "give that module or call a config of its own"
-            yield f"{key}: {plain(data[key])} is for {what} alone there, and left out; here {here}"
+            yield f"{key}: {plain(data[key])} is for {what} alone and is left out; {here}"
     yield from _notes_on_sizes(data.get(BLOCK_SIZES), sizes)
     policy, ours = data.get("remat_policy"), get_args(RematPolicy)
     if policy is not None and policy not in ours:
-        yield f"remat_policy: {plain(policy)} is not one of ours: {', '.join(ours)}"
+        yield f"remat_policy: {plain(policy)} is left out; it is not one of {', '.join(ours)}"
     if data.get("hardware") == "gpu_multiprocess":
-        yield (
-            "hardware: gpu_multiprocess is read as gpu; call jax.distributed.initialize() for many"
-            " processes"
-        )
+        several = "for several processes, call jax.distributed.initialize()"
+        yield f"hardware: gpu_multiprocess is read as gpu; {several}"
     if isinstance(least, int) and least > 0:
-        yield (
-            f"flash_min_seq_length: {least} looks at the queries alone here; there short keys run"
-            " dot_product too"
-        )
+        theirs = "in MaxDiffusion, short keys run dot_product too"
+        yield f"flash_min_seq_length: {least} is compared with the query length only; {theirs}"
     elif least is None and name in LENGTHS_MATTER:
         yield (
-            "flash_min_seq_length is not set: its models take 4096 then (Flux.2: 512), and shorter"
-            f" queries or keys run dot_product there; here {kernel} runs at every length"
+            "flash_min_seq_length is not set: MaxDiffusion then uses 4096 (Flux.2: 512), and runs"
+            f" dot_product for shorter queries or keys; here {kernel} runs at every length"
         )
 
 
 def _notes_on_sizes(given: Any, known: tuple[str, ...]) -> Iterator[str]:
     for key in given if isinstance(given, Mapping) else ():
         if key in CUSTOM_SIZES:
-            yield f"{BLOCK_SIZES}.{key} is read by its custom kernels alone"
+            yield f"{BLOCK_SIZES}.{key} is left out; only MaxDiffusion's custom kernels use it"
         elif key not in known:
             guess = close(str(key), known)
             hint = f": {guess}" if guess else ""
-            yield f"{BLOCK_SIZES}.{key} is no key there either, and was ignored{hint}"
+            yield f"{BLOCK_SIZES}.{key} is left out; MaxDiffusion has no such key either{hint}"

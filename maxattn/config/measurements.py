@@ -1,10 +1,10 @@
-"""Reads the file that `maxattn tune` keeps, and takes nothing from it that tune does not write.
+"""Reads the file of measurements that `maxattn tune` keeps.
 
-A file that is damaged or of another version has no measurements; a damaged measurement is left out.
-Neither is an error: the file changes no result, and no call may break by it.
+A damaged file, or one of another version, has no measurements, and a damaged measurement is left
+out. Neither is an error: the file changes no result, so it must not stop a call.
 
 There are two kinds: times of one kernel with certain sizes, and times of several kernels on one
-call, which were taken in turns.
+call, measured in turns.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from maxattn.config.document import read_json
 from maxattn.config.numbers import finite, whole
-from maxattn.config.plain_json import read_json
 
 VERSION: Final = 1
-BLOCKS = ("flash", "tokamax_flash", "tpu_flash")  # whose sizes are flash_block_sizes
-CHUNKS = "memory_efficient"  # whose sizes are query_chunk_size and key_chunk_size
-_TEXTS = ("device_kind", "versions", "kernel", "call")
-_TIMES = ("forward_ms", "training_ms")
-ESTIMATED: Final = "estimated"  # the source of times of a compiler's schedule; others are measured
-_OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
+BLOCKS = ("flash", "tokamax_flash", "tpu_flash")  # kernels with flash_block_sizes
+CHUNKS = "memory_efficient"  # the kernel with query_chunk_size and key_chunk_size
+ESTIMATED: Final = "estimated"  # the source of times from a compiler's schedule, not measured
 PASSES = ("forward_ms", "backward_ms")
 MOST_KERNELS, MOST_ROUNDS = 64, 1000
+_OF_SIZES = ("device_kind", "versions", "kernel", "call")
+_OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
 
 
 class Kept(NamedTuple):
-    """The sound measurements of a file, and what is wrong with the others; "" if nothing is."""
+    """The sound measurements of a file, and the damage of the others, "" if there is none."""
 
     measurements: list[dict[str, Any]]
     damage: str = ""
@@ -48,48 +47,47 @@ def read_kept(path: Path) -> Kept:
     listed = found.get("measurements") if isinstance(found, dict) else None
     if whole(version) != VERSION or not isinstance(listed, list):
         return Kept([], f"it is no list of measurements of version {VERSION}")
-    sound = [m for m in listed if is_sound(m)]
+    sound = [{"error": ""} | m if is_of_sizes(m) else m for m in listed if is_sound(m)]
     wrong = len(listed) - len(sound)
-    said = f"{wrong} of its {len(listed)} measurements are not as `maxattn tune` writes them"
-    completed = [{"error": ""} | m if is_of_sizes(m) else m for m in sound]
-    return Kept(completed, said if wrong else "")
+    damage = f"{wrong} of its {len(listed)} measurements are not as `maxattn tune` writes them"
+    return Kept(sound, damage if wrong else "")
 
 
 def is_of_sizes(measurement: Mapping[str, Any]) -> bool:
-    """Whether it is of one kernel's sizes, not of several kernels."""
+    """Check whether a measurement is of one kernel with sizes, not of several kernels."""
     return "sizes" in measurement
 
 
+def is_estimated(measurement: Mapping[str, Any]) -> bool:
+    """Check whether the times are estimates from a compiler's schedule."""
+    return measurement.get("source") == ESTIMATED
+
+
 def is_sound(measurement: Any) -> bool:
-    """Whether a measurement is one that `maxattn tune` can have written."""
+    """Check whether `maxattn tune` can have written a measurement."""
     if not isinstance(measurement, dict):
         return False
-    m, of_sizes = measurement, is_of_sizes(measurement)
-    names = (*_TEXTS, *_TIMES) if of_sizes else (*_OF_KERNELS, *PASSES, "failed")
-    if not {*names} <= m.keys():
-        return False
-    if of_sizes:
-        texts = (*(m[key] for key in _TEXTS), m.get("error", ""), m.get("source", ""))
-        if not all(isinstance(text, str) for text in texts):
+    m = measurement
+    if is_of_sizes(m):
+        times = ("forward_ms", "training_ms")
+        if not {*_OF_SIZES, *times} <= m.keys():
             return False
-        in_time = all(m[key] is None or finite(m[key], 0) is not None for key in _TIMES)
-        return in_time and _are_sizes(m["kernel"], m["sizes"])
+        texts = (*(m[key] for key in _OF_SIZES), m.get("error", ""), m.get("source", ""))
+        are_times = all(m[key] is None or finite(m[key], 0) is not None for key in times)
+        are_texts = all(isinstance(text, str) for text in texts)
+        return are_texts and are_times and _are_sizes(m["kernel"], m["sizes"])
+    if not {*_OF_KERNELS, *PASSES, "failed"} <= m.keys():
+        return False
     failed = m["failed"]
     if not isinstance(failed, dict) or len(failed) > MOST_KERNELS:
         return False
     texts = (*(m[key] for key in _OF_KERNELS), *failed, *failed.values())
-    if not all(isinstance(text, str) for text in texts):
-        return False
-    return all(_are_rounds(m[key]) for key in PASSES)
-
-
-def is_estimated(measurement: Mapping[str, Any]) -> bool:
-    """Whether its times are a compiler's schedule's; then nothing ran."""
-    return measurement.get("source") == ESTIMATED
+    are_texts = all(isinstance(text, str) for text in texts)
+    return are_texts and all(_are_rounds(m[key]) for key in PASSES)
 
 
 def _are_rounds(times: Any) -> bool:
-    """Whether these are milliseconds of each round, by kernel."""
+    """Check for milliseconds of each round, by kernel."""
     if not isinstance(times, dict) or len(times) > MOST_KERNELS:
         return False
     listed = list(times.values())
@@ -99,12 +97,12 @@ def _are_rounds(times: Any) -> bool:
 
 
 def _are_sizes(kernel: str, sizes: Any) -> bool:
-    """Whether a kernel has these sizes, each of them a number that a config takes."""
+    """Check for sizes that the kernel has, with values that a config accepts."""
     from maxattn.config.settings import FlashBlockSizes
 
-    known = {"query_chunk_size", "key_chunk_size"} if kernel == CHUNKS else set()
-    known = set(FlashBlockSizes.model_fields) if kernel in BLOCKS else known
-    if not isinstance(sizes, dict) or not sizes or not sizes.keys() <= known:
+    known = {CHUNKS: {"query_chunk_size", "key_chunk_size"}}
+    known |= {name: set(FlashBlockSizes.model_fields) for name in BLOCKS}
+    if not isinstance(sizes, dict) or not sizes or not sizes.keys() <= known.get(kernel, set()):
         return False
     return all(
         isinstance(size, bool) if key == "use_fused_bwd_kernel" else whole(size) is not None

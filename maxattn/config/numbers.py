@@ -1,8 +1,7 @@
-"""Numbers of files, overrides and command lines: type, sign and size, checked in one place.
+"""Checks the type, sign and size of numbers from files, overrides and command lines.
 
-`true` is no number, text is none, and neither is what overflows: numbers are bounded before
-anything is computed with them. The functions return None for what is no such number; the caller
-says which key or option had it.
+Booleans and text are no numbers. Numbers are bounded before anything is computed with them. The
+functions return None for a value that does not fit, and the caller names the setting.
 """
 
 from __future__ import annotations
@@ -13,19 +12,15 @@ from typing import Any, Final
 
 import numpy as np
 
-LARGEST: Final = 2**31 - 1  # of a length, a size or a count: positions are int32 on devices
-MOST_DEVICES: Final = 2**20  # of one axis of a mesh
-LONGEST: Final = 40  # characters of a number that is read from text
-DEEPEST: Final = 64  # lists and mappings inside of each other
+LARGEST: Final = 2**31 - 1  # a length, a size or a count: positions are int32 on devices
+MOST_DEVICES: Final = 2**20  # on one axis of a mesh
+LONGEST: Final = 40  # digits of a number in a text
+DEEPEST: Final = 64  # levels of lists and mappings
 _WHOLE = re.compile(r"[0-9]+", re.ASCII)
 
 
 def whole(value: Any, least: int = 1, most: int = LARGEST) -> int | None:
-    """Return a whole number of a file or of Python, or None.
-
-    Args:
-        value: anything; integers of numpy are numbers too, booleans and text are none.
-        least, most: what it may be.
+    """Return a whole number of Python or numpy within bounds as an int, else None.
 
     >>> whole(512), whole(True), whole("512"), whole(-3), whole(10**400)
     (512, None, None, None, None)
@@ -36,7 +31,7 @@ def whole(value: Any, least: int = 1, most: int = LARGEST) -> int | None:
 
 
 def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
-    """Return the whole number that a text spells in digits alone, or None.
+    """Return the whole number of a text that has only digits, else None.
 
     >>> whole_in(" 512 "), whole_in("1e3"), whole_in("9" * 5000)
     (512, None, None)
@@ -48,7 +43,7 @@ def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one real number that is known now, and no text, boolean or tracer."""
+    """Check whether a value is one real number, and no text, boolean or tracer."""
     is_bool = str(getattr(value, "dtype", "")) == "bool"
     if isinstance(value, str | bytes | bool | complex) or is_bool:
         return False
@@ -60,11 +55,7 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any, least: float = float("-inf"), most: float = float("inf")) -> float | None:
-    """Return a finite number of a file or of Python as a float, or None.
-
-    Args:
-        value: anything; numbers of numpy are numbers too, booleans and text are none.
-        least, most: what it may be.
+    """Return a finite number of Python or numpy within bounds as a float, else None.
 
     >>> finite(0.5), finite(True), finite(float("nan")), finite(10**400)
     (0.5, None, None, None)
@@ -79,7 +70,7 @@ def finite(value: Any, least: float = float("-inf"), most: float = float("inf"))
 
 
 def divisors(number: int, most: int = 64) -> list[int]:
-    """List the divisors of a number, at most so many, from the smallest.
+    """List the smallest `most` divisors of a number.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

@@ -1,16 +1,16 @@
-"""The names and types of a config's values, and the rules that tie two keys together.
+"""The names and types of a config's values, and the rules between two keys.
 
-Nothing is raised here: errors are returned, so that all of them are reported at once.
+The rules yield errors instead of raising them, so that one report can list them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Le
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
+from pydantic_core import PydanticCustomError
 
 from maxattn.config.numbers import LARGEST, MOST_DEVICES, divisors, whole
 from maxattn.context_parallel import table as strategy_table
@@ -30,7 +30,7 @@ AXES: Final[tuple[Axis, ...]] = ("data", "fsdp", "context", "tensor")
 BATCH_KEY: Final = "ici_fsdp_batch_parallelism"
 PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling", "rollout")
 
-# Foreign spellings of `attention`: the kernel, and the strategy around it.
+# Other projects' spellings of `attention`: the kernel, and the strategy around it.
 FOREIGN: Final[Mapping[str, tuple[str, str]]] = {
     "tokamax_ring": ("tokamax_flash", "ring"),
     "tokamax_ring_custom": ("tpu_flash", "ring"),
@@ -40,36 +40,21 @@ FOREIGN: Final[Mapping[str, tuple[str, str]]] = {
     "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring"),
     "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring"),
 }
-
-
-def kernels() -> tuple[str, ...]:
-    """Return the names of kernels that a config may use."""
-    return "auto", *kernel_table.spellings()
-
-
-def strategies() -> tuple[str, ...]:
-    """Return the names of context strategies that a config may use."""
-    return "auto", *strategy_table.TABLE
-
-
-def attentions() -> tuple[str, ...]:
-    """Return the spellings of `attention`: kernels, strategies, and both in one word."""
-    return (*kernels(), *strategy_table.in_attention(), *FOREIGN)
+KERNELS: Final = ("auto", *kernel_table.spellings())
+STRATEGIES: Final = ("auto", *strategy_table.TABLE)
+ATTENTIONS: Final = (*KERNELS, *strategy_table.in_attention(), *FOREIGN)
+"""Spellings of `attention`: a kernel, a strategy, or both in one word."""
 
 
 def kernel_and_strategy(attention: str) -> tuple[str, str]:
-    """Read one spelling of `attention` as (kernel, strategy); "auto" is open."""
+    """Split a spelling of `attention` into (kernel, strategy); "auto" is open."""
     if attention in strategy_table.in_attention():
         return "auto", attention
     return FOREIGN.get(attention, (attention, "auto"))
 
 
 def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield one error for each pair of keys that cannot both be meant.
-
-    Args:
-        values: every field of an `AttentionConfig` by name, each of them valid by itself.
-    """
+    """Yield an error for each pair of keys of an `AttentionConfig` that contradict each other."""
     named = kernel_and_strategy(values["attention"])
     others = (("attention_kernel", "kernel"), ("context_parallel", "strategy"))
     for (key, word), theirs in zip(others, named, strict=True):
@@ -79,19 +64,19 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(key, values[key], rule, remedy)
     key = "ici_context_parallelism"
     if values[BATCH_KEY] is not None and values[key] != 1:
-        rule = f"with {BATCH_KEY} present, ici_fsdp_parallelism sets the context axis"
+        rule = f"if {BATCH_KEY} is set, ici_fsdp_parallelism sets the context axis"
         other = f"or remove {BATCH_KEY} and set ici_fsdp_parallelism for the fsdp axis"
         yield ConfigError(key, values[key], rule, f"remove {key}, {other}")
     for kind in ("ici", "dcn"):
         rest = [key for key in _parallelism_keys(kind) if values[key] == -1]
         if len(rest) > 1:
-            one = f"only one {kind}_*_parallelism may be -1 (take the devices that are left)"
-            rule = f"{one}; {', '.join(rest)} are"
+            one = f"only one {kind}_*_parallelism may be -1, which takes the remaining devices"
+            rule = f"{one}; here {', '.join(rest)} are"
             yield ConfigError(rest[-1], -1, rule, f"give {' or '.join(rest)} a positive size")
         present = values["mesh_axes"]
         for axis, size, key in _axis_settings(values, kind):
             if axis not in present and size != 1:
-                rule = f"mesh_axes has no axis '{axis}'; it holds {', '.join(present)}"
+                rule = f"mesh_axes has no axis '{axis}', only {', '.join(present)}"
                 yield ConfigError(key, size, rule, f"add {axis} to mesh_axes, or set {key} to 1")
     yield from _ulysses_shards(values)
 
@@ -101,17 +86,17 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     sizes = [axis_sizes(values, kind)["context"] for kind in ("ici", "dcn")]
     ways = sizes[0] * sizes[1]
     split = "ulysses_ring" in (strategy, kernel_and_strategy(values["attention"])[1])
-    # If the settings split no context, a mesh of the user's own may: the plan judges by it.
+    # If these settings do not split the context, the user's own mesh may; the plan checks that.
     if split and shards > 0 and min(sizes) > 0 and ways > 1 and ways % shards:
-        rule = f"it divides the context axis, which has {ways} devices"
+        rule = f"it must divide the context axis, which has {ways} devices"
         choices = ", ".join(map(str, divisors(ways)))
         yield ConfigError("ulysses_shards", shards, rule, f"set it to one of {choices}, or -1")
 
 
 def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
-    """Return 1 for each data axis left at its -1 that cannot take the rest.
+    """Return 1 for each data axis that is not set and cannot take the remaining devices.
 
-    Another axis takes the rest, or the mesh has no data axis.
+    It cannot if another axis takes them, or if the mesh has no data axis.
     """
     found = {}
     for kind in ("ici", "dcn"):
@@ -123,7 +108,7 @@ def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
 
 
 def axis_sizes(values: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the size of each of the four axes, the GPU spelling applied to `ici`."""
+    """Return the size of each of the four axes; `ici` may be in the GPU spelling."""
     return {axis: size for axis, size, _ in _axis_settings(values, kind)}
 
 
@@ -137,7 +122,7 @@ def _axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, 
 
 
 def _parallelism_keys(kind: str) -> tuple[str, ...]:
-    """Return the keys of one kind, that of the data axis first."""
+    """Return the keys of one kind, the data axis first."""
     keys = tuple(f"{kind}_{axis}_parallelism" for axis in AXES)
     return (*keys, BATCH_KEY) if kind == "ici" else keys
 
@@ -153,45 +138,24 @@ def _positive_or_rest(value: int) -> int:
     if value == -1 or whole(value, most=MOST_DEVICES):
         return value
     if value > 0:
-        raise _broken(f"at most {MOST_DEVICES} devices", "write fewer, or -1")
-    raise _broken("a positive whole number, or -1", "write 1 or more, or -1")
+        raise _broken(f"it must be at most {MOST_DEVICES} devices", "write fewer, or -1")
+    raise _broken("it must be a positive whole number, or -1", "write 1 or more, or -1")
 
 
 def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     if not axes:
-        raise _broken("a mesh has at least one axis", f"write [{', '.join(AXES)}], or some of them")
+        raise _broken("it must name an axis", f"write [{', '.join(AXES)}], or some of them")
     twice = [axis for i, axis in enumerate(axes) if axis in axes[:i]]
     if twice:
-        raise _broken(f"each axis once; '{twice[0]}' is there twice", "remove one of them")
+        raise _broken(f"each axis must occur once, and '{twice[0]}' is twice", "remove one of them")
     return axes
 
 
 def _not_a_strategy(value: Any) -> Any:
     if isinstance(value, str) and kernel_and_strategy(value)[1] != "auto":
-        rule = f"one of {', '.join(kernels())}; {value} is a strategy of self-attention"
+        rule = f"it must be one of {', '.join(KERNELS)}; {value} is only for self-attention"
         raise _broken(rule, f"write `attention: {value}`")
     return value
-
-
-class _OneOf:
-    """Takes one of the names of a table, which is read when a value is checked."""
-
-    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
-        self.names = names
-
-    def check(self, value: Any) -> str:
-        names = self.names()
-        if isinstance(value, str) and value in names:
-            return value
-        listed = [repr(name) for name in names]
-        expected = f"{', '.join(listed[:-1])} or {listed[-1]}"
-        raise PydanticKnownError("literal_error", {"expected": expected})
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return core_schema.no_info_plain_validator_function(self.check)
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"enum": list(self.names()), "type": "string"}
 
 
 _POSITIVE_OR_REST = {
@@ -205,7 +169,9 @@ NotNegative = Annotated[int, Ge(0), Le(LARGEST)]
 PositiveOrRest = Annotated[
     int, AfterValidator(_positive_or_rest), WithJsonSchema(_POSITIVE_OR_REST)
 ]
-Attention = Annotated[str, _OneOf(attentions)]
-Strategy = Annotated[str, _OneOf(strategies)]
-KernelName = Annotated[str, _OneOf(kernels), BeforeValidator(_not_a_strategy)]
+if TYPE_CHECKING:  # type checkers accept no literals from tables
+    Attention = Strategy = KernelName = str
+else:
+    Attention, Strategy = Literal[ATTENTIONS], Literal[STRATEGIES]
+    KernelName = Annotated[Literal[KERNELS], BeforeValidator(_not_a_strategy)]
 Axes = Annotated[tuple[Axis, ...], AfterValidator(_some_and_each_once), WithJsonSchema(_AXES)]

@@ -1,4 +1,4 @@
-"""Writes the JSON schema of a config, with which editors complete and check the YAML files.
+"""Writes the JSON schema of a config, for editors that complete and check YAML files.
 
 Run `python -m maxattn.config.schema` after a change of `settings.py`.
 """
@@ -22,7 +22,7 @@ SCHEMA_PATH = Path(__file__).parents[1] / "maxattn.schema.json"
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema of `AttentionConfig`, with the program's sections as open objects."""
+    """Return the schema of `AttentionConfig`, which leaves the program's sections open."""
     made = AttentionConfig.model_json_schema()
     _describe(made, AttentionConfig)
     _describe(made["$defs"]["FlashBlockSizes"], FlashBlockSizes)
@@ -31,14 +31,14 @@ def schema() -> dict[str, Any]:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Describe a model by the first line of its docstring, and its fields by theirs."""
+    """Copy the first line of a model's docstring, and its fields' docstrings, into its schema."""
     schema["description"] = (inspect.getdoc(model) or "").partition("\n")[0]
     for name, words in _field_docs(model).items():
         schema["properties"][name]["description"] = words
 
 
 def _field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Read the string below each field in the source."""
+    """Read the docstring below each field in the source."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -50,7 +50,7 @@ def _field_docs(model: type[BaseModel]) -> dict[str, str]:
 
 
 def text() -> str:
-    """Return the text of the committed file."""
+    """Return the schema as the text of the committed file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,29 +1,29 @@
-"""The base of every part of a config: frozen, strict, hashed once, with errors in our own words."""
+"""The base class of every part of a config: frozen, strict, hashed once, with `ConfigErrors`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from maxattn.config.errors import ConfigErrors, Locate, located
-from maxattn.config.fields import defaults, section_type
+from maxattn.config.errors import ConfigErrors, Locate, defaults, located, section_type, translated
 from maxattn.config.numbers import DEEPEST
-from maxattn.config.translate import translated
 from maxattn.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Settings of one part: frozen, unknown keys refused, no conversion of types, hashed once.
+    """The settings of one section, which is frozen and hashed once.
 
-    Subclass it for the part of a YAML file that belongs to a program (`model:`, `training:`, ...).
-    Fields that hold several values are tuples, so that a section can be hashed.
+    Unknown keys are refused, and types are not converted. Subclass it for a section of a YAML file
+    that belongs to a program (`model:`, `training:`, ...). A field of several values must be a
+    tuple, so that the section can be hashed.
 
     Raises:
-        ConfigErrors: for every wrong key and value at once, when it is built.
+        ConfigErrors: for every wrong key and value at once.
     """
 
     model_config = ConfigDict(
@@ -36,27 +36,23 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigErrors(problems_of(type(self), values, error)) from None
 
-    # A model inside a model is then validated in place, so that the outer one collects the errors
-    # of both.
+    # pydantic then validates an inner section in place, so the outer one collects both's errors.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Yield one error for each pair of keys that cannot both be meant; none here.
+        """Yield an error for each pair of keys that contradict each other, none by default.
 
-        Args:
-            values: every field by name, each valid by itself.
+        `values` has every field by name, each valid by itself.
         """
         del values
         return ()
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
-        """Return the defaults that depend on other keys, by name; none here.
+        """Return the defaults that depend on other keys, none by default.
 
-        Args:
-            values: every field by name, each valid by itself.
-            given: the names that the user set.
+        `values` has every field by name, each valid by itself; `given` the names that the user set.
         """
         del values, given
         return {}
@@ -80,22 +76,22 @@ class Section(BaseModel):
         """Return a copy with some keys changed, validated as a whole.
 
         Raises:
-            ConfigErrors: when a change is wrong by itself or beside the other settings.
+            ConfigErrors: a change is wrong by itself or contradicts another setting.
         """
         kept = {key: getattr(self, key) for key in self.model_fields_set}
         return type(self)(**(kept | changes))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy; changes are validated, as by `replace`."""
+        """Return a copy; `update` is validated as by `replace`."""
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value as plain data, ready for YAML or JSON."""
+        """Return every key and value as plain data for YAML or JSON."""
         return self.model_dump(mode="json")
 
     @cached_property
     def changed(self) -> frozenset[str]:
-        """The keys whose value differs from the default, whoever set them."""
+        """The keys whose values differ from their defaults."""
         default, unset = defaults(type(self)), object()
         keys = type(self).model_fields
         return frozenset(k for k in keys if default.get(k, unset) != getattr(self, k))
@@ -115,7 +111,7 @@ class Section(BaseModel):
         return hash(self) == hash(other) and super().__eq__(other)
 
     def __getstate__(self) -> dict[Any, Any]:
-        # The hash of a string differs from process to process, so a cached one must not travel.
+        # The hash of a string differs between processes, so a pickle must not have a cached one.
         state, fields = super().__getstate__(), type(self).model_fields
         kept = {key: value for key, value in state["__dict__"].items() if key in fields}
         return state | {"__dict__": kept}
@@ -127,28 +123,17 @@ def problems_of(
     error: ValidationError,
     locate: Locate = lambda path: "",
 ) -> list[ConfigError]:
-    """Return what pydantic found, and the contradictions between the keys that are right.
-
-    Args:
-        model: what was validated.
-        data: what it was validated from.
-        error: what pydantic found.
-        locate: returns `file:line` of a path; empty when it was not in a file.
-    """
+    """Return the problems that pydantic found, and the contradictions between the valid keys."""
     problems, fields = translated(model, error, locate), model.model_fields
     wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}
     if not wrong:
         return problems
-    # The rules between keys are checked as if every wrong key had its default.
+    # The rules between keys are checked with the default of every wrong key.
     given = {k: _built(fields[k], v) for k, v in data.items() if k in fields and k not in wrong}
     values = defaults(model) | given
     values |= model.settled(values, given.keys())
-    try:
-        for found in model.contradictions(values):
-            problems.append(located(found, locate))
-    # A rule about a wrong key that has no default is checked once the key is mended.
-    except KeyError:
-        pass
+    with suppress(KeyError):  # a rule about a wrong key without a default
+        problems.extend(located(found, locate) for found in model.contradictions(values))
     return problems
 
 
@@ -160,7 +145,7 @@ def _built(field: FieldInfo, value: Any) -> Any:
 
 
 def _freeze(value: Any, levels: int = DEEPEST) -> Any:
-    """Make lists tuples; what is deeper than any field is left for its field to refuse."""
+    """Turn lists into tuples, up to a depth; the field refuses a deeper list."""
     if not isinstance(value, list) or not levels:
         return value
     return tuple(_freeze(item, levels - 1) for item in value)

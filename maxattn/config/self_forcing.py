@@ -1,7 +1,7 @@
-"""Reads a YAML of Self-Forcing, LongLive or their kin: what it says of a rollout, in our words.
+"""Reads the section `rollout` from a YAML of Self-Forcing, LongLive or a related project.
 
-There a window is frames, and much has a default in their code; here a window is blocks, and
-everything is written.
+Their window is a number of frames, and their code has defaults; our window is a number of blocks,
+and our section has every value.
 """
 
 from __future__ import annotations
@@ -12,100 +12,76 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from maxattn.config.document import Document, read
-from maxattn.config.errors import ConfigErrors, dotted, plain, problem
+from maxattn.config.errors import ConfigErrors, plain, problem, refused
 from maxattn.config.load import check_path, in_file_order
 from maxattn.config.numbers import finite, whole
 from maxattn.errors import ConfigError
 
-KeyPath = tuple[str, ...]
-MODEL, DRAWING = "model_kwargs", "inference"
 MOST_TIME = 1000
 
 
-class Kind(NamedTuple):
-    """A kind of value: the rule in words, what to write instead, and the test."""
+class TakenValue(NamedTuple):
+    """A value that is taken from one of the dotted `keys`; `read` returns None for a wrong one."""
 
+    keys: tuple[str, ...]
     rule: str
-    remedy: str
-    holds: Callable[[Any], bool]
+    example: str
+    read: Callable[[Any], Any]
 
 
-def _is_steps(value: Any) -> bool:
+def _flag(*keys: str) -> TakenValue:
+    return TakenValue(keys, "true or false", "true", lambda x: x if isinstance(x, bool) else None)
+
+
+def _steps(value: Any) -> list[Any] | None:
     if not isinstance(value, list) or not value or not value[0]:
-        return False
-    is_time = all(finite(x, 0, MOST_TIME) is not None for x in value)
-    return is_time and all(a > b for a, b in pairwise(value))
+        return None
+    are_times = all(finite(x, 0, MOST_TIME) is not None for x in value)
+    return value if are_times and all(a > b for a, b in pairwise(value)) else None
 
 
-COUNT = Kind(
-    "a whole number of frames, at least 1", "write for example 3", lambda x: whole(x) is not None
-)
-FRAMES_OR_ALL = Kind(
-    "a whole number of frames, or -1 for all",
-    "write for example 12",
-    lambda x: x != 0 and whole(x, -1) is not None,
-)
-FRAMES = Kind(
-    "a whole number of frames, from 0", "write for example 3", lambda x: whole(x, 0) is not None
-)
-FLAG = Kind("true or false", "write true or false", lambda x: isinstance(x, bool))
-SHIFT = Kind("a number above 0", "write for example 5.0", lambda x: finite(x, 0) not in (None, 0.0))
-TIME = Kind(
-    f"a time from 0 (clean) to below {MOST_TIME}",
-    "write 0",
-    lambda x: finite(x, 0, MOST_TIME - 1e-9) is not None,
-)
-STEPS = Kind(
-    f"a list of falling times, from {MOST_TIME} (noise) on, with 0 at most at its end",
-    "write for example [1000, 750, 500, 250]",
-    _is_steps,
-)
-NAME = Kind(
-    "the name of a model", "write for example Wan2.1-T2V-1.3B", lambda x: isinstance(x, str)
-)
-
-# Our name of each value that is taken: its possible places, the first one first, and its kind.
-TAKEN: dict[str, tuple[tuple[KeyPath, ...], Kind]] = {
-    "frames_per_block": (
-        (("num_frame_per_block",), (MODEL, "num_frame_per_block")), COUNT,
-    ),
-    "frames_seen": (((MODEL, "local_attn_size"), ("local_attn_size",)), FRAMES_OR_ALL),
-    "sink": (((MODEL, "sink_size"), (DRAWING, "sink_size"), ("sink_size",)), FRAMES),
-    "first_frame_alone": ((("independent_first_frame",),), FLAG),
-    "denoising_steps": ((("denoising_step_list",),), STEPS),
-    "warp_steps": ((("warp_denoising_step",),), FLAG),
-    "timestep_shift": (((MODEL, "timestep_shift"),), SHIFT),
-    "context_noise": ((("context_noise",),), TIME),
-    "by_slots": (
-        ((MODEL, "use_infinite_attention"), (MODEL, "use_relative_rope")), FLAG,
-    ),
-    "causal": ((("causal",), ("algorithm", "causal")), FLAG),
-    "model": (((MODEL, "model_name"), ("model_name",)), NAME),
+TAKEN: dict[str, TakenValue] = {  # by our names
+    "frames_per_block": TakenValue(("num_frame_per_block", "model_kwargs.num_frame_per_block"),
+                              "a whole number of frames, at least 1", "3", whole),
+    "frames_seen": TakenValue(("model_kwargs.local_attn_size", "local_attn_size"),
+                         "a whole number of frames, or -1 for all", "12",
+                         lambda x: whole(x, -1) or None),
+    "sink": TakenValue(("model_kwargs.sink_size", "inference.sink_size", "sink_size"),
+                  "a whole number of frames, at least 0", "3", lambda x: whole(x, 0)),
+    "first_frame_alone": _flag("independent_first_frame"),
+    "denoising_steps": TakenValue(("denoising_step_list",),
+                             "a list of falling times from at most 1000, with 0 only at its end",
+                             "[1000, 750, 500, 250]", _steps),
+    "warp_steps": _flag("warp_denoising_step"),
+    "timestep_shift": TakenValue(("model_kwargs.timestep_shift",), "a number above 0", "5.0",
+                            lambda x: finite(x, 0) or None),
+    "context_noise": TakenValue(("context_noise",), "a time from 0 (clean) to below 1000", "0",
+                           lambda x: finite(x, 0, MOST_TIME - 1e-9)),
+    "by_slots": _flag("model_kwargs.use_infinite_attention", "model_kwargs.use_relative_rope"),
+    "causal": _flag("causal", "algorithm.causal"),
+    "model": TakenValue(("model_kwargs.model_name", "model_name"), "the name of a model",
+                   "Wan2.1-T2V-1.3B", lambda x: x if isinstance(x, str) else None),
 }  # fmt: skip
-# Defaults of their code.
-THEIRS = {
+THEIRS = {  # defaults of their code
     "frames_per_block": 1,
     "warp_steps": False,
     "timestep_shift": 8.0,
     "model": "Wan2.1-T2V-1.3B",
 }
-# Their names of models, and ours.
-SIZES = {
+SIZES = {  # their names of models, and ours
     "Wan2.1-T2V-1.3B": "wan-2.1-t2v-1.3b",
     "Wan2.1-T2V-14B": "wan-2.1-t2v-14b",
     "Wan2.2-TI2V-5B": "wan-2.2-ti2v-5b",
 }
-_TELLING = ("frames_per_block", "frames_seen", "denoising_steps", "warp_steps")
 
 
 class ImportedRollout(NamedTuple):
-    """The outcome of reading such a file.
+    """The rollout that a file describes.
 
     Args:
-        rollout: the keys of the section `rollout`, as examples/common/rollout_settings.py has them.
-        sizes: of the model, as `model.sizes` says them; None where the file names none of ours.
-        left_out: names of the keys that were not taken, dotted, in the order of the file.
-        notes: what was read otherwise than it was written, and why.
+        rollout: the keys of the section `rollout` of examples/common/rollout_settings.py.
+        sizes: the value of `model.sizes`; None if the file's model is none of ours.
+        left_out, notes: as in `Imported`.
     """
 
     rollout: dict[str, Any]
@@ -115,168 +91,157 @@ class ImportedRollout(NamedTuple):
 
 
 def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
-    """Read what a file of Self-Forcing, LongLive or their kin says of a rollout.
+    """Read the rollout of a YAML of Self-Forcing, LongLive or a related project.
 
     Args:
         path: the file.
 
     Raises:
-        ConfigErrors: for everything wrong in the keys that are taken, with file and line; for a
-            file that has none of them.
+        ConfigErrors: with every problem of the keys that are taken, by file and line; or the file
+            has none of these keys.
     """
     check_path(path)
     source = os.fspath(path)
     document = read(source)
     if not is_theirs(document.data):
-        rule = "such a file says num_frame_per_block, denoising_step_list or local_attn_size"
-        remedy = "a file of maxattn's own needs no conversion"
-        raise ConfigErrors([problem(source, "no file of Self-Forcing", rule, remedy)], source)
-    values, paths, problems = _taken(document)
-    problems += [*document.problems, *_contradictions(values, paths, document)]
+        rule = "it must set num_frame_per_block, denoising_step_list or local_attn_size"
+        remedy = "give such a file; a file of maxattn's own needs no conversion"
+        raise refused(source, "no file of Self-Forcing", rule, remedy)
+    values, keys, problems = _taken(document)
+    problems += [*document.problems, *_contradictions(values, keys, document)]
     if problems:
         raise ConfigErrors(sorted(problems, key=in_file_order), source)
     return ImportedRollout(
         _rollout(THEIRS | values),
         SIZES.get(values.get("model", THEIRS["model"])),
-        tuple(_left_out(document.data, set(paths.values()))),
-        tuple(_notes(document.data, values, paths)),
+        tuple(_left_out(document.data, set(keys.values()))),
+        tuple(_notes(document.data, values, keys)),
     )
 
 
 def is_theirs(data: Mapping[str, Any]) -> bool:
-    """Whether a file's values are those of a model that makes videos block by block."""
-    places = (path for name in _TELLING for path in TAKEN[name][0])
-    return any(found(data, path) is not None for path in places)
+    """Check whether a file has the keys of a model that makes videos block by block."""
+    names = ("frames_per_block", "frames_seen", "denoising_steps", "warp_steps")
+    return any(_value(data, key) is not None for name in names for key in TAKEN[name].keys)
 
 
-def found(data: Mapping[str, Any], path: KeyPath) -> Any:
-    """Return the value at a path; None where there is none."""
+def recognised_rollout(data: Mapping[str, Any], source: str) -> ConfigError | None:
+    """Return the error of a file of theirs that is read as one of ours; None for another file."""
+    if not is_theirs(data):
+        return None
+    keys = (key for taken in TAKEN.values() for key in taken.keys)
+    there = [key for key in keys if _value(data, key) is not None]
+    theirs = f"a Self-Forcing or LongLive YAML has the keys {', '.join(there[:4])}"
+    rule = f"the file must be one of ours, and {theirs}"
+    remedy = f"make its section rollout with `maxattn convert {source} > stream.yml`"
+    return ConfigError(source, "a Self-Forcing file", rule, remedy)
+
+
+def _value(data: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key, None if there is none."""
     here: Any = data
-    for part in path:
+    for part in key.split("."):
         here = here.get(part) if isinstance(here, Mapping) else None
     return here
 
 
-def recognised_rollout(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Return the error of a file of theirs that is read as one of ours; None for another file.
-
-    Args:
-        data: the file's values.
-        source: the file.
-    """
-    if not is_theirs(data):
-        return None
-    places = (path for paths, _ in TAKEN.values() for path in paths)
-    keys = [dotted(path) for path in places if found(data, path) is not None]
-    rule = f"{', '.join(keys[:4])}: keys of a Self-Forcing or LongLive YAML, and this reads ours"
-    remedy = f"`maxattn convert {source} > stream.yml` makes the section rollout of it"
-    return ConfigError(source, "a Self-Forcing file", rule, remedy)
-
-
-# ---- reading -------------------------------------------------------------------------------------
-
-
-def _taken(document: Document) -> tuple[dict[str, Any], dict[str, KeyPath], list[ConfigError]]:
-    """Return the values that are taken, their paths, and what is wrong with each by itself."""
+def _taken(document: Document) -> tuple[dict[str, Any], dict[str, str], list[ConfigError]]:
+    """Return the values that are taken, their keys, and the problems of single values."""
     values: dict[str, Any] = {}
-    paths: dict[str, KeyPath] = {}
+    keys: dict[str, str] = {}
     problems: list[ConfigError] = []
-    for name, (places, kind) in TAKEN.items():
-        for path in (path for path in places if found(document.data, path) is not None):
-            value = found(document.data, path)
-            if not kind.holds(value):
-                problems.append(_wrong(document, path, kind.rule, kind.remedy))
+    for name, taken in TAKEN.items():
+        for key in (key for key in taken.keys if _value(document.data, key) is not None):
+            value = _value(document.data, key)
+            if taken.read(value) is None:
+                rule, remedy = f"it must be {taken.rule}", f"write for example {taken.example}"
+                problems.append(_wrong(document, key, rule, remedy))
             elif name in values and values[name] != value:
-                other = dotted(paths[name])
-                rule = f"{other} says {plain(values[name])}"
-                problems.append(_wrong(document, path, rule, f"leave it or {other} out"))
+                other = keys[name]
+                rule = f"it must equal {other}, which is {plain(values[name])}"
+                problems.append(_wrong(document, key, rule, f"leave it or {other} out"))
             elif name not in values:
-                values[name], paths[name] = value, path
-    return values, paths, problems
+                values[name], keys[name] = value, key
+    return values, keys, problems
 
 
-def _wrong(document: Document, path: KeyPath, rule: str, remedy: str) -> ConfigError:
-    line, _ = document.line_of(path)
-    return problem(
-        dotted(path), plain(found(document.data, path)), rule, remedy, document.where(line)
-    )
+def _wrong(document: Document, key: str, rule: str, remedy: str) -> ConfigError:
+    line, _ = document.line_of(tuple(key.split(".")))
+    return problem(key, plain(_value(document.data, key)), rule, remedy, document.where(line))
 
 
 def _contradictions(
-    values: Mapping[str, Any], paths: Mapping[str, KeyPath], document: Document
+    values: Mapping[str, Any], keys: Mapping[str, str], document: Document
 ) -> Iterator[ConfigError]:
-    """Refuse windows of no whole blocks, sinks too large for them, and bidirectional models."""
     size, seen = values.get("frames_per_block", 1), values.get("frames_seen", -1)
     if seen > 0 and seen % size:
         near = sorted({max(size, seen // size * size), -(-seen // size) * size})
-        rule = f"a window is whole blocks of {size} frames, as num_frame_per_block says"
-        yield _wrong(document, paths["frames_seen"], rule, f"write {' or '.join(map(str, near))}")
+        rule = f"a window must be whole blocks of {size} frames (num_frame_per_block)"
+        yield _wrong(document, keys["frames_seen"], rule, f"write {' or '.join(map(str, near))}")
     elif seen > 0 and values.get("sink", 0) > seen - size:
-        rule = f"sink and a block of {size} frames both fit the window of {seen} frames"
-        yield _wrong(document, paths["sink"], rule, f"write at most {seen - size}")
+        rule = f"sink and a block of {size} frames must fit into the window of {seen} frames"
+        yield _wrong(document, keys["sink"], rule, f"write at most {seen - size}")
     if values.get("causal") is False:
-        rule = "a rollout is of a model that sees no later frames"
-        yield _wrong(document, paths["causal"], rule, "give the file of a causal model")
+        rule = "a rollout needs a model that attends to no later frames"
+        yield _wrong(document, keys["causal"], rule, "give the file of a causal model")
 
 
-def _left_out(data: Mapping[str, Any], taken: set[KeyPath]) -> Iterator[str]:
-    """Name what was not taken: a mapping as a whole if none of its keys was."""
+def _left_out(data: Mapping[str, Any], taken: set[str]) -> Iterator[str]:
+    """Name the keys that were not taken; only the outer one if none inside of it was."""
     for key, value in data.items():
-        inside = [path for path in taken if path[0] == key]
-        if not inside:
+        if not any(name.partition(".")[0] == key for name in taken):
             yield str(key)
         elif isinstance(value, Mapping):
-            yield from (dotted((str(key), str(k))) for k in value if (key, k) not in taken)
+            yield from (f"{key}.{inner}" for inner in value if f"{key}.{inner}" not in taken)
 
 
-# ---- in our words --------------------------------------------------------------------------------
+# ---- our section ---------------------------------------------------------------------------------
 
 
-def _rollout(said: Mapping[str, Any]) -> dict[str, Any]:
-    size, seen = said["frames_per_block"], said.get("frames_seen", -1)
-    sink = said.get("sink", 0) if seen > 0 else 0
+def _rollout(values: Mapping[str, Any]) -> dict[str, Any]:
+    size, seen = values["frames_per_block"], values.get("frames_seen", -1)
+    sink = values.get("sink", 0) if seen > 0 else 0
     by_slots = "slots_with_sink" if sink else "slots"
-    steps = [step for step in said.get("denoising_steps", ()) if step]
+    steps = [step for step in values.get("denoising_steps", ()) if step]
     return {
         "frames_per_block": size,
         "window": seen // size if seen > 0 else None,
         "sink": sink,
-        "first_frame_alone": said.get("first_frame_alone", False),
-        **({"denoising_steps": steps, "warp_steps": said["warp_steps"]} if steps else {}),
-        "timestep_shift": float(said["timestep_shift"]),
-        "context_noise": float(said.get("context_noise", 0)),
-        "positions": by_slots if said.get("by_slots") else "absolute",
+        "first_frame_alone": values.get("first_frame_alone", False),
+        **({"denoising_steps": steps, "warp_steps": values["warp_steps"]} if steps else {}),
+        "timestep_shift": float(values["timestep_shift"]),
+        "context_noise": float(values.get("context_noise", 0)),
+        "positions": by_slots if values.get("by_slots") else "absolute",
     }
 
 
 def _notes(
-    data: Mapping[str, Any], values: Mapping[str, Any], paths: Mapping[str, KeyPath]
+    data: Mapping[str, Any], values: Mapping[str, Any], keys: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what was read otherwise than it was written."""
+    """Yield a note for each setting whose meaning or value differs from the file's."""
     size, seen = values.get("frames_per_block", 1), values.get("frames_seen", -1)
     if seen > 0:
-        yield f"{dotted(paths['frames_seen'])}: {seen} frames are {seen // size} blocks of {size}"
+        yield f"{keys['frames_seen']}: {seen} frames are {seen // size} blocks of {size}"
     elif values.get("sink"):
-        sink = f"{dotted(paths['sink'])}: {values['sink']}"
-        yield f"{sink} is left out: local_attn_size is -1, so every frame stays"
+        kept = "local_attn_size is -1, so every frame stays in the window"
+        yield f"{keys['sink']}: {values['sink']} is left out: {kept}"
     steps = values.get("denoising_steps")
     if steps is None:
-        yield (
-            "there is no denoising_step_list: their code samples each block with a scheduler, in"
-            " sampling_steps; set rollout.denoising_steps"
-        )
+        their = "their code then samples each block with a scheduler, in sampling_steps"
+        yield f"denoising_step_list is not set: {their}; set rollout.denoising_steps"
     elif not steps[-1]:
-        yield "the 0 at the end of denoising_step_list is left out: it is the clean block itself"
-    if steps and data.get("guidance_scale") is not None:
-        scale = f"guidance_scale: {plain(data['guidance_scale'])}"
-        yield f"{scale} is that of the teacher in distillation, and left out"
-    for name, theirs in THEIRS.items():
+        yield "the 0 at the end of denoising_step_list is left out: it is the clean block"
+    if steps and (scale := data.get("guidance_scale")) is not None:
+        yield f"guidance_scale: {plain(scale)} is left out: it is the teacher's in distillation"
+    for name, default in THEIRS.items():
         if name not in values and (name != "warp_steps" or "denoising_steps" in values):
-            yield f"{dotted(TAKEN[name][0][0])} is not set: {plain(theirs)}, as in their code"
+            yield f"{TAKEN[name].keys[0]} is not set: their default is {plain(default)}"
     if (shift := data.get("timestep_shift")) is not None:
-        yield f"timestep_shift: {plain(shift)} outside of {MODEL} is that of training, and left out"
+        outside = f"timestep_shift: {plain(shift)} outside of model_kwargs"
+        yield f"{outside} is left out: it is for training"
     if values.get("by_slots"):
-        where = dotted(paths["by_slots"])
-        yield f"{where}: keys are kept without rotary embedding, and turned by their slot"
+        how = "keys are cached without rotary embedding, and rotated by their slot"
+        yield f"{keys['by_slots']}: {how}"
     if (name := values.get("model")) is not None and name not in SIZES:
-        yield f"{dotted(paths['model'])}: {name} is none of {', '.join(SIZES)}; set model.sizes"
+        none = f"it is none of {', '.join(SIZES)}"
+        yield f"{keys['model']}: {name} gives no model.sizes, as {none}; set model.sizes"

@@ -1,6 +1,6 @@
-"""`AttentionConfig`: every setting of attention. `load.py` reads it from YAML.
+"""`AttentionConfig`: every setting of attention.
 
-`maxattn.decide` makes the choices that follow from the settings.
+`load.py` reads it from YAML, and `maxattn.decide` makes a plan from it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import model_validator
 
 from maxattn.config import rules
-from maxattn.config.rules import (
-    AXES,
-    Attention,
-    Axes,
-    Fallback,
-    Hardware,
-    KernelName,
-    NotNegative,
-    Positive,
-    PositiveOrRest,
-    RematPolicy,
-    RingDirection,
-    Role,
-    Strategy,
-)
+from maxattn.config.rules import AXES, Fallback, NotNegative, Positive, PositiveOrRest, Role
 from maxattn.config.section import Section
 from maxattn.errors import ConfigError, InputError, did_you_mean
 
@@ -34,12 +20,12 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+    from maxattn.config.load import Overrides
     from maxattn.config.maxdiffusion import Imported
-    from maxattn.config.overrides import Overrides
 
 
 class FlashBlockSizes(Section):
-    """The tile sizes, in tokens, of the flash kernels; the kernel chooses those not set."""
+    """Tile sizes of the flash kernels in tokens; the kernel chooses the unset ones."""
 
     block_q: Positive | None = None
     """Query tokens per tile, forward."""
@@ -67,7 +53,7 @@ class AttentionConfig(Section):
     """Every setting of attention; `configs/attention.yml` documents each key.
 
     Raises:
-        ConfigErrors: for every wrong key and value at once.
+        ConfigErrors: with every wrong key and value at once.
 
     Example:
         >>> import maxattn as ma
@@ -79,17 +65,17 @@ class AttentionConfig(Section):
         >>> config.replace(attention="rign")
         Traceback (most recent call last):
         maxattn.config.errors.ConfigErrors: attention: rign
-          rule    one of auto, dot_product, flash, ...
+          rule    it must be one of auto, dot_product, flash, ...
           remedy  did you mean 'ring'?
     """
 
-    attention: Attention = "auto"
+    attention: rules.Attention = "auto"
     """Kernel of self-attention, or a context strategy with the best kernel inside it."""
-    attention_kernel: KernelName | None = None
+    attention_kernel: rules.KernelName | None = None
     """Kernel inside a context strategy; unset: the one `attention` names, or the best."""
-    cross_attention: KernelName = "auto"
+    cross_attention: rules.KernelName = "auto"
     """Kernel of cross-attention: its K and V are short and replicated, so it takes no strategy."""
-    context_parallel: Strategy = "auto"
+    context_parallel: rules.Strategy = "auto"
     """How self-attention sees the whole sequence when the context axis has more than one device."""
     flash_block_sizes: FlashBlockSizes = FlashBlockSizes()
     """Tile sizes of the flash kernels."""
@@ -107,10 +93,10 @@ class AttentionConfig(Section):
     """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128."""
     key_chunk_size: Positive | None = None
     """Keys per block of the same; unset: 16384. Causal and windowed masks: both up to 1024."""
-    hardware: Hardware | None = None
+    hardware: rules.Hardware | None = None
     """The platform that must be there, and that plans are made for; unset: the one that is."""
 
-    mesh_axes: Axes = AXES
+    mesh_axes: rules.Axes = AXES
     """Axes of the device mesh, outermost first."""
     ici_data_parallelism: PositiveOrRest = -1
     """Devices of a slice over the batch; -1 takes what is left."""
@@ -139,7 +125,7 @@ class AttentionConfig(Section):
     """Ask the TPU compiler for its experimental scheduler, in the kernels that can."""
     ulysses_shards: PositiveOrRest = -1
     """Devices of the context axis that exchange heads under ulysses_ring; -1 chooses."""
-    ring_direction: RingDirection = "auto"
+    ring_direction: rules.RingDirection = "auto"
     """How K and V go round a ring: one_way, or both_ways, half of the heads each; auto chooses."""
     ulysses_attention_chunks: Positive = 1
     """Groups of heads that ulysses exchanges one after the other, to overlap with compute."""
@@ -147,7 +133,7 @@ class AttentionConfig(Section):
     """Use only kernels whose backward repeats bit for bit; refuse the others."""
     check_finite: bool = False
     """Look for NaN and infinity in the operands of each call, and refuse them; for debugging."""
-    remat_policy: RematPolicy = "NONE"
+    remat_policy: rules.RematPolicy = "NONE"
     """What a training step recomputes in the backward pass."""
     fallback: Fallback | None = None
     """When what was asked cannot run: error, warn or allow another; unset: see `fallback_for`."""
@@ -173,30 +159,25 @@ class AttentionConfig(Section):
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
-        """Let the data axis, when it is not set, take what is left only if no other axis does."""
+        """Set an unset data axis to 1 if another axis takes the remaining devices."""
         return rules.data_defaults(values, given)
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Yield one error for each pair of keys that cannot both be meant."""
+        """Yield an error for each pair of keys that contradict each other."""
         return rules.contradictions(values)
 
     def kernel_for(self, role: Role) -> str:
-        """Return the kernel that the settings name for a role, "auto" when they leave it open.
-
-        Args:
-            role: "self" or "cross".
-        """
+        """Return the kernel that the settings name for "self" or "cross"; "auto" is open."""
         if _checked(role) == "cross":
             return self.cross_attention
         named = rules.kernel_and_strategy(self.attention)[0]
         return named if named != "auto" else self.attention_kernel or "auto"
 
     def strategy_for(self, role: Role) -> str:
-        """Return the context strategy that the settings name for a role; "auto" is open.
+        """Return the context strategy that the settings name for "self"; "auto" is open.
 
-        Args:
-            role: "self", or "cross", whose strategy is always "none".
+        That of "cross" is always "none".
         """
         if _checked(role) == "cross":
             return "none"
@@ -204,13 +185,10 @@ class AttentionConfig(Section):
         return named if named != "auto" else self.context_parallel
 
     def fallback_for(self, role: Role) -> Fallback:
-        """Return what to do when the asked kernel or strategy cannot run.
+        """Return `fallback`, or its default: what to do if the kernel or strategy cannot run.
 
-        `fallback` when it is set; else "error" when the user named a kernel or a strategy, "warn"
-        when both are open.
-
-        Args:
-            role: "self" or "cross".
+        The default is "error" if the settings name a kernel or a strategy for this role ("self" or
+        "cross"), else "warn".
         """
         if self.fallback is not None:
             return self.fallback
@@ -218,22 +196,19 @@ class AttentionConfig(Section):
         return "error" if named else "warn"
 
     def spelling_note(self) -> str | None:
-        """Return how `attention` was read, if one word names both a kernel and a strategy."""
+        """Explain `attention` if one word names both a kernel and a strategy, else None."""
         if self.attention not in rules.FOREIGN:
             return None
         kernel, strategy = rules.kernel_and_strategy(self.attention)
         return f"attention: {self.attention} is read as {strategy} with {kernel} inside"
 
     def axis_parallelism(self) -> dict[str, tuple[int, int]]:
-        """Return (devices of a slice, slices) for each axis of `mesh_axes`; -1 is open.
-
-        The GPU spelling is applied.
-        """
+        """Return (devices of a slice, slices) for each axis of `mesh_axes`; -1 is open."""
         ici, dcn = (rules.axis_sizes(self.__dict__, kind) for kind in ("ici", "dcn"))
         return {axis: (ici[axis], dcn[axis]) for axis in self.mesh_axes}
 
     def axis_mapping_note(self) -> str | None:
-        """Return which axes the GPU spelling set, if it is in use."""
+        """Explain which axes the GPU spelling sets, if it is used, else None."""
         if self.ici_fsdp_batch_parallelism is None:
             return None
         return (
@@ -248,8 +223,8 @@ class AttentionConfig(Section):
             devices: default all devices of the process.
 
         Raises:
-            InputError: for what is no list of devices.
-            MeshError: the parallelisms do not multiply to the number of devices.
+            InputError: `devices` is no list of devices.
+            MeshError: the product of the parallelisms is not the number of devices.
 
         Example:
             >>> import jax
@@ -265,17 +240,16 @@ class AttentionConfig(Section):
     def from_yaml(cls, path: str | os.PathLike[str], overrides: Overrides = ()) -> Self:
         """Read a YAML file, apply overrides, and validate.
 
-        The top-level mappings `model`, `data`, `training` and `sampling` belong to the program
-        around attention: they are left alone, unless a subclass declares a field of that name.
+        The top-level mappings `model`, `data`, `training`, `sampling` and `rollout` belong to the
+        program around attention. They are ignored unless a subclass declares such a field.
 
         Args:
             path: the file.
-            overrides: `key=value`; keys may be dotted, values are YAML. The last one of a key wins.
-                A dict of values by key says the same.
+            overrides: `key=value` texts with keys that may be dotted and YAML values, or a dict of
+                values by key. The last one of a key counts.
 
         Raises:
-            ConfigErrors: for everything wrong in the file and the overrides at once, with file and
-                line.
+            ConfigErrors: with every problem of the file and the overrides, by file and line.
         """
         from maxattn.config.load import check_path, load
 
@@ -286,7 +260,7 @@ class AttentionConfig(Section):
     def from_maxdiffusion(
         cls, path: str | os.PathLike[str], overrides: Overrides = ()
     ) -> Imported[Self]:
-        """Read a whole MaxDiffusion YAML: its attention and mesh keys become ours.
+        """Read the attention and mesh keys of a MaxDiffusion YAML as ours.
 
         Args:
             path: the file.
@@ -294,10 +268,10 @@ class AttentionConfig(Section):
 
         Returns:
             (config, left_out, notes): the settings, the names of the keys that were not taken, and
-            what was read otherwise than it was written.
+            a note for each setting whose meaning or value differs from the file's.
 
         Raises:
-            ConfigErrors: for everything wrong in the keys that are taken, with file and line.
+            ConfigErrors: with every problem of the keys that are taken, by file and line.
         """
         from maxattn.config.maxdiffusion import load
 
@@ -305,13 +279,10 @@ class AttentionConfig(Section):
 
     @classmethod
     def from_overrides(cls, overrides: Overrides) -> Self:
-        """Build a config from defaults and `key=value` overrides.
-
-        Args:
-            overrides: as for `from_yaml`.
+        """Build a config from defaults and overrides, as for `from_yaml`.
 
         Raises:
-            ConfigErrors: for everything wrong at once, with the override's number.
+            ConfigErrors: with every problem, by the override's number.
 
         Example:
             >>> words = ["attention=ring", "ici_context_parallelism=4", "mesh_axes=[context]"]
@@ -333,12 +304,12 @@ def _checked_devices(devices: object) -> list[jax.Device] | None:
     if listed and all(isinstance(device, Device) for device in listed):
         return listed
     count = devices if type(devices) is int and devices > 0 else 4
-    rule = "they are jax's devices in a list"
+    rule = "it must be a list of jax's devices"
     raise InputError("devices", devices, rule, f"write jax.devices()[:{count}]")
 
 
 def _checked(role: str) -> str:
     if role not in ("self", "cross"):
         remedy = did_you_mean(role, ("self", "cross")) or "write self or cross"
-        raise InputError("role", role, "one of self, cross", remedy)
+        raise InputError("role", role, "it must be one of self, cross", remedy)
     return role

@@ -1,6 +1,6 @@
-"""Names of targets as people write them: "TPU v5p", "tpu7x", "H200", "Trillium", "v5p:2x2x1".
+"""Reads the names of targets: "TPU v5p", "tpu7x", "H200", "Trillium", "v5p:2x2x1".
 
-Case, spaces, dashes and underscores do not count.
+Case, spaces, dashes and underscores are ignored.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import re
 from math import prod
 from typing import NamedTuple
 
+from maxattn.config.errors import closest
 from maxattn.devices import DEVICES, USUAL
-from maxattn.errors import ConfigError, did_you_mean
+from maxattn.errors import ConfigError
 
-# Names of the makers that are in no row's kind, as they are compared: without spaces and dashes.
+# Trade names that no device kind contains, without spaces and dashes.
 _TRADE_NAMES = {
     "trillium": "TPU v6e",
     "ironwood": "TPU v7x",
@@ -21,7 +22,7 @@ _TRADE_NAMES = {
     "gb200nvl72": "NVIDIA GB200",
     "gb300nvl72": "NVIDIA GB300",
 }
-# jax's names, and libtpu's where it has its own.
+# Other names of jax and libtpu.
 _OTHERS = {
     "TPU v5e": ("v5lite", "v5 lite"),
     "TPU v5p": ("TPU v5",),
@@ -29,7 +30,7 @@ _OTHERS = {
     "TPU v7x": ("7x", "v7", "TPU 7"),
     "NVIDIA RTX PRO 6000 Blackwell": ("RTX PRO 6000", "PRO 6000"),
 }
-_LIBTPU = {"TPU v7x": "tpu7x"}  # libtpu's generation, where it is not the last word of ours
+_LIBTPU = {"TPU v7x": "tpu7x"}  # libtpu's generation if it is not the last word of the kind
 _HOST = {"TPU v4": (2, 2, 1), "TPU v5p": (2, 2, 1), "TPU v7x": (2, 2, 1)}  # chips; else 2 x 2
 _DEVICES_OF_A_CHIP = {"TPU v7x": 2}
 _SIDES = re.compile(r"\d{1,4}(x\d{1,4}){1,2}")
@@ -43,7 +44,7 @@ class TargetName(NamedTuple):
 
     @property
     def devices(self) -> int | None:
-        """Return how many devices jax lists of the topology, None where none is written.
+        """Return the number of jax's devices of the topology, None if the name has none.
 
         >>> read_target("v5p:2x2x1").devices, read_target("tpu7x:2x2x1").devices
         (4, 8)
@@ -52,7 +53,7 @@ class TargetName(NamedTuple):
 
     @property
     def topology(self) -> str:
-        """Return libtpu's name of the topology, of one host where none is written.
+        """Return libtpu's name of the topology; of one host if the name has none.
 
         >>> read_target("Ironwood").topology
         'tpu7x:2x2x1'
@@ -68,14 +69,13 @@ def read_target(text: str) -> TargetName:
     ('TPU v6e', 'NVIDIA H200', (2, 2, 1))
 
     Raises:
-        ConfigError: for a name that is not known, or chips that are not written as 2x2 or 2x2x1.
+        ConfigError: the name is unknown, or its chips are not written as 2x2 or 2x2x1.
     """
     name, colon, layout = str(text).partition(":")
     kind = _SPELLINGS.get(_bare(name)) or USUAL.get(name)
     if kind is None:
-        close = did_you_mean(_bare(name), _SPELLINGS)
-        spelling = close.split("'")[1] if close else ""
-        # Names that differ in digits alone are other machines: TPU v3 is no TPU v4 misspelt.
+        spelling = closest(_bare(name), _SPELLINGS)
+        # Names that differ only in digits are other machines: TPU v3 is no misspelt TPU v4.
         written, meant = (re.sub(r"\d", "#", word) for word in (_bare(name), spelling))
         is_meant = spelling and written != meant
         guess = f"did you mean '{_SPELLINGS[spelling]}'?" if is_meant else ""
@@ -86,11 +86,11 @@ def read_target(text: str) -> TargetName:
 
 def _sides(text: str, kind: str, layout: str) -> tuple[int, ...]:
     if DEVICES[kind].platform != "tpu":
-        rule = f"chips along each side are a TPU's, and {kind} is none"
+        rule = f"only a TPU has chips after a colon, and {kind} is none"
         raise ConfigError("target", text, rule, f"write {kind!r}, and --devices or --mesh")
     sides = tuple(map(int, layout.split("x"))) if _SIDES.fullmatch(layout) else ()
     if not sides or 0 in sides:
-        rule = "after the colon stand the chips along each side"
+        rule = "the chips along each side must follow the colon"
         raise ConfigError("target", text, rule, f"write for example {TargetName(kind).topology}")
     return sides
 
@@ -100,20 +100,20 @@ def _bare(name: str) -> str:
 
 
 def _spellings() -> dict[str, str]:
-    """Map every name without spaces to a device kind: with the maker's name or without it."""
+    """Map every name, with and without the maker's, to a device kind."""
     found = dict(_TRADE_NAMES)
     for kind in DEVICES:
         maker = kind.partition(" ")[0]
         for each in (*_ends(kind), *_OTHERS.get(kind, ())):
             found |= {_bare(f"{first}{each}"): kind for first in ("", maker)}
-    # "TPU v6e" is "tpu6e" too: the generation without its v.
+    # "TPU v6e" is "tpu6e" too.
     tpus = [_bare(kind) for kind, row in DEVICES.items() if row.platform == "tpu"]
     found |= {name.replace("tpuv", "tpu"): found[name] for name in tpus}
     return found
 
 
 def _ends(kind: str) -> list[str]:
-    """Return a kind without its first words, as far as a number is left.
+    """Return a kind without its first words, if the rest has a number.
 
     >>> _ends("NVIDIA GeForce RTX 5070 Ti")[2:]
     ['RTX 5070 Ti', '5070 Ti']

@@ -1,10 +1,10 @@
-"""Weights in diffusers' names and layouts: read onto a mesh, written back, LoRA merged."""
+"""Weights in diffusers' names and layouts: loaded onto a mesh, saved, and merged with LoRA."""
 
 from maxattn.weights.checks import Loaded
 from maxattn.weights.files import SafeTensors
+from maxattn.weights.fused import fuse_lora
 from maxattn.weights.load import check_diffusers, load_diffusers, save_diffusers, to_diffusers
 from maxattn.weights.lora import check_lora, lora_prefix, merge_lora
-from maxattn.weights.lora_fused import fuse_lora
 from maxattn.weights.names import entries
 
 __all__ = [

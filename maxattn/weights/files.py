@@ -1,4 +1,4 @@
-"""Reads safetensors slice by slice: one file, or a folder whose index spreads them over several."""
+"""Reads safetensors slice by slice, from one file or from a folder with an index of several."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from maxattn.config.document import read_json
 from maxattn.config.errors import printable
-from maxattn.config.plain_json import read_json
 from maxattn.errors import WeightsError
-from maxattn.weights.saves import NAMES
 
+INDEX = ".safetensors.index.json"
+NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 DTYPES: dict[str, str] = {code: name for name, code in NAMES.items()} | {
     "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn",
@@ -28,11 +32,10 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
     """The tensors of a safetensors file, or of a folder in diffusers' format, unread.
 
     Args:
-        path: a .safetensors file, an .index.json, or a folder that holds one of them.
+        path: a .safetensors file, an .index.json, or a folder with one of them.
 
     Raises:
-        WeightsError: nothing is there, a file of the index is missing or broken, or there are only
-            pickles.
+        WeightsError: there is no such file, a file is missing or broken, or there are only pickles.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -49,13 +52,13 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
         return len(self._where)
 
     def headers(self) -> tuple[dict[str, str], ...]:
-        """Return what the header of each file says besides its tensors."""
+        """Return the metadata in the header of each file."""
         files = {id(file): file for file in self._where.values()}
         return tuple(file.opened.metadata() or {} for file in files.values())
 
 
 class SafeTensor:
-    """One tensor of a file, read by slices."""
+    """A tensor of a file, read by slices."""
 
     def __init__(self, file: OpenFile, name: str) -> None:
         self._file, self._name = file, name
@@ -64,11 +67,7 @@ class SafeTensor:
         self.dtype: str = DTYPES.get(self._slice.get_dtype()) or self._slice.get_dtype()
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a slice, or all of it for an empty index.
-
-        Raises:
-            WeightsError: the file has changed since it was opened.
-        """
+        """Return a slice, or the whole tensor for an empty index, if the file did not change."""
         self._file.check()
         found = self._slice[index] if index else self._file.opened.get_tensor(self._name)
         self._file.check()
@@ -76,10 +75,7 @@ class SafeTensor:
 
 
 class OpenFile:
-    """An open file, refused once it was written to.
-
-    One that is removed or replaced by a rename can still be read.
-    """
+    """An open file, refused once it was overwritten; a removed or replaced one is still read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.opened = path, _open(path)
@@ -93,49 +89,70 @@ class OpenFile:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def check(self) -> None:
-        """Refuse a file that was cut or written over in place: a read may end the process."""
+        """Refuse a file that was truncated or overwritten: reading it may end the process."""
         inode, *stamp = self._state()
         if inode == self._inode and stamp != self._stamp:
-            rule = "a file stays as it is while it is read, and this one was written to"
-            raise WeightsError("weights", str(self.path), rule, "load it once it is whole")
+            rule = "a file must not change while it is read, and this one was written to"
+            raise WeightsError("weights", str(self.path), rule, "load it once it is complete")
 
 
-# ---- which files ---------------------------------------------------------------------------------
+def read_slice(held: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Return a slice of a tensor of numpy, jax, safetensors or torch as numpy."""
+    try:
+        piece = held[name][index]
+        if hasattr(piece, "detach"):
+            import ml_dtypes
+            import torch  # type: ignore[import-not-found]
+
+            piece = piece.detach().cpu().contiguous()
+            if piece.dtype == torch.bfloat16:  # numpy lacks it, so copy its bits
+                return piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return np.asarray(piece)
+    except (WeightsError, MemoryError):
+        raise
+    except Exception as error:  # of the tensor's library
+        message = printable(f"{type(error).__name__}: {error}", 200)
+        rule = f"its numbers must be readable, and reading them failed with {message}"
+        remedy = "give arrays with numbers, or fetch the files again"
+        raise WeightsError("tensors", name, rule, remedy) from error
+
+
+# ---- the files of a path -------------------------------------------------------------------------
 
 
 def _entry_file(path: Path) -> Path:
-    """Return the index or the one file that a path means."""
+    """Return the index or the only file of a path."""
     if os.path.isfile(path):
         if path.suffix in PICKLED:
             raise _pickled(path)
         return path
     is_folder = os.path.isdir(path)
-    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+    for pattern in (f"*{INDEX}", "*.safetensors"):
         found = _without_lone_shards(sorted(path.glob(pattern))) if is_folder else []
         if len(found) == 1:
             return found[0]
         if found:
             names = printable(", ".join(f.name for f in found), 400)
-            rule = "one file or one index says which tensors are meant"
-            raise WeightsError(str(path), names, rule, "name one")
+            rule = "a folder must have one file, or one index of several"
+            raise WeightsError(str(path), names, rule, "name the file or the index")
     pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if is_folder else []
     if pickles:
         raise _pickled(pickles[0])
-    rule = "it is a .safetensors file, or a folder that holds one or a .safetensors.index.json"
+    rule = f"it must be a .safetensors file, or a folder with one or with a {INDEX}"
     remedy = "give the folder of the model's transformer or unet"
     raise WeightsError("weights", printable(str(path), 400), rule, remedy)
 
 
 def _without_lone_shards(found: list[Path]) -> list[Path]:
-    """Leave out shards beside the single file that replaced them, left by a save that was cut."""
+    """Leave out shards that an interrupted save left beside the single file that replaces them."""
     shards = {f: shard["name"] for f in found if (shard := _SHARD.fullmatch(f.name))}
     names = {f.name for f in found}
     return [f for f in found if f not in shards or f"{shards[f]}.safetensors" not in names]
 
 
 def _pickled(path: Path) -> WeightsError:
-    rule = "weights are read from safetensors alone: a pickle can run any code"
-    remedy = "save it anew with safe_serialization=True, or with safetensors.torch.save_file"
+    rule = "weights must be safetensors: a pickle can run any code"
+    remedy = "save them with safe_serialization=True, or with safetensors.torch.save_file"
     return WeightsError("weights", str(path), rule, remedy)
 
 
@@ -144,35 +161,36 @@ def _places(path: Path) -> dict[str, OpenFile]:
     if path.suffix != ".json":
         file = OpenFile(path)
         return dict.fromkeys(file.opened.keys(), file)
-    index = _index(path)
+    index = read_index(path)
     for name in sorted(set(index.values())):
         _check_inside(path, name)
     files = {name: OpenFile(path.parent / name) for name in sorted(set(index.values()))}
     held = {name: set(file.opened.keys()) for name, file in files.items()}
     if lost := sorted(tensor for tensor, name in index.items() if tensor not in held[name]):
-        rule = f"every tensor is in the file that {path.name} names; {len(lost)} are not"
+        rule = f"every tensor must be in its file of {path.name}, and {len(lost)} are not"
         raise WeightsError("weights", printable(lost[0], 400), rule, "fetch the folder again")
     return {tensor: files[name] for tensor, name in index.items()}
 
 
 def _check_inside(index: Path, name: str) -> None:
-    """Refuse a name that leads out of the index's folder on any system."""
+    """Refuse a name that leads out of the index's folder on any operating system."""
     windows = PureWindowsPath(name)
     if windows.anchor or windows.drive or ".." in windows.parts or not windows.parts:
-        rule = "an index names files of its own folder, and this one leads out of it"
-        remedy = "fetch the folder again, from where you trust it"
+        rule = "an index must name files of its own folder, and this one leads out of it"
+        remedy = "fetch the folder again, from a source that you trust"
         raise WeightsError("weights", f"{index}: {printable(name)}", rule, remedy)
 
 
-def _index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Read the file of each tensor from an index."""
     try:
-        said = read_json(path)
+        found = read_json(path)
     except (OSError, ValueError) as error:
-        rule = f"an index is JSON, and whole: {error}"
+        rule = f"an index must be complete JSON, and {error}"
         raise WeightsError("weights", str(path), rule, "fetch it again") from error
-    where = said.get("weight_map") if isinstance(said, dict) else None
+    where = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        rule = 'an index is {"weight_map": {tensor: file, ...}}'
+        rule = 'an index must be {"weight_map": {tensor: file, ...}}'
         remedy = "fetch it again, or name the .safetensors file itself"
         raise WeightsError("weights", str(path), rule, remedy)
     return where
@@ -183,7 +201,7 @@ def _open(path: Path) -> Any:
 
     shown = printable(str(path), 400)
     if not os.path.isfile(path):
-        rule = "the index names this file, and it is not there"
+        rule = "every file of the index must exist, and this one does not"
         raise WeightsError("weights", shown, rule, "fetch it")
     try:
         return safe_open(path, framework="numpy")
@@ -191,5 +209,5 @@ def _open(path: Path) -> Any:
         rule = f"it must be readable ({error})"
         raise WeightsError("weights", shown, rule, "allow reading it") from error
     except SafetensorError as error:
-        rule = f"a safetensors file must be whole ({printable(str(error), 400)})"
+        rule = f"a safetensors file must be complete ({printable(str(error), 400)})"
         raise WeightsError("weights", shown, rule, "fetch it again") from error

@@ -1,5 +1,8 @@
-"""Tensors that hold the rows of several layers: split as they are read, joined as they are
-written.
+"""Tensors that store the rows of several layers: split when read, joined when written.
+
+LoRA of several layers is joined as A = [A_1; A_2] and B = diag(B_1, B_2), which is exact:
+
+    W_i' = W_i + B_i A_i  is  W' = [W_1; W_2] + B A,  A [rank, in], B [out, rank]
 """
 
 from __future__ import annotations
@@ -8,9 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from flax import nnx
+
 from maxattn.errors import WeightsError
-from maxattn.weights.access import read_slice
-from maxattn.weights.names import Entry, FusedPlace
+from maxattn.weights.files import read_slice
+from maxattn.weights.names import Entry, FusedPlace, entries
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,7 @@ class TensorRows:
 
 
 class Shown(Mapping[str, Any]):
-    """A state dict under other names, unread.
-
-    Args:
-        held: the state dict.
-        where: the tensor of each name, and its rows; None for the whole.
-    """
+    """A state dict under other names, unread: the tensor of each name, and its rows or None."""
 
     def __init__(
         self, held: Mapping[str, Any], where: Mapping[str, tuple[str, slice | None]]
@@ -63,11 +66,7 @@ class Shown(Mapping[str, Any]):
 
 
 def unfused(held: Mapping[str, Any], wanted: Iterable[Entry]) -> Mapping[str, Any]:
-    """Show layers in the place of the tensors that hold several.
-
-    Raises:
-        WeightsError: a layer has a tensor of its own too, with other numbers.
-    """
+    """Show layers in the place of tensors that store several; refuse a copy that differs."""
     rows: dict[str, tuple[str, slice | None]] = {}
     wholes = set()
     for whole, parts in grouped((place, e) for e in wanted for place in e.fused).items():
@@ -76,7 +75,7 @@ def unfused(held: Mapping[str, Any], wanted: Iterable[Entry]) -> Mapping[str, An
         wholes.add(whole)
         start, length = 0, held[whole].shape[0]
         for entry in parts:
-            # The last layer gets all rows that are left, so that a wrong number of them is refused.
+            # The last layer gets all remaining rows, so that a wrong number of rows is refused.
             stop = length if entry is parts[-1] else min(start + entry.shape[0], length)
             if entry.name in held:
                 _check_copy(held, entry.name, whole, slice(start, stop))
@@ -92,8 +91,8 @@ def _check_copy(held: Mapping[str, Any], name: str, whole: str, rows: slice) -> 
     rest = (slice(None),) * (len(held[name].shape) - 1)
     own = read_slice(held, name, (slice(None), *rest))
     if own.tobytes() != read_slice(held, whole, (rows, *rest)).tobytes():
-        rule = f"it stands in {whole} too, with other numbers"
-        raise WeightsError("weights", name, rule, "keep the one that is meant")
+        rule = f"it must equal its rows in {whole}, which has other numbers"
+        raise WeightsError("weights", name, rule, "remove the wrong one of the two")
 
 
 def written(wanted: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -110,3 +109,52 @@ def grouped(placed: Iterable[tuple[FusedPlace, Entry]]) -> dict[str, list[Entry]
     for place, entry in placed:
         found.setdefault(place.name, {})[place.index] = entry
     return {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}
+
+
+def fuse_lora(
+    module: nnx.Module, tensors: Mapping[str, np.ndarray], prefix: str = ""
+) -> dict[str, np.ndarray]:
+    """Join the LoRA weights of layers that diffusers stores in one tensor.
+
+    Other weights do not change. The joined rank, and the alpha that readers assume, is the sum of
+    the ranks.
+
+    Args:
+        module: its classes name these layers in `diffusers_fused`.
+        tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, by diffusers' names of the
+            single layers, without alphas.
+        prefix: of these names, such as "transformer.".
+
+    >>> import numpy as np
+    >>> class Both(nnx.Module):
+    ...     diffusers_fused = {"to_kv": ("to_k", "to_v")}
+    ...     def __init__(self):
+    ...         self.to_k = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    ...         self.to_v = nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+    >>> pair = {"to_v.lora_A.weight": np.ones((1, 4)), "to_v.lora_B.weight": np.ones((2, 1))}
+    >>> {name: x.shape for name, x in ma.weights.fuse_lora(Both(), pair).items()}
+    {'to_kv.lora_A.weight': (1, 4), 'to_kv.lora_B.weight': (5, 1)}
+    """
+    found = dict(tensors)
+    for name, parts in written(entries(module, prefix)).items():
+        owns = [entry.owner for entry in parts]
+        if len(parts) > 1 and any(own + _A in found for own in owns):
+            pairs = [(found.pop(own + _A, None), found.pop(own + _B, None)) for own in owns]
+            whole = name.removesuffix(".weight")
+            found[whole + _A] = np.concatenate([a for a, _ in pairs if a is not None])
+            found[whole + _B] = _diagonal([b for _, b in pairs], parts)
+    return found
+
+
+def _diagonal(ups: list[np.ndarray | None], parts: list[Entry]) -> np.ndarray:
+    """Return the block-diagonal matrix of the layers' B; a layer without LoRA has no columns."""
+    there = [up for up in ups if up is not None]
+    rows, ranks = sum(entry.shape[0] for entry in parts), sum(up.shape[1] for up in there)
+    found, row, column = np.zeros((rows, ranks), there[0].dtype), 0, 0
+    for up, entry in zip(ups, parts, strict=True):
+        end = row + entry.shape[0]
+        if up is not None:
+            found[row:end, column : column + up.shape[1]] = up
+            column += up.shape[1]
+        row = end
+    return found

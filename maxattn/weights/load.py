@@ -1,11 +1,11 @@
-"""Put diffusers' tensors into a module, and take them out again."""
+"""Loads weights in diffusers' names and layouts into a module, and saves them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,11 +14,11 @@ from flax import nnx
 from maxattn import sharding
 from maxattn.errors import WeightsError
 from maxattn.weights import checks
-from maxattn.weights.access import dtype_name, read_slice, variable_at
-from maxattn.weights.checks import Loaded
+from maxattn.weights.checks import Loaded, dtype_name
+from maxattn.weights.files import read_slice
 from maxattn.weights.fused import unfused, written
-from maxattn.weights.names import Entry, entries
-from maxattn.weights.original_names import in_our_names
+from maxattn.weights.layer_names import in_our_names
+from maxattn.weights.names import Entry, entries, variable_at
 from maxattn.weights.saves import SHARD_BYTES, Form, save_tensors
 
 
@@ -32,28 +32,25 @@ def load_diffusers(
 ) -> Loaded:
     """Load weights in diffusers' names and layouts into a module, in place.
 
-    Every tensor goes straight to the devices that hold it, slice by slice; each keeps the
-    parameter's dtype and sharding. Nothing is changed when anything does not fit or cannot be read:
-    all is read first, and until then the devices hold a module's earlier arrays too.
+    Each tensor is read slice by slice, straight onto the devices of its parameter, in the
+    parameter's dtype and sharding. All tensors are read before the module changes, so an error
+    changes nothing; until then the devices have the module's earlier arrays too.
 
     Args:
-        module: any NNX module of Linear, Conv, norm and Embed layers, maxattn's own ones too; one
-            from `nnx.eval_shape`, without arrays, gets its first ones here, so that host memory
-            never holds it twice.
-        tensors: a folder or file of safetensors, or a state dict (numpy, jax or torch arrays).
-            Wan's may have the names of its own code, also as Self-Forcing and its kin save them:
-            behind "generator_ema.model." and the like, averaged parameters first.
+        module: any NNX module of Linear, Conv, norm and Embed layers, maxattn's included. It may be
+            without arrays, from `nnx.eval_shape`, which saves a copy in host memory.
+        tensors: a folder or file of safetensors, or a state dict of numpy, jax or torch arrays.
+            Wan's may have the names of its own code, also with the prefixes of Self-Forcing and
+            related projects, such as "generator_ema.model."; averaged parameters are preferred.
         strict: refuse missing and unexpected tensors; False returns and logs them. Wrong shapes are
             always refused.
-        prefix: of the tensors that are meant, such as "transformer."; others are then not looked
-            at.
-        mesh: where to put parameters that have no arrays yet, as their axis names say; default one
-            device.
+        prefix: of the module's tensors in the file, such as "transformer."; others are ignored.
+        mesh: the devices of parameters without arrays, by their axis names; default one device.
 
     Raises:
-        WeightsError: naming every missing, unexpected and misshapen tensor at once; every one that
-            holds no floating point numbers; one whose largest number the parameter's dtype does not
-            reach; files that cannot be read.
+        WeightsError: with the names of all missing, unexpected and misshapen tensors at once, or of
+            all without floating point numbers; or with a tensor whose numbers the parameter's dtype
+            cannot represent, or a file that cannot be read.
 
     Example:
         >>> import numpy as np
@@ -72,7 +69,7 @@ def load_diffusers(
     """
     checks.mesh(mesh)
     result, held, parameters = _fitting(module, tensors, strict, prefix)
-    # Every array is made before the first is put in: what cannot be read changes nothing.
+    # Every array is made before the module changes, so that an error changes nothing.
     arrays = {}
     for path, parts in parameters.items():
         variable = variable_at(module, path)
@@ -92,38 +89,29 @@ def check_diffusers(
     *,
     prefix: str = "",
 ) -> Loaded:
-    """Check weights against a module: names, shapes and dtypes. No number is read.
+    """Check the names, shapes and dtypes of weights against a module, without reading numbers.
 
     Args:
-        module: with arrays or, from `nnx.eval_shape`, without.
+        module: with arrays, or without from `nnx.eval_shape`.
         tensors, strict, prefix: as for `load_diffusers`.
 
     Raises:
-        WeightsError: as `load_diffusers` would, but for what numbers show.
+        WeightsError: as for `load_diffusers`, except errors of numbers.
     """
-    return _fitting(module, tensors, strict, prefix).result
+    return _fitting(module, tensors, strict, prefix)[0]
 
 
-class _Fitting(NamedTuple):
-    """Tensors that fit a module.
+def _fitting(
+    module: nnx.Module, tensors: Any, strict: bool, prefix: str
+) -> tuple[Loaded, Mapping[str, Any], dict[Any, list[Entry]]]:
+    """Return the names that a load leaves out, tensors by our names, and those of each parameter.
 
-    Args:
-        result: what a load leaves out.
-        held: tensors by the module's names.
-        parameters: the tensors of each parameter, by its path.
+    Tensors that do not fit are refused.
     """
-
-    result: Loaded
-    held: Mapping[str, Any]
-    parameters: dict[Any, list[Entry]]
-
-
-def _fitting(module: nnx.Module, tensors: Any, strict: bool, prefix: str) -> _Fitting:
-    """Find a module's tensors, and refuse those that do not fit."""
     checks.prefix(prefix)
     wanted = entries(module, prefix)
     held = unfused(in_our_names(checks.tensors(tensors), wanted, prefix), wanted)
-    # Some files hold tensors that no version of the model reads; its class names them.
+    # Some files have tensors that no version of the model reads.
     unread = frozenset(getattr(type(module), "diffusers_ignored", ()))
     found = {n for n in held if n.startswith(prefix) and unread.isdisjoint(n.split("."))}
     names = dict.fromkeys(entry.name for entry in wanted)
@@ -133,18 +121,18 @@ def _fitting(module: nnx.Module, tensors: Any, strict: bool, prefix: str) -> _Fi
     parts: dict[Any, list[Entry]] = {}
     for entry in wanted:
         parts.setdefault(entry.path, []).append(entry)
-    # A stacked parameter is filled whole or not at all.
+    # A stacked parameter is loaded only if all of its layers are there.
     whole = {path: some for path, some in parts.items() if all(e.name in held for e in some)}
-    # A parameter of integers takes its own dtype alone.
+    # A parameter of integers is loaded only from its own dtype.
     dtypes = {path: dtype_name(variable_at(module, path).get_value().dtype) for path in whole}
     cast = (e.name for path, some in whole.items() for e in some
             if dtype_name(held[e.name].dtype) != dtypes[path])  # fmt: skip
     checks.dtypes(cast, held)
-    return _Fitting(result, held, whole)
+    return result, held, whole
 
 
 def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
-    """Return the parameters of a module in diffusers' names and layouts, bit for bit, on the host.
+    """Return a module's parameters in diffusers' names and layouts, bit for bit, on the host.
 
     Args:
         module: with arrays.
@@ -158,18 +146,18 @@ def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
 def save_diffusers(
     module: nnx.Module, folder: str | Path, shard_bytes: int = SHARD_BYTES
 ) -> tuple[Path, ...]:
-    """Write the parameters of a module as a folder that diffusers loads.
+    """Write a module's parameters as a folder that diffusers loads.
 
-    One tensor at a time is held on the host.
+    Only one tensor at a time is on the host.
 
     Args:
         module: with arrays.
-        folder: made where it is missing. An earlier save there gives way: until all is written it
-            is what is read, then its files are removed, and nothing else.
-        shard_bytes: the largest file.
+        folder: created if it is missing. Readers get an earlier save there until all files are
+            written; then its other files are removed, and nothing else.
+        shard_bytes: the most bytes of a file.
 
     Raises:
-        WeightsError: the folder cannot be written, or holds the index of a model of another name.
+        WeightsError: the folder cannot be written, or has the index of another model.
 
     Example:
         >>> import tempfile
@@ -199,7 +187,7 @@ def save_diffusers(
 
 
 def _joined(module: nnx.Module, parts: list[Entry]) -> np.ndarray:
-    """Read a tensor to be written: of one layer, or of several one after the other."""
+    """Return the tensor of one layer, or of several layers one after the other."""
     read = [_read(module, entry) for entry in parts]
     return read[0] if len(read) == 1 else np.concatenate(read)
 
@@ -207,7 +195,7 @@ def _joined(module: nnx.Module, parts: list[Entry]) -> np.ndarray:
 def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
     value = checks.value_at(module, entry)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        rule = "its parameters are spread over processes, and each sees its own part alone"
+        rule = "its parameters must be on devices of this process, and this one is on others too"
         remedy = "gather it first, with multihost_utils.process_allgather"
         raise WeightsError("module", entry.name, rule, remedy)
     ours = np.asarray(value if entry.layer is None else value[entry.layer])
@@ -230,7 +218,7 @@ def _sharding(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
 def _slice(
     parts: list[Entry], held: Mapping[str, Any], dtype: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Read one device's part of a parameter."""
+    """Return one device's part of a parameter."""
     if parts[0].layer is None:
         return _piece(parts[0], held, index, dtype)
     layers = range(len(parts))[index[0]]

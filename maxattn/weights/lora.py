@@ -1,4 +1,4 @@
-"""LoRA: low-rank changes of projections, merged into their kernels.
+"""LoRA: low-rank changes of projections, merged into their kernels in float32.
 
     W' = W + scale * alpha / rank * B A,  A [rank, in], B [out, rank]
 
@@ -7,19 +7,30 @@ Source: Hu et al., https://arxiv.org/abs/2106.09685.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxattn.config.numbers import finite
 from maxattn.errors import WeightsError
-from maxattn.weights import checks
-from maxattn.weights.lora_change import add, check_sum
-from maxattn.weights.lora_files import read_lora
-from maxattn.weights.lora_names import find_prefix
-from maxattn.weights.naming.module_names import names_of
+from maxattn.weights import checks, lora_names
+from maxattn.weights.checks import FLOATING, dtype_name, first_of
+from maxattn.weights.files import read_slice
+from maxattn.weights.layer_names import names_of
+from maxattn.weights.lora_settings import read_strength
+from maxattn.weights.names import Entry, variable_at
+
+log = logging.getLogger("maxattn")
+_INTEGER = re.compile(r"u?int(8|16|32|64)")
+_BEYOND = np.errstate(over="ignore", invalid="ignore")  # `_check_sum` refuses an overflow
 
 
 def merge_lora(
@@ -30,34 +41,33 @@ def merge_lora(
     prefix: str | None = None,
     strict: bool = True,
 ) -> tuple[str, ...]:
-    """Add LoRA weights to the kernels they are for, in place; return the layers that changed.
-
-    The sums are made in float32.
+    """Add LoRA weights to their kernels, in place; return the layers that changed.
 
     Args:
-        module: whose Linear and Conv layers the names mean.
+        module: with the Linear and Conv layers that the names of `tensors` mean.
         tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank,
             in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up);
             of a convolution `[rank, in, *window]` and `[out, rank, 1, ...]`. `<layer>.diff` and
-            `<layer>.diff_b` are added to weight and bias as they are. Layers have diffusers' names,
-            those of Wan's or Stability's own code, or any of them with underscores for dots.
-            A layer's alpha is `<layer>.alpha`; else what the metadata say, alpha_pattern before
-            lora_alpha; else the rank. Metadata are `lora_adapter_metadata` in the header, as
+            `<layer>.diff_b` are added to weight and bias as they are. Names of layers are
+            diffusers', those of Wan's or Stability's own code, or any of them with underscores for
+            dots.
+            The alpha of a layer is `<layer>.alpha`; else alpha_pattern or lora_alpha of the
+            metadata; else the rank. Metadata are `lora_adapter_metadata` in the header, as
             diffusers saves it, or peft's adapter_config.json in the folder or beside
             adapter_model.safetensors; a state dict has none. With their `use_rslora`, their alpha
             is divided by the root of the rank.
-        scale: multiplies the change; -1 takes a merged one out again, up to rounding.
-        prefix: of the names in `tensors`, such as "transformer."; it also picks the metadata of
-            that part where the header has several. Default the one that diffusers, peft, ComfyUI
-            or kohya's programs write; where the file has other parts, the log says which it is.
+        scale: multiplies the change; -1 undoes a merge, up to rounding.
+        prefix: of the names in `tensors`, such as "transformer."; it also selects that part of the
+            metadata. Default the one that diffusers, peft, ComfyUI or kohya's programs write; the
+            log reports it if the file has other parts.
         strict: refuse layers that the module does not have; False leaves them out and logs them.
 
     Raises:
         WeightsError: a name that is no layer of the module or no part of LoRA, several prefixes
             that fit, half a pair, two pairs for one layer, wrong shapes or dtypes, rank 0, a scale
-            or alpha that is no finite number, metadata that are broken, are for other parts alone,
-            or are of DoRA or another method, or a sum that the kernel's dtype does not hold.
-            Nothing is changed then.
+            or alpha that is no finite number, metadata that are broken, only for other parts, or
+            for DoRA or another method, or a sum that the kernel's dtype cannot represent. The
+            module does not change then.
 
     Example:
         >>> import numpy as np
@@ -75,15 +85,15 @@ def merge_lora(
         True
     """
     _check_scale(scale)
-    lora = read_lora(module, tensors, prefix, strict)
+    layers, read = _read_lora(module, tensors, prefix, strict)
 
-    # All are read and checked first: what cannot be read or added changes nothing.
-    changes = lora.changes(scale)
+    # All changes are read and checked before the module changes, so that an error changes nothing.
+    changes = [(entry, change._replace(factor=scale * change.factor)) for entry, change in read]
     for entry, change in changes:
-        check_sum(module, entry, change)
+        _check_sum(module, entry, change)
     for entry, change in changes:
-        add(module, entry, change)
-    return tuple(lora.layers)
+        _add(module, entry, change)
+    return layers
 
 
 def check_lora(
@@ -93,34 +103,207 @@ def check_lora(
     prefix: str | None = None,
     strict: bool = True,
 ) -> tuple[str, ...]:
-    """Check LoRA weights against a module and change nothing; return the layers that they are for.
+    """Check LoRA weights against a module without changing it; return their layers.
 
     Args:
-        module: with arrays or, from `nnx.eval_shape`, without.
+        module: with arrays, or without from `nnx.eval_shape`.
         tensors, prefix, strict: as for `merge_lora`.
 
     Raises:
-        WeightsError: as `merge_lora` would, but for sums.
+        WeightsError: as for `merge_lora`, except errors of sums.
     """
-    return tuple(read_lora(module, tensors, prefix, strict).layers)
+    layers, changes = _read_lora(module, tensors, prefix, strict)
+    for _ in changes:  # each is checked as it is read
+        pass
+    return layers
 
 
 def lora_prefix(module: nnx.Module, tensors: Mapping[str, Any] | str | Path) -> str:
-    """Return what the names of a module's LoRA begin with, as `merge_lora` finds it.
+    """Return the prefix that `merge_lora` finds for a module's LoRA.
 
     Args:
-        module: with arrays or, from `nnx.eval_shape`, without.
+        module: with arrays, or without from `nnx.eval_shape`.
         tensors: as for `merge_lora`.
 
     Raises:
-        WeightsError: layers of the module stand behind several prefixes.
+        WeightsError: layers of the module have several prefixes.
     """
-    return find_prefix(checks.tensors(tensors), names_of(module))
+    return lora_names.find_prefix(checks.tensors(tensors), names_of(module))
+
+
+# ---- reading and checks --------------------------------------------------------------------------
+
+
+class LoraChange(NamedTuple):
+    """The change of a parameter: factor * up @ down (B A), or factor * up if down is None."""
+
+    up: np.ndarray
+    down: np.ndarray | None
+    factor: float
+
+    @_BEYOND
+    def whole(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the change of a parameter of this shape."""
+        product = self.up if self.down is None else self.up @ self.down
+        return (self.factor * product).reshape(shape)
+
+    @_BEYOND
+    def at_most(self) -> float:
+        """Return a bound of the change's magnitudes, without the product."""
+        bound = abs(self.up) if self.down is None else abs(self.up) @ abs(self.down).max(axis=1)
+        return abs(self.factor) * float(bound.max(initial=0.0))
+
+
+def _read_lora(
+    module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str | None, strict: bool
+) -> tuple[tuple[str, ...], Iterator[tuple[Entry, LoraChange]]]:
+    """Check names, shapes and dtypes; return the layers, and the changes, read one at a time."""
+    known, held = names_of(module), checks.tensors(tensors)
+    if prefix is None:
+        prefix = lora_names.find_prefix(held, known)
+        lora_names.log_part(prefix, held)
+    checks.prefix(prefix)
+    strength = read_strength(held, prefix)
+    held, split = lora_names.split_lora(held, prefix, known)
+    names = [name for name in held if name.startswith(prefix)]
+    layers, unknown = lora_names.layers_of(names, prefix, known)
+    checks.arrays(names, held)
+    if unknown or not layers:
+        few = bool(layers) or len(unknown) == 1
+        help_ = lora_names.remedy(unknown, prefix, list(held), known, few) if unknown else ""
+        _refuse_unknown(unknown, len(layers), strict, help_)
+
+    factors = {}
+    for layer, (written, its) in layers.items():
+        if "down" in its:
+            rank = _checked_rank(layer, its["down"], its["up"], known.kernels[layer], held)
+            if "alpha" in its:  # divided by the rank, also with rsLoRA in the metadata
+                factors[layer] = _checked_alpha(its["alpha"], held) / rank
+            else:  # the metadata name layers as the file does
+                factors[layer] = strength.of(split.get(layer, written), rank)
+    differences = [
+        (its.tensors[kind], entry)
+        for layer, its in layers.items()
+        for kind, end in lora_names.DIFFERENCES.items()
+        if kind in its.tensors and (entry := known.parameter(layer, end)) is not None
+    ]
+    for name, entry in differences:
+        if _trimmed(shape := tuple(held[name].shape)) != _trimmed(entry.shape):
+            rule = f"a difference must have the shape of {entry.name}, {entry.shape}"
+            raise WeightsError("LoRA", f"{name}: {shape}", rule, lora_names.OTHER_MODEL)
+    used = (its.tensors.items() for its in layers.values())
+    checks.dtypes([name for its in used for kind, name in its if kind != "alpha"], held)
+
+    def changes() -> Iterator[tuple[Entry, LoraChange]]:
+        for layer, factor in factors.items():
+            its = layers[layer].tensors
+            down, up = (_finite(its[kind], held) for kind in ("down", "up"))
+            down, up = down.reshape(len(down), -1), up.reshape(len(up), -1)
+            yield known.kernels[layer], LoraChange(up, down, factor)
+        for name, entry in differences:
+            yield entry, LoraChange(_finite(name, held), None, 1.0)
+
+    return tuple(layers), changes()
 
 
 def _check_scale(scale: Any) -> None:
     number = scale.item() if getattr(scale, "shape", None) == () else scale
     if finite(number) is None:
-        said = repr(scale) if isinstance(scale, str | float) else type(scale).__name__
-        remedy = "use 1.0 for the change as it is"
-        raise WeightsError("scale", said, "it is a finite number", remedy)
+        shown = repr(scale) if isinstance(scale, str | float) else type(scale).__name__
+        remedy = "use 1.0 for the full change"
+        raise WeightsError("scale", shown, "it must be a finite number", remedy)
+
+
+def _refuse_unknown(unknown: list[str], known: int, strict: bool, remedy: str) -> None:
+    """Refuse layers that the module lacks, or log that they are left out."""
+    count = len(unknown) + known
+    if not count:
+        rule = "it must have <layer>.lora_A.weight and <layer>.lora_B.weight"
+        raise WeightsError("LoRA", "no weights", rule, "give the right file, or the right prefix")
+    listed = ", ".join(first_of(unknown))
+    if strict or not known:
+        not_there = f"{len(unknown)} of {count} are not"
+        rule = f"each name must be a Linear or Conv layer of the module, and {not_there}"
+        raise WeightsError("LoRA", listed, rule, remedy)
+    log.warning("LoRA: %d of %d layers are left out: %s", len(unknown), count, listed)
+
+
+def _checked_rank(layer: str, down: str, up: str, entry: Entry, held: Mapping[str, Any]) -> int:
+    a, b = tuple(held[down].shape), tuple(held[up].shape)
+    shapes, (out_size, *inner) = f"{layer}: {a} and {b}", entry.shape
+    if a[:1] == (0,) or b[1:] == (0,):
+        raise WeightsError("LoRA", shapes, "the rank must be at least 1", "leave this layer out")
+    rank = a[0] if a else 0
+    if _trimmed(a) != _trimmed((rank, *inner)) or _trimmed(b) != (out_size, rank):
+        ones = ", 1" * (len(inner) - 1)
+        first = f"lora_A must be [rank, {', '.join(map(str, inner))}]"
+        rule = f"{first} and lora_B [{out_size}, rank{ones}]"
+        raise WeightsError("LoRA", shapes, rule, lora_names.OTHER_MODEL)
+    return rank
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out trailing axes of 1, such as a window of one pixel."""
+    while len(shape) > 2 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _checked_alpha(name: str, held: Mapping[str, Any]) -> float:
+    shape, dtype = tuple(held[name].shape), dtype_name(held[name].dtype)
+    if prod(shape) != 1:
+        wrong, rule = f"shape {shape}", "an alpha must be one number"
+    elif not (dtype in FLOATING or _INTEGER.fullmatch(dtype)):
+        wrong, rule = dtype, "an alpha must be an integer, or a number of 16 bits or more"
+    elif not isfinite(alpha := float(_in_float32(name, held).reshape(()))):
+        wrong, rule = str(alpha), "an alpha must be a finite number"
+    else:
+        return alpha
+    remedy = "leave it out if it equals the rank, or fetch the file again"
+    raise WeightsError("LoRA", f"{name}: {wrong}", rule, remedy)
+
+
+def _finite(name: str, held: Mapping[str, Any]) -> np.ndarray:
+    """Return a tensor on the host in float32; refuse infinite numbers and NaN."""
+    found = _in_float32(name, held)
+    if not np.isfinite(found).all():
+        remedy = "fetch the file again, or train at a lower learning rate"
+        raise WeightsError("LoRA", name, "its numbers must be finite", remedy)
+    return found
+
+
+def _in_float32(name: str, held: Mapping[str, Any]) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return read_slice(held, name, (slice(None),) * len(held[name].shape)).astype(np.float32)
+
+
+# ---- the sum -------------------------------------------------------------------------------------
+
+
+def _check_sum(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
+    """Refuse a change that takes finite numbers of a parameter beyond its dtype."""
+    old = jnp.asarray(checks.value_at(module, entry))
+    old = old if entry.layer is None else old[entry.layer]
+    most, finite = float(jnp.finfo(old.dtype).max), jnp.isfinite(old)
+    # Most changes are far from the limit; a bound saves their product, which is most of the work.
+    if float(jnp.abs(jnp.where(finite, old, 0)).max()) + change.at_most() < most / 2:
+        return
+    if not bool((jnp.isfinite(_sum(old, entry, change)) | ~finite).all()):
+        rule = f"the sum must fit into the kernel's {old.dtype.name}, whose largest number is"
+        wider = "" if old.dtype == jnp.float32 else ", or merge into float32 parameters"
+        remedy = f"use a smaller scale{wider}"
+        raise WeightsError("LoRA", entry.owner, f"{rule} {most:g}", remedy)
+
+
+def _add(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
+    """Add a change to a parameter, or to one layer of a stacked one."""
+    variable, old = variable_at(module, entry.path), jnp.asarray(checks.value_at(module, entry))
+    if entry.layer is None:
+        variable.set_value(_sum(old, entry, change))
+    else:  # only one layer in float32: the whole stack may be half of a device's memory
+        variable.set_value(old.at[entry.layer].set(_sum(old[entry.layer], entry, change)))
+
+
+def _sum(old: jax.Array, entry: Entry, change: LoraChange) -> jax.Array:
+    added: Any = change.whole(entry.shape)
+    return (old.astype(jnp.float32) + jnp.asarray(added.transpose(entry.axes))).astype(old.dtype)

@@ -1,14 +1,15 @@
 """diffusers' names and layouts of the parameters of an NNX module. No file or array is read here.
 
-A path of attributes joined by dots is diffusers' name already, but for the parameter at its end
-(`kernel` is `weight`, and lies the other way round) and for what a class says in `diffusers_names`.
-A class that stacks its layers along a leading axis (`nnx.scan`, `nnx.vmap`) names them in
-`diffusers_stacked`: diffusers numbers them, as it does those of an `nnx.List`. What its files hold
-beside that, and no version of the model reads, a class names in `diffusers_ignored`.
+The attributes on the path of a parameter, joined by dots, are its name in diffusers, with two
+exceptions: the parameter itself (`kernel` is `weight`, with its axes reversed), and names that a
+class lists in `diffusers_names`. More attributes of a class describe its files:
 
-A tensor that holds the rows of several layers one after the other stands in `diffusers_fused`, with
-diffusers' names of those layers: it is read and written so. What files may hold in this way, and is
-written by layers, stands in `diffusers_may_fuse`.
+    diffusers_stacked   layers that the module stacks along a leading axis (`nnx.scan`, `nnx.vmap`);
+                        diffusers numbers them, as it does those of an `nnx.List`
+    diffusers_fused     tensors that store the rows of several layers, one after the other, with
+                        the names of these layers; they are read and written so
+    diffusers_may_fuse  the same, for tensors that are read so but written by layers
+    diffusers_ignored   tensors of its files that no version of the model reads
 """
 
 from __future__ import annotations
@@ -25,13 +26,7 @@ Path = tuple[Any, ...]
 
 
 class FusedPlace(NamedTuple):
-    """The place of a layer's rows in a tensor of several layers.
-
-    Args:
-        name: of that tensor.
-        index: among its layers.
-        written: it is written so too, not only read.
-    """
+    """A layer's place in a tensor of several, which is read and perhaps written too."""
 
     name: str
     index: int
@@ -40,15 +35,15 @@ class FusedPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of diffusers, and the parameter (or the layer of a stacked one) that it is.
+    """A tensor of diffusers, and the module's parameter (or the layer of a stacked one).
 
     Args:
-        name: diffusers'.
-        path: the parameter's, in the module.
-        shape: of the tensor as diffusers has it.
+        name: in diffusers.
+        path: of the parameter in the module.
+        shape: of the tensor in diffusers.
         axes: axis i of the parameter (of one layer) is axis axes[i] of the tensor.
-        layer: the place in a stacked parameter, or None.
-        fused: the tensors of several layers that hold it too.
+        layer: the index in a stacked parameter, or None.
+        fused: the tensors of several layers that may store this one.
     """
 
     name: str
@@ -58,22 +53,35 @@ class Entry:
     layer: int | None = None
     fused: tuple[FusedPlace, ...] = ()
 
+    @property
+    def owner(self) -> str:
+        """Return the name of the layer that has this weight or bias."""
+        return self.name.removesuffix(".weight").removesuffix(".bias")
+
 
 def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
-    """List the tensors that diffusers would have for a module, in the order of its parameters.
+    """List the tensors that diffusers has for a module, in the order of its parameters.
 
     Args:
-        module: with arrays or, from `nnx.eval_shape`, without.
+        module: with arrays, or without from `nnx.eval_shape`.
         prefix: put before every name, such as "transformer.".
 
     Raises:
         WeightsError: `module` is no NNX module.
     """
     if not isinstance(module, nnx.Module):
-        rule = "weights are those of an NNX module"
-        raise WeightsError("module", type(module).__name__, rule, "pass an nnx.Module")
+        kind, rule = type(module).__name__, "it must be an NNX module"
+        raise WeightsError("module", kind, rule, "pass an nnx.Module")
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return tuple(e for path, variable in flat for e in _entries_of(module, path, variable, prefix))
+
+
+def variable_at(module: nnx.Module, path: Path) -> Any:
+    """Return the variable at a path of attributes and list indices."""
+    here: Any = module
+    for part in path:
+        here = here[part] if isinstance(part, int) else getattr(here, part)
+    return here
 
 
 def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> Iterator[Entry]:
@@ -85,16 +93,15 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
     while len(rest) > 1:
         owners.append((len(names), type(owner)))
         taken, name = _step(owner, rest)
-        # Layers of diffusers' name are one module; a list of them numbers itself.
+        # Layers of that name are one stacked module, unless they are a list, which has indices.
         is_list = isinstance(getattr(owner, str(rest[0]), None), nnx.List)
         if name in getattr(type(owner), "diffusers_stacked", ()) and not is_list:
             stacked = len(names)
         names.append(name)
-        for part in rest[:taken]:
-            owner = owner[part] if isinstance(part, int) else getattr(owner, part)
+        owner = variable_at(owner, tuple(rest[:taken]))
         rest = rest[taken:]
-    end, axes = _parameter(owner, rest[0], variable.get_value().ndim - (stacked is not None))
     shape = tuple(variable.get_value().shape)
+    end, axes = _parameter(owner, rest[0], len(shape) - (stacked is not None))
     for layer in (None,) if stacked is None else range(shape[0]):
         full, theirs = [*names, end], shape
         if stacked is not None:
@@ -107,7 +114,7 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
 def _places(
     owners: list[tuple[int, type]], names: list[str], full: list[str], prefix: str
 ) -> Iterator[FusedPlace]:
-    """List the tensors of several layers that this one is in, by the classes on its path."""
+    """List the tensors of several layers that store this one, by the classes on its path."""
     for depth, kind in owners:
         layer = ".".join(names[depth:])
         begin = full[: len(full) - 1 - len(names[depth:])]
@@ -120,7 +127,7 @@ def _places(
 
 
 def _step(owner: Any, rest: list[Any]) -> tuple[int, str]:
-    """Return how many parts of the path one name of diffusers covers, and that name."""
+    """Return one name of diffusers, and how many parts of the path it covers."""
     renamed: Mapping[str, str] = getattr(type(owner), "diffusers_names", {})
     for taken in range(len(rest) - 1, 0, -1):
         if (name := renamed.get(".".join(map(str, rest[:taken])))) is not None:

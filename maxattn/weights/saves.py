@@ -1,7 +1,7 @@
-"""Saves tensors as safetensors; a reader meanwhile sees an earlier save or this one, whole.
+"""Saves tensors as safetensors; a reader meanwhile gets all of an earlier save or all of this one.
 
-Readers follow the index if there is one, so the switch is one rename: of the index, or of a single
-file if there is none. A file that an index names is not written over while that index is there.
+Readers follow the index if there is one, so a save takes effect by one rename: of the index, or of
+the single file if there is none. A file that an index names is not overwritten before the index is.
 
 A file is eight bytes with the length of its header, a JSON header with dtype, shape and place of
 each tensor, and their numbers, those of wider dtypes first so that all are aligned.
@@ -23,30 +23,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxattn.config.errors import printable
-from maxattn.config.plain_json import read_json
 from maxattn.errors import WeightsError
+from maxattn.weights.files import INDEX, NAMES, read_index
 
-SHARD_BYTES = 5 * 2**30  # the largest file, unless one tensor is larger
-INDEX = ".safetensors.index.json"
-# Two, because a save that was cut off may have left an index that names files of one of them.
+SHARD_BYTES = 5 * 2**30  # a larger tensor has a file of its own
+# Two, because an interrupted save may have left an index that names files of one of them.
 ENDINGS = (".partial", ".partial2")
-NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
-    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-METADATA = {"format": "pt"}  # diffusers reads no file without it
+METADATA = {"format": "pt"}  # diffusers refuses files without it
 Read = Callable[[str], np.ndarray]
 
 
 class Form(NamedTuple):
-    """Shape and dtype of a tensor, a dtype of numpy or ml_dtypes."""
+    """The shape of a tensor, and its dtype of numpy or ml_dtypes."""
 
     shape: tuple[int, ...]
     dtype: Any
 
     @property
     def bytes(self) -> int:
-        """Count its bytes."""
+        """Return the size of the tensor."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -57,22 +52,16 @@ def save_tensors(
     name: str = "diffusion_pytorch_model",
     shard_bytes: int = SHARD_BYTES,
 ) -> tuple[Path, ...]:
-    """Write tensors as safetensors: one file, or several and their index, as diffusers does.
+    """Write tensors as one file of safetensors, or as several and their index, as diffusers does.
 
     Args:
-        forms: of each tensor, by name: their bytes decide how many files there are.
-        read: makes one tensor; one is held at a time.
-        folder: made if it is missing. An earlier save of that name is what is read until all is
-            written; then its index and files are removed, and nothing else.
-        name: of the files.
-        shard_bytes: the largest file, unless one tensor is larger.
+        forms: the form of each tensor, by name; their bytes decide the number of files.
+        read: returns one tensor; only one at a time is in memory.
+        folder, shard_bytes: as for `save_diffusers`.
+        name: the beginning of the files' names.
 
     Returns:
         The files, the index last if there is one.
-
-    Raises:
-        WeightsError: the folder cannot be written, or holds the index of a model of another name,
-            which readers would follow.
     """
     folder, shards = Path(folder), _shards(forms, shard_bytes)
     files = [f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -82,7 +71,7 @@ def save_tensors(
     where = {tensor: file for file, some in named.items() for tensor in some}
     total = sum(form.bytes for form in forms.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    with _in_our_words(folder):
+    with _errors_of(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_another_index(folder, name)
         there = _named_by(folder / f"{name}{INDEX}")
@@ -101,13 +90,13 @@ def save_tensors(
 
 def _shards(forms: Mapping[str, Form], most: int) -> list[dict[str, Form]]:
     shards: list[dict[str, Form]] = [{}]
-    held = 0
+    size = 0
     for name, form in forms.items():
-        if shards[-1] and held + form.bytes > most:
+        if shards[-1] and size + form.bytes > most:
             shards.append({})
-            held = 0
+            size = 0
         shards[-1][name] = form
-        held += form.bytes
+        size += form.bytes
     return shards
 
 
@@ -115,28 +104,30 @@ def _shards(forms: Mapping[str, Form], most: int) -> list[dict[str, Form]]:
 
 
 @contextmanager
-def _in_our_words(folder: Path) -> Iterator[None]:
+def _errors_of(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeError) as error:
-        said = f"the system says: {getattr(error, 'strerror', None) or error}"
-        rule = f"weights are written as files of a folder, and {said}"
-        remedy = "give a folder that can be written and has room"
+        reason = getattr(error, "strerror", None) or error
+        rule = f"files must be writable in it, and the system reports: {reason}"
+        remedy = "give a folder with write permission and enough space"
         raise WeightsError("folder", printable(str(folder), 400), rule, remedy) from error
 
 
 def _refuse_another_index(folder: Path, name: str) -> None:
     for other in sorted(folder.glob(f"*{INDEX}")):
         if other.name != f"{name}{INDEX}":
-            rule = f"a folder is read by its index, and {other.name} is that of another model"
-            raise WeightsError("folder", str(folder), rule, "save to a folder of its own")
+            rule = f"it must have no other model's index, and it has {other.name}"
+            raise WeightsError("folder", str(folder), rule, "save to another folder")
 
 
 def _named_by(index: Path) -> set[str]:
-    """List the files that an index names; a broken one names none."""
+    """List the files that an index names; a missing or broken one names none."""
     try:
-        return set(map(str, read_json(index)["weight_map"].values()))
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return set(read_index(index).values())
+    except WeightsError as error:
+        if isinstance(error.__cause__, OSError) and index.exists():
+            raise
         return set()
 
 
@@ -145,7 +136,7 @@ def _write_beside(
 ) -> None:
     try:
         for file, forms in named.items():
-            # Never into what is there: it may be another name of a file that an index names.
+            # Not into an existing file: it may be a link to a file that an index names.
             (folder / f"{file}{ending}").unlink(missing_ok=True)
             write(folder / f"{file}{ending}", forms, read)
     except BaseException:
@@ -157,9 +148,9 @@ def _write_beside(
 def _switch(
     path: Path, files: list[str], index: Mapping[str, Any], ending: str, *, covered: bool
 ) -> None:
-    """Give new files their names, and the index its own.
+    """Rename the new files and the index.
 
-    If the old index names the same files (`covered`), an index of the files beside them is first.
+    If the old index names the same files (`covered`), a temporary index names the new ones first.
     """
     for_copies = ENDINGS[ending == ENDINGS[0]]
     if covered:
@@ -174,7 +165,7 @@ def _switch(
         beside.unlink(missing_ok=True)
         try:
             os.link(new, beside)
-        except OSError:  # a file system on which a file has one name
+        except OSError:  # a file system without hard links
             shutil.copyfile(new, beside)
         beside.replace(name)
     _put_index(path, index)
@@ -187,7 +178,7 @@ def _put_index(path: Path, index: Mapping[str, Any]) -> None:
 
 
 def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
-    """Remove files named as a save of that name names them, the index first."""
+    """Remove the other files of a save with that name, the index first."""
     ours = re.compile(
         rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?(\.partial2?)?"
     )
@@ -202,15 +193,10 @@ def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
 
 
 def write(path: Path, forms: Mapping[str, Form], read: Read) -> None:
-    """Write a safetensors file one tensor at a time.
-
-    Args:
-        path: of the file.
-        forms: of every tensor, by name.
-        read: makes one tensor of that form; it is let go once it is written.
+    """Write a safetensors file; `read` returns one tensor at a time, in its form.
 
     Raises:
-        WeightsError: a dtype that such files do not hold.
+        WeightsError: safetensors has no such dtype.
     """
     names = sorted(forms, key=lambda name: (-np.dtype(forms[name].dtype).itemsize, name))
     head = _header(names, forms)
@@ -226,15 +212,15 @@ def write(path: Path, forms: Mapping[str, Form], read: Read) -> None:
 
 
 def _header(names: list[str], forms: Mapping[str, Form]) -> bytes:
-    said: dict[str, Any] = {"__metadata__": METADATA}
+    head: dict[str, Any] = {"__metadata__": METADATA}
     place = 0
     for name in names:
         shape, dtype = forms[name].shape, np.dtype(forms[name].dtype).name
         if dtype not in NAMES:
-            rule = f"safetensors holds {', '.join(NAMES)}"
+            rule = f"its dtype must be one of {', '.join(NAMES)}"
             raise WeightsError(name, dtype, rule, "cast the parameter")
         end = place + forms[name].bytes
-        said[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        head[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
         place = end
-    text = json.dumps(said, separators=(",", ":")).encode()
+    text = json.dumps(head, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)

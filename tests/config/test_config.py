@@ -31,7 +31,7 @@ SPELLINGS = {
 
 
 def test_every_spelling_has_its_pair():
-    assert set(rules.attentions()) == set(SPELLINGS)
+    assert set(rules.ATTENTIONS) == set(SPELLINGS)
     for spelling, (kernel, strategy) in SPELLINGS.items():
         config = AttentionConfig(attention=spelling)
         assert config.attention == spelling
@@ -259,7 +259,7 @@ def test_a_programs_own_contradictions():
 
 @pytest.mark.parametrize("devices", [4, "cpu", [0, 1], []])
 def test_devices_that_are_none(devices):
-    with pytest.raises(InputError, match=r"jax's devices in a list\n.*jax\.devices\(\)\[:\d\]"):
+    with pytest.raises(InputError, match=r"list of jax's devices\n.*jax\.devices\(\)\[:\d\]"):
         AttentionConfig().make_mesh(devices)
 
 

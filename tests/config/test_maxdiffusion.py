@@ -11,8 +11,8 @@ import yaml
 
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import ConfigErrors
+from maxattn.config.load import yaml_of
 from maxattn.config.maxdiffusion import KERNELS, LENGTHS_MATTER, OF_ONE_ATTENTION
-from maxattn.config.write import yaml_of
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 

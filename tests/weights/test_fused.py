@@ -117,7 +117,7 @@ def test_layers_that_are_there_twice_are_the_same() -> None:
     assert weights.load_diffusers(other, held | whole) == weights.Loaded()
     same(one, other)
     whole["to_qkv.weight"] = whole["to_qkv.weight"] + np.float32(1)
-    with pytest.raises(WeightsError, match=r"to_q\.weight\n.*to_qkv\.weight too, with other"):
+    with pytest.raises(WeightsError, match=r"to_q\.weight\n.*to_qkv\.weight, which has other"):
         weights.load_diffusers(joint(), held | whole)
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from maxattn import weights
 from maxattn.errors import WeightsError
-from maxattn.weights.naming.module_names import names_of
+from maxattn.weights.layer_names import names_of
 from tests.golden_text import check_golden
 from tests.weights.models import equal, model_of, refused
 

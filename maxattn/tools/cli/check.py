@@ -12,8 +12,7 @@ from typing import Any
 
 from maxattn.block_sizes import BlockSizes, nearest_with_less_padding, padding, padding_text
 from maxattn.config import AttentionConfig
-from maxattn.config.errors import plain
-from maxattn.config.fields import defaults
+from maxattn.config.errors import defaults, plain
 from maxattn.config.numbers import whole_in
 from maxattn.context_parallel.base import readable
 from maxattn.decide import kernel_call

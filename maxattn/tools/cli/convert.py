@@ -10,9 +10,9 @@ from pathlib import Path
 from maxattn.config import AttentionConfig
 from maxattn.config.document import read
 from maxattn.config.errors import plain
+from maxattn.config.load import yaml_of
 from maxattn.config.maxdiffusion import Imported
 from maxattn.config.self_forcing import ImportedRollout, is_theirs, load_rollout
-from maxattn.config.write import yaml_of
 from maxattn.errors import InputError
 
 WIDTH = 116  # columns of a comment

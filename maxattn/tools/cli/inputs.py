@@ -16,8 +16,8 @@ from typing import Any
 from maxattn.config import AttentionConfig
 from maxattn.config.document import read
 from maxattn.config.errors import plain
+from maxattn.config.load import apply_overrides
 from maxattn.config.numbers import LARGEST, MOST_DEVICES, whole, whole_in
-from maxattn.config.overrides import apply_overrides
 from maxattn.config.target_names import read_target
 from maxattn.decide import default_target
 from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean

@@ -21,10 +21,10 @@ from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.config.errors import plain
+from maxattn.config.load import yaml_of
 from maxattn.config.measurements import BLOCKS, CHUNKS, ESTIMATED, read_kept
 from maxattn.config.numbers import finite
 from maxattn.config.target_names import read_target
-from maxattn.config.write import yaml_of
 from maxattn.decide import kernel_call, named_kernel, plan
 from maxattn.devices import DEVICES
 from maxattn.errors import ConfigError, InputError, Unsupported

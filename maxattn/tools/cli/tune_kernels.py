@@ -16,7 +16,7 @@ import jax
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.config.write import yaml_of
+from maxattn.config.load import yaml_of
 from maxattn.decide import kernel_call, plan
 from maxattn.errors import ConfigError
 from maxattn.kernels.auto.tuned_order import in_digits, joined

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
+from maxattn.config.document import parse_json
 from maxattn.config.errors import plain
-from maxattn.config.plain_json import parse_json
 from maxattn.errors import ConfigError, Unsupported
 
 # What libtpu wants where there is no TPU. Asking the metadata server would wait for minutes.

@@ -24,7 +24,7 @@ from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seco
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
-from maxattn.config.plain_json import parse_json, read_bounded
+from maxattn.config.document import parse_json, read_bounded
 from maxattn.errors import Unsupported
 from maxattn.target import Target
 from maxattn.tools.compile.process import INSTALL, CompilerProcess, CompilerStopped

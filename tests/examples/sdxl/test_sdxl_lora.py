@@ -13,9 +13,9 @@ from sdxl.sizes import Sizes
 from sdxl.unet import UNet
 
 from maxattn import weights
+from maxattn.weights import layer_names
+from maxattn.weights.layer_names import names_of
 from maxattn.weights.names import entries
-from maxattn.weights.naming import sgm
-from maxattn.weights.naming.module_names import names_of
 
 # SDXL's own numbers of blocks, each narrow.
 SIZES = Sizes(
@@ -129,7 +129,7 @@ def test_published_names_are_merged(style: str, caplog: pytest.LogCaptureFixture
 def test_every_name_is_of_one_layer() -> None:
     names = names_of(shapes())
     own = {entry.removesuffix(".weight").removesuffix(".bias") for entry in names.entries}
-    theirs = sgm.originals(own)
+    theirs = layer_names.unet(own)
     assert len(set(theirs.values())) == len(theirs) == len(own)
     for layer, name in [*theirs.items(), *((layer, layer) for layer in own)]:
         assert names.layers[name] == names.layers[name.replace(".", "_")] == layer

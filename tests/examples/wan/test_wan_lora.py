@@ -11,9 +11,9 @@ from wan.model import WanTransformer3D
 from wan.sizes import Sizes
 
 from maxattn import weights
+from maxattn.weights import layer_names
+from maxattn.weights.layer_names import names_of
 from maxattn.weights.names import entries
-from maxattn.weights.naming import wan
-from maxattn.weights.naming.module_names import names_of
 from tests.fixtures import make_diffusers as made
 
 # Wan's names of layers and diffusers', as both write them; {i} is a block.
@@ -128,7 +128,7 @@ def test_differences_of_lightx2v_are_added() -> None:
 def test_every_name_is_of_one_layer() -> None:
     names = names_of(model())
     own = {entry.removesuffix(".weight").removesuffix(".bias") for entry in names.entries}
-    theirs = wan.originals(own)
+    theirs = layer_names.wan(own)
     assert len(set(theirs.values())) == len(theirs)
     for layer, name in [*theirs.items(), *((layer, layer) for layer in own)]:
         assert names.layers[name] == names.layers[name.replace(".", "_")] == layer

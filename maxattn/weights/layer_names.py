@@ -1,0 +1,241 @@
+"""Every name of a module's layers in files: diffusers', those of the model's own code, and both
+with underscores for dots, as kohya's sd-scripts write them.
+
+Programs that train with the original code wrap the model, so names begin with the wrappers':
+"generator_ema.model." for the averaged parameters of Self-Forcing and related projects,
+"generator.model." for those of the last step. FSDP adds a word inside of a name.
+
+Sources: Wan 2.1, https://github.com/Wan-Video/Wan2.1 (wan/modules/model.py), whose names ComfyUI,
+lightx2v, diffusion-pipe and musubi-tuner write; Stability's generative-models,
+https://github.com/Stability-AI/generative-models (openaimodel.py), whose names kohya's sd-scripts
+write for LoRA of SDXL.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flax import nnx
+
+from maxattn.errors import WeightsError
+from maxattn.weights.fused import Shown, grouped
+from maxattn.weights.names import Entry, entries, variable_at
+
+log = logging.getLogger("maxattn")
+
+# Averaged parameters first: they give better samples than those of the last step.
+PREFIXES: Final = (
+    "generator_ema.model.", "generator_ema.", "generator.model.", "generator.", "model.", "",
+    "model.diffusion_model.", "diffusion_model.",
+)  # fmt: skip
+FSDP: Final = "_fsdp_wrapped_module."
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """The parameters of a module, and every name of its layers.
+
+    Args:
+        entries: the parameters, by diffusers' names.
+        kernels: those of Linear and Conv layers, by the names of the layers.
+        layers: diffusers' name of a layer, by each of its names.
+        fused: the kernels, in order, of a layer that diffusers stores as several.
+    """
+
+    entries: Mapping[str, Entry]
+    kernels: Mapping[str, Entry]
+    layers: Mapping[str, str]
+    fused: Mapping[str, tuple[Entry, ...]]
+
+    def parameter(self, layer: str, end: str) -> Entry | None:
+        """Return a parameter of a layer; a weight may have the layer's name alone."""
+        found = self.entries.get(f"{layer}.{end}")
+        return self.entries.get(layer) if found is None and end == "weight" else found
+
+
+def names_of(module: nnx.Module) -> ModuleNames:
+    """List the names of a module's parameters and layers; it may be without arrays."""
+    every = {entry.name: entry for entry in entries(module)}
+    kernels = {entry.owner: entry for entry in every.values() if _is_kernel(module, entry)}
+    whole = grouped((place, entry) for entry in kernels.values() for place in entry.fused)
+    fused = {n.removesuffix(".weight"): tuple(parts) for n, parts in whole.items()}
+    fused = {name: parts for name, parts in fused.items() if len(parts) > 1}
+    layers = dict.fromkeys((*(entry.owner for entry in every.values()), *fused))
+    return ModuleNames(every, kernels, _all_names(list(layers)), fused)
+
+
+def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
+    """Check for a weight [out, in] or [out, in, *window] of one group."""
+    if entry.axes[-2:] != (1, 0) or not entry.name.endswith(".weight"):
+        return False
+    owner: Any = variable_at(module, entry.path[:-1])
+    return getattr(owner, "feature_group_count", 1) == 1
+
+
+def _all_names(layers: list[str]) -> dict[str, str]:
+    """Map every name to its layer, except names that two layers share."""
+    own = {layer: layer for layer in layers}
+    dotted = (*wan(layers).items(), *unet(layers).items(), *own.items())
+    meant: dict[str, set[str]] = {}
+    for layer, name in dotted:
+        for written in (name, name.replace(".", "_")):
+            meant.setdefault(written, set()).add(layer)
+    return {name: min(those) for name, those in meant.items() if len(those) == 1} | own
+
+
+# ---- weights under the names of the model's own code ---------------------------------------------
+
+
+def in_our_names(
+    held: Mapping[str, Any], wanted: tuple[Entry, ...], prefix: str
+) -> Mapping[str, Any]:
+    """Return tensors under diffusers' names if they have those of the model's own code.
+
+    `prefix` is that of the wanted tensors in the file; "" tries `PREFIXES`. Two tensors of the same
+    name are refused.
+    """
+    clean = _without_fsdp(held)
+    theirs = wan({entry.owner.removeprefix(prefix) for entry in wanted})
+    ours = {}
+    for entry in wanted:
+        name, layer = (text.removeprefix(prefix) for text in (entry.name, entry.owner))
+        if layer in theirs:
+            ours[theirs[layer] + name.removeprefix(layer)] = name
+    begins = (prefix,) if prefix else PREFIXES
+    there = [begin for begin in begins if any(begin + name in clean for name in ours)]
+    if not there:
+        return held
+    if others := " and ".join(f'"{begin}"' for begin in there[1:]):
+        message = 'weights: loaded the tensors behind "%s", not those behind %s; prefix= chooses'
+        log.warning(message, there[0], others)
+    behind = [(n.removeprefix(there[0]), n) for n in clean if n.startswith(there[0])]
+    return Shown(held, {prefix + ours.get(rest, rest): (clean[n], None) for rest, n in behind})
+
+
+def _without_fsdp(held: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of each tensor in the file, by its name without FSDP's word."""
+    clean: dict[str, str] = {}
+    for name in held:
+        if (other := clean.setdefault(name.replace(FSDP, ""), name)) != name:
+            rule = f"a parameter must occur once, and {other} is the same one without FSDP's word"
+            raise WeightsError("weights", name, rule, "remove one of them from the file")
+    return clean
+
+
+# ---- names of Wan and of Stability's UNets -------------------------------------------------------
+
+_ENDS: Final = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q",
+                "norm_k": "norm_k"}  # fmt: skip
+WAN_BLOCK: Final = {
+    **{f"attn1.{ours}": f"self_attn.{theirs}" for ours, theirs in _ENDS.items()},
+    **{f"attn2.{ours}": f"cross_attn.{theirs}" for ours, theirs in _ENDS.items()},
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "attn2.norm_added_k": "cross_attn.norm_k_img",
+    "norm2": "norm3",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "scale_shift_table": "modulation",
+}
+"""Wan's names inside of `blocks.<number>`."""
+WAN_OUTSIDE: Final = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.pos_embed": "img_emb.emb_pos",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    "scale_shift_table": "head.modulation",
+    "proj_out": "head.head",
+}
+_WAN = re.compile(r"(blocks\.\d+\.)?(.+)")
+
+UNET_OUTSIDE: Final = {
+    "conv_in": "input_blocks.0.0",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+UNET_INSIDE: Final = {
+    "resnets": {
+        "norm1": "in_layers.0",
+        "conv1": "in_layers.2",
+        "time_emb_proj": "emb_layers.1",
+        "norm2": "out_layers.0",
+        "conv2": "out_layers.3",
+        "conv_shortcut": "skip_connection",
+    },
+    "downsamplers": {"conv": "op"},
+}
+"""Stability's names inside of a part of a block; those of attentions and upsamplers are ours."""
+UNET_MIDDLE: Final = {
+    ("mid_block", "resnets", 0): "middle_block.0",
+    ("mid_block", "attentions", 0): "middle_block.1",
+    ("mid_block", "resnets", 1): "middle_block.2",
+}
+_UNET = re.compile(
+    r"(?P<block>mid_block|(?:down|up)_blocks\.\d+)\."
+    r"(?P<kind>resnets|attentions|downsamplers|upsamplers)\.(?P<i>\d+)\.(?P<rest>.+)"
+)
+Part = tuple[str, str, int]  # block, kind and index: ("down_blocks.1", "resnets", 0)
+
+
+def wan(layers: Iterable[str]) -> dict[str, str]:
+    """Return Wan's names of the layers to which it gives other names, by diffusers' names."""
+    named = {}
+    for layer in layers:
+        if found := _WAN.fullmatch(layer):
+            block, rest = found[1] or "", found[2]
+            if theirs := (WAN_BLOCK if block else WAN_OUTSIDE).get(rest):
+                named[layer] = block + theirs
+    return named
+
+
+def unet(layers: Iterable[str]) -> dict[str, str]:
+    """Return Stability's names of a UNet's layers, by diffusers' names; none of other models."""
+    layers = tuple(layers)
+    parts = {layer: found for layer in layers if (found := _UNET.fullmatch(layer))}
+    held = {_part(found) for found in parts.values()}
+    places = UNET_MIDDLE | dict(_numbered(held))
+    named = {x: UNET_OUTSIDE[x] for x in layers if x in UNET_OUTSIDE} if held else {}
+    for layer, found in parts.items():
+        if (place := places.get(_part(found))) is not None:
+            rest = found["rest"]
+            named[layer] = f"{place}.{UNET_INSIDE.get(found['kind'], {}).get(rest, rest)}"
+    return named
+
+
+def _part(found: re.Match[str]) -> Part:
+    return found["block"], found["kind"], int(found["i"])
+
+
+def _numbered(held: set[Part]) -> Iterator[tuple[Part, str]]:
+    """Number the parts from one end of the UNet to the other; input block 0 is `conv_in`.
+
+    A resnet (with its attention) and a downsampler are a block each; an upsampler ends a block.
+    """
+    for way, theirs, number in (("down", "input_blocks", 1), ("up", "output_blocks", 0)):
+        blocks = {block for block, _, _ in held if block.startswith(f"{way}_blocks")}
+        for block in sorted(blocks, key=lambda block: int(block.rpartition(".")[2])):
+            for i in sorted(i for other, kind, i in held if (other, kind) == (block, "resnets")):
+                yield (block, "resnets", i), f"{theirs}.{number}.0"
+                yield (block, "attentions", i), f"{theirs}.{number}.1"
+                number += 1
+            kinds = {kind for other, kind, _ in held if other == block}
+            if way == "down" and "downsamplers" in kinds:
+                yield (block, "downsamplers", 0), f"{theirs}.{number}.0"
+                number += 1
+            elif way == "up":
+                behind = 2 if "attentions" in kinds else 1
+                yield (block, "upsamplers", 0), f"{theirs}.{number - 1}.{behind}"
