@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Num
 from maxattn import masks
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
+from maxattn.config.asked import checked_config
 from maxattn.errors import InputError, Unsupported
 from maxattn.modules import checks
 from maxattn.modules.mha_rope import Rope, check_rope, turn
@@ -52,7 +53,7 @@ def attention_fn(
     >>> layer(jnp.ones((1, 10, 64))).shape
     (1, 10, 64)
     """
-    checks.config(config)
+    checked_config(config)
     checks.mesh(mesh)
     checks.role(role)
     check_rope(rope)

@@ -1,6 +1,6 @@
 """The adaptive layer norm of diffusion transformers, with the gated sum before it.
 
-One kernel on Hopper GPUs; elsewhere, and in gradients, XLA computes the same steps.
+On Hopper GPUs it is one kernel; elsewhere, and in gradients, XLA computes the same steps.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WIDE = ("float32", *DTYPES)
 @partial(jax.tree_util.register_dataclass, data_fields=["table", "base"], meta_fields=["row"])
 @dataclass(frozen=True)
 class ModulationRow:
-    """Name a row of a modulation: table[:, :, row] + base[:, :, row].
+    """Name a row of a modulation table: table[:, :, row] + base[:, :, row].
 
-    A kernel reads both where they lie; XLA adds them up.
+    The kernel reads the row from the tables, without a copy.
 
     Args:
-        table: [B or 1, F or 1, R, D], of all frames' times; F divides the tokens.
-        row: of the R.
-        base: as `table`, such as what a block learned; default none.
+        table: [B or 1, F or 1, R, D]: R vectors for each frame's time; F divides the tokens.
+        row: which of the R vectors; default 0.
+        base: added to the table, such as the vectors that a block learned; default none.
 
     >>> ModulationRow(jnp.ones((1, 3, 6, 64)), 2, jnp.ones((1, 1, 6, 64))).value().shape
     (1, 3, 64)
@@ -53,17 +53,16 @@ class ModulationRow:
 
     @property
     def parts(self) -> Parts:
-        """Return the arrays whose rows are added."""
         return (self.table,) if self.base is None else (self.base, self.table)
 
 
 class GatedBranch(NamedTuple):
-    """Hold what a layer adds to its tokens: gate * (y + bias).
+    """A layer's result, before it is added to the tokens: gate * (y + bias).
 
     Args:
         y: [B, T, D], of any dtype.
         gate: default 1.
-        bias: [D], of a projection that left it out; default none.
+        bias: [D], if the layer's last projection did not add it; default none.
     """
 
     y: Float[Array, "B T D"]
@@ -80,25 +79,26 @@ def adaptive_norm(
     branch: GatedBranch | None = None,
     mesh: Any = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """Add a branch to tokens, and norm the sum.
+    """Add a layer's result to tokens, and norm the sum.
 
-    x' = x + gate * (y + bias);   y' = norm(x') * (1 + scale) + shift
+    x' = x + gate * (y + bias)
+    y' = norm(x') * (1 + scale) + shift
 
-    All is float32 in between, and rounded where it is returned. On Hopper GPUs with fa4-jax, one
-    kernel does it to bfloat16 and float16; its gradient is that of XLA's steps.
+    The arithmetic is float32; x' and y' are rounded once. On Hopper GPUs with fa4-jax, bfloat16 and
+    float16 tokens take one kernel. A call that is differentiated takes XLA's steps.
 
     Args:
         x: tokens, [B, T, D].
-        norm: over D, with scale and bias of its own or without; its eps is used.
+        norm: over D, with or without a learned scale and bias.
         scale, shift: of the modulation; default none.
-        branch: what is added first; default nothing.
-        mesh: devices to spread over; default none.
+        branch: the layer's result; default none.
+        mesh: devices that the call is spread over; default none.
 
     Returns:
         x' and y', in the dtype of x.
 
     Raises:
-        InputError: a vector or the branch has another width than x, or frames that do not divide T.
+        InputError: if a vector or the branch has another width than x, or if F does not divide T.
 
     >>> x, rows = jnp.ones((1, 12, 64)), jnp.zeros((1, 3, 2, 64))
     >>> norm = nnx.LayerNorm(64, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))
@@ -139,7 +139,7 @@ def gated_sum(x: Tokens, branch: GatedBranch) -> Tokens:
 def _of_norm(
     norm: nnx.LayerNorm, scale: ModulationRow | None, shift: ModulationRow | None
 ) -> Vectors:
-    """Return scale and shift: what the norm learned, or what modulates it, or both together."""
+    """Return the scale and the shift: learned, from the modulation, or both in one."""
     found: Vectors = {}
     if scale is not None:
         found["scale"] = _parts(scale, 1.0)
@@ -159,7 +159,7 @@ def _parts(row: ModulationRow, constant: float = 0.0) -> tuple[VectorParts, Part
 
 
 def _whole(vector: Float[Array, "*BF D"]) -> tuple[VectorParts, Parts]:
-    """Take a vector as it is: [D] or [B, F, D]."""
+    """Return a vector [D] or [B, F, D] without a table."""
     shape = (1, 1, 1, vector.shape[-1]) if vector.ndim == 1 else (*vector.shape[:2], 1, -1)
     return VectorParts(), (jnp.reshape(vector, shape),)
 
@@ -185,13 +185,13 @@ def _check(rows: tuple[Tokens, ...], vectors: Vectors) -> None:
 def decide(
     target: Target, work: RowWork, rows: tuple[Tokens, ...], parts: Parts, mesh: Any
 ) -> RowLaunch | None:
-    """Return how the kernel is launched on x and, where there is one, the branch; None for XLA."""
+    """Return the kernel's launch for x and the branch, or None if XLA computes the steps."""
     x, gpu, shape = rows[0], target.device, sharding.mesh_shape(mesh)
     if not gpu.is_a("hopper") or x.dtype.name not in DTYPES or not x.size or x.shape[-1] % OCTET:
         return None
     if any(a.dtype.name not in WIDE for a in (*rows, *parts)):
         return None
-    # A block of the kernel has the vectors of one frame: all are cut alike, or not at all.
+    # A block of the kernel has the vectors of one frame: all have the same frames, or one.
     frames = {part.shape[1] for part in parts} - {1}
     # Each device has equally many tokens, and whole frames of them.
     batches, spans = (sharding.ways(letter, shape) for letter in "BT")
@@ -208,7 +208,7 @@ def _fused(launch: RowLaunch, rows: tuple[Tokens, ...], parts: Parts) -> tuple[T
     return tuple(call.forward(launch, rows, parts, name="adaptive_norm"))
 
 
-# A gradient needs what XLA's steps keep: they compute the forward too.
+# The gradient needs the residuals of XLA's steps, which then compute the forward too.
 _fused.defvjp(
     lambda launch, rows, parts: jax.vjp(partial(in_steps, launch.work), rows, parts),
     lambda launch, pull, gradients: pull(gradients),
@@ -219,9 +219,9 @@ _fused.defvjp(
 
 
 def in_steps(work: RowWork, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
-    """Compute the normed tokens and, after a branch, the sum; arguments as for `decide`."""
+    """Compute the normed tokens and, if there is a branch, the sum, with XLA."""
     x, *branch = rows
-    # Vector by vector: XLA would write all rows of all tokens, and read them again in each layer.
+    # One vector at a time: XLA would write the whole table for all tokens, and each layer read it.
     vectors, first = {}, 0
     for name, vector in work.vectors:
         last = first + len(vector.rows)
@@ -251,7 +251,7 @@ def _sum_of_rows(parts: Parts, rows: tuple[int, ...]) -> Float[Array, "#B #F D"]
 
 
 def _of_tokens(vector: Float[Array, "#B #F D"], tokens: int) -> Float[Array, "#B #T D"]:
-    """Return a vector for every token, or for all where F is 1."""
+    """Return a vector for every token, or one for all if F is 1."""
     b, frames, d = vector.shape
     if frames == 1:
         return vector

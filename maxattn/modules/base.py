@@ -1,6 +1,6 @@
-"""What the attention modules share: projections with their mesh axes, norms, heads, output.
+"""The common part of the attention modules: projections, norms, heads and the output.
 
-It chooses no kernel: `maxattn.attention` does.
+The kernel is chosen by `maxattn.attention`, not here.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from jaxtyping import Array, Float
 from maxattn import sharding
 from maxattn.attention import Prepared, attend, prepare
 from maxattn.config import AttentionConfig
+from maxattn.config.asked import checked_config
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
 from maxattn.modules.norm_rope import NormRope, decide, norm_rotary
-from maxattn.modules.qk_norm import QKNorm, check_qk_norm, make_qk_norm, normalise
+from maxattn.modules.qk_norm import QK_NORMS, QKNorm, make_qk_norm, normalise
 from maxattn.rope import Rotary, apply_rotary, as_rotary
 from maxattn.target import Target
 
 Heads = Float[Array, "B T N H"]
 
+GATES = ("per_head", "per_channel")
 KERNEL_INIT = nnx.initializers.lecun_normal()
 BIAS_INIT = nnx.initializers.zeros_init()
 IN, OUT = ("fsdp", "tensor"), ("tensor", "fsdp")
-"""The mesh axes of the kernels of projections to heads, and from heads."""
+"""Mesh axes of the weights [in, out] of projections to heads, and from heads."""
 
 
 class Build(NamedTuple):
-    """Hold how the projections are made and computed: arguments of `nnx.Linear`."""
+    """Arguments of `nnx.Linear` that all projections of a module share."""
 
     dtype: Any
     param_dtype: Any
@@ -45,15 +47,15 @@ class Build(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """How queries, keys or values are made of hidden states.
+    """One projection to heads, and the norm and rotary embedding after it.
 
     Args:
         linear: the projection.
         name: of its result, for checkpoint policies.
-        heads: N of queries, K of keys and values.
-        norm, rotary: what is done to the result; None for nothing.
-        letters: of the result's axes, which name its place on the mesh.
-        how: the kernel of both, or XLA.
+        heads: N for queries, K for keys and values.
+        norm, rotary: applied to the result; None for none.
+        letters: of the result's axes, for its layout on the mesh.
+        how: whether one kernel computes norm and rotary embedding, or XLA.
     """
 
     linear: nnx.Linear
@@ -66,10 +68,10 @@ class Projection(NamedTuple):
 
 
 class AttentionBase(nnx.Module):
-    """Project to heads, attend, project back. `FlaxAttention` and `CrossAttention` say of what.
+    """Project to heads, attend, and project back: the base of the attention modules.
 
-    Its parameters name mesh axes (kernels fsdp x tensor, output tensor x fsdp) without needing a
-    mesh to be made.
+    The weights name the mesh axes that they are split over: fsdp x tensor, and tensor x fsdp for
+    the output. A module can be built without a mesh.
     """
 
     role: ClassVar[Literal["self", "cross"]]
@@ -137,10 +139,10 @@ class AttentionBase(nnx.Module):
         checks.head_counts(self.heads, self.kv_heads)
         checks.dropout_rate(dropout)
         checks.epsilon(self.eps)
-        checks.config(self.config)
+        checked_config(self.config)
         checks.mesh(self.mesh)
-        check_qk_norm(self.qk_norm)
-        checks.gate(self.gate)
+        checks.optional_name("qk_norm", self.qk_norm, QK_NORMS)
+        checks.optional_name("gate", self.gate, GATES)
         checks.flag("out_proj", self.out_proj)
         checks.dtype("dtype", build.dtype, optional=True)
         checks.dtype("param_dtype", build.param_dtype)
@@ -153,30 +155,31 @@ class AttentionBase(nnx.Module):
 
     # ---- before anything is projected ------------------------------------------------------------
 
-    def _prepare(self, batch: int, q_len: int, kv_len: int, mask: Any, bias: Any) -> Prepared:
-        """Check the call and bind its mask, once; refuse what does not fit."""
-        k, v = self._kv_shapes(batch, kv_len, self.kv_heads)
-        return self._prepare_shapes(batch, q_len, k, v, mask, bias)
-
-    def _prepare_shapes(
-        self, batch: int, q_len: int, k: Any, v: Any, mask: Any = None, bias: Any = None
+    def _prepare(
+        self, batch: int, q_len: int, keys: int | tuple[Any, Any], mask: Any, bias: Any
     ) -> Prepared:
-        q, _ = self._kv_shapes(batch, q_len, self.heads)
-        return prepare(q, k, v, mask, bias, self.scale, self.config, self.mesh, self.role)
+        """Check the call and bind its mask, once.
 
-    def _kv_shapes(
-        self, batch: int, length: int, heads: int
-    ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Describe keys and values, or queries and outputs."""
-        # The dtype is known once the projections have run: `_run_attention` sees to it.
-        where, dims = (batch, length, heads), (self.dim_head, self.dim_head_v)
-        k, v = (jax.ShapeDtypeStruct((*where, dim), jnp.float32) for dim in dims)
-        return k, v
+        Args:
+            keys: how many there are, or keys and values themselves.
+        """
+
+        def shape(*sizes: int) -> Any:
+            # The dtype is known once the projections have run: `_run_attention` sets it.
+            return jax.ShapeDtypeStruct((batch, *sizes), jnp.float32)
+
+        q = shape(q_len, self.heads, self.dim_head)
+        if isinstance(keys, int):
+            k = shape(keys, self.kv_heads, self.dim_head)
+            v = shape(keys, self.kv_heads, self.dim_head_v)
+        else:
+            k, v = (shape(*x.shape[1:]) for x in keys)
+        return prepare(q, k, v, mask, bias, self.scale, self.config, self.mesh, self.role)
 
     def _check_rotary(
         self, rotary: Any, batch: int, length: int, name: str, heads: int = 0
     ) -> Rotary | None:
-        """Read a rotary table, and check that it fits queries; or so many heads of keys."""
+        """Read a rotary table, and check that it fits the queries, or `heads` heads of keys."""
         if rotary is None:
             return None
         return as_rotary(rotary, (batch, length, heads or self.heads, self.dim_head), name)
@@ -196,13 +199,14 @@ class AttentionBase(nnx.Module):
         rotary: Rotary | None,
         letters: str = "BTNH",
     ) -> Projection:
-        """Decide how queries or keys are made of x: once for a call, and the plan prints it."""
+        """Decide how queries or keys are normed and rotated: once a call."""
         heads = self.heads if name == "query_proj" else self.kv_heads
         sizes = heads, self.dim_head, self.mesh, letters
         how = decide(Target.here(), x, self.qk_norm, norm, rotary, *sizes)
         return Projection(linear, name, heads, norm, rotary, letters, how)
 
     def _noted(self, prepared: Prepared, to: Projection) -> Prepared:
+        """Add the decision to the plan."""
         return prepared._replace(notes=(to.how.note,)) if to.how.note else prepared
 
     def _project(self, x: Array, to: Projection) -> Heads:
@@ -259,7 +263,7 @@ class AttentionBase(nnx.Module):
 def linear_on_mesh(
     width_in: int, width_out: int, bias: bool, axes: tuple[str, str], build: Build
 ) -> nnx.Linear:
-    """Build a projection whose kernel [in, out] names its mesh axes; its bias those of heads."""
+    """Build a projection whose weights [in, out] and bias name the mesh axes."""
     bias_axis = axes[1] if axes[1] == "tensor" else None
     return nnx.Linear(
         width_in,
@@ -272,7 +276,7 @@ def linear_on_mesh(
 
 
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:
-    """Project without adding the bias, and return it beside; None where it is added already."""
+    """Return the projection without its bias, and the bias; None if the result contains it."""
     plain = type(linear) is nnx.Linear and linear.preferred_element_type is None
     if not plain or linear.bias is None:
         return linear(x), None

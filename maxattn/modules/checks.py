@@ -1,4 +1,4 @@
-"""What the modules refuse before anything is traced: one rule a function. It computes nothing."""
+"""Checks of the modules' settings and operands before anything is traced, one rule a function."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from flax import nnx
 
 from maxattn import sharding
 from maxattn.call import Call
-from maxattn.config.asked import checked_config
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError, did_you_mean
 from maxattn.masks.operands import check_not_torch
 
 DTYPES = ("float32", "bfloat16", "float16")
-GATES = ("per_head", "per_channel")
 
 
 def positive(setting: str, value: Any) -> None:
@@ -28,7 +26,7 @@ def positive(setting: str, value: Any) -> None:
 
 
 def head_counts(heads: int, kv_heads: int) -> None:
-    """Refuse key heads that cannot be shared equally by the query heads."""
+    """Refuse key heads unless equally many query heads share each."""
     positive("heads", heads)
     positive("kv_heads", kv_heads)
     if heads % kv_heads:
@@ -44,14 +42,13 @@ def dropout_rate(rate: float) -> None:
 
 
 def epsilon(eps: float) -> None:
-    """Refuse an epsilon that would not keep a norm finite."""
     if not is_number(eps) or not 0.0 < eps < inf:
         rule = "it must be positive and finite, so that a row of zeros has a finite norm"
         raise InputError("eps", repr(eps), rule, "use 1e-6 or so")
 
 
 def scale(value: Any) -> float | None:
-    """Return a scale as a number, and refuse what attention would refuse when it is called."""
+    """Return a scale as a number; refuse those that attention refuses when it is called."""
     if value is None:
         return None
     x = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
@@ -59,7 +56,6 @@ def scale(value: Any) -> float | None:
 
 
 def mesh(value: Any) -> None:
-    """Refuse what attention could not be spread over when it is called."""
     if isinstance(value, Mapping):
         rule = "a module runs on devices; sizes alone are for plan()"
         raise MeshError("mesh", dict(value), rule, "pass config.make_mesh()")
@@ -72,16 +68,18 @@ def flag(setting: str, value: Any) -> None:
 
 
 def channels_of_heads(out_dim: Any, channels: int) -> None:
-    """Refuse another number of output channels where no projection makes them."""
+    """Refuse output channels other than those of the heads if there is no output projection."""
     if out_dim is not None and out_dim != channels:
         rule = f"without an output projection the output has the {channels} channels of all heads"
         raise InputError("out_dim", out_dim, rule, "leave out_dim out, or pass out_proj=True")
 
 
-def gate(value: Any) -> None:
-    if value not in (None, *GATES):
-        remedy = did_you_mean(str(value), GATES) or "leave it out for no gate"
-        raise InputError("gate", repr(value), f"a gate is one of {', '.join(GATES)}", remedy)
+def optional_name(setting: str, value: Any, names: tuple[str, ...]) -> None:
+    """Refuse a value other than None and the names."""
+    if value is not None and value not in names:
+        remedy = did_you_mean(str(value), names) or f"use None for no {setting}"
+        rule = f"it is None or one of {', '.join(names)}"
+        raise InputError(setting, repr(value), rule, remedy)
 
 
 def role(value: Any) -> None:
@@ -91,11 +89,10 @@ def role(value: Any) -> None:
 
 
 def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
-    """Refuse a dtype that no kernel computes in."""
     if optional and value is None:
         return
     try:
-        # numpy reads None as float64.
+        # numpy would read None as float64.
         name = "None" if value is None else jnp.dtype(value).name
     except TypeError:
         name = repr(value)
@@ -135,12 +132,8 @@ def _streams(rngs: nnx.Rngs) -> str:
     return f"nnx.Rngs of {', '.join(names) or 'nothing'}"
 
 
-def config(value: Any) -> None:
-    checked_config(value)
-
-
 def described(x: Any) -> str:
-    """Return the shape of an array, and of anything else what it is."""
+    """Return the shape of an array, or the type of another value, for an error."""
     shape = getattr(x, "shape", None)
     if shape is not None:
         return f"shape {tuple(shape)}"
@@ -155,14 +148,13 @@ def rank_3(name: str, x: Any) -> None:
 
 
 def states(name: str, x: Any, width: int, width_name: str, batch: int | None = None) -> None:
-    """Refuse hidden states that the projections cannot take.
+    """Refuse hidden states that do not fit the projections.
 
     Args:
         name: of the argument.
         x: the array.
-        width: channels that the module was built for.
-        width_name: the constructor argument that set them.
-        batch: what the batch must be, when something else fixed it.
+        width, width_name: the module's channels, and the constructor argument that set them.
+        batch: the batch of hidden_states, for other states.
     """
     rank_3(name, x)
     check_not_torch(name, dtype := str(x.dtype))
@@ -183,9 +175,8 @@ def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) ->
     """Refuse random dropout without a source of randomness.
 
     Args:
-        dropout: the module's.
-        deterministic: as the call has it; None leaves it to the module's `train` and `eval`.
-        rngs: of the call.
+        dropout: of the module.
+        deterministic, rngs: of the call; None leaves the first to the module's train() and eval().
     """
     off = dropout.deterministic if deterministic is None else deterministic
     if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):

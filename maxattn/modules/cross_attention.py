@@ -29,11 +29,11 @@ from maxattn.rope import Rotary
 
 
 class KV(NamedTuple):
-    """Hold keys, already normed and rotated, and values.
+    """The keys and values of a text, and of an image beside it: made by `compute_kv`.
 
     Args:
-        k, v: [B, S, K, H] and [B, S, K, V], of the text.
-        image_k, image_v: the same of the image, or None.
+        k, v: [B, S, K, H] and [B, S, K, V], the text's; the keys are normed and rotated.
+        image_k, image_v: [B, S', K, H] and [B, S', K, V], the image's; default None.
     """
 
     k: Float[Array, "B S K H"]
@@ -45,21 +45,22 @@ class KV(NamedTuple):
 class CrossAttention(AttentionBase):
     """Attend from every token to the tokens of another sequence, such as a text.
 
-    y = to_out(attend(q, k, v) [+ attend(q, k_image, v_image)]),  q = norm_q(to_q x),  k =
-    norm_k(to_k text), k_image = norm_added_k(add_k_proj image)
+    y = to_out(attend(q, k, v) [+ attend(q, k_image, v_image)]), where
+    q = norm_q(to_q x), k = norm_k(to_k text), v = to_v text,
+    k_image = norm_added_k(add_k_proj image), v_image = add_v_proj image
 
     Args:
         query_dim: channels of the input.
         cross_attention_dim: channels of the other sequence; default query_dim.
-        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps: as in `FlaxAttention`.
-        scale, out_dim, out_proj, gate, dim_head_v: as in `FlaxAttention`.
-        added_kv_proj_dim: channels of an image's tokens, attended to beside the text, each with its
-            own softmax, and the two results summed; default no image.
-        config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
-            `FlaxAttention`. The config's `cross_attention` governs the kernel.
+        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim, out_proj,
+            gate, dim_head_v: as in `FlaxAttention`.
+        added_kv_proj_dim: channels of an image's tokens; default no image. Text and image have a
+            softmax each, and their results are added.
+        config: as in `FlaxAttention`; its setting `cross_attention` chooses the kernel.
+        mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in `FlaxAttention`.
 
     Raises:
-        InputError: for sizes that do not divide, or a value out of range.
+        InputError: if sizes do not divide, or a value is out of range.
 
     Source: image keys and values beside the text's: Wan 2.1, https://arxiv.org/abs/2503.20314
 
@@ -129,27 +130,28 @@ class CrossAttention(AttentionBase):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "B T out_dim"]:
-        """Attend to another sequence, given as its states or as the `KV` made of them.
+        """Attend to another sequence, given as its states or as its `KV`.
 
         Args:
             hidden_states: [B, T, query_dim].
-            encoder_hidden_states: [B, S, cross_attention_dim]; or else
-            kv: what `compute_kv` returned.
-            encoder_hidden_states_image: [B, S', added_kv_proj_dim], beside encoder_hidden_states,
-                for a module that was built with added_kv_proj_dim.
-            mask: over the text's keys, a mask of `maxattn.masks`; default everything. All image
-                tokens are attended to.
-            bias: added to the text's scores, each axis of [B, N, T, S] full or 1.
+            encoder_hidden_states: [B, S, cross_attention_dim]. Give this or kv.
+            kv: the result of `compute_kv`, which many calls may share.
+            encoder_hidden_states_image: [B, S', added_kv_proj_dim], beside encoder_hidden_states.
+                A module that was built with added_kv_proj_dim needs it.
+            mask: of the text's keys, from `maxattn.masks`; default all pairs. All image tokens are
+                attended to.
+            bias: added to the text's scores; each axis of [B, N, T, S] is full or 1.
             rotary_emb: positions of the queries; default none.
-            rotary_emb_k: positions of the text's keys; default none. Not with kv, whose keys are
-                already rotated.
-            deterministic: False drops output channels at random; default what the module's train()
-                or eval() set last, and True before.
-            rngs: source of the dropout, needed only then.
+            rotary_emb_k: positions of the text's keys; default none. Refused beside kv, whose keys
+                are rotated already.
+            deterministic, rngs: as in a call of `FlaxAttention`.
+
+        Returns:
+            [B, T, out_dim].
 
         Raises:
-            InputError: for shapes or dtypes that do not fit, for both or neither of
-                encoder_hidden_states and kv, or dropout without rngs.
+            InputError: if shapes or dtypes do not fit, if both or neither of encoder_hidden_states
+                and kv are given, or if there is dropout without rngs.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
@@ -157,11 +159,8 @@ class CrossAttention(AttentionBase):
         text, image = encoder_hidden_states, encoder_hidden_states_image
         self._check_source(b, text, kv, image, rotary_emb_k)
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
-        if kv is None:
-            prepared = self._prepare(b, t, cast(Array, text).shape[1], mask, bias)
-        else:
-            k, v = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (kv.k, kv.v))
-            prepared = self._prepare_shapes(b, t, k, v, mask, bias)
+        keys = cast(Array, text).shape[1] if kv is None else (kv.k, kv.v)
+        prepared = self._prepare(b, t, keys, mask, bias)
         to_q = self._projection("query_proj", hidden_states, self.to_q, self.norm_q, rotary_q)
         kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
         q = self._on_mesh(self._project(hidden_states, to_q), to_q.letters)
@@ -179,15 +178,15 @@ class CrossAttention(AttentionBase):
         image: Float[Array, "B S2 added_kv_proj_dim"] | None = None,
         rotary_emb_k: Any = None,
     ) -> KV:
-        """Make the keys and values of a text once, for all denoising steps.
+        """Compute the keys and values of a text once, for all denoising steps.
 
         Args:
             text: [B, S, cross_attention_dim].
-            image: [B, S', added_kv_proj_dim], for a module that was built with added_kv_proj_dim.
+            image: [B, S', added_kv_proj_dim], if the module was built with added_kv_proj_dim.
             rotary_emb_k: positions of the text's keys; default none.
 
         Raises:
-            InputError: for shapes or dtypes that do not fit.
+            InputError: if shapes or dtypes do not fit.
         """
         checks.states(
             "encoder_hidden_states", text, self.cross_attention_dim, "cross_attention_dim"
@@ -209,7 +208,7 @@ class CrossAttention(AttentionBase):
         norm: QKNorm | None,
         rotary: Rotary | None = None,
     ) -> tuple[Array, Array]:
-        # A text is short and every shard of the queries needs all of it: its length stays whole.
+        # Every shard of the queries needs the whole text, which is short: its length is not split.
         k = self._project(x, self._projection("key_proj", x, to_k, norm, rotary, "B.KH"))
         v = self._project(x, Projection(to_v, "value_proj", self.kv_heads))
         return self._on_mesh(k, "B.KH"), self._on_mesh(v, "B.KH")

@@ -33,34 +33,34 @@ from maxattn.modules.self_attention import FlaxAttention
 from maxattn.rope import Rotary
 
 Unbiased = tuple[Float[Array, "B T C"], Float[Array, " C"] | None]
-"""What a projection gives, and the bias that it has left out."""
+"""The result of a projection without its bias, and the bias."""
 
 
 class JointAttention(FlaxAttention):
-    """Attend from every token of a text and a picture to every token of both.
+    """Attend from every token of a text and a picture to every token of both, as Flux does.
 
-    q = [norm_added_q(add_q_proj text), norm_q(to_q x)], k and v alike
-    [text', x'] = softmax(scale * rope(q) rope(k)^T + bias) v;  y = to_out x',  text_y = to_add_out
-    text'
+    q = [norm_added_q(add_q_proj text), norm_q(to_q x)]; k and v alike
+    [text', x'] = softmax(scale * rope(q) rope(k)^T + bias) v
+    y = to_out x'; text_y = to_add_out text'
 
-    The text comes first in the joint sequence: in rotary positions, masks and biases too.
+    The text comes first in the joint sequence, in rotary positions, masks and biases too.
 
     Args:
-        query_dim, heads, kv_heads, dim_head, dim_head_v, bias, out_bias, qk_norm, eps: as in
+        query_dim: channels of the picture's tokens.
+        heads, kv_heads, dim_head, dim_head_v, bias, out_bias, qk_norm, eps, scale, out_dim: as in
             `FlaxAttention`.
-        scale, out_dim, dropout: as in `FlaxAttention`. The dropout is on the picture's output
-            alone, as in diffusers.
+        dropout: as in `FlaxAttention`, of the picture's output alone, as in diffusers.
         added_kv_proj_dim: channels of the text's tokens, in and out; default query_dim.
         added_proj_bias: whether the text's three projections have a bias; default True.
-        out_proj: whether there are output projections; default True. False leaves the heads of both
-            joined: [B, T, N*H], [B, S, N*H].
-        text_out: whether the text has an output; default True. The last block of a model that reads
-            the picture alone has none: no to_add_out, and None in its place.
+        out_proj: whether there are output projections; default True. If False, the outputs are the
+            joined heads, [B, T, N*H] and [B, S, N*H].
+        text_out: whether the text has an output; default True. If False, as in the last block of
+            SD3, there is no to_add_out, and the text's output is None.
         config, mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in
             `FlaxAttention`.
 
     Raises:
-        InputError: for sizes that do not divide, or a value out of range.
+        InputError: if sizes do not divide, or a value is out of range.
 
     Source: Esser et al., Scaling rectified flow transformers, https://arxiv.org/abs/2403.03206
 
@@ -132,21 +132,18 @@ class JointAttention(FlaxAttention):
 
         Args:
             hidden_states: the picture's tokens, [B, T, query_dim].
-            encoder_hidden_states: the text's, [B, S, added_kv_proj_dim].
-            rotary_emb: positions of all S + T tokens, as `maxattn.rope.apply_rotary` takes them;
-                default none.
-            mask: over the S + T tokens, a mask of `maxattn.masks`; default everything.
-            bias: added to the scores, each axis of [B, N, S + T, S + T] full or 1.
-            deterministic: False drops output channels of the picture at random; default what the
-                module's train() or eval() set last, and True before.
-            rngs: source of the dropout, needed only then.
+            encoder_hidden_states: the text's tokens, [B, S, added_kv_proj_dim].
+            rotary_emb: positions of all S + T tokens, in any form that
+                `maxattn.rope.apply_rotary` takes; default none.
+            mask: over the S + T tokens, from `maxattn.masks`; default all pairs.
+            bias: added to the scores; each axis of [B, N, S + T, S + T] is full or 1.
+            deterministic, rngs: as in a call of `FlaxAttention`.
 
         Returns:
-            The picture's output, then the text's, [B, S, added_kv_proj_dim]; None for a text
-            without one.
+            The picture's output [B, T, out_dim], and the text's [B, S, added_kv_proj_dim] or None.
 
         Raises:
-            InputError: for shapes or dtypes that do not fit, or dropout without rngs.
+            InputError: if shapes or dtypes do not fit, or if there is dropout without rngs.
         """
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         x, text = hidden_states, encoder_hidden_states
@@ -162,15 +159,15 @@ class JointAttention(FlaxAttention):
     ) -> tuple[Unbiased, Any]:
         """Attend as a call does, and leave the output projections' biases to the caller.
 
-        The caller adds them with what else it adds, such as in `adaptive_norm`: XLA for GPUs then
-        copies neither sequence out of the joint one. There is no dropout.
+        The caller adds them where it adds the result to its tokens, such as in `adaptive_norm`:
+        XLA for GPUs then copies neither sequence out of the joint one. There is no dropout.
 
         Args:
             hidden_states, encoder_hidden_states, rotary_emb: as for a call.
 
         Returns:
-            (y, bias) of the picture, then of the text, None for a text without output; a bias is
-            None where there is none, or y has it already.
+            (y, bias) of the picture, and of the text or None. A bias is None if the projection has
+            none.
         """
         x, text = hidden_states, encoder_hidden_states
         of_text, of_picture = self._attend(text, x, rotary_emb)
@@ -187,7 +184,6 @@ class JointAttention(FlaxAttention):
     def _attend(
         self, text: Array, x: Array, rotary_emb: Any, mask: Any = None, bias: Any = None
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B T N H"]]:
-        """Return what the tokens of the text attend to, and those of the picture."""
         checks.states("hidden_states", x, self.query_dim, "query_dim")
         b, t, _ = x.shape
         checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)
@@ -201,10 +197,10 @@ class JointAttention(FlaxAttention):
     def _joint_heads(
         self, text: Array, x: Array, rotary: Rotary | None
     ) -> tuple[Projection, Array, Array, Array]:
-        """Return how the picture's queries are made, then queries, keys and values of both."""
+        """Return the projection of the picture's queries, then q, k and v of both sequences."""
         s, kv = text.shape[1], self.kv_heads
         of_text, of_picture = (None, None) if rotary is None else rotary.split(s)
-        # A text is short: its length stays whole.
+        # A text is short: its length is not split.
         made, added_q, added_k = self._projection, self.norm_added_q, self.norm_added_k
         to_q = (
             made("query_proj", text, self.add_q_proj, added_q, of_text, "B.NH"),
@@ -230,5 +226,5 @@ class JointAttention(FlaxAttention):
         if self.out_proj:
             with self._scope("to_add_out"):
                 y = self.to_add_out(y)
-        # A text is short: its length stays whole.
+        # A text is short: its length is not split.
         return self._on_mesh(y, "B.." if self.out_proj else "B.N")

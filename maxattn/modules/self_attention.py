@@ -26,39 +26,40 @@ from maxattn.streaming import CacheLayer, KVCache
 
 
 class FlaxAttention(AttentionBase):
-    """Attend from every token to every token that the mask allows.
+    """Attend from every token of a sequence to every token that the mask allows.
 
     y = to_out(softmax(scale * rope(norm_q(to_q x)) rope(norm_k(to_k x))^T + bias) to_v x)
 
     Args:
         query_dim: channels of the input.
         heads: N, query heads; default 8.
-        kv_heads: K, key heads, dividing N; default N. Neighbouring query heads share a key head.
+        kv_heads: K, key heads, which divide N; default N. Neighbouring query heads share one.
         dim_head: H, channels of a head; default 64.
-        dropout: probability of dropping an output channel; default 0.
+        dropout: probability that an output channel is dropped; default 0.
         bias: whether to_q, to_k and to_v have a bias; default False.
-        out_bias: whether to_out has one; default True.
-        qk_norm: None, "rms_norm", "layer_norm" or "zero_centred_rms_norm" (per head; the last keeps
-            its scale less 1), or "rms_norm_across_heads"; default None.
+        out_bias: whether to_out has a bias; default True.
+        qk_norm: norm of queries and keys. "rms_norm", "layer_norm" and "zero_centred_rms_norm"
+            (times 1 + scale) are over each head, "rms_norm_across_heads" is over all heads of a
+            token; default None.
         eps: of both norms; default 1e-5 (Wan has 1e-6).
         scale: multiplies the scores; default H ** -0.5.
         out_dim: channels of the output; default query_dim.
-        out_proj: whether there is an output projection; default True. False leaves the heads
-            joined, [B, T, N*H], for models that project them with other channels.
-        gate: None, "per_head" (heads times 2 sigmoid(to_gate_logits x)) or "per_channel" (channels
-            times sigmoid(to_gate x)), before to_out; default None.
-        dim_head_v: V, channels of a head of the values; default H. Kernels but `dot_product` pad
-            both to the larger.
-        config: which kernel and parallelism; default `AttentionConfig()`.
-        mesh: devices to spread over; default none.
-        dtype: of the computation; default that of input and parameters together.
+        out_proj: whether there is an output projection; default True. If False, the output is the
+            joined heads, [B, T, N*H], for models that project them with other channels.
+        gate: "per_head" multiplies each head by 2 sigmoid(to_gate_logits x), "per_channel" each
+            channel by sigmoid(to_gate x), both before to_out; default None.
+        dim_head_v: V, channels of a head of the values; default H. All kernels but `dot_product`
+            fill the narrower heads with zeros.
+        config: kernel and parallelism; default `AttentionConfig()`.
+        mesh: devices that the call is spread over; default none.
+        dtype: of the computation; default the common dtype of input and parameters.
         param_dtype: of the parameters; default float32.
-        precision: of the projections' matmuls, as `jax.lax.Precision`.
+        precision: of the projections' products, as in `jax.lax.Precision`.
         kernel_init, bias_init: initialisers; default LeCun normal and zeros.
         rngs: source of the initial parameters.
 
     Raises:
-        InputError: for sizes that do not divide, or a value out of range.
+        InputError: if sizes do not divide, or a value is out of range.
 
     Source: Vaswani et al., Attention is all you need, https://arxiv.org/abs/1706.03762
 
@@ -140,26 +141,28 @@ class FlaxAttention(AttentionBase):
         rotary_emb_k: Any = None,
         cache: CacheLayer | None = None,
     ) -> Any:
-        """Attend within one sequence, or from a block of a stream to what its cache keeps.
+        """Attend within a sequence, or from a block of a stream to its cache.
 
         Args:
             hidden_states: [B, T, query_dim].
-            rotary_emb: positions of the queries, as `maxattn.rope.apply_rotary` takes them; default
-                none. Beside a cache that keeps keys by slots, a table of the whole window.
-            mask: a mask of `maxattn.masks`; default everything.
-            bias: added to the scores, each axis of [B, N, T, T] full or 1.
-            deterministic: False drops output channels at random; default what the module's train()
-                or eval() set last, and True before.
-            rngs: source of the dropout, needed only then.
+            rotary_emb: positions of the queries, in any form that `maxattn.rope.apply_rotary`
+                takes; default none. Beside a cache that keeps keys by slots, a table of the window.
+            mask: a mask of `maxattn.masks`; default all pairs.
+            bias: added to the scores; each axis of [B, N, T, T] is full or 1.
+            deterministic: False drops output channels at random; default as the module's last
+                train() or eval() set it, and True before both.
+            rngs: source of the dropout; needed only if there is dropout.
             rotary_emb_k: positions of the keys; default those of the queries.
-            cache: a layer of a `KVCache`: the keys and values of these tokens are written into the
-                slots of the block that it is at. Then the result is a pair (output, cache). A mask
-                stands beside one that extracts, or is read alone.
+            cache: a layer of a `KVCache`. The keys and values of these tokens are written into the
+                slots of the cache's current block.
+
+        Returns:
+            [B, T, out_dim]; if there is a cache, the pair of this and the cache.
 
         Raises:
-            InputError: for shapes or dtypes that do not fit, or dropout without rngs.
-            MeshError: the cache lies on another mesh.
-            Unsupported: a pass that writes into a cache is differentiated.
+            InputError: if shapes or dtypes do not fit, or if there is dropout without rngs.
+            MeshError: if the cache is on another mesh.
+            Unsupported: if a pass that writes into a cache is differentiated.
         """
         checks.states("hidden_states", hidden_states, self.query_dim, "query_dim")
         checks.dropout_rngs(self.dropout, deterministic, rngs)
@@ -184,7 +187,6 @@ class FlaxAttention(AttentionBase):
         return to_q, self._projection("key_proj", x, self.to_k, self.norm_k, rotary_k, "BSKH")
 
     def _heads(self, x: Array, to_q: Projection, to_k: Projection) -> tuple[Array, Array, Array]:
-        """Project to queries, keys and values."""
         q, k = self._project(x, to_q), self._project(x, to_k)
         v = self._project(x, Projection(self.to_v, "value_proj", self.kv_heads))
         return self._on_mesh(q, "BTNH"), self._on_mesh(k, "BSKH"), self._on_mesh(v, "BSKH")

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from maxattn.config import AttentionConfig
+from maxattn.config.asked import checked_config
 from maxattn.errors import InputError
 from maxattn.modules import checks
 from maxattn.modules.adapters import AttentionFn, attention_fn
@@ -88,7 +89,7 @@ def swap(
     1 of 1 attentions swapped
       the model itself  MultiHeadAttention  swapped  attention: dot_product
     """
-    checks.config(config)
+    checked_config(config)
     checks.mesh(mesh)
     if not isinstance(model, nnx.Module):
         rule = "swap takes an NNX module"

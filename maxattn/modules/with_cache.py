@@ -1,4 +1,4 @@
-"""Self-attention of a block of a stream: checks, projections, and attention with the cache."""
+"""Self-attention of a block of a stream to a cache: checks, projections, attention."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run_with_cache(
     mask: Any,
     bias: Any,
 ) -> tuple[Float[Array, "B T N H"], KVCache]:
-    """Refuse a cache that does not fit; project a block, write its keys and values, and attend.
+    """Project a block, write its keys and values into the cache, and attend to it.
 
     Raises:
-        InputError, MeshError: naming what differs.
+        InputError, MeshError: if the cache does not fit the module, the block or the mesh.
     """
     if not isinstance(layer, CacheLayer):
         remedy = "pass cache.layer(i)"
@@ -61,10 +61,10 @@ def run_with_cache(
 
 
 def window_table(cache: KVCache, rotary: Any, dim_head: int) -> Rotary:
-    """Read a table of the whole window, [F, tokens, D]: place by place, whatever the frame.
+    """Read a table of the whole window, [F, tokens, D]: one angle a slot, whatever its frame.
 
     Raises:
-        InputError: it is of other tokens than those of all slots, or differs by row or head.
+        InputError: if its tokens are not those of all slots, or if it differs by example or head.
     """
     frames, tokens = cache.layout.frames, cache.layout.stream.tokens_per_frame
     table = as_rotary(rotary, (1, frames * tokens, 1, dim_head))

@@ -1,9 +1,8 @@
-"""The row kernel: what the threads of a block do to its rows. All arithmetic is float32.
+"""The row kernel, forward and backward. All arithmetic is float32.
 
-A block takes neighbouring rows, one after another: they mostly share their vectors, which stay
-with the block until a row has others.
-
-CuTe comes with fa4-jax: this file is imported when a kernel is compiled.
+A block computes neighbouring rows, one after another. Most of them share their vectors, which the
+block loads again only if a row has others. CuTe comes with fa4-jax: this file is imported when a
+kernel is compiled.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from maxattn.modules.row_kernel.thread import (
     Row,
     Slots,
     Stages,
-    add_to,
-    added_up,
     each,
     layer_normed,
     means,
-    most,
     new_registers,
     of_angles,
     of_numbers,
@@ -34,14 +30,13 @@ from maxattn.modules.row_kernel.thread import (
     rotated,
     times,
     total,
-    zeros,
 )
 from maxattn.modules.row_kernel.work import OCTET, WARP, RowLaunch
 
 cutlass: Any = import_module("cutlass")
 cute: Any = import_module("cutlass.cute")
 
-CARVEOUT = 100  # percent of what shared memory can have of the first-level cache
+CARVEOUT = 100  # percent of the first-level cache that may become shared memory
 
 
 class Block(NamedTuple):
@@ -84,7 +79,8 @@ def hold(block: Block, parts: Any, example: Any, frame: Any) -> None:
             batch, frames, height, width = array.shape
             line = (example % batch * frames + frame % frames) * height + row
             loaded.append(place.load(array, line * width, width < place.work.channels))
-        for into, numbers in zip(block.vectors[name], each(added_up, *loaded), strict=True):
+        whole = each(lambda *x: total(list(x)), *loaded)
+        for into, numbers in zip(block.vectors[name], whole, strict=True):
             numbers = [x + vector.constant for x in numbers] if vector.constant else numbers
             if isinstance(into, Slots):
                 into.write(numbers)
@@ -156,7 +152,9 @@ class Forward(RowKernel):
             for row in cutlass.range(block.first, block.last):
                 self.take(block, row, late, results)
         else:
-            frames = most([part.shape[1] for part in parts])
+            frames = cutlass.Int32(1)
+            for part in parts:
+                frames = cutlass.max(frames, part.shape[1])
             span = rows[0].shape[1] // frames
             for group in cutlass.range(block.first // span, (block.last - 1) // span + 1):
                 hold(block, parts, group // frames, group % frames)
@@ -220,18 +218,19 @@ class Backward(RowKernel):
         sources += [of_numbers(each) for each in kept]
         block = self.begin(place, sources, dx)
         hold(block, parts, 0, 0)
-        added = {name: zeros(self.work.passes) for name, _ in self.work.vectors}
+        added: dict[str, list[Any]] = {}
+        for name, _ in self.work.vectors:
+            added[name] = [new_registers(OCTET, cutlass.Float32) for _ in range(self.work.passes)]
+            for registers in added[name]:
+                registers.fill(0.0)
         for row in cutlass.range(block.first, block.last):
             self.take(block, row, added, dx)
-        self.store_sums(place, added, sums)
-
-    def store_sums(self, place: Place, added: Any, sums: Any) -> None:
         for (name, _), into in zip(self.work.vectors, sums, strict=True):
             found = [[registers[i] for i in range(OCTET)] for registers in added[name]]
             place.store(into, cute.arch.block_idx()[0], found)
 
     def take(self, block: Block, row: Any, added: Any, dx: Any) -> None:
-        """Compute a row: z = x + bias, n = z r, y = rotate(n scale), and back."""
+        """Differentiate z = x + bias, y = rotate(z r scale), and add to the sums of the vectors."""
         dy, x, *more = block.next(row)
         turns, kept = (more[:2], more[2:]) if self.work.style else ([], more)
         z = plus(block.as_row(x), block.vector("bias"))
@@ -241,8 +240,8 @@ class Backward(RowKernel):
         if self.work.norm is not None:
             roots = [[r[0][0]] * OCTET for r in kept] * self.work.passes
             roots = roots or over_roots(block, z, row)
-        # Before the sum over threads, so that registers hold `du` no longer than that.
-        add_to(added, "scale", lambda: times(each(mul, du, z), roots))
+        # Before the sum over threads, so that `du` needs no registers during it.
+        add_to(added.get("scale"), times(each(mul, du, z), roots))
         dz = times(du, block.vector("scale"))
         if roots is not None:
             # (g - z mean(g z) r^2) r
@@ -252,7 +251,14 @@ class Backward(RowKernel):
             ]
             dz = each(lambda g, v, slope, r: (g - v * slope) * r, dz, z, slopes, roots)
         block.place.store(dx, row, dz)
-        add_to(added, "bias", lambda: dz)
+        add_to(added.get("bias"), dz)
+
+
+def add_to(sums: list[Any] | None, row: Row) -> None:
+    """Add a row to the sums of a vector; None for no such vector."""
+    for registers, numbers in zip(sums or (), row, strict=False):
+        for i, x in enumerate(numbers):
+            registers[i] = registers[i] + x
 
 
 # ---- calls ---------------------------------------------------------------------------------------

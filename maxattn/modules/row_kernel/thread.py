@@ -1,9 +1,8 @@
-"""What a thread of the row kernel reads and writes, 16 bytes at a time, and what it computes.
+"""The loads, stores and arithmetic of a thread of the row kernel.
 
-Rows are copied to shared memory several rows ahead of the one computed. Each thread has slots of
-its own there, so that no thread waits for another. A `Row` is a thread's channels of a row in
-float32: 8 for each pass. Each number is a value of CuTe's, and each Python list is gone through
-when the kernel is compiled.
+Rows are copied to shared memory ahead of the row that is computed. Each thread reads its own slots
+there, so that no thread waits for another. A `Row` is a thread's channels of a row in float32, 8
+for each pass. Its numbers are values of CuTe, and its Python lists are unrolled at compile time.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Row = list[list[Any]]
 
 
 class Place:
-    """Where the channels of a block's thread number `index` are."""
+    """The channels of thread `index` of a block."""
 
     def __init__(self, work: RowWork, index: Any) -> None:
         self.work, self.index, self.shared = work, index, smem.SmemAllocator()
@@ -35,7 +34,7 @@ class Place:
         self.lane = _limit(self._lane, work.lanes, work.used_lanes)
 
     def channels(self, step: int, one_head: bool = False) -> list[tuple[Any, int]]:
-        """Return (first, how many) of a pass's channels, in a row or in a vector of one head."""
+        """Return (first, count) of the channels of a pass, in a row or in a vector of one head."""
         work = self.work
         head = _limit(self._slot + step * work.slots, work.slots * (step + 1), work.heads)
         start = 0 if one_head else head * work.head_dim
@@ -45,7 +44,7 @@ class Place:
         return [(start + self.lane * OCTET, OCTET)]
 
     def own(self, step: int, value: Any) -> Any:
-        """Return a value, or 0 where another thread adds the same channels to a sum."""
+        """Return a value, or 0 if another thread adds the same channels to a sum."""
         work, zero = self.work, cutlass.Float32(0.0)
         if work.used_lanes < work.lanes:
             value = cutlass.select_(self._lane < work.used_lanes, value, zero)
@@ -55,7 +54,7 @@ class Place:
         return value
 
     def load(self, array: Any, start: Any, one_head: bool = False) -> Row:
-        """Load the thread's channels of what begins at `start` in an array."""
+        """Load the thread's channels of the row or vector that begins at `start`."""
         found, kind = [], array.element_type
         for step in range(self.work.passes):
             parts = self.channels(step, one_head)
@@ -64,7 +63,7 @@ class Place:
         return found
 
     def store(self, into: Any, number: Any, row: Row) -> Row:
-        """Store a row of an array [.., .., N H], and return it as it was rounded."""
+        """Store a row of an array [.., .., N H], and return the rounded row."""
         rounded, kind = [], into.element_type
         for step, numbers in enumerate(row):
             kept, parts = [], self.channels(step)
@@ -76,12 +75,12 @@ class Place:
         return rounded
 
     def row(self, rows: Any, number: Any) -> Any:
-        """Return where a row begins: there may be more than 2**31 numbers before it."""
+        # More than 2**31 numbers may be before a row.
         return rows.iterator + cutlass.Int64(number) * self.work.channels
 
 
 def _limit(index: Any, end: int, most: int) -> Any:
-    """Keep an index that is below `end` below `most`."""
+    """Return an index that is below `end`, limited to below `most`."""
     return index if end <= most else cutlass.min(index, cutlass.Int32(most - 1))
 
 
@@ -89,7 +88,7 @@ def _limit(index: Any, end: int, most: int) -> Any:
 
 
 def vector(pointer: Any, n: int, kind: Any, memory: Any = None) -> Any:
-    """Return n numbers in memory, as many of them loaded at once as 16 bytes hold."""
+    """Return n numbers in memory, aligned for loads of up to 16 bytes."""
     align = min(WIDEST, n * kind.width) // 8
     space = cute.AddressSpace.gmem if memory is None else memory
     aligned = cute.make_ptr(kind, pointer.toint(), space, assumed_align=align)
@@ -97,14 +96,12 @@ def vector(pointer: Any, n: int, kind: Any, memory: Any = None) -> Any:
 
 
 def load(pointer: Any, n: int, kind: Any, memory: Any = None) -> list[Any]:
-    """Load n numbers in float32."""
     registers = new_registers(n, kind)
     cute.autovec_copy(vector(pointer, n, kind, memory), registers)
     return values(registers)
 
 
 def values(registers: Any) -> list[Any]:
-    """Return what registers hold in float32, number by number."""
     found = registers.load().to(cutlass.Float32)
     return [found[i] for i in range(cute.size(registers.shape))]
 
@@ -114,7 +111,6 @@ def new_registers(n: int, kind: Any) -> Any:
 
 
 def rounded_registers(numbers: list[Any], kind: Any) -> Any:
-    """Return registers of a dtype with numbers in them."""
     exact, rounded = new_registers(len(numbers), cutlass.Float32), new_registers(len(numbers), kind)
     for i, x in enumerate(numbers):
         exact[i] = x
@@ -126,9 +122,9 @@ def rounded_registers(numbers: list[Any], kind: Any) -> Any:
 
 
 class Slots:
-    """n numbers of each thread in shared memory, `depth` times.
+    """Shared memory for n numbers of each thread, `depth` times.
 
-    They are in pieces of 16 bytes, neighbours in neighbouring threads: no two meet in a bank.
+    Pieces of 16 bytes of neighbouring threads are neighbours, which avoids bank conflicts.
     """
 
     def __init__(self, place: Place, kind: Any, n: int, depth: int = 1) -> None:
@@ -139,40 +135,37 @@ class Slots:
         self.memory = place.shared.allocate_tensor(kind, layout, 16)
 
     def pointers(self, stage: Any = 0) -> list[Any]:
-        """Return where the pieces of a stage begin."""
         numbers = (stage * self.pieces + k for k in range(self.pieces))
         threads, index = self.place.work.threads, self.place.index
         return [self.memory.iterator + (k * threads + index) * self.width for k in numbers]
 
     def read(self, stage: Any = 0) -> list[Any]:
-        """Return what a stage holds, in float32."""
         shared = cute.AddressSpace.smem
         pieces = (load(start, self.width, self.kind, shared) for start in self.pointers(stage))
         return list(chain(*pieces))
 
     def write(self, numbers: list[Any]) -> None:
-        """Store numbers, in the only stage."""
+        """Store numbers in the first stage."""
         for k, start in enumerate(self.pointers()):
             piece = rounded_registers(numbers[k * self.width : (k + 1) * self.width], self.kind)
             cute.autovec_copy(piece, vector(start, self.width, self.kind, cute.AddressSpace.smem))
 
 
 class RowSource(NamedTuple):
-    """What a thread needs of an array for a row, part by part."""
+    """The numbers of an array that a thread needs for a row, in contiguous parts."""
 
     kind: Any
-    sizes: list[int]  # of the parts, in numbers
-    parts: Callable[[Any], list[Any]]  # where they begin, of a row
-    repeated: bool = False  # other threads of the block need the same: the L1 cache keeps it
+    sizes: list[int]  # numbers of each part
+    parts: Callable[[Any], list[Any]]  # the row's number -> the beginnings of its parts
+    repeated: bool = False  # other threads of the block read them too: the L1 cache keeps them
 
     def read(self, number: Any) -> list[list[Any]]:
-        """Load a row's numbers to registers."""
         parts = zip(self.parts(number), self.sizes, strict=True)
         return [load(first, n, self.kind) for first, n in parts]
 
 
 def of_rows(place: Place, rows: Any) -> RowSource:
-    """Name the thread's channels of a row of [B, T, N H], part by part, pass by pass."""
+    """Return the thread's channels of a row of [B, T, N H], pass by pass."""
     parts = [part for step in range(place.work.passes) for part in place.channels(step)]
 
     def begin(number: Any) -> list[Any]:
@@ -182,7 +175,7 @@ def of_rows(place: Place, rows: Any) -> RowSource:
 
 
 def of_angles(place: Place, table: Any) -> RowSource:
-    """Name the thread's cosines or sines of a row: [L, H/2], L dividing the rows."""
+    """Return the thread's cosines or sines of a row, from [L, H/2] where L divides the rows."""
     width = place.work.head_dim // 2
 
     def begin(number: Any) -> list[Any]:
@@ -193,30 +186,25 @@ def of_angles(place: Place, table: Any) -> RowSource:
 
 
 def of_numbers(numbers: Any) -> RowSource:
-    """Name a row's number of [B T]."""
-    kind = numbers.element_type
-    return RowSource(kind, [1], lambda number: [numbers.iterator + number], repeated=True)
+    """Return a row's number of [B T]."""
+    return RowSource(numbers.element_type, [1], lambda row: [numbers.iterator + row], repeated=True)
 
 
 class Stages:
-    """Copies of a block's rows, `depth` - 1 ahead of the one computed.
-
-    The copies run on their own (`cp.async`) and hold no registers.
-    """
+    """Asynchronous copies (`cp.async`) of a block's rows, `depth` - 1 rows ahead."""
 
     def __init__(self, place: Place, sources: list[RowSource], depth: int) -> None:
         self.depth, self.sources = depth, sources
         self.slots = [[Slots(place, each.kind, n, depth) for n in each.sizes] for each in sources]
 
     def start(self, number: Any, stage: Any) -> None:
-        """Begin to copy a row."""
         for source, slots in zip(self.sources, self.slots, strict=True):
             for first, each in zip(source.parts(number), slots, strict=True):
                 _copy(first, each, stage, source.repeated)
         cute.arch.cp_async_commit_group()
 
     def read(self, stage: Any) -> list[list[list[Any]]]:
-        """Wait for the oldest row, and return its numbers: source by source, part by part."""
+        """Wait for the oldest row, and return its numbers, source by source and part by part."""
         cute.arch.cp_async_wait_group(self.depth - 2)
         return [[each.read(stage) for each in slots] for slots in self.slots]
 
@@ -236,9 +224,7 @@ def _copy(first: Any, slots: Slots, stage: Any, repeated: bool) -> None:
 
 def each(f: Callable[..., Any], *rows: Row) -> Row:
     """Apply a function number by number."""
-    return [
-        [f(*numbers) for numbers in zip(*passes, strict=True)] for passes in zip(*rows, strict=True)
-    ]
+    return [[f(*x) for x in zip(*passes, strict=True)] for passes in zip(*rows, strict=True)]
 
 
 def plus(x: Row, y: Row | None) -> Row:
@@ -250,7 +236,7 @@ def times(x: Row, y: Row | None) -> Row:
 
 
 def rotated(style: str | None, row: Row, cos: Any = None, sin: Any = None) -> Row:
-    """Rotate each pair by its angle, where there are angles."""
+    """Rotate each pair of channels by its angle; None changes nothing."""
     if style is None:
         return row
     found = []
@@ -265,44 +251,18 @@ def rotated(style: str | None, row: Row, cos: Any = None, sin: Any = None) -> Ro
 
 
 def total(numbers: list[Any]) -> Any:
-    """Add numbers up in a tree: short chains of additions."""
+    """Add numbers in a tree, whose chains of additions are short."""
     while len(numbers) > 1:
         odd = numbers[len(numbers) & ~1 :]
         numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=False)] + odd
     return numbers[0]
 
 
-def added_up(*numbers: Any) -> Any:
-    return total(list(numbers))
-
-
-def most(numbers: list[Any]) -> Any:
-    found = cutlass.Int32(1)
-    for x in numbers:
-        found = cutlass.max(found, x)
-    return found
-
-
-def zeros(passes: int) -> list[Any]:
-    found = [new_registers(OCTET, cutlass.Float32) for _ in range(passes)]
-    for registers in found:
-        registers.fill(0.0)
-    return found
-
-
-def add_to(added: dict[str, list[Any]], name: str, row: Callable[[], Row]) -> None:
-    """Add to the sums of a vector, where there is one."""
-    if name in added:
-        for registers, numbers in zip(added[name], row(), strict=True):
-            for i, x in enumerate(numbers):
-                registers[i] = registers[i] + x
-
-
 # ---- moments -------------------------------------------------------------------------------------
 
 
 def over_roots(block: Any, z: Row, row: Any) -> Row:
-    """Return r = 1 / sqrt(mean(z^2) + eps), by which an RMS norm multiplies each channel."""
+    """Return 1 / sqrt(mean(z^2) + eps), the factor of an RMS norm, for each channel."""
     eps = block.place.work.eps
     roots = [cute.math.rsqrt(m[0] + eps, fastmath=True) for m in means(block, z, z, row)]
     return [[r] * OCTET for r in roots]
@@ -321,10 +281,9 @@ def means(block: Any, x: Row, y: Row, row: Any) -> Row:
 
 
 def layer_normed(block: Any, z: Row, row: Any) -> Row:
-    """Return (z - mean) / sqrt(variance + eps), without loss where the mean is large.
+    """Return (z - mean) / sqrt(variance + eps), accurately even if the mean is large.
 
-    Each warp has its mean and the squares of distances from it, and these are merged as by Chan,
-    Golub and LeVeque (1979).
+    The means and squared distances of the warps are merged as in Chan, Golub and LeVeque (1979).
     """
     work, place, one = block.place.work, block.place, cutlass.Float32(1.0)
     is_full, count = work.is_full, block.count
@@ -343,16 +302,16 @@ def layer_normed(block: Any, z: Row, row: Any) -> Row:
 
 
 def over_lanes(x: Any, width: int) -> Any:
-    """Sum over so many neighbouring threads."""
+    """Sum over `width` neighbouring threads."""
     for step in range(width.bit_length() - 1):
         x = x + cute.arch.shuffle_sync_bfly(x, offset=1 << step)
     return x
 
 
 def of_warps(block: Any, numbers: list[Any], row: Any) -> list[list[Any]]:
-    """Return the numbers of all warps of the block, once a row.
+    """Return the numbers of all warps of the block; call it once a row.
 
-    Rows take turns with two sets, so that one barrier a row suffices.
+    Consecutive rows use different memory, so that one barrier a row is enough.
     """
     warps, turn = block.place.work.warps, (row - block.first) % 2
     if warps == 1:

@@ -1,4 +1,4 @@
-"""What the kernel does to a row, how the threads of a block share it, and how many blocks run."""
+"""The work of the row kernel, how threads share a row, and how many blocks are launched."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ LARGEST_BLOCK = 384  # threads
 MOST_PASSES = 4  # with more, registers run out
 REGISTERS = 2**16  # of an SM
 OTHERS = 33  # registers of a thread for addresses and sums
-OF_A_BLOCK = 2048  # bytes of shared memory besides rows: the system's, and sums over warps
+OF_A_BLOCK = 2048  # bytes of shared memory for the system, and for sums over warps
 MOST_BLOCKS = 16  # of an SM
 
 
 class VectorParts(NamedTuple):
-    """A vector that comes with the rows, as a sum of parts, arrays [B, F, R, D]."""
+    """A vector that rows are scaled or shifted by: a sum of rows of arrays [B, F, R, D]."""
 
-    rows: tuple[int, ...] = (0,)  # of each part, which of its R
-    constant: float = 0.0  # added to them
+    rows: tuple[int, ...] = (0,)  # the row of each array, of its R
+    constant: float = 0.0  # added to the sum
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """What is done to a row of N heads of H channels, and which thread takes which channels.
+    """The work on a row of N heads of H channels, and the channels of each thread.
 
-    z = x + bias; where rows are added to another, z = other + gate * (x + bias)
+    z = x + bias; if x is added to another row, z = other + gate * (x + bias)
     y = rotate(norm(z) * scale + shift)
 
-    A head is shared by `lanes` neighbouring threads, each with 8 of its channels: 8 neighbours, or
-    4 of each half if the pairs of the rotary embedding are halves apart. A block takes `slots`
-    heads at a time, and all N in `passes` passes. Threads that are left over repeat what the last
-    head or lane does and store the same; sums leave them out. The heads of a LayerNorm, which has
-    none, are of 8 channels.
+    `lanes` neighbouring threads share a head, with 8 channels each: 8 neighbours, or 4 of each
+    half for the "half" style. A block computes `slots` heads at a time, and all N in `passes`.
+    Surplus threads repeat the last head or lane, store the same numbers and add nothing to sums.
+    A LayerNorm has no heads: its channels are taken as heads of 8.
 
     Args:
         heads, head_dim: N and H.
         norm: RMS over each "head" or "across" all heads, "layer" for a LayerNorm, or None.
         eps: of the norm.
         style: of the rotary embedding, "interleaved" or "half"; None for none.
-        vectors: those that there are, by name.
+        vectors: the vectors, by name.
 
     >>> RowWork(12, 128, "across", 1e-6, "interleaved").threads
     96
@@ -64,12 +63,12 @@ class RowWork:
 
     @property
     def lanes(self) -> int:
-        """Return how many threads a head has: a power of two, so that shuffles sum over it."""
+        """Return the threads of a head: a power of two, so that shuffles can sum over it."""
         return 1 << (self.used_lanes - 1).bit_length()
 
     @property
     def slots(self) -> int:
-        """Return how many heads a block takes at a time: whole warps, if possible all full."""
+        """Return the heads that a block computes at a time: whole warps, full if possible."""
         octets = self.heads * self.lanes
         fewest = 1 if octets <= ONE_PASS else max(2, -(-octets // LARGEST_BLOCK))
         full = (p for p in (fewest, fewest + 1) if octets % (p * WARP) == 0)
@@ -90,11 +89,11 @@ class RowWork:
 
     @property
     def is_full(self) -> bool:
-        """Say whether each thread has channels of its own in each pass."""
+        """Check whether no thread is surplus."""
         return OCTET * self.threads * self.passes == self.channels
 
     def of_warp(self, warp: int) -> int:
-        """Return how many channels a warp has of its own."""
+        """Return the number of channels of a warp, without those that surplus threads repeat."""
         threads = range(warp * WARP, (warp + 1) * WARP)
         return OCTET * sum(
             t % self.lanes < self.used_lanes and t // self.lanes + p * self.slots < self.heads
@@ -103,7 +102,7 @@ class RowWork:
         )
 
     def fits(self) -> bool:
-        """Say whether a block can share such a row."""
+        """Check whether a block can compute such a row."""
         if self.heads < 1 or self.head_dim < OCTET or self.head_dim % OCTET:
             return False
         return self.lanes <= WARP and self.passes <= MOST_PASSES and self.threads <= LARGEST_BLOCK
@@ -111,25 +110,26 @@ class RowWork:
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """How rows are shared among blocks. The vectors are in registers; in a backward they are in
-    shared memory, and their sums in registers.
+    """How rows are shared among blocks.
+
+    Vectors are in registers. In a backward they are in shared memory, and their sums in registers.
     """
 
     work: RowWork
-    widths: tuple[int, ...]  # bytes of a number of each array of rows that is read
+    widths: tuple[int, ...]  # bytes of a number, for each array of rows that is read
     is_backward: bool
     sms: int  # streaming multiprocessors (SMs) of the GPU
-    shared: int  # bytes of shared memory that an SM gives
+    shared: int  # bytes of shared memory of an SM
 
     @property
     def stages(self) -> int:
-        """Return how many rows a block has in shared memory: one is computed, others arrive."""
+        """Return the rows that a block has in shared memory: one is computed, others arrive."""
         most = 1 + len(self.widths)
         return most if self._bytes(most) <= self.shared else 2
 
     @property
     def per_sm(self) -> int:
-        """Return how many blocks an SM has at once: registers and shared memory limit them."""
+        """Return the blocks that an SM runs at once, limited by registers and shared memory."""
         work, vectors = self.work, len(self.work.vectors) * (2 if self.is_backward else 1)
         registers = OTHERS + OCTET * work.passes * (vectors + 2 * len(self.widths) - 1)
         by_registers = REGISTERS // (registers * work.threads)
@@ -137,11 +137,10 @@ class RowLaunch:
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks are launched at most: as many as a GPU has at once."""
+        """Return the number of blocks that the GPU runs at once, the most that are launched."""
         return self.sms * self.per_sm
 
     def fits(self) -> bool:
-        """Say whether the kernel takes such rows."""
         return self.work.fits() and self._bytes(2) <= self.shared
 
     def _bytes(self, stages: int) -> int:
