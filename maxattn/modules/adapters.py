@@ -1,4 +1,4 @@
-"""maxattn inside modules of others: `attention_fn`, which `nnx.MultiHeadAttention` calls."""
+"""`attention_fn`: maxattn as the attention function of `nnx.MultiHeadAttention`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maxattn.config import AttentionConfig
 from maxattn.config.asked import checked_config
 from maxattn.errors import InputError, Unsupported
 from maxattn.modules import checks
-from maxattn.modules.mha_rope import Rope, check_rope, turn
+from maxattn.modules.mha_rope import Rope, check_rope, fold, turn
 
 log = logging.getLogger("maxattn")
 
@@ -30,23 +30,24 @@ def attention_fn(
     role: Literal["self", "cross"] = "self",
     rope: Rope | None = None,
 ) -> AttentionFn:
-    """Make the `attention_fn` of an `nnx.MultiHeadAttention`.
+    """Make an attention function for `nnx.MultiHeadAttention(attention_fn=...)`.
 
     Args:
-        config: which kernel and parallelism; default `AttentionConfig()`.
-        mesh: devices to spread over; default none.
-        role: which setting governs it, `attention` ("self", the default) or `cross_attention`
-            ("cross").
-        rope: turns queries and keys first, as `nnx.dot_product_attention_with_rope` does: an
+        config: kernel and parallelism; default `AttentionConfig()`.
+        mesh: devices that the call is spread over; default none.
+        role: which setting of the config chooses the kernel: `attention` for "self" (default), or
+            `cross_attention` for "cross".
+        rope: turns queries and keys first, as in `nnx.dot_product_attention_with_rope`: an
             `nnx.RoPE` of flax >= 0.12.12, or any function of heads [..., T, H] and positions [T]
             or None. Default none.
 
     Returns:
-        A function of `flax.nnx.dot_product_attention`'s arguments and `input_positions`; two made
-        of equal settings are equal.
+        A function with the arguments of `flax.nnx.dot_product_attention` and `input_positions`.
+        Functions with equal settings are equal.
 
     Raises:
-        ConfigError, MeshError, InputError: `config`, `mesh`, `role` or `rope` is none.
+        ConfigError, MeshError, InputError: if `config`, `mesh`, `role` or `rope` is of another
+            kind.
 
     >>> attend = ma.attention_fn(ma.AttentionConfig(attention="dot_product"))
     >>> layer = nnx.MultiHeadAttention(4, 64, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
@@ -62,7 +63,9 @@ def attention_fn(
 
 @dataclass(frozen=True)
 class AttentionFn:
-    """Attend as `nnx.MultiHeadAttention` asks. A value, so that a module holding it is traced once.
+    """An attention function for `nnx.MultiHeadAttention`, as `attention_fn` makes it.
+
+    It is a hashable value: modules with equal functions share a trace.
 
     Args:
         config, mesh, role, rope: as in `attention_fn`.
@@ -94,37 +97,36 @@ class AttentionFn:
 
         Args:
             query: [..., T, N, H].
-            key, value: [..., S, K, H], K dividing N.
-            bias: additive, broadcastable to [..., N, T, S].
-            mask: broadcastable to [..., N, T, S], any dtype; nonzero attends.
-            broadcast_dropout, dropout_rng: not looked at, since dropout on probabilities is
-                refused.
-            dropout_rate: refused above 0 unless deterministic.
-            dtype: of the computation; default that of the operands together.
-            precision: at least this: the kernels multiply float32 at full accuracy whatever is
-                asked.
-            module: sow the probabilities into it, as `attention_weights`. The dense path computes
-                them, and says so.
-            is_causal: no query sees a later key, query 0 standing at key 0 as in
-                `jax.nn.dot_product_attention`. A single query is one new token, which sees the
-                whole cache.
-            input_positions: [T], or broadcastable to [..., T]: where the tokens stand, for the
-                rope; default 0, 1, 2, ... Refused without a rope, and where T != S.
+            key, value: [..., S, K, H], where K divides N.
+            bias: added to the scores; broadcasts to [..., N, T, S].
+            mask: nonzero where a pair may attend; broadcasts to [..., N, T, S].
+            dropout_rate: dropout of probabilities: refused above 0 unless deterministic.
+            broadcast_dropout, dropout_rng: not used, since nothing is dropped.
+            deterministic: whether dropout is off.
+            dtype: of the computation; default the operands' common dtype.
+            precision: of the dense path; kernels multiply float32 at full accuracy at any.
+            module: stores the probabilities as its `attention_weights`; default none. They are
+                computed densely, with a warning.
+            is_causal: query i sees the keys 0 to i, as in `jax.nn.dot_product_attention`. A single
+                query is one new token, which sees the whole cache.
+            input_positions: positions of the tokens for the rope, [T] or broadcasting to [..., T];
+                default 0, 1, 2, ... Refused without a rope, and if T != S.
 
         Raises:
-            Unsupported: for dropout on probabilities.
-            InputError: for operands that do not fit together.
+            Unsupported: if probabilities would be dropped.
+            InputError: if operands do not fit together.
         """
         if not deterministic and dropout_rate > 0.0:
             rule = "no kernel of maxattn drops attention probabilities"
             off = "set dropout_rate=0.0 (drop the module's output instead), or deterministic=True"
             raise Unsupported("dropout_rate", dropout_rate, rule, off)
         batch = _batch_dims(query, key, value)
-        query, key = turn(self.rope, input_positions, query, key)
-        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-        q, k, v = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        q, k = turn(self.rope, input_positions, q, k, batch)
+        dtype = jnp.result_type(q, k, v) if dtype is None else dtype
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
         where = _mask(mask, is_causal, q.shape[1], batch)
-        bias = None if bias is None else _fold(bias, batch, "bias")
+        bias = None if bias is None else fold(bias, batch, "bias")
         if module is not None:
             out = _dense_and_sow(q, k, v, bias, where, batch, precision, module)
         else:
@@ -149,24 +151,8 @@ def _mask(
 ) -> masks.Mask | None:
     parts: list[masks.Mask] = [masks.Causal(0 if queries > 1 else None)] if is_causal else []
     if mask is not None:
-        parts.append(masks.Dense(_fold(jnp.asarray(mask).astype(bool), batch, "mask")))
+        parts.append(masks.Dense(fold(jnp.asarray(mask).astype(bool), batch, "mask")))
     return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
-
-
-def _fold(x: Array, batch: tuple[int, ...], name: str) -> Array:
-    """Bring [..., N, T, S] to [B | 1, N, T, S].
-
-    Each axis is full or 1, and leading axes may be missing.
-    """
-    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
-    lead, rest = x.shape[:-3], x.shape[-3:]
-    if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):
-        rule = f"its batch axes must broadcast to {batch}"
-        remedy = "give every axis its full size or 1"
-        raise InputError(name, f"shape {tuple(x.shape)}", rule, remedy)
-    if all(a == 1 for a in lead):
-        return x.reshape(1, *rest)
-    return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
 
 
 # ---- probabilities, when they are asked for ------------------------------------------------------
@@ -182,10 +168,9 @@ def _dense_and_sow(
     precision: Any,
     module: nnx.Module,
 ) -> Array:
-    """Compute softmax(q k^T / sqrt(H) + bias) in float32, 0 where nothing may be attended to."""
+    """Attend with softmax(q k^T / sqrt(H) + bias) in float32; queries without keys give 0."""
     t, s, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     _say_dense(t, s)
-    # Every query head has its own copy of the key head that it shares with its neighbours.
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     how: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
     # [B, T, N, H], [B, S, N, H] -> [B, N, T, S]

@@ -156,25 +156,25 @@ class AttentionBase(nnx.Module):
     # ---- before anything is projected ------------------------------------------------------------
 
     def _prepare(
-        self, batch: int, q_len: int, keys: int | tuple[Any, Any], mask: Any, bias: Any
+        self, batch: int, q_len: int, keys: Any, mask: Any = None, bias: Any = None
     ) -> Prepared:
         """Check the call and bind its mask, once.
 
         Args:
-            keys: how many there are, or keys and values themselves.
+            keys: the states [B, S, ...] that keys are made of, or a pair of keys and values.
         """
 
-        def shape(*sizes: int) -> Any:
+        def shape(length: int, heads: int, dim: int) -> Any:
             # The dtype is known once the projections have run: `_run_attention` sets it.
-            return jax.ShapeDtypeStruct((batch, *sizes), jnp.float32)
+            return jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.float32)
 
-        q = shape(q_len, self.heads, self.dim_head)
-        if isinstance(keys, int):
-            k = shape(keys, self.kv_heads, self.dim_head)
-            v = shape(keys, self.kv_heads, self.dim_head_v)
-        else:
-            k, v = (shape(*x.shape[1:]) for x in keys)
-        return prepare(q, k, v, mask, bias, self.scale, self.config, self.mesh, self.role)
+        k, v = keys if isinstance(keys, tuple) else (keys, keys)
+        operands = (
+            shape(q_len, self.heads, self.dim_head),
+            shape(k.shape[1], self.kv_heads, self.dim_head),
+            shape(v.shape[1], self.kv_heads, self.dim_head_v),
+        )
+        return prepare(*operands, mask, bias, self.scale, self.config, self.mesh, self.role)
 
     def _check_rotary(
         self, rotary: Any, batch: int, length: int, name: str, heads: int = 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxattn.attention import prepare
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
 from maxattn.modules import checks
@@ -159,16 +158,15 @@ class CrossAttention(AttentionBase):
         text, image = encoder_hidden_states, encoder_hidden_states_image
         self._check_source(b, text, kv, image, rotary_emb_k)
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
-        keys = cast(Array, text).shape[1] if kv is None else (kv.k, kv.v)
-        prepared = self._prepare(b, t, keys, mask, bias)
+        keys: Any = (text, image) if kv is None else ((kv.k, kv.v), (kv.image_k, kv.image_v))
+        prepared = self._prepare(b, t, keys[0], mask, bias)
+        of_image = self.added_kv_proj_dim and self._prepare(b, t, keys[1])
         to_q = self._projection("query_proj", hidden_states, self.to_q, self.norm_q, rotary_q)
-        kv = self.compute_kv(cast(Array, text), image, rotary_emb_k) if kv is None else kv
+        kv = self.compute_kv(keys[0], image, rotary_emb_k) if kv is None else kv
         q = self._on_mesh(self._project(hidden_states, to_q), to_q.letters)
         out = self._run_attention(self._noted(prepared, to_q), q, kv.k, kv.v, bias)
-        if kv.image_k is not None and kv.image_v is not None:
-            operands = q, kv.image_k, kv.image_v
-            settings = self.scale, self.config, self.mesh, self.role
-            out = out + self._run_attention(prepare(*operands, None, None, *settings), *operands)
+        if of_image:
+            out = out + self._run_attention(of_image, q, kv.image_k, kv.image_v)
         return self._output(out, hidden_states, deterministic, rngs)
 
     @over_explicit_axes(like_text)
@@ -226,7 +224,7 @@ class CrossAttention(AttentionBase):
         if kv is None:
             width = self.cross_attention_dim
             checks.states("encoder_hidden_states", text, width, "cross_attention_dim", batch)
-            return
+            return self._check_image(image, batch)
         for name, value in (("encoder_hidden_states_image", image), ("rotary_emb_k", rotary_emb_k)):
             if value is not None:
                 rule, remedy = "kv already holds its part", f"give {name} to compute_kv"
@@ -250,29 +248,18 @@ class CrossAttention(AttentionBase):
         if not isinstance(kv, KV):
             remedy = "make it with module.compute_kv(text)"
             raise InputError("kv", type(kv).__name__, "it must be a KV", remedy)
-        if (kv.image_k is None) != (self.added_kv_proj_dim is None):
-            found = "without an image" if kv.image_k is None else "with an image"
-            rule = f"the module was built with added_kv_proj_dim={self.added_kv_proj_dim}"
+        width, has_image = self.added_kv_proj_dim, kv[2:] != (None, None)
+        if has_image != (width is not None):
+            found = "with an image" if has_image else "without an image"
+            rule = f"the module was built with added_kv_proj_dim={width}"
             raise InputError("kv", found, rule, _MAKE_KV)
-        images = kv.image_k is not None or kv.image_v is not None
-        for name, x in kv._asdict().items():
-            if images or not name.startswith("image"):
-                self._check_kv_part(f"kv.{name}", x, batch)
-        if kv.image_k is not None and kv.image_v is not None:
-            k, v = tuple(kv.image_k.shape[:2]), tuple(kv.image_v.shape[:2])
-            if k != v:
-                rule = f"it must have as many tokens as kv.image_k, {k[1]}"
-                raise InputError("kv.image_v", tuple(kv.image_v.shape), rule, _MAKE_KV)
-
-    def _check_kv_part(self, name: str, x: Any, batch: int) -> None:
-        shape = getattr(x, "shape", None)
-        dim = self.dim_head_v if name.endswith("v") else self.dim_head
-        wanted = (batch, self.kv_heads, dim)
-        if shape is None or len(shape) != 4 or (shape[0], *shape[2:]) != wanted:
-            found = checks.described(x)
-            rule = f"it must be an array [{batch}, S, {self.kv_heads}, {dim}]"
-            remedy = f"{_MAKE_KV}, from as many examples as hidden_states has"
-            raise InputError(name, found, rule, remedy)
+        for name in KV._fields if has_image else KV._fields[:2]:
+            x, dim = getattr(kv, name), self.dim_head_v if name.endswith("v") else self.dim_head
+            shape = getattr(x, "shape", ())
+            if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, self.kv_heads, dim):
+                rule = f"it must be an array [{batch}, S, {self.kv_heads}, {dim}]"
+                remedy = f"{_MAKE_KV}, from as many examples as hidden_states has"
+                raise InputError(f"kv.{name}", checks.described(x), rule, remedy)
 
 
 _MAKE_KV = "make it with this module's compute_kv"

@@ -148,7 +148,11 @@ class JointAttention(FlaxAttention):
         checks.dropout_rngs(self.dropout, deterministic, rngs)
         x, text = hidden_states, encoder_hidden_states
         of_text, of_picture = self._attend(text, x, rotary_emb, mask, bias)
-        return self._output(of_picture, x, deterministic, rngs), self._text_output(of_text)
+        picture = self._output(of_picture, x, deterministic, rngs)
+        if not self.text_out:
+            return picture, None
+        y, left = self._unbiased(of_text, "to_add_out", "B.")
+        return picture, y if left is None else y + left
 
     @over_explicit_axes(like_both_without_bias)
     def without_out_bias(
@@ -189,7 +193,8 @@ class JointAttention(FlaxAttention):
         checks.states("encoder_hidden_states", text, self.added_kv_proj_dim, "added_kv_proj_dim", b)
         s = text.shape[1]
         rotary = self._check_rotary(rotary_emb, b, s + t, "rotary_emb")
-        prepared = self._prepare(b, s + t, s + t, mask, bias)
+        both = jax.ShapeDtypeStruct((b, s + t), x.dtype)
+        prepared = self._prepare(b, s + t, both, mask, bias)
         to_q, q, k, v = self._joint_heads(text, x, rotary)
         out = self._run_attention(self._noted(prepared, to_q), q, k, v, bias)
         return out[:, :s], out[:, s:]
@@ -218,13 +223,3 @@ class JointAttention(FlaxAttention):
 
         q, k = self._on_mesh(joint(to_q), "BTNH"), self._on_mesh(joint(to_k), "BSKH")
         return to_q[1], q, k, self._on_mesh(joint(to_v), "BSKH")
-
-    def _text_output(self, out: Float[Array, "B S N H"]) -> Float[Array, "B S C"] | None:
-        if not self.text_out:
-            return None
-        y = merge_heads(out)
-        if self.out_proj:
-            with self._scope("to_add_out"):
-                y = self.to_add_out(y)
-        # A text is short: its length is not split.
-        return self._on_mesh(y, "B.." if self.out_proj else "B.N")

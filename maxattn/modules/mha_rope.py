@@ -1,6 +1,6 @@
-"""Rotary embeddings inside `nnx.MultiHeadAttention`: how an `attention_fn` turns its heads.
+"""Rotary embeddings inside `nnx.MultiHeadAttention`.
 
-flax binds an `nnx.RoPE` to its attention function with `functools.partial`; `bound_rope` reads it
+flax binds an `nnx.RoPE` to its attention function with `functools.partial`. `bound_rope` reads it
 from there, and `turn` calls it as flax does, one head at a time.
 """
 
@@ -22,9 +22,9 @@ _FLAX_ROPE = getattr(nnx, "dot_product_attention_with_rope", None)  # flax 0.12.
 
 
 def bound_rope(fn: Any) -> Rope | None:
-    """Return the rope of a partial of `nnx.dot_product_attention_with_rope`, and of nothing else.
+    """Return the rope of a partial of `nnx.dot_product_attention_with_rope`, or None.
 
-    None too where the partial binds more than the rope, since that would be dropped.
+    None also if the partial binds more than the rope, since `swap` would drop the rest.
     """
     if _FLAX_ROPE is None or not isinstance(fn, functools.partial) or fn.func is not _FLAX_ROPE:
         return None
@@ -32,7 +32,7 @@ def bound_rope(fn: Any) -> Rope | None:
 
 
 def why_unread(fn: Any) -> str:
-    """Say why an attention function cannot be exchanged for one of maxattn's."""
+    """Return why `swap` cannot exchange an attention function."""
     if isinstance(fn, functools.partial):
         bound = ", ".join([*("an argument" for _ in fn.args[:1]), *(f"{k}=" for k in fn.keywords)])
         what = f"a partial of {_name(fn.func)} that binds {bound or 'nothing'}"
@@ -47,7 +47,6 @@ def _name(fn: Any) -> str:
 
 
 def check_rope(rope: Any) -> None:
-    """Refuse what cannot be called on heads."""
     if rope is not None and not callable(rope):
         rule = "it is called on heads [..., T, H] and, where there are any, positions [T]"
         raise InputError("rope", type(rope).__name__, rule, "pass nnx.RoPE(), or None")
@@ -56,10 +55,16 @@ def check_rope(rope: Any) -> None:
 def turn(
     rope: Rope | None,
     positions: Num[Array, "*b T"] | None,
-    query: Float[Array, "*b T N H"],
-    key: Float[Array, "*b S K H"],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    batch: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """Turn queries and keys, each from position 0 on, or both by the given positions."""
+    """Turn queries and keys by the given positions, or each from position 0 on.
+
+    Args:
+        positions: [T], or broadcasting to the batch axes that B was, and T.
+        batch: those axes.
+    """
     if rope is None:
         if positions is not None:
             rule = "this attention_fn has no rotary embedding that could turn heads by them"
@@ -69,35 +74,32 @@ def turn(
     if positions is None:
         by_head = jax.vmap(rope, in_axes=-2, out_axes=-2)
         return by_head(query), by_head(key)
-    positions = jnp.asarray(positions)
-    _check_positions(positions, query, key)
-    return _by_position(rope, positions, query), _by_position(rope, positions, key)
-
-
-def _by_position(rope: Rope, positions: Array, x: Array) -> Array:
-    """Turn [..., T, N, H] by positions [..., T], each example by its own."""
-    by_head = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
-    if positions.ndim == 1:
-        return by_head(x, positions)
-    *batch, length = jnp.broadcast_shapes(x.shape[:-2], positions.shape)
-    each = jnp.broadcast_to(positions, (*batch, length)).reshape(-1, length)
-    return jax.vmap(by_head)(x.reshape(-1, *x.shape[-3:]), each).reshape(x.shape)
-
-
-def _check_positions(positions: Array, query: Array, key: Array) -> None:
-    """Refuse positions that do not name one place for each query and each key."""
-    batch, t, s = query.shape[:-3], query.shape[-3], key.shape[-3]
+    t, s = query.shape[1], key.shape[1]
     if t != s:
         rule = f"they turn queries and keys alike, and there are {t} queries and {s} keys"
         remedy = "leave them out, or turn queries and keys before attention"
         raise InputError("input_positions", _shape(positions), rule, remedy)
-    lead = positions.shape[:-1]
-    full = (1,) * (len(batch) - len(lead)) + lead
-    fits = len(full) == len(batch) and all(a in (1, b) for a, b in zip(full, batch, strict=True))
-    if not positions.ndim or positions.shape[-1] != t or not fits:
-        rule = f"it must be [{t}], or broadcast to {(*batch, t)}"
-        remedy = "give one position a token, the last axis being that of the tokens"
+    if jnp.shape(positions)[-1:] != (t,):
+        rule, remedy = f"its last axis must be that of the {t} tokens", "give a token one position"
         raise InputError("input_positions", _shape(positions), rule, remedy)
+    # Heads are axis -2 of an example [T, N, H], and each example has positions of its own.
+    by_example = jax.vmap(jax.vmap(rope, in_axes=(-2, None), out_axes=-2))
+    folded = fold(jnp.asarray(positions), batch, "input_positions", 1)
+    each = jnp.broadcast_to(folded, (len(query), t))
+    return by_example(query, each), by_example(key, each)
+
+
+def fold(x: Array, batch: tuple[int, ...], name: str, axes: int = 3) -> Array:
+    """Make one batch axis, B or 1, of those before the last `axes` axes."""
+    full = x.reshape((1,) * (len(batch) + axes - x.ndim) + x.shape)
+    lead, rest = full.shape[:-axes], full.shape[-axes:]
+    if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):
+        rule = f"its batch axes must broadcast to {batch}"
+        remedy = "give every axis its full size or 1"
+        raise InputError(name, _shape(x), rule, remedy)
+    if all(a == 1 for a in lead):
+        return full.reshape(1, *rest)
+    return jnp.broadcast_to(full, (*batch, *rest)).reshape(-1, *rest)
 
 
 def _shape(x: Any) -> str:

@@ -174,7 +174,7 @@ class FlaxAttention(AttentionBase):
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         of_keys = rotary_emb if rotary_emb_k is None else rotary_emb_k
         rotary_k = self._check_rotary(of_keys, b, t, "rotary_emb_k", self.kv_heads)
-        prepared = self._prepare(b, t, t, mask, bias)
+        prepared = self._prepare(b, t, hidden_states, mask, bias)
         to = self._queries_and_keys(hidden_states, rotary_q, rotary_k)
         q, k, v = self._heads(hidden_states, *to)
         out = self._run_attention(self._noted(prepared, to[0]), q, k, v, bias)

@@ -64,22 +64,10 @@ def forward(
     Returns:
         y; then z, if there is another; then 1 / root.
     """
-    import_cute()
-    kernel, (b, t, _) = import_module("maxattn.modules.row_kernel.kernel"), rows[0].shape
+    b, t, _ = rows[0].shape
     roots = [jax.ShapeDtypeStruct((b * t,), jnp.float32)]
     results = [rows[0]] * len(rows) + roots * (keep and launch.work.norm == "across")
-    return import_module("cutejax").call(
-        kernel.run_forward,
-        results,
-        launch,
-        rows,
-        parts,
-        tables,
-        in_specs=_specs(rows, parts, tables),
-        out_specs=_specs(results),
-        name=name,
-        vmap_method="sequential",
-    )
+    return _call("run_forward", results, launch, rows, parts, tables, name=name)
 
 
 def backward(
@@ -91,27 +79,29 @@ def backward(
     tables: tuple[Array, ...],
 ) -> tuple[Rows, list[Float[Array, " NH"]]]:
     """Return dx, and the gradients of the vectors in float32; arguments as for `forward`."""
-    import_cute()
-    kernel, (b, t, width) = import_module("maxattn.modules.row_kernel.kernel"), x.shape
+    b, t, width = x.shape
     total = jax.ShapeDtypeStruct((min(launch.blocks, b * t), 1, width), jnp.float32)
     results = [x, *[total] * len(parts)]
-    dx, *found = import_module("cutejax").call(
-        kernel.run_backward,
-        results,
-        launch,
-        (dy, x),
-        kept,
-        parts,
-        tables,
-        in_specs=_specs(dy, x, kept, parts, tables),
-        out_specs=_specs(results),
-        name="norm_rotary_backward",
-        vmap_method="sequential",
-    )
+    operands, name = ((dy, x), kept, parts, tables), "norm_rotary_backward"
+    dx, *found = _call("run_backward", results, launch, *operands, name=name)
     return dx, [each.sum((0, 1)) for each in found]
 
 
-def _specs(*operands: Any) -> list[Any]:
+def _call(run: str, results: list[Any], launch: RowLaunch, *operands: Any, name: str) -> list[Any]:
+    import_cute()
+    return import_module("cutejax").call(
+        getattr(import_module("maxattn.modules.row_kernel.kernel"), run),
+        results,
+        launch,
+        *operands,
+        in_specs=_specs(operands),
+        out_specs=_specs(results),
+        name=name,
+        vmap_method="sequential",
+    )
+
+
+def _specs(operands: Any) -> list[Any]:
     """Describe operands to the compiler, and name the sizes that it may take as constants.
 
     These are the channels of rows [B, T, N H] and of tables [L, H/2], and the whole shape of a
