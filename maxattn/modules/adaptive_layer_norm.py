@@ -199,13 +199,13 @@ def decide(
     if len(frames) > 1 or not is_even or (frames and spans > 1):
         return None
     widths = tuple(each.dtype.itemsize for each in rows)
-    launch = RowLaunch(work, widths, False, gpu.sms, gpu.family.shared_memory)
+    launch = RowLaunch(work, widths, gpu.sms, gpu.family.shared_memory)
     return launch if launch.fits() and not call.why_not(target, mesh) else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(launch: RowLaunch, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
-    return tuple(call.forward(launch, rows, parts, name="adaptive_norm"))
+    return tuple(call.norm_rows(launch, rows, parts, name="adaptive_norm"))
 
 
 # The gradient needs the residuals of XLA's steps, which then compute the forward too.

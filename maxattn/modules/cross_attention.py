@@ -160,12 +160,13 @@ class CrossAttention(AttentionBase):
         rotary_q = self._check_rotary(rotary_emb, b, t, "rotary_emb")
         keys: Any = (text, image) if kv is None else ((kv.k, kv.v), (kv.image_k, kv.image_v))
         prepared = self._prepare(b, t, keys[0], mask, bias)
-        of_image = self.added_kv_proj_dim and self._prepare(b, t, keys[1])
+        has_image = self.added_kv_proj_dim is not None
+        of_image = self._prepare(b, t, keys[1]) if has_image else None
         to_q = self._projection("query_proj", hidden_states, self.to_q, self.norm_q, rotary_q)
         kv = self.compute_kv(keys[0], image, rotary_emb_k) if kv is None else kv
         q = self._on_mesh(self._project(hidden_states, to_q), to_q.letters)
         out = self._run_attention(self._noted(prepared, to_q), q, kv.k, kv.v, bias)
-        if of_image:
+        if of_image is not None and kv.image_k is not None and kv.image_v is not None:
             out = out + self._run_attention(of_image, q, kv.image_k, kv.image_v)
         return self._output(out, hidden_states, deterministic, rngs)
 

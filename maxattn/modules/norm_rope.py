@@ -1,7 +1,7 @@
 """Bias, norm and rotary embedding of queries and keys, as one kernel on NVIDIA GPUs.
 
-Elsewhere `qk_norm.py` and `maxattn.rope` compute the same steps one after the other. Both paths
-compute in float32 from the projection's result on, and round once.
+XLA computes its gradient. Elsewhere `qk_norm.py` and `maxattn.rope` compute the same steps, one
+after the other. Both paths compute in float32 from the projection's result on, and round once.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ class NormRope:
         text = f"norm and rotary embedding by XLA, step by step: {self.reason}"
         return text if self.reason else ""
 
-    def launch(self, width: int, names: Any, is_backward: bool = False) -> RowLaunch:
+    def launch(self, width: int, names: Any) -> RowLaunch:
         """Return the launch for rows whose numbers have `width` bytes, with the named vectors."""
         assert self.work is not None
         work = replace(self.work, vectors=tuple((name, VectorParts()) for name in names))
-        widths = (width, width) if is_backward else (width,)
-        return RowLaunch(work, widths, is_backward, self.sms, self.shared)
+        return RowLaunch(work, (width,), self.sms, self.shared)
 
 
 def decide(
@@ -112,8 +111,7 @@ def decide(
     eps, style = 0.0 if norm is None else norm.epsilon, None if rotary is None else rotary.style
     work = RowWork(heads // sharding.ways(letters[2], shape), head_dim, kind, eps, style)
     found = NormRope(work, target.device.sms, target.device.family.shared_memory)
-    ways = (found.launch(x.dtype.itemsize, ("bias", "scale"), back) for back in (False, True))
-    if not all(launch.fits() for launch in ways):
+    if not found.launch(x.dtype.itemsize, ("bias", "scale")).fits():
         return NormRope(reason=f"the kernel takes no rows of {heads} x {head_dim}")
     return found
 
@@ -163,51 +161,28 @@ def on_shard(
     how: NormRope, x: Float[Array, "B T N H"], vectors: Vectors, tables: Tables
 ) -> Float[Array, "B T N H"]:
     """Norm and rotate the heads of one device; tables [B or 1, T, H/2]."""
-    return _forward(how, x, vectors, tables)[0].reshape(x.shape)
-
-
-def _forward(
-    how: NormRope, x: Array, vectors: Vectors, tables: Tables, keep: bool = False
-) -> list[Array]:
-    launch = how.launch(x.dtype.itemsize, vectors)
-    return call.forward(launch, (_rows(x),), _parts(vectors), _lines(tables), keep)
+    launch, rows = how.launch(x.dtype.itemsize, vectors), x.reshape(*x.shape[:2], -1)
+    parts = tuple(v.reshape(1, 1, 1, -1) for v in vectors.values())
+    angles = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
+    return call.norm_rows(launch, (rows,), parts, angles)[0].reshape(x.shape)
 
 
 def _on_shard_fwd(how: NormRope, x: Array, vectors: Vectors, tables: Tables) -> Any:
     # In a scan over layers XLA merges the projection's matmul with the store of its result for the
-    # backward, and runs it once more for the kernel (jax 0.11.2). Not over a barrier.
+    # backward, and runs it once more for the kernel (jax 0.11.2). The barrier prevents that.
     x = jax.lax.optimization_barrier(x)
-    y, *r = _forward(how, x, vectors, tables, keep=True)
-    return jax.lax.optimization_barrier(y.reshape(x.shape)), (x, tuple(r), vectors, tables)
+    y = on_shard(how, x, vectors, tables)
+    return jax.lax.optimization_barrier(y), (x, vectors, tables)
 
 
 def _on_shard_bwd(how: NormRope, kept: Any, dy: Array) -> tuple[Array, Vectors, Tables]:
-    x, r, vectors, tables = kept
-    launch = how.launch(x.dtype.itemsize, vectors, is_backward=True)
-    rows = _rows(dy), _rows(x)
-    dx, sums = call.backward(launch, *rows, r, _parts(vectors), _lines(tables))
-    found = {}
-    for (name, v), total in zip(vectors.items(), sums, strict=True):
-        by_head = total.reshape(x.shape[2:])
-        found[name] = (by_head if len(v) > 1 else by_head.sum(0, keepdims=True)).astype(v.dtype)
-    # The angles are seldom learned: XLA drops their gradient if nothing reads it.
-    _, pull = jax.vjp(lambda tables: in_steps(launch.work, x, vectors, tables), tables)
-    return dx.reshape(x.shape), found, pull(dy)[0]
+    # XLA computes the steps again: keeping their float32 results would take twice the memory of x.
+    assert how.work is not None
+    _, pull = jax.vjp(partial(in_steps, how.work), *kept)
+    return pull(dy)
 
 
 on_shard.defvjp(_on_shard_fwd, _on_shard_bwd)
-
-
-def _rows(x: Float[Array, "B T N H"]) -> Float[Array, "B T NH"]:
-    return x.reshape(*x.shape[:2], -1)
-
-
-def _parts(vectors: Vectors) -> tuple[Float[Array, "1 1 1 NH"], ...]:
-    return tuple(v.reshape(1, 1, 1, -1) for v in vectors.values())
-
-
-def _lines(tables: Tables) -> Tables:
-    return tuple(a.reshape(-1, a.shape[-1]) for a in tables)
 
 
 def in_steps(

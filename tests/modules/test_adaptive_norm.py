@@ -123,7 +123,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         runs.append(rows[0].shape)
         return list(in_steps(launch.work, rows, parts))
 
-    monkeypatch.setattr(call, "forward", forward)
+    monkeypatch.setattr(call, "norm_rows", forward)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     with H200.assumed():
         yield runs

@@ -89,7 +89,8 @@ def test_a_zero_centred_norm_begins_at_one_and_no_norm_changes_nothing() -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "remedy"), [("rmsnorm", "did you mean 'rms_norm'?"), ("batch", "use None for no qk_norm")]
+    ("kind", "remedy"),
+    [("rmsnorm", "did you mean 'rms_norm'?"), ("batch", "use None for no qk_norm")],
 )
 def test_an_unknown_norm_is_refused(kind: str, remedy: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
@@ -42,14 +41,13 @@ def why_not(target: Target, mesh: Any) -> str:
     return ""
 
 
-def forward(
+def norm_rows(
     launch: RowLaunch,
     rows: tuple[Rows, ...],
     parts: tuple[Array, ...],
     tables: tuple[Array, ...] = (),
-    keep: bool = False,
     name: str = "norm_rotary",
-) -> list[Array]:
+) -> list[Rows]:
     """Norm rows: z = x + bias, or z = other + gate (x + bias); y = rotate(norm(z) scale + shift).
 
     Args:
@@ -57,44 +55,22 @@ def forward(
         rows: (x,) or (other, x), each [B, T, N H].
         parts: of the vectors, [B or 1, F or 1, R, N H], or [1, 1, 1, H] for all heads, in the order
             of `launch.work.vectors`. F is one number for all that have frames, and divides T.
-        tables: cosines and sines in float32, [L, H/2], L dividing B T; or none.
-        keep: whether to return 1 / root of a norm across heads, [B T].
+        tables: cosines and sines in float32, [L, H/2], where L divides B T; or none.
         name: of the call in profiles.
 
     Returns:
-        y; then z, if there is another; then 1 / root.
+        y; then z, if there is another.
     """
-    b, t, _ = rows[0].shape
-    roots = [jax.ShapeDtypeStruct((b * t,), jnp.float32)]
-    results = [rows[0]] * len(rows) + roots * (keep and launch.work.norm == "across")
-    return _call("run_forward", results, launch, rows, parts, tables, name=name)
-
-
-def backward(
-    launch: RowLaunch,
-    dy: Rows,
-    x: Rows,
-    kept: tuple[Array, ...],
-    parts: tuple[Array, ...],
-    tables: tuple[Array, ...],
-) -> tuple[Rows, list[Float[Array, " NH"]]]:
-    """Return dx, and the gradients of the vectors in float32; arguments as for `forward`."""
-    b, t, width = x.shape
-    total = jax.ShapeDtypeStruct((min(launch.blocks, b * t), 1, width), jnp.float32)
-    results = [x, *[total] * len(parts)]
-    operands, name = ((dy, x), kept, parts, tables), "norm_rotary_backward"
-    dx, *found = _call("run_backward", results, launch, *operands, name=name)
-    return dx, [each.sum((0, 1)) for each in found]
-
-
-def _call(run: str, results: list[Any], launch: RowLaunch, *operands: Any, name: str) -> list[Any]:
     import_cute()
+    results = [rows[0]] * len(rows)
     return import_module("cutejax").call(
-        getattr(import_module("maxattn.modules.row_kernel.kernel"), run),
+        import_module("maxattn.modules.row_kernel.kernel").run,
         results,
         launch,
-        *operands,
-        in_specs=_specs(operands),
+        rows,
+        parts,
+        tables,
+        in_specs=_specs((rows, parts, tables)),
         out_specs=_specs(results),
         name=name,
         vmap_method="sequential",
@@ -109,7 +85,7 @@ def _specs(operands: Any) -> list[Any]:
     """
     spec, found = import_module("cutejax").ArraySpec, []
     for x in jax.tree.leaves(operands):
-        fixed = {1: (), 2: (1,), 3: (2,), 4: x.shape[:2] == (1, 1) or (2, 3)}[len(x.shape)]
+        fixed = {2: (1,), 3: (2,), 4: x.shape[:2] == (1, 1) or (2, 3)}[len(x.shape)]
         # The widest load needs addresses that 16 divides; XLA passes slices without a copy.
-        found.append(spec(static_dims=fixed, assumed_align=4 if len(x.shape) == 1 else 16))
+        found.append(spec(static_dims=fixed, assumed_align=16))
     return found

@@ -144,12 +144,6 @@ class Slots:
         pieces = (load(start, self.width, self.kind, shared) for start in self.pointers(stage))
         return list(chain(*pieces))
 
-    def write(self, numbers: list[Any]) -> None:
-        """Store numbers in the first stage."""
-        for k, start in enumerate(self.pointers()):
-            piece = rounded_registers(numbers[k * self.width : (k + 1) * self.width], self.kind)
-            cute.autovec_copy(piece, vector(start, self.width, self.kind, cute.AddressSpace.smem))
-
 
 class RowSource(NamedTuple):
     """The numbers of an array that a thread needs for a row, in contiguous parts."""
@@ -183,11 +177,6 @@ def of_angles(place: Place, table: Any) -> RowSource:
         return [line + place.lane * HALF]
 
     return RowSource(table.element_type, [HALF], begin, repeated=True)
-
-
-def of_numbers(numbers: Any) -> RowSource:
-    """Return a row's number of [B T]."""
-    return RowSource(numbers.element_type, [1], lambda row: [numbers.iterator + row], repeated=True)
 
 
 class Stages:
@@ -263,21 +252,14 @@ def total(numbers: list[Any]) -> Any:
 
 def over_roots(block: Any, z: Row, row: Any) -> Row:
     """Return 1 / sqrt(mean(z^2) + eps), the factor of an RMS norm, for each channel."""
-    eps = block.place.work.eps
-    roots = [cute.math.rsqrt(m[0] + eps, fastmath=True) for m in means(block, z, z, row)]
-    return [[r] * OCTET for r in roots]
-
-
-def means(block: Any, x: Row, y: Row, row: Any) -> Row:
-    """Return the mean of x y over each head, or over the row."""
-    work, products = block.place.work, each(mul, x, y)
-    sums = [block.place.own(step, total(p)) for step, p in enumerate(products)]
+    work = block.place.work
+    sums = [block.place.own(step, total(p)) for step, p in enumerate(each(mul, z, z))]
     if work.norm == "head":
-        found = [over_lanes(s, work.lanes) * (1.0 / work.head_dim) for s in sums]
-        return [[m] * OCTET for m in found]
-    parts = of_warps(block, [over_lanes(total(sums), WARP)], row)
-    whole = total([part[0] for part in parts]) * (1.0 / work.channels)
-    return [[whole] * OCTET] * work.passes
+        means = [over_lanes(s, work.lanes) * (1.0 / work.head_dim) for s in sums]
+    else:
+        parts = of_warps(block, [over_lanes(total(sums), WARP)], row)
+        means = [total([part[0] for part in parts]) * (1.0 / work.channels)] * work.passes
+    return [[cute.math.rsqrt(m + work.eps, fastmath=True)] * OCTET for m in means]
 
 
 def layer_normed(block: Any, z: Row, row: Any) -> Row:

@@ -110,14 +110,10 @@ class RowWork:
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """How rows are shared among blocks.
-
-    Vectors are in registers. In a backward they are in shared memory, and their sums in registers.
-    """
+    """How rows are shared among blocks. Vectors are in registers."""
 
     work: RowWork
     widths: tuple[int, ...]  # bytes of a number, for each array of rows that is read
-    is_backward: bool
     sms: int  # streaming multiprocessors (SMs) of the GPU
     shared: int  # bytes of shared memory of an SM
 
@@ -130,8 +126,8 @@ class RowLaunch:
     @property
     def per_sm(self) -> int:
         """Return the blocks that an SM runs at once, limited by registers and shared memory."""
-        work, vectors = self.work, len(self.work.vectors) * (2 if self.is_backward else 1)
-        registers = OTHERS + OCTET * work.passes * (vectors + 2 * len(self.widths) - 1)
+        work, arrays = self.work, len(self.work.vectors) + 2 * len(self.widths) - 1
+        registers = OTHERS + OCTET * work.passes * arrays
         by_registers = REGISTERS // (registers * work.threads)
         return max(1, min(by_registers, self.shared // self._bytes(self.stages), MOST_BLOCKS))
 
@@ -147,6 +143,5 @@ class RowLaunch:
         """Return the shared memory of a block; each thread has its own copy of the angles."""
         work = self.work
         angles = 0 if work.style is None else 4 * OCTET
-        stage = OCTET * work.passes * sum(self.widths) + angles + 4
-        vectors = 4 * OCTET * work.passes * len(work.vectors) if self.is_backward else 0
-        return OF_A_BLOCK + work.threads * (stages * stage + vectors)
+        stage = OCTET * work.passes * sum(self.widths) + angles
+        return OF_A_BLOCK + work.threads * stages * stage

@@ -74,9 +74,6 @@ class Registers:
         assert self.data.dtype == other.data.dtype
         self.data[:] = other.data
 
-    def fill(self, value: float) -> None:
-        self.data[:] = value
-
     def __getitem__(self, i: int) -> np.ndarray:
         return self.data[:, i].copy()
 

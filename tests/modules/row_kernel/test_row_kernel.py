@@ -32,8 +32,8 @@ def error(got: Any, want: Any) -> float:
     return float(np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want)))
 
 
-def launch_of(work: RowWork, *rows: Any, is_backward: bool = False) -> RowLaunch:
-    launch = RowLaunch(work, tuple(x.dtype.itemsize for x in rows), is_backward, *H200)
+def launch_of(work: RowWork, *rows: Any) -> RowLaunch:
+    launch = RowLaunch(work, tuple(x.dtype.itemsize for x in rows), *H200)
     assert launch.fits()
     return launch
 
@@ -59,7 +59,6 @@ CASES: dict[str, tuple[Any, ...]] = {
 class Drawn(NamedTuple):
     work: RowWork
     x: Any
-    dy: Any
     vectors: dict[str, Any]
     tables: tuple[Any, ...]
 
@@ -71,96 +70,66 @@ class Drawn(NamedTuple):
     def lines(self) -> list[Any]:
         return [t.reshape(-1, t.shape[-1]) for t in self.tables]
 
-    def wanted(self) -> tuple[Any, Any, Any]:
-        """Return the result, dx and the gradients of the vectors, in float64."""
-        b, t, _ = self.x.shape
-        shape = (b, t, self.work.heads, self.work.head_dim)
-        x, dy, vectors, tables = jax.tree.map(
-            lambda a: a.astype(np.float64), (self.x, self.dy, self.vectors, self.tables)
-        )
-
-        @jax.jit
-        def run(x: Any, dy: Any, vectors: Any) -> Any:
-            f = lambda x, v: exact(self.work, x.reshape(shape), v, tables)  # noqa: E731
-            y, pull = jax.vjp(f, x, vectors)
-            return (y.reshape(x.shape), *pull(dy.reshape(shape)))
-
-        with jax.enable_x64(True):
-            return run(x, dy, vectors)
+    @property
+    def heads(self) -> Any:
+        return self.x.reshape(*self.x.shape[:2], self.work.heads, self.work.head_dim)
 
 
 def drawn(case: tuple[Any, ...], dtype: Any) -> Drawn:
     n, h, norm, style, b, t, own, heads = case
-    x, dy = (RNG.standard_normal((b, t, n * h)).astype(dtype) for _ in range(2))
+    x = RNG.standard_normal((b, t, n * h)).astype(dtype)
     vectors = {name: RNG.standard_normal((k, h)).astype(dtype) for name, k in heads.items()}
     angles = RNG.uniform(0, 6, (b if own else 1, t, h // 2))
     tables = tuple(f(angles).astype(np.float32) for f in (np.cos, np.sin)) if style else ()
     named = tuple((name, VectorParts()) for name in vectors)
-    return Drawn(RowWork(n, h, norm, EPS, style, named), x, dy, vectors, tables)
+    return Drawn(RowWork(n, h, norm, EPS, style, named), x, vectors, tables)
 
 
-def exact(work: RowWork, x: Any, vectors: dict[str, Any], tables: Any) -> Any:
-    """Norm, and turn pairs as complex numbers, in the dtype of x."""
+def exact(of: Drawn) -> Any:
+    """Norm, and turn pairs as complex numbers, in float64."""
+    x, vectors, tables = jax.tree.map(
+        lambda a: a.astype(np.float64), (of.heads, of.vectors, of.tables)
+    )
     z = x + vectors.get("bias", 0.0)
-    if work.norm:
-        axes = (2, 3) if work.norm == "across" else 3
-        z = z / jnp.sqrt(jnp.mean(z * z, axes, keepdims=True) + work.eps)
+    if of.work.norm:
+        axes = (2, 3) if of.work.norm == "across" else 3
+        z = z / np.sqrt(np.mean(z * z, axes, keepdims=True) + of.work.eps)
     z = z * vectors.get("scale", 1.0)
-    if not work.style:
-        return z
-    last = work.style == "interleaved"
+    if not of.work.style:
+        return z.reshape(of.x.shape)
+    last = of.work.style == "interleaved"
     shape = (-1, 2) if last else (2, x.shape[-1] // 2)
-    first, second = jnp.moveaxis(z.reshape(*z.shape[:3], *shape), 4 if last else 3, 0)
+    first, second = np.moveaxis(z.reshape(*z.shape[:3], *shape), 4 if last else 3, 0)
     turned = (first + 1j * second) * (tables[0] + 1j * tables[1])[:, :, None]
-    return jnp.stack((turned.real, turned.imag), -1 if last else 3).reshape(z.shape)
+    return np.stack((turned.real, turned.imag), -1 if last else 3).reshape(of.x.shape)
 
 
-def run(of: Drawn) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Return y, r, dx and the gradients of the vectors, by the kernel on numpy."""
-    work, x, dy = of.work, of.x, of.dy
-    ahead, back = launch_of(work, x), launch_of(work, dy, x, is_backward=True)
-    y, dx, tables = Memory(np.zeros_like(x)), Memory(np.zeros_like(x)), list(map(Memory, of.lines))
-    tokens, parts = x.shape[0] * x.shape[1], list(map(Memory, of.parts))
-    r = [Memory(np.zeros(tokens, np.float32))] if work.norm == "across" else []
-    blocks = min(back.blocks, tokens)
-    sums = [Memory(np.zeros((blocks, 1, work.channels), np.float32)) for _ in parts]
+def run(of: Drawn) -> Any:
+    """Return y by the kernel on numpy."""
+    y = Memory(np.zeros_like(of.x))
+    operands = (Memory(of.x),), list(map(Memory, of.parts)), list(map(Memory, of.lines))
     with on_numpy():
         kernel = import_module("maxattn.modules.row_kernel.kernel")
-        kernel.run_forward(None, ahead, (Memory(x),), parts, tables, y, *r)
-        rows = (Memory(dy), Memory(x))
-        kernel.run_backward(None, back, rows, r, parts, tables, dx, *sums)
-    found = {}
-    for (name, v), each in zip(of.vectors.items(), sums, strict=True):
-        by_head = each.array.sum((0, 1)).reshape(work.heads, -1)
-        found[name] = by_head if len(v) > 1 else by_head.sum(0, keepdims=True)
-    return y.array, [each.array for each in r], dx.array, found
+        kernel.run(None, launch_of(of.work, of.x), *operands, y)
+    return y.array
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_result_and_gradients(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_and_rotary(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     of = drawn(case, np.float32)
-    want, want_dx, want_sums = of.wanted()
-    steps = in_steps(of.work, of.x.reshape(*of.x.shape[:2], *case[:2]), of.vectors, of.tables)
+    want = exact(of)
+    steps = in_steps(of.work, of.heads, of.vectors, of.tables)
     assert error(steps.reshape(of.x.shape), want) < 1e-6
     for blocks in FEW_OR_MANY:
         monkeypatch.setattr(RowLaunch, "blocks", blocks)
-        y, r, dx, sums = run(of)
-        assert error(y, want) < 1e-6 and error(dx, want_dx) < 2e-6
-        assert all(error(sums[name], want_sums[name]) < 2e-6 for name in of.vectors)
-        for each in r:
-            z = of.x + of.vectors.get("bias", np.zeros(1)).reshape(-1).astype(np.float64)
-            roots = (np.mean(z * z, 2).ravel() + EPS) ** -0.5
-            np.testing.assert_allclose(each, roots, rtol=1e-6)
+        assert error(run(of), want) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_low_precision_is_rounded_once(dtype: Any) -> None:
     of = drawn(CASES["head-half-odd_lanes"], dtype)
-    (y, _, dx, sums), (want, want_dx, want_sums) = run(of), of.wanted()
     half = 0.5 * float(jnp.finfo(dtype).eps)
-    for got, exactly in ((y, want), (dx, want_dx)):
-        np.testing.assert_allclose(got.astype(np.float64), exactly, rtol=1.01 * half, atol=1e-6)
-    assert all(error(sums[name], want_sums[name]) < 2e-6 for name in of.vectors)
+    np.testing.assert_allclose(run(of).astype(np.float64), exact(of), rtol=1.01 * half, atol=1e-6)
 
 
 # ---- the adaptive norm ---------------------------------------------------------------------------
@@ -220,7 +189,7 @@ def adapted(case: Case, rows: list[Any], parts: list[Any]) -> list[Any]:
     with on_numpy():
         kernel = import_module("maxattn.modules.row_kernel.kernel")
         operands = [Memory(x) for x in rows], [Memory(v) for v in parts], []
-        kernel.run_forward(None, launch_of(case.work, *rows), *operands, *results)
+        kernel.run(None, launch_of(case.work, *rows), *operands, *results)
     return [each.array for each in results]
 
 
@@ -277,32 +246,29 @@ def test_adaptive_norm_is_rounded_once(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "kib"),
-    [(12, 128, 99), (40, 128, 163), (96, 128, 227), (128, 72, 0), (3, 20, 0), (2, 512, 0)],
+    ("heads", "head_dim", "width", "kib"),
+    [(96, 128, 2, 99), (96, 128, 4, 163), (128, 72, 2, 0), (3, 20, 2, 0), (2, 512, 2, 0)],
 )
-def test_which_rows_fit(heads: int, head_dim: int, kib: int) -> None:
+def test_which_rows_fit(heads: int, head_dim: int, width: int, kib: int) -> None:
     """Of GPUs with 99, 163 and 227 KiB of shared memory an SM, those from `kib` on take them."""
-    vectors = tuple((name, VectorParts()) for name in ("bias", "scale"))
-    work = RowWork(heads, head_dim, "across", EPS, "interleaved", vectors)
-    launches = {n: RowLaunch(work, (2, 2), True, 132, n * 2**10) for n in (99, 163, 227)}
-    assert [n for n, launch in launches.items() if launch.fits()] == [
-        n for n in launches if kib and n >= kib
-    ]
+    work = RowWork(heads, head_dim, "across", EPS, "interleaved", (("scale", VectorParts()),))
+    fitting = [n for n in (99, 163, 227) if RowLaunch(work, (width,), 132, n * 2**10).fits()]
+    assert fitting == [n for n in (99, 163, 227) if kib and n >= kib]
 
 
 @pytest.mark.parametrize("widths", [(2,), (4, 4), (2, 4)])
 def test_blocks_of_an_sm_have_room_together(widths: tuple[int, ...]) -> None:
     rows = product((1, 2, 3, 5, 12, 13, 24, 40, 65, 96), (8, 40, 64, 72, 128, 256))
     sizes = [*rows, *((d // 8, 8) for d in (8, 136, 320, 1152, 3072, 5120, 9216, 12_288))]
-    for (heads, head_dim), is_backward, kib in product(sizes, (True, False), (99, 227)):
+    for (heads, head_dim), kib in product(sizes, (99, 227)):
         work = RowWork(heads, head_dim, "across", EPS, "half", (("scale", VectorParts()),))
-        launch = RowLaunch(work, widths, is_backward, 132, kib * 2**10)
+        launch = RowLaunch(work, widths, 132, kib * 2**10)
         if not launch.fits():
             continue
         assert work.threads % 32 == 0 and work.lanes >= work.used_lanes and work.passes <= 4
         assert work.slots * (work.passes - 1) < heads <= work.slots * work.passes
         assert sum(map(work.of_warp, range(work.warps))) == work.channels
-        block = (launch.stages * sum(widths) + 4 * is_backward) * work.channels  # at least
+        block = launch.stages * sum(widths) * work.channels  # at least
         assert launch.stages >= 2 and launch.per_sm * block <= kib * 2**10
         assert launch.per_sm * work.threads <= 2048 and launch.blocks == 132 * launch.per_sm
 
@@ -322,14 +288,9 @@ def test_the_compiler_takes_norm_and_rotary(
 ) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     of = drawn(case, ml_dtypes.bfloat16)
-    x, launch = jnp.asarray(of.x), launch_of(of.work, of.x)
-    parts, tables = tuple(of.parts), tuple(of.lines)
-    y, *kept = jax.eval_shape(lambda x: call.forward(launch, (x,), parts, tables, keep=True), x)
-    assert y.shape == x.shape
-    r = tuple(jnp.ones(each.shape) for each in kept)
-    back = launch_of(of.work, of.dy, of.x, is_backward=True)
-    dx, sums = jax.eval_shape(lambda x: call.backward(back, x, x, r, parts, tables), x)
-    assert dx.shape == x.shape and len(sums) == len(parts)
+    launch, parts, tables = launch_of(of.work, of.x), tuple(of.parts), tuple(of.lines)
+    (y,) = jax.eval_shape(lambda x: call.norm_rows(launch, (x,), parts, tables), of.x)
+    assert (y.shape, y.dtype) == (of.x.shape, of.x.dtype)
 
 
 @needs_cute
@@ -339,5 +300,5 @@ def test_the_compiler_takes_the_adaptive_norm(case: Case, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     rows, parts = rows_and_parts(case, ml_dtypes.bfloat16)
     launch = launch_of(case.work, *rows)
-    found = jax.eval_shape(lambda *rows: call.forward(launch, rows, tuple(parts)), *rows)
+    found = jax.eval_shape(lambda *rows: call.norm_rows(launch, rows, tuple(parts)), *rows)
     assert [(y.shape, y.dtype) for y in found] == [(rows[0].shape, rows[0].dtype)] * len(rows)
