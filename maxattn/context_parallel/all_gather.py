@@ -15,14 +15,7 @@ from jaxtyping import Array
 
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.context_parallel.base import (
-    CONTEXT,
-    FLOAT,
-    Collective,
-    Strategy,
-    itemsize,
-    kv_bytes,
-)
+from maxattn.context_parallel.base import CONTEXT, Collective, Strategy, itemsize, kv_bytes
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
 from maxattn.target import Target
@@ -44,7 +37,7 @@ class ReplicatedKeys(Strategy):
     def collectives(self, call: Call) -> tuple[Collective, ...]:
         if CONTEXT not in dict(self.shape):
             return ()
-        size = kv_bytes(self.local_call(call), FLOAT)
+        size = kv_bytes(self.local_call(call))
         return (Collective("psum", AXES, "dK,dV", "backward", size, arrays=2),)
 
     def forward(self, kernel: Kernel, inputs: Inputs) -> Result:
@@ -77,12 +70,9 @@ class AllGather(ReplicatedKeys):
         return "S"
 
     def collectives(self, call: Call) -> tuple[Collective, ...]:
-        n, local, sizes = (
-            ways("S", self.shape),
-            self.local_call(call),
-            (itemsize(call.dtype), FLOAT),
-        )
-        share, summed = (kv_bytes(local, size) * (n - 1) // n for size in sizes)
+        n, local = ways("S", self.shape), self.local_call(call)
+        sizes = kv_bytes(local, itemsize(call.dtype)), kv_bytes(local)
+        share, summed = (size * (n - 1) // n for size in sizes)
         return (
             Collective("all_gather", AXES, "K,V", "forward", share, arrays=2),
             Collective("all_gather", AXES, "K,V", "backward", share, arrays=2),

@@ -26,11 +26,11 @@ FLOAT = 4
 
 def readable(size: float) -> str:
     """Write a number of bytes with a unit, as `160 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if 999.5 <= size < 1024 else f"{size:.3g} {unit}"
+    units = ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
         size /= 1024
-    raise AssertionError("unreachable")
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if 999.5 <= size < 1024 else f"{size:.3g} {units[0]}"
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,7 @@ class Strategy:
         return call.derived(q_len=q_len, kv_len=kv_len, kv_heads=kv_heads, mask=mask)
 
     def operand_specs(self, call: Call, mask: Mask) -> OperandSpecs:
-        """Return how the operands of a padded global call are split over the mesh.
-
-        Args:
-            call: the padded call.
-            mask: its bound mask.
-        """
+        """Return how the operands of a padded global call, with its bound mask, are split."""
         spec = partial(partition_spec, shape=self.shape)
         kv = spec(f"B{self.kv_letter()}KH")
         bias = level = None
@@ -175,12 +170,7 @@ class Strategy:
         return f"{self.name} over {ways('T', self.shape)}"
 
     def backward_line(self, kernel: Kernel, call: Call) -> str:
-        """Describe the strategy's own launches of the kernel's backward; "" if it has none.
-
-        Args:
-            kernel: the plan's kernel.
-            call: the call of one run of it.
-        """
+        """Describe the strategy's own launches of a kernel's backward; "" if it has none."""
         return ""
 
     def notes(self) -> tuple[str, ...]:
@@ -213,10 +203,9 @@ def bias_letters(bias: tuple[int, ...] | None) -> str:
 def bias_axes(
     bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy
 ) -> tuple[str, ...]:
-    """Return the mesh axes that a bias gradient is summed over: they split the call, not the bias.
+    """Return the mesh axes that the gradient of a bias, of a global shape, is summed over.
 
-    Args:
-        bias: its global shape; a local one cannot tell a broadcast axis from a share of size 1.
+    They split the call and not the bias.
     """
     if bias is None:
         return ()
@@ -237,8 +226,8 @@ def itemsize(dtype: str) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
-def kv_bytes(call: Call, size: int) -> int:
-    """Return the bytes of K and V of a call, in elements of `size` bytes."""
+def kv_bytes(call: Call, size: int = FLOAT) -> int:
+    """Return the bytes of K and V of a call, in elements of `size` bytes; default float32."""
     return call.batch * call.kv_len * call.kv_heads * (call.head_dim + call.value_dim) * size
 
 

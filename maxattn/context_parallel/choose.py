@@ -38,7 +38,6 @@ class StrategyChoice(NamedTuple):
     """The strategy that runs, and why.
 
     Args:
-        strategy: the strategy.
         arithmetic: its time and that of the next best strategy, in a line; "" if it was named.
         sums: a line for each strategy: its time and memory, or why it cannot run.
         refused: why the strategy that was named does not run.
@@ -53,14 +52,7 @@ class StrategyChoice(NamedTuple):
 def choose_strategy(
     call: Call, config: AttentionConfig, shape: MeshShape, target: Target
 ) -> StrategyChoice:
-    """Choose a strategy for self-attention over a context axis.
-
-    Args:
-        call: the global call, not yet padded.
-        config: its settings for rings and Ulysses.
-        shape: (axis, size) of the mesh, context among them.
-        target: the machine whose rates and memory count.
-    """
+    """Choose a strategy for a global call, not yet padded, over a mesh with a context axis."""
     machine = machine_of(target)
     limit = SHARE * machine.memory
     built = {name: kind.build(shape, config, call, target) for name, kind in CANDIDATES.items()}
@@ -68,7 +60,8 @@ def choose_strategy(
     costs = {
         name: cost_of(s, call, target)
         for name, s in built.items()
-        if name not in refused and not _is_another(s)
+        # With one group, or groups of one, ulysses_ring is another candidate.
+        if name not in refused and not (isinstance(s, UlyssesRing) and 1 in (s.group, s.ring_size))
     }
     name = fastest(costs, limit)
     step, fitting = costs[name].end, {n: c for n, c in costs.items() if c.held <= limit}
@@ -110,11 +103,6 @@ def _in_ms(seconds: float) -> str:
     """Write seconds as milliseconds, with the three digits that this arithmetic is worth."""
     value = float(f"{seconds * 1e3:.3g}")
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
-
-
-def _is_another(strategy: Strategy) -> bool:
-    """Return whether another candidate is the same: one group of devices, or groups of one."""
-    return isinstance(strategy, UlyssesRing) and 1 in (strategy.group, strategy.ring_size)
 
 
 def _sums(name: str, line: Timeline) -> str:

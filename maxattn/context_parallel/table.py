@@ -35,6 +35,7 @@ class StrategyRow:
 
 _ULYSSES = "maxattn.context_parallel.ulysses"
 _CHUNKS, _UNIFORM = "ulysses_attention_chunks", "attention_sharding_uniform"
+_OF_ULYSSES_RING = ("ulysses_shards", _CHUNKS, "ring_direction")
 _RING = "maxattn.context_parallel.ring.ring"
 TABLE: Table[StrategyRow] = Table(
     "context strategy",
@@ -43,12 +44,7 @@ TABLE: Table[StrategyRow] = Table(
         StrategyRow("all_gather", "maxattn.context_parallel.all_gather:AllGather"),
         StrategyRow("ring", f"{_RING}:Ring", ("ring_direction",), True),
         StrategyRow("ulysses", f"{_ULYSSES}:Ulysses", (_CHUNKS, _UNIFORM), True),
-        StrategyRow(
-            "ulysses_ring",
-            f"{_ULYSSES}:UlyssesRing",
-            ("ulysses_shards", _CHUNKS, "ring_direction"),
-            True,
-        ),
+        StrategyRow("ulysses_ring", f"{_ULYSSES}:UlyssesRing", _OF_ULYSSES_RING, True),
     ),
 )
 add, remove = TABLE.add, TABLE.remove

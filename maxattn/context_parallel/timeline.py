@@ -133,13 +133,9 @@ class Timeline(NamedTuple):
 def timeline_of(
     ring: Ring, call: Call, target: Target, config: AttentionConfig | None = None
 ) -> Timeline:
-    """Return the timeline of a ring.
+    """Return the timeline of a ring, for a global call that is not yet padded.
 
-    Args:
-        ring: its layout, its schedule and its groups of devices.
-        call: the global call, not yet padded.
-        target: the machine whose rates count.
-        config: names the kernel whose schedules count; None: kernels go by arithmetic.
+    The config names the kernel whose schedules count; without one, kernels go by arithmetic.
     """
     machine, n, padded = machine_of(target), ring.ring_size, ring.padded_call(call)
     if call.mask.is_full:  # pairs of padding take time too

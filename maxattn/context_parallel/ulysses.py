@@ -162,13 +162,9 @@ def _group_sizes(devices: int, heads: int) -> list[int]:
 
 
 class Exchange:
-    """Give heads away for tokens, and back, inside `shard_map`.
+    """Give some heads away for tokens, and back, inside `shard_map`.
 
-    Args:
-        heads: the heads that are exchanged.
-        devices: how many devices exchange heads.
-        ring_size: how many such groups the context axis has.
-        q: this device's queries before the exchange.
+    The context axis has `ring_size` groups of `devices` that exchange; `q` is not exchanged yet.
     """
 
     def __init__(self, heads: Heads, devices: int, ring_size: int, q: Array) -> None:

@@ -1,4 +1,4 @@
-"""What a ring asks a kernel about the sum of dQ: each answers, and none is known by name."""
+"""Which kernels keep dQ in one sum over the blocks of a ring; no strategy knows one by name."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ def inputs(length: int = 8190, heads: int = 40, kv_heads: int = 40) -> Inputs:
     return Inputs(q, k, k)
 
 
-def rows(length: int) -> Rows:
-    out, lse = jnp.zeros((1, length, 2, 128), "bfloat16"), jnp.zeros((1, 2, length))
-    return Rows(out, lse, out, lse)
-
-
 def test_a_pair_answers_with_its_second() -> None:
     assert "block by block" in Pair(DENSE, FA4).accumulator_line(inputs())
     assert Pair(FA4, DENSE).accumulator_line(inputs()) == ""
@@ -40,7 +35,8 @@ def test_a_pair_answers_with_its_second() -> None:
 def test_flash_attention_4_sums_parts_where_its_launches_do_not_fit(why: str) -> None:
     kernel = Fa4(0.1, why == "gradient of the LSE", launched=why != "other GPUs")
     x = inputs(8 if why == "short" else 256, 2, 1 if why == "shared keys" else 2)
-    assert isinstance(kernel.accumulator(x, rows(x.q.shape[1])), SumOfParts)
+    out, lse = jnp.zeros(x.q.shape, "bfloat16"), jnp.zeros((1, 2, x.q.shape[1]))
+    assert isinstance(kernel.accumulator(x, Rows(out, lse, out, lse)), SumOfParts)
     assert kernel.accumulator_line(x) == ""
 
 

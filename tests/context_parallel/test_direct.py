@@ -46,13 +46,10 @@ def legal(case: dict) -> bool:
 
 def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
     """Plan as for a CPU, with the schedule of GPUs."""
-    config = ma.AttentionConfig(
-        attention="dot_product",
-        context_parallel=case["strategy"],
-        ici_context_parallelism=case["size"],
-        ici_data_parallelism=1,
-        **({"ulysses_shards": 2} if case["strategy"] == "ulysses_ring" else {}),
-    )
+    sizes = {"ici_context_parallelism": case["size"], "ici_data_parallelism": 1}
+    if case["strategy"] == "ulysses_ring":
+        sizes["ulysses_shards"] = 2
+    config = ma.AttentionConfig(attention="dot_product", context_parallel=case["strategy"], **sizes)
     mesh = config.make_mesh(jax.devices()[: case["size"]])
     mask = bind_mask(x["mask"], x["q"], x["k"])
     call = ma.Call.of(x["q"], x["k"], mask, x["bias"], return_lse=True)
@@ -70,16 +67,6 @@ def name(case: dict) -> str:
     "case", few(pairwise(AXES, legal, core=("strategy", "dtype")), ("strategy", "dtype")), ids=name
 )
 def test_against_float64(case: dict) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(AXES, legal), ids=name)
-def test_all_pairs(case: dict) -> None:
-    check(case)
-
-
-def check(case: dict) -> None:
     """Compare with float64; count the permutes of the program."""
     x = arrays(case)
     t, s = x["q"].shape[1], x["k"].shape[1]
@@ -122,13 +109,9 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(ring_size: int, length
         assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])] and ends[-1][1] == length
         assert all(a < b for a, b in ends)
     assert sum(step.fetches for step in made) == ring_size - 1
-    if length > 1:
-        assert sum(step.returns for step in made) == ring_size - 1, (
-            "none is left for after the last kernel"
-        )
-        assert not any(step.fetches and step.returns for step in made), (
-            "XLA would wait for one of two"
-        )
+    if length > 1:  # none is left for after the last kernel, and XLA would wait for one of two
+        assert sum(step.returns for step in made) == ring_size - 1
+        assert not any(step.fetches and step.returns for step in made)
     # The keys of a hop are there, and gradients are whole, before they are used.
     fetched = [step.hop + 1 for step in made if step.fetches]
     assert fetched == list(range(1, ring_size))
@@ -138,9 +121,7 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(ring_size: int, length
 
 @pytest.mark.parametrize("ring_size", [2, 8])
 def test_what_travels_is_used_only_after_the_kernel_beside_it(ring_size: int) -> None:
-    """In the traced program: what a permute brings goes into a barrier with what was computed, and
-    nowhere else.
-    """
+    """A permute's result goes into a barrier with a kernel's results, and nowhere else."""
     case = {name: values[0] for name, values in AXES.items()} | {"size": ring_size}
     x = arrays(case)
     plan, mesh = planned(case, x)
@@ -153,10 +134,8 @@ def test_what_travels_is_used_only_after_the_kernel_beside_it(ring_size: int) ->
     permutes = [eqn for eqn in eqns if eqn.primitive.name == "ppermute"]
     assert len(permutes) == 3 * (ring_size - 1)
     for permute in permutes:
-        users = [eqn for eqn in eqns if permute.outvars[0] in eqn.invars]
-        assert [eqn.primitive.name for eqn in users] == ["optimization_barrier"] and len(
-            users[0].invars
-        ) > 1
+        (user,) = [eqn for eqn in eqns if permute.outvars[0] in eqn.invars]
+        assert user.primitive.name == "optimization_barrier" and len(user.invars) > 1
 
 
 def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,24 +173,6 @@ def test_halves_meet_at_a_tile() -> None:
     middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
     assert {n: kv_block.middle_key(n) for n in middles} == middles
     assert kv_block.WHOLE.bounds(300) == (0, 300)
-
-
-@pytest.mark.parametrize("length", [1, 140])  # a block that is not cut, and one cut at a tile
-def test_halved_blocks_give_the_same(length: int) -> None:
-    case = {"mask": "none", "size": 2, "length": "64", "strategy": "ring"}
-    rng, tokens = np.random.default_rng(5), length * 2
-    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, tokens, 2, 8)), jnp.float32) for _ in range(4))
-    plan, mesh = planned(case, {"q": q, "k": k, "mask": None, "bias": None})
-    mask = Full().bind(tokens, tokens)
-
-    @jax.jit
-    def both(q, k, v):
-        out, vjp = jax.vjp(lambda *x: run(plan, *x, None, mask, mesh)[0], q, k, v)
-        return out, *vjp(dout)
-
-    got, want = both(q, k, v), attention64(q, k, v, dout=dout)
-    wanted = want.out, want.dq, want.dk, want.dv
-    assert max(error(g, w) for g, w in zip(got, wanted, strict=True)) < 2e-5
 
 
 CUTS = {"whole": ((0, None),), "parts": ((0, 2), (2, None)), "three": ((0, 1), (2, None), (1, 2))}

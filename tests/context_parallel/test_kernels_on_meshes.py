@@ -16,18 +16,17 @@ import maxattn as ma
 from tests.cases import MASKS, judge, run_case
 from tests.pairwise import product
 from tests.reference import mean_error
+from tests.waiting import but
 
 KERNELS: dict[str, dict[str, Any]] = {
     "dot_product": {},
     "memory_efficient": {
-        "use_memory_efficient_attention": True,
-        "query_chunk_size": 8,
-        "key_chunk_size": 24,
+        "use_memory_efficient_attention": True, "query_chunk_size": 8, "key_chunk_size": 24,
     },
     "flash": {},
     "tokamax_flash": {},
     "tpu_flash": {},
-}
+}  # fmt: skip
 # Tables, and arrays under ~, are refused by the Pallas kernels: tests/kernels.
 REFUSED = {"dense", "dense heads", "not segments"}
 PRODUCT = {
@@ -72,7 +71,12 @@ def config(case: dict, context: int) -> ma.AttentionConfig:
     )
 
 
-def check(case: dict) -> None:
+ROUNDED = [case | {"dtype": "bfloat16"} for case in CASES if case["dtype"] == "float32"]
+ALL = [*CASES, *ROUNDED, *product(PRODUCT, legal)]
+
+
+@pytest.mark.parametrize("case", but(ALL, CASES), ids=name)
+def test_product(case: dict) -> None:
     if case["kernel"] == "tokamax_flash":
         pytest.importorskip("tokamax")
     whole = case | {"batch": 1, "heads": "8 of 2", "head_dim": 16, "bias": "none"}
@@ -85,17 +89,3 @@ def check(case: dict) -> None:
     own = run_case(whole, config(case, 1), measure=mean_error)
     over = {key: (error, own[key]) for key, error in ours.items() if error > 1.5 * own[key] + 1e-6}
     assert not over, f"{case}: error on the mesh and on one device {over}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=name)
-def test_pairs(case: dict) -> None:
-    check(case)
-
-
-ROUNDED = [case | {"dtype": "bfloat16"} for case in CASES if case["dtype"] == "float32"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*product(PRODUCT, legal), *ROUNDED], ids=name)
-def test_product(case: dict) -> None:
-    check(case)

@@ -19,6 +19,7 @@ from maxattn.sharding import batch_sharding, place
 from maxattn.tools.compile.hlo import transfers
 from tests.cases import BIASES, MASKS, judge, run_case
 from tests.pairwise import pairwise
+from tests.waiting import but
 
 MESHES = {
     "fsdp 8": {"fsdp": 8},
@@ -31,12 +32,10 @@ MESHES = {
 KERNELS = {
     "dense": {"attention": "dot_product"},
     "blockwise": {
-        "attention": "dot_product",
-        "use_memory_efficient_attention": True,
-        "query_chunk_size": 8,
-        "key_chunk_size": 24,
+        "attention": "dot_product", "use_memory_efficient_attention": True,
+        "query_chunk_size": 8, "key_chunk_size": 24,
     },
-}
+}  # fmt: skip
 STRATEGIES = ["all_gather", "ring", "ulysses", "ulysses_ring"]
 AXES = {
     "mesh": list(MESHES),
@@ -56,26 +55,14 @@ def name(case: dict) -> str:
 
 
 def make_config(case: dict) -> ma.AttentionConfig:
-    sizes = {
-        f"ici_{axis}_parallelism": size
-        for axis, size in ({"data": 1} | MESHES[case["mesh"]]).items()
-    }
-    kernel = KERNELS[case["kernel"]]
+    axes = {"data": 1} | MESHES[case["mesh"]]
+    sizes = {f"ici_{axis}_parallelism": size for axis, size in axes.items()}
+    kernel = dict(KERNELS[case["kernel"]])
     if case["role"] == "cross":
-        kernel = {k: v for k, v in kernel.items() if k != "attention"} | {
-            "cross_attention": "dot_product"
-        }
+        kernel["cross_attention"] = kernel.pop("attention")
     unnamed = case["role"] == "cross" or case["strategy"] == "none"
     strategy = {} if unnamed else {"context_parallel": case["strategy"]}
     return ma.AttentionConfig(**sizes, **kernel, **strategy)
-
-
-def check(case: dict) -> None:
-    config = make_config(case)
-    sizes = MESHES[case["mesh"]]
-    case = case | FIXED | {"batch": 8 if "data" in sizes or "fsdp" in sizes else 2}
-    mesh = config.make_mesh(jax.devices()[: prod(sizes.values())])
-    judge(case, run_case(case, config, mesh, role=case["role"]))
 
 
 # In `make test` every strategy runs with both kernels, and every mesh, mask, length and bias runs
@@ -104,15 +91,15 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("case", [dict(zip(AXES, row, strict=True)) for row in SMALL], ids=name)
+CASES = [dict(zip(AXES, row, strict=True)) for row in SMALL]
+
+
+@pytest.mark.parametrize("case", but([*CASES, *pairwise(AXES, lambda case: True)], CASES), ids=name)
 def test_pairs(case: dict) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=name)
-def test_all_pairs(case: dict) -> None:
-    check(case)
+    config, sizes = make_config(case), MESHES[case["mesh"]]
+    case = case | FIXED | {"batch": 8 if "data" in sizes or "fsdp" in sizes else 2}
+    mesh = config.make_mesh(jax.devices()[: prod(sizes.values())])
+    judge(case, run_case(case, config, mesh, role=case["role"]))
 
 
 def qkv(batch: int = 8, heads: int = 4, length: int = 37) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -121,31 +108,34 @@ def qkv(batch: int = 8, heads: int = 4, length: int = 37) -> tuple[jax.Array, ja
     return q, k, v
 
 
-REFUSED: dict[str, tuple[dict[str, int], dict[str, int], str]] = {
-    "batch": (
-        {"data": 2, "fsdp": 4}, {"batch": 3},
-        r"batch: 3\n.*multiple of 8.*data=2 x fsdp=4\n.*batch of 8",
-    ),
-    "heads": ({"tensor": 4}, {"heads": 6}, r"heads: 6\n.*tensor=4\n.*1, 2, 3, 6"),
-}  # fmt: skip
+def over(context: int, **more: Any) -> tuple[ma.AttentionConfig, jax.sharding.Mesh]:
+    sizes = {"ici_data_parallelism": 1, "ici_context_parallelism": context}
+    config = ma.AttentionConfig(**sizes | more)
+    return config, config.make_mesh(jax.devices()[:context])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_divide_is_refused(name: str) -> None:
-    axes, sizes, message = REFUSED[name]
-    config = ma.AttentionConfig(**{f"ici_{a}_parallelism": n for a, n in axes.items()})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "message"),
+    [
+        (
+            {"data": 2, "fsdp": 4}, {"batch": 3},
+            r"batch: 3\n.*multiple of 8.*data=2 x fsdp=4\n.*batch of 8",
+        ),
+        ({"tensor": 4}, {"heads": 6}, r"heads: 6\n.*tensor=4\n.*1, 2, 3, 6"),
+        ({"contxt": 2}, {}, r"mesh: contxt\n.*\n.*did you mean 'context'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_mesh_is_refused(
+    mesh: dict[str, int], sizes: dict[str, int], message: str
+) -> None:
     with pytest.raises(MeshError, match=message):
-        ma.attention(*qkv(**sizes), mesh=config.make_mesh())
+        ma.plan(ma.Call.of(*qkv(**sizes)[:2]), mesh=mesh)
 
 
 def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
-    """Ulysses runs, equal to one device; a strategy that is named wins; heads that do not divide
-    are refused.
-    """
-    config = ma.AttentionConfig(
-        attention_sharding_uniform=False, ici_data_parallelism=1, ici_context_parallelism=8
-    )
-    mesh, (q, k, v) = config.make_mesh(), qkv(heads=8)
+    """Ulysses runs, unless a strategy is named; heads that do not divide are refused."""
+    config, mesh = over(8, attention_sharding_uniform=False)
+    q, k, v = qkv(heads=8)
     out = ma.attention(q, k, v, config=config, mesh=mesh)
     assert jnp.allclose(out, ma.attention(q, k, v), atol=1e-5)
     plan = ma.plan(ma.Call.of(q, k), config, mesh)
@@ -153,56 +143,43 @@ def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
     named = ma.plan(ma.Call.of(q, k), config.replace(context_parallel="ring"), mesh)
     assert named.strategy.name == "ring"
     assert any("attention_sharding_uniform has no effect" in note for note in named.notes)
-    with pytest.raises(
-        Unsupported, match=r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"
-    ):
+    refused = r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"
+    with pytest.raises(Unsupported, match=refused):
         ma.attention(*qkv(heads=6), config=config.replace(fallback="error"), mesh=mesh)
 
 
+def text_of_gradients(config: ma.AttentionConfig, mesh: Any, *qkv: Any, **how: Any) -> str:
+    def loss(*x: Any) -> jax.Array:
+        return ma.attention(*x, config=config, mesh=mesh, **how).sum()
+
+    return str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*qkv))
+
+
 def test_collectives_of_the_plan_are_those_of_the_program() -> None:
-    config = ma.AttentionConfig(
-        ici_data_parallelism=1,
-        ici_context_parallelism=8,
-        attention="dot_product",
-        context_parallel="all_gather",
-    )
-    mesh, (q, k, v) = config.make_mesh(), qkv()
-
-    def loss(q, k, v):
-        return ma.attention(q, k, v, config=config, mesh=mesh).sum()
-
-    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, v))
+    config, mesh = over(8, attention="dot_product", context_parallel="all_gather")
+    q, k, v = qkv()
+    text = text_of_gradients(config, mesh, q, k, v)
     named = ma.plan(ma.Call.of(q, k), config, mesh).collectives
     assert [c.kind for c in named] == ["all_gather", "all_gather", "psum_scatter"]
     # K and V each: gathered forward and backward, their gradients scattered once.
     assert text.count("all_gather[") == 4
     assert text.count("reduce_scatter[") == 2
-    assert "psum" not in text
-    assert "ppermute" not in text
+    assert "psum" not in text and "ppermute" not in text
 
 
 def test_replicated_keys_of_cross_attention_are_summed_once() -> None:
-    config = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=8)
-    mesh, (q, k, v) = config.make_mesh(), qkv()
-    k, v = k[:, :5], v[:, :5]
-
-    def loss(q, k, v):
-        return (ma.attention(q, k, v, config=config, mesh=mesh, role="cross") ** 2).sum()
-
-    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, v))
-    assert text.count("psum") == 2
-    assert "all_gather[" not in text
+    q, k, v = qkv()
+    text = text_of_gradients(*over(8), q, k[:, :5], v[:, :5], role="cross")
+    assert text.count("psum") == 2 and "all_gather[" not in text
 
 
 def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> None:
     """A module's training step at 61 tokens over 4 devices has the ring's sends and one sum of the
     gradients.
     """
-    config = ma.AttentionConfig(attention="ring", ici_data_parallelism=1, ici_context_parallelism=4)
-    mesh = config.make_mesh(jax.devices()[:4])
-    module = ma.FlaxAttention(
-        query_dim=16, heads=2, dim_head=8, config=config, mesh=mesh, rngs=nnx.Rngs(0)
-    )
+    config, mesh = over(4, attention="ring")
+    sizes = {"query_dim": 16, "heads": 2, "dim_head": 8}
+    module = ma.FlaxAttention(config=config, mesh=mesh, rngs=nnx.Rngs(0), **sizes)
     place(module, mesh)
     graph, state = nnx.split(module)
     x = jax.device_put(jnp.ones((2, 61, 16)), batch_sharding(mesh, 3))
@@ -217,23 +194,11 @@ def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> Non
 def test_the_surrounding_mesh_is_used_when_none_is_given(
     enter: Callable[[jax.sharding.Mesh], Any],
 ) -> None:
-    config = ma.AttentionConfig(
-        ici_data_parallelism=1,
-        ici_context_parallelism=8,
-        context_parallel="all_gather",
-        attention="dot_product",
-    )
-    q, k, v = qkv()
-    with enter(config.make_mesh()):
-        run = jax.jit(jax.grad(lambda *x: (ma.attention(*x, config=config) ** 2).sum())).trace(
-            q, k, v
-        )
-        grad = run.lower().compile()(q, k, v)
-    assert "all_gather[" in str(run.jaxpr)
-    want = jax.jit(jax.grad(lambda *x: (ma.attention(*x) ** 2).sum()))(q, k, v)
+    config, mesh = over(8, context_parallel="all_gather", attention="dot_product")
+    x = qkv()
+    with enter(mesh):
+        step = jax.jit(jax.grad(lambda *x: (ma.attention(*x, config=config) ** 2).sum())).trace(*x)
+        grad = step.lower().compile()(*x)
+    assert "all_gather[" in str(step.jaxpr)
+    want = jax.jit(jax.grad(lambda *x: (ma.attention(*x) ** 2).sum()))(*x)
     assert jnp.allclose(grad, want, atol=1e-4)
-
-
-def test_a_mesh_axis_that_does_not_exist_is_named() -> None:
-    with pytest.raises(MeshError, match=r"mesh: contxt\n.*\n.*did you mean 'context'"):
-        ma.plan(ma.Call.of(*qkv()[:2]), mesh={"contxt": 2})

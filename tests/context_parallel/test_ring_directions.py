@@ -56,15 +56,10 @@ IDS = np.repeat(np.arange(4, dtype=np.int32), 6)[None].repeat(2, 0)
 SMALL = {"block_q": 128, "block_kv": 128}
 # ranks, length, heads, key heads, mask, and settings
 CASES: dict[str, tuple[int, int, int, int, M.Mask | None, dict[str, Any]]] = {
-    "full": (4, 32, 4, 4, None, {}),
     "odd ranks, a length that they do not divide": (5, 33, 4, 2, None, {}),
     "three ranks, causal in zig-zag": (3, 61, 4, 2, M.Causal(), {}),
     "window that leaves hops out": (4, 32, 2, 2, M.LocalWindow(3, 3), {}),
-    "blocks behind": (8, 64, 4, 4, M.BlockSlidingWindow(8, 3), {}),
-    "lengths": (4, 32, 4, 2, M.KeyPadding(np.array([20, 7], np.int32)), {}),
-    "segments": (
-        3, 24, 2, 2, M.Segments(IDS, IDS) & M.Causal(), {},
-    ),
+    "segments": (3, 24, 2, 2, M.Segments(IDS, IDS) & M.Causal(), {}),
     "groups that exchange heads": (
         8, 64, 8, 4, M.Causal(), {"attention": "ulysses_ring", "ulysses_shards": 2},
     ),
@@ -74,12 +69,7 @@ CASES: dict[str, tuple[int, int, int, int, M.Mask | None, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# Hops are cut and sent before a kernel or a mask has a say: those of one kind wait.
-FEW = ["groups that exchange heads", "three ranks, causal in zig-zag", "segments",
-       "window that leaves hops out", "odd ranks, a length that they do not divide"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", but(CASES, FEW))
+@pytest.mark.parametrize("name", but(CASES, lambda name: name != "tpu_flash"))
 def test_both_ways_against_float64(name: str) -> None:
     n, length, heads, kv_heads, mask, more = CASES[name]
     q, k, v, dout = operands(length, heads, kv_heads)
@@ -89,23 +79,21 @@ def test_both_ways_against_float64(name: str) -> None:
         assert error(mine, true) < 2e-5
 
 
-def program(direction: str, n: int) -> Any:
-    """Trace forward and backward."""
-    cfg, x = config(direction, n), operands(8 * n, 4, 4)
-    attend = partial(run, cfg, n, None)
-    return jax.make_jaxpr(attend)(*x).jaxpr
+def sends(direction: str, n: int) -> list[Any]:
+    """Return the permutes of a forward and its backward."""
+    attend = partial(run, config(direction, n), n, None)
+    return of_primitive(jax.make_jaxpr(attend)(*operands(8 * n, 4, 4)).jaxpr, "ppermute")
 
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_half_of_each_hop_goes_each_way(n: int) -> None:
-    sent = of_primitive(program("both_ways", n), "ppermute")
+    sent = sends("both_ways", n)
     next_one = tuple((i, (i + 1) % n) for i in range(n))
     one_before = tuple((i, (i - 1) % n) for i in range(n))
     ways = [tuple(eqn.params["perm"]) for eqn in sent]
     assert set(ways) == {next_one, one_before} and ways.count(next_one) == len(ways) // 2
     assert {eqn.invars[0].aval.shape[2] for eqn in sent} == {2}  # of four heads
-    (alone,) = {tuple(e.params["perm"]) for e in of_primitive(program("one_way", n), "ppermute")}
-    assert alone == next_one
+    assert {tuple(eqn.params["perm"]) for eqn in sends("one_way", n)} == {next_one}
 
 
 # ---- which one is chosen -------------------------------------------------------------------------
@@ -124,26 +112,24 @@ def decided(
     return ma.plan(ma.Call.of(q, k, mask=mask, bias=bias), cfg, {"context": n}, target)
 
 
-CHOSEN: dict[str, tuple[Any, bool]] = {
-    "wan_480p": (lambda: decided(8), True),
-    "wan_480p_causal": (lambda: decided(8, mask=M.Causal()), True),
-    "asked": (lambda: decided(8, V5P, 75_600, ring_direction="both_ways"), True),
-    "asked_one_way": (lambda: decided(8, ring_direction="one_way"), False),
-    "covered": (lambda: decided(8, V5P, 75_600), False),
-    "one_key_head": (lambda: decided(8, kv_heads=1, heads=8, length=8192), False),
-    "few_heads_that_wait": (lambda: decided(8, heads=5), False),
-    "two_ranks": (lambda: decided(2), False),
-    "window": (lambda: decided(8, mask=M.BlockSlidingWindow(1560, 7)), False),
+CHOSEN = {
+    "wan_480p": lambda: decided(8),
+    "wan_480p_causal": lambda: decided(8, mask=M.Causal()),
+    "asked": lambda: decided(8, V5P, 75_600, ring_direction="both_ways"),
+    "asked_one_way": lambda: decided(8, ring_direction="one_way"),
+    "covered": lambda: decided(8, V5P, 75_600),
+    "one_key_head": lambda: decided(8, kv_heads=1, heads=8, length=8192),
+    "few_heads_that_wait": lambda: decided(8, heads=5),
+    "two_ranks": lambda: decided(2),
+    "window": lambda: decided(8, mask=M.BlockSlidingWindow(1560, 7)),
 }
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_which_is_chosen(name: str) -> None:
-    make, both = CHOSEN[name]
-    plan = make()
+    plan = CHOSEN[name]()
     notes = [note for note in plan.notes if "way" in note]
     check_golden(f"ring_direction/{name}", "\n".join([plan.strategy.label(), *notes]))
-    assert ("both ways" in plan.strategy.label()) == both
 
 
 def test_exposed_seconds_by_hand() -> None:

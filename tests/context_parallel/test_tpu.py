@@ -4,13 +4,15 @@ has a kernel between its start and its end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import pytest
 
 import maxattn as ma
 from maxattn.attention import run
 from maxattn.masks import Causal, Full, Mask
-from maxattn.tools.compile.job import CompileJob, run_in_child
+from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.model_shapes import Shape
 
@@ -40,12 +42,7 @@ def test_flash_lowers_for_a_tpu_on_a_mesh_with_axes_of_one_device(strategy: str)
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 @pytest.mark.parametrize("training", [False, True])
 def test_hops_run_beside_kernels(topology: str, n: int, mask: Mask, training: bool) -> None:
-    config = ma.AttentionConfig(
-        attention="ring", attention_kernel="flash", ici_context_parallelism=n
-    )
-    shape = Shape("", 1, 8192 * n, 8192 * n, 4, 128, mask=mask)
-    outcome = run_in_child(CompileJob(topology, config, shape, training), 900)
-    assert outcome.ending == "compiled", outcome.message
+    outcome = compiled(topology, n, mask, training)
     # K and V: n-1 hops of each; backward again, and n of their gradients, the last one beside half
     # of the local keys. Zig-zag has two chunks of each.
     chunks = 2 if "zig-zag x" in outcome.plan else 1
@@ -68,12 +65,17 @@ def test_hops_run_beside_kernels(topology: str, n: int, mask: Mask, training: bo
 @pytest.mark.parametrize(("topology", "n"), [("v5p:2x2x1", 4), ("v6e:2x4", 8)])
 @pytest.mark.parametrize("training", [False, True])
 def test_transfers_both_ways_run_beside_kernels(topology: str, n: int, training: bool) -> None:
-    config = ma.AttentionConfig(attention="ring", attention_kernel="flash",
-                                ici_context_parallelism=n, ring_direction="both_ways")  # fmt: skip
-    shape = Shape("", 1, 8192 * n, 8192 * n, 4, 128)
-    outcome = run_in_child(CompileJob(topology, config, shape, training), 900)
-    assert outcome.ending == "compiled", outcome.message
-    sent = [t for t in outcome.found if t["kind"] == "ppermute"]
+    sent = compiled(topology, n, Full(), training, ring_direction="both_ways").found
     assert len(sent) >= 4 * (n - 1) and all(t["kernels"] for t in sent)
     ways = [{(b - a) % n for a, b in t["groups"]} for t in sent]
     assert ways.count({1}) == ways.count({n - 1}) == len(sent) // 2
+
+
+def compiled(topology: str, n: int, mask: Mask, training: bool, **more: Any) -> Outcome:
+    config = ma.AttentionConfig(
+        attention="ring", attention_kernel="flash", ici_context_parallelism=n, **more
+    )
+    shape = Shape("", 1, 8192 * n, 8192 * n, 4, 128, mask=mask)
+    outcome = run_in_child(CompileJob(topology, config, shape, training), 900)
+    assert outcome.ending == "compiled", outcome.message
+    return outcome

@@ -37,28 +37,18 @@ WAYS = [
 # Every kernel under each way to map, checked and not.
 @pytest.mark.parametrize("way", few(WAYS, ("kernel", "axes"), ("axes", "checked")))
 def test_forward_and_gradients(way: dict[str, Any]) -> None:
-    kernel, axes, checked = way["kernel"], AXES[way["axes"]], way["checked"]
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=4).make_mesh()
-    q, k, v, bias = operands()
+    config, checked = XLA_KERNELS[way["kernel"]], way["checked"]
     spec, whole = PartitionSpec("data"), PartitionSpec()
+    # Unchecked, jax does not sum the gradient of a shared operand: there each device has its own.
     tile = (lambda x: x) if checked else (lambda x: jnp.concatenate([x, x]))
-
-    def local(q, k, v, bias):
-        return ma.attention(
-            q, k, v, mask=M.Causal(), bias=bias, config=XLA_KERNELS[kernel], mesh=mesh
-        )
-
-    # Unchecked, jax does not sum the gradient of what is shared: there every device has its own k
-    # and v.
     shared = whole if checked else spec
     mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(spec, shared, shared, whole),
-        out_specs=spec,
-        axis_names=axes,
-        check_vma=checked,
-    )
+        lambda q, k, v, bias: ma.attention(q, k, v, M.Causal(), bias, config=config, mesh=mesh),
+        mesh=mesh, in_specs=(spec, shared, shared, whole), out_specs=spec,
+        axis_names=AXES[way["axes"]], check_vma=checked,
+    )  # fmt: skip
+    q, k, v, bias = operands()
 
     def loss(q, k, v):
         return (mapped(q, tile(k), tile(v), bias) ** 2).sum()

@@ -35,18 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp": {"ici_fsdp_parallelism": 8},
     "ring": {"attention": "ring", "ici_fsdp_parallelism": 2, "ici_context_parallelism": 2},
     "ulysses_ring": {
-        "attention": "ulysses_ring",
-        "ulysses_shards": 2,
-        "ici_data_parallelism": 2,
-        "ici_context_parallelism": 4,
+        "attention": "ulysses_ring", "ulysses_shards": 2,
+        "ici_data_parallelism": 2, "ici_context_parallelism": 4,
     },
     "all_gather": {
-        "context_parallel": "all_gather",
-        "ici_fsdp_parallelism": 2,
-        "ici_context_parallelism": 2,
-        "ici_tensor_parallelism": 2,
+        "context_parallel": "all_gather", "ici_fsdp_parallelism": 2,
+        "ici_context_parallelism": 2, "ici_tensor_parallelism": 2,
     },
-}
+}  # fmt: skip
 
 
 class Step(NamedTuple):

@@ -29,15 +29,10 @@ LEAST = 3  # ranks, from which a rank has two neighbours
 
 
 def choose(ring: R, call: Call, config: AttentionConfig, target: Target) -> R:
-    """Return the ring whose step ends first, with the reasons.
+    """Return the ring whose step ends first, with the reasons, for a call that is not yet padded.
 
-    It has a refusal instead if `ring_direction` asks for both ways and they cannot run.
-
-    Args:
-        ring: in contiguous order, one way.
-        call: the global call, not yet padded.
-        config: its `ring_direction`, and the kernel that it names.
-        target: the machine whose kernels and links count.
+    It is refused if `ring_direction` asks for both ways and they cannot run. The given ring is in
+    contiguous order, one way.
     """
     setting, rule = getattr(config, KEY), _rule_against_both(ring, call, target)
     if setting == "both_ways" and rule:

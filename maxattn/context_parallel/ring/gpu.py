@@ -10,6 +10,7 @@ the backward has a kernel beside it: `gpu_full_mask.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -104,7 +105,7 @@ class GpuSchedule:
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
         # Packed as for the backward: a program with both passes packs once.
         queries = ring_pass.order.to_zigzag(inputs.q, 1)
-        packed, dims = _packed(ring_pass.keys(inputs)), _head_dims(inputs)
+        packed, dims = _packed(ring_pass.keys(inputs)), (inputs.k.shape[3], inputs.v.shape[3])
         parts: list[list[Result]] = [[] for _ in ring_pass.chunks]
         for hop in ring_pass.hops:
 
@@ -127,11 +128,9 @@ class GpuSchedule:
         if ring_pass.is_dense:
             return gpu_full_mask.backward(ring_pass, kernel, inputs, rows)
         queries, chunks = ring_pass.order.to_zigzag(inputs.q, 1), ring_pass.rows(rows)
-        packed, dims = _packed(ring_pass.keys(inputs)), _head_dims(inputs)
+        packed, dims = _packed(ring_pass.keys(inputs)), (inputs.k.shape[3], inputs.v.shape[3])
         dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
-        dbias: list[Bias] = [
-            x if x is None else jnp.zeros(x.shape, jnp.float32) for x in ring_pass.biases
-        ]
+        dbias: list[Bias] = jax.tree.map(partial(jnp.zeros_like, dtype="float32"), ring_pass.biases)
         home: list[Packed] = []  # gradients of the local keys
         leaving: tuple[int, Packed] | None = None  # the last hop, and gradients of its keys
         for hop in ring_pass.hops:
@@ -177,7 +176,3 @@ def _packed(keys: Keys) -> Packed:
 def _unpacked(packed: Packed, dims: tuple[int, int]) -> Keys:
     starts, (h, v) = range(0, packed.shape[0], 2), dims
     return [(packed[i, ..., :h], packed[i + 1, ..., :v]) for i in starts]
-
-
-def _head_dims(inputs: Inputs) -> tuple[int, int]:
-    return inputs.k.shape[3], inputs.v.shape[3]

@@ -38,12 +38,7 @@ class Step(NamedTuple):
 
 
 def steps(ring_size: int, middle: int) -> Iterator[Step]:
-    """List the steps of a backward.
-
-    Args:
-        ring_size: ranks of the ring.
-        middle: the key at which a block is cut that takes two launches; 0: no block is cut.
-    """
+    """List the steps of a backward; a block of two launches is cut at key `middle`, if not 0."""
     last, halves = ring_size - 1, middle > 0
     first, second = KeyRange(0, middle), KeyRange(middle)
     yield Step(0, first if last and halves else WHOLE, fetches=last > 0)
@@ -58,14 +53,7 @@ def steps(ring_size: int, middle: int) -> Iterator[Step]:
 
 
 def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-    """Return this device's gradients, those of K and V summed over the ring.
-
-    Args:
-        ring_pass: a dense pass.
-        kernel: the kernel of each hop.
-        inputs: this device's shards.
-        rows: what a backward reads of its queries, over all keys.
-    """
+    """Return this device's gradients in a dense pass, those of K and V summed over the ring."""
     n, dims = ring_pass.ring_size, (inputs.k.shape[3], inputs.v.shape[3])
     accumulator = kernel.accumulator(Inputs(inputs.q, inputs.k, inputs.v), rows)
     # By hop: the keys that are here, and their gradients.

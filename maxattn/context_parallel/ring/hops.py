@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.context_parallel.base import CONTEXT, Collective, bias_letters
-from maxattn.context_parallel.ring.zigzag import ChunkLayout, ChunkOrder, Moves, joined
+from maxattn.context_parallel.ring.zigzag import ChunkLayout, ChunkOrder, joined
 from maxattn.kernels.base import Bias, Inputs, Result, Rows
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
@@ -105,15 +105,12 @@ class RingPass:
     def pieces(
         self, hop: int, compute: Callable[[int, int], Any], alike: Hashable = None
     ) -> dict[Piece, Any]:
-        """Compute a hop.
+        """Compute the pieces of a hop in which some rank sees something.
 
         Args:
             hop: its number.
             compute: a function from (query chunk, key chunk) to a `Result` or `Grads`.
             alike: equal for calls whose pieces have results of equal shapes, whatever the hop.
-
-        Returns:
-            The results by piece, for every piece in which some rank sees something.
         """
         found = {}
         for i, j in ((i, j) for i in self.chunks for j in self.chunks):
@@ -168,13 +165,9 @@ class RingPass:
         """Send arrays on by so many ranks, this pass's way."""
         if ranks % self.ring_size == 0:
             return arrays
-        moves = self.moves(self.way * ranks % self.ring_size)
+        devices, by = self.ring_size * self.group, self.way * ranks * self.group
+        moves = [(i, (i + by) % devices) for i in range(devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, moves), arrays)
-
-    def moves(self, ranks: int) -> Moves:
-        """List (from, to) of every device, for arrays that move on by so many ranks."""
-        devices = self.ring_size * self.group
-        return [(i, (i + ranks * self.group) % devices) for i in range(devices)]
 
     # ---- masks and biases ------------------------------------------------------------------------
 
@@ -233,11 +226,8 @@ def hop_collectives(
 ) -> tuple[Collective, ...]:
     """List the hops of K and V, forward and backward, and of their gradients.
 
-    Args:
-        sends: hops after the first.
-        block: bytes of K and V in a hop.
-        home: hops of dK and dV, and the bytes in each.
-        arrays: how many arrays travel in each hop.
+    A hop sends a block of so many bytes and arrays; `home` has the hops of dK and dV, and the bytes
+    in each.
     """
     hops, grads = home
     made = (

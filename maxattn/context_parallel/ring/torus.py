@@ -9,6 +9,7 @@ Partial results are merged by log-sum-exp in float32, hop by hop. Where blocks t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -110,7 +111,10 @@ class TorusSchedule:
             # dK and dV, sent at the end of the last hop, travel beside this hop's kernels too.
             travels, parts = tie_transfer_to_kernel(
                 [(lane.ring_pass.send_on(lane.hop(step), lane.here), lane.dkv) for lane in lanes],
-                [lane.gradients(step) for lane in lanes],
+                [
+                    lane.gradients(lane.hop(step), lane.here, ALL if step else lane.first)
+                    for lane in lanes
+                ],
             )
             for lane, (_, dkv), part in zip(lanes, travels, parts, strict=True):
                 lane.dkv = dkv
@@ -124,9 +128,8 @@ class TorusSchedule:
         if any(lane.last for lane in lanes):  # the rest of the local block
             for lane in lanes:
                 lane.slice_late()
-            sent, parts = tie_transfer_to_kernel(
-                [lane.dkv for lane in lanes], [lane.last_gradients() for lane in lanes]
-            )
+            parts = [lane.gradients(0, lane.local, lane.last) for lane in lanes]
+            sent, parts = tie_transfer_to_kernel([lane.dkv for lane in lanes], parts)
             for lane, dkv, part in zip(lanes, sent, parts, strict=True):
                 lane.dkv = dkv
                 lane.add(0, part)
@@ -195,20 +198,20 @@ class _BackwardLane(_Lane):
         self.first, self.last = first, last
         self.local: Keys = self.here if last else []
         self.rows = ring_pass.rows(rows)
+        zeros = partial(jnp.zeros_like, dtype="float32")
         summed = self.queries, self.here, ring_pass.biases
-        self.dq, self.dkv, self.dbias = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32), summed
-        )
+        self.dq, self.dkv, self.dbias = jax.tree.map(zeros, summed)
 
-    def gradients(self, step: int) -> dict[Piece, Grads]:
-        """Compute a hop; of the local block the first heads."""
-        hop = self.hop(step)
-        heads = self.first if hop == 0 else ALL
-        return self._gradients(hop, self.here, heads) if heads else {}
+    def gradients(self, hop: int, keys: Keys, heads: Heads | None) -> dict[Piece, Grads]:
+        """Compute some heads of a hop; None: none of them."""
+        if heads is None:
+            return {}
 
-    def last_gradients(self) -> dict[Piece, Grads]:
-        """Compute the last heads of the local block."""
-        return self._gradients(0, self.local, self.last) if self.last else {}
+        def compute(i: int, j: int) -> Grads:
+            piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], keys[j])
+            return head_halves.backward(self.kernel, heads, piece, self.rows[i])
+
+        return self.ring_pass.pieces(hop, compute, heads)
 
     @property
     def sums(self) -> Any:
@@ -235,10 +238,3 @@ class _BackwardLane(_Lane):
         dk, dv = (back([x[p].astype(k.dtype) for x in self.dkv], 1) for p in (0, 1))
         dq = back([x.astype(q.dtype) for x in self.dq], 1)
         return Grads(dq, dk, dv, self.ring_pass.whole_bias(self.dbias))
-
-    def _gradients(self, hop: int, keys: Keys, heads: Heads) -> dict[Piece, Grads]:
-        def compute(i: int, j: int) -> Grads:
-            piece = self.ring_pass.inputs(hop, (i, j), self.queries[i], keys[j])
-            return head_halves.backward(self.kernel, heads, piece, self.rows[i])
-
-        return self.ring_pass.pieces(hop, compute, heads)

@@ -24,13 +24,7 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.context_parallel.base import (
-    CONTEXT,
-    FLOAT,
-    Collective,
-    array_bytes,
-    bias_letters,
-)
+from maxattn.context_parallel.base import CONTEXT, FLOAT, Collective, array_bytes, bias_letters
 from maxattn.kernels.bias_level import level_shape
 from maxattn.masks import EMPTY, FULL, Full, Mask
 from maxattn.masks.blocks import stretches
@@ -40,10 +34,6 @@ if TYPE_CHECKING:
     from maxattn.context_parallel.ring.ring import Ring
 
 MOST_WEIGHED = 256  # ranks: to count every chunk of thousands takes seconds
-Moves = list[tuple[int, int]]
-"""(from, to) of every device in a permute."""
-HopRange = tuple[np.ndarray, ...]
-"""Ranks, their first hops, the hops after their last, and the pairs of each in one hop."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +103,8 @@ class ChunkLayout:
         work = ChunkLayout(n // many, self.chunks_per_rank).work(mask, q_len, kv_len)
         return np.repeat(work.max(axis=0) / many**2, many), float(work.sum())
 
-    def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[HopRange]:
-        """List in which hops ranks compute pairs, by ranges: there may be millions of chunks."""
+    def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[tuple[np.ndarray, ...]]:
+        """List (ranks, first hops, hops after the last, pairs of each in a hop): ranges of hops."""
         n, c = self.ring_size, self.chunks
         found = stretches(mask, q_len // c, kv_len // c, q_len, kv_len)
         row, start, end = found.row, found.start, found.end
@@ -137,10 +127,7 @@ def joined(terms: Iterable[Mask]) -> Mask:
 class ChunkOrder:
     """Move shards between the contiguous order and a layout's chunks.
 
-    Args:
-        layout: the ring's ranks and chunks.
-        group: neighbouring devices that are one rank.
-        rank: this device's rank, traced.
+    A rank is a group of neighbouring devices; `rank` is this device's, traced.
     """
 
     layout: ChunkLayout
@@ -162,8 +149,8 @@ class ChunkOrder:
         halves = zip(self._by_parity(*chunks), back, strict=True)
         return jnp.concatenate([jax.lax.ppermute(y, CONTEXT, m) for y, m in halves], axis)
 
-    def _moves(self, half: int) -> Moves:
-        """List where the first or second halves of all shards go.
+    def _moves(self, half: int) -> list[tuple[int, int]]:
+        """List (from, to) of every device for the first or second halves of all shards.
 
         Chunk 2i + half, of rank i in contiguous order, goes to the rank that has it in zig-zag.
         """
