@@ -117,7 +117,8 @@ class Plan:
 
     def full_mask(self, mask: Mask) -> Mask:
         """Return the caller's bound mask, with the keys of padding hidden."""
-        return limit_keys(mask, self.call.kv_len, self.kv_len)
+        real = self.call.kv_len
+        return mask & KeyLimit(real) if self.kv_len > real else mask
 
     def __str__(self) -> str:
         return self.explain()
@@ -166,8 +167,3 @@ def _renamed(key: str, value: Any) -> Any:
     if not (key.startswith("kernel.") and isinstance(value, dict)):
         return value
     return {_RENAMED.get(f"kernel.{k}", f"kernel.{k}")[7:]: v for k, v in value.items()}
-
-
-def limit_keys(mask: Mask, real: int, padded: int) -> Mask:
-    """Hide the keys that padding added."""
-    return mask & KeyLimit(real) if padded > real else mask

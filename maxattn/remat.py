@@ -24,15 +24,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 Policy = Callable[..., Any]
 PLAIN = (bool, int, float, str, type(None))
 
-POLICIES = (
-    "NONE",
-    "FULL",
-    "SAVE_ATTENTION",
-    "SAVE_ATTENTION_AND_MATMUL",
-    "MATMUL_WITHOUT_BATCH",
-    "OFFLOAD_MATMUL_WITHOUT_BATCH",
-)
-ATTENTION_NAMES = ("attn_out", "attn_lse")
+_MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_ATTENTION = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
+_POLICIES: dict[str, Policy | None] = {
+    "NONE": None,
+    "FULL": jax.checkpoint_policies.nothing_saveable,
+    "SAVE_ATTENTION": _ATTENTION,
+    "SAVE_ATTENTION_AND_MATMUL": jax.checkpoint_policies.save_from_both_policies(
+        _ATTENTION, _MATMULS
+    ),
+    "MATMUL_WITHOUT_BATCH": _MATMULS,
+    "OFFLOAD_MATMUL_WITHOUT_BATCH": jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
+}
+POLICIES = tuple(_POLICIES)
 
 
 def remat_policy(name: str) -> Policy | None:
@@ -49,22 +55,8 @@ def remat_policy(name: str) -> Policy | None:
     Raises:
         ConfigError: the name is not known.
     """
-    policies = jax.checkpoint_policies
-    matmuls = policies.dots_with_no_batch_dims_saveable
-    match name:
-        case "NONE":
-            return None
-        case "FULL":
-            return policies.nothing_saveable
-        case "SAVE_ATTENTION":
-            return policies.save_only_these_names(*ATTENTION_NAMES)
-        case "SAVE_ATTENTION_AND_MATMUL":
-            attention = policies.save_only_these_names(*ATTENTION_NAMES)
-            return policies.save_from_both_policies(attention, matmuls)
-        case "MATMUL_WITHOUT_BATCH":
-            return matmuls
-        case "OFFLOAD_MATMUL_WITHOUT_BATCH":
-            return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    if name in POLICIES:
+        return _POLICIES[name]
     remedy = did_you_mean(str(name), POLICIES) or "use NONE"
     raise ConfigError("remat_policy", name, f"it is one of {', '.join(POLICIES)}", remedy)
 

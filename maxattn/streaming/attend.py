@@ -21,11 +21,11 @@ from maxattn.streaming import checks
 from maxattn.streaming.kv_cache import CacheLayer, KVCache
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float
 
     from maxattn.config import AttentionConfig
 
-    Own = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None
+    Own = tuple[Array, Array] | None
 
 
 class Projected(NamedTuple):
@@ -52,17 +52,12 @@ def attend_with_cache(
     mask: Any = None,
     bias: Any = None,
 ) -> tuple[Float[Array, "B T N H"], KVCache]:
-    """Write a block's keys and values, and attend to all keys that the block sees.
+    """Write a block's keys and values, attend to all keys that the block sees: (out, whole cache).
 
     Args:
-        layer: a layer of the cache.
-        block: queries, keys and values.
-        how: scale, config and mesh.
+        layer, block, how: the layer of the cache, the block, and the module's settings.
         table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
         mask, bias: for `extract()`; `cached()` takes a mask too.
-
-    Returns:
-        The output and the whole cache.
 
     Raises:
         InputError: the cache has another dtype.
@@ -106,19 +101,12 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 
 
 def _read(
-    layer: CacheLayer,
-    q: Float[Array, "B T N H"],
-    how: How,
-    table: Rotary | None,
-    own: Own = None,
+    layer: CacheLayer, q: Array, how: How, table: Rotary | None, own: Own = None,
     mask: Mask | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"]:  # fmt: skip
     """Attend to the keys of a layer, and to the call's own keys if they are not written.
 
     Args:
-        layer: a layer of the cache.
-        q: queries.
-        how: scale, config and mesh.
         table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
         own: keys and values of the queries' tokens, if the cache is only read. Kept keys and values
             are then constants to gradients.
@@ -133,14 +121,8 @@ def _read(
     out_spec = layout.spec("BFN." if spread else "B.N.")
 
     def on_device(
-        k: Float[Array, "L B S K H"],
-        v: Float[Array, "L B S K H"],
-        frame: Int[Array, ""] | Int[Array, " B"],
-        index: Int[Array, ""],
-        q: Float[Array, "B T N H"],
-        own: Own,
-        table: Rotary | None,
-    ) -> Float[Array, "B T N H"]:
+        k: Array, v: Array, frame: Array, index: Array, q: Array, own: Own, table: Rotary | None
+    ) -> Array:
         end = frame if own is not None else frame + cache.own
         # An array of one layer is taken whole, without a copy.
         k, v = (
@@ -198,26 +180,15 @@ def _at(table: Rotary, places: Any) -> Rotary:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-class Slab(NamedTuple):
-    """Frames of a block that are written to consecutive slots.
-
-    Args:
-        first: the first frame, counted in the block.
-        count: how many frames.
-        slot: the first slot; None if only the device knows the frame's number.
-    """
-
-    first: int
-    count: int
-    slot: int | None
-
-
 def _write(
     layer: CacheLayer, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], mesh: Any
 ) -> KVCache:
     """Return the cache with a block's keys and values in its slots."""
     cache = layer.cache
-    layout, written = cache.layout, _slabs(cache)
+    layout, kept = cache.layout, {frame: frame for frame in range(cache.own)}
+    is_first = cache.stage == "empty"
+    if is_first:  # slots are known; of frames that share one, the last is kept
+        kept = {layout.stream.slots(frame): frame for frame in kept}
     new = [x.reshape(x.shape[0], cache.own, -1, *x.shape[2:]) for x in (k, v)]
     rows, old = layout.spec("B" if cache.frame.ndim else ""), layout.spec(".BFK.")
     in_specs = (old, old, layout.spec("B.FK."), layout.spec("B.FK."), rows, layout.spec(""))
@@ -225,14 +196,14 @@ def _write(
     def on_device(
         k: Array, v: Array, new_k: Array, new_v: Array, frame: Array, index: Array
     ) -> tuple[Array, Array]:
-        if layout.stream.window is None and cache.stage != "empty":
+        if layout.stream.window is None and not is_first:
             # jax moves a slice that leaves the array back into it, over other frames.
             fits = (frame + new_k.shape[1] <= layout.frames).reshape(-1, 1, 1, 1, 1)
             new_k, new_v = (jnp.where(fits, x, jnp.nan) for x in (new_k, new_v))
-        for slab in written:
-            slot = layout.stream.slots(frame + slab.first) if slab.slot is None else slab.slot
+        for slot, i in kept.items():
+            slot = slot if is_first else layout.stream.slots(frame + i)
             token = jnp.asarray(slot, jnp.int32) * layout.tokens
-            k, v = (_put(x, new, slab, index, token) for x, new in ((k, new_k), (v, new_v)))
+            k, v = (_put(x, new[:, i], index, token) for x, new in ((k, new_k), (v, new_v)))
         return k, v
 
     put = over_shards(on_device, mesh, layout.mesh, in_specs, (old, old))
@@ -240,33 +211,11 @@ def _write(
     return layer.changed(*put(old_k, old_v, *new, cache.frame, index))
 
 
-def _slabs(cache: KVCache) -> list[Slab]:
-    """List what is written: one slab a frame, or fewer if slots are known when tracing.
-
-    A slab never goes past the last slot to the first one, as the frames of a block may.
-    """
-    if cache.stage != "empty":
-        return [Slab(i, 1, None) for i in range(cache.own)]
-    slots = cache.layout.stream.slots
-    kept = {slots(frame): frame for frame in range(cache.own)}  # the last frame in each slot
-    starts = [s for s in sorted(kept) if kept.get(s - 1) != kept[s] - 1]
-    both = zip(starts, [*starts[1:], len(kept)], strict=True)
-    return [Slab(kept[start], stop - start, start) for start, stop in both]
-
-
-def _put(
-    old: Float[Array, "L B S K H"],
-    new: Float[Array, "B F tokens K H"],
-    slab: Slab,
-    index: Int[Array, ""],
-    token: Int[Array, ""] | Int[Array, " B"],
-) -> Float[Array, "L B S K H"]:
-    batch, _, _, *heads = new.shape
-    part = new[:, slab.first : slab.first + slab.count].reshape(1, batch, -1, *heads)
+def _put(old: Array, new: Array, index: Array, token: Array) -> Array:
+    """Write a frame [B, tokens, K, H] to a layer of [L, B, S, K, H]."""
     if token.ndim == 0:
-        return jax.lax.dynamic_update_slice(old, part, (index, 0, token, 0, 0))
+        return jax.lax.dynamic_update_slice(old, new[None], (index, 0, token, 0, 0))
     # Batch row by batch row: a scatter of all rows transposes the cache, and copies all of it.
-    for row in range(batch):
-        at = (index, row, token[row], 0, 0)
-        old = jax.lax.dynamic_update_slice(old, part[:, row : row + 1], at)
+    for row, part in enumerate(new):
+        old = jax.lax.dynamic_update_slice(old, part[None, None], (index, row, token[row], 0, 0))
     return old

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 FRESH = "make another with KVCache.empty"
 
 
-# ---- a stream ------------------------------------------------------------------------------------
-
-
 def frames_from_zero(frame: Any) -> Any:
     """Return a frame number or an array of them; numbers of jax's arrays are not read."""
     if (number := whole(frame, least=0)) is not None:
@@ -41,11 +38,11 @@ def frames_from_zero(frame: Any) -> Any:
     raise InputError("frame", repr(frame), rule, "give one of them, or an array of integers")
 
 
-def count(end: Any) -> int:
-    """Return a number of frames."""
-    if (number := whole(end, least=0)) is not None:
+def from_zero(name: str, value: Any, what: str) -> int:
+    """Return an argument that is a whole number of at least 0."""
+    if (number := whole(value, least=0)) is not None:
         return number
-    raise InputError("end", repr(end), "it is a number of frames", "give 0 or a positive integer")
+    raise InputError(name, repr(value), f"it is {what}", "give 0 or a positive integer")
 
 
 def clip_size(name: str, x: Any, axis: Any) -> int:
@@ -71,12 +68,11 @@ def shards(number: Any, size: int, clip: str) -> None:
 
 def sizes(**given: Any) -> tuple[int, ...]:
     """Return sizes as ints."""
-    found = {name: whole(value) for name, value in given.items()}
-    for name, size in found.items():
-        if size is None:
+    for name, value in given.items():
+        if whole(value) is None:
             rule = "it must be an integer of at least 1"
-            raise InputError(name, repr(given[name]), rule, "set it to a positive integer")
-    return tuple(size for size in found.values() if size is not None)
+            raise InputError(name, repr(value), rule, "set it to a positive integer")
+    return tuple(map(int, given.values()))
 
 
 def dtype(value: Any) -> str:
@@ -165,15 +161,13 @@ def advance(cache: KVCache) -> None:
     if cache.is_done:
         _refuse_more(cache)
     if cache.is_begun:
-        count = cache.own
-        rule = f"no pass has written to this cache, and {count} frames would be skipped"
+        rule = f"no pass has written to this cache, and {cache.own} frames would be skipped"
         remedy = "advance the cache that attention returned, once a block"
         raise InputError("advance", repr(cache), rule, remedy)
 
 
 def _refuse_more(cache: KVCache) -> None:
-    slots = cache.layout.frames
-    rule = f"without a window each frame needs a slot, and the {slots} slots have no room for more"
+    rule = f"without a window each frame needs a slot: {cache.layout.frames} are too few for more"
     remedy = "give KVCache.empty more frames, or the Stream a window"
     raise InputError("cache", repr(cache), rule, remedy)
 
@@ -197,8 +191,7 @@ def extract(cache: KVCache, start: Any) -> int:
     if cache.stage != "empty" or not cache.keeps:
         rule = "tokens are extracted into an empty cache that passes write to"
         raise InputError("extract", repr(cache), rule, "extract to an empty one, and append it")
-    if (first := whole(start, least=0)) is None:
-        raise InputError("start", repr(start), "it is the index of a token", "give 0 or more")
+    first = from_zero("start", start, "the index of a token")
     _refuse_slots(cache, "extract")
     return first
 
@@ -229,10 +222,10 @@ def append(cache: KVCache, other: KVCache) -> None:
         if bool((each.frame != frames).any()) if known else not each.is_done:
             rule = f"all {frames} slots are filled before more are appended"
             raise InputError("append", repr(each), rule, "make it with as many frames as it keeps")
-    alike = [
+    a, b = (
         (*x.shape[:2], *x.shape[3:], x.dtype, x.frame.shape, x.is_per_layer) for x in (cache, other)
-    ]
-    if replace(other.layout, frames=cache.layout.frames) != cache.layout or len(set(alike)) > 1:
+    )
+    if replace(other.layout, frames=cache.layout.frames) != cache.layout or a != b:
         rule = f"both have one layout, one batch and one dtype, and the first is {cache!r}"
         raise InputError("append", repr(other), rule, "make both alike but for frames=")
 
@@ -264,10 +257,7 @@ def _one_frame(cache: KVCache, what: str) -> None:
 
 
 def beside(cache: KVCache, mask: Any, bias: Any) -> None:
-    """Refuse a mask or a bias that a pass over a cache cannot take.
-
-    The mask of a pass over `cached()` has the keys of all slots, then those of the call.
-    """
+    """Refuse a mask or bias beside a cache; a mask of `cached()` has all slots, then own keys."""
     if cache.mode == "extract":
         return
     if bias is not None or (mask is not None and cache.mode != "cached"):
@@ -290,14 +280,7 @@ def beside(cache: KVCache, mask: Any, bias: Any) -> None:
 
 
 def call(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> None:
-    """Refuse a cache that differs from a module's call in sizes or devices.
-
-    Args:
-        cache: the cache that was passed.
-        shape: of the module's keys, (B, T, K, H).
-        mesh: the module's mesh, or None.
-        axes: (axis, size) of it.
-    """
+    """Refuse a cache that does not fit a module's keys, of shape (B, T, K, H), or its mesh."""
     _check_arrays(cache, shape, mesh, axes)
     if cache.is_done and cache.mode == "stream":
         _refuse_more(cache)
@@ -319,10 +302,8 @@ def _check_arrays(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshSha
     batch, _, heads, width = shape
     one_mesh = "pass one mesh to KVCache.empty and the module"
     if cache.layout.mesh != axes:
-        found, ours = (
-            ", ".join(f"{axis}={size}" for axis, size in each) or "no mesh"
-            for each in (cache.layout.mesh, axes)
-        )
+        both = (", ".join(f"{axis}={n}" for axis, n in each) for each in (cache.layout.mesh, axes))
+        found, ours = (each or "no mesh" for each in both)
         raise MeshError("cache.mesh", found, f"the module runs on {ours}", one_mesh)
     if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
         rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"

@@ -119,11 +119,12 @@ class KVCache:
         layout.check_sizes(batch, kv_heads)
         of_layer = (batch, slots * stream.tokens_per_frame, kv_heads, dim_head)
 
-        shapes: Any = (layers, *of_layer)
-        if checks.per_layer(per_layer):
-            shapes = ((1, *of_layer),) * layers
-        k, v = (layout.zeros(shapes, name, ".BFK.", mesh) for _ in "kv")
-        frame = layout.zeros((), "int32", "", mesh)
+        def zeros() -> Any:
+            leading = [1] * layers if checks.per_layer(per_layer) else [layers]
+            made = tuple(layout.zeros((n, *of_layer), name, ".BFK.", mesh) for n in leading)
+            return made if per_layer else made[0]
+
+        k, v, frame = zeros(), zeros(), layout.zeros((), "int32", "", mesh)
         return cls(k, v, frame, layout, stream.first_block)._begun()
 
     # ---- what attention takes --------------------------------------------------------------------
@@ -131,9 +132,8 @@ class KVCache:
     def layer(self, index: int | Int[Array, ""]) -> CacheLayer:
         """Return a layer for `FlaxAttention(..., cache=)`.
 
-        Args:
-            index: its number; traced in a scan over layers whose carry is the cache, but not if the
-                cache was made with `per_layer=True`.
+        In a scan over layers whose carry is the cache, `index` is traced; with `per_layer=True` it
+        is a number.
         """
         checks.layer(index, self.shape[0], self.is_per_layer)
         return CacheLayer(self, index)
@@ -210,8 +210,11 @@ class KVCache:
                 would skip frames), or it has no slots for the block.
         """
         checks.advance(self)
-        frame, size = self.frame + self.own, self.layout.stream.frames_per_block
-        stage = self._next_stage(frame)
+        frame, size, stage = self.frame + self.own, self.layout.stream.frames_per_block, self.stage
+        if stage == "empty":
+            stage = self._stage_at(self.own, self.own)
+        elif not is_tracer(frame) and (stage != "full" or self.layout.stream.window is None):
+            stage = self._stage_at(*_ends(frame))
         after = replace(self, frame=frame, own=size, stage=stage, mode="stream", start=0)
         return after._begun()
 
@@ -219,13 +222,6 @@ class KVCache:
         """Mark that no pass has written to this cache, or to the cache `of` that it is made of."""
         object.__setattr__(self, "is_begun", of is None or of.is_begun)
         return self
-
-    def _next_stage(self, frame: Any) -> Stage:
-        if self.stage == "empty":
-            return self._stage_at(self.own, self.own)
-        if self.stage == "full" and self.layout.stream.window is not None:
-            return "full"
-        return self.stage if is_tracer(frame) else self._stage_at(*_ends(frame))
 
     def _stage_at(self, least: int, most: int) -> Stage:
         """Return the stage of rows whose next block begins at frames from `least` to `most`."""
@@ -236,13 +232,10 @@ class KVCache:
 
     @classmethod
     def stacked(cls, caches: Sequence[KVCache]) -> KVCache:
-        """Join caches along the batch; each row goes on from its own frame.
-
-        Args:
-            caches: caches of one layout and one number of layers, each after its first block.
+        """Join caches of one layout along the batch; each row goes on from its own frame.
 
         Raises:
-            InputError: they differ, or one is empty.
+            InputError: they differ in layout or layers, or the first block of one is not done.
         """
         checks.stacked(caches)
         k, v = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *((c.k, c.v) for c in caches))
@@ -274,14 +267,10 @@ class KVCache:
         return replace(self, frame=frame, layout=layout, own=own, stage="empty")._begun()
 
     def refilled(self, stream: Stream, frame: int) -> Self:
-        """Take the frames that were cached anew as the last ones before `frame`.
+        """Take the frames that were cached anew as the last ones of `stream` before `frame`.
 
         If the window has dropped frames, slots are moved so that each frame is in its own; no other
         function copies a cache.
-
-        Args:
-            stream: the stream that the cache was made for.
-            frame: the number of the next frame, as it was before `refill`.
 
         Raises:
             InputError: not all kept frames are cached anew.
@@ -325,11 +314,8 @@ class KVCache:
     def append(self, other: KVCache) -> KVCache:
         """Return a cache, for reading, with the tokens of this cache and then those of another.
 
-        Args:
-            other: a cache of the same layout but for the number of slots.
-
         Raises:
-            InputError: the layouts differ, or slots of a cache are empty.
+            InputError: the layouts differ in more than the number of slots, or slots are empty.
         """
         checks.append(self, other)
         slots = self.layout.frames + other.layout.frames
@@ -342,9 +328,9 @@ class KVCache:
         frame = self.frame.tolist() if known and not self.frame.is_deleted() else "unknown"
         # jax maps over caches, with shardings, axes or None in place of arrays.
         first = self.k[0] if self.is_per_layer else self.k
-        has_arrays = hasattr(first, "shape")
-        shape = ",".join(map(str, self.shape)) if has_arrays else "?"
-        dtype = self.dtype if has_arrays else type(first).__name__
+        shape, dtype = "?", type(first).__name__
+        if hasattr(first, "shape"):
+            shape, dtype = ",".join(map(str, self.shape)), self.dtype
         mode = "" if self.mode == "stream" else f", {self.mode}"
         mode += "" if self.keeps else ", unwritten"
         of = f"frame {frame}, {self.layout.frames} slots, {self.stage}{mode}"

@@ -29,11 +29,8 @@ class CacheLayout:
     Args:
         stream: the blocks, the window and the sink.
         frames: how many slots there are, each for the keys and values of one frame.
-        positions: "absolute": keys are kept with the rotary embedding of their frame. "slots" and
-            "slots_with_sink": they are kept unrotated, and rotated by their place in the window.
+        positions, context: as for `KVCache.empty`.
         mesh: (axis, size) of the mesh.
-        context: over the context axis each device has some "heads" of every token, or some "tokens"
-            of every frame.
     """
 
     stream: Stream
@@ -99,7 +96,6 @@ class CacheLayout:
 
     @property
     def ranks(self) -> int:
-        """Devices of the context axis."""
         return dict(self.mesh).get("context", 1)
 
     @property
@@ -133,13 +129,8 @@ class CacheLayout:
         axes |= {"N": of_heads or None, "K": of_heads or None, "F": of_tokens or None}
         return PartitionSpec(*(axes[c] for c in letters))
 
-    def zeros(self, shape: tuple[Any, ...], dtype: str, letters: str, mesh: Any) -> Any:
-        """Make zeros that are split over a mesh from the start: no device ever has all of them.
-
-        A tuple of shapes gives a tuple of arrays.
-        """
-        if shape and isinstance(shape[0], tuple):
-            return tuple(self.zeros(each, dtype, letters, mesh) for each in shape)
+    def zeros(self, shape: tuple[int, ...], dtype: str, letters: str, mesh: Any) -> Any:
+        """Make zeros that are split over a mesh from the start: no device ever has all of them."""
         if mesh is None:
             return jnp.zeros(shape, dtype)
         spec = self.spec(letters)

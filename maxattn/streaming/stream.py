@@ -156,10 +156,7 @@ class Stream:
         Args:
             clean, noisy: arrays of one shape: tokens, rotary angles or times of frames.
             shards: as for `teacher_mask`.
-            axis: the axis of tokens or frames; default 1.
-
-        Returns:
-            An array of twice the size along `axis`.
+            axis: the axis of tokens or frames, which is twice as long in the result; default 1.
 
         Raises:
             InputError: they are no arrays, their shapes differ, or `shards` does not divide them.
@@ -227,7 +224,7 @@ class Stream:
         >>> ma.Stream(tokens_per_frame=1, window=3, sink=1).kept(7)
         (0, 5, 6)
         """
-        end = checks.count(end)
+        end = checks.from_zero("end", end, "a number of frames")
         if self.budget is None or end <= self.budget:
             return tuple(range(end))
         return (*range(self.sink), *range(end - self.budget + self.sink, end))

@@ -42,12 +42,7 @@ class Block(nnx.Module):
 
 
 class Stack(NamedTuple):
-    """Hold layers stacked along their first axis.
-
-    Args:
-        graph: of one layer.
-        state: parameters of all layers.
-    """
+    """The graph of one layer, and the parameters of all layers, stacked along their first axis."""
 
     graph: Any
     state: Any
@@ -146,13 +141,7 @@ def _teacher(
 
 
 class Rollout(NamedTuple):
-    """Hold what a rollout made of every block, clean and noisy.
-
-    Args:
-        clean, noisy: [B, T, C].
-        cache: after the last block.
-        programs: how many were compiled for it.
-    """
+    """The outputs of all blocks [B, T, C], the cache after the last one, and programs compiled."""
 
     clean: np.ndarray
     noisy: np.ndarray
@@ -169,11 +158,9 @@ def rollout(
     first: int = 0,
     place: Callable[[Any], Any] = lambda x: x,
 ) -> Rollout:
-    """Run a noisy pass and a clean pass of every block over the cache.
+    """Run a noisy pass and a clean pass of every block over the cache; frames count from `first`.
 
-    Args:
-        first: the number of the first frame, for the rotary embedding.
-        place: puts a block on the devices of a mesh.
+    `place` puts a block on the devices of a mesh.
     """
     before, outs = programs(_step), []
     tokens = stream.tokens_per_frame
@@ -190,9 +177,11 @@ def rollout(
     return Rollout(*both, cache, programs(_step) - before)
 
 
-def skipped(cache: ma.KVCache) -> ma.KVCache:
+def skipped(cache: ma.KVCache, times: int = 1) -> ma.KVCache:
     """Go on without a pass, which a user cannot: for the stage alone."""
-    return replace(cache).advance()
+    for _ in range(times):
+        cache = replace(cache).advance()
+    return cache
 
 
 def programs(step: Any) -> int:

@@ -29,6 +29,12 @@ from tests.streaming.stack import (
 )
 
 STREAM = ma.Stream(2, 3, 2, sink=1)
+SIZES: Any = {"layers": 1, "kv_heads": HEADS, "dim_head": 8, "dtype": "float32"}
+
+
+def layer() -> ma.FlaxAttention:
+    sizes = {"heads": HEADS, "dim_head": 8, "qk_norm": "rms_norm"}
+    return ma.FlaxAttention(WIDTH, rngs=nnx.Rngs(0), **sizes)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +60,8 @@ def test_a_prefix_at_once_is_its_blocks_one_by_one(stream: ma.Stream, blocks: in
 @pytest.mark.parametrize("how", [{}, {"positions": "slots_with_sink"}, {"per_layer": True}])
 def test_an_unwritten_cache_stays_as_it_is(how: dict[str, Any]) -> None:
     """Its passes make what those that write make, and the one that writes goes on as ever."""
-    attn, x = ma.FlaxAttention(WIDTH, heads=HEADS, dim_head=8, rngs=nnx.Rngs(0)), clips(STREAM, 3)
-    sizes = {"layers": 1, "batch": 1, "kv_heads": HEADS, "dim_head": 8, "dtype": "float32"}
-    cache = STREAM.cache(**sizes, **how)
+    attn, x = layer(), clips(STREAM, 3)
+    cache = STREAM.cache(**SIZES, batch=1, **how)
     angles = table(STREAM, cache.layout.frames if "positions" in how else 3)
     step = jax.jit(lambda x, cache: attn(x, rotary_emb=angles, cache=cache.layer(0)))
     noisy, left = step(x[1], cache.unwritten())
@@ -70,16 +75,14 @@ def test_an_unwritten_cache_stays_as_it_is(how: dict[str, Any]) -> None:
 
 def test_an_unwritten_cache_lets_gradients_pass() -> None:
     """Nothing is written that they would keep: they are those of the block without a cache."""
-    attn = ma.FlaxAttention(WIDTH, heads=HEADS, dim_head=8, rngs=nnx.Rngs(0))
-    x, _ = clips(STREAM, 3)
-    cache = STREAM.cache(layers=1, batch=1, kv_heads=HEADS, dim_head=8, dtype="float32")
-    layer, angles = cache.unwritten().layer(0), table(STREAM, 3)
+    attn, (x, _) = layer(), clips(STREAM, 3)
+    unwritten, angles = STREAM.cache(**SIZES, batch=1).unwritten().layer(0), table(STREAM, 3)
 
     def gradient(out: Callable[[jax.Array], jax.Array]) -> jax.Array:
         return jax.jit(jax.grad(lambda x: jnp.square(out(x)).sum()))(x)
 
     close(
-        gradient(lambda x: attn(x, rotary_emb=angles, cache=layer)[0]),
+        gradient(lambda x: attn(x, rotary_emb=angles, cache=unwritten)[0]),
         gradient(lambda x: attn(x, rotary_emb=angles)),
     )
 
@@ -119,14 +122,8 @@ REFERENCE = ma.Stream(5)
 X, REFS = jax.random.normal(jax.random.key(0), (2, 12, WIDTH)), 5
 
 
-def layer() -> ma.FlaxAttention:
-    sizes = {"heads": HEADS, "dim_head": 8, "qk_norm": "rms_norm"}
-    return ma.FlaxAttention(WIDTH, rngs=nnx.Rngs(0), **sizes)
-
-
 def empty(frames: int = 1, stream: ma.Stream = REFERENCE) -> ma.KVCache:
-    sizes = {"batch": 2, "kv_heads": HEADS, "dim_head": 8, "dtype": "float32"}
-    return stream.cache(layers=1, frames=frames, **sizes)
+    return stream.cache(**SIZES, batch=2, frames=frames)
 
 
 def test_references_are_extracted_once_and_read_in_later_steps() -> None:

@@ -69,15 +69,6 @@ def test_a_rollout_on_a_mesh(name: str, layout: str) -> None:
     assert shard.shape[2:4] == (36 // tokens, HEADS // (heads * tensor))
 
 
-def test_tokens_that_do_not_divide() -> None:
-    """A block of 3 tokens over 2 devices."""
-    mesh, stream = mesh_of("context 2"), ma.Stream(3, 1, 2)
-    stack = Stack.make(mesh=mesh)
-    clean, noisy = clips(stream, 5)
-    made = rollout(stack, stream, stack.cache(stream, mesh=mesh), clean, noisy)
-    close(made.noisy, teacher_forward(Stack.make(), stream, clean, noisy)[1])
-
-
 @pytest.mark.parametrize("layout", but(["heads", "tokens"], ["tokens"]))
 def test_rows_of_different_fill_and_slots_on_a_mesh(layout: str) -> None:
     mesh, stream = mesh_of("context 2"), ma.Stream(4, 3, 2)
@@ -147,9 +138,7 @@ def moves(layout: str, name: str = "context 4") -> list[tuple[str, str]]:
     """Compile a block of a full cache over 4 devices: (kind, result) of each transfer."""
     mesh = mesh_of(name)
     stack, (clean, _) = Stack.make(mesh=mesh), clips(STREAM, 3)
-    cache = stack.cache(STREAM, mesh=mesh, context=layout)
-    for _ in range(3):
-        cache = skipped(cache)
+    cache = skipped(stack.cache(STREAM, mesh=mesh, context=layout), times=3)
     assert cache.stage == "full"
     step = jax.jit(stack.step, donate_argnums=3)
     text = step.lower(clean, 0.0, table(STREAM, 3), cache).compile().as_text() or ""
@@ -157,16 +146,13 @@ def moves(layout: str, name: str = "context 4") -> list[tuple[str, str]]:
     return [(move[1], line[: move.start()]) for line, move in found if move]
 
 
-def test_heads_travel_in_four_all_to_alls() -> None:
-    """Of the block: queries, keys, values and the output. What is kept stays where it is."""
-    assert [kind for kind, _ in moves("heads")] == ["all-to-all"] * 4
-
-
-def test_heads_that_tensor_shares_stay_among_its_devices() -> None:
-    """Each device has some of the heads that its tensor rank projects, so none is sent across."""
-    kinds = [kind for kind, _ in moves("heads", "context 2, tensor 2")]
-    assert "collective-permute" not in kinds
-    assert kinds.count("all-to-all") == 4
+@pytest.mark.parametrize("name", but(["context 4", "context 2, tensor 2"], ["context 2, tensor 2"]))
+def test_heads_travel_in_four_all_to_alls(name: str) -> None:
+    """Of the block: queries, keys, values and the output. Kept keys stay, and heads stay among the
+    devices of a tensor rank.
+    """
+    kinds = [kind for kind, _ in moves("heads", name)]
+    assert kinds.count("all-to-all") == 4 and "collective-permute" not in kinds
 
 
 def test_by_tokens_queries_travel_and_not_what_is_kept() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from typing import Any
 
@@ -14,44 +13,15 @@ import pytest
 import maxattn as ma
 from tests.streaming.stack import (
     APART,
-    WIDTH,
     Stack,
     clips,
     close,
-    programs,
     rollout,
     skipped,
     table,
 )
 
 STREAM = ma.Stream(2, 3, 3, sink=2)
-
-
-# Forty blocks of a model are, in tests/examples/wan/test_rollout.py.
-@pytest.mark.slow
-def test_a_thousand_blocks_are_three_programs_and_one_cache() -> None:
-    stream, stack = ma.Stream(1, 1, 4, sink=1), Stack.make()
-    step, cache = jax.jit(stack.step, donate_argnums=3), stack.cache(stream)
-    x, angles, sizes = jnp.ones((1, 1, WIDTH)), table(stream, 1), []
-    for block in range(1000):
-        y, cache = step(x, 0.0, angles, cache)
-        cache = cache.advance()
-        if block in (5, 999):
-            gc.collect()
-            sizes.append(sum(a.nbytes for a in jax.live_arrays()))
-    assert programs(step) == 3 and int(cache.frame) == 1000
-    assert sizes[0] == sizes[1] and bool(jnp.isfinite(y).all())
-
-
-def test_the_donated_cache_is_gone_and_its_memory_used_again() -> None:
-    stack = Stack.make()
-    cache, (clean, _) = stack.cache(STREAM), clips(STREAM, 3)
-    step = jax.jit(stack.step, donate_argnums=3)
-    given = cache.k.unsafe_buffer_pointer(), cache.v.unsafe_buffer_pointer()
-    _, after = step(clean, 0.0, table(STREAM, 3), cache)
-    assert cache.k.is_deleted() and cache.v.is_deleted()
-    got = after.k.unsafe_buffer_pointer(), after.v.unsafe_buffer_pointer()
-    assert sorted(got) == sorted(given)
 
 
 def copies(text: str, size: int) -> list[str]:

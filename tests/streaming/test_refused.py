@@ -19,7 +19,7 @@ from maxattn.masks import Causal, KeyPadding
 from tests.golden_text import check_golden
 from tests.streaming.test_meshes import mesh_of
 
-STREAM, ENDLESS = ma.Stream(4, 3, 2), ma.Stream(4, 3)
+STREAM, ENDLESS, STREAM_6 = ma.Stream(4, 3, 2), ma.Stream(4, 3), ma.Stream(6, 1, 2)
 SIZES: Any = {"layers": 2, "batch": 1, "kv_heads": 2, "dim_head": 8, "dtype": "float32"}
 X = jnp.zeros((1, 12, 16))
 
@@ -85,9 +85,10 @@ def used_up() -> Any:
     return call(cache)
 
 
-def kept_on(mesh: str, context: str) -> ma.KVCache:
-    cache = empty(ma.Stream(4, 1), mesh=mesh_of(mesh), context=context, frames=1)
-    return replace(cache, stage="full", mode="cached")
+def call_kept_on(context: str, **how: Any) -> Any:
+    mesh = mesh_of("context 2")
+    cache = empty(ma.Stream(4, 1), mesh=mesh, context=context, frames=1)
+    return call(replace(cache, stage="full", mode="cached"), module={"mesh": mesh}, **how)
 
 
 BAD: dict[str, Callable[[], Any]] = {
@@ -127,9 +128,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "context": lambda: empty(context="head"),
     "slots_with_a_sink": lambda: empty(ma.Stream(4, 3, 2, sink=3), positions="slots"),
     "heads_over_mesh": lambda: empty(mesh=mesh_of("context 4")),
-    "tokens_over_mesh": lambda: empty(
-        ma.Stream(6, 1, 2), mesh=mesh_of("context 4"), context="tokens"
-    ),
+    "tokens_over_mesh": lambda: empty(STREAM_6, mesh=mesh_of("context 4"), context="tokens"),
     "batch_over_mesh": lambda: empty(mesh=mesh_of("data 2, context 2, tensor 2"), kv_heads=4),
     "layer": lambda: empty().layer(2),
     # from block to block
@@ -164,9 +163,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "append_to_a_window": lambda: made().append(made()),
     "append_with_empty_slots": lambda: not_whole().append(not_whole()),
     "append_of_another_batch": lambda: made(ENDLESS, frames=3).append(
-        attn()(jnp.zeros((2, 12, 16)), cache=empty(ENDLESS, frames=3, batch=2).layer(0))[
-            1
-        ].advance()
+        call(empty(ENDLESS, frames=3, batch=2), jnp.zeros((2, 12, 16)))[1].advance()
     ),
     # a call
     "the_cache_itself": lambda: attn()(X, cache=empty()),  # pyright: ignore
@@ -174,16 +171,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "bias_beside": lambda: call(empty(), bias=jnp.zeros((1, 1, 12, 12))),
     "mask_of_empty_slots": lambda: call(made(ENDLESS, frames=6).cached(), mask=Causal()),
     "bias_of_kept": lambda: call(made(ENDLESS, frames=3).cached(), bias=jnp.zeros((1, 1, 12, 24))),
-    "mask_over_tokens_of_devices": lambda: call(
-        kept_on("context 2", "tokens"),
-        mask=Causal(),
-        module={"mesh": mesh_of("context 2")},
-    ),
-    "mask_with_arrays_on_a_mesh": lambda: call(
-        kept_on("context 2", "heads"),
-        mask=KeyPadding([5]),
-        module={"mesh": mesh_of("context 2")},
-    ),
+    "mask_over_tokens_of_devices": lambda: call_kept_on("tokens", mask=Causal()),
+    "mask_with_arrays_on_a_mesh": lambda: call_kept_on("heads", mask=KeyPadding([5])),
     "rotary_of_keys_by_slots": lambda: call(
         empty(positions="slots"), rotary_emb=ma.rope_1d(8, 24), rotary_emb_k=ma.rope_1d(8, 12)
     ),
@@ -212,11 +201,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "a_frame_instead_of_a_block": lambda: call(made(), X[:, :4]),
     "under_a_gradient": gradient,
     "explicit_axes": explicit,
-    "cached_tokens_over_mesh": lambda: call(
-        kept_on("context 2", "tokens"),
-        X[:, :5],
-        module={"mesh": mesh_of("context 2")},
-    ),
+    "cached_tokens_over_mesh": lambda: call_kept_on("tokens", x=X[:, :5]),
 }
 
 
