@@ -8,9 +8,7 @@ from collections.abc import Sequence
 def columns(lines: Sequence[Sequence[object]], words: int = 0) -> list[str]:
     """Return the lines of a table, each column as wide as its widest cell.
 
-    Args:
-        lines: cells of each line.
-        words: how many columns, from the first, are aligned on the left; the others on the right.
+    The first `words` columns are aligned on the left, the others on the right.
     """
     cells = [[str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

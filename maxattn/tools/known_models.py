@@ -8,14 +8,8 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class VideoModel:
-    """Hold what attention of a video model is computed on.
-
-    Args:
-        layers: blocks of the transformer.
-        heads, head_dim: N and H.
-        frames: latent frames of its usual video.
-        tokens_per_frame: tokens of a latent frame.
-        kv_heads: K; 0 for N.
+    """Hold what attention of a video model is computed on: blocks of the transformer, N, H, latent
+    frames of its usual video, tokens of a frame, and K (0 for N).
     """
 
     layers: int

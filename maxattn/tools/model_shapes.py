@@ -54,6 +54,13 @@ class Shape:
         values = 0 if self.value_dim == self.head_dim else self.value_dim
         return Call(*sizes, self.dtype, mask, role=self.role, value_head_dim=values)
 
+    @property
+    def operations(self) -> float:
+        """Operations of a forward, those of allowed pairs alone."""
+        pairs = self.mask.bind(self.q_len, self.kv_len).allowed_pairs(self.q_len, self.kv_len)
+        channels = self.head_dim + (self.value_dim or self.head_dim)
+        return 2.0 * self.batch * self.heads * channels * pairs
+
 
 SHAPES = {
     name: Shape(name, *sizes, role=role, mask=BlockSlidingWindow(*window) if window else FULL)

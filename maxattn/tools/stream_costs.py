@@ -29,14 +29,9 @@ FLOAT = 4
 
 
 class StreamStage(NamedTuple):
-    """Hold the blocks that one compiled program makes.
-
-    Args:
-        name: "first block", "filling cache" or "full cache".
-        blocks: the numbers of the first and the last of them, from 1; None for no end.
-        keys: the fewest and the most that one of them sees.
-        call: attention of one pass; of one device, where a cache is read.
-        mesh: that the call is laid out over.
+    """Hold the blocks that one compiled program makes: the numbers of the first and the last, from
+    1 (None for no end), the fewest and the most keys that one of them sees, and the call of one
+    pass, of one device if a cache is read, with the mesh that it is laid out over.
     """
 
     name: str
@@ -55,15 +50,9 @@ class StreamStage(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamCosts:
-    """Describe a model that makes a video block by block.
-
-    Args:
-        layout: the stream, its slots, and how they lie over a mesh.
-        batch: videos at a time.
-        dtype: of q, k, v and the cache.
-        steps: denoising steps of a block.
-        clean_pass: whether a last pass keeps the clean block.
-        length: frames of the video; None for no end.
+    """Describe a model that makes a video block by block: videos at a time, dtype of q, k, v and
+    the cache, denoising steps of a block, whether a last pass keeps the clean block, and frames
+    of the video (None for no end).
     """
 
     name: str

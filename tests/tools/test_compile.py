@@ -32,9 +32,8 @@ from maxattn.tools.compile.child import outcome_of
 from maxattn.tools.compile.job import CompileJob, Outcome, job_of, run_in_child, values_of
 from maxattn.tools.compile.kernel_file import (
     check_kernel_job,
-    program_of_file,
     read_kernel_file,
-    traced,
+    traced_file,
 )
 from maxattn.tools.compile.process import PYTHON_VARIABLE, held_signals, tpu_python
 from maxattn.tools.model_shapes import read
@@ -330,7 +329,7 @@ def test_what_a_file_does_not_hold(path: Path) -> None:
         *("theirs.py:broken", "theirs.py:turned"),
     )
     jobs = [of_file(f"{path}/{name}") for name in names]
-    found = refusals(path, *(lambda j=j: traced(j, program_of_file(j, mesh)) for j in jobs))
+    found = refusals(path, *(lambda j=j: traced_file(j, mesh) for j in jobs))
     check_golden("cli/compile/kernel_file_refused", found)
 
 

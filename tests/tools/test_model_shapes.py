@@ -7,7 +7,6 @@ import pytest
 
 from maxattn.errors import InputError
 from maxattn.streaming import Stream
-from maxattn.tools.bench.row import operations
 from maxattn.tools.known_models import MODELS, STREAM_BLOCKS
 from maxattn.tools.model_shapes import SHAPES, of_sections, read
 from maxattn.tools.passes import random_inputs
@@ -59,7 +58,7 @@ def test_values_of_another_head_dim():
     assert (shape.call().head_dim, shape.call().value_dim, shape.call().kv_heads) == (32, 16, 4)
     assert shape.call().shape_text == "B=2 T=S=64 N=8 K=4 H=32 V=16 bf16"
     assert read("2,64,64,8,32/32,4").call() == plain.call()
-    assert 4 * operations(shape) == 3 * operations(plain)
+    assert 4 * shape.operations == 3 * plain.operations
     q, k, v, dout = random_inputs(shape.call(), 1)[0]
     assert (q.shape[3], k.shape[3]) == (32, 32) and v.shape == (2, 64, 4, 16)
     assert dout.shape == (2, 64, 8, 16)

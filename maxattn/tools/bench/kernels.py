@@ -25,7 +25,6 @@ from maxattn.tools.bench.row import (
     FORWARD,
     BenchJob,
     BenchRow,
-    operations,
     refused_job,
     row_of,
 )
@@ -132,7 +131,7 @@ def too_large(name: str, shape: Shape) -> bool:
     """Return whether nobody would run it: dense scores of many GB, plain JAX on long shapes."""
     if name == "dot_product":
         return scores_of(shape.call()) > TOO_MANY_SCORES
-    return name == "memory_efficient" and operations(shape) > TOO_MUCH_WORK
+    return name == "memory_efficient" and shape.operations > TOO_MUCH_WORK
 
 
 def _of_name(

@@ -52,14 +52,8 @@ def bench_mesh(
 ) -> list[BenchRow]:
     """Measure an attention, forward and forward with backward, on one device and on a mesh.
 
-    Args:
-        shape: from `maxattn.tools.model_shapes`.
-        mesh: sizes of the axes data, context and tensor.
-        strategies: of context parallelism.
-        kernel: that runs on every device, on one and on many.
-        peers: TransformerEngine's ring and all-gather too.
-        budget: seconds for one measurement, about.
-        options: of XLA's compiler.
+    `mesh` has sizes of the axes data, context and tensor; `peers` adds TransformerEngine's ring and
+    all-gather; the other arguments are those of `bench` and `measure`.
     """
     devices = prod(mesh.values())
     whole = inputs_of(shape, Target.here())[:1]

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,9 +31,6 @@ from jaxtyping import Array
 from maxattn.attention import attention
 from maxattn.context_parallel.ring.hops import tie_transfer_to_kernel
 from maxattn.modules import FlaxAttention
-from maxattn.modules.base import Projection
-from maxattn.modules.norm_rope import NormRope, Tables, Vectors, decide, in_steps, on_shard
-from maxattn.modules.row_kernel.work import RowWork
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
 from maxattn.tools.bench.kernels import config_of, inputs_of, with_gradient
@@ -57,23 +53,12 @@ def bench_module(
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
-    If there is a kernel of norm and rotary embedding here, the module is measured without it too.
-
-    Args:
-        shape: from `maxattn.tools.model_shapes`; its channels are N H.
-        kernel: of the attention.
-        param_dtype: of the parameters; the computation has the shape's dtype.
-        budget: seconds for one measurement, about.
-        options: of XLA's compiler.
-        alone: the module without its parts.
+    The channels are N H of the shape, and the computation has its dtype. `alone` leaves out the
+    parts; the other arguments are those of `bench` and `measure`.
     """
     jobs = _module(shape, kernel, param_dtype)
     if not alone:
-        how = _norm_and_rotary(shape)
         jobs += _attention(shape, kernel) + _matmuls(shape) + _both(shape, kernel)
-        jobs += _norm_rope_jobs(shape, how)
-        if how.work is not None:
-            jobs += _module(shape, kernel, param_dtype, _StepByStep)
     timed = measure([job.work for job in jobs], budget, options)
     rows = [row_of(job, t) for job, t in zip(jobs, timed, strict=True)]
     if alone:
@@ -102,24 +87,15 @@ def _bound(shape: Shape, rows: list[BenchRow], which: int, param_dtype: str) -> 
     return sum(parts) + 1e3 * SLACK * elementwise_bytes(shape, bool(which), param_dtype) / MEMORY
 
 
-class _StepByStep(FlaxAttention):
-    """Leave norm and rotary embedding to XLA."""
-
-    def _projection(self, *of: Any) -> Projection:
-        return super()._projection(*of)._replace(how=NormRope(reason="measured without"))
-
-
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-def _module(
-    shape: Shape, kernel: str, param_dtype: str, kind: type[FlaxAttention] = FlaxAttention
-) -> list[BenchJob]:
+def _module(shape: Shape, kernel: str, param_dtype: str) -> list[BenchJob]:
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     how: dict[str, Any] = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     how |= {"dtype": dtype, "param_dtype": jnp.dtype(param_dtype), "rngs": nnx.Rngs(0)}
     sizes = width, shape.heads, None, shape.head_dim
-    graph, state = nnx.split(kind(*sizes, config=config_of(kernel), **how))
+    graph, state = nnx.split(FlaxAttention(*sizes, config=config_of(kernel), **how))
     rotary = jax.tree.map(jnp.asarray, rope_1d(shape.head_dim, shape.q_len))
 
     def forward(x: Array, state: Any, rotary: Rotary) -> Array:
@@ -130,8 +106,7 @@ def _module(
         return y, gradients(dy)
 
     x, dy = _arrays((shape.batch, shape.q_len, width), dtype, 2)
-    who = "module" if kind is FlaxAttention else "module, norm and rotary by XLA"
-    return _jobs(shape, who, (forward, (x, state, rotary)), (training, (x, state, rotary, dy)))
+    return _jobs(shape, "module", (forward, (x, state, rotary)), (training, (x, state, rotary, dy)))
 
 
 def _attention(shape: Shape, kernel: str) -> list[BenchJob]:
@@ -190,46 +165,6 @@ def _both(shape: Shape, kernel: str) -> list[BenchJob]:
     operands = x, weights, q, k, v
     passes = (forward, operands), (training, (*operands, dy))
     return _jobs(shape, "attention and matmuls in one", *passes)
-
-
-def _norm_and_rotary(shape: Shape) -> NormRope:
-    """Return how the measured module norms and rotates its queries here."""
-    width = shape.heads * shape.head_dim
-    x = jax.ShapeDtypeStruct((shape.batch, shape.q_len, width), jnp.dtype(shape.dtype))
-    norm, rotary = nnx.RMSNorm(width, rngs=nnx.Rngs(0)), rope_1d(shape.head_dim, shape.q_len)
-    sizes = shape.heads, shape.head_dim
-    return decide(Target.here(), x, "rms_norm_across_heads", norm, rotary, *sizes)
-
-
-def _norm_rope_jobs(shape: Shape, how: NormRope) -> list[BenchJob]:
-    """Return bias, norm and rotary embedding of the queries: by XLA, and by the kernel if any."""
-    work = RowWork(shape.heads, shape.head_dim, "across", 1e-6, "interleaved")
-    runs: dict[str, Callable[..., Array]] = {"xla": partial(in_steps, work)}
-    if how.work is not None:
-        runs["cute"] = partial(on_shard, how)
-    x, dy = _arrays((shape.batch, shape.q_len, shape.heads, shape.head_dim), shape.dtype, 2)
-    bias, scale = _arrays((shape.heads, shape.head_dim), jnp.float32, 2)
-    vectors: Vectors = {"bias": bias, "scale": 1 + 0.1 * scale}
-    rotary = rope_1d(shape.head_dim, shape.q_len)
-    tables = tuple(jnp.asarray(a).reshape(1, shape.q_len, -1) for a in (rotary.cos, rotary.sin))
-
-    def training(
-        run: Callable[..., Array], x: Array, vectors: Vectors, tables: Tables, dy: Array
-    ) -> Any:
-        y, pull = jax.vjp(lambda x, vectors: run(x, vectors, tables), x, vectors)
-        return y, pull(dy)
-
-    operands = x, vectors, tables
-    return [
-        job
-        for name, run in runs.items()
-        for job in _jobs(
-            shape,
-            f"norm and rotary, {name}",
-            (run, operands),
-            (partial(training, run), (*operands, dy)),
-        )
-    ]
 
 
 def _jobs(

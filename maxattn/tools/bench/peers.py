@@ -13,10 +13,6 @@ from jaxtyping import Array
 Attend = Callable[[Array, Array, Array], Array]
 
 
-def _jax_cudnn() -> Attend:
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
-
 def _transformer_engine() -> Attend:
     modules = (f"transformer_engine.jax.{name}" for name in ("attention", "sharding"))
     te, sharding = map(import_module, modules)
@@ -30,7 +26,8 @@ def _transformer_engine() -> Attend:
 
 
 def te_attention(te: Any, **settings: Any) -> Attend:
-    """Return TransformerEngine's fused attention of full masks."""
+    """Return TransformerEngine's fused attention of full masks; settings are of its `fused_attn`.
+    """
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))
@@ -44,24 +41,13 @@ def te_attention(te: Any, **settings: Any) -> Attend:
     return attend
 
 
-def _tokamax() -> Attend:
-    tokamax = import_module("tokamax")
-
-    return lambda q, k, v: tokamax.dot_product_attention(q, k, v, implementation="mosaic")
-
-
-def _fa4_jax() -> Attend:
-    flash_attn = import_module("fa4_jax").flash_attn
-
-    def attend(q: Array, k: Array, v: Array) -> Any:
-        return flash_attn(q, k, v)
-
-    return attend
+def _dot_product_attention(of: Any, implementation: str) -> Attend:
+    return lambda q, k, v: of.dot_product_attention(q, k, v, implementation=implementation)
 
 
 PEERS: dict[str, Callable[[], Attend]] = {
-    "jax cuDNN": _jax_cudnn,
+    "jax cuDNN": lambda: _dot_product_attention(jax.nn, "cudnn"),
     "TransformerEngine": _transformer_engine,
-    "tokamax": _tokamax,
-    "fa4-jax": _fa4_jax,
+    "tokamax": lambda: _dot_product_attention(import_module("tokamax"), "mosaic"),
+    "fa4-jax": lambda: import_module("fa4_jax").flash_attn,
 }

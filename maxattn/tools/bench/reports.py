@@ -31,14 +31,8 @@ Curves = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Report:
-    """Hold what one report measured, as a text and as a picture.
-
-    Args:
-        name: of the report.
-        text: its tables, for a terminal.
-        rows: the measurements.
-        panels: (title, unit of the y axis, curves) of each panel.
-        bars: (label, ms, GiB) of each bar, if the picture has bars.
+    """Hold what one report measured: its tables as a text, the rows, and a picture: panels of
+    (title, unit of the y axis, curves), or bars of (label, ms, GiB).
     """
 
     name: str

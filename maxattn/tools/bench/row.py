@@ -50,16 +50,10 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Hold one function to measure, and the row that it fills.
+    """Hold one function to measure, as `TimedFunction`, and the row that it fills.
 
-    Args:
-        row: its names; with a note there is nothing to measure.
-        shape: of the attention.
-        f: the function.
-        make: returns its inputs: several tuples of arguments of one shape.
-        around: a context in which it is traced and compiled.
-        is_attention: whether its operations are counted, and its result is compared, as those of
-            an attention.
+    If the row has a note, there is nothing to measure. `is_attention` is whether operations are
+    counted, and the result is compared, as those of an attention.
     """
 
     row: BenchRow
@@ -93,19 +87,12 @@ def row_of(job: BenchJob, timed: Timed, wanted: Timed | None = None) -> BenchRow
     row = replace(job.row, ms=1e3 * timed.seconds, peak=timed.peak)
     if not job.is_attention:
         return row
-    row = replace(row, tflops=operations(job.shape) * WORK[row.what] / timed.seconds / 1e12)
+    row = replace(row, tflops=job.shape.operations * WORK[row.what] / timed.seconds / 1e12)
     if not job.is_compared or wanted is None or wanted.first is None:
         return row
     out = timed.first[0] if isinstance(timed.first, tuple) else timed.first
     got, want = out[:1, : wanted.first.shape[1]].astype(jnp.float32), wanted.first
     return replace(row, error=float(jnp.abs(got - want).max() / jnp.abs(want).max()))
-
-
-def operations(shape: Shape) -> float:
-    """Count the operations of a forward, those of allowed pairs alone."""
-    pairs = shape.mask.bind(shape.q_len, shape.kv_len).allowed_pairs(shape.q_len, shape.kv_len)
-    channels = shape.head_dim + (shape.value_dim or shape.head_dim)
-    return 2.0 * shape.batch * shape.heads * channels * pairs
 
 
 # ---- reports -------------------------------------------------------------------------------------

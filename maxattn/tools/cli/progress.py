@@ -24,40 +24,28 @@ def say_where(what: str, target: Target) -> None:
 
 
 class _ProgressLines(logging.Handler):
-    """Print each record: on a line, or where its steps are known on a terminal, behind a bar."""
+    """Print each record on a line, or behind a bar if its steps are known on a terminal."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
-        self.done, self.steps = 0, steps
-
-    @property
-    def has_bar(self) -> bool:
-        return self.steps > 0 and sys.stderr.isatty()  # the stderr of the moment
+        self.done, self.steps = 0, steps if sys.stderr.isatty() else 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self.has_bar:
+        if not self.steps:
             say(f"  {record.getMessage()}")
             return
-        self.done += 1
-        filled = BAR * min(self.done, self.steps) // self.steps
+        self.done = min(self.done + 1, self.steps)
+        filled = BAR * self.done // self.steps
         line = f"  {'█' * filled}{'·' * (BAR - filled)} {record.getMessage()}"
         print(f"{CLEAR}{line}", end="", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        if self.has_bar:
-            print(CLEAR, end="", file=sys.stderr, flush=True)
-        super().close()
-
 
 @contextmanager
-def progress(name: str = "maxattn.tools.bench", steps: int = 0) -> Iterator[None]:
-    """Print what a module logs of its progress, inside a `with`.
-
-    Args:
-        name: of its logger.
-        steps: records that it makes; a terminal shows a bar of them, in one line that goes.
+def progress(steps: int = 0) -> Iterator[None]:
+    """Print what is logged of measurements; a terminal shows a bar of so many steps, in one line
+    that goes.
     """
-    log, lines = logging.getLogger(name), _ProgressLines(steps)
+    log, lines = logging.getLogger("maxattn.tools.bench"), _ProgressLines(steps)
     before = log.level, log.propagate
     log.addHandler(lines)
     log.setLevel(logging.INFO)
@@ -66,6 +54,7 @@ def progress(name: str = "maxattn.tools.bench", steps: int = 0) -> Iterator[None
         yield
     finally:
         log.removeHandler(lines)
-        lines.close()
         log.setLevel(before[0])
         log.propagate = before[1]
+        if lines.steps:
+            print(CLEAR, end="", file=sys.stderr, flush=True)

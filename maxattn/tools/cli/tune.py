@@ -39,7 +39,7 @@ from maxattn.tools.compile.job import MOST_SECONDS
 from maxattn.tools.estimate.kernel import core_of
 from maxattn.tools.memory import fits_alone
 from maxattn.tools.tune import kernel_times, store
-from maxattn.tools.tune.candidates import Candidate, candidates
+from maxattn.tools.tune.candidates import candidates, sizes_text
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.schedules import OfflineSearch, ScheduleCompiler, ScheduleLog
 from maxattn.tuned import Sizes, key_of, versions_of, winners, with_sizes
@@ -153,18 +153,18 @@ def _tune_sizes(args: argparse.Namespace, tuning: SizeTuning, kept: store.Opened
 
 
 def _timed(
-    args: argparse.Namespace, tuning: SizeTuning, found: tuple[Candidate, ...], kept: store.Opened
+    args: argparse.Namespace, tuning: SizeTuning, found: tuple[Sizes, ...], kept: store.Opened
 ) -> None:
     kept.say(f"{len(found)} candidates")
     say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
-    for number, candidate in enumerate(found, start=1):
-        say(f"  {number}/{len(found)}  {candidate}")
-        measured, old = _measured(args, tuning, candidate, kept.path)
+    for number, sizes in enumerate(found, start=1):
+        say(f"  {number}/{len(found)}  {sizes_text(sizes)}")
+        measured, old = _measured(args, tuning, sizes, kept.path)
         times = {name: measured[key] for name, key in _TIMES.items()}
         words = ", ".join(f"{name} {ms_text(time)}" for name, time in times.items() if time)
         words = words or f"does not run: {measured['error']}"
         before = "  (measured before)" if old else ""
-        print(f"  {number:>3}/{len(found)}  {words:<40}  {candidate}{before}", flush=True)
+        print(f"  {number:>3}/{len(found)}  {words:<40}  {sizes_text(sizes)}{before}", flush=True)
     measurements = read_kept(kept.path).measurements
     packages = tuning.target.packages
     table = winners(measurements, tuning.target.device_kind, packages, str(kept.path))
@@ -173,7 +173,7 @@ def _timed(
     if best is None:
         print("  none of them runs")
         return
-    gain, default = "", store.find(kept.path, tuning.identity(found[0].sizes))
+    gain, default = "", store.find(kept.path, tuning.identity(found[0]))
     if default and (time := default["training_ms" if best.training else "forward_ms"]):
         times = f"{time / best.milliseconds:.2f} times as fast as {ms_text(time)}"
         gain = f", {times} where nothing is set"
@@ -183,17 +183,17 @@ def _timed(
 
 
 def _measured(
-    args: argparse.Namespace, tuning: SizeTuning, candidate: Candidate, path: Path
+    args: argparse.Namespace, tuning: SizeTuning, sizes: Sizes, path: Path
 ) -> tuple[dict[str, Any], bool]:
     """Return a measurement, and whether it was there already."""
-    identity = tuning.identity(candidate.sizes)
+    identity = tuning.identity(sizes)
     skipped = {"forward_ms": args.train, "training_ms": args.forward}
     wanted = [key for key, skip in skipped.items() if not skip]
     old = store.find(path, identity)
     if old and not args.again and (old["error"] or all(old[key] is not None for key in wanted)):
         return old, True
     times: dict[str, Any] = {"error": ""}
-    config = with_sizes(tuning.config, tuning.kernel, candidate.sizes)
+    config = with_sizes(tuning.config, tuning.kernel, sizes)
     built = build(tuning.kernel, tuning.local, config, tuning.target)
     for key in wanted:
         timed = kernel_times.time_sizes(built, tuning.local, key == "training_ms")

@@ -97,14 +97,9 @@ class KernelTuning:
 
 
 class KernelOutcome(NamedTuple):
-    """Hold what a measurement changes.
-
-    Attributes:
-        call: the name of its shape.
-        own, taken: the kernel that `auto` takes without the measurement, and with it; "a/b" is the
-            forward of a and the backward of b.
-        before, now: their milliseconds; None where one was not timed.
-        is_lost: whether the device stopped answering, and nothing else is known.
+    """Hold what a measurement of a call changes: the kernel that `auto` takes without it and with
+    it ("a/b" is the forward of a and the backward of b), their milliseconds if they were timed,
+    and whether the device stopped answering.
     """
 
     call: str

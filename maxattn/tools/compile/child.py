@@ -137,9 +137,9 @@ def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) ->
     from maxattn.tools.estimate.program import estimate_of
 
     of_file.check_kernel_job(job, len(mesh.devices.flat))
-    traced = of_file.traced(job, of_file.program_of_file(job, mesh))
+    traced = of_file.traced_file(job, mesh)
     facts = {"device_kind": target.device_kind, "mesh": dict(mesh.shape)}
-    flops = 0.0 if job.training else of_file.forward_flops(job)
+    flops = 0.0 if job.training else job.shape.operations
     priced = partial(
         estimate_of, folder=folder, device=target.device, tiles={}, forward_flops=flops
     )

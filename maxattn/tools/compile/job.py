@@ -89,11 +89,7 @@ class Outcome:
 
 
 def run_in_child(job: CompileJob, seconds: float) -> Outcome:
-    """Compile in a child process, which is killed with its children when the time is over.
-
-    Args:
-        job: what to compile.
-        seconds: the limit.
+    """Compile in a child process, which is killed with its children after so many seconds.
 
     Raises:
         Unsupported: libtpu is not installed, or a mask cannot go to the child.

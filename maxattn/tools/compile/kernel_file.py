@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from maxattn.tools.compile.job import CompileJob
-    from maxattn.tools.compile.programs import Program
 
 OPTION = "--kernel-file"
-PRODUCTS = 2
-"""Of a query with a key, in a forward: the scores, and the weights with the values."""
 
 
 def read_kernel_file(text: str) -> str:
@@ -49,12 +46,12 @@ def check_kernel_job(job: CompileJob, devices: int) -> None:
         _refuse(job, rule, "add --devices 1, and give the shape that one device computes")
 
 
-def program_of_file(job: CompileJob, mesh: Mesh) -> Program:
-    """Return what a job compiles of its file: a function, and abstract q, k and v."""
+def traced_file(job: CompileJob, mesh: Mesh) -> Any:
+    """Trace the function that a job names, of abstract q, k and v."""
     import jax
     from jax.sharding import PartitionSpec
 
-    from maxattn.tools.compile.programs import Program, operand, step_of
+    from maxattn.tools.compile.programs import operand, step_of
 
     call, own = job.shape.call(), _loaded(job)
     # Libraries of kernels ask the mesh of a shard_map which TPU they are compiled for.
@@ -72,16 +69,10 @@ def program_of_file(job: CompileJob, mesh: Mesh) -> Program:
             _refuse(job, rule, "return [B, T, N, H]")
         return out
 
-    operands = (q, k, k, q) if job.training else (q, k, k)
-    return Program(step_of(run) if job.training else run, operands)
-
-
-def traced(job: CompileJob, program: Program) -> Any:
-    """Trace a program of a file."""
-    import jax
-
     try:
-        return jax.jit(program.function).trace(*program.operands)
+        if job.training:
+            return jax.jit(step_of(run)).trace(q, k, k, q)
+        return jax.jit(run).trace(q, k, k)
     except InputError:
         raise
     except Exception as error:  # whatever the user's own code raises
@@ -92,13 +83,6 @@ def name_of(job: CompileJob) -> str:
     """Return file and function, without the folder."""
     path, _, name = job.kernel_file.rpartition(":")
     return f"{Path(path).name}:{name}"
-
-
-def forward_flops(job: CompileJob) -> float:
-    """Count the operations of a forward's products over all pairs."""
-    shape = job.shape
-    pairs = shape.batch * shape.heads * shape.q_len * shape.kv_len
-    return 2.0 * PRODUCTS * pairs * shape.head_dim
 
 
 def _loaded(job: CompileJob) -> Callable[..., Any]:

@@ -53,12 +53,8 @@ class CompilerStopped(Exception):
 class CompilerProcess:
     """Ask `compile/child.py`, which the first request starts; a context manager, which ends it.
 
-    Args:
-        setting: of the user, for errors.
-        dumps: whether libtpu writes its schedules, into a folder that is deleted with the process.
-
-    Raises:
-        Unsupported: libtpu is not installed.
+    `setting` is named in errors. With `dumps` libtpu writes its schedules, into a folder that is
+    deleted with the process.
     """
 
     def __init__(self, setting: str, dumps: bool) -> None:
@@ -83,11 +79,7 @@ class CompilerProcess:
         return self._child is not None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer to a request.
-
-        Args:
-            request: as `child.py` reads it.
-            seconds: the limit, in which the process starts too.
+        """Return the answer to a request in so many seconds, in which the process starts too.
 
         Raises:
             CompilerStopped: there is none.

@@ -130,18 +130,7 @@ def _sharded(state: Any, mesh: Mesh) -> Any:
 
 
 def devices_of(topology: str, slices: int = 1, count: int | None = None) -> list[Any]:
-    """Return the devices of a topology.
-
-    Args:
-        topology: libtpu's name, such as "v5p:2x2x1".
-        slices: how many such topologies.
-        count: how many of the devices, from the first; None for all.
-
-    Raises:
-        Unsupported: libtpu is not installed.
-        ConfigError: libtpu knows no such topology.
-        MeshError: it has fewer devices.
-    """
+    """Return the first `count` devices of so many slices of a topology, such as "v5p:2x2x1"."""
     from jax.experimental import topologies
 
     if importlib.util.find_spec("libtpu") is None:

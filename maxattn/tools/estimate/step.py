@@ -42,11 +42,8 @@ class BodyShares(NamedTuple):
 class GridStep:
     """Hold the loop over a kernel's grid.
 
-    Args:
-        bundles, slots: of the kernel.
-        core: what its products are priced with.
-        forms: how many forms its bodies have, one after the other in the program. The first is
-            priced; others are of operands that the estimate is not for.
+    `forms` is how many forms its bodies have, one after the other in the program. The first is
+    priced; others are of operands that the estimate is not for.
     """
 
     bundles: Bundles

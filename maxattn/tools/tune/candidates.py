@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import log2
 from typing import Any, NamedTuple
@@ -87,57 +86,50 @@ COMPUTE_CHOICES = (256, 512, 1024, 2048)
 CHUNK_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Hold sizes and the facts about them.
-
-    Args:
-        sizes: (key of the config, value).
-        pairs: queries times keys that are computed, padding and partly masked tiles among them.
-        steps: of the forward's grid.
-        compute_steps: of the forward, each tile's keys computed in parts.
-    """
-
-    sizes: Sizes
-    pairs: int
-    steps: int
-    compute_steps: int
-
-    @property
-    def cost(self) -> tuple[int, int]:
-        """The estimate that ranks candidates: pairs, with those that steps cost; then steps."""
-        return self.pairs + STEP * self.steps, self.compute_steps
-
-    def __str__(self) -> str:
-        values: dict[str, Any] = dict(self.sizes)
-        if "block_q" in values:
-            return str(BlockSizes(**values))
-        return ", ".join(f"{key} {value}" for key, value in self.sizes)
-
-
 def candidates(
     kernel: str, call: Call, target: Target, training: bool, limit: int
-) -> tuple[Candidate, ...]:
-    """Return the sizes to time: what runs by default first, then the others.
+) -> tuple[Sizes, ...]:
+    """Return at most so many sizes to time: what runs by default first, then the others.
 
     Tiles of a TPU's kernel come by their estimated cost; chunks, which any machine computes and
     whose steps cost next to nothing, by their distance from the default.
     """
     if kernel in BLOCKS:
         first, *others = _of_blocks(kernel, call, target, training)
-        others.sort(key=lambda c: c.cost)
+        others.sort(key=lambda sizes: cost_of(sizes, call))
     else:
         first, *others = _of_chunks(call)
 
-        def doublings(other: Candidate) -> float:
-            pairs = zip(first.sizes, other.sizes, strict=True)
-            return sum(abs(log2(x / y)) for (_, x), (_, y) in pairs)
+        def doublings(other: Sizes) -> float:
+            return sum(abs(log2(x / y)) for (_, x), (_, y) in zip(first, other, strict=True))
 
         others.sort(key=doublings)
     return (first, *others[: limit - 1])
 
 
-def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Candidate]:
+def sizes_text(sizes: Sizes) -> str:
+    """Write sizes on a line."""
+    values: dict[str, Any] = dict(sizes)
+    if "block_q" in values:
+        return str(BlockSizes(**values))
+    return ", ".join(f"{key} {value}" for key, value in sizes)
+
+
+def cost_of(sizes: Sizes, call: Call) -> tuple[int, int]:
+    """Return what ranks the tiles of a forward: pairs, with those that steps cost; then steps, each
+    tile's keys computed in parts.
+    """
+    values = dict(sizes)
+    tile = values["block_q"], values["block_kv"]
+    steps = _steps(tile, call)
+    if not call.mask.is_full and not call.mask.has_data:
+        kinds = call.mask.block_map(*tile, call.q_len, call.kv_len)
+        steps = int((kinds != EMPTY).sum())
+    parts = tile[1] // values["block_kv_compute"]
+    return steps * (tile[0] * tile[1] + STEP), steps * parts
+
+
+def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Sizes]:
     """Make the block sizes that the rules leave as they are, and whose dQ fits the device."""
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
     found = {default: None}
@@ -150,31 +142,17 @@ def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[
             sizes, changes = adjust(asked, call, kernel, target, training)  # type: ignore[arg-type]
             if not changes and fits_alone(kernel, call, sizes, training, target.device_kind):
                 found.setdefault(sizes)
-    return [_candidate(tuple(b.given().items()), (b.block_q, b.block_kv), call) for b in found]
+    return [tuple(sizes.given().items()) for sizes in found]
 
 
-def _of_chunks(call: Call) -> list[Candidate]:
-    default = choose_chunks(call, None, None)
+def _of_chunks(call: Call) -> list[Sizes]:
     choices = (
         (min(q, call.q_len), min(kv, call.kv_len))
         for q, kv in product(CHUNK_CHOICES, CHUNK_CHOICES)
         if q * kv < 2**24
     )
-    keys = ("query_chunk_size", "key_chunk_size")
-    return [
-        _candidate(tuple(zip(keys, tile, strict=True)), tile, call)
-        for tile in dict.fromkeys((default, *choices))
-    ]
-
-
-def _candidate(sizes: Sizes, tile: tuple[int, int], call: Call) -> Candidate:
-    steps = _steps(tile, call)
-    if not call.mask.is_full and not call.mask.has_data:
-        kinds = call.mask.block_map(*tile, call.q_len, call.kv_len)
-        steps = int((kinds != EMPTY).sum())
-    pairs = steps * tile[0] * tile[1]
-    parts = tile[1] // int(dict(sizes).get("block_kv_compute", tile[1]))
-    return Candidate(sizes, pairs, steps, steps * parts)
+    found = dict.fromkeys((choose_chunks(call, None, None), *choices))
+    return [(("query_chunk_size", q), ("key_chunk_size", kv)) for q, kv in found]
 
 
 def _steps(tile: Tile, call: Call) -> int:

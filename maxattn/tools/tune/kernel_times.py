@@ -34,12 +34,8 @@ SECONDS, ROUNDS = 0.3, 7  # of a kernel's pass
 
 
 class PassTimes(NamedTuple):
-    """Hold what was measured of a pass.
-
-    Attributes:
-        ms: of each round, by kernel.
-        failed: why others did not run.
-        is_dead: whether the device stopped answering after the one that failed.
+    """Hold the ms of each round by kernel, why others did not run, and whether the device stopped
+    answering after the one that failed.
     """
 
     ms: dict[str, tuple[float, ...]]

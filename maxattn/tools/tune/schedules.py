@@ -188,14 +188,10 @@ Say = Callable[[KernelJob, dict[str, Any], bool], None]
 
 @dataclass
 class OfflineSearch:
-    """Compile tiles of one call, and keep what they cost.
+    """Compile tiles of one call, and keep what they cost, and why kernels have no schedule.
 
-    Args:
-        compiler, log: who answers, and what was answered before.
-        kernel, call, target: what for.
-        limit: tiles of each kernel at most, beside those that run where nothing is set.
-        say: is told of each kernel, its answer, and whether that was known before.
-        costs, failures: what was found, and why kernels have no schedule.
+    `limit` is of the tiles of each kernel, beside those that run where nothing is set. `say` gets
+    each kernel, its answer, and whether that was known before.
     """
 
     compiler: ScheduleCompiler

@@ -11,59 +11,44 @@ from maxattn.block_sizes import adjust
 from maxattn.config import FlashBlockSizes
 from maxattn.masks import BlockSlidingWindow
 from maxattn.target import Target
-from maxattn.tools.model_shapes import changed, read
-from maxattn.tools.tune.candidates import candidates, kernel_candidates
+from maxattn.tools.model_shapes import read
+from maxattn.tools.tune.candidates import candidates, cost_of, kernel_candidates
 from tests.golden_text import check_golden
+
+V6E, V5P = (Target.named(f"TPU {name}") for name in ("v6e", "v5p"))
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
 def test_candidates_are_what_the_rules_leave_as_it_is(kernel, training):
-    call, target = read("wan-14b-cross").call(), Target.named("TPU v6e")
-    found = candidates(kernel, call, target, training, 30)
-    default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)
-    assert (
-        dict(found[0].sizes) == default.given()
-        and len({c.sizes for c in found}) == len(found) == 30
-    )
-    for candidate in found:
-        sizes, changes = adjust(
-            FlashBlockSizes(**dict(candidate.sizes)), call, kernel, target, training
-        )
-        assert not changes and sizes.given() == dict(candidate.sizes)
-    assert [c.cost for c in found[1:]] == sorted(c.cost for c in found[1:])
+    call = read("wan-14b-cross").call()
+    found = candidates(kernel, call, V6E, training, 30)
+    default, _ = adjust(FlashBlockSizes(), call, kernel, V6E, training)
+    assert dict(found[0]) == default.given() and len({*found}) == len(found) == 30
+    for given in map(dict, found):
+        sizes, changes = adjust(FlashBlockSizes(**given), call, kernel, V6E, training)
+        assert not changes and sizes.given() == given
+    costs = [cost_of(sizes, call) for sizes in found[1:]]
+    assert costs == sorted(costs)
 
 
 def test_candidates_fit_the_memory():
     """At 75,600 tokens and 40 heads the fused backward of 2048 keys a tile writes 27 GiB of parts
     of dQ.
     """
-    found = candidates("flash", read("wan-14b-720p").call(), Target.named("TPU v6e"), True, 500)
-    fused = [dict(c.sizes) for c in found if dict(c.sizes)["use_fused_bwd_kernel"]]
-    assert all(sizes["block_kv_dkv"] > 2048 for sizes in fused)
-    assert [
-        c
-        for c in candidates(
-            "flash", read("wan-14b-720p").call(), Target.named("TPU v5p"), True, 500
-        )
-        if dict(c.sizes)["use_fused_bwd_kernel"]
-    ]
+
+    def fused(target: Target) -> list[dict[str, int]]:
+        found = candidates("flash", read("wan-14b-720p").call(), target, True, 500)
+        return [sizes for sizes in map(dict, found) if sizes["use_fused_bwd_kernel"]]
+
+    assert all(sizes["block_kv_dkv"] > 2048 for sizes in fused(V6E)) and fused(V5P)
 
 
 def test_steps_under_a_mask_are_those_that_are_visited():
-    plain = changed(read("1,2048,2048,2,64"), None, None, None, None)
-    window = replace(plain, mask=BlockSlidingWindow(256, 2))
-    by_sizes = {
-        c.sizes: c for c in candidates("flash", plain.call(), Target.named("TPU v6e"), False, 500)
-    }
-    for candidate in candidates("flash", window.call(), Target.named("TPU v6e"), False, 20):
-        assert candidate.steps <= by_sizes[candidate.sizes].steps
-    (small,) = (
-        c
-        for c in candidates("flash", window.call(), Target.named("TPU v6e"), False, 500)
-        if dict(c.sizes) == {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}
-    )
-    assert small.steps == 8 + 7  # eight blocks see themselves, seven the one before
+    """Eight blocks see themselves, and seven the one before."""
+    call = replace(read("1,2048,2048,2,64"), mask=BlockSlidingWindow(256, 2)).call()
+    sizes = ("block_q", 256), ("block_kv", 256), ("block_kv_compute", 256)
+    assert cost_of(sizes, call)[1] == 8 + 7
 
 
 def test_what_is_timed_on_an_h200():
