@@ -26,8 +26,7 @@ def _transformer_engine() -> Attend:
 
 
 def te_attention(te: Any, **settings: Any) -> Attend:
-    """Return TransformerEngine's fused attention of full masks; settings are of its `fused_attn`.
-    """
+    """Return TransformerEngine's `fused_attn` of full masks, with further settings."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from maxattn.jax_private.versions import AITER, CUDNN
@@ -34,27 +35,25 @@ def parser_of(name: str) -> Parser:
 
 
 def explain(parser: Parser) -> None:
-    r"""Say what would run for each shape, and why: kernel, parallelism, block sizes, transfers.
+    r"""Print what would run for each shape, and why: kernel, parallelism, block sizes, transfers.
 
       maxattn explain configs/wan_14b.yml --shape wan-14b-720p --target "TPU v5p" --mesh context=4
       maxattn explain attention=ring --shape 1,32760,32760,12,128 --target "NVIDIA H200" \
           --mesh context=8
       maxattn explain --stream wan-1.3b-480p,frames=3,window=7,sink=0 --target H200
 
-    It needs no device.
+    It computes nothing, and needs no device.
     """
-    _config(parser)
-    _shape(parser)
-    _machine(parser)
+    _common(parser)
     stream = (
-        f"a video made block by block, such as {STREAM_EXAMPLE},sink=0: one of"
-        f" {', '.join(MODELS)}, or tokens= (of a frame), heads=, head_dim= and layers= of another"
-        " model, and: frames= of a block, window= in blocks, or all, sink= in frames,"
-        " first_frame_alone, steps= of a block (default 4), clean_pass=false, length= of the video"
-        " in frames, kv_heads=, context=heads or tokens; default what CONFIG's section rollout says"
+        f"explain a video that is made block by block, such as {STREAM_EXAMPLE},sink=0. NAME is one"
+        f" of {', '.join(MODELS)}; another model has tokens= (of a frame), heads=, head_dim=,"
+        " layers= and kv_heads=. Keys: frames= of a block, window= in blocks or all, sink= in"
+        " frames, first_frame_alone, steps= of a block (default 4), clean_pass=false, length= of"
+        " the video in frames, context=heads or tokens. The default is CONFIG's section rollout"
     )
     parser.add_argument("--stream", metavar="NAME,key=value,...", help=stream)
-    why = "print the sums of every strategy that `context_parallel: auto` weighs"
+    why = "print how `context_parallel: auto` compares the strategies"
     parser.add_argument("--why", action="store_true", help=why)
 
 
@@ -65,110 +64,91 @@ def check(parser: Parser) -> None:
           --target "TPU v5p" --devices 8 --batch 2
       maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
-    Wrong keys and values are reported all at once, with file and line; the exit status is then 1,
-    as it is when a shape cannot run or does not fit.
+    All wrong keys and values are reported at once, with file and line. The exit status is 1 if
+    there are any, and if a shape cannot run or does not fit.
     """
-    _config(parser)
-    _shape(parser)
-    _machine(parser)
+    _common(parser)
     lengths = (
-        "real keys of each example, such as 300,512, or of all, such as 300: where"
-        " mask_padding_tokens is false, advice names the share of padding that is attended to;"
-        " masked padding changes nothing"
+        "real keys of each example, such as 300,512, or of all, such as 300. If mask_padding_tokens"
+        " is false, advice names the share of padding that is attended to"
     )
-    add = parser.add_argument
-    add("--maxdiffusion", action="store_true", help="CONFIG is a MaxDiffusion YAML")
-    add("--all", action="store_true", help="print every key, those at their default too")
-    inference = "the forward alone: its block sizes, its memory"
-    add("--inference", action="store_true", help=inference)
-    add("--lengths", help=lengths)
+    switch = partial(parser.add_argument, action="store_true")
+    switch("--maxdiffusion", help="CONFIG is a MaxDiffusion YAML")
+    switch("--all", help="print every key, also those at their default")
+    switch("--inference", help="plan the forward alone")
+    parser.add_argument("--lengths", metavar="KEYS,...", help=lengths)
 
 
 def compile(parser: Parser) -> None:
-    r"""Compile attention for TPUs that are not there, with the TPU's compiler; say whether it fits.
+    r"""Compile attention for a TPU with the TPU's own compiler; check that it fits in memory.
 
       maxattn compile configs/wan_14b.yml ici_fsdp_parallelism=1 --target v5p:2x2x1 \
           --shape wan-14b-720p
       maxattn compile attention=ring ici_context_parallelism=4 --target v6e:2x2 \
           --shape wan-14b-480p --train --module
-
-    Needs libtpu (pip install "maxattn[tpu]"), no TPU. Each shape is compiled in a process of its
-    own. Exit status 0: all of them compile and fit; 1: one does not, or its estimate was refused.
-
       maxattn compile attention=flash --target v6e --devices 1 --shape wan-1.3b-480p --estimate
 
-    prices every Pallas kernel, and the whole program, by the schedule that libtpu made. Nothing
-    runs. --block 13824 --layers 40 beside it predicts a step of a model from one of its blocks.
+    Needs libtpu (pip install "maxattn[tpu]"), and no TPU. Each shape is compiled in a process of
+    its own. With --estimate each Pallas kernel, and the whole program, is priced by the schedule
+    that libtpu makes; nothing runs. With --block 13824 --layers 40 beside it a step of a model is
+    predicted from one of its blocks. The exit status is 1 if a shape does not compile or does not
+    fit, or if its estimate is refused.
     """
     _config(parser)
     _shape(parser)
-    target = (
-        "chips along each side: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1; default a host"
-    )
-    module = (
-        "a whole FlaxAttention or CrossAttention as Wan has it: "
-        "projections with bias, norms across heads, RoPE"
-    )
-    block = (
-        "a whole transformer block as Wan has it: both attentions and a feed-forward of this"
-        " width; remat_policy holds for it"
-    )
-    estimate = "price each kernel, and the whole, by the schedule that libtpu makes; nothing runs"
+    target = "chips along each side, such as v5p:2x2x1, v6e:2x2, tpu7x:2x2x1; default one host"
+    module = "a whole FlaxAttention or CrossAttention as in Wan, with projections, norms and RoPE"
+    block = "a whole transformer block as in Wan, with a feed-forward of this width"
     file = (
         "compile FUNCTION(q, k, v, config) of a file in place of maxattn's attention, on one"
         " device: arrays [B, T, N, H]; every query sees every key"
     )
-    layers = "with --estimate: what so many of them take, one after the other"
-    slices = "so many of the topology, for dcn_*_parallelism"
-    add = parser.add_argument
+    add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--target", required=True, help=target)
-    add("--devices", type=int, help="use the first N devices of the topology")
-    add("--slices", type=int, default=1, metavar="N", help=slices)
-    add("--train", action="store_true", help="forward and backward; default forward")
-    add("--module", action="store_true", help=module)
+    add("--devices", type=int, metavar="N", help="use the first N devices of the topology")
+    add("--slices", type=int, default=1, metavar="N", help="N topologies, for dcn_*_parallelism")
+    switch("--train", help="forward and backward; default forward")
+    switch("--module", help=module)
     add("--block", type=int, default=0, metavar="N", help=block)
-    add("--layers", type=int, default=1, metavar="N", help=layers)
-    add("--estimate", action="store_true", help=estimate)
+    add("--layers", type=int, default=1, metavar="N", help="with --estimate: N times the whole")
+    switch("--estimate", help="estimate times by libtpu's schedule")
     add("--kernel-file", default="", metavar="PATH:FUNCTION", help=file)
-    limit = "seconds a compile; default 600"
+    limit = "seconds for each compile; default 600"
     add("--time-limit", type=float, default=600.0, metavar="S", help=limit)
-    add("--json", action="store_true", help="print everything as JSON")
+    switch("--json", help="print everything as JSON")
 
 
 def tune(parser: Parser) -> None:
-    """Time kernels, or the sizes of one, on a model's calls on this machine, and keep the fastest.
+    """Time kernels, or the sizes of one, for a model's calls on this machine; keep the fastest.
 
       maxattn tune configs/wan_14b.yml
       maxattn tune wan-14b-480p wan-14b-cross
       maxattn tune attention=auto --shape 64,256,256,16,72 --forward
       maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
 
-    On GPUs and CPUs `attention: auto` has its kernels timed: every one that can run the call, in
-    turns. Plans on this machine then take the fastest first. On TPUs, and where a kernel is named,
-    its sizes are timed: plans take them where the config sets none. --kernels and --sizes choose.
+    On GPUs and CPUs, `attention: auto` has every kernel timed that can run the call. On TPUs, and
+    if a kernel is named, its sizes are timed. Plans on this machine then take the fastest, unless
+    the config names a kernel or sets sizes.
 
-    Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE): a killed command goes
-    on where it was. With a --target nothing is timed or kept, and the kernels are listed. With
-    --offline a TPU's sizes are ranked by the schedules that libtpu makes of their kernels, and kept
-    as estimated.
+    Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE), so that a killed
+    command goes on where it was. With a --target nothing is timed or kept, and the kernels are
+    listed. With --offline a TPU's sizes are ranked by the schedules that libtpu makes of their
+    kernels, and kept as estimated.
     """
-    _config(parser)
-    _shape(parser)
-    _machine(parser)
+    _common(parser)
     passes = parser.add_mutually_exclusive_group().add_argument
-    train = "time forward and backward together, and not forward alone"
-    passes("--train", action="store_true", help=train)
+    passes("--train", action="store_true", help="time sizes for forward and backward together only")
     passes("--forward", action="store_true", help="time the forward alone")
     what = parser.add_mutually_exclusive_group().add_argument
-    kernels = "time the kernels that auto chooses among; on GPUs and CPUs the default under auto"
-    what("--kernels", action="store_true", help=kernels)
+    what("--kernels", action="store_true", help="time the kernels that auto chooses among")
     what("--sizes", action="store_true", help="time the sizes of the kernel that runs")
-    add, limit = parser.add_argument, "sizes to time for each shape; default 24"
+    add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
+    limit = "sizes to time for each shape; default 24"
     add("--limit", type=int, default=24, metavar="N", help=limit)
-    add("--again", action="store_true", help="time anew what was measured before")
-    offline = "rank a TPU's sizes by the schedules that libtpu makes, without a TPU; needs --target"
-    add("--offline", action="store_true", help=offline)
-    limit = "with --offline: seconds a compile; default 120"
+    switch("--again", help="time again what was measured before")
+    offline = "rank a TPU's sizes without a TPU; needs --target and libtpu"
+    switch("--offline", help=offline)
+    limit = "with --offline: seconds for each compile; default 120"
     add("--time-limit", type=float, default=120.0, metavar="S", help=limit)
 
 
@@ -177,15 +157,14 @@ def convert(parser: Parser) -> None:
 
       maxattn convert base_wan_14b.yml > attention.yml
       maxattn convert longlive_inference.yaml > stream.yml
-      maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
-    Of MaxDiffusion it takes the keys of attention and mesh; of Self-Forcing, LongLive and their kin
-    what they say of blocks, window, sink and steps, as the section rollout. Comments say what was
-    read otherwise than it was written, and what was left out.
+    From MaxDiffusion it takes the keys of attention and of the mesh. From Self-Forcing and
+    LongLive it takes blocks, window, sink and steps, as the section rollout. Comments name what
+    was read in another way than it was written, and what was left out.
     """
     parser.add_argument("file", metavar="FILE", help="a YAML of MaxDiffusion, Self-Forcing, ...")
     overrides = {"nargs": "*", "default": [], "metavar": "key=value"}
-    parser.add_argument("overrides", **overrides, help="in our names")
+    parser.add_argument("overrides", **overrides, help="settings to change, in our names")
 
 
 def bench(parser: Parser) -> None:
@@ -211,24 +190,23 @@ def bench(parser: Parser) -> None:
     reports them.
     """
     add, several = parser.add_argument, {"action": "append", "default": []}
+    switch = partial(parser.add_argument, action="store_true")
     add("shapes", nargs="*", metavar="NAME", help=f"one of {', '.join(KNOWN_SHAPES)}")
-    add("--shape", **several, metavar="B,T,S,N,H", help="a shape without a name")
-    add("--kernel", **several, metavar="KERNEL", help="measure this one (and others)")
-    add("--peers", action="store_true", help="other libraries too: cuDNN, TransformerEngine, ...")
-    add("--module", action="store_true", help="a whole FlaxAttention beside its parts")
-    dtype = "of the module's parameters (default float32)"
+    add("--shape", **several, metavar="B,T,S,N,H", help="a shape without a name; repeatable")
+    add("--kernel", **several, metavar="KERNEL", help="measure this one; repeatable")
+    switch("--peers", help="other libraries too: cuDNN, TransformerEngine, ...")
+    switch("--module", help="a whole FlaxAttention beside its parts")
+    dtype = "of the module's parameters; default float32"
     add("--param-dtype", default="float32", metavar="DTYPE", help=dtype)
     add("--report", **several, choices=REPORTS, help="measure and write one of the reports")
-    mesh = "spread over devices: data, context, tensor"
-    add("--mesh", **several, metavar="AXIS=N", help=mesh)
-    strategy = "with --mesh (default: the first three)"
+    add("--mesh", **several, metavar="AXIS=N", help="spread over devices: data, context, tensor")
+    strategy = "with --mesh; default the first three"
     add("--strategy", **several, choices=STRATEGIES, help=strategy)
-    option = "with --mesh or --module: of XLA's compiler"
+    option = "of XLA's compiler, with --mesh or --module"
     add("--option", **several, metavar="NAME=VALUE", help=option)
     add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")
     add("--json", type=Path, metavar="FILE", help="write the measurements")
-    seconds = "for one measurement, about (default 0.5)"
-    add("--seconds", type=float, default=0.5, help=seconds)
+    add("--seconds", type=float, default=0.5, help="for one measurement, about; default 0.5")
 
 
 OPTIONS: dict[str, Callable[[Parser], None]] = {
@@ -239,29 +217,36 @@ OPTIONS: dict[str, Callable[[Parser], None]] = {
 # ---- options of several commands -----------------------------------------------------------------
 
 
+def _common(parser: Parser) -> None:
+    _config(parser)
+    _shape(parser)
+    _machine(parser)
+
+
 def _config(parser: Parser) -> None:
     config = "a YAML file, such as configs/wan_14b.yml, or the name of a shape: wan-14b-720p"
-    overrides = "attention=ring ici_context_parallelism=4 ..."
+    overrides = "settings to change: attention=ring ici_context_parallelism=4 ..."
     parser.add_argument("config", nargs="?", default="", metavar="CONFIG", help=config)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides)
 
 
 def _shape(parser: Parser) -> None:
-    names = ", ".join(KNOWN_SHAPES)
-    shape = f"may stand several times; default the shapes of the file's model; names: {names}"
+    shape = (
+        "batch, queries, keys, heads, head dim [/ of values] [, key heads], or a name; repeatable;"
+        f" default the shapes of the file's model. Names: {', '.join(KNOWN_SHAPES)}"
+    )
     mask = (
-        "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:N, rectangle:"
-        "Q_START,Q_STOP,KV_START,KV_STOP[,Q_START,...] (queries that see keys; one or more), "
-        "segments:LENGTH,LENGTH,... (known when traced), segment-ids:LENGTH,LENGTH,... (an array), "
-        "lengths:KEYS,KEYS,... (an array, of each batch row), "
-        "video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], "
-        "teacher:... (the same numbers, of a clean video and the noisy one), joined by + (and)"
+        "full, causal, window:LEFT,RIGHT, block-window:BLOCK,WINDOW, block-causal:BLOCK,"
+        " rectangle:Q_START,Q_STOP,KV_START,KV_STOP[,...], segments:LENGTH,... (known when traced),"
+        " segment-ids:LENGTH,... (an array), lengths:KEYS,... (an array, of each batch row),"
+        " video:FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]], teacher:... (the same numbers, of a"
+        " clean video and the noisy one); several are joined by + (and)"
     )
     add = parser.add_argument
     add("--shape", action="append", default=[], metavar="NAME|B,T,S,N,H[/V][,K]", help=shape)
-    add("--role", choices=("self", "cross"), help="default self where T = S, else cross")
+    add("--role", choices=("self", "cross"), help="default self if T = S, else cross")
     add("--dtype", help="of q, k and v: bf16 (default), f16 or f32")
-    add("--batch", type=int, help="B in place of the shape's")
+    add("--batch", type=int, metavar="B", help="in place of the shape's batch")
     add("--mask", help=mask)
 
 
@@ -269,12 +254,11 @@ def _machine(parser: Parser) -> None:
     versions = ", ".join(f"{name}={version}" for name, (_, version) in EXTRAS.items())
     others = ", ".join(PACKAGES[len(EXTRAS) :])
     package = f"a package that the named target has: {versions}, {others}"
-    target = "v5p, GB200, RTX 5090, cpu, ...; v5p:2x2x1 is so many chips too; default this machine"
-    mesh = "context=4,fsdp=2; default the parallelisms of the config"
-    devices = "how many there are, for an ici_*_parallelism of -1"
-    add = parser.add_argument
+    target = "v5p, GB200, RTX 5090, cpu, ..., or v5p:2x2x1 with its chips; default this machine"
+    add, several = parser.add_argument, {"action": "append", "default": []}
     add("--target", help=target)
-    several = {"action": "append", "default": []}
     add("--with", **several, dest="packages", metavar="PACKAGE[=VERSION]", help=package)
-    add("--mesh", **several, help=mesh)
-    add("--devices", type=int, help=devices)
+    mesh = "sizes of axes, such as context=4,fsdp=2; default the parallelisms of the config"
+    add("--mesh", **several, metavar="AXIS=N", help=mesh)
+    devices = "how many there are, if an ici_*_parallelism is -1"
+    add("--devices", type=int, metavar="N", help=devices)
