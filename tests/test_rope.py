@@ -267,7 +267,7 @@ class OnOtherHosts:
 def test_a_replicated_table_of_several_hosts_is_read_and_a_split_one_gives_nan() -> None:
     x, wrong = jnp.ones((1, 4, 1, 8)), np.arange(32, dtype=np.float32).reshape(4, 8)
     whole, part = (OnOtherHosts(wrong, each) for each in (True, False))
-    with pytest.raises(InputError, match="stands twice"):
+    with pytest.raises(InputError, match="each number twice"):
         apply_rotary(x, (whole, whole))
     assert np.isnan(apply_rotary(x, (part, part))).all()
     right = OnOtherHosts(np.repeat(wrong[:, :4], 2, axis=1), True)

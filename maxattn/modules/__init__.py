@@ -1,4 +1,4 @@
-"""Attention as Flax NNX modules, and inside modules of others."""
+"""Attention modules for Flax NNX, and adapters for models with attention modules of their own."""
 
 from maxattn.modules.adapters import AttentionFn, attention_fn
 from maxattn.modules.adaptive_layer_norm import (

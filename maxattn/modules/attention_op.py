@@ -1,8 +1,8 @@
-"""MaxDiffusion's attention op, told by its name and its attributes: MaxDiffusion is not imported.
+"""MaxDiffusion's attention op, found by name and attributes: MaxDiffusion is not imported.
 
-Its NNX modules (Wan, LTX-2, Flux.2, Z-Image) project, norm and rotate by themselves, and hand
-queries, keys and values to `apply_attention` of a module `NNXAttentionOp`, which has no parameters.
-`swap` shadows that method on the instance: all parameters stay where they are.
+Its NNX modules (Wan, LTX-2, Flux.2, Z-Image) project, norm and rotate, and pass queries, keys and
+values to `apply_attention` of an `NNXAttentionOp`, a module without parameters. `swap` sets another
+`apply_attention` on the instance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from maxattn.modules.heads import merge_heads, split_heads
 NAME, METHOD = "NNXAttentionOp", "apply_attention"
 NEEDED = ("heads", "dim_head", "scale", "dtype")
 ARGUMENTS = ("query", "key", "value", "attention_mask")
-# Kernel, tiles and layout, which the config decides here, and what changes no number there.
+# Settings that the config of maxattn replaces, or that change no number.
 DECIDED_HERE = {
     "attention_kernel", "axis_names_kv", "axis_names_q", "dpa_layer", "flash_block_sizes",
     "flash_min_seq_length", "float32_qk_product", "mask_padding_tokens", "mesh", "quant",
@@ -36,13 +36,13 @@ DECIDED_HERE = {
 
 @dataclass(frozen=True)
 class OpAttention:
-    """Attend as the op's `apply_attention`. A value, so that a module holding it is traced once.
+    """The `apply_attention` of an op, as a hashable value: equal modules share a trace.
 
     Args:
         config, mesh, role: as in `maxattn.attention`.
         heads: N.
         scale: multiplies the scores.
-        dtype: name of the dtype that the op computes in; wider values widen it.
+        dtype: name of the computation's dtype; wider values widen it.
     """
 
     config: AttentionConfig | None
@@ -55,7 +55,7 @@ class OpAttention:
     def __call__(
         self, query: Array, key: Array, value: Array, attention_mask: Array | None = None
     ) -> Float[Array, "B T NH"]:
-        """Attend over heads that are an axis or lie side by side.
+        """Attend, as MaxDiffusion calls its op.
 
         Args:
             query: [B, T, N*H] or [B, N, T, H].
@@ -63,7 +63,7 @@ class OpAttention:
             attention_mask: [B, S], nonzero for a key that is not padding.
 
         Raises:
-            InputError: for operands that do not fit together.
+            InputError: if operands do not fit together.
         """
         dtype = jnp.promote_types(self.dtype, value.dtype)
         q, k, v = (self._split(x).astype(dtype) for x in (query, key, value))
@@ -76,16 +76,13 @@ class OpAttention:
 
 
 def is_attention_op(module: nnx.Module) -> bool:
-    """Tell whether a module is, or extends, the attention op, by its name and its method."""
+    """Check whether a module is, or extends, the attention op, by its name and its method."""
     named = any(kind.__name__ == NAME for kind in type(module).__mro__)
     return named and callable(getattr(type(module), METHOD, None))
 
 
 def why_op_stays(op: Any, holder: Any) -> str | None:
-    """Return which setting of an op, or of the module that holds it, has no equal here.
-
-    None where the op can be exchanged.
-    """
+    """Return which setting of an op, or of its holder, maxattn lacks; None if it lacks none."""
     settings = {name: value for name, value in vars(op).items() if not name.startswith("_")}
     if lacking := [name for name in NEEDED if name not in settings]:
         return f"it has no {', '.join(lacking)}, which an {NAME} of MaxDiffusion has"
@@ -109,10 +106,10 @@ def why_op_stays(op: Any, holder: Any) -> str | None:
 
 
 def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) -> tuple[str, str]:
-    """Let an op attend with maxattn.
+    """Make an op attend with maxattn.
 
     Returns:
-        The role of its calls, and what else its row in the table says.
+        The role of its calls, and more text for its row in the table.
     """
     names = getattr(op, "axis_names_q", None) or ()
     role = "cross" if any("cross" in str(name) for name in names) else "self"
@@ -126,5 +123,5 @@ def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) ->
 
 
 def _own_rule(holder: Any) -> tuple[Any, Any]:
-    """Return the kernel of a holder, and the length below which it attends by itself."""
+    """Return the kernel of a holder, and the length below which the holder itself attends."""
     return getattr(holder, "attention_kernel", None), getattr(holder, "flash_min_seq_length", None)

@@ -1,5 +1,6 @@
-"""Modules under Explicit mesh axes: a call runs where the axes are Auto, and its results lie over
-the Explicit ones as its states do.
+"""Modules on a mesh with Explicit axes.
+
+A call runs with Auto axes; its results are laid out over the Explicit axes as its states are.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def over_explicit_axes(out_specs: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Let a module's method run on a mesh with Explicit axes; elsewhere it runs as it is.
+    """Decorate a module's method so that it runs on a mesh with Explicit axes too.
 
     Args:
-        out_specs: of the method's own arguments: where its results lie, a tree of `PartitionSpec`.
+        out_specs: called with the method's arguments; returns the layout of its results as a tree
+            of `PartitionSpec`.
     """
 
     def decorate(method: Method) -> Method:
         @wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # One projection tells of all: flattening the module is a tenth of a small call.
+            # One projection is enough: flattening the module takes a tenth of a small call.
             mesh = explicit_mesh(args, kwargs, self.to_q)
             if mesh is None:
                 return method(self, *args, **kwargs)
@@ -63,27 +65,23 @@ def _run_over_auto_axes(
         return result, nnx.state((module, rngs), nnx.RngState)
 
     result, drawn = over_auto_axes(pure, mesh, (specs, PartitionSpec()))(drawn, state, arrays)
-    nnx.update((module, rngs), drawn)  # what dropout has drawn
+    nnx.update((module, rngs), drawn)  # the counts of dropout's random numbers
     return result
 
 
-# ---- where results lie ---------------------------------------------------------------------------
+# ---- layouts of results --------------------------------------------------------------------------
 
 
 def like_states(module: Any, hidden_states: Any, *_: Any, **__: Any) -> PartitionSpec:
-    """Place the output [B, T, out_dim] as the states; its channels too, where they are as many."""
+    """Lay the output [B, T, out_dim] out as the states; its channels too if they are as many."""
     batch, tokens, channels = _spec(hidden_states)
     return PartitionSpec(batch, tokens, channels if module.out_dim == module.query_dim else None)
 
 
 def like_states_without_cache(module: Any, hidden_states: Any, *others: Any) -> PartitionSpec:
-    """Place the output as the states, and refuse a cache: it lies where `KVCache.empty` put it.
-
-    Raises:
-        MeshError: there is a cache among the arguments.
-    """
+    """Lay the output out as the states; refuse a cache, whose layout needs Auto axes."""
     if any(isinstance(x, CacheLayer) for x in others):
-        rule = "a cache lies over axes that the compiler may use, and these are Explicit"
+        rule = "the cache needs Auto mesh axes"
         remedy = "make the mesh with config.make_mesh(), or axis_types=(AxisType.Auto, ...)"
         raise MeshError("mesh", "Explicit axes beside a cache", rule, remedy)
     return like_states(module, hidden_states)
@@ -92,7 +90,7 @@ def like_states_without_cache(module: Any, hidden_states: Any, *others: Any) -> 
 def like_both(
     module: Any, hidden_states: Any, encoder_hidden_states: Any, *_: Any, **__: Any
 ) -> tuple[PartitionSpec, PartitionSpec | None]:
-    """Place the outputs of a picture and a text as the states of each."""
+    """Lay the outputs of a picture and a text out as the states of each."""
     picture, text = like_states(module, hidden_states), _spec(encoder_hidden_states)
     if not module.text_out:
         return picture, None
@@ -100,19 +98,19 @@ def like_both(
 
 
 def like_both_without_bias(module: Any, *states: Any, **_: Any) -> Any:
-    """Place outputs as `like_both` does; biases that are left out are whole on each device."""
+    """Lay outputs out as `like_both` does; each device has the whole biases."""
     bias = PartitionSpec() if module.out_proj else None
     picture, text = like_both(module, *states)
     return (picture, bias), None if text is None else (text, bias)
 
 
 def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:
-    """Place keys and values [B, S, K, H] as the states of their batch, whole beyond it."""
+    """Split keys and values [B, S, K, H] along the batch alone, as the states."""
     batch = _spec(text)[0]
     return PartitionSpec(batch, None, None, None)
 
 
 def _spec(states: Any) -> PartitionSpec:
-    """Return where states [B, T, C] lie; what is none of them is refused by the method itself."""
+    # The method itself refuses states of another kind.
     is_states = isinstance(states, jax.Array) and states.ndim == 3
     return spec_of_type(states) if is_states else PartitionSpec(None, None, None)

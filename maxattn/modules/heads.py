@@ -1,4 +1,4 @@
-"""Splitting and merging heads, [B, T, N*H] and [B, T, N, H], and attention of unsplit inputs."""
+"""Conversions between [B, T, N*H] and [B, T, N, H], and attention on unsplit heads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from maxattn.modules import checks
 
 
 def split_heads(x: Float[Array, "B T NH"], heads: int) -> Float[Array, "B T N H"]:
-    """Split the last axis into heads, each a run of neighbouring channels.
+    """Split the last axis of x into heads of neighbouring channels: [B, T, N, H].
 
     Args:
         x: [B, T, N*H].
-        heads: N; it must divide the last axis.
+        heads: N, which divides the last axis.
 
     Raises:
-        InputError: when the heads do not divide, or x has another rank.
+        InputError: if the heads do not divide the channels, or x has another rank.
     """
     checks.rank_3("x", x)
     checks.positive("heads", heads)
@@ -31,11 +31,7 @@ def split_heads(x: Float[Array, "B T NH"], heads: int) -> Float[Array, "B T N H"
 
 
 def merge_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B T NH"]:
-    """Undo `split_heads`.
-
-    Args:
-        x: [B, T, N, H].
-    """
+    """Join heads [B, T, N, H] to [B, T, N*H], the inverse of `split_heads`."""
     return rearrange(x, "b t n h -> b t (n h)")
 
 
@@ -53,7 +49,7 @@ def attention_flat(
     mesh: Any = None,
     role: Literal["self", "cross"] = "self",
 ) -> Float[Array, "B T NH"]:
-    """Attend with heads that still lie side by side in the channels.
+    """Attend to inputs whose heads are joined in the channels, and return joined heads.
 
     Args:
         q: [B, T, N*H].
@@ -66,7 +62,7 @@ def attention_flat(
         [B, T, N*H].
 
     Raises:
-        InputError: when the heads do not divide the channels.
+        InputError: if the heads do not divide the channels.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     split = split_heads(q, heads), split_heads(k, kv_heads), split_heads(v, kv_heads)

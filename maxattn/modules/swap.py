@@ -1,4 +1,4 @@
-"""`swap`: maxattn inside a whole NNX model of somebody else; its parameters stay as they are."""
+"""`swap`: make the attention modules of a whole NNX model attend with maxattn."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from maxattn.modules.mha_rope import bound_rope, why_unread
 
 @dataclass(frozen=True)
 class Swapped:
-    """Say what became of one attention of a model.
+    """One attention module that `swap` found in a model.
 
     Args:
-        path: where it is, as "blocks.3.attn".
-        kind: its class.
-        swapped: whether it attends with maxattn now.
-        why: the reason: how it is governed, or why it was left.
+        path: its place in the model, such as "blocks.3.attn".
+        kind: the name of its class.
+        swapped: whether it attends with maxattn.
+        why: the setting that chooses its kernel, or the reason why it was left.
     """
 
     path: str
@@ -38,18 +38,18 @@ class Swapped:
 
 @dataclass(frozen=True)
 class SwapTable:
-    """List every attention that `swap` met; prints as a table."""
+    """All attention modules that `swap` found in a model; prints as a table."""
 
     rows: tuple[Swapped, ...]
 
     @property
     def swapped(self) -> tuple[Swapped, ...]:
-        """Those that attend with maxattn now."""
+        """Return the modules that attend with maxattn."""
         return tuple(row for row in self.rows if row.swapped)
 
     @property
     def left(self) -> tuple[Swapped, ...]:
-        """Those that were left as they are."""
+        """Return the modules that were left as they are."""
         return tuple(row for row in self.rows if not row.swapped)
 
     def __str__(self) -> str:
@@ -64,25 +64,24 @@ class SwapTable:
 def swap(
     model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> SwapTable:
-    """Let every `nnx.MultiHeadAttention` and every MaxDiffusion module attend with maxattn.
+    """Make every `nnx.MultiHeadAttention` and MaxDiffusion module of a model attend with maxattn.
 
-    Parameters, their names and the model's own code stay as they are: only the function that
-    attends is exchanged, so a checkpoint of the model loads before and after. Calling it again with
-    another config exchanges it again. The rope of `nnx.dot_product_attention_with_rope` is kept.
-    Of MaxDiffusion's NNX modules it exchanges `apply_attention` of their `NNXAttentionOp`, which
-    it knows by its name and attributes.
+    Only the function that attends is exchanged, in place. Parameters, their names and the model's
+    code stay, so that a checkpoint loads before and after. Another call with another config
+    exchanges the function again. The rope of `nnx.dot_product_attention_with_rope` is kept. In
+    MaxDiffusion's NNX modules, `swap` exchanges `apply_attention` of their `NNXAttentionOp`, which
+    it finds by name and attributes.
 
     Args:
-        model: any NNX module; stacked layers (`nnx.scan`, `nnx.vmap`) too.
-        config: which kernel and parallelism; default `AttentionConfig()`.
-        mesh: devices to spread over; default none.
+        model: any NNX module; its layers may be stacked (`nnx.scan`, `nnx.vmap`).
+        config: kernel and parallelism; default `AttentionConfig()`.
+        mesh: devices that the calls are spread over; default none.
 
     Returns:
-        A table of what was swapped, and why the rest was left.
+        A table of the modules that were swapped, and of those that were left, with the reason.
 
     Raises:
-        ConfigError, MeshError, InputError: `config` is no config, `mesh` no mesh, or `model` no NNX
-            module.
+        ConfigError, MeshError, InputError: if `config`, `mesh` or `model` is of another kind.
 
     >>> model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
     >>> print(ma.swap(model, ma.AttentionConfig(attention="dot_product")))
@@ -107,7 +106,7 @@ def _swap_one(
     if is_op:
         role, more = exchange(module, holder, config, mesh)
     else:
-        # Only the width of its keys says what a module attends to before it is called.
+        # Before a call, only the width of the keys shows whether they are of another sequence.
         role = "self" if module.in_features == module.in_kv_features else "cross"
         fn = module.attention_fn
         rope = fn.rope if isinstance(fn, AttentionFn) else bound_rope(fn)
@@ -118,8 +117,8 @@ def _swap_one(
 
 
 def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, module, its holder) of all that looks like attention, parents first."""
-    # Paths mix names and numbers, which do not compare.
+    """Yield (path, module, the module that holds it) of all attention modules, parents first."""
+    # Paths mix names and numbers, which cannot be compared.
     found = sorted(
         nnx.iter_modules(model), key=lambda item: [(isinstance(p, str), p) for p in item[0]]
     )
@@ -127,7 +126,7 @@ def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
     for path, module in found:
         named = "attention" in type(module).__name__.lower()
         inner = (child for path, child in nnx.iter_modules(module) if path)
-        # A module that is called attention counts where it has no attention module inside.
+        # A class with attention in its name counts if no attention module is inside it.
         if _is_attention(module) or (named and not any(map(_is_attention, inner))):
             yield ".".join(map(str, path)), module, at.get(path[:-1]) if path else None
 

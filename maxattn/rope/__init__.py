@@ -1,7 +1,4 @@
-"""Rotary position embeddings: tables of angles, and their application to heads.
-
-Nothing here holds learned state or knows of attention.
-"""
+"""Rotary position embeddings: tables of angles, and their application to heads."""
 
 from maxattn.rope.apply import apply_rotary, as_rotary
 from maxattn.rope.tables import (

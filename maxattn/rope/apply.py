@@ -1,4 +1,4 @@
-"""Rotary embedding applied to heads, and the tables that models pass around, read and checked."""
+"""The rotation of heads by a table of angles, and the forms of tables that models use."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from maxattn.rope.tables import Rotary
 def apply_rotary(
     x: Float[Array, "B T N H"], rotary: Any, name: str = "rotary_emb"
 ) -> Float[Array, "B T N H"]:
-    """Rotate the channel pairs of every head by the angles of its token.
+    """Rotate the channel pairs of each head by the angles of its token.
 
-    The rotation is computed in float32 and cast back.
+    (a, b) -> (a cos - b sin, a sin + b cos), computed in float32 and rounded to the dtype of x.
 
     Args:
         x: queries or keys [B, T, N, H].
-        rotary: a `Rotary`; or complex numbers of modulus 1; or a pair (cos, sin), both of the
-            interleaved style. Arrays are [T, D], [B, T, D], [B, T, 1, D], [B, 1, T, D], or with
-            angles of each head [B, T, N, D], B possibly 1. D is H/2, or less in a partial `Rotary`;
-            in a pair also H, with each number twice: (c0, c0, c1, c1, ...). A pair of width H in
-            another order is refused where its numbers can be read. They cannot where it is traced,
-            as an argument of a function under `jit`, or split over several hosts: there the result
-            is NaN.
-        name: what the argument is called in errors.
+        rotary: the angles, in one of three forms: a `Rotary`; an array of complex numbers
+            cos + i sin; a pair (cos, sin). The last two pair channels 2i and 2i + 1 (interleaved).
+            Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D]; or [B, T, N, D] if heads
+            have different angles. B may be 1. D is H/2, or less in a partial `Rotary`. A pair may
+            also have D = H, with each number twice: c0, c0, c1, c1, ... A pair with D = H in
+            another order is refused if this process can read its numbers. If it cannot (the pair
+            is traced by `jit`, or split over several hosts), the result is NaN.
+        name: of the argument, for errors.
+
+    Returns:
+        The rotated x, [B, T, N, H].
 
     Raises:
-        InputError: when the table does not fit x.
+        InputError: if the table does not fit x.
 
     >>> q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
     >>> ma.apply_rotary(q, ma.rope_1d(8, length=16)).shape
@@ -51,13 +54,17 @@ def apply_rotary(
 
 
 def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rotary:
-    """Read a `Rotary` off what models pass around, and check that it fits.
-
-    Its arrays are then [T, D], [B, T, D], or with angles of each head [B, T, N, D].
+    """Convert a table in any form that `apply_rotary` takes to a `Rotary`, and check that it fits.
 
     Args:
-        value, name: as in `apply_rotary`.
+        value, name: rotary and name, as in `apply_rotary`.
         shape: of the queries or keys, (B, T, N, H).
+
+    Returns:
+        A table whose arrays are [T, D], [B, T, D], or [B, T, N, D] if heads have different angles.
+
+    Raises:
+        InputError: if the table does not fit the shape.
     """
     if shape[-1] % 2:
         rule = f"{name} turns channels in pairs: it must be even"
@@ -85,14 +92,14 @@ def _read(value: Any, head_dim: int, name: str) -> Rotary:
 
 
 def _once(part: Any, head_dim: int, name: str) -> Any:
-    """Drop every second number of a cos or sin that has each twice.
+    """Drop every second number of a cos or sin that has each number twice.
 
-    A table for heads of twice the size, or of the half style, has this width too: its numbers are
-    read where this process can, and are NaN where it cannot and they are of another order.
+    A table of the half style, or for heads of twice the size, has this width too. If this process
+    can read the numbers, another order is refused. If it cannot, the numbers become NaN.
     """
     if not part.shape or part.shape[-1] != head_dim:
         return part
-    if is_tracer(part):  # asked first: it has no such attribute, and fails over the question
+    if is_tracer(part):  # first, since a tracer has no attribute `is_fully_addressable`
         numbers = None
     elif getattr(part, "is_fully_addressable", True):
         numbers = np.asarray(part)
@@ -102,14 +109,14 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
         once, again = jnp.asarray(part)[..., ::2], jnp.asarray(part)[..., 1::2]
         return jnp.where(jnp.all(once == again), once, jnp.nan)
     if not np.array_equal(numbers[..., ::2], numbers[..., 1::2]):
-        rule = "at the full head dim each number stands twice: c0, c0, c1, c1"
+        rule = "at the full head dim it has each number twice: c0, c0, c1, c1"
         remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2"
         raise InputError(name, f"(cos, sin) of width {head_dim}", rule, remedy)
     return part[..., ::2]
 
 
 def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
-    """Return a table without an axis of 1 for heads, and refuse what does not fit."""
+    """Drop an axis of 1 for heads, and refuse a table that does not fit."""
     b, t, n, h = shape
     if part.ndim == 4 and 1 in (of := part.shape[1:3]) and (of != (t, n) or n == 1):
         part = part.reshape(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
@@ -125,8 +132,8 @@ def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
 
 
 def _rotate_interleaved(x: Array, cos: Array, sin: Array) -> Array:
-    # Pairs are swapped where they stand: XLA writes a stack of two halves at less than half of a
-    # GPU's bandwidth.
+    # Each pair is swapped in place: XLA writes a stack of two halves at less than half of a GPU's
+    # bandwidth.
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     signed = sin[..., None] * jnp.array([-1.0, 1.0], jnp.float32)
     return (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(x.shape)

@@ -1,7 +1,7 @@
-"""Rotary tables in one, two and three dimensions.
+"""Rotary tables for positions in one, two and three dimensions.
 
-Tables are numpy arrays, computed in float64 and kept in float32: making one touches no device. The
-table of a video whose frames are numbered by a traced array is computed on the device.
+Tables are numpy arrays, computed in float64 and rounded to float32, without a device. Only the
+table of a video whose frame numbers are traced is computed on the device.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.jax_private.mesh import is_tracer
 
 STYLES = ("interleaved", "half")
-BITS, DIGITS = 8, 4  # four digits of 8 bits are every int32 from 0 on
+BITS, DIGITS = 8, 4  # four digits of 8 bits make every int32 from 0 on
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotary:
-    """The angles of a rotary embedding as cosines and sines, one a token and pair of channels.
+    """A table of the cosines and sines of a rotary embedding, for each token and channel pair.
 
-    A pair (a, b) of channels is rotated by its angle: (a cos - b sin, a sin + b cos).
+    A pair of channels (a, b) becomes (a cos - b sin, a sin + b cos).
 
     Args:
-        cos: [T, H/2], or [B, T, H/2] when examples have different positions, or [B, T, N, H/2] when
-            heads have different angles; float32.
-        sin: the same shape.
-        style: which channels are a pair. "interleaved" (Wan, Flux): 2i and 2i + 1. "half" (LLaMA):
-            i and i + H/2.
-        partial: whether the table is of the first R channels of a head alone, R/2 wide: the others
-            pass as they are, and pairs of the half style are i and i + R/2; default False.
+        cos: float32, [T, H/2]; [B, T, H/2] if examples have different positions; [B, T, N, H/2] if
+            heads have different angles.
+        sin: of the shape of cos.
+        style: which channels make a pair: 2i and 2i + 1 for "interleaved" (Wan, Flux; default), i
+            and i + H/2 for "half" (LLaMA).
+        partial: whether only the first R channels of a head are rotated; default False. The table
+            is then R/2 wide, and pairs of the half style are i and i + R/2.
+
+    Raises:
+        InputError: if the style is unknown.
 
     >>> first_8 = ma.rope_1d(8, length=16)
     >>> table = ma.Rotary(first_8.cos, first_8.sin, partial=True)
@@ -58,10 +61,10 @@ class Rotary:
             raise InputError("style", self.style, rule, remedy)
 
     def split(self, tokens: int) -> tuple[Rotary, Rotary]:
-        """Return the angles of the first tokens, and those of the others.
+        """Split the table into that of the first tokens and that of the others.
 
         Args:
-            tokens: how many are first.
+            tokens: the number of first tokens.
 
         >>> text, picture = ma.rope_1d(8, length=10).split(3)
         >>> text.cos.shape, picture.cos.shape
@@ -77,7 +80,7 @@ class Rotary:
 def rope_1d(
     head_dim: int, length: int, theta: float = 1e4, *, style: str = "interleaved"
 ) -> Rotary:
-    """Make the table of `length` positions on a line.
+    """Make the table of the positions 0 to length - 1.
 
     angle[t, i] = t * theta ** (-2 i / head_dim)
 
@@ -104,7 +107,7 @@ def rope_2d(
 ) -> Rotary:
     """Make the table of a picture's patches in raster order.
 
-    Half of the channels are for the row of a patch, half for its column.
+    Half of the channels rotate by the row of a patch, half by its column.
 
     Args:
         head_dim: H, a multiple of 4.
@@ -119,7 +122,7 @@ def rope_2d(
     (1536, 32)
     """
     if head_dim % 4:
-        rule = "two axes of pairs need a multiple of 4"
+        rule = "two axes of channel pairs need a multiple of 4"
         raise InputError("head_dim", head_dim, rule, "use a multiple of 4")
     return rope_nd((head_dim // 2,) * 2, _grid(height=height, width=width), theta, style=style)
 
@@ -138,17 +141,17 @@ def rope_3d(
     The channels are split over time, height and width as Wan splits them.
 
     Args:
-        head_dim: H, even, at least 6. Height and width take 2 * (H // 6) channels each, time takes
+        head_dim: H, even, at least 6. Height and width have 2 * (H // 6) channels each, time has
             the rest.
-        frames: patches in the direction of time; or the frames' numbers, whole and from 0 on, [F]
-            or [B, F] where examples differ. They may be traced: one program then serves every
-            block of a video, with angles that are as exact at frame 1,000,000 as at frame 0.
-        height, width: patches in the other directions; T = frames * height * width.
+        frames: the number of frames; or the frames' own numbers, integers from 0 on, [F], or
+            [B, F] if examples differ. Numbers may be traced: one program then serves every block
+            of a video, with angles as exact at frame 1,000,000 as at frame 0.
+        height, width: patches of a frame in each direction; T = frames * height * width.
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
 
     Returns:
-        cos and sin [T, H/2] or [B, T, H/2], the angles of time first, then height, then width.
+        cos and sin [T, H/2] or [B, T, H/2]: the angles of time, then of height, then of width.
 
     Source: Wan 2.1, https://arxiv.org/abs/2503.20314
 
@@ -163,7 +166,7 @@ def rope_3d(
         return rope_nd(split_3d(head_dim), grid, theta, style=style)
     traced = is_tracer(frames)
     numbers: Any = frames if traced else np.asarray(frames)
-    rule = "it is how many frames there are, or their numbers: whole, from 0 on, [F] or [B, F]"
+    rule = "it is the number of frames, or their own numbers: integers from 0 on, [F] or [B, F]"
     remedy = "give an integer, or an array of integers such as cache.frame + jnp.arange(3)"
     if numbers.ndim not in (1, 2) or not numbers.size or numbers.dtype.kind not in "iu":
         found = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
@@ -183,7 +186,7 @@ def rope_3d(
 def _of_traced_frames(
     head_dim: int, numbers: Array, sides: tuple[int, int], theta: float, style: str
 ) -> Rotary:
-    """Make the table of frames whose numbers are known on the device alone."""
+    """Make the table of frames with traced numbers."""
     channels, _, _ = split_3d(head_dim)
     frequencies = _angles(np.ones(()), channels, _checked_theta(theta))
     still = rope_3d(head_dim, 1, *sides, theta, style=style)  # of frame 0
@@ -202,14 +205,14 @@ def _of_traced_frames(
 def cos_sin(
     positions: Int[Array, "..."], frequencies: Float[np.ndarray, " P"]
 ) -> tuple[Float[Array, "... P"], Float[Array, "... P"]]:
-    """Return cosine and sine of positions * frequencies, as exact as on the host, in float32.
+    """Return cosine and sine of positions * frequencies in float32, as exact as on the host.
 
-    A float32 has 24 bits: the angle of frame 100,000 would be off by 0.008. So a position is cut
-    into digits, the angles of each digit come from a table that is computed in float64, and cosines
-    and sines of a sum are made of those of its parts.
+    The product in float32, which has 24 bits, would be off by 0.008 at position 100,000. So each
+    position is split into digits. The cosines and sines of a digit's angles come from a table in
+    float64, and those of the sum follow from the addition formulas.
 
     Args:
-        positions: whole numbers from 0 on; may be traced.
+        positions: integers from 0 on; may be traced.
         frequencies: float64.
     """
     positions = positions.astype(jnp.int32)
@@ -228,7 +231,7 @@ def cos_sin(
 def split_3d(head_dim: int) -> tuple[int, int, int]:
     """Split the channels of a head between time, height and width: 128 -> (44, 42, 42)."""
     if head_dim < 6 or head_dim % 2:
-        rule = "three axes of pairs: even, at least 6"
+        rule = "three axes of channel pairs need an even number, at least 6"
         raise InputError("head_dim", head_dim, rule, "use a multiple of 2")
     space = 2 * (head_dim // 6)
     return head_dim - 2 * space, space, space
@@ -241,16 +244,19 @@ def rope_nd(
     *,
     style: str = "interleaved",
 ) -> Rotary:
-    """Make the table of any positions: each axis rotates its own share of the channels.
+    """Make the table of any positions: each axis of a position rotates channels of its own.
 
     Args:
-        sizes: channels of each axis, all even; their sum is H.
-        positions: one finite number a token and axis; [T, axes] or [B, T, axes].
+        sizes: the number of channels of each axis, all even; their sum is H.
+        positions: finite numbers, [T, axes] or [B, T, axes].
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
 
     Returns:
         cos and sin [T, H/2] or [B, T, H/2], the axes' angles one after the other.
+
+    Raises:
+        InputError: if sizes or positions do not fit, or an angle is not finite.
     """
     positions, theta = _checked_positions(positions, len(sizes)), _checked_theta(theta)
     each = [_angles(positions[..., i], d, theta) for i, d in enumerate(sizes)]
@@ -264,8 +270,8 @@ def rope_nd(
 def _checked_positions(positions: Any, axes: int) -> np.ndarray:
     positions = np.asarray(positions, np.float64)
     if positions.ndim not in (2, 3) or positions.shape[-1] != axes:
-        rule = f"[T, {axes}] or [B, T, {axes}], one column an axis"
-        remedy = "give one position a token and axis"
+        rule = f"it must be [T, {axes}] or [B, T, {axes}], one column for each axis"
+        remedy = "give one position for each token and axis"
         raise InputError("positions", f"shape {positions.shape}", rule, remedy)
     if not np.isfinite(positions).all():
         rule = "a position is a finite number: the cosine of another is NaN"
@@ -282,9 +288,9 @@ def _checked_theta(theta: Any) -> float:
 
 def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
     if channels <= 0 or channels % 2:
-        rule = "channels turn in pairs: each axis has an even number"
+        rule = "channels are rotated in pairs: each axis needs an even number"
         raise InputError("head_dim", channels, rule, "use an even size")
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+    with np.errstate(over="ignore", invalid="ignore"):  # `rope_nd` refuses infinite angles
         frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
         return positions[..., None] * frequencies
 

@@ -1,6 +1,6 @@
-"""One kernel, written in CuTe, that norms rows: read a row, add, take moments, scale and shift,
-rotate, write. `norm_rope.py` and `adaptive_layer_norm.py` call it.
+"""A kernel in CuTe that norms rows: read a row, add, norm, scale and shift, rotate, write.
 
-Files in reading order: `work.py` (what is done to a row, which thread takes what), `kernel.py` (the
-kernel), `thread.py` (loads, stores, numbers and sums), `call.py` (calls from jax).
+`norm_rope.py` and `adaptive_layer_norm.py` call it. Files in reading order: `work.py` (the work on
+a row, and the channels of each thread), `kernel.py` (the kernel), `thread.py` (loads, stores and
+sums), `call.py` (calls from jax).
 """
