@@ -19,13 +19,10 @@ BLOCKWISE = ma.AttentionConfig(attention="dot_product", use_memory_efficient_att
 DENSE = ma.AttentionConfig(attention="dot_product")
 
 
-def qkv(
-    t: int = 40, s: int | None = None, batch: int = 2, dtype: str = "float32"
-) -> tuple[jax.Array, ...]:
+def qkv(t: int = 40, batch: int = 2) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(1), 3)
-    shapes = ((batch, t, 4, 16), (batch, s or t, 2, 16), (batch, s or t, 2, 16))
     return tuple(
-        jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)
+        jax.random.normal(k, (batch, t, n, 16)) for k, n in zip(keys, (4, 2, 2), strict=True)
     )
 
 
@@ -48,14 +45,13 @@ def test_block_window_makes_no_square_array_and_visits_the_window_alone() -> Non
         return ma.attention(q, k, v, mask=mask, config=BLOCKWISE).sum()
 
     largest = max(array_sizes(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)))
-    assert largest <= 2**21, "an array of more than 2 Mi entries, for 1 Gi pairs"
+    assert largest <= 2**21  # of 1 Gi pairs
     kernel = memory_efficient(ma.plan(ma.Call.of(x, x, mask=mask), BLOCKWISE).kernel)
     bound = mask.bind(t, t)
     lists = visits(bound, kernel.query_chunk, kernel.key_chunk, t, t)
+    # Chunks line up with the frames, so nothing else is computed.
     visited = int(lists.count.sum()) * kernel.query_chunk * kernel.key_chunk
-    assert visited == bound.allowed_pairs(t, t), (
-        "chunks line up with the frames, so nothing else is computed"
-    )
+    assert visited == bound.allowed_pairs(t, t)
     assert not lists.mixed[np.arange(lists.index.shape[1]) < lists.count[:, None]].any()
 
 
@@ -72,12 +68,8 @@ def test_visits_agree_with_the_exact_block_map_and_with_traced_offsets() -> None
             assert seen == set(np.flatnonzero(exact[i + offset // 16] != M.EMPTY).tolist())
             assert int(traced.count[i]) == n
             assert set(np.asarray(traced.index[i, :n]).tolist()) == seen
-            unmasked = [
-                j
-                for j, mixed in zip(static.index[i, :n], static.mixed[i, :n], strict=True)
-                if not mixed
-            ]
-            assert all(exact[i + offset // 16, j] == M.FULL for j in unmasked)
+            unmasked = static.index[i, :n][~static.mixed[i, :n]]
+            assert (exact[i + offset // 16, unmasked] == M.FULL).all()
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -91,10 +83,8 @@ def test_blockwise_memory_is_a_twentieth_of_dense(backward: bool) -> None:
         def run_back(q, k, v, dout):
             return jax.vjp(run, q, k, v)[1](dout)
 
-        compiled = (
-            jax.jit(run_back if backward else run).lower(*(x,) * (4 if backward else 3)).compile()
-        )
-        m = compiled.memory_analysis()
+        step, operands = (run_back, (x,) * 4) if backward else (run, (x,) * 3)
+        m = jax.jit(step).lower(*operands).compile().memory_analysis()
         assert m is not None
         return m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
 
@@ -104,33 +94,14 @@ def test_blockwise_memory_is_a_twentieth_of_dense(backward: bool) -> None:
 # ---- tracing -------------------------------------------------------------------------------------
 
 
-def test_a_second_call_traces_nothing() -> None:
+def test_a_second_call_traces_nothing(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = qkv(t=41)
     lengths = jnp.array([41, 20])
     ma.attention(q, k, v, mask=M.KeyPadding(lengths))
-    with jax.log_compiles(), _caught("jax") as records:
+    with jax.log_compiles(), caplog.at_level(logging.DEBUG, logger="jax"):
         ma.attention(q + 1, k, v, mask=M.KeyPadding(lengths - 3))
-        fresh = [r for r in records if "_run" in r.getMessage()]
-    assert not fresh
-
-
-class _caught:
-    """Collect the log records of a logger."""
-
-    def __init__(self, name: str) -> None:
-        self.logger, self.records = logging.getLogger(name), []
-
-    def __enter__(self) -> list[logging.LogRecord]:
-        self.handler = logging.Handler()
-        self.handler.emit = self.records.append  # type: ignore[method-assign]
-        self.logger.addHandler(self.handler)
-        self.level = self.logger.level
-        self.logger.setLevel(logging.DEBUG)
-        return self.records
-
-    def __exit__(self, *_: object) -> None:
-        self.logger.removeHandler(self.handler)
-        self.logger.setLevel(self.level)
+    assert not [r for r in caplog.records if "_run" in r.getMessage()]
+    assert caplog.records, "what is added to q is compiled"
 
 
 @pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
@@ -157,28 +128,6 @@ def test_inside_jit_vmap_scan_and_grad(config: ma.AttentionConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
-def test_a_flipped_key_moves_only_what_may_see_it(config: ma.AttentionConfig) -> None:
-    q, k, v = qkv()
-    mask = M.BlockSlidingWindow(8, 2)
-    before = ma.attention(q, k, v, mask=mask, config=config)
-    after = ma.attention(q, k.at[:, 13].add(1.0), v.at[:, 13].add(1.0), mask=mask, config=config)
-    moved = np.abs(np.asarray(after - before)).max((0, 2, 3)) > 1e-6
-    assert np.flatnonzero(moved).tolist() == list(range(8, 24))
-
-
-@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
-@pytest.mark.parametrize("shift", [-3e4, 3e4])
-def test_strongly_shifted_logits_change_nothing(config: ma.AttentionConfig, shift: float) -> None:
-    q, k, v = qkv()
-    bias = jnp.full((1, 1, 1, 40), shift)
-    mask = M.KeyPadding(jnp.array([40, 17]))
-    got, lse = ma.attention(q, k, v, mask=mask, bias=bias, config=config, return_lse=True)
-    want, plain = ma.attention(q, k, v, mask=mask, config=config, return_lse=True)
-    assert jnp.allclose(got, want, atol=2e-2)  # float32 keeps 2e-3 of a score at 3e4
-    assert jnp.allclose(lse - shift, plain, atol=2e-2)
-
-
-@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
 def test_rows_with_nothing_to_attend_to(config: ma.AttentionConfig) -> None:
     q, k, v = qkv()
     mask = M.KeyPadding(jnp.array([40, 0]))
@@ -194,13 +143,6 @@ def test_rows_with_nothing_to_attend_to(config: ma.AttentionConfig) -> None:
     dlse = jnp.zeros_like(lse).at[1].set(jnp.inf)
     dq, dk, dv = vjp((dout, dlse))
     assert all((g[1] == 0).all() and jnp.isfinite(g).all() for g in (dq, dk, dv))
-
-
-def test_layout_switches_change_no_result() -> None:
-    q, k, v = qkv()
-    want = ma.attention(q, k, v, config=DENSE)
-    for change in ({"split_head_dim": False}, {"float32_qk_product": True}):
-        assert jnp.allclose(ma.attention(q, k, v, config=DENSE.replace(**change)), want, atol=1e-6)
 
 
 def test_mask_padding_tokens_false_attends_to_the_callers_padding_alone() -> None:

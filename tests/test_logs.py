@@ -29,42 +29,13 @@ def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     assert "T=S=23" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize(
-    ("settings", "sizes", "golden"),
-    [
-        ({"ici_context_parallelism": 8}, None, "no_mesh"),
-        ({"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2}, {"context": 4}, "other_mesh"),
-        ({"ici_data_parallelism": 4}, None, "no_mesh_for_the_batch"),
-        ({"ici_data_parallelism": -1}, None, None),
-        ({"ici_context_parallelism": 4}, {"context": 4}, None),
-        ({}, {"context": 4}, None),
-    ],
-)
-def test_a_mesh_that_is_not_there_is_said(
-    settings: dict,
-    sizes: dict | None,
-    golden: str | None,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys.modules["maxattn.announce"], "_said", set())
-    mesh = (
-        ma.AttentionConfig(ici_context_parallelism=4).make_mesh(jax.devices()[:4])
-        if sizes
-        else None
-    )
-    q, k, v = qkv(t=24)
-    with caplog.at_level(logging.WARNING, logger="maxattn"):
-        for _ in range(2):
-            ma.attention(q, k, v, config=ma.AttentionConfig(**settings), mesh=mesh)
-    said = [r.getMessage() for r in caplog.records if "The config asks for" in r.getMessage()]
-    assert len(said) == (golden is not None)
-    if golden:
-        check_golden(f"logs/{golden}", said[0])
-
-
 def _no_mesh(config: ma.AttentionConfig) -> None:
     ma.attention(*qkv(t=24), config=config)
+
+
+def _context(config: ma.AttentionConfig) -> None:
+    mesh = ma.AttentionConfig(ici_context_parallelism=4).make_mesh(jax.devices()[:4])
+    ma.attention(*qkv(t=24), config=config, mesh=mesh)
 
 
 def _batch_alone(config: ma.AttentionConfig) -> None:
@@ -72,47 +43,51 @@ def _batch_alone(config: ma.AttentionConfig) -> None:
 
 
 def _other_names(config: ma.AttentionConfig) -> None:
-    with jax.set_mesh(
-        jax.make_mesh((2, 2), ("dp", "sp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    ):
+    names, axis_types = ("dp", "sp"), (AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 2), names, axis_types, devices=jax.devices()[:4])):
         ma.attention(*qkv(t=24), config=config)
 
 
 def _manual(config: ma.AttentionConfig) -> None:
     mesh = jax.make_mesh((4,), ("context",), (AxisType.Auto,), devices=jax.devices()[:4])
-    tokens = PartitionSpec(None, "context")
-    jax.shard_map(
-        partial(ma.attention, config=config), mesh=mesh, in_specs=tokens, out_specs=tokens
-    )(*qkv(t=24))
+    tokens, attend = PartitionSpec(None, "context"), partial(ma.attention, config=config)
+    jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens)(*qkv(t=24))
 
 
-@pytest.mark.parametrize(
-    ("call", "settings", "golden"),
-    [
-        (_no_mesh, {"attention": "ring"}, "ring_without_mesh"),
-        (_no_mesh, {"cross_attention": "dot_product"}, None),
-        (_batch_alone, {"attention": "ring"}, "ring_over_no_context"),
-        (_batch_alone, {"attention": "dot_product"}, None),
-        (_other_names, {"attention": "ulysses"}, "mesh_of_other_names"),
-        (_other_names, {"ici_context_parallelism": 8}, "mesh_of_other_names_and_sizes"),
-        (_other_names, {}, None),
-        (_manual, {"context_parallel": "ulysses"}, "context_axis_manual"),
-        (_manual, {"ici_context_parallelism": 4}, "context_axis_manual_and_sizes"),
-        (_manual, {}, None),
-    ],
-)
-def test_what_is_not_spread_is_said(
+# What a call logs of a mesh that its config asks for and that is not there: a golden text, or None.
+NOT_THERE = [
+    (_no_mesh, {"ici_context_parallelism": 8}, "no_mesh"),
+    (_context, {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2}, "other_mesh"),
+    (_no_mesh, {"ici_data_parallelism": 4}, "no_mesh_for_the_batch"),
+    (_no_mesh, {"ici_data_parallelism": -1}, None),
+    (_context, {"ici_context_parallelism": 4}, None),
+    (_context, {}, None),
+    (_no_mesh, {"attention": "ring"}, "ring_without_mesh"),
+    (_no_mesh, {"cross_attention": "dot_product"}, None),
+    (_batch_alone, {"attention": "ring"}, "ring_over_no_context"),
+    (_batch_alone, {"attention": "dot_product"}, None),
+    (_other_names, {"attention": "ulysses"}, "mesh_of_other_names"),
+    (_other_names, {"ici_context_parallelism": 8}, "mesh_of_other_names_and_sizes"),
+    (_other_names, {}, None),
+    (_manual, {"context_parallel": "ulysses"}, "context_axis_manual"),
+    (_manual, {"ici_context_parallelism": 4}, "context_axis_manual_and_sizes"),
+    (_manual, {}, None),
+]
+
+
+@pytest.mark.parametrize(("call", "settings", "golden"), NOT_THERE)
+def test_a_mesh_that_is_not_there_is_logged_once(
     call: Any, settings: dict, golden: str | None, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A text is said once a process, and another test may have met it.
+    # A text is logged once a process, and another test may have met it.
     monkeypatch.setattr(sys.modules["maxattn.announce"], "_said", set())
     with caplog.at_level(logging.WARNING, logger="maxattn"):
         for _ in range(2):
             call(ma.AttentionConfig(**settings))
-    said = [r.getMessage() for r in caplog.records if "The config asks for" in r.getMessage()]
-    assert len(said) == (golden is not None)
+    texts = [r.getMessage() for r in caplog.records if "The config asks for" in r.getMessage()]
+    assert len(texts) == (golden is not None)
     if golden:
-        check_golden(f"logs/{golden}", said[0])
+        check_golden(f"logs/{golden}", texts[0])
 
 
 @pytest.mark.parametrize(

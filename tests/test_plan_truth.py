@@ -5,6 +5,7 @@ compiled program.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,16 +18,11 @@ from maxattn import masks as M
 CPU = ma.Target.named("cpu")
 
 
-def qkv(
-    batch: int = 8, length: int = 32, heads: int = 4, kv_heads: int = 4
-) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (
-        (batch, length, heads, 16),
-        (batch, length, kv_heads, 16),
-        (batch, length, kv_heads, 16),
+def qkv(length: int = 32, kv_heads: int = 4) -> tuple[jax.Array, ...]:
+    keys, heads = jax.random.split(jax.random.key(0), 3), (4, kv_heads, kv_heads)
+    q, k, v = (
+        jax.random.normal(key, (8, length, n, 16)) for key, n in zip(keys, heads, strict=True)
     )
-    q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     return q, k, v
 
 
@@ -65,39 +61,30 @@ def test_below_the_flash_length_dot_product_is_the_blockwise_one_where_that_was_
 
 
 def test_chunk_sizes_that_nobody_reads_are_named() -> None:
-    assert (
-        "query_chunk_size has no effect: read by the blockwise dot_product alone"
-        in plan({"query_chunk_size": 7}).notes
-    )
+    unread = "query_chunk_size has no effect: read by the blockwise dot_product alone"
+    assert unread in plan({"query_chunk_size": 7}).notes
     blockwise = {"query_chunk_size": 7, "use_memory_efficient_attention": True}
     assert not any("no effect" in note for note in plan(blockwise).notes)
 
 
 def test_a_length_that_does_not_divide_says_what_it_costs() -> None:
     gathered = {"context_parallel": "all_gather"}
-    assert any(
-        "T=37 is no multiple of 8" in note
-        for note in plan(gathered, mesh={"context": 8}, length=37).notes
-    )
+    notes = plan(gathered, mesh={"context": 8}, length=37).notes
+    assert any("T=37 is no multiple of 8" in note for note in notes)
     assert not plan(gathered, mesh={"context": 8}, length=32).notes
 
 
 def step_on(mesh_sizes: dict[str, int], kv_heads: int, bias: Any = None) -> tuple[ma.Plan, str]:
-    """Compile a training step whose operands lie where the plan wants them; return its plan and
-    program.
-    """
-    sizes: Any = {
-        f"ici_{axis}_parallelism": size for axis, size in ({"data": 1} | mesh_sizes).items()
-    }
+    """Compile a training step of operands in their places; return its plan and program."""
+    sizes: Any = {f"ici_{axis}_parallelism": size for axis, size in mesh_sizes.items()}
     config = ma.AttentionConfig(attention="dot_product", **sizes)
     mesh, (q, k, v) = config.make_mesh(), qkv(kv_heads=kv_heads)
     decided = ma.plan(ma.Call.of(q, k, bias=bias), config, mesh)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, None, None))
 
     def step(q, k, v, bias):
-        return jax.vjp(
-            lambda *x: ma.attention(*x[:3], bias=x[3], config=config, mesh=mesh), q, k, v, bias
-        )[1](q)
+        attend = partial(ma.attention, config=config, mesh=mesh)
+        return jax.vjp(lambda *x: attend(*x[:3], bias=x[3]), q, k, v, bias)[1](q)
 
     given = [jax.device_put(x, place) for x in (q, k, v)]
     return decided, str(jax.jit(step).lower(*given, bias).compile().as_text())
@@ -114,9 +101,7 @@ def test_the_sum_over_copies_of_a_key_head_is_named() -> None:
 
 @pytest.mark.parametrize("blockwise", [False, True])
 def test_the_gradient_of_a_bias_is_summed_in_float32(blockwise: bool) -> None:
-    """1 + 2**-9 is 1 in bfloat16, so shares that are rounded before their sum lose what they add up
-    to.
-    """
+    """1 + 2**-9 is 1 in bfloat16: shares that are rounded before their sum are lost."""
     config = ma.AttentionConfig(
         attention="dot_product", use_memory_efficient_attention=blockwise, ici_data_parallelism=8
     )
@@ -124,9 +109,8 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(blockwise: bool) -> None:
     bias = jax.random.normal(jax.random.key(5), (1, 4, 32, 32)).astype("bfloat16")
 
     def step(bias: jax.Array, mesh: Any) -> jax.Array:
-        return jax.grad(
-            lambda b: (ma.attention(q, k, v, bias=b, config=config, mesh=mesh) ** 2).sum()
-        )(bias)
+        attend = partial(ma.attention, q, k, v, config=config, mesh=mesh)
+        return jax.grad(lambda b: (attend(bias=b) ** 2).sum())(bias)
 
     one, many = step(bias, None), step(bias, mesh)
     # One rounding to bfloat16 at the end: on one device as on eight.
@@ -156,18 +140,12 @@ def test_process_0_alone_logs(
 
 
 def test_float32_products_are_whole_on_every_matmul_unit() -> None:
-    """A CPU has no other precision, so only the program shows that an accelerator is asked for the
-    highest.
-    """
+    """A CPU has no other precision: only the program shows what an accelerator is asked for."""
     q, k, v = qkv()
     for blockwise in (False, True):
-        config = ma.AttentionConfig(
-            attention="dot_product", use_memory_efficient_attention=blockwise
-        )
+        settings = {"attention": "dot_product", "use_memory_efficient_attention": blockwise}
+        config = ma.AttentionConfig(**settings)
         step = jax.grad(lambda q, k, v, c=config: ma.attention(q, k, v, config=c).sum(), (0, 1, 2))
         text = str(jax.make_jaxpr(step)(q, k, v))
-        assert (
-            text.count("dot_general[")
-            == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
-            > 0
-        )
+        highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        assert text.count("dot_general[") == highest > 0

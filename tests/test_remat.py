@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -23,9 +23,7 @@ X = jax.random.normal(jax.random.key(0), (2, T, 16))
 
 
 class Block(nnx.Module):
-    """Attention, then a projection, so that something comes after the attention to need its
-    output.
-    """
+    """Attention, then a projection, which needs its output."""
 
     def __init__(self, config: AttentionConfig) -> None:
         self.attn = FlaxAttention(
@@ -34,9 +32,8 @@ class Block(nnx.Module):
         self.up = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
 
     def __call__(self, x: jax.Array, causal: bool = False) -> jax.Array:
-        return x + jnp.tanh(
-            self.up(self.attn(x, mask=jnp.tril(jnp.ones((T, T), bool)) if causal else None))
-        )
+        mask = jnp.tril(jnp.ones((T, T), bool)) if causal else None
+        return x + jnp.tanh(self.up(self.attn(x, mask=mask)))
 
 
 def made(policy: str) -> tuple[Block, Any]:
@@ -50,22 +47,14 @@ def made(policy: str) -> tuple[Block, Any]:
 
 
 def count(policy: str) -> tuple[int, int]:
-    """Count, over forward and backward, exponentials of [.., T, T] scores and products without
-    batch axes.
-    """
+    """Count exponentials of scores and products without batch axes, forward and backward."""
     block, loss = made(policy)
     graphdef, state = nnx.split(block)
     grad = jax.grad(lambda s, x: loss(nnx.merge(graphdef, s), x), argnums=(0, 1))
     eqns = list(equations(jax.make_jaxpr(grad)(state, X).jaxpr))
-    scores = [
-        e for e in eqns if e.primitive.name == "exp" and e.outvars[0].aval.shape[-2:] == (T, T)
-    ]
-    products = [
-        e
-        for e in eqns
-        if e.primitive.name == "dot_general" and not e.params["dimension_numbers"][1][0]
-    ]
-    return len(scores), len(products)
+    exps, dots = ([e for e in eqns if e.primitive.name == x] for x in ("exp", "dot_general"))
+    scores = [e for e in exps if e.outvars[0].aval.shape[-2:] == (T, T)]
+    return len(scores), sum(not e.params["dimension_numbers"][1][0] for e in dots)
 
 
 @cache
@@ -76,25 +65,16 @@ def gradients(policy: str) -> Any:
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_gradients_do_not_depend_on_the_policy(policy: str) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-        gradients(policy),
-        gradients("NONE"),
-    )
+    same = partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(same, gradients(policy), gradients("NONE"))
 
 
 def test_what_a_policy_keeps_is_not_computed_again() -> None:
-    none, full, saved, matmuls = (
-        count(p) for p in ("NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH")
-    )
-    assert none[0] == 2  # once forward, once from the log-sum-exp in the backward
-    assert full[0] == 3  # the forward again
-    assert saved[0] == 2
-    assert (
-        full[1] == saved[1] > none[1]
-    )  # both recompute the projections, and only FULL the attention between them
-    assert matmuls[1] == none[1]
-    assert matmuls[0] == 3  # the attention again
+    policies = ("NONE", "FULL", "SAVE_ATTENTION", "MATMUL_WITHOUT_BATCH")
+    none, full, saved, matmuls = map(count, policies)
+    assert none[0] == saved[0] == 2  # once forward, once from the log-sum-exp in the backward
+    assert full[0] == matmuls[0] == 3  # the attention again
+    assert full[1] == saved[1] > none[1] == matmuls[1]  # the projections again
     assert count("SAVE_ATTENTION_AND_MATMUL") == none
 
 
@@ -124,11 +104,8 @@ def test_plain_arguments_stay_plain_and_randomness_moves_on() -> None:
     block = Block(config)
     wrapped = remat(Block.__call__, config)
     want = block(X, causal=True)
-    np.testing.assert_allclose(nnx.jit(lambda b, x: wrapped(b, x, True))(block, X), want, atol=1e-5)
-    np.testing.assert_allclose(
-        nnx.jit(lambda b, x: wrapped(b, x=x, causal=True))(block, X), want, atol=1e-5
-    )
-
+    for call in (lambda b, x: wrapped(b, x, True), lambda b, x: wrapped(b, x=x, causal=True)):
+        np.testing.assert_allclose(nnx.jit(call)(block, X), want, atol=1e-5)
     attn = FlaxAttention(16, heads=2, dim_head=8, dropout=0.5, rngs=nnx.Rngs(0))
     rngs, same = nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
     call = nnx.jit(
@@ -144,7 +121,5 @@ def test_the_names_are_those_of_the_config() -> None:
         assert AttentionConfig(remat_policy=policy).remat_policy == policy  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         remat_policy("SAVE_ATTN")
-    assert (
-        caught.value.setting == "remat_policy"
-        and caught.value.remedy == "did you mean 'SAVE_ATTENTION'?"
-    )
+    assert caught.value.setting == "remat_policy"
+    assert caught.value.remedy == "did you mean 'SAVE_ATTENTION'?"
