@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -58,19 +58,12 @@ NOT_YET: dict[str, set[str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
-    """One file, parsed.
+class Source(NamedTuple):
+    """One file, parsed."""
 
-    Args:
-        module: its dotted name.
-        path: from the repository.
-        tree: without what stands under `if TYPE_CHECKING`.
-    """
-
-    module: str
-    path: str
-    tree: ast.Module
+    module: str  # its dotted name
+    path: str  # from the repository
+    tree: ast.Module  # without what only the type checker imports
 
 
 @cache
@@ -126,31 +119,22 @@ def level(module: str) -> int:
     return names[named]
 
 
-def unit(module: str) -> str:
-    return ".".join(module.split(".")[:2])
-
-
 def climbs(source: Source, module: str) -> bool:
     """Tell whether an import leads up, or sideways into another folder."""
     if not module.startswith("maxattn") or (source.module, module) in FACADES:
         return False
     here, there = level(source.module), level(module)
-    return here > there or (here == there and unit(source.module) != unit(module))
+    folders = {tuple(name.split(".")[:2]) for name in (source.module, module)}
+    return here > there or (here == there and len(folders) > 1)
 
 
 def test_imports_point_one_way() -> None:
-    only_not_yet(
-        "imports",
-        (f"{s.module} -> {m}" for s in sources() for m in imported(s) if climbs(s, m)),
-    )
-
-
-def test_the_levels_are_those_of_files_that_are_there() -> None:
-    modules = {source.module for source in sources()}
-    assert {name for group in LEVELS for name in group} <= modules
+    climbing = (f"{s.module} -> {m}" for s in sources() for m in imported(s) if climbs(s, m))
+    only_not_yet("imports", climbing)
 
 
 def test_nothing_but_main_imports_the_tools() -> None:
+    assert {name for group in LEVELS for name in group} <= {s.module for s in sources()}
     outside = [s for s in sources() if not s.module.startswith("maxattn.tools")]
     users = {s.module for s in outside for m in imported(s) if m.startswith("maxattn.tools")}
     assert users == {"maxattn.__main__"}
@@ -162,9 +146,8 @@ INSIDE_JAX = re.compile(r"jaxlib\b|jax\._src\b|jax\.lib\b|jax\.experimental\.pal
 
 def test_what_is_inside_of_jax_is_taken_in_one_folder() -> None:
     outside = [s for s in sources() if not s.module.startswith("maxattn.jax_private")]
-    only_not_yet(
-        "jax", (f"{s.module} -> {m}" for s in outside for m in imported(s) if INSIDE_JAX.match(m))
-    )
+    inside = ((s.module, m) for s in outside for m in imported(s) if INSIDE_JAX.match(m))
+    only_not_yet("jax", (f"{module} -> {m}" for module, m in inside))
 
 
 # ---- words that belong to one place --------------------------------------------------------------
@@ -208,16 +191,16 @@ def test_no_other_file_tests_a_part_of_a_device_s_name() -> None:
     only_not_yet("devices", (s.module for s in others for _ in parts_of_device_names(s.tree)))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"H100" in target.device_kind',
-        "any(name in target.device_kind for name in names)",
-        'kind.startswith("TPU v")',
-        "target.device_kind.startswith(names)",
-        'name == "NVIDIA H200"',
-    ],
-)
+TESTS = """
+"H100" in target.device_kind
+any(name in target.device_kind for name in names)
+kind.startswith("TPU v")
+target.device_kind.startswith(names)
+name == "NVIDIA H200"
+"""
+
+
+@pytest.mark.parametrize("text", TESTS.strip().splitlines())
 def test_a_test_of_a_device_s_name_is_seen(text: str) -> None:
     assert list(parts_of_device_names(ast.parse(text)))
 
@@ -263,22 +246,15 @@ def test_a_test_of_a_mask_s_class_is_seen(text: str) -> None:
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def class_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of a file's classes, without the underscore of private ones."""
-    yield from (node.name.lstrip("_") for node in tree.body if isinstance(node, ast.ClassDef))
-
-
 def test_no_two_classes_share_a_name() -> None:
+    """A private class, without its underscore, has no other's name either."""
     files: dict[str, list[str]] = {}
     for source in sources():
-        for name in class_names(source.tree):
-            files.setdefault(name, []).append(source.path)
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name.lstrip("_"), []).append(source.path)
     assert len(files) > 200
     assert not {name: paths for name, paths in files.items() if len(paths) > 1}
-
-
-def test_a_private_class_has_the_name_of_a_public_one() -> None:
-    assert list(class_names(ast.parse("class Row: ...\nclass _Row: ..."))) == ["Row", "Row"]
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

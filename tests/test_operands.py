@@ -16,14 +16,19 @@ import maxattn as ma
 from maxattn import masks as M
 from tests.waiting import but
 
+CHUNKED = ma.AttentionConfig(attention="dot_product", use_memory_efficient_attention=True)
+CONFIGS = {
+    "dot_product": ma.AttentionConfig(attention="dot_product"),
+    "memory_efficient": CHUNKED,
+    "flash": ma.AttentionConfig(attention="flash"),
+}
+
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "all"])
-@pytest.mark.parametrize("kernel", ["dot_product", "memory_efficient", "flash"])
+@pytest.mark.parametrize("kernel", CONFIGS)
 def test_variables_and_numpy_are_operands(which: str, kernel: str) -> None:
     """A learned query handed over as it is: `nnx.Param`; numpy beside it."""
-    chunks = kernel == "memory_efficient"
-    name = "flash" if kernel == "flash" else "dot_product"
-    config = ma.AttentionConfig(attention=name, use_memory_efficient_attention=chunks)
+    config = CONFIGS[kernel]
     arrays = dict(zip("qkv", np.random.default_rng(0).normal(size=(3, 1, 9, 2, 8)), strict=True))
     arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
     if kernel != "flash":
@@ -83,18 +88,15 @@ def of_plain_softmax() -> Any:
 
 # A mapped key makes the LSE mapped, as a mapped query does; a mapped value, which no LSE needs,
 # meets the dense kernel.
-KERNELS = ["dot_product", "memory_efficient", "flash"]
-MAPPED = [("dot_product", "v"), *product(KERNELS, ["q", "bias"])]
+MAPPED = [("dot_product", "v"), *product(CONFIGS, ["q", "bias"])]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "mapped"), but(product(KERNELS, ["q", "k", "v", "kv", "bias"]), MAPPED)
+    ("kernel", "mapped"), but(product(CONFIGS, ["q", "k", "v", "kv", "bias"]), MAPPED)
 )
 def test_vmap_gives_what_is_shared_its_own_gradient(kernel: str, mapped: str) -> None:
     """Where v alone is mapped the LSE is not, and jax would count its gradient for each example."""
-    chunks = kernel == "memory_efficient"
-    name = "flash" if kernel == "flash" else "dot_product"
-    config = ma.AttentionConfig(attention=name, use_memory_efficient_attention=chunks)
+    config = CONFIGS[kernel]
     arrays = dict(zip("qkv", jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8)), strict=True))
     if kernel != "flash":
         arrays["bias"] = jax.random.normal(jax.random.key(1), (1, 2, 6, 6))

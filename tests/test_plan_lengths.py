@@ -20,13 +20,11 @@ VIDEO = M.VideoMask(2**10, 2**11, 2, window=3, sink=2)
 LONG = 2**21
 
 
-def call(t: int, s: int | None = None, heads: int = 8, **rest: Any) -> ma.Call:
-    return ma.Call(1, t, s or t, heads, heads, 128, "bfloat16", **rest)
+def call(t: int, s: int, mask: M.Mask) -> ma.Call:
+    return ma.Call(1, t, s, 8, 8, 128, "bfloat16", mask)
 
 
-def plan(
-    asked: ma.Call, strategy: str, ranks: int = 8, kind: str = TPUS[2], **more: Any
-) -> ma.Plan:
+def plan(asked: ma.Call, strategy: str, ranks: int = 8, kind: str = TPUS[2], **more: Any) -> Any:
     settings = {"attention": "flash", "context_parallel": strategy, **more}
     target = ma.Target.named(kind, TOKAMAX)
     return ma.plan(asked, ma.AttentionConfig(**settings), {"context": ranks}, target)
@@ -44,7 +42,7 @@ TWO_INTERVALS = {
 @pytest.mark.parametrize("strategy", ["ring", "ulysses_ring"])
 @pytest.mark.parametrize("name", TWO_INTERVALS)
 def test_a_ring_refuses_what_its_codes_do_not_hold(name: str, strategy: str, kernel: str) -> None:
-    asked = call(LONG, mask=TWO_INTERVALS[name])
+    asked = call(LONG, LONG, TWO_INTERVALS[name])
     with pytest.raises(Unsupported, match="up to 1048576 queries"):
         plan(asked, strategy, attention=kernel)
     allowed = plan(asked, strategy, fallback="warn", attention=kernel)
@@ -54,18 +52,18 @@ def test_a_ring_refuses_what_its_codes_do_not_hold(name: str, strategy: str, ker
 @pytest.mark.parametrize("kind", TPUS)
 def test_auto_takes_another_kernel_in_such_a_ring(kind: str) -> None:
     for strategy in ("ring", "ulysses_ring"):
-        made = plan(call(LONG, mask=VIDEO), strategy, kind=kind, attention="auto")
+        made = plan(call(LONG, LONG, VIDEO), strategy, kind=kind, attention="auto")
         assert made.kernel.name == "memory_efficient"
         assert any("up to 1048576 queries" in reason.rule for reason in made.refused)
 
 
 def test_padding_and_cross_lengths_are_counted() -> None:
     hole, most = ~M.LocalWindow(40, 20, 0), 2**20
-    assert plan(call(most, mask=hole), "ring").kernel.name == "flash"
-    assert plan(call(most - 4, mask=hole), "ring", 7).kernel.name == "flash"  # 7 divides it
+    assert plan(call(most, most, hole), "ring").kernel.name == "flash"
+    assert plan(call(most - 4, most - 4, hole), "ring", 7).kernel.name == "flash"  # 7 divides it
     for t, s, ranks in ((most - 1, most - 1, 7), (most + 1, 4096, 8), (2**21, 2**20, 4)):
         with pytest.raises(Unsupported, match="up to 1048576 queries"):
-            plan(call(t, s, mask=hole), "ring", ranks)
+            plan(call(t, s, hole), "ring", ranks)
 
 
 def test_what_a_plan_allows_is_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:

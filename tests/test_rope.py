@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +21,10 @@ def heads(b: int, t: int, n: int, h: int) -> np.ndarray:
 
 
 def as_complex(x: np.ndarray, style: str) -> np.ndarray:
+    if style == "interleaved":
+        return x[..., ::2] + 1j * x[..., 1::2]
     half = x.shape[-1] // 2
-    return (
-        x[..., ::2] + 1j * x[..., 1::2]
-        if style == "interleaved"
-        else x[..., :half] + 1j * x[..., half:]
-    )
+    return x[..., :half] + 1j * x[..., half:]
 
 
 @pytest.mark.parametrize("style", ["interleaved", "half"])
@@ -32,14 +32,10 @@ def as_complex(x: np.ndarray, style: str) -> np.ndarray:
 def test_1d_is_multiplication_by_unit_complex_numbers(style: str, h: int) -> None:
     x = heads(2, 7, 3, h)
     y = np.asarray(apply_rotary(jnp.asarray(x), rope_1d(h, 7, theta=500.0, style=style)))
-    for t in range(7):
-        for i in range(h // 2):
-            factor = np.exp(1j * t * 500.0 ** (-2 * i / h))
-            np.testing.assert_allclose(
-                as_complex(y, style)[:, t, :, i],
-                as_complex(x, style)[:, t, :, i] * factor,
-                atol=1e-6,
-            )
+    got, want = as_complex(y, style), as_complex(x, style)
+    for t, i in np.ndindex(7, h // 2):
+        factor = np.exp(1j * t * 500.0 ** (-2 * i / h))
+        np.testing.assert_allclose(got[:, t, :, i], want[:, t, :, i] * factor, atol=1e-6)
 
 
 @pytest.mark.parametrize("style", ["interleaved", "half"])
@@ -64,25 +60,22 @@ def test_3d_splits_the_head_as_wan(head_dim: int, split: tuple[int, ...]) -> Non
     assert split_3d(head_dim) == split
 
 
-def wan_table(h: int, frames: int, height: int, width: int) -> np.ndarray:
-    """Angles [T, H/2] by loops over tokens and channels."""
-    t_dim, s_dim = h - 4 * (h // 6), 2 * (h // 6)
-    rows = []
-    for f in range(frames):
-        for y in range(height):
-            for x in range(width):
-                row = [f * 1e4 ** (-2 * i / t_dim) for i in range(t_dim // 2)]
-                row += [y * 1e4 ** (-2 * i / s_dim) for i in range(s_dim // 2)]
-                row += [x * 1e4 ** (-2 * i / s_dim) for i in range(s_dim // 2)]
-                rows.append(row)
-    return np.asarray(rows)
+def wan(frames: Any, height: int, width: int) -> np.ndarray:
+    """Compute e^(i angle) of heads of 128 in float64, [T, 64], by loops over tokens."""
+    powers = [1e4 ** (-2 * np.arange(c // 2) / c) for c in (44, 42, 42)]
+    rows = [
+        np.concatenate([n * p for n, p in zip((f, y, x), powers, strict=True)])
+        for f in np.asarray(frames, np.float64)
+        for y in range(height)
+        for x in range(width)
+    ]
+    return np.exp(1j * np.asarray(rows))
 
 
 def test_3d_table_is_wans() -> None:
     table = rope_3d(128, 3, 4, 5)
-    angles = wan_table(128, 3, 4, 5)
     assert table.cos.shape == (60, 64)
-    np.testing.assert_allclose(table.cos + 1j * table.sin, np.exp(1j * angles), atol=1e-7)
+    np.testing.assert_allclose(table.cos + 1j * table.sin, wan(range(3), 4, 5), atol=1e-7)
 
 
 def test_2d_gives_rows_the_first_half_and_columns_the_second() -> None:
@@ -98,6 +91,50 @@ def test_tables_are_numpy_float32_rounded_once() -> None:
     assert isinstance(table.cos, np.ndarray) and table.cos.dtype == table.sin.dtype == np.float32
     exact = np.cos(75_999 * 1e4 ** (-np.arange(0, 64, 2) / 64))
     assert np.abs(table.cos[-1] - exact).max() < 6.1e-8  # half a unit in the last place below 1
+
+
+# ---- tables of numbered frames, read on the host or traced ---------------------------------------
+
+SIDES = (2, 3)
+
+
+def frames(numbers: Any) -> Rotary:
+    return rope_3d(128, numbers, *SIDES)
+
+
+@pytest.mark.parametrize("first", [0, 250, 65_535, 100_000, 2_000_000, 2**31 - 4])
+def test_traced_frames_are_exact_wherever_they_are(first: int) -> None:
+    numbers = jnp.int32(first) + jnp.arange(3)
+    got = jax.jit(frames)(numbers)
+    want = wan(np.asarray(numbers), *SIDES)
+    np.testing.assert_allclose(got.cos + 1j * got.sin, want, atol=6e-7)
+
+
+def test_frames_below_256_have_the_hosts_very_bits() -> None:
+    got, want = jax.jit(frames)(jnp.arange(200, 256)), frames(256)
+    for a, b in ((got.cos, want.cos), (got.sin, want.sin)):
+        np.testing.assert_array_equal(a, b[200 * 6 :])
+
+
+def test_numbers_that_are_read_are_those_of_a_count() -> None:
+    for numbers in (np.arange(4, 7), jnp.arange(4, 7)):
+        got, want = frames(numbers), frames(7)
+        assert isinstance(got.cos, np.ndarray)
+        np.testing.assert_array_equal(got.cos, want.cos[4 * 6 :])
+        np.testing.assert_array_equal(got.sin, want.sin[4 * 6 :])
+
+
+@pytest.mark.parametrize("make", [frames, jax.jit(frames)])
+def test_rows_have_frames_of_their_own(make: Any) -> None:
+    rows = np.asarray([[0, 1], [7, 30]])
+    got = make(jnp.asarray(rows))
+    assert got.cos.shape == (2, 12, 64)
+    for row, numbers in enumerate(rows):
+        want = wan(numbers, *SIDES)
+        np.testing.assert_allclose(got.cos[row] + 1j * got.sin[row], want, atol=2e-7)
+
+
+# ---- what is rotated, and by what ----------------------------------------------------------------
 
 
 def test_every_spelling_gives_the_same() -> None:
@@ -149,24 +186,18 @@ def test_tables_pass_through_jit_and_the_gradient_turns_back() -> None:
     np.testing.assert_allclose(jnp.linalg.norm(y), jnp.linalg.norm(x), rtol=1e-6)
 
 
-TABLE = rope_1d(8, 6)
+TABLE, WIDE = rope_1d(8, 6), rope_1d(16, 6)
 BAD = {
     "rotary_length": (lambda x: apply_rotary(x, rope_1d(8, 30)), "rotary_emb"),
-    "rotary_width": (lambda x: apply_rotary(x, rope_1d(16, 6)), "rotary_emb"),
-    "rotary_pair_of_wider_heads": (
-        lambda x: apply_rotary(x, (rope_1d(16, 6).cos, rope_1d(16, 6).sin)),
-        "rotary_emb",
-    ),
-    "rotary_pair_doubled_by_halves": (
+    "rotary_width": (lambda x: apply_rotary(x, WIDE), "rotary_emb"),
+    "rotary_pair_of_wider_heads": (lambda x: apply_rotary(x, (WIDE.cos, WIDE.sin)), "rotary_emb"),
+    "rotary_pair_by_halves": (
         lambda x: apply_rotary(x, (np.tile(TABLE.cos, 2),) * 2),
         "rotary_emb",
     ),
     "rotary_batch": (lambda x: apply_rotary(x, np.ones((3, 6, 4), np.complex64)), "rotary_emb"),
     "rotary_real_array": (lambda x: apply_rotary(x, TABLE.cos, "rotary_emb_k"), "rotary_emb_k"),
-    "rotary_tuple_of_three": (
-        lambda x: apply_rotary(x, (TABLE.cos, TABLE.sin, TABLE.cos)),
-        "rotary_emb",
-    ),
+    "rotary_tuple_of_three": (lambda x: apply_rotary(x, (TABLE.cos,) * 3), "rotary_emb"),
     "rotary_string": (lambda x: apply_rotary(x, "wan"), "rotary_emb"),
     "rotary_odd_head": (lambda x: apply_rotary(x[..., :7], TABLE), "dim_head"),
     "rotary_style": (lambda x: rope_1d(8, 6, style="interleave"), "style"),
@@ -182,6 +213,11 @@ BAD = {
     "rope_3d_theta": (lambda x: rope_3d(12, 2, 2, 2, theta=np.float32("nan")), "theta"),
     "rope_nd_theta": (lambda x: rope_nd((4, 4), np.zeros((6, 2)), theta=-1), "theta"),
     "rope_positions": (lambda x: rope_nd((4, 4), np.zeros((6, 3))), "positions"),
+    "frames_of_floats": (lambda x: frames(np.arange(3.0)), "frames"),
+    "frames_none": (lambda x: frames(np.arange(0)), "frames"),
+    "frames_a_number": (lambda x: frames(jnp.int32(3)), "frames"),
+    "frames_negative": (lambda x: frames(np.asarray([-1, 0])), "frames"),
+    "frames_traced_floats": (lambda x: jax.jit(frames)(jnp.arange(3.0)), "frames"),
 }
 
 
@@ -192,42 +228,34 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         call(jnp.ones((2, 6, 1, 8)))
     assert caught.value.setting == setting
     assert caught.value.rule and caught.value.remedy
-    if name == "theta_nan":
-        check_golden("rope/theta", str(caught.value))
+    if name == "theta_nan" or name.startswith("frames"):
+        check_golden(f"rope/{name.replace('theta_nan', 'theta')}", str(caught.value))
+
+
+ANGLES = np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
+ONES = jnp.ones((2, 6, 1, 8))
+BY_HALVES = [np.concatenate([f(ANGLES)] * 2, -1).astype(np.float32) for f in (np.cos, np.sin)]
+BY_PAIRS = [np.repeat(f(ANGLES), 2, -1).astype(np.float32) for f in (np.cos, np.sin)]
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_a_pair_whose_halves_are_alike_is_not_read_as_neighbours(array) -> None:
-    angles = np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
-    cos, sin = (array(np.concatenate([f(angles)] * 2, -1), jnp.float32) for f in (np.cos, np.sin))
+    """A traced one cannot be refused: it gives NaN."""
+    cos, sin = map(array, BY_HALVES)
     with pytest.raises(InputError, match="style='half'"):
-        apply_rotary(jnp.ones((2, 6, 1, 8)), (cos, sin))
-    twice = tuple(array(np.repeat(f(angles), 2, -1), jnp.float32) for f in (np.cos, np.sin))
-    want = apply_rotary(jnp.ones((2, 6, 1, 8)), Rotary(jnp.cos(angles), jnp.sin(angles)))
-    np.testing.assert_allclose(apply_rotary(jnp.ones((2, 6, 1, 8)), twice), want, atol=1e-6)
+        apply_rotary(ONES, (cos, sin))
+    assert np.isnan(jax.jit(lambda c, s: apply_rotary(ONES, (c, s)))(cos, sin)).all()
+    want = apply_rotary(ONES, Rotary(np.cos(ANGLES), np.sin(ANGLES)))
+    np.testing.assert_allclose(apply_rotary(ONES, tuple(map(array, BY_PAIRS))), want, atol=1e-6)
 
 
-def test_a_traced_pair_of_full_width() -> None:
-    """Its numbers cannot be looked at: it is read as neighbours, as the documentation says."""
-    x, angles = jnp.ones((2, 6, 1, 8)), np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
-    cos, sin = (jnp.asarray(np.repeat(f(angles), 2, -1), jnp.float32) for f in (np.cos, np.sin))
-    want = apply_rotary(x, (cos, sin))
-    np.testing.assert_allclose(
-        jax.jit(lambda c, s: apply_rotary(x, (c, s)))(cos, sin), want, atol=1e-6
-    )
-    slope = jax.grad(lambda c: apply_rotary(x, (c, sin)).sum())(cos)
+def test_a_traced_pair_of_full_width_is_read_as_neighbours() -> None:
+    """Its numbers cannot be looked at."""
+    cos, sin = map(jnp.asarray, BY_PAIRS)
+    turn = jax.jit(lambda c, s: apply_rotary(ONES, (c, s)))
+    np.testing.assert_allclose(turn(cos, sin), apply_rotary(ONES, (cos, sin)), atol=1e-6)
+    slope = jax.grad(lambda c: apply_rotary(ONES, (c, sin)).sum())(cos)
     assert np.isfinite(slope).all() and slope.any()
-
-
-def test_a_traced_pair_of_the_half_style_gives_nan() -> None:
-    """It cannot be refused where it is traced, and must not be read as neighbours."""
-    x, angles = jnp.ones((2, 6, 1, 8)), np.outer(np.arange(6), [1.0, 0.1, 0.01, 0.001])
-    cos, sin = (
-        jnp.asarray(np.concatenate([f(angles)] * 2, -1), jnp.float32) for f in (np.cos, np.sin)
-    )
-    with pytest.raises(InputError, match="style='half'"):
-        apply_rotary(x, (cos, sin))
-    assert np.isnan(jax.jit(lambda c, s: apply_rotary(x, (c, s)))(cos, sin)).all()
 
 
 @pytest.mark.parametrize(
@@ -284,13 +312,11 @@ def test_heads_may_have_angles_of_their_own(style: str) -> None:
 
 def test_as_many_tokens_as_heads_are_not_taken_for_heads() -> None:
     """[B, 1, T, D] is of tokens, also where N = T; [B, T, N, D] of one token is of heads."""
-    x, angles = heads(1, 3, 3, 8), RNG.uniform(0, 6, (1, 1, 3, 4))
-    y = np.asarray(apply_rotary(jnp.asarray(x), Rotary(np.cos(angles), np.sin(angles))))
-    want = as_complex(x, "interleaved") * np.exp(1j * angles.reshape(1, 3, 1, 4))
-    np.testing.assert_allclose(as_complex(y, "interleaved"), want, atol=1e-6)
-    y = np.asarray(apply_rotary(jnp.asarray(x[:, :1]), Rotary(np.cos(angles), np.sin(angles))))
-    want = as_complex(x[:, :1], "interleaved") * np.exp(1j * angles)
-    np.testing.assert_allclose(as_complex(y, "interleaved"), want, atol=1e-6)
+    whole, angles = heads(1, 3, 3, 8), RNG.uniform(0, 6, (1, 1, 3, 4))
+    for x, own in ((whole, angles.reshape(1, 3, 1, 4)), (whole[:, :1], angles)):
+        y = np.asarray(apply_rotary(jnp.asarray(x), Rotary(np.cos(angles), np.sin(angles))))
+        want = as_complex(x, "interleaved") * np.exp(1j * own)
+        np.testing.assert_allclose(as_complex(y, "interleaved"), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("style", ["interleaved", "half"])

@@ -57,12 +57,8 @@ def public() -> set[str]:
 def test_everything_public_is_documented_once():
     found = documented(API)
     assert not public() - found, "add these to a page of docs/api/"
-    beside = {
-        "maxattn.config.settings.FlashBlockSizes",
-        "maxattn.config.maxdiffusion.Imported",
-        "maxattn.config.errors.ConfigErrors",
-    }
-    assert found - public() == beside
+    beside = {"settings.FlashBlockSizes", "maxdiffusion.Imported", "errors.ConfigErrors"}
+    assert found - public() == {f"maxattn.config.{name}" for name in beside}
     names = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)", API, re.MULTILINE)
     assert len(names) == len(set(names))
 
@@ -162,16 +158,13 @@ def test_code_is_no_link():
 
 def test_a_link_to_raw_data_is_a_link_to_a_file():
     page = ROOT / "docs" / "results.md"
-    moved = links.relinked(
-        "[a](measured/a.json) [b](guide/masks.md#limits) [c](https://x)", page, page
-    )
+    text = "[a](measured/a.json) [b](guide/masks.md#limits) [c](https://x)"
+    moved = links.relinked(text, page, page)
     assert moved == "[a](path:measured/a.json) [b](guide/masks.md#limits) [c](https://x)"
 
 
 def test_every_page_is_in_the_site_s_tree():
-    trees = re.findall(
-        r"^:::\{toctree\}.*?^:::$", text_of("docs/index.md"), re.MULTILINE | re.DOTALL
-    )
+    trees = re.findall(r"(?ms)^:::\{toctree\}.*?^:::$", text_of("docs/index.md"))
     listed = {f"docs/{line}.md" for tree in trees for line in tree.splitlines()}
     shown = {p for p in pages() if p.startswith("docs/") and "/measured/" not in p}
     assert {page for page in listed if ":" not in page} - {"docs/.md"} == shown - {"docs/index.md"}

@@ -23,6 +23,7 @@ from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Causal, Full, KeyPadding
 from tests.gpu.dense import DenseLibrary
 from tests.reference import attention64, error
+from tests.waiting import but
 
 B, T, S, N, K, H, MANY = 2, 5, 7, 4, 2, 8, 3
 batches: list[int] = []
@@ -110,22 +111,13 @@ def _want(causal: bool, x: list[Any]) -> Any:
     return out, *grads
 
 
-AXES = [
-    (0, 0, 0, 0),
-    (None, None, None, 0),
-    (0, None, None, None),
-    (None, 1, None, 0),
-    (1, 2, 0, 0),
-]
+AXES = [(0,) * 4, (None, None, None, 0), (0, None, None, None), (None, 1, None, 0), (1, 2, 0, 0)]
 
 
-def _ways() -> list[Any]:
-    """Compile every case; run them op by op in make test-all."""
-    ways = product(AXES, (False, True), (True, False))
-    return [pytest.param(*way, marks=[] if way[2] else pytest.mark.slow) for way in ways]
-
-
-@pytest.mark.parametrize(("axes", "causal", "jitted"), _ways())
+# Every case is compiled; make test-all runs them op by op, too.
+@pytest.mark.parametrize(
+    ("axes", "causal", "jitted"), but(product(AXES, (False, True), (True, False)), lambda x: x[2])
+)
 def test_vmap_of_gradients(axes: tuple[int | None, ...], causal: bool, jitted: bool) -> None:
     x = _drawn(axes)
     run = jax.vmap(partial(_step, causal), in_axes=(*axes, 0))
@@ -146,10 +138,8 @@ def test_gradients_of_a_vmap() -> None:
         return (run(q, operands[3]) * dout).sum()
 
     dq, dk, dv = jax.jit(jax.grad(total, (0, 1, 2)))(*operands[:3])
-    each = [
-        _want(False, [operands[0][i], operands[1], operands[2], operands[3][i], dout[i]])
-        for i in range(MANY)
-    ]
+    q, k, v, ends = operands
+    each = [_want(False, [q[i], k, v, ends[i], dout[i]]) for i in range(MANY)]
     assert max(error(dq[i], each[i][1]) for i in range(MANY)) < 2e-5
     assert error(dk, sum(x[2] for x in each)) < 2e-5
     assert error(dv, sum(x[3] for x in each)) < 2e-5
@@ -170,10 +160,7 @@ def test_nested_vmaps_are_one_call() -> None:
 
 def test_inside_shard_map() -> None:
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    axes = (0, 0, 0, 0)
-    x = _drawn(axes, (4,))
-    run = jax.vmap(partial(_step, False))
-    spec = P("data")
+    x, spec, run = _drawn((0, 0, 0, 0), (4,)), P("data"), jax.vmap(partial(_step, False))
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     for got, want in zip(jax.jit(sharded)(*x), jax.jit(run)(*x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

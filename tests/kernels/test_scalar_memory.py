@@ -30,9 +30,6 @@ def test_bytes_are_those_that_the_compiler_counts() -> None:
 
 def test_lengths_whose_lists_do_not_fit_are_refused_by_name() -> None:
     assert _plan(2**18, M.Causal()).kernel.blocks.block_q >= 512
-    with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which holds {MOST_BYTES} bytes"):
-        _plan(10_000_000, M.Causal())
-    assert _plan(10_000_000, M.Full()).kernel.name == "flash"  # no lists
     assert _plan(10_000_000, ~M.LocalWindow(40, 20, 0)).kernel.name == "flash"  # none is skipped
     allowed = _plan(10_000_000, M.Causal(), fallback="warn")
     assert allowed.kernel.name == "memory_efficient" and allowed.fell_back
@@ -49,10 +46,17 @@ def test_where_nothing_was_asked_tiles_are_as_large_as_the_lists_need() -> None:
     assert plan.kernel.inference_changes == ()
 
 
-def test_tiles_that_are_too_many_are_refused_by_their_setting() -> None:
-    small = {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}
+SMALL = {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tpu_flash"])
+def test_lists_that_do_not_fit_are_refused_by_their_setting(kernel: str) -> None:
+    assert _plan(2**18, M.Causal(), attention=kernel).kernel.name == kernel
+    assert _plan(10_000_000, M.Full(), attention=kernel).kernel.name == kernel  # no lists
+    with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which holds {MOST_BYTES} bytes"):
+        _plan(10_000_000, M.Causal(), attention=kernel)
     with pytest.raises(Unsupported, match=r"(?s)flash_block_sizes: 256 queries x 256 keys"):
-        _plan(2**18, M.Causal(), flash_block_sizes=small)
+        _plan(2**18, M.Causal(), attention=kernel, flash_block_sizes=SMALL)
 
 
 def test_a_backward_that_needs_more_is_refused_before_the_compiler() -> None:
@@ -73,14 +77,3 @@ def test_a_backward_that_needs_more_is_refused_before_the_compiler() -> None:
     assert jax.eval_shape(forward, x, x, x).shape == x.shape
     with pytest.raises(Unsupported, match=r"(?s)flash_block_sizes.*scalar memory"):
         jax.eval_shape(step, x, x, x)
-
-
-def test_the_lists_of_tpu_flash() -> None:
-    own = {"attention": "tpu_flash"}
-    assert _plan(2**18, M.Causal(), **own).kernel.name == "tpu_flash"
-    assert _plan(10_000_000, M.Full(), **own).kernel.name == "tpu_flash"  # no lists
-    with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which holds {MOST_BYTES} bytes"):
-        _plan(10_000_000, M.Causal(), **own)
-    small = {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}
-    with pytest.raises(Unsupported, match=r"(?s)flash_block_sizes: 256 queries x 256 keys"):
-        _plan(2**18, M.Causal(), flash_block_sizes=small, **own)
