@@ -48,6 +48,8 @@ __all__ = [
     "Packed",
     "Result",
     "Rows",
+    "padded_heads",
+    "padded_rows",
     "refuse_call",
     "refuse_mask",
     "widened",
@@ -129,6 +131,18 @@ class Grads(NamedTuple):
     dk: Float[Array, "B S K H"]
     dv: Float[Array, "B S K V"]
     dbias: Bias = None
+
+
+def padded_heads(inputs: Inputs) -> Inputs:
+    """Fill the heads of q, k and v with zeros to a multiple of 8, as GPU libraries take them."""
+    q, k, v = (widened(x, -(-x.shape[3] // 8) * 8) for x in (inputs.q, inputs.k, inputs.v))
+    return inputs.replace(q=q, k=k, v=v)
+
+
+def padded_rows(rows: Rows, q: Array) -> Rows:
+    """Fill the heads of the rows as those of q were, and cast them to its dtype."""
+    out, dout = (widened(x, q.shape[3]).astype(q.dtype) for x in (rows.out, rows.dout))
+    return Rows(out, rows.lse, dout, rows.dlse)
 
 
 class Lines(NamedTuple):

@@ -15,9 +15,13 @@ from typing import ClassVar
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Kernel, Lines
+from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.cudnn import Cudnn
 from maxattn.kernels.fa4.kernel import Fa4, has_kernels, lack
+from maxattn.kernels.fused.kernel import Fused
+from maxattn.kernels.fused.limits import refuse_head_dim, refuse_size, written_text
+from maxattn.kernels.fused.rectangles import PieceInputs
+from maxattn.kernels.memory_efficient import MemoryEfficient
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Library
 from maxattn.kernels.splash.jax_splash import JaxSplash
@@ -49,6 +53,8 @@ class Flash(Splash):
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         if target.platform != "gpu":
             return Flash.of(call, scalar_memory.fitting(call, config, target), target)
+        if has_fa4(target) and call.bias is not None:
+            return BiasedFa4.build(call, config, target)
         if has_fa4(target):
             return Fa4.build(call, config, target)
         return CudnnForFlash(call.scale, call.return_lse, why=_without_fa4(target))
@@ -63,6 +69,55 @@ class Flash(Splash):
     @property
     def library(self) -> Library:
         return JaxSplash(self.interpret)
+
+
+@dataclass(frozen=True)
+class BiasedFa4(Fused):
+    """Add a bias, with every mask written into it, to the scores of FlashAttention-4.
+
+    Args:
+        fa4: computes the forward, and the backward if the bias has no gradient.
+        plain: computes the backward if the bias has one; None if it has none.
+    """
+
+    name: ClassVar[str] = "flash"
+    hides_beside_bias: ClassVar[bool] = False
+    takes_any_bias: ClassVar[bool] = True
+    fa4: Fa4 = Fa4(1.0)  # noqa: RUF009
+    plain: Kernel | None = None
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> BiasedFa4:
+        # FlashAttention-4's own backward takes the gradient of the LSE: `lse_gradient` is False.
+        fa4, plain = Fa4.build(call, config, target), MemoryEfficient.build(call, config, target)
+        return BiasedFa4(call.scale, False, fa4, plain)
+
+    def lines(self, call: Call) -> Lines:
+        runs, forward, backward = self.fa4.lines(call)
+        plain = "; memory_efficient where the bias has a gradient"
+        return Lines(runs, f"{forward}; a bias is added pair by pair", backward + plain)
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        return (
+            f"{written_text(call)}; FlashAttention-4 has no gradient of it: where it has one,"
+            " memory_efficient computes the backward",
+        )
+
+    def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
+        return self.fa4.microseconds(call, target)
+
+    def without_dbias(self) -> BiasedFa4:
+        return replace(self, plain=None)
+
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
+        given = super() if self.plain is None else self.plain
+        return given.backward(inputs, rows)
+
+    def rectangle_forward(self, inputs: PieceInputs) -> Result:
+        return self.fa4.forward(Inputs(inputs.q, inputs.k, inputs.v, inputs.bias))
+
+    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
+        return self.fa4.backward(Inputs(inputs.q, inputs.k, inputs.v, inputs.bias), rows)
 
 
 @dataclass(frozen=True)
@@ -99,7 +154,10 @@ def install(target: Target) -> str:
 
 def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:
     if has_fa4(target):
-        return Fa4.supports(call, target)
+        reason = Fa4.supports(call, target)
+        if reason is None and call.bias is not None:
+            reason = refuse_head_dim("flash", call) or refuse_size("flash", call)
+        return reason
     reason = Cudnn.supports(call, target)
     if reason is None:
         return None

@@ -23,7 +23,7 @@ import numpy as np
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs, Rows
-from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.flash import Flash
 from maxattn.kernels.kv_block import KeyRange, pack
 
 ARCH = int(re.sub(r"\D", "", os.environ["CUTE_DSL_ARCH"]))
@@ -145,7 +145,7 @@ CASES = {
 
 def both_passes(asked: CompileCase, is_ring: bool) -> Any:
     """Return a function of (q, k, v, out, lse, dout) that launches all kernels of a call."""
-    kernel = Fa4.build(asked.call, ma.AttentionConfig(), TARGET).without_dbias()
+    kernel = Flash.build(asked.call, ma.AttentionConfig(), TARGET).without_dbias()
     dtype, shape = asked.bias or ("", None)
     bias = None if shape is None else jnp.zeros(shape, dtype)
 
@@ -182,7 +182,7 @@ def main(names: list[str]) -> None:
     cutlass.utils.HardwareInfo = Hardware  # type: ignore
     fa4_jax.kernels._device_arch = lambda: ARCH
     for name in names or CASES:
-        reason = Fa4.supports(CASES[name].call, TARGET)
+        reason = Flash.supports(CASES[name].call, TARGET)
         result = compiled(name) if reason is None else {"case": name, "refused": reason.rule}
         print(json.dumps(result), flush=True)
 

@@ -19,13 +19,13 @@ from jaxtyping import Array
 
 from maxattn.kernels.base import Grads, Inputs, Result, Rows
 from maxattn.kernels.fa4 import library
+from maxattn.kernels.fa4.mask_test import PAD, intervals
 from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import kernel_width
-from maxattn.kernels.softmax import NEG_INF
+from maxattn.kernels.softmax import NEG_INF, column
 from maxattn.masks.band_pieces import Piece, pieces
-from maxattn.masks.terms import segment_ids, sort_terms, split_mask
+from maxattn.masks.terms import SplitMask, segment_ids, sort_terms, split_mask
 
-PAD = 256  # more than any tile: the test reads arrays for whole tiles
 Window = tuple[int | None, int | None]
 """(left, right) of `query - left <= key - (S - T) <= query + right`; None: without a bound."""
 
@@ -84,15 +84,11 @@ def _all_grads(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradien
     with_k, dlse = inputs.replace(v=inputs.k), rows.dlse
     pk, here = forward(p, with_k, scale)
     weight = jnp.where(dlse == 0.0, 0.0, scale * dlse * jnp.exp(here - rows.lse))
-    dq = _column(weight) * pk.astype(jnp.float32)
-    dout = (_column(scale * dlse) * inputs.q.astype(jnp.float32)).astype(inputs.q.dtype)
+    dq = column(weight) * pk.astype(jnp.float32)
+    dout = (column(scale * dlse) * inputs.q.astype(jnp.float32)).astype(inputs.q.dtype)
     of_k = _backward(p, with_k, Rows(pk, rows.lse, dout, dlse), scale).dv
     first, second = (x.astype(jnp.float32) for x in grads[:2])
-    return Grads(first + jnp.where(_column(dlse) == 0.0, 0.0, dq), second + of_k, grads.dv)
-
-
-def _column(x: Array) -> Array:
-    return x.swapaxes(1, 2)[..., None]
+    return Grads(first + jnp.where(column(dlse) == 0.0, 0.0, dq), second + of_k, grads.dv)
 
 
 def _backward(p: Problem, inputs: Inputs, rows: Rows, scale: float) -> Grads:
@@ -139,21 +135,18 @@ def view_of(p: Problem, inputs: Inputs) -> View:
     if p.kind == "known" and band is not None:
         return _trimmed(_piece(pieces(band, p.offsets[0] - p.offsets[1] + band.offset, t, s), t, s))
     split, at = split_mask(inputs.mask), (inputs.q_offset, inputs.kv_offset)
-    assert not hasattr(split, "rule"), split  # supports() refused it
-    ids = segment_ids(split, p.batch, t, s, at[1]) or ()  # pyright: ignore
-    lo, hi = _intervals(split.positions, (t, s), at)  # pyright: ignore
-    around = Piece(0, t, 0, s) if lo is None else _around(lo, hi, t, s)
-    ends = [] if lo is None else [lo, hi]
+    assert isinstance(split, SplitMask), split  # supports() refused it
+    ids = segment_ids(split, p.batch, t, s, at[1]) or ()
+    ends = () if split.positions.is_full else intervals(split.positions, p, at)
+    around = _around(*ends, t, s) if ends else Piece(0, t, 0, s)
     arrays = tuple(jnp.pad(jnp.asarray(x, jnp.int32), ((0, 0), (0, PAD))) for x in (*ends, *ids))
-    intervals = 0 if lo is None else lo.shape[0]
-    leaves, mask = jax.tree.flatten(_pairs_mask()(intervals, bool(ids), arrays))
+    count = ends[0].shape[0] if ends else 0
+    leaves, mask = jax.tree.flatten(_pairs_mask()(count, bool(ids), arrays))
     # The arrays are of all queries and keys: nothing is cut, and a window that leaves some out has
     # a side below 0, which the library does not take.
-    window = (around.left, around.right)
-    move = s - t
-    sides = [None if x is None else x + y for x, y in zip(window, (move, -move), strict=True)]
-    open_ends = tuple(x if x is not None and x >= 0 else None for x in sides)
-    return View(0, t, 0, s, open_ends, mask, tuple(leaves))  # pyright: ignore
+    moved = (around.left, s - t), (around.right, t - s)
+    left, right = (None if x is None or x + by < 0 else x + by for x, by in moved)
+    return View(0, t, 0, s, (left, right), mask, tuple(leaves))
 
 
 def _piece(found: tuple[Piece, ...], t: int, s: int) -> Piece:
@@ -179,17 +172,6 @@ def _trimmed(p: Piece) -> View:
     return View(p.q0, p.q0 + t, p.k0, p.k0 + s, (left, right))
 
 
-def _intervals(mask: Any, lengths: tuple[int, int], at: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return each query's intervals of local keys, starts and ends [M, T]; None for all keys."""
-    if mask.is_full:
-        return None, None
-    xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
-    found = mask.intervals(xp.arange(lengths[0]) + at[0], xp)
-    found = found or ((xp.zeros(lengths[0], np.int32),) * 2,)  # nothing is allowed
-    lo, hi = (xp.stack([xp.clip(x[i] - at[1], 0, lengths[1]) for x in found]) for i in (0, 1))
-    return lo, hi
-
-
 def _around(lo: Any, hi: Any, t: int, s: int) -> Piece:
     """Bound intervals [M, T] by a band; a side that bounds nothing is open."""
     if isinstance(lo, jax.Array) or not (some := lo < hi).any():
@@ -202,10 +184,9 @@ def _around(lo: Any, hi: Any, t: int, s: int) -> Piece:
 def share_of_window(p: Problem) -> float:
     """Return which share of all pairs is in the narrowest window around a mask of positions."""
     t, s = p.q_len, p.kv_len
-    lo, hi = _intervals(p.mask, (t, s), p.offsets)
-    if lo is None:
+    if p.mask.is_full:
         return 1.0
-    around, at = _around(lo, hi, t, s), np.arange(t)
+    around, at = _around(*intervals(p.mask, p, p.offsets), t, s), np.arange(t)
     first = 0 if around.left is None else np.maximum(at - around.left, 0)
     last = s if around.right is None else np.minimum(at + around.right + 1, s)
     return float(np.maximum(last - first, 0).sum()) / (t * s)

@@ -282,22 +282,11 @@ def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
         mma_pv_is_rs=config.mma_pv_is_rs,
         **settings_of(spec, given.arrays),
     )
-    kernel.kind, kernel.extra = (
-        kind,
-        {
-            "items": given.items,
-            "lists": given.lists,
-            "count": left[0] if left else None,
-            "slots": slots[0],
-            "slot_lse": slots[1],
-        },
-    )
+    kernel.kind, kernel.extra = kind, {"items": given.items, "lists": given.lists}
+    kernel.extra |= {"count": left[0] if left else None, "slots": slots[0], "slot_lse": slots[1]}
     scale = spec.scale if spec.bias is None else cutlass.Float32(spec.scale)
-    kernel(
-        *(given.q, given.k, given.v, out, lse, scale),
-        mSeqUsedK=given.lengths,
-        **_more(stream, given),
-    )
+    arrays = given.q, given.k, given.v, out, lse
+    kernel(*arrays, scale, mSeqUsedK=given.lengths, **_more(stream, given))
 
 
 def run_backward(stream: Any, spec: Spec, given: BackwardOperands, *results: Any):
@@ -339,15 +328,8 @@ def _backward(stream: Any, spec: Spec, given: BackwardOperands, grads: Any, flag
         **library.kernels()._sm90_bwd_kwargs(backward_config(spec), False, False),
         **settings_of(spec, given.arrays),
     )
-    kernel.kind, kernel.extra = (
-        spec.kind,
-        {
-            "items": given.items,
-            "lists": given.lists,
-            "lengths": given.lengths,
-            "flags": flags,
-        },
-    )
+    kernel.kind, kernel.extra = spec.kind, {"items": given.items, "lists": given.lists}
+    kernel.extra |= {"lengths": given.lengths, "flags": flags}
     rows, scale = (given.dout, given.lse, given.delta), cutlass.Float32(spec.scale)
     kernel(given.q, given.k, given.v, *rows, *grads, scale, **_more(stream, given))
 

@@ -31,12 +31,14 @@ from maxattn.kernels.base import (
     Lines,
     Result,
     Rows,
+    padded_heads,
+    padded_rows,
     refuse_mask,
     with_batch_folded,
 )
 from maxattn.kernels.fa4 import elsewhere, library, run
 from maxattn.kernels.fa4.launch import backward_launch, forward_launch
-from maxattn.kernels.fa4.mask_test import Masked, gathered, masked_inputs, real_keys_first
+from maxattn.kernels.fa4.mask_test import gathered, masked_inputs, real_keys_first
 from maxattn.kernels.fa4.problem import (
     Problem,
     has_kernels,
@@ -48,10 +50,6 @@ from maxattn.kernels.fa4.problem import (
     refuse_lists,
     refuse_operands,
 )
-from maxattn.kernels.fused import biased
-from maxattn.kernels.fused.limits import refuse_head_dim, refuse_size, written_text
-from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.memory_efficient import MemoryEfficient
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column
 from maxattn.masks.band_pieces import fits_shards, shifts
 from maxattn.masks.terms import sort_note, sort_terms, split_mask
@@ -73,20 +71,16 @@ class Fa4(Kernel):
         launched: whether maxattn launches the library's kernels itself, as it can on Hopper GPUs.
         sms: streaming multiprocessors (SMs) of the GPU.
         sharded: whether positions are known on the device alone.
-        plain: computes the backward of a bias that has a gradient; None without a bias.
     """
 
     name: ClassVar[str] = "flash"
     needs_an_example: ClassVar[bool] = True
-    hides_beside_bias: ClassVar[bool] = False
-    takes_any_bias: ClassVar[bool] = True
     scale: float
     lse_gradient: bool = False
     version: str = ""
     launched: bool = False
     sms: int = 132
     sharded: bool = False
-    plain: Kernel | None = None
 
     # ---- what is refused, and what a plan says ---------------------------------------------------
 
@@ -94,13 +88,14 @@ class Fa4(Kernel):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse float32, long heads, tables of pairs, and versions with other operands.
 
-        A bias goes in on Hopper GPUs, with every mask written into it.
+        A bias [B or 1, N or 1, T, S] is added on Hopper GPUs, without a mask beside it.
         """
         reason = _refuse_versions(target) or refuse_operands(call, target.device)
         terms = sort_terms(call.mask)
         reason = reason or refuse_length(call, terms)
         if reason is None and call.bias is not None:
-            return _refuse_bias(call, target)
+            rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
+            return None if _launches(target) else Reason("flash", "bias", rule, USE_AUTO)
         if reason is None and refuse_mask("flash", terms) is not None:
             found = split_mask(call.mask)
             reason = found if isinstance(found, Reason) else None
@@ -118,28 +113,16 @@ class Fa4(Kernel):
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
         """Take the scale, whether the LSE is asked for, and who launches."""
         version, sms = target.version("fa4-jax") or "", target.device.sms
-        plain = None if call.bias is None else MemoryEfficient.build(call, config, target)
-        return Fa4(
-            *(call.scale, call.return_lse, version, _launches(target), sms, call.sharded, plain)
-        )
+        return Fa4(call.scale, call.return_lse, version, _launches(target), sms, call.sharded)
 
     def lines(self, call: Call) -> Lines:
         """Describe the kernel for `explain`."""
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
-        if self.plain is not None:
-            plain = "memory_efficient where the bias has a gradient"
-            added = f"{self._forward_line(call)}; a bias is added pair by pair"
-            return Lines(runs, added, f"{self._backward_line(call)}; {plain}")
         if not self.launched:
             tested = not sort_terms(call.mask).positions or call.mask.is_full
             return Lines(runs, OWN if tested else f"{OWN}; a window around the mask")
-        return Lines(runs, self._forward_line(call), self._backward_line(call))
-
-    def _forward_line(self, call: Call) -> str:
-        return forward_launch(self._problem(call)).line
-
-    def _backward_line(self, call: Call) -> str:
-        return backward_launch(self._problem(call)).line
+        problem = self._problem(call)
+        return Lines(runs, forward_launch(problem).line, backward_launch(problem).line)
 
     def _problem(self, call: Call) -> Problem:
         """Describe a call; a band between shards is one of few cases, which run as known ones."""
@@ -155,12 +138,7 @@ class Fa4(Kernel):
         return forward_launch(problem).microseconds, backward_launch(problem).microseconds
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say what a bias takes, which order of ids skips most, what is computed of a mask."""
-        if call.bias is not None:
-            return (
-                f"{written_text(call)}; FlashAttention-4 has no gradient of it: where it has one,"
-                " memory_efficient computes the backward",
-            )
+        """Say which order of ids skips most, and what is computed of a mask."""
         problem = self._problem(call)
         if self.launched:
             return (sort_note("tiles"),) if problem.kind == "ids" else ()
@@ -183,44 +161,42 @@ class Fa4(Kernel):
     def forward(self, inputs: Inputs) -> Result:
         """Return (out [B,T,N,H], lse [B,N,T])."""
         if inputs.bias is not None:
-            return biased.forward(self, inputs)  # pyright: ignore[reportArgumentType]
+            return self._forward(inputs)
         return _over_shifts(partial(_folded, self._forward), inputs)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) from a given LSE and output, and dbias where a bias has one."""
-        if self.plain is not None:
-            return self.plain.backward(inputs, rows)
+        """Return (dq, dk, dv) from a given LSE and output; none of a bias."""
         if inputs.bias is not None:
-            return biased.backward(self, inputs, rows)  # pyright: ignore[reportArgumentType]
+            return self._backward(inputs, rows)
         return _over_shifts(partial(_folded, self._backward), inputs, rows)
 
-    def without_dbias(self) -> Fa4:
-        """Return the kernel whose backward is FlashAttention-4's beside a bias too."""
-        return replace(self, plain=None)
-
     def _forward(self, inputs: Inputs) -> Result:
-        width, (given, _) = inputs.q.shape[3], real_keys_first(_padded_heads(inputs))
+        width, (given, _) = inputs.q.shape[3], real_keys_first(padded_heads(inputs))
         problem = of_inputs(given, self.sms)
         if self.launched:
             launch = forward_launch(problem)
             masked = masked_inputs(problem, launch.tile, given, "queries")
             qkv = given.q, given.k, given.v
-            found = run.forward(problem, launch, qkv, masked, self.scale, None)
+            found = run.forward(problem, launch, qkv, masked, self.scale, given.bias)
         else:
             found = elsewhere.forward(problem, given, self.scale)
         return Result(found.out[..., :width], found.lse)
 
     def _backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        width, (given, order) = inputs.q.shape[3], real_keys_first(_padded_heads(inputs))
-        out, dout = (_pad_heads(x).astype(given.q.dtype) for x in (rows.out, rows.dout))
-        rows = Rows(out, rows.lse, dout, rows.dlse)
+        width, (given, order) = inputs.q.shape[3], real_keys_first(padded_heads(inputs))
+        rows, group = padded_rows(rows, given.q), given.q.shape[2] // given.k.shape[2]
+        if given.bias is not None:
+            # If query heads share keys, fa4-jax 0.1.0 hands another head and another query to
+            # `score_mod` in its backward for Hopper GPUs, as if they were packed.
+            k, v = (jnp.repeat(x, group, axis=2) for x in (given.k, given.v))
+            given = given.replace(k=k, v=v)
         problem = of_inputs(given, self.sms)
         if self.launched:
             launch = backward_launch(problem)
             masked = masked_inputs(problem, launch.tile, given, "keys")
             rows = rows if masked.all_see and not self.lse_gradient else _without_unseen(rows)
             qkv, dlse = (given.q, given.k, given.v), rows.dlse if self.lse_gradient else None
-            found = run.backward(problem, launch, qkv, rows, masked, self.scale, None, dlse)
+            found = run.backward(problem, launch, qkv, rows, masked, self.scale, given.bias, dlse)
         else:
             rows = _without_unseen(rows)
             found = elsewhere.backward(problem, given, rows, self.scale, self.lse_gradient)
@@ -229,36 +205,9 @@ class Fa4(Kernel):
             dk, dv = (gathered(x, back) for x in (found.dk, found.dv))
             found = Grads(found.dq, dk, dv)
         dq, dk, dv = (x[..., :width] for x in found[:3])
+        if given.bias is not None:
+            dk, dv = (_sum_shared(x, group) for x in (dk, dv))
         return Grads(dq.astype(inputs.q.dtype), dk.astype(jnp.float32), dv.astype(jnp.float32))
-
-    # ---- beside a bias, in which every mask is written -------------------------------------------
-
-    def rectangle_forward(self, inputs: PieceInputs) -> Result:
-        """Return (out, lse) of a rectangle with a bias."""
-        problem, qkv = self._of_bias(inputs), (inputs.q, inputs.k, inputs.v)
-        launch = forward_launch(problem)
-        return run.forward(problem, launch, qkv, Masked(), self.scale, inputs.bias)
-
-    def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) of a rectangle with a bias, from a given output and LSE.
-
-        Each query head gets a key head of its own: if they share one, fa4-jax 0.1.0 hands another
-        head and another query to `score_mod` in its backward for Hopper GPUs, as if they were
-        packed.
-        """
-        group = inputs.q.shape[2] // inputs.k.shape[2]
-        k, v = (jnp.repeat(x, group, axis=2) if group > 1 else x for x in (inputs.k, inputs.v))
-        given = replace(inputs, k=k, v=v)
-        problem, qkv = self._of_bias(given), (inputs.q, k, v)
-        launch = backward_launch(problem)
-        found = run.backward(problem, launch, qkv, rows, Masked(), self.scale, inputs.bias)
-        dk, dv = (_sum_shared(x, group) for x in (found.dk, found.dv))
-        return Grads(found.dq, dk, dv)
-
-    def _of_bias(self, inputs: PieceInputs) -> Problem:
-        assert inputs.bias is not None
-        own = inputs.bias.shape[0] > 1, inputs.bias.shape[1] > 1
-        return of_inputs(Inputs(inputs.q, inputs.k, inputs.v), self.sms)._replace(bias=own)
 
     # ---- a backward over several blocks of keys --------------------------------------------------
 
@@ -301,13 +250,6 @@ def _refuse_versions(target: Target) -> Reason | None:
     return Reason("flash", "version", rule, f'pip install "fa4-jax>=0.1,<0.2"; or {USE_AUTO}')
 
 
-def _refuse_bias(call: Call, target: Target) -> Reason | None:
-    if not _launches(target):
-        rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
-        return Reason("flash", "bias", rule, USE_AUTO)
-    return refuse_head_dim("flash", call) or refuse_size("flash", call)
-
-
 # ---- around a pass -------------------------------------------------------------------------------
 
 
@@ -347,36 +289,23 @@ def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
     Arrays of the mask that all batch rows share are not mapped; if they are, the calls follow each
     other.
     """
-    arrays, tree = jax.tree.flatten(inputs.mask)
-    own = [x.shape[0] == inputs.q.shape[0] for x in arrays]
-    offsets = inputs.q_offset, inputs.kv_offset
-    traced = [isinstance(x, jax.Array) for x in offsets]
+    leaves, tree = jax.tree.flatten((inputs.mask, inputs.q_offset, inputs.kv_offset))
+    own = [jnp.ndim(x) > 0 and x.shape[0] == inputs.q.shape[0] for x in leaves]
+    traced = [isinstance(x, jax.Array) for x in leaves]
 
-    def run_on(q: Any, k: Any, v: Any, mine: Any, given: Any, shared: Any = ((), ())) -> Out:
-        left, (others, places) = iter(mine), (iter(x) for x in shared)
-        mask = jax.tree.unflatten(tree, [next(left if is_own else others) for is_own in own])
-        first, of_keys = (
-            next(places) if here else x for x, here in zip(offsets, traced, strict=True)
-        )
-        found = inputs.replace(q=q, k=k, v=v, mask=mask, q_offset=first, kv_offset=of_keys)
-        return compute(found, *given)
+    def run_on(q: Any, k: Any, v: Any, mine: Any, given: Any, shared: Any = ()) -> Out:
+        left, others = iter(mine), iter(shared)
+        found = [
+            next(left) if is_own else next(others) if is_traced else x
+            for x, is_own, is_traced in zip(leaves, own, traced, strict=True)
+        ]
+        mask, first, of_keys = jax.tree.unflatten(tree, found)
+        moved = inputs.replace(q=q, k=k, v=v, mask=mask, q_offset=first, kv_offset=of_keys)
+        return compute(moved, *given)
 
-    mine = [x for x, is_own in zip(arrays, own, strict=True) if is_own]
-    others = [x for x, is_own in zip(arrays, own, strict=True) if not is_own]
-    places = [x for x, here in zip(offsets, traced, strict=True) if here]
-    shared = (others, places) if others or places else None
+    mine = [x for x, is_own in zip(leaves, own, strict=True) if is_own]
+    shared = [x for x, a, b in zip(leaves, own, traced, strict=True) if b and not a] or None
     return with_batch_folded(run_on, inputs.q, inputs.k, inputs.v, mine, rows, shared=shared)
-
-
-def _padded_heads(inputs: Inputs) -> Inputs:
-    q, k, v = (_pad_heads(x) for x in (inputs.q, inputs.k, inputs.v))
-    return inputs.replace(q=q, k=k, v=v)
-
-
-def _pad_heads(x: Array) -> Array:
-    """Pad the head dim to a multiple of 8 with zeros, which change no score."""
-    extra = -x.shape[3] % 8
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, extra))) if extra else x
 
 
 def _without_unseen(rows: Rows) -> Rows:

@@ -16,7 +16,6 @@ import numpy as np
 from maxattn.kernels.fa4 import lists
 from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import (
-    ItemTime,
     Tile,
     backward_tile,
     backward_time,
@@ -31,10 +30,8 @@ from maxattn.kernels.fa4.work import ALL, Cut, Uniform, cut, end_of, group_of
 MERGE_US, MERGE_BYTES = 5.0, 2.5e6
 READ_BYTES = 4e6  # that all SMs read in a microsecond, from a Hopper GPU's memory
 LAUNCH_US = 3.0  # a launch that a pass needs beside its own
-CACHE, WHOLE_CACHE = (
-    24 << 20,
-    48 << 20,
-)  # bytes of keys and values that L2 holds: of a group, of all
+# Bytes of keys and values that L2 holds: of a group of lanes, of all lanes.
+CACHE, WHOLE_CACHE = 24 << 20, 48 << 20
 MOST_FORWARD, MOST_BACKWARD = 32, 128  # splits
 MOST_SLOTS = 2**28  # bytes of the results of splits
 FEW_WAVES = 4  # of items with lists, beyond which none is cut
@@ -172,11 +169,11 @@ def _backward_end(p: Problem, tile: Tile) -> Cut:
     most = MOST_BACKWARD if blocks <= FEW_WAVES * p.sms or p.kind == "dense" else 1
     tails = p.kind == "dense" and p.heads == p.kv_heads and p.bias is None
     most = 1 if p.bias is not None else most
-    return cut(steps, p.lanes, p.sms, partial(_items, time), partial(_sums, p, tile), most, tails)
 
+    def time_of(steps: np.ndarray, _: int) -> np.ndarray:
+        return time.start + steps * time.step
 
-def _items(time: ItemTime, steps: np.ndarray, _: int) -> np.ndarray:
-    return time.start + steps * time.step
+    return cut(steps, p.lanes, p.sms, time_of, partial(_sums, p, tile), most, tails)
 
 
 def _sums(p: Problem, tile: Tile, rows: int, splits: int) -> float:

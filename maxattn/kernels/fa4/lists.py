@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array
 
 from maxattn.masks import FULL, MIXED, Mask
 from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
@@ -28,7 +28,7 @@ MOST_TILES = 2**27  # of a mask that is known when tracing
 MOST_TRACED_TILES = 2**25
 MOST_MIXED = 8  # mixed tiles of a tile row, in the form of ranges
 PAST = 2**30  # more than any tile
-BITS, MOST_WORDS = 32, 64
+MOST_COMPARED = 1024  # columns of which every two are compared
 
 
 class Lists(NamedTuple):
@@ -92,11 +92,17 @@ def _ascending(chosen: np.ndarray) -> np.ndarray:
 def traced(kinds: Array) -> Lists:
     """List the tiles of each row of `kinds` [*B, rows, columns] on the device."""
     chosen, columns = jnp.stack([kinds == MIXED, kinds == FULL]), kinds.shape[-1]
-    if columns <= BITS * MOST_WORDS:
-        count, tiles = _set_columns(chosen)
+    at = jnp.arange(columns, dtype=jnp.int32)
+    if columns <= MOST_COMPARED:
+        # The n-th chosen column is the first one up to which more than n are chosen, so n of them
+        # or fewer are chosen up to each column before it. XLA makes two launches of this, and a
+        # dozen of a sort.
+        up_to = (chosen[..., None, :] & (at[:, None] >= at)).sum(axis=-1, dtype=jnp.int32)
+        tiles = (up_to[..., None, :] <= at[:, None]).sum(axis=-1, dtype=jnp.int32)
+        count = up_to[..., -1]
     else:
         count = chosen.sum(axis=-1, dtype=jnp.int32)
-        tiles = jnp.sort(jnp.where(chosen, jnp.arange(columns, dtype=jnp.int32), PAST), axis=-1)
+        tiles = jnp.sort(jnp.where(chosen, at, PAST), axis=-1)
     # One array is a single launch to make.
     return Lists(jnp.concatenate([count[..., None], tiles], axis=-1), count[0] + count[1])
 
@@ -151,41 +157,3 @@ def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:
     """Count the tiles of a mask of positions from 0 on."""
     empty, full, mixed = mask.block_tally(*tile, *lengths)
     return Tally(full, mixed, empty)
-
-
-# ---- columns that are chosen, without a sort -----------------------------------------------------
-# The columns of a row are bits of a few words. The n-th chosen column is in the first word up to
-# which more than n bits are set, and is found there by halves. XLA makes a launch or two of that;
-# a sort of as many numbers is a dozen launches.
-
-
-def _set_columns(
-    chosen: Bool[Array, "*rows columns"],
-) -> tuple[Int32[Array, "*rows"], Int32[Array, "*rows columns"]]:
-    """Return how many columns of each row are chosen, and these, ascending."""
-    columns = chosen.shape[-1]
-    room = [(0, 0)] * (chosen.ndim - 1) + [(0, -columns % BITS)]
-    bits = jnp.pad(chosen, room).reshape(*chosen.shape[:-1], -1, BITS)
-    place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
-    words = (bits.astype(jnp.uint32) << place).sum(axis=-1, dtype=jnp.uint32)
-    sizes = jax.lax.population_count(words).astype(jnp.int32)
-    shape = (*sizes.shape, sizes.shape[-1])
-    to, of = (jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - i) for i in (2, 1))
-    through = jnp.where(of <= to, sizes[..., None, :], 0).sum(axis=-1)  # set bits up to each word
-    rank = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
-    word, first, behind = words[..., :1], jnp.zeros_like(rank), rank
-    for i in range(1, words.shape[-1]):
-        past = rank >= through[..., i - 1 : i]
-        word, first = jnp.where(past, words[..., i : i + 1], word), jnp.where(past, BITS * i, first)
-        behind = jnp.where(past, rank - through[..., i - 1 : i], behind)
-    return through[..., -1], first + _nth_set_bit(word, behind)
-
-
-def _nth_set_bit(word: UInt32[Array, "..."], n: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    at = jnp.zeros(n.shape, jnp.int32)
-    for size in (16, 8, 4, 2, 1):
-        low = (word >> at.astype(jnp.uint32)) & np.uint32((1 << size) - 1)
-        below = jax.lax.population_count(low).astype(jnp.int32)
-        past = n >= below
-        n, at = jnp.where(past, n - below, n), jnp.where(past, at + size, at)
-    return at

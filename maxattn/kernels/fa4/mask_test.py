@@ -27,7 +27,14 @@ from maxattn.kernels.fa4.lists import Lists
 from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import Tile
 from maxattn.masks import Mask
-from maxattn.masks.terms import KEY_PAD, QUERY_PAD, segment_ids, sort_terms, split_mask
+from maxattn.masks.terms import (
+    KEY_PAD,
+    QUERY_PAD,
+    SplitMask,
+    segment_ids,
+    sort_terms,
+    split_mask,
+)
 
 PAD = 256  # more than any tile: the test reads arrays for whole tiles, past the last query and key
 
@@ -125,14 +132,14 @@ def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
         assert found is not None
         return Masked(lengths=found.astype(jnp.int32), all_see=False)
     lengths, split = (p.q_len, p.kv_len), split_mask(inputs.mask)
-    assert not hasattr(split, "rule"), split  # supports() refused it
-    ids = segment_ids(split, p.batch, *lengths, at[1]) or ()  # pyright: ignore
+    assert isinstance(split, SplitMask), split  # supports() refused it
+    ids = segment_ids(split, p.batch, *lengths, at[1]) or ()
     if p.kind == "known":
         tiles = lists.of_positions(p.mask, tile, lengths, p.offsets, by)
     else:
-        mask = inputs.mask if ids else split.positions  # pyright: ignore
+        mask = inputs.mask if ids else split.positions
         tiles = lists.on_device(mask, tile, lengths, at, by)
-    test, arrays, all_see = _test(p, split.positions, at)  # pyright: ignore
+    test, arrays, all_see = _test(p, split.positions, at)
     return Masked(tiles, test, (*arrays, *map(_padded, ids, (QUERY_PAD, KEY_PAD))), None, all_see)
 
 
@@ -145,16 +152,24 @@ def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, .
     has_ids = p.kind == "ids"
     if positions.is_full:
         return PairTest(has_ids=has_ids), (), False
-    is_traced = any(isinstance(x, jax.Array) for x in at)
-    xp: Any = jnp if is_traced else np
-    found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
-    found = found or ((xp.zeros(p.q_len, np.int32),) * 2,)  # nothing is allowed
-    ends = [xp.stack([xp.clip(x[i] - at[1], 0, p.kv_len) for x in found]) for i in (0, 1)]
+    is_traced, ends = any(isinstance(x, jax.Array) for x in at), intervals(positions, p, at)
     all_see = not is_traced and not has_ids and bool((ends[0] < ends[1]).any(axis=0).all())
     if is_traced or positions.looked_up:
         arrays = tuple(_padded(jnp.asarray(x), KEY_PAD) for x in ends)
-        return PairTest(intervals=len(found), has_ids=has_ids), arrays, all_see
+        return PairTest(intervals=len(ends[0]), has_ids=has_ids), arrays, all_see
     return PairTest(positions, int(at[0]), int(at[1]), 0, has_ids), (), all_see
+
+
+def intervals(positions: Any, p: Problem, at: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the intervals of local keys that each query sees: starts and ends [M, T].
+
+    numpy arrays if the offsets `at` of queries and keys are known when tracing.
+    """
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
+    found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
+    found = found or ((xp.zeros(p.q_len, np.int32),) * 2,)  # nothing is allowed
+    lo, hi = (xp.stack([xp.clip(x[i] - at[1], 0, p.kv_len) for x in found]) for i in (0, 1))
+    return lo, hi
 
 
 def _padded(x: Array, fill: int) -> Array:
@@ -164,8 +179,7 @@ def _padded(x: Array, fill: int) -> Array:
 def real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
     """Gather the keys that flags call real to the front, if the mask is of keys alone.
 
-    Returns the inputs, whose mask still counts the keys, and the order of the keys; None if they
-    stand as they did.
+    Returns the inputs, whose mask still counts the keys, and their order; None if nothing moved.
     """
     terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
     if not terms.has_flags or terms.positions or terms.rest:
@@ -187,8 +201,8 @@ class Numbers:
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
-        number, select = import_module("cutlass").Int32, _select()
-        return number(select(condition, number(a), number(b)))
+        number = import_module("cutlass").Int32
+        return number(_select()(condition, number(a), number(b)))
 
     @staticmethod
     def minimum(a: Any, b: Any) -> Any:
@@ -310,20 +324,18 @@ def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
         # is divided sooner.
         return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
 
-    inside = []
+    found = cutlass.Uint32(0)
     for lo, hi in spans:
-        ends = [] if lo is None else [library.r2p_bitmask_above(at(lo), chunk)]
-        ends += [] if hi is None else [library.r2p_bitmask_below(at(hi), chunk)]
-        inside.append(reduce(and_, ends) if ends else cutlass.Uint32(0xFFFFFFFF))
-    return reduce(or_, inside) if inside else cutlass.Uint32(0)
+        above = (
+            cutlass.Uint32(0xFFFFFFFF) if lo is None else library.r2p_bitmask_above(at(lo), chunk)
+        )
+        found |= above if hi is None else above & library.r2p_bitmask_below(at(hi), chunk)
+    return found
 
 
 def _keep_columns(scores: Any, r: int, columns: list[int], spans: list[tuple[Any, Any]]) -> None:
     """Keep what is in an interval of row r, column by column."""
     boolean = import_module("cutlass").Boolean
     for c, at in enumerate(columns):
-        inside = []
-        for lo, hi in spans:
-            ends = [*([] if lo is None else [lo <= at]), *([] if hi is None else [hi > at])]
-            inside.append(reduce(and_, ends) if ends else boolean(True))
-        _keep(scores, r, c, reduce(or_, inside) if inside else boolean(False))
+        inside = (boolean(_inside(at, lo, hi)) for lo, hi in spans)
+        _keep(scores, r, c, reduce(or_, inside, boolean(False)))

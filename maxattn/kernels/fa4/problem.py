@@ -87,8 +87,7 @@ def of_call(call: Call, sms: int) -> Problem:
     own_rows = any("B" in axes for axes in jax.tree.leaves(call.mask.leaf_axes()))
     sizes = call.batch, call.q_len, call.kv_len, call.heads, call.kv_heads, call.head_dim
     offsets = (None, None) if call.sharded else (0, 0)
-    bias = None if call.bias is None else (call.bias[0] > 1, call.bias[1] > 1)
-    return _problem(sizes, call.mask, offsets, own_rows, bias, sms)
+    return _problem(sizes, call.mask, offsets, own_rows, call.bias, sms)
 
 
 def of_inputs(inputs: Inputs, sms: int) -> Problem:
@@ -99,22 +98,18 @@ def of_inputs(inputs: Inputs, sms: int) -> Problem:
     traced = any(isinstance(x, jax.Array) for x in at)
     offsets = (None, None) if traced else (int(at[0]), int(at[1]))
     own_rows = any(x.shape[0] == batch > 1 for x in jax.tree.leaves(inputs.mask))
-    return _problem(sizes, inputs.mask.form(), offsets, own_rows, None, sms)
+    bias = None if inputs.bias is None else inputs.bias.shape
+    return _problem(sizes, inputs.mask.form(), offsets, own_rows, bias, sms)
 
 
 def _problem(
-    sizes: Any,
-    mask: Mask,
-    offsets: tuple[Any, Any],
-    own_rows: bool,
-    bias: tuple[bool, bool] | None,
-    sms: int,
+    sizes: Any, mask: Mask, offsets: Any, own_rows: bool, bias: tuple[int, ...] | None, sms: int
 ) -> Problem:
     batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
     padded = -(-head_dim // 8) * 8
-    made = Problem(batch, q_len, kv_len, heads, kv_heads, padded, bias=bias, sms=sms)
+    made = Problem(batch, q_len, kv_len, heads, kv_heads, padded, sms=sms)
     if bias is not None:
-        return made
+        return made._replace(bias=(bias[0] > 1, bias[1] > 1))
     terms = sort_terms(mask)
     if not terms.positions and not terms.rest:
         return made._replace(kind="lengths") if terms.limits or terms.keys else made

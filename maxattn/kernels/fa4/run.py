@@ -74,34 +74,31 @@ def forward(
         scale: multiplies the scores.
         bias: [B or 1, N or 1, T, S], added to the scores of all pairs; None for none.
     """
-    hopper, lib, (q, k, v) = _hopper(), library.kernels(), qkv
+    lib, named, (q, k, v) = library.kernels(), import_module("cutejax").ArraySpec, qkv
     spec, (tail, splits) = _spec(p, launch, q, given, scale), launch.cut
     width, tile = -(-p.head_dim // 16) * 16, launch.tile.queries
     rows = -(-p.q_len // tile) if tail == ALL else tail
     slots = splits * p.batch, rows * tile, p.heads
-    whole = [_like(q.shape, q.dtype), _like((p.batch, p.heads, p.q_len))]
-    split = [_like((*slots, width)), _like((slots[0], p.heads, slots[1]))]
+    whole = [
+        (_like(q.shape, q.dtype), lib._QKV_SPEC),
+        (_like((p.batch, p.heads, p.q_len)), lib._LSE_SPEC),
+    ]
+    split = [
+        (_like((*slots, width)), named(static_dims=(2, 3), assumed_align=16)),
+        (_like((slots[0], p.heads, slots[1])), named(assumed_align=4)),
+    ]
+    count = [(_like((1,), jnp.int32), named(assumed_align=4))] * launch.queue
+    results = [*whole * (tail != ALL), *split * (tail != 0)]
     zero = jnp.zeros(1, jnp.int32) if launch.queue else None
-    arrays = given.arrays if bias is None else (bias,)
-    found, named = _arrays(p, launch, given), import_module("cutejax").ArraySpec
+    arrays, found = given.arrays if bias is None else (bias,), _arrays(p, launch, given)
     operands = ForwardOperands(q, k, v, *found, given.lengths, zero, arrays)
-    results = [*(whole if tail != ALL else ()), *(split if tail else ())]
-    slot_specs = [
-        named(static_dims=(2, 3), assumed_align=16),
-        named(assumed_align=4),
-    ]
-    specs = [
-        *([lib._QKV_SPEC, lib._LSE_SPEC] if tail != ALL else ()),
-        *(slot_specs if tail else ()),
-    ]
-    count = [named(assumed_align=4)] if launch.queue else []
     made = _call(
-        hopper.run_forward,
-        [*results, *([_like((1,), jnp.int32)] if launch.queue else [])],
+        _hopper().run_forward,
+        [shape for shape, _ in results + count],
         spec,
         operands,
         in_specs=[lib._QKV_SPEC] * 3 + _items_specs(found),
-        out_specs=specs + count,
+        out_specs=[layout for _, layout in results + count],
         # The number of taken items is counted up where it stands.
         input_output_aliases={_place(operands, "zero"): len(results)} if launch.queue else {},
         name="maxattn_forward",
@@ -110,18 +107,13 @@ def forward(
         return _seen(Result(*made[:2]), given.lengths)
     # XLA (jax 0.11.2) would write one result of a call into another of it.
     *whole, out, lse = jax.lax.optimization_barrier(list(made[: len(results)]))
-    first = p.q_len - min(p.q_len, _cut_queries(p, launch))
+    first = (-(-p.q_len // tile) - rows) * tile
     left = p.q_len - first
     lse = _without_empty_splits(lse[:, :, :left], given.lengths, splits, launch.tile.keys)
     parts = zip(*(x.reshape(splits, p.batch, *x.shape[1:]) for x in (out, lse)), strict=True)
     out, lse = merge_by_lse([(x[:, :left, :, : p.head_dim], y) for x, y in parts])
     last = Result(out.astype(q.dtype), lse)
     return _seen(_joined(whole, last, (1, 2), first), given.lengths)
-
-
-def _cut_queries(p: Problem, launch: Launch) -> int:
-    rows, tail = -(-p.q_len // launch.tile.queries), launch.cut.tail
-    return p.q_len if tail == ALL else p.q_len - (rows - tail) * launch.tile.queries
 
 
 def _seen(result: Result, lengths: Array | None) -> Result:
@@ -226,7 +218,8 @@ def backward(
     numbers = import_module("cutejax").ArraySpec(assumed_align=4)
     sums_specs = [lib._F32_SPEC if x.dtype == jnp.float32 else numbers for x in sums]
     lengths_spec = [numbers] * (given.lengths is not None)
-    first, place = int(launch.writes_first), _place(operands, "sums")
+    of_grads = [lib._F32_SPEC if shared else lib._QKV_SPEC] * len(grads)
+    first, place = len(flags), _place(operands, "sums")
     dq, *made = _call(
         hopper.run_backward,
         [dq, *(_like(x.shape, x.dtype) for x in flags), *grads],
@@ -235,9 +228,7 @@ def backward(
         in_specs=[lib._QKV_SPEC] * 4
         + [lib._F32_SPEC] * 2
         + [*_items_specs(found), *lengths_spec, *sums_specs],
-        out_specs=[lib._F32_SPEC]
-        + [numbers] * first
-        + [lib._F32_SPEC if shared else lib._QKV_SPEC] * len(grads),
+        out_specs=[lib._F32_SPEC] + [numbers] * first + of_grads,
         input_output_aliases={place + n: first + n for n in range(len(sums))},
         name="maxattn_backward",
     )
@@ -248,7 +239,8 @@ def backward(
     if splits == 1:
         return Grads(dq, *made)
     *whole, dk, dv = jax.lax.optimization_barrier(list(made))
-    summed = [_sum_splits(x, p.batch) for x in (dk, dv)]
+    apart = (x.reshape(-1, p.batch, *x.shape[1:]).astype(jnp.float32) for x in (dk, dv))
+    summed = [x.sum(0).astype(k.dtype) for x in apart]
     return Grads(dq, *_joined(whole, summed, (1, 1), start))
 
 
@@ -308,12 +300,6 @@ def after(spec: Any, which: str, sums: Array, like: Array, scale: float) -> Arra
 def _plain(spec: Spec) -> Spec:
     """Return what the launches around a backward are compiled for."""
     return Spec(spec.dtype, spec.head_dim, 1, spec.scale, spec.tile, KernelKind(Uniform()))
-
-
-def _sum_splits(x: Array, batch: int) -> Array:
-    """Sum over splits, which stand before the batch, in float32."""
-    each = x.reshape(-1, batch, *x.shape[1:])
-    return each.astype(jnp.float32).sum(0).astype(x.dtype)
 
 
 class Fa4DqAccumulator(DqAccumulator):

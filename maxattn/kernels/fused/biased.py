@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxattn.kernels.base import Grads, Inputs, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Result, Rows, padded_heads, padded_rows
 from maxattn.kernels.fused import rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.softmax import NEG_INF, column, fold_like
@@ -56,7 +56,7 @@ class Biased:
     @staticmethod
     def of(inputs: Inputs, library: type[Fused]) -> Biased:
         """Write a bias out, with what the library does not hide by itself."""
-        head_dim, inputs = inputs.q.shape[3], rectangles.with_padded_heads(inputs)
+        head_dim, inputs = inputs.q.shape[3], padded_heads(inputs)
         (t, s), piece = (inputs.q.shape[1], inputs.k.shape[1]), _own_piece(inputs)
         piece = piece if library.hides_beside_bias or inputs.mask.is_full else None
         terms = sort_terms(inputs.mask)
@@ -80,7 +80,7 @@ class Biased:
 
     def rows(self, rows: Rows) -> Rows:
         """Return the rows that the library's backward is given."""
-        rows, length = rectangles.rows_for(rows, self.given.q), self.given.q.shape[1]
+        rows, length = padded_rows(rows, self.given.q), self.given.q.shape[1]
         dout = rectangles.cleared(rows.dout, rows.lse)
         out, dout = (pad_axis(x, 1, length) for x in (rows.out, dout))
         lse = pad_axis(rows.lse + self.kept, 2, length, NEG_INF)

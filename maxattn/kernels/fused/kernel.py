@@ -21,7 +21,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows, with_batch_folded
+from maxattn.kernels.base import (
+    Grads,
+    Inputs,
+    Kernel,
+    Result,
+    Rows,
+    padded_heads,
+    padded_rows,
+    with_batch_folded,
+)
 from maxattn.kernels.fused import biased, rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.kernels.softmax import NEG_INF, column
@@ -61,7 +70,7 @@ class Fused(Kernel):
         if inputs.bias is not None:
             return biased.forward(self, inputs)
         width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
-        inputs = rectangles.with_padded_heads(inputs)
+        inputs = padded_heads(inputs)
 
         def compute(pieces: Pieces, given: PieceInputs) -> Result:
             found = [(p, self.rectangle_forward(given.cut(p))) for p in pieces]
@@ -76,7 +85,7 @@ class Fused(Kernel):
         if inputs.bias is not None:
             return biased.backward(self, inputs, rows)
         width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
-        inputs = rectangles.with_padded_heads(inputs)
+        inputs = padded_heads(inputs)
 
         def compute(pieces: Pieces, given: PieceInputs, rows: Rows) -> Grads:
             found = [
@@ -85,7 +94,7 @@ class Fused(Kernel):
             return rectangles.summed(found, given.q, given.k)
 
         order = _order(terms, inputs)
-        operands = _real_keys_first(terms, inputs, order), rectangles.rows_for(rows, inputs.q)
+        operands = _real_keys_first(terms, inputs, order), padded_rows(rows, inputs.q)
         dq, dk, dv, _ = _over_pieces(terms, inputs, compute, *operands)
         if order is not None:
             dk, dv = (_taken(x, jnp.argsort(order, axis=1)) for x in (dk, dv))

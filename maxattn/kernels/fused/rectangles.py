@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxattn.kernels.base import Grads, Inputs, Result, Rows, widened
+from maxattn.kernels.base import Grads, Result, Rows
 from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column, merge_by_lse
 from maxattn.masks.band_pieces import Piece
 
@@ -73,22 +73,6 @@ class PieceInputs:
         end = end if p.right is None else jnp.minimum(end, row + p.right + 1)
         batch = 1 if lengths is None else lengths.shape[0]
         return jnp.broadcast_to(first < end, (batch, row.shape[1]))
-
-
-def with_padded_heads(inputs: Inputs) -> Inputs:
-    """Pad the head dim of q, k and v with zeros to a multiple of 8, as libraries take it."""
-    q, k, v = (_pad_heads(x) for x in (inputs.q, inputs.k, inputs.v))
-    return inputs.replace(q=q, k=k, v=v)
-
-
-def rows_for(rows: Rows, q: Array) -> Rows:
-    """Pad the head dim of the rows as that of q was, and cast them to its dtype."""
-    out, dout = (_pad_heads(x).astype(q.dtype) for x in (rows.out, rows.dout))
-    return Rows(out, rows.lse, dout, rows.dlse)
-
-
-def _pad_heads(x: Array) -> Array:
-    return widened(x, -(-x.shape[3] // 8) * 8)
 
 
 def cut_rows(rows: Rows, p: Piece) -> Rows:
