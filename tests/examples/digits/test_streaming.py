@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common.forcing import Forcing
-from digits import flow, streaming
+from digits import flow
 from digits.settings import Settings
 from digits.stream_demo import Demo
 from digits.training import train
@@ -20,12 +20,9 @@ from flax import nnx
 from .streamed import PROMPTS, clips, model, run, words
 from .streamed import streaming as described
 
-STREAMS = {
-    "window": {"frames_per_block": 2, "window": 2, "sink": 0},
-    "sink": {"frames_per_block": 2, "window": 3, "sink": 2},
-    "part_of_a_block": {"frames_per_block": 2, "window": 2, "sink": 1},
-    "frames": {"frames_per_block": 1, "window": 3, "sink": 1},
-}
+SINK = {"frames_per_block": 2, "window": 3, "sink": 2}
+# It rolls within a block, and has a sink; tests/streaming has other windows.
+PART_OF_A_BLOCK = {"frames_per_block": 2, "window": 2, "sink": 1}
 
 
 def times(settings: Settings) -> tuple[jax.Array, jax.Array]:
@@ -37,13 +34,8 @@ def times(settings: Settings) -> tuple[jax.Array, jax.Array]:
     return jnp.full((2, frames), 0.05), noisy
 
 
-# Each window is met in tests/streaming; this one rolls within a block, and has a sink.
-@pytest.mark.parametrize(
-    "name",
-    [x if x == "part_of_a_block" else pytest.param(x, marks=pytest.mark.slow) for x in STREAMS],
-)
-def test_blocks_with_a_cache_are_one_teacher_forced_forward(name: str):
-    settings = described(rollout=STREAMS[name])
+def test_blocks_with_a_cache_are_one_teacher_forced_forward():
+    settings = described(rollout=PART_OF_A_BLOCK)
     built, stream = model(settings), settings.stream
     assert stream is not None
     (clean, noisy), (t_clean, t) = clips(settings), times(settings)
@@ -108,15 +100,15 @@ def test_diffusion_forcing_lets_blocks_see_noisy_blocks():
     assert np.isfinite(float(flow.loss(built, examples)))
 
 
-def test_sinks_are_taught_from_whole_turns_away():
-    stream, shape = described(rollout=STREAMS["sink"]).stream, (64, 8, 12, 12, 1)
+def test_sinks_are_trained_at_distances_of_whole_turns():
+    stream, shape = described(rollout=SINK).stream, (64, 8, 12, 12, 1)
     numbers = np.asarray(flow.turned(jax.random.key(1), shape, 48, stream))
     np.testing.assert_array_equal(numbers[:, :2], [[0, 1]] * 64)
     further = numbers[:, 2:] - np.arange(2, 8)
     assert (further == further[:, :1]).all()
     assert set(further[:, 0].tolist()) == {0, 12, 24, 36, 48}
-    # Positions are what the model is told.
-    settings = described(rollout=STREAMS["sink"])
+    # The model reads the positions.
+    settings = described(rollout=SINK)
     built, (clean, noisy), (t_clean, t) = model(settings), clips(settings), times(settings)
     seen = Forcing(settings.stream, clean, t_clean)
     near = run(built, noisy, t, seen)
@@ -126,18 +118,6 @@ def test_sinks_are_taught_from_whole_turns_away():
     moved = np.abs(far - near).max((1, 2, 3, 4)) > 1e-3
     np.testing.assert_array_equal(moved, further[:2, 0] > 0)
     assert moved.any()
-
-
-# tests/examples/wan/test_rollout.py has rollouts without one.
-@pytest.mark.slow
-def test_without_a_clean_pass_the_first_block_is_the_same_and_later_ones_are_not():
-    settings = described(rollout={"context_noise": 50.0})
-    built = model(settings)
-    with_, without = (
-        streaming.stream(built, PROMPTS, 3, settings, clean_pass=ok) for ok in (True, False)
-    )
-    np.testing.assert_allclose(with_[:, :2], without[:, :2], atol=1e-3)
-    assert np.abs(with_[:, 2:] - without[:, 2:]).max() > 1e-2
 
 
 SHORT = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "checkpoint_every": 2, "log_every": 1}

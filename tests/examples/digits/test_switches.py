@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from digits import flow, stream_switch
 from digits.evaluate import Judge
 from digits.settings import DataSettings
@@ -93,8 +92,7 @@ def shown(late: int) -> Any:
     after, (scans, labels) = stream_switch.other_digits(BEFORE), load("train")
     data, videos = TORUS.replace(frames=18), []
     for old, new in zip(BEFORE, after, strict=True):
-        (a, direction), (b, same) = all_prompts()[old], all_prompts()[new]
-        assert direction == same and a != b
+        (a, direction), (b, _) = all_prompts()[old], all_prompts()[new]
         both = (rolled(scans[labels == n][0], direction, 2, 0, data) for n in (a, b))
         first, second = both
         videos.append(np.concatenate([first[: 6 + 3 * late], second[6 + 3 * late :]]))
@@ -116,9 +114,8 @@ def test_digits_that_follow_the_prompt_pass_and_others_do_not():
     assert [name for name, ok in bars.items() if not ok] == ["direction after it at least 95%"]
 
 
-@pytest.mark.parametrize("prompts", [list(all_prompts())])
-def test_other_digits_move_alike(prompts: list[str]):
-    pairs = zip(prompts, stream_switch.other_digits(prompts), strict=True)
-    for old, new in pairs:
+def test_other_digits_move_alike():
+    prompts = list(all_prompts())
+    for old, new in zip(prompts, stream_switch.other_digits(prompts), strict=True):
         (a, way), (b, same) = all_prompts()[old], all_prompts()[new]
         assert way == same and a != b

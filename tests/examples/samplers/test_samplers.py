@@ -30,12 +30,8 @@ KINDS = sorted({name.partition(".")[0] for name in CASES})
 TOLERANCE = {"euler_v": 5e-4, "euler_linspace": 2e-5}
 NAMES_OF = ("dev", "schnell")
 FLUX, FLOW = made.FLUX, "FlowMatchEulerDiscreteScheduler"
-WAN = {
-    "_class_name": "UniPCMultistepScheduler",
-    "_diffusers_version": "0.33.0",
-    **made.WAN,
-    "flow_shift": 3.0,
-}
+WAN = {"_class_name": "UniPCMultistepScheduler", "_diffusers_version": "0.33.0"}
+WAN |= made.WAN | {"flow_shift": 3.0}
 
 
 def folder_of(path: Path, **said: object) -> Path:
@@ -62,7 +58,7 @@ def compare(name: str, path: Path, noise: np.ndarray, theirs: dict[str, np.ndarr
     )
     tolerance = TOLERANCE.get(name.partition(".")[0], 5e-6)
 
-    plain = Schedule(*map(np.asarray, schedule))  # 1,000 steps: fewer to compile
+    plain = Schedule(*map(np.asarray, schedule))
     state, off = start(plain, jnp.asarray(noise)), []
     for i in range(CASES[name].steps):
         seen = plain.scale[i] * state.x
@@ -104,58 +100,50 @@ def test_every_step_is_diffusers_live(kind: str, tmp_path: Path) -> None:
         compare(f"{kind}.{steps}", tmp_path, noise.numpy(), theirs)
 
 
+# Keys of the real files that change nothing at these values.
+WAN_USUAL = {
+    "beta_end": 0.02, "beta_schedule": "linear", "beta_start": 0.0001, "disable_corrector": [],
+    "dynamic_thresholding_ratio": 0.995, "final_sigmas_type": "zero", "lower_order_final": True,
+    "num_train_timesteps": 1000, "predict_x0": True, "rescale_betas_zero_snr": False,
+    "sample_max_value": 1.0, "solver_order": 2, "solver_p": None, "solver_type": "bh2",
+    "steps_offset": 0, "thresholding": False, "timestep_spacing": "linspace",
+    "trained_betas": None, "use_beta_sigmas": False, "use_exponential_sigmas": False,
+    "use_karras_sigmas": False,
+}  # fmt: skip
+SDXL = {
+    "_class_name": "EulerDiscreteScheduler", "beta_end": 0.012, "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085, "clip_sample": False, "interpolation_type": "linear",
+    "num_train_timesteps": 1000, "prediction_type": "epsilon", "sample_max_value": 1.0,
+    "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
+    "timestep_spacing": "leading", "trained_betas": None, "use_karras_sigmas": False,
+}  # fmt: skip
+FLUX_DEV = {
+    "_class_name": FLOW, "_diffusers_version": "0.30.0.dev0", "base_image_seq_len": 256,
+    "base_shift": 0.5, "max_image_seq_len": 4096, "max_shift": 1.15, "num_train_timesteps": 1000,
+    "shift": 3.0, "use_dynamic_shifting": True,
+}  # fmt: skip
+
+
 def test_the_files_of_real_models_are_read(tmp_path: Path) -> None:
-    wan = WAN | {
-        "beta_end": 0.02,
-        "beta_schedule": "linear",
-        "beta_start": 0.0001,
-        "disable_corrector": [],
-        "dynamic_thresholding_ratio": 0.995,
-        "final_sigmas_type": "zero",
-        "lower_order_final": True,
-        "num_train_timesteps": 1000,
-        "predict_x0": True,
-        "rescale_betas_zero_snr": False,
-        "sample_max_value": 1.0,
-        "solver_order": 2,
-        "solver_p": None,
-        "solver_type": "bh2",
-        "steps_offset": 0,
-        "thresholding": False,
-        "timestep_spacing": "linspace",
-        "trained_betas": None,
-        "use_beta_sigmas": False,
-        "use_exponential_sigmas": False,
-        "use_karras_sigmas": False,
-    }
-    found = read(folder_of(tmp_path, **wan), "flow")
-    assert str(found).startswith(
-        "unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/"
-    )
+    found = str(read(folder_of(tmp_path, **WAN, **WAN_USUAL), "flow"))
+    wanted = "unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/"
+    assert found.startswith(wanted)
     assert read(tmp_path, "flow", flow_shift=5.0).options["flow_shift"] == 5.0
     euler = read(tmp_path, "flow", "flow_euler")
-    assert (euler.name, euler.options["shift"]) == ("flow_euler", 3.0), (
-        "the shift of another class' name"
-    )
-    sdxl = {
-        "_class_name": "EulerDiscreteScheduler",
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "interpolation_type": "linear",
-        "num_train_timesteps": 1000,
-        "prediction_type": "epsilon",
-        "sample_max_value": 1.0,
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "timestep_spacing": "leading",
-        "trained_betas": None,
-        "use_karras_sigmas": False,
-    }
-    assert read(folder_of(tmp_path, **sdxl), "discrete").name == "euler"
+    assert (euler.name, euler.options["shift"]) == ("flow_euler", 3.0), "another class's shift"
+    assert read(folder_of(tmp_path, **SDXL), "discrete").name == "euler"
     assert read(tmp_path, "discrete", "ddim").options["set_alpha_to_one"] is False
+
+
+def test_the_files_of_flux_are_read(tmp_path: Path) -> None:
+    found = read(folder_of(tmp_path, **FLUX_DEV), "even_flow").of_tokens(4096)
+    assert str(found).startswith("flow_euler, shift 3.16 by 4096 tokens (scheduler/")
+    assert read(None, "even_flow").options == found.options
+    asked = read(tmp_path, "even_flow", flow_shift=2.0)
+    np.testing.assert_allclose(asked.schedule(2).times, [1000, 2000 / 3], rtol=1e-6)
+    schnell = folder_of(tmp_path, **FLUX_DEV | {"shift": 1.0, "use_dynamic_shifting": False})
+    times = read(schnell, "even_flow").schedule(4).times
+    np.testing.assert_allclose(times, [1000, 750, 500, 250])
 
 
 def test_without_a_file_it_is_the_usual_one_and_says_so(tmp_path: Path) -> None:
@@ -198,28 +186,6 @@ def test_what_is_not_supported_is_said(
     with pytest.raises(ConfigError) as error:
         read(".", family, **how)
     check_golden(f"samplers/{case}", str(error.value))
-
-
-def test_the_files_of_flux_are_read(tmp_path: Path) -> None:
-    dev = {
-        "_class_name": "FlowMatchEulerDiscreteScheduler",
-        "_diffusers_version": "0.30.0.dev0",
-        "base_image_seq_len": 256,
-        "base_shift": 0.5,
-        "max_image_seq_len": 4096,
-        "max_shift": 1.15,
-        "num_train_timesteps": 1000,
-        "shift": 3.0,
-        "use_dynamic_shifting": True,
-    }
-    found = read(folder_of(tmp_path, **dev), "even_flow").of_tokens(4096)
-    assert str(found).startswith("flow_euler, shift 3.16 by 4096 tokens (scheduler/")
-    assert read(None, "even_flow").options == found.options
-    asked = read(tmp_path, "even_flow", flow_shift=2.0)
-    np.testing.assert_allclose(asked.schedule(2).times, [1000, 2000 / 3], rtol=1e-6)
-    schnell = folder_of(tmp_path, **dev | {"shift": 1.0, "use_dynamic_shifting": False})
-    times = read(schnell, "even_flow").schedule(4).times
-    np.testing.assert_allclose(times, [1000, 750, 500, 250])
 
 
 def test_without_a_file_each_flux_model_has_its_own_times() -> None:

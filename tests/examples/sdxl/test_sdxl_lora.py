@@ -1,10 +1,9 @@
-"""LoRA of SDXL as kohya's sd-scripts save it, convolutions too, held to sums in float64."""
+"""LoRA of SDXL as kohya's sd-scripts save it, convolutions too, compared with float64."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from sdxl.unet import UNet
 
 from maxattn import weights
 from maxattn.weights import layer_names
-from maxattn.weights.layer_names import names_of
-from maxattn.weights.names import entries
+from tests.examples.published_lora import SCALE, check, check_names, drawn, filled
 
 # SDXL's own numbers of blocks, each narrow.
 SIZES = Sizes(
@@ -62,7 +60,11 @@ LAYERS = {
     "label_emb_0_0": "add_embedding.linear_1",
     "out_2": "conv_out",
 }
-RANK = 2
+NAMES = {
+    "stability": {layer: f"lora_unet_{own}" for own, layer in LAYERS.items()},
+    "flat": {layer: f"lora_unet_{layer.replace('.', '_')}" for layer in LAYERS.values()},
+    "diffusers": {layer: f"unet.{layer}" for layer in LAYERS.values()},
+}
 
 
 @cache
@@ -70,66 +72,21 @@ def shapes() -> UNet:
     return nnx.eval_shape(lambda: UNet(SIZES, rngs=nnx.Rngs(0)))
 
 
-def unet() -> UNet:
-    model, rng = nnx.clone(shapes()), np.random.default_rng(0)
-    given = {e.name: rng.normal(size=e.shape).astype(np.float32) for e in entries(model)}
-    weights.load_diffusers(model, given)
-    return model
-
-
-def matrices(shape: tuple[int, ...], seed: int) -> list[np.ndarray]:
-    rng, (out, *inner) = np.random.default_rng(seed), shape
-    both = ((RANK, *inner), (out, RANK, *(1,) * (len(inner) - 1)))
-    return [rng.normal(size=shape).astype(np.float32) for shape in both]
-
-
-def of_names(before: Any, names: dict[str, str], parts: tuple[str, str]) -> tuple[Any, Any]:
-    """Return tensors under these names, and what the merged weights are in float64."""
-    given, want = {}, {}
-    for seed, (name, layer) in enumerate(names.items()):
-        kernel = before[f"{layer}.weight"]
-        down, up = matrices(kernel.shape, seed)
-        given |= {f"{name}.{parts[0]}.weight": down, f"{name}.{parts[1]}.weight": up}
-        given[f"{name}.alpha"] = np.float32(1.0)
-        wide, tall = (x.astype(np.float64).reshape(len(x), -1) for x in (down, up))
-        change = 0.7 / RANK * (tall @ wide).reshape(kernel.shape)
-        want[f"{layer}.weight"] = kernel.astype(np.float64) + change
-    return given, want
-
-
-def hold(model: UNet, before: Any, want: Any) -> None:
-    for name, array in weights.to_diffusers(model).items():
-        if name in want:
-            np.testing.assert_allclose(array, want[name], rtol=2e-6, atol=2e-6, err_msg=name)
-        else:
-            np.testing.assert_array_equal(array, before[name], err_msg=name)
-
-
-NAMES = {
-    "stability": {f"lora_unet_{own}": layer for own, layer in LAYERS.items()},
-    "flat": {f"lora_unet_{layer.replace('.', '_')}": layer for layer in LAYERS.values()},
-    "diffusers": {f"unet.{layer}": layer for layer in LAYERS.values()},
-}
-
-
 @pytest.mark.parametrize("style", NAMES)
 def test_published_names_are_merged(style: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = unet()
+    model = filled(nnx.clone(shapes()))
     before = weights.to_diffusers(model)
-    parts = ("lora_A", "lora_B") if style == "diffusers" else ("lora_down", "lora_up")
-    given, want = of_names(before, NAMES[style], parts)
+    down, up = ("lora_A", "lora_B") if style == "diffusers" else ("lora_down", "lora_up")
+    ends = (f"{down}.weight", f"{up}.weight", "alpha")
+    names = {layer: tuple(f"{x}.{end}" for end in ends) for layer, x in NAMES[style].items()}
+    given, want = drawn(before, names, 2, 1.0)  # type: ignore[arg-type]
     text = {"lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": np.float32(1)}
     with caplog.at_level(logging.WARNING, "maxattn"):
-        merged = weights.merge_lora(model, given | text, 0.7)
+        merged = weights.merge_lora(model, given | text, SCALE)
     assert sorted(merged) == sorted(LAYERS.values())
     assert "lora_te1_text_model" in caplog.text
-    hold(model, before, want)
+    check(model, before, want)
 
 
 def test_every_name_is_of_one_layer() -> None:
-    names = names_of(shapes())
-    own = {entry.removesuffix(".weight").removesuffix(".bias") for entry in names.entries}
-    theirs = layer_names.unet(own)
-    assert len(set(theirs.values())) == len(theirs) == len(own)
-    for layer, name in [*theirs.items(), *((layer, layer) for layer in own)]:
-        assert names.layers[name] == names.layers[name.replace(".", "_")] == layer
+    assert not check_names(shapes(), layer_names.unet)

@@ -1,4 +1,4 @@
-"""A small Wan that streams, its clips, and its blocks made one by one."""
+"""A small Wan that streams, and clips for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIDES, TOKENS = (2, 4), 2  # of a frame of latents; its tokens
 
 
 def small(mesh: Any = None, **how: Any) -> WanTransformer3D:
-    """Build the model, every parameter random: new modulations and norms say little."""
+    """Build the model with every parameter random: many new ones are 0 or 1."""
     model = WanTransformer3D(SIZES, None, mesh, rngs=nnx.Rngs(0), **how)
     nnx.update(model, moved(nnx.state(model, nnx.Param)))
     return model
@@ -58,24 +58,3 @@ def empty(stream: ma.Stream, frames: int, batch: int = 1, **how: Any) -> ma.KVCa
     sizes = {"layers": 2, "batch": batch, "kv_heads": 2, "dim_head": 12, "dtype": "float32"}
     slots = None if stream.window else frames
     return stream.cache(**{**sizes, "frames": slots, **how})
-
-
-def blocks(
-    model: WanTransformer3D, stream: ma.Stream, clean: Any, noisy: Any, made: ma.KVCache
-) -> Any:
-    """Return the velocity of each noisy block, after a clean pass over those before it."""
-    graph, parameters = nnx.split(model)
-    kv = model.encode(text(clean.shape[0]))
-
-    def run(parameters: Any, x: Any, t: Any, kv: Any, made: Any) -> Any:
-        return nnx.merge(graph, parameters)(x, t, kv=kv, cache=made)
-
-    step = jax.jit(run, donate_argnums=4)
-    out, t = [], times(clean.shape[1], clean.shape[0])
-    for start, stop in stream.blocks(clean.shape[1]):
-        own = slice(start, stop)
-        velocity, made = step(parameters, noisy[:, own], t[:, own], kv, made)
-        _, made = step(parameters, clean[:, own], 0 * t[:, own], kv, made)
-        made = made.advance()
-        out.append(velocity)
-    return jnp.concatenate(out, axis=1), step

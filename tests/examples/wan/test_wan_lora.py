@@ -1,8 +1,6 @@
-"""LoRA of Wan under the names of those who publish it, merged and held to sums in float64."""
+"""LoRA of Wan under the names of those who publish it, merged and compared with float64."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +10,7 @@ from wan.sizes import Sizes
 
 from maxattn import weights
 from maxattn.weights import layer_names
-from maxattn.weights.layer_names import names_of
-from maxattn.weights.names import entries
+from tests.examples.published_lora import SCALE, Names, check, check_names, drawn, filled
 from tests.fixtures import make_diffusers as made
 
 # Wan's names of layers and diffusers', as both write them; {i} is a block.
@@ -45,7 +42,7 @@ OUTSIDE = {
 LAYERS = OUTSIDE | {
     f"blocks.{i}.{own}": f"blocks.{i}.{theirs}" for i in range(2) for own, theirs in BLOCK.items()
 }
-# As lightx2v saves what is no product of two matrices: Wan's name and diffusers'.
+# Changes that lightx2v saves whole, not as two matrices: Wan's name and diffusers'.
 DIFFERENCES = {
     "blocks.1.self_attn.q.diff_b": "blocks.1.attn1.to_q.bias",
     "blocks.0.self_attn.norm_k.diff": "blocks.0.attn1.norm_k.weight",
@@ -58,60 +55,36 @@ DIFFERENCES = {
     "img_emb.proj.4.diff_b": "condition_embedder.image_embedder.norm2.bias",
     "head.head.diff_b": "proj_out.bias",
 }
-RANK = 3
 
 
 def model() -> WanTransformer3D:
-    """Build an image-to-video model of two layers, with numbers of its own."""
-    sizes, rng = Sizes(**(made.MODEL | made.IMAGE)), np.random.default_rng(0)
-    empty = nnx.eval_shape(lambda: WanTransformer3D(sizes, rngs=nnx.Rngs(0)))
-    given = {e.name: rng.normal(size=e.shape).astype(np.float32) for e in entries(empty)}
-    weights.load_diffusers(empty, given)
-    return empty
+    """Build an image-to-video model of two layers with random weights."""
+    sizes = Sizes(**(made.MODEL | made.IMAGE))
+    return filled(nnx.eval_shape(lambda: WanTransformer3D(sizes, rngs=nnx.Rngs(0))))
 
 
-def matrices(shape: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    rng, (out, *inner) = np.random.default_rng(seed), shape
-    down = rng.normal(size=(RANK, *inner)).astype(np.float32)
-    return down, rng.normal(size=(out, RANK, *(1,) * (len(inner) - 1))).astype(np.float32)
-
-
-def name_of(style: str, own: str, theirs: str) -> tuple[str, str, str, str]:
-    """Return the names of A, B and alpha of a layer, and what all begin with."""
+def names_in(style: str, own: str, theirs: str) -> tuple[Names, str]:
+    """Return the names of a layer, and the prefix of all."""
     flat = f"lora_unet_{own.replace('.', '_')}"
     down, up = ("lora_A", "lora_B") if style in ("comfy", "diffusers") else ("lora_down", "lora_up")
     named = {"musubi": (flat, "lora_unet_"), "diffusers": (f"transformer.{theirs}", "transformer.")}
-    layer, begin = named.get(style, (f"diffusion_model.{own}", "diffusion_model."))
-    return f"{layer}.{down}.weight", f"{layer}.{up}.weight", f"{layer}.alpha", begin
+    layer, prefix = named.get(style, (f"diffusion_model.{own}", "diffusion_model."))
+    return (f"{layer}.{down}.weight", f"{layer}.{up}.weight", f"{layer}.alpha"), prefix
 
 
-@pytest.mark.parametrize(
-    ("style", "alpha"),
-    [("comfy", None), ("comfy", 1.5), ("lightx2v", 6.0), ("musubi", 1.0), ("diffusers", None)],
-)
-def test_published_names_are_merged(style: str, alpha: float | None) -> None:
-    video, given = model(), {}
-    before, want = weights.to_diffusers(video), {}
-    for seed, (own, theirs) in enumerate(LAYERS.items()):
-        kernel = before[f"{theirs}.weight"]
-        a, b, its_alpha, begin = name_of(style, own, theirs)
-        given[a], given[b] = matrices(kernel.shape, seed)
-        if alpha is not None:
-            given[its_alpha] = np.float32(alpha)
-        down, up = (given[x].astype(np.float64).reshape(len(given[x]), -1) for x in (a, b))
-        change = 0.7 * (alpha or RANK) / RANK * (up @ down)
-        want[f"{theirs}.weight"] = kernel.astype(np.float64) + change.reshape(kernel.shape)
-    assert weights.lora_prefix(video, given) == begin
-    assert sorted(weights.merge_lora(video, given, 0.7)) == sorted(LAYERS.values())
-    hold(weights.to_diffusers(video), before, want)
+STYLES = {"comfy": None, "comfy with alpha": 1.5, "lightx2v": 6.0, "musubi": 1.0, "diffusers": None}
 
 
-def hold(got: Any, before: Any, want: Any) -> None:
-    for name, array in got.items():
-        if name in want:
-            np.testing.assert_allclose(array, want[name], rtol=2e-6, atol=2e-6, err_msg=name)
-        else:
-            np.testing.assert_array_equal(array, before[name], err_msg=name)
+@pytest.mark.parametrize("style", STYLES)
+def test_published_names_are_merged(style: str) -> None:
+    video, alpha = model(), STYLES[style]
+    before = weights.to_diffusers(video)
+    named = {theirs: names_in(style.split()[0], own, theirs) for own, theirs in LAYERS.items()}
+    names = {layer: x for layer, (x, _) in named.items()}
+    given, want = drawn(before, names, 3, alpha)
+    assert {weights.lora_prefix(video, given)} == {prefix for _, prefix in named.values()}
+    assert sorted(weights.merge_lora(video, given, SCALE)) == sorted(LAYERS.values())
+    check(video, before, want)
 
 
 def test_differences_of_lightx2v_are_added() -> None:
@@ -122,14 +95,8 @@ def test_differences_of_lightx2v_are_added() -> None:
         change = 0.5 * given[f"diffusion_model.{own}"].astype(np.float64)
         want[theirs] = before[theirs].astype(np.float64) + change
     weights.merge_lora(video, given, 0.5)
-    hold(weights.to_diffusers(video), before, want)
+    check(video, before, want)
 
 
 def test_every_name_is_of_one_layer() -> None:
-    names = names_of(model())
-    own = {entry.removesuffix(".weight").removesuffix(".bias") for entry in names.entries}
-    theirs = layer_names.wan(own)
-    assert len(set(theirs.values())) == len(theirs)
-    for layer, name in [*theirs.items(), *((layer, layer) for layer in own)]:
-        assert names.layers[name] == names.layers[name.replace(".", "_")] == layer
-    assert own - theirs.keys() == {"patch_embedding"}
+    assert check_names(model(), layer_names.wan) == {"patch_embedding"}

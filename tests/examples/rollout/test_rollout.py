@@ -80,15 +80,11 @@ def noisy_context(sigma: float) -> Denoising:
     return replace(HOW, denoising_steps=(1000,), sampler="flow_euler", context_noise=sigma)
 
 
-def only_fast(*kept: str) -> list[Any]:
-    """List the streams; those that are not named wait for `make test-all`."""
-    slow = pytest.mark.slow
-    return [name if name in kept else pytest.param(name, marks=slow) for name in SINKS]
-
-
-@pytest.mark.parametrize("name", only_fast("alone"))
 # Other tests here sample by flow_euler too: guidance, and a switch in a rolled window.
-@pytest.mark.parametrize("sampler", but(["few_step", "flow_euler"], ["few_step"]))
+SAMPLED = [("alone", "few_step"), ("frames", "flow_euler")]
+
+
+@pytest.mark.parametrize(("name", "sampler"), but(SAMPLED, SAMPLED[:1]))
 def test_a_video_is_what_forwards_without_a_cache_make(name: str, sampler: str) -> None:
     run, kv = usual(name, replace(HOW, sampler=sampler)), told()
     got, _ = made(run, run.begin(kv), 5)
@@ -129,17 +125,16 @@ def test_no_program_copies_the_cache(stage: str) -> None:
     assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
 
 
-@pytest.mark.parametrize("steps", but([(1000, 500), (1000,)], [(1000, 500)]))
 def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
-    steps: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The steps before it write nothing; the cache is as if each had."""
-    how = replace(HOW, denoising_steps=steps, clean_pass=False)
+    how = replace(HOW, clean_pass=False)
     run, writing = rollout(how=how), rollout(how=how)
     asked, unwritten = [], ma.KVCache.unwritten
     monkeypatch.setattr(ma.KVCache, "unwritten", lambda c: asked.append(c) or unwritten(c))
     x, reel = made(run, run.begin(told()), 1)
-    assert len(asked) == len(steps) - 1, "one loop of all steps but the last"
+    assert len(asked) == 1, "one loop of all steps but the last"
     monkeypatch.setattr(ma.KVCache, "unwritten", lambda cache: cache)
     all_written, other = made(writing, writing.begin(told()), 1)
     assert reel.cache is not None and other.cache is not None
@@ -149,27 +144,12 @@ def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
     assert reel.cache.stage == other.cache.stage and bool(reel.cache.k.any())
 
 
-# tests/streaming/test_meshes.py has rows of different fill.
-@pytest.mark.slow
-def test_rows_are_videos_of_their_own() -> None:
-    run = usual()
-    kv = plain().encode(jnp.concatenate([text(seed=1), text(seed=2)]))
-    both, _ = made(run, run.begin(kv, batch=2), 4)
-    alone, _ = made(run, run.begin(told(1)), 4)
-    close(both[:1], alone)
-    assert float(jnp.abs(both[0] - both[1]).max()) > 0.1
-
-
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "noise"), [("alone", 0.1), pytest.param("sink", 0.0, marks=pytest.mark.slow)]
-)
-def test_a_prefix_is_the_same_in_one_pass_or_in_many(name: str, noise: float) -> None:
-    stream = SINKS[name]
-    count = stream.first_block + 3
-    run, (clean, _) = usual(name, noisy_context(noise)), clips(count)
+def test_a_prefix_is_the_same_in_one_pass_or_in_many() -> None:
+    count = SINKS["alone"].first_block + 3
+    run, (clean, _) = usual("alone", noisy_context(0.1)), clips(count)
     many, _ = made(run, run.prefix(run.begin(told()), clean), 3)
     one, _ = made(run, run.prefix(run.begin(told()), clean, at_once=True), 3)
     close(one, many)
@@ -187,24 +167,15 @@ def test_what_a_rollout_made_is_a_prefix_that_it_goes_on_from() -> None:
 # ---- a change of prompt --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocks", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_switch_before_the_window_rolls_is_a_prefix_under_the_new_prompt(blocks: int) -> None:
+def test_a_switch_before_the_window_rolls_is_a_prefix_under_the_new_prompt() -> None:
     run = usual()
-    first, reel = made(run, run.begin(told(0)), blocks)
+    first, reel = made(run, run.begin(told(0)), 2)
     got, _ = made(run, run.switch(reel, told(1)), 3)
     want, _ = made(run, run.prefix(run.begin(told(1)), first), 3)
     close(got, want)
 
 
-def test_a_switch_to_the_same_prompt_in_an_unrolled_window_changes_nothing() -> None:
-    run = usual()
-    whole, _ = made(run, run.begin(told()), 5)
-    _, reel = made(run, run.begin(told()), 3)
-    rest, _ = made(run, run.switch(reel, told()), 2)
-    close(rest, whole[:, 9:])
-
-
-@pytest.mark.parametrize("name", only_fast("alone"))
+@pytest.mark.parametrize("name", but(["alone", "sink"], ["alone"]))
 def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(name: str) -> None:
     """The block after it is that of one forward over the kept frames, noised as they were before,
     and the block.
@@ -256,7 +227,7 @@ def test_guidance_is_a_batch_of_two_with_one_cache() -> None:
 # ---- no cache from block to block ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", only_fast("alone"))
+@pytest.mark.parametrize("name", but(["alone", "no_sink"], ["alone"]))
 def test_a_context_that_is_run_anew_is_a_masked_forward(name: str) -> None:
     stream = SINKS[name]
     run = rollout(stream, replace(HOW, denoising_steps=(1000,)), re_prefill=True)
@@ -284,6 +255,3 @@ def test_a_context_of_whole_blocks_keeps_the_sink_and_the_latest_frames() -> Non
     """Of the frames 0 and 5 to 9, that the window shows, four are a first frame and a block."""
     run = rollout(SINKS["alone"], re_prefill=True)
     assert tuple(run._choose(10)) == (0, 7, 8, 9)
-
-
-# ---- devices -------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from flux.sizes import Sizes as FluxSizes
 
 import maxattn as ma
 from maxattn import sharding
-
-from .wan.streamed import small
+from tests.examples.wan.streamed import small
 
 FLUX = FluxSizes(2, 12, 2, 1, 16, 8, 8, True, (4, 4, 4))
 

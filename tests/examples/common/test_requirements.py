@@ -14,7 +14,7 @@ from common.requirements import OF_EXTRA, missing
 from tests.golden_text import check_golden
 from tests.waiting import but
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IMPORTED_AS = {
     "orbax-checkpoint": "orbax",
     "scikit-learn": "sklearn",
