@@ -1,0 +1,297 @@
+"""Wan, SDXL and Flux.1 at small sizes with diffusers' weights: diffusers' numbers on one device and
+on meshes; real sizes; refused inputs and folders.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flux.model import FluxTransformer2D
+from flux.sizes import SIZES as FLUX_SIZES
+from flux.sizes import Sizes as FluxSizes
+from samplers import sample, start, step, unipc
+from sdxl.sizes import Sizes as UNetSizes
+from sdxl.unet import UNet
+from wan.model import WanTransformer3D
+from wan.sizes import SIZES as WAN_SIZES
+from wan.sizes import Sizes as WanSizes
+
+import maxattn as ma
+from maxattn import weights
+from maxattn.errors import InputError, WeightsError
+from maxattn.modules import KV
+from tests.examples.parity import channels_last, channels_second, compare, fixture, part
+from tests.fixtures import make_diffusers as made
+from tests.golden_text import check_golden
+from tests.waiting import but
+from tests.weights.test_diffusers import live
+
+PLAIN = ma.AttentionConfig()
+Given = dict[str, jax.Array]
+
+
+def call_wan(model: Any, x: jax.Array, given: Given, times: Any = made.TIMES) -> jax.Array:
+    return model(x, jnp.asarray(times), given["text"], given.get("image"))
+
+
+def call_unet(model: Any, x: jax.Array, given: Given) -> jax.Array:
+    picture = jnp.asarray(made.PICTURE)
+    return model(x, jnp.asarray(made.TIMES), given["text"], given["pooled"], picture)
+
+
+def call_flux(model: Any, x: jax.Array, given: Given) -> jax.Array:
+    guidance = jnp.asarray(made.FLUX_GUIDANCE) if model.sizes.guidance_embeds else None
+    return model(x, jnp.asarray(made.TIMES), given["text"], given["pooled"], guidance)
+
+
+class Case(NamedTuple):
+    """A model's class and sizes, how it is called, and its remat policy."""
+
+    model: Callable[..., nnx.Module]
+    sizes: Any
+    call: Callable[..., jax.Array]
+    policy: str = "NONE"
+
+
+I2V = WanSizes(**(made.MODEL | made.IMAGE))
+call_frames = partial(call_wan, times=made.FRAME_TIMES)
+CASES = {
+    "wan_t2v": Case(WanTransformer3D, WanSizes(**made.MODEL), call_wan),
+    "wan_i2v_model": Case(WanTransformer3D, I2V, call_wan, "SAVE_ATTENTION"),
+    "wan_ti2v": Case(WanTransformer3D, WanSizes(**made.MODEL), call_frames),
+    "sdxl_unet": Case(UNet, UNetSizes(**made.UNET), call_unet),
+    "flux_dev": Case(FluxTransformer2D, FluxSizes(**made.FLUX), call_flux, "SAVE_ATTENTION"),
+    "flux_schnell": Case(FluxTransformer2D, FluxSizes(**made.SCHNELL), call_flux),
+}
+
+
+@cache
+def shapes(case: str, config: ma.AttentionConfig = PLAIN, mesh: Any = None) -> Any:
+    """Return a model without arrays; tests fill a clone of it."""
+    of = CASES[case]
+    return nnx.eval_shape(lambda: of.model(of.sizes, config, mesh, rngs=nnx.Rngs(0)))
+
+
+def loaded(case: str, config: ma.AttentionConfig = PLAIN, mesh: Any = None) -> Any:
+    model, tensors = nnx.clone(shapes(case, config, mesh)), part(fixture(case), "weights.")
+    if case.startswith("wan"):  # written by diffusers for models without an image, too
+        tensors["blocks.0.attn2.norm_added_q.weight"] = np.zeros(24, np.float32)
+    weights.load_diffusers(model, tensors, mesh=mesh)
+    return model
+
+
+# ---- diffusers' numbers --------------------------------------------------------------------------
+
+
+# The others have an input less; tests/examples/sample has whole runs of them.
+@pytest.mark.parametrize("case", but(CASES, ["wan_i2v_model", "sdxl_unet", "flux_dev"]))
+def test_a_whole_model_is_diffusers(case: str) -> None:
+    config = PLAIN.replace(remat_policy=CASES[case].policy)
+    compare(loaded(case, config), fixture(case), CASES[case].call)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_model_is_diffusers_live(case: str) -> None:
+    theirs = live(case)
+    model = nnx.clone(shapes(case))
+    weights.load_diffusers(model, part(theirs, "weights."))
+    compare(model, theirs, CASES[case].call)
+
+
+CONTEXT = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 2, "attention": "ring"}
+ON_MESHES = {
+    "wan_t2v": {"ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
+    "wan_ti2v": {"ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
+    "sdxl_unet": {"ici_context_parallelism": 4},
+    "flux_dev": {"ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
+}
+
+
+# test_scan_layers.py has a model on eight devices, examples/sample whole runs.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_MESHES)
+def test_on_a_mesh_it_is_the_same(case: str) -> None:
+    config = PLAIN.replace(**CONTEXT, **ON_MESHES[case])
+    model = loaded(case, config, config.make_mesh())
+    if case.startswith("wan"):
+        kernel = model.blocks.attn1.to_q.kernel[...]
+        shard = kernel.sharding.shard_shape(kernel.shape)
+        assert shard == (2, 12, 12), "layers whole; [in, out] over fsdp and tensor"
+    compare(model, fixture(case), CASES[case].call)
+
+
+@pytest.mark.parametrize(
+    "case", ["wan_i2v_model", pytest.param("sdxl_unet", marks=pytest.mark.slow)]
+)
+def test_text_is_encoded_once_for_all_steps(case: str) -> None:
+    theirs, model = fixture(case), loaded(case)
+    given = {name: jnp.asarray(x) for name, x in part(theirs, "in.").items()}
+    x, t = channels_last(theirs["in.x"]), jnp.asarray(made.TIMES)
+    if case == "sdxl_unet":
+        kv = nnx.jit(UNet.encode)(model, given["text"])
+        # Down: one of one layer and one of two; the middle; up: two of each.
+        counted = [x.k.shape[:3] for x in kv if isinstance(x, KV)]
+        assert counted == [(n, 2, 5) for n in (1, 2, 2, 2, 2, 1, 1)]
+        told = (None, given["pooled"], jnp.asarray(made.PICTURE), kv)
+        out = nnx.jit(lambda m, x, told: m(x, t, *told))(model, x, told)
+    else:
+        kv = nnx.jit(lambda m: m.encode(given["text"], given["image"]))(model)
+        assert kv.k.shape == (2, 2, 512, 2, 12) and kv.image_k.shape == (2, 2, 5, 2, 12)
+        out = nnx.jit(lambda m, x, kv: m(x, t, kv=kv))(model, x, kv)
+    scale = np.abs(theirs["out"]).max()
+    np.testing.assert_allclose(channels_second(out), theirs["out"], atol=2e-5 * scale)
+
+
+# Whole runs of tests/examples/sample sample so.
+@pytest.mark.slow
+def test_a_sampler_closes_over_the_model() -> None:
+    """The steps of `sample`, in `lax.scan`, are those taken one by one through `nnx.jit`."""
+    model, given = loaded("wan_t2v"), part(fixture("wan_t2v"), "in.")
+    kv, noise = model.encode(jnp.asarray(given["text"])), channels_last(given["x"])
+    call = nnx.jit(lambda model, x, t: model(x, jnp.full((2,), t), kv=kv))
+    schedule = unipc.schedule(steps=3, shift=3.0)
+    state = start(schedule, noise)
+    for i in range(3):
+        state = step(schedule, i, state, lambda x, t: call(model, x, t))
+    drawn = sample(lambda x, t: model(x, jnp.full((2,), t), kv=kv), noise, schedule)
+    np.testing.assert_allclose(drawn, state.x, atol=1e-5 * float(jnp.abs(state.x).max()))
+
+
+@pytest.mark.parametrize("case", ["flux_dev", "flux_schnell"])
+def test_weights_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+    weights.save_diffusers(loaded(case), tmp_path)
+    again, theirs = weights.SafeTensors(tmp_path), part(fixture(case), "weights.")
+    assert set(again) == set(theirs)
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(again[name][()], array, err_msg=name)
+
+
+BILLIONS = {
+    "wan-2.1-t2v-1.3b": 1.42,
+    "wan-2.1-t2v-14b": 14.29,
+    "wan-2.1-i2v-14b": 16.4,
+    "wan-2.2-ti2v-5b": 5.0,
+    "flux.1-dev": 11.90,
+    "flux.1-schnell": 11.89,
+    "sdxl": 2.567463684,
+}
+
+
+@pytest.mark.parametrize("name", but(BILLIONS, lambda name: name != "sdxl"))
+def test_real_sizes(name: str) -> None:
+    if name == "sdxl":
+        model: Any = nnx.eval_shape(lambda: UNet(rngs=nnx.Rngs(0)))
+    elif name in WAN_SIZES:
+        model = nnx.eval_shape(lambda: WanTransformer3D(WAN_SIZES[name], rngs=nnx.Rngs(0)))
+    else:
+        model = nnx.eval_shape(lambda: FluxTransformer2D(FLUX_SIZES[name], rngs=nnx.Rngs(0)))
+    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.004 if "wan" in name else 0.001)
+
+
+# ---- refused inputs ------------------------------------------------------------------------------
+
+
+def test_inputs_that_do_not_fit_are_refused_by_wan() -> None:
+    x, t, text = jnp.ones((1, 1, 4, 4, 4)), jnp.ones(1), jnp.ones((1, 3, 8))
+    for arguments, word in (
+        ((jnp.ones((1, 4, 1, 4, 4)), t, text), "patch"),
+        ((jnp.ones((1, 1, 4, 4, 5)), t, text), "channels"),
+        ((x, t, text, jnp.ones((1, 5, 10))), "text-to-video"),
+        ((x, t), "exactly one of text and kv"),
+        ((x, jnp.ones((1, 4)), text), "each of 1 frames of tokens"),
+    ):
+        with pytest.raises(InputError, match=word):
+            nnx.eval_shape(lambda m, a=arguments: m(*a), shapes("wan_t2v"))
+
+
+def test_inputs_that_do_not_fit_are_refused_by_sdxl() -> None:
+    good = {"latents": jnp.ones((2, 8, 8, 4)), "pooled": jnp.ones((2, 5))}
+    good |= {"picture": jnp.ones((2, 6)), "text": jnp.ones((2, 5, 6))}
+    for wrong, words in (
+        ({"latents": jnp.ones((2, 8, 6, 4))}, "latents"),
+        ({"pooled": jnp.ones((2, 4))}, "pooled"),
+        ({"picture": jnp.ones((1, 6))}, "picture"),
+        ({"text": None}, "exactly one of text and kv"),
+        ({"text": None, "kv": ()}, "0 of them"),
+    ):
+        with pytest.raises(InputError, match=words):
+            shapes("sdxl_unet")(t=jnp.ones(2), **(good | wrong))
+
+
+def test_inputs_that_do_not_fit_are_refused_by_flux() -> None:
+    x, t, text, pooled = jnp.ones((1, 4, 4, 4)), jnp.ones(1), jnp.ones((1, 3, 6)), jnp.ones((1, 5))
+    for case, arguments, word in (
+        ("schnell", (jnp.ones((1, 4, 5, 4)), t, text, pooled), "multiples of 2"),
+        ("schnell", (jnp.ones((1, 4, 4, 16)), t, text, pooled), r"\[B, H, W, 4\]"),
+        ("schnell", (x, t, jnp.ones((1, 3, 5)), pooled), "text"),
+        ("schnell", (x, t, text, text), "pooled"),
+        ("schnell", (x, t, text, pooled, t), "guidance_embeds=False"),
+        ("dev", (x, t, text, pooled), "guidance_embeds=True"),
+    ):
+        with pytest.raises(InputError, match=word):
+            nnx.eval_shape(lambda m, a=arguments: m(*a), shapes(f"flux_{case}"))
+
+
+# ---- folders and weights -------------------------------------------------------------------------
+
+
+def test_a_missing_and_an_unknown_tensor_are_refused() -> None:
+    model, theirs = nnx.clone(shapes("flux_schnell")), part(fixture("flux_schnell"), "weights.")
+    with pytest.raises(WeightsError, match="guidance_embedder"):
+        weights.load_diffusers(model, part(fixture("flux_dev"), "weights."))
+    del theirs["single_transformer_blocks.2.proj_out.bias"]
+    with pytest.raises(WeightsError, match=r"single_transformer_blocks\.2\.proj_out\.bias"):
+        weights.load_diffusers(model, theirs)
+
+
+FOLDERS: dict[str, dict[str, Any]] = {
+    "flux_of_another_class": {"_class_name": "ChromaTransformer2DModel"},
+    "flux_of_another_family": {"_class_name": "WanTransformer3DModel", "num_layers": 30},
+    "flux_fills_in": {"in_channels": 384, "out_channels": 64},
+    "flux_patches": {"patch_size": 2},
+    "flux_setting_unknown": {"num_layer": 19},
+    "flux_axes": {"axes_dims_rope": [16, 56, 48]},
+}
+
+
+def write(path: Path, **values: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folders_of_other_models_are_refused(case: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError) as error:
+        FluxSizes.of_folder(write(tmp_path, **FOLDERS[case]))
+    check_golden(f"generate/{case}", str(error.value))
+
+
+def test_sizes_of_a_folder(tmp_path: Path) -> None:
+    for kind in (WanSizes, UNetSizes):
+        with pytest.raises(WeightsError, match=r"config\.json"):
+            kind.of_folder(tmp_path)
+    with pytest.raises(WeightsError, match="WanTransformer3DModel"):
+        WanSizes.of_folder(write(tmp_path, _class_name="UNet2DConditionModel"))
+    with pytest.raises(WeightsError, match="text_time"):
+        UNetSizes.of_folder(write(tmp_path, addition_embed_type=None))
+    for sizes in (*FLUX_SIZES.values(), FluxSizes(**made.FLUX)):
+        assert FluxSizes.of_folder(write(tmp_path, **sizes.config())) == sizes
+    # Keys that are left out have diffusers' defaults.
+    flux = FluxSizes.of_folder(write(tmp_path, _class_name="FluxTransformer2DModel"))
+    assert flux == FLUX_SIZES["flux.1-schnell"]
+    wan = {"num_layers": 7, "patch_size": [1, 2, 2], "rope_max_seq_len": 1024}
+    wanted = replace(WAN_SIZES["wan-2.1-t2v-14b"], num_layers=7)
+    assert WanSizes.of_folder(write(tmp_path, **wan)) == wanted
+    unet = {key: value for key, value in UNetSizes().config().items() if key != "norm_eps"}
+    assert UNetSizes.of_folder(write(tmp_path, **unet, sample_size=128)) == UNetSizes()
