@@ -1,7 +1,6 @@
-"""The kernels: attention over what one device holds. `table.py` has one row a kernel.
+"""The kernels: attention over the arrays of one device. `table.py` has one row for each.
 
-Importing this package imports no kernel: `KERNELS["flash"]` and `maxattn.kernels.Flash` do, when
-they are first asked for.
+Importing this package imports no kernel: `KERNELS["flash"]` and `maxattn.kernels.Flash` do.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
 
     Args:
         name: of a kernel; "a/b" is the forward of a and the backward of b.
-        local: the call that one device computes.
+        local: the call of one device.
         target: the machine.
-        deterministic: refuse one whose backward does not repeat bit for bit, too.
+        deterministic: also refuse a backward that does not repeat bit for bit.
     """
     for part in name.split("/"):
         if (lacks := _missing(part, target)) is not None:
@@ -88,20 +87,16 @@ def _missing(kernel: str, target: Target) -> Reason | None:
 
 
 def _devices(row: KernelRow) -> str:
-    """Name what a kernel runs on, for example "a CPU, an NVIDIA GPU or a TPU"."""
+    """Write a kernel's devices, for example "a CPU, an NVIDIA GPU or a TPU"."""
     names = {"cpu": "a CPU", "gpu": f"an {' or '.join(row.gpus)} GPU", "tpu": "a TPU"}
     *others, last = [names[platform] for platform in row.platforms]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def computed_call(name: str, local: Call, platform: Platform) -> Call:
-    """Return the call that a kernel computes: blocks that see themselves alone as rows of the
-    batch, heads padded to one size, if it takes no other.
+    """Return the call that a kernel computes, after blocks became batch rows and heads one size.
 
-    Args:
-        name: of a kernel; of a pair "a/b" one that pads answers for both.
-        local: the call that one device computes.
-        platform: of that device.
+    Of a pair "a/b" both are given the same call.
     """
     if local.mask.is_full and not local.value_head_dim:
         return local
@@ -115,11 +110,9 @@ def computed_call(name: str, local: Call, platform: Platform) -> Call:
 
 
 def as_batch_rows(local: Call, pays: Callable[[int], bool] | None = None) -> Call:
-    """Return a local call with blocks that see themselves alone as rows of the batch.
+    """Return a local call with blocks that see only themselves as batch rows.
 
-    Args:
-        local: the call that one device computes.
-        pays: tells of so many tokens of a block whether rows of them pay; default they always do.
+    `pays` checks whether blocks of so many tokens are faster as batch rows; default always.
     """
     if local.mask.is_full:
         return local
@@ -129,13 +122,13 @@ def as_batch_rows(local: Call, pays: Callable[[int], bool] | None = None) -> Cal
 
 
 def scores_of(local: Call) -> int:
-    """Count the scores of all heads that dense attention computes, of blocks apart as rows."""
+    """Count the scores that dense attention computes in all heads, with blocks as batch rows."""
     rows = as_batch_rows(local)
     return rows.batch * rows.heads * rows.q_len * rows.kv_len
 
 
 def _of_computed(reason: Reason, local: Call, computed: Call) -> Reason:
-    """Add to a refusal what the kernel would compute, if that is another call."""
+    """Mention in a refusal the call that the kernel would compute, if it is another one."""
     from maxattn.kernels.composed import batch_rows, padded_heads
 
     if local.value_head_dim and not computed.value_head_dim:

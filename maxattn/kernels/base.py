@@ -1,7 +1,7 @@
-"""What a kernel is: attention over what one device holds, forward and backward. It knows no mesh.
+"""`Kernel`: attention over the arrays of one device, forward and backward. It knows no mesh.
 
-A kernel is a frozen dataclass, so that a plan can hold it, hash it and print it. Its fields are
-everything that was decided about it (scale, chunk sizes, flags); its methods compute with them.
+A kernel is a frozen dataclass, so that a plan can contain, hash and print it. Its fields are all
+that was decided about it (scale, chunk sizes, flags); its methods compute with them.
 """
 
 from __future__ import annotations
@@ -63,17 +63,16 @@ Pass = Literal["forward", "backward"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """What attention is computed from: the local arrays and where they stand.
+    """The local arrays and their positions.
 
     Args:
         q: queries; K divides N, and N / K neighbouring query heads share a key head.
-        k, v: keys and values; V is H but for kernels that say `takes_value_dim`, since heads are
-            padded to one size for the others (composed/padded_heads.py).
-        bias: is added to the scores; None for none.
+        k, v: keys and values; V equals H, except for kernels with `takes_value_dim`.
+        bias: added to the scores, or None.
         mask: a bound mask, of the positions that the offsets give.
-        q_offset, kv_offset: the positions of the first query and of the first key.
-        bias_level: is taken off each row of the bias, and is not part of the LSE (bias_level.py);
-            None where there is no bias.
+        q_offset, kv_offset: positions of the first query and key.
+        bias_level: subtracted from each query's bias, and not part of the LSE (bias_level.py); None
+            without a bias.
     """
 
     q: Float[Array, "B T N H"]
@@ -87,17 +86,15 @@ class Inputs:
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """The fields, in order."""
         offsets = self.q_offset, self.kv_offset
         return self.q, self.k, self.v, self.bias, self.mask, *offsets, self.bias_level
 
     def replace(self, **changes: Any) -> Self:
-        """Return the same inputs but for some fields."""
         return replace(self, **changes)
 
 
 class Result(NamedTuple):
-    """What a forward gives; `lse` is the natural logarithm, -inf where nothing is seen."""
+    """The result of a forward; `lse` is a natural logarithm, -inf if nothing is seen."""
 
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
@@ -109,7 +106,7 @@ class Rows:
     """What a backward needs of each query, over all its keys.
 
     Args:
-        out, lse: a forward's result; merged, where the keys were computed in several calls.
+        out, lse: a forward's result, merged if the keys were computed in several calls.
         dout, dlse: the gradients of both.
     """
 
@@ -120,12 +117,11 @@ class Rows:
 
     @property
     def operands(self) -> tuple[Array, Array, Array, Array]:
-        """The fields, in order."""
         return self.out, self.lse, self.dout, self.dlse
 
 
 class Grads(NamedTuple):
-    """The gradients; dk, dv and dbias are float32, and may be yet to be summed."""
+    """The gradients; dk, dv and dbias are float32, maybe before they are summed over calls."""
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]
@@ -146,13 +142,7 @@ def padded_rows(rows: Rows, q: Array) -> Rows:
 
 
 class Lines(NamedTuple):
-    """What `explain` prints of a kernel.
-
-    Args:
-        runs: what runs.
-        blocks: its tiles.
-        backward: those of its backward, where they differ; else "".
-    """
+    """What `explain` prints of a kernel: what runs, its tiles, those of its backward if others."""
 
     runs: str
     blocks: str
@@ -162,13 +152,13 @@ class Lines(NamedTuple):
 class Kernel:
     """Compute attention over local arrays; every kernel is a frozen dataclass.
 
-    A query with nothing to attend to gives output 0, LSE -inf and gradients 0. Statistics of the
+    A query with nothing to attend to has output 0, LSE -inf and gradients 0. Statistics of the
     softmax are float32.
     """
 
     name: ClassVar[str]
     is_pallas: ClassVar[bool] = False
-    """jax refuses a Pallas kernel inside of a `shard_map` that checks what varies over its axes."""
+    """jax refuses a Pallas kernel inside a `shard_map` that checks what varies over its axes."""
     differentiates_twice: ClassVar[bool] = False
     """Whether jax can differentiate the backward; else attention refuses second derivatives."""
     takes_value_dim: ClassVar[bool] = False
@@ -184,19 +174,17 @@ class Kernel:
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Return None when the call can be computed exactly on the target, else why not."""
+        """Return None if the kernel computes the call exactly on the target, else why not."""
         return None
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Return None when the backward gives the same bits every time, else why not."""
+        """Return None if the backward gives the same bits every time, else why not."""
         return None
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Return whether blocks of so many tokens, each of which sees itself alone, are computed as
-        rows of the batch (composed/batch_rows.py).
-        """
+        """Check whether blocks of so many tokens are computed as batch rows (batch_rows.py)."""
         return True
 
     @staticmethod
@@ -213,10 +201,7 @@ class Kernel:
         return self
 
     def without_dbias(self) -> Kernel:
-        """Return the kernel of a backward whose bias is not differentiated.
-
-        The gradient that it gives the bias is not read.
-        """
+        """Return the kernel of a backward whose gradient of the bias is not read."""
         return self
 
     def forward(self, inputs: Inputs) -> Result:
@@ -224,14 +209,14 @@ class Kernel:
         raise NotImplementedError
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return the share of the gradients that these inputs have, from given rows."""
+        """Return these inputs' share of the gradients, from given rows."""
         raise NotImplementedError
 
     # ---- what a plan says of it, and what `auto` asks --------------------------------------------
 
     @property
     def computes(self) -> Kernel:
-        """The kernel that computes, of one that only prepares its operands; else itself."""
+        """The inner kernel, if this one only prepares its operands; else itself."""
         return self
 
     def lines(self, call: Call) -> Lines:
@@ -239,20 +224,20 @@ class Kernel:
         raise NotImplementedError
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Return what else the user should know, of what `build` made of the same arguments."""
+        """Return further lines of a plan about the kernel that `build` made of these arguments."""
         return ()
 
     def notes_of(
         self, what: Pass, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Return the notes of a kernel that computes one pass, where another has the other."""
+        """Return the notes of one pass, if another kernel computes the other."""
         return self.notes(call, config, target)
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
-        """Estimate the forward and the backward of a local call; None where nobody knows.
+        """Estimate the forward and the backward of a local call; None if unknown.
 
-        Default: on a GPU, its products at the rate of `Machine.flops`, or its operands and results
-        through memory if that takes longer.
+        By default, on a GPU: its products at the rate of `Machine.flops`, or its operands and
+        results through memory if that takes longer.
         """
         machine = target.device.machine
         if target.platform != "gpu" or machine is None:
@@ -268,18 +253,13 @@ class Kernel:
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
-        """Return whether the accumulator of a built kernel could keep dQ in one float32 array."""
+        """Check whether the accumulator could sum dQ in one float32 array."""
         return False
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
-        """Begin a backward over several blocks of keys.
-
-        Args:
-            inputs: the queries and one block of keys, whose shape alone counts.
-            rows: of the queries, over all blocks.
-        """
+        """Begin a backward over several blocks of keys with the shape of those in `inputs`."""
         return SumOfParts(self.backward, inputs, rows)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Return how `explain` describes the accumulator's launches, "" if they are `backward`."""
+        """Return how `explain` describes the accumulator's launches; "" if by `backward`."""
         return ""

@@ -1,13 +1,13 @@
-"""What is taken off each row of an additive bias, so that its LSE stays within float32's reach.
+"""The level of an additive bias: what is subtracted from it, so that float32 keeps the scores.
 
-A row whose allowed keys all have a bias of -1e9, as an example that is all padding gets it, has an
-LSE of -1e9 + log(S). Of a score beside -1e9 float32 keeps nothing: the row would be uniform.
+If all allowed keys of a query have a bias of -1e9, as an example that is all padding has, its LSE
+is -1e9 + log(S). Beside -1e9 float32 keeps no digit of a score: the softmax would be uniform.
 
     softmax(s + b) = softmax(s + (b - level))        LSE(s + b) = LSE(s + (b - level)) + level
 
-The level is the largest bias of the keys that the row may see, so that the LSE without it is as
-near to 0 as the scores are. Kernels get it beside the bias, and take it off in float32: the bias
-stays as it is, in its dtype. GPU libraries get a bias without it (kernels/fused/biased.py).
+The level is the largest bias of the keys that the query may see, so that the LSE without it is as
+small as the scores are. Kernels get it beside the bias, and subtract it in float32: the bias stays
+in its dtype. GPU libraries get a bias after the subtraction (kernels/fused/biased.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from maxattn.masks import Mask
 LARGE = 2.0**7
 """Levels up to it are 0: there float32 keeps 2**-17 of a score."""
 PAIRS_AT_ONCE = 2**24
-"""Pairs of a query and a key that are compared in one step, should XLA not fuse them into a sum.
-
-As many as the bias has are compared in any case.
-"""
+"""Pairs of a query and a key in one step, if XLA does not fuse them; at least those of the bias."""
 
 Level = Float[Array, "#B #N #T 1"]
 
@@ -37,13 +34,13 @@ Level = Float[Array, "#B #N #T 1"]
 def bias_level(
     bias: Float[Array, "#B #N #T #S"], mask: Mask, q_len: int, q_offset: Any = 0
 ) -> Level:
-    """Return the largest finite bias of each row's allowed keys, 0 where it is not large; float32.
+    """Return the largest finite bias of each query's allowed keys in float32, 0 if it is not large.
 
     Args:
         bias: of `q_len` queries or 1, and of all keys or 1.
         mask: bound, of the same queries and keys.
-        q_len: queries of the result, where bias or mask tell them apart; else it has 1.
-        q_offset: the position of the first query; may be traced.
+        q_len: queries of the result, if bias or mask differ by query; else it has 1.
+        q_offset: position of the first query; may be traced.
     """
     if bias.shape[3] == 1:  # the same for all keys, whichever are allowed
         return _where_large(bias.astype(jnp.float32))
@@ -54,12 +51,9 @@ def bias_level(
 
 
 def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...]:
-    """Return the shape of the level of a bias, 1 along axes that neither bias nor mask tells apart.
+    """Return the shape of the level of a bias, 1 along axes on which bias and mask do not differ.
 
-    Args:
-        bias: its shape.
-        mask: bound; arrays in it may be forms.
-        q_len: queries.
+    `bias` is its shape; arrays of the bound mask may be forms.
     """
     if bias[3] == 1:
         return bias

@@ -31,7 +31,7 @@ class Cudnn(Fused):
     """Compute out = softmax(scale * q k^T + bias) v with cuDNN.
 
     Args:
-        bias_gradient: whether a backward computes that of the bias, for which cuDNN needs memory.
+        bias_gradient: whether a backward computes the bias's gradient, which takes cuDNN memory.
     """
 
     name: ClassVar[str] = "cudnn"
@@ -80,6 +80,6 @@ def _mask(inputs: PieceInputs) -> CudnnMask:
     p, lengths = inputs.piece, inputs.lengths
     assert not isinstance(lengths, Intervals), lengths
     assert p.is_full or p.right == 0, p
-    # The kernel is given a length of 1 for 0; the row's result is replaced by 0 and -inf.
+    # A length of 0 is passed as 1, and the result of that batch row is replaced by 0 and -inf.
     some = None if lengths is None else jnp.maximum(lengths, 1)
     return CudnnMask(some, not p.is_full, None if p.left is None else p.left + 1)

@@ -1,8 +1,8 @@
 """cuDNN's fused attention through TransformerEngine's own functions, without its Linen module.
 
 The module would fall back in silence, ask for a mesh resource, and read the environment. Here the
-resource is an empty one during a call, and a mask or a window without a fused kernel is refused by
-name. Lengths go in as a sequence descriptor; no mask array is made.
+resource is empty during a call, and a mask without a fused kernel is refused by name. Lengths are
+passed as a sequence descriptor; no mask array is made.
 
 Source: NVIDIA TransformerEngine, transformer_engine.jax.
 """
@@ -71,7 +71,7 @@ class CudnnFlashTe(Fused):
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         def run(inputs: PieceInputs, rows: Rows) -> Grads:
             with _no_mesh_resource():
-                # The state of dropout that the forward would hand on; nothing reads it without one.
+                # The forward's state of dropout, which nothing reads without dropout.
                 checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
                 state = jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
                 operands = (inputs.q, inputs.k, inputs.v), inputs.bias, None
@@ -85,23 +85,23 @@ class CudnnFlashTe(Fused):
 
 
 def _te(module: str) -> Any:
-    # TransformerEngine is an extra: it need not be there when this file is read.
+    # an extra, which need not be installed when this file is imported
     return import_module(f"transformer_engine.jax.{module}")
 
 
 def _no_mesh_resource() -> Any:
-    """Show TransformerEngine one device: every call here is about one shard."""
+    """Hide the mesh from TransformerEngine: every call here is for one shard."""
     sharding = _te("sharding")
     return sharding.global_shard_guard(sharding.MeshResource())
 
 
 def _lengths(inputs: PieceInputs) -> Any:
-    """Return the real queries and keys of each batch row, as TransformerEngine takes them."""
+    """Return the real queries and keys of each batch row as a sequence descriptor."""
     lengths, batch = inputs.lengths, inputs.q.shape[0]
     assert not isinstance(lengths, Intervals)
     queries = jnp.full(batch, inputs.q.shape[1], jnp.int32)
     every = jnp.full(batch, inputs.k.shape[1], jnp.int32)
-    # The kernel is given a length of 1 for 0; the row's result is replaced by 0 and -inf.
+    # A length of 0 is passed as 1, and the result of that batch row is replaced by 0 and -inf.
     keys = every if lengths is None else jnp.maximum(lengths, 1)
     return _te("attention").SequenceDescriptor.from_seqlens((queries, keys))
 

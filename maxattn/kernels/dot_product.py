@@ -1,7 +1,7 @@
 """Dense attention: one matmul, one softmax, one matmul; the fastest for short sequences.
 
 It makes the [B, N, T, S] scores, so its memory grows with T * S. The backward recomputes them from
-the saved LSE, so that nothing of that size is kept between forward and backward.
+the saved LSE: nothing of that size is kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ class DotProduct(Kernel):
 
     Args:
         scale: multiplies the scores in float32.
-        float32_qk_product: cast q and k to float32 before their product. The products of bfloat16
-            and float16 operands are exact in float32 either way; this only changes which matmul
-            unit computes them.
-        split_head_dim: keep batch and heads as two axes, or fold them into one. Layout only, equal
-            results.
+        float32_qk_product: cast q and k to float32 before their product. Products of bfloat16 and
+            float16 are exact in float32 anyway; another matmul unit computes them.
+        split_head_dim: keep batch and heads as two axes, or fold them into one, with equal results.
     """
 
     name: ClassVar[str] = "dot_product"
@@ -48,8 +46,8 @@ class DotProduct(Kernel):
         q, v = inputs.q, inputs.v
         qs, ks, vs = self._split(inputs)
         s = self._scores(qs, ks, inputs)
-        # The result does not depend on m. Its own derivative compares s with m, and has NaN where
-        # XLA computes s twice and rounds it otherwise the second time.
+        # The result does not depend on m, whose derivative compares s with m: it would be NaN if
+        # XLA computed s twice with different rounding.
         m = jnp.max(jax.lax.stop_gradient(s), axis=-1)
         p = softmax.stable_exp(s, m)
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
@@ -74,7 +72,7 @@ class DotProduct(Kernel):
         return Grads(dq, self._merge_keys(dk, k), self._merge_keys(dv, k), dbias)
 
     def microseconds(self, call: Call, target: Target) -> None:
-        """Estimate nothing: XLA's own kernels are far from both rates."""
+        """Return no estimate: XLA's kernels are far from both rates."""
 
     def lines(self, call: Call) -> Lines:
         return Lines("dot_product (XLA dense)", "none: the whole T x S at once")

@@ -1,8 +1,7 @@
 """`flash`: JAX's splash attention on a TPU and a CPU, FlashAttention-4 or cuDNN on a GPU.
 
 Splash attention (Pallas) keeps its tiles in VMEM, skips empty tiles, and takes O(T) memory both
-ways. On an NVIDIA GPU FlashAttention-4 runs where fa4-jax is installed, and cuDNN through jax where
-it is not.
+ways. On an NVIDIA GPU FlashAttention-4 runs if fa4-jax is installed, else cuDNN through jax.
 
 Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al., FlashAttention-2 (arXiv
 2307.08691).
@@ -122,11 +121,7 @@ class BiasedFa4(Fused):
 
 @dataclass(frozen=True)
 class CudnnForFlash(Cudnn):
-    """Run cuDNN under the name of flash where FlashAttention-4 cannot be called, and say why.
-
-    Args:
-        why: fa4-jax is not called, and what would be gained by it.
-    """
+    """Run cuDNN under the name of flash: `why` is the reason that fa4-jax is not called."""
 
     why: str = ""
 
@@ -135,7 +130,7 @@ class CudnnForFlash(Cudnn):
 
 
 def has_fa4(target: Target) -> bool:
-    """Return whether fa4-jax is there, and has kernels for this GPU."""
+    """Check whether fa4-jax is installed and has kernels for this GPU."""
     return target.version("fa4-jax") is not None and has_kernels(target.device)
 
 

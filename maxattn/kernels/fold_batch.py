@@ -1,7 +1,7 @@
-"""`vmap` over a call of a library: the axis that is mapped over becomes part of the batch.
+"""`vmap` over a call of a library: the mapped axis becomes part of the batch.
 
-The libraries' own rules refuse some calls: fa4-jax lengths, cuDNN and TransformerEngine operands of
-which some are mapped and others are not.
+The libraries' own rules refuse some calls: fa4-jax refuses lengths, cuDNN and TransformerEngine
+refuse operands of which only some are mapped.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxtyping import Array
 
 
 def with_batch_folded(run: Callable[..., Any], *operands: Any, shared: Any = None) -> Any:
-    """Return `run(*operands)`; under `vmap`, of one batch that holds the mapped axis too.
+    """Return `run(*operands)`; under `vmap`, in one call whose batch has the mapped axis too.
 
-    What is not mapped is repeated along the mapped axis. Nothing is added where nothing is mapped.
+    Operands that are not mapped are repeated along the mapped axis.
 
     Args:
         run: from arrays to arrays; it closes over no arrays.
         operands: arrays, or trees of them; the first axis of every array, in and out, is the batch.
-        shared: the last argument of `run`, where there is one: arrays without a batch. Where these
-            are mapped themselves, the calls follow each other.
+        shared: the last argument of `run`, or None: arrays without a batch. If these are mapped,
+            calls run one after the other.
     """
 
     @jax.custom_batching.custom_vmap

@@ -1,8 +1,8 @@
 """The backward over several blocks of keys, every pair allowed: dQ is summed block by block.
 
 A block is one array of K and V. A kernel may keep dQ in one float32 array between blocks, which
-saves each block's passes over the queries. For any other kernel the dQ of each block is kept as the
-kernel wrote it, and all of them are summed in float32.
+saves passes over the queries. Otherwise each block's dQ stays as the kernel wrote it, and all are
+summed in float32.
 """
 
 from __future__ import annotations
@@ -18,29 +18,20 @@ if TYPE_CHECKING:
     from maxattn.kernels.base import Grads, Inputs, Rows
 
 TWO_TILES = 256  # keys
-MOST_PARTS = 4  # that are kept before they become one in float32
+MOST_PARTS = 4  # parts of dQ before they are summed to one in float32
 
 Packed = Float[Array, "R2 B S K H"]
 """K and V of a block of keys, or their gradients, as one array; zeros fill the narrower."""
 
 
 class KeyRange(NamedTuple):
-    """Name a range of the keys of a block, as a slice does.
-
-    Args:
-        start: the first key.
-        stop: the key after the last; None for the end of the block.
-    """
+    """Keys [start, stop) of a block; a stop of None is the end of the block."""
 
     start: int = 0
     stop: int | None = None
 
     def bounds(self, length: Any) -> tuple[int, Any]:
-        """Return the first key and the one after the last, in a block of `length` keys.
-
-        Args:
-            length: an int, or a number that a kernel computes with.
-        """
+        """Return the range in a block of `length` keys, which may be a number inside a kernel."""
         return self.start, length if self.stop is None else self.stop
 
 
@@ -48,39 +39,34 @@ WHOLE = KeyRange()
 
 
 def middle_key(length: int) -> int:
-    """Return the key at which a block of `length` keys is halved, on a tile where it has two.
-
-    0: a block of one key stays whole.
-    """
+    """Return the key that halves a block, on a whole tile if it has two; 0 for a single key."""
     if length < TWO_TILES:
         return length // 2
     return -(-length // TWO_TILES) * (TWO_TILES // 2)
 
 
 def pack(k: Array, v: Array) -> Packed:
-    """Make one array of K and V."""
     widest = max(k.shape[3], v.shape[3])
     k, v = widened(k, widest), widened(v, widest)
-    # Chosen element by element: XLA writes a stack at half of a GPU's bandwidth (0.20 ms for 168 MB
-    # on an H200).
+    # Elementwise: XLA writes a stack at half of a GPU's bandwidth (0.20 ms for 168 MB, H200).
     return jnp.where(jnp.arange(2).reshape(2, 1, 1, 1, 1) == 0, k, v)
 
 
 def widened(x: Array, head_dim: int) -> Array:
-    """Fill the heads of K or V with zeros, up to so many channels."""
+    """Pad the heads of K or V with zeros."""
     more = head_dim - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) if more else x
 
 
 def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
-    """Return a block with some of its keys, from `start` on, replaced."""
+    """Replace some keys of a block, from `start` on."""
     return jax.lax.dynamic_update_slice_in_dim(packed, part, start, axis=2)
 
 
 def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0) -> Array:
-    """Return a range of K (0) or of V (1), of so many channels; 0 for all.
+    """Return a range of K (0) or V (1), of some channels; 0 for all.
 
-    One slice does both: for most kernels XLA need not copy it where the batch is 1.
+    It is a single slice, which XLA need not copy for most kernels if the batch is 1.
     """
     _, b, length, k, h = packed.shape
     start, end = key_range.bounds(length)
@@ -89,22 +75,16 @@ def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0
 
 
 class DqAccumulator:
-    """The sum of dQ over the blocks so far.
-
-    Attributes:
-        state: a tree of arrays, which a caller may replace by equal ones.
-    """
+    """The sum of dQ over the blocks so far."""
 
     state: Any
+    """A tree of arrays, which a caller may replace by equal ones."""
 
     def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add what a range of a block's keys gives to dQ, and return (dk, dv) of the block.
+        """Add the dQ of a range of a block's keys, and return (dk, dv) of the block.
 
-        Args:
-            keys: the block, [2,B,S,K,H].
-            key_range: the range.
-            grads: what earlier ranges of the block gave. Without it, the gradients of keys outside
-                of the range are not set.
+        `grads` is the result for earlier ranges of the block. Without it, the gradients of keys
+        outside the range are not set.
         """
         raise NotImplementedError
 
@@ -114,13 +94,7 @@ class DqAccumulator:
 
 
 class SumOfParts(DqAccumulator):
-    """Sum the dQ that a kernel's own backward gives for each block.
-
-    Args:
-        backward: the kernel's.
-        inputs: the local queries; its keys are replaced by those of each block.
-        rows: of the queries.
-    """
+    """Sum the dQ of a kernel's own backward; the keys of `inputs` become those of each block."""
 
     def __init__(
         self, backward: Callable[[Inputs, Rows], Grads], inputs: Inputs, rows: Rows
@@ -129,7 +103,6 @@ class SumOfParts(DqAccumulator):
         self.state: Any = []
 
     def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a range of a block's keys, and return (dk, dv) of the block."""
         dims = self._inputs.k.shape[3], self._inputs.v.shape[3]
         k, v = (slice_one(keys, which, key_range, dim) for which, dim in enumerate(dims))
         dq, dk, dv, _ = self._backward(self._inputs.replace(k=k, v=v), self._rows)
@@ -141,18 +114,17 @@ class SumOfParts(DqAccumulator):
         return write_keys(found, grads, start)
 
     def dq(self) -> Array:
-        """Return dQ over all blocks so far, in q's dtype."""
         q = self._inputs.q
         return total(self.state, q).astype(q.dtype)
 
 
 def added(parts: list[Array], part: Array) -> list[Array]:
-    """Return a list with one part more; many parts become one in float32."""
+    """Return a list with one more part; many parts become one in float32."""
     return [total(parts, part), part] if len(parts) >= MOST_PARTS else [*parts, part]
 
 
 def total(parts: list[Array], like: Array) -> Array:
-    """Return the sum of parts in float32, computed in one pass; zeros like `like` for none."""
+    """Return the sum of parts in float32, in one pass; zeros like `like` if there are none."""
     if not parts:
         return jnp.zeros(like.shape, jnp.float32)
     first, *rest = (x.astype(jnp.float32) for x in parts)

@@ -1,19 +1,16 @@
 """Blockwise attention in plain JAX: the online softmax over chunks, O(T) memory both ways.
 
-For each chunk of queries, over the chunks of keys that its mask lets it see (FlashAttention's inner
-loop):
+For each chunk of queries, over the chunks of keys that its mask lets it see:
 
     m_new = max(m, rowmax(S))
     l_new = exp(m - m_new) * l + rowsum(exp(S - m_new))
     O_new = exp(m - m_new) * O + exp(S - m_new) V            # divided by l once, at the end
     lse   = m + log(l)
 
-The backward keeps nothing of size T x S either: it recomputes P = exp(S - lse) chunk by chunk from
-the saved LSE.
+The backward recomputes P = exp(S - lse) chunk by chunk from the saved LSE.
 
 Source: Rabe and Staats (arXiv 2112.05682); Dao et al., FlashAttention and FlashAttention-2 (arXiv
-2205.14135, 2307.08691). B_r and B_c of those papers are `query_chunk_size` and `key_chunk_size`
-here.
+2205.14135, 2307.08691), whose B_r and B_c are `query_chunk_size` and `key_chunk_size`.
 """
 
 from __future__ import annotations
@@ -52,11 +49,9 @@ class MemoryEfficient(Kernel):
 
     Args:
         scale: multiplies the scores in float32.
-        query_chunk: queries a chunk (B_r).
-        key_chunk: keys a chunk (B_c).
+        query_chunk, key_chunk: queries and keys of a chunk (B_r and B_c).
         float32_qk_product: cast q and k to float32 before their product.
-        by_row: compute batch row by batch row where arrays of the mask leave each other chunks
-            empty.
+        by_row: compute each batch row alone if arrays of the mask leave its own chunks empty.
     """
 
     name: ClassVar[str] = "memory_efficient"
@@ -71,7 +66,7 @@ class MemoryEfficient(Kernel):
     def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
         config = tuned_config(config, "memory_efficient", call, target)
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
-        # One row of a batch leaves most of a GPU idle; there, rows share what any of them visits.
+        # One batch row leaves most of a GPU idle: there rows share the chunks that any visits.
         by_row = target.platform != "gpu" and differs_by_row(call.mask)
         return MemoryEfficient(call.scale, *chunks, config.float32_qk_product, by_row)
 
@@ -83,7 +78,7 @@ class MemoryEfficient(Kernel):
         return call.mask.bounds_tiles and call.kv_len > self.key_chunk
 
     def microseconds(self, call: Call, target: Target) -> None:
-        """Estimate nothing: XLA's own kernels are far from both rates."""
+        """Return no estimate: XLA's kernels are far from both rates."""
 
     def lines(self, call: Call) -> Lines:
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
@@ -157,14 +152,13 @@ class MemoryEfficient(Kernel):
 
 
 def _rows(tiles: ChunkedInputs) -> tuple[Any, ...]:
-    """Gather what one step of the loop over query chunks takes: number, queries, visits."""
+    """Return the operands of the loop over query chunks: number, queries, visits."""
     return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
 
 
 def _nothing_seen(q_i: Array, v: Array) -> tuple[Array, Array, Array]:
     """Start the online softmax: m = -inf, l = 0, O = 0."""
-    # Made *like* q_i, here and below: inside a `shard_map` they vary over the mesh axes that q_i
-    # varies over.
+    # Made like q_i, here and below, so that in a `shard_map` they vary over the same mesh axes.
     row = jnp.zeros_like(q_i[..., 0], jnp.float32)
     acc = jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1]))
     return jnp.full_like(row, softmax.NEG_INF), row, acc
@@ -173,7 +167,6 @@ def _nothing_seen(q_i: Array, v: Array) -> tuple[Array, Array, Array]:
 def _forward_step(
     s: Array, v_j: Array, m: Array, l: Array, acc: Array
 ) -> tuple[Array, Array, Array]:
-    """Fold one tile of scores into (m, l, O)."""
     m_new = jnp.maximum(m, jnp.max(s, axis=-1))
     decay = jnp.exp(m - jnp.where(m_new == softmax.NEG_INF, 0.0, m_new))
     p = softmax.stable_exp(s, m_new)
@@ -187,7 +180,7 @@ def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
     kv_heads = tiles.k.shape[2]
     stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
     split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
-    # The rows that fill the last chunk compute scores too: under a BIG_LSE their exp(s - lse) is 0.
+    # Queries that fill the last chunk have scores too: with a BIG_LSE their exp(s - lse) is 0.
     fills = (softmax.BIG_LSE, 0.0, 0.0)
     found = zip(softmax.row_gradient(*split, *stats), fills, strict=True)
     return tuple(cut(x, 3, tiles.q.shape[4], fill) for x, fill in found)
@@ -210,7 +203,7 @@ def _backward_step(
     dv: Array,
     dbias: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Add one tile's share to (dq of this chunk, dk, dv, dbias)."""
+    """Add a tile's share to (dq of this chunk, dk, dv, dbias)."""
     dq, dk_j, dv_j, ds = softmax.tile_gradient(q_i, tiles.k[j], tiles.v[j], s, *given, tiles.scale)
     if dbias is not None:
         dbias = tiles.add_bias_tile(dbias, ds, i, j)

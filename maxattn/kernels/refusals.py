@@ -1,4 +1,4 @@
-"""What every kernel of a GPU library refuses: operands, and masks that are no band with lengths."""
+"""Refusals of all kernels of GPU libraries: operands, and masks other than a band with lengths."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ USE_AUTO = "set attention: auto"
 
 
 def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reason | None:
-    """Refuse float32, long heads, and scales below 0.
+    """Refuse float32, head dims above a limit, and scales below 0.
 
-    Args:
-        who: the kernel.
-        call: of one device.
-        head_limit: the largest head dim.
-        where: the devices that have this limit, if others have a larger one.
+    `where` names the devices with this limit, if others have a larger one.
     """
     if call.dtype == "float32":
         rule = "it takes bfloat16 and float16, and the operands are float32"
@@ -32,12 +28,9 @@ def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reaso
 
 
 def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
-    """Refuse masks that are not a band with lengths or flags of keys.
+    """Refuse masks other than a band with lengths or flags of keys.
 
-    Args:
-        who: the kernel.
-        terms: from `sort_terms`.
-        rows: whether it takes any interval of keys for each query, too.
+    With `rows` the kernel takes any interval of keys for each query.
     """
     if terms.rest:
         kind = " and ".join(terms.rest[0].names())

@@ -1,4 +1,4 @@
-"""The arithmetic of the kernels in plain JAX: scores, softmax, and the gradient of both.
+"""The arithmetic of kernels in plain JAX: scores, softmax, and the gradients of both.
 
     S = scale * q k^T + bias        P = exp(S - lse)        out = P v
     dP = dout v^T                   D = sum(dout * out) - dlse
@@ -25,8 +25,8 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 NEG_INF = float("-inf")
-# Stands for the LSE of a query with nothing to attend to, where a gradient is computed: exp(s -
-# BIG_LSE) is 0, and s - BIG_LSE does not overflow float32.
+# In a gradient, the LSE of a query with nothing to attend to: exp(s - BIG_LSE) is 0, and s -
+# BIG_LSE does not overflow float32.
 BIG_LSE = 1e30
 
 Queries = Float[Array, "B K G T H"]
@@ -41,27 +41,22 @@ def split_queries(x: Float[Array, "B T N H"], kv_heads: int) -> Queries:
 
 
 def merge_queries(x: Queries) -> Float[Array, "B T N H"]:
-    """Undo `split_queries`."""
     return rearrange(x, "B K G T H -> B T (K G) H")
 
 
 def split_keys(x: Float[Array, "B S K H"]) -> Keys:
-    """Put the heads before the sequence."""
     return rearrange(x, "B S K H -> B K S H")
 
 
 def merge_keys(x: Keys) -> Float[Array, "B S K H"]:
-    """Undo `split_keys`."""
     return rearrange(x, "B K S H -> B S K H")
 
 
 def split_stats(x: Float[Array, "B N T"], kv_heads: int) -> Stats:
-    """Split the heads of an LSE as [K, G]."""
     return rearrange(x, "B (K G) T -> B K G T", K=kv_heads)
 
 
 def merge_stats(x: Stats) -> Float[Array, "B N T"]:
-    """Undo `split_stats`."""
     return rearrange(x, "B K G T -> B (K G) T")
 
 
@@ -90,8 +85,8 @@ def scores(
 
     Args:
         bias: [B|1, K|1, G|1, T|1, S|1] or None.
-        level: of the rows of the bias, [B|1, K|1, G|1, T|1, 1], or None for 0.
-        allowed: as the bias, boolean, True where attended, or None for everywhere.
+        level: of the bias, [B|1, K|1, G|1, T|1, 1], or None for 0.
+        allowed: bool in the shape of a bias, True for pairs that attend; None: all do.
     """
     # [B, K, G, T, H], [B, K, S, H] -> [B, K, G, T, S]
     s = matmul("bkgth,bksh->bkgts", q, k) * scale
@@ -102,7 +97,7 @@ def scores(
 
 
 def stable_exp(s: Scores, m: Stats) -> Scores:
-    """Compute exp(s - m), 0 in rows whose maximum m is -inf: nothing there to attend to."""
+    """Compute exp(s - m), 0 for queries with a maximum of -inf, which see nothing."""
     return jnp.exp(s - jnp.where(m == NEG_INF, 0.0, m)[..., None])
 
 
@@ -117,10 +112,7 @@ def finish(m: Stats, l: Stats, acc: Queries) -> tuple[Queries, Stats]:
 def row_gradient(
     out: Queries, dout: Queries, lse: Stats, dlse: Stats
 ) -> tuple[Stats, Stats, Queries]:
-    """Compute what a backward needs of each row: (finite lse, D, dout), all harmless in empty rows.
-
-    D = sum(dout * out) - dlse
-    """
+    """Return (finite lse, D = sum(dout * out) - dlse, dout), with dout 0 if nothing is seen."""
     empty = lse == NEG_INF
     dout = jnp.where(empty[..., None], 0.0, dout.astype(jnp.float32))
     delta = jnp.sum(dout * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, dlse)
@@ -144,11 +136,8 @@ def tile_gradient(
 
 def fold_like(x: Array, shape: tuple[int, ...]) -> Array:
     """Sum a gradient over the axes that its operand broadcast."""
-    axes = tuple(
-        i
-        for i, (have, want) in enumerate(zip(x.shape, shape, strict=True))
-        if want == 1 and have != 1
-    )
+    sizes = enumerate(zip(x.shape, shape, strict=True))
+    axes = tuple(i for i, (have, want) in sizes if want == 1 and have != 1)
     return jnp.sum(x, axis=axes, keepdims=True) if axes else x
 
 
@@ -162,20 +151,20 @@ def merge_by_lse(
 
         lse = log(sum_p exp(lse_p))        out = sum_p exp(lse_p - lse) out_p
 
-    A part whose query sees no key has LSE -inf, and any out. A query that sees no key in any part
-    gets 0 and -inf.
+    A part in which a query sees no key has LSE -inf and any out. A query that sees no key in any
+    part gets 0 and -inf.
     """
     outs, lses = [out.astype(jnp.float32) for out, _ in parts], [lse for _, lse in parts]
     if len(parts) == 1:
         return outs[0], lses[0]
     if len(parts) == 2:
-        # One share that is used once: XLA computes it in the kernel that writes out.
+        # A single share, used once: XLA computes it in the kernel that writes out.
         first, second = (
             jnp.where(column(lse == NEG_INF), 0.0, x) for x, lse in zip(outs, lses, strict=True)
         )
         share = jax.nn.sigmoid(jnp.where(lses[1] == NEG_INF, NEG_INF, lses[1] - lses[0]))
         return first + column(share) * (second - first), jnp.logaddexp(*lses)
-    # Part by part, so that XLA fuses it: it would take a sum over a stack for a reduction.
+    # Part by part, so that XLA fuses it: it does not fuse a sum over a stack.
     top = reduce(jnp.maximum, lses)
     safe = jnp.where(top == NEG_INF, 0.0, top)
     weights = [jnp.exp(lse - safe) for lse in lses]
@@ -186,5 +175,5 @@ def merge_by_lse(
 
 
 def column(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
-    """Turn a statistic of each row into a factor of its output."""
+    """Reshape a statistic of each query to a factor of its output."""
     return x.swapaxes(1, 2)[..., None]

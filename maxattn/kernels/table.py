@@ -1,4 +1,4 @@
-"""One row a kernel: what the config, the plan and the tools know of it before they import it.
+"""One row for each kernel: what the config, the plan and the tools know before they import it.
 
 A new kernel is one file and one row, which may be elsewhere:
 
@@ -6,8 +6,7 @@ A new kernel is one file and one row, which may be elsewhere:
 
     table.add(table.KernelRow("plain", "my_kernel:Plain"))  # `attention: plain` is then valid
 
-The rows are plain data: this module imports no kernel and no jax, so that the config can check
-names against it.
+This module imports no kernel and no jax, so that the config can check names against it.
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ class KernelRow:
     """A kernel: its name, where it runs, and what it needs.
 
     Args:
-        name: as `attention:` spells it.
-        where: "module:Class", imported when the class is first asked for.
-        platforms: where it runs.
-        gpus: the vendors of the GPUs that it runs on.
-        package: pip's name of the package that it calls; None where jax alone suffices.
+        name: as in `attention:`.
+        where: "module:Class", imported when it is first needed.
+        platforms, gpus: its platforms, and the vendors of its GPUs.
+        package: pip's name of the package that it calls; None if jax is enough.
         switch: an environment variable whose value "0" forbids it.
-        reads: the settings that change what it does and that not every kernel reads.
-        custom_calls: how the names of its custom calls in compiled programs begin.
-        is_spelled: whether `attention:` takes its name; if not, a setting of `reads` asks for it.
-        title: what messages call it; default its name.
+        reads: the settings that it reads and that not every kernel reads.
+        custom_calls: beginnings of the names of its custom calls in compiled programs.
+        is_spelled: whether `attention:` takes its name; if not, a setting of `reads` selects it.
+        title: its name in messages; default `name`.
     """
 
     name: str
@@ -143,7 +141,7 @@ class Table(dict[str, R]):
 
 
 class Classes(Mapping[str, Any]):
-    """Look up the class of each row of a table; it is imported when it is asked for."""
+    """The class of each row of a table, imported when it is looked up."""
 
     def __init__(self, table: Table[Any]) -> None:
         self._table = table
@@ -182,5 +180,5 @@ def switches() -> tuple[str, ...]:
 
 
 def custom_calls() -> tuple[str, ...]:
-    """Return the first letters of the names of all kernels' custom calls."""
+    """Return the beginnings of the names of all kernels' custom calls."""
     return tuple(dict.fromkeys(call for row in TABLE.values() for call in row.custom_calls))

@@ -20,7 +20,7 @@ from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.splash.tokamax import TokamaxSplash
 from maxattn.target import Target
 
-UNSAID = "?"  # what the command line makes of `--with tokamax`
+UNSAID = "?"  # the version of `--with tokamax` on the command line
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class TokamaxFlash(Splash):
     """Compute attention with tokamax's splash; its backward is the fused one.
 
     Args:
-        use_base2_exp: compute the softmax with exp2; the queries are then rounded once more, times
-            log2(e).
+        use_base2_exp: compute the softmax with exp2; queries times log2(e) are rounded once more.
         use_experimental_scheduler: ask the TPU's compiler for its experimental scheduler in the
             forward.
     """
@@ -68,15 +67,11 @@ class TokamaxFlash(Splash):
 
 
 def _with_remedy(reason: Reason | None, target: Target) -> Reason | None:
-    """Give a refusal of tokamax's version the remedy of the target.
-
-    A target that is named has the version that is written.
-    """
+    """Give a refusal of tokamax's version the remedy of the target."""
     if reason is None or reason.feature != "package":
         return reason
     if target.version("tokamax") == UNSAID:
         rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and no version is written"
         reason = replace(reason, rule=rule)
-    return (
-        reason if target.is_this_machine else replace(reason, remedy=target.remedy_for("tokamax"))
-    )
+    remedy = reason.remedy if target.is_this_machine else target.remedy_for("tokamax")
+    return replace(reason, remedy=remedy)

@@ -1,8 +1,8 @@
-"""`tpu_flash`: attention on TPUs whose softmax needs no running maximum where that is exact.
+"""`tpu_flash`: attention on TPUs without a running maximum, if scores are small enough.
 
-Scores are computed transposed, with keys along the sublanes. Blocks of queries whose scores are
-known to be small skip the running maximum of the online softmax (transposed/tile.py).
-The backward computes dQ, dK and dV in one pass, from the exact LSE.
+Scores are transposed, with keys along the sublanes. Blocks of queries whose scores are known to be
+small skip the running maximum of the online softmax, with exact results (transposed/tile.py). The
+backward computes dQ, dK and dV in one pass, from the exact LSE.
 
 Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1.
 """
@@ -32,7 +32,7 @@ from maxattn.tuned import tuned_config
 
 @dataclass(frozen=True)
 class TpuFlash(Splash):
-    """Compute attention with scores that are transposed, forward and backward.
+    """Compute attention with transposed scores.
 
     Args:
         v_is_turned: transpose V before the forward's kernel, not inside.

@@ -1,7 +1,7 @@
-"""Which kernel `auto` takes: what `maxattn tune` measured of a call, else by rules.
+"""Which kernel `auto` takes: by measurements of `maxattn tune`, else by rules.
 
-Rules of NVIDIA GPUs are in gpu.py, estimates of TPUs in tpu.py. A CPU, an AMD GPU, float32 on a GPU
-and what no fused kernel takes go by the number of scores.
+Rules for NVIDIA GPUs are in gpu.py, estimates for TPUs in tpu.py. On a CPU, on an AMD GPU, for
+float32 on a GPU, and for calls that no fused kernel takes, the number of scores decides.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from maxattn.target import Target
 
 DEFAULTS = AttentionConfig()
 UNMEASURED = "a rule, not measured on this machine"
-# Scores (B N T S of one device) up to which dense is as fast as chunks or faster, and where that
-# was measured. On a GPU dense is faster beyond this too, but its float32 scores would take more
-# than 4 GB.
+# The most scores (B N T S of one device) with which dense is as fast as chunks or faster, and where
+# that was measured. On a GPU the limit is memory: float32 scores of more would take over 4 GB.
 DENSE_SCORES: dict[str, tuple[float, str]] = {
     "cpu": (4e6, "measured on 2 CPU cores"),
     "gpu": (1e9, "measured on an H200"),
@@ -28,14 +27,14 @@ DENSE_SCORES: dict[str, tuple[float, str]] = {
 
 
 class KernelChoice(NamedTuple):
-    """Hold the kernel's name, why it is this one, what was refused, and whether a name fell back.
+    """The kernel that runs.
 
     Args:
-        name, because: what runs, and why.
-        refused: the kernels that come before it, or that the user named.
-        fell_back: whether another runs than was named.
-        warns: whether it is slow for a reason that the caller can lift.
-        notes: what else a plan says of the choice.
+        name, because: its name, and the reason.
+        refused: the kernels before it in order, or the one that the user named.
+        fell_back: whether the user named another one.
+        warns: whether it is slow for a reason that the caller can remove.
+        notes: further lines of the plan.
     """
 
     name: str
@@ -49,11 +48,11 @@ class KernelChoice(NamedTuple):
 def run_or_choose(
     name: str, because: str, local: Call, target: Target, config: AttentionConfig = DEFAULTS
 ) -> KernelChoice:
-    """Return the named kernel where it can compute a local call, else what `auto` takes.
+    """Return the named kernel if it can compute a local call, else the one that `auto` takes.
 
     Args:
         name: of a kernel, or "auto".
-        because: why it is named.
+        because: the reason of the name.
         local, target, config: as for `choose_kernel`.
     """
     reason = None if name == "auto" else refusal(name, local, target, config.deterministic)
@@ -69,7 +68,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     Args:
         local: the call that one device computes.
         target: the machine.
-        config: whether the backward must repeat bit for bit; and what measurements must be of.
+        config: its `deterministic` refuses kernels, and measurements are of its settings.
     """
     usual = order(_as_computed(local, config, target), target)
     tuned = tuned_order(local, target, config, usual) or TunedOrder(usual, (), ())
@@ -77,7 +76,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     for name, because in tuned.candidates:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            # The caller can lift a bias for which plain JAX runs.
+            # The caller can remove a bias for which plain JAX runs.
             lost_to_bias = local.bias is not None and _has_fused(local, target) and name in PLAIN
             warns = lost_to_bias and not config.deterministic
             said = (*refused, *tuned.failed)
@@ -93,15 +92,11 @@ def _as_computed(local: Call, config: AttentionConfig, target: Target) -> Call:
 
 
 def order(call: Call, target: Target) -> Candidates:
-    """Return the kernels to try in order, each with why: the reason is printed in the plan.
+    """Return the kernels to try in order, each with the reason that the plan prints.
 
     >>> v5p = Target.named("TPU v5p")
     >>> [name for name, _ in order(Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), v5p)]
     ['tpu_flash', 'flash', 'memory_efficient', 'dot_product']
-
-    Args:
-        call: the call that one device computes.
-        target: the machine.
     """
     if not _has_fused(call, target):
         return _plain(call, target, _no_fused(target) if target.device.vendor == "AMD" else "")
@@ -113,12 +108,12 @@ def order(call: Call, target: Target) -> Candidates:
 
 
 def _has_fused(call: Call, target: Target) -> bool:
-    """Tell whether a GPU has kernels of libraries for the dtype of a call."""
+    """Check whether a GPU has kernels of libraries for the dtype of a call."""
     return target.device.vendor == "NVIDIA" and call.dtype != "float32"
 
 
 def _no_fused(target: Target) -> str:
-    """Say why plain JAX runs on an AMD GPU, and what its own jax has that is not called."""
+    """Return why plain JAX runs on an AMD GPU, and the attention of its jax that is not called."""
     why = "plain JAX, since the fused kernels here are for NVIDIA GPUs"
     has_aiter = target.version(AITER) is not None
     own = "; this jax has AITER's attention (jax._src.aiter), which maxattn does not call"

@@ -1,8 +1,8 @@
 """Which kernels `auto` tries on an NVIDIA GPU: rules with a reason each.
 
-Those of Hopper are from 1,520 calls, forward and backward, on H100s and H200s (docs/results.md).
-With `flash` always they take 1.0082 of the time of the fastest kernels, with two rules beside it
-1.0010. What `maxattn tune` measured on a machine comes before all rules.
+Those of Hopper are from 1,520 calls, forward and backward, on H100s and H200s (docs/results.md):
+`flash` alone takes 1.0082 of the time of the fastest kernels, with two further rules 1.0010.
+Measurements of `maxattn tune` on the machine come before all rules.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ BIAS = (
 
 
 def candidates(call: Call, target: Target) -> Candidates:
-    """Return what to try, in order. "a/b" is the forward of a and the backward of b.
+    """Return the kernels to try, in order; "a/b" is the forward of a and the backward of b.
 
-    Those that refuse a call are left out, but for the first, so that a plan says why it does not
-    run.
+    Those that refuse the call are left out, but the first: a plan prints why it does not run.
     """
     names = _on_hopper(call) if target.device.is_a("hopper") else _elsewhere(call, target)
     if call.bias is not None:
@@ -66,9 +65,7 @@ def candidates(call: Call, target: Target) -> Candidates:
 
 
 def is_measured_on(target: Target) -> bool:
-    """Tell whether rules are of measurements on this very kind of device; a name of ours, such as
-    "NVIDIA H100", is that of the card that was measured.
-    """
+    """Check whether the rules were measured on this kind of device, by jax's name or ours."""
     return any(target.device_kind in (kind, device_of(kind).kind) for kind in MEASURED)
 
 
@@ -87,13 +84,13 @@ def _on_hopper(call: Call) -> Candidates:
 
 
 def _has_lists(call: Call) -> bool:
-    """Tell whether a mask is more than a band and lengths, so that flash goes by lists of tiles."""
+    """Check whether a mask is more than a band and lengths, so that flash reads lists of tiles."""
     of_pairs = [term for term in call.mask.terms() if not (term.is_full or term.is_of_keys)]
     return any(term.has_data or term.band() is None for term in of_pairs) or len(of_pairs) > 1
 
 
 def _elsewhere(call: Call, target: Target) -> Candidates:
-    """Return the rule of GPUs that were not measured, and what others published of one."""
+    """Return the rule for GPUs that were not measured, and for one by published times."""
     version = numbers(limits.version(target) or "")
     is_new = not version or version >= (9, 19)  # one that is not known counts as the newest
     sizes = call.head_dim == call.value_dim == 128 and min(call.q_len, call.kv_len) >= 4096

@@ -1,8 +1,8 @@
-"""What `auto` tries first: the kernels that `maxattn tune` measured on this kind of device.
+"""The kernels that `auto` tries first: those that `maxattn tune` measured on this kind of device.
 
-Forward and backward are chosen apart, as they were measured. A kernel that was no faster than the
-noise of its rounds does not displace the one that `auto` takes without the measurement. A kernel
-that cannot run any more, or did not run while it was measured, is refused with its reason.
+Forward and backward are measured and chosen separately. A kernel that is faster by no more than the
+noise does not replace the one that `auto` takes without measurements. A kernel that cannot run, or
+did not run when it was measured, is refused with its reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Runs = Callable[[str], bool]
 
 
 class TunedOrder(NamedTuple):
-    """Hold what to try, in order; who failed; what else to say."""
+    """The kernels to try, in order; those that failed; further lines of a plan."""
 
     candidates: Candidates
     failed: tuple[Reason, ...]
@@ -44,13 +44,13 @@ class TunedOrder(NamedTuple):
 def tuned_order(
     local: Call, target: Target, config: AttentionConfig, usual: Candidates
 ) -> TunedOrder | None:
-    """Return what to try by measurements on the target; None where there are none of this call.
+    """Return the kernels to try by the target's measurements; None if it has none of this call.
 
     Args:
-        local: the call that one device computes.
-        target: which has the measurements.
+        local: the call of one device.
+        target: it has the measurements.
         config: its settings must be those of the measurement; `deterministic` refuses kernels.
-        usual: what `auto` tries without them.
+        usual: the kernels that `auto` tries without measurements.
     """
     times = times_for(local, target, config)
     if times is None:
@@ -88,7 +88,7 @@ def tuned_order(
 
 
 def times_for(local: Call, target: Target, config: AttentionConfig) -> CallTimes | None:
-    """Return the last measurement of a call, before others that of the target's own versions."""
+    """Return the last measurement of a call, preferably with the target's own versions."""
     if not target.kernel_times or unmeasured_for(local):
         return None
     key, settings = key_of_kernels(local), settings_of(config)
@@ -98,7 +98,7 @@ def times_for(local: Call, target: Target, config: AttentionConfig) -> CallTimes
 
 
 def own_passes(usual: Candidates, usable: Runs) -> tuple[tuple[str, str], str]:
-    """Return the forward and the backward that `auto` takes of what it tries in order, and why."""
+    """Return the forward and backward of the first usable candidate, and its reason."""
     there = (each for each in usual if all(map(usable, each[0].split("/"))))
     name, because = next(there, ("dot_product", "plain JAX, since nothing else can run"))
     first, *_, last = [*name.split("/")] * 2
@@ -111,14 +111,14 @@ def joined(forward: str, backward: str) -> str:
 
 
 def _is_without_fa4(name: str, target: Target) -> bool:
-    """Tell whether a kernel is flash that is cuDNN by now: what was measured does not run."""
+    """Check whether a measured flash would be cuDNN, since fa4-jax is not installed."""
     from maxattn.kernels.flash import has_fa4
 
     return name == "flash" and target.platform == "gpu" and not has_fa4(target)
 
 
 class _Picked(NamedTuple):
-    """Hold what a pass runs, whether that was measured, who is faster but cannot run, a text."""
+    """The kernel of a pass, whether it was measured, faster ones that cannot run, and a text."""
 
     name: str
     is_measured: bool
@@ -129,7 +129,7 @@ class _Picked(NamedTuple):
 def _pick(
     what: str, rounds: Rounds, runs: Runs, preferred: tuple[str, ...], because: str
 ) -> _Picked:
-    """Pick the fastest that can run, or one of `preferred` that is as fast."""
+    """Pick the fastest kernel that can run, or one of `preferred` that is as fast."""
     ranked = sorted(dict(rounds).items(), key=lambda each: milliseconds_of(each[1]))
     there = {name: ms for name, ms in ranked if runs(name)}
     if not there:
@@ -154,12 +154,12 @@ def in_digits(ms: float) -> str:
 
 
 def _notes(times: CallTimes, target: Target, faster: Iterable[str]) -> tuple[str, ...]:
-    """Say where times are from, of which versions, and what fa4-jax would bring."""
+    """Write the source of the times, their versions, and the gain of fa4-jax."""
     notes = []
     if times.source:
         data = f"kernels were timed with the mask {times.data}; " if times.data else ""
         notes.append(f"{data}the times are from {times.source}")
-    # What was measured still counts: it is of this device, which the rule without it need not be.
+    # Measurements with other versions still count: they are of this device, and rules may not be.
     then, now = dict(times.versions), dict(target.packages)
     names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
     names = names if target.is_this_machine else [n for n in names if n in then and n in now]

@@ -1,4 +1,4 @@
-"""Chunk sizes of the blockwise kernel: how long they are when the user does not say."""
+"""Chunk sizes of the blockwise kernel if the user sets none."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from maxattn.call import Call
 QUERY_CHUNKS = 64  # of a long sequence
 LEAST_QUERY_CHUNK = 128  # below this a matmul's overhead shows, measured on a CPU
 KEY_CHUNK = 16384
-SPARSE_CHUNK = 512  # chunks of a mask that leaves parts empty: small enough to skip them
+SPARSE_CHUNK = 512  # for masks that leave parts empty: small enough to skip them
 LARGEST_PERIOD_CHUNK = 1024
-# Chunks of keys whose padding is skipped: an eighth of them, so that little else is computed.
-PADDED_KEYS, LARGEST_PADDED_CHUNK = 8, 2048
+PADDED_KEYS, LARGEST_PADDED_CHUNK = 8, 2048  # an eighth of the keys, so that padding is skipped
 
 
 def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) -> tuple[int, int]:
-    """Choose (query chunk, key chunk): what the user asked for, else by these rules.
+    """Choose (query chunk, key chunk): the sizes asked for, else by the kind of mask.
 
-    A mask that lets every query see everything: max(T // 64, 128) queries by 16,384 keys. A mask
-    that leaves parts of the square empty: the longest divisor of its period (a frame block) up to
-    1,024, so that chunks and blocks line up, else 512 by 512. Padding of keys alone: an eighth of
-    the keys, from 128 to 2,048.
+    Every pair allowed: max(T // 64, 128) queries by 16,384 keys. Whole parts empty: the longest
+    divisor of the mask's period (a frame block) up to 1,024, so that chunks and blocks line up,
+    else 512 by 512. Padding of keys alone: an eighth of the keys, from 128 to 2,048.
     """
     queries, keys = max(call.q_len // QUERY_CHUNKS, LEAST_QUERY_CHUNK), KEY_CHUNK
     if call.mask.leaves_parts_empty:

@@ -22,7 +22,7 @@ Out = TypeVar("Out", Result, Grads)
 
 
 def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
-    """Cut an axis into chunks, padded with `fill` to whole ones, and put the chunk number first."""
+    """Cut an axis into chunks, padded with `fill` to whole ones; the chunk number comes first."""
     count = -(-x.shape[axis] // size)
     x = pad_axis(x, axis, count * size, fill)
     x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
@@ -30,10 +30,7 @@ def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
 
 
 def join(x: Array, axis: int, length: int) -> Array:
-    """Undo `cut`: put the chunks back along `axis`, and drop the padding.
-
-    `axis` is counted without the axis of chunk numbers.
-    """
+    """Undo `cut` and drop the padding; `axis` is counted without the axis of chunk numbers."""
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
@@ -46,10 +43,10 @@ class ChunkedInputs:
     Args:
         q: [chunks, B, K, G, bq, H].
         k, v: [chunks, B, K, bk, H].
-        bias: [B|1, K|1, G|1, T|1, S|1], T and S padded; None for none.
-        level: of the rows of the bias, the same with an S of 1.
-        lists: which chunks of keys each chunk of queries visits.
-        inputs: what was cut.
+        bias: [B|1, K|1, G|1, T|1, S|1], T and S padded, or None.
+        level: of the bias, the same with an S of 1.
+        lists: the chunks of keys that each chunk of queries visits.
+        inputs: the call.
         scale: multiplies the scores.
     """
 
@@ -64,12 +61,12 @@ class ChunkedInputs:
 
     @staticmethod
     def of(inputs: Inputs, chunks: tuple[int, int], scale: float) -> ChunkedInputs:
-        """Cut the arrays, and list which pairs of chunks the mask leaves to visit."""
+        """Cut the arrays, and list the pairs of chunks that the mask leaves."""
         q, k, v = inputs.q, inputs.k, inputs.v
         t, s = q.shape[1], k.shape[1]
         bq, bk = min(chunks[0], t), min(chunks[1], s)
         lists = visits(inputs.mask, bq, bk, t, s, inputs.q_offset, inputs.kv_offset)
-        # A level as large keeps the bias of rows that fill the last chunk from overflow.
+        # So large a level keeps the bias of queries that fill the last chunk from overflow.
         bias, level = (
             _whole_chunks(x, inputs, bq, bk, fill)
             for x, fill in ((inputs.bias, 0.0), (inputs.bias_level, LARGEST))
@@ -85,17 +82,13 @@ class ChunkedInputs:
 
     @property
     def ragged(self) -> bool:
-        """Whether the last key chunk holds padding."""
+        """Whether the last key chunk has padding."""
         return self.kv_len % self.k.shape[3] != 0
 
     def scores(self, i: Any, q_i: Array, j: Any, mixed: Any) -> Array:
         """Compute the masked scores [B, K, G, bq, bk] of query chunk i and key chunk j.
 
-        Args:
-            i, j: chunk numbers, traced.
-            q_i: query chunk i.
-            mixed: whether the mask must be tested in this pair; where it is False everything is
-                allowed.
+        `mixed`: whether the mask must be tested; if not, every pair is allowed.
         """
         given = self.bias, self.level
         bias, level = (None if x is None else self.bias_tile(x, i, j) for x in given)
@@ -130,7 +123,7 @@ class ChunkedInputs:
         bq, bk = self.q.shape[4], self.k.shape[3]
         t, s = bias.shape[3] > 1, bias.shape[4] > 1
         zero = jnp.zeros((), jnp.int32)
-        # Under jax_enable_x64 the chunk numbers may be of two widths, and a slice takes one.
+        # With jax_enable_x64 chunk numbers may have two widths, and a slice takes one.
         row, column = (jnp.asarray(x, jnp.int32) for x in (i * bq, j * bk))
         starts = (zero, zero, zero, row if t else zero, column if s else zero)
         return starts, (*bias.shape[:3], bq if t else 1, bk if s else 1)
@@ -147,11 +140,9 @@ def _whole_chunks(x: Bias, inputs: Inputs, bq: int, bk: int, fill: float) -> Arr
 
 
 def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> Any:
-    """Fold `step(j, mixed, carry)` over the key chunks that one query chunk visits.
+    """Fold `step(j, mixed, carry)` over the key chunks that a query chunk visits.
 
-    Args:
-        lists: all lists, to see whether the loop is of one visit always.
-        row: this query chunk's (index, mixed, count).
+    `row` is the query chunk's (index, mixed, count). If all have one visit there is no loop.
     """
     index, mixed, count = row
     if lists.static and (lists.count == 1).all():
@@ -159,30 +150,24 @@ def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> An
     return jax.lax.fori_loop(0, count, lambda t, c: step(index[t], mixed[t], c), carry)
 
 
-# ---- one batch row after the other, each with its own empty chunks -------------------------------
+# ---- batch row by batch row, each with its own empty chunks --------------------------------------
 
 
 def differs_by_row(mask: Mask) -> bool:
-    """Return whether arrays of a mask, or of its form, leave each batch row other chunks empty."""
+    """Check whether arrays of a mask, or of its form, leave each batch row its own empty chunks."""
     axes = jax.tree.leaves(mask.leaf_axes())
     return mask.bounds_tiles and any("B" in letters for letters in axes)
 
 
 def has_own_rows(inputs: Inputs) -> bool:
-    """Return whether there are rows to compute by themselves, each with its own mask and bias."""
+    """Check whether batch rows can be computed alone, each with its own mask and bias."""
     batch, bias = inputs.q.shape[0], inputs.bias
     apart = batch > 1 and (bias is None or bias.shape[0] == batch)
     return apart and differs_by_row(inputs.mask)
 
 
 def by_row(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
-    """Compute batch row by batch row.
-
-    Args:
-        compute: a kernel's forward or backward, of inputs of one batch row.
-        inputs: of all batch rows.
-        rows: what a backward needs beside them.
-    """
+    """Call a kernel's forward or backward on one batch row after the other."""
     given, tree = jax.tree.flatten((inputs, rows))
     own = [bool(x) for x in jax.tree.leaves((_own(inputs), jax.tree.map(lambda _: True, rows)))]
     mapped = [x[:, None] for x, is_own in zip(given, own, strict=True) if is_own]
@@ -197,7 +182,7 @@ def by_row(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
 
 
 def _own(inputs: Inputs) -> Inputs:
-    """Mark the arrays of a call that have batch rows."""
+    """Mark the arrays of a call that have a batch axis."""
     batch = inputs.q.shape[0]
     of_mask = jax.tree.map(lambda letters: letters.startswith("B"), inputs.mask.leaf_axes())
     has_rows = jax.tree.map(lambda x: np.ndim(x) > 0 and x.shape[0] == batch, inputs)

@@ -1,8 +1,8 @@
-"""Which key chunks each query chunk visits: the lists by which empty chunks are skipped.
+"""The key chunks that each query chunk visits: empty ones are skipped.
 
-From a mask's intervals, and from what its arrays say of whole chunks, so no T x S array is made.
-With numpy offsets and no arrays the lists are constants; with traced offsets (a shard's position
-inside `shard_map`) and with arrays the same arithmetic runs on the device.
+They are made of a mask's intervals, and of bounds of its arrays for whole chunks: no T x S array is
+made. With numpy offsets and no arrays the lists are constants; otherwise (a shard's position inside
+`shard_map`) the same arithmetic runs on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 class Visits(NamedTuple):
     """The key chunks that each query chunk visits.
 
-    Query chunk i visits `index[i, :count[i]]`, and tests the mask where `mixed` is True.
+    Query chunk i visits `index[i, :count[i]]`, and tests the mask if `mixed` is True.
 
     Args:
         index: [query chunks, most visits] int32.
@@ -48,15 +48,8 @@ def visits(
     q_offset: Any = 0,
     kv_offset: Any = 0,
 ) -> Visits:
-    """List the chunks to visit for local lengths at the given positions.
-
-    Args:
-        mask: a bound mask.
-        block_q, block_kv: chunk lengths; the last chunk may be ragged.
-        q_len, kv_len: local lengths.
-        q_offset, kv_offset: position of the first local query and key; ints or traced.
-    """
-    if mask.is_full:  # wherever the tokens are
+    """List the chunks to visit for local lengths at the given positions, ints or traced."""
+    if mask.is_full:  # at any positions
         q_offset = kv_offset = 0
     sizes = (block_q, block_kv), (q_len, kv_len), (q_offset, kv_offset)
     if mask.bounds_tiles and kv_len > block_kv:  # else there is no chunk to leave out
@@ -74,6 +67,6 @@ def visits(
 
 
 def _of_all_rows(kinds: Array) -> Array:
-    """Classify a chunk for all batch rows: EMPTY or FULL where it is so in each of them."""
+    """Classify chunks for all batch rows: EMPTY or FULL if they are so in each row."""
     alike = (kinds == kinds[:1]).all(axis=0)
     return jnp.where(alike, kinds[0], MIXED)

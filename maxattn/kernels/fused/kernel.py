@@ -134,7 +134,7 @@ class Fused(Kernel):
 
 
 def _order(terms: Terms, inputs: Inputs) -> Array | None:
-    """Return the real keys by flags, then the others; None where the real ones are in front."""
+    """Return an order with the real keys first, if flags mark them; else None: they are first."""
     if not terms.has_flags:
         return None
     shape = inputs.q.shape[0], inputs.k.shape[1]
@@ -158,9 +158,8 @@ def _over_pieces(terms: Terms, inputs: Inputs, compute: Callable[..., Any], *ope
 
 
 def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
-    """Return `run(inputs, *rows)`; under `vmap` the batch is folded, or, with a bias, calls follow.
-
-    A bias may be shared by the batch, and its gradient is then a sum over the batch.
+    """Return `run(inputs, *rows)`; under `vmap` the batch is folded, or, with a bias, calls run one
+    after the other: the batch may share a bias, whose gradient is then a sum over the batch.
     """
     if inputs.bias is None:
         return with_batch_folded(run, inputs, *rows)

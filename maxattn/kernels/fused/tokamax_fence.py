@@ -1,13 +1,13 @@
 """tokamax's backward on Hopper GPUs, with a fence that its kernel of dK and dV lacks.
 
-That kernel reads a step's LSE and delta out of shared memory, and says that their place is free.
-The copy that comes next is asynchronous, and nothing orders it after those reads: PTX asks for a
-proxy fence between them. On an H200 (tokamax 0.0.17, jax 0.11.2) dK and dV were wrong in some
-tiles, by up to 3% of their largest entry, in one call of ten with 1,200 tokens and in half or all
-with 4,096, other tiles each time. With the fence all calls give the same bits.
+That kernel reads a step's LSE and delta from shared memory, and then frees their place for the next
+asynchronous copy. PTX requires a proxy fence between the reads and that copy. Without it, on an
+H200 (tokamax 0.0.17, jax 0.11.2), dK and dV were wrong in some tiles, by up to 3% of their largest
+entry, in one call of ten with 1,200 tokens and in half or all with 4,096. With the fence all calls
+give the same bits.
 
-The fence goes in where tokamax's modules call Pallas, in copies of these modules that only maxattn
-uses: the user's tokamax stays as it is.
+The fence is added where tokamax's modules call Pallas, in copies of these modules that only maxattn
+uses: the user's tokamax is unchanged.
 
 Source: NVIDIA, PTX ISA, async proxy; openxla/tokamax.
 """
@@ -28,7 +28,7 @@ OPERATION, KERNEL = "pallas_mosaic_gpu_vjp", "pallas_mosaic_gpu_vjp_kernel_sm90"
 
 @cache
 def backward_module() -> Any:
-    """Make tokamax's module of the backward, whose Hopper kernel has the fence."""
+    """Return a copy of tokamax's module of the backward, whose Hopper kernel has the fence."""
     operation, kernel = _instance(OPERATION), _instance(KERNEL)
     kernel.plgpu = Fenced(kernel.plgpu)
     operation.sm90 = kernel
@@ -36,7 +36,7 @@ def backward_module() -> Any:
 
 
 def _instance(name: str) -> Any:
-    """Load a module of tokamax once more, as an object that nobody else has."""
+    """Load a module of tokamax once more, as a separate object."""
     found = util.find_spec(f"{ATTENTION}.{name}")
     assert found is not None and found.loader is not None, f"tokamax has no {name}"
     module: ModuleType = util.module_from_spec(found)
@@ -45,11 +45,7 @@ def _instance(name: str) -> Any:
 
 
 class Fenced(local):
-    """Wrap Pallas's functions for GPUs: reads of shared memory end with a fence.
-
-    Args:
-        library: Pallas's module for Mosaic GPU.
-    """
+    """Wrap Pallas's module for Mosaic GPU: reads of shared memory end with a fence."""
 
     def __init__(self, library: Any) -> None:
         self._library, self._has_read = library, False

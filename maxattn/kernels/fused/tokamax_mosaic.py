@@ -1,8 +1,8 @@
-"""tokamax's Pallas Mosaic kernels on NVIDIA GPUs: what `tokamax_flash` is there.
+"""tokamax's Pallas Mosaic kernels: `tokamax_flash` on NVIDIA GPUs.
 
-Its masks are one interval of keys for each query: bands, block windows and lengths, at any offset.
-The forward skips tiles outside the intervals; the backward computes and masks them, but for a
-causal mask.
+They take one interval of keys for each query: bands, block windows and lengths, at any offset. The
+forward skips tiles outside the intervals; the backward does so for a causal mask alone, and masks
+them otherwise.
 
 Source: openxla/tokamax, PallasMosaicGpuFlashAttention and its VJP.
 """
@@ -42,8 +42,8 @@ from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
 HEAD_LIMIT = 256
-# One tile of keys: tiles of 128 queries took 0.094 ms instead of 0.106 at SDXL's text (H200;
-# 16,4096,77,10,64).
+# With one tile of keys, tiles of 128 queries took 0.094 ms in the place of 0.106 for SDXL's text
+# (H200; 16,4096,77,10,64).
 SHORT_HEAD, SHORT_KEYS = 64, 128
 
 
@@ -60,7 +60,7 @@ class TokamaxMosaic(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse old versions, GPUs but Hopper, all dtypes but bfloat16, a bias, many intervals."""
+        """Refuse old versions, GPUs but Hopper, dtypes but bfloat16, a bias, several intervals."""
         version = target.version("tokamax") or ""
         if numbers(version) < numbers(TOKAMAX_ON_GPU):
             this = version or "not installed"
@@ -72,8 +72,8 @@ class TokamaxMosaic(Fused):
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
         reason = target.refuse_untested("tokamax_flash", "tokamax")
         if reason is None and call.dtype == "float16":
-            # The rows past the last query have a garbage LSE: exp(0 - lse) of them overflows
-            # float16, and inf * 0 reaches dK (seen on an H200 at 3 to 17 queries, tokamax 0.0.17).
+            # Past the last query the LSE is garbage: exp(0 - lse) overflows float16, and inf * 0
+            # reaches dK (H200, 3 to 17 queries, tokamax 0.0.17).
             rule = "its backward overflows in float16 where the last tile of queries is not full"
             remedy = "use bfloat16, or set attention: auto"
             return Reason("tokamax_flash", "dtype float16", rule, remedy)
@@ -137,10 +137,7 @@ def _tokamax(module: str) -> Any:
 
 
 def _configured(inputs: PieceInputs, scale: float) -> Any:
-    """Bind the operands to tokamax's forward, with block sizes.
-
-    Looking the sizes up in tokamax's own tables warns on an H200.
-    """
+    """Bind the operands to tokamax's forward, with block sizes: its own tables warn on an H200."""
     gpu, mask, q, k = _tokamax("pallas_mosaic_gpu"), _mask(inputs), inputs.q, inputs.k
     op = gpu.PallasMosaicGpuFlashAttention()
     bound = op.bind(q, k, inputs.v, logits_scale=scale, mask=mask)
@@ -156,7 +153,7 @@ def _positions(terms: Terms) -> Mask:
 
 
 def _takes_intervals(inputs: Inputs) -> bool:
-    # All masks of positions but triangles, whose empty tiles the backward skips at known positions.
+    # Not triangles at known positions, whose empty tiles the backward skips.
     terms = sort_terms(inputs.mask)
     triangle = terms.band is not None and terms.band.left is None
     traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
@@ -164,7 +161,7 @@ def _takes_intervals(inputs: Inputs) -> bool:
 
 
 def _intervals(inputs: Inputs) -> PieceInputs:
-    """Give each query its interval of local keys, as [B or 1, T] ends."""
+    """Return each query's interval of local keys, with ends [B or 1, T]."""
     terms = sort_terms(inputs.mask)
     q, k, kv_offset = inputs.q, inputs.k, inputs.kv_offset
     t, s = q.shape[1], k.shape[1]
@@ -186,7 +183,7 @@ def _mask(inputs: PieceInputs) -> Any:
     ranges = _tokamax("base").Mask
     if isinstance(inputs.lengths, Intervals):
         lo, hi = inputs.lengths
-        # A query without keys is shown one; what it gives is replaced.
+        # A query without keys gets one, and its result is replaced.
         return ranges(k_start=lo[:, None], k_end=jnp.maximum(hi, lo + 1)[:, None])
     ends = None if inputs.lengths is None else jnp.maximum(inputs.lengths, 1)[:, None, None]
     return ranges(k_end=ends, is_causal=not inputs.piece.is_full)
