@@ -169,7 +169,6 @@ def _token_sizes(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tupl
 
 
 def _tokens(sizes: list[int]) -> int:
-    """Count the patches of a clip; one size is the tokens themselves."""
     if len(sizes) == 1:
         return sizes[0]
     tokens = prod(side // size for side, size in zip(sizes[:3], sizes[3:], strict=True))

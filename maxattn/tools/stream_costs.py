@@ -12,6 +12,7 @@ from typing import NamedTuple, cast, get_args
 import numpy as np
 
 from maxattn.block_sizes.estimated.choose import estimated_sizes, how_estimated
+from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
@@ -155,24 +156,10 @@ class StreamCosts:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-class Milliseconds(NamedTuple):
-    """Hold an interval of milliseconds; its ends are the same if a single time is known."""
-
-    fast: float
-    slow: float
-
-    def times(self, count: int) -> Milliseconds:
-        return Milliseconds(count * self.fast, count * self.slow)
-
-    def __str__(self) -> str:
-        low, high = (f"{ms:.3g}" for ms in self)
-        return f"{low} ms" if low == high else f"{low} to {high} ms"
-
-
 class Predicted(NamedTuple):
     """Hold the time of one device's call, and its source in a few words."""
 
-    ms: Milliseconds
+    seconds: Seconds
     how: str
 
 
@@ -187,15 +174,12 @@ def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
     times = times_for(call, target, config)
     if times and kernel.name in (measured := dict(times.forward)):
         ms = milliseconds_of(measured[kernel.name])
-        return Predicted(Milliseconds(ms, ms), HERE)
+        return Predicted(Seconds(ms / 1e3, ms / 1e3), HERE)
     if target.platform == "tpu" and kernel.name in get_args(KernelKind):
         its = computed_call(kernel.name, call, "tpu")
         found = estimated_sizes(cast(KernelKind, kernel.name), its, target, False)
-        if found is None:
-            return None
-        return Predicted(Milliseconds(*(1e3 * end for end in found.seconds)), how_estimated())
-    estimate = kernel.microseconds(call, target)
-    if estimate is None:
+        return Predicted(found.seconds, how_estimated()) if found else None
+    if (estimate := kernel.microseconds(call, target)) is None:
         return None
-    ms = estimate[0] / 1e3
-    return Predicted(Milliseconds(ms, ms), "estimated, not run; maxattn tune measures it")
+    seconds = Seconds(estimate[0] / 1e6, estimate[0] / 1e6)
+    return Predicted(seconds, "estimated, not run; maxattn tune measures it")

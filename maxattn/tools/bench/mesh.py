@@ -75,7 +75,6 @@ def _forward(
 
 
 def _on_each(shape: Shape, kernel: str, devices: int, whole: Any) -> list[BenchJob]:
-    """Return the work of one device on each of them at once."""
     config = config_of(kernel, f"{AXES['data']}={devices}")
     mesh = config.make_mesh(jax.devices()[:devices])
     copies = [tuple(jax.numpy.concatenate([x] * devices) for x in each) for each in whole]

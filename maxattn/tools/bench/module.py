@@ -170,8 +170,6 @@ def _both(shape: Shape, kernel: str) -> list[BenchJob]:
 def _jobs(
     shape: Shape, who: str, *passes: tuple[Callable[..., Any], tuple[Any, ...]]
 ) -> list[BenchJob]:
-    """Return the job of a forward, and of forward and backward."""
-
     def job(what: str, f: Callable[..., Any], inputs: tuple[Any, ...]) -> BenchJob:
         row = BenchRow(shape.name, who, what)
         return BenchJob(row, shape, f, lambda: [inputs], is_attention=False)

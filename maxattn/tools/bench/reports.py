@@ -111,7 +111,6 @@ def _layers(target: Target, budget: float) -> Report:
 
 
 def _layer(shape: Shape, kernel: str, target: Target, budget: float) -> list[BenchRow]:
-    """Measure a layer with one kernel; nothing where it cannot run."""
     if too_large(kernel, shape):
         return [BenchRow(shape.name, kernel, BOTH, note="left out: too much memory or time")]
     if refusal(kernel, shape.call(), target) is not None:

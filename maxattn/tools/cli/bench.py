@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
 def _measured(
     args: argparse.Namespace, target: Target, shapes: list[Shape]
 ) -> Iterator[tuple[list[Any], str]]:
-    """Measure shape by shape: yield (rows, their table)."""
     from maxattn.tools import bench
     from maxattn.tools.bench.mesh import bench_mesh
     from maxattn.tools.bench.module import bench_module
@@ -70,7 +69,6 @@ def _measured(
 
 
 def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[Any], str]]:
-    """Measure report by report: yield (rows, text)."""
     from maxattn.tools.bench.reports import draw, make
 
     for name in args.report:

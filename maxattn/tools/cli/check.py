@@ -99,7 +99,6 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 
 
 def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
-    """Refuse lengths that cannot be those of a shape's examples."""
     given, batch = plain(",".join(map(str, lengths))), shape.batch
     if len(lengths) not in (1, batch):
         each = f"{shape.name} has B={batch}: a length for each example, or one for all"
@@ -174,7 +173,6 @@ def _memory(plan: Plan, config: AttentionConfig, training: bool) -> Iterator[str
 
 
 def _key(plan: Plan) -> str:
-    """Return the setting that names the kernel."""
     return "cross_attention" if plan.call.role == "cross" else "attention"
 
 
@@ -192,7 +190,6 @@ def _dense(plan: Plan) -> Iterator[str]:
 
 
 def _shards(plan: Plan, config: AttentionConfig) -> Iterator[str]:
-    """Advise about a context axis with one device, and about short shards."""
     ways, asked = dict(plan.mesh).get("context", 1), config.strategy_for(plan.call.role)
     if asked not in ("auto", "none") and ways == 1:
         yield (

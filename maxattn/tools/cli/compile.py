@@ -13,6 +13,8 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, NamedTuple
 
+from maxattn.block_sizes.estimated.choose import in_ms
+from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.config.errors import plain
 from maxattn.config.numbers import MOST_DEVICES, whole
 from maxattn.config.target_names import read_target
@@ -164,7 +166,9 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
     lines = [line for alike in _alike(kernels) for line in _kernel(*alike)]
     for one in attention:
         calls = f" a call, {one['calls']} calls" if one["calls"] > 1 else ""
-        lines.append(f"kernel  self-attention's {one['name']}: {_span(one['seconds'])} ms{calls}")
+        lines.append(
+            f"kernel  self-attention's {one['name']}: {in_ms(Seconds(*one['seconds']))}{calls}"
+        )
     passages = _passages(outcome)
     # The longest of each kind and axes.
     longest = {(p.kind, p.axes): p for p in sorted(passages, key=lambda p: p.seconds)}
@@ -179,10 +183,12 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
         listed = f"{', '.join(names[:FULLEST])}{more}"
         lacks.append(f"operations that libtpu gives no time for ({listed})")
     fast, slow = (sum(calls * seconds[end] for calls, seconds in spans) for end in (0, 1))
-    own = f"kernels {_span((fast, slow))}" if spans else "no Pallas kernel"
+    own = (
+        f"kernels {in_ms(Seconds(fast, slow)).removesuffix(' ms')}" if spans else "no Pallas kernel"
+    )
     parts = f"{own}, XLA's own operations {1e3 * xla:.3g}"
-    total = _span((fast + xla, slow + xla))
-    lines.append(f"whole   {total} ms: {parts}; {' and '.join(lacks)} are not in it")
+    total = in_ms(Seconds(fast + xla, slow + xla))
+    lines.append(f"whole   {total}: {parts}; {' and '.join(lacks)} are not in it")
     if layers > 1:
         waiting = (p.times * p.seconds for p in passages if not p.is_overlapped)
         lines.append(_step(fast + xla, slow + xla, sum(waiting), layers))
@@ -224,7 +230,7 @@ def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
             _ends(f"{slow / unit:.0f}", f"{fast / unit:.0f}") for unit in (1e12, kernel.peak / 100)
         )
         rate = f", {rates} TFLOP/s, {shares}% of the peak"
-    yield f"kernel  {kernel.name}: {_span(kernel.seconds)} ms{runs}{rate}"
+    yield f"kernel  {kernel.name}: {in_ms(Seconds(*kernel.seconds))}{runs}{rate}"
     cores = f" on {kernel.cores} of {kernel.of_cores} cores" if kernel.of_cores > 1 else ""
     cycles = _ends(*(f"{end:.0f}" for end in kernel.cycles))
     yield f"steps   {kernel.steps}{cores}, {cycles} cycles each{_tiles(kernel)}"
@@ -293,14 +299,9 @@ def _link(passage: Passage, kernels: list[KernelEstimate]) -> str:
 
 
 def _step(fast: float, slow: float, waits: float, layers: int) -> str:
-    """Add up the layers of a step, and the exposed transfers."""
     times = _ends(*(f"{layers * each:.3g}" for each in (fast, slow + waits)))
     links = f"at most {layers * waits:.3g} s of it for links"
     return f"step    {times} s: {layers} times the whole, {links}; all else of a step is not in it"
-
-
-def _span(seconds: tuple[float, float]) -> str:
-    return _ends(*(f"{1e3 * each:.3g}" for each in seconds))
 
 
 def _ends(low: str, high: str) -> str:

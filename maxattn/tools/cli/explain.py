@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Iterator
 from math import prod
 
+from maxattn.block_sizes.estimated.choose import in_ms
+from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
 from maxattn.devices import memory_of
@@ -50,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stream_text(args: argparse.Namespace, source: Source) -> str:
-    """Return the report about the stream of `--stream`."""
     for name in ("shape", "role", "mask"):
         if value := getattr(args, name):
             rule = "a stream says which tokens attend to which"
@@ -130,7 +131,6 @@ def _numbers(stage: StreamStage) -> str:
 
 
 def _work(run: StreamCosts, stage: StreamStage, found: Predicted | None) -> str:
-    """Write one device's operations and time, of a pass and of a block."""
     call, layers = stage.call, run.model.layers
     least, most = (layers * flops / prod(n for _, n in stage.mesh) for flops in stage.flops)
     lengths = f"T={call.q_len} S={stage.keys[0]}"
@@ -140,9 +140,12 @@ def _work(run: StreamCosts, stage: StreamStage, found: Predicted | None) -> str:
     work = f"{lengths}: {_tera(most)} a pass, {_tera(run.passes * most)} a block"
     if found is None:
         return f"{work}; no time is known{' over a mesh' * bool(stage.mesh)}"
-    rate = stage.flops[1] / found.ms.slow / 1e9
-    times = found.ms.times(layers), found.ms.times(layers * run.passes)
-    return f"{work}; {found.ms} a call, {rate:.0f} TFLOP/s, {times[0]} a pass, {times[1]} a block"
+    rate = stage.flops[1] / found.seconds.slow / 1e12
+    each, a_pass, a_block = (
+        in_ms(Seconds(*(count * end for end in found.seconds)))
+        for count in (1, layers, layers * run.passes)
+    )
+    return f"{work}; {each} a call, {rate:.0f} TFLOP/s, {a_pass} a pass, {a_block} a block"
 
 
 def _tera(flops: float) -> str:

@@ -82,7 +82,6 @@ def _words(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _of_section(section: Any) -> dict[str, str]:
-    """Return a file's `rollout` as it would be written here."""
     found = section if isinstance(section, Mapping) else {}
     given = {ours: str(found[key]) for key, ours in _OF_SECTION.items() if key in found}
     steps = found.get("denoising_steps")

@@ -185,7 +185,6 @@ def _timed(
 def _measured(
     args: argparse.Namespace, tuning: SizeTuning, sizes: Sizes, path: Path
 ) -> tuple[dict[str, Any], bool]:
-    """Return a measurement, and whether it was there already."""
     identity = tuning.identity(sizes)
     skipped = {"forward_ms": args.train, "training_ms": args.forward}
     wanted = [key for key, skip in skipped.items() if not skip]

@@ -194,7 +194,6 @@ def check_kernels_are_chosen(named: str, because: str) -> None:
 
 
 def _times(record: Record) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each kernel, by the passes that were timed."""
     return {
         what: {name: milliseconds_of(tuple(ms)) for name, ms in record[key].items()}
         for what, key in PASSES.items()
@@ -203,8 +202,6 @@ def _times(record: Record) -> dict[str, dict[str, float]]:
 
 
 def _outcome(call: str, record: Record, own: str, taken: str) -> KernelOutcome:
-    """Compare the kernels of two plans in the passes that were timed."""
-
     def name(kernels: str) -> str:
         first, *_, last = [*kernels.split("/")] * 2
         return joined(first, last) if record["backward_ms"] else first
@@ -220,7 +217,6 @@ def _total(record: Record, kernels: str) -> float | None:
 
 
 def _table(record: Record, found: KernelCandidates) -> list[str]:
-    """Write the times of every kernel, and why one has none."""
     times = _times(record)
     lines = [["kernel", *(f"{what} ms" for what in times)]]
     for name in found.built:
@@ -232,7 +228,6 @@ def _table(record: Record, found: KernelCandidates) -> list[str]:
 
 
 def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> list[str]:
-    """Write what is fastest, and what `auto` loses without the measurement."""
     if its.now is None:
         return ["  none of them runs"]
     passes = "forward and backward" if record["backward_ms"] else "forward"

@@ -132,7 +132,6 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
 
 
 def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) -> Outcome:
-    """Compile the function of a file; nothing is planned."""
     from maxattn.tools.compile import kernel_file as of_file
     from maxattn.tools.estimate.program import estimate_of
 

@@ -40,8 +40,6 @@ class Transfer:
 
     Args:
         kind: jax's word: "ppermute", "all_gather", "psum", "psum_scatter", "all_to_all", ...
-        name: the instruction's.
-        computation: where it stands; the entry, a loop's body, ...
         groups: (from, to) pairs of a ppermute, else the groups of devices; positions in the mesh's
             order.
         bytes: bytes that one device receives, once: what it has afterwards and had not before. Of a
@@ -114,10 +112,7 @@ def _of_computation(program: HloProgram, name: str) -> Iterator[Transfer]:
 def _transfer(
     program: HloProgram, computation: str, found: Instruction, span: Sequence[Instruction]
 ) -> Transfer:
-    """Describe a collective.
-
-    `span` goes from its start to its done; the type of the last instruction is what arrives.
-    """
+    """Describe a collective, whose last instruction has the type of what arrives."""
     opcode, groups = found.opcode.removesuffix("-start"), groups_of(found, program.devices)
     ways, size = max(map(len, groups), default=1), bytes_of(span[-1].type)
     if opcode in ("all-gather", "all-to-all", "ragged-all-to-all"):
@@ -175,7 +170,6 @@ class Instruction:
 
     @cached_property
     def _closing(self) -> int:
-        """The index of the parenthesis that closes the operands."""
         depth = 1
         for index, character in enumerate(self.rest):
             depth += (character == "(") - (character == ")")

@@ -25,9 +25,7 @@ class CompileJob:
     """Name what to compile.
 
     Args:
-        topology: libtpu's name, such as "v5p:2x2x1".
-        config: its mesh covers the devices.
-        shape: the global call.
+        topology: libtpu's name, such as "v5p:2x2x1"; the config's mesh covers its devices.
         training: forward and backward; else forward alone.
         module: a whole attention module with its projections; else attention alone.
         devices: how many of the topology's to use, from the first; None for all.
@@ -58,14 +56,10 @@ class Outcome:
     Args:
         ending: "compiled"; "failed" (the compiler's error); "refused" (ours); "timeout"; "crashed"
             (the child died).
-        device_kind: as `Target` has it.
         plan: the text of `explain`.
-        mesh: every axis with its size.
-        named: the plan's collectives that the job runs, as plain values.
-        found: those of the compiled program, as plain values.
+        named, found: the plan's collectives that the job runs, and those of the compiled program.
         memory: bytes of one device: argument, temp, output, alias (outputs that reuse arguments),
             generated_code.
-        seconds: the compiler took.
         message: what went wrong.
         estimate: of the schedules (estimate/program.py), or why it is refused; {} if not asked for.
     """

@@ -86,7 +86,6 @@ def name_of(job: CompileJob) -> str:
 
 
 def _loaded(job: CompileJob) -> Callable[..., Any]:
-    """Return the function with the job's config for its last argument."""
     path, _, name = job.kernel_file.rpartition(":")
     module = _module(job, Path(path))
     function = getattr(module, name, None)

@@ -58,7 +58,6 @@ def step_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
-    """Return attention alone, its q, k and v, and in training the cotangent of its output."""
     call, mask = job.shape.call(), job.shape.mask
     kv = f"B{plan.strategy.kv_letter()}KH"
     q = operand((call.batch, call.q_len, call.heads, call.head_dim), "BTNH", call.dtype, mesh)
@@ -80,7 +79,6 @@ def operand(dims: tuple[int, ...], letters: str, dtype: Any, mesh: Mesh) -> Any:
 
 
 def _block(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
-    """Return a transformer block, its parameters and its inputs."""
     call, width = plan.call, plan.call.heads * plan.call.head_dim
     graph, state = nnx.split(nnx.eval_shape(lambda: TransformerBlock(job, mesh)))
     x = operand((call.batch, call.q_len, width), "BT.", call.dtype, mesh)
@@ -95,7 +93,6 @@ def _block(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
 
 
 def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
-    """Return an attention module as Wan has it, its parameters and its inputs."""
     call, width = plan.call, plan.call.heads * plan.call.head_dim
     is_cross = job.shape.call().role == "cross"
     kind: Any = CrossAttention if is_cross else FlaxAttention
@@ -118,8 +115,6 @@ def _no_rotation(call: Call) -> Any:
 
 
 def _sharded(state: Any, mesh: Mesh) -> Any:
-    """Give every abstract parameter its sharding."""
-
     def put(x: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 

@@ -188,7 +188,6 @@ class KernelDump:
         )
 
     def _steps(self, tiles: KernelTiles | None) -> int:
-        """Return the steps of all cores."""
         loop = self.step.loop
         if loop.steps is not None:
             return loop.steps * self.cores

@@ -67,10 +67,9 @@ def estimate_of(
         forward_flops: of a forward without a plan: if one kernel computes it, its rate is known.
 
     Returns:
-        plain values: `how`, the words that stand beside every number; `libtpu`, its version;
-        `kernels`, a `KernelEstimate` each; `xla_seconds`, what XLA's own operations take;
-        `xla_longest`, (name, seconds) of those that take longest; `xla_unknown`, the names of those
-        that libtpu gives no time for.
+        plain values: `how`, the words beside every number; `libtpu`, its version; `kernels`, a
+        `KernelEstimate` each; `xla_seconds`, `xla_longest` and `xla_unknown` of XLA's own
+        operations: of all, (name, seconds) of the longest, names of those without a time.
     """
     version = metadata.version("libtpu")
     kernels = list[KernelEstimate]()
@@ -84,12 +83,10 @@ def estimate_of(
 
 
 def _how(version: str) -> dict[str, str]:
-    """Return the words beside every number, and the version of libtpu."""
     return {"how": f"estimated by libtpu {version}'s schedule, not run", "libtpu": version}
 
 
 def _xla(text: str, device: Device) -> dict[str, Any]:
-    """Return what XLA expects of a program's own operations, as `estimate_of` does."""
     core = core_of(device)
     every = sorted(_xla_cycles(HloProgram.read(text)), key=lambda pair: -pair[1])
     own = [pair for pair in every if pair[1] < NOT_COUNTED]

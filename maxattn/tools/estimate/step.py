@@ -69,7 +69,6 @@ class GridStep:
 
     @cached_property
     def _every_body(self) -> tuple[Span, ...]:
-        """Skipped spans with products, of all forms, in the program's order."""
         found = tuple(s for s in self._skipped if self._count(range(*s)))
         if len(found) > BODIES * self.forms or len(found) % self.forms:
             known = " or ".join(str(n * self.forms) for n in range(1, BODIES + 1))

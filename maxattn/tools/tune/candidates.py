@@ -156,7 +156,6 @@ def _of_chunks(call: Call) -> list[Sizes]:
 
 
 def _steps(tile: Tile, call: Call) -> int:
-    """Count the tiles of a head."""
     return padded_pairs(tile, call) // (tile[0] * tile[1])
 
 

@@ -174,7 +174,6 @@ def _device(kind: str) -> Any:
 
 
 def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what runs the kernel, and the shapes and dtypes of its operands."""
     from maxattn.kernels.splash.calls import SplashProblem, Stats
     from maxattn.masks import Full, LocalWindow
     from maxattn.masks.terms import SplitMask, split_mask

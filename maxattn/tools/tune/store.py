@@ -90,7 +90,6 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time read and write."""
     import fcntl
 
     with path.open("w") as lock:
