@@ -118,12 +118,10 @@ class Device:
 
     @property
     def platform(self) -> Platform:
-        """Return "cpu", "gpu" or "tpu"."""
         return self.family.platform
 
     @property
     def vendor(self) -> str:
-        """Return its maker, "" for a CPU."""
         return self.family.vendor
 
     @property

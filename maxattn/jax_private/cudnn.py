@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 QKV = tuple[Array, Array, Array]
 """q [B,T,N,H], k and v [B,S,K,H]; bfloat16 or float16."""
@@ -30,31 +30,14 @@ class CudnnMask(NamedTuple):
     window: int | None
 
 
-class CudnnRows(NamedTuple):
-    """What a backward reads of each query: the output, its LSE, the output's gradient."""
-
-    out: Float[Array, "B T N H"]
-    lse: Float[Array, "B N T"]
-    dout: Float[Array, "B T N H"]
-
-
-class CudnnBias(NamedTuple):
-    """What a backward adds to the scores, and whether its gradient is computed.
-
-    The array is [B or 1, N or 1, T, S] in the dtype of q, with even T and S; or None.
-    """
-
-    array: Array | None = None
-    has_gradient: bool = False
-
-
-NO_BIAS = CudnnBias()
-
-
 def cudnn_forward(
     qkv: QKV, mask: CudnnMask, scale: float, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return (out [B,T,N,H], lse [B,N,T] float32); `scale` multiplies the scores."""
+    """Return (out [B,T,N,H], lse [B,N,T] float32).
+
+    `scale` multiplies the scores; the bias is [B or 1, N or 1, T, S] in the dtype of q, with even T
+    and S.
+    """
     bind = _module()._dot_product_attention_fwd_p_wrapper.bind
     settings = _settings(mask, scale, bias is not None, False)
     out, lse = bind(*_operands(qkv, mask, bias), is_training=True, **settings)
@@ -62,13 +45,16 @@ def cudnn_forward(
 
 
 def cudnn_backward(
-    qkv: QKV, rows: CudnnRows, mask: CudnnMask, scale: float, bias: CudnnBias = NO_BIAS
-) -> tuple[Array, ...]:
-    """Return (dq, dk, dv), and the gradient of the bias, which takes B N T S values of memory."""
-    bind, has_bias = _module()._dot_product_attention_bwd_p_wrapper.bind, bias.array is not None
-    settings = _settings(mask, scale, has_bias, has_bias and bias.has_gradient)
-    given = rows.lse, rows.out, rows.dout
-    return tuple(bind(*_operands(qkv, mask, bias.array), *given, **settings))
+    qkv: QKV, out: Array, lse: Array, dout: Array, mask: CudnnMask, scale: float,
+    bias: Array | None = None, has_dbias: bool = False,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Return (dq, dk, dv) from a forward's result, and with `has_dbias` the gradient of the bias.
+
+    That gradient takes B N T S values of memory.
+    """
+    bind, has_bias = _module()._dot_product_attention_bwd_p_wrapper.bind, bias is not None
+    settings = _settings(mask, scale, has_bias, has_bias and has_dbias)
+    return tuple(bind(*_operands(qkv, mask, bias), lse, out, dout, **settings))
 
 
 def _operands(qkv: QKV, mask: CudnnMask, bias: Array | None) -> tuple[Array, ...]:

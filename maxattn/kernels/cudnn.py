@@ -12,13 +12,7 @@ import jax.numpy as jnp
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.jax_private.cudnn import (
-    CudnnBias,
-    CudnnMask,
-    CudnnRows,
-    cudnn_backward,
-    cudnn_forward,
-)
+from maxattn.jax_private.cudnn import CudnnMask, cudnn_backward, cudnn_forward
 from maxattn.kernels.base import Grads, Lines, Result, Rows
 from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.kernel import Fused, mapped_call
@@ -69,9 +63,9 @@ class Cudnn(Fused):
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         def run(inputs: PieceInputs, rows: Rows) -> Grads:
-            qkv, given = (inputs.q, inputs.k, inputs.v), CudnnRows(rows.out, rows.lse, rows.dout)
-            bias = CudnnBias(inputs.bias, self.bias_gradient)
-            return Grads(*cudnn_backward(qkv, given, _mask(inputs), self.scale, bias))
+            qkv, given = (inputs.q, inputs.k, inputs.v), (rows.out, rows.lse, rows.dout)
+            how = _mask(inputs), self.scale, inputs.bias, self.bias_gradient
+            return Grads(*cudnn_backward(qkv, *given, *how))
 
         return mapped_call(run, inputs, rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -15,15 +17,14 @@ from maxattn.devices import DEVICES
 CONFIG = ma.AttentionConfig(attention="dot_product")
 
 
-def call(tokens: int, heads: int, mask: M.Mask | None = None) -> ma.Call:
+def call(tokens: int, heads: int, **how: Any) -> ma.Call:
     x = jax.ShapeDtypeStruct((1, tokens, heads, 128), "bfloat16")
-    return ma.Call.of(x, x, mask=mask)
+    return ma.Call.of(x, x, **how)
 
 
-def chosen(
-    tokens: int, heads: int, context: int, target: str, mask: M.Mask | None = None
-) -> ma.Plan:
-    return ma.plan(call(tokens, heads, mask), CONFIG, {"context": context}, ma.Target.named(target))
+def chosen(tokens: int, heads: int, context: int, target: str, **how: Any) -> ma.Plan:
+    mesh, where = {"context": context}, ma.Target.named(target)
+    return ma.plan(call(tokens, heads, **how), CONFIG, mesh, where)
 
 
 def sums(tokens: int) -> dict[str, Timeline]:
@@ -70,7 +71,7 @@ def test_which_is_chosen(tokens: int, heads: int, context: int, target: str, nam
 
 
 def test_a_causal_ring_is_chosen_in_zig_zag() -> None:
-    causal = chosen(131072, 12, 8, "TPU v5p", M.Causal())
+    causal = chosen(131072, 12, 8, "TPU v5p", mask=M.Causal())
     assert (causal.strategy.name, causal.strategy.chunks_per_rank) == ("ring", 2)
 
 

@@ -172,7 +172,6 @@ def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
 def test_halves_meet_at_a_tile() -> None:
     middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
     assert {n: kv_block.middle_key(n) for n in middles} == middles
-    assert kv_block.WHOLE.bounds(300) == (0, 300)
 
 
 CUTS = {"whole": ((0, None),), "parts": ((0, 2), (2, None)), "three": ((0, 1), (2, None), (1, 2))}

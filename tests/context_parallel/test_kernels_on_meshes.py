@@ -1,8 +1,5 @@
 """Every kernel inside every context strategy: float32 against float64, bfloat16 against the kernel
-on one device.
-
-`make test` runs a few cases with the Pallas kernels, in interpret mode; `make test-all` the
-product with all kernels.
+on one device. `make test` runs a few cases with the Pallas kernels, in interpret mode.
 """
 
 from __future__ import annotations

@@ -26,17 +26,14 @@ H = 16
 
 
 def config(direction: str, n: int, **more: Any) -> ma.AttentionConfig:
+    usual: Any = {"attention": "ring", "attention_kernel": "dot_product"} | more
     sizes = {"ici_data_parallelism": 1, "ici_context_parallelism": n}
-    usual = {"attention": "ring", "attention_kernel": "dot_product"} | sizes
-    return ma.AttentionConfig(**usual | more, ring_direction=direction)  # type: ignore[arg-type]
+    return ma.AttentionConfig(**usual, **sizes, ring_direction=direction)
 
 
 def operands(length: int, heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
-    draw = np.random.default_rng(0)
-    return tuple(
-        draw.normal(size=(2, length, n, H)).astype(np.float32)
-        for n in (heads, kv_heads, kv_heads, heads)
-    )
+    draw, sizes = np.random.default_rng(0), (heads, kv_heads, kv_heads, heads)
+    return tuple(draw.normal(size=(2, length, n, H)).astype(np.float32) for n in sizes)
 
 
 def run(cfg: ma.AttentionConfig, n: int, mask: M.Mask | None, q, k, v, dout) -> Any:

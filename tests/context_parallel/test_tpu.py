@@ -1,6 +1,4 @@
-"""Rings and kernels for TPUs that are not there: they lower on any mesh, and every hop's transfer
-has a kernel between its start and its end.
-"""
+"""Programs for TPUs that are not there: kernels lower on a mesh, and hops run beside kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Inside a user's `shard_map` the arrays are local, whether or not it checks what varies over its
-axes.
-"""
+"""Attention on local arrays inside a user's `shard_map`, with and without checks of axes."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import maxattn as ma
-from maxattn.errors import MaxattnError
-from tests.golden_text import check_golden
 from tests.streaming.stack import (
     APART,
     Apart,
@@ -18,7 +16,6 @@ from tests.streaming.stack import (
     clips,
     close,
     rollout,
-    skipped,
     teacher_forward,
 )
 from tests.waiting import but
@@ -80,19 +77,3 @@ def test_on_a_mesh_each_layer_lies_as_the_whole_does(context: str) -> None:
     clean, noisy = clips(STREAM, 6)
     _, want = teacher_forward(Stack.make(), STREAM, clean, noisy)
     close(rollout(stack, STREAM, apart, clean, noisy).noisy, want)
-
-
-BAD = {
-    "traced": lambda: jax.jit(APART.cache(STREAM, per_layer=True).layer)(jnp.int32(0)),
-    "number": lambda: APART.cache(STREAM, per_layer=1),
-    "beside_one_array": lambda: ma.KVCache.stacked(
-        [skipped(APART.cache(STREAM, per_layer=per)) for per in (True, False)]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_refused(name: str) -> None:
-    with pytest.raises(MaxattnError) as caught:
-        BAD[name]()
-    check_golden(f"per_layer/{name}", str(caught.value))

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn.errors import InputError
-from tests.golden_text import check_golden
 from tests.streaming.stack import Stack, clips, close, rollout, table
 from tests.streaming.test_meshes import mesh_of
 from tests.waiting import but
@@ -100,23 +98,3 @@ def test_on_a_mesh(layout: str) -> None:
         again = anew(stack, stream, rollout(stack, stream, cache, clean, clean).cache, clean)
         made.append(next_block(stack, stream, again, noisy))
     close(made[1], made[0])
-
-
-BAD = {
-    "refill_nothing": lambda: Stack.make().cache(ma.Stream(2, 3, 4)).refill(),
-    "refill_under_jit": lambda: jax.jit(lambda c: c.refill())(half()),
-    "refilled_too_early": lambda: half().refilled(ma.Stream(2, 3, 4), 9),
-}
-
-
-def half() -> ma.KVCache:
-    stream = ma.Stream(2, 3, 4)
-    clean, _ = clips(stream, 6)
-    return rollout(Stack.make(), stream, Stack.make().cache(stream), clean, clean).cache
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_refused(name: str) -> None:
-    with pytest.raises(InputError) as caught:
-        BAD[name]()
-    check_golden(f"streaming/{name}", str(caught.value))

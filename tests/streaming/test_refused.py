@@ -154,6 +154,12 @@ BAD: dict[str, Callable[[], Any]] = {
     "stacked_nothing": lambda: ma.KVCache.stacked([]),
     "alone_in_words": lambda: ma.Stream(4, first_frame_alone="no"),  # type: ignore[arg-type]
     "stacked_of_two_streams": lambda: ma.KVCache.stacked([made(), made(ma.Stream(4, 3, 3))]),
+    "refill_nothing": lambda: empty().refill(),
+    "refill_under_jit": lambda: jax.jit(lambda c: c.refill())(made()),
+    "refilled_too_early": lambda: made().refilled(STREAM, 9),
+    "layer_traced": lambda: jax.jit(empty(per_layer=True).layer)(jnp.int32(0)),
+    "per_layer_number": lambda: empty(per_layer=1),
+    "stacked_beside_one_array": lambda: ma.KVCache.stacked([made(per_layer=True), made()]),
     # what never changes
     "extract_later": lambda: made().extract(),
     "extract_start": lambda: empty().extract(-1),
