@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked
 from maxattn.config.rules import AXES, Role
 from maxattn.jax_private.mesh import ambient_mesh
+from maxattn.jax_private.vmapped import identity
 from maxattn.plan import Plan
 from maxattn.sharding import surrounding_manual_axes
 
@@ -108,7 +109,7 @@ def say_when_compiled(x: jax.Array, text: str) -> jax.Array:
     Only then is it known whether a forward is differentiated: jax traces a function under `jit`,
     `scan` or `remat` without its gradient first, and may throw that trace away.
     """
-    return say_p.bind(x, text=text) if text else x
+    return say_p.bind(x, text=text)[0] if text else x
 
 
 def _log_once(level: int, text: str) -> None:
@@ -119,18 +120,9 @@ def _log_once(level: int, text: str) -> None:
         log.log(level, "%s", text)
 
 
-def _evaluate(x: Any, *, text: str) -> Any:
-    _log_once(logging.INFO, text)
-    return x
-
-
-# An operation that adds nothing to the program: lowering it logs the text.
-say_p = Primitive("say_when_compiled")
-say_p.def_impl(_evaluate)
-say_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(say_p, lambda context, x, *, text: [_evaluate(x, text=text)])
-batching.primitive_batchers[say_p] = lambda args, axes, **text: (say_p.bind(*args, **text), axes[0])
-ad.primitive_jvps[say_p] = lambda primals, tangents, **text: (
-    say_p.bind(*primals, **text),
-    tangents[0],
+say_p = identity(
+    "say_when_compiled",
+    batch=lambda args, axes, **text: (say_p.bind(*args, **text), axes),
+    met=partial(_log_once, logging.INFO),
 )
+ad.primitive_jvps[say_p] = lambda args, tangents, **text: (say_p.bind(*args, **text), tangents)

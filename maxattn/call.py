@@ -189,7 +189,7 @@ def static_scale(scale: float | None, head_dim: int) -> float:
         raise InputError("scale", found, "scale is a static number", remedy)
     value = float(scale)
     if not LEAST_SCALE <= abs(value) <= MOST_SCALE:
-        rule = "scale must be a number that float32 holds, other than 0"
+        rule = "scale must be a number that float32 can have, other than 0"
         raise InputError("scale", value, rule, "leave it out for head_dim ** -0.5")
     return value
 

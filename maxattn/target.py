@@ -120,12 +120,10 @@ class Target:
     def refuse_untested(
         self, who: str, package: str, tested: Versions | None = None
     ) -> Reason | None:
-        """Refuse a version of a package that a kernel was not tested with; unknown ones are taken.
+        """Refuse untested versions of a package whose private names the kernel `who` uses.
 
-        Args:
-            who: the kernel, which uses private names of the package.
-            package: pip's name.
-            tested: the tested versions; default those of `versions.TESTED`.
+        A package without a known version is not refused. `tested` is by default that of
+        `versions.TESTED`.
         """
         version, tested = self.version(package), tested or TESTED[package]
         if version is None or tested.hold(version):

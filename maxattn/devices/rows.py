@@ -66,7 +66,7 @@ class TensorCore(NamedTuple):
     Args:
         clock: cycles a second.
         units: matrix units of a core.
-        side: rows and columns of products that a matrix unit holds.
+        side: rows and columns of products of a matrix unit.
         rows: bfloat16 rows that a matrix unit takes in a cycle.
         cores: cores of a device, over which a kernel divides the parallel axes of its grid.
     """

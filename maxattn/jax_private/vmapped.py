@@ -1,7 +1,8 @@
-"""Primitives that compute nothing, with batching rules of their own under `vmap`."""
+"""Primitives that return their operands: `vmap`, or a compiler that meets one, does something."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,12 +29,18 @@ def some_examples(kernel: str, operands: Any) -> Any:
     return jax.tree.unflatten(structure, some_p.bind(*leaves, kernel=kernel))
 
 
-def _nothing(name: str, batch: Any) -> Primitive:
+def identity(name: str, batch: Any, met: Callable[..., Any] = lambda **_: None) -> Primitive:
+    """Make a primitive that returns its operands; evaluating or compiling it calls `met`."""
+
+    def returned(*args: Any, **parameters: Any) -> list[Any]:
+        met(**parameters)
+        return list(args)
+
     made = Primitive(name)
     made.multiple_results = True
-    made.def_impl(lambda *args, **_: list(args))
+    made.def_impl(returned)
     made.def_abstract_eval(lambda *args, **_: list(args))
-    mlir.register_lowering(made, lambda _, *args, **__: list(args))
+    mlir.register_lowering(made, lambda _, *args, **parameters: returned(*args, **parameters))
     batching.primitive_batchers[made] = batch
     return made
 
@@ -55,5 +62,5 @@ def _batch_some(args: Any, axes: Any, *, kernel: str) -> Any:
     return some_p.bind(*args, kernel=kernel), axes
 
 
-alike_p, some_p = _nothing("batched_alike", _batch_alike), _nothing("some_examples", _batch_some)
+alike_p, some_p = identity("batched_alike", _batch_alike), identity("some_examples", _batch_some)
 ad.deflinear2(alike_p, lambda cotangents, *_: list(cotangents))

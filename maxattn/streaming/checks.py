@@ -218,7 +218,7 @@ def append(cache: KVCache, other: KVCache) -> None:
             rule = "appended frames stay: their cache has no window, and is written before"
             raise InputError("append", repr(each), rule, "make it of a Stream without a window")
         frames = each.layout.frames
-        known = not is_tracer(each.frame)  # else the stage tells
+        known = not is_tracer(each.frame)  # else the stage counts
         if bool((each.frame != frames).any()) if known else not each.is_done:
             rule = f"all {frames} slots are filled before more are appended"
             raise InputError("append", repr(each), rule, "make it with as many frames as it keeps")
@@ -263,7 +263,7 @@ def beside(cache: KVCache, mask: Any, bias: Any) -> None:
     if bias is not None or (mask is not None and cache.mode != "cached"):
         name = "mask" if mask is not None and cache.mode != "cached" else "bias"
         rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
-        remedy = f"leave {name} out; the Stream's window and sink say what is kept"
+        remedy = f"leave {name} out; the Stream's window and sink decide what is kept"
         raise InputError(name, "given beside a cache", rule, remedy)
     if mask is None:
         return

@@ -295,7 +295,7 @@ class KVCache:
             start: the first of these tokens in the sequence; default 0.
 
         Raises:
-            InputError: the cache holds frames already.
+            InputError: the cache has frames already.
         """
         return replace(self, mode="extract", start=checks.extract(self, start))._begun(self)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from maxattn.context_parallel.ring.ring import Ring
 
 R = TypeVar("R", bound="Ring")
-EVEN = 1.05  # most work of a device, over the mean, at which the plan says nothing of zig-zag
+EVEN = 1.05  # most work of a device, over the mean, at which the plan does not mention zig-zag
 KEY = "ring_direction"
 LEAST = 3  # ranks, from which a rank has two neighbours
 

@@ -3,7 +3,7 @@
 XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K
 and V travel as one array. The gradients of a hop's keys go straight home, in the dtype of K, while
 the next hop is computed, and are summed there in float32. Partial results stay as the kernel wrote
-them until they are merged or summed in one pass. Where every query sees every key, each transfer of
+them until they are merged or summed in one pass. If every query sees every key, each transfer of
 the backward has a kernel beside it: `gpu_full_mask.py`.
 """
 
@@ -78,7 +78,7 @@ class GpuSchedule:
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
         """Return what `hops` hops send and keep; gradients travel in the dtype of K.
 
-        Where every query sees every key, memory has three blocks of K and V (local, here, coming)
+        If every query sees every key, memory has three blocks of K and V (local, here, coming)
         and the gradients that are local, being made, leaving and arrived.
 
         Each part of out, dk and dv is read once and each sum is written; K and V are packed,

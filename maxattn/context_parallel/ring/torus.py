@@ -2,7 +2,7 @@
 
 The next block of K and V travels while this one is computed. dK and dV travel with their K and V
 until they are home; the last transfer has half of the local block beside it (head_halves.py).
-Partial results are merged by log-sum-exp in float32, hop by hop. Where blocks travel both ways
+Partial results are merged by log-sum-exp in float32, hop by hop. If blocks travel both ways
 (choices.py) there are two lanes, each with half of the heads, whose hops begin together.
 """
 
