@@ -61,8 +61,9 @@ def refused(module: nnx.Module | None, load: Callable[[], Any], golden: str = ""
     before = values(module) if module else {}
     with pytest.raises(WeightsError) as error:
         load()
+    after = values(module) if module else {}
     for name, array in before.items():
-        np.testing.assert_array_equal(values(module)[name], array)
+        np.testing.assert_array_equal(after[name], array)
     assert error.value.rule and error.value.remedy
     if golden:
         check_golden(f"weights/{golden}", str(error.value))
@@ -76,10 +77,19 @@ def mesh() -> jax.sharding.Mesh:
 
 
 @cache
-def _made(seed: int) -> Model:
+def _made(make: Callable[..., Any], *given: Any) -> Any:
+    return make(*given)
+
+
+def fresh(make: Callable[..., Any], *given: Any) -> Any:
+    """Return a copy of the model that `make` makes; the work of making it is done once."""
+    return nnx.clone(_made(make, *given))
+
+
+def _model(seed: int) -> Model:
     return Model(nnx.Rngs(seed))
 
 
 def model_of(seed: int) -> Model:
-    """Return a model of its own, initialized from a seed; the work of it is done once."""
-    return nnx.clone(_made(seed))
+    """Return a model of its own, initialized from a seed."""
+    return fresh(_model, seed)

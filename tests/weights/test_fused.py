@@ -1,7 +1,9 @@
-"""Tensors of several layers: split as they are read, joined as they are written."""
+"""Tensors of several layers, and LoRA of them: split when read, joined when written."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 import maxattn as ma
 from maxattn import weights
 from maxattn.errors import WeightsError
 from maxattn.sharding import place
+from tests.weights.models import equal, refused
 
 C, N, H = 12, 2, 4
 
@@ -53,14 +57,6 @@ class Model(nnx.Module):
         self.stacked = layers(nnx.Rngs(seed + 1))
 
 
-def state(module: nnx.Module) -> Any:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def same(one: nnx.Module, other: nnx.Module) -> None:
-    jax.tree.map(np.testing.assert_array_equal, state(one), state(other))
-
-
 def fused(held: dict[str, np.ndarray], whole: str, *parts: str) -> dict[str, np.ndarray]:
     """Join layers of a state dict, as diffusers' `fuse_projections` does."""
     ends = [end for end in ("weight", "bias") if f"{parts[0]}.{end}" in held]
@@ -86,7 +82,7 @@ def test_a_tensor_of_several_layers_is_read_and_written(tmp_path: Path) -> None:
     np.testing.assert_array_equal(whole["one.to_all.weight"], rows)
     weights.save_diffusers(one, tmp_path)
     assert weights.load_diffusers(other, tmp_path) == weights.Loaded()
-    same(one, other)
+    equal(one, other)
     assert weights.load_diffusers(nnx.eval_shape(lambda: Model(0)), whole) == weights.Loaded()
 
 
@@ -96,7 +92,7 @@ def test_layers_that_diffusers_fused_are_read_and_written_apart() -> None:
     apart = {n: v for n, v in held.items() if "proj" not in n and not n.startswith("to_")}
     apart |= {n: v for n, v in held.items() if "out" in n}
     assert weights.load_diffusers(other, apart | whole) == weights.Loaded()
-    same(one, other)
+    equal(one, other)
     assert weights.to_diffusers(other).keys() == held.keys()
 
 
@@ -107,7 +103,7 @@ def test_onto_a_mesh() -> None:
     place(other, mesh)
     apart = {n: v for n, v in held.items() if n.split(".")[0] not in ("to_q", "to_k", "to_v")}
     weights.load_diffusers(other, apart | {n: v for n, v in whole.items() if "added" not in n})
-    same(one, other)
+    equal(one, other)
     assert len(other.to_q.kernel[...].sharding.device_set) == 8
 
 
@@ -115,7 +111,7 @@ def test_layers_that_are_there_twice_are_the_same() -> None:
     one, other = joint(), joint(3)
     held, whole = joined(one)
     assert weights.load_diffusers(other, held | whole) == weights.Loaded()
-    same(one, other)
+    equal(one, other)
     whole["to_qkv.weight"] = whole["to_qkv.weight"] + np.float32(1)
     with pytest.raises(WeightsError, match=r"to_q\.weight\n.*to_qkv\.weight, which has other"):
         weights.load_diffusers(joint(), held | whole)
@@ -123,22 +119,89 @@ def test_layers_that_are_there_twice_are_the_same() -> None:
 
 @pytest.mark.parametrize("rows", [3, 4 * N * H])
 def test_other_rows_are_refused(rows: int) -> None:
-    module, before = Parallel(nnx.Rngs(0)), state(Parallel(nnx.Rngs(0)))
+    module = Parallel(nnx.Rngs(0))
+    held = weights.to_diffusers(module) | {"to_all.weight": np.ones((rows, C), np.float32)}
+    said = str(refused(module, lambda: weights.load_diffusers(module, held)))
+    assert re.search(r"misshapen: mlp\.weight is \(\d+, 12\)", said)
+
+
+def test_names_are_those_of_layers_and_a_dtype_is_kept() -> None:
+    module = Parallel(nnx.Rngs(0))
     held = weights.to_diffusers(module)
-    held["to_all.weight"] = np.ones((rows, C), np.float32)
-    with pytest.raises(WeightsError, match=r"misshapen: mlp\.weight is \(\d+, 12\)"):
-        weights.load_diffusers(module, held)
-    jax.tree.map(np.testing.assert_array_equal, state(module), before)
-
-
-def test_what_is_missing_is_named_by_layers() -> None:
-    held = weights.to_diffusers(Parallel(nnx.Rngs(0)))
     del held["to_all.bias"]
     with pytest.raises(WeightsError, match=r"missing: attn\.to_k\.bias"):
         weights.load_diffusers(Parallel(nnx.Rngs(0)), held)
-
-
-def test_a_dtype_is_kept() -> None:
-    module = Parallel(nnx.Rngs(0))
     nnx.update(module, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(module)))
     assert weights.to_diffusers(module)["to_all.weight"].dtype == jnp.bfloat16
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+INNER, MLP, RANK = N * H, 5, 3
+ROWS = {"to_q": (0, INNER), "to_k": (INNER, 2 * INNER), "to_v": (2 * INNER, 3 * INNER)}
+
+
+def attention() -> ma.FlaxAttention:
+    how: dict[str, Any] = {"heads": N, "dim_head": H, "bias": True, "rngs": nnx.Rngs(0)}
+    return ma.FlaxAttention(C, **how)
+
+
+def pair(name: str, rows: int, **more: Any) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(len(name))
+    a, b = rng.normal(size=(RANK, C)), rng.normal(size=(rows, RANK))
+    made = {"lora_A.weight": a, "lora_B.weight": b, **more}
+    return {f"{name}.{end}": np.asarray(x, np.float32) for end, x in made.items()}
+
+
+def changes(module: nnx.Module, tensors: Any, **how: Any) -> dict[str, np.ndarray]:
+    """Merge, and return what was added to each tensor of diffusers."""
+    before = weights.to_diffusers(module)
+    weights.merge_lora(module, tensors, **how)
+    after = weights.to_diffusers(module)
+    return {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize("name", ["to_qkv", "transformer.to_qkv", "lora_unet_to_qkv"])
+def test_a_layer_of_several_is_split(name: str) -> None:
+    held = pair(name, 3 * INNER, alpha=6.0, diff_b=np.arange(3 * INNER))
+    module = attention()
+    assert weights.check_lora(module, held) == ("to_q", "to_k", "to_v")
+    added = changes(module, held, scale=0.5)
+    whole = 0.5 * 6.0 / RANK * held[f"{name}.lora_B.weight"] @ held[f"{name}.lora_A.weight"]
+    for part, (start, stop) in ROWS.items():
+        np.testing.assert_allclose(added[f"{part}.weight"], whole[start:stop], atol=1e-5)
+        np.testing.assert_allclose(added[f"{part}.bias"], 0.5 * np.arange(start, stop), atol=1e-5)
+    assert not added["to_out.0.weight"].any()
+
+
+def test_a_layer_of_several_in_a_stack_and_beside_others() -> None:
+    """Each stacked layer has its own, and the part that is no attention gets its rows too."""
+    held = pair("stacked.1.to_all", 3 * INNER + MLP) | pair("one.to_all", 3 * INNER + MLP)
+    added = changes(Model(0), held)
+    for name in ("stacked.1.to_all", "one.to_all"):
+        whole = held[f"{name}.lora_B.weight"] @ held[f"{name}.lora_A.weight"]
+        np.testing.assert_allclose(added[f"{name}.weight"], whole, atol=1e-5)
+    assert not added["stacked.0.to_all.weight"].any()
+
+
+def test_metadata_name_the_layer_as_the_file_does(tmp_path: Any) -> None:
+    """An alpha by pattern is that of the layer of several."""
+    said = {"r": RANK, "lora_alpha": 3, "alpha_pattern": {"to_qkv": 12}}
+    held, path = pair("to_qkv", 3 * INNER), tmp_path / "lora.safetensors"
+    save_file(held, path, {"lora_adapter_metadata": json.dumps(said)})
+    added = changes(attention(), path)
+    whole = 4.0 * held["to_qkv.lora_B.weight"] @ held["to_qkv.lora_A.weight"]
+    np.testing.assert_allclose(added["to_k.weight"], whole[INNER : 2 * INNER], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (pair("to_qkv", 2 * INNER), f"it must have the {3 * INNER} rows of to_q, to_k, to_v"),
+        (pair("to_qkv", 3 * INNER) | pair("to_k", INNER), "to_qkv.lora_A.weight is for to_k too"),
+        (pair("to_kv", 2 * INNER) | pair("to_qkv", 3 * INNER), "is for to_k too"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(held: Any, said: str) -> None:
+    module = attention()
+    assert said in str(refused(module, lambda: weights.merge_lora(module, held)))

@@ -1,7 +1,8 @@
-"""LoRA merged into a model: its projections alone, and one error for all that does not fit."""
+"""LoRA merged into a model: what is added, and one error for all that does not fit."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from maxattn import weights
+from maxattn.errors import WeightsError
 from tests.weights.models import equal, model_of, refused
+
+Q = "blocks.0.attn1.to_q"
 
 
 def lora(
@@ -26,6 +30,15 @@ def lora(
         if alpha is not None:
             found[f"{layer}.alpha"] = np.float32(alpha)
     return found
+
+
+def pair(layer: str, down: tuple[int, ...], up: tuple[int, ...]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    shapes = {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+# ---- what is added -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("alpha", "share"), [(None, 1.0), (1.0, 0.5)])
@@ -43,29 +56,68 @@ def test_lora_is_added_to_its_projections_alone(alpha: float | None, share: floa
         np.testing.assert_allclose(array, want, atol=1e-5, err_msg=name)
 
 
-def test_lora_in_a_file_under_older_names(tmp_path: Path):
+def test_older_names_in_a_file_and_alphas_of_one_axis(tmp_path: Path):
     one, other = model_of(0), model_of(0)
-    save_file(lora(names=("lora.down", "lora.up")), tmp_path / "lora.safetensors")
+    given = lora(alpha=4.0, names=("lora.down", "lora.up"))
+    given = {k: v.reshape(1) if k.endswith("alpha") else v for k, v in given.items()}
+    save_file(given, tmp_path / "lora.safetensors")
     weights.merge_lora(one, tmp_path / "lora.safetensors")
-    weights.merge_lora(other, lora())
+    weights.merge_lora(other, lora(alpha=4.0))
     equal(one, other)
-    assert load_file(tmp_path / "lora.safetensors")
 
 
-def shapes(layer: str, down: tuple[int, int], up: tuple[int, int]) -> dict[str, np.ndarray]:
-    return {f"{layer}.lora_A.weight": np.zeros(down), f"{layer}.lora_B.weight": np.zeros(up)}
+def test_differences_are_added_as_they_are() -> None:
+    model, before = model_of(0), weights.to_diffusers(model_of(0))
+    rng = np.random.default_rng(3)
+    given = {
+        "blocks.0.self_attn.q.diff": (f"{Q}.weight", (16, 16)),
+        "blocks.0.self_attn.q.diff_b": (f"{Q}.bias", (16,)),
+        "blocks.1.self_attn.norm_q.diff": ("blocks.1.attn1.norm_q.weight", (16,)),
+        "blocks.1.modulation.diff": ("blocks.1.scale_shift_table", (1, 6, 16)),
+        "stacked.1.scale_shift_table.diff": ("stacked.1.scale_shift_table", (1, 6, 16)),
+        "patch.diff": ("patch.weight", (16, 3, 1, 2, 4)),
+    }
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, (_, shape) in given.items()}
+    changed = weights.merge_lora(model, {f"diffusion_model.{n}": x for n, x in arrays.items()}, 0.5)
+    assert set(changed) == {re.sub(r"\.(weight|bias)$", "", name) for name, _ in given.values()}
+    added = {given[name][0]: 0.5 * x.astype(np.float64) for name, x in arrays.items()}
+    for name, array in weights.to_diffusers(model).items():
+        want = before[name].astype(np.float64) + added.get(name, 0.0)
+        np.testing.assert_allclose(array, want, rtol=1e-6, atol=1e-6, err_msg=name)
 
+
+def test_a_window_is_merged() -> None:
+    model, before = model_of(0), weights.to_diffusers(model_of(0))
+    given = pair("patch", (2, 3, 1, 2, 4), (16, 2, 1, 1, 1))
+    down, up = (x.astype(np.float64) for x in given.values())
+    assert weights.merge_lora(model, given | {"patch.alpha": np.float32(1)}, 0.7) == ("patch",)
+    change = np.einsum("orabc,rithw->oithw", up, down) * 0.7 / 2
+    want = before["patch.weight"].astype(np.float64) + change
+    got = weights.to_diffusers(model)
+    np.testing.assert_allclose(got["patch.weight"], want, rtol=1e-6, atol=1e-6)
+    for name in before.keys() - {"patch.weight"}:
+        np.testing.assert_array_equal(got[name], before[name], err_msg=name)
+
+
+def test_a_window_of_one_pixel_is_a_projection() -> None:
+    one, other = model_of(0), model_of(0)
+    weights.merge_lora(one, pair(Q, (2, 16, 1, 1), (16, 2, 1, 1)))
+    weights.merge_lora(other, pair(Q, (2, 16), (16, 2)))
+    equal(one, other)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
 
 WRONG = {
-    "no layer": shapes("blocks.9.attn1.to_q", (2, 16), (16, 2)),
-    "half": {"blocks.0.attn1.to_q.lora_A.weight": np.zeros((2, 16))},
-    "shape": shapes("blocks.0.attn1.to_q", (2, 8), (16, 2)),
-    "rank": shapes("blocks.0.attn1.to_q", (3, 16), (16, 2)),
-    "name": {"blocks.0.attn1.to_q.weight": np.zeros((16, 16))},
+    "no layer": pair("blocks.9.attn1.to_q", (2, 16), (16, 2)),
+    "half": {f"{Q}.lora_A.weight": np.zeros((2, 16))},
+    "shape": pair(Q, (2, 8), (16, 2)),
+    "rank": pair(Q, (3, 16), (16, 2)),
+    "name": {f"{Q}.weight": np.zeros((16, 16))},
     "alpha": {**lora(), "blocks.0.attn1.to_k.alpha": np.float32(1)},
     "nothing": {},
-    "rank zero": shapes("blocks.0.attn1.to_q", (0, 16), (16, 0)),
-    "four axes": shapes("blocks.0.attn1.to_q", (2, 16, 3, 3), (16, 2, 1, 1)),  # type: ignore[arg-type]
+    "rank zero": pair(Q, (0, 16), (16, 0)),
+    "four axes": pair(Q, (2, 16, 3, 3), (16, 2, 1, 1)),
     "three alphas": {**lora(), "blocks.1.attn1.to_q.alpha": np.ones(3, np.float32)},
     "infinite alpha": {**lora(), "blocks.1.attn1.to_q.alpha": np.float32(np.inf)},
     "two spellings": {**lora(), **lora(names=("lora.down", "lora.up"))},
@@ -82,15 +134,13 @@ def test_lora_that_does_not_fit(kind: str):
     refused(model, lambda: weights.merge_lora(model, WRONG[kind]), golden)
 
 
-SCALES = [float("nan"), float("inf"), "1", None, np.ones(2), 10**400, -(10**400), True, 1j]
-
-
-@pytest.mark.parametrize("scale", SCALES, ids=lambda scale: str(scale)[:6])
-def test_a_scale_of_lora_is_a_finite_number(scale: Any):
+def test_a_scale_of_lora_is_a_finite_number():
     model = model_of(0)
-    golden = "lora_scale" if isinstance(scale, float) and scale != scale else ""
-    error = refused(model, lambda: weights.merge_lora(model, lora(), scale), golden)
-    assert error.setting == "scale"
+    for scale in (float("inf"), "1", None, np.ones(2), 10**400, -(10**400), True, 1j):
+        with pytest.raises(WeightsError) as error:
+            weights.merge_lora(model, lora(), scale)  # type: ignore[arg-type]
+        assert error.value.setting == "scale"
+    refused(model, lambda: weights.merge_lora(model, lora(), float("nan")), "lora_scale")
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float16", 300.0), ("float32", 1e20)])
@@ -103,10 +153,13 @@ def test_a_change_that_the_dtype_does_not_hold_changes_nothing(dtype, size):
     refused(model, lambda: weights.merge_lora(model, change), f"lora_beyond_{dtype}")
 
 
-def test_an_alpha_of_one_axis_is_taken():
-    one, other = model_of(0), model_of(0)
-    change = lora(alpha=4.0)
-    weights.merge_lora(one, change)
-    reshaped = {k: v.reshape(1) if k.endswith("alpha") else v for k, v in change.items()}
-    weights.merge_lora(other, reshaped)
-    equal(one, other)
+class Grouped(nnx.Module):
+    """A convolution whose groups do not meet: its kernel is no B A."""
+
+    def __init__(self) -> None:
+        self.conv = nnx.Conv(4, 8, (3, 3), feature_group_count=2, rngs=nnx.Rngs(0))
+
+
+def test_groups_are_refused() -> None:
+    with pytest.raises(WeightsError):
+        weights.merge_lora(Grouped(), pair("conv", (2, 2, 3, 3), (8, 2, 1, 1)))

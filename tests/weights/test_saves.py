@@ -45,7 +45,7 @@ def read_all(folder: Path) -> set[float]:
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
-def test_what_is_read_is_what_was_saved_last(before: str, after: str, tmp_path: Path) -> None:
+def test_other_files_are_kept(before: str, after: str, tmp_path: Path) -> None:
     others = {"config.json", "other.safetensors.txt", f"{NAME}.fp16-00001-of-00002.safetensors"}
     others |= {f"{NAME}.bin.old"}
     tmp_path.joinpath("sub").mkdir()
@@ -106,7 +106,7 @@ def test_a_save_that_is_cut_off_leaves_one_whole_save(
 
 def test_twice_cut_off(tmp_path: Path) -> None:
     """A save over one whose index still names files that have no names of their own yet."""
-    for first, second in product(range(20), repeat=2):
+    for first, second in product(range(20), range(0, 20, 4)):
         folder = tmp_path / f"{first}_{second}"
         save(folder, "two", 1)
         for value, step in ((2, first), (3, second)):
@@ -142,25 +142,22 @@ def test_a_tensor_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
     assert read_all(tmp_path) == {1.0} and {f.name for f in tmp_path.iterdir()} == files
 
 
-def refused(kind: str, folder: Path) -> None:
-    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    if kind == "another index":
-        (folder / "other.safetensors.index.json").write_text("{}")
-    elif kind == "a file":
-        folder = folder / "file"
-        folder.write_text("")
-    elif kind == "no place":
-        (folder / "file").write_text("")
-        folder = folder / "file" / "x"
-    elif kind == "no folder":
-        folder = None  # type: ignore[assignment]
-    weights.save_diffusers(None if kind == "no module" else layer, folder)  # type: ignore[arg-type]
+PLACES = {
+    "another index": lambda folder: folder,
+    "a file": lambda folder: folder / "file",
+    "no place": lambda folder: folder / "file" / "x",
+    "no folder": lambda folder: None,
+    "no module": lambda folder: folder,
+}
 
 
-@pytest.mark.parametrize("kind", ["another index", "a file", "no place", "no folder", "no module"])
+@pytest.mark.parametrize("kind", PLACES)
 def test_a_save_that_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    layer: Any = None if kind == "no module" else nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     with pytest.raises(WeightsError) as error:
-        refused(kind, tmp_path)
+        weights.save_diffusers(layer, PLACES[kind](tmp_path))
     text = str(error.value).replace(str(tmp_path), "FOLDER")
     check_golden(f"weights/save_{kind.replace(' ', '_')}", text)
 
@@ -195,13 +192,9 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_other_dtypes_are_refused_before_a_file_is_made(tmp_path: Path) -> None:
+def test_other_tensors_than_the_header_s_stop_the_writing(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="complex64"):
-        read = lambda name: np.zeros(2, np.complex64)  # noqa: E731
-        write(tmp_path / "x", {"a": Form((2,), np.complex64)}, read)
+        write(tmp_path / "x", {"a": Form((2,), np.complex64)}, lambda _: np.zeros(2, np.complex64))
     assert not (tmp_path / "x").exists()
-
-
-def test_a_tensor_that_is_not_what_the_header_says_stops_the_writing(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="header"):
-        write(tmp_path / "x", {"a": Form((2,), np.float32)}, lambda name: np.zeros(3, np.float32))
+        write(tmp_path / "x", {"a": Form((2,), np.float32)}, lambda _: np.zeros(3, np.float32))

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 from flax import nnx
 
 from maxattn import sharding, weights
@@ -39,11 +38,11 @@ def test_layouts_are_torchs():
     np.testing.assert_array_equal(state["stacked.2.attn1.to_out.0.weight"], third.T)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_ways_is_bit_for_bit(dtype: str, tmp_path: Path):
+def test_both_ways_is_bit_for_bit(tmp_path: Path):
     one, other = model_of(0), model_of(9)
     for model in (one, other):
-        nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model, nnx.Param)))
+        blocks = nnx.state(model.blocks, nnx.Param)
+        nnx.update(model.blocks, jax.tree.map(lambda x: x.astype("bfloat16"), blocks))
     files = weights.save_diffusers(one, tmp_path / "whole", shard_bytes=4000)
     index = json.loads(files[-1].read_text())
     assert len(files) > 3
@@ -55,11 +54,8 @@ def test_both_ways_is_bit_for_bit(dtype: str, tmp_path: Path):
     assert weights.load_diffusers(other, tmp_path / "whole") == weights.Loaded()
     equal(one, other)
     # What is written again is the same, file for file.
-    for file in files:
-        again = weights.save_diffusers(other, tmp_path / "again", shard_bytes=4000)
-        assert {f.name for f in again} == {f.name for f in files}
-        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-        break
+    again = weights.save_diffusers(other, tmp_path / "again", shard_bytes=4000)
+    assert [f.read_bytes() for f in again] == [f.read_bytes() for f in files]
 
 
 def test_onto_a_mesh_without_arrays_before(tmp_path: Path):
@@ -90,9 +86,5 @@ def test_a_parameter_keeps_its_dtype():
 
 def test_one_linear_layer_is_a_module_too():
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    state = weights.to_diffusers(layer)
-    assert {k: v.shape for k, v in state.items()} == {"weight": (2, 3), "bias": (2,)}
-    weights.load_diffusers(
-        layer, {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
-    )
+    weights.load_diffusers(layer, {"weight": np.ones((2, 3)), "bias": np.zeros(2)})
     np.testing.assert_array_equal(layer(jnp.ones((1, 3))), [[3, 3]])
