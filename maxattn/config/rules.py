@@ -5,12 +5,12 @@ The rules yield errors instead of raising them, so that one report can list them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Le
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from maxattn.config.numbers import LARGEST, MOST_DEVICES, divisors, whole
 from maxattn.context_parallel import table as strategy_table
@@ -40,10 +40,22 @@ FOREIGN: Final[Mapping[str, tuple[str, str]]] = {
     "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring"),
     "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring"),
 }
-KERNELS: Final = ("auto", *kernel_table.spellings())
-STRATEGIES: Final = ("auto", *strategy_table.TABLE)
-ATTENTIONS: Final = (*KERNELS, *strategy_table.in_attention(), *FOREIGN)
-"""Spellings of `attention`: a kernel, a strategy, or both in one word."""
+
+
+# Functions, since a user may add a kernel or a strategy to the tables.
+def kernels() -> tuple[str, ...]:
+    """Return the names of kernels."""
+    return "auto", *kernel_table.spellings()
+
+
+def strategies() -> tuple[str, ...]:
+    """Return the names of context strategies."""
+    return "auto", *strategy_table.TABLE
+
+
+def attentions() -> tuple[str, ...]:
+    """Return the spellings of `attention`: a kernel, a strategy, or both in one word."""
+    return *kernels(), *strategy_table.in_attention(), *FOREIGN
 
 
 def kernel_and_strategy(attention: str) -> tuple[str, str]:
@@ -153,9 +165,30 @@ def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 def _not_a_strategy(value: Any) -> Any:
     if isinstance(value, str) and kernel_and_strategy(value)[1] != "auto":
-        rule = f"it must be one of {', '.join(KERNELS)}; {value} is only for self-attention"
+        rule = f"it must be one of {', '.join(kernels())}; {value} is only for self-attention"
         raise _broken(rule, f"write `attention: {value}`")
     return value
+
+
+class _OneOf:
+    """Take one of the names of a table, which is read when a value is checked."""
+
+    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
+        self.names = names
+
+    def check(self, value: Any) -> str:
+        names = self.names()
+        if isinstance(value, str) and value in names:
+            return value
+        listed = [repr(name) for name in names]
+        expected = f"{', '.join(listed[:-1])} or {listed[-1]}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self.names()), "type": "string"}
 
 
 _POSITIVE_OR_REST = {
@@ -169,9 +202,7 @@ NotNegative = Annotated[int, Ge(0), Le(LARGEST)]
 PositiveOrRest = Annotated[
     int, AfterValidator(_positive_or_rest), WithJsonSchema(_POSITIVE_OR_REST)
 ]
-if TYPE_CHECKING:  # type checkers accept no literals from tables
-    Attention = Strategy = KernelName = str
-else:
-    Attention, Strategy = Literal[ATTENTIONS], Literal[STRATEGIES]
-    KernelName = Annotated[Literal[KERNELS], BeforeValidator(_not_a_strategy)]
+Attention = Annotated[str, _OneOf(attentions)]
+Strategy = Annotated[str, _OneOf(strategies)]
+KernelName = Annotated[str, _OneOf(kernels), BeforeValidator(_not_a_strategy)]
 Axes = Annotated[tuple[Axis, ...], AfterValidator(_some_and_each_once), WithJsonSchema(_AXES)]

@@ -31,7 +31,7 @@ SPELLINGS = {
 
 
 def test_every_spelling_has_its_pair():
-    assert set(rules.ATTENTIONS) == set(SPELLINGS)
+    assert set(rules.attentions()) == set(SPELLINGS)
     for spelling, (kernel, strategy) in SPELLINGS.items():
         config = AttentionConfig(attention=spelling)
         assert config.attention == spelling
