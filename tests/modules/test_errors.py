@@ -17,7 +17,7 @@ from maxattn.rope import Rotary, rope_1d
 from tests.golden_text import check_golden
 from tests.torch_tensor import torch_tensor
 
-RNGS = nnx.Rngs(0)
+RNGS, NO_DROPOUT = nnx.Rngs(0), nnx.Rngs(params=1)
 X = np.zeros((2, 5, 12), np.float32)
 TEXT, IMAGE = np.zeros((2, 3, 8), np.float32), np.zeros((2, 4, 6), np.float32)
 
@@ -51,9 +51,10 @@ def image_kv(**how: Any) -> Any:
     return module(X, kv=module.compute_kv(TEXT, IMAGE)._replace(**how))
 
 
-def train(module: Any) -> Any:
+def dropping(**how: Any) -> Any:
+    module = attn(dropout=0.1)
     module.train()
-    return module
+    return module(X, **how)
 
 
 BAD: dict[str, Callable[[], Any]] = {
@@ -83,7 +84,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "states_of_torch": lambda: attn()(torch_tensor(X.shape)),
     "cross_states_of_torch": lambda: cross()(X, torch_tensor(TEXT.shape, "bfloat16")),
     "states_integer": lambda: attn()(X.astype(np.int32)),
-    "dropout_without_rngs": lambda: attn(dropout=0.1)(X, deterministic=False),
+    "dropout_without_rngs": lambda: dropping(deterministic=False),
     "rotary_odd_head": lambda: attn(dim_head=5)(X, rope_1d(4, 5)),
     "rotary_length": lambda: attn()(X, rope_1d(4, 6)),
     "rotary_of_other_heads": lambda: attn()(X, Rotary(*np.ones((2, 1, 5, 3, 2)))),
@@ -108,6 +109,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "kv_without_image": lambda: cross(added_kv_proj_dim=6)(X, kv=cross().compute_kv(TEXT)),
     "kv_without_k": lambda: text_kv(k=None),
     "kv_of_lists": lambda: text_kv(v=[[1.0]]),
+    "kv_v_of_another_length": lambda: text_kv(v=np.zeros((2, 2, 2, 4), np.float32)),
+    "kv_of_another_dtype": lambda: cross(dtype=jnp.bfloat16)(X, kv=cross().compute_kv(TEXT)),
     "kv_without_image_v": lambda: image_kv(image_v=None),
     "kv_without_image_k": lambda: image_kv(image_k=None),
     "kv_image_of_another_length": lambda: image_kv(image_v=np.zeros((2, 3, 2, 4), np.float32)),
@@ -118,14 +121,10 @@ BAD: dict[str, Callable[[], Any]] = {
     "rngs_none": lambda: attn(rngs=None),
     "rngs_number": lambda: cross(rngs=0),
     "rngs_without_params": lambda: attn(rngs=nnx.Rngs(dropout=0)),
-    "dropout_rngs_number": lambda: attn(dropout=0.1)(X, deterministic=False, rngs=0),
-    "dropout_rngs_without_dropout": lambda: attn(dropout=0.1)(
-        X, deterministic=False, rngs=nnx.Rngs(params=1)
-    ),
-    "dropout_after_train": lambda: train(attn(dropout=0.1))(X),
-    "dropout_after_train_without_dropout": lambda: train(cross(dropout=0.1))(
-        X, TEXT, rngs=nnx.Rngs(params=1)
-    ),
+    "dropout_rngs_number": lambda: dropping(deterministic=False, rngs=0),
+    "dropout_rngs_without_dropout": lambda: dropping(deterministic=False, rngs=NO_DROPOUT),
+    "dropout_after_train": lambda: dropping(),
+    "dropout_after_train_without_dropout": lambda: dropping(rngs=NO_DROPOUT),
     "dropout_text": lambda: attn(dropout="0.1"),
     "eps_text": lambda: attn(eps="1e-5"),
     "dtype_short": lambda: attn(dtype="bf16"),
@@ -176,6 +175,7 @@ def test_nothing_is_computed_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -
         lambda: other(X, TEXT, encoder_hidden_states_image=IMAGE),
         lambda: other(X, TEXT, mask=np.ones((5, 5), bool)),
         lambda: other(X, kv=kv, mask=np.ones((5, 5), bool)),
+        lambda: other(X, kv=kv._replace(v=kv.v[:, :2])),
         lambda: other(X, TEXT, rotary_emb_k=rope_1d(4, 5)),
     ):
         with pytest.raises(MaxattnError):

@@ -59,37 +59,41 @@ def numbers(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def wan_attention(mesh: Any = None, **more: Any) -> Any:
-    attention = of("attention_flax", "FlaxWanAttention")
+def wan(mesh: Any = None, **more: Any) -> Any:
     sizes = {"query_dim": WIDTH, "heads": HEADS, "dim_head": HEAD_DIM, "mesh": mesh}
+    attention = of("attention_flax", "FlaxWanAttention")
     return attention(nnx.Rngs(0), **sizes, attention_kernel="dot_product", **more)
 
 
-def angles() -> jax.Array:
-    return jnp.exp(1j * numbers(5, 1, 1, TOKENS, HEAD_DIM // 2))
+def states(keys: int = 10) -> tuple[jax.Array, jax.Array]:
+    return numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, keys, WIDTH)
 
 
 def wan_self(mesh: Any = None) -> Made:
-    x = numbers(1, BATCH, TOKENS, WIDTH)
-    return wan_attention(mesh), lambda m: m(x, rotary_emb=angles()), 1
+    x, angles = states()[0], jnp.exp(1j * numbers(5, 1, 1, TOKENS, HEAD_DIM // 2))
+    return wan(mesh), lambda m: m(x, rotary_emb=angles), 1
 
 
 def wan_cross(mesh: Any = None) -> Made:
-    x, text = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 10, WIDTH)
-    return wan_attention(mesh, is_self_attention=False), lambda m: m(x, text), 1
+    return wan(mesh, is_self_attention=False), lambda m: m(*states()), 1
 
 
-def wan_cached() -> Made:
-    x, text = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 10, WIDTH)
-    return wan_cross()[0], lambda m: m(x, text, cached_kv=m.compute_kv(text)), 1
+def wan_cached(mesh: Any = None) -> Made:
+    x, text = states()
+    cached = lambda m: m(x, text, cached_kv=m.compute_kv(text))  # noqa: E731
+    return wan(mesh, is_self_attention=False), cached, 1
 
 
 def wan_image(mesh: Any = None) -> Made:
     """Image-to-video: 128 places for 20 image tokens, the rest of them padding, then the text."""
-    x, keys = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 128 + 10, WIDTH)
-    module = wan_attention(mesh, is_self_attention=False, added_kv_proj_dim=WIDTH, image_seq_len=20)
+    x, keys = states(128 + 10)
+    module = wan(mesh, is_self_attention=False, added_kv_proj_dim=WIDTH, image_seq_len=20)
     keep = jnp.broadcast_to((jnp.arange(138) < 20) | (jnp.arange(138) >= 128), (BATCH, 138))
     return module, lambda m: m(x, keys, encoder_attention_mask=keep.astype(jnp.int32)), 1
+
+
+def padding() -> jax.Array:
+    return jnp.arange(TOKENS)[None] < jnp.array([[TOKENS], [5], [20], [TOKENS]])
 
 
 def ltx2(mesh: Any = None) -> Made:
@@ -97,18 +101,16 @@ def ltx2(mesh: Any = None) -> Made:
         WIDTH, HEADS, HEAD_DIM, rngs=nnx.Rngs(0), mesh=mesh, attention_kernel="dot_product",
         rope_type="split", gated_attn=True,
     )  # fmt: skip
-    x, turn = numbers(1, BATCH, TOKENS, WIDTH), numbers(3, BATCH, HEADS, TOKENS, HEAD_DIM // 2)
-    keep = jnp.arange(TOKENS)[None] < jnp.array([[TOKENS], [5], [20], [TOKENS]])
+    x, turn = states()[0], numbers(3, BATCH, HEADS, TOKENS, HEAD_DIM // 2)
     rotary = (jnp.cos(turn), jnp.sin(turn))
-    return module, lambda m: m(x, attention_mask=keep, rotary_emb=rotary), 1
+    return module, lambda m: m(x, attention_mask=padding(), rotary_emb=rotary), 1
 
 
 def flux2(mesh: Any = None) -> Made:
     module = of("flux.transformers.transformer_flux_flax", "NNXFluxAttention")(
         nnx.Rngs(0), WIDTH, heads=HEADS, dim_head=HEAD_DIM, mesh=mesh
     )
-    picture, text = numbers(1, BATCH, TOKENS, WIDTH), numbers(2, BATCH, 8, WIDTH)
-    return module, lambda m: jnp.concatenate(m(picture, text), axis=1), 1
+    return module, lambda m: jnp.concatenate(m(*states()), axis=1), 1
 
 
 def wan_model(mesh: Any = None) -> Made:
@@ -162,7 +164,6 @@ def test_same_outputs_gradients_and_parameters(make: Callable[..., Made], config
     module, call, ops = make()
     before, params = both(call)(module), parameters(module)
     table = ma.swap(module, CONFIGS[config])
-    print(table)
     assert len(table.swapped) == ops and not table.left
     assert parameters(module) == params and params
     check_same(both(call)(module), before)
@@ -218,20 +219,14 @@ def test_on_eight_devices(
         check_same(both(call)(module), before)
 
 
-def test_a_module_that_attends_by_itself_is_left(source: Path) -> None:
-    kind = of("z_image.transformer_z_image", "ZImageAttention")
-    module = kind(nnx.Rngs(0), WIDTH, HEADS)
-    (row,) = ma.swap(module).left
-    assert "ZImageAttention attends by itself" in row.why
-
-
-def test_heads_as_an_axis_and_padding(source: Path) -> None:
-    """Z-Image past its shortest length for flash: [B, N, T, H], and flags of keys."""
+def test_heads_as_an_axis_and_padding() -> None:
+    """Z-Image, which attends by itself unless flash does: [B, N, T, H], and flags of keys."""
     kind = of("z_image.transformer_z_image", "ZImageAttention")
     dense = kind(nnx.Rngs(0), WIDTH, HEADS)
     flash = kind(nnx.Rngs(0), WIDTH, HEADS, attention_kernel="flash", flash_min_seq_length=8)
+    assert "ZImageAttention attends by itself" in ma.swap(dense).left[0].why
     assert "from flash_min_seq_length=8 tokens on" in str(ma.swap(flash, CONFIGS["dense"]))
-    x, turn = numbers(1, BATCH, TOKENS, WIDTH), numbers(3, BATCH, TOKENS, HEAD_DIM // 2)
-    keep = jnp.arange(TOKENS)[None] < jnp.array([[TOKENS], [5], [20], [TOKENS]])
-    call = lambda m: m(x, (jnp.cos(turn), jnp.sin(turn)), attention_mask=keep)  # noqa: E731
+    x, turn = states()[0], numbers(3, BATCH, TOKENS, HEAD_DIM // 2)
+    rotary = jnp.cos(turn), jnp.sin(turn)
+    call = lambda m: m(x, rotary, attention_mask=padding())  # noqa: E731
     check_same(both(call)(flash), both(call)(dense))

@@ -1,5 +1,5 @@
-"""The row kernel: thread by thread on numpy, against float64; what CuTe's own compiler makes of it,
-where it is installed.
+"""The row kernel: thread by thread on numpy, against float64, as XLA's steps are; what CuTe's own
+compiler makes of it, where it is installed.
 """
 
 from __future__ import annotations
@@ -32,214 +32,172 @@ def error(got: Any, want: Any) -> float:
     return float(np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want)))
 
 
-def launch_of(work: RowWork, *rows: Any) -> RowLaunch:
-    launch = RowLaunch(work, tuple(x.dtype.itemsize for x in rows), *H200)
-    assert launch.fits()
-    return launch
+# ---- cases ---------------------------------------------------------------------------------------
 
 
-# ---- norm and rotary embedding -------------------------------------------------------------------
+class Case(NamedTuple):
+    """The work on rows, their number, and the shapes of the vectors' parts."""
 
-# heads, head dim, norm, style, batch, tokens, tables of each example, heads of the vectors
-CASES: dict[str, tuple[Any, ...]] = {
-    "across-interleaved-1536": (
-        12, 128, "across", "interleaved", 1, 7, False, {"bias": 12, "scale": 12}
-    ),
-    "across-half-5120": (40, 128, "across", "half", 1, 3, False, {"bias": 40, "scale": 40}),
-    "head-interleaved-shared": (8, 64, "head", "interleaved", 2, 3, False, {"scale": 1}),
-    "head-half-odd_lanes": (5, 72, "head", "half", 2, 3, True, {"bias": 5, "scale": 1}),
-    "across-no_rotary-13_heads": (13, 64, "across", None, 1, 5, False, {"bias": 13, "scale": 13}),
-    "across-40_channels": (16, 40, "across", "interleaved", 1, 5, False, {"scale": 16}),
-    "no_norm-wide": (3, 256, None, "interleaved", 2, 2, True, {"bias": 3}),
-    "one_head-one_warp": (1, 16, "across", "half", 2, 2, False, {"scale": 1}),
-    "nothing_to_add": (2, 96, "head", "half", 1, 3, False, {}),
+    work: RowWork
+    b: int
+    t: int
+    parts: tuple[tuple[int, ...], ...]
+    own_tables: bool = False
+    branch: Any = None  # dtype of what is added, if not that of the rows
+
+    def launch(self, rows: Any) -> RowLaunch:
+        launch = RowLaunch(self.work, tuple(x.dtype.itemsize for x in rows), *H200)
+        assert launch.fits()
+        return launch
+
+
+def rotary(
+    n: int, h: int, norm: str | None, style: str | None, b: int, t: int, own: bool, **heads: int
+) -> Case:
+    """Norm and rotary embedding; the vectors are of so many heads."""
+    named = tuple((name, VectorParts()) for name in heads)
+    shapes = tuple((1, 1, 1, k * h) for k in heads.values())
+    return Case(RowWork(n, h, norm, EPS, style, named), b, t, shapes, own)
+
+
+def adaptive(b: int, t: int, d: int, vectors: Any, leading: Any, branch: Any = None) -> Case:
+    """The adaptive norm; `leading` has the leading axes of each part of the vectors."""
+    work = RowWork(d // 8, 8, "layer", EPS, None, tuple(vectors.items()))
+    return Case(work, b, t, tuple((*of, 3, d) for of in leading), branch=branch)
+
+
+MODULATED = {"scale": VectorParts((1, 1), 1.0), "shift": VectorParts((0, 0))}
+GATED = {"gate": VectorParts((2, 2)), **MODULATED}
+LEARNED, BIAS = {"scale": VectorParts(), "shift": VectorParts()}, {"bias": VectorParts()}
+OTHER_FRAMES = ((2, 4), (1, 1), *((2, 1), (1, 1)) * 2)
+CASES: dict[str, Case] = {
+    "across-interleaved": rotary(12, 128, "across", "interleaved", 1, 7, False, bias=12, scale=12),
+    "across-half-5120": rotary(40, 128, "across", "half", 1, 3, False, bias=40, scale=40),
+    "head-interleaved-shared": rotary(8, 64, "head", "interleaved", 2, 3, False, scale=1),
+    "head-half-odd_lanes": rotary(5, 72, "head", "half", 2, 3, True, bias=5, scale=1),
+    "across-no_rotary-13_heads": rotary(13, 64, "across", None, 1, 5, False, bias=13, scale=13),
+    "across-40_channels": rotary(16, 40, "across", "interleaved", 1, 5, False, scale=16),
+    "no_norm-wide": rotary(3, 256, None, "interleaved", 2, 2, True, bias=3),
+    "one_head-one_warp": rotary(1, 16, "across", "half", 2, 2, False, scale=1),
+    "nothing_to_add": rotary(2, 96, "head", "half", 1, 3, False),
+    "modulated": adaptive(1, 12, 512, MODULATED, ((1, 3), (1, 1)) * 2),
+    "gated": adaptive(2, 6, 512, GATED, ((2, 3), (1, 1)) * 3),
+    "gate and norm of other frames": adaptive(2, 8, 1024, GATED, OTHER_FRAMES),
+    "one vector for a batch": adaptive(3, 4, 256, GATED, ((1, 2), (1, 1)) * 3),
+    "each token its own": adaptive(1, 5, 512, GATED, ((1, 5), (1, 1)) * 3),
+    "learned, no modulation": adaptive(1, 7, 768, LEARNED, ((1, 1),) * 2),
+    "bias of the branch": adaptive(1, 9, 3072, BIAS | GATED, ((1, 1),) * 7),
+    "no vectors": adaptive(2, 3, 128, {}, ()),
+    "left-over threads": adaptive(1, 6, 1152, GATED, ((1, 3), (1, 1)) * 3),
+    "fewer octets than a warp": adaptive(1, 4, 40, MODULATED, ((1, 2), (1, 1)) * 2),
+    "one pass, left-over threads": adaptive(1, 4, 328, MODULATED, ((1, 2), (1, 1)) * 2),
+    "three passes": adaptive(1, 3, 9216, MODULATED, ((1, 1), (1, 1)) * 2),
+    "a wide branch": adaptive(1, 6, 512, GATED, ((1, 3), (1, 1)) * 3, np.float32),
 }  # fmt: skip
 
 
 class Drawn(NamedTuple):
-    work: RowWork
-    x: Any
-    vectors: dict[str, Any]
+    rows: tuple[Any, ...]
+    parts: tuple[Any, ...]
     tables: tuple[Any, ...]
 
-    @property
-    def parts(self) -> list[Any]:
-        return [v.reshape(1, 1, 1, -1) for v in self.vectors.values()]
 
-    @property
-    def lines(self) -> list[Any]:
-        return [t.reshape(-1, t.shape[-1]) for t in self.tables]
-
-    @property
-    def heads(self) -> Any:
-        return self.x.reshape(*self.x.shape[:2], self.work.heads, self.work.head_dim)
-
-
-def drawn(case: tuple[Any, ...], dtype: Any) -> Drawn:
-    n, h, norm, style, b, t, own, heads = case
-    x = RNG.standard_normal((b, t, n * h)).astype(dtype)
-    vectors = {name: RNG.standard_normal((k, h)).astype(dtype) for name, k in heads.items()}
-    angles = RNG.uniform(0, 6, (b if own else 1, t, h // 2))
-    tables = tuple(f(angles).astype(np.float32) for f in (np.cos, np.sin)) if style else ()
-    named = tuple((name, VectorParts()) for name in vectors)
-    return Drawn(RowWork(n, h, norm, EPS, style, named), x, vectors, tables)
+def drawn(case: Case, dtype: Any, mean: float = 0.0) -> Drawn:
+    work, size = case.work, (case.b, case.t, case.work.channels)
+    kinds = (dtype, case.branch or dtype)[: 1 + ("gate" in dict(work.vectors))]
+    rows = tuple((RNG.standard_normal(size) + mean).astype(kind) for kind in kinds)
+    wide = (RNG.standard_normal(shape).astype(np.float32) for shape in case.parts)
+    parts = tuple(part.astype(dtype) if i % 3 == 2 else part for i, part in enumerate(wide))
+    lines = (case.b if case.own_tables else 1) * case.t
+    angles = RNG.uniform(0, 6, (lines, work.head_dim // 2))
+    functions = (np.cos, np.sin) if work.style else ()
+    return Drawn(rows, parts, tuple(f(angles).astype(np.float32) for f in functions))
 
 
-def exact(of: Drawn) -> Any:
-    """Norm, and turn pairs as complex numbers, in float64."""
-    x, vectors, tables = jax.tree.map(
-        lambda a: a.astype(np.float64), (of.heads, of.vectors, of.tables)
-    )
-    z = x + vectors.get("bias", 0.0)
-    if of.work.norm:
-        axes = (2, 3) if of.work.norm == "across" else 3
-        z = z / np.sqrt(np.mean(z * z, axes, keepdims=True) + of.work.eps)
-    z = z * vectors.get("scale", 1.0)
-    if not of.work.style:
-        return z.reshape(of.x.shape)
-    last = of.work.style == "interleaved"
-    shape = (-1, 2) if last else (2, x.shape[-1] // 2)
-    first, second = np.moveaxis(z.reshape(*z.shape[:3], *shape), 4 if last else 3, 0)
-    turned = (first + 1j * second) * (tables[0] + 1j * tables[1])[:, :, None]
-    return np.stack((turned.real, turned.imag), -1 if last else 3).reshape(of.x.shape)
+def exact(case: Case, of: Drawn, total: Any) -> list[Any]:
+    """Return y and, after a branch, the sum in float64; a `total` that was rounded is normed."""
+    work, left, vectors = case.work, iter(of.parts), {}
+    for name, vector in work.vectors:
+        each = [next(left)[:, :, row].astype(np.float64) for row in vector.rows]
+        whole: Any = sum(np.repeat(v, case.t // v.shape[1], axis=1) for v in each) + vector.constant
+        vectors[name] = np.tile(whole, work.channels // whole.shape[2])
+    *before, x = (a.astype(np.float64) for a in of.rows)
+    z = (x + vectors.get("bias", 0.0)) * vectors.get("gate", 1.0) + sum(before)
+    results = [z] if before else []
+    z = (total.astype(np.float64) if before else z).reshape(case.b, case.t, work.heads, -1)
+    axes = 3 if work.norm == "head" else (2, 3)
+    if work.norm == "layer":
+        z = z - z.mean(axes, keepdims=True)
+    if work.norm:
+        z = z / np.sqrt(np.mean(z * z, axes, keepdims=True) + EPS)
+    z = z.reshape(x.shape) * vectors.get("scale", 1.0) + vectors.get("shift", 0.0)
+    if work.style:
+        cos, sin = (t.astype(np.float64).reshape(-1, case.t, 1, t.shape[1]) for t in of.tables)
+        last = work.style == "interleaved"
+        shape = (-1, 2) if last else (2, work.head_dim // 2)
+        pairs = z.reshape(case.b, case.t, work.heads, *shape)
+        first, second = np.moveaxis(pairs, 4 if last else 3, 0)
+        turned = (first + 1j * second) * (cos + 1j * sin)
+        z = np.stack((turned.real, turned.imag), -1 if last else 3)
+    return [z.reshape(x.shape), *results]
 
 
-def run(of: Drawn) -> Any:
-    """Return y by the kernel on numpy."""
-    y = Memory(np.zeros_like(of.x))
-    operands = (Memory(of.x),), list(map(Memory, of.parts)), list(map(Memory, of.lines))
+def run(case: Case, of: Drawn) -> list[Any]:
+    """Return y and, after a branch, the sum, by the kernel on numpy."""
+    results = [Memory(np.zeros_like(of.rows[0])) for _ in of.rows]
+    operands = (list(map(Memory, each)) for each in of)
     with on_numpy():
         kernel = import_module("maxattn.modules.row_kernel.kernel")
-        kernel.run(None, launch_of(of.work, of.x), *operands, y)
-    return y.array
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_norm_and_rotary(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    of = drawn(case, np.float32)
-    want = exact(of)
-    steps = in_steps(of.work, of.heads, of.vectors, of.tables)
-    assert error(steps.reshape(of.x.shape), want) < 1e-6
-    for blocks in FEW_OR_MANY:
-        monkeypatch.setattr(RowLaunch, "blocks", blocks)
-        assert error(run(of), want) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_low_precision_is_rounded_once(dtype: Any) -> None:
-    of = drawn(CASES["head-half-odd_lanes"], dtype)
-    half = 0.5 * float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(run(of).astype(np.float64), exact(of), rtol=1.01 * half, atol=1e-6)
-
-
-# ---- the adaptive norm ---------------------------------------------------------------------------
-
-MODULATED = {"scale": VectorParts((1, 1), 1.0), "shift": VectorParts((0, 0))}
-GATED = {"gate": VectorParts((2, 2)), **MODULATED}
-
-
-class Case(NamedTuple):
-    """Hold sizes, and the vectors with the leading axes of each of their parts."""
-
-    b: int
-    t: int
-    d: int
-    vectors: dict[str, VectorParts]
-    leading: tuple[tuple[int, int], ...]
-    width: Any = None  # dtype of the branch
-
-    @property
-    def work(self) -> RowWork:
-        return RowWork(self.d // 8, 8, "layer", EPS, None, tuple(self.vectors.items()))
-
-
-ADAPTIVE = {
-    "modulated": Case(1, 12, 512, MODULATED, ((1, 3), (1, 1)) * 2),
-    "gated": Case(2, 6, 512, GATED, ((2, 3), (1, 1)) * 3),
-    "gate and norm of other frames": Case(
-        2, 8, 1024, GATED, ((2, 4), (1, 1), *((2, 1), (1, 1)) * 2)
-    ),
-    "one vector for a batch": Case(3, 4, 256, GATED, ((1, 2), (1, 1)) * 3),
-    "each token its own": Case(1, 5, 512, GATED, ((1, 5), (1, 1)) * 3),
-    "learned, no modulation": Case(
-        1, 7, 768, {"scale": VectorParts(), "shift": VectorParts()}, ((1, 1),) * 2
-    ),
-    "bias of the branch": Case(
-        1, 9, 3072, {"bias": VectorParts(), **GATED}, ((1, 1), *((1, 1), (1, 1)) * 3)
-    ),
-    "no vectors": Case(2, 3, 128, {}, ()),
-    "left-over threads": Case(1, 6, 1152, GATED, ((1, 3), (1, 1)) * 3),
-    "fewer octets than a warp": Case(1, 4, 40, MODULATED, ((1, 2), (1, 1)) * 2),
-    "one pass, left-over threads": Case(1, 4, 328, MODULATED, ((1, 2), (1, 1)) * 2),
-    "three passes": Case(1, 3, 9216, MODULATED, ((1, 1), (1, 1)) * 2),
-    "a wide branch": Case(1, 6, 512, GATED, ((1, 3), (1, 1)) * 3, np.float32),
-}  # fmt: skip
-
-
-def rows_and_parts(case: Case, dtype: Any, mean: float = 0.0) -> tuple[list[Any], list[Any]]:
-    kinds = [dtype, case.width or dtype][: 1 + ("gate" in case.vectors)]
-    rows = [(RNG.standard_normal((case.b, case.t, case.d)) + mean).astype(k) for k in kinds]
-    parts = [RNG.standard_normal((*of, 3, case.d)).astype(np.float32) for of in case.leading]
-    return rows, [part.astype(dtype) if i % 3 == 2 else part for i, part in enumerate(parts)]
-
-
-def adapted(case: Case, rows: list[Any], parts: list[Any]) -> list[Any]:
-    """Return the normed rows and, after a branch, the sums, by the kernel on numpy."""
-    results = [Memory(np.zeros_like(rows[0])) for _ in rows]
-    with on_numpy():
-        kernel = import_module("maxattn.modules.row_kernel.kernel")
-        operands = [Memory(x) for x in rows], [Memory(v) for v in parts], []
-        kernel.run(None, launch_of(case.work, *rows), *operands, *results)
+        kernel.run(None, case.launch(of.rows), *operands, *results)
     return [each.array for each in results]
 
 
-def adapted_exactly(case: Case, rows: list[Any], parts: list[Any], total: Any) -> tuple[Any, Any]:
-    """Return the normed rows, and the sums, in float64; a `total` that was rounded is normed."""
-    left, vectors = iter(parts), {}
-    for name, of in case.vectors.items():
-        each = [next(left)[:, :, row].astype(np.float64) for row in of.rows]
-        spread = [np.repeat(v, case.t // v.shape[1], axis=1) for v in each]
-        vectors[name] = sum(spread) + of.constant
-    x, *branch = (a.astype(np.float64) for a in rows)
-    for y in branch:
-        x = x + vectors.get("gate", 1.0) * (y + vectors.get("bias", 0.0))
-    before = total.astype(np.float64) if branch else x
-    z = before - before.mean(-1, keepdims=True)
-    n = z / np.sqrt((z * z).mean(-1, keepdims=True) + EPS)
-    return n * vectors.get("scale", 1.0) + vectors.get("shift", 0.0), x
+def by_xla(case: Case, of: Drawn) -> Any:
+    work = case.work
+    if work.norm == "layer":
+        return adaptive_steps(work, tuple(map(jnp.asarray, of.rows)), of.parts)
+    names = (name for name, _ in work.vectors)
+    vectors = {n: v.reshape(-1, work.head_dim) for n, v in zip(names, of.parts, strict=True)}
+    tables = tuple(a.reshape(-1, case.t, a.shape[1]) for a in of.tables)
+    heads = of.rows[0].reshape(case.b, case.t, work.heads, -1)
+    return [in_steps(work, heads, vectors, tables).reshape(of.rows[0].shape)]
 
 
-@pytest.mark.parametrize("case", ADAPTIVE.values(), ids=ADAPTIVE)
-def test_adaptive_norm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, parts = rows_and_parts(case, np.float32)
-    steps = adaptive_steps(case.work, tuple(map(jnp.asarray, rows)), tuple(parts))
+# ---- results -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    of = drawn(case, np.float32)
+    steps = by_xla(case, of)
     for blocks in FEW_OR_MANY:
         monkeypatch.setattr(RowLaunch, "blocks", blocks)
-        found = adapted(case, rows, parts)
-        exactly = adapted_exactly(case, rows, parts, found[-1])
-        for got, by_xla, want in zip(found, steps, exactly, strict=False):
+        found = run(case, of)
+        for got, xla, want in zip(found, steps, exact(case, of, found[-1]), strict=True):
             np.testing.assert_allclose(got, want, rtol=2e-6, atol=4e-6)
-            np.testing.assert_allclose(by_xla, want, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(xla, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["modulated", "left-over threads"])
-def test_a_large_mean_costs_no_digits(name: str) -> None:
+@pytest.mark.parametrize("norm", ["modulated", "left-over threads"])
+def test_a_large_mean_costs_no_digits(norm: str) -> None:
     """The variance is that of distances from the mean: 1,000 away, float32 squares lose it."""
-    case = ADAPTIVE[name]._replace(vectors=MODULATED, leading=ADAPTIVE["modulated"].leading)
-    rows, parts = rows_and_parts(case, np.float32, 1e3)
-    (got,), (want, _) = adapted(case, rows, parts), adapted_exactly(case, rows, parts, None)
+    t, d = CASES[norm].t, CASES[norm].work.channels
+    case = adaptive(1, t, d, MODULATED, ((1, 3), (1, 1)) * 2)
+    of = drawn(case, np.float32, 1e3)
+    (got,), (want,) = run(case, of), exact(case, of, None)
     np.testing.assert_allclose(got, want, rtol=3e-4, atol=3e-4)
 
 
+@pytest.mark.parametrize("name", ["head-half-odd_lanes", "gated"])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_adaptive_norm_is_rounded_once(dtype: Any) -> None:
-    case = ADAPTIVE["gated"]
-    rows, parts = rows_and_parts(case, dtype)
-    half = 0.5 * float(jnp.finfo(dtype).eps)
-    found = adapted(case, rows, parts)
-    normed, total = adapted_exactly(case, rows, parts, found[1])
-    np.testing.assert_allclose(found[0].astype(np.float64), normed, rtol=1.01 * half, atol=1e-5)
-    np.testing.assert_allclose(found[1].astype(np.float64), total, rtol=2.02 * half, atol=1e-6)
+def test_low_precision_is_rounded_once(name: str, dtype: Any) -> None:
+    case, half = CASES[name], 0.5 * float(jnp.finfo(dtype).eps)
+    of = drawn(case, dtype)
+    found = run(case, of)
+    for got, want, steps in zip(found, exact(case, of, found[-1]), (1.01, 2.02), strict=False):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got.astype(np.float64), want, rtol=steps * half, atol=1e-5)
 
 
 # ---- threads and launches ------------------------------------------------------------------------
@@ -273,32 +231,13 @@ def test_blocks_of_an_sm_have_room_together(widths: tuple[int, ...]) -> None:
         assert launch.per_sm * work.threads <= 2048 and launch.blocks == 132 * launch.per_sm
 
 
-# ---- the compiler --------------------------------------------------------------------------------
-
-needs_cute = pytest.mark.skipif(
-    find_spec("cutejax") is None, reason="needs fa4-jax, which brings CuTe"
-)
-
-
-@needs_cute
+@pytest.mark.skipif(find_spec("cutejax") is None, reason="needs fa4-jax, which brings CuTe")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of CuTe's own imports
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_compiler_takes_norm_and_rotary(
-    case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_compiler_takes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    of = drawn(case, ml_dtypes.bfloat16)
-    launch, parts, tables = launch_of(of.work, of.x), tuple(of.parts), tuple(of.lines)
-    (y,) = jax.eval_shape(lambda x: call.norm_rows(launch, (x,), parts, tables), of.x)
-    assert (y.shape, y.dtype) == (of.x.shape, of.x.dtype)
-
-
-@needs_cute
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("case", ADAPTIVE.values(), ids=ADAPTIVE)
-def test_the_compiler_takes_the_adaptive_norm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    rows, parts = rows_and_parts(case, ml_dtypes.bfloat16)
-    launch = launch_of(case.work, *rows)
-    found = jax.eval_shape(lambda *rows: call.norm_rows(launch, rows, tuple(parts)), *rows)
+    case = CASES[name]
+    rows, parts, tables = drawn(case, ml_dtypes.bfloat16)
+    launch = case.launch(rows)
+    found = jax.eval_shape(lambda *rows: call.norm_rows(launch, rows, parts, tables), *rows)
     assert [(y.shape, y.dtype) for y in found] == [(rows[0].shape, rows[0].dtype)] * len(rows)
