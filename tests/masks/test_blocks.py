@@ -25,7 +25,7 @@ def _blocks_of(pairs: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
     return np.array([[kind(i, j) for j in columns] for i in rows])
 
 
-@tries(100)
+@tries(60)
 @given(cases(), st.integers(1, 45), st.integers(1, 45))
 def test_exact_for_positions(case: tuple[Spec, int, int], block_q: int, block_kv: int) -> None:
     spec, q_len, kv_len = case
@@ -46,7 +46,7 @@ def _data(kind: str, q_len: int, kv_len: int, seed: int) -> M.Mask:
     }[kind]
 
 
-@tries(50)
+@tries(30)
 @given(
     cases(20),
     st.sampled_from(["lengths", "flags", "segments", "dense"]),

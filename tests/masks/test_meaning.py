@@ -59,28 +59,6 @@ PICTURES = {
 }
 
 
-WIDE = {
-    "a length past int32 is no limit": (M.KeyPadding(np.array([2**40, 2])), [9, 2]),
-    "nor is one past int64": (M.KeyPadding(np.array([2**63 + 1, 1], np.uint64)), [9, 1]),
-    "a length far below 0 is none": (M.KeyPadding(np.array([-(2**40), 3])), [0, 3]),
-    "ids far below 0 are padding": (
-        M.Segments(np.array([[1] * 9] * 2), np.array([[1] * 9, [-(2**32)] * 9])),
-        [9, 0],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WIDE)
-def test_integers_wider_than_the_kernels(name: str) -> None:
-    """A mask is computed in int32: the integers it was given in change nothing."""
-    mask, keys = WIDE[name]
-    q = jax.random.normal(jax.random.key(0), (2, 9, 1, 8))
-    allowed = np.broadcast_to(mask.bind(9, 9, 2).allowed(np.arange(9), np.arange(9)), (2, 1, 9, 9))
-    assert allowed.sum(-1)[:, 0, 0].tolist() == keys
-    want = ma.attention(q, q, q, mask=M.Dense(allowed))
-    np.testing.assert_array_equal(ma.attention(q, q, q, mask=mask), want)
-
-
 ENDS = {
     "blocks": M.BlockCausal(2**29, offset=2**29),
     "to the right": M.LocalWindow(None, 2**29, offset=2**29),

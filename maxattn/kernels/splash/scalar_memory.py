@@ -128,6 +128,9 @@ def _forward_bytes(call: Call, positions: Mask, tile: tuple[int, int]) -> int:
     item = np.dtype(column_type(columns)).itemsize
     if call.sharded:  # traced positions: the lists name every tile
         return list_bytes(rows, columns, item)
+    least = list_bytes(rows, 1, item)
+    if least > MOST_BYTES and _skips_some(positions, tile, lengths):
+        return least  # too many anyway: counting all of them would visit millions of queries
     most = _longest_row(positions, tile, lengths)
     return 0 if most is None else list_bytes(rows, most, item)
 
@@ -139,3 +142,19 @@ def _longest_row(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) ->
     found = stretches(mask, *tile, *lengths)
     visited = np.bincount(found.row, found.end - found.start, minlength=rows)
     return None if visited.sum() == rows * columns else max(1, int(visited.max()))
+
+
+def _skips_some(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> bool:
+    """Check whether the first, the middle or the last row of tiles skips one."""
+    q_len, kv_len = lengths
+    last = (q_len - 1) // tile[0]
+    for row in {0, last // 2, last}:
+        change = np.zeros(-(-kv_len // tile[1]) + 1, np.int64)
+        queries = np.arange(row * tile[0], min((row + 1) * tile[0], q_len))
+        for lo, hi in mask.intervals(queries):
+            some, end = lo < np.minimum(hi, kv_len), np.minimum(hi, kv_len)
+            np.add.at(change, lo[some] // tile[1], 1)
+            np.add.at(change, (end[some] - 1) // tile[1] + 1, -1)
+        if not np.cumsum(change)[:-1].all():
+            return True
+    return False
