@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.errors import Unsupported
+from maxattn.errors import InputError, Unsupported
 from maxattn.masks.draw import density
 from tests.golden_text import check_golden
 from tests.masks.definitions import calls
@@ -107,3 +108,21 @@ def test_without_matplotlib_the_remedy_is_named(
     with pytest.raises(Unsupported, match=r"maxattn\[plot\]"):
         M.Causal().plot(tmp_path / "mask.png", 4, 4)
     assert not (tmp_path / "mask.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda at: M.Causal().plot(at / "x.bogus", 8, 8), "path: |the picture is a PNG|in .png"),
+        (lambda at: M.Causal().plot(at / "x", 8, 8), "the picture is a PNG"),
+        (lambda at: M.Causal().plot(at / "x.png", 0, 8), "q_len: 0|at least one query"),
+        (lambda at: M.Causal().show(-1, 4), "q_len: -1|at least one query|give 1 or more"),
+        (lambda at: M.Causal().show(0, 0), "q_len: 0"),
+        (lambda at: M.Full().show(4, -1), "kv_len: -1|at least one key"),
+    ],
+)
+def test_what_cannot_be_drawn(draw: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        draw(tmp_path)
+    assert all(each in str(error.value) for each in words.split("|"))
+    assert not list(tmp_path.iterdir())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import split
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from maxattn import masks as M
+from maxattn.errors import ConfigError
 from maxattn.target import Target
 from maxattn.tools.bench import as_table, bench, reports, to_json
 from maxattn.tools.bench.kernels import inputs_of
@@ -19,6 +22,7 @@ from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import Shape, read
 from maxattn.tools.writable import write_whole
+from maxattn.tools.xla_options import xla_options
 
 SMALL = Shape("small", 1, 64, 64, 2, 16, mask=M.Causal(), dtype="float32")
 CPU = Target("cpu", "cpu")
@@ -201,3 +205,61 @@ def test_a_file_takes_its_name_when_it_is_whole(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         write_whole(path, "two")
     assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+
+
+# ---- --option ------------------------------------------------------------------------------------
+
+
+def test_values_of_every_kind_reach_the_compiler() -> None:
+    words = split(
+        "xla_gpu_enable_triton_gemm=False --xla_gpu_autotune_level=2 "
+        "xla_step_marker_location=-1 xla_gpu_autotune_gemm_rtol=1 xla_dump_hlo_as_text=true "
+        "xla_gpu_override_gemm_autotuner=a=b"
+    )
+    assert xla_options(words) == {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_autotune_level": "2",
+        "xla_step_marker_location": "-1",
+        "xla_gpu_autotune_gemm_rtol": "1",
+        "xla_dump_hlo_as_text": True,
+        "xla_gpu_override_gemm_autotuner": "a=b",
+    }
+
+
+def test_a_value_that_flags_spell_otherwise() -> None:
+    """As XLA_FLAGS has it, and as `jax.jit` does, which is what this machine's compiler is asked
+    for.
+    """
+    name = "xla_gpu_collective_permute_mode"
+    for value in ("peer", "COLLECTIVES_PEER_MEMORY"):
+        assert xla_options([f"{name}={value}"]) == {name: "COLLECTIVES_PEER_MEMORY"}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("xla_none=1", "No such compile option"),
+        ("xla_gpu_enable_triton_gemm=0", "switches as true or false"),
+        ("xla_gpu_autotune_level=2.5", "not a valid int32"),
+        ("=1", "NAME=VALUE"),
+        ("xla_gpu_autotune_level", "NAME=VALUE"),
+    ],
+)
+def test_what_the_compiler_refuses(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        xla_options([word], "training.compiler_options")
+    assert str(error.value).startswith("training.compiler_options: ")
+
+
+def test_options_of_our_configs_are_known_to_every_compiler() -> None:
+    """Options for GPUs are read on a CPU too, and so do no harm there."""
+    found = 0
+    for path in (Path(__file__).parents[3] / "configs").glob("*.yml"):
+        said = yaml.safe_load(path.read_text())
+        for section in ("training", "sampling"):
+            found += len(
+                xla_options(
+                    (said.get(section) or {}).get("compiler_options", ()), f"{path.name}: {section}"
+                )
+            )
+    assert found >= 10

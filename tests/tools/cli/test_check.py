@@ -1,4 +1,4 @@
-"""`maxattn check`, as golden text: what is valid, every kind of mistake, and the advice."""
+"""`maxattn check`, as golden text: what is valid, every kind of mistake, memory, and the advice."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from shlex import split
 
 import pytest
 
+import maxattn as ma
 from maxattn.config import AttentionConfig
 from maxattn.plan import Target, plan
 from maxattn.tools.cli.check import advice
@@ -176,3 +177,25 @@ def test_a_file_with_a_wrong_size_is_refused_by_its_key(capsys, tmp_path, name):
 def test_numbers_of_any_size_are_refused_in_our_words(capsys, words):
     ran = run(capsys, "check", "--shape", "2,64,64,2,8", "--target", "cpu", *words)
     assert ran.status == 1 and "remedy" in ran.err and len(ran.err) < 1000
+
+
+# ---- memory by parts -----------------------------------------------------------------------------
+
+
+def parts(head_dim: int, value_dim: int, strategy: str) -> dict[str, int]:
+    sizes = 2, 4096, 4096, 8, 4, head_dim
+    call = ma.Call(*sizes, dtype="bfloat16", value_head_dim=value_dim)
+    config = ma.AttentionConfig(attention="dot_product", context_parallel=strategy)  # type: ignore[arg-type]
+    plan = ma.plan(call, config, {"context": 4}, ma.Target.named("cpu"))
+    assert plan.strategy.name == strategy
+    return {part.what: part.bytes for part in estimate(plan, True)}
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_values_are_counted_by_their_own_channels(strategy: str) -> None:
+    """In training each part has as many arrays of H channels as of V."""
+    narrow, wide = (parts(dim, dim, strategy) for dim in (32, 128))
+    mixed, turned = parts(128, 32, strategy), parts(32, 128, strategy)
+    assert len(mixed) >= 4
+    for what, size in mixed.items():
+        assert 2 * size == narrow[what] + wide[what] == 2 * turned[what], what

@@ -139,11 +139,10 @@ def test_what_tune_measured_comes_before_estimates() -> None:
     assert forward_time(ma.plan(call, plain, target=target), plain) is None
 
 
-MESHES = [("heads", {"context": 4}), ("tokens", {"context": 4}), ("heads", {"tensor": 4})]
+MESHES = [("heads", {"context": 4}, 8), ("tokens", {"context": 4}, 4), ("heads", {"tensor": 4}, 4)]
 
 
-@pytest.mark.parametrize(("context", "axes"), MESHES)
-@pytest.mark.parametrize("kv_heads", [8, 4])
+@pytest.mark.parametrize(("context", "axes", "kv_heads"), MESHES)
 def test_what_moves_is_what_the_compiled_pass_sends(
     context: str, axes: dict[str, int], kv_heads: int
 ) -> None:

@@ -9,15 +9,19 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from shlex import split
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import maxattn as ma
 from maxattn import tuned
+from maxattn.errors import ConfigError
 from maxattn.target import Target
 from maxattn.tools.bench.timing import Timed
 from maxattn.tools.model_shapes import read
@@ -50,7 +54,15 @@ def test_a_real_tune(capsys, cache):
     assert "sizes measured on this machine" in plan.explain()
 
 
-def test_what_the_config_sets_wins(capsys, cache):
+@pytest.fixture
+def quick(cache, monkeypatch):
+    """A cache of its own, and times that were not measured."""
+    timed = Timed(seconds=1e-3)
+    monkeypatch.setattr("maxattn.tools.tune.kernel_times.time_sizes", lambda *_: timed)
+    return cache
+
+
+def test_what_the_config_sets_wins(capsys, quick):
     run(capsys, "tune", *BLOCKWISE, "--limit", "2", "--forward")
     plan = ma.plan(call(), CONFIG.replace(query_chunk_size=50))
     assert memory_efficient(plan.kernel).query_chunk == 50
@@ -69,27 +81,27 @@ def test_tuned_sizes_change_no_result(cache):
     np.testing.assert_allclose(ma.attention(q, q, q, config=CONFIG), before, atol=2e-6)
 
 
-def test_it_goes_on_where_it_was(capsys, cache, monkeypatch):
+def test_it_goes_on_where_it_was(capsys, quick, monkeypatch):
     run(capsys, "tune", *BLOCKWISE, "--limit", "2", "--forward")
     failed = Timed(failed="ZeroDivisionError: division by zero")
     monkeypatch.setattr("maxattn.tools.tune.kernel_times.time_sizes", lambda *_: failed)
     ran = run(capsys, "tune", *BLOCKWISE, "--limit", "3", "--forward")
     assert ran.out.count("(measured before)") == 2
     assert ran.out.count("does not run: ZeroDivisionError: division by zero") == 1
-    errors = [m["error"] for m in measurements(cache)]
+    errors = [m["error"] for m in measurements(quick)]
     assert errors == ["", "", "ZeroDivisionError: division by zero"]
 
 
-def test_every_shape_of_a_command_is_timed(capsys, cache):
+def test_every_shape_of_a_command_is_timed(capsys, quick):
     ran = run(capsys, "tune", *BLOCKWISE, "--shape", "1,200,200,2,8", "--limit", "1", "--forward")
-    assert "an estimate" not in ran.out and len(measurements(cache)) == 2
+    assert "an estimate" not in ran.out and len(measurements(quick)) == 2
 
 
-def test_forward_and_training_times_add_up(capsys, cache):
+def test_forward_and_training_times_add_up(capsys, quick):
     run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--forward")
-    assert measurements(cache)[0]["training_ms"] is None
+    assert measurements(quick)[0]["training_ms"] is None
     run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--train")
-    assert measurements(cache)[0]["training_ms"] > 0 and measurements(cache)[0]["forward_ms"] > 0
+    assert measurements(quick)[0]["training_ms"] > 0 and measurements(quick)[0]["forward_ms"] > 0
 
 
 def test_a_kill_loses_nothing(capsys, cache):
@@ -108,13 +120,13 @@ def test_a_kill_loses_nothing(capsys, cache):
     assert ran.status == 0 and ran.out.count("(measured before)") >= 2
 
 
-def test_tune_says_what_it_does_with_a_damaged_file(capsys, cache):
-    cache.write_text('{"version": 1, "measurements": [{}]}')
+def test_tune_says_what_it_does_with_a_damaged_file(capsys, quick):
+    quick.write_text('{"version": 1, "measurements": [{}]}')
     ran = run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--forward")
     line = next(line for line in ran.out.splitlines() if "damaged" in line)
-    check_golden("cli/tune/put_aside", line.replace(str(cache), "tuned.json"))
-    assert ran.status == 0 and len(measurements(cache)) == 1
-    assert cache.with_suffix(".damaged.json").read_text() == '{"version": 1, "measurements": [{}]}'
+    check_golden("cli/tune/put_aside", line.replace(str(quick), "tuned.json"))
+    assert ran.status == 0 and len(measurements(quick)) == 1
+    assert quick.with_suffix(".damaged.json").read_text() == '{"version": 1, "measurements": [{}]}'
     assert "damaged" not in run(capsys, "tune", *BLOCKWISE, "--limit", "1", "--forward").out
 
 
@@ -134,3 +146,46 @@ def test_without_the_device_nothing_is_timed(capsys, cache, name):
 def test_a_wrong_limit(capsys, cache):
     assert run(capsys, "tune", *BLOCKWISE, "--limit", "0").status == 1
     assert os.environ[tuned.VARIABLE] == str(cache.parent)
+
+
+# ---- where measurements are kept -----------------------------------------------------------------
+
+
+def test_without_a_home_the_variable_is_named(capsys, quick, monkeypatch):
+    """As in a container of a user who stands in no table of users."""
+    monkeypatch.delenv(tuned.VARIABLE)
+    monkeypatch.setattr(Path, "home", no_home)
+    ran = run(capsys, "tune", *BLOCKWISE, "--limit", "1")
+    check_golden("cli/tune/no_home", ran.text)
+    ma.attention(*(jnp.ones((1, 8, 2, 8)),) * 3)  # which reads the cache, and needs none
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="nothing here is read-only to root")
+def test_a_cache_that_cannot_be_written_is_said_once(capsys, quick, monkeypatch):
+    monkeypatch.setenv(tuned.VARIABLE, "/proc/maxattn")
+    ran = run(capsys, "tune", *BLOCKWISE, "--shape", "1,200,200,2,8", "--limit", "2")
+    assert ran.status == 0 and ran.out.count("cannot be written") == 1
+    text = re.sub(r"\d[\d.,]* ms( +)?", "# ms ", ran.out)
+    text = re.sub(r"[\d.]+ times", "# times", text)
+    check_golden("cli/tune/read_only", re.sub(r"(chunk_size:?) \d+", r"\1 #", text))
+    assert not any(tempfile.gettempdir() in line for line in ran.out.splitlines())
+
+
+def test_what_was_measured_is_read_from_a_cache_that_cannot_be_written(
+    capsys, quick, monkeypatch, tmp_path
+):
+    run(capsys, "tune", *BLOCKWISE, "--limit", "2")
+    before = quick.read_text()
+    monkeypatch.setattr(
+        "maxattn.tools.tune.store.unwritable",
+        lambda *_: ConfigError("", "", "it may not be written", ""),
+    )
+    ran = run(capsys, "tune", *BLOCKWISE, "--limit", "2")
+    assert ran.status == 0 and ran.out.count("(measured before)") == 2
+    assert quick.read_text() == before and sorted(p.name for p in tmp_path.iterdir()) == [
+        "tuned.json", "tuned.lock",
+    ]  # fmt: skip

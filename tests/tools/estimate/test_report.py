@@ -1,20 +1,33 @@
-"""What `compile --estimate` prints and how it ends; and the whole way with libtpu, where it is."""
+"""Estimates of programs and blocks: what `compile --estimate` prints, and the table that ships."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+import maxattn as ma
+from docs.building.tpu_estimates import table
+from maxattn.call import Call
 from maxattn.config import AttentionConfig
+from maxattn.errors import Unsupported
+from maxattn.kernels.auto.tpu import tiled_kernels
+from maxattn.rope import rope_1d
+from maxattn.target import Target
 from maxattn.tools.cli.compile import estimate_lines, report
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.process import tpu_python
-from maxattn.tools.estimate.program import estimate_of
+from maxattn.tools.compile.programs import PARTS, TEXT, TransformerBlock, run_block
+from maxattn.tools.estimate.program import attention_passes, estimate_of
 from maxattn.tools.model_shapes import read
+from tests.block_sizes.small_costs import CLOCK, HEAD_DIM, KIND, costs, own_costs, shipping
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 from tests.tools.estimate.dumps import BACKWARD, FOLDER, FORWARD, dump
@@ -143,3 +156,124 @@ def test_the_folder_of_schedules_is_deleted(tmp_path, monkeypatch):
     for limit in (120, 3):
         assert run_in_child(job, limit).ending == ("compiled" if limit == 120 else "timeout")
         assert list(tmp_path.iterdir()) == []
+
+
+# ---- a transformer block -------------------------------------------------------------------------
+
+CALL = ma.Call(1, 8192, 8192, 2, 2, 128, "bfloat16")
+FLASH = ma.AttentionConfig(attention="flash")
+SENT = {"kind": "psum", "axes": ["context"], "bytes": 10**9, "times": 2, "kernels": []}
+
+
+def plan_of(call: ma.Call = CALL, strategy: str = "ulysses", **mesh: int) -> ma.Plan:
+    chosen = {"context_parallel": strategy} if mesh else {}
+    return ma.plan(call, FLASH.replace(**chosen), mesh or None, Target.named(KIND))
+
+
+@pytest.mark.parametrize(("policy", "runs"), [("NONE", 1), ("SAVE_ATTENTION", 1), ("FULL", 2)])
+def test_passes_are_those_of_the_plan(monkeypatch, policy, runs):
+    with shipping(monkeypatch, flash=costs(100, 350)):
+        forward, backward = attention_passes(plan_of(), True, policy)
+        (alone,) = attention_passes(plan_of(), False, policy)
+        (shared,) = attention_passes(plan_of(context=2), False, policy)
+    a_kernel = 2 * 8 * 8 * 350 / CLOCK  # of two heads, with tiles of 1,024
+    assert (forward.calls, backward.calls, alone.calls) == (runs, 1, 1)
+    assert forward.seconds == alone.seconds == pytest.approx((a_kernel, a_kernel))
+    assert backward.seconds == pytest.approx((2 * a_kernel, 2 * a_kernel))  # dkv and dq
+    assert shared.seconds == pytest.approx((a_kernel / 2, a_kernel / 2))  # one head each
+
+
+def test_a_ring_calls_the_kernel_in_every_hop(monkeypatch):
+    mesh = {"context": 4, "fsdp": 2}
+    call = replace(CALL, batch=2, heads=4, kv_heads=4)
+    masked = replace(call, mask=ma.masks.Causal().bind(8192, 8192).form())
+    with shipping(monkeypatch, flash=costs(100, 350)):
+        forward, backward = attention_passes(plan_of(call, "ring", **mesh), True, "FULL")
+        gathered, _ = attention_passes(plan_of(call, "all_gather", **mesh), True, "NONE")
+        with pytest.raises(Unsupported, match="no schedules that ship"):
+            attention_passes(plan_of(masked, "ring", **mesh), True, "FULL")
+    a_hop = 4 * 2 * 2 * 350 / CLOCK  # of four heads, with tiles of 1,024
+    assert (forward.calls, backward.calls, gathered.calls) == (8, 4, 1)
+    assert forward.seconds == pytest.approx((a_hop, a_hop))
+    assert gathered.seconds == pytest.approx((4 * a_hop, 4 * a_hop))
+
+
+def test_what_has_no_schedules_is_refused(monkeypatch):
+    dense = ma.plan(CALL, ma.AttentionConfig(attention="dot_product"), None, Target.named(KIND))
+    with shipping(monkeypatch, flash=costs(100, 350)):
+        short = plan_of(replace(CALL, q_len=512, kv_len=512))
+        for plan in (dense, short):
+            with pytest.raises(Unsupported, match="no schedules that ship"):
+                attention_passes(plan, True, "NONE")
+
+
+def test_a_step_is_its_layers_and_what_waits_for_links():
+    attention: list[dict[str, Any]] = [
+        {"name": "forward", "calls": 2, "seconds": [0.003, 0.004]},
+        {"name": "backward", "calls": 1, "seconds": [0.008, 0.009]},
+    ]
+    made = {"how": "estimated by libtpu 0.0.99's schedule, not run", "kernels": []}
+    made |= {"attention": attention, "xla_seconds": 0.010, "xla_longest": [], "xla_unknown": []}
+    found = [SENT | {"is_overlapped": hidden} for hidden in (True, False)]
+    outcome = Outcome("compiled", "TPU v5p", mesh={"context": 4}, found=found)
+    text = "\n".join(estimate_lines(replace(outcome, estimate=json.loads(json.dumps(made))), 40))
+    check_golden("cli/estimate/block", text)
+    # 2 * 3 + 8 + 10 ms of a layer at the fast end.
+    assert "step    0.96 to 1.97 s" in text
+
+
+REFUSED = {
+    "block_and_module": ["--block", "256", "--module"],
+    "block_below_one": ["--block", "-1"],
+    "layers_without_estimate": ["--layers", "40"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(capsys, name):
+    words = "compile", "attention=flash", "--target", "v6e", "--shape", "1,1024,1024,2,128"
+    check_golden(f"cli/estimate/{name}", run(capsys, *words, *REFUSED[name]).text)
+
+
+def test_a_block_runs_and_recomputes_what_it_does_not_keep():
+    shape = replace(read("1,64,64,2,32"), dtype="float32")
+    outs = []
+    for policy in ("NONE", "FULL"):
+        config = ma.AttentionConfig(attention="dot_product", remat_policy=policy)
+        job = CompileJob("v6e:1x1", config, shape, block=128)
+        block = TransformerBlock(job, None)
+        keys = jax.random.split(jax.random.key(0), 3)
+        sizes = (1, 64, 64), (1, TEXT, 64), (PARTS, 64)
+        x, text, modulation = (jax.random.normal(k, s) for k, s in zip(keys, sizes, strict=True))
+        rotary = rope_1d(32, 64)
+        graph, state = nnx.split(block)
+
+        def loss(state: Any, x: Any) -> Any:
+            made = run_block(nnx.merge(graph, state), job, x, text, modulation, rotary)  # noqa: B023
+            return jnp.square(made).sum()
+
+        outs.append(jax.jit(jax.grad(loss, argnums=(0, 1)))(state, x)[1])
+        still = nnx.eval_shape(lambda b: run_block(b, job, x, text, 0 * modulation, rotary), block)  # noqa: B023
+        assert still.shape == x.shape
+    assert jnp.abs(outs[0] - outs[1]).max() < 1e-4 * jnp.abs(outs[0]).max()
+
+
+# ---- the table in the results --------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[3] / "docs" / "results.md"
+
+
+def test_the_page_has_the_table():
+    assert table() in PAGE.read_text()
+
+
+def test_a_row_has_what_auto_takes_and_rates_without_padding(monkeypatch):
+    call = Call(1, 75_600, 75_600, 40, 40, HEAD_DIM, "bfloat16")
+    with shipping(monkeypatch, flash=costs(100, 350), tpu_flash=own_costs(700, 1000)):
+        start = "| v6e | wan-14b-720p | forward |"
+        rows = [row for row in table().splitlines() if row.startswith(start)]
+        assert tiled_kernels(call, Target.named(KIND))[0][0] == "tpu_flash"
+    # 37 x 37 tiles of 2,048 a head, at 700 bundles of 1.75 GHz.
+    seconds = 40 * 37 * 37 * 700 / 1.75e9
+    rate = f"{4 * 40 * 75_600**2 * HEAD_DIM / seconds / 1e12:.0f}"
+    assert [row.split(" | ")[-2:] for row in rows] == [[rate, "tpu_flash |"]]

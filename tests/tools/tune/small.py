@@ -1,12 +1,17 @@
-"""A call small enough to tune here, its config, and what the cache holds of it."""
+"""A call small enough to tune here, what the cache holds of it, and a kernel that is broken."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import split
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
 
 import maxattn as ma
+from maxattn.kernels.base import Inputs, Kernel, Lines, Result
 from maxattn.tools.model_shapes import changed, read
 
 BLOCKWISE = split(
@@ -25,3 +30,33 @@ def call() -> ma.Call:
 
 def plan_here() -> ma.Plan:
     return ma.plan(call(), CONFIG)
+
+
+class CompilerError(Exception):
+    """What no library of Python raises."""
+
+
+@dataclass(frozen=True)
+class Broken(Kernel):
+    """Compute a forward, and fail to compile a backward."""
+
+    name: ClassVar[str] = "broken"
+    scale: float = 1.0
+
+    @staticmethod
+    def build(call: Any, config: Any, target: Any) -> Broken:
+        """Take the scale."""
+        return Broken(call.scale)
+
+    def forward(self, inputs: Inputs) -> Result:
+        """Return the first value for every query: fast, and of no use."""
+        out = jnp.broadcast_to(inputs.v[:, :1], inputs.q.shape)
+        return Result(out, jnp.zeros(inputs.q.shape[:3], jnp.float32).swapaxes(1, 2))
+
+    def backward(self, inputs: Inputs, rows: Any) -> Any:
+        """Fail as a compiler does."""
+        raise CompilerError(f"no registers for head dim {inputs.q.shape[-1]}\nand more lines")
+
+    def lines(self, call: Any) -> Lines:
+        """Name it."""
+        return Lines("broken", "none")

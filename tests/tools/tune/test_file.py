@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ from maxattn.tools.model_shapes import read
 from maxattn.tuned.kernels import CallTimes
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of, memory_efficient
-from tests.tools.tune.small import CONFIG, plan_here
+from tests.tools.tune.small import plan_here
 from tests.tries import tries
 
 
@@ -135,8 +134,6 @@ def test_a_damaged_measurement_alone_is_ignored(cache, caplog, wrong):
     assert memory_efficient(plan_here().kernel).query_chunk == 128
     (record,) = caplog.records
     assert "2 of its 3 measurements" in record.getMessage()
-    x = jnp.ones((1, 300, 2, 8))
-    np.testing.assert_allclose(ma.attention(x, x, x, config=CONFIG), x, atol=1e-6)
 
 
 def test_what_is_no_file_is_ignored(cache):
@@ -157,7 +154,7 @@ JSON = st.recursive(
 )
 
 
-@tries(100)
+@tries(40)
 @given(st.dictionaries(st.sampled_from([*SOUND, "error"]), JSON, max_size=3))
 def test_whatever_a_measurement_says_a_target_is_described(changes):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
