@@ -138,7 +138,8 @@ def fuse_lora(
     found = dict(tensors)
     for name, parts in written(entries(module, prefix)).items():
         owns = [entry.owner for entry in parts]
-        if len(parts) > 1 and any(own + _A in found for own in owns):
+        is_kernel = name.endswith(".weight")  # a layer owns its bias, too
+        if is_kernel and len(parts) > 1 and any(own + _A in found for own in owns):
             pairs = [(found.pop(own + _A, None), found.pop(own + _B, None)) for own in owns]
             whole = name.removesuffix(".weight")
             found[whole + _A] = np.concatenate([a for a, _ in pairs if a is not None])

@@ -17,7 +17,7 @@ from tests.examples.conftest import small_settings
 
 
 class Ran(NamedTuple):
-    """A run of `small` settings: what training returned, printed and logged."""
+    """A run of `small` settings, with what training returned, printed and logged."""
 
     settings: Settings
     model: WanTransformer
@@ -27,7 +27,7 @@ class Ran(NamedTuple):
 
 
 class Listening(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps all messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +41,8 @@ class Listening(logging.Handler):
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Three steps from the start; tests may read the folder, not change it."""
     settings = small_settings(tmp_path_factory.mktemp("ran") / "run")
+    profile = {"enable_profiler": True, "profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}
+    settings = settings.replace(**profile)
     log, listening = logging.getLogger("maxattn"), Listening()
     before = log.level
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 from train import flow, state
 from train.data import batches
 from train.latents import LatentFolder
-from train.loop import Training
 from train.optimizer import optimizer
 from wan.model import WanTransformer3D
 from wan.task import WanTask
@@ -26,7 +25,7 @@ from maxattn import weights
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden
 
-from .made import WAN, folder, wan
+from .made import WAN, begin, folder, wan
 
 INDEX = {
     "_class_name": "WanPipeline",
@@ -36,7 +35,7 @@ INDEX = {
 PARTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 # make test-all trains the first transformer too, which other models have alone.
 ONE = [pytest.param("high_noise", marks=pytest.mark.slow), "low_noise"]
-MODEL = {"dtype": "float32"}
+MODEL, ONE_LAYER = {"dtype": "float32"}, {"num_layers": 1}
 EXACT = {"ema_decay": 0.0, "condition_dropout": 0.25, "export": True}
 
 
@@ -55,7 +54,7 @@ def pipeline(written: Path, tmp_path: Path) -> Path:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a pipeline of two transformers with different weights."""
     path = tmp_path_factory.mktemp("written") / "pipeline"
-    task = WanTask.of(wan(path.parent, WAN))
+    task = WanTask.of(wan(path.parent, WAN | ONE_LAYER))
     forms = forms_of(nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0))))
     for part in PARTS.values():
         save_random(forms, path / part, 2**30, part)
@@ -101,7 +100,7 @@ def test_an_expert_learns_as_a_plain_loop_does(
 ):
     """Its own weights, at its own times: losses and parameters of a loop that is written out."""
     said = settings(tmp_path / "run", pipeline, data, expert, steps=3)
-    model, losses = Training(WanTask.of(said)).run()
+    model, losses = begin(said).run()
     plain, wanted = plain_training(said, pipeline / PARTS[expert], data, expert)
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     # AdamW moves a weight by its rate whatever the gradient's size: of small ones rounding counts.
@@ -110,7 +109,7 @@ def test_an_expert_learns_as_a_plain_loop_does(
         np.testing.assert_allclose(one, other, atol=0.03 * moved)
     held = load_file(tmp_path / "run" / PARTS[expert] / "diffusion_pytorch_model.safetensors")
     kernel = model.blocks.attn1.to_q.kernel[...]
-    np.testing.assert_array_equal(held["blocks.1.attn1.to_q.weight"], kernel[1].T)
+    np.testing.assert_array_equal(held["blocks.0.attn1.to_q.weight"], kernel[0].T)
     others = set(PARTS.values()) - {PARTS[expert]}
     assert not any((tmp_path / "run" / other).exists() for other in others)
 
@@ -167,7 +166,7 @@ def test_lora_of_an_expert_has_the_names_that_diffusers_reads(
 ):
     """diffusers reads the second transformer's LoRA under the first's names, from its own file."""
     said = settings(tmp_path / "run", pipeline, data, expert, lora_rank=2, learning_rate=2e-2)
-    adapted, _ = Training(WanTask.of(said)).run()
+    adapted, _ = begin(said).run()
     number = "_2" if expert == "low_noise" else ""
     (written,) = (tmp_path / "run").glob("*.safetensors")
     assert written.name == f"pytorch_lora_weights{number}.safetensors"
@@ -224,7 +223,7 @@ def test_an_expert_that_is_not_there_or_not_named(
         model = model | {"folder": str(pipeline / part)}
     more = EXACT if model.keys() <= {*MODEL, "folder"} else {}
     with pytest.raises(ConfigError) as error:
-        Training(WanTask.of(wan(tmp_path / "run", model, data, **more | training)))
+        begin(wan(tmp_path / "run", model, data, **more | training))
     check_golden(f"training/expert_{case}", str(error.value).replace(str(tmp_path), "."))
     assert not (tmp_path / "run").exists()
 
@@ -235,13 +234,10 @@ def test_a_boundary_without_an_expert(tmp_path: Path):
 
 
 def test_a_run_goes_on_with_the_expert_that_it_began(tmp_path: Path, pipeline: Path, data: str):
-    def begin(expert: str) -> Training:
-        said = settings(tmp_path / "run", pipeline, data, expert, steps=1, export=False)
-        return Training(WanTask.of(said))
-
-    begin("low_noise").run()
+    how = {"steps": 1, "export": False}
+    begin(settings(tmp_path / "run", pipeline, data, "low_noise", **how)).run()
     with pytest.raises(ConfigError, match=r"training\.expert: high_noise\n.*made with low_noise"):
-        begin("high_noise").run()
+        begin(settings(tmp_path / "run", pipeline, data, "high_noise", **how)).run()
 
 
 def test_a_new_model_takes_the_boundary_of_its_name(tmp_path: Path):

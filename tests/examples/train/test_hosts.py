@@ -1,10 +1,7 @@
-"""Several processes as one: which rows each loads, that they learn what one process learns, and who
-speaks.
-"""
+"""Several processes as one: the rows that each loads, and the losses of one process."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -23,15 +20,15 @@ from train.loop import Training
 import maxattn as ma
 from maxattn.errors import ConfigError
 
-from .runs import arrays, config, finish, finish_many
+from .made import losses
+from .runs import arrays, config, finish_many
 
 STEPS = 10
 
 
 def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-    return ma.AttentionConfig(
-        **{f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()}
-    ).make_mesh()
+    names = {f"ici_{axis}_parallelism": n for axis, n in ({"data": 1} | sizes).items()}
+    return ma.AttentionConfig(**names).make_mesh()
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -65,22 +62,20 @@ def test_a_batch_lies_on_the_mesh_as_it_was(sizes: dict[str, int]):
 # ---- joining -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--process-id", "0"], ("--coordinator: not given", "--num-processes N")),
-        (["--coordinator", "localhost:1", "--process-id", "0"], ("--num-processes: not given",)),
-        (
-            ["--coordinator", "here", "--num-processes", "2", "--process-id", "0"],
-            ("--coordinator: here", "HOST:PORT"),
-        ),
-        (
-            ["--coordinator", "here:1", "--num-processes", "2", "--process-id", "2"],
-            ("--process-id: 2", "0 to 1"),
-        ),
-    ],
-)
-def test_who_this_is_must_be_said_whole(flags: list[str], words: tuple[str, ...], tmp_path: Path):
+JOIN = ["--coordinator", "here:1", "--num-processes", "2", "--process-id"]
+# The flags of a process, and words of the message.
+FLAGS = [
+    (["--process-id", "0"], ("--coordinator: not given", "--num-processes N")),
+    (["--coordinator", "here:1", "--process-id", "0"], ("--num-processes: not given",)),
+    ([JOIN[0], "here", *JOIN[2:], "0"], ("--coordinator: here", "HOST:PORT")),
+    ([*JOIN, "2"], ("--process-id: 2", "0 to 1")),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), FLAGS)
+def test_flags_of_processes_are_refused_where_one_is_missing_or_wrong(
+    flags: list[str], words: tuple[str, ...], tmp_path: Path
+):
     path = tmp_path / "config.yml"
     path.write_text("attention: auto\n")
     with pytest.raises(ConfigError) as error:
@@ -89,11 +84,6 @@ def test_who_this_is_must_be_said_whole(flags: list[str], words: tuple[str, ...]
 
 
 # ---- two processes -------------------------------------------------------------------------------
-
-
-def losses(folder: Path, steps: int = STEPS) -> np.ndarray:
-    facts = folder / "run" / "checkpoints" / str(steps) / "facts" / "metadata"
-    return np.array(json.loads(facts.read_text())["losses"])
 
 
 def plain(name: str) -> str:
@@ -121,7 +111,8 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path):
     whole = Settings.from_yaml(alone, [*SPREAD])
     train(whole, whole.make_mesh())
     first, second = finish_many(two, *SPREAD, processes=2, devices=4)
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "alone"), rtol=1e-6)
+    found, wanted = (losses(tmp_path / name / "run", STEPS) for name in ("two", "alone"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert f"step {STEPS}/{STEPS}" in first
     assert "all_gather over 4" in first
     said = [line for line in second.splitlines() if "Gloo" not in line and not of_gloo(line)]
@@ -136,17 +127,3 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path):
             np.testing.assert_array_equal(array, wrote[plain(jax.tree_util.keystr(path))])
     kernel = state.trained["blocks"][0]["ffn"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 8
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_from_what_one_wrote(tmp_path: Path):
-    alone, two = (config(tmp_path / name, **HOW) for name in ("alone", "two"))
-    finish(alone)
-    finish(two)
-    # On another mesh: the sequence over both processes, which load every row.
-    more = ("steps=24", "ici_data_parallelism=1", "ici_context_parallelism=8", "attention=ring")
-    assert f"going on from step {STEPS} of 24" in finish_many(two, *more, processes=2, devices=4)[0]
-    finish(alone, "steps=24")
-    np.testing.assert_allclose(
-        losses(tmp_path / "two", 24), losses(tmp_path / "alone", 24), rtol=5e-6
-    )

@@ -4,7 +4,6 @@ is exact.
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from .made import losses
 from .runs import arrays, config, finish, lines, start
 
 KILLS, STEPS, EVERY = 20, 160, 2
@@ -26,13 +26,6 @@ def saved(folder: Path) -> list[int]:
     """List the whole checkpoints of a run."""
     found = (folder / "run" / "checkpoints").iterdir()
     return [int(path.name) for path in found if path.name.isdigit()]
-
-
-def losses_at(folder: Path, step: int) -> list[float]:
-    """Read the losses up to a checkpoint."""
-    return json.loads(
-        (folder / "run" / "checkpoints" / str(step) / "facts" / "metadata").read_text()
-    )["losses"]
 
 
 def unfinished(folder: Path, since: float = 0.0) -> list[str]:
@@ -79,7 +72,7 @@ def test_every_resume_is_exact(tmp_path: Path) -> None:
     how = {"steps": STEPS, "checkpoint_every": EVERY}
     whole, killed = config(tmp_path / "whole", **how), config(folder, **how)
     finish(whole)
-    right = losses_at(tmp_path / "whole", STEPS)
+    right = losses(tmp_path / "whole" / "run", STEPS)
     reached, halves = [0], []
     for life in range(KILLS):
         born, said = time.time(), live_and_die(killed, chance, life)
@@ -92,13 +85,13 @@ def test_every_resume_is_exact(tmp_path: Path) -> None:
         )
         # The last one is what the next life loads; an older one may be half deleted.
         if reached[-1]:
-            assert losses_at(folder, reached[-1]) == right[: reached[-1]], life
+            assert losses(folder / "run", reached[-1]) == right[: reached[-1]], life
     assert 0 < reached[-1] < STEPS
     assert KILLS // 4 <= sum(halves) < KILLS, (
         "kills came while a checkpoint was being written, and at other moments"
     )
     assert f"going on from step {reached[-1]} of {STEPS}" in finish(killed)
-    assert losses_at(folder, STEPS) == right
+    assert losses(folder / "run", STEPS) == right
     # The last arrays hang on every step before: one inexact resume, and they differ.
     ours, theirs = arrays(folder, STEPS), arrays(tmp_path / "whole", STEPS)
     assert ours.keys() == theirs.keys()

@@ -28,7 +28,7 @@ def noise(start: int, stop: int, number: int) -> jax.Array:
 
 def setup(**rollout: Any) -> Any:
     """Return the model's parts, its stream, and how it is called with parameters."""
-    settings = streaming(rollout=rollout)
+    settings = streaming(rollout=rollout, model={"layers": 1})
     built = model(settings)
     graph, parameters = nnx.split(built)
 

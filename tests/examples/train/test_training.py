@@ -1,4 +1,4 @@
-"""Training in this process: what a step changes, checkpoints, and what they refuse."""
+"""Training in this process: the changes of a step, checkpoints, and refused settings."""
 
 from __future__ import annotations
 
@@ -22,37 +22,16 @@ from train.progress import Progress
 from train.state import State
 
 from maxattn.errors import ConfigError
-from tests.examples.conftest import HELD_OUT, SMALL
 
 from .conftest import Ran
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A run of three steps that is complete; tests may read its folder, not change it."""
-    training = {"steps": 3, "batch_size": 8, "warmup_steps": 2, "checkpoint_every": 2}
-    folder = str(tmp_path_factory.mktemp("done") / "run")
-    values = {
-        "model": SMALL,
-        "data": {"held_out": HELD_OUT},
-        "training": training | {"output_dir": folder},
-    }
-    settings = Settings.model_validate(
-        values | {"enable_profiler": True, "profiler_steps": 1} | skip(1)
-    )
-    train(settings)
-    return settings
 
 
 @pytest.fixture
 def copied(ran: Ran, tmp_path: Path) -> Settings:
     """The settings of a copy of that run, which a test may change."""
     copy = shutil.copytree(ran.settings.training.output_dir, tmp_path / "run")
-    return with_training(ran.settings, output_dir=str(copy))
-
-
-def skip(steps: int) -> dict[str, int]:
-    return {"skip_first_n_steps_for_profiler": steps}
+    settings = ran.settings.replace(enable_profiler=False)
+    return with_training(settings, output_dir=str(copy))
 
 
 def with_training(settings: Settings, **changes: object) -> Settings:
@@ -90,37 +69,30 @@ def test_what_is_planned_is_what_runs(ran: Ran):
     assert ran.logged == {plan.explain() for plan in plans.values()}
 
 
-def test_a_complete_run_says_so_and_takes_no_step(
-    done: Settings, capsys: pytest.CaptureFixture[str]
-):
-    _, losses = train(done)
+def test_a_complete_run_takes_no_step(ran: Ran, capsys: pytest.CaptureFixture[str]):
+    _, losses = train(ran.settings)
     printed = capsys.readouterr().out
     assert "training is complete: 3 of 3 steps" in printed
     assert "step 1/" not in printed
-    assert (int(last(done).step), len(losses)) == (3, 3)
+    assert (int(last(ran.settings).step), len(losses)) == (3, 3)
 
 
-def test_plans_are_told_before_the_first_step(ran: Ran):
+def test_plans_are_printed_before_the_first_step(ran: Ran):
     lines = ran.printed.splitlines()
-    heads = [
-        i for i, line in enumerate(lines) if line.startswith(("self-attention", "cross-attention"))
-    ]
-    begun = next(
-        i for i, line in enumerate(lines) if line.startswith("training 3 steps from the start")
-    )
+    titles, first = ("self-attention", "cross-attention"), "training 3 steps from the start"
+    heads = [i for i, line in enumerate(lines) if line.startswith(titles)]
+    begun = next(i for i, line in enumerate(lines) if line.startswith(first))
     assert len(heads) == 2
     assert max(heads) < begun
     assert sum("runs    dot_product" in line for line in lines) == 2
     assert lines[-1].startswith("step 3/3  loss ")
 
 
-def test_what_was_trained_is_loaded_bit_for_bit(done: Settings):
-    first, again = last(done), last(done)
-    assert int(first.step) == 3
+def test_a_checkpoint_is_loaded_bit_for_bit(ran: Ran):
+    first, again = last(ran.settings), last(ran.settings)
     for ours, theirs in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    untrained = WanTransformer(done, rngs=nnx.Rngs(done.training.seed)).position[...]
-    assert (trained(done).position[...] != untrained).any()
+    np.testing.assert_array_equal(trained(ran.settings).position[...], ran.model.position[...])
 
 
 def test_a_checkpoint_holds_the_losses_up_to_its_step(small: Settings):
@@ -132,12 +104,10 @@ def test_a_checkpoint_holds_the_losses_up_to_its_step(small: Settings):
         assert checkpoints.step == len(checkpoints.losses) == 20_000
 
 
-def test_a_checkpoint_of_one_device_goes_on_over_eight(done: Settings):
-    spread = done.replace(ici_fsdp_parallelism=8)
-    kernels = [
-        state.trained["blocks"][0]["ffn"]["up"]["kernel"]
-        for state in (last(spread, spread.make_mesh()), last(done))
-    ]
+def test_a_checkpoint_of_one_device_goes_on_over_eight(ran: Ran):
+    spread = ran.settings.replace(ici_fsdp_parallelism=8)
+    states = last(spread, spread.make_mesh()), last(ran.settings)
+    kernels = [state.trained["blocks"][0]["ffn"]["up"]["kernel"] for state in states]
     assert kernels[0].addressable_shards[0].data.size == kernels[0].size // 8
     np.testing.assert_array_equal(*kernels)
 
@@ -156,27 +126,26 @@ def test_training_goes_on_over_eight_devices(small: Settings, capsys: pytest.Cap
     assert np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize(
-    ("section", "changes", "words"),
-    [
-        ("model", {"dim": 48}, ("model.dim: 48", "was made with 32", "training.resume=false")),
-        ("model", {"patch": (1, 4, 4)}, ("model.patch: [1, 4, 4]", "was made with [1, 6, 6]")),
-        ("data", {"held_out": ()}, ("data.held_out: []", "a seven moving left")),
-        ("training", {"batch_size": 16}, ("training.batch_size: 16", "was made with 8")),
-        ("training", {"seed": 1}, ("training.seed: 1", "was made with 0")),
-    ],
-)
+OTHER = [
+    ("model", {"dim": 48}, ("model.dim: 48", "was made with 32", "training.resume=false")),
+    ("model", {"patch": (1, 4, 4)}, ("model.patch: [1, 4, 4]", "was made with [1, 6, 6]")),
+    ("data", {"held_out": ()}, ("data.held_out: []", "a seven moving left")),
+    ("training", {"batch_size": 16}, ("training.batch_size: 16", "was made with 8")),
+    ("training", {"seed": 1}, ("training.seed: 1", "was made with 0")),
+]
+
+
+@pytest.mark.parametrize(("section", "changes", "words"), OTHER)
 def test_a_checkpoint_of_other_settings_is_refused(
-    done: Settings, section: str, changes: dict[str, object], words: tuple[str, ...]
+    ran: Ran, section: str, changes: dict[str, object], words: tuple[str, ...]
 ):
-    other = done.replace(**{section: getattr(done, section).replace(**changes)})
+    part = getattr(ran.settings, section).replace(**changes)
     for begin in (train, trained):
         with pytest.raises(ConfigError) as error:
-            begin(other)
-        assert all(word in str(error.value) for word in (*words, done.training.output_dir)), str(
-            error.value
-        )
-    assert len(train(done)[1]) == 3, "nothing was lost"
+            begin(ran.settings.replace(**{section: part}))
+        for word in (*words, ran.settings.training.output_dir):
+            assert word in str(error.value)
+    assert len(train(ran.settings)[1]) == 3, "nothing was lost"
 
 
 def test_drawing_before_training_is_refused(small: Settings):
@@ -193,20 +162,18 @@ def test_a_half_written_checkpoint_is_never_read(copied: Settings):
     assert int(last(copied).step) == 3
 
 
-def test_a_profile_of_the_steps_asked_for(done: Settings):
-    profile = Path(done.training.output_dir) / "profile"
-    assert list(profile.rglob("*.xplane.pb"))
+def test_a_profile_of_the_chosen_steps(ran: Ran):
+    assert list((Path(ran.settings.training.output_dir) / "profile").rglob("*.xplane.pb"))
 
 
 # ---- progress ------------------------------------------------------------------------------------
 
 
-def test_lines_where_there_is_no_terminal(small: Settings, capsys: pytest.CaptureFixture[str]):
+def test_lines_without_a_terminal(small: Settings, capsys: pytest.CaptureFixture[str]):
     training = DigitsTask(with_training(small, steps=250, log_every=100)).training
     losses = [1.0] * 90
-    with Progress(
-        training, Cost(tokens=160), 90, Console(file=StringIO(), force_terminal=False)
-    ) as progress:
+    console = Console(file=StringIO(), force_terminal=False)
+    with Progress(training, Cost(tokens=160), 90, console) as progress:
         for _ in range(160):
             losses.append(0.5)
             progress.advance(losses)
