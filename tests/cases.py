@@ -197,6 +197,21 @@ def compare(got: Iterable[Any], want: Answer, within: float = TOLERANCE["float32
     assert max(found.values()) < within, found
 
 
+def draw_operands(b: int, t: int, s: int, n: int, k: int, h: int, v: int = 0) -> dict[str, Any]:
+    """Draw float32 operands of a call and the gradients of its results."""
+    rng, v = np.random.default_rng(0), v or h
+    sizes = {"q": (t, n, h), "k": (s, k, h), "v": (s, k, v), "dout": (t, n, v), "dlse": (n, t)}
+    return {key: rng.normal(size=(b, *size)).astype(np.float32) for key, size in sizes.items()}
+
+
+def judge_call(attend: Any, x: dict[str, Any], mask: M.Mask | None, within: float = 2e-5) -> None:
+    """Compare both passes of `attend(q, k, v)`, which returns out and LSE, with float64."""
+    operands = x["q"], x["k"], x["v"]
+    ok = allowed(mask, x["q"].shape[1], x["k"].shape[1])
+    want = attention64(*operands, ok, dout=x["dout"], dlse=x["dlse"])
+    compare(jax.jit(partial(both, attend, x))(*operands), want, within)
+
+
 def judge(case: dict, errors: dict[str, float]) -> None:
     """Fail, naming the case, when any error is over the tolerance of its dtype."""
     over = {n: e for n, e in errors.items() if e > TOLERANCE[case["dtype"]]}

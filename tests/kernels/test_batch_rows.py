@@ -22,9 +22,8 @@ from maxattn.kernels.composed.batch_rows import BatchRows
 from maxattn.tools.cli.check import advice
 from maxattn.tools.memory import estimate
 from maxattn.tools.tune.candidates import kernel_candidates
-from tests.cases import both, compare
+from tests.cases import draw_operands, judge_call
 from tests.golden_text import check_golden
-from tests.reference import attention64
 
 T = 96
 SEGMENTS = M.Segments.of_lengths((24,) * 4)
@@ -50,18 +49,8 @@ H200 = ma.Target("gpu", "NVIDIA H200", PACKAGES)
 PACKED = ma.Call(1, 8192, 8192, 12, 12, 128, "bfloat16", M.Segments.of_lengths((1024,) * 8))
 
 
-def arrays(keys: int, *, value_dim: int = 8, kv_heads: int = 2, seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    sizes = {"q": (T, 4, 8), "k": (keys, kv_heads, 8), "v": (keys, kv_heads, value_dim)}
-    sizes |= {"dout": (T, 4, value_dim)}
-    x = {name: rng.normal(size=(2, *size)).astype(np.float32) for name, size in sizes.items()}
-    return x | {"dlse": rng.normal(size=(2, 4, T)).astype(np.float32)}
-
-
-def judge(x: dict[str, Any], mask: M.Mask, got: tuple[Any, ...]) -> None:
-    keys = x["k"].shape[1]
-    allowed = np.asarray(mask.bind(T, keys).allowed(np.arange(T), np.arange(keys)))
-    compare(got, attention64(x["q"], x["k"], x["v"], allowed, dout=x["dout"], dlse=x["dlse"]))
+def arrays(keys: int = T, **sizes: int) -> dict[str, Any]:
+    return draw_operands(**{"b": 2, "t": T, "s": keys, "n": 4, "k": 2, "h": 8} | sizes)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -75,23 +64,22 @@ def test_against_float64(kernel: str, name: str) -> None:
     tiled = kernel not in ("dot_product", "memory_efficient")  # tiles hold short blocks
     assert isinstance(plan.kernel, BatchRows) == (not (tiled and is_short))
     assert plan.kernel.name == kernel
-    f = jax.jit(partial(both, partial(ma.attention, mask=mask, config=config, return_lse=True), x))
-    judge(x, mask, f(x["q"], x["k"], x["v"]))
+    judge_call(partial(ma.attention, mask=mask, config=config, return_lse=True), x, mask)
 
 
 @pytest.mark.parametrize("kernel", ["dot_product", "flash"])
 def test_values_of_another_head_dim(kernel: str) -> None:
     """Kernels of one head dim pad the heads of rows."""
-    x, config = arrays(T, value_dim=12), KERNELS[kernel]
-    call = partial(ma.attention, mask=CASES["window"][0], config=config, return_lse=True)
-    judge(x, CASES["window"][0], jax.jit(partial(both, call, x))(x["q"], x["k"], x["v"]))
+    mask, config = CASES["window"][0], KERNELS[kernel]
+    call = partial(ma.attention, mask=mask, config=config, return_lse=True)
+    judge_call(call, arrays(v=12), mask)
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "all_gather", "ulysses_ring"])
 def test_on_a_mesh(strategy: str) -> None:
     """Ulysses has whole sequences, and computes rows; elsewhere a block may lie on two devices."""
     mask = SEGMENTS & M.Causal()
-    x = arrays(T, kv_heads=4)
+    x = arrays(k=4)
     config = ma.AttentionConfig(
         attention="dot_product", context_parallel=strategy, ici_data_parallelism=2,
         ici_context_parallelism=4, ulysses_shards=4 if strategy == "ulysses" else 2,
@@ -101,13 +89,12 @@ def test_on_a_mesh(strategy: str) -> None:
     plan = ma.plan(ma.Call.of(x["q"], x["k"], bound, return_lse=True), config, mesh)
     assert not plan.fell_back
     assert isinstance(plan.kernel, BatchRows) == (strategy == "ulysses")
-    f = partial(both, lambda q, k, v: run(plan, q, k, v, None, bound, mesh), x)
-    judge(x, mask, jax.jit(f)(x["q"], x["k"], x["v"]))
+    judge_call(partial(run, plan, bias=None, mask=bound, mesh=mesh), x, mask)
 
 
 def test_second_derivatives() -> None:
     """Plain JAX is differentiated twice through the rows as without them."""
-    x = arrays(T)
+    x = arrays()
     dense = np.asarray(SEGMENTS.bind(T, T).allowed(np.arange(T), np.arange(T)))
 
     def penalty(q: jax.Array, mask: Any) -> jax.Array:
@@ -122,7 +109,7 @@ def test_second_derivatives() -> None:
 
 
 def test_vmap() -> None:
-    x = arrays(T)
+    x = arrays()
     call = partial(ma.attention, mask=SEGMENTS, config=KERNELS["flash"])
     q, k, v = (jnp.stack([x[name], x[name][::-1]]) for name in "qkv")
     want = jnp.stack([call(*each) for each in zip(q, k, v, strict=True)])
@@ -151,32 +138,25 @@ def test_calls_that_stay_as_they_are() -> None:
     call = ma.Call.of(x, x, SEGMENTS)
     assert as_batch_rows(call).shape_text == "B=8 T=S=24 N=4 H=8 f32"
     assert as_batch_rows(as_batch_rows(call)) is as_batch_rows(call)
-    for other in (
-        ma.Call.of(x, x, SEGMENTS, bias=jnp.ones((1, 1, T, T))),
-        call.derived(sharded=True),
-        call.derived(mask=M.Full()),
-        ma.Call.of(x, x, M.Segments(np.zeros((2, T), int), np.zeros((2, T), int))),
-    ):
+    ids = M.Segments(np.zeros((2, T), int), np.zeros((2, T), int))
+    others = [call.derived(sharded=True), call.derived(mask=M.Full()), ma.Call.of(x, x, ids)]
+    for other in (*others, ma.Call.of(x, x, SEGMENTS, bias=jnp.ones((1, 1, T, T)))):
         assert as_batch_rows(other) is other
 
 
 @pytest.mark.parametrize(
-    ("kernel", "platform", "tokens", "pays"),
-    [
-        ("dot_product", "gpu", 16, True),
-        ("cudnn", "gpu", 16, True),
-        ("flash", "gpu", 32, False),
-        ("flash", "gpu", 64, True),
-        ("dot_product", "tpu", 16, True),
-        ("flash", "tpu", 1560, False),
-        ("tpu_flash", "tpu", 1024, False),
-    ],
-)
-def test_rows_that_pay(kernel: str, platform: Any, tokens: int, pays: bool) -> None:
-    """Tiles hold several short blocks, and a TPU's rows would be padded to them."""
+    ("kernel", "platform", "tokens", "as_rows"),
+    [("dot_product", "gpu", 16, True), ("cudnn", "gpu", 16, True), ("flash", "gpu", 32, False),
+     ("flash", "gpu", 64, True), ("dot_product", "tpu", 16, True), ("flash", "tpu", 1560, False),
+     ("tpu_flash", "tpu", 1024, False)],
+)  # fmt: skip
+def test_blocks_that_fill_tiles_are_rows(
+    kernel: str, platform: Any, tokens: int, as_rows: bool
+) -> None:
+    """A tile has room for several short blocks, and a TPU's rows would be padded to tiles."""
     mask = M.Segments.of_lengths((tokens,) * 8).bind(8 * tokens, 8 * tokens)
     call = ma.Call(1, 8 * tokens, 8 * tokens, 4, 4, 64, "bfloat16", mask)
-    assert (computed_call(kernel, call, platform) is not call) is pays
+    assert (computed_call(kernel, call, platform) is not call) is as_rows
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash"])
@@ -200,24 +180,19 @@ def test_the_scores_of_rows_are_counted() -> None:
     mask = M.BlockSlidingWindow(16, 1)
     call = ma.Call(1, 32768, 32768, 12, 12, 128, "bfloat16", mask)
     rows = ma.Call(2048, 16, 16, 12, 12, 128, "bfloat16")
+
+    def scores_of(plan: ma.Plan, training: bool) -> int:
+        return {part.what: part.bytes for part in estimate(plan, training)}["scores T x S"]
+
     for target in (H200, ma.Target.named("cpu")):
         assert "dot_product" in kernel_candidates(call, ma.AttentionConfig(), target).built
-        plans = [ma.plan(each, KERNELS["dot_product"], target=target) for each in (call, rows)]
+        packed, batch = (ma.plan(x, KERNELS["dot_product"], target=target) for x in (call, rows))
         for training in (True, False):
-            packed, batch = (scores_of(plan, training) for plan in plans)
-            assert packed == batch
-        assert scores_of(paired(plans[0], target), True) == scores_of(plans[0], True)
-        assert not advice(plans[0], KERNELS["dot_product"], training=True)
-
-
-def scores_of(plan: ma.Plan, training: bool) -> int:
-    return {part.what: part.bytes for part in estimate(plan, training)}["scores T x S"]
-
-
-def paired(plan: ma.Plan, target: ma.Target) -> ma.Plan:
-    """Return a plan whose backward alone is dense."""
-    name = "memory_efficient/dot_product"
-    return replace(plan, kernel=build(name, plan.call, ma.AttentionConfig(), target))
+            assert scores_of(packed, training) == scores_of(batch, training)
+        # A backward alone may be dense.
+        pair = build("memory_efficient/dot_product", packed.call, ma.AttentionConfig(), target)
+        assert scores_of(replace(packed, kernel=pair), True) == scores_of(packed, True)
+        assert not advice(packed, KERNELS["dot_product"], training=True)
 
 
 def test_no_more_rows_than_a_launch_has() -> None:

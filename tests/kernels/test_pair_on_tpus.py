@@ -19,8 +19,7 @@ from maxattn.kernels import build
 from maxattn.kernels.composed.pair import Pair, kernels_of
 from maxattn.target import Target
 from maxattn.tools.memory import estimate
-from tests.cases import both, compare
-from tests.reference import attention64
+from tests.cases import draw_operands, judge_call
 from tests.waiting import but
 
 SMALL = {"block_q": 128, "block_kv": 128}
@@ -36,21 +35,14 @@ MASKS = {
 
 def check(name: str, mask: M.Mask, mesh: Any = None, head_dim_v: int = H) -> None:
     """Run both passes of a pair, with a gradient of the LSE, and compare them with float64."""
-    rng = np.random.default_rng(0)
-    sizes = {"q": (T, N, H), "k": (T, K, H), "v": (T, K, head_dim_v), "dout": (T, N, head_dim_v)}
-    x = {key: rng.normal(size=(B, *size)).astype(np.float32) for key, size in sizes.items()}
-    x["dlse"] = rng.normal(size=(B, N, T)).astype(np.float32)
+    x = draw_operands(B, T, T, N, K, H, head_dim_v)
     bound = mask.bind(T, T, B, N)
     call = ma.Call(B, T, T, N, K, H, "float32", bound.form(), value_head_dim=head_dim_v % H)
     config = CONFIG.replace(context_parallel="ring", fallback="error") if mesh else CONFIG
     plan = ma.plan(call, config, dict(mesh.shape) if mesh else None, Target.named("cpu"))
     local = plan.strategy.kernel_call(plan.strategy.local_call(plan.padded_call))
     plan = replace(plan, kernel=build(name, local, CONFIG, plan.target))
-    attend = partial(run, plan, bias=None, mask=bound, mesh=mesh)
-    operands = x["q"], x["k"], x["v"]
-    allowed = np.asarray(bound.allowed(np.arange(T), np.arange(T)))
-    want = attention64(*operands, allowed, dout=x["dout"], dlse=x["dlse"])
-    compare(jax.jit(partial(both, attend, x))(*operands), want)
+    judge_call(partial(run, plan, bias=None, mask=bound, mesh=mesh), x, mask)
 
 
 PAIRS = ["flash/tpu_flash", "tpu_flash/flash"]

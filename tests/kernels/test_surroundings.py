@@ -47,11 +47,9 @@ MASK = M.BlockSlidingWindow(24, 3) & M.KeyPadding(np.array([150, 90], np.int64))
 
 
 def qkv(dtype: str = "float32") -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(2), 3)
-    return tuple(
-        jax.random.normal(key, (2, 150, n, 32), dtype)
-        for key, n in zip(keys, (4, 2, 2), strict=True)
-    )
+    keys, heads = jax.random.split(jax.random.key(2), 3), (4, 2, 2)
+    shapes = [(2, 150, n, 32) for n in heads]
+    return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
 
 
 def program(config: ma.AttentionConfig, **more: Any) -> Any:
@@ -67,16 +65,8 @@ def program(config: ma.AttentionConfig, **more: Any) -> Any:
 
 
 @cache
-def dense(causal: bool = False) -> tuple[jax.Array, ...]:
+def dense() -> tuple[jax.Array, ...]:
     """Compute what every kernel here must: by the dense one, once."""
-    if causal:
-
-        @jax.jit
-        def gradient(q, k, v):
-            loss = lambda *x: (ma.attention(*x, mask=M.Causal()) ** 2).sum()  # noqa: E731
-            return jax.grad(loss)(q, k, v)
-
-        return (gradient(*qkv()),)
     return program(CONFIGS["dense"])(*qkv())
 
 
@@ -101,9 +91,8 @@ def test_64_bit_mode_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", EACH)
 def test_where_promotion_is_forbidden(name: str) -> None:
-    mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=2).make_mesh(
-        jax.devices()[:4]
-    )
+    sizes = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=2)
+    mesh = sizes.make_mesh(jax.devices()[:4])
     config = ma.AttentionConfig(**SETTINGS[name], context_parallel="ring")
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         got = program(config, mesh=mesh)(*qkv())
@@ -137,25 +126,22 @@ def test_deterministic_refuses_a_kernel_that_does_not_repeat() -> None:
 @pytest.mark.parametrize("checked", but([True, False], [True]))
 @pytest.mark.parametrize("name", APART)
 def test_inside_a_users_shard_map(name: str, checked: bool) -> None:
-    """Over some of the axes it works, checked or not; over all of them, checked, the message is
-    ours.
-    """
+    """Over some of the axes it works, checked or not; over all of them, checked, it is refused."""
     mesh = ma.AttentionConfig(ici_data_parallelism=2).make_mesh(jax.devices()[:2])
     q, k, v = qkv()
     attend = partial(ma.attention, mask=M.Causal(), config=CONFIGS[name], mesh=mesh)
     some = {"data", "context"}
     spec = PartitionSpec("data")
-    mapped = partial(
-        jax.shard_map, attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=checked
-    )
+    specs = {"in_specs": (spec,) * 3, "out_specs": spec, "check_vma": checked}
+    mapped = partial(jax.shard_map, attend, mesh=mesh, **specs)
     loss = jax.jit(jax.grad(lambda *x: (mapped(axis_names=some)(*x) ** 2).sum()))
-    assert error(loss(q, k, v), dense(causal=True)[0]) < 2e-5
+    want = jax.grad(lambda *x: (ma.attention(*x, mask=M.Causal()) ** 2).sum())(q, k, v)
+    assert error(loss(q, k, v), want) < 2e-5
     if checked:
         with pytest.raises(MeshError) as caught:
             mapped(axis_names=set(mesh.axis_names))(q, k, v)
-        check_golden(
-            "inputs/checked_shard_map", str(caught.value).replace(CONFIGS[name].attention, "KERNEL")
-        )
+        text = str(caught.value).replace(CONFIGS[name].attention, "KERNEL")
+        check_golden("inputs/checked_shard_map", text)
 
 
 @pytest.mark.parametrize("level", [-200.0, 200.0])
@@ -180,11 +166,8 @@ def test_vmap_over_no_example_is_refused(axes, kernel: str) -> None:
             return out.astype(jnp.float32).sum() if differentiate else out
 
         one = jax.grad(call, (0, 1)) if differentiate else call
-        x = [jnp.ones((1, 16, 2, 16)) for _ in axes]
-        none = [
-            y if a is None else jnp.stack([y] * 2, a).take(jnp.array([], int), a)
-            for y, a in zip(x, axes, strict=True)
-        ]
+        x, nothing = jnp.ones((1, 16, 2, 16)), jnp.array([], int)
+        none = [x if a is None else jnp.stack([x] * 2, a).take(nothing, a) for a in axes]
         return jax.vmap(jax.jit(one), in_axes=axes)(*none)
 
     for differentiate in (False, True):
