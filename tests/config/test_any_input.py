@@ -42,7 +42,7 @@ def load_or_explain(text: str, overrides: list[str]) -> None:
             assert hash(config) == hash(config.replace())
 
 
-@tries(60)
+@tries(24)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.lists(st.text(max_size=8), max_size=2),
@@ -51,7 +51,7 @@ def test_any_text(text: str, overrides: list[str]):
     load_or_explain(text, overrides)
 
 
-@tries(80)
+@tries(40)
 @given(st.dictionaries(KEYS, VALUES, max_size=5), st.lists(st.tuples(KEYS, VALUES), max_size=3))
 def test_any_values(values: dict, overrides: list[tuple]):
     load_or_explain(json.dumps(values), [f"{key}={json.dumps(value)}" for key, value in overrides])

@@ -28,25 +28,20 @@ def doubled(levels: int, each: int, entry: str = "[{}]", first: str = "[x]") -> 
 
 BOMBS = {
     "aliases": doubled(10, 9),
-    "aliases_in_a_section_of_ours": doubled(10, 9).replace("model", "flash_block_sizes"),
-    "merged": doubled(10, 9, "{{<<: [{}]}}", "{x: 1}"),
     "merged_and_named": doubled(10, 9, "{{<<: [{0}], b: [{0}]}}", "{x: 1}"),
     "keys": doubled(30, 2, "{{? [{}] : 1}}"),
     "brackets": "model: " + "[" * 1000 + "]" * 1000,
     "open_brackets": "model: " + "[" * 100_000,
-    "braces": "model: " + "{a: " * 1000 + "}" * 1000,
-    "dashes": "model:\n  " + "- " * 1000 + "x",
     "indented": "\n".join(" " * i + "a:" for i in range(1000)),
-    "nodes": "model:\n" + "- a\n" * 200_000,
-    "unknown_keys": "".join(f"key_{i}: 1\n" for i in range(4000)),
+    "nodes": "model:\n" + "- a\n" * 20_000,
+    "unknown_keys": "".join(f"key_{i}: 1\n" for i in range(400)),
     "too_large": "# " + "x" * MOST_BYTES,
     "digits": "query_chunk_size: " + "9" * 5000,
     "tagged_digits": "query_chunk_size: !!int " + "9" * 5000,
     "sixties": "query_chunk_size: !!int " + "1:" * 100_000 + "1",
     "float_sixties": "query_chunk_size: !!float " + "1:" * 100_000 + "1",
-    "quoted_digits": f'query_chunk_size: "{"9" * 5000}"',
-    "long_key": "x" * 500_000 + ": 1",
-    "long_value": "attention: " + "x" * 500_000,
+    "long_key": "x" * 50_000 + ": 1",
+    "long_value": "attention: " + "x" * 50_000,
     "devices": f"{{attention: ulysses_ring, ulysses_shards: 3, ici_context_parallelism: {2**62}}}",
     "most_devices": "{attention: ulysses_ring, ulysses_shards: 3, ici_context_parallelism: 1048576,"
     " dcn_context_parallelism: 1048576}",
@@ -86,10 +81,8 @@ OVERRIDES = {
     "deep_text": ["query_chunk_size=" + "[" * 5000],
     "digits": {"query_chunk_size": 10**5000},
     "digits_of_text": ["query_chunk_size=" + "9" * 5000],
-    "quoted": {"query_chunk_size": "9" * 5000},
     "dots": [".".join("a" * 5000) + "=1"],
-    "dots_of_a_section": ["model." + ".".join("a" * 5000) + "=1"],
-    "long": ["attention=" + "x" * 10**6],
+    "long": ["attention=" + "x" * 10**5],
     "aliases": ["model={" + doubled(9, 9).partition("\n")[2].strip().replace("\n ", ",") + "}"],
 }  # fmt: skip
 
@@ -106,13 +99,11 @@ def test_an_override_of_any_size_is_refused(name):
     "value", [10**5000, -(10**5000), 2**31, deep(5000), "9" * 5000], ids=lambda v: type(v).__name__
 )
 def test_a_setting_of_any_size_is_refused(value):
-    keys = ("query_chunk_size", "flash_min_seq_length", "ici_data_parallelism", "attention")
-    for key in (*keys, "deterministic", "mesh_axes"):
+    keys = ("query_chunk_size", "ici_data_parallelism", "attention", "deterministic", "mesh_axes")
+    for wrong in (*({key: value} for key in keys), {"flash_block_sizes": {"block_q": value}}):
         with pytest.raises(ConfigErrors) as error:
-            AttentionConfig(**{key: value})
+            AttentionConfig(**wrong)
         assert len(str(error.value)) < 3000
-    with pytest.raises(ConfigErrors):
-        AttentionConfig(flash_block_sizes={"block_q": value})
 
 
 @pytest.mark.parametrize("path", ["a\0b.yml", "x" * 300 + ".yml", "\ud800.yml", "/dev/null/x.yml"])

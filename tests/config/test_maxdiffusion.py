@@ -17,22 +17,23 @@ from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 
 FILES = Path(__file__).parent / "maxdiffusion"
-# name -> kernel of self-attention, strategy, kernel of cross-attention
+# name -> kernel of self- and cross-attention, strategy: the thirteen of its registry, and ring,
+# which its files name
 MEANS = {
-    "dot_product": ("dot_product", "auto", "dot_product"),
-    "flash": ("flash", "auto", "flash"),
-    "tokamax_flash": ("tokamax_flash", "auto", "tokamax_flash"),
-    "cudnn_flash_te": ("cudnn_flash_te", "auto", "cudnn_flash_te"),
-    "ring": ("auto", "ring", "auto"),
-    "tokamax_ring": ("tokamax_flash", "ring", "tokamax_flash"),
-    "tokamax_ring_custom": ("tpu_flash", "ring", "tpu_flash"),
-    "ulysses": ("flash", "ulysses", "flash"),
-    "ulysses_custom": ("tpu_flash", "ulysses", "tpu_flash"),
-    "ulysses_custom_fixed_m": ("tpu_flash", "ulysses", "tpu_flash"),
-    "ulysses_ring": ("tokamax_flash", "ulysses_ring", "tokamax_flash"),
-    "ulysses_ring_custom": ("tpu_flash", "ulysses_ring", "tpu_flash"),
-    "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring", "tpu_flash"),
-    "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring", "tpu_flash"),
+    "dot_product": ("dot_product", "auto"),
+    "flash": ("flash", "auto"),
+    "tokamax_flash": ("tokamax_flash", "auto"),
+    "cudnn_flash_te": ("cudnn_flash_te", "auto"),
+    "ring": ("auto", "ring"),
+    "tokamax_ring": ("tokamax_flash", "ring"),
+    "tokamax_ring_custom": ("tpu_flash", "ring"),
+    "ulysses": ("flash", "ulysses"),
+    "ulysses_custom": ("tpu_flash", "ulysses"),
+    "ulysses_custom_fixed_m": ("tpu_flash", "ulysses"),
+    "ulysses_ring": ("tokamax_flash", "ulysses_ring"),
+    "ulysses_ring_custom": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring"),
 }
 
 
@@ -46,21 +47,16 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_name_is_tested():
-    assert set(MEANS) == set(KERNELS)
-    assert len(MEANS) == 13 + 1  # the thirteen of its registry, and ring, which its files name
-
-
-@pytest.mark.parametrize("name", MEANS)
-def test_kernel_names(name, tmp_path):
-    path = tmp_path / "base.yml"
-    path.write_text(f"attention: '{name}'\nici_context_parallelism: 4\nrun_name: x\n")
-    config, left_out, notes = AttentionConfig.from_maxdiffusion(path)
-    found = config.kernel_for("self"), config.strategy_for("self"), config.kernel_for("cross")
-    assert found == MEANS[name]
-    assert left_out == ("run_name",)
-    read_as = [note for note in notes if note.startswith(f"attention: {name} is read as")]
-    assert bool(read_as) == (MEANS[name][1] != "auto")
+def test_kernel_names(in_a_folder):
+    assert set(MEANS) == set(KERNELS) and len(MEANS) == 13 + 1
+    for name, (kernel, strategy) in MEANS.items():
+        Path("x.yml").write_text(f"attention: '{name}'\nici_context_parallelism: 4\nrun_name: x\n")
+        config, left_out, notes = AttentionConfig.from_maxdiffusion("x.yml")
+        found = config.kernel_for("self"), config.strategy_for("self"), config.kernel_for("cross")
+        assert found == (kernel, strategy, kernel)
+        assert left_out == ("run_name",)
+        read_as = [note for note in notes if note.startswith(f"attention: {name} is read as")]
+        assert bool(read_as) == (strategy != "auto")
 
 
 def test_a_video_file():
@@ -120,18 +116,18 @@ def test_convert_prints_what_reads_back(capsys, tmp_path, name):
     assert ours == AttentionConfig.from_maxdiffusion(f"{name}.yml").config
 
 
-@pytest.mark.parametrize("name", ["video", "image", "sizes"])
-def test_a_file_read_as_ours_is_recognised_first(capsys, name):
+def test_a_file_read_as_ours_is_recognised_first(capsys):
     """Once, in place of one problem for each of its keys; what is wrong beside them is said too."""
-    with pytest.raises(ConfigErrors) as caught:
-        AttentionConfig.from_yaml(f"{name}.yml", ["atention=flash"])
-    first, *others = caught.value.problems
-    assert first.value == "a MaxDiffusion file"
-    assert not any("remove it" in problem.remedy for problem in others)
-    assert others[-1].where == "override 1"
+    for name in ("video", "image", "sizes"):
+        with pytest.raises(ConfigErrors) as caught:
+            AttentionConfig.from_yaml(f"{name}.yml", ["atention=flash"])
+        first, *others = caught.value.problems
+        assert first.value == "a MaxDiffusion file"
+        assert not any("remove it" in problem.remedy for problem in others)
+        assert others[-1].where == "override 1"
     for command in ("check", "explain"):
-        ran = run(capsys, command, f"{name}.yml", "--target", "cpu", "--shape", "sdxl-64")
-        assert ran.status == 1 and f"maxattn convert {name}.yml" in ran.err
+        ran = run(capsys, command, "sizes.yml", "--target", "cpu", "--shape", "sdxl-64")
+        assert ran.status == 1 and "maxattn convert sizes.yml" in ran.err
         assert "--maxdiffusion" in ran.err
 
 
@@ -187,20 +183,15 @@ def test_what_its_files_leave_unsaid(capsys, in_a_folder, name: str) -> None:
     check_golden(f"maxdiffusion/unsaid_{name}", "\n".join((*notes, "", ran.out)))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_length_that_is_not_set_is_told_of_the_kernels_that_look_at_it(
-    in_a_folder, name: str
-) -> None:
-    unset, zero = (
-        [note for note in notes_of(name, f"attention: {name}\n{more}") if "min_seq_length" in note]
-        for more in ("", "flash_min_seq_length: 0\n")
-    )
-    assert (len(unset), zero) == (int(name in LENGTHS_MATTER), [])
+def test_a_length_that_is_not_set_is_told_of_the_kernels_that_look_at_it(in_a_folder) -> None:
+    for name in KERNELS:
+        for more, count in (("", int(name in LENGTHS_MATTER)), ("flash_min_seq_length: 0\n", 0)):
+            notes = notes_of(name, f"attention: {name}\n{more}")
+            assert sum("min_seq_length" in note for note in notes) == count
 
 
-@pytest.mark.parametrize("axis", ["ici", "dcn"])
-def test_gathered_keys_are_told_where_a_sequence_is_spread(in_a_folder, axis: str) -> None:
-    for size, count in ((1, 0), (4, 1), (-1, 1)):
+def test_gathered_keys_are_told_where_a_sequence_is_spread(in_a_folder) -> None:
+    for axis, size, count in (("ici", 1, 0), ("ici", 4, 1), ("ici", -1, 1), ("dcn", 2, 1)):
         notes = notes_of("x", f"attention: flash\n{axis}_context_parallelism: {size}\n")
         assert sum("gathers keys" in note for note in notes) == count
 
