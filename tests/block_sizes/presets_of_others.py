@@ -1,19 +1,18 @@
-"""Block sizes that MaxDiffusion publishes, for the compiler to judge with the bare kernels.
+"""Block sizes that MaxDiffusion publishes, and what maxattn's rules make of them.
 
 Source: its configs and README at commit 7cfb8801 (2026-08-21). Facts only: names, sizes, files.
+docs/measured/tpu_block_sizes.md has what the TPU's compiler says of each with the libraries' own
+kernels.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
 from tests.block_sizes.asks import KEYS
-from tests.block_sizes.compiler import TOPOLOGIES, Compiler
 from tests.block_sizes.random_requests import Request
 
 SHARD = 18_900  # tokens: 720p over four chips
@@ -22,12 +21,12 @@ LIMIT = "--xla_tpu_scoped_vmem_limit_kib=65536"  # set in the README's commands 
 
 
 class Preset(NamedTuple):
-    """Hold one published preset.
+    """A published preset.
 
     Args:
         where: the file that has it.
         kernel: "flash" or "tokamax_flash".
-        chips: the chips it is said to be for; both where nothing is said.
+        chips: the chips that it is for; both if the file names none.
         sizes: q, kv, kv_compute; q_dkv, kv_dkv, kv_dkv_compute; q_dq, kv_dq (none where fused).
         fused: whether dQ, dK and dV come from one kernel.
     """
@@ -67,34 +66,6 @@ PRESETS = {
     "SD 2": Preset("base_2_base.yml", "flash", BOTH, (64,) * 8, False),
 }
 
-# What the messages say, cut out of them.
-MESSAGES = (
-    r"Scoped allocation with size \S+ and limit \S+",
-    r"Used \S+ of \S+ vmem",
-    r"block_q must be a multiple of \d+",
-    r"\w+=\d+ should divide \w+=\d+",
-    r"\w+=\d+ must be a multiple of [\w=]*\d+",
-    r"divisible by 8 and 128 respectively",
-    r"Only the fused bwd kernel[^.]*",
-)
-
-
-def rows(compilers: dict[str, Compiler], name: str) -> Iterator[str]:
-    """Compile one preset on its chips, forward and training, and write a row of the page for each.
-
-    Args:
-        compilers: one at the compiler's own limit of VMEM, "", and one at the README's, `LIMIT`.
-        name: of the preset.
-    """
-    preset = PRESETS[name]
-    for kind in preset.chips:
-        for training in (False, True) if len(preset.sizes) > 3 else (False,):
-            case = case_of(preset, kind, training)
-            says = [said(compilers[flags].compile(case, 600)) for flags in ("", LIMIT)]
-            how = f"{kind.removeprefix('TPU ')} | {'training' if training else 'forward'}"
-            cells = name, preset.where, preset.kernel, how, *says, changes_of(name, kind, training)
-            yield f"| {' | '.join(cells)} |"
-
 
 def request_of(name: str, kind: str, training: bool = True) -> Request:
     """Ask maxattn for a preset on a shard, with segment ids and a computed mask."""
@@ -107,27 +78,6 @@ def request_of(name: str, kind: str, training: bool = True) -> Request:
 
 
 def changes_of(name: str, kind: str, training: bool) -> str:
-    """Say what maxattn's rules make of a preset, at the compiler's own limit of VMEM."""
+    """Write maxattn's changes of a preset, at the compiler's own limit of VMEM."""
     _, changes = request_of(name, kind, training).adjusted()
     return ", ".join(str(change) for change in changes) or "none"
-
-
-def said(result: dict[str, Any]) -> str:
-    """Say in a few words what the compiler said."""
-    if result["ok"]:
-        return "compiles"
-    found = (re.search(pattern, result["message"]) for pattern in MESSAGES)
-    return next((match.group() for match in found if match), result["message"][-200:])
-
-
-def case_of(preset: Preset, kind: str, training: bool) -> dict[str, Any]:
-    """Describe the compile: a shard padded to the longest block of Q and of KV, and masked."""
-    sizes = dict(zip(KEYS, preset.sizes, strict=False))
-    q = max(size for key, size in sizes.items() if key.startswith("block_q"))
-    kv = max(size for key, size in sizes.items() if key.startswith("block_kv"))
-    return {
-        "topology": TOPOLOGIES[kind], "kernel": preset.kernel, "bare": True,
-        "q_len": -(-SHARD // q) * q, "kv_len": -(-SHARD // kv) * kv, "heads": 2,
-        "head_dim": HEAD_DIM, "dtype": "bfloat16", "mask": "padding", "training": training,
-        "sizes": {**sizes, "use_fused_bwd_kernel": preset.fused},
-    }  # fmt: skip

@@ -7,20 +7,22 @@ test-tpu-compile` runs all of it.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maxattn.block_sizes import DKV, FORWARD, BlockSizes
+from maxattn.block_sizes.transposed import sizes_of
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
+from maxattn.target import Target
 from tests.block_sizes import matrix, presets_of_others
 from tests.block_sizes.asks import CROSS_LENGTHS, call, uniform
 from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
-from tests.block_sizes.random_requests import Request, requests
+from tests.block_sizes.random_requests import HEAD_DIMS, LENGTHS, PRESETS, TEXTS, Request, requests
 
 pytestmark = pytest.mark.skipif(
     PYTHON is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
@@ -130,10 +132,58 @@ def test_what_others_publish_compiles_once_adjusted(compiler, name):
         assert compiler.compile(request.case())["message"] == ""
 
 
+# ---- tpu_flash -----------------------------------------------------------------------------------
+
+MASKS = ("full", "padding", "window", "both", "blocks")
+OWN_COUNT, TRAINING = 300, 0.4
+
+
+def case(
+    kind: str, asked: FlashBlockSizes, call: Call, mask: str, training: bool
+) -> dict[str, Any]:
+    """Describe the compile of the tiles that a request becomes: two blocks of each, ragged."""
+    both, _ = sizes_of(asked, call, Target.named(kind))
+    forward = BlockSizes(both.block_q, both.block_kv, both.block_kv_compute)
+    sizes = both if training else forward
+    blocks = max(both.block_q, both.block_q_dkv or 0), max(both.block_kv, both.block_kv_dkv or 0)
+    t, s = (min(n, 2 * most - 8) for n, most in zip((call.q_len, call.kv_len), blocks, strict=True))
+    t = min(t, s) if mask == "blocks" else t  # block windows have no more queries than keys
+    return {
+        "topology": TOPOLOGIES[kind], "kind": kind, "kernel": "tpu_flash", "batch": 1, "q_len": t,
+        "kv_len": s, "heads": 2, "head_dim": call.head_dim, "dtype": call.dtype, "role": call.role,
+        "mask": mask, "training": training, "sizes": sizes.given(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "mask"), list(zip(TOPOLOGIES, MASKS, strict=True)))
+def test_tpu_flash_compiles_on_each_chip(
+    compiler: Compiler, kind: str, mask: str, training: bool
+) -> None:
+    found = compiler.compile(case(kind, FlashBlockSizes(), call(75_600), mask, training))
+    assert found["message"] == ""
+
+
+def drawn(seed: str, count: int) -> Iterator[dict[str, Any]]:
+    """Draw requests of any size, length, head dim, dtype and mask; the chips take turns."""
+    draw = random.Random(seed)
+    for i in range(count):
+        q_len = draw.choice(LENGTHS)
+        kv_len = draw.choice((q_len, q_len, draw.choice(TEXTS)))
+        dtype = draw.choice(("bfloat16", "bfloat16", "float32"))
+        local = Call(1, q_len, kv_len, 2, 2, draw.choice(HEAD_DIMS), dtype)
+        keys = (*FORWARD, *(DKV if draw.random() < TRAINING else ()))
+        asked = FlashBlockSizes(**{key: draw.choice((None, draw.choice(PRESETS))) for key in keys})
+        mask = draw.choice(MASKS if q_len == kv_len else MASKS[:4])
+        training = draw.random() < TRAINING
+        yield case(tuple(TOPOLOGIES)[i % len(TOPOLOGIES)], asked, local, mask, training)
+
+
 @pytest.mark.slow
-def test_the_page_of_presets_says_what_the_compiler_says(compiler):
-    page = (Path(__file__).parents[2] / "docs/measured/tpu_block_sizes.md").read_text()
-    with Compiler(flags=presets_of_others.LIMIT) as larger:
-        compilers = {"": compiler, presets_of_others.LIMIT: larger}
-        rows = [r for n in presets_of_others.PRESETS for r in presets_of_others.rows(compilers, n)]
-    assert [row for row in rows if row not in page] == []
+def test_drawn_requests_of_tpu_flash_compile(compiler):
+    failed = []
+    for one in drawn("fresh-2411", OWN_COUNT):
+        found = compiler.compile(one)
+        if not found["ok"]:
+            failed.append((one, found["message"]))
+    assert not failed
