@@ -153,10 +153,7 @@ def as_array(x: Any, name: str) -> Any:
 
 
 class Prepared(NamedTuple):
-    """A checked call, its bound mask, and what it runs with.
-
-    `notes` are added to the plan's, such as how a module norms its queries.
-    """
+    """A checked call, its bound mask, what it runs with, and notes to add to those of the plan."""
 
     call: Call
     mask: Mask
@@ -221,11 +218,8 @@ def run(
 ) -> tuple[Array, Array]:
     """Execute a plan on arrays of the call it was made for: (out [B, T, N, V], lse [B, N, T]).
 
-    Args:
-        plan: from `plan()`.
-        q, k, v, bias, mask: as for `attention`; the mask is bound. Inside a `shard_map` that checks
-            varying axes, all of them vary over the same axes.
-        mesh: the mesh whose axes the plan names, or None if it names none.
+    The mask is bound. The mesh has the axes that the plan names; None if it names none. Inside a
+    `shard_map` that checks varying axes, all arrays vary over the same axes.
     """
     if bias is not None:
         bias = jnp.reshape(bias, plan.call.bias or bias.shape)

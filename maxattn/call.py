@@ -155,10 +155,7 @@ def bound_call(
 ) -> tuple[Call, Mask]:
     """Check operands and bind the mask: return the call, and the bound mask with its arrays.
 
-    Args:
-        q, k, mask, bias, scale, role, return_lse: as in `Call.of`.
-        v: [B, S, K, V], or None if there are no values yet.
-        mask_padding: False drops the caller's key padding from the mask.
+    v is None if there are no values yet; `mask_padding=False` drops key padding from the mask.
     """
     check_operands(q, k, v)
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]

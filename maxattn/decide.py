@@ -99,13 +99,9 @@ class _Question(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
-    """Choose how a checked call runs; arguments and errors are those of `plan`.
+    """Choose how a checked call runs on a mesh of (axis, size) pairs; errors are those of `plan`.
 
-    Args:
-        call: without the padding that `mask_padding_tokens: false` drops from its mask.
-        config: the settings.
-        shape: (axis, size) of the mesh.
-        target: the machine.
+    The mask is without the padding that `mask_padding_tokens: false` drops.
     """
     check_hardware(config, target)
     for key, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):

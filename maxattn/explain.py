@@ -19,12 +19,9 @@ INDENT = 10
 
 
 def explain(plan: Plan, training: bool = True, why: bool = False) -> str:
-    """Write a plan in a few lines: what was asked, what runs and why, what moves, what was refused.
+    """Write a plan in a few lines, with its backward if it is for training.
 
-    Args:
-        plan: the plan.
-        training: whether to print the backward too.
-        why: whether to print the arithmetic of `context_parallel: auto` for every strategy.
+    `why` prints the arithmetic of `context_parallel: auto` for every strategy.
     """
     sizes = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
     call, mesh = plan.call, f"   mesh {sizes}" if sizes else ""

@@ -2,9 +2,8 @@
 
 `attention` names its output and log-sum-exp ("attn_out", "attn_lse") inside its forward rule: a
 policy that saves both computes no attention twice. The modules name their projections and the
-merged heads as MaxDiffusion does ("query_proj", "key_proj", "value_proj", "attn_output"), for
-policies that list its names. "attn_output" is made after the rule: a policy that saves it without
-the first two recomputes attention.
+merged heads as MaxDiffusion does ("query_proj", "key_proj", "value_proj", "attn_output"). A policy
+that saves "attn_output" without the first two recomputes attention.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -144,9 +144,7 @@ class Target:
         return f"add --with {named}, in Python packages= of Target.named"
 
 
-_ASSUMED: ContextVar[Target | None] = ContextVar(
-    "the target of a surrounding assumed()", default=None
-)
+_ASSUMED: ContextVar[Target | None] = ContextVar("the target of assumed()", default=None)
 
 
 @lru_cache(maxsize=8)
@@ -195,8 +193,6 @@ def installed() -> Pairs:
 def _installed(names: tuple[str, ...]) -> Pairs:
     found = []
     for name in names:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            continue
     return (*found, *aiter_in_jax())

@@ -59,11 +59,8 @@ def device_of(
     >>> device_of("NVIDIA H100 PCIe").sms, device_of("NVIDIA H20").sms
     (114, 78)
 
-    Args:
-        kind: jax's name or ours.
-        platform: the platform, for a kind of no known family; default "gpu".
-        capability: compute capability; default None for that of the family.
-        sms: streaming multiprocessors; default 0 for those of the row.
+    The kind is jax's name or ours. The platform counts for a kind of no known family. A capability
+    and a number of SMs replace those of the row.
     """
     kind = device_kind(kind)
     rows = (row for row in DEVICES.values() if _names(row.kind, kind))

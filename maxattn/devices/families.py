@@ -1,8 +1,4 @@
-"""Families of devices: what the devices of one generation share.
-
-An NVIDIA GPU's family follows from its compute capability if jax gives it, else from its name
-(`devices.device_of`).
-"""
+"""Families of devices: the facts that all devices of one generation share."""
 
 from __future__ import annotations
 
@@ -22,10 +18,9 @@ class Family:
     Args:
         name: for example "hopper" or "tpu-v5p".
         platform, vendor: for example "gpu" and "NVIDIA".
-        words: parts of jax's names that recognise a device without a row of its own.
+        words: parts of jax's names of devices without a row.
         capability: compute capability of the usual device, None if unknown.
-        sms: SMs of the usual device: a guess for a named device that is not here; AMD's compute
-            units.
+        sms: SMs of the usual device; compute units of AMD's.
         shared_memory: bytes that an SM gives a thread block, 0 if unknown.
     """
 

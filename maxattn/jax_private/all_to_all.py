@@ -21,13 +21,9 @@ Groups = tuple[tuple[int, ...], ...]
 def all_to_all(
     x: Array, axis: str, split: int, join: int, groups: Sequence[Sequence[int]] | None
 ) -> Array:
-    """Split axis `split` of x over the devices, and join what they send along axis `join`.
+    """Split an axis of a local array over a mesh axis, and join what devices send along another.
 
-    Args:
-        x: a local array, inside `shard_map`.
-        axis: the mesh axis.
-        split, join: axes of x.
-        groups: the devices that exchange with each other; None: all of them.
+    `groups` lists the devices that exchange with each other; None: all of them.
     """
     if groups is None:
         return _exchanged(x, axis=axis, split=split, join=join, groups=None)

@@ -12,13 +12,10 @@ Operands = tuple[Any, Any, Any, Any]
 
 
 class SplashLaunch(NamedTuple):
-    """How a kernel is launched.
+    """How a kernel is launched, in Pallas' interpreter or not.
 
-    Args:
-        info: splash's `MaskInfo`.
-        mask_function: evaluates the mask in the kernel; None: every pair is allowed.
-        blocks: (q, kv, kv_compute), or (q, kv) for the kernel of dQ.
-        interpret: whether to run in Pallas' interpreter.
+    The blocks are (q, kv, kv_compute), or (q, kv) for the kernel of dQ. Without a mask function
+    every pair is allowed.
     """
 
     info: Any

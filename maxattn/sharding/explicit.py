@@ -55,10 +55,7 @@ def spec_of_type(x: Any) -> PartitionSpec:
 def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
     """Return `f` with the Explicit axes of a mesh made Auto inside, and its results split again.
 
-    Args:
-        f: a function of trees of arrays.
-        mesh: from `explicit_mesh`; None returns `f` itself.
-        out_specs: a tree with the `PartitionSpec` of each result.
+    The mesh is from `explicit_mesh`; for None it returns `f` itself.
     """
     if mesh is None:
         return f
@@ -68,12 +65,7 @@ def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable
 
 
 def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
-    """Refuse operands that are split over other Explicit axes than attention splits them over.
-
-    Args:
-        operands: q, k and v by name.
-        letters: the letters of their axes, such as "BTNH".
-    """
+    """Refuse operands that are split over other Explicit axes than attention splits them over."""
     for name, x in operands.items():
         for axis, (letter, entry) in enumerate(zip(letters[name], spec_of_type(x), strict=True)):
             over = (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -31,11 +31,7 @@ MeshShape = tuple[tuple[str, int], ...]
 
 
 def mesh_shape(mesh: Any) -> MeshShape:
-    """Return the (axis, size) pairs of a mesh that a plan has.
-
-    Args:
-        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a mapping such as {"context": 4}, or None or
-            False for no mesh.
+    """Return the (axis, size) pairs of a mesh, of a mapping such as {"context": 4}, or of None.
 
     Raises:
         MeshError: it is no mesh, a mapping has an unknown axis or a size below 1, or no axis of a
@@ -111,27 +107,24 @@ def surrounding_manual_axes() -> frozenset[str]:
 
 
 def usable_mesh(mesh: Any, operand: Any = None) -> Any:
-    """Return the mesh to map over: the given one, else the surrounding one, or None.
+    """Return the mesh to map over: the given, the surrounding, or that of an operand's type.
 
-    Args:
-        mesh: the given mesh, or None; False is no mesh, whatever surrounds the call.
-        operand: an array whose type may have a mesh of Explicit axes.
+    False is no mesh, even inside another one.
 
     Raises:
         MeshError: it has sizes without devices, or differs from the surrounding mesh.
     """
     if mesh is False:
         return None
-    ambient = ambient_mesh()
-    ambient = explicit_mesh(operand) if ambient is None else ambient
+    around = ambient_mesh()
     if mesh is None:
+        ambient = explicit_mesh(operand) if around is None else around
         named = ambient is not None and bool(set(AXES) & set(ambient.axis_names))
         check_names(ambient if named else None)
         return ambient if named else None
     if isinstance(mesh, Mapping):
         rule = "attention runs on devices; sizes alone are for plan()"
         raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
-    around = ambient_mesh()
     if around is not None and mesh_shape(mesh) and dict(around.shape) != dict(mesh.shape):
         rule = f"the surrounding mesh is {dict(around.shape)}, and both must be the same"
         remedy = "leave out mesh=, or call outside of the other mesh"

@@ -16,14 +16,10 @@ from maxattn.sharding.shards import spec_of, ways
 
 
 def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
-    """Constrain how an activation is split over a mesh; without a mesh, return it as it is.
+    """Constrain how an activation is split, by letters such as "BT." for [B, T, channels].
 
-    An axis that does not divide is left to the compiler: to replicate it would gather it.
-
-    Args:
-        x: any array.
-        mesh: a `Mesh` or None.
-        letters: a letter for each axis, for example "BT." for [B, T, channels].
+    Without a mesh, it is returned as it is. An axis that does not divide is left to the compiler:
+    to replicate it would gather it.
     """
     shape = mesh_shape(mesh)
     if not shape:
@@ -57,13 +53,7 @@ def on_axes(*axes: str | None) -> dict[str, Any]:
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Return the spec of a parameter: its axis names if the mesh has them and the size divides.
-
-    Args:
-        names: the parameter's axis names, for example ("fsdp", "tensor"); None replicates it.
-        dims: its shape.
-        mesh: the mesh.
-    """
+    """Return the spec of a parameter: its axis names if the mesh has them and the size divides."""
     sizes = dict(mesh_shape(mesh))
     names = tuple(names or ()) + (None,) * (len(dims) - len(names or ()))
     pairs = zip(names, dims, strict=False)
@@ -73,10 +63,7 @@ def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh)
 def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     """Return the tree of `NamedSharding` that the axis names of an NNX state ask for.
 
-    Args:
-        state: from `nnx.state(module)`, or abstract, optimiser states included; arrays without axis
-            names are replicated.
-        mesh: the mesh.
+    The state may be abstract, and an optimiser's. Arrays without axis names are replicated.
     """
     from flax import nnx
 

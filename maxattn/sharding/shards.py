@@ -22,12 +22,7 @@ Spec = tuple[tuple[str, ...] | None, ...]
 
 
 def spec_of(letters: str, shape: MeshShape) -> Spec:
-    """Return the mesh axes that an array is split over: an entry for each axis, by its letter.
-
-    Args:
-        letters: for example "BTNH"; axes of other letters, and of "1", are replicated.
-        shape: (axis, size) of the mesh.
-    """
+    """Return the mesh axes that each axis of an array is split over, by letters such as "BTNH"."""
     present = dict(shape)
     axes = (tuple(a for a in LETTERS.get(letter, ()) if a in present) for letter in letters)
     return tuple(a or None for a in axes)
@@ -45,12 +40,9 @@ def partition_spec(letters: str, shape: MeshShape) -> PartitionSpec:
 
 
 class Layout(NamedTuple):
-    """How the operands of a function are split over a mesh.
+    """A mesh, the axes that attention splits over, and the sizes of T and S after padding.
 
-    Args:
-        mesh: the concrete mesh, or None if `shape` is empty.
-        shape: the axes that attention uses, without those of a surrounding `shard_map`.
-        lengths: the sizes of the axes T and S after padding to whole shards.
+    The axes are without those of a surrounding `shard_map`; without any, the mesh may be None.
     """
 
     mesh: Any
@@ -68,12 +60,7 @@ def on_shards(
 ) -> Any:
     """Pad operands with zeros to whole shards, and run `f` on each device's part of them.
 
-    Args:
-        f: a function of local arrays.
-        layout: the mesh and the padded lengths.
-        operands: a tuple of trees of arrays.
-        letters: the same tree with the letters of each array's axes, for example "BTNH".
-        in_specs, out_specs: trees of `PartitionSpec`.
+    `letters` is a tree like `operands`, with the letters of each array's axes, such as "BTNH".
     """
 
     def pad(x: jax.Array, letters: str) -> jax.Array:
@@ -90,13 +77,7 @@ def on_shards(
 def over_shards(
     f: Callable[..., Any], mesh: Any, shape: MeshShape, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Run `f` on each device's shard, over the axes of `shape`; without axes, just run it.
-
-    Args:
-        f: a function of local arrays.
-        mesh, shape: as in `Layout`.
-        in_specs, out_specs: trees of `PartitionSpec`.
-    """
+    """Return `f` mapped over the shards of the axes of `shape`; without axes, `f` itself."""
     ambient = ambient_mesh()
     inside = ambient is not None and bool(axis_names_of_type(ambient, AxisType.Manual))
     if not shape and not inside:
