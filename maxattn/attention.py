@@ -163,17 +163,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: MaskLike = None,
-    bias: Any = None,
-    scale: float | None = None,
-    config: AttentionConfig | None = None,
-    mesh: Any = None,
-    role: Role = "self",
+    q: Any, k: Any, v: Any, mask: MaskLike = None, bias: Any = None, scale: float | None = None,
+    config: AttentionConfig | None = None, mesh: Any = None, role: Role = "self",
     return_lse: bool = False,
-) -> Prepared:
+) -> Prepared:  # fmt: skip
     """Check a call and bind its mask, before anything is computed.
 
     The arguments and errors are those of `attention`; q, k and v may be shapes with dtypes, and v
