@@ -19,6 +19,7 @@ from tests.torch_tensor import torch_tensor
 
 RNGS, NO_DROPOUT = nnx.Rngs(0), nnx.Rngs(params=1)
 X = np.zeros((2, 5, 12), np.float32)
+HEADS = np.zeros((2, 5, 2, 4), np.float32)
 TEXT, IMAGE = np.zeros((2, 3, 8), np.float32), np.zeros((2, 4, 6), np.float32)
 
 
@@ -49,6 +50,10 @@ def text_kv(**how: Any) -> Any:
 def image_kv(**how: Any) -> Any:
     module = cross(added_kv_proj_dim=6)
     return module(X, kv=module.compute_kv(TEXT, IMAGE)._replace(**how))
+
+
+def fn(key: Any = HEADS, query: Any = HEADS, rope: Any = None, **how: Any) -> Any:
+    return attention_fn(rope=rope)(query, key, key, **how)
 
 
 def dropping(**how: Any) -> Any:
@@ -141,6 +146,15 @@ BAD: dict[str, Callable[[], Any]] = {
     ),
     "attention_fn_mesh": lambda: attention_fn(mesh="x"),  # type: ignore[arg-type]
     "attention_fn_role": lambda: attention_fn(role="joint"),  # type: ignore[arg-type]
+    "attention_fn_key": lambda: fn(HEADS[:1]),
+    "attention_fn_query": lambda: fn(query=HEADS[0, 0]),
+    "attention_fn_mask": lambda: fn(mask=np.ones((3, 1, 5, 5))),
+    "attention_fn_bias": lambda: fn(bias=np.ones((5, 2, 1, 5, 5))),
+    "attention_fn_rope": lambda: fn(rope=7),
+    "positions_without_rope": lambda: fn(input_positions=np.arange(5)),
+    "positions_of_other_keys": lambda: fn(HEADS[:, :3], rope=abs, input_positions=np.arange(5)),
+    "positions_length": lambda: fn(rope=abs, input_positions=np.arange(3)),
+    "positions_batch": lambda: fn(rope=abs, input_positions=np.ones((3, 5))),
     "swap_mesh": lambda: swap(attn(), mesh={"context": 4}),  # type: ignore[arg-type]
 }
 

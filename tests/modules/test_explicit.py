@@ -87,34 +87,6 @@ def test_modules_equal_one_device(axes: str, how: str, one_device: list[Any]) ->
         assert error(g, np.asarray(want)) < 2e-5
 
 
-def test_the_output_bias_may_be_left_to_the_caller() -> None:
-    joint = ma.JointAttention(32, 24, **HEADS, rngs=nnx.Rngs(2))
-    for linear in (joint.to_out, joint.to_add_out):
-        assert linear.bias is not None
-        linear.bias.set_value(jnp.arange(linear.bias.get_value().size, dtype=jnp.float32))
-    want, got = joint(X, TEXT), joint.without_out_bias(X, TEXT)
-    for whole, (y, bias) in zip(want, got, strict=True):
-        assert bias is not None and error(y + bias, np.asarray(whole)) < 1e-6
-    heads = ma.JointAttention(32, 24, **HEADS, out_proj=False, rngs=nnx.Rngs(2))
-    for whole, found in zip(heads(X, TEXT), heads.without_out_bias(X, TEXT), strict=True):
-        assert found is not None and found[1] is None
-        np.testing.assert_array_equal(found[0], whole)
-
-
-@pytest.mark.parametrize("out_bias", [True, False])
-def test_a_text_without_output_has_none_without_a_bias_either(out_bias: bool) -> None:
-    how = {**HEADS, "text_out": False, "out_bias": out_bias}
-    joint = ma.JointAttention(32, 24, **how, rngs=nnx.Rngs(2))
-    want, mesh = joint(X, TEXT)[0], mesh_of()
-    with jax.set_mesh(mesh):
-        place(joint, mesh)
-        x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
-        text = jax.device_put(TEXT, NamedSharding(mesh, P("fsdp")))
-        (y, bias), nothing = joint.without_out_bias(x, text)
-    assert nothing is None and (bias is not None) == out_bias
-    assert error(y if bias is None else y + bias, np.asarray(want)) < 2e-5
-
-
 def test_eager_modules_draw_new_dropout_each_time() -> None:
     module = ma.FlaxAttention(32, dropout=0.5, **HEADS, rngs=nnx.Rngs(0))
     module.train()

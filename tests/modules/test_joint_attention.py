@@ -49,11 +49,15 @@ def test_output() -> None:
 
 @pytest.mark.parametrize(
     ("how", "kind"),
-    [({"text_out": False}, AxisType.Auto), ({"out_proj": False}, AxisType.Explicit)],
-    ids=["no_text", "heads_joined"],
+    [
+        ({"text_out": False}, AxisType.Explicit),
+        ({"out_proj": False}, AxisType.Auto),
+        ({}, AxisType.Explicit),
+    ],
+    ids=["no_text", "heads_joined", "both"],
 )
 def test_outputs_that_are_left_out(how: dict[str, Any], kind: AxisType) -> None:
-    """The last block of a model reads the picture alone: no weights for a text's output."""
+    """A text's output, or both projections; their biases are left to the caller on demand."""
     whole, module = built(), built(**how)
     shared = {k: v for k, v in nnx.to_pure_dict(nnx.state(whole)).items() if hasattr(module, k)}
     nnx.update(module, shared)
@@ -61,7 +65,7 @@ def test_outputs_that_are_left_out(how: dict[str, Any], kind: AxisType) -> None:
     if "text_out" in how:
         assert text is None and not hasattr(module, "to_add_out")
         np.testing.assert_allclose(picture, want, atol=1e-6)
-    else:
+    elif "out_proj" in how:
         assert picture.shape == (B, T, N * H) and text.shape == (B, S, N * H)
         np.testing.assert_allclose(whole.to_out(picture), want, atol=1e-5)
         np.testing.assert_allclose(whole.to_add_out(text), want_text, atol=1e-5)
@@ -70,5 +74,11 @@ def test_outputs_that_are_left_out(how: dict[str, Any], kind: AxisType) -> None:
     x, t = (jax.device_put(a, NamedSharding(devices, PartitionSpec("data"))) for a in (X, TEXT))
     with jax.set_mesh(devices):
         spread = jax.jit(lambda x, t: module(x, t, OF_BOTH))(x, t)
-    for got, one in zip(jax.tree.leaves(spread), jax.tree.leaves((picture, text)), strict=True):
-        np.testing.assert_allclose(got, one, atol=2e-5)
+        apart = module.without_out_bias(x, t, OF_BOTH)
+    for got, found, one in zip(spread, apart, (picture, text), strict=True):
+        assert (got is None) == (found is None) == (one is None)
+        if found is not None:
+            y, bias = found
+            assert (bias is None) == ("out_proj" in how)
+            np.testing.assert_allclose(got, one, atol=2e-5)
+            np.testing.assert_allclose(y if bias is None else y + bias, one, atol=2e-5)

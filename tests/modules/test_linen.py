@@ -113,14 +113,3 @@ def test_linen_s_attention_over_maxattn_is_linen_s():
     how: dict[str, Any] = {"decode": False, "rngs": nnx.Rngs(0)}
     twin = nnx.MultiHeadAttention(4, 32, attention_fn=ma.attention_fn(CHUNKS), **how)
     np.testing.assert_allclose(updated(twin, variables["params"])(X, mask=mask), wanted, atol=1e-5)
-
-
-def test_dropout_of_linen_s_attention_is_refused_and_off_when_deterministic():
-    mha = nn.MultiHeadDotProductAttention(
-        num_heads=4, attention_fn=ma.attention_fn(CHUNKS), dropout_rate=0.1
-    )
-    variables = mha.init(jax.random.key(0), X, deterministic=True)
-    with pytest.raises(NotImplementedError, match="no kernel of maxattn drops"):
-        mha.apply(variables, X, deterministic=False, rngs={"dropout": jax.random.key(1)})
-    kept: Any = mha.apply(variables, X, deterministic=True)
-    assert kept.shape == X.shape

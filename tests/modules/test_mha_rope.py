@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
-from maxattn.errors import InputError
 from tests.golden_text import check_golden
 from tests.reference import attention64
 
@@ -165,20 +164,3 @@ def test_it_is_a_value() -> None:
     fn = ma.attention_fn(DENSE, rope=half_rope)
     assert fn == ma.attention_fn(DENSE, rope=half_rope) and fn != ma.attention_fn(DENSE)
     assert pickle.loads(pickle.dumps(fn)) == fn and copy.deepcopy(fn) == fn
-
-
-def test_positions_that_cannot_be_used_are_refused() -> None:
-    q, fn = jnp.ones((2, T, N, H)), ma.attention_fn(DENSE, rope=half_rope)
-    calls = {
-        "no rope": lambda: ma.attention_fn(DENSE)(q, q, q, input_positions=jnp.arange(T)),
-        "other keys": lambda: fn(q, q[:, :3], q[:, :3], input_positions=jnp.arange(T)),
-        "length": lambda: fn(q, q, q, input_positions=jnp.arange(3)),
-        "batch": lambda: fn(q, q, q, input_positions=jnp.ones((3, T))),
-        "no number": lambda: ma.attention_fn(DENSE, rope=7),  # type: ignore[arg-type]
-    }
-    said = []
-    for name, call in calls.items():
-        with pytest.raises(InputError) as caught:
-            call()
-        said.append(f"# {name}\n{caught.value}")
-    check_golden("modules/input_positions", "\n".join(said))

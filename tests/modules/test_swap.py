@@ -123,13 +123,6 @@ def test_what_is_left_says_why():
     assert model.dropping.attention_fn is nnx.dot_product_attention
 
 
-def test_a_module_that_is_attention_itself():
-    mha = nnx.MultiHeadAttention(HEADS, C, decode=False, rngs=nnx.Rngs(0))
-    want = mha(X)
-    assert len(ma.swap(mha).swapped) == 1
-    np.testing.assert_allclose(mha(X), want, atol=2e-6)
-
-
 def test_only_nnx_modules_are_swapped():
     with pytest.raises(InputError, match="model: dict"):
         ma.swap({})  # type: ignore[arg-type]
