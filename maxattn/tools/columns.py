@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 
 def columns(lines: Sequence[Sequence[object]], words: int = 0) -> list[str]:
-    """Return the lines of a table, each column as wide as its widest cell.
-
-    The first `words` columns are aligned on the left, the others on the right.
-    """
+    """Return a table's lines; the first `words` columns are aligned on the left."""
     cells = [[str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [

@@ -70,7 +70,6 @@ def _keys(local: Call, dims: tuple[int, ...], size: int = 0) -> int:
 
 
 def _own_keys(plan: Plan) -> int:
-    """Count the bytes of k's and v's shards outside of attention."""
     call, shape = plan.padded_call, plan.mesh
     split = ways("S", shape) if plan.strategy.kv_letter() == "S" else 1
     batch, heads = call.batch // ways("B", shape), max(1, call.kv_heads // ways("K", shape))
@@ -146,8 +145,3 @@ def fits_alone(
 def total(parts: tuple[Part, ...]) -> int:
     """Add the parts up, in bytes."""
     return sum(part.bytes for part in parts)
-
-
-def limit(plan: Plan) -> float | None:
-    """Return the bytes that one device of the target has, or None where that is not known."""
-    return memory_of(plan.target.device_kind)

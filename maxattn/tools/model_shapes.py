@@ -69,10 +69,7 @@ SHAPES = {
 
 
 def read(text: str) -> Shape:
-    """Read a shape as a user writes it: a name of `SHAPES`, or B,T,S,N,H[/V][,K].
-
-    It is self-attention where T = S.
-    """
+    """Read a name of `SHAPES`, or B,T,S,N,H[/V][,K], which is self-attention if T = S."""
     if text in SHAPES:
         return SHAPES[text]
     words = text.split(",", 6)

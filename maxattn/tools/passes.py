@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,17 @@ def backward(kernel: Kernel, *arrays: Any) -> Any:
     rows = Rows(out, lse, dout, jnp.zeros_like(lse))
     dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return forward and backward of a function; the last operand is the cotangent."""
+
+    def both(*operands: Any) -> Any:
+        *inputs, cotangent = operands
+        out, pull_back = jax.vjp(f, *inputs)
+        return out, pull_back(cotangent)
+
+    return both
 
 
 def random_inputs(call: Call, count: int) -> list[tuple[Array, ...]]:

@@ -10,10 +10,7 @@ from maxattn.errors import ConfigError
 
 
 def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigError | None:
-    """Return why a file or folder that a setting names cannot be written, or None.
-
-    It and the folders above it need not be there. Nothing is left behind.
-    """
+    """Return why a path that a setting names cannot be written, or None; nothing is left behind."""
     try:
         return _problem(setting, Path(path), folder)
     # Below a folder that cannot be read, a name that is too long, a NUL in it.

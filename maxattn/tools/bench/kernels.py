@@ -30,7 +30,7 @@ from maxattn.tools.bench.row import (
 )
 from maxattn.tools.bench.timing import TimedFunction, measure
 from maxattn.tools.model_shapes import Shape
-from maxattn.tools.passes import backward, forward, random_inputs
+from maxattn.tools.passes import backward, forward, random_inputs, with_gradient
 
 CHECKED_QUERIES = 256
 MANY_SCORES = 1e8  # from which one call of dot_product is long enough to measure alone
@@ -190,13 +190,3 @@ def both_ways(
     row = BenchRow(shape.name, who, FORWARD)
     forward = BenchJob(row, shape, f, lambda: [each[:3] for each in inputs])
     return [forward, BenchJob(replace(row, what=BOTH), shape, with_gradient(f), lambda: inputs)]
-
-
-def with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of (q, k, v, dout) that computes the output and the gradients."""
-
-    def both(q: Array, k: Array, v: Array, dout: Array) -> Any:
-        out, gradients = jax.vjp(f, q, k, v)
-        return out, gradients(dout)
-
-    return both

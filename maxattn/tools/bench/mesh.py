@@ -121,7 +121,6 @@ def _of_te(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> lis
 
 
 def _spread(whole: Any, mesh: Mesh, spec: PartitionSpec) -> list[tuple[Array, ...]]:
-    """Put inputs onto a mesh, along those axes of a spec that it has."""
     axes = (axis if axis in mesh.axis_names else None for axis in spec)
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
     return [tuple(jax.device_put(x, sharding) for x in each) for each in whole]

@@ -163,7 +163,6 @@ def time_all(
 
 
 def _warmed(program: TimedProgram) -> Timed:
-    """Run a program twice: the result of its first call and the seconds of the second run."""
     if program.failed:
         return Timed(failed=program.failed)
     try:

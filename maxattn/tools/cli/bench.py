@@ -27,7 +27,7 @@ MESH_AXES = ("data", "context", "tensor")
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write."""
     from maxattn.target import Target
-    from maxattn.tools import bench
+    from maxattn.tools.bench.row import to_json
 
     _check(args)
     target = Target.here()
@@ -42,16 +42,17 @@ def run(args: argparse.Namespace) -> int:
             print(text, end="\n\n", flush=True)
             if args.json:  # what is measured so far: a run may be ended from outside
                 args.json.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(args.json, bench.to_json(rows, target))
+                write_whole(args.json, to_json(rows, target))
     return 0
 
 
 def _measured(
     args: argparse.Namespace, target: Target, shapes: list[Shape]
 ) -> Iterator[tuple[list[Any], str]]:
-    from maxattn.tools import bench
+    from maxattn.tools.bench.kernels import bench
     from maxattn.tools.bench.mesh import bench_mesh
     from maxattn.tools.bench.module import bench_module
+    from maxattn.tools.bench.row import as_table
     from maxattn.tools.xla_options import xla_options
 
     mesh, options = read_mesh(args.mesh), xla_options(args.option)
@@ -64,8 +65,8 @@ def _measured(
         elif args.module:
             new = bench_module(shape, kernel, args.param_dtype, *measuring)
         else:
-            new = bench.bench(shape, tuple(args.kernel), args.peers, target, args.seconds)
-        yield new, bench.as_table(new)
+            new = bench(shape, tuple(args.kernel), args.peers, target, args.seconds)
+        yield new, as_table(new)
 
 
 def _reports(args: argparse.Namespace, target: Target) -> Iterator[tuple[list[Any], str]]:

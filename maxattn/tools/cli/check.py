@@ -16,12 +16,13 @@ from maxattn.config.errors import defaults, plain
 from maxattn.config.numbers import whole_in
 from maxattn.context_parallel.base import readable
 from maxattn.decide import kernel_call
+from maxattn.devices import memory_of
 from maxattn.errors import InputError, MaxattnError
 from maxattn.explain import explain
 from maxattn.kernels import as_batch_rows, scores_of
 from maxattn.plan import Plan, plan
 from maxattn.tools.cli.inputs import Source, mesh_of, packages_of, read_source, shapes_of, target_of
-from maxattn.tools.memory import estimate, limit, total
+from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import Shape, of_sections
 
 _NO_SHAPE = (
@@ -49,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
 def _plans(
     args: argparse.Namespace, source: Source, shapes: tuple[Shape, ...], lengths: tuple[int, ...]
 ) -> int:
-    """Print the plan of each shape; return 1 if one cannot run or does not fit."""
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
     # Lengths are those of the text, unless there is no text.
     padded = "cross" if any(shape.role == "cross" for shape in shapes) else "self"
@@ -68,7 +68,7 @@ def _plans(
         lines = [explain(made, training), f"  memory  {memory_line(made, training)}"]
         lines += [f"  advice  {line}" for line in advice(made, source.config, training, real)]
         print(f"\n{shape.name}\n" + "\n".join(lines))
-        most = limit(made)
+        most = memory_of(made.target.device_kind)
         if most is not None and total(estimate(made, training)) > most:
             status = 1
     return status
@@ -122,10 +122,7 @@ MANY_DEVICES = 128  # tokens a device below which a ring sends more than it comp
 def advice(
     plan: Plan, config: AttentionConfig, training: bool, lengths: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """List what a user should look at, most costly first.
-
-    `lengths` are real keys of each example in place of S, if they are known.
-    """
+    """List what to look at, most costly first; `lengths` are real keys of each example."""
     return (
         *_memory(plan, config, training),
         *_dense(plan),
@@ -137,7 +134,7 @@ def advice(
 
 def memory_line(plan: Plan, training: bool) -> str:
     """Write the estimate with its sum, beside what the device has."""
-    parts, most = estimate(plan, training), limit(plan)
+    parts, most = estimate(plan, training), memory_of(plan.target.device_kind)
     largest = " + ".join(map(str, sorted(parts, key=lambda part: -part.bytes)))
     has = f" of {readable(most)}" if most else ""
     how = "training" if training else "inference"
@@ -148,7 +145,7 @@ def memory_line(plan: Plan, training: bool) -> str:
 
 
 def _memory(plan: Plan, config: AttentionConfig, training: bool) -> Iterator[str]:
-    parts, most = estimate(plan, training), limit(plan)
+    parts, most = estimate(plan, training), memory_of(plan.target.device_kind)
     if most is None or total(parts) <= most:
         return
     is_tpu, kernel, helps = plan.target.platform == "tpu", plan.kernel.name, list[str]()

@@ -154,10 +154,7 @@ _MOVES = ("VLOAD:FILL", "VSTORE:SPILL")  # parts of VLOAD and VSTORE
 
 
 def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
-    """Write the estimate of an outcome, one line a statement; none if none was made.
-
-    A step runs `layers` of what was compiled.
-    """
+    """Write the estimate of an outcome, if one was made; a step runs so many layers."""
     made = outcome.estimate
     if not made or "refused" in made:
         return made.get("refused", "").splitlines()
@@ -305,5 +302,4 @@ def _step(fast: float, slow: float, waits: float, layers: int) -> str:
 
 
 def _ends(low: str, high: str) -> str:
-    """Write an interval; a single value where its ends are written alike."""
     return low if low == high else f"{low} to {high}"

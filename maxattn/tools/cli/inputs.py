@@ -87,7 +87,6 @@ def read_batch(value: int | None) -> int | None:
 
 
 def _check_mask(shape: Shape, mask: str) -> None:
-    """Refuse a mask that does not fit a shape, with the remedy of a command line."""
     try:
         shape.call()
     except InputError as error:
@@ -102,10 +101,7 @@ def _check_mask(shape: Shape, mask: str) -> None:
 
 
 def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
-    """Return the named target, else the config's platform, else this machine.
-
-    A name touches no backend.
-    """
+    """Return the named target, else the config's platform, else this machine."""
     packages = packages_of(args)
     return Target.named(args.target, packages) if args.target else default_target(config)
 

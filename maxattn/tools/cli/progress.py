@@ -42,9 +42,7 @@ class _ProgressLines(logging.Handler):
 
 @contextmanager
 def progress(steps: int = 0) -> Iterator[None]:
-    """Print what is logged of measurements; a terminal shows a bar of so many steps, in one line
-    that goes.
-    """
+    """Print what is logged of measurements, on a terminal behind a bar of so many steps."""
     log, lines = logging.getLogger("maxattn.tools.bench"), _ProgressLines(steps)
     before = log.level, log.propagate
     log.addHandler(lines)

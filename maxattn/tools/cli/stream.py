@@ -108,7 +108,6 @@ def _flag(key: str, value: str) -> bool:
 
 
 def _model(name: str, numbers: Mapping[str, int]) -> VideoModel:
-    """Return a named model with the sizes that are given, or one of these alone."""
     own = {field: numbers[key] for key, field in SIZES.items() if key in numbers}
     needed = [key for key in SIZES if key != "kv_heads"]
     missing = [key for key in needed if key not in numbers]
@@ -125,7 +124,6 @@ def _model(name: str, numbers: Mapping[str, int]) -> VideoModel:
 
 
 def _slots(stream: Stream, length: int | None) -> int:
-    """Count the slots of the cache: the frames of the window, else of the whole video."""
     if length is not None:
         stream.check_frames(f"{OPTION} length", length)
     if stream.window is None and length is None:

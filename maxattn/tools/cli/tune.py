@@ -99,7 +99,6 @@ class SizeTuning:
 
     @property
     def what(self) -> str:
-        """The call in words."""
         return f"one device's {self.local.role}-attention {self.local.shape_text}"
 
     @property
@@ -109,7 +108,6 @@ class SizeTuning:
         return self.local.derived(dtype="float32") if is_float32 else self.local
 
     def identity(self, sizes: Sizes) -> dict[str, Any]:
-        """Return what a measurement is found by."""
         return {
             "device_kind": self.target.device_kind,
             "versions": versions_of(self.kernel, self.target.packages),
@@ -209,11 +207,7 @@ def _measured(
 
 
 def _offline(args: argparse.Namespace, source: Source) -> int:
-    """Rank the tiles of each shape, and keep the fastest.
-
-    Each kernel that was compiled is written at once to `schedules.jsonl` beside the measurements,
-    so that a command that was stopped goes on where it was.
-    """
+    """Rank the tiles of each shape, and keep the fastest, and each schedule beside them."""
     kind = _tpu_of(args.target)
     if not finite(args.time_limit, 0, MOST_SECONDS):
         rule = f"it is a number of seconds above 0, at most {MOST_SECONDS}"

@@ -49,10 +49,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """Hold what the kernels are timed for.
-
-    `target` is without what was measured of kernels; `data` is how the user wrote a mask that has
-    arrays, else "".
+    """Hold what kernels are timed for; the target is without measured kernels, and `data` is how
+    the user wrote a mask that has arrays, else "".
     """
 
     shape: Shape
@@ -69,7 +67,6 @@ class KernelTuning:
 
     @property
     def local(self) -> Call:
-        """What one device computes."""
         made = self.planned()
         return kernel_call(made.padded_call, made.strategy)
 
@@ -86,7 +83,6 @@ class KernelTuning:
         return jax.tree.map(of_device, full, full.leaf_axes())
 
     def identity(self) -> Record:
-        """Return what a measurement is found by."""
         return {
             "device_kind": self.target.device_kind,
             "versions": versions_text(self.target.packages),
@@ -150,10 +146,7 @@ def tune(
 def _measured(
     args: argparse.Namespace, tuning: KernelTuning, found: KernelCandidates, path: Path
 ) -> tuple[Record, bool, bool]:
-    """Return a measurement, whether it was there already, and whether the device was lost.
-
-    It is kept after each pass, so that a killed command loses one at most.
-    """
+    """Return a measurement, kept after each pass, if it is old, and if the device was lost."""
     identity, local, is_old = tuning.identity(), tuning.local, True
     old = None if args.again else store.find(path, identity)
     record = old or identity | {"forward_ms": {}, "backward_ms": {}, "failed": {}}

@@ -52,8 +52,6 @@ class Transfer:
     """
 
     kind: str
-    name: str
-    computation: str
     groups: Groups
     bytes: int
     start: int
@@ -123,8 +121,6 @@ def _transfer(
     names = (i.attribute(r'op_name="([^"]*)"') for i in (start, found, done))
     return Transfer(
         kind=KINDS[opcode],
-        name=start.name,
-        computation=computation,
         groups=groups,
         bytes=size,
         start=start.line,

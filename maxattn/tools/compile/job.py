@@ -109,11 +109,7 @@ def run_in_child(job: CompileJob, seconds: float) -> Outcome:
 
 
 def values_of(job: CompileJob) -> dict[str, Any]:
-    """Return a job as JSON has it.
-
-    Raises:
-        Unsupported: its mask holds arrays, or is a class of the user's, which a child cannot know.
-    """
+    """Return a job as JSON has it; masks that hold arrays, and those of a user, are refused."""
     values = job.config.resolved()
     config = {key: values[key] for key in job.config.model_fields_set}
     shape = _fields(job.shape) | {"mask": _written(job.shape.mask)}

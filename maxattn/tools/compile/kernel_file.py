@@ -51,7 +51,8 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
     import jax
     from jax.sharding import PartitionSpec
 
-    from maxattn.tools.compile.programs import operand, step_of
+    from maxattn.tools.compile.programs import operand
+    from maxattn.tools.passes import with_gradient
 
     call, own = job.shape.call(), _loaded(job)
     # Libraries of kernels ask the mesh of a shard_map which TPU they are compiled for.
@@ -71,7 +72,7 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
 
     try:
         if job.training:
-            return jax.jit(step_of(run)).trace(q, k, k, q)
+            return jax.jit(with_gradient(run)).trace(q, k, k, q)
         return jax.jit(run).trace(q, k, k)
     except InputError:
         raise

@@ -28,6 +28,7 @@ from maxattn.rope import Rotary, rope_1d
 from maxattn.sharding import constrain, mesh_shape, on_axes, parameter_shardings, spec_of, ways
 from maxattn.tools.compile.job import CompileJob
 from maxattn.tools.compile.process import PYTHON_VARIABLE
+from maxattn.tools.passes import with_gradient
 
 CHIPS_OF_A_HOST = 4
 
@@ -43,18 +44,7 @@ def program_of(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
     """Return what a job compiles."""
     made = _block if job.block else _module if job.module else _attention
     function, operands = made(job, plan, mesh)
-    return Program(step_of(function) if job.training else function, operands)
-
-
-def step_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return forward and backward: the last operand is the cotangent of the result."""
-
-    def step(*operands: Any) -> Any:
-        *inputs, cotangent = operands
-        out, pull_back = jax.vjp(function, *inputs)
-        return out, pull_back(cotangent)
-
-    return step
+    return Program(with_gradient(function) if job.training else function, operands)
 
 
 def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:

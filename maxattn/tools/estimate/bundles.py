@@ -256,10 +256,7 @@ def busy_cycles(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> fl
 
 
 def waits(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> float:
-    """Return the cycles that bundles wait for matrix units, which take products in order.
-
-    No product waits in a queue, so this is the slow end.
-    """
+    """Return the cycles that bundles wait for matrix units if no product queues: the slow end."""
     now, free = 0.0, dict[str, float]()
     for i in chosen:
         for unit, time in _times(bundles, i, core):

@@ -24,7 +24,6 @@ from maxattn.masks.terms import SplitMask, split_mask
 from maxattn.masks.tile_kinds import tile_kinds
 from maxattn.plan import Plan
 from maxattn.tools.estimate.bundles import (
-    FILLS,
     SPILLS,
     Bundles,
     SlotTable,
@@ -56,7 +55,7 @@ class KernelEstimate(NamedTuple):
         flops: of the products over allowed pairs; 0 where they are not known.
         peak: FLOP/s of the device.
         slots: the share of each unit's slots that the products' part of a step fills.
-        spills, fills: registers that a step writes to memory and reads back.
+        spills: registers that a step writes to memory.
         hbm: bytes between the kernel and HBM; 0 where that is not known.
         hbm_rate: bytes/s of HBM.
         is_bound: every tile is priced with the mask, since which are visited is not known.
@@ -76,7 +75,6 @@ class KernelEstimate(NamedTuple):
     peak: float
     slots: tuple[tuple[str, float], ...]
     spills: int
-    fills: int
     hbm: float
     hbm_rate: float
     is_bound: bool
@@ -126,7 +124,6 @@ class KernelDump:
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """The blocks of its operands."""
         return windows_of(self.bundles)
 
     def cost(self, steps: int, row: float) -> StepCost:
@@ -151,10 +148,7 @@ class KernelDump:
         return StepCost(*sizes, self.cores, in_step, in_row, spills)
 
     def estimate(self, tiles: KernelTiles | None, calls: int = 1) -> KernelEstimate:
-        """Price one call, which the program runs `calls` times.
-
-        Without tiles every step runs every body, and nothing else is known.
-        """
+        """Price one call, which runs `calls` times; without tiles every step runs every body."""
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
         steps = self._steps(tiles)
@@ -181,7 +175,6 @@ class KernelDump:
             peak=core.peak,
             slots=tuple(self.step.use(shares).items()),
             spills=used[SPILLS],
-            fills=used[FILLS],
             hbm=cost.moved(grid),
             hbm_rate=machine.hbm,
             is_bound=is_bound,

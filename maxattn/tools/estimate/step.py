@@ -29,9 +29,7 @@ BodyCost = tuple[float, float, float]  # bundles, waits and busy cycles of a ste
 
 
 class BodyShares(NamedTuple):
-    """Hold the share of steps whose tile is computed without and with the mask, and the steps of a
-    row of tiles.
-    """
+    """Hold shares of steps with a tile computed without and with the mask; steps of a tile row."""
 
     full: float
     masked: float

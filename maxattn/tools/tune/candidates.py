@@ -116,9 +116,7 @@ def sizes_text(sizes: Sizes) -> str:
 
 
 def cost_of(sizes: Sizes, call: Call) -> tuple[int, int]:
-    """Return what ranks the tiles of a forward: pairs, with those that steps cost; then steps, each
-    tile's keys computed in parts.
-    """
+    """Return what ranks a forward's tiles: pairs, with those of steps; then parts of steps."""
     values = dict(sizes)
     tile = values["block_q"], values["block_kv"]
     steps = _steps(tile, call)

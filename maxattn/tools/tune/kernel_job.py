@@ -113,10 +113,7 @@ class KernelJob:
 
 
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
-    """Compile one kernel: {"cost": [...]}, or {"failed": why}.
-
-    The forward of `tpu_flash` also has what the online softmax costs, `"online": [...]`.
-    """
+    """Compile one kernel: {"cost": [...]}, with "online" if that is apart; or {"failed": why}."""
     _step_back()
     try:
         return _costs(job, folder)

@@ -66,7 +66,6 @@ class ScheduleCompiler:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """The versions of libtpu, jax and tokamax in the child."""
         why = "it has no libtpu"
         try:
             if "libtpu" in (found := self._process.ask({"versions": True}, START_SECONDS)):
@@ -218,7 +217,6 @@ class OfflineSearch:
         return self.costs
 
     def _search(self, kind: Kind, training: bool) -> None:
-        """Compile tiles until the limit, or until several in turn are no faster."""
         facts = facts_of(self.call, self.kernel, self.target, training)
         every = tile_choices(kind, self.call, facts)
         if kind != "fwd" and self.kernel != "tpu_flash":

@@ -15,10 +15,10 @@ import yaml
 from maxattn import masks as M
 from maxattn.errors import ConfigError
 from maxattn.target import Target
-from maxattn.tools.bench import as_table, bench, reports, to_json
-from maxattn.tools.bench.kernels import inputs_of
+from maxattn.tools.bench import reports
+from maxattn.tools.bench.kernels import bench, inputs_of
 from maxattn.tools.bench.module import bench_module, elementwise_bytes
-from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow
+from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow, as_table, to_json
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import Shape, read
 from maxattn.tools.writable import write_whole

@@ -6,7 +6,6 @@ from shlex import split
 
 import pytest
 
-from maxattn.kernels.table import EXTRAS
 from maxattn.target import Target
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
@@ -105,31 +104,12 @@ def test_a_package_of_this_machine_is_brought_by_pip():
     assert "jax" in dict(Target.here().packages)
 
 
-@pytest.mark.parametrize("command", ["explain", "check", "tune"])
-@pytest.mark.parametrize("shape", [(), ("--shape", "sdxl-64")])
-def test_each_command_refuses_a_package_that_is_not_known(capsys, command, shape):
-    ran = run(capsys, command, "configs/wan_14b.yml", *shape, *split("--target v5p --with tokamx"))
+@pytest.mark.parametrize("command", ["explain", "check", "tune", "check configs/attention.yml"])
+def test_each_command_refuses_a_package_that_is_not_known(capsys, command):
+    """`check` does so without a shape too."""
+    shape = "" if "yml" in command else "configs/wan_14b.yml --shape sdxl-64"
+    ran = run(capsys, *split(f"{command} {shape} --target v5p --with tokamx"))
     assert (ran.status, ran.out) == (1, "") and "--with: tokamx\n" in ran.err
-
-
-def test_check_without_a_shape_refuses_it_too(capsys):
-    ran = run(capsys, *split("check configs/attention.yml --target v5p --with nonsense=1"))
-    assert (ran.status, ran.out) == (1, "") and "--with: nonsense=1\n" in ran.err
-
-
-@pytest.mark.parametrize("package", EXTRAS)
-def test_every_package_that_a_kernel_needs_can_be_named(capsys, package):
-    words = [
-        "explain",
-        "attention=auto",
-        "--shape",
-        "sdxl-64",
-        "--target",
-        "NVIDIA H200",
-        "--with",
-        f"{package}=9.9",
-    ]
-    assert run(capsys, *words).status == 0
 
 
 def test_devices_that_are_those_of_the_mesh(capsys):

@@ -200,21 +200,6 @@ def test_a_stop_loses_at_most_a_pass(capsys, quick, monkeypatch):
     assert all(found["forward_ms"] and found["backward_ms"] for found in measurements(quick))
 
 
-def test_a_damaged_file_is_put_aside(capsys, quick):
-    quick.write_text('{"version": 1, "measurements": [{"forward_ms": {}}]}')
-    ran = run(capsys, "tune", *SMALL, "--forward")
-    assert ran.status == 0 and "tuned.json is damaged: 1 of its 1 measurements" in ran.out
-    assert len(measurements(quick)) == 1 and quick.with_suffix(".damaged.json").exists()
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="nothing here is read-only to root")
-def test_a_cache_that_cannot_be_written(capsys, quick, monkeypatch):
-    monkeypatch.setenv("MAXATTN_CACHE", "/proc/maxattn")
-    ran = run(capsys, "tune", *SMALL, "--shape", "1,200,200,2,8", "--forward")
-    assert ran.status == 0 and ran.out.count("cannot be written, so nothing is kept") == 1
-    assert "plans on this machine" not in ran.out and "fastest " in ran.out
-
-
 def test_several_shapes_stand_in_one_file_beside_sizes(capsys, quick):
     run(capsys, "tune", *SMALL, "--shape", "1,200,100,2,8", "--forward")
     run(capsys, "tune", *SMALL, "--sizes", "--limit", "1", "--forward")
