@@ -228,7 +228,7 @@ class CrossAttention(AttentionBase):
             return self._check_image(image, batch)
         for name, value in (("encoder_hidden_states_image", image), ("rotary_emb_k", rotary_emb_k)):
             if value is not None:
-                rule, remedy = "kv already holds its part", f"give {name} to compute_kv"
+                rule, remedy = "kv contains it already", f"give {name} to compute_kv"
                 raise InputError(name, "given, and kv too", rule, remedy)
         self._check_kv(kv, batch)
 

@@ -117,7 +117,7 @@ def _swap_one(
 
 
 def _attentions(model: nnx.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, module, the module that holds it) of all attention modules, parents first."""
+    """Yield (path, module, its parent) of all attention modules, parents first."""
     # Paths mix names and numbers, which cannot be compared.
     found = sorted(
         nnx.iter_modules(model), key=lambda item: [(isinstance(p, str), p) for p in item[0]]

@@ -12,7 +12,16 @@ import pytest
 from flax import nnx
 
 from maxattn.errors import MaxattnError
-from maxattn.modules import KV, CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
+from maxattn.modules import (
+    KV,
+    CrossAttention,
+    FlaxAttention,
+    JointAttention,
+    attention_flat,
+    attention_fn,
+    split_heads,
+    swap,
+)
 from maxattn.rope import Rotary, rope_1d
 from tests.golden_text import check_golden
 from tests.torch_tensor import torch_tensor
@@ -155,6 +164,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "positions_of_other_keys": lambda: fn(HEADS[:, :3], rope=abs, input_positions=np.arange(5)),
     "positions_length": lambda: fn(rope=abs, input_positions=np.arange(3)),
     "positions_batch": lambda: fn(rope=abs, input_positions=np.ones((3, 5))),
+    "flat_heads": lambda: attention_flat(X, X, X, heads=5),
+    "split_of_two_axes": lambda: split_heads(X[0], 2),
     "swap_mesh": lambda: swap(attn(), mesh={"context": 4}),  # type: ignore[arg-type]
 }
 

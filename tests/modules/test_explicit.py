@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
@@ -58,17 +57,9 @@ def one_device() -> list[Any]:
     return jax.tree.leaves(both(modules(), X, TEXT))
 
 
-WAYS = ("passed", "ambient", "none")
-# Every way; tests/sharding/test_explicit.py meets them in pairs with every kind of mesh.
-FEW = {("explicit", "passed"), ("mixed", "ambient"), ("context alone", "none")}
-
-
+# tests/sharding/test_explicit.py has every way to name a mesh with every kind of mesh.
 @pytest.mark.parametrize(
-    ("axes", "how"),
-    [
-        pytest.param(*x, marks=[] if x in FEW else pytest.mark.slow)
-        for x in itertools.product(KINDS, WAYS)
-    ],
+    ("axes", "how"), [("explicit", "passed"), ("mixed", "ambient"), ("context alone", "none")]
 )
 def test_modules_equal_one_device(axes: str, how: str, one_device: list[Any]) -> None:
     mesh = mesh_of(KINDS[axes])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from maxattn import masks
-from maxattn.errors import InputError
 from maxattn.modules import attention_flat, merge_heads, split_heads
 from tests.modules.reference import attend
 
@@ -30,11 +29,3 @@ def test_flat_attention_is_attention_of_split_heads(kv_heads: int | None) -> Non
     flat = (jnp.asarray(a, jnp.float32) for a in (q, key, v))
     got = attention_flat(*flat, heads=n, kv_heads=kv_heads, mask=masks.Causal(), scale=0.4)
     np.testing.assert_allclose(got, want, atol=2e-6)
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(InputError) as caught:
-        attention_flat(*(jnp.ones((1, 2, 10)),) * 3, heads=4)
-    assert (caught.value.setting, caught.value.value) == ("heads", 4)
-    with pytest.raises(InputError):
-        split_heads(jnp.ones((2, 10)), 2)

@@ -37,7 +37,7 @@ def why_not(target: Target, mesh: Any) -> str:
         sizes = [n for axis, n in ambient.shape.items() if axis not in manual]
     # XLA would gather the kernel's operands.
     if mesh is None and max(sizes, default=1) > 1:
-        return "arrays may lie over several devices, and the module has no mesh="
+        return "arrays may be split over several devices, and the module has no mesh="
     return ""
 
 
