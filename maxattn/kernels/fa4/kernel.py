@@ -10,7 +10,7 @@ Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -101,7 +101,7 @@ class Fa4(Kernel):
             reason = found if isinstance(found, Reason) else None
         if reason is not None or not _launches(target):
             return reason
-        return refuse_lists(of_call(call, target.device.sms))
+        return refuse_lists(of_call(call, target.device.sms, call.sharded))
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
@@ -128,7 +128,7 @@ class Fa4(Kernel):
         """Describe a call; a band between shards is one of few cases, which run as known ones."""
         terms, lengths = sort_terms(call.mask), (call.q_len, call.kv_len)
         is_case = not terms.rest and terms.band is not None and fits_shards(terms, *lengths)
-        return of_call(replace(call, sharded=self.sharded and not is_case), self.sms)
+        return of_call(call, self.sms, self.sharded and not is_case)
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
         """Estimate a forward and a backward; None if the library launches."""

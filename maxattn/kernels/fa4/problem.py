@@ -82,11 +82,11 @@ class Problem(NamedTuple):
         return np.full(rows, max(1, round(steps * UNKNOWN.get(self.kind, 1.0))))
 
 
-def of_call(call: Call, sms: int) -> Problem:
-    """Describe a local call."""
+def of_call(call: Call, sms: int, sharded: bool = False) -> Problem:
+    """Describe a local call; `sharded`: its positions are known on the device alone."""
     own_rows = any("B" in axes for axes in jax.tree.leaves(call.mask.leaf_axes()))
     sizes = call.batch, call.q_len, call.kv_len, call.heads, call.kv_heads, call.head_dim
-    offsets = (None, None) if call.sharded else (0, 0)
+    offsets = (None, None) if sharded else (0, 0)
     return _problem(sizes, call.mask, offsets, own_rows, call.bias, sms)
 
 

@@ -122,3 +122,11 @@ def test_tiles_fit_shared_memory(head_dim: int, listed: bool) -> None:
 def test_a_window_that_hides_nothing_is_dense() -> None:
     mask = M.LocalWindow(2000, 2000).bind(900, 900)
     assert of_call(ma.Call(1, 900, 900, 4, 4, 64, "bfloat16", mask), 132).kind == "dense"
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
+@pytest.mark.parametrize("mask", [M.Segments(IDS[:2, :37], IDS[:2, :37]), M.Causal(), LENGTHS])
+def test_a_padded_shard_has_a_plan(strategy: str, mask: M.Mask) -> None:
+    call = ma.Call(2, 37, 37, 4, 4, 64, "bfloat16", mask)
+    config = ma.AttentionConfig(attention="flash", context_parallel=strategy)  # pyright: ignore
+    assert "tiles" in ma.plan(call, config, {"context": 2}, H200).explain()
