@@ -1,12 +1,11 @@
-"""A bias as GPU libraries take it: a value for every pair, in the dtype of q, the mask among them.
+"""A bias for GPU libraries: a value for every pair, in the dtype of q, with the mask in it.
 
-    given = clip(bias - far level, lowest, -lowest)        lowest where a pair is hidden
+    given = clip(bias - far level, lowest, -lowest)        lowest for hidden pairs
 
-A library adds it to the scores in float32. -inf is not given: where a whole tile of keys has it,
-the maximum of a row is -inf, and exp(-inf - -inf) is NaN. The level of a row (bias_level.py) is
-taken off where it is far from 0: of two values of one dtype that differ by less than a factor of 2
-the difference is exact, and the others are hundreds below. A level that is not far stays in, and is
-taken off the LSE.
+A library adds it to the scores in float32. It is never -inf: if a whole tile of keys has that, the
+maximum of a query is -inf, and exp(-inf - -inf) is NaN. The level of a query (bias_level.py) is
+subtracted if it is far from 0: the difference of two values within a factor of 2 is exact, and
+other values are hundreds below. A level that is not far stays, and is subtracted from the LSE.
 """
 
 from __future__ import annotations
@@ -29,20 +28,18 @@ from maxattn.sharding import pad_axis
 if TYPE_CHECKING:
     from maxattn.kernels.fused.kernel import Fused
 
-# The bias of hidden pairs: in float32, maxima this far down still keep exponents within reach.
+# The bias of hidden pairs: so low a maximum still has exponents within float32.
 LOWEST = {"bfloat16": -(2.0**30), "float16": -65504.0, "float32": -(2.0**30)}
-# Up to it float32 keeps 2**-14 of a score.
-FAR = 2.0**10
-# Lengths become multiples of these: cuDNN takes even ones, and rows of 16 bytes load whole.
-QUERIES, KEYS = 2, 8
+FAR = 2.0**10  # up to it float32 keeps 2**-14 of a score
+QUERIES, KEYS = 2, 8  # lengths become multiples: cuDNN takes even ones, and 16 bytes load whole
 
 
 @dataclass(frozen=True)
 class Biased:
-    """A call as a library computes it.
+    """A call with a bias for a library.
 
     Args:
-        given: q, k, v and bias, padded; which pairs the library hides by itself.
+        given: padded q, k, v and bias, and the pairs that the library hides by itself.
         kept: the levels that are still in the bias.
         queries, keys, head_dim: before padding.
     """
@@ -55,7 +52,7 @@ class Biased:
 
     @staticmethod
     def of(inputs: Inputs, library: type[Fused]) -> Biased:
-        """Write a bias out, with what the library does not hide by itself."""
+        """Write the bias out, with the pairs that the library does not hide by itself."""
         head_dim, inputs = inputs.q.shape[3], padded_heads(inputs)
         (t, s), piece = (inputs.q.shape[1], inputs.k.shape[1]), _own_piece(inputs)
         piece = piece if library.hides_beside_bias or inputs.mask.is_full else None
@@ -71,7 +68,7 @@ class Biased:
         return Biased(PieceInputs(q, k, v, None, whole, bias), kept[..., 0], t, s, head_dim)
 
     def result(self, found: Result) -> Result:
-        """Return (out, lse) of the real queries; 0 and -inf where every key is hidden."""
+        """Return (out, lse) of the real queries; 0 and -inf if every key is hidden."""
         out, lse = found.out[:, : self.queries, :, : self.head_dim], found.lse[..., : self.queries]
         assert self.given.bias is not None
         hidden = lse < LOWEST[str(self.given.bias.dtype)] / 2
@@ -79,7 +76,7 @@ class Biased:
         return Result(out, jnp.where(hidden, NEG_INF, lse - self.kept))
 
     def rows(self, rows: Rows) -> Rows:
-        """Return the rows that the library's backward is given."""
+        """Return the rows for the library's backward."""
         rows, length = padded_rows(rows, self.given.q), self.given.q.shape[1]
         dout = rectangles.cleared(rows.dout, rows.lse)
         out, dout = (pad_axis(x, 1, length) for x in (rows.out, dout))
@@ -88,7 +85,7 @@ class Biased:
         return rectangles.without_unseen(self.given, Rows(out, lse, dout, dlse))
 
     def grads(self, found: Grads, inputs: Inputs) -> Grads:
-        """Return the gradients of the real queries and keys, the bias's as the bias was."""
+        """Return the gradients of the real queries and keys, and the bias's in its own shape."""
         width, bias = self.head_dim, inputs.bias
         assert bias is not None
         dq = found.dq[:, : self.queries, :, :width].astype(inputs.q.dtype)
@@ -97,7 +94,7 @@ class Biased:
             return Grads(dq, dk, dv, jnp.zeros(bias.shape, jnp.float32))
         dbias = found.dbias[:, :, : self.queries, : self.keys]
         if self.given.piece.right is not None:
-            # A library may skip the tiles that a causal mask hides, and leave garbage in dbias.
+            # A library may skip tiles that a causal mask hides, whose dbias is then garbage.
             row, key = (jax.lax.broadcasted_iota(jnp.int32, dbias.shape, axis) for axis in (2, 3))
             dbias = jnp.where(key <= row, dbias, 0.0)
         return Grads(dq, dk, dv, fold_like(dbias, bias.shape))

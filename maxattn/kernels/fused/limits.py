@@ -1,4 +1,4 @@
-"""What cuDNN takes, through jax and through TransformerEngine: GPUs, heads, masks and biases.
+"""Limits of cuDNN, through jax and through TransformerEngine: GPUs, heads, masks and biases.
 
 Source: NVIDIA cudnn-frontend 1.23, the checks of its forward and backward, `set_bias` and
 `set_dbias`; jax 0.12 for compute capability 10.3; TransformerEngine 2.20 for the shapes whose
@@ -22,24 +22,19 @@ from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
 LEAST_CAPABILITY = (8, 0)
-# Forwards take longer heads on some GPUs, backwards on compute capability 9.x alone.
+# Backwards take heads above 128 on compute capability 9.x alone.
 HOPPER, HEAD_LIMIT, HOPPER_HEAD_LIMIT = 9, 128, 256
 LEAST_CUDNN = {(10, 3): "9.11"}  # by compute capability
 LEAST_CUDNN_FOR_BIAS = "9.18"
 BIAS_HEAD_LIMIT = 128
-MOST_WRITTEN = 8 * 2**30  # bytes of a bias that is larger than the one that was given
+MOST_WRITTEN = 8 * 2**30  # bytes of a bias that is written out larger than it is
 
 
 def refuse(who: str, call: Call, target: Target, ends_at_query: bool = False) -> Reason | None:
-    """Return why cuDNN cannot compute a call.
+    """Return why cuDNN cannot compute a call, or None.
 
-    Beside a bias it takes every mask: hidden pairs are written into the bias.
-
-    Args:
-        who: the kernel.
-        call: of one device.
-        target: the machine.
-        ends_at_query: whether a window must end at its query, with query 0 at key 0.
+    Beside a bias it takes every mask: hidden pairs are written into the bias. With `ends_at_query`
+    a window must end at its query, with query 0 at key 0.
     """
     most = head_limit(target.device)
     where = "" if most == HOPPER_HEAD_LIMIT else _named(target)
@@ -57,17 +52,15 @@ def refuse(who: str, call: Call, target: Target, ends_at_query: bool = False) ->
 
 
 def refuse_deterministic(who: str) -> Reason:
-    """Refuse a backward whose bits must repeat."""
-    return Reason(
-        who, "deterministic", "its backward adds gradients up in no fixed order", USE_AUTO
-    )
+    rule = "its backward adds gradients up in no fixed order"
+    return Reason(who, "deterministic", rule, USE_AUTO)
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 
 def version(target: Target) -> str | None:
-    """Return the version of pip's cuDNN on a target, None where it is not known."""
+    """Return the version of pip's cuDNN on a target, None if it is not known."""
     return next((v for v in map(target.version, CUDNN) if v is not None), None)
 
 
@@ -93,7 +86,7 @@ def _refuse_device(who: str, target: Target) -> Reason | None:
 
 
 def _older(target: Target, least: str) -> str | None:
-    """Return the version of cuDNN where it is known to be older than `least`."""
+    """Return the version of cuDNN if it is known to be older than `least`."""
     there = version(target) or ""
     return there if numbers(there) and numbers(there) < numbers(least) else None
 
@@ -153,7 +146,7 @@ def _refuse_bias(who: str, call: Call, target: Target) -> Reason | None:
 
 
 def refuse_head_dim(who: str, call: Call) -> Reason | None:
-    """Refuse the head dims at which no kernel here was tried with a bias."""
+    """Refuse head dims with which no kernel was tested beside a bias."""
     if call.head_dim <= BIAS_HEAD_LIMIT:
         return None
     rule = f"it takes a bias at head dims up to {BIAS_HEAD_LIMIT}, and this is {call.head_dim}"
@@ -161,7 +154,7 @@ def refuse_head_dim(who: str, call: Call) -> Reason | None:
 
 
 def refuse_size(who: str, call: Call) -> Reason | None:
-    """Refuse to make a large array of a bias that broadcasts, or of a mask of batch rows."""
+    """Refuse to write out a bias that broadcasts, or a mask of batch rows, as a large array."""
     assert call.bias is not None
     written = written_shape(call)
     full = (call.batch, call.heads, call.q_len, call.kv_len)
@@ -176,31 +169,25 @@ def refuse_size(who: str, call: Call) -> Reason | None:
 
 
 def note(call: Call, always: bool = False) -> str:
-    """Return the memory that a bias takes beside itself.
-
-    Args:
-        call: of one device.
-        always: whether every backward computes the gradient of the bias.
-    """
+    """Write the memory that a bias takes; `always`: every backward computes its gradient."""
     workspace = _size((call.batch, call.heads, call.q_len, call.kv_len), call.dtype)
     when = "the backward of cuDNN" if always else "where it has a gradient, cuDNN"
     return f"{written_text(call)}; {when} needs {workspace} beside it"
 
 
 def written_text(call: Call) -> str:
-    """Describe the array that is made of the bias of a device's call."""
     shape = written_shape(call)
     size = _size(shape, call.bias_dtype)
     return f"the bias is written out as {list(shape)}, {size}, with what the mask hides"
 
 
 def written_shape(call: Call) -> tuple[int, int, int, int]:
-    """Return the shape in which a device's library is given the bias."""
+    """Return the shape of the bias that a library gets."""
     assert call.bias is not None
     pair = np.arange(2)
     seen = jax.eval_shape(lambda mask: mask.allowed(pair, pair), call.mask).shape
-    apart = [x > 1 or y > 1 for x, y in zip(call.bias[:2], seen[:2], strict=True)]
-    batch, heads = (n if own else 1 for n, own in zip((call.batch, call.heads), apart, strict=True))
+    batch = call.batch if max(call.bias[0], seen[0]) > 1 else 1
+    heads = call.heads if max(call.bias[1], seen[1]) > 1 else 1
     return batch, heads, call.q_len, call.kv_len
 
 

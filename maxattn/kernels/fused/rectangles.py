@@ -1,4 +1,4 @@
-"""One rectangle of pairs as a library computes it, and how the results of several become one."""
+"""One rectangle of pairs for a library, and the sum of the results of several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maxattn.masks.band_pieces import Piece
 
 
 class Intervals(NamedTuple):
-    """Allow query i of a batch row the keys `lo[b, i] <= j < hi[b, i]`."""
+    """Query i of batch row b sees keys `lo[b, i] <= j < hi[b, i]`."""
 
     lo: Int[Array, "#B T"]
     hi: Int[Array, "#B T"]
@@ -33,13 +33,13 @@ Lengths = Int[Array, " B"] | Intervals | None
 )
 @dataclass(frozen=True)
 class PieceInputs:
-    """One rectangle: its arrays, cut already, and which of its pairs are allowed.
+    """One rectangle: its arrays, and which of its pairs are allowed.
 
     Args:
-        q, k, v: of the rectangle's queries and keys.
-        lengths: beside the band of `piece`.
+        q, k, v: the rectangle's queries and keys.
+        lengths: real keys, beside the band of `piece`.
         piece: the rectangle among all pairs, and the band in it.
-        bias: as a library takes it (biased.py), of all pairs.
+        bias: of all pairs, as a library takes it (biased.py).
     """
 
     q: Float[Array, "B T N H"]
@@ -51,11 +51,9 @@ class PieceInputs:
 
     @classmethod
     def whole(cls, q: Array, k: Array, v: Array, lengths: Lengths) -> PieceInputs:
-        """All pairs of these arrays."""
         return cls(q, k, v, lengths, Piece(0, q.shape[1], 0, k.shape[1]))
 
     def cut(self, p: Piece) -> PieceInputs:
-        """Cut a rectangle out of all pairs."""
         k, v = self.k[:, p.k0 : p.k1], self.v[:, p.k0 : p.k1]
         lengths = self.lengths
         if lengths is not None and not isinstance(lengths, Intervals):
@@ -63,7 +61,7 @@ class PieceInputs:
         return PieceInputs(self.q[:, p.q0 : p.q1], k, v, lengths, p)
 
     def seen(self) -> Bool[Array, "#B T"] | None:
-        """Mark the queries that see a real key; None where all are known to, or the kernel does."""
+        """Mark the queries that see a real key; None if all do, or if the kernel marks them."""
         p, lengths = self.piece, self.lengths
         if isinstance(lengths, Intervals) or (lengths is None and p.sees_all()):
             return None
@@ -76,26 +74,21 @@ class PieceInputs:
 
 
 def cut_rows(rows: Rows, p: Piece) -> Rows:
-    """Cut the queries of a rectangle out of their outputs and gradients."""
     out, dout = (x[:, p.q0 : p.q1] for x in (rows.out, rows.dout))
     lse, dlse = (x[:, :, p.q0 : p.q1] for x in (rows.lse, rows.dlse))
     return Rows(out, lse, dout, dlse)
 
 
 def cleared(dout: Array, lse: Array) -> Array:
-    """Return dout [B,T,N,H] with 0 where the LSE [B,N,T] is -inf."""
+    """Set dout [B,T,N,H] to 0 for queries with an LSE [B,N,T] of -inf."""
     return jnp.where(column(lse == NEG_INF), 0, dout).astype(dout.dtype)
 
 
 def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
-    """Give rows that see nothing, here or anywhere, a large LSE and no gradient.
+    """Give queries that see nothing, here or anywhere, a large LSE and no gradient.
 
-    Their P is then exp(s - 1e30) = 0. Where every row sees a key, only rows that padding added are
-    without an LSE, and their dout is 0 already.
-
-    Args:
-        inputs: a rectangle.
-        rows: of its queries, dout in q's dtype.
+    Their P is then exp(s - 1e30) = 0. If every query sees a key, only padding has no LSE, and its
+    dout is 0 already. `rows` has dout in q's dtype.
     """
     empty, seen, dout = rows.lse == NEG_INF, inputs.seen(), rows.dout
     if seen is not None:
@@ -106,7 +99,7 @@ def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
 
 
 def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
-    """Merge the results of rectangles by log-sum-exp, in float32; no rectangle sees nothing."""
+    """Merge the results of rectangles by LSE in float32; without any, nothing is seen."""
     if len(found) == 1 and found[0][0].q0 == 0:
         return found[0][1]
 
