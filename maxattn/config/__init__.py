@@ -1,4 +1,4 @@
-"""The config: what a YAML may say, how it is read, checked, overridden and written."""
+"""The config: its settings, and how it is read, checked, overridden and written."""
 
 from __future__ import annotations
 

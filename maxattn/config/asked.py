@@ -13,11 +13,7 @@ from maxattn.errors import ConfigError
 
 @dataclass(frozen=True)
 class Asked:
-    """The request of a config for one role, as `Asked.of` reads it.
-
-    Each key names the setting of its kernel or strategy ("auto" is open; the strategy of
-    cross-attention is "none"). `text` is the request as `explain` prints it.
-    """
+    """The kernel, strategy and fallback for one role, and the keys that set them."""
 
     kernel: str
     kernel_key: str

@@ -198,15 +198,16 @@ _SYNTAX = (
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError:
-    mark, opened, said = error.problem_mark or error.context_mark, error.context_mark, error.problem
+    mark, opened = error.problem_mark or error.context_mark, error.context_mark
+    message = error.problem or ""
     line = mark.line if mark else 0
     lines = text.splitlines()
-    if line >= len(lines) or "<stream end>" in (said or ""):
+    if line >= len(lines) or "<stream end>" in message:
         line = opened.line if opened else line
         rule, remedy = "every bracket and quote must be closed", "close the one that opens here"
     else:
-        known = ((rule, remedy) for words, rule, remedy in _SYNTAX if words in (said or ""))
-        rule, remedy = next(known, (said or "this is not YAML", _ANYTHING))
+        known = ((rule, remedy) for words, rule, remedy in _SYNTAX if words in message)
+        rule, remedy = next(known, (message or "this is not YAML", _ANYTHING))
     shown = lines[line].strip() if line < len(lines) else "(end of file)"
     return problem("YAML", shown or "(empty line)", rule, remedy, where(line + 1))
 

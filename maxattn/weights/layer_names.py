@@ -1,9 +1,8 @@
 """Every name of a module's layers in files: diffusers', those of the model's own code, and both
 with underscores for dots, as kohya's sd-scripts write them.
 
-Programs that train with the original code wrap the model, so names begin with the wrappers':
-"generator_ema.model." for the averaged parameters of Self-Forcing and related projects,
-"generator.model." for those of the last step. FSDP adds a word inside of a name.
+Programs that train with the original code put prefixes before names ("generator_ema.model." is for
+averaged parameters, "generator.model." for those of the last step), and FSDP a word inside of them.
 
 Sources: Wan 2.1, https://github.com/Wan-Video/Wan2.1 (wan/modules/model.py), whose names ComfyUI,
 lightx2v, diffusion-pipe and musubi-tuner write; Stability's generative-models,

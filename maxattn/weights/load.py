@@ -89,11 +89,9 @@ def check_diffusers(
     *,
     prefix: str = "",
 ) -> Loaded:
-    """Check the names, shapes and dtypes of weights against a module, without reading numbers.
+    """Check the names, shapes and dtypes of weights against a module, also without arrays.
 
-    Args:
-        module: with arrays, or without from `nnx.eval_shape`.
-        tensors, strict, prefix: as for `load_diffusers`.
+    The arguments are those of `load_diffusers`; no number is read.
 
     Raises:
         WeightsError: as for `load_diffusers`, except errors of numbers.
@@ -134,9 +132,7 @@ def _fitting(
 def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
     """Return a module's parameters in diffusers' names and layouts, bit for bit, on the host.
 
-    Args:
-        module: with arrays.
-        prefix: put before every name.
+    `prefix` is put before every name.
     """
     checks.prefix(prefix)
     every = written(entries(module, prefix))

@@ -103,11 +103,9 @@ def check_lora(
     prefix: str | None = None,
     strict: bool = True,
 ) -> tuple[str, ...]:
-    """Check LoRA weights against a module without changing it; return their layers.
+    """Check LoRA weights against a module, also without arrays; return their layers.
 
-    Args:
-        module: with arrays, or without from `nnx.eval_shape`.
-        tensors, prefix, strict: as for `merge_lora`.
+    The arguments are those of `merge_lora`.
 
     Raises:
         WeightsError: as for `merge_lora`, except errors of sums.
@@ -119,11 +117,7 @@ def check_lora(
 
 
 def lora_prefix(module: nnx.Module, tensors: Mapping[str, Any] | str | Path) -> str:
-    """Return the prefix that `merge_lora` finds for a module's LoRA.
-
-    Args:
-        module: with arrays, or without from `nnx.eval_shape`.
-        tensors: as for `merge_lora`.
+    """Return the prefix that `merge_lora` finds for a module, also without arrays.
 
     Raises:
         WeightsError: layers of the module have several prefixes.
@@ -292,7 +286,8 @@ def _check_sum(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
         rule = f"the sum must fit into the kernel's {old.dtype.name}, whose largest number is"
         wider = "" if old.dtype == jnp.float32 else ", or merge into float32 parameters"
         remedy = f"use a smaller scale{wider}"
-        raise WeightsError("LoRA", entry.owner, f"{rule} {most:g}", remedy)
+        name = entry.name.removesuffix(".weight")
+        raise WeightsError("LoRA", name, f"{rule} {most:g}", remedy)
 
 
 def _add(module: nnx.Module, entry: Entry, change: LoraChange) -> None:

@@ -54,10 +54,7 @@ _CONVERT = "load it in diffusers (load_lora_weights) and save it with save_lora_
 
 
 class LoraLayer(NamedTuple):
-    """The name of a layer in the file, and the names of its tensors.
-
-    Their kinds are "down" (A), "up" (B), "alpha", "diff" and "diff_b".
-    """
+    """A layer's name in the file; its tensors by kind: "down", "up", "alpha", "diff", "diff_b"."""
 
     written: str
     tensors: dict[str, str]
@@ -143,10 +140,7 @@ def split_lora(
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
     """Show layers in the place of tensors that store several; return their names in the file.
 
-        W' = [W_1; W_2] + B A  is  W_1' = W_1 + B_1 A,  W_2' = W_2 + B_2 A
-
-    Raises:
-        WeightsError: the number of rows is not that of the layers, or a layer occurs twice.
+    W' = [W_1; W_2] + B A  is  W_1' = W_1 + B_1 A,  W_2' = W_2 + B_2 A
     """
     where: dict[str, tuple[str, slice | None]] = {}
     written_as: dict[str, str] = {}

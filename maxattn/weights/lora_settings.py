@@ -35,10 +35,7 @@ _MERGE = "merge it with peft, and load the merged model"
 
 @dataclass(frozen=True)
 class Strength:
-    """The alphas of layers: of those that a pattern matches, and of the others; None is the rank.
-
-    `rooted` alphas are divided by the root of the rank, as in rsLoRA.
-    """
+    """The alphas of layers, by pattern and for the others; None is the rank, rsLoRA is `rooted`."""
 
     alpha: float | None = None
     patterns: tuple[tuple[str, float], ...] = ()
@@ -73,9 +70,7 @@ def names_layer(key: str, layer: str) -> bool:
 
 
 def read_strength(held: Mapping[str, Any], prefix: str) -> Strength:
-    """Read the metadata of LoRA weights; without metadata, alpha is the rank.
-
-    The prefix selects one of several parts of a pipeline.
+    """Read the metadata of LoRA weights for a prefix; without metadata, alpha is the rank.
 
     Raises:
         WeightsError: the metadata are no JSON, are for other parts of a pipeline or another method

@@ -206,7 +206,7 @@ def write(path: Path, forms: Mapping[str, Form], read: Read) -> None:
             tensor = np.asarray(read(name), order="C")
             if (tensor.shape, tensor.dtype) != (forms[name].shape, np.dtype(forms[name].dtype)):
                 raise AssertionError(
-                    f"{name} is {tensor.dtype}{tensor.shape}, and the header says {forms[name]}"
+                    f"{name} is {tensor.dtype}{tensor.shape}, and the header has {forms[name]}"
                 )
             tensor.reshape(-1).view(np.uint8).tofile(file)
 
