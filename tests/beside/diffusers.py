@@ -27,50 +27,50 @@ FLOATS = {
 }
 
 
-def main(said: argparse.Namespace) -> None:
-    """Build the model, time the step, and say what was seen."""
+def main(args: argparse.Namespace) -> None:
+    """Build the model, time the step, and print the figures."""
     import torch
 
     from tests.beside import models
 
-    kind = "lora" if said.what == "train" and said.lora else said.what
+    kind = "lora" if args.what == "train" and args.lora else args.what
     dtype = torch.float32 if kind == "train" else torch.bfloat16
-    found = models.make(said.model, said.tiny, said.layers, said.device, dtype)
-    step = (training if said.what == "train" else denoising)(found, said)
-    attention = attention_of(said)
+    found = models.make(args.model, args.tiny, args.layers, args.device, dtype)
+    step = (training if args.what == "train" else denoising)(found, args)
+    attention = attention_of(args)
     found.transformer.set_attention_backend(attention)
-    compile_parts(found.transformer, said)
-    timing.forget_peak(said.device)
+    compile_parts(found.transformer, args)
+    timing.forget_peak(args.device)
     facts = {
         "model": found.name,
-        "step": said.what,
-        "how": f"{FLOATS[kind]}; compile {said.compile} ({said.mode}), attention {attention}",
-        "lora_rank": said.lora if kind == "lora" else 0,
-        "compile": said.compile,
-        "mode": said.mode,
+        "step": args.what,
+        "how": f"{FLOATS[kind]}; compile {args.compile} ({args.mode}), attention {attention}",
+        "lora_rank": args.lora if kind == "lora" else 0,
+        "compile": args.compile,
+        "mode": args.mode,
         "attention": attention,
     }
-    report(facts | timing.measure(step, said), said.json)
+    report(facts | timing.measure(step, args), args.json)
 
 
-def attention_of(said: argparse.Namespace) -> str:
+def attention_of(args: argparse.Namespace) -> str:
     """Name diffusers' backend: cuDNN's attention on a GPU, unless another was asked for."""
-    return said.attention or ("native" if said.device == "cpu" else "_native_cudnn")
+    return args.attention or ("native" if args.device == "cpu" else "_native_cudnn")
 
 
-def compile_parts(model: Any, said: argparse.Namespace) -> None:
+def compile_parts(model: Any, args: argparse.Namespace) -> None:
     """Let torch compile the repeated blocks, the whole model, or nothing."""
-    mode = None if said.mode == "default" else said.mode
-    if said.compile == "blocks":
-        model.compile_repeated_blocks(fullgraph=said.fullgraph, mode=mode)
-    elif said.compile == "whole":
+    mode = None if args.mode == "default" else args.mode
+    if args.compile == "blocks":
+        model.compile_repeated_blocks(fullgraph=args.fullgraph, mode=mode)
+    elif args.compile == "whole":
         model.compile(mode=mode)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def denoising(found: Any, said: argparse.Namespace) -> Callable[[], None]:
+def denoising(found: Any, args: argparse.Namespace) -> Callable[[], None]:
     """Return a step that moves the latents along a prediction."""
     import torch
 
@@ -86,17 +86,17 @@ def denoising(found: Any, said: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def training(found: Any, said: argparse.Namespace) -> Callable[[], None]:
+def training(found: Any, args: argparse.Namespace) -> Callable[[], None]:
     """Return a step of flow matching."""
     import torch
 
     from tests.beside import lora
 
     model, x = found.transformer.train(), found.inputs["latents"]
-    learned = lora.add(model, said.lora) if said.lora else list(model.parameters())
-    autocast = partial(torch.autocast, said.device, torch.bfloat16, enabled=not said.lora)
+    learned = lora.add(model, args.lora) if args.lora else list(model.parameters())
+    autocast = partial(torch.autocast, args.device, torch.bfloat16, enabled=not args.lora)
     model.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(learned, lr=1e-5, fused=said.device != "cpu")
+    optimizer = torch.optim.AdamW(learned, lr=1e-5, fused=args.device != "cpu")
     draw = partial(torch.rand, len(x), device=x.device)
 
     def step() -> None:

@@ -12,12 +12,7 @@ TARGETS = ("to_q", "to_k", "to_v", "to_out")  # TrainingSettings().lora_targets 
 
 
 class Adapted(nn.Module):
-    """Add a change of low rank to a linear layer: float32 parameters, computed in its dtype.
-
-    Args:
-        base: the layer, frozen.
-        rank: the width between the two matrices.
-    """
+    """A frozen linear layer with a float32 change of low rank, computed in the layer's dtype."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -33,15 +28,7 @@ class Adapted(nn.Module):
 
 
 def add(model: nn.Module, rank: int) -> list[nn.Parameter]:
-    """Freeze a model and put a change beside the projections of its attentions.
-
-    Args:
-        model: changed in place.
-        rank: of the changes.
-
-    Returns:
-        What learns.
-    """
+    """Freeze a model, add a change to the projections of its attentions, and return the changes."""
     model.requires_grad_(False)
     for parent, name, linear in list(projections(model)):
         setattr(parent, name, Adapted(linear, rank))

@@ -30,13 +30,13 @@ WAN_TINY = {
 
 @dataclass(frozen=True)
 class Model:
-    """Hold a model and its inputs.
+    """A model of diffusers on the device, and its inputs.
 
     Args:
         name: of it and of its sizes.
-        transformer: of diffusers, on the device.
-        inputs: "latents" is what a step changes.
-        predict: from the transformer, latents, a time in 0..1 for each row, and the inputs.
+        transformer: diffusers' module.
+        inputs: a step changes "latents".
+        predict: from the transformer, latents, a time in 0..1 for each batch row, and the inputs.
     """
 
     name: str
@@ -48,15 +48,7 @@ class Model:
 def make(
     name: str, tiny: bool, layers: Sequence[int] | None, device: str, dtype: torch.dtype = BF16
 ) -> Model:
-    """Make a model by its name: "flux", "wan" or "ti2v".
-
-    Args:
-        name: of `MAKE`.
-        tiny: a few channels and tokens.
-        layers: fewer of them; of Flux double and single ones.
-        device: that takes it.
-        dtype: of the weights.
-    """
+    """Make a model by its name in `MAKE`; `layers` of Flux are double and single ones."""
     torch.manual_seed(0)
     with torch.device(device):
         return MAKE[name](tiny, layers, dtype)
@@ -93,16 +85,9 @@ def picture_ids(rows: int, columns: int) -> torch.Tensor:
 
 def of_flux(model: Any, x: torch.Tensor, at: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """Predict the velocity of Flux's latents."""
-    return model(
-        hidden_states=x.to(BF16),
-        encoder_hidden_states=inputs["text"],
-        pooled_projections=inputs["pooled"],
-        timestep=at,
-        img_ids=inputs["img_ids"],
-        txt_ids=inputs["txt_ids"],
-        guidance=inputs["guidance"],
-        return_dict=False,
-    )[0]
+    same = {name: inputs[name] for name in ("img_ids", "txt_ids", "guidance")}
+    texts = {"encoder_hidden_states": inputs["text"], "pooled_projections": inputs["pooled"]}
+    return model(hidden_states=x.to(BF16), timestep=at, **texts, **same, return_dict=False)[0]
 
 
 # ---- Wan -----------------------------------------------------------------------------------------
@@ -124,7 +109,7 @@ def ti2v(tiny: bool, layers: Sequence[int] | None, dtype: torch.dtype) -> Model:
 
 
 def sized(sizes: dict[str, Any], tiny: bool, layers: Sequence[int] | None) -> dict[str, Any]:
-    """Change the sizes of a Wan as the command line says."""
+    """Change the sizes of a Wan as the command line asks."""
     counts = {"num_layers": layers[0]} if layers else {}
     return sizes | (WAN_TINY if tiny else {}) | counts
 

@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold sizes of the model and of a block; the defaults are Wan 2.1 1.3B's at 832x480.
+    """Sizes of the model and of a block; the defaults are Wan 2.1 1.3B's at 832x480.
 
     Args:
         heads, head_dim: N and H.
@@ -35,7 +35,7 @@ class Sizes:
         text: tokens of the text.
         times: sinusoids of the time.
         own: frames of a block.
-        slots: frames that the cache holds.
+        slots: frames of the cache.
         sink: first frames that stay in it.
         first: the block sees itself alone, as the first of a video does.
     """
@@ -97,7 +97,7 @@ class Layer(nn.Module):
 
         Args:
             x: [B, T, D].
-            modulation: what the frames' times say, [F, 6, D] in float32.
+            modulation: of the frames' times, [F, 6, D] in float32.
             rotary: cosines and sines of the tokens' positions, [T, 1, H / 2] each.
             slots: tokens of the cache that are the block's, [T].
         """
@@ -137,12 +137,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predict the velocity of a block.
-
-    Args:
-        sizes: of the model.
-        attend: as in `Layer`.
-    """
+    """Predict the velocity of a block."""
 
     def __init__(self, sizes: Sizes, attend: Attend) -> None:
         super().__init__()
@@ -200,12 +195,7 @@ def sinusoids(time: Tensor, count: int) -> Tensor:
 
 
 def rotary_of(sizes: Sizes, frame: Tensor) -> Rotary:
-    """Compute cosines and sines of a block's positions.
-
-    Args:
-        sizes: of the block.
-        frame: the number of its first frame.
-    """
+    """Compute cosines and sines of the positions of a block whose first frame is `frame`."""
     pairs = sizes.head_dim // 2
     side = pairs // 3
     ranges = (sizes.own, pairs - 2 * side), (sizes.rows, side), (sizes.columns, side)
@@ -222,12 +212,7 @@ def rotary_of(sizes: Sizes, frame: Tensor) -> Rotary:
 
 
 def slots_of(sizes: Sizes, frame: Tensor) -> Tensor:
-    """Number the tokens of the cache that a block takes: those of the oldest frames but the sink.
-
-    Args:
-        sizes: of the block.
-        frame: the number of its first frame.
-    """
+    """Number the cache's tokens that a block overwrites: of the oldest frames beside the sink."""
     frames = frame + torch.arange(sizes.own, device=frame.device)
     turn = sizes.sink + (frames - sizes.sink) % (sizes.slots - sizes.sink)
     slots = torch.where(frames < sizes.sink, frames, turn)

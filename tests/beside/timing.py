@@ -1,4 +1,4 @@
-"""What both commands share: options, timing as examples/measuring/clock.py does, and the report."""
+"""Options of both commands, timing as examples/measuring/clock.py does, and the report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ ALL = (*KINDS, "rest")
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Make a parser with the options of both commands.
-
-    Args:
-        doc: of the command.
-    """
+    """Make a parser with the options of both commands."""
     raw = argparse.RawDescriptionHelpFormatter
     found = argparse.ArgumentParser(description=doc, formatter_class=raw)
     add = found.add_argument
@@ -42,7 +38,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def wait_for(path: str | None) -> None:
-    """Wait until a file is there, so that several commands warm up at once and run in turn."""
+    """Wait until a file exists, so that several commands warm up at once and run in turn."""
     if path is None:
         return
     Path(f"{path}.ready").touch()
@@ -51,12 +47,7 @@ def wait_for(path: str | None) -> None:
 
 
 def report(facts: dict[str, Any], file: str | None) -> None:
-    """Print what was seen, and write it where that was asked for.
-
-    Args:
-        facts: with `ms`, `rounds_ms` and `peak_bytes`.
-        file: for all of them.
-    """
+    """Print the figures, and write them to a file if one is named."""
     facts = facts | {name: _version(name) for name in PACKAGES}
     print("\n".join(_lines(facts)), flush=True)
     if file:
@@ -92,45 +83,40 @@ def _version(package: str) -> str | None:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def measure(run: Callable[[], Any], said: Any) -> dict[str, Any]:
-    """Warm up, wait where that was asked for, and time rounds.
-
-    Args:
-        run: one step.
-        said: the command line, with `rounds`, `steps`, `profile`, `start_when` and `device`.
-    """
+def measure(run: Callable[[], Any], args: Any) -> dict[str, Any]:
+    """Warm up a step, wait if the command line asks for it, and time rounds."""
     began = perf_counter()
     for _ in range(2):
         run()
-    synchronize(said.device)
+    synchronize(args.device)
     warm = perf_counter() - began
-    wait_for(said.start_when)
-    times = [_round(run, said) for _ in range(said.rounds + 1)][1:]
+    wait_for(args.start_when)
+    times = [_round(run, args) for _ in range(args.rounds + 1)][1:]
     return {
         "ms": median(times),
         "rounds_ms": times,
         "warm_s": round(warm, 1),
-        "peak_bytes": peak_bytes(said.device),
-        "device": device_name(said.device),
-        "breakdown_ms": breakdown(run, said) if said.profile else dict.fromkeys(ALL, 0.0),
+        "peak_bytes": peak_bytes(args.device),
+        "device": device_name(args.device),
+        "breakdown_ms": breakdown(run, args) if args.profile else dict.fromkeys(ALL, 0.0),
     }
 
 
-def _round(run: Callable[[], Any], said: Any) -> float:
+def _round(run: Callable[[], Any], args: Any) -> float:
     began = perf_counter()
-    for _ in range(said.steps):
+    for _ in range(args.steps):
         run()
-    synchronize(said.device)
-    return 1e3 * (perf_counter() - began) / said.steps
+    synchronize(args.device)
+    return 1e3 * (perf_counter() - began) / args.steps
 
 
-def breakdown(run: Callable[[], Any], said: Any) -> dict[str, float]:
+def breakdown(run: Callable[[], Any], args: Any) -> dict[str, float]:
     """Profile a round: milliseconds of a step in attention, matrix products and the rest."""
     import torch
 
-    gpu, cuda = said.device != "cpu", torch.autograd.DeviceType.CUDA
+    gpu, cuda = args.device != "cpu", torch.autograd.DeviceType.CUDA
     with torch.profiler.profile() as seen:
-        _round(run, said)
+        _round(run, args)
     found = dict.fromkeys(ALL, 0.0)
     for event in seen.key_averages():
         if gpu and (event.device_type != cuda or event.is_user_annotation):
@@ -139,7 +125,7 @@ def breakdown(run: Callable[[], Any], said: Any) -> dict[str, float]:
         kind = next(
             (kind for kind, words in KINDS.items() if words.search(event.key.lower())), "rest"
         )
-        found[kind] += spent / 1e3 / said.steps
+        found[kind] += spent / 1e3 / args.steps
     return found
 
 
@@ -151,7 +137,7 @@ def synchronize(device: str) -> None:
 
 
 def forget_peak(device: str) -> None:
-    """Count the peak of memory from here on, without what building a model took."""
+    """Start to count the peak of memory, without the memory that building a model took."""
     import torch
 
     if device != "cpu":
@@ -160,7 +146,7 @@ def forget_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the most bytes that tensors took; 0 where nobody counts."""
+    """Return the most bytes that tensors took; 0 on a CPU, where torch does not count."""
     import torch
 
     return 0 if device == "cpu" else torch.cuda.max_memory_allocated()

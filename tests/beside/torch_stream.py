@@ -25,42 +25,42 @@ TINY = {
 }  # fmt: skip
 
 
-def main(said: argparse.Namespace) -> None:
-    """Build the model, time its blocks, and say what was seen."""
-    check(said)
+def main(args: argparse.Namespace) -> None:
+    """Build the model, time its blocks, and print the figures."""
+    check(args)
     import torch
 
     from tests.beside.stream_model import Sizes
 
     torch.manual_seed(0)
-    own = {"own": said.frames_per_block, "slots": said.window, "sink": said.sink}
-    sizes = Sizes(**own, first=said.first, **(TINY if said.tiny else {}))
-    block = graphed(block_of(sizes, said), said)
-    timing.forget_peak(said.device)
-    seen = timing.measure(block, said)
-    report(described(sizes, said) | seen | rates(sizes, said, seen), said.json)
+    own = {"own": args.frames_per_block, "slots": args.window, "sink": args.sink}
+    sizes = Sizes(**own, first=args.first, **(TINY if args.tiny else {}))
+    block = graphed(block_of(sizes, args), args)
+    timing.forget_peak(args.device)
+    seen = timing.measure(block, args)
+    report(described(sizes, args) | seen | rates(sizes, args, seen), args.json)
 
 
-def check(said: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
     """Refuse a window that is no whole blocks, or that its sink fills."""
-    size, window = said.frames_per_block, said.window
+    size, window = args.frames_per_block, args.window
     if size < 1 or window < size or window % size:
         sys.exit(f"error: --window {window}: it is whole blocks of {size} frames")
-    if not 0 <= said.sink <= window - size:
-        sys.exit(f"error: --sink {said.sink}: it leaves room for a block of {size} in {window}")
+    if not 0 <= args.sink <= window - size:
+        sys.exit(f"error: --sink {args.sink}: it leaves room for a block of {size} in {window}")
 
 
 # ---- a block -------------------------------------------------------------------------------------
 
 
-def block_of(sizes: Any, said: argparse.Namespace) -> Callable[[], None]:
-    """Return what makes the next block: all of it is on the device, and nothing waits."""
+def block_of(sizes: Any, args: argparse.Namespace) -> Callable[[], None]:
+    """Return a function that makes the next block on the device, without waiting for it."""
     import torch
 
     from tests.beside.stream_model import rotary_of, slots_of
 
-    model, sigmas = model_of(sizes, said), sigmas_of(said.denoising_steps)
-    where = {"device": said.device}
+    model, sigmas = model_of(sizes, args), sigmas_of(args.denoising_steps)
+    where = {"device": args.device}
     frame = torch.tensor(0 if sizes.first else sizes.slots, **where)
     times = [torch.full((sizes.own,), 1000.0 * s, **where) for s in sigmas]
     shape = (1, sizes.tokens, sizes.channels)
@@ -72,7 +72,7 @@ def block_of(sizes: Any, said: argparse.Namespace) -> Callable[[], None]:
         for sigma, after, time in zip(sigmas, sigmas[1:], times, strict=False):
             x = x - sigma * model(x, time, *seen)
             x = (1 - after) * x + after * torch.randn(shape, **where)
-        if said.clean_pass:
+        if args.clean_pass:
             model(x, times[-1], *seen)
         frame.add_(0 if sizes.first else sizes.own)
 
@@ -85,21 +85,21 @@ def sigmas_of(steps: int) -> list[float]:
     return [SHIFT * u / (1 + (SHIFT - 1) * u) for u in shares]
 
 
-def model_of(sizes: Any, said: argparse.Namespace) -> Any:
+def model_of(sizes: Any, args: argparse.Namespace) -> Any:
     """Build the transformer, and let torch compile its layers or all of it."""
     import torch
 
     from tests.beside.stream_model import Transformer
 
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(said.device):
-        model = Transformer(sizes, attend_with(said.backend, said.device))
+    with torch.device(args.device):
+        model = Transformer(sizes, attend_with(args.backend, args.device))
     torch.set_default_dtype(torch.float32)
     model.eval().requires_grad_(False)
-    mode = None if said.mode == "default" else said.mode
-    if said.compile == "whole":
+    mode = None if args.mode == "default" else args.mode
+    if args.compile == "whole":
         model.compile(fullgraph=True, mode=mode)
-    for layer in model.layers if said.compile == "blocks" else ():
+    for layer in model.layers if args.compile == "blocks" else ():
         layer.compile(fullgraph=True, mode=mode)  # type: ignore[union-attr]
     return model
 
@@ -120,9 +120,9 @@ def attend_with(backend: str, device: str) -> Callable[..., Any]:
     return attend
 
 
-def graphed(block: Callable[[], None], said: argparse.Namespace) -> Callable[[], None]:
-    """Record a block as one CUDA graph, where that was asked for."""
-    if not said.graph:
+def graphed(block: Callable[[], None], args: argparse.Namespace) -> Callable[[], None]:
+    """Record a block as one CUDA graph with --graph."""
+    if not args.graph:
         return block
     import torch
 
@@ -137,38 +137,38 @@ def graphed(block: Callable[[], None], said: argparse.Namespace) -> Callable[[],
     return graph.replay
 
 
-# ---- what was seen -------------------------------------------------------------------------------
+# ---- figures -------------------------------------------------------------------------------
 
 
-def described(sizes: Any, said: argparse.Namespace) -> dict[str, Any]:
-    """Say what is measured."""
+def described(sizes: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Describe the measured program."""
     seen = f"blocks of {sizes.own} latent frames, cache of {sizes.slots}, {sizes.sink} of them kept"
     which = "first block" if sizes.first else "full cache"
-    graph = ", CUDA graph" if said.graph else ""
+    graph = ", CUDA graph" if args.graph else ""
     return {
         "model": f"plain torch, {sizes.layers} layers of width {sizes.width}, {seen}, {which}",
         "step": "stream",
-        "how": f"bf16; compile {said.compile} ({said.mode}){graph}, attention {said.backend}",
-        "compile": said.compile,
-        "mode": said.mode,
-        "graph": said.graph,
-        "attention": said.backend,
+        "how": f"bf16; compile {args.compile} ({args.mode}){graph}, attention {args.backend}",
+        "compile": args.compile,
+        "mode": args.mode,
+        "graph": args.graph,
+        "attention": args.backend,
         "frames_per_block": sizes.own,
         "window": sizes.slots,
         "sink": sizes.sink,
         "first_block": sizes.first,
-        "denoising_steps": said.denoising_steps,
-        "clean_pass": said.clean_pass,
+        "denoising_steps": args.denoising_steps,
+        "clean_pass": args.clean_pass,
         "cache_bytes": 2 * sizes.layers * sizes.slots * sizes.frame * sizes.width * 2,
         "video_frames": VIDEO_FRAMES * sizes.own - (VIDEO_FRAMES - 1) * sizes.first,
     }
 
 
-def rates(sizes: Any, said: argparse.Namespace, seen: dict[str, Any]) -> dict[str, Any]:
-    """Compute frames of video a second, and attention's TFLOP/s where a profile says its time."""
+def rates(sizes: Any, args: argparse.Namespace, seen: dict[str, Any]) -> dict[str, Any]:
+    """Compute frames of video a second, and attention's TFLOP/s if a profile has its time."""
     frames = VIDEO_FRAMES * sizes.own - (VIDEO_FRAMES - 1) * sizes.first
     keys = (sizes.own if sizes.first else sizes.slots) * sizes.frame + sizes.text
-    passes = said.denoising_steps + said.clean_pass
+    passes = args.denoising_steps + args.clean_pass
     flop = 4 * passes * sizes.layers * sizes.tokens * keys * sizes.width
     spent = seen["breakdown_ms"]["attention"]
     return {
