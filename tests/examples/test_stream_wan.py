@@ -1,9 +1,10 @@
-"""The command that streams: a small Wan, its files, its scenes, and what it refuses."""
+"""The command that streams: a small Wan, its files, its scenes, and refused words."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def says(folder: Path, frames: int | None) -> None:
-    """Write what a model's folder says of its sizes and blocks."""
+    """Write config.json of a model trained with so many frames a block, None: on whole videos."""
     (folder / "config.json").write_text(json.dumps(saying(SIZES.config(), frames)))
 
 
@@ -90,17 +91,6 @@ def test_blocks_are_kept_as_they_are_made(config: str, tmp_path: Path, capsys: A
     assert np.abs(same[:, :, 6:] - made[:, :, 6:]).max() > 1e-4
 
 
-# test_rollout.py has prefixes.
-@pytest.mark.slow
-def test_a_video_goes_on_from_latents(config: str, folder: Path, tmp_path: Path) -> None:
-    told = embeddings(tmp_path / "told.safetensors", 1)
-    given = (config, "--model", folder, "--embeddings", told)
-    whole = stream(*given, "--blocks", 3, "--latents", tmp_path / "whole")
-    first = tmp_path / "whole" / "000000.safetensors"
-    rest = stream(*given, "--blocks", 2, "--prefix", first, "--latents", tmp_path / "rest")
-    np.testing.assert_allclose(rest, whole, atol=1e-5 * np.abs(whole).max())
-
-
 def test_guidance_and_scenes_from_a_file(config: str, folder: Path, tmp_path: Path) -> None:
     negative = np.zeros((1, 5, 8), np.float32)
     told = embeddings(tmp_path / "told.safetensors", 2, negative_text=negative)
@@ -121,14 +111,14 @@ def test_a_file_that_says_no_blocks_is_warned_of(
     assert "trained on whole videos" in capsys.readouterr().out
 
 
-def other_blocks(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
-    says(folder, 1)
-    return from_folder(folder, tmp_path)
+def trained_on(frames: int | None) -> Callable[[Path, Path], tuple[Any, ...]]:
+    """Draw with a folder that names so many frames of a block; None names none."""
 
+    def words(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
+        says(folder, frames)
+        return from_folder(folder, tmp_path)
 
-def whole_videos(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
-    says(folder, None)
-    return from_folder(folder, tmp_path)
+    return words
 
 
 def weights_of_whole_videos(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
@@ -153,23 +143,25 @@ def too_few_rows(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
     return "--embeddings", "told.safetensors", "--switch", "2"
 
 
+# Words behind the command, with a prompt.
+PROMPTED = {
+    "a_switch_of_no_number": ("--switch", "a fox"),
+    "a_switch_that_is_never_shown": ("--switch", "40: a fox"),
+    "two_switches_at_once": ("--switch", "2: a fox", "--switch", "2: a cat"),
+    "a_switch_without_a_prompt": ("--switch", "2"),
+    "no_blocks_at_all": ("--blocks", "0"),
+    "weights_without_a_model": ("--weights", "model"),
+    "unipc": ("sampling.sampler=unipc",),
+    "an_image_model": ("model.in_channels=8",),
+}
 BAD: dict[str, Any] = {
+    **{name: lambda *_, w=words: ("--prompt", "any", *w) for name, words in PROMPTED.items()},
     "nothing_to_show": lambda *_: (),
-    "a_switch_of_no_number": lambda *_: ("--prompt", "any", "--switch", "a fox"),
-    "a_switch_that_is_never_shown": lambda *_: ("--prompt", "any", "--switch", "40: a fox"),
-    "two_switches_at_once": lambda *_: (
-        ("--prompt", "any", "--switch", "2: a fox", "--switch", "2: a cat")
-    ),
-    "a_switch_without_a_prompt": lambda *_: ("--prompt", "any", "--switch", "2"),
     "rows_of_other_scenes": too_few_rows,
-    "no_blocks_at_all": lambda *_: ("--prompt", "any", "--blocks", "0"),
-    "blocks_of_another_length": other_blocks,
-    "a_model_of_whole_videos": whole_videos,
+    "blocks_of_another_length": trained_on(1),
+    "a_model_of_whole_videos": trained_on(None),
     "weights_of_whole_videos": weights_of_whole_videos,
-    "weights_without_a_model": lambda *_: ("--prompt", "any", "--weights", "model"),
     "a_prefix_of_half_a_block": short_prefix,
-    "unipc": lambda *_: ("--prompt", "any", "sampling.sampler=unipc"),
-    "an_image_model": lambda *_: ("--prompt", "any", "model.in_channels=8"),
 }
 
 

@@ -19,6 +19,7 @@ from wan.sizes import Sizes
 import maxattn as ma
 from maxattn.errors import ConfigError, InputError
 from tests.examples.wan.streamed import SMALL
+from tests.waiting import but
 
 CONFIG = ma.AttentionConfig(attention="dot_product", cross_attention="dot_product")
 TOKENS, TEXT, WIDTH, LAYERS = 2, 3, 24, 2
@@ -33,15 +34,12 @@ def blocks(scan: bool = True, steps: int = 2, clean_pass: bool = True, **how: An
 KINDS = {
     "rolling": {"scan": False},
     "sink": {"window": 9, "sink": 4},
-    "all": {"window": None},
     "first": {"first": True, "clean_pass": False},
 }
-SEEN = {"rolling": 6, "sink": 9, "all": 6, "first": 3}  # latent frames
+SEEN = {"rolling": 6, "sink": 9, "first": 3}  # latent frames
 
 
-@pytest.mark.parametrize(
-    "kind", ["rolling", *(pytest.param(k, marks=pytest.mark.slow) for k in SEEN if k != "rolling")]
-)
+@pytest.mark.parametrize("kind", but(KINDS, ["rolling"]))
 def test_blocks_of_one_kind_are_one_program(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     block = blocks(**KINDS[kind])
     step = block.compiled(jnp.float32)
@@ -53,7 +51,7 @@ def test_blocks_of_one_kind_are_one_program(kind: str, caplog: pytest.LogCapture
             assert all(x.is_deleted() for x in jax.tree.leaves(before.k)), "it is changed in place"
             assert cache.stage == stage == ("empty" if block.first else "full")
     assert not [line for line in caplog.messages if "compilation of jit(_make_block)" in line]
-    assert int(cache.frame) == frame + (9 if kind in ("rolling", "sink") else 0)
+    assert int(cache.frame) == frame + (0 if kind == "first" else 9)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(cache))
     check_sizes(block, step, SEEN[kind])
 
