@@ -1,6 +1,4 @@
-"""The axes of the matrix: masks, lengths, heads, dtypes; and how a case becomes arrays and is
-judged.
-"""
+"""The axes of the matrix (masks, lengths, heads, dtypes), and what runs and judges a case."""
 
 from __future__ import annotations
 
@@ -21,21 +19,13 @@ from tests.reference import Answer, attention64, error
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 LENGTHS = {
-    "64": (64, 64),
-    "odd": (37, 37),
-    "one": (1, 33),
-    "cross": (45, 130),
-    "short": (129, 77),
+    "64": (64, 64), "odd": (37, 37), "one": (1, 33), "cross": (45, 130), "short": (129, 77),
     "prime": (131, 131),
-}
+}  # fmt: skip
 HEADS = {
-    "mha": (4, 4),
-    "gqa": (4, 2),
-    "mqa": (3, 1),
-    "8 of 8": (8, 8),
-    "8 of 2": (8, 2),
+    "mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1), "8 of 8": (8, 8), "8 of 2": (8, 2),
     "8 of 1": (8, 1),
-}
+}  # fmt: skip
 
 
 def _rng(b: int, t: int, s: int) -> np.random.Generator:
@@ -52,19 +42,14 @@ def _flags(b: int, t: int, s: int) -> np.ndarray:
 
 def _segments(b: int, t: int, s: int) -> M.Mask:
     rng = _rng(b, t, s)
-    q_ids, kv_ids = (
-        np.sort(rng.integers(-1, 3, (b, length)), 1).astype(np.int32) for length in (t, s)
-    )
-    return M.Segments(q_ids, kv_ids)
+    return M.Segments(*(np.sort(rng.integers(-1, 3, (b, n)), 1).astype(np.int32) for n in (t, s)))
 
 
 def _packed(t: int, s: int) -> M.Mask:
     """Four segments, of lengths that are known; some may have no query, or no key."""
     rng = _rng(1, t, s)
-    ends = (np.sort(rng.integers(0, n + 1, 3)) for n in (t, s))
-    return M.Segments.of_lengths(
-        *(np.diff([0, *cut, n]) for cut, n in zip(ends, (t, s), strict=True))
-    )
+    ends = [[0, *np.sort(rng.integers(0, n + 1, 3)), n] for n in (t, s)]
+    return M.Segments.of_lengths(*map(np.diff, ends))
 
 
 def _table(b: int, n: int, t: int, s: int) -> np.ndarray:
@@ -72,11 +57,8 @@ def _table(b: int, n: int, t: int, s: int) -> np.ndarray:
 
 
 def _video(b: int, t: int, s: int) -> M.Mask:
-    tokens = 4
-    frames = -(-s // tokens)
-    return M.VideoMask(
-        frames, tokens, 2, window=3, sink=1, first_frame_alone=True, offset=max(0, s - t)
-    )
+    first = {"first_frame_alone": True, "offset": max(0, s - t)}
+    return M.VideoMask(-(-s // 4), 4, 2, window=3, sink=1, **first)
 
 
 MaskMaker = Callable[[int, int, int, int], M.Mask | None]
@@ -97,7 +79,7 @@ MASKS: dict[str, MaskMaker] = {
     "dense": lambda b, n, t, s: M.Dense(_table(1, 1, t, s)),
     "dense heads": lambda b, n, t, s: M.Dense(_table(b, n, t, s)),
     "causal & lengths": lambda b, n, t, s: (
-        M.Causal(offset=max(0, s - t)) & M.KeyPadding(_lengths(b, t, s))
+        M.Causal(max(0, s - t)) & M.KeyPadding(_lengths(b, t, s))
     ),
     "window | sink": lambda b, n, t, s: M.LocalWindow(5, 5, offset=max(0, s - t)) | M.KeyLimit(3),
     "not segments": lambda b, n, t, s: ~_segments(b, t, s) & M.Causal(offset=max(0, s - t)),
@@ -111,20 +93,16 @@ KINDS = ("full", "causal", "block window", "lengths", "segments", "dense heads",
 XLA_KERNELS = {
     "dense": ma.AttentionConfig(attention="dot_product"),
     "blockwise": ma.AttentionConfig(
-        attention="dot_product",
-        use_memory_efficient_attention=True,
-        query_chunk_size=5,
+        attention="dot_product", use_memory_efficient_attention=True, query_chunk_size=5,
         key_chunk_size=4,
     ),
-}
+}  # fmt: skip
 # "far": -1e9 on the first half of the keys, which are all that some rows of a mask may see.
 BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S", "far": "B11S"}
 
 
 def arrays(case: dict) -> dict[str, Any]:
-    """Make the operands of a case, the same ones every time: arrays of numpy, which reach a mesh
-    without a program.
-    """
+    """Draw the operands of a case in numpy, from which they reach a mesh without a program."""
     (t, s), (n, k) = LENGTHS[case["length"]], HEADS[case["heads"]]
     b, h, dtype = case["batch"], case["head_dim"], case["dtype"]
     rng = np.random.default_rng(7)
@@ -133,11 +111,8 @@ def arrays(case: dict) -> dict[str, Any]:
         return rng.normal(size=shape).astype(jnp.dtype(dtype))
 
     letters = BIASES.get(case["bias"], case["bias"])  # a case may give the axes themselves
-    shape = (
-        tuple(1 if c == "1" else {"B": b, "N": n, "T": t, "S": s}[c] for c in letters)
-        if letters
-        else None
-    )
+    sizes = {"B": b, "N": n, "T": t, "S": s, "1": 1}
+    shape = tuple(sizes[c] for c in letters) if letters else None
     operands = {"q": normal(b, t, n, h), "k": normal(b, s, k, h), "v": normal(b, s, k, h)}
     bias_dtype = jnp.dtype(case.get("bias_dtype", "float32"))
     bias = rng.normal(size=shape).astype(bias_dtype) if shape else None
@@ -170,9 +145,8 @@ def run_case(
     seen = np.ones((1, 1, t), bool) if ok is None else ok.any(-1)
     # The LSE of a query with nothing to attend to is -inf, and a cotangent for it means nothing.
     dlse = np.where(seen, x["dlse"], np.float32(0))
-    call = partial(
-        ma.attention, mask=x["mask"], config=config, mesh=mesh, role=role, return_lse=True
-    )
+    settings = {"config": config, "mesh": mesh, "role": role, "return_lse": True}
+    call = partial(ma.attention, mask=x["mask"], **settings)
 
     attend = partial(both, lambda q, k, v, bias: call(q, k, v, bias=bias), x | {"dlse": dlse})
     run = jax.jit(attend, compiler_options=compiler_options)

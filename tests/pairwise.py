@@ -1,6 +1,4 @@
-"""Choose few cases of a product such that every pair of values of any two axes occurs in one of
-them.
-"""
+"""Choose few cases of a product that have every pair of values of any two axes."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ def pairwise(
     tries: int = 60,
     core: Sequence[str] | None = None,
 ) -> list[dict]:
-    """Return legal cases that cover every pair which any legal case has, greedily, the same ones
-    every time.
+    """Return legal cases, greedily, that cover every pair which any legal case has.
 
     With `core`, only pairs of values of those axes, and every value of the others with every one
     of the first of them: as many cases as the two longest axes of `core` ask for.
@@ -86,9 +83,7 @@ def _pairs(case: dict, core: Sequence[str]) -> set:
 
 
 def _impossible(pairs, axes, legal) -> set:
-    """Find pairs that no legal case has, so that the search can end; tries every completion of the
-    first ones.
-    """
+    """Find pairs among the first that no legal case has, so that the search can end."""
     gone = set()
     for (a, i), (b, j) in pairs[:8]:
         fixed = {n: [axes[n][i]] if n == a else [axes[n][j]] if n == b else axes[n] for n in axes}

@@ -66,9 +66,7 @@ def _transposed(x: np.ndarray) -> np.ndarray:
 
 
 def error(got, want) -> float:
-    """Return the largest difference, relative to the largest entry of what is wanted (at least
-    1e-3).
-    """
+    """Return the largest difference over the largest entry of `want`, or over 1e-3."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
     finite = _finite(got, want)
@@ -79,21 +77,16 @@ def error(got, want) -> float:
 
 
 def mean_error(got, want) -> float:
-    """Return the root mean square of the differences, relative to that of what is wanted (at least
-    1e-3).
+    """Return the root mean square of the differences over that of `want`, or over 1e-3.
 
-    Two roundings of the same numbers differ in their largest error by chance, and hardly in this
-    one.
+    Two roundings of the same numbers differ in their largest error by chance, hardly in this one.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     finite = _finite(got, want)
     if not finite.any():
         return 0.0
-    rms = [
-        float(np.sqrt(np.mean(x[finite] ** 2)))
-        for x in (np.where(finite, got, 0) - np.where(finite, want, 0), want)
-    ]
-    return rms[0] / max(rms[1], 1e-3)
+    off, size = (np.sqrt(np.mean(x**2)) for x in (got[finite] - want[finite], want[finite]))
+    return float(off / max(size, 1e-3))
 
 
 def _finite(got: np.ndarray, want: np.ndarray) -> np.ndarray:

@@ -215,16 +215,16 @@ def test_a_kernel_on_one_device(added: Path, masked: bool) -> None:
 MESH = "ici_data_parallelism: 2\nici_context_parallelism: 4\n"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "attention: plain\ncontext_parallel: gather\n",
-        "attention: gather\nattention_kernel: plain\n",
-        "attention: dot_product\ncontext_parallel: gather\n",
-        "attention: plain\ncontext_parallel: ring\n",
-        "attention: plain\ncontext_parallel: ulysses\n",
-    ],
-)
+ON_MESHES = [
+    "attention: plain\ncontext_parallel: gather\n",
+    "attention: gather\nattention_kernel: plain\n",
+    "attention: dot_product\ncontext_parallel: gather\n",
+    "attention: plain\ncontext_parallel: ring\n",
+    "attention: plain\ncontext_parallel: ulysses\n",
+]
+
+
+@pytest.mark.parametrize("settings", ON_MESHES)
 def test_a_kernel_and_a_strategy_on_a_mesh(added: Path, settings: str) -> None:
     config = from_yaml(added, settings + MESH)
     mesh = config.make_mesh()

@@ -56,27 +56,19 @@ def test_more_queries_than_keys_have_no_causal_offset() -> None:
         Call(1, 12, 8, 1, 1, 16, mask=M.Causal())
 
 
-def arrays(dtype: str = "float32") -> tuple[Any, Any]:
-    of = jax.ShapeDtypeStruct
-    return of((2, 8, 6, 16), dtype), of((2, 12, 3, 16), dtype)
+MASKS = [
+    M.Causal(), M.Full() & M.Full(), M.And((M.Causal(), M.And((M.KeyLimit(3), M.Causal())))),
+    M.KeyPadding(np.array([3, 5])) & M.LocalWindow(2, 2), M.Dense(np.ones((8, 12), bool)),
+    M.Dense(jax.ShapeDtypeStruct((8, 12), "bool")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        M.Causal(),
-        M.Full() & M.Full(),
-        M.And((M.Causal(), M.And((M.KeyLimit(3), M.Causal())))),
-        M.KeyPadding(np.array([3, 5])) & M.LocalWindow(2, 2),
-        M.Dense(np.ones((8, 12), bool)),
-        M.Dense(jax.ShapeDtypeStruct((8, 12), "bool")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_it_is_what_arrays_give(mask: M.Mask) -> None:
     by_hand = Call(**GOOD, mask=mask, bias=(1, 6, 8, 1), scale=0.5, role="cross", return_lse=True)
     bias = jax.ShapeDtypeStruct((6, 8, 1), "float32")
-    of = Call.of(*arrays(), mask=mask, bias=bias, scale=0.5, role="cross", return_lse=True)
+    q, k = (jax.ShapeDtypeStruct(x, "float32") for x in ((2, 8, 6, 16), (2, 12, 3, 16)))
+    of = Call.of(q, k, mask=mask, bias=bias, scale=0.5, role="cross", return_lse=True)
     assert by_hand == of and hash(by_hand) == hash(of) and repr(by_hand) == repr(of)
     assert ma.plan(by_hand) is ma.plan(of)
     assert replace(of) == of == pickle.loads(pickle.dumps(of))

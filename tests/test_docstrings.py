@@ -26,13 +26,9 @@ PUBLIC: dict[str, Any] = {
     if not isinstance(getattr(module, name), (int, ModuleType))
 }
 # What `&`, `|` and `~` make, and what all masks have in common, are shown by the others.
-KINDS = [
-    name
-    for name, value in PUBLIC.items()
-    if isinstance(value, type)
-    and issubclass(value, masks.Mask)
-    and value not in (masks.Mask, masks.And, masks.Or, masks.Not)
-]
+CLASSES = {name: value for name, value in PUBLIC.items() if isinstance(value, type)}
+MADE = (masks.Mask, masks.And, masks.Or, masks.Not)
+KINDS = [n for n, x in CLASSES.items() if issubclass(x, masks.Mask) and x not in MADE]
 CALLED = [
     "AttentionConfig", "Call", "CrossAttention", "FlaxAttention", "JointAttention", "Target",
     "apply_rotary", "attention", "attention_fn", "plan", "remat", "rope_1d", "rope_2d", "rope_3d",

@@ -79,7 +79,7 @@ def test_the_page_of_hardware_names_every_extra() -> None:
 
 @pytest.fixture(scope="module")
 def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the newest pip as a command: that of an old Python can search for hours."""
+    """Return the newest pip as a command: an old one can search for hours."""
     at = tmp_path_factory.mktemp("pip")
     subprocess.run([sys.executable, "-m", "venv", str(at)], check=True)
     command = [str(at / "bin" / "python"), "-m", "pip"]

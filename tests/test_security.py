@@ -325,7 +325,7 @@ print(json.dumps(seen))
 @pytest.fixture(scope="module")
 def read_after_kills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     """Kill each writer at many bytes, all in one process; return what was read after each."""
-    words = [sys.executable, "-c", KILLED, str(tmp_path_factory.mktemp("killed")), "97"]
+    words = [sys.executable, "-c", KILLED, str(tmp_path_factory.mktemp("killed")), "197"]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     child = subprocess.run(words, text=True, env=variables, capture_output=True, timeout=300)
     assert child.returncode == 0, child.stderr[-2000:]
