@@ -19,8 +19,7 @@ from maxattn.plan import Plan
 from maxattn.sharding import surrounding_manual_axes
 
 log = logging.getLogger("maxattn")
-_announced: set[Plan] = set()
-_said: set[str] = set()
+_logged: set[Plan | str] = set()
 
 
 def announce(plan: Plan) -> None:
@@ -30,13 +29,7 @@ def announce(plan: Plan) -> None:
     GPU's fused kernels from running.
     """
     warns = plan.warns or (plan.fell_back and plan.fallback == "warn")
-    level = logging.WARNING if warns else logging.INFO
-    # A plan that was made before logging was set up is logged later.
-    if not log.isEnabledFor(level) or plan in _announced:
-        return
-    _announced.add(plan)
-    if jax.process_index() == 0:
-        log.log(level, "%s", plan)
+    _log_once(logging.WARNING if warns else logging.INFO, plan)
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
@@ -112,10 +105,11 @@ def say_when_compiled(x: jax.Array, text: str) -> jax.Array:
     return say_p.bind(x, text=text)[0] if text else x
 
 
-def _log_once(level: int, text: str) -> None:
-    if not text or text in _said or not log.isEnabledFor(level):
+def _log_once(level: int, text: Plan | str) -> None:
+    # What is met before logging is set up is logged later.
+    if not text or text in _logged or not log.isEnabledFor(level):
         return
-    _said.add(text)
+    _logged.add(text)
     if jax.process_index() == 0:
         log.log(level, "%s", text)
 

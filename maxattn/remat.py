@@ -23,19 +23,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 Policy = Callable[..., Any]
 PLAIN = (bool, int, float, str, type(None))
 
-_MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-_ATTENTION = jax.checkpoint_policies.save_only_these_names("attn_out", "attn_lse")
+_JAX = jax.checkpoint_policies
+_MATMULS = _JAX.dots_with_no_batch_dims_saveable
+_ATTENTION = _JAX.save_only_these_names("attn_out", "attn_lse")
+_OFFLOAD = _JAX.offload_dot_with_no_batch_dims("device", "pinned_host")
 _POLICIES: dict[str, Policy | None] = {
     "NONE": None,
-    "FULL": jax.checkpoint_policies.nothing_saveable,
+    "FULL": _JAX.nothing_saveable,
     "SAVE_ATTENTION": _ATTENTION,
-    "SAVE_ATTENTION_AND_MATMUL": jax.checkpoint_policies.save_from_both_policies(
-        _ATTENTION, _MATMULS
-    ),
+    "SAVE_ATTENTION_AND_MATMUL": _JAX.save_from_both_policies(_ATTENTION, _MATMULS),
     "MATMUL_WITHOUT_BATCH": _MATMULS,
-    "OFFLOAD_MATMUL_WITHOUT_BATCH": jax.checkpoint_policies.offload_dot_with_no_batch_dims(
-        "device", "pinned_host"
-    ),
+    "OFFLOAD_MATMUL_WITHOUT_BATCH": _OFFLOAD,
 }
 POLICIES = tuple(_POLICIES)
 

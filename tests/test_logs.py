@@ -80,7 +80,7 @@ def test_a_mesh_that_is_not_there_is_logged_once(
     call: Any, settings: dict, golden: str | None, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A text is logged once a process, and another test may have met it.
-    monkeypatch.setattr(sys.modules["maxattn.announce"], "_said", set())
+    monkeypatch.setattr(sys.modules["maxattn.announce"], "_logged", set())
     with caplog.at_level(logging.WARNING, logger="maxattn"):
         for _ in range(2):
             call(ma.AttentionConfig(**settings))

@@ -107,7 +107,7 @@ def said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], list[str]]:
     """Return what was said of block sizes since the last question."""
-    monkeypatch.setattr(announce, "_said", set())
+    monkeypatch.setattr(announce, "_logged", set())
     caplog.set_level(logging.INFO, logger="maxattn")
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("Modified")]
 
