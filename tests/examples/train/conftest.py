@@ -47,7 +47,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     before = log.level
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
         # A plan that another test has met would not be announced again.
-        patch.setattr(sys.modules["maxattn.announce"], "_announced", set())
+        patch.setattr(sys.modules["maxattn.announce"], "_logged", set())
         log.setLevel(logging.INFO)
         log.addHandler(listening)
         model, losses = train(settings)
