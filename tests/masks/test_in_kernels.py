@@ -251,7 +251,7 @@ def test_forward_and_gradients_against_float64(name: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["memory_efficient", "flash"])
-@pytest.mark.parametrize("name", ["diagonal", "dilated", "pages", "packed"])
+@pytest.mark.parametrize("name", ["diagonal", "packed"])
 def test_a_kernel_never_reads_a_tile_that_is_empty(name: str, kernel: str) -> None:
     """Keys that are NaN spoil every query tile that reads their tile."""
     q, k, v, _ = arrays(1, LENGTH, 2, 64)

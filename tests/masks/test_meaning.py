@@ -13,25 +13,17 @@ from maxattn import masks as M
 from tests.masks.definitions import Spec, build, cases, specs, table
 from tests.tries import tries
 
+# Those in the docstrings of masks are run by test_docstrings.py.
 PICTURES = {
-    "causal": (M.Causal(), "1... 11.. 111. 1111"),
     "causal, a chunk at the end": (M.Causal(), "1111. 11111"),
     "causal, offset 1": (M.Causal(offset=1), "11. 111 111 111"),
     "causal, queries before the keys": (M.Causal(offset=-2), "... ... 1.. 11."),
-    "window of one before and two after": (M.LocalWindow(1, 2), "111.. 1111. .1111 ..111 ...11"),
     "window open to the left": (M.LocalWindow(None, 1), "11.. 111. 1111 1111"),
     "window open to the right": (M.LocalWindow(0, None), "1111 .111 ..11 ...1"),
-    "two blocks of two": (M.BlockSlidingWindow(2, 2), "11.... 11.... 1111.. 1111.. ..1111 ..1111"),
     "own block of three, ragged": (M.BlockSlidingWindow(3, 1), "111.. 111.. 111.. ...11 ...11"),
-    "blocks of two before and own, ragged": (M.BlockCausal(2), "11... 11... 1111. 1111. 11111"),
-    "limit": (M.KeyLimit(2), "11.. 11.. 11.."),
     "video, frame by frame": (M.VideoMask(3, 2), "11.... 11.... 1111.. 1111.. 111111 111111"),
     "video, two frames a block": (M.VideoMask(5, 1, 2), "11... 11... 1111. 1111. 11111"),
     "video, window of two": (M.VideoMask(4, 1, window=2), "1... 11.. .11. ..11"),
-    "video, the sink is part of the window": (
-        M.VideoMask(6, 1, window=3, sink=1),
-        "1..... 11.... 111... 1.11.. 1..11. 1...11",
-    ),
     "video, window of two blocks and a sink": (
         M.VideoMask(7, 1, frames_per_block=2, window=2, sink=1),
         "11..... 11..... 1111... 1111... 1..111. 1..111. 1...111",
@@ -45,17 +37,9 @@ PICTURES = {
         "1.... .11.. .11.. ...11 ...11",
     ),
     "video, the last block as a chunk": (M.VideoMask(4, 2, window=2, sink=1), "11....11 11....11"),
-    "lengths": (M.KeyPadding([2]), "11.. 11.."),
-    "flags": (M.KeyPadding([[True, False, True]]), "1.1 1.1"),
-    "segments, negative is padding": (
-        M.Segments([[0, 0, 1, -1]], [[0, 1, 1, -1, 0]]),
-        "1...1 1...1 .11.. .....",
-    ),
-    "dense": (M.Dense([[True, False], [False, True]]), "1. .1"),
     "dense with one row": (M.Dense([[True, False]]), "1. 1."),
     "causal without the diagonal": (M.Causal() & ~M.LocalWindow(0, 0), "... 1.. 11."),
     "sink of a token beside a window": (M.LocalWindow(1, 0) | M.KeyLimit(1), "1... 11.. 111. 1.11"),
-    "not the past": (~M.Causal(), ".11 ..1 ..."),
 }
 
 

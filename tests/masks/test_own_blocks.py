@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from maxattn import masks as M
-from maxattn.masks.base import Mask, Spots
 from maxattn.masks.terms import own_blocks
-from maxattn.masks.tree import leaf
 
 
 @M.mask_type
@@ -23,38 +21,11 @@ class TwoBlocks(M.BlockSlidingWindow):
 
 
 @M.mask_type
-class Past(M.VideoMask):
-    """See all before, whatever the frames say."""
-
-    def seen(self, pos: Any, xp: Any) -> Any:
-        return ((None, pos + 1),)
-
-
-@M.mask_type
 class Early(M.Causal):
     """Be causal for the first queries alone."""
 
     def seen(self, pos: Any, xp: Any) -> Any:
         return ((None, xp.where(pos < 30, pos + 1, 0)),)
-
-
-@M.mask_type
-class Until(Mask):
-    """Allow what another mask does to the first queries, and the others nothing."""
-
-    limit: int
-    arg: Mask = leaf()
-
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.arg,)
-
-    def spans(self, q_pos: Any, xp: Any, data: bool) -> Any:
-        return tuple(
-            (lo, xp.where(q_pos < self.limit, hi, 0)) for lo, hi in self.arg.spans(q_pos, xp, data)
-        )
-
-    def at(self, spots: Spots) -> Any:
-        return (spots.q_pos < self.limit)[None, None, :, None] & self.arg.at(spots)
 
 
 SEGMENTS, CAUSAL = M.Segments.of_lengths((8,) * 6), M.Causal(0)
@@ -102,9 +73,7 @@ NONE: dict[str, tuple[M.Mask, int]] = {
     "either of two": (M.BlockSlidingWindow(8, 1) | M.BlockSlidingWindow(16, 1), 48),
     "no keys": (M.Segments.of_lengths((24, 24), (0, 0)), 0),
     "a kind derived from blocks": (TwoBlocks(8, 1), 48),
-    "a kind derived from frames": (Past(12, 4, window=1), 48),
     "a kind derived from what repeats": (SEGMENTS & Early(), 48),
-    "a kind that holds what repeats": (SEGMENTS & Until(20, CAUSAL), 48),
 }  # fmt: skip
 
 
