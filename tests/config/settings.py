@@ -9,6 +9,17 @@ from pydantic import Field
 from maxattn.config import AttentionConfig
 from maxattn.config.section import Section
 
+# Other projects' spellings of `attention`: kernel and strategy.
+FOREIGN = {
+    "tokamax_ring": ("tokamax_flash", "ring"),
+    "tokamax_ring_custom": ("tpu_flash", "ring"),
+    "ulysses_custom": ("tpu_flash", "ulysses"),
+    "ulysses_custom_fixed_m": ("tpu_flash", "ulysses"),
+    "ulysses_ring_custom": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_bidir": ("tpu_flash", "ulysses_ring"),
+    "ulysses_ring_custom_fixed_m": ("tpu_flash", "ulysses_ring"),
+}
+
 
 class ModelSettings(Section):
     """A model."""

@@ -29,7 +29,16 @@ VALUES = st.recursive(
 )
 
 
-def load_or_explain(text: str, overrides: list[str]) -> None:
+TEXTS = st.one_of(
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.dictionaries(KEYS, VALUES, max_size=5).map(json.dumps),
+)
+OVERRIDES = st.text(max_size=8) | st.tuples(KEYS, VALUES.map(json.dumps)).map("=".join)
+
+
+@tries(60)
+@given(TEXTS, st.lists(OVERRIDES, max_size=3))
+def test_any_file_and_overrides_are_loaded_or_explained(text: str, overrides: list[str]):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "any.yml"
         path.write_text(text, encoding="utf-8")
@@ -40,18 +49,3 @@ def load_or_explain(text: str, overrides: list[str]) -> None:
                 assert problem.setting and problem.rule and problem.remedy and str(problem.value)
         else:
             assert hash(config) == hash(config.replace())
-
-
-@tries(24)
-@given(
-    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
-    st.lists(st.text(max_size=8), max_size=2),
-)
-def test_any_text(text: str, overrides: list[str]):
-    load_or_explain(text, overrides)
-
-
-@tries(40)
-@given(st.dictionaries(KEYS, VALUES, max_size=5), st.lists(st.tuples(KEYS, VALUES), max_size=3))
-def test_any_values(values: dict, overrides: list[tuple]):
-    load_or_explain(json.dumps(values), [f"{key}={json.dumps(value)}" for key, value in overrides])
