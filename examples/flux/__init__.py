@@ -1,1 +1,1 @@
-"""Flux.1, dev and schnell: its transformer, what it learns, and how it is sampled."""
+"""Flux.1, dev and schnell: its transformer, its training and its sampling."""

@@ -64,7 +64,7 @@ class FluxConditions(nnx.Module):
     def __call__(
         self, t: Float[Array, " B"], pooled: Float[Array, "B P"], guidance: Array | None
     ) -> Float[Array, "B D"]:
-        """Return one embedding of all that is said of a whole picture."""
+        """Return one embedding of the inputs of a whole picture: time, guidance and pooled text."""
         numbers = self.timestep_embedder(sinusoids(t, FREQUENCIES))
         if self.guidance_embedder is not None and guidance is not None:
             said = sinusoids(GUIDANCE_UNIT * guidance, FREQUENCIES)

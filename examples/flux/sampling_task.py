@@ -1,4 +1,4 @@
-"""Flux.1 in sampling: sizes of the picture, what the transformer is told, and how it is called."""
+"""Flux.1 in sampling: sizes of the picture, the transformer's inputs, and its calls."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class FluxSamplingTask(PictureTask):
         return FluxTransformer2D(self.sizes, self.settings, mesh, **how)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Return what every step is told: the text, the pooled text and the guidance."""
+        """Return the inputs of every step: the text, the pooled text and the guidance."""
         text, pooled, scale = (
             arrays["text"],
             arrays["pooled"],

@@ -24,7 +24,7 @@ UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0}  # as FLUX.1-schnell i
 
 
 class ModelSettings(NamedModel):
-    """Hold which transformer it is, and in which dtypes."""
+    """The transformer, by its folder or its sizes, and its dtypes."""
 
     known: ClassVar[dict[str, Any]] = SIZES
     repositories: ClassVar[dict[str, str]] = REPOSITORIES
@@ -44,23 +44,23 @@ class ModelSettings(NamedModel):
 
 
 class TrainingSettings(FlowTraining):
-    """Hold how the transformer learns: flow matching, at times drawn as said here."""
+    """Training by flow matching, and how its times are drawn."""
 
     timestep_shift: Positive = 1.0
     """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
     embedded_guidance: NotNegative = 1.0
-    """What FLUX.1-dev is told while it learns; schnell is told none."""
+    """The guidance that is an input of FLUX.1-dev in training; schnell has no such input."""
 
 
 class SamplingSettings(CommonSampling):
-    """Hold how pictures are drawn."""
+    """Sampling of pictures."""
 
     sampler: Literal["flow_euler"] | None = None
     """Euler steps over even sigmas; null: the same, or the folder is refused."""
     num_inference_steps: Count = 28
     """Steps from noise to picture; schnell takes 4."""
     guidance_scale: NotNegative | None = None
-    """What FLUX.1-dev is told, in one call of the model; null is 3.5. schnell takes none."""
+    """The guidance that is an input of FLUX.1-dev; null is 3.5. schnell has no such input."""
     true_cfg_scale: NotNegative = 1.0
     """Classifier-free guidance away from the negative prompt; 1 is none, in half the time."""
     timestep_shift: Positive | None = None
@@ -86,7 +86,7 @@ class SamplingSettings(CommonSampling):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold the keys of attention, and the sections model, data, training and sampling."""
+    """The keys of attention, and the sections model, data, training and sampling."""
 
     model: ModelSettings = ModelSettings(sizes="flux.1-dev")
     """The transformer."""

@@ -21,7 +21,7 @@ ONLY = {"_class_name": CLASS_NAME, "patch_size": 1}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of a transformer, under diffusers' names; the defaults are FLUX.1-dev's.
+    """The sizes of a transformer, under diffusers' names; the defaults are FLUX.1-dev's.
 
     Args:
         num_attention_heads, attention_head_dim: N and H; the width D is their product.
@@ -68,7 +68,7 @@ class Sizes:
         """
         own = {field.name for field in fields(cls)}
         config = read_config(folder, "flux", ONLY, {*own, "out_channels"})
-        # What a file leaves out is diffusers' default, and there it is False.
+        # A key that a file leaves out has diffusers' default, which is False.
         found = checked(cls, config, {**vars(cls()), "guidance_embeds": False})
         if config.get("out_channels") not in (None, found.in_channels):
             rule = f"FLUX.1-dev and schnell give out the {found.in_channels} channels they take in"

@@ -74,7 +74,7 @@ class FluxTask(LatentTask):
         return FluxTransformer2D(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield what the transformer cannot take of the data."""
+        """Yield the arrays of the data that do not fit the transformer."""
         expected: dict[str, Form] = {
             "latents": (self.sizes.channels, f"{PATCH} h", f"{PATCH} w"),
             "text": ("L", self.sizes.joint_attention_dim),
@@ -93,7 +93,7 @@ class FluxTask(LatentTask):
         return {**drawn._asdict(), **told}
 
     def loss(self, model: FluxTransformer2D, examples: Arrays) -> Float[Array, ""]:
-        """Return the mean square of what the predicted velocity is off."""
+        """Return the mean squared error of the predicted velocity."""
         times = examples["times"]
         scale = jnp.full_like(times, self.settings.training.embedded_guidance)
         guidance = scale if self.sizes.guidance_embeds else None

@@ -22,7 +22,7 @@ from .workloads import FRAMES, Workload
 
 @dataclass(frozen=True)
 class Blocks:
-    """Say which blocks of which video are measured.
+    """The measured blocks of a streamed video.
 
     Args:
         work: the model; its latents are the whole video, which a stream without a window keeps.
@@ -89,7 +89,7 @@ class Blocks:
 
     @property
     def video_frames(self) -> int:
-        """Frames of video that a block gives; the first latent frame stands for one of them."""
+        """Frames of video of a block; the first latent frame of a video is one frame."""
         return FRAMES * self.stream.frames_per_block - (FRAMES - 1) * self.first
 
     # ---- the program -----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Blocks:
         return run.lower(self._reel(put(told), put(self._at(empty))))
 
     def _shapes(self, dtype: Any) -> tuple[Any, Any, ma.KVCache, Any]:
-        """Return the model, its text, an empty cache, and what the model is told of the text."""
+        """Return the model, its text, an empty cache, and the keys and values of the text."""
         model: Any = nnx.eval_shape(lambda: self.work.make(dtype, dtype))
         structure, params = split(model)
         text = jax.ShapeDtypeStruct(self.work.shapes["text"], dtype)
@@ -169,7 +169,7 @@ class Blocks:
         rolls = self.stream.window is not None and not self.first
         return cache if rolls else self._at(cache, self.frame)
 
-    # ---- what was seen ---------------------------------------------------------------------------
+    # ---- figures ---------------------------------------------------------------------------------
 
     def facts(self, step: Step, ms: float) -> dict[str, Any]:
         """Collect what only blocks have: their sizes, and frames of video a second.

@@ -15,7 +15,7 @@ from .profile import Event
 
 ATTENTION, MATMUL, REST = KINDS = ("attention", "matmul", "rest")
 INSIDE = re.compile(r"_run\b")  # maxattn's own jit around every attention
-# Names of kernels of which the program says nothing.
+# Names of kernels that the program does not name.
 KERNEL = re.compile(r"flash|fmha|splash|maxattnkernels")
 OP_NAME = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', re.MULTILINE)
 OURS = re.compile(r"maxattnmodules")  # norm and rotary embedding
@@ -24,7 +24,7 @@ PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul|ynn
 
 @dataclass(frozen=True)
 class Kernel:
-    """Hold one kernel's share of a step.
+    """One kernel's share of a step.
 
     Args:
         name: of the kernel.

@@ -16,7 +16,7 @@ from .steps import Step
 
 @dataclass(frozen=True)
 class Times:
-    """Hold what was measured.
+    """The measured times.
 
     Args:
         ms: a step, one number a round.

@@ -17,7 +17,7 @@ KERNELS = ("Stream", "XLA Ops")  # the lines of a GPU's kernels, and of a TPU's
 
 
 class Event(NamedTuple):
-    """Hold one call of one kernel.
+    """One call of one kernel.
 
     Args:
         name: as the device ran it.

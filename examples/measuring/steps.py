@@ -23,7 +23,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Step:
-    """Hold a compiled step.
+    """A compiled step.
 
     Args:
         run: from (carry, fixed) to the next carry; the carry's buffers are given up.

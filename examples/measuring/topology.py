@@ -20,7 +20,7 @@ OPTIONS = {"TPU v4": {"chip_config_name": "megacore"}}  # one device a chip, as 
 
 
 class Absent(NamedTuple):
-    """Hold a TPU that is not here.
+    """A TPU that this machine does not have.
 
     Args:
         target: what plans are made for.

@@ -1,4 +1,4 @@
-"""What is measured: a model at its real size, the shapes of its inputs, a step."""
+"""Measured programs: a model at its real size, the shapes of its inputs, a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout refuses, one rule a function."""
+"""Checks of a rollout's inputs, one rule a function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def used_up(reel: Reel, what: str = TWICE, remedy: str = LAST) -> None:
 
 
 def _is_deleted(x: Any) -> bool:
-    """Tell whether an array was given up; what is being traced is none."""
+    """Check whether an array was donated; a traced array was not."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 

@@ -1,4 +1,4 @@
-"""At which times a block is denoised, how a step is taken, and what its clean pass is told.
+"""The times of denoising a block, its steps, and the noise of its clean pass.
 
     x0 = x - sigma v                                    sigma = time / 1000, v the velocity
     few_step:    x' = (1 - sigma') x0 + sigma' noise    fresh noise in every step
@@ -31,7 +31,7 @@ TRAINING_TIMES = 1000
 
 @dataclass(frozen=True)
 class Denoising:
-    """Say how a block is made of noise.
+    """How a block is made from noise.
 
     Args:
         denoising_steps: times of the steps, descending, at most 1000.
@@ -65,7 +65,7 @@ class Denoising:
 
     @property
     def times(self) -> Float[np.ndarray, " n"]:
-        """The times that the model is told, 1000 for noise."""
+        """The model's times of the steps, 1000 for noise."""
         return self.sigmas[:-1] * np.float32(TRAINING_TIMES)
 
     @property

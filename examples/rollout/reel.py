@@ -15,7 +15,7 @@ Latents = Float[Array, "B F H W C"]
 
 @dataclass(frozen=True, eq=False)
 class Reel:
-    """Hold what the next block is made from. The cache in it can be gone on from once.
+    """The state that the next block is made from. Its cache can be continued once.
 
     Args:
         told: what the model is told, for every block from here on.

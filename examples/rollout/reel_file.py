@@ -74,7 +74,7 @@ def load(run: Rollout, folder: str | Path, like: Any) -> Reel:
     return _filled(begun, {name: _placed(found[name], x) for name, x in wanted.items()}, said)
 
 
-# ---- what is written -----------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def _arrays(reel: Reel) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _write(folder: Path, held: str, arrays: Mapping[str, Any], said: Mapping[str
             earlier.unlink()
 
 
-# ---- what is read --------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def _begun(run: Rollout, said: Mapping[str, Any], like: Any) -> Reel:

@@ -1,4 +1,4 @@
-"""What a kept reel says of itself in JSON: the rollout that made it, and where the video is."""
+"""The JSON of a saved reel: the rollout that made it, and how far the video is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_CACHE = {
 
 
 def said_of(run: Rollout, reel: Reel, file: str) -> dict[str, Any]:
-    """Return what the JSON file says.
+    """Return the contents of the JSON file.
 
     Args:
         run: that makes the video.
@@ -50,13 +50,13 @@ def _of_cache(cache: Any) -> dict[str, Any]:
 
 
 def rollout_of(run: Rollout) -> dict[str, Any]:
-    """Return what the numbers of a rollout depend on beside its weights, as JSON holds it."""
+    """Return the settings that the numbers of a rollout depend on beside its weights, for JSON."""
     own = {"stream": asdict(run.stream), "sides": run.sides, "seed": run.seed}
     own |= {"re_prefill": run.re_prefill, "time_scale": run.time_scale, "how": asdict(run.how)}
     return json.loads(json.dumps(own))
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def check_said(said: Mapping[str, Any], folder: Path) -> None:

@@ -77,7 +77,7 @@ class Rollout:
         self._clean = own(self._clean_pass, donate_argnums=1)
         self._make_anew = own(self._make_block_anew)
 
-    # ---- what a user calls -----------------------------------------------------------------------
+    # ---- public methods --------------------------------------------------------------------------
 
     def begin(self, told: Any, batch: int = 1, frames: int | None = None, **how: Any) -> Reel:
         """Begin a video of nothing.
@@ -141,7 +141,7 @@ class Rollout:
             yield x, reel
 
     def switch(self, reel: Reel, told: Any) -> Reel:
-        """Tell the model something else from here on, as a prompt does.
+        """Change the condition from the next block on, such as the prompt.
 
         The frames that are kept are cached anew under it, block by block from their clean latents,
         at their own positions: as if the video had begun with them under the new prompt.
@@ -180,7 +180,7 @@ class Rollout:
         return self._make.lower(self._parameters, *given, reel.batch)
 
     def update(self, model: Any) -> None:
-        """Take the weights of another model of the same sizes; what is compiled stays so.
+        """Take the weights of another model of the same sizes; compiled programs stay.
 
         Raises:
             InputError: it is built otherwise.
@@ -233,7 +233,7 @@ class Rollout:
     def _denoised(
         self, parameters: Any, cache: Any, told: Any, numbers: Any, batch: int
     ) -> tuple[Latents, Any]:
-        """Take all steps from noise to a sample; what is written stays noisy."""
+        """Take all steps from noise to a sample; keys and values that are written stay noisy."""
         how, draw = self.how, partial(self._noise, numbers, batch)
         sigmas = jnp.asarray(how.sigmas)
 
@@ -246,7 +246,7 @@ class Rollout:
         return _scanned(step, draw(0), cache, steps, self._unread(cache))
 
     def _unread(self, cache: Any) -> int:
-        """Count the first steps of which no one reads what is written.
+        """Count the first steps whose written keys and values nothing reads.
 
         The first block sees itself alone. Later ones see what its last pass writes.
         """
@@ -326,7 +326,7 @@ def _call(model: Any, latents: Any, t: Any, told: Any, **seen: Any) -> Any:
 
 
 def _choice(said: bool | Choose, stream: ma.Stream) -> Choose:
-    """Choose the context of a block: what the window shows of the frames before it."""
+    """Choose the context of a block: the earlier frames in its window."""
     if callable(said):
         return said
 

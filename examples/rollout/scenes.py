@@ -1,4 +1,4 @@
-"""What a video shows from which block on: a prompt, and those that it changes to."""
+"""Scenes of a video: a prompt, and the prompts that later blocks change to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SWITCH = re.compile(r"\s*(\d+)\s*(?::\s*(.*\S)\s*)?", re.DOTALL)
 
 
 class Scene(NamedTuple):
-    """Say what is shown from a block on.
+    """The prompt that is shown from a block on.
 
     Args:
         block: the number of its first block.
@@ -43,7 +43,7 @@ def scenes_of(prompt: str | None, switches: Sequence[str]) -> tuple[Scene, ...]:
 
 
 def scene_errors(scenes: Sequence[Scene], blocks: int, given: int | None) -> Iterator[ConfigError]:
-    """Yield scenes that are never shown, and those of which nothing says what they show.
+    """Yield scenes that are never shown, and those without a prompt.
 
     Args:
         scenes: of the video.

@@ -10,7 +10,7 @@ from common.pipeline_folder import FIRST, SECOND, lacking, part_of
 
 @dataclass(frozen=True)
 class Paths:
-    """Hold what comes from files and goes into them.
+    """Paths of the files that are read and written.
 
     Args:
         model: a pipeline's folder in diffusers' format, or its model's alone.

@@ -1,4 +1,4 @@
-"""What a model brings to sampling: how it is built, what it is told, and how it is called."""
+"""The interface of a model in sampling: how it is built, its inputs, and its calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Part = Literal["transformer", "unet"]
 
 
 class Expert(NamedTuple):
-    """Say which model takes which steps.
+    """The steps that a model takes.
 
     Attributes:
         part: the folder of a pipeline that holds it.
@@ -36,7 +36,7 @@ class Expert(NamedTuple):
 
 
 class SamplingTask(Protocol):
-    """Say what is sampled. Arrays have the names and layouts of `files.py`."""
+    """A model that is sampled. Arrays have the names and layouts of `files.py`."""
 
     @property
     def family(self) -> Family:
@@ -86,11 +86,11 @@ class SamplingTask(Protocol):
         ...
 
     def size_errors(self) -> Iterable[ConfigError]:
-        """Yield what is wrong with the size of the sample."""
+        """Yield errors of the size of the sample."""
         ...
 
     def expected(self, guided: bool) -> dict[str, Form]:
-        """Return the form of each array that the model is told, without the batch."""
+        """Return the form of each input array, without the batch."""
         ...
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:

@@ -24,7 +24,7 @@ LayersKV = KV | tuple[KV, ...]
 
 
 class Transformer(nnx.Module):
-    """Turn an image into tokens, run attention blocks, and add what they give to the image."""
+    """Turn an image into tokens, run attention blocks, and add their output to the image."""
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
 

@@ -20,7 +20,7 @@ from samplers.betas import Betas
 
 
 class Noised(NamedTuple):
-    """Hold what is made of clean latents.
+    """Noisy latents, and the target of the UNet.
 
     Args:
         mixed: x_t.

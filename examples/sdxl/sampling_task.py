@@ -1,4 +1,4 @@
-"""SDXL in sampling: sizes of the picture, what the UNet is told, and how it is called."""
+"""SDXL in sampling: sizes of the picture, the UNet's inputs, and its calls."""
 
 from __future__ import annotations
 

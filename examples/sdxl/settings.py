@@ -23,12 +23,12 @@ Prediction = Literal["epsilon", "v_prediction"]
 
 
 class ModelSettings(SizedModel):
-    """Hold which UNet it is, and in which dtypes."""
+    """The UNet, by its folder or its sizes, and its dtypes."""
 
     usual: ClassVar[Sizes] = Sizes()
 
     prediction_type: Prediction | None = None
-    """What the UNet predicts: the noise, or v; null: as the folder's scheduler, else the noise."""
+    """The UNet's prediction, noise or v; null: that of the folder's scheduler, else noise."""
 
     block_out_channels: tuple[Count, ...] | None = None
     """This and the rest change one of SDXL's sizes, for a new model without weights."""
@@ -42,14 +42,14 @@ class ModelSettings(SizedModel):
 
 
 class TrainingSettings(CommonTraining):
-    """Hold how the UNet learns."""
+    """Training of the UNet."""
 
     snr_gamma: Positive | None = None
     """Min-SNR weights: times with a stronger signal than this count less; 5 is usual, null none."""
 
 
 class SamplingSettings(CommonSampling):
-    """Hold how pictures are drawn."""
+    """Sampling of pictures."""
 
     sampler: Literal["euler", "ddim"] | None = None
     """Euler steps, or DDIM; null: as the folder's scheduler_config.json says, else Euler."""
@@ -63,12 +63,12 @@ class SamplingSettings(CommonSampling):
         return self.sampler_of(folder, prediction_type).schedule(self.num_inference_steps)
 
     def sampler_of(self, folder: str | None, prediction_type: Prediction | None = None) -> Sampler:
-        """Choose the sampler; what the model predicts is said by the folder, else as given."""
+        """Choose the sampler; the prediction type is that of the folder, else of these settings."""
         return read(folder, "discrete", self.sampler, prediction_type=prediction_type)
 
 
 class Settings(ma.AttentionConfig):
-    """Hold the keys of attention, and the sections model, data, training and sampling."""
+    """The keys of attention, and the sections model, data, training and sampling."""
 
     model: ModelSettings = ModelSettings()
     """The UNet."""

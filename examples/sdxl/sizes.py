@@ -20,7 +20,7 @@ PROJECTED = "projection_class_embeddings_input_dim"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of a UNet, under diffusers' names; the defaults are those of SDXL base 1.0.
+    """The sizes of a UNet, under diffusers' names; the defaults are those of SDXL base 1.0.
 
     Args:
         block_out_channels: channels at each resolution, from the finest.
@@ -142,7 +142,7 @@ ONLY = {
     "flip_sin_to_cos": True,
     "freq_shift": 0,
 }
-# The same, of which a file that is written here says nothing: diffusers' defaults.
+# The same, left out of files that are written here: diffusers' defaults.
 USUAL_ALONE = {
     "addition_embed_type_num_heads": 64, "attention_type": "default", "center_input_sample": False,
     "class_embeddings_concat": False, "conv_in_kernel": 3, "conv_out_kernel": 3,
@@ -153,11 +153,11 @@ USUAL_ALONE = {
     "time_cond_proj_dim": None, "time_embedding_act_fn": None, "time_embedding_dim": None,
     "time_embedding_type": "positional", "timestep_post_act": None,
 }  # fmt: skip
-# What a file may say as it likes: what is computed here is the same.
+# Keys of a file with any value: they change no number here.
 FREE = ("up_block_types", "sample_size", "dropout", "upcast_attention")
 # Of these, what diffusers' default is another's: a file of SDXL says it.
 NEEDED = ("addition_embed_type", "use_linear_projection")
-# Sizes that are diffusers' defaults: what is meant where a file leaves them out.
+# Sizes that a file may leave out: diffusers' defaults.
 USUAL = {
     "layers_per_block": 2,
     "in_channels": 4,

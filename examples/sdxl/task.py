@@ -68,7 +68,7 @@ class SdxlTask(LatentTask):
 
     @cached_property
     def betas(self) -> Betas:
-        """How much noise there is at each time, and what the UNet says of it."""
+        """The noise level of each time, and the prediction type of the UNet."""
         return Betas(**{key: self.sampler.options[key] for key in Betas.__dataclass_fields__})
 
     def sampling_task(self) -> Any:
@@ -85,7 +85,7 @@ class SdxlTask(LatentTask):
         return UNet(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield what the UNet cannot take of the data."""
+        """Yield the arrays of the data that do not fit the UNet."""
         sizes, halvings = self.sizes, 2 ** (len(self.sizes.block_out_channels) - 1)
         expected: dict[str, Form] = {
             "latents": (sizes.in_channels, f"{halvings} h", f"{halvings} w"),

@@ -39,7 +39,7 @@ from .sizes import SIZE_NUMBERS, Sizes
 
 
 class Level(nnx.Module):
-    """Hold one resolution: residual blocks, attention after each if any, a change of resolution."""
+    """One resolution: residual blocks, attention after each if any, a change of resolution."""
 
     def __init__(self, resnets: list, attentions: list, down: Any = None, up: Any = None) -> None:
         self.resnets, self.attentions = nnx.List(resnets), nnx.List(attentions)
@@ -48,7 +48,7 @@ class Level(nnx.Module):
 
 
 class Told(NamedTuple):
-    """Hold what every block is told.
+    """The inputs of every block.
 
     Args:
         e: embedding of time, picture and pooled text.
@@ -154,7 +154,7 @@ class UNet(nnx.Module):
         return self.conv_out(activated(self.conv_norm_out, self._up(x, kept, told)))
 
     def _down(self, x: Image, told: Told) -> tuple[Image, list[Image]]:
-        """Run the way down; return its output, and what the way up concatenates."""
+        """Run the way down; return its output, and the arrays that the way up concatenates."""
         kept = [x]
         for level in self.down_blocks:
             for resnet, attention in zip_longest(level.resnets, level.attentions):

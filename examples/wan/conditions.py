@@ -15,7 +15,7 @@ from .sizes import Sizes
 
 
 class Time(NamedTuple):
-    """Hold what a time says: to the head, and to all blocks.
+    """The embedding of a time, for the head and for all blocks.
 
     Args:
         embedding: [B, F, D] of each frame of tokens; F is 1 where a video has one time.

@@ -93,7 +93,7 @@ def _boundary_errors(settings: Settings) -> Iterator[ConfigError]:
 
 
 def _one_transformer(settings: Settings) -> tuple[str, str] | None:
-    """Say why there is no second transformer, and what to do; None where there may be one."""
+    """Return the rule and remedy if there is no second transformer, None if there may be one."""
     name, folder = settings.model.sizes, settings.model.folder
     alone = "set training.expert and training.boundary_ratio to null, or "
     if folder is not None and index_of(Path(folder)):

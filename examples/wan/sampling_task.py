@@ -1,4 +1,4 @@
-"""Wan in sampling: sizes of the video, what the transformer is told, and how it is called.
+"""Wan in sampling: sizes of the video, the transformer's inputs, and its calls.
 
 What a pipeline's model_index.json says of Wan 2.2 is followed: expand_timesteps, with which the
 first frame can be an encoded image at time 0, and boundary_ratio, above which one transformer takes
@@ -124,7 +124,7 @@ class WanSamplingTask:
         return Expert(self.part, above, s.guidance_scale), rest
 
     def size_errors(self) -> Iterable[ConfigError]:
-        """Yield sides and frames that tokens do not divide, and what a pipeline cannot do."""
+        """Yield sizes that tokens do not divide, and settings that a pipeline does not have."""
         yield from self._pipeline_errors()
         if "rollout" in self.settings.model_fields_set:
             rule = "it is of videos made block by block, and here all frames are made at once"

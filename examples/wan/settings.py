@@ -36,7 +36,7 @@ Name = Literal[
 
 
 class ModelSettings(NamedModel):
-    """Hold which transformer it is, and in which dtypes."""
+    """The transformer, by its folder or its sizes, and its dtypes."""
 
     known: ClassVar[Mapping[str, Any]] = SIZES
     repositories: ClassVar[Mapping[str, str]] = REPOSITORIES
@@ -58,7 +58,7 @@ class ModelSettings(NamedModel):
 
 
 class TrainingSettings(ForcedTraining):
-    """Hold how the transformer learns: flow matching, at times drawn as said here."""
+    """Training by flow matching, and how its times are drawn."""
 
     expert: Literal["high_noise", "low_noise"] | None = None
     """Which of Wan 2.2 A14B's two transformers learns, at its own times alone."""
@@ -76,7 +76,7 @@ class TrainingSettings(ForcedTraining):
 
 
 class SamplingSettings(CommonSampling):
-    """Hold how videos are drawn."""
+    """Sampling of videos."""
 
     sampler: Literal["unipc", "flow_euler"] | None = None
     """UniPC, or Euler steps; null: as the folder's scheduler_config.json says, else UniPC."""
@@ -105,7 +105,7 @@ class SamplingSettings(CommonSampling):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold the keys of attention, and the sections of the program."""
+    """The keys of attention, and the sections of the program."""
 
     model: ModelSettings = ModelSettings(sizes="wan-2.1-t2v-1.3b")
     """The transformer."""
@@ -120,7 +120,7 @@ class Settings(ma.AttentionConfig):
 
 
 def describes_wan(path: str, overrides: Sequence[str]) -> bool:
-    """Tell whether a file, with overrides, is for Wan: its model has `sizes` or a `folder`."""
+    """Check whether a file with overrides is for Wan: its model has `sizes` or a `folder`."""
     try:
         sections = yaml.safe_load(Path(path).read_text("utf-8-sig"))
         keys = _keys(sections.get("model")) if isinstance(sections, dict) else set()
@@ -128,7 +128,7 @@ def describes_wan(path: str, overrides: Sequence[str]) -> bool:
             if key.strip() == "model":
                 keys = _keys(yaml.safe_load(value))
             keys.add("model.sizes" if key.strip() == "sizes" else key.strip())
-    # The class that reads the file and the overrides says what is wrong with them.
+    # The class that reads the file and the overrides reports their errors.
     except (OSError, ValueError, yaml.YAMLError):
         return False
     return bool(keys & {"model.sizes", "model.folder"})

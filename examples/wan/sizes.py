@@ -24,7 +24,7 @@ ONLY = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold the sizes of a transformer, under diffusers' names.
+    """The sizes of a transformer, under diffusers' names.
 
     Args:
         num_attention_heads, attention_head_dim: N and H; the width D is their product.
@@ -94,7 +94,7 @@ class Sizes:
             yield ConfigError("image_dim", self.image_dim, rule, "set both, or both to null")
 
 
-# Also diffusers' defaults, which are meant by what a file leaves out.
+# Also diffusers' defaults: keys that a file leaves out have these values.
 _14B = Sizes(num_attention_heads=40, num_layers=40, ffn_dim=13824)
 SIZES = {
     "wan-2.1-t2v-1.3b": Sizes(),

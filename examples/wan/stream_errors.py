@@ -1,4 +1,4 @@
-"""What a run of streaming refuses before anything is read: model, scenes, files and folders."""
+"""Checks of a streaming run before anything is read: model, scenes, files and folders."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class StreamRun:
     prefix: Path | None = None
     out: Path | None = None
 
-    # ---- what the settings say -------------------------------------------------------------------
+    # ---- settings --------------------------------------------------------------------------------
 
     @property
     def settings(self) -> Any:
@@ -223,7 +223,7 @@ class StreamRun:
         return files.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
 
     def _say(self, done: int, before: int, then: float) -> tuple[int, float]:
-        """Say now and then how far the run is, and how long blocks took since it was said last."""
+        """Print the progress now and then, with the time of a block since the last line."""
         if done < self.blocks and done % max(1, self.blocks // LINES):
             return before, then
         spent = (time.perf_counter() - then) / (done - before)

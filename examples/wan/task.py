@@ -30,7 +30,7 @@ from .plans import plans, tokens
 from .settings import Settings
 from .sizes import Sizes
 
-# What the blocks of a clip see; how videos are drawn may change.
+# The keys of a rollout that training depends on; those of drawing may change.
 FORCED = (
     "training.forcing", "training.context_noise", "training.context_dropout",
     "rollout.frames_per_block", "rollout.window", "rollout.sink", "rollout.first_frame_alone",
@@ -99,7 +99,7 @@ class WanTask(LatentTask):
         return WanTransformer3D(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield what the transformer cannot take of the data."""
+        """Yield the arrays of the data that do not fit the transformer."""
         sizes, (frames, rows, columns) = self.sizes, self.sizes.patch_size
         expected: dict[str, Form] = {
             "latents": (sizes.out_channels, f"{frames} f", f"{rows} h", f"{columns} w"),
@@ -129,7 +129,7 @@ class WanTask(LatentTask):
         return {**drawn, "text": text, **more}
 
     def _noise(self, latents: tuple[int, ...]) -> forcing.Noise:
-        """Say which noise clips [B, F, h, w, C] get in training by forcing."""
+        """Return the noise of clips [B, F, h, w, C] in training by forcing."""
         said = self.settings.training
         how = {"sampling": said.timestep_sampling, "mean": said.logit_mean, "std": said.logit_std}
         context = said.context_noise / forcing.MOST if said.forcing == "teacher" else None
@@ -143,7 +143,7 @@ class WanTask(LatentTask):
         return self.settings.rollout.stream(latents[2] // height * (latents[3] // width))
 
     def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
-        """Return the mean square of what the predicted velocity is off."""
+        """Return the mean squared error of the predicted velocity."""
         x, how = _conditioned(examples["mixed"], examples), {}
         if examples["times"].ndim == 2:
             seen = forcing.seen(examples, self._stream(x.shape), 1000.0)

@@ -20,7 +20,7 @@ from sample.task import Arrays
 
 
 def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, device: str) -> Arrays:
-    """Encode prompts; behind a prompt's own tokens stand zeros, as in the model's training.
+    """Encode prompts, padded with zeros behind the prompt's own tokens, as in the model's training.
 
     Args:
         folder: with tokenizer and text_encoder.
@@ -105,7 +105,7 @@ def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: s
 def _encoded(
     folder: Path, picture: Any, size: tuple[int, int, int], device: str
 ) -> tuple[Any, int]:
-    """Return the latents of a picture and then zeros, and how many frames a latent stands for."""
+    """Return the latents of a picture followed by zeros, and the frames of a latent."""
     import torch
     from diffusers.video_processor import VideoProcessor
 
