@@ -35,7 +35,13 @@ from maxattn.tools.compile.kernel_file import (
     read_kernel_file,
     traced_file,
 )
-from maxattn.tools.compile.process import PYTHON_VARIABLE, held_signals, tpu_python
+from maxattn.tools.compile.process import (
+    PYTHON_VARIABLE,
+    CompilerProcess,
+    CompilerStopped,
+    held_signals,
+    tpu_python,
+)
 from maxattn.tools.model_shapes import read
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.schedules import ScheduleCompiler
@@ -142,6 +148,9 @@ def test_the_limit_ends_the_compiler(tmp_path, monkeypatch, capsys):
     assert ran.status == 1 and ran.out.endswith(
         "no result after 0.2 s: raise --time-limit, or compile a shorter shape\nnot compiled\n"
     )
+    # It does not read: a request that is longer than a pipe holds waits no longer.
+    with CompilerProcess("compile", dumps=False) as process, pytest.raises(CompilerStopped):
+        process.ask({"long": "x" * 10**6}, 0.2)
 
 
 CONFIGS = {

@@ -26,7 +26,7 @@ from maxattn.config.document import parse_json
 from maxattn.config.errors import plain
 from maxattn.errors import ConfigError, Unsupported
 
-# What libtpu wants where there is no TPU. Asking the metadata server would wait for minutes.
+# What libtpu needs without a TPU. Asking the metadata server would wait for minutes.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -75,7 +75,6 @@ class CompilerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the next request starts no process."""
         return self._child is not None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -88,10 +87,10 @@ class CompilerProcess:
         until = time.monotonic() + seconds
         if self._child is None:
             self._start()
-        assert self._child is not None and self._child.stdin is not None and self._answers
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as the reading will find
-            self._child.stdin.write(json.dumps(request).encode() + b"\n")
-            self._child.stdin.flush()
+        assert self._child is not None and self._answers is not None
+        # In a thread: a child that reads nothing would block a long request for ever.
+        line = json.dumps(request).encode() + b"\n"
+        threading.Thread(target=_write, args=(self._child.stdin, line), daemon=True).start()
         text = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
@@ -167,6 +166,12 @@ class CompilerProcess:
             os.close(writing)
 
 
+def _write(stdin: IO[bytes], line: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, as the reading finds
+        stdin.write(line)
+        stdin.flush()
+
+
 def tpu_python() -> str | None:
     """Return the python that can compile for a TPU: $MAXATTN_TPU_PYTHON, else one with libtpu."""
     named = os.environ.get(PYTHON_VARIABLE)
@@ -178,9 +183,8 @@ def held_signals() -> Iterator[None]:
     """Hold Ctrl-C and TERM back until the block ends, and then let the first one act.
 
     A child that runs before its parent can name it would be left behind by a signal in between.
-    Only the main thread gets signals: in others there is nothing to hold.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield
         return
     came: list[int] = []

@@ -91,7 +91,6 @@ class KernelDump:
 
     @staticmethod
     def read(name: str, bundles: str, slots: str, device: Device, libtpu: str) -> KernelDump:
-        """Read the texts of both files."""
         who = f"libtpu {libtpu}'s dump of {name}"
         rows, table = Bundles.read(bundles, who), SlotTable.read(slots, who)
         if len(rows.rows) != len(table.rows):
@@ -271,12 +270,10 @@ class KernelTiles(NamedTuple):
 
     @property
     def visited(self) -> int:
-        """Tiles of one head that are computed."""
         return self.full + self.masked
 
     @property
     def skips_nothing(self) -> bool:
-        """Whether every tile is computed."""
         return not self.is_bound and self.visited == self.grids[0]
 
 

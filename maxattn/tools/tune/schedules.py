@@ -100,7 +100,6 @@ class ScheduleLog:
         return self._known.get(_key(self._line(job)))
 
     def add(self, job: KernelJob, answer: dict[str, Any]) -> None:
-        """Write an answer to the file."""
         line = self._line(job) | answer
         self._known[_key(line)] = line
         self.path.parent.mkdir(parents=True, exist_ok=True)

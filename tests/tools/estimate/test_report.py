@@ -72,10 +72,6 @@ def test_the_report_of_masks_and_of_what_is_not_known():
     check_golden("cli/estimate/report_of_masks", "\n".join(estimate_lines(made)))
 
 
-def test_nothing_is_printed_where_nothing_was_asked():
-    assert estimate_lines(outcome({})) == []
-
-
 def test_a_refused_estimate_is_no_success(capsys, monkeypatch):
     made = outcome({"refused": "estimate: why"})
     job = CompileJob("v5p:2x2x1", CONFIG, read("1,512,512,2,128"))
@@ -141,12 +137,6 @@ def test_every_kernel_of_a_training_step(kernel, phases, capsys):
         fast, slow = one["seconds"]
         assert 0 < fast <= slow
         assert 0.1 < one["flops"] / fast / one["peak"] <= 1
-
-
-@needs_libtpu
-def test_a_kernel_of_gpus_is_refused(capsys):
-    words = ["attention=cudnn", "--target", "v6e:1x1", "--shape", "1,512,512,2,128"]
-    check_golden("cli/estimate/gpu_kernel", run(capsys, "compile", *words, "--estimate").text)
 
 
 @needs_libtpu

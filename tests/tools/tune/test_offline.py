@@ -23,7 +23,7 @@ from maxattn.errors import InputError, Unsupported
 from maxattn.masks import EMPTY, FULL, MIXED, LocalWindow
 from maxattn.target import Target
 from maxattn.tools.cli.tune import SizeTuning, ranked_sizes, ranking_lines
-from maxattn.tools.compile.process import PYTHON_VARIABLE, tpu_python
+from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.estimate.kernel import KernelTiles, step_cost_of
 from maxattn.tools.tune import schedules, store
 from maxattn.tools.tune.candidates import tile_choices, without_likes
@@ -300,18 +300,7 @@ def test_refusals(capsys, cache, name):
     check_golden(f"cli/tune/offline_{name}", run(capsys, "tune", *WORDS, *REFUSED[name]).text)
 
 
-def test_without_libtpu(capsys, cache, monkeypatch):
-    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr("maxattn.tools.compile.process.importlib.util.find_spec", lambda _: None)
-    check_golden("cli/tune/offline_no_libtpu", run(capsys, "tune", *WORDS, "--target", "v6e").text)
-
-
 # ---- the compiler's process ----------------------------------------------------------------------
-
-
-def test_a_python_that_cannot_be_run_is_refused(capsys, cache, monkeypatch):
-    monkeypatch.setenv(PYTHON_VARIABLE, "/nope/python")
-    check_golden("cli/tune/offline_no_python", run(capsys, "tune", *WORDS, "--target", "v6e").text)
 
 
 @pytest.mark.slow
