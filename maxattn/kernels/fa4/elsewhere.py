@@ -1,8 +1,8 @@
 """FlashAttention-4 on GPUs that are not Hopper's: the library's own launches, through primitives.
 
-The library knows all pairs, a window in which the last query stands at the last key, lengths, and a
-test of pairs. A band becomes such a window; any other mask is tested pair by pair in the narrowest
-window around it.
+The library computes all pairs, a window whose last query is aligned with the last key, lengths, and
+a test of pairs. A band becomes such a window. Any other mask is tested pair by pair in the
+narrowest window that contains it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Window = tuple[int | None, int | None]
 
 
 class View(NamedTuple):
-    """Say what of a call the library is given: queries, keys, a window and a test of pairs.
+    """The part of a call that the library computes: queries, keys, a window and a test of pairs.
 
     Args:
         q0, q1, k0, k1: the range of queries and of keys.
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
 
 def forward(p: Problem, inputs: Inputs, scale: float) -> Result:
-    """Return (out, lse); 0 and -inf for queries that see nothing."""
+    """Return (out, lse); 0 and -inf for queries without a key."""
     if p.kind == "lengths":
         return _lengths_forward(inputs, scale)
     view = view_of(p, inputs)
@@ -142,8 +142,8 @@ def view_of(p: Problem, inputs: Inputs) -> View:
     arrays = tuple(jnp.pad(jnp.asarray(x, jnp.int32), ((0, 0), (0, PAD))) for x in (*ends, *ids))
     count = ends[0].shape[0] if ends else 0
     leaves, mask = jax.tree.flatten(_pairs_mask()(count, bool(ids), arrays))
-    # The arrays are of all queries and keys: nothing is cut, and a window that leaves some out has
-    # a side below 0, which the library does not take.
+    # The arrays cover all queries and keys, so that neither is cut. A window that leaves some out
+    # has a side below 0, which the library does not take.
     moved = (around.left, s - t), (around.right, t - s)
     left, right = (None if x is None or x + by < 0 else x + by for x, by in moved)
     return View(0, t, 0, s, (left, right), mask, tuple(leaves))
@@ -248,7 +248,7 @@ def _flat(x: Array) -> Array:
 
 
 def _ends(inputs: Inputs) -> tuple[Array, Array, Array, Array]:
-    """Say where each batch row begins and how many of its queries and keys are real."""
+    """Return where each batch row begins, and how many of its queries and keys are real."""
     (batch, t), s = inputs.q.shape[:2], inputs.k.shape[1]
     lengths = sort_terms(inputs.mask).lengths(batch, s, inputs.kv_offset)
     assert lengths is not None

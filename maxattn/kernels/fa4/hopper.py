@@ -1,7 +1,7 @@
 """fa4-jax's two Hopper kernels with three hooks: the next item, where results go, how dQ is added.
 
 The functions at the end are what `cutejax.call` traces. CuTe comes with fa4-jax: this file is
-imported where a kernel is compiled.
+imported when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def run_after(stream: Any, spec: Spec, which: str, scale: float, sums: Any, grad
 
 
 def _keys(x: Any, start: Any, length: Any) -> Any:
-    """Return so many keys of [B,S,K,H], where they stand."""
+    """Return a view of a range of keys of [B,S,K,H]."""
     x = cute.domain_offset((0, start, 0, 0), x)
     layout = cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride)
     return cute.make_tensor(x.iterator, layout)

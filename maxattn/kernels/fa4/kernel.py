@@ -111,7 +111,7 @@ class Fa4(Kernel):
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
-        """Take the scale, whether the LSE is asked for, and who launches."""
+        """Make the kernel of a call; on Hopper GPUs maxattn launches it."""
         version, sms = target.version("fa4-jax") or "", target.device.sms
         return Fa4(call.scale, call.return_lse, version, _launches(target), sms, call.sharded)
 
@@ -138,7 +138,7 @@ class Fa4(Kernel):
         return forward_launch(problem).microseconds, backward_launch(problem).microseconds
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Say which order of ids skips most, and what is computed of a mask."""
+        """Return advice on the order of segment ids, and the share of pairs that is computed."""
         problem = self._problem(call)
         if self.launched:
             return (sort_note("tiles"),) if problem.kind == "ids" else ()
@@ -213,7 +213,7 @@ class Fa4(Kernel):
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
-        """Tell whether its accumulator could keep dQ in one float32 array."""
+        """Return whether the accumulator can keep dQ in one float32 array."""
         return run.can_add_up((0, 0, call.heads, call.head_dim), (0, 0, call.kv_heads))
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
@@ -226,7 +226,7 @@ class Fa4(Kernel):
         return run.Fa4DqAccumulator(problem, launch, inputs, rows, self.scale)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Say how the accumulator launches."""
+        """Return what `explain` prints of the accumulator."""
         return "dQ in one float32 array, block by block" if self._keeps_dq(inputs) else ""
 
     def _keeps_dq(self, inputs: Inputs) -> bool:
@@ -309,7 +309,7 @@ def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
 
 
 def _without_unseen(rows: Rows) -> Rows:
-    """Give queries that see nothing a large LSE and no gradient: their P is exp(s - 1e30) = 0."""
+    """Set a large LSE and no gradient for queries without a key: their P is exp(s - 1e30) = 0."""
     empty = rows.lse == NEG_INF
     dout = jnp.where(column(empty), 0, rows.dout).astype(rows.dout.dtype)
     dlse = jnp.where(empty, 0.0, rows.dlse)

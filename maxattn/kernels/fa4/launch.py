@@ -42,18 +42,18 @@ FIRST_TILES, FIRST_SUMS, FIRST_OF_TILE = 32, 2**21, 3_000
 
 
 class Launch(NamedTuple):
-    """Say how one pass is launched.
+    """The launch of one pass, as a value.
 
     Attributes:
         tile: queries and keys at a time.
-        items: if they are arithmetic; None for an array of items.
+        items: which items there are, if arithmetic gives them; None for an array of items.
         queue: whether thread blocks are persistent and take items from a queue; else each item has
             a thread block of its own.
-        splits: of each tile row with lists.
-        group: lanes whose items start together, of an array of items.
+        splits: number of splits of each tile row, if there are lists.
+        group: number of lanes whose items start together, in an array of items.
         writes_first: whether the first tile of keys writes dQ, to which the others add; else a
             launch before clears it.
-        microseconds: an estimate.
+        microseconds: estimated time.
         line: what `explain` prints.
     """
 

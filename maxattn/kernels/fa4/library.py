@@ -1,7 +1,7 @@
 """All that is taken from inside fa4-jax 0.1 and cutlass-dsl 4: names, operands, layouts, promises.
 
 `mismatch` compares the table below with the source of the installed package, which it reads and
-does not import. `Fa4.supports` asks it once, so that nothing asks while a kernel is compiled.
+does not import. `Fa4.supports` calls it once, so that no check is left for the time of compiling.
 
 A move to another fa4-jax: change `TESTED` in jax_private/versions.py, run `mismatch`, mend what it
 names in hopper.py, then `make test-fa4-compile` and, on a GPU, `make test-gpu`.
@@ -77,21 +77,21 @@ USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
 }
 
 # fa4-jax promises its compiler addresses at multiples of 256 bytes, and its calls refuse others.
-# XLA hands a slice of a larger array over where it lies: at a multiple of a token's bytes. The
+# XLA passes a slice of a larger array without a copy: at a multiple of a token's bytes. The
 # widest load of these kernels is 16 bytes, and a bulk copy asks no more of an address.
 ALIGNED: Final = {"_QKV_SPEC": 16, "_QKV3_SPEC": 16, "_F32_SPEC": 16, "_LSE_SPEC": 4}
 
 
 @cache
 def mismatch() -> str | None:
-    """Say what the installed fa4-jax lacks of `USED`; None where it fits, or is not installed."""
+    """Return what of `USED` the installed fa4-jax lacks; None if it fits or is not installed."""
     spec = find_spec("fa4_jax")
     roots = () if spec is None else spec.submodule_search_locations or ()
     return next((found for root in roots if (found := mismatch_in(Path(root)))), None)
 
 
 def mismatch_in(root: Path) -> str | None:
-    """Say what the sources of fa4-jax in a folder lack of `USED`."""
+    """Return what of `USED` the sources of fa4-jax in a folder lack."""
     trees: dict[str, ast.Module] = {}
     for (file, where), names in USED.items():
         path = root / file
@@ -146,7 +146,7 @@ def attention() -> Any:
 
 
 class NamedOperands(dict[str, Any]):
-    """Hold the operands of a method of the library's by their names, in its order."""
+    """The operands of one of the library's methods by name, in its order."""
 
     def __init__(self, method: Any, operands: tuple[Any, ...]) -> None:
         names = [name for name in signature(method).parameters if name != "self"]
@@ -158,7 +158,7 @@ class NamedOperands(dict[str, Any]):
 
 @dataclass(frozen=True)
 class KernelKind:
-    """Say what a kernel is compiled for, beside what the library's own settings say.
+    """What a kernel is compiled for, beside the library's own settings.
 
     Args:
         cut: which items are cut.
@@ -181,7 +181,7 @@ class KernelKind:
 
 @dataclass(frozen=True)
 class Spec:
-    """Say what a kernel is made from: a value, for the compiler's cache.
+    """What a kernel is made from: a value, so that the compiler can cache by it.
 
     Args:
         dtype, head_dim, group: of q, k and v; query heads of each key head.
@@ -203,7 +203,7 @@ class Spec:
 
 
 class ForwardOperands(NamedTuple):
-    """Hold what a forward reads, beside q, k and v: None if it has no such array."""
+    """The arrays that a forward reads; None for one that it does not need."""
 
     q: Any
     k: Any
@@ -216,7 +216,7 @@ class ForwardOperands(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """Hold what a backward reads: likewise.
+    """The arrays that a backward reads; None for one that it does not need.
 
     Args:
         lse, delta: of each query; the LSE in base 2.

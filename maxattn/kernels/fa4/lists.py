@@ -32,7 +32,7 @@ MOST_COMPARED = 1024  # columns of which every two are compared
 
 
 class Lists(NamedTuple):
-    """Hold the lists of all tile rows of one pass, as a kernel reads them.
+    """The lists of all tile rows of one pass, as a kernel reads them.
 
     Args:
         array: int32, [rows, 3 + mixed] in the form of ranges, else [2, *B, rows, 1 + tiles].

@@ -1,7 +1,7 @@
 """A mask as a kernel gets it: lists of tiles, and the test of a pair in mixed ones.
 
 fa4-jax evaluates its `mask_mod` pair by pair. The forward here works out where the intervals of a
-query lie among a thread's columns, and keeps the scores inside: from a word of bits where the
+query lie among a thread's columns, and keeps the scores inside: from a word of bits if the
 columns are in order, else by two comparisons a score (a block window's forward takes 0.9 of the
 time, H200). The backward would get slower, and tests each pair. Both passes read the id of a key
 once for all query rows of a thread.
@@ -41,10 +41,10 @@ PAD = 256  # more than any tile: the test reads arrays for whole tiles, past the
 
 @dataclass(frozen=True)
 class PairTest:
-    """Say how a pair is tested; hashable, since a kernel is compiled for it.
+    """The test of a pair; hashable, since a kernel is compiled for it.
 
     Args:
-        positions: a bound mask of positions that the kernel evaluates; None where arrays hold the
+        positions: a bound mask of positions that the kernel evaluates; None if arrays hold the
             intervals that it allows.
         q_offset, kv_offset: positions of the first query and key, for `positions`.
         intervals: number of rows in the arrays `lo` and `hi` [M, T]; 0 for none.
@@ -63,7 +63,7 @@ class PairTest:
         return self.positions is not None or bool(self.intervals)
 
     def __call__(self, b: Any, q: Any, kv: Any, arrays: tuple[Any, ...], xp: Any) -> Any:
-        """Tell whether query `q` of batch row `b` may attend to key `kv`.
+        """Return whether query `q` of batch row `b` may attend to key `kv`.
 
         Args:
             b, q, kv: numbers of a kernel, or arrays that broadcast.
@@ -98,7 +98,7 @@ def _inside(key: Any, lo: Any, hi: Any) -> Any:
 
 
 class Masked(NamedTuple):
-    """Hold what a mask gives a kernel.
+    """What a kernel gets for a mask.
 
     Args:
         lists: of tiles; None without a test of pairs.
@@ -197,7 +197,7 @@ def gathered(x: Array, order: Array) -> Array:
 
 
 class Numbers:
-    """Give masks and items numpy's functions, on numbers of a kernel."""
+    """numpy's functions that masks and items need, for numbers inside a kernel."""
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:

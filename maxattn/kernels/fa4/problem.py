@@ -31,7 +31,7 @@ UNKNOWN = {"ids": 0.25, "traced": 0.5}  # of all tiles, those that such lists ar
 
 
 class Problem(NamedTuple):
-    """Hold what a launch is decided from.
+    """What a launch is decided from.
 
     Args:
         batch, q_len, kv_len, heads, kv_heads: B, T, S, N, K.
@@ -128,7 +128,7 @@ def _problem(
 
 
 def allows_all(problem: Problem) -> bool:
-    """Tell whether a mask of known positions hides nothing, as a wide window does."""
+    """Return whether a mask of known positions allows all pairs, as a wide window does."""
     tile, lengths = Tile(128, 128), (problem.q_len, problem.kv_len)
     if _count(problem, tile) > lists.MOST_TILES:
         return False
@@ -149,17 +149,17 @@ PAD = 256  # more than any tile, to which the sums of each batch row are padded
 
 
 def has_kernels(device: Device) -> bool:
-    """Tell whether fa4-jax has kernels for a GPU; one that is not known is taken to have them."""
+    """Return whether fa4-jax has kernels for a GPU; assumed of an unknown GPU."""
     return device.capability is None or device.capability[0] in HEAD_LIMITS
 
 
 def lack(device: Device) -> str:
-    """Say which GPUs fa4-jax has no kernels for."""
+    """Return the rule that fa4-jax has no kernels for a GPU."""
     return f"fa4-jax has no kernels for compute capability {device.capability_text}"
 
 
 def launches(version: str, device: Device) -> bool:
-    """Tell whether maxattn launches the library's kernels itself: on Hopper GPUs."""
+    """Return whether maxattn launches the library's kernels itself: on Hopper GPUs."""
     return version.startswith(FA4_LAUNCHES) and device.is_a("hopper")
 
 
@@ -175,7 +175,7 @@ def refuse_operands(call: Call, device: Device) -> Reason | None:
 
 
 def head_limit(device: Device) -> int:
-    """Return the largest head dim on a GPU, the least of all where it is not known."""
+    """Return the largest head dim on a GPU, the least of all if it is not known."""
     least = min(HEAD_LIMITS.values())
     return HEAD_LIMITS.get(device.capability[0], least) if device.capability else least
 

@@ -99,7 +99,7 @@ def forward(
         operands,
         in_specs=[lib._QKV_SPEC] * 3 + _items_specs(found),
         out_specs=[layout for _, layout in results + count],
-        # The number of taken items is counted up where it stands.
+        # The number of taken items is counted up in place.
         input_output_aliases={_place(operands, "zero"): len(results)} if launch.queue else {},
         name="maxattn_forward",
     )
@@ -126,7 +126,7 @@ def _seen(result: Result, lengths: Array | None) -> Result:
 
 
 def _without_empty_splits(lse: Array, lengths: Any, splits: int, keys: int) -> Array:
-    """Give splits without keys of a batch row an LSE of -inf: they computed something."""
+    """Set the LSE of splits without real keys to -inf, since their results mean nothing."""
     if lengths is None:
         return lse
     ends = jnp.arange(splits + 1)[:, None] * -(-lengths // keys) // splits
@@ -354,5 +354,5 @@ class Fa4DqAccumulator(DqAccumulator):
 
 
 def can_add_up(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    """Tell whether dQ of several blocks can be added up, for shapes of q and a block of k."""
+    """Return whether dQ of several blocks can be summed, for shapes of q and a block of k."""
     return queries[2] == keys[2] and queries[3] % 8 == 0 and kernel_width(queries[3]) == queries[3]

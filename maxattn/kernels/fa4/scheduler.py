@@ -5,10 +5,10 @@ fa4-jax starts a thread block for each tile row of a grid. Here a thread block a
 warp that loads fetches it while the last item is multiplied, and hands it to the warps that
 multiply through shared memory.
 
-While a loop of the library's is traced, `tile_idx` says where an item is, and `item` holds the rest
-of it, which ranges, lists and epilogues read.
+While one of the library's loops is traced, `tile_idx` is the place of an item; ranges, lists and
+epilogues read the rest of it from `item`.
 
-CuTe comes with fa4-jax: this file is imported where a kernel is compiled.
+CuTe comes with fa4-jax: this file is imported when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLACES = 2
 
 @dataclass
 class Sizes(scheduling.ParamsBase):
-    """Hold what a scheduler gets: how many items there are, and arrays beside the library's."""
+    """A scheduler's operands: numbers of tile rows, heads and batch rows, and our arrays."""
 
     num_block: Any
     num_head: Any
@@ -55,7 +55,7 @@ class Sizes(scheduling.ParamsBase):
 
 
 class Item(NamedTuple):
-    """Hold an item: numbers of a kernel. `first` and `last` are 0 if items are arithmetic."""
+    """An item, in numbers of a kernel; `first` and `last` are 0 if items are arithmetic."""
 
     row: Any
     lane: Any
@@ -64,7 +64,7 @@ class Item(NamedTuple):
 
 
 class ItemTile(scheduling.WorkTileInfo):
-    """Say where an item is; whoever asks has it at hand as `kernel.item`."""
+    """The place of an item; reading it sets `kernel.item`."""
 
     def __init__(self, kernel: Any, item: tuple[Any, ...], is_valid: Any) -> None:
         super().__init__(item, is_valid)
@@ -88,13 +88,13 @@ class ItemTile(scheduling.WorkTileInfo):
 
 
 class ItemScheduler(scheduling.SingleTileScheduler):
-    """Give a thread block its item, or one after the other from the queue.
+    """Hand a thread block its item, or one item after another from the queue.
 
     Args:
         kernel: for which.
         sizes: of the launch.
         at: (number of the item, how many were taken before).
-        queue: where the number of the next item is handed on, in a kernel with a queue.
+        queue: passes on the number of the next item, in a kernel with a queue.
     """
 
     def __init__(self, kernel: Any, sizes: Any, at: tuple[Any, Any], queue: Any = None) -> None:
@@ -307,7 +307,7 @@ class ListTiles(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Give the n-th tile of a list: an entry of an array, or of tiles side by side."""
+    """Return the n-th tile of a list: an entry of an array, or of a range of tiles."""
 
     array: Any
     first: Any

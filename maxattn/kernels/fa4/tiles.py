@@ -4,9 +4,9 @@ With W for the head dim as a kernel pads it, an item of a forward takes about
 
     start + tiles * (loop + queries * keys * (W + 64) * pair)        microseconds of an SM
 
-so few keys want a tile that ends where they end, and many a large one. A persistent thread block
-begins an item while it ends the one before: its start is shorter, its loop mostly longer, and its
-tile of results needs a place of its own in shared memory. Measured on an H200; an H100 agrees.
+so few keys want a tile that ends with the last key, and many keys want a large tile. A persistent
+thread block begins an item while it ends the one before: its start is shorter, its loop is mostly
+longer, and its tile of results needs its own shared memory. Measured on an H200; an H100 agrees.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NARROW = 1.15  # a query in backward tiles of 64, beside one in tiles of 80
 
 
 class Tile(NamedTuple):
-    """Say how many queries and keys a tile has."""
+    """Numbers of queries and keys of a tile."""
 
     queries: int
     keys: int
 
 
 class Speed(NamedTuple):
-    """Say what parts of a forward's item take, in microseconds of an SM.
+    """Times of the parts of a forward's item, in microseconds of an SM.
 
     Attributes:
         pair: a channel of W + SOFTMAX of a pair: two products and an exponential.
@@ -65,7 +65,7 @@ SPEEDS = {  # by the longest head dim
 
 
 class ItemTime(NamedTuple):
-    """Say how long an item takes, in microseconds: start + steps * step."""
+    """Time of an item in microseconds: start + steps * step."""
 
     start: float
     step: float
@@ -138,7 +138,7 @@ def _most_keys(head_dim: int, queries: int, listed: bool) -> int:
 
 
 def fits(head_dim: int, tile: Tile, queue: bool = False) -> bool:
-    """Tell whether Q, two stages of K and V, and what is kept beside them fit shared memory.
+    """Return whether Q, two stages of K and V, scores and results fit shared memory.
 
     Args:
         head_dim: H.
@@ -153,7 +153,7 @@ def fits(head_dim: int, tile: Tile, queue: bool = False) -> bool:
 
 
 def can_queue(head_dim: int, tile: Tile, listed: bool) -> bool:
-    """Tell whether a forward's thread blocks can be persistent."""
+    """Return whether a forward's thread blocks can be persistent."""
     return fits(head_dim, tile, queue=True) and not (listed and head_dim > LISTED_HEADS)
 
 
@@ -164,7 +164,7 @@ def kernel_width(head_dim: int) -> int:
     """Return the head dim that a backward is compiled for.
 
     fa4-jax 0.1 has settings for 192 and 256 from 128 on, and fails at 160. A kernel for 192 takes
-    arrays of 160: its copies put zeros where these have ended, and write nothing there.
+    arrays of 160: its copies read zeros past their end, and write nothing there.
     """
     return head_dim if head_dim <= 128 else ceil(head_dim / 64) * 64
 

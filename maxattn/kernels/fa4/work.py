@@ -29,7 +29,7 @@ LEAST_GAIN, LEAST_US = 0.02, 2.0  # of a cut; a prediction is no more exact
 
 
 class Uniform(NamedTuple):
-    """Say which items there are where all tile rows have the same steps.
+    """The items of a launch whose tile rows all have the same number of steps.
 
     Attributes:
         tail: the last tile rows of each lane, which are cut; `ALL` for all.
@@ -75,10 +75,10 @@ def items(work: Any, lanes: tuple[int, int], group: int, splits: int = 1) -> Any
     """Return the items [n, 4] of tile rows with lists, longest first in groups of lanes.
 
     Args:
-        work: number of steps of each tile row, [rows], or [B, rows] where batch rows differ; a
-            numpy array where it is known.
+        work: number of steps of each tile row, [rows], or [B, rows] if batch rows differ; a
+            numpy array if it is known when tracing.
         lanes: batch rows and heads.
-        group: lanes that start together; it divides the heads of a batch row where batch rows
+        group: lanes that start together; it divides the heads of a batch row if batch rows
             differ, else all lanes.
         splits: of every tile row.
     """
@@ -132,7 +132,7 @@ def end_of(times: np.ndarray, lanes: int, sms: int) -> float:
 
 
 class Cut(NamedTuple):
-    """Say which tile rows are cut, and when the last item ends then.
+    """Which tile rows are cut, and the makespan that results.
 
     Attributes:
         end: makespan, merge included, in microseconds.
