@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Le
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from maxattn.config.numbers import LARGEST, MOST_DEVICES, divisors, whole
 from maxattn.context_parallel import table as strategy_table
@@ -167,19 +167,25 @@ def _not_a_strategy(value: Any) -> Any:
     return value
 
 
-def _one_of(names: Callable[[], tuple[str, ...]]) -> PlainValidator:
-    """Accept one of the names of a table, which is read when a value is checked."""
+class _OneOf:
+    """Take one of the names of a table, which is read when a value is checked or a schema made."""
 
-    def check(value: Any) -> str:
-        if isinstance(value, str) and value in names():
+    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
+        self.names = names
+
+    def check(self, value: Any) -> str:
+        names = self.names()
+        if isinstance(value, str) and value in names:
             return value
-        raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, names()))})
+        listed = [repr(name) for name in names]
+        expected = f"{', '.join(listed[:-1])} or {listed[-1]}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
 
-    return PlainValidator(check)
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_plain_validator_function(self.check)
 
-
-def _listed(names: tuple[str, ...]) -> WithJsonSchema:
-    return WithJsonSchema({"enum": list(names), "type": "string"})
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self.names()), "type": "string"}
 
 
 _POSITIVE_OR_REST = {
@@ -193,7 +199,7 @@ NotNegative = Annotated[int, Ge(0), Le(LARGEST)]
 PositiveOrRest = Annotated[
     int, AfterValidator(_positive_or_rest), WithJsonSchema(_POSITIVE_OR_REST)
 ]
-Attention = Annotated[str, _one_of(attentions), _listed(attentions())]
-Strategy = Annotated[str, _one_of(strategies), _listed(strategies())]
-KernelName = Annotated[str, _one_of(kernels), BeforeValidator(_not_a_strategy), _listed(kernels())]
+Attention = Annotated[str, _OneOf(attentions)]
+Strategy = Annotated[str, _OneOf(strategies)]
+KernelName = Annotated[str, _OneOf(kernels), BeforeValidator(_not_a_strategy)]
 Axes = Annotated[tuple[Axis, ...], AfterValidator(_some_and_each_once), WithJsonSchema(_AXES)]
