@@ -68,7 +68,7 @@ def peft(said: dict[str, Any] | str, name: str = "adapter_model.safetensors") ->
     return "peft"
 
 
-def check_factors(source: Any, prefix: str, *factors: float) -> None:
+def check_factors(source: Any, prefix: str | None, *factors: float) -> None:
     """Fail unless each layer's kernel has moved by its factor times B A, and no other has."""
     model, plain, given = fresh(Model), weights.to_diffusers(fresh(Model)), tensors()
     assert set(weights.merge_lora(model, source, 0.5, prefix=prefix)) == set(LAYERS)
@@ -103,8 +103,9 @@ THREE_PARTS = of_part("text_encoder", lora_alpha=1) | of_part() | of_part("t_2",
 TEXT_TOO = SAID | of_part("text_encoder", lora_alpha=1)
 ROOTED = of_part(use_rslora=True, alpha_pattern={"to_k": 3})
 ALPHA = {f"{PART}blocks.0.to_k.alpha": np.array(3, np.float32)}
-READ: dict[str, tuple[Any, str, tuple[float, ...]]] = {
+READ: dict[str, tuple[Any, str | None, tuple[float, ...]]] = {
     "a_header": (lambda: header(of_part()), PART, (4, 8, 4, 16)),
+    "a_prefix_that_is_found": (lambda: header(of_part()), None, (4, 8, 4, 16)),
     "a_folder_with_a_header": (lambda: header(of_part()) and Path.cwd(), PART, (4, 8, 4, 16)),
     "opened": (lambda: weights.SafeTensors(header(of_part())), PART, (4, 8, 4, 16)),
     "plain_names": (lambda: header(SAID, ""), "", (4, 8, 4, 16)),
