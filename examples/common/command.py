@@ -1,4 +1,4 @@
-"""What the commands share: reading settings, joining processes, and errors of a user's making."""
+"""Shared by the commands: reading settings, joining processes, and errors of a user's making."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settings_of(
     """
     parser = parser_of(description, family)
     parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")
-    found = parser.parse_intermixed_args(arguments)  # overrides may stand behind options
+    found = parser.parse_intermixed_args(arguments)  # overrides may come after options
     folders = {"model.folder": found.model, "data.folder": found.data}
     return read_settings(found, settings_class, folders)
 

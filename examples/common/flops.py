@@ -18,7 +18,7 @@ BACKWARD = {"attention": 2.5, "matmul": 2.0}  # of the forward
 
 @dataclass(frozen=True)
 class Work:
-    """Hold the operations of one forward pass."""
+    """The operations of one forward pass."""
 
     attention: int = 0
     matmul: int = 0

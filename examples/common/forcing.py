@@ -1,4 +1,4 @@
-"""What the tokens of a video model see: all of each other, the blocks of a stream, or a cache.
+"""The context of a video model's tokens: all of each other, the blocks of a stream, or a cache.
 
 A model calls `view_of` and knows nothing of training or sampling:
 
@@ -28,7 +28,7 @@ from maxattn.sharding import mesh_shape, ways
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Forcing:
-    """Say that frames of a clip have times of their own, and see each other by a stream.
+    """Forcing: frames of a clip have times of their own, and see each other by a stream.
 
     Args:
         stream: blocks, window and sink.
@@ -43,7 +43,7 @@ class Forcing:
 
 
 class View(NamedTuple):
-    """Hold what the tokens of a call see.
+    """The context of the tokens of a call.
 
     Args:
         rotary: positions of the tokens, or of a cache's window where it keeps keys by slots.
@@ -81,7 +81,7 @@ def view_of(
     mesh: Any = None,
     positions: Any = None,
 ) -> View:
-    """Say what the tokens of a call see.
+    """Return the context of the tokens of a call.
 
     Args:
         frames: of tokens, in the call.
@@ -129,7 +129,7 @@ def _by_cache(
     return View(rope(frames if positions is None else positions), cache=cache)
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def check_call(
@@ -172,7 +172,7 @@ def _check_type(name: str, value: Any, kind: type, rule: str) -> None:
 
 
 def _check_layers(cache: ma.KVCache, layers: int) -> None:
-    """Refuse a cache of another depth: in a scan the last layers would share what is kept."""
+    """Refuse a cache of another depth: in a scan the last layers would share keys and values."""
     if (found := cache.shape[0]) != layers:
         rule = f"each of the model's {layers} layers has keys and values of its own"
         raise InputError("cache", f"{found} layers", rule, f"make the cache with layers={layers}")

@@ -64,7 +64,7 @@ def _check(told: dict[str, Any]) -> None:
 
 
 def is_first() -> bool:
-    """Say whether this is process 0, the one that speaks and writes pictures."""
+    """Check whether this is process 0, which prints and writes pictures."""
     return jax.process_index() == 0
 
 
@@ -134,6 +134,6 @@ def whole(array: Array) -> np.ndarray:
 
 
 def name() -> str:
-    """Say which process this is, for its errors; empty where there is one alone."""
+    """Return this process's number for its errors; empty if it is the only one."""
     joined = jax.distributed.is_initialized()
     return f"process {jax.process_index()} of {jax.process_count()}: " if joined else ""

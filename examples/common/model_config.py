@@ -55,12 +55,12 @@ def read_config(
 
 
 def _is_off(value: Any) -> bool:
-    """Tell null and false, which mean one thing to diffusers."""
+    """Check whether a value is null or false, which diffusers treats alike."""
     return value is None or value is False
 
 
 def _no_file(path: Path, family: Family) -> WeightsError:
-    """Say that there are no sizes, and where the folder is a pipeline of others, whose it is."""
+    """Return the error of a folder without sizes; it names the pipeline if there is another."""
     problem = class_error(path.parent, family)
     if problem is not None:
         return WeightsError(problem.setting, problem.value, problem.rule, problem.remedy)

@@ -12,7 +12,7 @@ from .sized_model import SizedModel
 
 
 class NamedModel(SizedModel):
-    """Hold which transformer it is, and in which dtypes.
+    """A transformer, by its folder or its sizes, and its dtypes.
 
     A subclass adds `sizes`, a name of `known` or None, and fields with the names of sizes, each
     None unless it changes that size.

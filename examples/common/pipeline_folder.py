@@ -73,7 +73,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 
 def continues_images(index: Mapping[str, Any]) -> bool:
-    """Tell whether the first frame of a video can be an image, by `model_index.json`."""
+    """Check by `model_index.json` whether the first frame of a video can be an image."""
     return bool(index.get(EXPANDS))
 
 

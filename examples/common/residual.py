@@ -1,4 +1,4 @@
-"""Tokens, and what a layer adds to them: the next norm adds it, in one pass over memory."""
+"""Tokens and a layer's branch: the next norm adds it, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tokens = Float[Array, "B T D"]
 
 
 class Residual(NamedTuple):
-    """Hold tokens and a branch that nobody has added to them yet.
+    """Tokens, and a branch that is not yet added to them.
 
     Args:
         x: tokens.
@@ -45,12 +45,12 @@ class Residual(NamedTuple):
 
 
 def residual(x: Tokens | Residual) -> Residual:
-    """Return tokens with nothing to add, or what is a residual already."""
+    """Return tokens with nothing to add; a residual as it is."""
     return x if isinstance(x, Residual) else Residual(x)
 
 
 def left_open(layers: Any, config: ma.AttentionConfig | None) -> bool:
-    """Say whether layers hand on what is to be added: where each is compiled on its own.
+    """Check whether layers pass their branch on: if each is compiled on its own.
 
     A backward that computes a layer again would keep both, tokens and branch.
 

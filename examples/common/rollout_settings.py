@@ -20,10 +20,10 @@ Step = Annotated[float, Gt(0), Le(MOST)]
 
 
 class RolloutSettings(Section):
-    """Hold how a video is made block by block."""
+    """How a video is made block by block."""
 
     frames_per_block: Count = 3
-    """Latent frames that are made together; a part of what the model was trained for."""
+    """Latent frames that are made together, as in the model's training."""
     window: Count | None = None
     """Blocks that a block sees, its own included; null is all."""
     sink: Whole = 0
@@ -33,7 +33,7 @@ class RolloutSettings(Section):
     denoising_steps: tuple[Step, ...] = (1000, 750, 500, 250)
     """Times of the steps of a block, from 1000 (noise) down; 0 (clean) is none of them."""
     warp_steps: bool = True
-    """Move the times by timestep_shift; false: the model is told them as they are written."""
+    """Move the times by timestep_shift; false: the model gets them as they are written."""
     timestep_shift: Positive = 5.0
     """Moves times t to 1000 shift u / (1 + (shift - 1) u) with u = t / 1000."""
     context_noise: Annotated[float, Ge(0), Lt(MOST)] = 0.0
@@ -77,7 +77,7 @@ class RolloutSettings(Section):
 
     @property
     def times(self) -> tuple[float, ...]:
-        """The times that the model is told in the steps of a block, 1000 (noise) to 0 (clean)."""
+        """The model's times in the steps of a block, 1000 (noise) to 0 (clean)."""
         shift = self.timestep_shift if self.warp_steps else 1.0
         parts = (step / MOST for step in self.denoising_steps)
         return tuple(MOST * shift * u / (1 + (shift - 1) * u) for u in parts)

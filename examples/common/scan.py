@@ -41,12 +41,12 @@ def make_layers(
 
 
 def are_scanned(layers: Any) -> bool:
-    """Tell whether layers are one module, as `make_layers` makes them where they are scanned."""
+    """Check whether layers are one module, as `make_layers` makes scanned ones."""
     return not isinstance(layers, nnx.List)
 
 
 def scan_here(said: bool | None) -> bool:
-    """Say whether layers are scanned in sampling: unless a GPU runs them, or a setting says so.
+    """Check whether sampling scans layers: unless it runs on a GPU, or a setting decides.
 
     Args:
         said: `model.scan_layers`.

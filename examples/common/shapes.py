@@ -13,7 +13,7 @@ Form = tuple[int | str, ...]
 
 
 def fits(shape: tuple[int, ...], form: Form) -> bool:
-    """Tell whether a shape has a form."""
+    """Check whether a shape has a form."""
     return len(shape) == len(form) and all(map(_size_fits, shape, form))
 
 

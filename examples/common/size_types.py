@@ -16,7 +16,7 @@ MOST = 10**6
 
 
 def checked(kind: Callable[..., Sizes], config: Mapping[str, Any], usual: Any) -> Sizes:
-    """Make sizes of what a file says.
+    """Make sizes from the values of a file.
 
     Args:
         kind: a dataclass, with `misfits()`.
@@ -51,7 +51,7 @@ def size_of(config: Mapping[str, Any], key: str, wanted: Any, usual: Any) -> Any
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    """Tell whether a value of JSON has a type; sizes are positive."""
+    """Check whether a value of JSON has a type; sizes are positive."""
     if wanted is int:
         return type(value) is int and 0 < value <= MOST
     if wanted is float:

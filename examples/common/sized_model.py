@@ -14,7 +14,7 @@ from .settings import Dtype
 
 
 class SizedModel(Section):
-    """Hold which model it is, and in which dtypes.
+    """A model, by its folder or its sizes, and its dtypes.
 
     A subclass adds fields with the names of sizes, each None unless it changes that size.
     """

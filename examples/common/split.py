@@ -18,7 +18,7 @@ Leaves = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Structure:
-    """Hold all of a model but its arrays; models of equal structures share compiled programs.
+    """All of a model but its arrays; models of equal structures share compiled programs.
 
     Args:
         graph: of the modules.

@@ -76,7 +76,7 @@ def whole_errors(setting: str, folder: Path) -> Iterator[ConfigError]:
 
 
 def block_note(path: Path) -> str | None:
-    """Say that nothing tells whether weights are of a model that was trained block by block."""
+    """Warn that weights may be of a model that was not trained block by block."""
     if (path / "config.json").is_file():
         return None
     return (

@@ -10,7 +10,7 @@ from maxattn.errors import ConfigError
 
 
 def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigError | None:
-    """Say why a file or folder cannot be written, or return None. Nothing is left behind.
+    """Return why a file or folder cannot be written, or None. Nothing is left behind.
 
     Args:
         setting: that named the path.

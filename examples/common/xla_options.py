@@ -40,7 +40,7 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
 
 
 def sampling_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
-    """Read options for a program that samples; those that help on this platform stand before them.
+    """Read options for a program that samples, after those that help on this platform.
 
     Args:
         words, setting: as for `xla_options`.

@@ -1,4 +1,4 @@
-"""Measures streamed digits block by block: whether a video of any length stays what it began as.
+"""Measures streamed digits block by block: whether a long video still shows its digit.
 
 digit      a classifier of real digits names it in the frames of the block
 direction  its mean movement a frame rounds to the pixels of the prompt
@@ -25,7 +25,7 @@ HALF = 0.5  # pixels a frame: movements nearer to the prompt's than this round t
 
 @dataclass(frozen=True)
 class Drift:
-    """Hold a number for each block, over all videos.
+    """A number for each block, over all videos.
 
     Args:
         digit, direction: shares that are right.
@@ -85,7 +85,7 @@ def measure(judge: Judge, videos: Videos, prompts: Sequence[str], size: int) -> 
 def _moves_right(
     videos: Videos, own: slice, steps: Float[np.ndarray, "n 2"]
 ) -> Bool[np.ndarray, " n"]:
-    """Say whether each video moves as its prompt says, from the frame before the block on."""
+    """Check whether each video moves as its prompt says, from the frame before the block."""
     centres = torus.centre(videos[:, max(own.start - 1, 0) : own.stop])
     moved = torus.apart(np.diff(centres, axis=1), videos.shape[-1]).mean(axis=1)
     return (np.abs(moved - steps) < HALF).all(-1)
@@ -123,7 +123,7 @@ def slope(numbers: Sequence[float]) -> tuple[float, float]:
 
 
 def bars(drift: Drift) -> dict[str, bool]:
-    """Say which bars a rollout passes; each of them is what a viewer would see."""
+    """Return which bars a rollout passes; a viewer would see each of them."""
     found = {
         f"digit in block 1 at least {FIRST:.0%}": drift.digit[0] >= FIRST,
         f"digit in the last block at least {LAST:.0%}": drift.digit[-1] >= LAST,

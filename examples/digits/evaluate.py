@@ -23,7 +23,7 @@ NEAR = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))  # rows and columns
 
 @dataclass(frozen=True)
 class Score:
-    """Hold how many videos of a group show the right digit, and the right direction.
+    """The counts of a group's videos that show the right digit, and the right direction.
 
     Args:
         videos: how many there are.
@@ -77,7 +77,7 @@ class Judge:
     def right(
         self, videos: Videos, prompts: Sequence[str]
     ) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-        """Say of each video whether its digit, and its direction, are the prompt's."""
+        """Return for each video whether its digit, and its direction, are the prompt's."""
         wanted = [all_prompts()[prompt] for prompt in prompts]
         digit = self.digits(videos) == np.array([digit for digit, _ in wanted])
         pairs = zip(self.directions(videos), wanted, strict=True)

@@ -113,7 +113,7 @@ def loss_of(
 
 @partial(nnx.jit, static_argnames="sampling")
 def sample(model: WanTransformer, words: Words, noise: Video, sampling: SamplingSettings) -> Video:
-    """Walk from noise to videos in Euler steps, away from what the empty prompt would give.
+    """Walk from noise to videos in Euler steps, away from the empty prompt's prediction.
 
     Args:
         model: what predicts velocities.

@@ -66,7 +66,7 @@ def batches(
 
 
 def empty(model: Model, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
-    """Return what a dropped text is replaced by: no words."""
+    """Return the replacement of a dropped text: no words."""
     arrays: dict[str, np.ndarray] = {}
     arrays["negative_text"] = np.zeros((1, text.LENGTH, text_dim), np.float32)
     if model == "sdxl":

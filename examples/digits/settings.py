@@ -23,7 +23,7 @@ from .stream_settings import StreamSettings
 
 
 class ModelSettings(Section):
-    """Hold the sizes of the transformer."""
+    """The sizes of the transformer."""
 
     dim: Count = 96
     """Width of a token."""
@@ -52,7 +52,7 @@ class ModelSettings(Section):
 
 
 class DataSettings(Section):
-    """Hold what the videos are."""
+    """The videos of moving digits."""
 
     frames: Annotated[int, Ge(2)] = 5
     """Frames of a video."""
@@ -116,7 +116,7 @@ class DataSettings(Section):
 
 
 class TrainingSettings(Section):
-    """Hold how the model learns, and where that is kept."""
+    """Training of the model, and its folder."""
 
     steps: Count = 2600
     """Updates of the parameters."""
@@ -137,7 +137,7 @@ class TrainingSettings(Section):
     forcing: How = "none"
     """Times of blocks drawn apart: blocks see earlier ones noisy (diffusion) or clean (teacher)."""
     context_noise: Annotated[float, Ge(0), Lt(MOST)] = 0.0
-    """With teacher: the largest time, of 1000, of the clean frames; what it was, they are told."""
+    """With teacher: the largest time, of 1000, of the clean frames; the model reads each time."""
     context_dropout: Share = 0.0
     """With teacher: share of clips whose clean frames are noise alone, so that prompts count."""
     prompt_switches: Share = 0.0
@@ -162,7 +162,7 @@ class TrainingSettings(Section):
 
 
 class SamplingSettings(Section):
-    """Hold how videos are drawn."""
+    """Sampling of videos."""
 
     num_inference_steps: Count = 16
     """Steps from noise to video."""
@@ -179,7 +179,7 @@ class SamplingSettings(Section):
 
 
 class Settings(ma.AttentionConfig):
-    """Hold the keys of attention, and the sections of the program."""
+    """The keys of attention, and the sections of the program."""
 
     model: ModelSettings = ModelSettings()
     """Sizes of the transformer."""

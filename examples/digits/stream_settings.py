@@ -12,7 +12,7 @@ from maxattn.errors import ConfigError
 
 
 class StreamSettings(RolloutSettings):
-    """Hold how digits are streamed, and what is streamed after training."""
+    """Streaming of digits, and the demonstrations after training."""
 
     blocks: Count = 18
     """Blocks of each prompt's videos."""
@@ -59,7 +59,7 @@ def without_rollout(training: Any) -> Iterator[ConfigError]:
 
 
 def _unfit(said: StreamSettings, patch: int) -> Iterator[ConfigError]:
-    """Refuse what the digits' model knows nothing of."""
+    """Refuse settings that the digits' model does not have."""
     if patch != 1:
         rule = "the frames of a stream are patches of one frame"
         yield ConfigError("model.patch", f"{patch} frames", rule, "use 1 for the first number")

@@ -22,7 +22,7 @@ HEAD = "  block  first digit  second  direction  phase     ink"
 
 @dataclass(frozen=True)
 class Switched:
-    """Hold what videos show before and after the change.
+    """The digits of videos before and after the change.
 
     Args:
         at: blocks before it.
@@ -41,7 +41,7 @@ class Switched:
 
     @property
     def bars(self) -> dict[str, bool]:
-        """Say which bars are passed."""
+        """Return which bars are passed."""
         late, before = self.second.digit[self.at + SOON - 1 :], self.first.digit[: self.at]
         ways = self.second.direction[self.at :]
         return {

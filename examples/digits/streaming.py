@@ -21,7 +21,7 @@ Told = dict[str, Any]  # the words of all rows, and their keys and values
 
 
 def rollout_of(model: WanTransformer, settings: Settings, clean_pass: bool = True) -> Rollout:
-    """Say how videos are made: Euler steps, a clean pass, guidance as rows of one batch.
+    """How videos are made: Euler steps, a clean pass, guidance as rows of one batch.
 
     Args:
         model: trained.

@@ -1,4 +1,4 @@
-"""What the digits' model learns: velocities of moving digits, from their prompts."""
+"""The task of the digits' model: velocities of moving digits, from their prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .settings import Settings
 from .stream_settings import without_rollout
 from .videos import DigitVideos
 
-# What the blocks of a clip see; how they are drawn may change.
+# The keys of a rollout that training depends on; those of drawing may change.
 FORCED = (
     "training.forcing", "training.context_noise", "training.context_dropout",
     "training.sink_distance", "training.prompt_switches",
@@ -91,7 +91,7 @@ class DigitsTask:
 
     @property
     def training(self) -> TrainingSettings:
-        """How it is trained: its settings, and what they do not leave open."""
+        """The settings of training, with the fixed ones."""
         own = self.settings.training
         values: dict[str, Any] = {key: getattr(own, key) for key in SAME}
         values |= {"learning_rate_schedule": "cosine", "adam_b2": 0.99}

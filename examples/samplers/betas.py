@@ -22,11 +22,11 @@ Prediction = Literal["epsilon", "v_prediction"]
 
 @dataclass(frozen=True)
 class Betas:
-    """Hold how noise grows with time; the defaults are SDXL's.
+    """How noise grows with time; the defaults are SDXL's.
 
     Args:
         beta_start, beta_end: the first and last beta.
-        beta_schedule: what is spaced evenly between them: "linear" beta, "scaled_linear" its square
+        beta_schedule: spaced evenly between them: "linear" beta, "scaled_linear" its square
             root.
         num_train_timesteps: how many times there are.
         rescale_betas_zero_snr: stretch it until nothing is left of the sample at the last time,
@@ -34,7 +34,7 @@ class Betas:
         timestep_spacing: which times: "leading" counts from the clean end, "trailing" from the
             noise, "linspace" has both ends.
         steps_offset: added to the times of "leading".
-        prediction_type: what the model says: the noise ("epsilon") or v ("v_prediction").
+        prediction_type: the model's prediction: the noise ("epsilon") or v ("v_prediction").
     """
 
     beta_start: float = 0.00085

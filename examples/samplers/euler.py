@@ -13,7 +13,7 @@ import numpy as np
 from .betas import Betas
 from .schedule import Schedule, one_step
 
-TINY = 2.0**-24  # stands for an alpha_bar of 0, where sigma would be infinite
+TINY = 2.0**-24  # in the place of an alpha_bar of 0, where sigma would be infinite
 
 
 def schedule(steps: int, betas: Betas | None = None) -> Schedule:

@@ -75,7 +75,7 @@ def over(sigmas: Float[np.ndarray, " n"], *, train_steps: int = 1000) -> Schedul
         sigmas: falling from 1 to 0, one more than there are steps.
         train_steps: what sigma 1 is called as a time.
     """
-    sigmas = sigmas.astype(np.float32)  # the model is told these very times
+    sigmas = sigmas.astype(np.float32)  # the model gets these very times
     change = np.diff(sigmas.astype(np.float64))
     predict = np.stack([np.ones_like(change), change], -1)
     return one_step(sigmas[:-1] * np.float32(train_steps), predict)

@@ -26,7 +26,7 @@ Predict = Callable[[Array, Array], Array]
 
 
 class Schedule(NamedTuple):
-    """Hold the numbers of n steps; a pytree, so it may be traced.
+    """The numbers of n steps; a pytree, so it may be traced.
 
     Args:
         noise_scale: multiplies standard normal noise to give the first sample.
@@ -46,7 +46,7 @@ class Schedule(NamedTuple):
 
 
 class State(NamedTuple):
-    """Hold what one step gives the next.
+    """The state between two steps.
 
     Args:
         x: the sample, float32.

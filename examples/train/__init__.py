@@ -1,4 +1,4 @@
-"""Training: one loop for every model of the examples. It knows no model but what a `Task` says.
+"""Training: one loop for every model of the examples. It knows a model by its `Task` alone.
 
 settings    the keys that every run has          task        what a model brings
 latents     a folder of examples, read           shards      the same, written

@@ -34,7 +34,7 @@ REMEDY = "set it back, give another training.output_dir, or start again with tra
 
 
 class Checkpoints:
-    """Hold the checkpoints of `training.output_dir`, and know what is in the last one.
+    """The checkpoints of `training.output_dir`, and the facts of the last one.
 
     Args:
         settings: of the run.
@@ -181,7 +181,7 @@ class Checkpoints:
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], fixed: Fixed, folder: Path
 ) -> Iterator[ConfigError]:
-    """Yield one error for each fixed value that is not what the checkpoint was made with."""
+    """Yield one error for each fixed value that differs from the checkpoint's."""
     then, here = dict(flat(saved)), dict(flat(now))
     changed = (key for key in sorted(then.keys() | here.keys()) if then.get(key) != here.get(key))
     for key in changed:

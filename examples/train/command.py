@@ -1,4 +1,4 @@
-"""What the commands that train share: they read settings, join processes and begin."""
+"""Shared by the commands that train: they read settings, join processes and begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs, and how much of the machine it uses.
+"""The cost of a step, and how much of the machine it uses.
 
     MFU = operations of the model / (seconds x devices x peak)
 
@@ -25,7 +25,7 @@ from .settings import TrainingSettings
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold what one step costs over all devices.
+    """The cost of one step over all devices.
 
     Args:
         tokens: of the batch.
@@ -42,7 +42,7 @@ class Cost:
         return self.flops / (seconds * self.peak) if self.peak and self.flops else None
 
     def speed(self, seconds: float | None) -> str:
-        """Say tokens a second, and the MFU where it is known."""
+        """Return tokens a second, and the MFU if it is known."""
         if seconds is None:
             return "0 tokens/s"
         share, speed = self.mfu(seconds), f"{self.tokens / seconds:,.0f} tokens/s"
@@ -56,7 +56,7 @@ def cost_of(
     forward: Callable[..., Any],
     *args: Any,
 ) -> Cost:
-    """Count what a training step costs on the devices of a mesh.
+    """Count the cost of a training step on the devices of a mesh.
 
     Args:
         training: batch_size, gradient_accumulation_steps and lora_rank.

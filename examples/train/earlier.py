@@ -21,7 +21,7 @@ def beside(folder: Path) -> Path:
 
 
 def is_there(folder: Path) -> bool:
-    """Tell whether a run has left a folder of checkpoints, set aside or not."""
+    """Check whether a run has left a folder of checkpoints, set aside or not."""
     return folder.is_dir() or beside(folder).is_dir()
 
 
@@ -32,7 +32,7 @@ def set_aside(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Delete what was set aside."""
+    """Delete the checkpoints that were set aside."""
     shutil.rmtree(beside(folder), ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Writes what was learned as diffusers reads it: the model's folder, or the LoRA's file."""
+"""Writes trained weights as diffusers reads them: the model's folder, or the LoRA's file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .task import Task
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 # diffusers reads those of a second transformer under the first one's names (its argument
-# load_into_transformer_2): the file's name tells them apart.
+# load_into_transformer_2): only the file's name differs.
 SECOND_LORA_FILE = "pytorch_lora_weights_2.safetensors"
 CONFIG = "config.json"
 
 
 def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
-    """Write a model to `folder`, or with LoRA its changes alone; return what was written.
+    """Write a model to `folder`, or with LoRA its changes alone; return the paths.
 
     Args:
         task: whose model it is.

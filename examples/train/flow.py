@@ -22,7 +22,7 @@ WHOLE = (0.0, 1.0)  # all times
 
 
 class Noised(NamedTuple):
-    """Hold what flow matching makes of clean latents.
+    """Noisy latents, their times, and the velocities that a model learns.
 
     Args:
         mixed: x_t.
@@ -91,7 +91,7 @@ def _times_within(
     std: float,
     within: tuple[float, float],
 ) -> Float[Array, " B"]:
-    """Draw times between two by the same rule: what is drawn is cut off, not moved."""
+    """Draw times between two by the same rule: the distribution is cut off, not moved."""
     # Where the ends are before the shift.
     least, most = (t / (shift - (shift - 1) * t) for t in within)
     if sampling == "uniform":

@@ -10,7 +10,7 @@ from .settings import TrainingSettings
 
 
 class FlowTraining(TrainingSettings):
-    """Hold how a model learns velocities, at times drawn as said here."""
+    """Training by flow matching, and how its times are drawn."""
 
     timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
     """How times between 0 (clean) and 1 (noise) are drawn, before the shift."""

@@ -31,7 +31,7 @@ How = Literal["none", "diffusion", "teacher"]
 
 
 class Noise(NamedTuple):
-    """Say which noise the clips of a batch get.
+    """The noise of a batch's clips.
 
     Args:
         stream: which frames are a block.
@@ -108,7 +108,7 @@ def noised(
 
 
 def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:
-    """Say what the blocks of noised clips see, as a model's `forcing=` takes it.
+    """Return the context of the blocks of noised clips, as a model's `forcing=` takes it.
 
     Args:
         examples: from `noised`.

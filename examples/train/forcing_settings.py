@@ -15,12 +15,12 @@ from .forcing import MOST, How, contradictions
 
 
 class ForcedTraining(FlowTraining):
-    """Hold how a model learns to make videos block by block, as the section rollout says them."""
+    """Training to make videos in the blocks of the section rollout."""
 
     forcing: How = "none"
     """Times of blocks drawn apart: blocks see earlier ones noisy (diffusion) or clean (teacher)."""
     context_noise: Annotated[float, Ge(0), Lt(MOST)] = 0.0
-    """With teacher: the largest time, of 1000, of the clean frames; what it was, they are told."""
+    """With teacher: the largest time, of 1000, of the clean frames; the model reads each time."""
     context_dropout: Share = 0.0
     """With teacher: share of clips whose clean frames are noise alone, so that texts count."""
 

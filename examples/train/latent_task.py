@@ -1,4 +1,4 @@
-"""What the tasks of real models share: a folder of latents, and one of weights to begin with."""
+"""Shared by the tasks of real models: a folder of latents, and one of weights to begin with."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Header = dict[str, tuple[tuple[int, ...], str]]
 
 
 class Shard(NamedTuple):
-    """Hold one file of a folder, and what its header says."""
+    """One file of a folder, and its header."""
 
     path: Path
     file: Any
@@ -147,7 +147,7 @@ def _header(file: Any) -> Header:
 
 
 def _shard_errors(shard: Shard, first: Shard) -> Iterator[ConfigError]:
-    """Yield what is wrong with one shard, by itself and beside the first."""
+    """Yield errors of one shard, by itself and beside the first."""
     path, file, header = shard
     if bare := [name for name, (shape, _) in header.items() if not shape]:
         yield _error(f"{path}: {bare[0]}", "an array has a row for each latent", MAKE)

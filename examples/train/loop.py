@@ -144,7 +144,7 @@ class Training:
         return parts, states.begin(trained, adamw, form), fixed
 
     def cost(self, state: State, fixed: Any) -> Cost:
-        """Count what a step costs."""
+        """Count the cost of a step."""
 
         def forward(trained: Any, fixed: Any, examples: Arrays) -> jax.Array:
             return self.task.loss(self.parts.model(trained, fixed), examples)
@@ -216,7 +216,7 @@ class Steps:
         return self.parent.placed(next(self._data))
 
     def _one(self, batch: Arrays, done: int) -> tuple[Arrays, Facts, Any]:
-        """Take a step; return the next batch, what the step says, and the position in the data."""
+        """Take a step; return the next batch, the step's figures, and the position in the data."""
         with self._profiler.around(done - 1):
             self.state, facts = self._step(self.state, batch)
             position = deepcopy(self._data.get_state())
@@ -259,7 +259,7 @@ def _finite(facts: Facts, step: int) -> float:
 
 
 def _refused_options(task: Task) -> Iterator[ConfigError]:
-    """Yield what the compiler refuses for the step, and for the samples along the way."""
+    """Yield options that the compiler refuses for the step, and for the samples along the way."""
     asked = {"training.compiler_options": task.training.compiler_options}
     if task.training.picture_every:
         asked["sampling.compiler_options"] = task.settings.sampling.compiler_options

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: plans of attention, and where it goes on from."""
+"""Lines before a run's first step: plans of attention, and the checkpoint it goes on from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .settings import TrainingSettings
 def opening(
     training: TrainingSettings, checkpoints: Checkpoints, plans: dict[str, ma.Plan]
 ) -> Iterator[str]:
-    """Say what will run, where it goes on from, and what has changed since."""
+    """Return the plans, the step that the run goes on from, and the changes since."""
     yield from (plan.explain() for plan in plans.values())
     done, wanted = checkpoints.step, training.steps
     if not done:
@@ -34,7 +34,7 @@ def opening(
 
 
 def _changes(checkpoints: Checkpoints, steps: int, plans: dict[str, ma.Plan]) -> Iterator[str]:
-    """Say what is not as it was when the checkpoint was made."""
+    """Return the changes since the checkpoint was made."""
     before = checkpoints.facts["settings"]["training"]["steps"]
     if before != steps:
         follows = "a learning rate that depends on it follows the new one from here"
@@ -46,7 +46,7 @@ def _changes(checkpoints: Checkpoints, steps: int, plans: dict[str, ma.Plan]) ->
 
 
 def counted(trained: Any, fixed: Any) -> str:
-    """Say how many parameters learn, and how many there are."""
+    """Return how many parameters learn, and how many there are."""
     learn, rest = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trained, fixed))
     stay = f", {rest / 1e6:,.2f} million stay" if rest else ""
     return f"{learn / 1e6:,.2f} million parameters learn{stay}"

@@ -1,4 +1,4 @@
-"""Self-forcing: a model learns from what it made itself, block after block.
+"""Self-forcing: a model learns from its own videos, block after block.
 
     roll out:  no gradient; of each block x (the input of its last step), t, and x0 = x - t v
     step:      v = model(all x, t | the x0 before them, constant);  x0 = x - t v has the gradient
@@ -27,13 +27,13 @@ import maxattn as ma
 from .forcing import mixed
 
 Clip = Float[Array, "B F H W C"]
-# The model with all that it is told: call(x, t, cache=, forcing=) gives a velocity and the cache.
+# The model with its conditions: call(x, t, cache=, forcing=) gives a velocity and the cache.
 Call = Callable[..., tuple[Clip, ma.KVCache]]
 Empty = Callable[[ma.Stream, int, int], ma.KVCache]
 
 
 class Own(NamedTuple):
-    """Hold a rollout: of every frame its clean latents, and the last input that they came from.
+    """A rollout: of every frame its clean latents, and the last input that they came from.
 
     Args:
         clean: x0.

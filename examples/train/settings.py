@@ -1,4 +1,4 @@
-"""The settings of every training run: data, optimizer, LoRA, what is kept and shown."""
+"""The settings of every training run: data, optimizer, LoRA, checkpoints and pictures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Target = Literal[
 
 
 class DataSettings(Section):
-    """Hold where examples are."""
+    """The folder of the examples."""
 
     folder: str | None = None
     """A folder that examples/make_latents.py made: latents, texts and what else the model takes."""
 
 
 class TrainingSettings(Section):
-    """Hold how a model learns, and where that is kept."""
+    """Training of a model, and its folder."""
 
     steps: Count = 1000
     """Updates of the parameters."""

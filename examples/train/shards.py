@@ -51,7 +51,7 @@ def write(
         save_file(shard, partial / f"latents-{number:05}.safetensors", metadata=metadata)
     if empty:
         save_file(dict(empty), partial / EMPTY, metadata=metadata)
-    _ = LatentFolder(str(partial)).empty  # refuses what a run would refuse
+    _ = LatentFolder(str(partial)).empty  # a run would refuse the same
     partial.replace(folder)
     return LatentFolder(str(folder))
 
@@ -87,7 +87,7 @@ def _shapes(batch: Batch) -> Shapes:
 
 
 def _unlike(batch: Batch, first: Shapes) -> ConfigError:
-    """Say how the shapes of a batch differ from those of the first one."""
+    """Return how the shapes of a batch differ from those of the first one."""
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(batch.items()))
     forms = (f"{name} [rows, {', '.join(map(str, s))}]" for name, s in sorted(first.items()))
     rule = "all examples have the same arrays, and in a file each array has a row for each example"

@@ -1,4 +1,4 @@
-"""What is learned, taken apart: trained parameters, their average, the optimizer's state, the rest.
+"""The parts of a model in training: trained parameters, their average, the optimizer, the rest.
 
 Between steps everything is nested dicts of arrays, each where the mesh wants it; the module is put
 together inside a step. A checkpoint holds a `State` whole and nothing else of the model: with LoRA,
@@ -23,7 +23,7 @@ Tree = Any  # nested dicts of arrays
 
 
 class State(NamedTuple):
-    """Hold all that a step changes.
+    """All that a step changes.
 
     Args:
         step: updates taken.
@@ -70,7 +70,7 @@ class Parts:
         averaged: bool,
         mesh: jax.sharding.Mesh | None,
     ) -> State:
-        """Say what a state holds and where, without making it: shapes, dtypes and shardings.
+        """Return the shapes, dtypes and shardings of a state, without making it.
 
         Args:
             optimizer: of the run.
@@ -87,7 +87,7 @@ class Parts:
     def _shardings(
         self, shapes: State, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
     ) -> State:
-        """Say where each array of a state lies: moments lie where their parameters do."""
+        """Return the sharding of each array of a state: moments have their parameters'."""
         whole: Any = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         trained = nnx.to_pure_dict(sharding.parameter_shardings(self._trained, mesh))
         moments = optax.tree_utils.tree_map_params(

@@ -16,7 +16,7 @@ from .task import Arrays, Task
 
 
 class Facts(NamedTuple):
-    """Hold what a step says of itself.
+    """The figures of a step.
 
     Args:
         loss: before the update.

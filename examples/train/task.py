@@ -1,4 +1,4 @@
-"""What a model brings to the loop: how it is built, what it learns, and what a step costs."""
+"""The interface of a model in training: how it is built, its loss, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Arrays = dict[str, Array]
 
 
 class Fixed(NamedTuple):
-    """Say with which settings alone a checkpoint goes on.
+    """The settings that a checkpoint cannot go on without.
 
     Args:
         keys: beginnings of dotted keys.
@@ -35,7 +35,7 @@ class Fixed(NamedTuple):
 
 
 class Examples(Source, Protocol):
-    """Offer examples by index, and say what they are before one is read."""
+    """Examples by index, described before one is read."""
 
     @property
     def shapes(self) -> Shapes:
@@ -48,11 +48,11 @@ class Examples(Source, Protocol):
         ...
 
     note: str
-    """What a user should know of the data before training, or nothing."""
+    """A note on the data for the user before training, or nothing."""
     kind: str
-    """What they show, "digits" or nothing."""
+    """Their contents, "digits" or nothing."""
     model: str
-    """What they are for."""
+    """The model that they are for."""
 
     @property
     def fingerprint(self) -> str:
@@ -61,7 +61,7 @@ class Examples(Source, Protocol):
 
 
 class Task(Protocol):
-    """Say what is trained. A batch is a dict of arrays, named as in latents.py, batch first."""
+    """A model that is trained. A batch is a dict of arrays, named as in latents.py, batch first."""
 
     @property
     def settings(self) -> Any:
