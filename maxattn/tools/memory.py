@@ -135,7 +135,7 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
 def fits_alone(
     kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str
 ) -> bool:
-    """Tell whether a tiled kernel, its operands and results fit one device; True where unknown."""
+    """Check whether a tiled kernel, its operands and results fit one device; True where unknown."""
     arrays = _queries(local, _dims(local)) + _keys(local, _dims(local))
     inside = total(of_tiles(kernel, local, blocks, training))
     needed = (2 if training else 1) * arrays + inside

@@ -62,12 +62,12 @@ def in_ms(time: float) -> str:
 
 
 def key_of(call: Call) -> str:
-    """Spell what makes a local call: shape, dtype, role and mask."""
+    """Return the key of a local call: shape, dtype, role and mask."""
     return f"{call.role}-attention {call.shape_text} {call.mask}"
 
 
 def versions_of(kernel: str, packages: Iterable[tuple[str, str]]) -> str:
-    """Spell the versions that a measurement holds for."""
+    """Return as text the versions that a measurement holds for."""
     needed = ("jax", "tokamax") if kernel == "tokamax_flash" else ("jax",)
     return ", ".join(f"{name} {version}" for name, version in packages if name in needed)
 
@@ -86,7 +86,7 @@ def tuned_config(
 def tuned_note(
     config: AttentionConfig, kernel: str, local: Call, target: Target
 ) -> tuple[str, ...]:
-    """Say that a kernel's sizes were measured, where they were."""
+    """Return the note that a kernel's sizes were measured, if they were."""
     tuned = tuned_for(config, kernel, local, target)
     if tuned is None:
         return ()
@@ -112,7 +112,7 @@ def tuned_for(config: AttentionConfig, kernel: str, local: Call, target: Target)
 
 
 def leaves_open(config: AttentionConfig, kernel: str) -> bool:
-    """Say whether the config sets none of the kernel's sizes."""
+    """Check whether the config sets none of the kernel's sizes."""
     if kernel in BLOCKS:
         return "flash_block_sizes" not in config.changed
     return kernel == CHUNKS and config.query_chunk_size is None and config.key_chunk_size is None

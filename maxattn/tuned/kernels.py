@@ -65,7 +65,7 @@ class CallTimes:
 
 
 def key_of_kernels(call: Call) -> str:
-    """Spell what makes a local call, as far as times depend on it.
+    """Return the key of a local call, as far as times depend on it.
 
     The values of lengths and ids are known only where they run: those of one shape are one call.
     The role and the scale cost no time.
@@ -85,7 +85,7 @@ def key_of_kernels(call: Call) -> str:
 
 
 def unmeasured_for(call: Call) -> str:
-    """Say why kernels are not measured for a local call; "" where they are."""
+    """Return why kernels are not measured for a local call; "" if they are."""
     if call.bias is not None:
         return "beside a bias kernels are not measured"
     if call.sharded and not call.mask.is_full:
@@ -95,7 +95,7 @@ def unmeasured_for(call: Call) -> str:
 
 
 def settings_of(config: AttentionConfig) -> str:
-    """Spell the settings that differ from their default and change what a kernel does."""
+    """Return as text the settings that differ from their default and change what a kernel does."""
     keys = sorted({*TABLE.readers(), *SETTINGS} & config.changed)
     return ", ".join(f"{key} {getattr(config, key)}" for key in keys)
 
@@ -130,7 +130,7 @@ def milliseconds_of(rounds: tuple[float, ...]) -> float:
 
 
 def is_as_fast(one: tuple[float, ...], fastest: tuple[float, ...]) -> bool:
-    """Tell whether the rounds of two kernels leave open which is faster."""
+    """Check whether the rounds of two kernels leave open which is faster."""
     if median(one) <= (1 + NOISE) * median(fastest):
         return True
     lost = sum(mine > its for mine, its in zip(one, fastest, strict=False))
@@ -167,7 +167,7 @@ def _rounds(times: Mapping[str, list[float]]) -> Rounds:
 
 
 def versions_text(packages: tuple[tuple[str, str], ...]) -> str:
-    """Spell the versions that kernels are measured with."""
+    """Return as text the versions that kernels are measured with."""
     return ", ".join(f"{name} {version}" for name, version in packages)
 
 

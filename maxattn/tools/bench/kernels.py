@@ -34,8 +34,8 @@ from maxattn.tools.passes import backward, forward, random_inputs, with_gradient
 
 CHECKED_QUERIES = 256
 MANY_SCORES = 1e8  # from which one call of dot_product is long enough to measure alone
-TOO_MANY_SCORES = 7.5e9  # beyond which nobody would run dot_product
-TOO_MUCH_WORK = 2e12  # operations, beyond which nobody would run plain JAX
+TOO_MANY_SCORES = 7.5e9  # beyond which no user runs dot_product
+TOO_MUCH_WORK = 2e12  # operations, beyond which no user runs plain JAX
 
 
 def bench(
@@ -128,7 +128,7 @@ def inputs_of(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
 
 
 def too_large(name: str, shape: Shape) -> bool:
-    """Return whether nobody would run it: dense scores of many GB, plain JAX on long shapes."""
+    """Return whether no user would run it: dense scores of many GB, plain JAX on long shapes."""
     if name == "dot_product":
         return scores_of(shape.call()) > TOO_MANY_SCORES
     return name == "memory_efficient" and shape.operations > TOO_MUCH_WORK

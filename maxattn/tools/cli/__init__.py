@@ -60,7 +60,7 @@ def overview() -> str:
 def _run(name: str, words: Sequence[str]) -> int:
     parser = parser_of(name)
     try:
-        # Overrides may stand before, between and after options.
+        # Overrides may come before, between and after options.
         args, unknown = parser.parse_known_intermixed_args(words)
     except SystemExit as end:
         return int(end.code or 0)

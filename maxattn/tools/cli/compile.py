@@ -193,7 +193,7 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
 
 
 def is_refused(estimate: dict[str, Any]) -> bool:
-    """Tell whether an estimate was asked for and could not be made."""
+    """Check whether an estimate was asked for and could not be made."""
     return "refused" in estimate
 
 

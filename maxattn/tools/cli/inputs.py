@@ -42,7 +42,7 @@ class Source:
 
 def read_source(args: argparse.Namespace) -> Source:
     """Read the config; a CONFIG with a = in it is an override of the defaults, and the name of a
-    known shape stands for --shape.
+    known shape is taken for --shape.
     """
     words = [args.config, *args.overrides]
     named = [word for word in words if word in model_shapes.SHAPES and not os.path.exists(word)]

@@ -1,7 +1,7 @@
 """A compiled program's HLO as values: its instructions, and what it sends between devices.
 
 `compiled.as_text()` of a scheduled program lists the instructions of a computation in the order in
-which they start. What stands between a `-start` and its `-done` runs while the data is under way.
+which they start. What is between a `-start` and its `-done` runs while the data is under way.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class HloProgram:
         return next((i for i in self.inside(instruction) if i.opcode in KINDS), None)
 
     def computes(self, instruction: Instruction) -> bool:
-        """Tell whether an instruction is a kernel or a product, or calls a computation with one."""
+        """Check whether an instruction is a kernel or a product, or calls one."""
         if instruction.opcode == "custom-call":
             target = instruction.attribute(r'custom_call_target="([^"]*)"')
             return target.startswith((*COMPUTING_CALLS, *custom_calls()))

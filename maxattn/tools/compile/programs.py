@@ -99,7 +99,7 @@ def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
 
 
 def _no_rotation(call: Call) -> Any:
-    """Return tables of the right shapes, since what stands in them takes no time."""
+    """Return tables of the right shapes, since their values cost no time."""
     rotary = jax.eval_shape(lambda: rope_1d(call.head_dim, call.q_len))
     return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary)
 
@@ -122,7 +122,7 @@ def devices_of(topology: str, slices: int = 1, count: int | None = None) -> list
         rule = f"the TPU's compiler comes with libtpu, and {plain(sys.executable)} has none"
         remedy = f'pip install "maxattn[tpu]" there, or name another python in {PYTHON_VARIABLE}'
         raise Unsupported("compile", "libtpu is not installed", rule, remedy)
-    # Beside the name libtpu must be told: one device a chip of v4, and hosts of fewer than 4 chips.
+    # Beside the name libtpu needs: one device a chip of v4, and hosts of fewer than 4 chips.
     generation, _, layout = topology.partition(":")
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     sides = [int(n) for n in layout.split("x") if n.isdecimal()]

@@ -56,7 +56,7 @@ class Span(NamedTuple):
     end: int
 
     def holds(self, other: Span) -> bool:
-        """Tell whether another span lies in this one, and is not the same."""
+        """Check whether another span lies in this one, and is not the same."""
         return self != other and self.start <= other.start and other.end <= self.end
 
 
@@ -83,7 +83,7 @@ class Bundles:
                 if int(head.group(1), 16) != len(rows):
                     raise unknown(who, f"bundle {len(rows)} has the address {head.group(1)}")
                 rows.append((head.group(2), line[head.end() :]))
-            elif rows:  # what stands before the first explains the marks
+            elif rows:  # the text before the first explains the marks
                 rows[-1] = (rows[-1][0], f"{rows[-1][1]}\n{line}")
         if not rows:
             raise unknown(who, "it has no line such as '0x1d   : > { ... }'")
@@ -194,7 +194,7 @@ _WINDOW = re.compile(
     r" for operator (?:input|output) (\d+)\. The window shape is (\w+)\[([\d,]*)\], while the full"
     r" shape is \w+\[([\d,]*)\]"
 )
-# A write of the kernel's own stands without a condition; those of its windows have one.
+# A write of the kernel's own has no condition; those of its windows have one.
 _WRITE = re.compile(
     r"dma\.vmem_to_hbm \[thread:\$?\d+\]\s+/\*vmem=\*/[^,]*, /\*size_in_granules=\*/(\d+)"
 )

@@ -100,7 +100,7 @@ class KernelDump:
 
     @property
     def phase(self) -> Phase | None:
-        """What the kernel computes, by its name; None if the name does not tell."""
+        """What the kernel computes, by its name; None if the name does not have it."""
         found = _PHASE.search(self.name)
         return cast(Phase, found.group(1)) if found else None
 
@@ -200,7 +200,7 @@ class KernelDump:
         return BodyShares(tiles.full / whole, tiles.masked / whole, row)
 
     def _knows(self, tiles: KernelTiles, steps: int) -> bool:
-        """Tell whether the plan's visited tiles are the ones that these steps compute.
+        """Check whether the plan's visited tiles are the ones that these steps compute.
 
         A ring's kernels may have half of the plan's tiles: then only if none is skipped.
         """
