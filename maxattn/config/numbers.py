@@ -1,7 +1,6 @@
 """Checks the type, sign and size of numbers from files, overrides and command lines.
 
-Booleans and text are no numbers. Numbers are bounded before anything is computed with them. The
-functions return None for a value that does not fit, and the caller names the setting.
+Booleans and text are no numbers. A value that does not fit is None; the caller names the setting.
 """
 
 from __future__ import annotations

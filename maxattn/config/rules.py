@@ -177,9 +177,7 @@ class _OneOf:
         names = self.names()
         if isinstance(value, str) and value in names:
             return value
-        listed = [repr(name) for name in names]
-        expected = f"{', '.join(listed[:-1])} or {listed[-1]}"
-        raise PydanticKnownError("literal_error", {"expected": expected})
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, names))})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return core_schema.no_info_plain_validator_function(self.check)

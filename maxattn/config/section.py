@@ -50,10 +50,7 @@ class Section(BaseModel):
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
-        """Return the defaults that depend on other keys, none by default.
-
-        `values` has every field by name, each valid by itself; `given` the names that the user set.
-        """
+        """Return defaults by `values` (every field) and `given` names of keys, none by default."""
         del values, given
         return {}
 
