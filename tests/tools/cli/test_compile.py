@@ -32,7 +32,7 @@ def without_figures(text: str) -> str:
     """Leave out what differs between compilers: seconds, sizes, and how many transfers overlap."""
     text = re.sub(r"compiled in .*", "compiled in # s", text)
     return re.sub(
-        r"(?m)(memory|sends) .*", lambda line: re.sub(r"\d[\d.]*", "#", line.group()), text
+        r"(?m)^  (memory|sends) .*", lambda line: re.sub(r"\d[\d.]*", "#", line.group()), text
     )
 
 
