@@ -149,11 +149,11 @@ CASES = {
     "diagonal": Case(NEW["diagonal"], (K >= Q - 9) & (K <= Q + 40), tuple(KERNELS)),
     "dilated": Case(NEW["dilated"], ((K - Q) % 30 == 0) & (abs(K - Q) <= 60), FLASH),
     "pages": Case(NEW["pages"], (PAGE == 0) | ((PAGE == 1) & (K % 96 < 5)), FLASH),
-    "packed": Case(PACKED, SAME_SEGMENT, ("dot_product", "memory_efficient")),
+    "packed": Case(PACKED, SAME_SEGMENT),
     "packed, other keys": Case(
         M.Segments.of_lengths(LENGTHS, KV_LENGTHS), SEGMENT[:, None] == OTHER[None], FLASH
     ),
-    "packed, causal": Case(PACKED & M.Causal(), SAME_SEGMENT & (K <= Q), FLASH),
+    "packed, causal": Case(PACKED & M.Causal(), SAME_SEGMENT & (K <= Q)),
     "packed, sink": Case(PACKED | M.KeyLimit(16), SAME_SEGMENT | (K < 16), FLASH),
     "between segments": Case(~PACKED, ~SAME_SEGMENT),
     "references": Case(REFERENCES, (Q < OWN) | (K >= OWN), ()),

@@ -90,7 +90,7 @@ SLOW = pytest.mark.slow
 PLANNED = [
     *((name, None) for name in MASKS),
     *(pytest.param(name, 64, marks=SLOW) for name in MASKS),
-    *(pytest.param(name, 2048, marks=() if name == "many" else SLOW) for name in MASKS),
+    *(pytest.param(name, 2048, marks=() if name == "video" else SLOW) for name in MASKS),
 ]
 
 
