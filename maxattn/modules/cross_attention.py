@@ -51,8 +51,8 @@ class CrossAttention(AttentionBase):
     Args:
         query_dim: channels of the input.
         cross_attention_dim: channels of the other sequence; default query_dim.
-        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm, eps, scale, out_dim, out_proj,
-            gate, dim_head_v: as in `FlaxAttention`.
+        heads, kv_heads, dim_head, dropout, bias, out_bias, qk_norm: as in `FlaxAttention`.
+        eps, scale, out_dim, out_proj, gate, dim_head_v: as in `FlaxAttention`.
         added_kv_proj_dim: channels of an image's tokens; default no image. Text and image have a
             softmax each, and their results are added.
         config: as in `FlaxAttention`; its setting `cross_attention` chooses the kernel.
