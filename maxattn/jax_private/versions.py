@@ -43,7 +43,6 @@ TESTED = {
     "nvidia-cutlass-dsl": Versions("4.8", "4.9"),
     "transformer-engine-jax": Versions("2.20", "2.21"),
 }
-FA4_LAUNCHES = "0.1."  # how a version of fa4-jax begins whose kernels maxattn launches itself
 CUTLASS = "nvidia-cutlass-dsl"  # pip's name of CuTe, which comes with fa4-jax
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # pip's names of cuDNN, which XLA calls
 TOKAMAX_SPLASH = Versions("0.0.12", "0.0.19")  # its kernels of TPUs: 0.0.18 only moves them

@@ -91,9 +91,8 @@ class HopperForward(Scheduled, LibraryForward):
     def epilogue(self, *operands: Any) -> None:
         if self.kind.cut.tail == 0:
             if self.kind.queue:
-                # The library's barrier there serves two numbers of threads in turn. A warp that is
-                # a whole short item ahead of the one that writes the result would meet it in
-                # between: all wait for each other once more.
+                # The library uses one barrier there for two numbers of threads in turn. A warp that
+                # is a short item ahead could arrive at the wrong use: all warps wait once more.
                 threads = self.num_epilogue_threads
                 arch.barrier(barrier_id=FREE_BARRIER, number_of_threads=threads)
             return super().epilogue(*operands)
@@ -210,10 +209,10 @@ def free_buffers(groups: Any, threads: Any):
 
 @cute.jit
 def write_or_add(kernel: Any, tile: Any, flags: Any, sums: Any, memory: Any, first: Any, last: Any):
-    """Write the dQ of the first tile of keys over whatever stands there; add those of others.
+    """Store the dQ of the first key tile over what is in memory; add the dQ of other key tiles.
 
-    A flag for each tile of queries says that the first one is written. Other tiles of a head start
-    later: what they wait for is running or done.
+    The first key tile sets a flag for each query tile, for which the others wait. They start after
+    it, so that it is running or done.
     """
     lane, groups = arch.lane_idx(), kernel.num_wg_dQ
     threads = kernel.num_threads_per_warp_group + arch.WARP_SIZE

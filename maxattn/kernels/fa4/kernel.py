@@ -1,4 +1,4 @@
-"""FlashAttention-4 on NVIDIA GPUs, through fa4-jax: what `flash` is there.
+"""FlashAttention-4 on NVIDIA GPUs, through fa4-jax: the kernel `flash`.
 
 On Hopper GPUs maxattn launches the library's kernels itself: the launch is a value that is made
 once from the problem (problem.py, launch.py), which the plan prints and a pass runs (run.py).
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.errors import Reason
+from maxattn.jax_private.versions import CUTLASS, TESTED
 from maxattn.kernels.base import (
     TWO_TILES,
     USE_AUTO,
@@ -43,7 +44,6 @@ from maxattn.kernels.fa4.problem import (
     Problem,
     has_kernels,
     lack,
-    launches,
     of_call,
     of_inputs,
     refuse_length,
@@ -67,7 +67,7 @@ class Fa4(Kernel):
     Args:
         scale: multiplies the scores, in float32.
         lse_gradient: whether the LSE is part of the result, so that it can have a gradient.
-        version: of fa4-jax.
+        version: the version of fa4-jax.
         launched: whether maxattn launches the library's kernels itself, as it can on Hopper GPUs.
         sms: streaming multiprocessors (SMs) of the GPU.
         sharded: whether positions are known on the device alone.
@@ -79,7 +79,7 @@ class Fa4(Kernel):
     lse_gradient: bool = False
     version: str = ""
     launched: bool = False
-    sms: int = 132
+    sms: int = 0
     sharded: bool = False
 
     # ---- what is refused, and what a plan says ---------------------------------------------------
@@ -88,7 +88,7 @@ class Fa4(Kernel):
     def supports(call: Call, target: Target) -> Reason | None:
         """Refuse float32, long heads, tables of pairs, and versions with other operands.
 
-        A bias [B or 1, N or 1, T, S] is added on Hopper GPUs, without a mask beside it.
+        A bias is added on Hopper GPUs; `kernels/flash.py` writes every mask into it before.
         """
         reason = _refuse_versions(target) or refuse_operands(call, target.device)
         terms = sort_terms(call.mask)
@@ -177,7 +177,7 @@ class Fa4(Kernel):
             launch = forward_launch(problem)
             masked = masked_inputs(problem, launch.tile, given, "queries")
             qkv = given.q, given.k, given.v
-            found = run.forward(problem, launch, qkv, masked, self.scale, given.bias)
+            found = run.forward(problem, launch, qkv, masked, self.scale)
         else:
             found = elsewhere.forward(problem, given, self.scale)
         return Result(found.out[..., :width], found.lse)
@@ -196,7 +196,7 @@ class Fa4(Kernel):
             masked = masked_inputs(problem, launch.tile, given, "keys")
             rows = rows if masked.all_see and not self.lse_gradient else _without_unseen(rows)
             qkv, dlse = (given.q, given.k, given.v), rows.dlse if self.lse_gradient else None
-            found = run.backward(problem, launch, qkv, rows, masked, self.scale, given.bias, dlse)
+            found = run.backward(problem, launch, qkv, rows, masked, self.scale, dlse)
         else:
             rows = _without_unseen(rows)
             found = elsewhere.backward(problem, given, rows, self.scale, self.lse_gradient)
@@ -214,7 +214,7 @@ class Fa4(Kernel):
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
         """Return whether the accumulator can keep dQ in one float32 array."""
-        return run.can_add_up((0, 0, call.heads, call.head_dim), (0, 0, call.kv_heads))
+        return run.can_add_up(call.heads, call.kv_heads, call.head_dim)
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
         """Keep dQ in one float32 array over all blocks, if the launches fit the shapes."""
@@ -230,24 +230,27 @@ class Fa4(Kernel):
         return "dQ in one float32 array, block by block" if self._keeps_dq(inputs) else ""
 
     def _keeps_dq(self, inputs: Inputs) -> bool:
-        fits = run.can_add_up(inputs.q.shape, inputs.k.shape) and inputs.k.shape[1] >= TWO_TILES
+        (heads, width), (keys, kv_heads) = inputs.q.shape[2:], inputs.k.shape[1:3]
+        fits = run.can_add_up(heads, kv_heads, width) and keys >= TWO_TILES
         return self.launched and not self.lse_gradient and fits
 
 
 def _launches(target: Target) -> bool:
-    return launches(target.version("fa4-jax") or "", target.device)
+    return target.device.is_a("hopper")
 
 
 def _refuse_versions(target: Target) -> Reason | None:
     """Refuse versions that were not tested, and an installed package with other operands."""
-    for package in ("fa4-jax", "nvidia-cutlass-dsl"):
+    for package in ("fa4-jax", CUTLASS):
         if (reason := target.refuse_untested("flash", package)) is not None:
             return reason
     found = library.mismatch() if _launches(target) else None
     if found is None:
         return None
     rule = f"fa4-jax {target.version('fa4-jax')} is not as tested: {found}"
-    return Reason("flash", "version", rule, f'pip install "fa4-jax>=0.1,<0.2"; or {USE_AUTO}')
+    return Reason(
+        "flash", "version", rule, f'pip install "fa4-jax{TESTED["fa4-jax"]}"; or {USE_AUTO}'
+    )
 
 
 # ---- around a pass -------------------------------------------------------------------------------

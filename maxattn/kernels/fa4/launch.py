@@ -30,14 +30,14 @@ from maxattn.kernels.fa4.work import ALL, Cut, Uniform, cut, end_of, group_of
 MERGE_US, MERGE_BYTES = 5.0, 2.5e6
 READ_BYTES = 4e6  # that all SMs read in a microsecond, from a Hopper GPU's memory
 LAUNCH_US = 3.0  # a launch that a pass needs beside its own
-# Bytes of keys and values that L2 holds: of a group of lanes, of all lanes.
+# Bytes of keys and values that L2 holds: for a group of lanes; for all, if no groups are needed.
 CACHE, WHOLE_CACHE = 24 << 20, 48 << 20
 MOST_FORWARD, MOST_BACKWARD = 32, 128  # splits
 MOST_SLOTS = 2**28  # bytes of the results of splits
 FEW_WAVES = 4  # of items with lists, beyond which none is cut
-# The first tile of keys writes dQ and others add to it, so that no launch clears the float32 sums.
-# That pays beside few keys: an item waits for the first one of its head, which must be long enough,
-# and the sums must be long enough beside their flags. (Beside 256 keys .8 of the time, H200.)
+# The first key tile stores its dQ and the others add to it, so that no launch clears the float32
+# sums. The others wait for a flag of each query tile: a head needs many queries for each key tile,
+# and dQ must be large enough to pay for the flags. (256 keys: 0.8 of the time, H200.)
 FIRST_TILES, FIRST_SUMS, FIRST_OF_TILE = 32, 2**21, 3_000
 
 
@@ -143,7 +143,7 @@ def _group(p: Problem, tile: Tile, by: str) -> int:
 
 @lru_cache(maxsize=4096)
 def backward_launch(problem: Problem) -> Launch:
-    """Decide how a backward is launched: its tile is given, the cut ends first."""
+    """Decide how a backward is launched: its tile from a table, the cut of least makespan."""
     p = problem
     tile = backward_tile(p.head_dim, p.q_len, p.has_lists)
     if 0 in p[:6]:

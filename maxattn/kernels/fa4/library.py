@@ -1,10 +1,12 @@
-"""All that is taken from inside fa4-jax 0.1 and cutlass-dsl 4: names, operands, layouts, promises.
+"""What is taken from inside fa4-jax 0.1: names, operands, layouts, promises to its compiler.
 
 `mismatch` compares the table below with the source of the installed package, which it reads and
 does not import. `Fa4.supports` calls it once, so that no check is left for the time of compiling.
+cutlass-dsl is bounded by version.
 
 A move to another fa4-jax: change `TESTED` in jax_private/versions.py, run `mismatch`, mend what it
-names in hopper.py, then `make test-fa4-compile` and, on a GPU, `make test-gpu`.
+names in hopper.py, scheduler.py, mask_test.py, run.py and elsewhere.py, then run
+`make test-fa4-compile` and, on a GPU, `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
         *("TileScheduler", "tile_sched_params"),
     ),
     ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.load"): (
-        *("block_info", "blocksparse_tensors"),
+        *("SeqlenInfoCls", "block_info", "blocksparse_tensors"),
     ),
     ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.mma"): (
         *("AttentionMaskCls", "SeqlenInfoCls", "block_info", "blocksparse_tensors"),
@@ -67,6 +69,9 @@ USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("cute/tile_scheduler.py", ""): ("SingleTileScheduler", "WorkTileInfo", "ParamsBase"),
     ("cute/block_sparsity.py", ""): ("BlockSparseTensors",),
     ("cute/barrier.py", ""): ("wait_eq", "arrive_inc"),
+    ("cute/quack/copy_utils.py", ""): ("cpasync_bulk_s2g", "cpasync_reduce_bulk_add_f32"),
+    ("cute/quack/layout_utils.py", ""): ("reshape_acc_to_mn",),
+    ("masks.py", ""): ("MaskMod", "static"),
     ("cute/named_barrier.py", ""): ("NamedBarrierBwd",),
     ("cute/utils.py", ""): ("AuxData", "scalar_to_ssa", "ssa_to_scalar", "atomic_add_i32"),
     ("kernels.py", ""): (

@@ -103,7 +103,7 @@ class Masked(NamedTuple):
     Args:
         lists: of tiles; None without a test of pairs.
         test: of pairs in mixed tiles.
-        arrays: that the test reads, int32.
+        arrays: int32, which the test reads; or the bias.
         lengths: of the keys of each batch row, int32 [B].
         all_see: whether every query is known to see a key.
     """
@@ -125,7 +125,7 @@ def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
         by: "queries" in a forward, "keys" in a backward.
     """
     if p.kind == "dense":
-        return Masked()
+        return Masked(arrays=() if inputs.bias is None else (inputs.bias,))
     at = inputs.q_offset, inputs.kv_offset
     if p.kind == "lengths":
         found = sort_terms(inputs.mask).lengths(p.batch, p.kv_len, at[1])
@@ -287,7 +287,7 @@ def _row_mask(forward: bool) -> Any:
 
 
 def _number(coordinate: Any) -> Any:
-    """Make a number of a coordinate: division rounds a coordinate to 0, and a number down."""
+    """Convert a coordinate to a number, which division rounds down: coordinates round to 0."""
     utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
     return number(utils.ssa_to_scalar(utils.scalar_to_ssa(coordinate, number)))
 
@@ -320,8 +320,8 @@ def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
     cutlass = import_module("cutlass")
 
     def at(end: Any) -> Any:
-        # An end before the first column keeps what one at it keeps; a number that is never negative
-        # is divided sooner.
+        # An end before the first column is moved to it, which keeps the same columns: numbers that
+        # are never negative are divided sooner.
         return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
 
     found = cutlass.Uint32(0)

@@ -19,7 +19,6 @@ import numpy as np
 from maxattn.call import Call
 from maxattn.devices import Device
 from maxattn.errors import Reason
-from maxattn.jax_private.versions import FA4_LAUNCHES
 from maxattn.kernels.base import USE_AUTO, Inputs, refuse_call
 from maxattn.kernels.fa4 import lists
 from maxattn.kernels.fa4.tiles import Tile, backward_tile, forward_tiles, sums_width
@@ -27,7 +26,8 @@ from maxattn.masks import Full, Mask
 from maxattn.masks.terms import SplitMask, Terms, sort_terms, split_mask
 
 Kind = Literal["dense", "lengths", "known", "ids", "traced"]
-UNKNOWN = {"ids": 0.25, "traced": 0.5}  # of all tiles, those that such lists are taken to name
+# Assumed share of tiles that are not empty, if lists are made on the device.
+UNKNOWN = {"ids": 0.25, "traced": 0.5}
 
 
 class Problem(NamedTuple):
@@ -55,7 +55,7 @@ class Problem(NamedTuple):
     offsets: tuple[int, int] = (0, 0)
     own_rows: bool = False
     bias: tuple[bool, bool] | None = None
-    sms: int = 132
+    sms: int = 0
 
     @property
     def has_lists(self) -> bool:
@@ -108,7 +108,7 @@ def _problem(
     batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
     padded = -(-head_dim // 8) * 8
     made = Problem(batch, q_len, kv_len, heads, kv_heads, padded, sms=sms)
-    if bias is not None:
+    if bias is not None:  # every mask is written into it (kernels/flash.py)
         return made._replace(bias=(bias[0] > 1, bias[1] > 1))
     terms = sort_terms(mask)
     if not terms.positions and not terms.rest:
@@ -156,11 +156,6 @@ def has_kernels(device: Device) -> bool:
 def lack(device: Device) -> str:
     """Return the rule that fa4-jax has no kernels for a GPU."""
     return f"fa4-jax has no kernels for compute capability {device.capability_text}"
-
-
-def launches(version: str, device: Device) -> bool:
-    """Return whether maxattn launches the library's kernels itself: on Hopper GPUs."""
-    return version.startswith(FA4_LAUNCHES) and device.is_a("hopper")
 
 
 def refuse_operands(call: Call, device: Device) -> Reason | None:

@@ -62,7 +62,7 @@ def _like(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStr
 
 
 def forward(
-    p: Problem, launch: Launch, qkv: tuple[Array, ...], given: Masked, scale: float, bias: Any
+    p: Problem, launch: Launch, qkv: tuple[Array, ...], given: Masked, scale: float
 ) -> Result:
     """Return (out [B,T,N,H], lse [B,N,T]).
 
@@ -70,9 +70,8 @@ def forward(
         p: of the operands.
         launch: of the forward.
         qkv: q, k and v; bfloat16 or float16.
-        given: of the mask.
+        given: the mask or the bias, as the kernel reads it.
         scale: multiplies the scores.
-        bias: [B or 1, N or 1, T, S], added to the scores of all pairs; None for none.
     """
     lib, named, (q, k, v) = library.kernels(), import_module("cutejax").ArraySpec, qkv
     spec, (tail, splits) = _spec(p, launch, q, given, scale), launch.cut
@@ -90,8 +89,8 @@ def forward(
     count = [(_like((1,), jnp.int32), named(assumed_align=4))] * launch.queue
     results = [*whole * (tail != ALL), *split * (tail != 0)]
     zero = jnp.zeros(1, jnp.int32) if launch.queue else None
-    arrays, found = given.arrays if bias is None else (bias,), _arrays(p, launch, given)
-    operands = ForwardOperands(q, k, v, *found, given.lengths, zero, arrays)
+    found = _arrays(p, launch, given)
+    operands = ForwardOperands(q, k, v, *found, given.lengths, zero, given.arrays)
     made = _call(
         _hopper().run_forward,
         [shape for shape, _ in results + count],
@@ -139,7 +138,7 @@ def _joined(whole: Any, last: Any, axes: tuple[int, int], start: int) -> Any:
         return last
     put = jax.lax.dynamic_update_slice_in_dim
     found = [put(x, part, start, axis) for x, part, axis in zip(whole, last, axes, strict=True)]
-    # Else what reads them reads what stood there before too, and XLA copies it for that.
+    # Without the barrier XLA keeps the values before the update too, and copies the whole result.
     found = jax.lax.optimization_barrier(found)
     return Result(*found) if isinstance(last, Result) else found
 
@@ -191,7 +190,6 @@ def backward(
     rows: Rows,
     given: Masked,
     scale: float,
-    bias: Any,
     dlse: Array | None = None,
 ) -> Grads:
     """Return (dq, dk, dv) from a given output and LSE; arguments as for `forward`.
@@ -213,8 +211,8 @@ def backward(
     start = 0 if tail in (0, ALL) else padded - tail * tile.keys
     last = _like((splits * p.batch, p.kv_len - start, *k.shape[2:]), k.dtype)
     grads = [of_keys] * 2 if shared else [_like(k.shape, k.dtype)] * (2 * bool(start)) + [last] * 2
-    found, arrays = _arrays(p, launch, given), given.arrays if bias is None else (bias,)
-    operands = BackwardOperands(*(q, k, v, dout, lse, delta), *found, given.lengths, sums, arrays)
+    found, tokens = _arrays(p, launch, given), (q, k, v, dout, lse, delta)
+    operands = BackwardOperands(*tokens, *found, given.lengths, sums, given.arrays)
     numbers = import_module("cutejax").ArraySpec(assumed_align=4)
     sums_specs = [lib._F32_SPEC if x.dtype == jnp.float32 else numbers for x in sums]
     lengths_spec = [numbers] * (given.lengths is not None)
@@ -342,7 +340,7 @@ class Fa4DqAccumulator(DqAccumulator):
             + [lib._F32_SPEC] * 3
             + [packed] * (len(sums) - 1),
             out_specs=[lib._F32_SPEC, packed],
-            input_output_aliases={5 + n: n for n in range(len(sums))},
+            input_output_aliases={_place(operands, "sums") + n: n for n in range(len(sums))},
             name="maxattn_backward_block",
         )
         self.state = [delta, lse, dq]
@@ -353,6 +351,6 @@ class Fa4DqAccumulator(DqAccumulator):
         return after(self._spec, "dq", self.state[2], self._q, self._spec.scale)
 
 
-def can_add_up(queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    """Return whether dQ of several blocks can be summed, for shapes of q and a block of k."""
-    return queries[2] == keys[2] and queries[3] % 8 == 0 and kernel_width(queries[3]) == queries[3]
+def can_add_up(heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Return whether dQ of several blocks of keys can be summed in one array."""
+    return heads == kv_heads and head_dim % 8 == 0 and kernel_width(head_dim) == head_dim

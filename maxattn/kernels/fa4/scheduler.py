@@ -33,8 +33,8 @@ BlockSparseTensors: Any = import_module("fa4_jax.cute.block_sparsity").BlockSpar
 Int32: Any = cutlass.Int32
 
 FIRST_QUEUE_BARRIER = 13  # of the 16 named barriers of a thread block; the library counts up from 1
-# Two places in shared memory are enough: before the loading warp writes the item after the next, it
-# has loaded the next item's queries, over those that all others are done with.
+# Two places in shared memory are enough: the loading warp writes the place of item n + 2 after it
+# loaded the queries of item n + 1, for which it waits until all warps are done with item n.
 PLACES = 2
 
 

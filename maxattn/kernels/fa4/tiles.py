@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 SHARED_MEMORY = 227 * 1024 - 1024  # bytes that a thread block has on Hopper, but for barriers
 SOFTMAX = 64  # channels of a head that take as long as the softmax of a pair
-START, QUERY = 0.3, 7.7e-5  # of an item; for each of its queries and channels of W + SOFTMAX
+START, QUERY = 0.3, 7.7e-5  # microseconds of an item; for each query and channel of W + SOFTMAX
 TAKE = 0.3  # of the next item from the queue
 # A pair takes so much longer if fewer warps share a tile's keys.
 ROWS_64, ROWS_128 = 1.75, 1.15
@@ -43,7 +43,7 @@ class Speed(NamedTuple):
 
     Attributes:
         pair: a channel of W + SOFTMAX of a pair: two products and an exponential.
-        loop: a tile beside its pairs.
+        loop: a key tile, beside its pairs.
         persistent: the same of persistent thread blocks.
         block: the start of a thread block, over that of a persistent one's next item.
     """

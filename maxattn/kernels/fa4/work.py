@@ -9,8 +9,8 @@ Long items start first (LPT). Lanes start in groups whose keys and values fit th
 items of a group that start together read the same ones.
 
 An item may be *cut* into splits of its steps, so that fewer SMs (streaming multiprocessors) wait
-at the end: split-K in a forward, split-Q in a backward. Splits count on in lanes: split p of lane l
-is lane `p * lanes + l`.
+at the end: split-K in a forward, split-Q in a backward. A split has its own lane number: split p of
+lane l is lane `p * lanes + l`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def cut(
         lanes: items of each tile row.
         sms: streaming multiprocessors.
         time_of: how long items of so many steps take, of so many that run.
-        merge: how long it takes to add up so many tile rows in so many splits.
+        merge: from (cut tile rows, splits), the time that their merge takes.
         most: splits.
         tails: whether a part of the tile rows can be cut.
     """
