@@ -34,10 +34,10 @@ def attention_fn(
 
     Args:
         config: kernel and parallelism; default `AttentionConfig()`.
-        mesh: devices that the call is spread over; default none.
+        mesh: device mesh that the call is sharded over; default none.
         role: which setting of the config chooses the kernel: `attention` for "self" (default), or
             `cross_attention` for "cross".
-        rope: turns queries and keys first, as in `nnx.dot_product_attention_with_rope`: an
+        rope: rotates queries and keys first, as in `nnx.dot_product_attention_with_rope`: an
             `nnx.RoPE` of flax >= 0.12.12, or any function of heads [..., T, H] and positions [T]
             or None. Default none.
 
@@ -46,8 +46,8 @@ def attention_fn(
         Functions with equal settings are equal.
 
     Raises:
-        ConfigError, MeshError, InputError: if `config`, `mesh`, `role` or `rope` is of another
-            kind.
+        ConfigError, MeshError, InputError: if `config`, `mesh`, `role` or `rope` has the
+            wrong type.
 
     >>> attend = ma.attention_fn(ma.AttentionConfig(attention="dot_product"))
     >>> layer = nnx.MultiHeadAttention(4, 64, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
@@ -100,21 +100,21 @@ class AttentionFn:
             key, value: [..., S, K, H], where K divides N.
             bias: added to the scores; broadcasts to [..., N, T, S].
             mask: nonzero where a pair may attend; broadcasts to [..., N, T, S].
-            dropout_rate: dropout of probabilities: refused above 0 unless deterministic.
-            broadcast_dropout, dropout_rng: not used, since nothing is dropped.
+            dropout_rate: rate for attention probabilities; above 0, refused unless deterministic.
+            broadcast_dropout, dropout_rng: ignored, since no probability is dropped.
             deterministic: whether dropout is off.
-            dtype: of the computation; default the operands' common dtype.
-            precision: of the dense path; kernels multiply float32 at full accuracy at any.
-            module: stores the probabilities as its `attention_weights`; default none. They are
-                computed densely, with a warning.
+            dtype: computation dtype; default the operands' common dtype.
+            precision: matmul precision of the dense path; kernels always multiply float32 fully.
+            module: stores the probabilities as its `attention_weights`; default none. If given,
+                attention is computed densely, with a warning.
             is_causal: query i sees the keys 0 to i, as in `jax.nn.dot_product_attention`. A single
                 query is one new token, which sees the whole cache.
             input_positions: positions of the tokens for the rope, [T] or broadcasting to [..., T];
-                default 0, 1, 2, ... Refused without a rope, and if T != S.
+                default 0, 1, 2, ... Refused if there is no rope, or if T != S.
 
         Raises:
             Unsupported: if probabilities would be dropped.
-            InputError: if operands do not fit together.
+            InputError: if shapes or dtypes of the operands do not match.
         """
         if not deterministic and dropout_rate > 0.0:
             rule = "no kernel of maxattn drops attention probabilities"
@@ -155,7 +155,7 @@ def _mask(
     return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
 
 
-# ---- probabilities, when they are asked for ------------------------------------------------------
+# ---- attention probabilities, on request ---------------------------------------------------------
 
 
 def _dense_and_sow(

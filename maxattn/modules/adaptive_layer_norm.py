@@ -30,14 +30,14 @@ WIDE = ("float32", *DTYPES)
 @partial(jax.tree_util.register_dataclass, data_fields=["table", "base"], meta_fields=["row"])
 @dataclass(frozen=True)
 class ModulationRow:
-    """Name a row of a modulation table: table[:, :, row] + base[:, :, row].
+    """One row of a modulation table: table[:, :, row] + base[:, :, row].
 
     The kernel reads the row from the tables, without a copy.
 
     Args:
-        table: [B or 1, F or 1, R, D]: R vectors for each frame's time; F divides the tokens.
+        table: [B or 1, F or 1, R, D]: R vectors for each of F frames; F divides T.
         row: which of the R vectors; default 0.
-        base: added to the table, such as the vectors that a block learned; default none.
+        base: added to the table, such as a block's learned vectors; default none.
 
     >>> ModulationRow(jnp.ones((1, 3, 6, 64)), 2, jnp.ones((1, 1, 6, 64))).value().shape
     (1, 3, 64)
@@ -79,20 +79,20 @@ def adaptive_norm(
     branch: GatedBranch | None = None,
     mesh: Any = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """Add a layer's result to tokens, and norm the sum.
+    """Add a layer's result to the tokens, and normalise the sum.
 
     x' = x + gate * (y + bias)
     y' = norm(x') * (1 + scale) + shift
 
     The arithmetic is float32; x' and y' are rounded once. On Hopper GPUs with fa4-jax, bfloat16 and
-    float16 tokens take one kernel. A call that is differentiated takes XLA's steps.
+    float16 tokens use one kernel. When the call is differentiated, XLA computes the steps.
 
     Args:
         x: tokens, [B, T, D].
-        norm: over D, with or without a learned scale and bias.
-        scale, shift: of the modulation; default none.
-        branch: the layer's result; default none.
-        mesh: devices that the call is spread over; default none.
+        norm: layer norm over D, with or without a learned scale and bias.
+        scale, shift: the modulation's scale and shift; default none.
+        branch: the layer's result, which is added first; default none.
+        mesh: device mesh that the call is sharded over; default none.
 
     Returns:
         x' and y', in the dtype of x.
@@ -139,7 +139,7 @@ def gated_sum(x: Tokens, branch: GatedBranch) -> Tokens:
 def _of_norm(
     norm: nnx.LayerNorm, scale: ModulationRow | None, shift: ModulationRow | None
 ) -> Vectors:
-    """Return the scale and the shift: learned, from the modulation, or both in one."""
+    """Combine the norm's learned scale and bias with the modulation's scale and shift."""
     found: Vectors = {}
     if scale is not None:
         found["scale"] = _parts(scale, 1.0)
@@ -159,7 +159,7 @@ def _parts(row: ModulationRow, constant: float = 0.0) -> tuple[VectorParts, Part
 
 
 def _whole(vector: Float[Array, "*BF D"]) -> tuple[VectorParts, Parts]:
-    """Return a vector [D] or [B, F, D] without a table."""
+    """Shape a computed vector [D] or [B, F, D] as a table with R = 1."""
     shape = (1, 1, 1, vector.shape[-1]) if vector.ndim == 1 else (*vector.shape[:2], 1, -1)
     return VectorParts(), (jnp.reshape(vector, shape),)
 
@@ -191,7 +191,7 @@ def decide(
         return None
     if any(a.dtype.name not in WIDE for a in (*rows, *parts)):
         return None
-    # A block of the kernel has the vectors of one frame: all have the same frames, or one.
+    # A thread block loads one frame's vectors: tables have equally many frames, or one.
     frames = {part.shape[1] for part in parts} - {1}
     # Each device has equally many tokens, and whole frames of them.
     batches, spans = (sharding.ways(letter, shape) for letter in "BT")
@@ -215,11 +215,11 @@ _fused.defvjp(
 )
 
 
-# ---- step by step --------------------------------------------------------------------------------
+# ---- XLA's steps ---------------------------------------------------------------------------------
 
 
 def in_steps(work: RowWork, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
-    """Compute the normed tokens and, if there is a branch, the sum, with XLA."""
+    """Compute the normalised tokens and, if there is a branch, the sum, with XLA."""
     x, *branch = rows
     # One vector at a time: XLA would write the whole table for all tokens, and each layer read it.
     vectors, first = {}, 0

@@ -1,7 +1,7 @@
 """MaxDiffusion's attention op, found by name and attributes: MaxDiffusion is not imported.
 
 Its NNX modules (Wan, LTX-2, Flux.2, Z-Image) project, norm and rotate, and pass queries, keys and
-values to `apply_attention` of an `NNXAttentionOp`, a module without parameters. `swap` sets another
+values to `apply_attention` of an `NNXAttentionOp`, a module without parameters. `swap` replaces
 `apply_attention` on the instance.
 """
 
@@ -42,7 +42,7 @@ class OpAttention:
         config, mesh, role: as in `maxattn.attention`.
         heads: N.
         scale: multiplies the scores.
-        dtype: name of the computation's dtype; wider values widen it.
+        dtype: name of the computation dtype; values of a wider dtype widen it.
     """
 
     config: AttentionConfig | None
@@ -55,7 +55,7 @@ class OpAttention:
     def __call__(
         self, query: Array, key: Array, value: Array, attention_mask: Array | None = None
     ) -> Float[Array, "B T NH"]:
-        """Attend, as MaxDiffusion calls its op.
+        """Attend, with the arguments that MaxDiffusion passes to its op.
 
         Args:
             query: [B, T, N*H] or [B, N, T, H].
@@ -63,7 +63,7 @@ class OpAttention:
             attention_mask: [B, S], nonzero for a key that is not padding.
 
         Raises:
-            InputError: if operands do not fit together.
+            InputError: if shapes or dtypes of the operands do not match.
         """
         dtype = jnp.promote_types(self.dtype, value.dtype)
         q, k, v = (self._split(x).astype(dtype) for x in (query, key, value))
@@ -82,7 +82,7 @@ def is_attention_op(module: nnx.Module) -> bool:
 
 
 def why_op_stays(op: Any, holder: Any) -> str | None:
-    """Return which setting of an op, or of its holder, maxattn lacks; None if it lacks none."""
+    """Return the unsupported setting of an op or of its parent module, None if there is none."""
     settings = {name: value for name, value in vars(op).items() if not name.startswith("_")}
     if lacking := [name for name in NEEDED if name not in settings]:
         return f"it has no {', '.join(lacking)}, which an {NAME} of MaxDiffusion has"
@@ -109,7 +109,7 @@ def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) ->
     """Make an op attend with maxattn.
 
     Returns:
-        The role of its calls, and more text for its row in the table.
+        The role of the op's calls, and text to append to the op's row in the table.
     """
     names = getattr(op, "axis_names_q", None) or ()
     role = "cross" if any("cross" in str(name) for name in names) else "self"
@@ -123,5 +123,5 @@ def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) ->
 
 
 def _own_rule(holder: Any) -> tuple[Any, Any]:
-    """Return the kernel of a holder, and the length below which the holder itself attends."""
+    """Return the parent's kernel, and the length below which the parent itself attends."""
     return getattr(holder, "attention_kernel", None), getattr(holder, "flash_min_seq_length", None)

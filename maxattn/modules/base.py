@@ -51,11 +51,11 @@ class Projection(NamedTuple):
 
     Args:
         linear: the projection.
-        name: of its result, for checkpoint policies.
+        name: checkpoint name of the result, for remat policies.
         heads: N for queries, K for keys and values.
         norm, rotary: applied to the result; None for none.
-        letters: of the result's axes, for its layout on the mesh.
-        how: whether one kernel computes norm and rotary embedding, or XLA.
+        letters: axis letters of the result, for its sharding.
+        how: whether one kernel or XLA computes norm and rotary embedding.
     """
 
     linear: nnx.Linear
@@ -68,10 +68,10 @@ class Projection(NamedTuple):
 
 
 class AttentionBase(nnx.Module):
-    """Project to heads, attend, and project back: the base of the attention modules.
+    """Base class of the attention modules: project to heads, attend, and project back.
 
-    The weights name the mesh axes that they are split over: fsdp x tensor, and tensor x fsdp for
-    the output. A module can be built without a mesh.
+    Weights are annotated with the mesh axes that they are sharded over: (fsdp, tensor), and
+    (tensor, fsdp) for the output projection. A module can be built without a mesh.
     """
 
     role: ClassVar[Literal["self", "cross"]]
@@ -161,7 +161,7 @@ class AttentionBase(nnx.Module):
         """Check the call and bind its mask, once.
 
         Args:
-            keys: the states [B, S, ...] that keys are made of, or a pair of keys and values.
+            keys: the states [B, S, ...] that are projected to keys, or a pair (keys, values).
         """
 
         def shape(length: int, heads: int, dim: int) -> Any:
@@ -199,18 +199,18 @@ class AttentionBase(nnx.Module):
         rotary: Rotary | None,
         letters: str = "BTNH",
     ) -> Projection:
-        """Decide how queries or keys are normed and rotated: once a call."""
+        """Decide, once per call, how queries or keys are normalised and rotated."""
         heads = self.heads if name == "query_proj" else self.kv_heads
         sizes = heads, self.dim_head, self.mesh, letters
         how = decide(Target.here(), x, self.qk_norm, norm, rotary, *sizes)
         return Projection(linear, name, heads, norm, rotary, letters, how)
 
     def _noted(self, prepared: Prepared, to: Projection) -> Prepared:
-        """Add the decision to the plan."""
+        """Add the decision about norm and rotary embedding to the plan."""
         return prepared._replace(notes=(to.how.note,)) if to.how.note else prepared
 
     def _project(self, x: Array, to: Projection) -> Heads:
-        """Project to heads, norm and rotate them, in float32 from the projection on; round once."""
+        """Project to heads, normalise and rotate; from the matmul on in float32, rounded once."""
         if to.how.work is not None:
             with self._scope("to_qkv"):
                 y, bias = without_bias(to.linear, x)
@@ -263,7 +263,7 @@ class AttentionBase(nnx.Module):
 def linear_on_mesh(
     width_in: int, width_out: int, bias: bool, axes: tuple[str, str], build: Build
 ) -> nnx.Linear:
-    """Build a projection whose weights [in, out] and bias name the mesh axes."""
+    """Build a projection whose weights [in, out] and bias are annotated with mesh axes."""
     bias_axis = axes[1] if axes[1] == "tensor" else None
     return nnx.Linear(
         width_in,

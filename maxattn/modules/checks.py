@@ -26,7 +26,7 @@ def positive(setting: str, value: Any) -> None:
 
 
 def head_counts(heads: int, kv_heads: int) -> None:
-    """Refuse key heads unless equally many query heads share each."""
+    """Refuse numbers of heads unless the key heads divide the query heads."""
     positive("heads", heads)
     positive("kv_heads", kv_heads)
     if heads % kv_heads:
@@ -48,7 +48,7 @@ def epsilon(eps: float) -> None:
 
 
 def scale(value: Any) -> float | None:
-    """Return a scale as a number; refuse those that attention refuses when it is called."""
+    """Return a scale as a number; refuse what `attention` would refuse at the call."""
     if value is None:
         return None
     x = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
@@ -68,14 +68,14 @@ def flag(setting: str, value: Any) -> None:
 
 
 def channels_of_heads(out_dim: Any, channels: int) -> None:
-    """Refuse output channels other than those of the heads if there is no output projection."""
+    """Refuse an `out_dim` other than the heads' channels if there is no output projection."""
     if out_dim is not None and out_dim != channels:
         rule = f"without an output projection the output has the {channels} channels of all heads"
         raise InputError("out_dim", out_dim, rule, "leave out_dim out, or pass out_proj=True")
 
 
 def optional_name(setting: str, value: Any, names: tuple[str, ...]) -> None:
-    """Refuse a value other than None and the names."""
+    """Refuse a value that is neither None nor one of the names."""
     if value is not None and value not in names:
         remedy = did_you_mean(str(value), names) or f"use None for no {setting}"
         rule = f"it is None or one of {', '.join(names)}"
@@ -84,7 +84,7 @@ def optional_name(setting: str, value: Any, names: tuple[str, ...]) -> None:
 
 def role(value: Any) -> None:
     if value not in ("self", "cross"):
-        remedy = "use 'self' unless keys are another's"
+        remedy = "use 'self', or 'cross' if the keys are of another sequence"
         raise InputError("role", repr(value), "a role is 'self' or 'cross'", remedy)
 
 
@@ -151,10 +151,10 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
     """Refuse hidden states that do not fit the projections.
 
     Args:
-        name: of the argument.
-        x: the array.
+        name: the argument's name.
+        x: the argument's value.
         width, width_name: the module's channels, and the constructor argument that set them.
-        batch: the batch of hidden_states, for other states.
+        batch: the batch size of hidden_states; None if x is hidden_states itself.
     """
     rank_3(name, x)
     check_not_torch(name, dtype := str(x.dtype))
@@ -175,8 +175,8 @@ def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) ->
     """Refuse random dropout without a source of randomness.
 
     Args:
-        dropout: of the module.
-        deterministic, rngs: of the call; None leaves the first to the module's train() and eval().
+        dropout: the module's dropout layer.
+        deterministic, rngs: the call's; if deterministic is None, the module's mode counts.
     """
     off = dropout.deterministic if deterministic is None else deterministic
     if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):

@@ -1,4 +1,4 @@
-"""Cross-attention: `CrossAttention`, and `KV`, keys and values made once for many steps."""
+"""Cross-attention: `CrossAttention`, and `KV`, keys and values computed once for many steps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from maxattn.rope import Rotary
 
 
 class KV(NamedTuple):
-    """The keys and values of a text, and of an image beside it: made by `compute_kv`.
+    """Keys and values of a text, and optionally of an image, as `compute_kv` returns them.
 
     Args:
-        k, v: [B, S, K, H] and [B, S, K, V], the text's; the keys are normed and rotated.
-        image_k, image_v: [B, S', K, H] and [B, S', K, V], the image's; default None.
+        k, v: the text's keys [B, S, K, H], normalised and rotated, and values [B, S, K, V].
+        image_k, image_v: the image's keys [B, S', K, H] and values [B, S', K, V]; default None.
     """
 
     k: Float[Array, "B S K H"]
@@ -61,7 +61,7 @@ class CrossAttention(AttentionBase):
     Raises:
         InputError: if sizes do not divide, or a value is out of range.
 
-    Source: image keys and values beside the text's: Wan 2.1, https://arxiv.org/abs/2503.20314
+    Source of the image's own keys and values: Wan 2.1, https://arxiv.org/abs/2503.20314
 
     >>> layer = ma.CrossAttention(64, 32, heads=4, dim_head=16, rngs=nnx.Rngs(0))
     >>> x, text = jnp.ones((1, 10, 64)), jnp.ones((1, 7, 32))
@@ -129,20 +129,20 @@ class CrossAttention(AttentionBase):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "B T out_dim"]:
-        """Attend to another sequence, given as its states or as its `KV`.
+        """Attend to another sequence, passed as its states or as its `KV`.
 
         Args:
             hidden_states: [B, T, query_dim].
-            encoder_hidden_states: [B, S, cross_attention_dim]. Give this or kv.
-            kv: the result of `compute_kv`, which many calls may share.
-            encoder_hidden_states_image: [B, S', added_kv_proj_dim], beside encoder_hidden_states.
-                A module that was built with added_kv_proj_dim needs it.
-            mask: of the text's keys, from `maxattn.masks`; default all pairs. All image tokens are
-                attended to.
+            encoder_hidden_states: [B, S, cross_attention_dim]. Pass either this or kv.
+            kv: the result of `compute_kv`, which may serve many calls.
+            encoder_hidden_states_image: [B, S', added_kv_proj_dim]. Required beside
+                encoder_hidden_states if the module was built with added_kv_proj_dim.
+            mask: over the text's keys, from `maxattn.masks`; default all pairs. Image tokens are
+                never masked.
             bias: added to the text's scores; each axis of [B, N, T, S] is full or 1.
-            rotary_emb: positions of the queries; default none.
-            rotary_emb_k: positions of the text's keys; default none. Refused beside kv, whose keys
-                are rotated already.
+            rotary_emb: rotary embedding of the queries; default none.
+            rotary_emb_k: rotary embedding of the text's keys; default none. Refused if kv is
+                given, since its keys are rotated already.
             deterministic, rngs: as in a call of `FlaxAttention`.
 
         Returns:
@@ -182,7 +182,7 @@ class CrossAttention(AttentionBase):
         Args:
             text: [B, S, cross_attention_dim].
             image: [B, S', added_kv_proj_dim], if the module was built with added_kv_proj_dim.
-            rotary_emb_k: positions of the text's keys; default none.
+            rotary_emb_k: rotary embedding of the text's keys; default none.
 
         Raises:
             InputError: if shapes or dtypes do not fit.
@@ -212,7 +212,7 @@ class CrossAttention(AttentionBase):
         v = self._project(x, Projection(to_v, "value_proj", self.kv_heads))
         return self._on_mesh(k, "B.KH"), self._on_mesh(v, "B.KH")
 
-    # ---- what is refused -------------------------------------------------------------------------
+    # ---- checks of a call ------------------------------------------------------------------------
 
     def _check_source(
         self, batch: int, text: Any, kv: KV | None, image: Any, rotary_emb_k: Any

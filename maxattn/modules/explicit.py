@@ -1,6 +1,6 @@
 """Modules on a mesh with Explicit axes.
 
-A call runs with Auto axes; its results are laid out over the Explicit axes as its states are.
+A call runs with Auto axes; its results get the Explicit sharding of its states.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def over_explicit_axes(out_specs: Callable[..., Any]) -> Callable[[Method], Meth
     """Decorate a module's method so that it runs on a mesh with Explicit axes too.
 
     Args:
-        out_specs: called with the method's arguments; returns the layout of its results as a tree
-            of `PartitionSpec`.
+        out_specs: function of the method's arguments; returns the sharding of the results as a
+            tree of `PartitionSpec`.
     """
 
     def decorate(method: Method) -> Method:
@@ -65,21 +65,21 @@ def _run_over_auto_axes(
         return result, nnx.state((module, rngs), nnx.RngState)
 
     result, drawn = over_auto_axes(pure, mesh, (specs, PartitionSpec()))(drawn, state, arrays)
-    nnx.update((module, rngs), drawn)  # the counts of dropout's random numbers
+    nnx.update((module, rngs), drawn)  # dropout's RNG counters
     return result
 
 
-# ---- layouts of results --------------------------------------------------------------------------
+# ---- shardings of results ------------------------------------------------------------------------
 
 
 def like_states(module: Any, hidden_states: Any, *_: Any, **__: Any) -> PartitionSpec:
-    """Lay the output [B, T, out_dim] out as the states; its channels too if they are as many."""
+    """Shard the output [B, T, out_dim] as the states; channels only if out_dim is query_dim."""
     batch, tokens, channels = _spec(hidden_states)
     return PartitionSpec(batch, tokens, channels if module.out_dim == module.query_dim else None)
 
 
 def like_states_without_cache(module: Any, hidden_states: Any, *others: Any) -> PartitionSpec:
-    """Lay the output out as the states; refuse a cache, whose layout needs Auto axes."""
+    """Shard the output as the states; refuse a cache, which needs Auto axes."""
     if any(isinstance(x, CacheLayer) for x in others):
         rule = "the cache needs Auto mesh axes"
         remedy = "make the mesh with config.make_mesh(), or axis_types=(AxisType.Auto, ...)"
@@ -90,7 +90,7 @@ def like_states_without_cache(module: Any, hidden_states: Any, *others: Any) -> 
 def like_both(
     module: Any, hidden_states: Any, encoder_hidden_states: Any, *_: Any, **__: Any
 ) -> tuple[PartitionSpec, PartitionSpec | None]:
-    """Lay the outputs of a picture and a text out as the states of each."""
+    """Shard the outputs of a picture and a text as their states."""
     picture, text = like_states(module, hidden_states), _spec(encoder_hidden_states)
     if not module.text_out:
         return picture, None
@@ -98,19 +98,19 @@ def like_both(
 
 
 def like_both_without_bias(module: Any, *states: Any, **_: Any) -> Any:
-    """Lay outputs out as `like_both` does; each device has the whole biases."""
+    """Shard the outputs as `like_both` does; replicate the biases."""
     bias = PartitionSpec() if module.out_proj else None
     picture, text = like_both(module, *states)
     return (picture, bias), None if text is None else (text, bias)
 
 
 def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:
-    """Split keys and values [B, S, K, H] along the batch alone, as the states."""
+    """Shard keys and values [B, S, K, H] along the batch alone, as the states."""
     batch = _spec(text)[0]
     return PartitionSpec(batch, None, None, None)
 
 
 def _spec(states: Any) -> PartitionSpec:
-    # The method itself refuses states of another kind.
+    # The method itself refuses states of a wrong type.
     is_states = isinstance(states, jax.Array) and states.ndim == 3
     return spec_of_type(states) if is_states else PartitionSpec(None, None, None)

@@ -49,7 +49,7 @@ def attention_flat(
     mesh: Any = None,
     role: Literal["self", "cross"] = "self",
 ) -> Float[Array, "B T NH"]:
-    """Attend to inputs whose heads are joined in the channels, and return joined heads.
+    """Attend with heads joined in the channel axis of q, k and v, and of the result.
 
     Args:
         q: [B, T, N*H].

@@ -49,7 +49,7 @@ class JointAttention(FlaxAttention):
         query_dim: channels of the picture's tokens.
         heads, kv_heads, dim_head, dim_head_v, bias, out_bias, qk_norm, eps, scale, out_dim: as in
             `FlaxAttention`.
-        dropout: as in `FlaxAttention`, of the picture's output alone, as in diffusers.
+        dropout: as in `FlaxAttention`; applied to the picture's output alone, as in diffusers.
         added_kv_proj_dim: channels of the text's tokens, in and out; default query_dim.
         added_proj_bias: whether the text's three projections have a bias; default True.
         out_proj: whether there are output projections; default True. If False, the outputs are the
@@ -128,12 +128,12 @@ class JointAttention(FlaxAttention):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Float[Array, "B T out_dim"], Any]:
-        """Attend within both sequences together.
+        """Attend jointly over both sequences.
 
         Args:
             hidden_states: the picture's tokens, [B, T, query_dim].
             encoder_hidden_states: the text's tokens, [B, S, added_kv_proj_dim].
-            rotary_emb: positions of all S + T tokens, in any form that
+            rotary_emb: rotary embedding of all S + T tokens, in any form that
                 `maxattn.rope.apply_rotary` takes; default none.
             mask: over the S + T tokens, from `maxattn.masks`; default all pairs.
             bias: added to the scores; each axis of [B, N, S + T, S + T] is full or 1.
@@ -161,9 +161,9 @@ class JointAttention(FlaxAttention):
         encoder_hidden_states: Float[Array, "B S added_kv_proj_dim"],
         rotary_emb: Any = None,
     ) -> tuple[Unbiased, Any]:
-        """Attend as a call does, and leave the output projections' biases to the caller.
+        """Attend as a call does, but leave adding the output projections' biases to the caller.
 
-        The caller adds them where it adds the result to its tokens, such as in `adaptive_norm`:
+        The caller adds them together with the residual, such as in `adaptive_norm`:
         XLA for GPUs then copies neither sequence out of the joint one. There is no dropout.
 
         Args:
@@ -202,7 +202,7 @@ class JointAttention(FlaxAttention):
     def _joint_heads(
         self, text: Array, x: Array, rotary: Rotary | None
     ) -> tuple[Projection, Array, Array, Array]:
-        """Return the projection of the picture's queries, then q, k and v of both sequences."""
+        """Return the picture's query projection, then q, k and v of the joint sequence."""
         s, kv = text.shape[1], self.kv_heads
         of_text, of_picture = (None, None) if rotary is None else rotary.split(s)
         # A text is short: its length is not split.

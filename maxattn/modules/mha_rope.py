@@ -24,7 +24,7 @@ _FLAX_ROPE = getattr(nnx, "dot_product_attention_with_rope", None)  # flax 0.12.
 def bound_rope(fn: Any) -> Rope | None:
     """Return the rope of a partial of `nnx.dot_product_attention_with_rope`, or None.
 
-    None also if the partial binds more than the rope, since `swap` would drop the rest.
+    Also return None if the partial binds more than the rope, since `swap` would drop the rest.
     """
     if _FLAX_ROPE is None or not isinstance(fn, functools.partial) or fn.func is not _FLAX_ROPE:
         return None
@@ -48,7 +48,7 @@ def _name(fn: Any) -> str:
 
 def check_rope(rope: Any) -> None:
     if rope is not None and not callable(rope):
-        rule = "it is called on heads [..., T, H] and, where there are any, positions [T]"
+        rule = "it is called on heads [..., T, H] and positions [T] or None"
         raise InputError("rope", type(rope).__name__, rule, "pass nnx.RoPE(), or None")
 
 
@@ -59,15 +59,15 @@ def turn(
     key: Float[Array, "B S K H"],
     batch: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """Turn queries and keys by the given positions, or each from position 0 on.
+    """Rotate queries and keys by their positions, by default 0, 1, 2, ...
 
     Args:
-        positions: [T], or broadcasting to the batch axes that B was, and T.
-        batch: those axes.
+        positions: [T], or broadcasting to [*batch, T].
+        batch: sizes of the axes that were folded into B.
     """
     if rope is None:
         if positions is not None:
-            rule = "this attention_fn has no rotary embedding that could turn heads by them"
+            rule = "this attention_fn has no rotary embedding that could use them"
             remedy = "make it with attention_fn(config, rope=nnx.RoPE()), or leave positions out"
             raise InputError("input_positions", _shape(positions), rule, remedy)
         return query, key
@@ -76,13 +76,13 @@ def turn(
         return by_head(query), by_head(key)
     t, s = query.shape[1], key.shape[1]
     if t != s:
-        rule = f"they turn queries and keys alike, and there are {t} queries and {s} keys"
-        remedy = "leave them out, or turn queries and keys before attention"
+        rule = f"they rotate queries and keys alike, and there are {t} queries and {s} keys"
+        remedy = "leave them out, or rotate queries and keys before attention"
         raise InputError("input_positions", _shape(positions), rule, remedy)
     if jnp.shape(positions)[-1:] != (t,):
-        rule, remedy = f"its last axis must be that of the {t} tokens", "give a token one position"
+        rule, remedy = f"its last axis must have {t} entries", "give each token one position"
         raise InputError("input_positions", _shape(positions), rule, remedy)
-    # Heads are axis -2 of an example [T, N, H], and each example has positions of its own.
+    # Heads are axis -2 of a batch row [T, N, H], and each batch row has its positions.
     by_example = jax.vmap(jax.vmap(rope, in_axes=(-2, None), out_axes=-2))
     folded = fold(jnp.asarray(positions), batch, "input_positions", 1)
     each = jnp.broadcast_to(folded, (len(query), t))
@@ -90,7 +90,7 @@ def turn(
 
 
 def fold(x: Array, batch: tuple[int, ...], name: str, axes: int = 3) -> Array:
-    """Make one batch axis, B or 1, of those before the last `axes` axes."""
+    """Fold all but the last `axes` axes into one batch axis, of size B or 1."""
     full = x.reshape((1,) * (len(batch) + axes - x.ndim) + x.shape)
     lead, rest = full.shape[:-axes], full.shape[-axes:]
     if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):

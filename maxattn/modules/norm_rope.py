@@ -35,10 +35,10 @@ Tables = tuple[Array, ...]
 
 @dataclass(frozen=True)
 class NormRope:
-    """The decision how queries or keys are normed and rotated. The call's plan prints it.
+    """Decision how queries or keys are normalised and rotated; the call's plan prints it.
 
     Args:
-        work: of the kernel, for a row of one device; None if XLA computes the steps.
+        work: the kernel's work on one row of a shard; None if XLA computes the steps.
         sms: streaming multiprocessors of the GPU.
         shared: bytes of shared memory of an SM.
         reason: why XLA computes the steps; "" if the kernel runs, or if the machine has none.
@@ -51,7 +51,7 @@ class NormRope:
 
     @property
     def note(self) -> str:
-        """Return the line of the plan; "" if the machine has no kernel."""
+        """Return the decision's line in the plan; "" if the machine has no kernel."""
         if self.work is not None:
             shared = f"{self.work.threads} threads share a row"
             return f"norm and rotary embedding in one kernel, written in CuTe: {shared}"
@@ -59,7 +59,7 @@ class NormRope:
         return text if self.reason else ""
 
     def launch(self, width: int, names: Any) -> RowLaunch:
-        """Return the launch for rows whose numbers have `width` bytes, with the named vectors."""
+        """Return the launch for rows with `width` bytes per number and the named vectors."""
         assert self.work is not None
         work = replace(self.work, vectors=tuple((name, VectorParts()) for name in names))
         return RowLaunch(work, (width,), self.sms, self.shared)
@@ -76,18 +76,18 @@ def decide(
     mesh: Any = None,
     letters: str = "BTNH",
 ) -> NormRope:
-    """Decide how queries or keys are normed and rotated.
+    """Decide how queries or keys are normalised and rotated.
 
     The kernel runs on NVIDIA GPUs with fa4-jax, if each device has equally many whole rows.
 
     Args:
         target: the machine.
         x: the projection's input, [B, T, C], or its shape and dtype.
-        qk_norm, norm: the kind of the norm, and the norm.
+        qk_norm, norm: the name of the norm, and the norm layer.
         rotary: the table, checked against the heads.
         heads, head_dim: N and H.
         mesh: the devices of the call.
-        letters: of the result's axes on the mesh.
+        letters: axis letters of the result, for its sharding.
     """
     if target.device.vendor != "NVIDIA" or (norm is None and rotary is None):
         return NormRope()
@@ -125,12 +125,12 @@ def norm_rotary(
     mesh: Any = None,
     letters: str = "BTNH",
 ) -> Float[Array, "B T N H"]:
-    """Add the bias to projected queries or keys, norm and rotate them, in one kernel.
+    """Add the bias to projected queries or keys, normalise and rotate them, in one kernel.
 
     Args:
-        how: the decision, with work for the kernel.
+        how: the decision, whose work is not None.
         x: the projection's result.
-        bias: of the projection; None if x contains it.
+        bias: the projection's bias; None if x contains it.
         norm, rotary, mesh, letters: as for `decide`.
     """
     assert how.work is not None
@@ -160,7 +160,7 @@ def norm_rotary(
 def on_shard(
     how: NormRope, x: Float[Array, "B T N H"], vectors: Vectors, tables: Tables
 ) -> Float[Array, "B T N H"]:
-    """Norm and rotate the heads of one device; tables [B or 1, T, H/2]."""
+    """Normalise and rotate the heads of one device; tables are [B or 1, T, H/2]."""
     launch, rows = how.launch(x.dtype.itemsize, vectors), x.reshape(*x.shape[:2], -1)
     parts = tuple(v.reshape(1, 1, 1, -1) for v in vectors.values())
     angles = tuple(a.reshape(-1, a.shape[-1]) for a in tables)

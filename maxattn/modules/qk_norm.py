@@ -23,9 +23,9 @@ class ZeroCentredRMSNorm(nnx.Module):
     """Norm by the root of the mean square: y = x / sqrt(mean(x^2) + eps) * (1 + scale).
 
     Args:
-        channels: of the last axis.
+        channels: size of the last axis.
         epsilon: added to the mean square.
-        param_dtype: of the scale, which starts at 0; 1 is added to it in float32.
+        param_dtype: dtype of the scale, which starts at 0; 1 is added to it in float32.
         scale_metadata: the mesh axes of the scale.
     """
 
@@ -63,7 +63,7 @@ def make_qk_norm(
 
     Args:
         kind: None or one of `QK_NORMS`. "rms_norm_across_heads" is over all heads * H channels of a
-            token, so that it sums over devices under tensor parallelism; the others are over the H
+            token, so tensor parallelism needs a sum over devices; the others are over the H
             channels of each head.
         heads: N for queries, K for keys.
         dim_head: H.
@@ -90,7 +90,7 @@ def make_qk_norm(
 
 
 def normalise(norm: QKNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-    """Norm the last axis, in float32; None changes nothing."""
+    """Normalise the last axis in float32; a norm of None returns x unchanged."""
     return x if norm is None else norm(x)
 
 

@@ -41,7 +41,7 @@ class FlaxAttention(AttentionBase):
         qk_norm: norm of queries and keys. "rms_norm", "layer_norm" and "zero_centred_rms_norm"
             (times 1 + scale) are over each head, "rms_norm_across_heads" is over all heads of a
             token; default None.
-        eps: of both norms; default 1e-5 (Wan has 1e-6).
+        eps: epsilon of both norms; default 1e-5 (Wan has 1e-6).
         scale: multiplies the scores; default H ** -0.5.
         out_dim: channels of the output; default query_dim.
         out_proj: whether there is an output projection; default True. If False, the output is the
@@ -51,10 +51,10 @@ class FlaxAttention(AttentionBase):
         dim_head_v: V, channels of a head of the values; default H. All kernels but `dot_product`
             fill the narrower heads with zeros.
         config: kernel and parallelism; default `AttentionConfig()`.
-        mesh: devices that the call is spread over; default none.
-        dtype: of the computation; default the common dtype of input and parameters.
-        param_dtype: of the parameters; default float32.
-        precision: of the projections' products, as in `jax.lax.Precision`.
+        mesh: device mesh that the call is sharded over; default none.
+        dtype: computation dtype; default the common dtype of input and parameters.
+        param_dtype: dtype of the parameters; default float32.
+        precision: matmul precision of the projections, as in `jax.lax.Precision`.
         kernel_init, bias_init: initialisers; default LeCun normal and zeros.
         rngs: source of the initial parameters.
 
@@ -145,19 +145,19 @@ class FlaxAttention(AttentionBase):
 
         Args:
             hidden_states: [B, T, query_dim].
-            rotary_emb: positions of the queries, in any form that `maxattn.rope.apply_rotary`
-                takes; default none. Beside a cache that keeps keys by slots, a table of the window.
+            rotary_emb: rotary embedding of the queries, in any form that
+                `maxattn.rope.apply_rotary` takes; default none. With a cache made with
+                positions="slots", the table of the whole window.
             mask: a mask of `maxattn.masks`; default all pairs.
             bias: added to the scores; each axis of [B, N, T, T] is full or 1.
             deterministic: False drops output channels at random; default as the module's last
                 train() or eval() set it, and True before both.
-            rngs: source of the dropout; needed only if there is dropout.
-            rotary_emb_k: positions of the keys; default those of the queries.
-            cache: a layer of a `KVCache`. The keys and values of these tokens are written into the
-                slots of the cache's current block.
+            rngs: random source of the dropout.
+            rotary_emb_k: rotary embedding of the keys; default rotary_emb.
+            cache: a layer of a `KVCache`; keys and values of these tokens are written into it.
 
         Returns:
-            [B, T, out_dim]; if there is a cache, the pair of this and the cache.
+            [B, T, out_dim]; with a cache, the pair of this output and the changed cache.
 
         Raises:
             InputError: if shapes or dtypes do not fit, or if there is dropout without rngs.

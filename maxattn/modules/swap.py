@@ -27,7 +27,7 @@ class Swapped:
         path: its place in the model, such as "blocks.3.attn".
         kind: the name of its class.
         swapped: whether it attends with maxattn.
-        why: the setting that chooses its kernel, or the reason why it was left.
+        why: the setting that chooses its kernel, or the reason why it was not swapped.
     """
 
     path: str
@@ -49,7 +49,7 @@ class SwapTable:
 
     @property
     def left(self) -> tuple[Swapped, ...]:
-        """Return the modules that were left as they are."""
+        """Return the modules that were not swapped."""
         return tuple(row for row in self.rows if not row.swapped)
 
     def __str__(self) -> str:
@@ -66,22 +66,22 @@ def swap(
 ) -> SwapTable:
     """Make every `nnx.MultiHeadAttention` and MaxDiffusion module of a model attend with maxattn.
 
-    Only the function that attends is exchanged, in place. Parameters, their names and the model's
-    code stay, so that a checkpoint loads before and after. Another call with another config
-    exchanges the function again. The rope of `nnx.dot_product_attention_with_rope` is kept. In
-    MaxDiffusion's NNX modules, `swap` exchanges `apply_attention` of their `NNXAttentionOp`, which
+    Only the attention function is replaced, in place. Parameters, their names and the model's
+    code stay, so a checkpoint loads before and after. A second call with another config replaces
+    the function again. The rope of `nnx.dot_product_attention_with_rope` is kept. In
+    MaxDiffusion's NNX modules, `swap` replaces `apply_attention` of their `NNXAttentionOp`, which
     it finds by name and attributes.
 
     Args:
         model: any NNX module; its layers may be stacked (`nnx.scan`, `nnx.vmap`).
         config: kernel and parallelism; default `AttentionConfig()`.
-        mesh: devices that the calls are spread over; default none.
+        mesh: device mesh that the calls are sharded over; default none.
 
     Returns:
-        A table of the modules that were swapped, and of those that were left, with the reason.
+        A table of the modules that were swapped, and of those that were not, with the reason.
 
     Raises:
-        ConfigError, MeshError, InputError: if `config`, `mesh` or `model` is of another kind.
+        ConfigError, MeshError, InputError: if `config`, `mesh` or `model` has the wrong type.
 
     >>> model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
     >>> print(ma.swap(model, ma.AttentionConfig(attention="dot_product")))
@@ -106,7 +106,7 @@ def _swap_one(
     if is_op:
         role, more = exchange(module, holder, config, mesh)
     else:
-        # Before a call, only the width of the keys shows whether they are of another sequence.
+        # Before a call, only the width of the keys shows whether a module is cross-attention.
         role = "self" if module.in_features == module.in_kv_features else "cross"
         fn = module.attention_fn
         rope = fn.rope if isinstance(fn, AttentionFn) else bound_rope(fn)

@@ -1,4 +1,4 @@
-"""Self-attention of a block of a stream to a cache: checks, projections, attention."""
+"""Self-attention of a stream's block to its cache: checks, projections, attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_with_cache(
     cache, mesh = layer.cache, usable_mesh(module.mesh, x)
     refused.beside(cache, mask, bias)
     if rotary_emb_k is not None and not cache.layout.is_roped:
-        rule = "keys kept by slots are turned by rotary_emb, a table of the window"
+        rule = "with positions='slots', rotary_emb rotates the keys: a table of the window"
         raise InputError("rotary_emb_k", "given", rule, "leave it out")
     b, t, _ = x.shape
     refused.call(cache, (b, t, module.kv_heads, module.dim_head), mesh, mesh_shape(mesh))
@@ -61,15 +61,15 @@ def run_with_cache(
 
 
 def window_table(cache: KVCache, rotary: Any, dim_head: int) -> Rotary:
-    """Read a table of the whole window, [F, tokens, D]: one angle a slot, whatever its frame.
+    """Read a rotary table of the whole window, [F, tokens, D]: the angles of each slot.
 
     Raises:
-        InputError: if its tokens are not those of all slots, or if it differs by example or head.
+        InputError: if its length is not that of all slots, or it differs by batch row or head.
     """
     frames, tokens = cache.layout.frames, cache.layout.stream.tokens_per_frame
     table = as_rotary(rotary, (1, frames * tokens, 1, dim_head))
     if table.cos.ndim != 2:
-        rule = "positions by slots are the same for every row and head: cos and sin are [S, D]"
+        rule = "with positions='slots', all heads and batch rows share cos and sin: [S, D]"
         raise InputError("rotary_emb", f"shape {table.cos.shape}", rule, "pass a table of 2 dims")
     cos, sin = (jnp.asarray(x).reshape(frames, tokens, -1) for x in (table.cos, table.sin))
     return Rotary(cos, sin, table.style, table.partial)

@@ -35,7 +35,7 @@ def why_not(target: Target, mesh: Any) -> str:
     sizes = [jax.device_count()]
     if ambient is not None:
         sizes = [n for axis, n in ambient.shape.items() if axis not in manual]
-    # XLA would gather the kernel's operands.
+    # Without a mesh XLA would gather the kernel's operands.
     if mesh is None and max(sizes, default=1) > 1:
         return "arrays may be split over several devices, and the module has no mesh="
     return ""
@@ -48,18 +48,18 @@ def norm_rows(
     tables: tuple[Array, ...] = (),
     name: str = "norm_rotary",
 ) -> list[Rows]:
-    """Norm rows: z = x + bias, or z = other + gate (x + bias); y = rotate(norm(z) scale + shift).
+    """Compute z = x + bias, or z = other + gate (x + bias); y = rotate(norm(z) scale + shift).
 
     Args:
         launch: the work, and how rows are shared among blocks.
         rows: (x,) or (other, x), each [B, T, N H].
-        parts: of the vectors, [B or 1, F or 1, R, N H], or [1, 1, 1, H] for all heads, in the order
-            of `launch.work.vectors`. F is one number for all that have frames, and divides T.
+        parts: the vectors' arrays, [B or 1, F or 1, R, N H], or [1, 1, 1, H] for all heads, in the
+            order of `launch.work.vectors`. All arrays with F > 1 have one F, which divides T.
         tables: cosines and sines in float32, [L, H/2], where L divides B T; or none.
-        name: of the call in profiles.
+        name: the call's name in profiles.
 
     Returns:
-        y; then z, if there is another.
+        y; then z, if `rows` has another array.
     """
     import_cute()
     results = [rows[0]] * len(rows)

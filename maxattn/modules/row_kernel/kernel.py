@@ -36,7 +36,7 @@ CARVEOUT = 100  # percent of the first-level cache that may become shared memory
 
 
 class Block(NamedTuple):
-    """The state that a thread keeps between rows."""
+    """State that a thread keeps between rows."""
 
     place: Place
     shared: Any  # [2, 2, warps]: the sums of each warp
@@ -47,7 +47,7 @@ class Block(NamedTuple):
     stages: Stages
 
     def next(self, row: Any) -> list[Any]:
-        """Return the numbers of a row, source by source, and start to copy a later row."""
+        """Return the row's numbers from each source, and start to copy a later row."""
         depth, i = self.stages.depth, row - self.first
         found = self.stages.read(i % depth)
         later = i + depth - 1
@@ -82,7 +82,7 @@ def load_vectors(block: Block, parts: Any, example: Any, frame: Any) -> None:
 
 
 class RowKernel:
-    """Norm and rotate rows; if there are two arrays of rows, add the second to the first before."""
+    """Normalise and rotate rows; of two arrays of rows, first add the second to the first."""
 
     def __init__(self, launch: RowLaunch) -> None:
         self.launch, self.work = launch, launch.work

@@ -44,7 +44,7 @@ class Place:
         return [(start + self.lane * OCTET, OCTET)]
 
     def own(self, step: int, value: Any) -> Any:
-        """Return a value, or 0 if another thread adds the same channels to a sum."""
+        """Return a value for a sum over threads: 0 if another thread adds the same channels."""
         work, zero = self.work, cutlass.Float32(0.0)
         if work.used_lanes < work.lanes:
             value = cutlass.select_(self._lane < work.used_lanes, value, zero)
@@ -212,7 +212,7 @@ def _copy(first: Any, slots: Slots, stage: Any, repeated: bool) -> None:
 
 
 def each(f: Callable[..., Any], *rows: Row) -> Row:
-    """Apply a function number by number."""
+    """Apply f elementwise."""
     return [[f(*x) for x in zip(*passes, strict=True)] for passes in zip(*rows, strict=True)]
 
 
@@ -291,7 +291,7 @@ def over_lanes(x: Any, width: int) -> Any:
 
 
 def of_warps(block: Any, numbers: list[Any], row: Any) -> list[list[Any]]:
-    """Return the numbers of all warps of the block; call it once a row.
+    """Return the numbers of all warps of the block; call this once per row.
 
     Consecutive rows use different memory, so that one barrier a row is enough.
     """

@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 WARP = 32
 OCTET = 8  # channels that a thread takes in a pass
-ONE_PASS = 64  # octets, up to which a block takes a row in one pass
+ONE_PASS = 64  # most octets of a row that a block computes in one pass
 LARGEST_BLOCK = 384  # threads
 MOST_PASSES = 4  # with more, registers run out
-REGISTERS = 2**16  # of an SM
+REGISTERS = 2**16  # in an SM
 OTHERS = 33  # registers of a thread for addresses and sums
 OF_A_BLOCK = 2048  # bytes of shared memory for the system, and for sums over warps
-MOST_BLOCKS = 16  # of an SM
+MOST_BLOCKS = 16  # resident in an SM
 
 
 class VectorParts(NamedTuple):
     """A vector that rows are scaled or shifted by: a sum of rows of arrays [B, F, R, D]."""
 
-    rows: tuple[int, ...] = (0,)  # the row of each array, of its R
+    rows: tuple[int, ...] = (0,)  # which of the R rows of each array
     constant: float = 0.0  # added to the sum
 
 
@@ -38,7 +38,7 @@ class RowWork:
     Args:
         heads, head_dim: N and H.
         norm: RMS over each "head" or "across" all heads, "layer" for a LayerNorm, or None.
-        eps: of the norm.
+        eps: epsilon of the norm.
         style: of the rotary embedding, "interleaved" or "half"; None for none.
         vectors: the vectors, by name.
 
@@ -63,12 +63,12 @@ class RowWork:
 
     @property
     def lanes(self) -> int:
-        """Return the threads of a head: a power of two, so that shuffles can sum over it."""
+        """Return the threads of a head: a power of two, so that shuffles can sum over them."""
         return 1 << (self.used_lanes - 1).bit_length()
 
     @property
     def slots(self) -> int:
-        """Return the heads that a block computes at a time: whole warps, full if possible."""
+        """Return how many heads a block computes at a time: whole warps, full if possible."""
         octets = self.heads * self.lanes
         fewest = 1 if octets <= ONE_PASS else max(2, -(-octets // LARGEST_BLOCK))
         full = (p for p in (fewest, fewest + 1) if octets % (p * WARP) == 0)
@@ -93,7 +93,7 @@ class RowWork:
         return OCTET * self.threads * self.passes == self.channels
 
     def of_warp(self, warp: int) -> int:
-        """Return the number of channels of a warp, without those that surplus threads repeat."""
+        """Return the number of channels of a warp, without repeats by surplus threads."""
         threads = range(warp * WARP, (warp + 1) * WARP)
         return OCTET * sum(
             t % self.lanes < self.used_lanes and t // self.lanes + p * self.slots < self.heads
@@ -119,13 +119,13 @@ class RowLaunch:
 
     @property
     def stages(self) -> int:
-        """Return the rows that a block has in shared memory: one is computed, others arrive."""
+        """Return how many rows a block has in shared memory: one is computed, others arrive."""
         most = 1 + len(self.widths)
         return most if self._bytes(most) <= self.shared else 2
 
     @property
     def per_sm(self) -> int:
-        """Return the blocks that an SM runs at once, limited by registers and shared memory."""
+        """Return how many blocks an SM runs at once, limited by registers and shared memory."""
         work, arrays = self.work, len(self.work.vectors) + 2 * len(self.widths) - 1
         registers = OTHERS + OCTET * work.passes * arrays
         by_registers = REGISTERS // (registers * work.threads)
@@ -133,14 +133,14 @@ class RowLaunch:
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks that the GPU runs at once, the most that are launched."""
+        """Return how many blocks the GPU runs at once, the most that are launched."""
         return self.sms * self.per_sm
 
     def fits(self) -> bool:
         return self.work.fits() and self._bytes(2) <= self.shared
 
     def _bytes(self, stages: int) -> int:
-        """Return the shared memory of a block; each thread has its own copy of the angles."""
+        """Return the bytes of shared memory of a block; each thread copies the angles."""
         work = self.work
         angles = 0 if work.style is None else 4 * OCTET
         stage = OCTET * work.passes * sum(self.widths) + angles
