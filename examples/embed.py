@@ -97,7 +97,7 @@ def _parts(folder: Path, kind: str) -> tuple[str, ...]:
 def _option_errors(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
     may = continues_images(index_of(found.folder))
     if not may and (kind == "WanImageToVideoPipeline") != (found.image is not None):
-        rule = "image-to-video pipelines, and no others, are told an image"
+        rule = "image-to-video pipelines need an image, and others take none"
         yield ConfigError("--image", found.image or "(none)", rule, f"this is a {kind}")
     for option in ("image", "prompts"):
         if (path := getattr(found, option)) is not None and not path.is_file():

@@ -155,7 +155,7 @@ def check_call(
     if cache is None and forcing is None:
         return
     _check_type("cache", cache, ma.KVCache, "all layers of a KVCache are the model's")
-    _check_type("forcing", forcing, Forcing, "it says a stream and a clean clip")
+    _check_type("forcing", forcing, Forcing, "it has a stream and a clean clip")
     stream = cache.layout.stream if forcing is None and cache is not None else None
     _check_tokens(forcing.stream if forcing is not None else stream, grid)
     _check_times(t, grid[0], "cache" if forcing is None else "forcing")
@@ -195,7 +195,7 @@ def _check_times(t: Any, frames: int, beside: str) -> None:
 
 def _check_cache(cache: ma.KVCache, forcing: Forcing | None, frames: int) -> None:
     if forcing is not None and cache.mode == "stream":
-        rule = "a block sees all that the cache keeps, so no mask of a stream stands beside it"
+        rule = "a block sees all that the cache keeps, so it takes no mask of a stream"
         remedy = "leave forcing out; cache.cached() and cache.extract() take a mask"
         raise InputError("forcing", "given beside a cache that streams", rule, remedy)
     if forcing is not None and forcing.clean is not None:

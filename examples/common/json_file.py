@@ -26,9 +26,9 @@ def read_mapping(path: Path, setting: str = "model.folder") -> dict[str, Any]:
             found = json.loads(file.read(MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         said = str(error)[:200]
-        rule = f"it is a JSON file, and whole; reading it says: {said}"
+        rule = f"the file is complete JSON, and reading it failed: {said}"
         raise ConfigError(setting, path, rule, "fetch the folder again") from None
     if not isinstance(found, dict):
-        rule = f"it holds settings by name, and this is a {type(found).__name__}"
+        rule = f"the file is a JSON object of settings, and this is a {type(found).__name__}"
         raise ConfigError(setting, path, rule, "fetch the folder again")
     return found

@@ -64,5 +64,5 @@ def _no_file(path: Path, family: Family) -> WeightsError:
     problem = class_error(path.parent, family)
     if problem is not None:
         return WeightsError(problem.setting, problem.value, problem.rule, problem.remedy)
-    rule, remedy = "it says the sizes, and is not there", "give the model's own folder"
+    rule, remedy = "the file gives the model's sizes, and is missing", "give the model's own folder"
     return WeightsError("config.json", path, rule, remedy)

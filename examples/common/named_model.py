@@ -67,7 +67,7 @@ class NamedModel(SizedModel):
             yield from replace(cls.known[values["sizes"]], **changed).misfits()
             return
         if values["folder"] is None:
-            rule = "a name or a folder says how large the model is"
+            rule = "the model's sizes come from a name or a folder"
             remedy = f"write one of {', '.join(cls.known)}, or give model.folder"
             yield ConfigError("sizes", "null", rule, remedy)
         for key, value in changed.items():

@@ -57,7 +57,7 @@ def part_error(folder: str | Path, part: str) -> ConfigError | None:
     folder = Path(folder)
     if part not in index_of(folder) or (folder / part).is_dir():
         return None
-    rule = "model_index.json says that this part is there, and it holds the model"
+    rule = "model_index.json lists this part, which has the model's weights"
     remedy = "fetch the whole folder"
     return ConfigError("model.folder", f"{folder}: without {part}", rule, remedy)
 
@@ -108,7 +108,7 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
     has_two, boundary = index.get(SECOND) not in (None, [None, None]), boundary_of(folder)
     if has_two != (boundary is not None):
         value = f"{SECOND} {index.get(SECOND)}, boundary_ratio {boundary}"
-        rule = "boundary_ratio says at which time the second transformer takes over"
+        rule = "boundary_ratio is the time at which the second transformer takes over"
         yield _error(folder, value, rule)
     elif has_two and not _is_share(boundary):
         rule = "it is a number between 0 and 1, a share of the times"
@@ -141,8 +141,8 @@ def boundary_error(folder: Path) -> ConfigError | None:
     """
     if not (folder / SECOND).is_dir() or SECOND in index_of(folder):
         return None
-    value = f"{folder}: {SECOND}, of which no model_index.json says anything"
-    rule = f"its boundary_ratio says at which time {SECOND} takes over from {FIRST}"
+    value = f"{folder}: {SECOND}, which no model_index.json lists"
+    rule = f"its boundary_ratio is the time at which {SECOND} takes over from {FIRST}"
     remedy = "fetch model_index.json too, or give the folder of one transformer"
     return ConfigError("model.folder", value, rule, remedy)
 

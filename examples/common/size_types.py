@@ -29,7 +29,7 @@ def checked(kind: Callable[..., Sizes], config: Mapping[str, Any], usual: Any) -
     types, values = get_type_hints(kind), {}
     for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
         if field.name not in config and field.name not in usual:
-            rule = f"it says {field.name}: what is left out there is another model's"
+            rule = f"{field.name} is required: diffusers' default is another model's"
             raise WeightsError("config.json", f"without {field.name}", rule, AGAIN)
         value = size_of(config, field.name, types[field.name], usual.get(field.name))
         values[field.name] = tuple(value) if isinstance(value, list) else value

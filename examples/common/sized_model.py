@@ -86,7 +86,9 @@ class SizedModel(Section):
         for key, value in self.changed_sizes.items():
             if (held := getattr(found, key)) != value:
                 rule = f"the model in {self.folder} has {held}"
-                yield ConfigError(f"model.{key}", value, rule, "remove it: the folder says it")
+                yield ConfigError(
+                    f"model.{key}", value, rule, "remove it: the folder's config.json sets it"
+                )
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:

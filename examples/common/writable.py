@@ -23,7 +23,7 @@ def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigEr
     # A folder above that cannot be read, a name that is too long, a NUL in the name.
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        return _refused(setting, path, f"the system says: {why}")
+        return _refused(setting, path, f"the system refuses it: {why}")
 
 
 def check_writable(setting: str, path: str | Path, folder: bool = False) -> None:

@@ -47,7 +47,7 @@ class ModelSettings(Section):
         """Refuse odd sizes of what comes in pairs."""
         for key in ("dim_head", "time_dim"):
             if values[key] % 2:
-                rule, remedy = "it holds pairs, so it is even", f"use {values[key] + 1}"
+                rule, remedy = "it is even: channels are rotated in pairs", f"use {values[key] + 1}"
                 yield ConfigError(key, values[key], rule, remedy)
 
 

@@ -48,7 +48,7 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
 def without_rollout(training: Any) -> Iterator[ConfigError]:
     """Refuse forcing, which is by blocks, where there are none; `training` is the section."""
     if training.forcing != "none":
-        rule = "blocks have times of their own, and rollout says which frames are one"
+        rule = "each block has a time, and rollout sets the frames of a block"
         yield ConfigError("training.forcing", training.forcing, rule, "write rollout, or none")
     if training.sink_distance:
         rule = "it is the distance of sinks, and there is no rollout"

@@ -60,15 +60,13 @@ class FluxSamplingTask(PictureTask):
 
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield sides that tokens do not divide, and a guidance that the model is not told."""
-        yield from self.undivided(PATCH, "a token stands for {unit} pixels of it")
+        yield from self.undivided(PATCH, "it is a multiple of {unit}, the pixels of a token")
         yield from self._guidance_errors()
 
     def _guidance_errors(self) -> Iterator[ConfigError]:
         scale = self.settings.sampling.guidance_scale
         if scale is not None and not self.sizes.guidance_embeds:
-            rule = (
-                "it is told to models with guidance_embeds, such as FLUX.1-dev, and this has none"
-            )
+            rule = "models with guidance_embeds take it, such as FLUX.1-dev, and this has none"
             remedy = "set it to null; classifier-free guidance is true_cfg_scale"
             yield ConfigError("sampling.guidance_scale", scale, rule, remedy)
 

@@ -84,7 +84,7 @@ class Sizes:
             remedy = "change axes_dims_rope and attention_head_dim together"
             yield ConfigError("axes_dims_rope", list(axes), rule, remedy)
         if self.in_channels % PATCH**2:
-            rule = f"a token holds the channels of {PATCH}x{PATCH} latents"
+            rule = f"a token has the channels of {PATCH}x{PATCH} latents"
             remedy = f"give a multiple of {PATCH**2}"
             yield ConfigError("in_channels", self.in_channels, rule, remedy)
 

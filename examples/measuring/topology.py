@@ -71,5 +71,5 @@ class Absent(NamedTuple):
             return lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             kind, first = self.target.device_kind, str(error).partition("\n")[0]
-            rule, remedy = f"its compiler says: {first}", "take fewer frames, or a larger TPU"
+            rule, remedy = f"its compiler failed: {first}", "take fewer frames, or a larger TPU"
             raise ConfigError(OPTION, kind, rule, remedy) from None

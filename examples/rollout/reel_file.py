@@ -137,8 +137,8 @@ def _read(path: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name in sorted(held.keys() | wanted.keys()):
         found, form = (_form(x.get(name)) for x in (held, wanted))
         if found != form:
-            rule = f"a reel of this model, told so, has {form}"
-            remedy = "give the model and the structure of what it was told when it was saved"
+            rule = f"for this model and `like` it is {form}"
+            remedy = "pass the model and `like` with which the reel was saved"
             raise InputError("reel", f"{path.name}: {name} is {found}", rule, remedy)
     return {name: held[name][()] for name in wanted}
 

@@ -81,7 +81,7 @@ def check_said(said: Mapping[str, Any], folder: Path) -> None:
 
 def _check_kinds(said: Mapping[str, Any], kinds: Mapping[str, Any], folder: Path) -> None:
     if odd := sorted(said.keys() ^ kinds.keys()):
-        rule = f"it holds {', '.join(kinds)}, each once, and nothing else"
+        rule = f"the file contains {', '.join(kinds)}, each once, and nothing else"
         raise InputError("reel", f"{folder / NAME}: {', '.join(odd)}", rule, WRITE)
     for key, kind in kinds.items():
         if type(said[key]) not in kind:

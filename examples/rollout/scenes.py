@@ -54,10 +54,10 @@ def scene_errors(scenes: Sequence[Scene], blocks: int, given: int | None) -> Ite
         rule = f"the {blocks} blocks that are made are numbered from 0"
         yield ConfigError("--switch", scene.block, rule, "raise --blocks, or leave it out")
     if given is None and any(scene.prompt is None for scene in scenes[1:]):
-        rule = "a prompt says what is shown from there on"
+        rule = "a new scene needs a prompt, or text of --embeddings"
         yield ConfigError("--switch", "a block alone", rule, 'write such as "40: a red fox"')
     if given is not None and any(scene.prompt for scene in scenes):
-        rule = "what is shown is said once, and --embeddings says it"
+        rule = "prompts come from --embeddings or from options, not from both"
         yield ConfigError("--embeddings", "given beside a prompt", rule, "write --switch BLOCK")
     if given is not None and given != len(scenes):
         rule = f"its text has a row for each of the {len(scenes)} scenes"
@@ -66,6 +66,6 @@ def scene_errors(scenes: Sequence[Scene], blocks: int, given: int | None) -> Ite
 
 def _switch(text: str) -> Scene:
     if (found := SWITCH.fullmatch(text)) is None:
-        rule = "it is the number of a block, and what is shown from there on"
+        rule = "it is the number of a block, and the prompt from that block on"
         raise ConfigError("--switch", repr(text), rule, 'write such as "40: a red fox"')
     return Scene(int(found[1]), found[2])

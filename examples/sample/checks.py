@@ -118,7 +118,7 @@ def _input_errors(task: SamplingTask, paths: Paths, sizes_fit: bool) -> Iterator
             "give --prompt (text encoders of the folder, with torch), or --embeddings FILE"
             " (examples/embed.py)"
         )
-        rule = "a prompt or a file says what is drawn"
+        rule = "a prompt or an embeddings file is required"
         yield ConfigError("--prompt", "(none)", rule, remedy)
     else:
         yield from _guidance_errors(task)
@@ -129,15 +129,15 @@ def _input_errors(task: SamplingTask, paths: Paths, sizes_fit: bool) -> Iterator
 
 def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     if (prompt := task.settings.sampling.prompt) is not None:
-        rule = "what is drawn is said once, and --embeddings says it"
+        rule = "prompts come from --embeddings or from options, not from both"
         yield ConfigError("--prompt", repr(prompt), rule, "give one of them")
     if (negative := task.settings.sampling.negative_prompt) is not None:
-        rule = "an embeddings file holds what guidance leads away from"
+        rule = "an embeddings file contains the encoded negative prompt"
         remedy = "leave it out, or encode it with examples/embed.py --negative-prompt"
         yield ConfigError("--negative-prompt", repr(negative), rule, remedy)
     if paths.image is not None:
         remedy = "leave it out, or encode both with examples/embed.py"
-        rule = "an embeddings file holds the encoded image"
+        rule = "an embeddings file contains the encoded image"
         yield ConfigError("--image", paths.image, rule, remedy)
 
 
@@ -171,7 +171,7 @@ def _image_errors(task: SamplingTask, image: Path | None) -> Iterator[ConfigErro
         yield ConfigError("--image", "(none)", rule, remedy)
     if image is not None and not task.takes_image:
         remedy = "leave it out, or give an I2V model's folder"
-        yield ConfigError("--image", image, "this model is told no image", remedy)
+        yield ConfigError("--image", image, "this model takes no image", remedy)
     if image is not None and not image.is_file():
         rule = "it names a file, and there is none"
         yield ConfigError("--image", image, rule, "name a picture")
@@ -229,6 +229,6 @@ def _output_errors(paths: Paths) -> Iterator[ConfigError]:
 def _noise_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
     found = files.shapes(path, "--noise", ("noise",))
     if found.get("noise", ())[1:] != task.latents:
-        rule = f"it holds noise [B, {', '.join(map(str, task.latents))}]"
+        rule = f"the file contains noise [B, {', '.join(map(str, task.latents))}]"
         remedy = "make it for this height, width and frames"
         yield ConfigError("--noise", f"{path}: {found}", rule, remedy)

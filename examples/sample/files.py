@@ -34,7 +34,7 @@ NO_GUIDANCE = (
 )
 SIZES = "make it for this model and this height, width and frames"
 # Of files that are no embeddings.
-REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file that holds noise"}
+REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file of noise"}
 
 
 def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str, tuple[int, ...]]:
@@ -50,7 +50,7 @@ def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str,
     """
     file = _open(path, option)
     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    rule, remedy = f"it holds {', '.join(names)}", REMEDIES.get(option, MAKE)
+    rule, remedy = f"the file contains {', '.join(names)}", REMEDIES.get(option, MAKE)
     if unknown := sorted(found.keys() - set(names)):
         raise ConfigErrors(ConfigError(option, f"{path}: {name}", rule, remedy) for name in unknown)
     return found
@@ -89,7 +89,7 @@ def shape_errors(
             continue
         yield from _array_errors(name, found.get(name), form, path, option)
     for name in sorted(found.keys() - expected.keys() - set(OPTIONAL)):
-        rule = "this model is not told that"
+        rule = "this model does not take this array"
         yield ConfigError(option, f"{path}: {name}", rule, "leave it out")
     batches = {shape[0] for shape in found.values() if shape and shape[0] != 1}
     if len(batches) > 1:
@@ -103,7 +103,7 @@ def _array_errors(
     text = f"{name} [B, {', '.join(map(str, form))}]"
     if shape is None:
         remedy = NO_GUIDANCE if name.startswith("negative_") else MAKE
-        yield ConfigError(option, f"{path} without {name}", f"the model is told {text}", remedy)
+        yield ConfigError(option, f"{path} without {name}", f"the model needs {text}", remedy)
     elif not fits(shape[1:], form):
         value, rule = f"{path}: {name} {list(shape)}", f"the model takes {text}"
         yield ConfigError(option, value, rule, SIZES)

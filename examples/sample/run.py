@@ -95,7 +95,7 @@ def _check_part(model: nnx.Module, paths: Paths, part: str) -> None:
         setting = "model.folder" if paths.weights is None else "--weights"
         remedy = error.remedy
         if "strict=" in remedy:
-            remedy = "give weights of these sizes, or fetch the folder again: config.json says them"
+            remedy = "give weights of these sizes, or fetch the folder again: config.json has them"
         value = error.value if error.value == path else f"{path}: {error.value}"
         raise ConfigError(setting, value, error.rule, remedy) from None
 

@@ -26,6 +26,6 @@ def device_errors(option: str, device: str) -> Iterator[ConfigError]:
         torch.zeros(1, device=device).tolist()
     except (AssertionError, RuntimeError) as error:  # torch's own, of devices that are not there
         said = str(error).strip().partition("\n")[0].rstrip(".")
-        rule = f"torch computes on a device of this machine, and says: {said}"
+        rule = f"torch must find the device on this machine, and failed: {said}"
         remedy = "use cpu, or cuda beside an NVIDIA GPU and a torch that was built for CUDA"
         yield ConfigError(option, device, rule, remedy)

@@ -72,7 +72,7 @@ class SdxlSamplingTask(PictureTask):
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield heights and widths that cannot be halved as often as the UNet does."""
         halvings = len(self.sizes.block_out_channels) - 1
-        return self.undivided(2**halvings, "at the coarsest, {unit} pixels of it are one")
+        return self.undivided(2**halvings, "it is a multiple of {unit}: each level halves it")
 
     def expected(self, guided: bool) -> dict[str, Form]:
         """Return text and pooled text."""

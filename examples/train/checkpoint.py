@@ -127,7 +127,7 @@ class Checkpoints:
 
     def _damaged(self, said: str) -> ConfigErrors:
         self._close()
-        rule = f"a checkpoint is whole, and reading this one says: {said}"
+        rule = f"a checkpoint is complete, and reading this one failed: {said}"
         remedy = "delete this folder: the run goes on from the checkpoint before it"
         folder = self.folder / str(self.step)
         return ConfigErrors([ConfigError("training.output_dir", folder, rule, remedy)])

@@ -112,7 +112,7 @@ class LatentFolder:
         for name in (name for name in CONDITIONS if name in self.shapes):
             wanted = self.shapes[name]
             if held.get(f"negative_{name}", np.zeros(())).shape != wanted:
-                rule = f"{EMPTY} holds negative_{name} [1, {', '.join(map(str, wanted))}]"
+                rule = f"{EMPTY} contains negative_{name} [1, {', '.join(map(str, wanted))}]"
                 raise ConfigErrors([_error(self.folder / EMPTY, rule, MAKE)])
         return held
 
@@ -127,7 +127,7 @@ def _shard_paths(folder: str | None) -> list[Path]:
         remedy = "make it with examples/make_latents.py"
         raise ConfigErrors([_error(folder, rule, remedy)])
     if not (paths := sorted(Path(folder).glob("latents-*.safetensors"))):
-        rule = "it holds latents-*.safetensors, and there is none"
+        rule = "the folder contains latents-*.safetensors, and there is none"
         raise ConfigErrors([_error(folder, rule, MAKE)])
     return paths
 
@@ -153,11 +153,11 @@ def _shard_errors(shard: Shard, first: Shard) -> Iterator[ConfigError]:
         yield _error(f"{path}: {bare[0]}", "an array has a row for each latent", MAKE)
         return
     if "latents" not in header:
-        rule = f"a shard holds latents, and this holds {', '.join(header) or 'nothing'}"
+        rule = f"a shard contains latents, and this contains {', '.join(header) or 'nothing'}"
         yield _error(path, rule, MAKE)
         return
     if (file.metadata() or {}).get("scaled") != "true":
-        rule = 'its metadata says scaled: "true": latents as the model sees them'
+        rule = 'its metadata has scaled: "true", for latents scaled as the model takes them'
         yield _error(path, rule, MAKE)
     yield from _array_errors(path, header)
     if (here := _form(header)) != (there := _form(first.header)):

@@ -77,7 +77,7 @@ class Training:
         yield from _undivided(self.training, self.mesh)
         count, size = len(self.source), self.training.batch_size
         if count < size:
-            rule = f"a batch has as many different examples, and the data holds {count}"
+            rule = f"a batch has as many different examples, and the data has {count}"
             yield ConfigError("training.batch_size", size, rule, "lower it")
         yield from _refused_options(self.task)
 
@@ -120,7 +120,7 @@ class Training:
         """
         if not earlier.is_there(self.folder / "checkpoints"):
             remedy = "train with the same config first (examples/train_wan.py, train_sdxl.py)"
-            raise ConfigError("training.output_dir", self.folder, "it holds a checkpoint", remedy)
+            raise ConfigError("training.output_dir", self.folder, "a checkpoint is in it", remedy)
         with self._checkpoints() as checkpoints:
             return self._begin(checkpoints)
 
@@ -252,7 +252,7 @@ class Steps:
 def _finite(facts: Facts, step: int) -> float:
     loss = float(facts.loss)
     if not math.isfinite(loss):
-        rule = f"training goes on while it is a number, and at step {step} it is none"
+        rule = f"the loss must be finite, and at step {step} it is not"
         remedy = "lower the learning rate, or go on from the last checkpoint with another"
         raise Diverged("loss", loss, rule, remedy)
     return loss

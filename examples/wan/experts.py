@@ -104,7 +104,7 @@ def _one_transformer(settings: Settings) -> tuple[str, str] | None:
         return f"{name} has one", f"{alone}write model.sizes={' or '.join(BOUNDARIES)}"
     if boundary(settings) is None:
         remedy = "set training.boundary_ratio, or give the pipeline's folder, above this one"
-        return "nothing says where their times meet", remedy
+        return "their boundary is unknown", remedy
     return None
 
 

@@ -302,6 +302,6 @@ def _check_text(text: Any, image: Any, kv: Any) -> None:
         rule = "the model takes exactly one of text and kv"
         raise InputError("text", value, rule, "pass text, or kv=encode(text)")
     if image is not None and kv is not None:
-        rule = "kv holds the keys and values of the text, and of the image that it came with"
+        rule = "kv contains the keys and values of the text, and of the image that it came with"
         remedy = "pass kv=encode(text, image), and no image"
         raise InputError("image", "given beside kv", rule, remedy)

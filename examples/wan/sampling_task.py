@@ -140,7 +140,7 @@ class WanSamplingTask:
         for key, unit in zip(("height", "width"), sides, strict=True):
             if (value := getattr(self.settings.sampling, key)) % unit:
                 near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
-                rule = f"a token stands for {unit} pixels of it"
+                rule = f"it is a multiple of {unit}, the pixels of a token"
                 yield ConfigError(f"sampling.{key}", value, rule, near)
         yield from self._frame_errors(frames)
 

@@ -39,7 +39,7 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
         rule = "a block is made of noise alone; an image is the first block of a video"
         yield ConfigError("model.sizes", "an image-to-video model", rule, "give --prefix")
     if run.folder is not None and boundary_of(run.folder) is not None:
-        rule = "one cache holds the keys of one transformer, and this pipeline has two"
+        rule = "one cache has the keys of one transformer, and this pipeline has two"
         yield ConfigError("model.folder", run.folder, rule, "give a model of one")
     if sampling.sampler == "unipc":
         rule = "a block is made in few steps, or in Euler steps"
@@ -50,7 +50,7 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
     except ConfigError as problem:
         yield problem
     if run.weights is not None and run.folder is None:
-        rule = "it takes the place of a model's weights, and nothing says which model"
+        rule = "it replaces the weights of a model, and no model is given"
         yield ConfigError("--weights", run.weights, rule, "give --model FOLDER too")
     elif (where := run.weights_folder) is not None:
         setting = "model.folder" if run.weights is None else "--weights"
@@ -76,7 +76,7 @@ def _file_errors(run: StreamRun) -> Iterator[ConfigError]:
         if path is not None and (problem := unwritable(option, path, folder=True)):
             yield problem
     if run.out is not None:
-        instead = "leave it out: --latents holds what is made"
+        instead = "leave it out: --latents writes the latents"
         needs = Needs(("vae",), "diffusers", instead)
         yield from without_torch("--out", "decoding latents", run.folder or Path(), needs)
 
@@ -85,7 +85,7 @@ def _text_errors(run: StreamRun) -> Iterator[ConfigError]:
     if run.embeddings is not None:
         return
     if run.scenes[0].prompt is None:
-        rule = "a prompt or a file says what is shown"
+        rule = "a prompt or an embeddings file is required"
         yield ConfigError("--prompt", "(none)", rule, "give --prompt, or --embeddings FILE")
     elif run.folder is not None:
         needs = Needs(run.task.needs_torch, "transformers", "give --embeddings FILE instead")
@@ -98,7 +98,7 @@ def _prefix_errors(run: StreamRun) -> Iterator[ConfigError]:
     shape = files.shapes(run.prefix, "--prefix", ("latents",)).get("latents", ())
     rows, columns, channels = run.sides
     if len(shape) != 5 or (*shape[:2], *shape[3:]) != (1, channels, rows, columns):
-        rule = f"it holds latents [1, {channels}, F, {rows}, {columns}]"
+        rule = f"the file contains latents [1, {channels}, F, {rows}, {columns}]"
         remedy = "make them for this height and width"
         yield ConfigError("--prefix", f"{run.prefix}: {list(shape)}", rule, remedy)
     elif not run.stream.ends_block(shape[2]):

@@ -213,7 +213,7 @@ class StreamRun:
         if not np.isfinite(latents).all():
             remedy = "compute in bfloat16 or float32 (model.dtype), and look at the weights"
             rule = "every number of the latents is finite"
-            raise InputError("latents", f"from frame {first} on not", rule, remedy)
+            raise InputError("latents", f"not finite from frame {first} on", rule, remedy)
         if hosts.is_first():
             self._written(f"{first:06}", latents)
         return latents

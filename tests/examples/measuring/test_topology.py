@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_said() -> None:
         def compile(self) -> None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 20G of 15.75G hbm\nallocations")
 
-    with pytest.raises(ConfigError, match=r"says: RESOURCE_EXHAUSTED: 20G of 15\.75G"):
+    with pytest.raises(ConfigError, match=r"failed: RESOURCE_EXHAUSTED: 20G of 15\.75G"):
         here().compiled(Refused())
 
 

@@ -24,7 +24,7 @@ def test_a_device_that_is_not_there() -> None:
     for device in ("gpu", f"cuda:{torch.cuda.device_count()}", "meta"):
         (error,) = device_errors("--torch-device", device)
         assert (error.setting, error.value) == ("--torch-device", device)
-        assert re.match(r"torch computes on a device of this machine, and says: \w+", error.rule)
+        assert re.match(r"torch must find the device on this machine, and failed: \w+", error.rule)
         assert "use cpu" in error.remedy
 
 
