@@ -74,38 +74,24 @@ def original(of: WanTransformer3D) -> dict[str, np.ndarray]:
 
 
 def same(one: nnx.Module, other: nnx.Module) -> bool:
+    """Check whether two models have the same parameters."""
     mine, theirs = (weights.to_diffusers(x) for x in (one, other))
     return all(np.array_equal(x, theirs[name]) for name, x in mine.items())
 
 
+FSDP = "_fsdp_wrapped_module."
 PREFIXES = ("", "model.", "generator.model.", "generator_ema.model.", "model.diffusion_model.")
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("prefix", (*PREFIXES, f"generator_ema.model.{FSDP}"))
 def test_wrapped_weights_are_read_from_a_file(prefix: str, tmp_path: Path) -> None:
-    want, got = model(1), model(2)
-    file = tmp_path / "model.safetensors"
-    save_file({prefix + name: x for name, x in original(want).items()}, file)
-    assert weights.load_diffusers(got, file) == weights.Loaded()
-    assert same(got, want)
-
-
-def test_an_image_to_video_model_has_names_of_its_own() -> None:
-    want, got = model(1, **made.IMAGE), model(2, **made.IMAGE)
-    found = original(want)
-    assert {"img_emb.proj.4.bias", "blocks.1.cross_attn.norm_k_img.weight"} <= found.keys()
-    weights.load_diffusers(got, found)
-    assert same(got, want)
-
-
-def test_the_word_of_fsdp_is_left_out() -> None:
-    want, got = model(1), model(2)
-    wrapped = {
-        "generator_ema.model._fsdp_wrapped_module."
-        + re.sub(r"(blocks\.\d+\.)", r"\1_fsdp_wrapped_module.", name): x
-        for name, x in original(want).items()
-    }
-    weights.load_diffusers(got, wrapped)
+    """An image-to-video model's, which has all names; FSDP wraps each block, too."""
+    want, got = (model(seed, **made.IMAGE) for seed in (1, 2))
+    held = {prefix + name: x for name, x in original(want).items()}
+    if FSDP in prefix:
+        held = {re.sub(r"(blocks\.\d+\.)", rf"\1{FSDP}", name): x for name, x in held.items()}
+    save_file(held, tmp_path / "model.safetensors")
+    assert weights.load_diffusers(got, tmp_path / "model.safetensors") == weights.Loaded()
     assert same(got, want)
 
 
@@ -122,23 +108,20 @@ def test_averaged_parameters_are_taken_and_others_by_their_prefix(caplog: Any) -
     assert same(got, last)
 
 
-def test_what_is_missing_or_unexpected_is_named_by_our_names() -> None:
-    got = model(1)
-    held = {f"generator.model.{name}": x for name, x in original(model(2)).items()}
-    del held["generator.model.blocks.1.ffn.2.weight"]
-    held["generator.model._cls_pred_branch.0.weight"] = np.zeros(3, np.float32)
+@pytest.mark.parametrize("case", ["misfit", "twice"])
+def test_what_does_not_fit_is_named_by_our_names(case: str) -> None:
+    """A missing and an unexpected parameter, and one that is there under two names."""
+    got, held = model(1), original(model(2))
+    if case == "twice":
+        held[f"{FSDP}head.head.bias"] = held["head.head.bias"]
+    else:
+        held = {f"generator.model.{name}": x for name, x in held.items()}
+        del held["generator.model.blocks.1.ffn.2.weight"]
+        held["generator.model._cls_pred_branch.0.weight"] = np.zeros(3, np.float32)
     with pytest.raises(WeightsError) as error:
         weights.load_diffusers(got, held)
-    check_golden("weights/original_names_misfit", str(error.value))
+    check_golden(f"weights/original_names_{case}", str(error.value))
     assert same(got, model(1)), "a refusal changes nothing"
-
-
-def test_one_parameter_twice_is_refused() -> None:
-    held = original(model(1))
-    held["_fsdp_wrapped_module.head.head.bias"] = held["head.head.bias"]
-    with pytest.raises(WeightsError) as error:
-        weights.load_diffusers(model(2), held)
-    check_golden("weights/original_names_twice", str(error.value))
 
 
 def test_a_pickle_is_refused_with_what_helps(tmp_path: Path) -> None:

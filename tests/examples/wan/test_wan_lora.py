@@ -11,50 +11,8 @@ from wan.sizes import Sizes
 from maxattn import weights
 from maxattn.weights import layer_names
 from tests.examples.published_lora import SCALE, Names, check, check_names, drawn, filled
+from tests.examples.wan.test_original_names import THEIRS
 from tests.fixtures import make_diffusers as made
-
-# Wan's names of layers and diffusers', as both write them; {i} is a block.
-BLOCK = {
-    "self_attn.q": "attn1.to_q",
-    "self_attn.k": "attn1.to_k",
-    "self_attn.v": "attn1.to_v",
-    "self_attn.o": "attn1.to_out.0",
-    "cross_attn.q": "attn2.to_q",
-    "cross_attn.k": "attn2.to_k",
-    "cross_attn.v": "attn2.to_v",
-    "cross_attn.o": "attn2.to_out.0",
-    "cross_attn.k_img": "attn2.add_k_proj",
-    "cross_attn.v_img": "attn2.add_v_proj",
-    "ffn.0": "ffn.net.0.proj",
-    "ffn.2": "ffn.net.2",
-}
-OUTSIDE = {
-    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
-    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
-    "time_projection.1": "condition_embedder.time_proj",
-    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
-    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
-    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
-    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
-    "head.head": "proj_out",
-    "patch_embedding": "patch_embedding",
-}
-LAYERS = OUTSIDE | {
-    f"blocks.{i}.{own}": f"blocks.{i}.{theirs}" for i in range(2) for own, theirs in BLOCK.items()
-}
-# Changes that lightx2v saves whole, not as two matrices: Wan's name and diffusers'.
-DIFFERENCES = {
-    "blocks.1.self_attn.q.diff_b": "blocks.1.attn1.to_q.bias",
-    "blocks.0.self_attn.norm_k.diff": "blocks.0.attn1.norm_k.weight",
-    "blocks.1.cross_attn.norm_k_img.diff": "blocks.1.attn2.norm_added_k.weight",
-    "blocks.0.norm3.diff": "blocks.0.norm2.weight",
-    "blocks.0.norm3.diff_b": "blocks.0.norm2.bias",
-    "blocks.1.modulation.diff": "blocks.1.scale_shift_table",
-    "head.modulation.diff": "scale_shift_table",
-    "img_emb.proj.0.diff": "condition_embedder.image_embedder.norm1.weight",
-    "img_emb.proj.4.diff_b": "condition_embedder.image_embedder.norm2.bias",
-    "head.head.diff_b": "proj_out.bias",
-}
 
 
 def model() -> WanTransformer3D:
@@ -79,21 +37,29 @@ STYLES = {"comfy": None, "comfy with alpha": 1.5, "lightx2v": 6.0, "musubi": 1.0
 def test_published_names_are_merged(style: str) -> None:
     video, alpha = model(), STYLES[style]
     before = weights.to_diffusers(video)
-    named = {theirs: names_in(style.split()[0], own, theirs) for own, theirs in LAYERS.items()}
+    layers = [layer for layer in THEIRS if before.get(f"{layer}.weight", np.zeros(0)).ndim > 1]
+    named = {layer: names_in(style.split()[0], THEIRS[layer], layer) for layer in layers}
     names = {layer: x for layer, (x, _) in named.items()}
     given, want = drawn(before, names, 3, alpha)
     assert {weights.lora_prefix(video, given)} == {prefix for _, prefix in named.values()}
-    assert sorted(weights.merge_lora(video, given, SCALE)) == sorted(LAYERS.values())
+    assert sorted(weights.merge_lora(video, given, SCALE)) == sorted(layers)
     check(video, before, want)
 
 
+ENDS = {".weight": ".diff", ".bias": ".diff_b", "": ".diff"}
+
+
 def test_differences_of_lightx2v_are_added() -> None:
+    """Changes that lightx2v saves whole, not as two matrices."""
     video, rng = model(), np.random.default_rng(1)
     before, given, want = weights.to_diffusers(video), {}, {}
-    for own, theirs in DIFFERENCES.items():
-        given[f"diffusion_model.{own}"] = rng.normal(size=before[theirs].shape).astype(np.float32)
-        change = 0.5 * given[f"diffusion_model.{own}"].astype(np.float64)
-        want[theirs] = before[theirs].astype(np.float64) + change
+    named = (
+        (f"{x}{end}", f"diffusion_model.{THEIRS[x]}{ENDS[end]}") for x in THEIRS for end in ENDS
+    )
+    for theirs, own in (both for both in named if both[0] in before):
+        given[own] = rng.normal(size=before[theirs].shape).astype(np.float32)
+        want[theirs] = before[theirs].astype(np.float64) + 0.5 * given[own].astype(np.float64)
+    assert want.keys() == before.keys()
     weights.merge_lora(video, given, 0.5)
     check(video, before, want)
 
