@@ -1,4 +1,4 @@
-"""The kernels: attention over the arrays of one device. `table.py` has one row for each.
+"""The kernels: attention over the arrays of one device. `table.py` has one row per kernel.
 
 Importing this package imports no kernel: `KERNELS["flash"]` and `maxattn.kernels.Flash` do.
 """
@@ -50,10 +50,10 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
     """Return why a kernel cannot compute a local call on the target, or None.
 
     Args:
-        name: of a kernel; "a/b" is the forward of a and the backward of b.
-        local: the call of one device.
+        name: the kernel's name; "a/b" is the forward of a and the backward of b.
+        local: the call that one device computes.
         target: the machine.
-        deterministic: also refuse a backward that does not repeat bit for bit.
+        deterministic: whether to refuse a backward that is not bit for bit repeatable.
     """
     for part in name.split("/"):
         if (lacks := _missing(part, target)) is not None:
@@ -68,7 +68,7 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
 
 
 def _missing(kernel: str, target: Target) -> Reason | None:
-    """Return the first thing that the target lacks for a kernel, or None."""
+    """Refuse a kernel that lacks its platform or package, or that the environment forbids."""
     row, vendor = TABLE[kernel], target.device.vendor
     if target.platform not in row.platforms or (
         target.platform == "gpu" and vendor not in row.gpus
@@ -87,16 +87,16 @@ def _missing(kernel: str, target: Target) -> Reason | None:
 
 
 def _devices(row: KernelRow) -> str:
-    """Write a kernel's devices, for example "a CPU, an NVIDIA GPU or a TPU"."""
+    """Return a kernel's devices as text, for example "a CPU, an NVIDIA GPU or a TPU"."""
     names = {"cpu": "a CPU", "gpu": f"an {' or '.join(row.gpus)} GPU", "tpu": "a TPU"}
     *others, last = [names[platform] for platform in row.platforms]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def computed_call(name: str, local: Call, platform: Platform) -> Call:
-    """Return the call that a kernel computes, after blocks became batch rows and heads one size.
+    """Return the call that a kernel computes, with blocks as batch rows and heads of one size.
 
-    Of a pair "a/b" both are given the same call.
+    Both kernels of a pair "a/b" compute the same call.
     """
     if local.mask.is_full and not local.value_head_dim:
         return local
@@ -110,9 +110,9 @@ def computed_call(name: str, local: Call, platform: Platform) -> Call:
 
 
 def as_batch_rows(local: Call, pays: Callable[[int], bool] | None = None) -> Call:
-    """Return a local call with blocks that see only themselves as batch rows.
+    """Return a local call in which each block that sees only itself is a batch row.
 
-    `pays` checks whether blocks of so many tokens are faster as batch rows; default always.
+    `pays(tokens)` checks whether blocks of that length are faster as batch rows; default always.
     """
     if local.mask.is_full:
         return local
@@ -128,7 +128,7 @@ def scores_of(local: Call) -> int:
 
 
 def _of_computed(reason: Reason, local: Call, computed: Call) -> Reason:
-    """Mention in a refusal the call that the kernel would compute, if it is another one."""
+    """Add to a refusal the call that the kernel would compute, if it differs from `local`."""
     from maxattn.kernels.composed import batch_rows, padded_heads
 
     if local.value_head_dim and not computed.value_head_dim:
@@ -139,7 +139,7 @@ def _of_computed(reason: Reason, local: Call, computed: Call) -> Reason:
 
 
 def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
-    """Decide everything about a kernel, or about a pair "a/b", for a local call."""
+    """Build a kernel, or a pair "a/b", for a local call: block sizes, scale and flags."""
     first, *second = (_build_one(part, local, config, target) for part in name.split("/"))
     if not second:
         return first

@@ -1,7 +1,7 @@
 """`Kernel`: attention over the arrays of one device, forward and backward. It knows no mesh.
 
 A kernel is a frozen dataclass, so that a plan can contain, hash and print it. Its fields are all
-that was decided about it (scale, chunk sizes, flags); its methods compute with them.
+decisions about it (scale, chunk sizes, flags); its methods compute with them.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ Pass = Literal["forward", "backward"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """The local arrays and their positions.
+    """The arrays of one device's call, and the positions of their tokens.
 
     Args:
         q: queries; K divides N, and N / K neighbouring query heads share a key head.
         k, v: keys and values; V equals H, except for kernels with `takes_value_dim`.
         bias: added to the scores, or None.
-        mask: a bound mask, of the positions that the offsets give.
-        q_offset, kv_offset: positions of the first query and key.
-        bias_level: subtracted from each query's bias, and not part of the LSE (bias_level.py); None
-            without a bias.
+        mask: the bound mask, a function of the tokens' positions in the sequence.
+        q_offset, kv_offset: positions of the first query and of the first key.
+        bias_level: [B|1, N|1, T|1, 1], subtracted from each query's bias and left out of the LSE
+            (bias_level.py); None without a bias.
     """
 
     q: Float[Array, "B T N H"]
@@ -94,7 +94,7 @@ class Inputs:
 
 
 class Result(NamedTuple):
-    """The result of a forward; `lse` is a natural logarithm, -inf if nothing is seen."""
+    """The result of a forward; `lse` is a natural logarithm, -inf if a query sees no key."""
 
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
@@ -103,11 +103,11 @@ class Result(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What a backward needs of each query, over all its keys.
+    """What a backward needs for each query, over all its keys.
 
     Args:
-        out, lse: a forward's result, merged if the keys were computed in several calls.
-        dout, dlse: the gradients of both.
+        out, lse: the forward's result, merged if the keys were computed in several calls.
+        dout, dlse: the gradients of out and lse.
     """
 
     out: Float[Array, "B T N V"]
@@ -121,7 +121,7 @@ class Rows:
 
 
 class Grads(NamedTuple):
-    """The gradients; dk, dv and dbias are float32, maybe before they are summed over calls."""
+    """The gradients; dk, dv and dbias are float32, since callers may sum them over calls."""
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]
@@ -130,19 +130,19 @@ class Grads(NamedTuple):
 
 
 def padded_heads(inputs: Inputs) -> Inputs:
-    """Fill the heads of q, k and v with zeros to a multiple of 8, as GPU libraries take them."""
+    """Pad the head dims of q, k and v with zeros to a multiple of 8, which GPU libraries need."""
     q, k, v = (widened(x, -(-x.shape[3] // 8) * 8) for x in (inputs.q, inputs.k, inputs.v))
     return inputs.replace(q=q, k=k, v=v)
 
 
 def padded_rows(rows: Rows, q: Array) -> Rows:
-    """Fill the heads of the rows as those of q were, and cast them to its dtype."""
+    """Pad the head dims of `rows` to q's head dim, and cast out and dout to q's dtype."""
     out, dout = (widened(x, q.shape[3]).astype(q.dtype) for x in (rows.out, rows.dout))
     return Rows(out, rows.lse, dout, rows.dlse)
 
 
 class Lines(NamedTuple):
-    """What `explain` prints of a kernel: what runs, its tiles, those of its backward if others."""
+    """What `explain` prints of a kernel: name, tiles, and the backward's tiles if they differ."""
 
     runs: str
     blocks: str
@@ -152,44 +152,44 @@ class Lines(NamedTuple):
 class Kernel:
     """Compute attention over local arrays; every kernel is a frozen dataclass.
 
-    A query with nothing to attend to has output 0, LSE -inf and gradients 0. Statistics of the
-    softmax are float32.
+    A query that sees no key has output 0, LSE -inf and gradients 0. The statistics of the softmax
+    are float32.
     """
 
     name: ClassVar[str]
     is_pallas: ClassVar[bool] = False
-    """jax refuses a Pallas kernel inside a `shard_map` that checks what varies over its axes."""
+    """Whether the kernel is in Pallas, which jax refuses in a `shard_map` with `check_vma`."""
     differentiates_twice: ClassVar[bool] = False
     """Whether jax can differentiate the backward; else attention refuses second derivatives."""
     takes_value_dim: ClassVar[bool] = False
-    """Whether values may have another head dim than keys; else both are padded to the larger."""
+    """Whether V may differ from H; else both head dims are padded to the larger."""
     needs_an_example: ClassVar[bool] = False
-    """Whether `vmap` over no example is refused."""
+    """Whether the kernel refuses a `vmap` over an axis of size 0."""
     blocks: ClassVar[BlockSizes | None] = None
-    """The tile sizes of a kernel that takes the user's."""
+    """The tile sizes, if the user can set them."""
     changes: ClassVar[tuple[Change, ...]] = ()
-    """How the sizes differ from those that were asked for."""
+    """How the tile sizes differ from the sizes that the user asked for."""
     reaches: ClassVar[float] = 1.0
-    """The share of `Machine.flops` that its products reach, for estimates."""
+    """The share of `Machine.flops` that the kernel's matmuls reach, for estimates."""
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Return None if the kernel computes the call exactly on the target, else why not."""
+        """Return why the kernel cannot compute the call exactly on the target, or None."""
         return None
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Return None if the backward gives the same bits every time, else why not."""
+        """Return why the backward may give different bits in two runs, or None."""
         return None
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Check whether blocks of so many tokens are computed as batch rows (batch_rows.py)."""
+        """Check whether blocks of `tokens` tokens run faster as batch rows (batch_rows.py)."""
         return True
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
-        """Decide everything about the kernel for one (local) call."""
+        """Build the kernel for a local call: decide its scale, tile sizes and flags."""
         raise NotImplementedError
 
     def for_inference(self) -> Kernel:
@@ -209,14 +209,14 @@ class Kernel:
         raise NotImplementedError
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return these inputs' share of the gradients, from given rows."""
+        """Return the gradients that these keys and queries contribute, from the final LSE."""
         raise NotImplementedError
 
-    # ---- what a plan says of it, and what `auto` asks --------------------------------------------
+    # ---- what a plan prints of a kernel, and what `auto` asks it ---------------------------------
 
     @property
     def computes(self) -> Kernel:
-        """The inner kernel, if this one only prepares its operands; else itself."""
+        """The inner kernel, if this kernel only prepares its operands; else this kernel."""
         return self
 
     def lines(self, call: Call) -> Lines:
@@ -224,20 +224,20 @@ class Kernel:
         raise NotImplementedError
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Return further lines of a plan about the kernel that `build` made of these arguments."""
+        """Return the notes of a plan about the kernel that `build` made from these arguments."""
         return ()
 
     def notes_of(
         self, what: Pass, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Return the notes of one pass, if another kernel computes the other."""
+        """Return the notes about one pass, if another kernel computes the other pass."""
         return self.notes(call, config, target)
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
         """Estimate the forward and the backward of a local call; None if unknown.
 
-        By default, on a GPU: its products at the rate of `Machine.flops`, or its operands and
-        results through memory if that takes longer.
+        The default estimate, on a GPU, is the longer of two times: the matmuls at the rate of
+        `Machine.flops`, or the transfer of operands and results from and to memory.
         """
         machine = target.device.machine
         if target.platform != "gpu" or machine is None:
@@ -249,17 +249,17 @@ class Kernel:
         moved = jnp.dtype(call.dtype).itemsize * call.batch * channels * entries / machine.hbm
         return 1e6 * max(products, moved), 1e6 * max(2.5 * products, 2 * moved)
 
-    # ---- the backward over several blocks of keys, every pair allowed ----------------------------
+    # ---- the backward over several blocks of keys, without a mask --------------------------------
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
-        """Check whether the accumulator could sum dQ in one float32 array."""
+        """Check whether `accumulator` may keep dQ in one float32 array between blocks of keys."""
         return False
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
-        """Begin a backward over several blocks of keys with the shape of those in `inputs`."""
+        """Begin a backward over several blocks of keys, each with the shape of `inputs.k`."""
         return SumOfParts(self.backward, inputs, rows)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Return how `explain` describes the accumulator's launches; "" if by `backward`."""
+        """Return the accumulator's launches for `explain`; "" if it calls `backward`."""
         return ""

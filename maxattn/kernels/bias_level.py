@@ -1,13 +1,13 @@
-"""The level of an additive bias: what is subtracted from it, so that float32 keeps the scores.
+"""The level of an additive bias: a number per query that is subtracted, so that scores stay exact.
 
-If all allowed keys of a query have a bias of -1e9, as an example that is all padding has, its LSE
+If all allowed keys of a query have a bias of -1e9, as in a batch row that is all padding, its LSE
 is -1e9 + log(S). Beside -1e9 float32 keeps no digit of a score: the softmax would be uniform.
 
     softmax(s + b) = softmax(s + (b - level))        LSE(s + b) = LSE(s + (b - level)) + level
 
-The level is the largest bias of the keys that the query may see, so that the LSE without it is as
-small as the scores are. Kernels get it beside the bias, and subtract it in float32: the bias stays
-in its dtype. GPU libraries get a bias after the subtraction (kernels/fused/biased.py).
+The level is the largest bias among the keys that the query may see, so that the LSE without it is
+as small as the scores. Kernels get the level beside the bias and subtract it in float32: the bias
+keeps its dtype. GPU libraries get the bias after the subtraction (kernels/fused/biased.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jaxtyping import Array, Float
 from maxattn.masks import Mask
 
 LARGE = 2.0**7
-"""Levels up to it are 0: there float32 keeps 2**-17 of a score."""
+"""A bias up to this size has level 0: beside it float32 still keeps 2**-17 of a score."""
 PAIRS_AT_ONCE = 2**24
-"""Pairs of a query and a key in one step, if XLA does not fuse them; at least those of the bias."""
+"""Pairs of queries and keys per step, if XLA does not fuse them; at least the bias's pairs."""
 
 Level = Float[Array, "#B #N #T 1"]
 
@@ -34,15 +34,15 @@ Level = Float[Array, "#B #N #T 1"]
 def bias_level(
     bias: Float[Array, "#B #N #T #S"], mask: Mask, q_len: int, q_offset: Any = 0
 ) -> Level:
-    """Return the largest finite bias of each query's allowed keys in float32, 0 if it is not large.
+    """Return the largest finite bias of each query's allowed keys in float32, 0 if it is small.
 
     Args:
-        bias: of `q_len` queries or 1, and of all keys or 1.
-        mask: bound, of the same queries and keys.
-        q_len: queries of the result, if bias or mask differ by query; else it has 1.
-        q_offset: position of the first query; may be traced.
+        bias: the bias; T is `q_len` or 1, and S is the number of keys or 1.
+        mask: the bound mask of these queries and keys.
+        q_len: number of queries; the result has T = 1 if neither bias nor mask differ by query.
+        q_offset: position of the first query; may be traced; default 0.
     """
-    if bias.shape[3] == 1:  # the same for all keys, whichever are allowed
+    if bias.shape[3] == 1:  # all keys have the same bias, whichever are allowed
         return _where_large(bias.astype(jnp.float32))
     top = partial(_top, bias, mask, q_offset)
     *heads, rows, _ = level_shape(bias.shape, mask, q_len)
@@ -51,9 +51,9 @@ def bias_level(
 
 
 def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...]:
-    """Return the shape of the level of a bias, 1 along axes on which bias and mask do not differ.
+    """Return the shape of a bias's level: 1 along axes on which neither bias nor mask differ.
 
-    `bias` is its shape; arrays of the bound mask may be forms.
+    `bias` is the bias's shape; arrays of the bound mask may be forms.
     """
     if bias[3] == 1:
         return bias
@@ -64,7 +64,7 @@ def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...
 
 
 def _top(bias: Array, mask: Mask, q_offset: Any, start: Any, size: int) -> Level:
-    """Return the largest finite bias of the allowed keys, or -inf, of `size` rows from `start`."""
+    """Return the largest finite bias of the allowed keys, or -inf, for `size` query rows."""
     if bias.shape[2] > 1:
         bias = jax.lax.dynamic_slice_in_dim(bias, start, size, 2)
     x = bias.astype(jnp.float32)
@@ -73,7 +73,7 @@ def _top(bias: Array, mask: Mask, q_offset: Any, start: Any, size: int) -> Level
 
 
 def _in_chunks(top: Any, rows: int, size: int) -> Level:
-    """Call `top(start, size)` for one chunk of rows after the other, and for what is left."""
+    """Call `top(start, size)` for each chunk of query rows, and for the shorter last chunk."""
     chunks = jax.lax.map(lambda i: top(i * size, size), jnp.arange(rows // size))
     # [chunks, B, N, size, 1] -> [B, N, T, 1]
     whole = jnp.moveaxis(chunks, 0, 2).reshape(*chunks.shape[1:3], -1, 1)

@@ -1,7 +1,7 @@
-"""The algebra of masks: and, or, not, their two constants, and the canonical form.
+"""The algebra of masks: `And`, `Or`, `Not`, the constants `Full` and `Empty`, the canonical form.
 
-Joining n masks looks each of them up a few times, so that masks of hundreds of parts are made in
-milliseconds; n * n comparisons of trees would take minutes.
+Joining n masks makes a few dictionary look-ups per mask, so that a mask of hundreds of parts is
+built in milliseconds; comparing all n * n pairs of trees would take minutes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Empty(Mask):
 
 
 class _Joined(Mask):
-    """Masks joined by an operator, which joins bools and bounds of tiles too."""
+    """Masks joined by `&` or `|`; the operator also joins their bools and their tile bounds."""
 
     join: ClassVar[Callable[[Any, Any], Any]]
     sign: ClassVar[str]
@@ -87,7 +87,7 @@ class _Joined(Mask):
     def on_tiles(self, tiles: Tiles) -> TileBounds:
         bounds = [arg.on_tiles(tiles) for arg in self.args if arg.has_data]
         known = tuple(arg for arg in self.args if not arg.has_data)
-        if known:  # masks of positions together have exact bounds
+        if known:  # the join of all masks without arrays has exact bounds
             bounds.append(tiles.of_positions(type(self)(known).canonical()))  # pyright: ignore[reportCallIssue]
         return reduce(type(self).join, bounds)
 
@@ -98,7 +98,7 @@ class _Joined(Mask):
 
 @mask_type
 class And(_Joined):
-    """Allow what all of several masks allow: `a & b`.
+    """Allow the pairs that every one of several masks allows: `a & b`.
 
     Args:
         args: the masks, at least one.
@@ -129,7 +129,7 @@ class And(_Joined):
 
 @mask_type
 class Or(_Joined):
-    """Allow what any of several masks allows: `a | b`.
+    """Allow the pairs that at least one of several masks allows: `a | b`.
 
     Args:
         args: the masks, at least one.
@@ -154,7 +154,7 @@ class Or(_Joined):
 
 @mask_type
 class Not(Mask):
-    """Allow what a mask forbids: `~a`.
+    """Allow the pairs that a mask forbids: `~a`.
 
     Args:
         arg: the mask.
@@ -178,7 +178,7 @@ class Not(Mask):
         return Not(self.arg.over_leaves(change))
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        # The upper bound of a complement is the complement of a lower bound.
+        # The complement of a lower bound is an upper bound of the complement.
         return complement(self.arg.spans(q_pos, xp, not data), xp)
 
     def at(self, spots: Spots) -> Any:
@@ -195,7 +195,7 @@ class Not(Mask):
 
 
 def canonical(mask: Mask, negated: bool = False) -> Mask:
-    """Rewrite a mask, or its negation, as `Mask.canonical` does."""
+    """Return the canonical form of a mask, or of its negation; see `Mask.canonical`."""
     if mask.is_normal and not negated:
         return mask
     if isinstance(mask, Not):
@@ -227,21 +227,21 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
         return kept[0] if kept else unit()
     joined = kind(tuple(sorted(kept, key=lambda part: part.order)))
     _check_size(joined)
-    object.__setattr__(joined, "is_normal", True)  # joining it does not go through it again
+    object.__setattr__(joined, "is_normal", True)  # `canonical` then returns it at once
     return joined
 
 
 def _without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
-    """Drop, one after the other, each mask that a remaining one absorbs.
+    """Drop, one after the other, each mask that another remaining mask absorbs.
 
-    `a` absorbs `a | b` in `a & (a | b)`, since it has fewer of the same parts; of `a | b` and
-    `b | a` one stays.
+    In `a & (a | b)`, `a` absorbs `a | b`, since the parts of `a` are a subset of its parts. Of two
+    masks with equal parts, such as `a | b` and `b | a`, one is kept.
     """
     if not any(isinstance(mask, other) for mask in masks):
-        return masks  # of one part each, and no two the same
+        return masks  # each has one part, and all parts differ
     each = (mask.parts() if isinstance(mask, other) else (mask,) for mask in masks)
     parts = [frozenset(part.identity for part in some) for some in each]
-    # Masks are listed by the part that the fewest masks have: few are then compared.
+    # Index each mask by its rarest part, so that few pairs of masks are compared.
     shared = Counter(part for mine in parts for part in mine)
     rivals: dict[Any, list[int]] = defaultdict(list)
     for i, mine in enumerate(parts):
@@ -255,7 +255,7 @@ def _without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
 
 
 def _check_size(mask: Mask) -> None:
-    """Refuse a mask of very many masks: each use of it goes through all of them."""
+    """Refuse a mask joined from very many masks, since every use evaluates each of them."""
     masks, levels = mask.extent
     if masks > MOST_MASKS or levels > MOST_LEVELS:
         found = f"{masks} masks, {levels} levels of & and |"
@@ -265,15 +265,15 @@ def _check_size(mask: Mask) -> None:
 
 
 def has_few_spans(mask: Mask, data: bool = True) -> bool:
-    """Check whether a bound mask has at most `MOST_SPANS` intervals a query."""
+    """Check whether a bound mask has at most `MOST_SPANS` intervals of keys per query."""
     return len(mask.spans(np.zeros(1, np.int32), np, data)) <= MOST_SPANS
 
 
 def bounded_spans(mask: Mask, q_pos: Any, xp: Any, data: bool) -> Spans:
-    """Return the intervals of a bound mask; if they are too many, a bound of them.
+    """Return a bound mask's intervals of keys, or bounds if a query has more than `MOST_SPANS`.
 
-    The upper bound (`data`) has those of its terms that have few intervals together; the lower
-    bound is nothing.
+    The upper bound (`data=True`) keeps as many terms of the mask as have few intervals together;
+    the lower bound (`data=False`) allows no key.
     """
     if has_few_spans(mask, data):
         return mask.spans(q_pos, xp, data)

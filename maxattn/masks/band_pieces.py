@@ -19,13 +19,13 @@ from maxattn.errors import Unsupported
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.terms import Offset, Terms
 
-MOST_SHIFTS = 66  # cases of one call: 64 devices, and the two ends
+MOST_SHIFTS = 66  # cases of a `lax.switch`: 64 devices, and the first and last shift
 
 
 class Piece(NamedTuple):
-    """Queries [q0, q1) and keys [k0, k1), and a band `i - left <= j <= i + right` in them.
+    """A rectangle of queries [q0, q1) and keys [k0, k1) with a band in it.
 
-    i and j count from q0 and k0.
+    Query q0 + i sees key k0 + j if `i - left <= j <= i + right`; None is no bound.
     """
 
     q0: int
@@ -37,23 +37,23 @@ class Piece(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether it allows every pair."""
+        """Whether the piece allows every pair of its rectangle."""
         return self.left is None and self.right is None
 
     def sees_all(self) -> bool:
-        """Check whether each of its queries sees a key, if all keys are real."""
+        """Check whether each query of the piece sees a key, if no key is padding."""
         return self.left is None or self.q1 - self.q0 - 1 - self.left < self.k1 - self.k0
 
 
 def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
     """Cut the pairs that a band allows into at most two rectangles.
 
-    `shift` is the position of the first query minus that of the first key, plus the band's offset,
-    which is not read.
+    `shift` is the first query's position minus the first key's, plus the band's offset; the
+    function reads the offset from `shift` alone, and ignores `band.offset`.
     """
     if band.is_full:
         return (Piece(0, q_len, 0, kv_len),)
-    # Key j is allowed to query i where low <= j - i <= high.
+    # Query i may attend to key j if low <= j - i <= high.
     low = None if band.left is None else shift - band.left
     high = None if band.right is None else shift + band.right
     if (high is not None and high <= -q_len) or (low is not None and low >= kv_len):
@@ -75,7 +75,7 @@ def _causal(high: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
 
 
 def _window(low: int, high: int | None, q_len: int, kv_len: int) -> Piece:
-    """Cut `low <= j - i <= high` so that left and right are 0 or more."""
+    """Return the pairs `low <= j - i <= high` as one piece whose left and right are at least 0."""
     k0 = max(0, low)
     q0 = 0 if high is None else max(0, -high)
     move = q0 - k0  # j' - i' = j - i + move
@@ -84,10 +84,10 @@ def _window(low: int, high: int | None, q_len: int, kv_len: int) -> Piece:
 
 
 def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
-    """List the shifts between shards, from nothing allowed to everything allowed.
+    """List the shifts between a query shard and a key shard that give different pieces.
 
-    Shards begin at multiples of their lengths, so shifts are the band's offset plus multiples of a
-    common step. A shift beyond either end allows the same as that end.
+    Shards begin at multiples of their lengths, so a shift is the band's offset plus a multiple of a
+    common step. Every shift below the first or above the last allows what that end allows.
     """
     step = gcd(q_len, kv_len)
     least = -q_len - max(0, band.right or 0)
@@ -97,11 +97,11 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
 
 
 def fits_shards(terms: Terms, q_len: int, kv_len: int) -> bool:
-    """Check whether a band between shards is one of few cases: full, empty, or cut at shards.
+    """Check whether a band between equally long shards has at most `MOST_SHIFTS` cases.
 
-    Shards of unequal lengths are left out: their cases would be cut in two pieces each, and on two
-    H200s a program with such a switch beside a gather of the keys died with a segmentation fault,
-    in jax 0.11.2, with any kernel.
+    Shards of unequal lengths are refused: each of their cases would be two pieces, and a program
+    with such a switch beside an all-gather of the keys died with a segmentation fault on two H200s
+    (jax 0.11.2, any kernel).
     """
     band = terms.band
     if band is None or band.is_full:
@@ -118,16 +118,16 @@ def run_pieces(
 ) -> Any:
     """Return `compute(pieces, *operands)` for the pieces of a band between local queries and keys.
 
-    A traced shift chooses among the cases of whole shards under `lax.switch`; other shards are
-    refused. Every strategy here has offsets that are multiples of the shards' lengths, which the
-    device alone knows: if they are not, the result is NaN.
+    A traced shift chooses among the cases of whole shards under `lax.switch`. Every strategy has
+    offsets that are multiples of the shards' lengths; if a traced offset is not, the result is NaN,
+    since only the device sees its value.
 
     Args:
-        terms: of a mask, whose positions are a band.
+        terms: the terms of a mask, whose positions are a band.
         shift: position of the first query minus position of the first key; an int, or traced
             inside `shard_map`.
-        lengths: local queries and keys.
-        compute: of a tuple of pieces, and of the operands.
+        lengths: numbers of local queries and keys.
+        compute: the function of a tuple of pieces and of the operands.
     """
     band = terms.band
     assert band is not None and not terms.rest, terms  # supports() refused it
@@ -136,9 +136,9 @@ def run_pieces(
         return compute(pieces(band, at, *lengths), *operands)
     if not fits_shards(terms, *lengths):
         value = f"traced, for {lengths[0]} queries and {lengths[1]} keys of {band}"
-        rule = "between shards a band is cut where queries and keys are split alike, at most"
+        rule = "with traced offsets a band needs query and key shards of one length, and at most"
         remedy = "give them as ints, or set attention: auto"
-        raise Unsupported("q_offset, kv_offset", value, f"{rule} {MOST_SHIFTS - 2} times", remedy)
+        raise Unsupported("q_offset, kv_offset", value, f"{rule} {MOST_SHIFTS - 2} shards", remedy)
     cases = shifts(band, *lengths)
     step, first = cases[1] - cases[0], cases[0]
     bounded = jnp.clip(shift + band.offset, first, cases[-1]) - first

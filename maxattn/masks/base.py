@@ -52,7 +52,7 @@ class Spots(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """How many masks one is made of, itself included, and on how many levels."""
+    """The number of masks in a mask's tree, itself included, and the tree's depth."""
 
     masks: int
     levels: int
@@ -82,7 +82,7 @@ class Mask(ForKernels):
     # -- what each kind of mask defines ------------------------------------------------------------
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
-        """Bound the keys that each query may see; `data` is what masks with arrays count as."""
+        """Return intervals that bound the keys of each query; see `intervals` for `data`."""
         raise NotImplementedError(type(self).__name__)
 
     def at(self, spots: Spots) -> Any:
@@ -93,11 +93,11 @@ class Mask(ForKernels):
         check_numbers(self)
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Resolve what depends on the lengths, and check what must fit them."""
+        """Set an offset of None from the lengths, and check numbers and arrays against them."""
         return self
 
     def simplified(self) -> Mask:
-        """Rewrite this one mask as a simpler kind that allows the same."""
+        """Return a mask of a simpler kind that allows the same pairs, or this mask."""
         return self
 
     def axes(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class Mask(ForKernels):
         return ()
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Bound the pairs of tiles by arithmetic on the device."""
+        """Bound which tiles are empty and which are full, by arithmetic on the device."""
         return tiles.of_positions(self)
 
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
@@ -113,13 +113,13 @@ class Mask(ForKernels):
         return change(self)
 
     def own_period(self) -> int | None:
-        """Return the block length of this one mask."""
+        """Return the block length of this mask alone in tokens; None if it has no blocks."""
         return None
 
-    # -- algebra: each look-up is made once, so that hundreds of masks are joined quickly ----------
+    # -- algebra: properties are cached, so that hundreds of masks are joined quickly --------------
 
     is_normal = False
-    """Whether it is known to be canonical: set on what `canonical` makes of several masks."""
+    """Whether the mask is known to be canonical; `canonical` sets it on the masks that it joins."""
 
     def __and__(self, other: Mask) -> Mask:
         from maxattn.masks.algebra import And
@@ -131,42 +131,42 @@ class Mask(ForKernels):
 
         return Or((self, _checked(other))).canonical()
 
-    __rand__, __ror__ = __and__, __or__  # of what is no mask, which `_checked` refuses
+    __rand__, __ror__ = __and__, __or__  # the other operand is no mask: `_checked` refuses it
 
     def __invert__(self) -> Mask:
-        """Allow what this mask forbids."""
+        """Return the mask of the pairs that this mask forbids."""
         from maxattn.masks.algebra import Not
 
         return Not(self).canonical()
 
     def __bool__(self) -> bool:
-        """Refuse to be a truth value: `a and b` would silently be `b`."""
+        """Raise `InputError`: a mask has no truth value, and `a and b` would silently be `b`."""
         remedy = "combine masks with &, | and ~, test for `is None`"
         raise InputError("mask", self, "a mask has no truth value", remedy)
 
     def canonical(self) -> Mask:
-        """Rewrite in negation normal form: flat, sorted, no repeats, Full and Empty absorbed."""
+        """Return the mask in negation normal form: flat, sorted, without repeats, Full or Empty."""
         from maxattn.masks.algebra import canonical
 
         return canonical(self)
 
     @cached_property
     def extent(self) -> Extent:
-        """How many masks it is made of, on how many levels."""
+        """The number of masks in this mask's tree, and the tree's depth."""
         parts = [part.extent for part in self.parts()]
         levels = max((part.levels for part in parts), default=0)
         return Extent(1 + sum(part.masks for part in parts), 1 + levels)
 
     @cached_property
     def identity(self) -> tuple[Any, ...]:
-        """A key that is equal for two masks of one structure with the very same arrays."""
+        """A key that two masks share if they have equal structure and the same array objects."""
         parts = tuple(part.identity for part in self.parts())
         arrays = () if parts else (id(getattr(self, name)) for name in field_names(type(self))[0])
         return type(self), self._numbers(), parts, tuple(arrays)
 
     @cached_property
     def order(self) -> tuple[Any, ...]:
-        """Kind and numbers, by which masks are sorted; those with arrays keep the order given."""
+        """The key that sorts masks by kind and numbers; equal keys keep the caller's order."""
         numbers = tuple((n is not None, n or 0) for n in self._numbers())
         return type(self).__name__, numbers, tuple(part.order for part in self.parts())
 
@@ -185,18 +185,18 @@ class Mask(ForKernels):
 
         Args:
             q_len, kv_len: numbers of queries T and keys S, without padding.
-            batch, heads: B and N that leaves must have (or 1); None checks neither.
+            batch, heads: B and N, for the check of arrays' dims; default None skips the check.
 
         Raises:
-            InputError: there are more queries than keys and no offset, or a leaf or `VideoMask`
-                does not fit.
+            InputError: there are more queries than keys and no offset, or an array or the frames of
+                a video mask do not fit the lengths.
         """
         lengths = Lengths(q_len, kv_len, batch, heads)
         return self.over_leaves(lambda mask: mask.bound_to(lengths)).canonical()
 
     @property
     def is_bound(self) -> bool:
-        """Whether every offset is known."""
+        """Whether the mask and all its parts have an offset that is not None."""
         return getattr(self, "offset", 0) is not None and all(
             part.is_bound for part in self.parts()
         )
@@ -207,13 +207,13 @@ class Mask(ForKernels):
         """Return whether each query may attend to each key.
 
         Args:
-            q_idx, kv_idx: indexes `[t]` and `[s]` into the leaves, which may be one shard of them.
-                Indexes beyond a leaf read its last entry.
+            q_idx, kv_idx: indexes `[t]` and `[s]` into the mask's arrays, which may be one shard;
+                an index beyond an array reads its last entry.
             q_offset, kv_offset: positions of query 0 and key 0 in the sequence; may be traced.
 
         Returns:
-            bool `[B or 1, N or 1, t or 1, s or 1]`; numpy if no argument and no leaf is a jax
-            array.
+            bool `[B or 1, N or 1, t or 1, s or 1]`; numpy unless an argument or an array of the
+            mask is a jax array.
 
         Raises:
             InputError: an offset is still None.
@@ -231,13 +231,13 @@ class Mask(ForKernels):
         Args:
             q_pos: positions of the queries, of any shape; traced ones need `xp=jnp`.
             xp: `numpy` or `jax.numpy`.
-            data: True counts masks with arrays as all allowed (an upper bound), False as nothing
-                allowed (a lower bound). Without arrays both bounds are exact.
+            data: whether a mask with arrays counts as allowing every key (True, the default: an
+                upper bound) or no key (False: a lower bound). Without arrays both are exact.
 
         Returns:
             Pairs `(lo, hi)` of int32 arrays shaped like `q_pos`. A pair may be empty (`lo >= hi`),
-            and pairs may overlap; ends without a bound are 0 and 2**30. A mask with more than 32
-            intervals a query is bounded by fewer, above or below as `data` asks.
+            and pairs may overlap; 0 and 2**30 are ends without a bound. If a query has more than 32
+            intervals, they are an upper bound (`data=True`) or a lower bound with fewer intervals.
         """
         from maxattn.masks.algebra import bounded_spans
 
@@ -256,11 +256,11 @@ class Mask(ForKernels):
     def block_map(self, block_q: int, block_kv: int, q_len: int, kv_len: int) -> np.ndarray:
         """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
 
-        Exact for masks of positions with up to 32 intervals a query. With others a block is EMPTY
-        or FULL only if it is so whatever the arrays are. No array of `q_len * kv_len` is made.
+        Masks without arrays and with up to 32 intervals per query are classified exactly. For other
+        masks a block is MIXED in doubt. No array of `q_len * kv_len` is made.
 
         Args:
-            block_q, block_kv: queries and keys in a block.
+            block_q, block_kv: numbers of queries and keys in a block.
             q_len, kv_len: numbers of queries and keys; the last blocks may be ragged.
 
         Returns:
@@ -275,54 +275,54 @@ class Mask(ForKernels):
         return blocks.tally(self._bound(q_len, kv_len), block_q, block_kv, q_len, kv_len)
 
     def allowed_pairs(self, q_len: int, kv_len: int) -> int:
-        """Count the pairs that attend; an upper bound if `has_exact_intervals` is False."""
+        """Count the pairs that the mask allows; an upper bound unless `has_exact_intervals`."""
         return blocks.pairs(self._bound(q_len, kv_len), q_len, kv_len)
 
     def _bound(self, q_len: int, kv_len: int) -> Mask:
         return self if self.is_bound else self.bind(q_len, kv_len)
 
     def form(self) -> Self:
-        """Replace every array leaf by its shape and dtype: hashable and comparable."""
+        """Return the mask with a shape and dtype for every array: hashable and comparable."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
 
     def leaf_axes(self) -> Self:
-        """Replace every array leaf by the names of its dims, from "BNTS"; "1" has size 1."""
+        """Return the mask with the dims' names for every array, such as "BS"; "1" is size 1."""
         return jax.tree.unflatten(jax.tree.structure(self), self._all_axes())
 
     def _all_axes(self) -> tuple[str, ...]:
         return sum((part._all_axes() for part in self.parts()), self.axes())
 
     def period(self) -> int | None:
-        """Return the block length in tokens; None if there is none or two do not divide."""
+        """Return the longest block length in tokens; None unless it is a multiple of all others."""
         found = {p for p in (self.own_period(), *(part.period() for part in self.parts())) if p}
         longest = max(found, default=0)
         return longest if longest and all(longest % p == 0 for p in found) else None
 
     def names(self, with_arrays: bool = False) -> tuple[str, ...]:
-        """Return the names of its kinds (`with_arrays` those of data), without connectives."""
+        """Return the class names of the joined masks; `with_arrays` those of masks with arrays."""
         if not self.parts():
             return () if with_arrays and not self.has_data else (type(self).__name__,)
         return tuple(sorted({n for part in self.parts() for n in part.names(with_arrays)}))
 
     def terms(self) -> tuple[Mask, ...]:
-        """List the masks that must all allow a pair: those joined by `&`, else the mask alone."""
+        """Return the masks joined by `&`, which must all allow a pair; else the mask alone."""
         return (self,)
 
     @property
     def is_full(self) -> bool:
-        """Whether everything is allowed."""
+        """Whether the mask allows every pair, whatever the lengths."""
         from maxattn.masks.algebra import Full
 
         return isinstance(self.canonical(), Full)
 
     @property
     def has_data(self) -> bool:
-        """Whether any part depends on an array."""
+        """Whether the mask or one of its parts has an array."""
         return bool(jax.tree.leaves(self))
 
     @property
     def has_exact_intervals(self) -> bool:
-        """Whether `intervals` are exact: it has no arrays, and few intervals a query."""
+        """Whether `intervals` is exact: no arrays, and at most 32 intervals per query."""
         from maxattn.masks.algebra import has_few_spans
 
         return not self.has_data and has_few_spans(self)
@@ -334,8 +334,8 @@ class Mask(ForKernels):
 
         Args:
             q_len, kv_len: numbers of queries and keys.
-            width: most characters in a line; longer masks are drawn by density.
-            batch, head: the batch row and head to draw.
+            width: most characters in a line, default 64; longer masks are drawn by density.
+            batch, head: the batch row and the head to draw, default 0.
         """
         from maxattn.masks.draw import show
 
@@ -362,11 +362,11 @@ class Mask(ForKernels):
         """Hash the structure; refuse a mask with arrays."""
         leaves, shape = jax.tree.flatten(self)
         if any(_is_array(x) for x in leaves):
-            raise TypeError(f"{self} holds arrays and cannot be hashed: hash its form()")
+            raise TypeError(f"{self} has arrays and cannot be hashed: hash its form()")
         return hash((shape, tuple(leaves)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the fields alone: an identity is of these very arrays."""
+        """Copy and pickle the fields alone: a cached `identity` has the ids of these arrays."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -374,7 +374,7 @@ class Mask(ForKernels):
         return jax.tree.map(lambda x: deepcopy(x, memo), self)
 
     def __repr__(self) -> str:
-        # the call that makes it, without defaults; arrays as dtype and shape
+        # The constructor call, without arguments at their default; arrays as dtype and shape.
         shown = ((f, getattr(self, f.name)) for f in fields(self))  # pyright: ignore[reportArgumentType]
         written = (
             text(value) if f.default is MISSING else f"{f.name}={text(value)}"

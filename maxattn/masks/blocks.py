@@ -1,4 +1,4 @@
-"""Counts of allowed pairs in blocks, from runs of query rows: no array of T x S is made."""
+"""Counts of allowed pairs in blocks, from runs of query rows, without an array of T x S."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     Many = Int[np.ndarray, " n"]
 
 EMPTY, FULL, MIXED = 0, 1, 2
-"""What a block of pairs can be: all forbidden, all allowed, some of each."""
+"""The kinds of a block of pairs: none is allowed, all are allowed, some are allowed."""
 
 
 class Stretches(NamedTuple):
-    """Blocks side by side with equally many allowed pairs, of all blocks that have any.
+    """Runs of neighbouring blocks in one row of blocks that have equally many allowed pairs.
 
     Args:
-        row: [n], the blocks of queries.
-        start, end: [n], the blocks of keys [start, end).
-        pairs: [n], allowed in each block.
+        row: [n], the index of the block of queries.
+        start, end: [n], the indexes [start, end) of the blocks of keys.
+        pairs: [n], the number of allowed pairs in each block of the run, at least 1.
     """
 
     row: Many
@@ -38,7 +38,7 @@ class Stretches(NamedTuple):
 def classify(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int
 ) -> Int8[np.ndarray, "QB KB"]:
-    """Mark every block of a bound mask as EMPTY, FULL or MIXED."""
+    """Return the table of a bound mask's blocks, each EMPTY, FULL or MIXED."""
     sizes = block_q, block_kv, q_len, kv_len
     if mask.is_full and min(block_q, block_kv) > 0:
         return np.full(_shape(*sizes), FULL, dtype=np.int8)
@@ -51,7 +51,7 @@ def classify(
 
 
 def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int, int]:
-    """Count the blocks that a bound mask leaves EMPTY, FULL and MIXED."""
+    """Count a bound mask's EMPTY, FULL and MIXED blocks."""
     sizes = block_q, block_kv, q_len, kv_len
     rows, columns = _shape(*sizes)
     if mask.is_full:
@@ -64,7 +64,7 @@ def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> t
 def count(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
 ) -> Int[np.ndarray, "QB KB"]:
-    """Count the allowed pairs of each block; `data` is what masks with arrays count as."""
+    """Count the allowed pairs of each block; masks with arrays allow all pairs, or none."""
     sizes = block_q, block_kv, q_len, kv_len
     rows, columns = _shape(*sizes)
     found = stretches(mask, *sizes, data)
@@ -77,12 +77,12 @@ def count(
 def stretches(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
 ) -> Stretches:
-    """List the blocks in which a bound mask allows any pairs, side by side if they have as many.
+    """List the runs of blocks in which a bound mask allows any pair.
 
-    The list grows with the ends of intervals, not with the blocks between them, which may be
-    billions. Block j has `clip(x - j * block_kv, 0, block_kv)` keys below x: all of the blocks
-    before x, and a part of the one with x. An interval adds this for its end and subtracts it for
-    its start, so a query row costs two entries, and a run of rows as many as blocks that it meets.
+    The length of the list grows with the number of interval ends, not with the number of blocks
+    between them, which may be billions. Block j has `clip(x - j * block_kv, 0, block_kv)` keys
+    below x. The sum over an interval's end minus its start counts the keys of the interval in block
+    j, so each end adds one entry per query row, or per block that a run of query rows crosses.
     """
     rows, columns = _shape(block_q, block_kv, q_len, kv_len)
     found = [
@@ -90,7 +90,7 @@ def stretches(
         for runs in row_runs(mask, q_len, kv_len, data, rows + columns)
     ]
     cell, wholes, parts = _summed(*(np.concatenate(x) for x in zip(*found, strict=True)))
-    # The wholes of a row add up to 0, so `inside` is 0 past its end.
+    # The `whole` entries of a row of blocks add up to 0, so `inside` is 0 past its end.
     inside, (row, at) = np.cumsum(wholes), np.divmod(cell, columns + 1)
     then = np.append(cell[1:], cell[-1:] + 1) - row * (columns + 1)
     both = [(row, at, at + 1, inside + parts), (row, at + 1, then, inside)]
@@ -100,16 +100,16 @@ def stretches(
 
 
 def whole_stretches(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> Stretches:
-    """List the blocks that a bound mask leaves FULL, side by side, but the last of a row alone."""
+    """List the runs of a bound mask's FULL blocks; a row's narrower last block is its own run."""
     sure = stretches(mask, block_q, block_kv, q_len, kv_len, data=mask.has_exact_intervals)
     long, wide = _sizes(block_q, q_len), _sizes(block_kv, kv_len)
-    # Blocks side by side with as many pairs are equally wide; a narrower last one is alone.
+    # FULL blocks of one run have equally many pairs, so they are equally wide.
     full = sure.pairs == long[sure.row] * wide[sure.start]
     return Stretches(*(x[full] for x in sure))
 
 
 def pairs(mask: Mask, q_len: int, kv_len: int) -> int:
-    """Count the pairs that a bound mask allows; an upper bound if its intervals are one."""
+    """Count the pairs that a bound mask allows; an upper bound unless its intervals are exact."""
     total = 0
     for runs in row_runs(mask, q_len, kv_len):
         many, steps = runs.count[:, None], runs.hi_step - runs.lo_step
@@ -127,7 +127,7 @@ def _sizes(block: int, length: int) -> np.ndarray:
 
 
 def _shape(block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int]:
-    """Return the number of blocks of queries, and of keys."""
+    """Return the numbers of blocks of queries and of blocks of keys."""
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
             rule, remedy = "a block has at least one token", f"give {name} of 1 or more"
@@ -136,9 +136,9 @@ def _shape(block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, i
 
 
 def _entries(runs: RowRuns, block_q: int, block_kv: int, columns: int) -> tuple[Many, Many, Many]:
-    """Return (cell, whole, part): what each end of an interval adds to a block, row by row."""
+    """Return (cell, whole, part) of each interval end: the block and the keys it adds there."""
     cut = _cut(runs.first, np.full_like(runs.first, runs.step), runs.count, block_q)
-    # End by end, each in the order of rows: almost sorted arrays are sorted quickly.
+    # Within each end the rows are in order: nearly sorted arrays are sorted quickly.
     ends = np.concatenate([runs.hi.T, runs.lo.T])[:, cut.of]
     step = np.concatenate([runs.hi_step.T, runs.lo_step.T])[:, cut.of]
     sign = np.broadcast_to(np.repeat([1, -1], runs.hi.shape[1])[:, None], step.shape)
@@ -160,7 +160,7 @@ def _summed(cell: Many, whole: Many, part: Many) -> tuple[Many, Many, Many]:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of arithmetic series: the series, its block, the first term, how many terms."""
+    """Pieces of arithmetic series: series, block, first term and number of terms of each."""
 
     of: Many
     block: Many
@@ -169,7 +169,7 @@ class _Pieces(NamedTuple):
 
 
 def _cut(start: Many, step: Many, count: Many, block: int) -> _Pieces:
-    """Cut the series `start + i * step`, i < count, where one block of numbers ends."""
+    """Cut the series `start + i * step`, i < count, at the multiples of `block`."""
     first, last = start // block, (start + (count - 1) * step) // block
     pieces = last - first + 1
     of = np.repeat(np.arange(start.size), pieces)
@@ -179,5 +179,5 @@ def _cut(start: Many, step: Many, count: Many, block: int) -> _Pieces:
     skip = np.maximum(-((start - at * block) // rise), 0)
     past = np.where(step > 0, -((start - (at + 1) * block) // rise), count)
     many = np.minimum(past, count) - skip
-    some = many > 0  # a step may be longer than a block
+    some = many > 0  # a step longer than a block passes blocks without a term
     return _Pieces(*(x[some] for x in (of, at, skip, many)))

@@ -26,7 +26,7 @@ INT32 = np.iinfo(np.int32)
 
 
 class DataMask(Mask):
-    """A mask with arrays, which may be traced: its bounds are everything or nothing."""
+    """A mask with arrays, which may be traced: it bounds a query's keys by all keys or by none."""
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         return ((None, None),) if data else ()
@@ -68,10 +68,10 @@ class KeyPadding(DataMask):
         keys = as_array(self, "keys")
         if (is_int(keys), is_bool(keys), keys.ndim) not in ((True, False, 1), (False, True, 2)):
             rule = "lengths are whole numbers [B], flags are bool [B, S] with True for a real key"
-            remedy = "for 0/1 numbers use keys != 0, for one row add a batch dim, for [B, N, T, S]"
-            remedy += " use Dense"
+            remedy = "for 0/1 numbers use keys != 0, for one batch row add a batch dim,"
+            remedy += " for [B, N, T, S] use Dense"
             raise InputError("KeyPadding.keys", text(keys), rule, remedy)
-        if is_wide(keys):  # no sequence is as long as int32 counts
+        if is_wide(keys):  # lengths are clipped to int32, which no sequence exceeds
             object.__setattr__(self, "keys", narrow(keys))
 
     def at(self, spots: Spots) -> Any:
@@ -140,16 +140,16 @@ class Segments(DataMask):
     def of_lengths(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None) -> Mask:
         """Allow pairs of the same segment, for segments one after the other in every batch row.
 
-        The lengths are structure, known when tracing: kernels skip the pairs between segments, and
-        other lengths recompile.
+        The lengths are static: kernels skip the pairs between segments, and a call with other
+        lengths is compiled anew.
 
         Args:
-            lengths: queries of each segment; their sum is all queries of the call.
-            kv_lengths: keys of each segment, likewise; None if each has as many as queries.
+            lengths: numbers of queries of each segment; their sum is the call's query length T.
+            kv_lengths: numbers of keys of each segment, whose sum is S; default the same numbers.
 
         Raises:
-            InputError: they are not whole numbers from 0, or too many; in a call: their sum is not
-                its tokens.
+            InputError: the lengths are not whole numbers of at least 0, or too many; when the mask
+                is bound, their sum is not T or S.
 
         >>> from maxattn import masks
         >>> print(masks.Segments.of_lengths((2, 1, 3)).show(6, 6))
@@ -169,10 +169,10 @@ class Segments(DataMask):
             ids = as_array(self, name)
             if not is_int(ids) or ids.ndim != 2:
                 rule = f"segment ids are whole numbers {dims}"
-                remedy = "cast to int32, for one row add a batch dim"
+                remedy = "cast to int32, for one batch row add a batch dim"
                 raise InputError(f"Segments.{name}", text(ids), rule, remedy)
             if is_wide(ids) and isinstance(ids, np.ndarray):
-                if ids.max() > INT32.max:  # it would become another id
+                if ids.max() > INT32.max:  # int32 would wrap it to another id
                     rule = f"segment ids are int32, at most {INT32.max}"
                     how = "number them from 0, e.g. by numpy.unique(ids, return_inverse=True) over"
                     found = f"up to {ids.max()}"
@@ -277,7 +277,7 @@ def four_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def as_array(mask: Mask, name: str) -> Any:
-    """Keep a field as an array: lists become numpy, integers of 4 bits int32, bytes native."""
+    """Keep a field as an array: lists become numpy, int4 becomes int32, byte order native."""
     value = getattr(mask, name)
     array = value if hasattr(value, "dtype") else np.asarray(value)
     if not isinstance(array, jax.ShapeDtypeStruct) and is_int(array):
@@ -291,7 +291,7 @@ def as_array(mask: Mask, name: str) -> Any:
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    """Reshape an array or a form; one that has the shape stays the same object."""
+    """Reshape an array or a `ShapeDtypeStruct`; return it unchanged if it has the shape."""
     known = int(np.prod([n for n in shape if n != -1]))
     target = tuple(n if n != -1 else int(np.prod(array.shape)) // max(known, 1) for n in shape)
     if tuple(array.shape) == target:
@@ -304,7 +304,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 def check_dims(
     name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B", given: Any = None
 ) -> None:
-    """Check every dim of a leaf against the lengths; `given` is the leaf before reshaping."""
+    """Check every dim of an array against the lengths; errors show `given`, its first shape."""
     sizes = {"B": lengths.batch, "N": lengths.heads, "T": lengths.q_len, "S": lengths.kv_len}
     for letter, size in zip(letters, array.shape, strict=True):
         if sizes[letter] in (None, size) or (size == 1 and letter in broadcast):
@@ -317,13 +317,13 @@ def check_dims(
 
 
 def name_dims(array: Any, letters: str, broadcast: str) -> str:
-    """Name the dims of a leaf; "1" is one of size 1 that may be broadcast."""
+    """Return the names of an array's dims, with "1" for a `broadcast` dim of size 1."""
     pairs = zip(letters, array.shape, strict=True)
     return "".join("1" if n == 1 and x in broadcast else x for x, n in pairs)
 
 
 def is_wide(array: Any) -> bool:
-    """Check whether integers may not fit int32: numpy ones by value, jax ones by dtype."""
+    """Check whether integers may not fit int32: by value in numpy, by dtype in jax."""
     if isinstance(array, jax.Array):
         return array.dtype.itemsize > 4 or array.dtype == np.uint32
     if not isinstance(array, np.ndarray) or not array.size or not is_int(array):
@@ -332,7 +332,7 @@ def is_wide(array: Any) -> bool:
 
 
 def narrow(array: Any) -> Any:
-    """Clip integers into int32; negative ones become -1."""
+    """Clip integers into int32; negative numbers become -1."""
     if isinstance(array, np.ndarray):
         return np.maximum(np.minimum(array, INT32.max).astype(np.int64), -1).astype(np.int32)
     with jax.enable_x64(True):
@@ -341,10 +341,10 @@ def narrow(array: Any) -> Any:
 
 
 def ranked(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
-    """Number the ids of both arrays anew in int32: equal ones stay equal, negative ones are -1."""
+    """Renumber the ids of both arrays in int32: equal ids stay equal, negative ids become -1."""
     with jax.enable_x64(True):
         pair = [jnp.asarray(ids) for ids in (q_ids, kv_ids)]
-        # In one unsigned dtype: int64 and uint64 have no common one.
+        # Sort both as unsigned: int64 and uint64 have no common integer dtype.
         known = [jnp.maximum(ids, 0).astype(jnp.uint64) for ids in pair]
         every = jnp.sort(jnp.concatenate([ids.ravel() for ids in known]))
         found = [jnp.searchsorted(every, ids).astype(jnp.int32) for ids in known]
@@ -356,5 +356,5 @@ def is_bool(array: Any) -> bool:
 
 
 def is_int(array: Any) -> bool:
-    # numpy counts spans of time among integers
+    # numpy counts timedelta64 among the integers
     return jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.kind != "m"

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from maxattn.masks.base import Mask
 
 PIXELS = 512  # most cells in a row or column of a plot
-SAMPLES = 8  # most queries, and keys, looked at in one cell of a mask with data
+SAMPLES = 8  # most queries, and most keys, that are evaluated in one cell of a mask with data
 SHADES = "░▒▓"
 
 
 def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int) -> str:
-    """Draw a bound mask: a character a pair where it fits the width, else shades of density."""
+    """Draw a bound mask: one character per pair if that fits the width, else shades of density."""
     _check_lengths(q_len, kv_len)
     if width < 8:
         rule = "a picture has at least 8 characters in a line"
@@ -31,7 +31,7 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
     period = mask.period()
     cell = tall = _aligned(-(-max(q_len, kv_len) // width), period)
     # A character is about twice as tall as wide, so a cell has twice as many queries as keys,
-    # unless that mixes blocks.
+    # unless a cell would then mix blocks of the mask.
     mixes = _on_grid(cell, period) and not (period and period % (2 * cell) == 0)
     if cell > 1 and not mixes:
         tall = 2 * cell
@@ -47,7 +47,7 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
 
 
 def _aligned(cell: int, period: int | None) -> int:
-    """Widen a cell, to at most twice its size, to a divisor or multiple of the mask's blocks."""
+    """Widen a cell to a divisor or multiple of the mask's blocks, but at most to twice its size."""
     wider = range(cell, 2 * cell + 1) if cell > 1 else ()
     return next((n for n in wider if _on_grid(n, period)), cell)
 
@@ -57,7 +57,7 @@ def _on_grid(cell: int, period: int | None) -> bool:
 
 
 def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int) -> Path:
-    """Draw a bound mask into a PNG file; at most 512 cells a side, whatever the lengths."""
+    """Draw a bound mask into a PNG file, with at most 512 cells per side at any length."""
     _check_lengths(q_len, kv_len)
     if path.suffix.lower() != ".png":
         raise InputError("path", path, "the picture is a PNG", "give a name that ends in .png")
@@ -92,8 +92,8 @@ def density(
 ) -> Float[np.ndarray, "QC KC"]:
     """Return the share of allowed pairs in each cell.
 
-    Exact for masks of positions with few intervals, and for cells of up to 8 x 8. Larger cells of
-    other masks have 8 x 8 samples; unknown arrays (forms, traced) give the upper bound.
+    Masks without arrays and with few intervals, and cells of up to 8 x 8, are exact; other cells
+    are estimated from 8 x 8 samples. Arrays without values (forms, traced) allow every pair.
     """
     if _known(mask) and not mask.has_exact_intervals:
         return _sampled(mask, cell_q, cell_kv, q_len, kv_len, batch, head)

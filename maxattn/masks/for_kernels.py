@@ -1,6 +1,6 @@
-"""Questions of kernels, each with an answer that is right for every mask.
+"""What kernels ask a mask, with default answers that are right for every mask.
 
-A kind that overrides an answer is computed with less work. No kernel, chunk size or block size
+A mask class overrides an answer so that kernels do less work. No kernel, chunk size or block size
 depends on the class of a mask.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Band(NamedTuple):
-    """Pairs with `query - left <= key <= query + right`, query 0 at `offset`; None is no bound."""
+    """Pairs with `query - left <= key <= query + right`, query 0 at `offset`; None: no bound."""
 
     left: int | None = None
     right: int | None = None
@@ -22,7 +22,7 @@ class Band(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether every pair is allowed."""
+        """Whether the band allows every pair."""
         return self.left is None and self.right is None
 
 
@@ -30,50 +30,50 @@ class ForKernels:
     """The answers that are right for every mask."""
 
     def parts(self) -> tuple[Mask, ...]:
-        """List the masks that this one is directly built of."""
+        """Return the masks that this mask directly joins or negates."""
         return ()
 
     @property
     def leaves_parts_empty(self) -> bool:
-        """Whether skipping chunks saves work, since it forbids whole stretches of pairs."""
+        """Whether skipping chunks saves work, because the mask forbids whole chunks of pairs."""
         return any(part.leaves_parts_empty for part in self.parts())
 
     @property
     def divides_positions(self) -> bool:
-        """Whether its test divides positions, which takes more registers inside a kernel."""
+        """Whether the mask's test divides positions, which takes a kernel more registers."""
         return any(part.divides_positions for part in self.parts())
 
     @property
     def looked_up(self) -> int:
-        """How many numbers its test looks up, which a kernel does one by one."""
+        """How many table entries the mask's test reads; a kernel reads them one by one."""
         return sum(part.looked_up for part in self.parts())
 
     @property
     def bounds_tiles(self) -> bool:
-        """Whether its arrays show which tiles are empty, so that these can be skipped."""
+        """Whether the mask's arrays show which tiles are empty, so that kernels can skip them."""
         return any(part.bounds_tiles for part in self.parts())
 
     @property
     def is_key_padding(self) -> bool:
-        """Whether it marks the padding of each batch row by an array."""
+        """Whether the mask is a `KeyPadding`, which marks each batch row's padding by an array."""
         return False
 
     @property
     def is_of_keys(self) -> bool:
-        """Whether it allows the same keys to every query of every head."""
+        """Whether the mask allows the same keys to every query and head of a batch row."""
         return self.is_key_padding
 
     def key_limit(self) -> Any:
-        """Return how many first keys it allows, an int or `[B]`; None for other masks."""
+        """Return n, an int or `[B]`, if the mask allows exactly the first n keys, else None."""
         return None
 
     def segment_ids(self) -> tuple[Any, Any] | None:
-        """Return ids `[B, T]` and `[B, S]` that are equal for the pairs that attend, or None."""
+        """Return ids `[B, T]` and `[B, S]` that are equal for allowed pairs; None without ids."""
         return None
 
     @property
     def has_ids(self) -> bool:
-        """Whether any of its masks compares pairs by ids."""
+        """Whether the mask or one of its parts compares segment ids."""
         return self.segment_ids() is not None or any(part.has_ids for part in self.parts())
 
     def band(self) -> Band | None:
@@ -81,19 +81,19 @@ class ForKernels:
         return None
 
     def most_keys(self) -> int | None:
-        """Bound how many keys a query sees, from the mask's numbers alone; None is no bound."""
+        """Return an upper bound of the keys that a query sees, from numbers alone, or None."""
         return None
 
     def own_block(self) -> tuple[int, int] | None:
-        """Return queries and keys of equal blocks that see only themselves, from token 0 on."""
+        """Return (queries, keys) of equal blocks from token 0 on that see only themselves."""
         return None
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Check whether a pair is allowed if the one `q` queries and `kv` keys further on is."""
+        """Check whether moving any pair by `q` queries and `kv` keys leaves it as allowed."""
         return False
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
-        """Return where ends of intervals jump, so that few query rows are visited; None: all."""
+        """Return the query rows at which interval ends may jump; None if any row may."""
         parts = [part.row_blocks() for part in self.parts()]
         known = [blocks for blocks in parts if blocks is not None]
         return sum(known, ()) if parts and len(known) == len(parts) else None

@@ -1,4 +1,4 @@
-"""Checks of a call's operands, and the bound mask of what a caller passed as one."""
+"""Checks of a call's operands, and the conversion of a caller's `mask=` to a bound mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
     """Refuse queries, keys and values whose ranks, sizes or dtypes do not fit together.
 
     Raises:
-        InputError: it names the operand, its value and the rule.
+        InputError: an operand does not fit; the error names it, its value and the rule.
     """
     _check_one("q", q, "[B, T, N, H]")
     _check_one("k", k, "[B, S, K, H]")
@@ -34,10 +34,10 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
         _check_one("v", v, "[B, S, K, V]")
     (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
     if kb != b:
-        rule = f"q has batch {b}, and both must be equal"
+        rule = f"q has batch {b}, and both batch sizes must be equal"
         raise InputError("k", f"batch {kb}", rule, "give q, k and v one batch size")
     if kh != h:
-        rule = f"q has head dim {h}, and both must be equal"
+        rule = f"q has head dim {h}, and both head dims must be equal"
         raise InputError("k", f"head dim {kh}", rule, "project both to one size")
     check_heads(n, kn)
     if v is not None and tuple(v.shape[:3]) != tuple(k.shape[:3]):
@@ -48,7 +48,7 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse query heads that the key heads cannot share."""
+    """Refuse a number of query heads that is no multiple of the key heads."""
     if heads % kv_heads:
         rule = f"the {heads} query heads must be a multiple of the key heads"
         remedy = f"use a number of key heads that divides {heads}"
@@ -56,7 +56,7 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def check_dtypes(q: Any, k: Any, v: Any = None) -> None:
-    """Refuse a dtype that no kernel computes in, and several dtypes."""
+    """Refuse operands of different dtypes, or of a dtype that no kernel computes in."""
     dtypes = {n: str(x.dtype) for n, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     for name, dtype in dtypes.items():
         check_dtype(name, dtype)
@@ -96,12 +96,12 @@ def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, in
     """Return the four sizes of a bias, each 1 or full.
 
     Raises:
-        InputError: it does not broadcast, or has another dtype.
+        InputError: the bias does not broadcast, or its dtype is not floating.
     """
     if bias is None:
         return None
     if not _is_array(bias):
-        rule = f"it is an array that broadcasts to [B, N, T, S] = {full}"
+        rule = f"bias must be an array that broadcasts to [B, N, T, S] = {full}"
         remedy = "pass an array; a mask goes to mask="
         raise InputError("bias", type(bias).__name__, rule, remedy)
     shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
@@ -114,7 +114,7 @@ def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, in
 
 
 def check_bias_dtype(dtype: str) -> None:
-    """Refuse a bias that is not floating."""
+    """Refuse a bias whose dtype is not floating."""
     if dtype in DTYPES:
         return
     rule = "a bias is additive and floating: float32, bfloat16 or float16"
@@ -124,10 +124,10 @@ def check_bias_dtype(dtype: str) -> None:
 
 
 def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
-    """Return the bound mask of what a caller passed as `mask=`.
+    """Convert a caller's `mask=` argument to a mask, and bind it to the call's lengths.
 
     Raises:
-        InputError: it is neither a mask nor an array, or does not fit the call.
+        InputError: the argument is neither a mask nor an array, or does not fit the call.
     """
     (b, t, n, _), s = q.shape, k.shape[1]
     bound = as_mask(mask, q, k).bind(t, s, b, n)
@@ -135,16 +135,16 @@ def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
 
 
 def without_padding(mask: Mask) -> Mask:
-    """Drop the caller's key padding, as `mask_padding_tokens: false` asks."""
+    """Return the mask without its `KeyPadding` terms, for `mask_padding_tokens: false`."""
     kept = tuple(term for term in mask.terms() if not term.is_key_padding)
     return And(kept).canonical() if kept else Full()
 
 
 def as_mask(mask: Any, q: Any, k: Any) -> Mask:
-    """Return a mask as it is, None as `Full`, and a boolean array as `Dense`.
+    """Return a mask unchanged, None as `Full`, and a boolean array as `Dense`.
 
     Raises:
-        InputError: it is neither, or the array looks like flags of keys.
+        InputError: the argument is of another type, or the array looks like flags of keys.
     """
     if mask is None:
         return Full()
@@ -157,21 +157,21 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
         raise InputError("mask", found, rule, remedy)
     check_not_torch("mask", str(mask.dtype))
     b, shape = q.shape[0], tuple(mask.shape)
-    if shape != (b, k.shape[1]) or b == 1:  # one row means the same either way
+    if shape != (b, k.shape[1]) or b == 1:  # [1, S] means the same either way
         return Dense(mask)
-    rule = "an array of two axes is [T, S], and this looks like [B, S]"
+    rule = "a mask array of two axes is [T, S], and this shape looks like [B, S]"
     remedy = "write masks.KeyPadding(mask) for keys that are padding"
     if b == q.shape[1]:
-        rule = f"an array of two axes is [T, S], and with B = T = {b} this may be [B, S]"
+        rule = f"a mask array of two axes is [T, S], and with B = T = {b} this may be [B, S]"
         remedy = "write mask[None] for [T, S]; masks.KeyPadding(mask) for [B, S], True = a real key"
     raise InputError("mask", f"shape {shape}", rule, remedy)
 
 
 def check_not_torch(name: str, dtype: str) -> None:
-    """Refuse a tensor of torch, known by its dtype, and show how to make it an array."""
+    """Refuse a torch tensor, recognised by its dtype; the remedy converts it to an array."""
     if dtype.startswith("torch."):
-        whole = f"{name}.float()" if dtype == "torch.bfloat16" else name  # which numpy lacks
-        rule = "it is an array of jax or numpy, and this is a tensor of torch"
+        whole = f"{name}.float()" if dtype == "torch.bfloat16" else name  # numpy has no bfloat16
+        rule = "it must be an array of jax or numpy, and this is a torch tensor"
         raise InputError(name, dtype, rule, f"pass jnp.asarray({whole}.numpy())")
 
 
@@ -179,26 +179,26 @@ def check_not_torch(name: str, dtype: str) -> None:
 
 
 class NotFinite(NamedTuple):
-    """The numbers of one operand that are not finite, and the index of the first one."""
+    """The NaN and infinities of one operand: how many there are, and the index of the first."""
 
     count: Int[Array, ""]
     first: Int[Array, " axes"]
     is_hidden: Bool[Array, ""]
-    """Whether the mask hides the first one's key from every query."""
+    """Whether the key of the first such number is one that the mask hides from every query."""
 
 
 def check_finite(operands: dict[str, Any], mask: Mask) -> None:
     """Refuse NaN and infinity in q, k, v or bias for `check_finite: true`; a bias may be -inf.
 
-    A kernel multiplies a hidden key by 0, and 0 * NaN is NaN: it would reach every query. Traced
-    operands are checked when the program runs, which then ends in the same error.
+    A kernel multiplies a hidden key by 0, and 0 * NaN is NaN, so a NaN would reach every query.
+    Traced operands are checked when the program runs, and raise the same error.
 
     Args:
         operands: q [B, T, N, H], k, v [B, S, K, H] and bias [B|1, N|1, T|1, S|1] by name, or None.
-        mask: bound to them.
+        mask: the bound mask of the call.
 
     Raises:
-        InputError: it names the first operand, how many numbers, and the index of the first one.
+        InputError: an operand has NaN or infinity; the error has their number and first index.
     """
     there = {name: x for name, x in operands.items() if x is not None}
     found = {name: _count(name, x, there["q"].shape[1], mask) for name, x in there.items()}
@@ -211,7 +211,7 @@ def check_finite(operands: dict[str, Any], mask: Mask) -> None:
 def _count(name: str, x: Array, q_len: int, mask: Mask) -> NotFinite:
     bad = jnp.isnan(x) | (x == jnp.inf) if name == "bias" else ~jnp.isfinite(x)
     count, index = bad.sum(dtype=jnp.int32), []
-    while bad.ndim:  # axis by axis: one flat index may be beyond int32
+    while bad.ndim:  # axis by axis: a flat index may exceed int32
         index.append(jnp.argmax(bad.any(axis=tuple(range(1, bad.ndim)))))
         bad = bad[index[-1]]
     first, is_hidden = jnp.stack(index), jnp.array(False)
@@ -227,5 +227,5 @@ def _refuse(found: dict[str, NotFinite]) -> None:
             where = ", ".join(str(int(i)) for i in np.asarray(first))
             hidden = ", a key that the mask hides" if is_hidden else ""
             value = f"NaN or infinity {int(count)} times, first at [{where}]{hidden}"
-            rule = "with check_finite: true all are finite, since a hidden key's 0 * NaN is NaN too"
+            rule = "check_finite: true needs finite numbers, also in hidden keys, as 0 * NaN is NaN"
             raise InputError(name, value, rule, f"replace them, e.g. jnp.nan_to_num({name})")

@@ -1,4 +1,4 @@
-"""Sequences packed one after the other, whose lengths are known when tracing."""
+"""Sequences packed one after the other in a batch row, with static lengths."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 MOST_SEGMENTS = 2**16
-SHOWN = 8  # runs of equal lengths that are written out
+SHOWN = 8  # most runs of equal lengths that a mask's text lists
 
 
 class Packing(tuple[int, ...]):
-    """Lengths that are hashed once: thousands of them would dominate the time of a call."""
+    """Lengths with a cached hash: hashing thousands of numbers would dominate a call's time."""
 
     @cached_property
     def _hash(self) -> int:
@@ -47,11 +47,11 @@ class Packing(tuple[int, ...]):
 
 
 class _Ends(NamedTuple):
-    """Where segments end.
+    """Where segments end, as tables for a binary search.
 
     Args:
-        q: [2**n - 1], the last query of each segment and one; filled with `BIG`.
-        kv: [2**n + 1], the first key of each segment, and the end of the last.
+        q: [2**n - 1], the position after each segment's last query; padded with `BIG`.
+        kv: [2**n + 1], the first key of each segment, then the end of the last segment.
     """
 
     q: Int[np.ndarray, " M"]
@@ -63,8 +63,8 @@ class SegmentLengths(PositionMask):
     """Allow pairs of the same segment: the mask that `Segments.of_lengths` makes.
 
     Args:
-        lengths: queries of each segment.
-        kv_lengths: keys of each segment; None if they are the same.
+        lengths: number of queries of each segment.
+        kv_lengths: number of keys of each segment; default None for those of `lengths`.
 
     >>> from maxattn import masks
     >>> print(masks.SegmentLengths((2, 1), (1, 3)).show(3, 4))
@@ -83,7 +83,7 @@ class SegmentLengths(PositionMask):
         q = _checked("lengths", self.lengths)
         kv = q if self.kv_lengths is None else _checked("kv_lengths", self.kv_lengths)
         if len(q) != len(kv):
-            rule = f"each segment has a length of queries and one of keys, and lengths has {len(q)}"
+            rule = f"kv_lengths has one length per segment, and there are {len(q)} segments"
             raise InputError("kv_lengths", f"{len(kv)} lengths", rule, f"give {len(q)} lengths")
         some = [(a, b) for a, b in zip(q, kv, strict=True) if a or b] or [(0, 0)]
         q, kv = (Packing(x) for x in zip(*some, strict=True))
@@ -92,11 +92,11 @@ class SegmentLengths(PositionMask):
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Keys of each segment."""
+        """The number of keys of each segment."""
         return self.lengths if self.kv_lengths is None else self.kv_lengths
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        # by binary search in a table, or by one step a segment inside a kernel
+        # By binary search in a table, or inside a kernel by one comparison per segment.
         ends = _ends(self.lengths, self.keys)
         if not hasattr(xp, "searchsorted"):
             return (_stepped(ends, len(self.lengths), pos, xp),)
@@ -144,7 +144,7 @@ class SegmentLengths(PositionMask):
 
 
 def _stepped(ends: _Ends, segments: int, pos: Any, xp: Any) -> Span:
-    """Find a query's keys by arithmetic alone."""
+    """Return the interval of a query's keys, by comparison with the end of every segment."""
     lo, hi = pos * 0, pos * 0 + int(ends.kv[1])
     for i in range(segments):
         past = pos >= int(ends.q[i])
@@ -173,7 +173,7 @@ def _checked(name: str, given: Any) -> Packing:
     except (TypeError, jax.errors.JAXTypeError):
         found = None
     if found is None:
-        rule = "lengths of segments are whole numbers, known before tracing"
+        rule = "lengths of segments must be whole numbers, known before tracing"
         remedy = "give a tuple of Python ints; traced ones go into Segments as ids"
         raise InputError(name, text(given)[:80], rule, remedy)
     if len(found) > MOST_SEGMENTS:
@@ -181,21 +181,21 @@ def _checked(name: str, given: Any) -> Packing:
         raise InputError(name, f"{len(found)} lengths", rule, "give ids to masks.Segments")
     if min(found, default=0) < 0:
         at = next(i for i, length in enumerate(found) if length < 0)
-        rule = "a segment has 0 tokens or more"
-        raise InputError(f"{name}[{at}]", found[at], rule, "give how many tokens it has")
+        rule = "the length of a segment must be 0 or more"
+        raise InputError(f"{name}[{at}]", found[at], rule, "give its number of tokens")
     if sum(found) > BIG:
         raise InputError(name, f"{sum(found)} tokens", f"at most {BIG} together", "give fewer")
     return Packing(found)
 
 
 def _check_sum(name: str, lengths: tuple[int, ...], what: str, wanted: int) -> None:
-    """Refuse segments that are not all tokens of a call."""
+    """Refuse segments whose lengths do not add up to the call's number of tokens."""
     found = sum(lengths)
     if found == wanted:
         return
-    rule = f"together they are all {wanted} {what}"
+    rule = f"the lengths must add up to all {wanted} {what}"
     remedy = "give the lengths of this call"
     if found < wanted:
-        remedy = f"give the rest, {wanted - found}, as one more length; where it is padding, join"
-        remedy += f" & masks.KeyLimit({found})"
+        remedy = f"give the other {wanted - found} as one more length; if they are padding, also"
+        remedy += f" join & masks.KeyLimit({found})"
     raise InputError(name, f"{found} tokens in {len(lengths)} segments", rule, remedy)

@@ -1,4 +1,4 @@
-"""Masks of positions: the base, causal masks, windows, blocks, rectangles, a limit of the keys."""
+"""Masks of positions: `PositionMask`, and causal, window, block, rectangle and key-limit masks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from maxattn.masks.tree import MOST, mask_type, number
 
 
 class PositionMask(Mask):
-    """Allow each query a few intervals of keys: the base of masks of positions, also of your own.
+    """Allow each query a few intervals of keys: the base class, also for masks that you write.
 
-    A mask of positions is one class, decorated with `mask_type`. It has numbers as fields, then
-    `offset: int | None = None`, the position of query 0 (None puts the last query at the last key).
-    Its method `seen(pos, xp)` returns the intervals `(start, end)` of keys that the query at
-    position `pos` sees, where None is no bound. Every kernel then skips what the mask leaves empty.
+    Decorate a subclass with `mask_type`. Its fields are numbers, followed by `offset: int | None =
+    None`, the position of query 0 (None puts the last query at the last key). Its method
+    `seen(pos, xp)` returns the intervals `(start, end)` of keys that the query at position `pos`
+    sees; None is no bound. Every kernel skips the tiles that these intervals leave empty.
 
     `seen` also runs inside kernels: write it with `+ - * //`, comparisons, `xp.where`, `xp.minimum`
     and `xp.maximum`, and return equally many intervals for every query.
 
-    Other methods make a mask cheaper, and it is right without them: `own_period` (the length of its
-    blocks, which chunks then divide), `most_keys`, `band` (cuDNN and TransformerEngine refuse a
-    mask without), `own_block` and `repeats` (each block becomes a batch row), and the properties
-    `divides_positions` and `leaves_parts_empty`. A mask that derives from another one and defines
-    `seen` inherits none of these.
+    Optional methods make a mask faster: `own_period` (the length of its blocks, which chunks then
+    divide), `most_keys`, `band` (cuDNN and TransformerEngine refuse a mask without a band),
+    `own_block` and `repeats` (each block becomes a batch row), and the properties
+    `divides_positions` and `leaves_parts_empty`. A subclass that defines `seen` inherits none of
+    them from its parent mask.
 
     >>> from maxattn import masks
     >>> @masks.mask_type
@@ -58,17 +58,17 @@ class PositionMask(Mask):
 
     @property
     def leaves_parts_empty(self) -> bool:
-        """Whether skipping chunks saves work; true by default, so that chunks are short."""
+        """Whether skipping chunks saves work; default True, which makes chunks short."""
         return True
 
     @property
     def divides_positions(self) -> bool:
-        """Whether its test divides positions; true by default, so that a kernel's tiles fit."""
+        """Whether `seen` divides positions; default True, so that a kernel's tiles surely fit."""
         return True
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         if self.offset is None:
-            rule = "where the queries sit depends on the lengths"
+            rule = "without an offset the positions of the queries depend on the lengths"
             raise InputError("mask", self, rule, "call bind(q_len, kv_len) first, or give offset=")
         return self.seen(q_pos + self.offset, xp)
 
@@ -94,7 +94,7 @@ class PositionMask(Mask):
 
 
 class _Moving(PositionMask):
-    """A mask whose intervals move with the query, and so never jump."""
+    """A mask whose interval ends move with the query, by one key per query."""
 
     @property
     def divides_positions(self) -> bool:
@@ -108,7 +108,7 @@ class _Moving(PositionMask):
 
 
 class _Blocks(PositionMask):
-    """A mask whose intervals jump where a block of `block` tokens begins."""
+    """A mask whose interval ends jump at the first query of each block of `block` tokens."""
 
     block: int
 
@@ -153,7 +153,7 @@ class LocalWindow(_Moving):
     """Allow a query the keys near it: `query - left <= key <= query + right`.
 
     Args:
-        left, right: keys before and after the query, 0 or more; None for all.
+        left, right: number of keys before and after the query, 0 or more; None for all keys.
         offset: position of query 0; None puts the last query at the last key.
 
     >>> from maxattn import masks
@@ -190,10 +190,10 @@ class LocalWindow(_Moving):
 
 @mask_type
 class BlockCausal(_Blocks):
-    """Allow a query its own block of tokens and all before it: `key // block <= query // block`.
+    """Allow a query its block of tokens and all earlier blocks: `key // block <= query // block`.
 
     Args:
-        block: tokens in a block.
+        block: number of tokens in a block.
         offset: position of query 0; None puts the last query at the last key.
 
     >>> from maxattn import masks
@@ -219,13 +219,13 @@ class BlockCausal(_Blocks):
 
 @mask_type
 class BlockSlidingWindow(_Blocks):
-    """Allow a query its own block of tokens and the `window - 1` blocks before it.
+    """Allow a query its block of tokens and the `window - 1` blocks before that block.
 
     The formula is `0 <= query // block - key // block < window`.
 
     Args:
-        block: tokens in a block, such as those of a frame. The length need not be a multiple.
-        window: blocks that a query sees, its own included.
+        block: number of tokens in a block, for example in a frame; the last block may be shorter.
+        window: number of blocks that a query sees, including the query's block.
         offset: position of query 0; None puts the last query at the last key.
 
     >>> from maxattn import masks
@@ -269,7 +269,7 @@ class KeyLimit(Mask):
     """Allow every query the first keys: `key < limit`.
 
     Args:
-        limit: how many.
+        limit: number of keys that every query sees.
 
     >>> from maxattn import masks
     >>> print(masks.KeyLimit(2).show(3, 4))
@@ -303,12 +303,12 @@ class KeyLimit(Mask):
 class Rectangle(PositionMask):
     """Allow some queries some keys: `q_start <= query < q_stop and kv_start <= key < kv_stop`.
 
-    Rectangles joined by `|` define which pieces of a sequence see which; `&` restricts another mask
-    to a piece.
+    Join rectangles by `|` to choose which parts of a sequence see which other parts; `mask &
+    rectangle` restricts a mask to one part.
 
     Args:
-        q_start, q_stop: the first query, and the one after the last, from 0.
-        kv_start, kv_stop: the first key, and the one after the last, from 0.
+        q_start, q_stop: the range [q_start, q_stop) of query positions, counted from 0.
+        kv_start, kv_stop: the range [kv_start, kv_stop) of key positions, counted from 0.
 
     Raises:
         InputError: a number is below 0, or a stop is before its start.
@@ -338,7 +338,7 @@ class Rectangle(PositionMask):
         for axis in ("q", "kv"):
             start, stop = getattr(self, f"{axis}_start"), getattr(self, f"{axis}_stop")
             if stop < start:
-                rule = f"it ends at or after {axis}_start, which is {start}"
+                rule = f"it must be at least {axis}_start = {start}"
                 raise InputError(f"Rectangle.{axis}_stop", stop, rule, f"give {start} or more")
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:

@@ -1,8 +1,8 @@
-"""Query rows in runs: equally spaced rows whose intervals of keys stay, or move with the rows.
+"""Runs of query rows: equally spaced query rows whose key intervals stay, or move with the row.
 
-The ends of a known mask's intervals never fall, and over one period of its blocks they rise by at
-most a period; `min`, `max` and sorting preserve both. So an end that rises over a run by nothing,
-or as far as the rows do, does so at every step of the run. Other runs are halved.
+Without arrays, interval ends never fall from one query row to the next, and over one period of a
+mask's blocks they rise by at most a period; `min`, `max` and sorting preserve both. So an end that
+rises over a run by 0, or by as much as the rows, does so at every step. Other runs are halved.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     Rows = Int[np.ndarray, " R"]
     Ends = Int[np.ndarray, "R M"]
 
-MOST_KEPT = 2**18  # pieces of a mask whose runs are cached for the next block sizes
-ROWS = 2**20  # query rows at a time: arrays of ten million, 32 intervals each, take gigabytes
+MOST_KEPT = 2**18  # a mask's runs are cached, for the next block sizes, up to so many pieces
+ROWS = 2**20  # most query rows at a time: ten million with 32 intervals each take gigabytes
 
 
 class RowBlocks(NamedTuple):
-    """The query rows at which the ends of a mask's intervals jump.
+    """The query rows at which a mask's interval ends jump.
 
     Args:
-        size: rows in a block; at the first row of each, ends rise by at most this much.
-        phase: position of row 0, counted from the first row of a block.
-        turns: rows at which ends jump by more.
+        size: query rows in a block; at a block's first row, ends rise by at most `size`.
+        phase: position of query row 0 inside its block.
+        turns: query rows at which ends rise by more than `size`.
     """
 
     size: int
@@ -42,13 +42,13 @@ class RowBlocks(NamedTuple):
 
 
 class RowRuns(NamedTuple):
-    """Rows `first + i * step` for i < count, with disjoint intervals [lo, hi) of each.
+    """R runs of query rows `first + i * step`, i < count, each with M disjoint key intervals.
 
     Args:
-        first, count: [R].
-        step: between the rows of a run.
-        lo, hi: [R, M] of each first row, clipped to the keys, sorted.
-        lo_step, hi_step: [R, M], 0 or `step`: their rise from a row to the next one.
+        first, count: [R], the first query row and the number of query rows of each run.
+        step: distance between neighbouring query rows of a run.
+        lo, hi: [R, M], the intervals [lo, hi) of each run's first row, clipped and sorted.
+        lo_step, hi_step: [R, M], 0 or `step`: by how much lo and hi rise per query row.
     """
 
     first: Rows
@@ -63,15 +63,15 @@ class RowRuns(NamedTuple):
 def row_runs(
     mask: Mask, q_len: int, kv_len: int, data: bool = True, cuts: int = 0
 ) -> Iterator[RowRuns]:
-    """Yield all query rows of a bound mask in runs.
+    """Yield all query rows of a bound mask as runs; the caller cuts each into up to `cuts` pieces.
 
-    `data` is what masks with arrays count as; the caller cuts each run into at most `cuts` pieces.
+    Masks with arrays allow every key if `data`, else none.
     """
     blocks = mask.row_blocks()
     way = None if blocks is None else _way(blocks, q_len, cuts)
     if way is not None:
         arrays = any(isinstance(x, np.ndarray | jax.Array) for x in jax.tree.leaves(mask))
-        keep = way.pieces <= MOST_KEPT and not arrays  # which have no hash
+        keep = way.pieces <= MOST_KEPT and not arrays  # a mask with arrays has no hash
         yield (_kept if keep else _runs)(mask, way._replace(pieces=0), q_len, kv_len, data)
         return
     for first in range(0, q_len, ROWS):
@@ -82,7 +82,7 @@ def row_runs(
 
 
 class _Way(NamedTuple):
-    """How rows become runs: the number of pieces, the blocks to cut at, and the step."""
+    """How query rows are cut into runs: number of pieces, blocks to cut at, and step."""
 
     pieces: int
     cut: tuple[RowBlocks, ...]
@@ -91,9 +91,9 @@ class _Way(NamedTuple):
 
 
 def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
-    """Choose how rows become runs, or None if every row may as well be one.
+    """Choose how query rows are cut into runs; None if runs would save nothing over single rows.
 
-    Runs step over small blocks, by their common multiple, and are cut at large ones.
+    A run's step is the common multiple of the small blocks; runs are cut at large blocks.
     """
     ordered = tuple(sorted(set(blocks)))
     turns = tuple(turn for block in ordered for turn in block.turns if 0 < turn < q_len)
@@ -108,7 +108,7 @@ def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
 
 
 def _runs(mask: Mask, way: _Way, q_len: int, kv_len: int, data: bool) -> RowRuns:
-    """Cut the rows, and halve runs until every end stays or moves with the rows."""
+    """Cut the query rows into runs, and halve runs until every end stays or moves with the row."""
     step = way.step
     starts = [np.arange(-b.phase % b.size, q_len, b.size) for b in way.cut]
     edges = np.unique(np.concatenate([np.array([0, *way.turns, q_len]), *starts]))
@@ -139,7 +139,7 @@ _kept = lru_cache(maxsize=8)(_runs)
 
 
 def _disjoint(mask: Mask, rows: Rows, kv_len: int, data: bool) -> tuple[Ends, Ends]:
-    """Return the intervals of some rows, sorted, clipped and without overlap."""
+    """Return the key intervals of query rows, sorted, clipped and without overlap."""
     found = mask.intervals(rows, np, data)
     if not found:
         nothing = np.zeros((rows.size, 0), np.int64)

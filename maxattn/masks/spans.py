@@ -1,7 +1,7 @@
-"""Intervals of keys under `&`, `|` and `~`: their number grows by addition, never by doubling.
+"""Key intervals joined by `&`, `|` and `~`; the number of intervals at most adds up.
 
-An interval is (start, end), where None is no bound. Ends that are numbers are sorted and merged
-here; ends that depend on the query are arrays, of numpy, of jax, or of a kernel.
+An interval is (start, end); None is no bound. Intervals whose ends are numbers are sorted and
+merged. Ends that depend on the query are arrays of numpy, of jax, or inside a kernel.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 BIG = 2**30
-"""The end of an interval without an end."""
+"""The end of an interval that has no upper bound."""
 
 MOST_SPANS = 32
-"""The most intervals of a query that are worked with; what has more is bounded or refused."""
+"""The most intervals per query; a mask with more is bounded by fewer, or refused."""
 
-FEW_PAIRS = 8  # up to so many, all pairs of intervals cost less than sorting the ends
+FEW_PAIRS = 8  # joining all pairs of intervals costs less than sorting ends, up to so many pairs
 
 Span = tuple[Any, Any]
 """A half-open interval of key positions; None is an end without a bound."""
@@ -24,7 +24,7 @@ WHOLE: Spans = ((None, None),)
 
 
 def union(spans: Spans) -> Spans:
-    """Put intervals side by side; those with numbers for ends are merged, and empty ones go."""
+    """Return the union as a list; intervals of numbers are merged, and empty ones dropped."""
     fixed = _merged([span for span in spans if _is_fixed(span)])
     if (None, None) in fixed:
         return WHOLE
@@ -34,16 +34,16 @@ def union(spans: Spans) -> Spans:
 
 
 def intersection(a: Spans, b: Spans, xp: Any) -> Spans:
-    """Return what lies in both: of m and n intervals at most m + n - 1, or `FEW_PAIRS`."""
+    """Return the intersection of m and n intervals: at most m + n - 1, or `FEW_PAIRS`."""
     if len(a) * len(b) <= FEW_PAIRS or 1 in (len(a), len(b)) or _are_fixed((*a, *b)):
         return union(tuple(_both(x, y, xp) for x in a for y in b))
     lows, highs = zip(*_disjoint(a, xp), *_disjoint(b, xp), strict=True)
-    # A key in both is past two more starts than ends: past start i + 1, before end i.
+    # A key in both has two more starts than ends before it: it is past start i + 1, before end i.
     return tuple(zip(_sorted(lows, xp)[1:], _sorted(highs, xp)[:-1], strict=True))
 
 
 def complement(spans: Spans, xp: Any) -> Spans:
-    """Return the gaps: of n intervals n + 1, or at most `FEW_PAIRS`."""
+    """Return the gaps between n intervals: n + 1 gaps, or at most `FEW_PAIRS`."""
     if _are_fixed(spans):
         gaps: list[Span] = []
         start: int | None = None
@@ -56,13 +56,13 @@ def complement(spans: Spans, xp: Any) -> Spans:
     if 2 ** len(spans) <= FEW_PAIRS:
         rest = WHOLE
         for lo, hi in spans:
-            # Where an interval is empty (lo >= hi) its two sides meet or overlap, and so cover
-            # everything, as they should.
+            # If an interval is empty (lo >= hi), its two sides meet or overlap, so that together
+            # they cover all keys, as they should.
             sides = ((None, lo),) * (lo is not None) + ((hi, None),) * (hi is not None)
             rest = intersection(rest, sides, xp)
         return rest
     lows, highs = _ends(spans, xp)
-    # A key in no interval is past as many starts as ends.
+    # A key in no interval has as many starts as ends before it.
     return ((None, lows[0]), *zip(highs[:-1], lows[1:], strict=True), (highs[-1], None))
 
 
@@ -75,7 +75,7 @@ def _are_fixed(spans: Spans) -> bool:
 
 
 def _merged(fixed: list[Span]) -> list[Span]:
-    """Sort intervals of numbers, join those that touch, and drop empty ones."""
+    """Sort intervals of numbers, join intervals that touch, and drop empty intervals."""
     ends = sorted((lo or 0, BIG if hi is None else hi) for lo, hi in fixed)
     merged: list[list[int]] = []
     for lo, hi in ends:
@@ -103,14 +103,14 @@ def _most(a: Any, b: Any, xp: Any) -> Any:
 
 
 def _ends(spans: Spans, xp: Any) -> tuple[list[Any], list[Any]]:
-    """Sort the starts and the ends, each by themselves; an empty interval starts at its end."""
+    """Return the sorted starts and the sorted ends; an empty interval starts at its end."""
     closed = [(0 if lo is None else lo, BIG if hi is None else hi) for lo, hi in spans]
     lows, highs = [_least(lo, hi, xp) for lo, hi in closed], [hi for _, hi in closed]
     return _sorted(lows, xp), _sorted(highs, xp)
 
 
 def _disjoint(spans: Spans, xp: Any) -> Spans:
-    """Return the same keys as intervals in order that do not overlap."""
+    """Return intervals of the same keys, in order and without overlap."""
     lows, highs = _ends(spans, xp)
     starts = [lows[0], *(_most(a, b, xp) for a, b in zip(lows[1:], highs[:-1], strict=True))]
     return tuple(zip(starts, highs, strict=True))
@@ -120,7 +120,7 @@ def _sorted(values: Any, xp: Any) -> list[Any]:
     if hasattr(xp, "sort"):
         return list(xp.sort(xp.stack(xp.broadcast_arrays(*values)), axis=0))
     found: list[Any] = []
-    for value in values:  # a kernel has no sort: insert each by minima and maxima
+    for value in values:  # a kernel cannot sort: insert each value by minima and maxima
         last = value
         for i, x in enumerate(found):
             found[i], last = _least(x, last, xp), _most(x, last, xp)

@@ -1,6 +1,6 @@
-"""The terms of a bound mask, sorted by what they depend on: a pair is allowed if all allow it.
+"""The terms of a bound mask (the masks joined by `&`), sorted by what each depends on.
 
-Kernels of GPU libraries take `Terms`: a band, and how many keys are real. Splash and
+Kernels of GPU libraries take `Terms`: a band, and the number of real keys. Splash and
 FlashAttention-4 take a `SplitMask`: positions, segment ids and padding. `own_blocks` finds equal
 blocks that a kernel computes as batch rows.
 """
@@ -23,21 +23,21 @@ from maxattn.masks.base import Mask
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.spans import MOST_SPANS
 
-QUERY_PAD, KEY_PAD = -1, -2  # segment ids that match nothing
+QUERY_PAD, KEY_PAD = -1, -2  # segment ids that match no other id
 USE_BLOCKWISE = "set attention: dot_product with use_memory_efficient_attention: true"
 Offset = int | jax.Array
-"""The position of the first local token: a number, or traced inside `shard_map`."""
+"""The position of a shard's first token: a number, or traced inside `shard_map`."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a mask.
+    """The terms of a mask, each kind joined by `&`.
 
     Args:
-        positions: masks without arrays that depend on queries and keys.
-        limits: masks without arrays that depend on keys alone.
-        keys: masks with arrays that depend on keys alone.
-        rest: everything else.
+        positions: terms without arrays that depend on queries and keys.
+        limits: terms without arrays that depend on keys alone.
+        keys: terms with arrays that depend on keys alone.
+        rest: all other terms.
     """
 
     positions: tuple[Mask, ...]
@@ -47,18 +47,18 @@ class Terms:
 
     @property
     def band(self) -> Band | None:
-        """The band of the positions, or None if they are not one band."""
+        """The positions as one band, or None if they are no single band."""
         if len(self.positions) > 1:
             return None
         return self.positions[0].band() if self.positions else Band()
 
     @property
     def has_flags(self) -> bool:
-        """Whether flags mark the real keys, which are then in any order."""
+        """Whether flags mark the real keys, so that padding may come before real keys."""
         return any(term.key_limit() is None for term in (*self.limits, *self.keys))
 
     def real_keys(self, kv_len: int, kv_offset: Offset) -> Bool[Array, "B S"]:
-        """Mark the local keys that every limit, length and flag allows; the batch may be 1."""
+        """Return flags of the local keys that all limits, lengths and flags allow; B may be 1."""
         real: Any = jnp.ones((1, kv_len), bool)
         for term in (*self.limits, *self.keys):
             ok = term.allowed(np.zeros(1, np.int32), jnp.arange(kv_len), 0, kv_offset)
@@ -66,9 +66,9 @@ class Terms:
         return real
 
     def lengths(self, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, " B"] | None:
-        """Count the real local keys of each batch row; None if all are real.
+        """Count the real local keys of each batch row; None if every key is real.
 
-        Without flags these are the first keys; with flags they are in any order.
+        Without flags the real keys come first; with flags they are in any order.
         """
         if not self.limits and not self.keys:
             return None
@@ -95,7 +95,7 @@ def sort_terms(mask: Mask) -> Terms:
 
 @dataclass(frozen=True)
 class SplitMask:
-    """A mask as a function of positions, at most one pair of segment ids, and padding."""
+    """A mask split into a function of positions, at most one pair of segment ids, and padding."""
 
     positions: Mask
     segments: Mask | None
@@ -103,12 +103,12 @@ class SplitMask:
 
     @property
     def has_ids(self) -> bool:
-        """Whether segment ids are needed."""
+        """Whether a kernel must compare segment ids."""
         return self.segments is not None or bool(self.padding)
 
 
 def split_mask(mask: Mask) -> SplitMask | Reason:
-    """Split a bound mask, or its form, or return why `flash` refuses it."""
+    """Split a bound mask, or its form; return a `Reason` if `flash` refuses the mask."""
     terms = mask.terms()
     positions = reduce(and_, (term for term in terms if not term.has_data), Full())
     arrays = [term for term in terms if term.has_data]
@@ -118,12 +118,12 @@ def split_mask(mask: Mask) -> SplitMask | Reason:
         if not term.is_key_padding:
             return _refused_array(term)
     if len(segments) > 1:
-        rule = f"it takes one pair of segment ids, and the mask has {len(segments)} Segments"
+        rule = f"it takes one Segments mask, and {len(segments)} are joined by &"
         remedy = f"number the common segments, or {USE_BLOCKWISE}"
         return Reason("flash", "mask Segments & Segments", rule, remedy)
     if not positions.has_exact_intervals:
         what = f"mask of {positions.extent.masks} masks"
-        rule = f"it tests up to {MOST_SPANS} intervals of keys a query, and the mask has more"
+        rule = f"it tests up to {MOST_SPANS} intervals of keys per query, and the mask has more"
         return Reason("flash", what, rule, USE_BLOCKWISE)
     return SplitMask(positions, segments[0] if segments else None, tuple(padding))
 
@@ -131,8 +131,8 @@ def split_mask(mask: Mask) -> SplitMask | Reason:
 def _refused_array(term: Mask) -> Reason:
     what = " and ".join(term.names(with_arrays=True))
     if not term.parts():
-        rule = "it tests masks of positions, lengths and segments inside the kernel, and takes no"
-        rule += " table of pairs"
+        rule = "its kernel computes masks of positions, lengths and segments, and reads no table"
+        rule += " of pairs"
         remedy = f"write the mask as one of maxattn.masks, or {USE_BLOCKWISE}"
         return Reason("flash", f"mask {what}", rule, remedy)
     rule = f"it takes arrays joined by & alone, and {term} has {what} under | or ~"
@@ -142,10 +142,10 @@ def _refused_array(term: Mask) -> Reason:
 def segment_ids(
     parts: SplitMask, batch: int, q_len: int, kv_len: int, kv_offset: Offset
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
-    """Write lengths, flags and segments as segment ids, or None if there are none.
+    """Return lengths, flags and segments as one pair of segment ids; None without arrays.
 
-    Ids are equal exactly for the pairs that the arrays allow: negative ids become `QUERY_PAD` and
-    `KEY_PAD`, which match nothing.
+    A query's id equals a key's id exactly if the arrays allow the pair: negative ids become
+    `QUERY_PAD` and `KEY_PAD`, which match no id.
     """
     if not parts.has_ids:
         return None
@@ -166,9 +166,9 @@ WORD = 32  # bits
 
 
 def packed_interval(mask: Mask, kv_len: int) -> tuple[bool, bool] | None:
-    """Return whether a query's keys have a lower and an upper end, if they are one interval.
+    """Return (has a lower end, has an upper end) if each query's keys are one interval.
 
-    None for other masks of positions, and if two ends do not fit one word.
+    Return None for other masks of positions, or if both ends do not fit one word of 32 bits.
     """
     spans = mask.spans(np.zeros(1, np.int32), np, True)
     if len(spans) != 1:
@@ -180,11 +180,11 @@ def packed_interval(mask: Mask, kv_len: int) -> tuple[bool, bool] | None:
 
 
 def sort_note(what: str) -> str:
-    """Advise an order of segment ids in which most chunks or tiles are skipped."""
+    """Return a plan's note: in which order of segment ids kernels skip most chunks or tiles."""
     return (
-        f"{what} are skipped where the ranges of their ids do not meet: tokens in the order of"
-        " their ids (jnp.argsort(ids, axis=1)) skip most; lengths known when tracing go into"
-        " masks.Segments.of_lengths, which every kernel skips by"
+        f"{what} are skipped if the ranges of their ids do not overlap: sort the tokens by id"
+        " (jnp.argsort(ids, axis=1)) to skip most; if the lengths are known when tracing, pass"
+        " masks.Segments.of_lengths, with which every kernel skips"
     )
 
 
@@ -195,9 +195,9 @@ class OwnBlocks(NamedTuple):
     """Equal blocks of a sequence, each of which attends to itself alone.
 
     Args:
-        count: how many there are, two or more.
-        q_len, kv_len: tokens of each.
-        mask: the mask inside each.
+        count: number of blocks, two or more.
+        q_len, kv_len: numbers of queries and keys in a block.
+        mask: the mask inside each block.
     """
 
     count: int
@@ -210,8 +210,8 @@ class OwnBlocks(NamedTuple):
 def own_blocks(mask: Mask, q_len: int, kv_len: int) -> OwnBlocks | None:
     """Return the shortest blocks that see only themselves, or None.
 
-    Each is an example of its own: a kernel computes them as batch rows. `mask` is bound, and a
-    `form()` if it has arrays.
+    A kernel can compute each block as a batch row. `mask` is bound, and a `form()` if it has
+    arrays.
 
     >>> from maxattn import masks
     >>> own_blocks(masks.BlockSlidingWindow(4, 1, 0) & masks.Causal(0), 12, 12)
@@ -226,7 +226,7 @@ def own_blocks(mask: Mask, q_len: int, kv_len: int) -> OwnBlocks | None:
             continue
         if all(other.repeats(q, kv) for other in others):
             rest = And(tuple(others)).canonical() if others else Full()
-            within = own_blocks(rest, q, kv)  # each block may divide again
+            within = own_blocks(rest, q, kv)  # each block may consist of smaller blocks
             if within is None:
                 return OwnBlocks(count, q, kv, rest)
             return within._replace(count=count * within.count)

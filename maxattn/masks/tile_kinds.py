@@ -1,7 +1,7 @@
-"""Which tiles of a mask are empty, full or mixed, at any offsets; no T x S array is made.
+"""Which tiles of a mask are empty, full or mixed, at any offsets, without a T x S array.
 
-Tiles of a mask of positions are known from its intervals. Those of a mask with arrays are bounded
-on the device.
+A mask without arrays is classified by its intervals. For a mask with arrays, the device computes
+bounds from the arrays.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def tile_kinds(
     q_offset: Offset,
     kv_offset: Offset,
 ) -> Kinds:
-    """Classify the tiles of a mask of positions: numpy if the offsets are ints, else traced.
+    """Classify the tiles of a mask without arrays: numpy if the offsets are ints, else traced.
 
-    With offsets, a tile is MIXED in doubt.
+    With offsets, a tile in doubt is MIXED.
     """
-    if mask.is_full:  # at any offset: so kernels need no lists, whose length scalar memory bounds
+    if mask.is_full:  # at any offset: kernels then need no tile lists, which scalar memory bounds
         return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, np.int8)
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
     xp: Any = jnp if traced else np
     if not traced and q_offset == 0 and kv_offset == 0:
         return mask.block_map(block_q, block_kv, q_len, kv_len)
-    # Query rows past the end of a ragged tile repeat the last real one, which changes no answer.
+    # A ragged tile repeats the last real query row, which changes no answer.
     rows = np.minimum(np.arange(-(-q_len // block_q) * block_q), q_len - 1).reshape(-1, block_q)
     start = np.arange(0, kv_len, block_kv)
     end = np.minimum(start + block_kv, kv_len)
     q_pos = rows + q_offset
-    # [query tiles, rows, 1] against [1, 1, key tiles]: jax may be set to refuse other ranks.
+    # [query tiles, rows, 1] against [1, 1, key tiles]: jax may be set to refuse unequal ranks.
     start, end = (start + kv_offset)[None, None, :], (end + kv_offset)[None, None, :]
     some = xp.zeros((rows.shape[0], end.shape[2]), bool)
     for lo, hi in mask.intervals(q_pos, xp):
@@ -64,16 +64,16 @@ def tile_kinds(
 def kinds_by_arrays(
     mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
 ) -> Int8[Array, "B QB KB"]:
-    """Classify tiles on the device, by the arrays of a mask too.
+    """Classify tiles on the device, by a mask's positions and arrays.
 
     Args:
-        mask: bound.
-        blocks: queries and keys of a tile; the last ones may be ragged.
-        lengths: local queries and keys.
+        mask: a bound mask.
+        blocks: numbers of queries and keys in a tile; the last tiles may be ragged.
+        lengths: numbers of local queries and keys.
         offsets: positions of the first local query and key; ints or traced.
 
     Returns:
-        EMPTY, FULL or MIXED for each batch row; the batch is 1 where all rows are alike.
+        EMPTY, FULL or MIXED of each tile in each batch row; B is 1 if all batch rows are alike.
     """
 
     def of_positions(part: Mask) -> TileBounds:
@@ -93,8 +93,8 @@ class TileBounds(NamedTuple):
     """Bounds of tiles: [batch or 1, query tiles or 1, key tiles or 1].
 
     Args:
-        some: False if surely no pair is allowed.
-        every: True if surely all pairs are.
+        some: False only if the mask allows no pair of the tile.
+        every: True only if the mask allows every pair of the tile.
     """
 
     some: Bool[Array, "B QB KB"]
@@ -111,7 +111,7 @@ class TileBounds(NamedTuple):
 
 
 def unknown() -> TileBounds:
-    """Return bounds that any mask is within."""
+    """Return bounds that hold for any mask: each tile may be empty, full or mixed."""
     one = jnp.ones((1, 1, 1), bool)
     return TileBounds(one, ~one)
 
@@ -121,10 +121,10 @@ class Tiles:
     """The tiles of a call's pairs.
 
     Args:
-        blocks: queries and keys of a tile.
-        lengths: local queries and keys; the last tiles may be ragged.
+        blocks: numbers of queries and keys in a tile.
+        lengths: numbers of local queries and keys; the last tiles may be ragged.
         kv_offset: position of the first local key; an int or traced.
-        of_positions: bounds a mask without arrays.
+        of_positions: the function that bounds the tiles of a mask without arrays.
     """
 
     blocks: tuple[int, int]
@@ -135,7 +135,7 @@ class Tiles:
     def cut(self, x: Any, axis: int) -> Array:
         """Cut an array [B, tokens] of queries (0) or keys (1) into tiles: [B, tiles, tokens].
 
-        The last entry is repeated, as `Mask.allowed` reads it.
+        The last entry is repeated in a ragged tile, as `Mask.allowed` reads indexes beyond it.
         """
         block, length = self.blocks[axis], self.lengths[axis]
         if x.shape[-1] == length and length % block == 0:
@@ -144,7 +144,7 @@ class Tiles:
         return jnp.take(jnp.asarray(x), np.minimum(at, length - 1), axis=-1, mode="clip")
 
     def key_ends(self) -> tuple[Array, Array]:
-        """Return the positions of each tile's first key and of the one after its last: [tiles]."""
+        """Return the start and end [start, end) of each tile's key positions, each [tiles]."""
         start = np.arange(0, self.lengths[1], self.blocks[1], dtype=np.int32)
         end = np.minimum(start + self.blocks[1], self.lengths[1]).astype(np.int32)
         return jnp.asarray(start) + self.kv_offset, jnp.asarray(end) + self.kv_offset
@@ -153,7 +153,7 @@ class Tiles:
 def of_ids(q: Array, kv: Array) -> TileBounds:
     """Bound tiles by the ids of their queries and keys: [B, tiles, tokens].
 
-    Ranges of ids that do not meet have no id in common; ranges that meet may have one.
+    If the ranges of ids do not overlap, no pair has equal ids; else some pair may have.
     """
     q_low, q_high, q_one = (x[:, :, None] for x in _range(q))
     kv_low, kv_high, kv_one = (x[:, None, :] for x in _range(kv))
@@ -162,7 +162,7 @@ def of_ids(q: Array, kv: Array) -> TileBounds:
 
 
 def _range(ids: Array) -> tuple[Array, Array, Array]:
-    """Return the least and largest id of each tile, and whether it has one id and no padding."""
+    """Return each tile's least and largest id, and whether it has one id and no padding."""
     ids = ids.astype(jnp.int32)
     low = jnp.min(jnp.where(ids < 0, np.iinfo(np.int32).max, ids), axis=-1)
     high = jnp.maximum(jnp.max(ids, axis=-1), -1)

@@ -1,4 +1,4 @@
-"""`mask_type`: frozen dataclasses that are pytrees, and the checks of their numbers."""
+"""`mask_type`, which makes masks frozen dataclasses and pytrees; checks of their numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from maxattn.errors import InputError
 from maxattn.masks.spans import BIG
 
 C = TypeVar("C", bound=type)
-MOST = BIG // 2  # of a number: int32 then has the sum of a position, an offset and a width
+MOST = BIG // 2  # largest number: a position plus an offset plus a width then fits int32
 
-# What defines the pairs that a kind of mask allows, and the answers that depend on it.
+# The methods that define which pairs a mask class allows, and the answers that depend on them.
 MEANING = ("seen", "spans", "at")
 ANSWERS = (
     *("simplified", "band", "most_keys", "own_block", "repeats", "own_period", "row_blocks"),
@@ -27,7 +27,7 @@ ANSWERS = (
 
 
 def leaf() -> Any:
-    """Mark a field as an array leaf (or as masks that have some)."""
+    """Mark a field as an array, or as masks: it becomes a child of the pytree."""
     return field(metadata={"leaf": True})
 
 
@@ -39,24 +39,24 @@ def number(least: int, *, optional: bool = False, most: int = MOST, default: Any
 
 @cache
 def field_names(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of a kind's leaves, and of its numbers."""
+    """Return the names of a mask class's arrays or masks, and the names of its numbers."""
     leaves = tuple(f.name for f in fields(kind) if f.metadata.get("leaf"))
     return leaves, tuple(f.name for f in fields(kind) if f.name not in leaves)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(leaf, number, field))
 def mask_type(cls: C) -> C:
-    """Make a class a frozen dataclass and a pytree, whose children are the fields of `leaf()`.
+    """Make a mask class a frozen dataclass and a pytree, whose children are its `leaf()` fields.
 
     Raises:
-        InputError: a property of masks is written as a method, which would always be true.
+        InputError: the class defines a property of masks as a method, which would always be true.
     """
     properties = {n for c in cls.mro()[1:] for n, x in vars(c).items() if isinstance(x, property)}
     for name in [n for n, written in vars(cls).items() if isfunction(written) and n in properties]:
-        rule, remedy = "it is a property of masks", "write @property above it"
+        rule, remedy = "it must be a property, as in Mask", "write @property above it"
         raise InputError(f"{cls.__name__}.{name}", "a method", rule, remedy)
     if any("is_kind" in vars(c) for c in cls.mro()[1:]) and any(n in vars(cls) for n in MEANING):
-        # A kind that allows other pairs than the kind it derives from has none of its answers.
+        # A class that allows other pairs than its parent inherits none of the parent's answers.
         from maxattn.masks.base import Mask
 
         for name in (n for n in ANSWERS if n not in vars(cls)):
@@ -73,8 +73,8 @@ def mask_type(cls: C) -> C:
         return tuple(zip(map(jax.tree_util.GetAttrKey, leaves), children, strict=True)), aux
 
     def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        # Without __init__: jax also puts placeholders, specs and batched tracers where the arrays
-        # were.
+        # Without __init__, whose checks fail: jax also puts placeholders, specs and batched tracers
+        # in place of the arrays.
         mask = object.__new__(made)
         for name, value in zip(leaves + static, (*children, *aux), strict=True):
             object.__setattr__(mask, name, value)
@@ -85,19 +85,19 @@ def mask_type(cls: C) -> C:
 
 
 def check_numbers(mask: Any) -> None:
-    """Check every field of `number()`, and keep it as an int."""
+    """Check every field that `number()` marks, and convert it to an int."""
     for f in fields(mask):
         if "checks" in f.metadata:
             whole(mask, f.name, **f.metadata["checks"])
 
 
 def whole(value: Any, name: str, least: int, optional: bool = False, most: int = MOST) -> None:
-    """Check that a field is a whole number in range, and keep it as an int.
+    """Check that a field is a whole number in range, and convert it to an int.
 
     Args:
-        value: a mask, or another frozen value.
-        name: the field.
-        least, most: its range; `most` is a power of two.
+        value: a mask, or another frozen dataclass.
+        name: the field's name.
+        least, most: the range of the number; `most` is a power of two.
         optional: whether None is allowed.
     """
     found: Any = getattr(value, name)

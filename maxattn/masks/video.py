@@ -1,4 +1,4 @@
-"""Masks of video diffusion: blocks of frames, of which a query sees a budget."""
+"""Masks of video diffusion: a query sees blocks of frames, within a budget of frames."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FrameMask(PositionMask):
         check_blocks(self)
         whole(self, "offset", least=-MOST, optional=True)
         if self.frames * self.tokens_per_frame > self.most_tokens:
-            rule = f"frames * tokens_per_frame is at most {self.most_tokens}"
-            where, remedy = f"{type(self).__name__}.frames", "give the frames that are there"
+            rule = f"frames * tokens_per_frame must be at most {self.most_tokens}"
+            where, remedy = f"{type(self).__name__}.frames", "give the frames of the video"
             raise InputError(where, self.frames, rule, remedy)
 
     @property
@@ -46,23 +46,23 @@ class FrameMask(PositionMask):
 
     @property
     def sees_all_past(self) -> bool:
-        """Whether the budget is never exceeded; a larger one may be beyond int32."""
+        """Whether the budget covers all frames; it is then not read, as it may exceed int32."""
         return self.budget is None or self.budget >= self.frames
 
     def end_of_block(self, frame: Any, xp: Any) -> Any:
-        """Return the first frame after the block of a frame."""
+        """Return the first frame after a frame's block."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         end = alone + ((frame - alone) // size + 1) * size
-        # Before the first block there is nothing to round up to.
+        # A frame before the first block, such as a first frame alone, is a block by itself.
         return xp.minimum(xp.where(frame < alone, frame + 1, end), self.frames)
 
     def start_of_block(self, frame: Any, xp: Any) -> Any:
-        """Return the first frame of the block of a frame."""
+        """Return the first frame of a frame's block."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         return xp.where(frame < alone, frame, alone + (frame - alone) // size * size)
 
     def start_of_window(self, end: Any, xp: Any) -> Any:
-        """Return the first recent frame that a block sees which ends before frame `end`."""
+        """Return the first recent frame that the block which ends before frame `end` sees."""
         budget = self.budget or 0
         return xp.where(end <= budget, 0, end - (budget - self.sink))
 
@@ -76,7 +76,7 @@ class FrameMask(PositionMask):
 
 
 def check_blocks(value: Any) -> None:
-    """Check the blocks, window and sink of a mask, or of another frozen value with these fields."""
+    """Check the blocks, window and sink of a mask, or of another dataclass with these fields."""
     for name in ("tokens_per_frame", "frames_per_block"):
         whole(value, name, least=1)
     whole(value, "window", least=1, optional=True)
@@ -84,7 +84,7 @@ def check_blocks(value: Any) -> None:
     alone = value.first_frame_alone
     if not isinstance(alone, bool | np.bool_):
         where = f"{type(value).__name__}.first_frame_alone"
-        raise InputError(where, repr(alone), "it is True or False", "give one of them")
+        raise InputError(where, repr(alone), "it must be True or False", "give one of them")
     object.__setattr__(value, "first_frame_alone", bool(alone))
     if value.window is None:
         return
@@ -92,7 +92,7 @@ def check_blocks(value: Any) -> None:
     most = budget - value.frames_per_block
     if value.sink > most:
         fits = f"the budget of {budget} frames (window * frames_per_block)"
-        rule = f"sink and a query's own block both fit {fits}"
+        rule = f"sink plus a query's own block must fit {fits}"
         remedy = f"give sink of at most {most}, or a larger window"
         raise InputError(f"{type(value).__name__}.sink", value.sink, rule, remedy)
 
@@ -106,13 +106,13 @@ class VideoMask(FrameMask):
     `[end - (budget - sink), end)`. So no query sees more than `budget` frames.
 
     Args:
-        frames: frames in the video; the keys are `frames * tokens_per_frame` tokens. The last block
-            may be shorter.
-        tokens_per_frame: tokens in a frame.
-        frames_per_block: frames that are generated together and see each other.
-        window: blocks in the budget, the query's own included; None for all.
-        sink: first frames that stay visible, counted in the budget.
-        first_frame_alone: whether frame 0 is a block of its own, before all other blocks.
+        frames: number of frames in the video; the keys are `frames * tokens_per_frame` tokens. The
+            last block may be shorter.
+        tokens_per_frame: number of tokens in a frame.
+        frames_per_block: number of frames that are generated together and see each other.
+        window: number of blocks in the budget, including the query's block; None for no limit.
+        sink: number of first frames that every query keeps seeing; they count in the budget.
+        first_frame_alone: whether frame 0 is a separate block before all other blocks.
         offset: position of query 0 in tokens; None puts the last query at the last key.
 
     Raises:
@@ -145,8 +145,8 @@ class VideoMask(FrameMask):
         tokens = self.frames * self.tokens_per_frame
         if lengths.kv_len != tokens:
             product = f"{self.frames} * {self.tokens_per_frame} = {tokens} tokens"
-            rule = f"the keys are frames * tokens_per_frame = {product}"
-            remedy = "give the frames that the keys hold, or only those keys"
+            rule = f"the number of keys must be frames * tokens_per_frame = {product}"
+            remedy = "set frames to the frames of the keys, or pass only the keys of these frames"
             raise InputError("mask", f"{self} with kv_len={lengths.kv_len}", rule, remedy)
         return super().bound_to(lengths)
 
@@ -160,7 +160,7 @@ class VideoMask(FrameMask):
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
         alone, offset, tokens = int(self.first_frame_alone), self.offset or 0, self.tokens_per_frame
-        if alone and offset < 0:  # frames before the first one are blocks of another size
+        if alone and offset < 0:  # frames before frame 0 are in blocks of another size
             return None
         size = self.frames_per_block * tokens
         turns = tuple(frame * tokens - offset for frame in (alone, self.first_over_budget()))
@@ -169,19 +169,19 @@ class VideoMask(FrameMask):
 
 @mask_type
 class TeacherForcing(FrameMask):
-    """Allow noisy blocks of frames themselves and the clean frames before them.
+    """Allow each noisy block of frames to see itself and the clean frames before it.
 
     The sequence is `[clean | noisy]`, each half with the tokens of all frames. A clean query sees
-    the clean half as under `VideoMask`. A noisy query sees its own block of the noisy half and,
-    within the same budget, the frames before that block of the clean half.
+    the clean half as under `VideoMask`. A noisy query sees its block of the noisy half and, within
+    the same budget, the frames of the clean half that come before this block.
 
     Args:
-        frames: frames in the video; the keys are `2 * frames * tokens_per_frame` tokens. The
-            queries are the same tokens, or those of the noisy half alone.
+        frames: number of frames in the video; the keys are `2 * frames * tokens_per_frame` tokens.
+            The queries are the same tokens, or those of the noisy half alone.
         tokens_per_frame, frames_per_block, window, sink, first_frame_alone: as in `VideoMask`.
-        shards: number of equal parts of both halves, in the order clean part 0, noisy part 0, clean
-            part 1, and so on. With that many devices in context parallelism each has equally many
-            noisy tokens.
+        shards: number of equal parts that each half is cut into, default 1. The sequence is clean
+            part 0, noisy part 0, clean part 1, and so on, so that as many devices in context
+            parallelism have equally many noisy tokens each.
         offset: position of query 0 in tokens; None puts the last query at the last key.
 
     Raises:
@@ -213,12 +213,12 @@ class TeacherForcing(FrameMask):
         if self.first_frame_alone or self.frames % (self.shards * self.frames_per_block):
             blocks = f"frames={self.frames} in blocks of {self.frames_per_block}"
             alone = ", the first frame alone" if self.first_frame_alone else ""
-            rule = f"each shard has equally many whole blocks, of {blocks}{alone}"
+            rule = f"each shard must have equally many whole blocks; given are {blocks}{alone}"
             remedy = "give frames = shards * blocks * frames_per_block, or shards=1"
             raise InputError("TeacherForcing.shards", self.shards, rule, remedy)
         most = MOST_SPANS // 2 - 1
         if self.shards > most:
-            rule = f"a query's keys are few intervals, so there are at most {most} shards"
+            rule = f"a query sees at most {MOST_SPANS} intervals of keys: at most {most} shards fit"
             remedy = "shard the context over fewer devices"
             raise InputError("TeacherForcing.shards", self.shards, rule, remedy)
 
@@ -228,12 +228,12 @@ class TeacherForcing(FrameMask):
 
     @property
     def half(self) -> int:
-        """The tokens of a shard's clean half."""
+        """The number of tokens in a shard's clean half."""
         return self.frames * self.tokens_per_frame // self.shards
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         tokens, half = self.tokens_per_frame, self.half
-        first = pos // (2 * half) * half  # token of the video that the query's shard begins with
+        first = pos // (2 * half) * half  # the first token of the video in the query's shard
         noisy = pos - 2 * first >= half
         frame = (pos - first - xp.where(noisy, half, 0)) // tokens
         start, end = self.start_of_block(frame, xp), self.end_of_block(frame, xp)
@@ -242,17 +242,17 @@ class TeacherForcing(FrameMask):
         return (*self._clean(xp.where(noisy, start, end), end, xp), (own, own_end))
 
     def _clean(self, stop: Any, end: Any, xp: Any) -> tuple[Span, ...]:
-        """Return the clean frames before `stop` in the budget of a block that ends before `end`."""
+        """Return the clean frames before `stop` that a block which ends before `end` may see."""
         tokens = self.tokens_per_frame
         if self.sees_all_past:
             return self._dealt((end * 0, stop * tokens), self.shards, xp)
         recent = (self.start_of_window(end, xp) * tokens, stop * tokens)
         sink = (end * 0, xp.minimum(stop, self.sink) * tokens)
-        of_sink = -(-self.sink * tokens // self.half)  # shards with a part of it
+        of_sink = -(-self.sink * tokens // self.half)  # shards that contain a part of the sink
         return self._dealt(recent, self.shards, xp) + self._dealt(sink, of_sink, xp)
 
     def _dealt(self, clean: Span, shards: int, xp: Any) -> tuple[Span, ...]:
-        """Find tokens of the clean video in the first `shards` shards of the sequence."""
+        """Return where an interval of the clean video is in the first `shards` shards."""
         if self.shards == 1:
             return (clean,) * shards
         (lo, hi), half = clean, self.half
@@ -265,8 +265,8 @@ class TeacherForcing(FrameMask):
         if bound is not None and 0 <= bound.offset <= tokens - lengths.q_len:  # pyright: ignore[reportAttributeAccessIssue]
             return bound
         of = f"2 * frames * tokens_per_frame = 2 * {self.frames} * {self.tokens_per_frame}"
-        rule = f"the keys are the clean video and the noisy one, {of} = {tokens} tokens, and the"
-        rule += " queries are of these"
+        rule = f"the keys are the clean video and the noisy video, {of} = {tokens} tokens, and the"
+        rule += " queries are some of these tokens"
         found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
         raise InputError("mask", found, rule, "give both halves: stream.pair(clean, noisy)")
 
@@ -276,11 +276,11 @@ class TeacherForcing(FrameMask):
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
         offset = self.offset or 0
-        if offset < 0:  # query rows before the first one are in blocks of another size
+        if offset < 0:  # query rows before row 0 are in blocks of another size
             return None
         tokens, alone, half = self.tokens_per_frame, int(self.first_frame_alone), self.half
         size = self.frames_per_block * tokens
-        # query rows where a half begins, and where the video passes `inner` in each
+        # the query rows at which a half begins, or at which the video passes `inner` in a half
         begins = range(0, 2 * self.shards * half + 1, half)
         inner = (0, alone * tokens, self.first_over_budget() * tokens)
         rows = {b + i - b // (2 * half) * half for b in begins for i in inner} | set(begins)

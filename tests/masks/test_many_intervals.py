@@ -138,7 +138,7 @@ def test_beyond_the_limit_blockwise_is_right() -> None:
 @pytest.mark.parametrize("name", BEYOND)
 def test_beyond_the_limit_flash_is_refused(name: str) -> None:
     call = ma.Call(1, 128, 128, 1, 1, 64, "bfloat16", BEYOND[name].bind(128, 128))
-    with pytest.raises(Unsupported, match="up to 32 intervals of keys a query"):
+    with pytest.raises(Unsupported, match="up to 32 intervals of keys per query"):
         ma.plan(call, ma.AttentionConfig(attention="flash"), target=ma.Target.named("TPU v5p"))
     hopper = ma.Target.named("NVIDIA H100", packages=(("fa4-jax", "0.1.0"),))
     reason = Fa4.supports(call, hopper)

@@ -1,4 +1,4 @@
-"""Which kernel `auto` takes: by measurements of `maxattn tune`, else by rules.
+"""Which kernel `auto` chooses: by measurements of `maxattn tune`, else by rules.
 
 Rules for NVIDIA GPUs are in gpu.py, estimates for TPUs in tpu.py. On a CPU, on an AMD GPU, for
 float32 on a GPU, and for calls that no fused kernel takes, the number of scores decides.
@@ -17,8 +17,8 @@ from maxattn.target import Target
 
 DEFAULTS = AttentionConfig()
 UNMEASURED = "a rule, not measured on this machine"
-# The most scores (B N T S of one device) with which dense is as fast as chunks or faster, and where
-# that was measured. On a GPU the limit is memory: float32 scores of more would take over 4 GB.
+# The most scores (B N T S of one device) up to which dense attention is at least as fast as chunks,
+# and where that was measured. On a GPU memory limits it: more float32 scores take over 4 GB.
 DENSE_SCORES: dict[str, tuple[float, str]] = {
     "cpu": (4e6, "measured on 2 CPU cores"),
     "gpu": (1e9, "measured on an H200"),
@@ -27,13 +27,13 @@ DENSE_SCORES: dict[str, tuple[float, str]] = {
 
 
 class KernelChoice(NamedTuple):
-    """The kernel that runs.
+    """The kernel that runs, and what the plan prints about the choice.
 
     Args:
-        name, because: its name, and the reason.
-        refused: the kernels before it in order, or the one that the user named.
-        fell_back: whether the user named another one.
-        warns: whether it is slow for a reason that the caller can remove.
+        name, because: the kernel's name, and the reason for it.
+        refused: why kernels that come earlier in the order, or that the user named, cannot run.
+        fell_back: whether the user named another kernel.
+        warns: whether the kernel is slow for a reason that the caller can remove.
         notes: further lines of the plan.
     """
 
@@ -48,11 +48,11 @@ class KernelChoice(NamedTuple):
 def run_or_choose(
     name: str, because: str, local: Call, target: Target, config: AttentionConfig = DEFAULTS
 ) -> KernelChoice:
-    """Return the named kernel if it can compute a local call, else the one that `auto` takes.
+    """Return the named kernel if it can compute a local call, else the kernel that `auto` chooses.
 
     Args:
-        name: of a kernel, or "auto".
-        because: the reason of the name.
+        name: the kernel's name, or "auto".
+        because: why the config names this kernel.
         local, target, config: as for `choose_kernel`.
     """
     reason = None if name == "auto" else refusal(name, local, target, config.deterministic)
@@ -68,7 +68,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     Args:
         local: the call that one device computes.
         target: the machine.
-        config: its `deterministic` refuses kernels, and measurements are of its settings.
+        config: `deterministic` refuses kernels; only measurements with its settings count.
     """
     usual = order(_as_computed(local, config, target), target)
     tuned = tuned_order(local, target, config, usual) or TunedOrder(usual, (), ())
@@ -76,7 +76,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     for name, because in tuned.candidates:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            # The caller can remove a bias for which plain JAX runs.
+            # Plain JAX runs because of a bias, which the caller can remove.
             lost_to_bias = local.bias is not None and _has_fused(local, target) and name in PLAIN
             warns = lost_to_bias and not config.deterministic
             said = (*refused, *tuned.failed)
@@ -86,7 +86,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
 
 
 def _as_computed(local: Call, config: AttentionConfig, target: Target) -> Call:
-    """Return the call in the dtype that a TPU's tiled kernels compute in."""
+    """Return the call with the dtype in which a TPU's tiled kernels compute it."""
     is_wide = config.float32_qk_product and target.platform == "tpu"
     return local.derived(dtype="float32") if is_wide else local
 
@@ -108,12 +108,12 @@ def order(call: Call, target: Target) -> Candidates:
 
 
 def _has_fused(call: Call, target: Target) -> bool:
-    """Check whether a GPU has kernels of libraries for the dtype of a call."""
+    """Check whether the target is an NVIDIA GPU and its libraries take the call's dtype."""
     return target.device.vendor == "NVIDIA" and call.dtype != "float32"
 
 
 def _no_fused(target: Target) -> str:
-    """Return why plain JAX runs on an AMD GPU, and the attention of its jax that is not called."""
+    """Return why plain JAX runs on an AMD GPU; if its jax has AITER's attention, mention it."""
     why = "plain JAX, since the fused kernels here are for NVIDIA GPUs"
     has_aiter = target.version(AITER) is not None
     own = "; this jax has AITER's attention (jax._src.aiter), which maxattn does not call"
@@ -121,7 +121,7 @@ def _no_fused(target: Target) -> str:
 
 
 def _plain(call: Call, target: Target, why: str) -> Candidates:
-    """Return kernels of plain JAX, after splash attention on a TPU, by the number of scores."""
+    """Order the kernels of plain JAX by the number of scores; on a TPU, splash goes first."""
     scores = scores_of(call)
     most, measured = DENSE_SCORES[target.platform]
     where = UNMEASURED if target.device.vendor == "AMD" else measured

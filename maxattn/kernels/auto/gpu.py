@@ -1,8 +1,8 @@
-"""Which kernels `auto` tries on an NVIDIA GPU: rules with a reason each.
+"""Which kernels `auto` tries on an NVIDIA GPU: rules, each with its reason.
 
-Those of Hopper are from 1,520 calls, forward and backward, on H100s and H200s (docs/results.md):
-`flash` alone takes 1.0082 of the time of the fastest kernels, with two further rules 1.0010.
-Measurements of `maxattn tune` on the machine come before all rules.
+The rules for Hopper come from 1,520 calls, forward and backward, on H100s and H200s
+(docs/results.md): `flash` alone takes 1.0082 of the time of the fastest kernel of each pass, and
+with the two other rules 1.0010. Measurements of `maxattn tune` on the machine precede all rules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDE = (
     "flash forward; at head dims above 192 from 1,024 tokens the backward of {} takes {} of flash's"
     " time (median of 25 measured calls)"
 )
-# Making lists of tiles takes longer than so few scores.
+# flash computes the lists of tiles before so few scores, which takes longer than the scores.
 SHORT, FEW_SCORES = 192, 4e5
 DENSE = (
     "dense forward: of segments up to 192 tokens with up to 400,000 scores it takes 0.64 of flash's"
@@ -50,7 +50,7 @@ BIAS = (
 def candidates(call: Call, target: Target) -> Candidates:
     """Return the kernels to try, in order; "a/b" is the forward of a and the backward of b.
 
-    Those that refuse the call are left out, but the first: a plan prints why it does not run.
+    Kernels that refuse the call are left out, except the first: a plan prints why it cannot run.
     """
     names = _on_hopper(call) if target.device.is_a("hopper") else _elsewhere(call, target)
     if call.bias is not None:
@@ -65,7 +65,7 @@ def candidates(call: Call, target: Target) -> Candidates:
 
 
 def is_measured_on(target: Target) -> bool:
-    """Check whether the rules were measured on this kind of device, by jax's name or ours."""
+    """Check whether the rules were measured on this device kind, by jax's or maxattn's name."""
     return any(target.device_kind in (kind, device_of(kind).kind) for kind in MEASURED)
 
 
@@ -90,9 +90,9 @@ def _has_lists(call: Call) -> bool:
 
 
 def _elsewhere(call: Call, target: Target) -> Candidates:
-    """Return the rule for GPUs that were not measured, and for one by published times."""
+    """Order the kernels on GPUs that were not measured; a B200 has published times of cuDNN."""
     version = numbers(limits.version(target) or "")
-    is_new = not version or version >= (9, 19)  # one that is not known counts as the newest
+    is_new = not version or version >= (9, 19)  # an unknown version counts as the newest
     sizes = call.head_dim == call.value_dim == 128 and min(call.q_len, call.kv_len) >= 4096
     is_plain = call.dtype == "bfloat16" and call.mask.is_full
     is_published = target.device.capability == (10, 0) and is_new and sizes and is_plain

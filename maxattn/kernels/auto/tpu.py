@@ -1,8 +1,8 @@
-"""Which of the tiled TPU kernels `auto` tries first: `flash`, unless another is surely faster.
+"""Which tiled TPU kernel `auto` tries first: `flash`, unless another kernel is surely faster.
 
-Times are intervals, estimated from schedules and not from runs. If two intervals overlap, it is not
-known which kernel is faster. `tpu_flash` has two softmaxes forward: it must be faster with that of
-small scores, and not surely slower with the other. Its backward starts from an exact LSE.
+Times are intervals, estimated from compiled schedules and not from runs: if two intervals overlap,
+neither kernel is surely faster. The forward of `tpu_flash` has two softmaxes: it must be faster
+with the softmax of small scores, and not surely slower with the other softmax.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OTHERS: tuple[KernelKind, ...] = ("tpu_flash", "tokamax_flash")
 
 
 class _Passes(NamedTuple):
-    """The estimates of a kernel: of a forward alone, and of both passes."""
+    """A kernel's estimates: for a forward alone, and for a forward with its backward."""
 
     name: KernelKind
     forward: EstimatedSizes
@@ -45,7 +45,7 @@ class _Passes(NamedTuple):
 
 
 def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return the tiled kernels of a TPU to try in order, and the estimates behind that.
+    """Return a TPU's tiled kernels in the order to try, and the estimates as the plan's reason.
 
     Forward and backward are chosen separately: "a/b" is the forward of a and the backward of b.
     """
@@ -56,7 +56,7 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
         tiles = f"none of {kernel} is of tiles that cut these queries and keys into two or more"
         why = not_estimated(kernel, call, target) or tiles
         return ("flash",), f"flash by a rule, since no estimates compare: {why}"
-    # The kernels that may be able to run: all, then all but one, at last none.
+    # Choose among all kernels, then among all but one, and last for flash alone.
     left = [others, *([one for one in others if one is not gone] for gone in others[::-1]), []]
     choices = [
         (_fastest_forward(flash, each), _fastest_backward(flash, each, call, target))
@@ -88,10 +88,10 @@ def _passes(kernel: KernelKind, call: Call, target: Target) -> _Passes | None:
 
 
 def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
-    """Return the kernel of the forward: `flash`, unless another is surely faster.
+    """Choose the kernel of the forward: `flash`, unless another kernel is surely faster.
 
-    The other must not be surely slower with large scores; most diffusion transformers normalise
-    queries and keys, which makes scores small.
+    That kernel must not be surely slower with large scores. Most diffusion transformers normalise
+    queries and keys, so that their scores are small.
     """
     theirs = flash.forward.seconds
     faster = [
@@ -103,8 +103,8 @@ def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
 
 
 def _fastest_backward(flash: _Passes, others: list[_Passes], call: Call, target: Target) -> _Passes:
-    """Return the kernel of the backward: `flash`, unless another is surely faster, or as fast
-    without parts of dQ. The other's parts must not take much of the device's memory.
+    """Choose the kernel of the backward: `flash`, unless another kernel is surely faster, or as
+    fast without partial arrays of dQ. Its partial arrays must fit a share of the device's memory.
     """
 
     def leads(one: _Passes) -> bool:
@@ -123,7 +123,7 @@ def _fastest_backward(flash: _Passes, others: list[_Passes], call: Call, target:
 
 
 def _said(flash: _Passes, others: list[_Passes], forward: _Passes, backward: _Passes) -> str:
-    """Write which kernel runs each pass, and why."""
+    """Return the plan's reason: which kernel runs each pass, and why."""
 
     def doubts(name: str, is_slower: bool) -> str:
         return f"{name} is {'slower' if is_slower else 'not surely faster'}"

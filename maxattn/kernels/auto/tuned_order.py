@@ -1,8 +1,8 @@
 """The kernels that `auto` tries first: those that `maxattn tune` measured on this kind of device.
 
-Forward and backward are measured and chosen separately. A kernel that is faster by no more than the
-noise does not replace the one that `auto` takes without measurements. A kernel that cannot run, or
-did not run when it was measured, is refused with its reason.
+Forward and backward are measured and chosen separately. The kernel that `auto` chooses without
+measurements is kept, unless another kernel is faster by more than the noise. A kernel that cannot
+run, or that failed when it was measured, is refused with its reason.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HERE = "measured here by maxattn tune"
 AGAIN = "run maxattn tune again"
 PLAIN = ("memory_efficient", "dot_product")
 Candidates = tuple[tuple[str, str], ...]
-"""(kernel, why it), in the order in which they are tried."""
+"""(kernel, reason) pairs, in the order in which they are tried."""
 Runs = Callable[[str], bool]
 
 
 class TunedOrder(NamedTuple):
-    """The kernels to try, in order; those that failed; further lines of a plan."""
+    """The kernels to try, in order; why measured kernels failed; further lines of a plan."""
 
     candidates: Candidates
     failed: tuple[Reason, ...]
@@ -44,12 +44,12 @@ class TunedOrder(NamedTuple):
 def tuned_order(
     local: Call, target: Target, config: AttentionConfig, usual: Candidates
 ) -> TunedOrder | None:
-    """Return the kernels to try by the target's measurements; None if it has none of this call.
+    """Order the kernels by the target's measurements; None if it has none for this call.
 
     Args:
-        local: the call of one device.
-        target: it has the measurements.
-        config: its settings must be those of the measurement; `deterministic` refuses kernels.
+        local: the call that one device computes.
+        target: the machine, with its measurements.
+        config: only measurements with its settings count; `deterministic` refuses kernels.
         usual: the kernels that `auto` tries without measurements.
     """
     times = times_for(local, target, config)
@@ -88,7 +88,7 @@ def tuned_order(
 
 
 def times_for(local: Call, target: Target, config: AttentionConfig) -> CallTimes | None:
-    """Return the last measurement of a call, preferably with the target's own versions."""
+    """Return a call's last measurement, preferably with the target's versions of packages."""
     if not target.kernel_times or unmeasured_for(local):
         return None
     key, settings = key_of_kernels(local), settings_of(config)
@@ -98,7 +98,7 @@ def times_for(local: Call, target: Target, config: AttentionConfig) -> CallTimes
 
 
 def own_passes(usual: Candidates, usable: Runs) -> tuple[tuple[str, str], str]:
-    """Return the forward and backward of the first usable candidate, and its reason."""
+    """Return the kernels (forward, backward) of the first usable candidate, and its reason."""
     there = (each for each in usual if all(map(usable, each[0].split("/"))))
     name, because = next(there, ("dot_product", "plain JAX, since nothing else can run"))
     first, *_, last = [*name.split("/")] * 2
@@ -106,19 +106,19 @@ def own_passes(usual: Candidates, usable: Runs) -> tuple[tuple[str, str], str]:
 
 
 def joined(forward: str, backward: str) -> str:
-    """Name the forward of one kernel and the backward of another."""
+    """Return the name of a pair, "forward/backward", or one name if both kernels are the same."""
     return forward if forward == backward else f"{forward}/{backward}"
 
 
 def _is_without_fa4(name: str, target: Target) -> bool:
-    """Check whether a measured flash would be cuDNN, since fa4-jax is not installed."""
+    """Check whether a measured kernel is flash and fa4-jax is missing, so that cuDNN would run."""
     from maxattn.kernels.flash import has_fa4
 
     return name == "flash" and target.platform == "gpu" and not has_fa4(target)
 
 
 class _Picked(NamedTuple):
-    """The kernel of a pass, whether it was measured, faster ones that cannot run, and a text."""
+    """A pass's kernel, whether it was measured, faster kernels that cannot run, and the reason."""
 
     name: str
     is_measured: bool
@@ -129,7 +129,7 @@ class _Picked(NamedTuple):
 def _pick(
     what: str, rounds: Rounds, runs: Runs, preferred: tuple[str, ...], because: str
 ) -> _Picked:
-    """Pick the fastest kernel that can run, or one of `preferred` that is as fast."""
+    """Pick the fastest kernel that can run, or a kernel of `preferred` that is as fast."""
     ranked = sorted(dict(rounds).items(), key=lambda each: milliseconds_of(each[1]))
     there = {name: ms for name, ms in ranked if runs(name)}
     if not there:
@@ -148,18 +148,18 @@ def _pick(
 
 
 def in_digits(ms: float) -> str:
-    """Write milliseconds with three digits."""
+    """Return milliseconds as text with three digits."""
     decimals = 3 if ms < 1 else 2 if ms < 10 else 1 if ms < 100 else 0
     return f"{ms:.{decimals}f}" if ms >= 0.01 else f"{ms:.2g}"
 
 
 def _notes(times: CallTimes, target: Target, faster: Iterable[str]) -> tuple[str, ...]:
-    """Write the source of the times, their versions, and the gain of fa4-jax."""
+    """Return notes on the times' source, on changed versions, and on a faster fa4-jax."""
     notes = []
     if times.source:
         data = f"kernels were timed with the mask {times.data}; " if times.data else ""
         notes.append(f"{data}the times are from {times.source}")
-    # Measurements with other versions still count: they are of this device, and rules may not be.
+    # Measurements with other versions still count: rules may not have been measured on this device.
     then, now = dict(times.versions), dict(target.packages)
     names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
     names = names if target.is_this_machine else [n for n in names if n in then and n in now]

@@ -1,1 +1,1 @@
-"""What the blockwise kernel is made of: chunk sizes, which chunks are visited, one chunk."""
+"""The parts of the blockwise kernel: chunk sizes, lists of visited chunks, scores of a chunk."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from maxattn.call import Call
 
-QUERY_CHUNKS = 64  # of a long sequence
-LEAST_QUERY_CHUNK = 128  # below this a matmul's overhead shows, measured on a CPU
+QUERY_CHUNKS = 64  # number of query chunks in a long sequence
+LEAST_QUERY_CHUNK = 128  # with fewer queries a matmul's overhead shows (measured on a CPU)
 KEY_CHUNK = 16384
-SPARSE_CHUNK = 512  # for masks that leave parts empty: small enough to skip them
+SPARSE_CHUNK = 512  # for masks that leave chunks empty: short enough to skip many
 LARGEST_PERIOD_CHUNK = 1024
 PADDED_KEYS, LARGEST_PADDED_CHUNK = 8, 2048  # an eighth of the keys, so that padding is skipped
 
 
 def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) -> tuple[int, int]:
-    """Choose (query chunk, key chunk): the sizes asked for, else by the kind of mask.
+    """Choose (query chunk, key chunk): the sizes that the user sets, else by the mask.
 
-    Every pair allowed: max(T // 64, 128) queries by 16,384 keys. Whole parts empty: the longest
-    divisor of the mask's period (a frame block) up to 1,024, so that chunks and blocks line up,
-    else 512 by 512. Padding of keys alone: an eighth of the keys, from 128 to 2,048.
+    Without a mask: max(T // 64, 128) queries by 16,384 keys. If the mask leaves whole chunks empty:
+    the longest divisor up to 1,024 of the mask's period (a frame block), so that chunks and blocks
+    line up, else 512 by 512. With key padding alone: an eighth of the keys, from 128 to 2,048.
     """
     queries, keys = max(call.q_len // QUERY_CHUNKS, LEAST_QUERY_CHUNK), KEY_CHUNK
     if call.mask.leaves_parts_empty:

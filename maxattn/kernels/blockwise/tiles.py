@@ -22,7 +22,7 @@ Out = TypeVar("Out", Result, Grads)
 
 
 def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
-    """Cut an axis into chunks, padded with `fill` to whole ones; the chunk number comes first."""
+    """Cut an axis into whole chunks, padded with `fill`; the axis of chunks comes first."""
     count = -(-x.shape[axis] // size)
     x = pad_axis(x, axis, count * size, fill)
     x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
@@ -30,7 +30,7 @@ def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
 
 
 def join(x: Array, axis: int, length: int) -> Array:
-    """Undo `cut` and drop the padding; `axis` is counted without the axis of chunk numbers."""
+    """Undo `cut` and drop the padding; `axis` is counted without the axis of chunks."""
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
@@ -38,16 +38,16 @@ def join(x: Array, axis: int, length: int) -> Array:
 
 @dataclass
 class ChunkedInputs:
-    """One call's chunks.
+    """The arrays of one call, cut into chunks.
 
     Args:
         q: [chunks, B, K, G, bq, H].
         k, v: [chunks, B, K, bk, H].
         bias: [B|1, K|1, G|1, T|1, S|1], T and S padded, or None.
-        level: of the bias, the same with an S of 1.
-        lists: the chunks of keys that each chunk of queries visits.
-        inputs: the call.
-        scale: multiplies the scores.
+        level: the level of the bias, of the bias's shape with S = 1, or None.
+        lists: the key chunks that each query chunk visits.
+        inputs: the arrays before they are cut.
+        scale: factor of the scores.
     """
 
     q: Array
@@ -61,12 +61,12 @@ class ChunkedInputs:
 
     @staticmethod
     def of(inputs: Inputs, chunks: tuple[int, int], scale: float) -> ChunkedInputs:
-        """Cut the arrays, and list the pairs of chunks that the mask leaves."""
+        """Cut the arrays, and list the pairs of chunks that are not empty under the mask."""
         q, k, v = inputs.q, inputs.k, inputs.v
         t, s = q.shape[1], k.shape[1]
         bq, bk = min(chunks[0], t), min(chunks[1], s)
         lists = visits(inputs.mask, bq, bk, t, s, inputs.q_offset, inputs.kv_offset)
-        # So large a level keeps the bias of queries that fill the last chunk from overflow.
+        # So large a level keeps the padded queries of the last chunk from overflow.
         bias, level = (
             _whole_chunks(x, inputs, bq, bk, fill)
             for x, fill in ((inputs.bias, 0.0), (inputs.bias_level, LARGEST))
@@ -77,7 +77,7 @@ class ChunkedInputs:
 
     @property
     def kv_len(self) -> int:
-        """Real local keys."""
+        """The number of local keys without padding."""
         return self.inputs.k.shape[1]
 
     @property
@@ -88,7 +88,7 @@ class ChunkedInputs:
     def scores(self, i: Any, q_i: Array, j: Any, mixed: Any) -> Array:
         """Compute the masked scores [B, K, G, bq, bk] of query chunk i and key chunk j.
 
-        `mixed`: whether the mask must be tested; if not, every pair is allowed.
+        If `mixed`, the mask is evaluated; else every pair of the two chunks is allowed.
         """
         given = self.bias, self.level
         bias, level = (None if x is None else self.bias_tile(x, i, j) for x in given)
@@ -109,12 +109,12 @@ class ChunkedInputs:
         return allowed & (kv_idx < self.kv_len)[None, None, None, None] if self.ragged else allowed
 
     def bias_tile(self, bias: Array, i: Any, j: Any) -> Array:
-        """Slice the bias, or its level, for one pair of chunks; axes of size 1 stay."""
+        """Slice the bias, or its level, for one pair of chunks; axes of size 1 are kept."""
         starts, sizes = self._bias_window(bias, i, j)
         return jax.lax.dynamic_slice(bias, starts, sizes)
 
     def add_bias_tile(self, total: Array, tile: Array, i: Any, j: Any) -> Array:
-        """Add one pair's gradient dS to the bias gradient, summed over broadcast axes."""
+        """Add the dS of one pair of chunks to the bias gradient, summed over broadcast axes."""
         starts, sizes = self._bias_window(total, i, j)
         old = jax.lax.dynamic_slice(total, starts, sizes)
         return jax.lax.dynamic_update_slice(total, old + softmax.fold_like(tile, sizes), starts)
@@ -123,7 +123,7 @@ class ChunkedInputs:
         bq, bk = self.q.shape[4], self.k.shape[3]
         t, s = bias.shape[3] > 1, bias.shape[4] > 1
         zero = jnp.zeros((), jnp.int32)
-        # With jax_enable_x64 chunk numbers may have two widths, and a slice takes one.
+        # With jax_enable_x64 i and j may have different int dtypes, which a slice refuses.
         row, column = (jnp.asarray(x, jnp.int32) for x in (i * bq, j * bk))
         starts = (zero, zero, zero, row if t else zero, column if s else zero)
         return starts, (*bias.shape[:3], bq if t else 1, bk if s else 1)
@@ -142,7 +142,7 @@ def _whole_chunks(x: Bias, inputs: Inputs, bq: int, bk: int, fill: float) -> Arr
 def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> Any:
     """Fold `step(j, mixed, carry)` over the key chunks that a query chunk visits.
 
-    `row` is the query chunk's (index, mixed, count). If all have one visit there is no loop.
+    `row` is the query chunk's (index, mixed, count). If each visits one key chunk, nothing loops.
     """
     index, mixed, count = row
     if lists.static and (lists.count == 1).all():
@@ -150,17 +150,17 @@ def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> An
     return jax.lax.fori_loop(0, count, lambda t, c: step(index[t], mixed[t], c), carry)
 
 
-# ---- batch row by batch row, each with its own empty chunks --------------------------------------
+# ---- batch row by batch row, if their empty chunks differ ----------------------------------------
 
 
 def differs_by_row(mask: Mask) -> bool:
-    """Check whether arrays of a mask, or of its form, leave each batch row its own empty chunks."""
+    """Check whether the arrays of a mask, or of its form, leave batch rows different chunks."""
     axes = jax.tree.leaves(mask.leaf_axes())
     return mask.bounds_tiles and any("B" in letters for letters in axes)
 
 
 def has_own_rows(inputs: Inputs) -> bool:
-    """Check whether batch rows can be computed alone, each with its own mask and bias."""
+    """Check whether each batch row can be computed alone, as no array broadcasts over rows."""
     batch, bias = inputs.q.shape[0], inputs.bias
     apart = batch > 1 and (bias is None or bias.shape[0] == batch)
     return apart and differs_by_row(inputs.mask)
@@ -182,7 +182,7 @@ def by_row(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
 
 
 def _own(inputs: Inputs) -> Inputs:
-    """Mark the arrays of a call that have a batch axis."""
+    """Return the inputs with True for each array that has a batch axis of full size."""
     batch = inputs.q.shape[0]
     of_mask = jax.tree.map(lambda letters: letters.startswith("B"), inputs.mask.leaf_axes())
     has_rows = jax.tree.map(lambda x: np.ndim(x) > 0 and x.shape[0] == batch, inputs)

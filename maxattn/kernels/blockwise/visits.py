@@ -1,8 +1,8 @@
-"""The key chunks that each query chunk visits: empty ones are skipped.
+"""The key chunks that each query chunk visits: empty chunks are skipped.
 
-They are made of a mask's intervals, and of bounds of its arrays for whole chunks: no T x S array is
-made. With numpy offsets and no arrays the lists are constants; otherwise (a shard's position inside
-`shard_map`) the same arithmetic runs on the device.
+The lists come from a mask's intervals, and from bounds of its arrays per chunk, without a T x S
+array. If the offsets are ints and the mask has no arrays, the lists are constants; otherwise (for
+a shard inside `shard_map`) the same arithmetic runs on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 class Visits(NamedTuple):
     """The key chunks that each query chunk visits.
 
-    Query chunk i visits `index[i, :count[i]]`, and tests the mask if `mixed` is True.
+    Query chunk i visits key chunks `index[i, :count[i]]`, and evaluates the mask if `mixed`.
 
     Args:
         index: [query chunks, most visits] int32.
@@ -35,7 +35,7 @@ class Visits(NamedTuple):
 
     @property
     def static(self) -> bool:
-        """Whether the lists are numpy constants, known when tracing."""
+        """Whether the lists are numpy arrays, and so known when tracing."""
         return isinstance(self.count, np.ndarray)
 
 
@@ -48,11 +48,11 @@ def visits(
     q_offset: Any = 0,
     kv_offset: Any = 0,
 ) -> Visits:
-    """List the chunks to visit for local lengths at the given positions, ints or traced."""
-    if mask.is_full:  # at any positions
+    """List the chunks to visit for local queries and keys at offsets, ints or traced."""
+    if mask.is_full:  # at any offsets
         q_offset = kv_offset = 0
     sizes = (block_q, block_kv), (q_len, kv_len), (q_offset, kv_offset)
-    if mask.bounds_tiles and kv_len > block_kv:  # else there is no chunk to leave out
+    if mask.bounds_tiles and kv_len > block_kv:  # a single key chunk cannot be left out
         kinds = _of_all_rows(kinds_by_arrays(mask, *sizes))
     else:
         kinds = tile_kinds(mask, *sizes[0], *sizes[1], *sizes[2])
@@ -67,6 +67,6 @@ def visits(
 
 
 def _of_all_rows(kinds: Array) -> Array:
-    """Classify chunks for all batch rows: EMPTY or FULL if they are so in each row."""
+    """Classify chunks for all batch rows: EMPTY or FULL if a chunk is so in every batch row."""
     alike = (kinds == kinds[:1]).all(axis=0)
     return jnp.where(alike, kinds[0], MIXED)

@@ -1,1 +1,1 @@
-"""Kernels that are made of kernels: two as one, and one over padded heads."""
+"""Kernels made of other kernels: a pair, blocks as batch rows, padded head dims."""

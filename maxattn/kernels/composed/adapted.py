@@ -1,4 +1,4 @@
-"""A kernel that prepares the operands of another one."""
+"""The base of kernels that prepare the operands of another kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _of_inner(attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class AdaptedKernel(Kernel):
-    """Answer as the kernel that computes, `inner`."""
+    """Answer all questions as `inner`, the kernel that computes."""
 
     inner: Kernel
 

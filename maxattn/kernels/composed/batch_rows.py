@@ -1,8 +1,8 @@
-"""Equal blocks of a sequence, each of which attends to itself alone, as batch rows.
+"""Equal blocks of a sequence, each of which attends to itself alone, computed as batch rows.
 
-Packed sequences of one length, and frames that attend to themselves, are a batch of shorter calls:
-the same arrays, read as [B * blocks, T / blocks, N, H]. No pair between blocks is computed, and the
-kernel gets the mask inside a block.
+Packed sequences of one length, or frames that attend to themselves, are a batch of shorter calls:
+the arrays are reshaped to [B * blocks, T / blocks, N, H]. No pair between blocks is computed, and
+the kernel gets the mask inside a block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from maxattn.kernels.composed.adapted import AdaptedKernel
 from maxattn.masks import Mask
 from maxattn.masks.terms import OwnBlocks, own_blocks
 
-MOST_ROWS = 2**16 - 1  # CUDA starts no more thread blocks along the axis of the batch
+MOST_ROWS = 2**16 - 1  # CUDA's limit of thread blocks along the grid's batch axis
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class BatchRows(AdaptedKernel):
     """Run a kernel over blocks as batch rows.
 
     Args:
-        inner: the kernel.
-        count: blocks in a sequence.
+        inner: the kernel that computes.
+        count: number of blocks in a sequence.
         mask: the mask inside a block.
     """
 
@@ -70,14 +70,14 @@ class BatchRows(AdaptedKernel):
 
 
 def as_batch_rows(call: Call, pays: Callable[[int], bool] | None = None) -> Call:
-    """Return the call with blocks as batch rows.
+    """Return the call with its blocks as batch rows.
 
-    It stays the same if its mask has no such blocks, or too many, if it has a bias, or if the
-    positions of its tokens are not known.
+    The call is returned unchanged if its mask has no such blocks or too many, if it has a bias, or
+    if the positions of its tokens are not known.
 
     Args:
-        call: of one device.
-        pays: checks whether blocks of so many tokens are faster as batch rows; None: always.
+        call: the call that one device computes.
+        pays: checks whether blocks of a number of tokens are faster as batch rows; None: always.
 
     >>> from maxattn import masks
     >>> as_batch_rows(Call(2, 32, 32, 4, 4, 64, mask=masks.BlockSlidingWindow(8, 1, 0))).shape_text
@@ -100,7 +100,7 @@ def _divided(call: Call, rows: OwnBlocks) -> Call:
 
 
 def rows_text(call: Call, computed: Call) -> str:
-    """Write how many blocks of how many tokens became batch rows."""
+    """Return as text how many blocks of how many tokens became batch rows."""
     q, kv = computed.q_len, computed.kv_len
     tokens = f"{q} tokens" if q == kv else f"{q} queries and {kv} keys"
     return f"{computed.batch // call.batch} blocks of {tokens} as rows of the batch"

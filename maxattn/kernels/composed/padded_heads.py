@@ -1,7 +1,7 @@
-"""Values of another head dim than keys, in a kernel that takes one: zeros fill the narrower.
+"""Head dims H of keys and V of values that differ, in a kernel that takes one head dim.
 
-Zero columns of Q and K add nothing to a score. Those of V give zero columns of the output, which
-are cut off like their gradients. So the result is exact.
+The narrower heads are padded with zeros. Zero columns of Q and K add nothing to a score. Zero
+columns of V give zero columns of the output, which are cut off. So the result is exact.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from maxattn.kernels.kv_block import WHOLE, DqAccumulator, KeyRange, Packed, wid
 
 @dataclass(frozen=True)
 class PaddedHeads(AdaptedKernel):
-    """Run a kernel of one head dim over heads padded to the larger of two.
+    """Run a kernel over heads padded to the larger of two head dims.
 
     Args:
-        inner: the kernel.
-        key_dim: H, of the queries and keys.
-        value_dim: V, of the values and the output.
+        inner: the kernel that computes.
+        key_dim: H, the head dim of queries and keys.
+        value_dim: V, the head dim of values and output.
     """
 
     takes_value_dim: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class PaddedHeads(AdaptedKernel):
 
 
 class _NarrowDq(DqAccumulator):
-    """Sum dQ of padded heads, and cut it to the queries' channels."""
+    """Sum dQ over padded heads, and cut the sum to the head dim of the queries."""
 
     def __init__(self, inner: DqAccumulator, head_dim: int) -> None:
         self._inner, self._head_dim = inner, head_dim
@@ -89,7 +89,7 @@ def with_one_head_dim(call: Call) -> Call:
 
 
 def padding_text(call: Call) -> str:
-    """Write which heads are padded, and to how many channels.
+    """Return as text which heads are padded, and to how many channels.
 
     >>> padding_text(Call(1, 8, 8, 1, 1, 128, value_head_dim=64))
     'values of 64 padded to 128'
@@ -99,7 +99,7 @@ def padding_text(call: Call) -> str:
 
 
 def padded_reason(reason: Reason, call: Call) -> Reason:
-    """Mention the padding in the refusal of a head dim."""
+    """Add the padding to a kernel's refusal of a head dim."""
     if "head dim" not in reason.feature:
         return reason
     return replace(reason, rule=f"{reason.rule} ({padding_text(call)})")

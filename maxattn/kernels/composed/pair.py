@@ -1,6 +1,6 @@
-"""Two kernels as one: the forward of the first, the backward of the second.
+"""Two kernels as one: the first computes the forward, the second the backward.
 
-Every backward takes a given output and LSE, and these are the same for every kernel's forward.
+Every backward starts from an output and an LSE, which mean the same in every kernel's forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pair(Kernel):
 
     @staticmethod
     def of(first: Kernel, second: Kernel) -> Pair:
-        """Pair kernels that were built for both passes."""
+        """Make a pair of two kernels that were each built for both passes."""
         return Pair(first.for_forward_alone(), second)
 
     @property
@@ -81,12 +81,12 @@ class Pair(Kernel):
     def lines(self, call: Call) -> Lines:
         first, second = self.first.lines(call), self.second.lines(call)
         runs = f"forward {first.runs}, backward {second.runs}"
-        if isinstance(self.blocks, BlockSizes):  # each has sizes of both passes
+        if isinstance(self.blocks, BlockSizes):  # each kernel has sizes for both passes
             return Lines(runs, str(self.blocks))
         backward = second.backward or second.blocks
         return Lines(runs, first.blocks, backward if backward != first.blocks else "")
 
 
 def kernels_of(kernel: Kernel) -> tuple[Kernel, Kernel]:
-    """Return the kernels of the forward and of the backward."""
+    """Return the kernel of the forward and the kernel of the backward."""
     return (kernel.first, kernel.second) if isinstance(kernel, Pair) else (kernel, kernel)
