@@ -93,8 +93,9 @@ def loaded(case: str, config: ma.AttentionConfig = PLAIN, mesh: Any = None) -> A
 # ---- diffusers' numbers --------------------------------------------------------------------------
 
 
-# The others have an input less; tests/examples/sample has whole runs of them.
-@pytest.mark.parametrize("case", but(CASES, ["wan_i2v_model", "sdxl_unet", "flux_dev"]))
+# The others have an input less, and the UNet compiles for long: tests/examples/sample has whole
+# runs of them.
+@pytest.mark.parametrize("case", but(CASES, ["wan_i2v_model", "flux_dev"]))
 def test_a_whole_model_is_diffusers(case: str) -> None:
     config = PLAIN.replace(remat_policy=CASES[case].policy)
     compare(loaded(case, config), fixture(case), CASES[case].call)

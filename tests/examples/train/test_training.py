@@ -42,6 +42,8 @@ def last(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> State:
     return Training(DigitsTask(settings), mesh).last()[1]
 
 
+# test_train_models.py has the loss of Wan go down.
+@pytest.mark.slow
 def test_the_loss_goes_down(small: Settings):
     _, losses = train(
         with_training(small, steps=60, warmup_steps=5, learning_rate=1e-2, checkpoint_every=60)

@@ -69,9 +69,10 @@ def test_plans_are_those_of_both_clips(tmp_path: Path):
     assert WanTask.of(wan(tmp_path, WAN)).plans(shapes, None)["self"].call.mask == Full()
 
 
+# train/ has runs that learn and go on; the step on a mesh has the gradients of forcing.
+@pytest.mark.slow
 def test_a_run_learns_and_goes_on_bit_for_bit(tmp_path: Path):
     data = folder(tmp_path / "data", "wan", latents=(4, FRAMES, 4, 4))
-
     settings = forced(tmp_path, WAN | {"num_layers": 1}, data, forcing="teacher", steps=3)
     _, whole = begin(settings).run()
     assert np.isfinite(whole).all()
