@@ -1,3 +1,3 @@
-"""The tools around attention: the command line, measuring, tuning, compiling. Nothing outside of
-them imports one.
+"""The tools around attention: command line, measuring, tuning, compiling. No module outside of
+this package imports it.
 """

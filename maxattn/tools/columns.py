@@ -1,4 +1,4 @@
-"""Tables of text: what every command prints in columns."""
+"""Tables of text in columns, for every command."""
 
 from __future__ import annotations
 

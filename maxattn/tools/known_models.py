@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class VideoModel:
-    """Hold what attention of a video model is computed on: blocks of the transformer, N, H, latent
-    frames of its usual video, tokens of a frame, and K (0 for N).
+    """Attention sizes of a video model: blocks of the transformer, N, H, latent frames of its usual
+    video, tokens of a frame, and K (0 for N).
     """
 
     layers: int
@@ -21,7 +21,7 @@ class VideoModel:
 
 
 class KnownShape(NamedTuple):
-    """Hold B, T, S, N and H of one attention, and its block window: tokens of a block, blocks."""
+    """B, T, S, N and H of one attention, and its block window: tokens of a block, blocks."""
 
     batch: int
     q_len: int

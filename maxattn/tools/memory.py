@@ -1,10 +1,10 @@
-"""How much memory attention takes on one device, as a sum of named parts: an estimate.
+"""Estimate the memory of attention on one device, as a sum of named parts.
 
-No compiler is asked; `maxattn compile` asks the TPU's. This is for machines that it cannot compile
-for, and for a first look. Beside libtpu 0.0.42 it came to 0.92 to 1.16 of what the compiler said in
+No compiler runs here; `maxattn compile` runs the TPU's. This is for machines that it cannot compile
+for, and for a first look. The estimate was 0.92 to 1.16 times what libtpu 0.0.42 reported in
 eight cases (Wan 1.3B and 14B at 480p, alone, on a ring and on Ulysses over 4, inference and
-training), and to 0.73 for SDXL's cross-attention in training. Short arrays that the compiler keeps
-in VMEM are counted too.
+training), and 0.73 times for SDXL's cross-attention in training. Short arrays that the compiler
+keeps in VMEM are counted too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Part:
-    """Name one share of the memory, in bytes."""
+    """One named part of the memory, in bytes."""
 
     what: str
     bytes: int
@@ -36,9 +36,9 @@ class Part:
 
 
 def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
-    """List what attention alone holds at once on one device; the rest of a model comes on top."""
+    """List the memory that attention alone needs at once on one device, part by part."""
     local, chunks = plan.strategy.local_call(plan.padded_call), plan.strategy.chunks_per_rank
-    # The kernel sees one chunk of what a rank holds.
+    # The kernel gets one chunk of a rank's shard.
     rank = local.derived(q_len=chunks * local.q_len, kv_len=chunks * local.kv_len)
     times = 2 if training else 1  # each array beside its gradient
     queries = "q, out and gradients" if training else "q, out"
@@ -53,18 +53,18 @@ def estimate(plan: Plan, training: bool) -> tuple[Part, ...]:
 
 
 def _dims(call: Call) -> tuple[int, int]:
-    """Return the channels of a head of q and out, and of k and v."""
+    """Return the head dims of q and out, and of k and v."""
     return call.head_dim, call.value_dim
 
 
 def _queries(local: Call, dims: tuple[int, ...], size: int = 0) -> int:
-    """Count the bytes of arrays with the rows of q, one for each of these head dims."""
+    """Return the bytes of arrays shaped like q, one for each of these head dims."""
     rows = local.batch * local.heads * local.q_len
     return rows * sum(dims) * (size or itemsize(local.dtype))
 
 
 def _keys(local: Call, dims: tuple[int, ...], size: int = 0) -> int:
-    """Count the bytes of arrays with the rows of k, as the kernel sees them."""
+    """Return the bytes of arrays shaped like the kernel's k, one for each of these head dims."""
     rows = local.batch * local.kv_heads * local.kv_len
     return rows * sum(dims) * (size or itemsize(local.dtype))
 
@@ -77,7 +77,7 @@ def _own_keys(plan: Plan) -> int:
 
 
 def _moved(plan: Plan, rank: Call, training: bool) -> list[Part]:
-    """Count what arrives from other devices beside the kernel's own operands."""
+    """List arrays received from other devices, besides the kernel's own operands."""
     keys, float_keys = _keys(rank, _dims(rank)), _keys(rank, _dims(rank), FLOAT)
     if plan.strategy.name in ("ring", "ulysses_ring"):
         summed = (rank.value_dim, rank.head_dim) if training else (rank.value_dim,)
@@ -97,7 +97,7 @@ def _of_kernel(plan: Plan, training: bool) -> list[Part]:
     local, platform = kernel_call(plan.padded_call, plan.strategy), plan.target.platform
     forward, _, backward = plan.kernel.name.partition("/")
     if "dot_product" in (forward, backward if training else ""):
-        # Float32 T x S arrays that compilers of TPUs and CPUs were seen to keep at once.
+        # Float32 arrays [T, S] that compilers of TPUs and CPUs keep at once, as observed.
         copies = 4 if training else 2
         if platform == "tpu":
             copies = 1 + itemsize(plan.call.dtype) / FLOAT if training else 1
@@ -108,7 +108,7 @@ def _of_kernel(plan: Plan, training: bool) -> list[Part]:
         return list(of_tiles(name, computed_call(name, local, platform), blocks, training))
     found = [Part("log-sum-exp", local.batch * local.heads * local.q_len * FLOAT)]
     wide = computed_call(plan.kernel.name, local, platform)
-    if _dims(wide) != _dims(local):  # zeros make V and out, or Q and K, wider, and their gradients
+    if _dims(wide) != _dims(local):  # copies of V and out, or of Q and K, padded with zeros
         dim = (wide.head_dim,)
         size = (2 if training else 1) * (_queries(local, dim) + _keys(local, dim))
         found.append(Part(f"heads padded to {dim[0]}", size))
@@ -116,7 +116,7 @@ def _of_kernel(plan: Plan, training: bool) -> list[Part]:
 
 
 def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tuple[Part, ...]:
-    """List what a TPU's tiled kernel holds beside its operands and results."""
+    """List the memory of a TPU's tiled kernel besides its operands and results."""
     lanes = tuple(round_up(dim, LANES) for dim in _dims(local))
     copies = (2 if training else 1) * _queries(local, lanes) + _keys(local, lanes)
     sums = local.batch * local.heads * local.q_len * LANES * FLOAT
@@ -135,7 +135,7 @@ def of_tiles(kernel: str, local: Call, blocks: BlockSizes, training: bool) -> tu
 def fits_alone(
     kernel: str, local: Call, blocks: BlockSizes, training: bool, device_kind: str
 ) -> bool:
-    """Check whether a tiled kernel, its operands and results fit one device; True where unknown."""
+    """Check whether a tiled kernel, its operands and results fit one device; True if unknown."""
     arrays = _queries(local, _dims(local)) + _keys(local, _dims(local))
     inside = total(of_tiles(kernel, local, blocks, training))
     needed = (2 if training else 1) * arrays + inside
@@ -143,5 +143,5 @@ def fits_alone(
 
 
 def total(parts: tuple[Part, ...]) -> int:
-    """Add the parts up, in bytes."""
+    """Sum the parts, in bytes."""
     return sum(part.bytes for part in parts)

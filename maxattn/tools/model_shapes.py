@@ -15,14 +15,14 @@ from maxattn.masks import BlockSlidingWindow, Full, Mask
 from maxattn.tools.known_models import KNOWN_SHAPES
 
 FULL = Full()
-MOST_SHAPES = 256  # that a file lists: each is planned
+MOST_SHAPES = 256  # most shapes that a file may list, since each is planned
 DTYPE_OF = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 DTYPE_OF |= {name: name for name in DTYPE_OF.values()}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Hold the sizes of one attention, with what it belongs to.
+    """The sizes of one attention, with its role, mask and dtype.
 
     Args:
         name: for the command line; what the user wrote for a shape without a name.
@@ -30,8 +30,8 @@ class Shape:
         kv_heads: K; 0 for N.
         role: "self" or "cross".
         mask: which query sees which key.
-        dtype: of q, k and v.
-        value_dim: V, where values have another head dim than H; else 0.
+        dtype: dtype of q, k and v.
+        value_dim: V if it differs from H, else 0.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Shape:
     value_dim: int = 0
 
     def call(self) -> Call:
-        """Describe it as a call."""
+        """Return the `Call` of this shape."""
         mask = self.mask.bind(self.q_len, self.kv_len, self.batch, self.heads).form()
         heads = self.heads, self.kv_heads or self.heads, self.head_dim
         sizes = self.batch, self.q_len, self.kv_len, *heads
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """Operations of a forward, those of allowed pairs alone."""
+        """FLOPs of a forward over the allowed pairs alone."""
         pairs = self.mask.bind(self.q_len, self.kv_len).allowed_pairs(self.q_len, self.kv_len)
         channels = self.head_dim + (self.value_dim or self.head_dim)
         return 2.0 * self.batch * self.heads * channels * pairs
@@ -77,7 +77,7 @@ def read(text: str) -> Shape:
     words[4:5] = [head_dim, *([values] if has_values else [])]
     numbers = [number for word in words if (number := whole_in(word))]
     if len(numbers) != len(words) or len(numbers) - bool(has_values) not in (5, 6):
-        rule = f"it is B,T,S,N,H[/V][,K] in whole numbers, or one of {', '.join(SHAPES)}"
+        rule = f"it must be B,T,S,N,H[/V][,K] in whole numbers, or one of {', '.join(SHAPES)}"
         remedy = did_you_mean(text, SHAPES) or "write for example 1,32760,32760,12,128"
         raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
     value_dim = numbers.pop(5) if has_values else 0
@@ -99,7 +99,7 @@ def dtype_of(text: str) -> str:
 def changed(
     shape: Shape, role: Role | None, dtype: str | None, mask: Mask | None, batch: int | None
 ) -> Shape:
-    """Return a shape with what the user wrote otherwise; None leaves it."""
+    """Return a shape with the given values; None leaves a value unchanged."""
     given = {"role": role, "dtype": dtype and dtype_of(dtype), "mask": mask, "batch": batch}
     return replace(shape, **{key: value for key, value in given.items() if value is not None})
 
@@ -108,7 +108,7 @@ def changed(
 
 
 def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """Find the shapes that a file's own sections describe; none if they do not describe one.
+    """Return the shapes that a file's sections describe; none if they describe no shape.
 
     `model.shapes` is a list of names or B,T,S,N,H[/V][,K]. Else `model.heads` and `model.dim_head`
     with the tokens: `model.tokens`, or the patches of `model.patch` in `data.frames`, `data.height`
@@ -119,8 +119,7 @@ def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
         sections: the file's values, overrides applied.
 
     Raises:
-        InputError: for a name in `model.shapes` that is not known, and for a value of those keys
-            that is no whole number above zero, where the others describe a shape.
+        InputError: for an unknown name in `model.shapes`, or a key that is no whole number above 0.
     """
     model, data, training = (_section(sections, name) for name in ("model", "data", "training"))
     if isinstance(listed := model.get("shapes"), list):
@@ -131,7 +130,7 @@ def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
         return tuple(read(str(text)) for text in listed)
     sizes = [("model.heads", model.get("heads")), ("model.dim_head", model.get("dim_head"))]
     of_tokens = _token_sizes(model, data)
-    # A list or a mapping is something of the program's own.
+    # A list or a mapping is the program's own setting.
     values = [value for _, value in (*sizes, *of_tokens)]
     if not of_tokens or any(v is None or isinstance(v, list | tuple | Mapping) for v in values):
         return ()
@@ -151,7 +150,7 @@ def _section(sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _token_sizes(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return what the tokens are counted from: `model.tokens`, or three sides and their patches."""
+    """Return the factors of the number of tokens: `model.tokens`, or three sides and patches."""
     if model.get("tokens") is not None:
         return [("model.tokens", model["tokens"])]
     patch = model.get("patch")
@@ -171,7 +170,7 @@ def _tokens(sizes: list[int]) -> int:
     tokens = prod(side // size for side, size in zip(sizes[:3], sizes[3:], strict=True))
     if whole(tokens) is None:
         rule = f"a clip has from 1 to {LARGEST} patches"
-        remedy = "mend model.patch, or the sizes in data"
+        remedy = "correct model.patch, or the sizes in data"
         raise InputError("model.patch", f"{plain(tokens)} patches", rule, remedy)
     return tokens
 
@@ -179,6 +178,6 @@ def _tokens(sizes: list[int]) -> int:
 def _size(key: str, value: Any) -> int:
     if (size := whole(value)) is not None:
         return size
-    rule = f"it is a whole number from 1 to {LARGEST}: attention's shape is read from it"
+    rule = f"it must be a whole number from 1 to {LARGEST}: attention's shape is read from it"
     remedy = "write such a number, or name shapes with --shape"
     raise InputError(key, plain(value), rule, remedy)

@@ -1,6 +1,6 @@
-"""What a video that is made block by block costs its attention: cache, passes, calls, transfers.
+"""Attention's costs for a video made block by block: cache, passes, calls, transfers.
 
-Nothing is computed and no device is asked: lengths follow from the stream, bytes from its cache.
+Nothing is computed and no device is used: lengths follow from the stream, bytes from its cache.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FLOAT = 4
 
 
 class StreamStage(NamedTuple):
-    """Hold the blocks that one compiled program makes: the numbers of the first and the last, from
-    1 (None for no end), the fewest and the most keys that one of them sees, and the call of one
-    pass, of one device if a cache is read, with the mesh that it is laid out over.
+    """The blocks that one compiled program makes: numbers of the first and last block, from 1 (None
+    for no end), the fewest and most keys that a block sees, and the call of one pass (one device's
+    call if a cache is read), with its mesh.
     """
 
     name: str
@@ -43,7 +43,7 @@ class StreamStage(NamedTuple):
 
     @property
     def flops(self) -> tuple[float, float]:
-        """Operations of a layer's pass, the fewest and the most, of all devices of its mesh."""
+        """FLOPs of a layer's pass on all devices of its mesh, the fewest and the most."""
         c = self.call
         a_key = 4.0 * c.batch * c.heads * c.q_len * c.head_dim
         return a_key * self.keys[0], a_key * self.keys[1]
@@ -51,9 +51,9 @@ class StreamStage(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamCosts:
-    """Describe a model that makes a video block by block: videos at a time, dtype of q, k, v and
-    the cache, denoising steps of a block, whether a last pass keeps the clean block, and frames
-    of the video (None for no end).
+    """A model that makes a video block by block: videos in a batch, dtype of q, k, v and the cache,
+    denoising steps of a block, whether a last pass writes the clean block, and frames of the
+    video (None for no end).
     """
 
     name: str
@@ -78,7 +78,7 @@ class StreamCosts:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes that a frame takes on each device, of all layers."""
+        """Bytes of a frame in the cache on each device, for all layers."""
         rows = self._local_batch * self.layout.tokens * self.kv_heads // self.layout.head_ways
         return 2 * self.model.layers * rows * self.model.head_dim * itemsize(self.dtype)
 
@@ -98,13 +98,13 @@ class StreamCosts:
     # ---- calls -----------------------------------------------------------------------------------
 
     def stages(self) -> Iterator[StreamStage]:
-        """Yield the programs that make the blocks, in their order."""
+        """Yield the compiled programs of the stream, in the order in which they run."""
         stream, last = self.layout.stream, self.blocks
         own = stream.first_block * stream.tokens_per_frame
         sizes = self.batch, own, own, self.model.heads, self.kv_heads, self.model.head_dim
         mesh = self.layout.mesh
         yield StreamStage("first block", (1, 1), (own, own), Call(*sizes, self.dtype), mesh)
-        # The first block behind the one that fills every slot.
+        # The first block after every slot is filled.
         missing = self.layout.frames - stream.first_block
         full = 1 + max(1, -(-missing // stream.frames_per_block))
         if full > 2 and (last is None or last > 1):
@@ -118,7 +118,7 @@ class StreamCosts:
             yield StreamStage("full cache", (full, last), (call.kv_len, call.kv_len), call, ())
 
     def _reading(self, is_full: bool) -> Call:
-        """Describe the attention of a device that reads its share of the cache."""
+        """Return the call of a device that attends to its shard of the cache."""
         layout, model = self.layout, self.model
         batch, heads = self._local_batch, model.heads // layout.head_ways
         q_len = layout.stream.frames_per_block * layout.stream.tokens_per_frame
@@ -131,7 +131,7 @@ class StreamCosts:
     # ---- transfers -------------------------------------------------------------------------------
 
     def moves(self) -> Iterator[Collective]:
-        """Yield what a layer's pass over the cache sends, in bytes that a device receives."""
+        """Yield a layer's transfers in a pass over the cache, with the bytes a device receives."""
         ranks, rows = self.layout.ranks, self._rows
         if ranks == 1:
             return
@@ -145,7 +145,7 @@ class StreamCosts:
         yield Collective("psum_scatter", ("context",), "out in float32", "forward", out)
 
     def _rows(self, heads: int, size: int = 0) -> int:
-        """Count the bytes of a block that a device does not have yet, of all tokens."""
+        """Return the bytes of a block that a device receives, with some heads of all tokens."""
         tensor, ranks = dict(self.layout.mesh).get("tensor", 1), self.layout.ranks
         stream = self.layout.stream
         tokens = self._local_batch * stream.frames_per_block * stream.tokens_per_frame
@@ -157,16 +157,16 @@ class StreamCosts:
 
 
 class Predicted(NamedTuple):
-    """Hold the time of one device's call, and its source in a few words."""
+    """The time of one device's call, and its source in words."""
 
     seconds: Seconds
     how: str
 
 
 def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
-    """Return how long the forward of a plan takes: measured by `maxattn tune`, else estimated.
+    """Return the time of a plan's forward: measured by `maxattn tune`, else estimated.
 
-    It is None over a mesh, where transfers and compute overlap, and where nothing is known.
+    Return None on a mesh, where transfers and compute overlap, and if no time is known.
     """
     if plan.mesh:
         return None

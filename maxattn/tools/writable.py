@@ -1,4 +1,4 @@
-"""Whether a file or folder can be written, asked before the work whose result goes there."""
+"""Check whether a file or folder can be written, before the work whose result it gets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from maxattn.errors import ConfigError
 
 
 def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigError | None:
-    """Return why a path that a setting names cannot be written, or None; nothing is left behind."""
+    """Return why a setting's path cannot be written, or None; leave no test files behind."""
     try:
         return _problem(setting, Path(path), folder)
-    # Below a folder that cannot be read, a name that is too long, a NUL in it.
+    # A folder that cannot be read, a name that is too long, or a NUL in it.
     except (OSError, ValueError) as error:
         why = f"the system says: {getattr(error, 'strerror', None) or error}"
         return ConfigError(setting, Path(path), why, "name a path that you may write to")
@@ -26,7 +26,7 @@ def check_writable(setting: str, path: str | Path, folder: bool = False) -> None
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, which takes its name when it is whole: a kill leaves the earlier one."""
+    """Write a text file by a rename, so that a kill leaves the earlier file."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -45,7 +45,7 @@ def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
         rule = "it is a link to what is not there"
     elif path.exists() and not folder:
         rule = "" if os.access(path, os.W_OK) else "it may not be written"
-    else:  # try to make a folder in the nearest folder that is there
+    else:  # try to make a folder in the nearest existing folder
         there = next(above for above in (path, *path.parents) if above.exists())
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".maxattn-", dir=there))

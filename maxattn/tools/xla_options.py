@@ -17,8 +17,8 @@ SPELT = {"xla_gpu_collective_permute_mode": MODES}
 
 
 def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
-    """Read options for `jax.jit(compiler_options=...)`, and ask this machine's compiler whether it
-    knows them.
+    """Read options for `jax.jit(compiler_options=...)`; refuse options that this machine's compiler
+    does not know.
     """
     options: dict[str, Any] = {}
     for word in words:
@@ -38,7 +38,7 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
 
 @lru_cache(maxsize=256)
 def _refusal(name: str, value: Any) -> str:
-    """Return why the compiler does not take an option, or nothing; each is asked once."""
+    """Return why the compiler refuses an option, or ""; the result is cached."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except (jax.errors.JaxRuntimeError, ValueError) as refused:

@@ -33,8 +33,8 @@ from maxattn.tools.model_shapes import Shape
 from maxattn.tools.passes import backward, forward, random_inputs, with_gradient
 
 CHECKED_QUERIES = 256
-MANY_SCORES = 1e8  # from which one call of dot_product is long enough to measure alone
-TOO_MANY_SCORES = 7.5e9  # beyond which no user runs dot_product
+MANY_SCORES = 1e8  # query-key pairs from which one dot_product is long enough to measure alone
+TOO_MANY_SCORES = 7.5e9  # query-key pairs beyond which no user runs dot_product
 TOO_MUCH_WORK = 2e12  # operations, beyond which no user runs plain JAX
 
 
@@ -50,12 +50,12 @@ def bench(
     Args:
         shape: from `maxattn.tools.model_shapes`.
         kernels: names, and "auto"; default every kernel that can run here, and auto.
-        peers: other libraries too, called as their own documentation says; full masks alone.
+        peers: measure other libraries too, as their documentation calls them; full masks alone.
         target: default this machine.
-        budget: seconds for one measurement, about.
+        budget: approximate seconds for one measurement.
 
     Raises:
-        InputError: a kernel has no such name.
+        InputError: there is no kernel of such a name.
     """
     check_kernels(kernels)
     target = target or Target.here()
@@ -68,7 +68,7 @@ def bench(
 
 
 def check_kernels(names: Sequence[str]) -> None:
-    """Refuse names of no kernel."""
+    """Refuse names that no kernel has."""
     known = (*KERNELS, "auto")
     for name in names:
         if name not in known:
@@ -83,7 +83,7 @@ def beside_reference(
     budget: float,
     options: Mapping[str, Any] | None = None,
 ) -> list[BenchRow]:
-    """Measure jobs of a shape, and dense attention of its first queries to compare with."""
+    """Measure a shape's jobs; compare them with dense attention of the shape's first queries."""
     first = [tuple(x[:1] for x in inputs[:3])]
     reference = TimedFunction(
         _reference(shape), lambda: first, name="reference in float32", keeps_result=True
@@ -113,7 +113,7 @@ def _reference(shape: Shape) -> Callable[..., Any]:
 
 
 def config_of(kernel: str, *overrides: str) -> AttentionConfig:
-    """Return the config that asks for a kernel of `KERNELS`, or for auto."""
+    """Return the config that names a kernel of `KERNELS`, or auto."""
     words = [f"attention={kernel}"]
     if kernel == "memory_efficient":
         words = ["attention=dot_product", "use_memory_efficient_attention=true"]
@@ -121,14 +121,14 @@ def config_of(kernel: str, *overrides: str) -> AttentionConfig:
 
 
 def inputs_of(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
-    """Draw (q, k, v, dout): several of small shapes, so that calls in one program differ."""
+    """Draw (q, k, v, dout); for small shapes several times, so that calls in a program differ."""
     size = shape.batch * shape.q_len * shape.heads * shape.head_dim
     count = 1 if size > 2e8 or target.platform == "cpu" else 2 if size > 6e7 else 8
     return random_inputs(shape.call(), count)
 
 
 def too_large(name: str, shape: Shape) -> bool:
-    """Return whether no user would run it: dense scores of many GB, plain JAX on long shapes."""
+    """Return whether a kernel is impractical: dense scores of many GB, plain JAX on long shapes."""
     if name == "dot_product":
         return scores_of(shape.call()) > TOO_MANY_SCORES
     return name == "memory_efficient" and shape.operations > TOO_MUCH_WORK
@@ -137,7 +137,7 @@ def too_large(name: str, shape: Shape) -> bool:
 def _of_name(
     name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]], named: bool
 ) -> Iterator[BenchJob]:
-    """Yield what is measured of a kernel; one that the user named says why it cannot run."""
+    """Yield a kernel's jobs; if the user named it and it cannot run, yield the reason."""
 
     def auto(q: Array, k: Array, v: Array) -> Array:
         return attention(q, k, v, shape.mask, role=shape.role)
@@ -155,11 +155,11 @@ def _of_name(
 def _of_kernel(
     name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]]
 ) -> list[BenchJob]:
-    """Return a kernel's forward, and its backward from a given output and LSE."""
+    """Return jobs for a kernel's forward, and for its backward from a given output and LSE."""
     kernel = build(name, shape.call(), AttentionConfig(), target)
     mask = shape.mask.bind(shape.q_len, shape.kv_len, shape.batch, shape.heads)
     if name == "dot_product" and scores_of(shape.call()) > MANY_SCORES:
-        inputs = inputs[:1]  # else the scores of several calls would be in memory together
+        inputs = inputs[:1]  # otherwise scores of several calls would be in memory together
 
     def ahead(*arrays: Array) -> Any:
         return forward(kernel, *arrays, mask)
@@ -186,7 +186,7 @@ def _of_peer(name: str, shape: Shape, inputs: list[tuple[Array, ...]]) -> list[B
 def both_ways(
     shape: Shape, who: str, f: Callable[..., Any], inputs: list[tuple[Array, ...]]
 ) -> list[BenchJob]:
-    """Return a function's forward, and forward and backward together."""
+    """Return jobs for a function's forward, and for forward and backward together."""
     row = BenchRow(shape.name, who, FORWARD)
     forward = BenchJob(row, shape, f, lambda: [each[:3] for each in inputs])
     return [forward, BenchJob(replace(row, what=BOTH), shape, with_gradient(f), lambda: inputs)]

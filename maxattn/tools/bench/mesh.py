@@ -2,9 +2,9 @@
 
     efficiency = t(1) / (n t(n))
 
-All devices doing the work of one at once are measured too: chips that share power or air are slower
-together than one whose neighbours rest, whatever the strategy. TransformerEngine's strategies are
-measured with `peers`.
+A third time is of all devices running the one-device call at once: chips that share power or air
+are slower together than one chip whose neighbours idle, whatever the strategy. TransformerEngine's
+strategies are measured with `peers`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bench_mesh(
     budget: float = 0.5,
     options: Mapping[str, Any] | None = None,
 ) -> list[BenchRow]:
-    """Measure an attention, forward and forward with backward, on one device and on a mesh.
+    """Measure attention on one device and on a mesh: forward, and forward with backward.
 
     `mesh` has sizes of the axes data, context and tensor; `peers` adds TransformerEngine's ring and
     all-gather; the other arguments are those of `bench` and `measure`.
@@ -99,7 +99,7 @@ def _of_strategy(
 
 
 def _of_te(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> list[BenchJob]:
-    """Return one of `TE_STRATEGIES`, forward and with its gradient, or why it does not run."""
+    """Return jobs for one of `TE_STRATEGIES`, forward and with gradient, or why it cannot run."""
     try:
         te, sharding = (
             import_module(f"transformer_engine.jax.{m}") for m in ("attention", "sharding")

@@ -1,8 +1,8 @@
-"""Measure `FlaxAttention` as a whole beside its parts, and the bound that they give.
+"""Measure a whole `FlaxAttention`, its parts, and a bound from the parts' times.
 
     bound = attention alone + matmuls alone + 1.15 x bytes / 4 TB/s
 
-The bytes are those that the elementwise parts must move, if each array is read and written once.
+The bytes are what the elementwise parts must move if each array is read and written once.
 [T, C] is an array of tokens in the compute dtype, C = N H:
 
     forward    q and k read by norm and RoPE and written: 4 [T, C]; tables of cosines and sines, for
@@ -12,8 +12,8 @@ The bytes are those that the elementwise parts must move, if each array is read 
     both       where parameters are kept in another dtype: each kernel read and written for its
                cast, and the gradients
 
-Biases, and sums of the three gradients of x, are taken as parts of the matmuls. The memory's 4 TB/s
-is what a copy reaches on an H200. Attention and matmuls are measured in one program too, in the
+Biases, and sums of the three gradients of x, count as parts of the matmuls. A copy reaches 4 TB/s
+on an H200. Attention and matmuls are measured in one program too, in the
 module's order: a chip's clock depends on what ran before.
 """
 
@@ -39,7 +39,7 @@ from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.passes import normal, with_gradient
 
-MEMORY, SLACK = 4e12, 1.15  # bytes/s; what the bound allows over them
+MEMORY, SLACK = 4e12, 1.15  # bytes/s; the bound's factor for the bytes
 Weights = tuple[Array, Array, Array, Array]
 
 
@@ -53,8 +53,8 @@ def bench_module(
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
-    The channels are N H of the shape, and the computation has its dtype. `alone` leaves out the
-    parts; the other arguments are those of `bench` and `measure`.
+    The module has N H channels and the dtype of the shape. `alone` leaves out the parts; the other
+    arguments are as for `bench` and `measure`.
     """
     jobs = _module(shape, kernel, param_dtype)
     if not alone:
@@ -80,7 +80,7 @@ def elementwise_bytes(shape: Shape, training: bool, param_dtype: str = "float32"
 
 
 def _bound(shape: Shape, rows: list[BenchRow], which: int, param_dtype: str) -> float | None:
-    """Return milliseconds, for the forward (0) or for training (1); None where a part failed."""
+    """Return the bound in ms, for forward (0) or training (1); None if a part failed."""
     parts = [rows[2 + which].ms, rows[4 + which].ms]
     if not all(parts):
         return None
@@ -120,7 +120,7 @@ def _attention(shape: Shape, kernel: str) -> list[BenchJob]:
 
 
 def _matmuls(shape: Shape) -> list[BenchJob]:
-    """Return the matmuls alone: four, and in training two more for each of them."""
+    """Return jobs for the matmuls alone: four, and in training two more for each of them."""
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     x, o, *grads = _arrays((shape.batch * shape.q_len, width), dtype, 6)
     weights = tuple(_arrays((width, width), dtype, 4))
@@ -138,11 +138,11 @@ def _matmuls(shape: Shape) -> list[BenchJob]:
 
 
 def _added(products: list[Array]) -> Array:
-    return products[2] + (products[1] + products[0])  # in the order that cuBLASLt can add in
+    return products[2] + (products[1] + products[0])  # an order that cuBLASLt can fuse
 
 
 def _both(shape: Shape, kernel: str) -> list[BenchJob]:
-    """Return matmuls and attention in one program: the module without norm, RoPE and biases."""
+    """Return jobs for matmuls and attention in one program: no norms, RoPE or biases."""
     config, tokens = config_of(kernel), (shape.batch * shape.q_len, shape.heads * shape.head_dim)
     q, k, v = inputs_of(replace(shape, kv_heads=0), Target.here())[0][:3]
     x, dy = _arrays(tokens, q.dtype, 2)

@@ -1,4 +1,4 @@
-"""Other libraries' attention, called bare as their documentation says, to measure beside ours."""
+"""Attention of other libraries, called as their documentation shows, to compare with ours."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _transformer_engine() -> Attend:
 
 
 def te_attention(te: Any, **settings: Any) -> Attend:
-    """Return TransformerEngine's `fused_attn` of full masks, with further settings."""
+    """Return TransformerEngine's `fused_attn` for full masks, with further settings."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))
         sequences = te.SequenceDescriptor.from_seqlens(lengths)
         kinds = te.AttnBiasType.NO_BIAS, te.AttnMaskType.NO_MASK, te.QKVLayout.BSHD_BSHD_BSHD
         softmax, scale = te.AttnSoftmaxType.VANILLA_SOFTMAX, q.shape[3] ** -0.5
-        # The arguments: no bias, no seed, no dropout, training.
+        # Arguments: no bias, no seed, no dropout, training.
         rest = (None, sequences, None, *kinds, softmax, scale, 0.0, True)
         return te.fused_attn((q, k, v), *rest, **settings)
 

@@ -31,8 +31,8 @@ Curves = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Report:
-    """Hold what one report measured: its tables as a text, the rows, and a picture: panels of
-    (title, unit of the y axis, curves), or bars of (label, ms, GiB).
+    """One report's result: tables as text, measured rows, and a picture, either panels (title,
+    unit of the y axis, curves) or bars (label, ms, GiB).
     """
 
     name: str
@@ -43,14 +43,14 @@ class Report:
 
 
 def make(name: str, target: Target, budget: float = 0.3) -> Report:
-    """Measure and write one of `REPORTS`; on a CPU the sizes are small."""
+    """Measure and format one of `REPORTS`; on a CPU the sizes are small."""
     return REPORTS[name](target, budget)
 
 
 def _implementations(target: Target, budget: float) -> Report:
     lengths = (64, 128) if target.platform == "cpu" else (1024, 2048, 4096, 8192, 16384)
     names = {"naive": NAIVE, "tiled": TILED}
-    # A CPU interprets the others, which says nothing about them.
+    # A CPU only interprets the other kernels: such times mean nothing.
     fused = ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te") if len(lengths) > 2 else ()
     if runs := _that_run(fused, read("1,256,256,16,64"), target):
         names["flash"] = runs[0]

@@ -22,18 +22,18 @@ WORK = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # in units of 4 B N T S H opera
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Hold one measurement.
+    """One measurement.
 
     Args:
-        shape, who, what: name of the shape, the kernel or library, and the pass: "forward",
+        shape, who, what: names of the shape, of the kernel or library, and of the pass: "forward",
             "backward" or "forward+backward".
-        ms: device time of one call; 0 where it failed.
-        tflops: useful operations, of allowed pairs alone, in TFLOP/s.
+        ms: device time of one call; 0 if it failed.
+        tflops: TFLOP/s, counting allowed pairs alone.
         peak: bytes of arguments, results and temporaries, as the compiler reports them.
         error: largest difference from float32 of some outputs, relative to their largest entry.
         note: why there is no time.
-        efficiency: of several devices: the time of one, over that of n times n.
-        bound: of a module: what its time is compared with, in ms.
+        efficiency: for n devices, the time on one over n times the time on n.
+        bound: for a module, the bound of its time in ms.
     """
 
     shape: str
@@ -50,10 +50,10 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Hold one function to measure, as `TimedFunction`, and the row that it fills.
+    """One function to measure, with the arguments of `TimedFunction`, and the row that it fills.
 
-    If the row has a note, there is nothing to measure. `is_attention` is whether operations are
-    counted, and the result is compared, as those of an attention.
+    If the row has a note, nothing is measured. If `is_attention`, its FLOPs are counted and its
+    result is compared with the reference's.
     """
 
     row: BenchRow
@@ -65,23 +65,23 @@ class BenchJob:
 
     @property
     def work(self) -> TimedFunction:
-        """What is measured."""
+        """The function to time."""
         name = f"{self.row.who}, {self.row.what}"
         return TimedFunction(self.f, self.make, self.around, name, self.is_compared)
 
     @property
     def is_compared(self) -> bool:
-        """Whether the reference's result is compared with its own."""
+        """Whether its result is compared with the reference's."""
         return self.is_attention and self.row.what == FORWARD
 
 
 def refused_job(shape: Shape, who: str, why: object) -> BenchJob:
-    """Return a job that cannot run, with the first line of the reason."""
+    """Return a job that is not measured, whose note is the first line of the reason."""
     return BenchJob(BenchRow(shape.name, who, FORWARD, note=str(why).splitlines()[0]), shape)
 
 
 def row_of(job: BenchJob, timed: Timed, wanted: Timed | None = None) -> BenchRow:
-    """Fill a row with what was measured; `wanted` is the reference's result, if there is one."""
+    """Fill the job's row with its times and error; `wanted` is the reference's result, if any."""
     if not timed.seconds:
         return replace(job.row, note=timed.failed)
     row = replace(job.row, ms=1e3 * timed.seconds, peak=timed.peak)
@@ -104,7 +104,7 @@ WORDS = 3  # columns
 
 
 def as_table(rows: Sequence[BenchRow]) -> str:
-    """Return one line a measurement, in columns; columns that none of them fills are left out."""
+    """Return a line for each measurement, in columns; empty columns are left out."""
     lines = [HEADER, *(_cells(row) for row in rows)]
     kept = [i for i in range(len(HEADER)) if i <= WORDS or any(line[i] for line in lines[1:])]
     notes = ["", *(f"  {row.note}" if row.note else "" for row in rows)]

@@ -1,13 +1,13 @@
-"""Time functions on the device, without the host's share.
+"""Time functions on the device, without the host's launch time.
 
 All functions are compiled first, several at a time, and then timed in turns. Calls of a few
 milliseconds and more are queued between two waits, so that the device never idles.
 
-The host takes 5 to 50 microseconds to launch a kernel. A shorter kernel would wait for the host,
-which it does not in a model, where it follows longer ones. So several short calls, each on inputs
-of its own, are compiled into one program. With `by_record` their times are read from the device's
-own record, and passes over memory are queued before each program, so that the host is ahead. The
-passes need little power, so that clocks stay as they are.
+The host takes 5 to 50 microseconds to launch a kernel. A shorter kernel alone would wait for the
+host; in a model it would not, since longer kernels run before it. So several short calls, each on
+different inputs, are compiled into one program. With `by_record` their times are read from the
+device's profile, and memory passes are queued before each program, so that the host runs ahead.
+These passes need little power, so they do not change clocks.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from jaxtyping import Array, Float
 log = logging.getLogger("maxattn.tools.bench")
 T = TypeVar("T")
 ROUNDS = 5
-LONG, ROUNDS_OF_LONG = 0.1, 3  # seconds of a call from which fewer rounds will do
-# Calls that are queued at a time, and where there are several devices: XLA's CPU finishes none of
-# many programs with collectives.
+LONG, ROUNDS_OF_LONG = 0.1, 3  # seconds of a call from which fewer rounds are enough
+# Most calls queued at a time, on one device and on several: XLA on CPUs hangs if many programs with
+# collectives are queued.
 MOST_CALLS, ON_SEVERAL = 400, 20
 
 
 @dataclass(frozen=True)
 class TimedFunction:
-    """Name a function to measure.
+    """A function to measure.
 
     Args:
-        f: of arrays.
-        make: returns its inputs: several tuples of arguments of one shape, or their specs.
+        f: function of arrays.
+        make: returns the inputs of f: several tuples of arguments of equal shapes, or their specs.
         around: a context to trace and compile in; such functions are compiled one at a time.
-        name: for progress and records; another one for each function that is timed beside it.
-        keeps_result: whether `Timed.first` is wanted.
+        name: for progress and profiles; unique among functions that are timed together.
+        keeps_result: whether `Timed.first` is filled.
     """
 
     f: Callable[..., Any]
@@ -61,7 +61,7 @@ class TimedFunction:
 
 @dataclass(frozen=True)
 class TimedProgram:
-    """Hold a compiled program that calls a function on each of its inputs, or why there is none."""
+    """A compiled program that calls a function on each of its inputs, or why there is none."""
 
     work: TimedFunction
     compiled: Any = None
@@ -70,11 +70,11 @@ class TimedProgram:
 
     @property
     def record(self) -> str:
-        """The name of the program in a device's record."""
+        """The name of the program in a device's profile."""
         return f"jit_{_symbol(self.work.name)}"
 
     def seconds(self, calls: int) -> float:
-        """Run it so many times in a row, and return the seconds of all."""
+        """Run the program `calls` times in a row; return the total seconds."""
         start, out = perf_counter(), None
         for _ in range(calls):
             out = self.compiled(self.inputs)
@@ -84,12 +84,12 @@ class TimedProgram:
 
 @dataclass(frozen=True)
 class Timed:
-    """Hold what was measured of one function.
+    """Times, memory and result of one function.
 
     Args:
-        seconds: median of one call; 0 where it failed.
+        seconds: median time of one call; 0 if it failed.
         peak: bytes of arguments, results and temporaries of one call, as the compiler reports them.
-        first: result of the first call, if it was wanted.
+        first: result of the first call, if `keeps_result`.
         failed: why there is no time.
         rounds: seconds of one call in each round.
     """
@@ -107,9 +107,9 @@ def measure(
     """Return the device time of functions.
 
     Args:
-        functions: what to measure.
-        budget: seconds to spend on each, about.
-        options: of XLA's compiler.
+        functions: the functions to measure.
+        budget: approximate seconds to spend on each.
+        options: options of XLA's compiler.
     """
     return time_all(compile_all(functions, options), budget)
 
@@ -117,7 +117,7 @@ def measure(
 def compile_all(
     functions: Sequence[TimedFunction], options: Mapping[str, Any] | None = None
 ) -> list[TimedProgram]:
-    """Compile several at a time, and those that need a context of their own one at a time."""
+    """Compile several functions at a time, but those with a context one at a time."""
 
     def compile_one(work: TimedFunction) -> TimedProgram:
         log.info("compiling %s", work.name)
@@ -147,9 +147,9 @@ def time_all(
 
     Args:
         programs: from `compile_all`.
-        budget: seconds to spend on each, about.
-        rounds: in each of them every program is timed once.
-        by_record: by the device's clock (see above), one run in a round.
+        budget: approximate seconds to spend on each.
+        rounds: how often every program is timed, in turns.
+        by_record: read times from the device's profile (see above), one run in each round.
     """
     warm = []
     for number, program in enumerate(programs, start=1):
@@ -186,7 +186,7 @@ def _peak(program: TimedProgram) -> int:
 
 
 def several(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> list[Any]:
-    """Call one after the other, or the compiler would keep parts of several calls in memory."""
+    """Call f on each set in sequence: else XLA would keep parts of several calls in memory."""
     found: list[Any] = []
     for inputs in sets:
         if found:
@@ -200,7 +200,7 @@ def _symbol(name: str) -> str:
 
 
 def first_line(failed: Exception) -> str:
-    """Name the kind of an error, and quote the first line of it."""
+    """Return the type and the first line of an error."""
     first, *_ = str(failed).strip().splitlines() or [""]
     return f"{type(failed).__name__}: {first[:160]}"
 
@@ -209,11 +209,11 @@ def first_line(failed: Exception) -> str:
 
 
 def in_order(i: int, jobs: list[T]) -> list[T]:
-    """Return the order of round i, in which most follow another than in the rounds before.
+    """Return the order of the jobs in round i, with other neighbours than in earlier rounds.
 
-    First, second, last, third, last but one, ..., then backwards; and so on, begun one further
-    every other round. The first after a pause finds a cool chip, and would win by 3% or more; one
-    that needs much power leaves low clocks to the next.
+    First, second, last, third, last but one, ..., then backwards; every other round begins one job
+    later. The first job after a pause finds a cool chip, and would win by 3% or more; a job that
+    needs much power leaves low clocks to the next job.
     """
     n = len(jobs)
     order = [((j + 1) // 2 if j % 2 else -(j // 2)) + i // 2 for j in range(n)]
@@ -221,7 +221,7 @@ def in_order(i: int, jobs: list[T]) -> list[T]:
 
 
 def rounds_and_calls(seconds: float, budget: float, rounds: int = ROUNDS) -> tuple[int, int]:
-    """Return how many rounds a program of so many seconds is timed, and its runs in each."""
+    """Return the number of rounds of a program that takes `seconds`, and its runs in each."""
     rounds = rounds if seconds < LONG else ROUNDS_OF_LONG
     most = MOST_CALLS if jax.device_count() == 1 else ON_SEVERAL
     return rounds, max(1, min(most, int(budget / rounds / seconds)))
@@ -230,7 +230,7 @@ def rounds_and_calls(seconds: float, budget: float, rounds: int = ROUNDS) -> tup
 def _seconds_by_queue(
     ran: Sequence[tuple[TimedProgram, float]], budget: float, rounds: int
 ) -> list[list[float]]:
-    """Return the seconds of one call of each program, once a round; long ones skip the last."""
+    """Return each program's seconds for a call, round by round; long ones have fewer rounds."""
     times: list[list[float]] = [[] for _ in ran]
     turns = [
         (program, rounds_and_calls(seconds, budget, rounds), its)
@@ -243,26 +243,26 @@ def _seconds_by_queue(
     return times
 
 
-# ---- by the device's record ----------------------------------------------------------------------
+# ---- by the device's profile ---------------------------------------------------------------------
 
 # Passes over 256 MiB of float32, more than any cache holds: 0.06 ms each on an H200.
 PASSES, ENTRIES = 12, 1 << 26
-# Seconds that a device waits between two kernels of a program if the host was late: more passes are
-# queued before the program then, up to so many times.
+# If a device idles longer than this between two kernels of a program, the host was late: the run is
+# repeated with more passes before it, up to so many times.
 LATE, MOST_COVERS = 1e-5, 6
 
 
 def record_options() -> dict[str, Any]:
-    """Return the compiler's options for programs that are timed by record."""
+    """Return the compiler's options for programs that are timed by profile."""
     if jax.default_backend() != "gpu":
         return {}
-    # XLA chooses by time as ever, without a check of what each candidate gives, which takes
-    # minutes. Kernels are launched one by one: a record names a CUDA graph alone, not its kernels.
+    # Autotuning without a check of each candidate's results, which takes minutes. Without CUDA
+    # graphs, since a profile shows a graph and not its kernels.
     return {"xla_gpu_autotune_level": 2, "xla_gpu_enable_command_buffer": ""}
 
 
 def calls_of(micros: float) -> int:
-    """Return how many calls of about so many microseconds one program makes."""
+    """Return how many calls, of about `micros` microseconds each, one program makes."""
     if jax.default_backend() == "cpu" or micros >= 1000:
         return 1
     return 2 if micros >= 100 else 4
@@ -270,7 +270,7 @@ def calls_of(micros: float) -> int:
 
 @jax.jit
 def passes_over(x: Float[Array, " entries"]) -> Float[Array, ""]:
-    """Read memory, pass after pass: each needs what the one before it found, to the last entry."""
+    """Read memory pass after pass; each pass depends on the whole result of the pass before."""
     left = jnp.zeros((), x.dtype)
     for _ in range(PASSES):
         left = jnp.max(jnp.abs(x - left))
@@ -278,7 +278,7 @@ def passes_over(x: Float[Array, " entries"]) -> Float[Array, ""]:
 
 
 def seconds_by_record(programs: Sequence[TimedProgram], rounds: int) -> list[list[float]]:
-    """Return the seconds of one call of each program, once a round; all have run before."""
+    """Return each program's seconds for a call, round by round; all programs have run before."""
     in_turn = [one for i in range(rounds) for one in in_order(i, list(programs))]
     names = [program.record for program in in_turn]
     memory = jnp.linspace(0.0, 1.0, ENTRIES, dtype=jnp.float32)
@@ -296,7 +296,7 @@ def seconds_by_record(programs: Sequence[TimedProgram], rounds: int) -> list[lis
     for cover in range(1, 2 if jax.default_backend() == "cpu" else MOST_COVERS + 1):
         runs = runs_behind(cover)
         if [run.name for run in runs] != names:
-            log.warning("the device's record does not show what ran: times are the host's")
+            log.warning("the device's profile does not show what ran: times are the host's")
             runs = [Run(one.record, one.seconds(1), 0.0) for one in in_turn]
         if max((run.waits for run in runs), default=0.0) <= LATE:
             break
@@ -307,7 +307,7 @@ def seconds_by_record(programs: Sequence[TimedProgram], rounds: int) -> list[lis
 
 
 class Run(NamedTuple):
-    """Hold one run of a program: its seconds, and the longest time in which nothing ran."""
+    """One run of a program: its seconds, and the longest time in which the device idled."""
 
     name: str
     seconds: float
@@ -315,10 +315,10 @@ class Run(NamedTuple):
 
 
 def runs_of(events: Sequence[Event], names: set[str]) -> Iterator[Run]:
-    """Yield each run of the named programs; another program lies between two runs of one.
+    """Yield each run of the named programs; another program runs between two runs of one.
 
-    An event that the record gives to no program belongs to the one before it: a kernel that a
-    library launches by itself.
+    An event without a program, such as a kernel that a library launches itself, belongs to the
+    program of the event before it.
     """
     runs: list[tuple[str, list[Event]]] = []
     for event in sorted(events, key=lambda event: event.start):
@@ -338,7 +338,7 @@ KERNELS = ("Stream", "XLA Ops")  # the lines of a GPU's kernels, and of a TPU's
 
 
 class Event(NamedTuple):
-    """Hold one call of one kernel: its program, "" if the record names none, and ns of its ends."""
+    """One call of a kernel: its program ("" if unknown), and when it starts and ends in ns."""
 
     program: str
     start: float
@@ -346,7 +346,7 @@ class Event(NamedTuple):
 
 
 def recorded(run: Callable[[], Any]) -> list[Event]:
-    """Return all that the first device runs meanwhile, without Python's calls, which take time."""
+    """Profile the first device while `run` runs; Python's calls, which cost time, are left out."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -357,7 +357,7 @@ def recorded(run: Callable[[], Any]) -> list[Event]:
 
 
 def events_of(record: Any) -> Iterator[Event]:
-    """Yield what the first device ran; on a CPU, every operation."""
+    """Yield the kernels that the first device ran; on a CPU, every operation."""
     planes = {plane.name: plane for plane in record.planes}
     device = next((plane for name, plane in sorted(planes.items()) if DEVICE.match(name)), None)
     lines = [line for plane in ([device] if device else planes.values()) for line in plane.lines]

@@ -1,8 +1,8 @@
 """The command line: `maxattn COMMAND ...`.
 
 A new command is a line in `COMMANDS`, a function in options.py, and a file here with
-`run(args) -> exit status`: 0 done, 1 a refusal or what does not fit, 2 wrong usage. The file is
-imported when the command is run.
+`run(args) -> exit status`: 0 done, 1 refused or does not fit, 2 wrong usage. The file is imported
+when the command is run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ COMMANDS = {
     "tune": "time kernels or block sizes on this machine and keep the fastest",
     "convert": "print the attention settings of a MaxDiffusion YAML as ours",
 }
-STOPPED, TERMINATED = 130, 143  # what shells report of a program that Ctrl-C or TERM ended
+STOPPED, TERMINATED = 130, 143  # exit status that shells report after Ctrl-C or TERM
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was sent TERM."""
+    """Raised when the process is sent TERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def overview() -> str:
 def _run(name: str, words: Sequence[str]) -> int:
     parser = parser_of(name)
     try:
-        # Overrides may come before, between and after options.
+        # Overrides may stand before, between and after options.
         args, unknown = parser.parse_known_intermixed_args(words)
     except SystemExit as end:
         return int(end.code or 0)
@@ -87,8 +87,8 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 @contextmanager
 def term_interrupts() -> Iterator[None]:
-    """Let TERM end a command as Ctrl-C does: what it started, such as a compiler, ends with it."""
-    if threading.current_thread() is not threading.main_thread():  # Python lets no other set it
+    """Make TERM end a command as Ctrl-C does, together with its child processes."""
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
         yield
         return
 
@@ -103,7 +103,7 @@ def term_interrupts() -> Iterator[None]:
 
 
 def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    """Refuse an option: name the one that is meant, or the commands that have it."""
+    """Refuse an unknown option: suggest the closest option, or the commands that have it."""
     option = word.partition("=")[0]
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     others = [name for name in COMMANDS if option in parser_of(name)._option_string_actions]

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         for new, text in measured:
             rows += new
             print(text, end="\n\n", flush=True)
-            if args.json:  # what is measured so far: a run may be ended from outside
+            if args.json:  # written after each measurement: a run may be killed
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(args.json, to_json(rows, target))
     return 0
@@ -95,7 +95,7 @@ def read_mesh(words: list[str]) -> dict[str, int]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what would be found out after the measurements, or never."""
+    """Refuse options that do not go together, before anything is measured."""
     from maxattn.tools.bench.kernels import check_kernels
 
     spread, module = args.mesh and not args.report, args.module and not args.report

@@ -1,4 +1,4 @@
-"""`maxattn check`: what a config sets, then of each shape its plan, its memory, and advice.
+"""`maxattn check`: print what a config sets, then the plan, memory and advice for each shape.
 
 Every line of advice names the setting to change.
 """
@@ -25,16 +25,14 @@ from maxattn.tools.cli.inputs import Source, mesh_of, packages_of, read_source, 
 from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import Shape, of_sections
 
-_NO_SHAPE = (
-    "no shape was given and the file's `model` section describes none: add --shape to see plans"
-)
+_NO_SHAPE = "no --shape, and the file's `model` section describes none: add --shape to see plans"
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved config, then each shape."""
     source = read_source(args)
     lengths = _lengths(args.lengths)
-    packages_of(args)  # a wrong one is refused without a shape too, and so is a wrong target
+    packages_of(args)  # a wrong mesh or target is refused without a shape too
     if args.target:
         target_of(args, source.config)
     shapes = shapes_of(args, source) if args.shape or of_sections(source.sections) else ()
@@ -51,7 +49,7 @@ def _plans(
     args: argparse.Namespace, source: Source, shapes: tuple[Shape, ...], lengths: tuple[int, ...]
 ) -> int:
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
-    # Lengths are those of the text, unless there is no text.
+    # --lengths are for the text's keys if there is a text.
     padded = "cross" if any(shape.role == "cross" for shape in shapes) else "self"
     for shape in shapes:
         if lengths and shape.role == padded:
@@ -75,7 +73,7 @@ def _plans(
 
 
 def resolved(config: AttentionConfig, every: bool) -> str:
-    """Write the keys that differ from their default, or all of them, one a line."""
+    """Write the keys that differ from their default, or all keys, one on each line."""
     standard = defaults(type(config))
     values = {key: getattr(config, key) for key in type(config).model_fields}
     shown = {key: value for key, value in values.items() if every or value != standard[key]}
@@ -93,7 +91,7 @@ def _text(value: Any) -> str:
 def _lengths(text: str | None) -> tuple[int, ...]:
     numbers = [whole_in(word, least=0) for word in text.split(",")] if text else []
     if None in numbers:
-        rule = "they are whole numbers of keys, one an example"
+        rule = "they must be whole numbers of keys, one for each batch row"
         raise InputError("lengths", plain(text), rule, "write --lengths 300,512")
     return tuple(number for number in numbers if number is not None)
 
@@ -101,7 +99,7 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
     given, batch = plain(",".join(map(str, lengths))), shape.batch
     if len(lengths) not in (1, batch):
-        each = f"{shape.name} has B={batch}: a length for each example, or one for all"
+        each = f"{shape.name} has B={batch}: a length for each batch row, or one for all"
         many = "one length" if batch == 1 else f"{batch} lengths, or one"
         remedy = f"write {many}, or add --batch {len(lengths)}"
         raise InputError("lengths", given, f"{each}; here are {len(lengths)}", remedy)
@@ -113,16 +111,16 @@ def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
 
 # ---- memory and advice ---------------------------------------------------------------------------
 
-LONG = 4096  # tokens beyond which dense attention is not for use
+LONG = 4096  # tokens beyond which dense attention is impractical
 MUCH_PADDING = 0.10  # of the keys
 PADDED_BY_BLOCKS = 0.01  # of a length
-MANY_DEVICES = 128  # tokens a device below which a ring sends more than it computes
+MANY_DEVICES = 128  # tokens per device below which a ring's transfers take longer than its kernels
 
 
 def advice(
     plan: Plan, config: AttentionConfig, training: bool, lengths: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """List what to look at, most costly first; `lengths` are real keys of each example."""
+    """List advice, most costly problem first; `lengths` are each batch row's real keys."""
     return (
         *_memory(plan, config, training),
         *_dense(plan),
@@ -133,7 +131,7 @@ def advice(
 
 
 def memory_line(plan: Plan, training: bool) -> str:
-    """Write the estimate with its sum, beside what the device has."""
+    """Write the memory estimate, its sum, and the device's memory."""
     parts, most = estimate(plan, training), memory_of(plan.target.device_kind)
     largest = " + ".join(map(str, sorted(parts, key=lambda part: -part.bytes)))
     has = f" of {readable(most)}" if most else ""

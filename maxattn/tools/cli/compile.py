@@ -1,6 +1,6 @@
-"""`maxattn compile`: compile for a TPU that is not there; report memory, transfers and estimates.
+"""`maxattn compile`: compile for a TPU without having one; report memory, transfers and estimates.
 
-Each line of an estimate ends with the words that nothing ran.
+Each line of an estimate ends by stating that nothing ran.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from maxattn.tools.estimate.kernel import KernelEstimate
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile each shape and print what came of it."""
+    """Compile each shape and print the outcome."""
     source, topology = read_source(args), topology_of(args.target)
     if whole(args.slices, most=MOST_DEVICES) is None or (args.slices > 1 and args.devices):
-        rule = "there is at least one slice, and several are used whole"
+        rule = "it must be at least 1, and several slices are used with all their devices"
         raise MeshError("slices", plain(args.slices), rule, "write --slices 2 without --devices")
     _check_block(args)
     file = read_kernel_file(args.kernel_file) if args.kernel_file else ""
@@ -50,25 +50,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_block(args: argparse.Namespace) -> None:
     if args.block and (whole(args.block) is None or args.module):
-        rule = "a block has a feed-forward of a width above 0, and has the module in it"
+        rule = "the feed-forward width must be above 0, and a block includes the module"
         raise InputError("--block", plain(args.block), rule, "write --block 13824 without --module")
     if whole(args.layers) is None or (args.layers > 1 and not args.estimate):
-        rule = "a step runs one layer or more, and they are counted in an estimate"
+        rule = "it must be at least 1, and it is used in estimates alone"
         raise InputError("--layers", plain(args.layers), rule, "write --layers 40 --estimate")
 
 
 def topology_of(target: str) -> str:
-    """Return libtpu's name of a target, one host of it where no chips are written."""
+    """Return libtpu's name of a target's topology; without chips in the name, of one host."""
     name = read_target(target)
     if DEVICES[name.kind].platform != "tpu":
-        rule = f"compile has the compiler of TPUs, and {name.kind} is none"
+        rule = f"it must be a TPU, and {name.kind} is none"
         remedy = "use explain or check, which need no compiler, or name a TPU, such as v5p:2x2x1"
         raise ConfigError("target", target, rule, remedy)
     return name.topology
 
 
 def fits(outcome: Outcome) -> bool:
-    """Return whether it compiled, and needs no more memory than a device has."""
+    """Return whether the program compiled, and fits in a device's memory."""
     memory = memory_of(outcome.device_kind) or float("inf")
     return outcome.ending == "compiled" and outcome.needed <= memory
 
@@ -80,7 +80,7 @@ _MEMORY = {"arguments": "argument", "temporaries": "temp", "outputs": "output"}
 
 
 def report(job: CompileJob, outcome: Outcome) -> str:
-    """Write an outcome for a person."""
+    """Write an outcome as text."""
     what = "attention module" if job.module else "attention"
     what = f"transformer block, feed-forward {job.block}" if job.block else what
     what = name_of(job) if job.kernel_file else what
@@ -105,7 +105,7 @@ def _memory(outcome: Outcome) -> str:
 
 
 def _transfers(job: CompileJob, outcome: Outcome) -> list[str]:
-    """Write the program's transfers beside the plan's, one line for each kind and its axes."""
+    """Write the transfers of program and plan, one line for each kind and its axes."""
 
     def of(listed: list[dict[str, Any]], row: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
         return [c for c in listed if (c["kind"], tuple(c["axes"])) == row]
@@ -136,7 +136,7 @@ def _failure(outcome: Outcome) -> str:
         return f"{message}: raise --time-limit, or compile a shorter shape\nnot compiled"
     if outcome.ending == "crashed":
         return f"{message}\nnot compiled"
-    # The compiler's sentences, without its listings of buffers and traces.
+    # The compiler's message, without its listings of buffers and traces.
     kept = re.split(r"\n\s*\n|\n={3,}|\nLargest program allocations", message.strip())[0]
     kept = kept if len(kept) <= 1200 else f"{kept[:600]} ... {kept[-600:]}"
     if "vmem" in message.lower():
@@ -149,12 +149,12 @@ def _failure(outcome: Outcome) -> str:
 
 Spans = list[tuple[int, tuple[float, float]]]
 """Calls, and the seconds of one, fast and slow end."""
-FULLEST = 3  # slots, and operations without a time, that a line names
+FULLEST = 3  # most slots, and most operations without a time, that a line names
 _MOVES = ("VLOAD:FILL", "VSTORE:SPILL")  # parts of VLOAD and VSTORE
 
 
 def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
-    """Write the estimate of an outcome, if one was made; a step runs so many layers."""
+    """Write the estimate of an outcome, if there is one, for a step of `layers` layers."""
     made = outcome.estimate
     if not made or "refused" in made:
         return made.get("refused", "").splitlines()
@@ -178,7 +178,7 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
     if names := made["xla_unknown"]:
         more = f" and {len(names) - FULLEST} more" if len(names) > FULLEST else ""
         listed = f"{', '.join(names[:FULLEST])}{more}"
-        lacks.append(f"operations that libtpu gives no time for ({listed})")
+        lacks.append(f"operations without a time from libtpu ({listed})")
     fast, slow = (sum(calls * seconds[end] for calls, seconds in spans) for end in (0, 1))
     own = (
         f"kernels {in_ms(Seconds(fast, slow)).removesuffix(' ms')}" if spans else "no Pallas kernel"
@@ -193,7 +193,7 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
 
 
 def is_refused(estimate: dict[str, Any]) -> bool:
-    """Check whether an estimate was asked for and could not be made."""
+    """Check whether an estimate was requested but could not be made."""
     return "refused" in estimate
 
 
@@ -201,7 +201,7 @@ def is_refused(estimate: dict[str, Any]) -> bool:
 
 
 def _read(values: dict[str, Any]) -> KernelEstimate:
-    """Read what the compiler's process wrote as JSON, which has lists for tuples."""
+    """Read the compiler's JSON, in which tuples are lists."""
 
     def tuples(value: Any) -> Any:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
@@ -210,7 +210,7 @@ def _read(values: dict[str, Any]) -> KernelEstimate:
 
 
 def _alike(kernels: list[KernelEstimate]) -> list[tuple[KernelEstimate, int]]:
-    """Pair kernels with the number of their calls; those that differ in nothing printed are one."""
+    """Count the calls of each kernel; kernels that would print alike are one."""
     found: dict[KernelEstimate, int] = {}
     for kernel in kernels:
         name = kernel.name.rpartition(".")[0] if kernel.name[-1].isdecimal() else kernel.name
@@ -242,10 +242,10 @@ def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
 
 def _tiles(kernel: KernelEstimate) -> str:
     if not kernel.block:
-        return "; every one priced whole"
+        return "; each priced whole"
     tiles = "; tiles of {} x {}".format(*kernel.block)
     if kernel.is_bound:
-        return f"{tiles}, every one priced with the mask: which are visited is not known"
+        return f"{tiles}, all priced with the mask, since the visited ones are not known"
     skipped = max(0.0, 1 - kernel.full - kernel.masked)
     shares = {"full": kernel.full, "masked": kernel.masked, "skipped": skipped}
     return f"{tiles}, " + ", ".join(f"{share:.0%} {what}" for what, share in shares.items())
@@ -255,8 +255,8 @@ def _tiles(kernel: KernelEstimate) -> str:
 
 
 class Passage(NamedTuple):
-    """Hold one transfer of a compiled program: kind and mesh axes, how often it runs, the seconds
-    of one at the published rate, the kernels that run meanwhile, and whether one or a product does.
+    """One transfer of a compiled program: kind, mesh axes, how often it runs, seconds of one run at
+    the published rate, kernels beside it, and whether a kernel or a product overlaps it.
     """
 
     kind: str
@@ -298,7 +298,7 @@ def _link(passage: Passage, kernels: list[KernelEstimate]) -> str:
 def _step(fast: float, slow: float, waits: float, layers: int) -> str:
     times = _ends(*(f"{layers * each:.3g}" for each in (fast, slow + waits)))
     links = f"at most {layers * waits:.3g} s of it for links"
-    return f"step    {times} s: {layers} times the whole, {links}; all else of a step is not in it"
+    return f"step    {times} s: {layers} times the whole, {links}; without the rest of a step"
 
 
 def _ends(low: str, high: str) -> str:

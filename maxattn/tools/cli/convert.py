@@ -1,4 +1,4 @@
-"""`maxattn convert`: another program's YAML as ours, with comments about what was read how."""
+"""`maxattn convert`: translate another program's YAML to ours, with comments on the changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxattn.config.maxdiffusion import Imported
 from maxattn.config.self_forcing import ImportedRollout, is_theirs, load_rollout
 from maxattn.errors import InputError
 
-WIDTH = 116  # columns of a comment
+WIDTH = 116  # most columns of a comment
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rollout_text(path: str, overrides: Sequence[str]) -> str:
-    """Return the sections that a file of Self-Forcing or LongLive comes to."""
+    """Translate a file of Self-Forcing or LongLive to our sections."""
     if overrides:
-        rule = "keys of the section rollout are changed in the file that is written"
+        rule = "overrides do not apply to the section rollout: edit the written file"
         raise InputError("overrides", " ".join(overrides), rule, "leave them out")
     imported = load_rollout(path)
     model = f"model:\n  sizes: {imported.sizes}\n\n" if imported.sizes else ""

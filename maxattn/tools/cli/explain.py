@@ -1,6 +1,6 @@
-"""`maxattn explain`: a plan for each shape, or what a stream costs.
+"""`maxattn explain`: print a plan for each shape, or the costs of a stream.
 
-A stream's report has its cache, passes, operations, times, transfers and plans.
+A stream's report lists its cache, passes, FLOPs, times, transfers and plans.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _stream_text(args: argparse.Namespace, source: Source) -> str:
     for name in ("shape", "role", "mask"):
         if value := getattr(args, name):
-            rule = "a stream says which tokens attend to which"
+            rule = "a stream determines shape, role and mask"
             text = ", ".join(value) if isinstance(value, list) else value
             raise InputError(f"--{name}", text, rule, f"leave --{name} out, or {OPTION}")
     mesh, target = mesh_shape(mesh_of(args, source.config)), target_of(args, source.config)
@@ -97,7 +97,7 @@ def _stream_lines(
     if moves := tuple(run.moves()):
         yield from (("moves", f"{move}, a layer and pass over the cache") for move in moves)
     elif run.layout.mesh:
-        yield "moves", "nothing over the cache: each device has its own rows and heads"
+        yield "moves", "none over the cache: each device has whole batch rows and heads"
     if known := [found for found in times if found]:
         yield "times", f"{known[-1].how}"
     yield "rest", REST
@@ -118,8 +118,8 @@ def _slots(run: StreamCosts) -> str:
     if layout.stream.window is None:
         return f"{layout.frames}, one for each frame of the video"
     if not sink:
-        return f"{layout.frames}: frame f lies in slot f % {ring}"
-    place = f"frame f lies in slot {sink} + (f - {sink}) % {ring}"
+        return f"{layout.frames}: frame f is in slot f % {ring}"
+    place = f"frame f is in slot {sink} + (f - {sink}) % {ring}"
     return f"{layout.frames}: frames 0 to {sink - 1} stay, and {place}"
 
 

@@ -1,7 +1,7 @@
-"""What a command computes, and where: the config, the shapes, the target and the mesh.
+"""Read what a command computes, and where: the config, the shapes, the target and the mesh.
 
-What is written wrongly is refused by an error that names the option, here and in all readers of
-options.
+Here and in all readers of options, an error names the option whose value is wrong.
+
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from maxattn.tools.model_shapes import Shape
 
 @dataclass(frozen=True)
 class Source:
-    """Hold CONFIG and key=value: the settings, the file's sections with overrides applied, its path
-    (empty for overrides alone), and notes about what was read otherwise than it was written.
+    """CONFIG and key=value as read: the settings, the file's sections with overrides applied, its
+    path ("" for overrides alone), and notes on settings that were translated.
     """
 
     config: AttentionConfig
@@ -41,8 +41,8 @@ class Source:
 
 
 def read_source(args: argparse.Namespace) -> Source:
-    """Read the config; a CONFIG with a = in it is an override of the defaults, and the name of a
-    known shape is taken for --shape.
+    """Read the config. A CONFIG that contains `=` overrides the defaults; the name of a known shape
+    counts as --shape.
     """
     words = [args.config, *args.overrides]
     named = [word for word in words if word in model_shapes.SHAPES and not os.path.exists(word)]
@@ -66,7 +66,7 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
     found = tuple(model_shapes.read(text) for text in args.shape)
     found = found or model_shapes.of_sections(source.sections)
     if not found:
-        rule = "a plan is made for a shape, and the file's `model` section describes none"
+        rule = "a plan needs a shape, and the file's `model` section describes none"
         names = ", ".join(model_shapes.SHAPES)
         remedy = f"add --shape B,T,S,N,H, or --shape with one of {names}"
         raise InputError("shape", "(none)", rule, remedy)
@@ -79,7 +79,7 @@ def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
 
 
 def read_batch(value: int | None) -> int | None:
-    """Return --batch, which may be absent."""
+    """Return --batch, None if it is absent."""
     if value is not None and whole(value) is None:
         rule = "B is at least 1" if value < 1 else f"B is at most {LARGEST}"
         raise InputError("batch", plain(value), rule, "write --batch 1")
@@ -107,9 +107,9 @@ def target_of(args: argparse.Namespace, config: AttentionConfig) -> Target:
 
 
 def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """Return --with as (package, version) pairs, "?" for a version that is not written."""
+    """Return --with as (package, version) pairs; a missing version is "?"."""
     if not args.target and args.packages:
-        rule = "packages are listed for a target that is named; this machine's are looked up"
+        rule = "it needs --target: for this machine, installed packages are looked up"
         raise ConfigError("--with", " ".join(args.packages), rule, 'add --target "TPU v5p"')
     pairs = [(text, *text.replace("==", "=").partition("=")[::2]) for text in args.packages]
     for text, name, _ in pairs:
@@ -123,13 +123,13 @@ def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
     """Return the axis sizes of --mesh, else those of the config.
 
-    An open size, -1, is what --devices leaves, or the chips of the target; else 1.
+    An open size, -1, is the remaining devices of --devices or of the target; else 1.
     """
     devices = args.devices
     if devices is not None and whole(devices, most=MOST_DEVICES) is None:
         rule, remedy = f"there are at most {MOST_DEVICES:,} devices", "ask for fewer"
         if devices < 1:
-            rule, remedy = "there is at least one device", "write --devices 1 or more"
+            rule, remedy = "it must be at least 1", "write --devices 1 or more"
         raise MeshError("--devices", plain(devices), rule, remedy)
     there = read_target(args.target).devices if args.target else None
     if not args.mesh:

@@ -1,4 +1,4 @@
-"""Masks as a user writes them on a command line."""
+"""Read masks from the text of a command line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import Mask
 
 MOST_LENGTHS = 4096
-MOST_NUMBERS = 256  # of rectangles: the work of an `or` grows with them
-MOST_MASKS = 16  # that are joined: the work of an `and` grows with them
+MOST_NUMBERS = 256  # most rectangles: an `or` of more takes long
+MOST_MASKS = 16  # most masks joined by +: an `and` of more takes long
 
 
 def _ids(*lengths: int) -> Mask:
@@ -31,7 +31,7 @@ def _rectangles(*numbers: int) -> Mask:
 
 _FRAMES = "FRAMES,TOKENS[,PER_BLOCK[,WINDOW[,SINK]]]"
 _MANY = range(1, MOST_LENGTHS + 1)
-# How a mask is made of its numbers, how these are written, and how many it takes.
+# By name: the constructor from numbers, how the numbers are written, and how many there are.
 SPELLINGS: dict[str, tuple[Callable[..., Mask], str, range]] = {
     "full": (masks.Full, "", range(1)),
     "causal": (masks.Causal, "", range(1)),
@@ -61,7 +61,7 @@ def read_mask(text: str) -> Mask:
 
 
 def check_fits(text: str, q_len: int, kv_len: int, where: str) -> None:
-    """Refuse numbers beyond the last query or key, which a mask of the library cuts there."""
+    """Refuse numbers beyond the last query or key, which masks themselves would clip."""
     for part in text.split("+"):
         name, _, rest = part.strip().partition(":")
         numbers = [int(word) for word in rest.split(",")] if rest else []

@@ -1,4 +1,4 @@
-"""The options of each command, and what its --help says. Nothing here imports jax.
+"""The options of each command, and the text of its --help. Nothing here imports jax.
 
 A function has the name of its command; its docstring is the text above the options.
 """
@@ -18,7 +18,7 @@ from maxattn.tools.known_models import KNOWN_SHAPES, MODELS
 Parser = argparse.ArgumentParser
 STRATEGIES = ("ring", "ulysses", "all_gather", "ulysses_ring")
 REPORTS = ("implementations", "block-window", "layers")
-PACKAGES = (*EXTRAS, *CUDNN, AITER)  # what a kernel's choice can depend on beside jax
+PACKAGES = (*EXTRAS, *CUDNN, AITER)  # packages beside jax that the choice of a kernel can depend on
 STREAM_EXAMPLE = "wan-1.3b-480p,frames=3,window=7"
 
 
@@ -42,12 +42,12 @@ def explain(parser: Parser) -> None:
           --mesh context=8
       maxattn explain --stream wan-1.3b-480p,frames=3,window=7,sink=0 --target H200
 
-    It computes nothing, and needs no device.
+    Nothing is computed, and no device is needed.
     """
     _common(parser)
     stream = (
         f"explain a video that is made block by block, such as {STREAM_EXAMPLE},sink=0. NAME is one"
-        f" of {', '.join(MODELS)}; another model has tokens= (of a frame), heads=, head_dim=,"
+        f" of {', '.join(MODELS)}; another model needs tokens= (of a frame), heads=, head_dim=,"
         " layers= and kv_heads=. Keys: frames= of a block, window= in blocks or all, sink= in"
         " frames, first_frame_alone, steps= of a block (default 4), clean_pass=false, length= of"
         " the video in frames, context=heads or tokens. The default is CONFIG's section rollout"
@@ -69,12 +69,12 @@ def check(parser: Parser) -> None:
     """
     _common(parser)
     lengths = (
-        "real keys of each example, such as 300,512, or of all, such as 300. If mask_padding_tokens"
+        "real keys of each batch row, such as 300,512, or of all rows: 300. If mask_padding_tokens"
         " is false, advice names the share of padding that is attended to"
     )
     switch = partial(parser.add_argument, action="store_true")
     switch("--maxdiffusion", help="CONFIG is a MaxDiffusion YAML")
-    switch("--all", help="print every key, also those at their default")
+    switch("--all", help="print every key, also keys at their default")
     switch("--inference", help="plan the forward alone")
     parser.add_argument("--lengths", metavar="KEYS,...", help=lengths)
 
@@ -96,7 +96,7 @@ def compile(parser: Parser) -> None:
     """
     _config(parser)
     _shape(parser)
-    target = "chips along each side, such as v5p:2x2x1, v6e:2x2, tpu7x:2x2x1; default one host"
+    target = "a TPU, with chips along each side (v5p:2x2x1, v6e:2x2, tpu7x:2x2x1) or of one host"
     module = "a whole FlaxAttention or CrossAttention as in Wan, with projections, norms and RoPE"
     block = "a whole transformer block as in Wan, with a feed-forward of this width"
     file = (
@@ -110,10 +110,10 @@ def compile(parser: Parser) -> None:
     switch("--train", help="forward and backward; default forward")
     switch("--module", help=module)
     add("--block", type=int, default=0, metavar="N", help=block)
-    add("--layers", type=int, default=1, metavar="N", help="with --estimate: N times the whole")
+    add("--layers", type=int, default=1, metavar="N", help="with --estimate: layers of a model")
     switch("--estimate", help="estimate times by libtpu's schedule")
     add("--kernel-file", default="", metavar="PATH:FUNCTION", help=file)
-    limit = "seconds for each compile; default 600"
+    limit = "most seconds for each compile; default 600"
     add("--time-limit", type=float, default=600.0, metavar="S", help=limit)
     switch("--json", help="print everything as JSON")
 
@@ -143,12 +143,12 @@ def tune(parser: Parser) -> None:
     what("--kernels", action="store_true", help="time the kernels that auto chooses among")
     what("--sizes", action="store_true", help="time the sizes of the kernel that runs")
     add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
-    limit = "sizes to time for each shape; default 24"
+    limit = "most sizes to time for each shape; default 24"
     add("--limit", type=int, default=24, metavar="N", help=limit)
-    switch("--again", help="time again what was measured before")
+    switch("--again", help="repeat kept measurements")
     offline = "rank a TPU's sizes without a TPU; needs --target and libtpu"
     switch("--offline", help=offline)
-    limit = "with --offline: seconds for each compile; default 120"
+    limit = "with --offline: most seconds for each compile; default 120"
     add("--time-limit", type=float, default=120.0, metavar="S", help=limit)
 
 
@@ -192,21 +192,21 @@ def bench(parser: Parser) -> None:
     add, several = parser.add_argument, {"action": "append", "default": []}
     switch = partial(parser.add_argument, action="store_true")
     add("shapes", nargs="*", metavar="NAME", help=f"one of {', '.join(KNOWN_SHAPES)}")
-    add("--shape", **several, metavar="B,T,S,N,H", help="a shape without a name; repeatable")
-    add("--kernel", **several, metavar="KERNEL", help="measure this one; repeatable")
-    switch("--peers", help="other libraries too: cuDNN, TransformerEngine, ...")
-    switch("--module", help="a whole FlaxAttention beside its parts")
-    dtype = "of the module's parameters; default float32"
+    add("--shape", **several, metavar="B,T,S,N,H", help="a shape by its sizes; repeatable")
+    add("--kernel", **several, metavar="KERNEL", help="measure this kernel; repeatable")
+    switch("--peers", help="measure other libraries too: cuDNN, TransformerEngine, ...")
+    switch("--module", help="measure a whole FlaxAttention and its parts")
+    dtype = "dtype of the module's parameters; default float32"
     add("--param-dtype", default="float32", metavar="DTYPE", help=dtype)
     add("--report", **several, choices=REPORTS, help="measure and write one of the reports")
-    add("--mesh", **several, metavar="AXIS=N", help="spread over devices: data, context, tensor")
+    add("--mesh", **several, metavar="AXIS=N", help="mesh over devices: data, context, tensor")
     strategy = "with --mesh; default the first three"
     add("--strategy", **several, choices=STRATEGIES, help=strategy)
-    option = "of XLA's compiler, with --mesh or --module"
+    option = "an option of XLA's compiler, with --mesh or --module"
     add("--option", **several, metavar="NAME=VALUE", help=option)
     add("--pictures", type=Path, metavar="FOLDER", help="draw the reports there, as NAME.png")
     add("--json", type=Path, metavar="FILE", help="write the measurements")
-    add("--seconds", type=float, default=0.5, help="for one measurement, about; default 0.5")
+    add("--seconds", type=float, default=0.5, help="seconds per measurement; default 0.5")
 
 
 OPTIONS: dict[str, Callable[[Parser], None]] = {
@@ -245,20 +245,20 @@ def _shape(parser: Parser) -> None:
     add = parser.add_argument
     add("--shape", action="append", default=[], metavar="NAME|B,T,S,N,H[/V][,K]", help=shape)
     add("--role", choices=("self", "cross"), help="default self if T = S, else cross")
-    add("--dtype", help="of q, k and v: bf16 (default), f16 or f32")
-    add("--batch", type=int, metavar="B", help="in place of the shape's batch")
+    add("--dtype", help="dtype of q, k and v: bf16 (default), f16 or f32")
+    add("--batch", type=int, metavar="B", help="batch size, in place of the shape's")
     add("--mask", help=mask)
 
 
 def _machine(parser: Parser) -> None:
     versions = ", ".join(f"{name}={version}" for name, (_, version) in EXTRAS.items())
     others = ", ".join(PACKAGES[len(EXTRAS) :])
-    package = f"a package that the named target has: {versions}, {others}"
+    package = f"a package on the named target: {versions}, {others}"
     target = "v5p, GB200, RTX 5090, cpu, ..., or v5p:2x2x1 with its chips; default this machine"
     add, several = parser.add_argument, {"action": "append", "default": []}
     add("--target", help=target)
     add("--with", **several, dest="packages", metavar="PACKAGE[=VERSION]", help=package)
     mesh = "sizes of axes, such as context=4,fsdp=2; default the parallelisms of the config"
     add("--mesh", **several, metavar="AXIS=N", help=mesh)
-    devices = "how many there are, if an ici_*_parallelism is -1"
+    devices = "number of devices, if an ici_*_parallelism is -1"
     add("--devices", type=int, metavar="N", help=devices)

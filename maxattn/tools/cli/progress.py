@@ -1,4 +1,4 @@
-"""What a command that measures prints on stderr: the device, and each measurement as it begins."""
+"""Progress of measurements on stderr: the device, and each measurement when it begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from maxattn.target import Target
 
-BAR, CLEAR = 24, "\r\x1b[2K"  # letters; what empties a terminal's line
+BAR, CLEAR = 24, "\r\x1b[2K"  # most letters; the code that clears a terminal's line
 
 
 def say(line: str) -> None:
@@ -18,13 +18,13 @@ def say(line: str) -> None:
 
 
 def say_where(what: str, target: Target) -> None:
-    """Print what is measured on which device, and what to expect of a CPU."""
+    """Print what is measured on which device; on a CPU, warn of long times."""
     slow = ": no accelerator is here, and long shapes take minutes to hours"
     say(f"measuring {what} on {target.device_kind}{slow if target.platform == 'cpu' else ''}")
 
 
 class _ProgressLines(logging.Handler):
-    """Print each record on a line, or behind a bar if its steps are known on a terminal."""
+    """Print each log record on a line; on a terminal, behind a bar if the steps are known."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _ProgressLines(logging.Handler):
 
 @contextmanager
 def progress(steps: int = 0) -> Iterator[None]:
-    """Print what is logged of measurements, on a terminal behind a bar of so many steps."""
+    """Print log records of measurements; on a terminal, behind a bar of `steps` steps."""
     log, lines = logging.getLogger("maxattn.tools.bench"), _ProgressLines(steps)
     before = log.level, log.propagate
     log.addHandler(lines)

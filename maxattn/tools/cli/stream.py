@@ -1,4 +1,4 @@
-"""--stream on a command line: a video model, and how it makes a video block by block."""
+"""Read --stream: a video model, and how it makes a video block by block."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_SECTION = {
 def read_stream(
     text: str, sections: Mapping[str, Any], mesh: MeshShape, batch: int, dtype: str
 ) -> StreamCosts:
-    """Read the value of `--stream`; what it leaves out is taken from the section `rollout`."""
+    """Read the value of `--stream`; missing keys are taken from the section `rollout`."""
     name, given = _words(text)
     given = _of_section(sections.get("rollout")) | given
     numbers = {key: _number(key, given[key]) for key in NUMBERS if key in given}
@@ -57,7 +57,7 @@ def read_stream(
 
 
 def _words(text: str) -> tuple[str, dict[str, str]]:
-    """Split `NAME,key=value,...` into the name, empty without one, and the values by key."""
+    """Split `NAME,key=value,...` into the name ("" if it is absent) and the values by key."""
     name, given = "", {}
     for place, word in enumerate(text.split(",", 2 * len(KEYS))):
         key, equals, value = (part.strip() for part in word.partition("="))
@@ -90,7 +90,7 @@ def _of_section(section: Any) -> dict[str, str]:
 
 
 def _number(key: str, value: str) -> int:
-    """Return a whole number; 0 is a window of all blocks."""
+    """Return a whole number; `all` is 0, a window of all blocks."""
     if key == "window" and value == ALL:
         return 0
     least = 0 if key == "sink" else 1

@@ -1,4 +1,4 @@
-"""`maxattn tune`: time kernels, or the sizes of one, and keep the fastest for plans.
+"""`maxattn tune`: time kernels, or the sizes of one kernel, and keep the fastest for plans.
 
 tune_kernels.py times kernels. With --offline the sizes of a TPU that is not here are ranked by
 libtpu's schedules, and marked as estimated.
@@ -46,13 +46,13 @@ from maxattn.tuned import Sizes, key_of, versions_of, winners, with_sizes
 from maxattn.tuned import in_ms as ms_text
 
 _TIMES = {"forward": "forward_ms", "forward and backward": "training_ms"}
-SHOWN = 8  # sizes that a ranking lists, beside those that run where nothing is set
+SHOWN = 8  # sizes that a ranking lists, besides the default sizes
 
 
 def run(args: argparse.Namespace) -> int:
     """Tune each shape."""
     if args.limit < 1:
-        raise InputError("limit", args.limit, "at least one candidate is timed", "write --limit 24")
+        raise InputError("limit", args.limit, "it must be at least 1", "write --limit 24")
     source = read_source(args)
     if args.offline:
         return _offline(args, source)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class SizeTuning:
-    """Hold what sizes are tuned for: the shape's name, settings, kernel, one device's call,
+    """The call whose sizes are tuned: the shape's name, settings, kernel, one device's call,
     machine, and whether the backward runs too.
     """
 
@@ -103,7 +103,7 @@ class SizeTuning:
 
     @property
     def as_computed(self) -> Call:
-        """The call in the dtype of its products."""
+        """The call in the dtype of its matmuls."""
         is_float32 = self.config.float32_qk_product
         return self.local.derived(dtype="float32") if is_float32 else self.local
 
@@ -125,7 +125,7 @@ class SizeTuning:
 def _tunings(
     name: str, config: AttentionConfig, made: Plan, training: bool
 ) -> Iterator[SizeTuning]:
-    """Yield what is tuned of a plan: one kernel, or one a pass."""
+    """Yield the tunings of a plan: one kernel, or one for each pass."""
     for kernel in made.kernel.name.split("/"):
         call = kernel_call(made.padded_call, made.strategy)
         local = computed_call(kernel, call, made.target.platform)
@@ -140,7 +140,7 @@ def _tune_sizes(args: argparse.Namespace, tuning: SizeTuning, kept: store.Opened
     if kernel != CHUNKS and (kernel not in BLOCKS or target.platform == "gpu"):
         print(f"  {kernel} has no sizes to tune on {target.device_kind}")
         return
-    # On a CPU kernels of TPUs are interpreted.
+    # A CPU only interprets kernels of TPUs.
     runs = kernel == CHUNKS or target.platform != "cpu"
     if kept and runs and target.untuned() == Target.here().untuned():
         found = candidates(kernel, tuning.as_computed, target, tuning.training, args.limit)
@@ -207,10 +207,10 @@ def _measured(
 
 
 def _offline(args: argparse.Namespace, source: Source) -> int:
-    """Rank the tiles of each shape, and keep the fastest, and each schedule beside them."""
+    """Rank the tiles of each shape; keep the fastest, and each schedule in a log."""
     kind = _tpu_of(args.target)
     if not finite(args.time_limit, 0, MOST_SECONDS):
-        rule = f"it is a number of seconds above 0, at most {MOST_SECONDS}"
+        rule = f"it must be a number of seconds above 0, at most {MOST_SECONDS}"
         raise ConfigError("--time-limit", plain(args.time_limit), rule, "write --time-limit 120")
     with ScheduleCompiler(args.time_limit) as compiler, store.opened() as kept:
         versions = compiler.versions
@@ -218,7 +218,7 @@ def _offline(args: argparse.Namespace, source: Source) -> int:
         log = ScheduleLog(kept.path.with_name("schedules.jsonl"), versions)
         for number, shape in enumerate(shapes_of(args, source)):
             print("\n" if number else "", end="")
-            # Each shape's plan takes what was kept of those before it.
+            # Each shape's plan uses the results kept for earlier shapes.
             target = Target.named(kind, packages)
             made = plan(shape.call(), source.config, mesh_of(args, source.config), target)
             for tuning in _tunings(shape.name, source.config, made, not args.forward):
@@ -230,7 +230,7 @@ def _offline(args: argparse.Namespace, source: Source) -> int:
 def _tpu_of(target: str | None) -> str:
     if not target:
         remedy = "write --target v6e, or leave --offline out to time this machine"
-        raise ConfigError("--offline", "no --target", "sizes are ranked for a named TPU", remedy)
+        raise ConfigError("--offline", "no --target", "--offline needs a named TPU", remedy)
     kind = read_target(target).kind
     if DEVICES[kind].platform != "tpu":
         rule = f"sizes are ranked by the schedules of a TPU's compiler, and {kind} is none"
@@ -306,13 +306,13 @@ def _say_answer(job: KernelJob, answer: dict[str, Any], is_known: bool) -> None:
 
 
 def _ties(found: Sequence[Estimate]) -> list[Estimate]:
-    """Return the estimates that the best one is not surely faster than."""
+    """Return the estimates whose slow end is within `TIE` of the best one's."""
     least = found[0].seconds.slow
     return [one for one in found if one.seconds.slow <= (1 + TIE) * least]
 
 
 def ranking_lines(found: Sequence[Estimate], default: Estimate | None, how: str) -> list[str]:
-    """Write a ranking, the ties for the first place marked, and what runs where nothing is set."""
+    """Write a ranking with ties for the first place marked, and the default sizes."""
     ties = len(_ties(found))
     lines = [
         (in_ms(one.seconds), "tie" if 0 < number < ties else "", one.sizes, "")
@@ -320,9 +320,9 @@ def ranking_lines(found: Sequence[Estimate], default: Estimate | None, how: str)
     ]
     if default is not None:
         gain = default.seconds.slow / found[0].seconds.slow
-        beside = f"  (where nothing is set; the first is {gain:.2f} times as fast)"
+        beside = f"  (the default; the first is {gain:.2f} times as fast)"
         lines.append((in_ms(default.seconds), "", default.sizes, beside))
     table = columns([line[:2] for line in lines])
-    head = f"  {how}; the slow end ranks, and less than {TIE:.0%} apart is a tie"
+    head = f"  {how}; ranked by the slow end; a tie is less than {TIE:.0%} apart"
     pairs = zip(table, lines, strict=True)
     return [head, *(f"  {text:<26}  {line[2]}{line[3]}" for text, line in pairs)]

@@ -1,7 +1,7 @@
 """`maxattn tune` under `attention: auto`: times the kernels that can run a model's calls.
 
-The kernels of one call are timed in turns. What is measured is kept after each pass of a call, and
-plans on this machine take it first.
+The kernels of one call are timed in turns. Times are kept after each pass of a call, and plans on
+this machine use them before any other rule.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """Hold what kernels are timed for; the target is without measured kernels, and `data` is how
-    the user wrote a mask that has arrays, else "".
+    """The call whose kernels are timed. The target has no measured kernels; `data` is the text of a
+    mask with arrays, else "".
     """
 
     shape: Shape
@@ -60,7 +60,7 @@ class KernelTuning:
     data: str
 
     def planned(self, record: Record | None = None) -> Plan:
-        """Make the plan with what was measured, by default with nothing."""
+        """Make the plan with the measured times of a record, by default with none."""
         times = () if record is None else (call_times(record, ""),)
         target = replace(self.target, kernel_times=times)
         return plan(self.shape.call(), self.config, dict(self.mesh), target)
@@ -71,7 +71,7 @@ class KernelTuning:
         return kernel_call(made.padded_call, made.strategy)
 
     def mask(self) -> Mask:
-        """Return the mask with its arrays, of one device's batch rows and heads."""
+        """Return the mask with arrays of one device's batch rows and heads."""
         shape, local = self.shape, self.local
         bound = shape.mask.bind(shape.q_len, shape.kv_len, shape.batch, shape.heads)
         bound = bound if self.config.mask_padding_tokens else without_padding(bound)
@@ -93,9 +93,9 @@ class KernelTuning:
 
 
 class KernelOutcome(NamedTuple):
-    """Hold what a measurement of a call changes: the kernel that `auto` takes without it and with
-    it ("a/b" is the forward of a and the backward of b), their milliseconds if they were timed,
-    and whether the device stopped answering.
+    """Effect of a call's measurement: the kernel that `auto` takes without it and with it ("a/b" is
+    the forward of a and the backward of b), their milliseconds if they were timed, and whether
+    the device stopped answering.
     """
 
     call: str
@@ -146,7 +146,7 @@ def tune(
 def _measured(
     args: argparse.Namespace, tuning: KernelTuning, found: KernelCandidates, path: Path
 ) -> tuple[Record, bool, bool]:
-    """Return a measurement, kept after each pass, if it is old, and if the device was lost."""
+    """Return a measurement, whether it was kept before, and whether the device was lost."""
     identity, local, is_old = tuning.identity(), tuning.local, True
     old = None if args.again else store.find(path, identity)
     record = old or identity | {"forward_ms": {}, "backward_ms": {}, "failed": {}}
@@ -173,9 +173,9 @@ def _measured(
 
 
 def check_kernels_are_chosen(named: str, because: str) -> None:
-    """Refuse to time kernels where a setting names the one that runs."""
+    """Refuse to time kernels if a setting names the kernel."""
     if named != "auto":
-        rule = f"kernels are timed where auto chooses one, and here {named} runs: {because}"
+        rule = f"kernels are timed for auto alone, and here {named} runs: {because}"
         remedy = (
             "let auto choose (attention=auto, cross_attention=auto, no flash_min_seq_length and no"
             " use_memory_efficient_attention), or leave --kernels out"
@@ -203,7 +203,7 @@ def _outcome(call: str, record: Record, own: str, taken: str) -> KernelOutcome:
 
 
 def _total(record: Record, kernels: str) -> float | None:
-    """Return the milliseconds of a kernel, or of a pair, in the passes that were timed."""
+    """Return the total milliseconds of a kernel, or of a pair "a/b", in the timed passes."""
     first, *_, last = [*kernels.split("/")] * 2
     found = [its.get(first if what == "forward" else last) for what, its in _times(record).items()]
     return sum(x for x in found if x) if found and all(found) else None
@@ -233,7 +233,7 @@ def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> lis
         without += f": {in_ms(its.before)}, {its.before / its.now:.2f} times as long"
     lines = [f"  fastest {its.taken}: {in_ms(its.now)} {passes}", without]
     lines += ["  plans on this machine take it under attention: auto"] if is_kept else []
-    # Several processes read no measurements: one kernel is named for them.
+    # Several processes do not read measurements: for them the config must name the kernel.
     totals = {name: ms for name in record["forward_ms"] if (ms := _total(record, name))}
     if totals:
         config = config_of(min(totals, key=lambda name: totals[name]))
@@ -245,7 +245,7 @@ def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> lis
 
 
 def changes(outcomes: Sequence[KernelOutcome]) -> list[str]:
-    """Write what the measurements of several calls change."""
+    """Write which calls the measurements change, and by how much."""
     changed = [its for its in outcomes if its.now and its.own != its.taken]
     lines = [f"\nchanged: {len(changed)} of {len(outcomes)} calls"]
     if changed:

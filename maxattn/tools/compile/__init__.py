@@ -1,1 +1,1 @@
-"""Compile for TPUs that are not here, and read what the compiler made."""
+"""Compile for TPUs without having one, and read the compiled programs."""

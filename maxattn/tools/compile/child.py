@@ -5,7 +5,7 @@ writes an answer a line to the file descriptor. `process.py` starts it. A reques
 
     versions  answered by the versions of libtpu, jax and tokamax
     compile   a `CompileJob`, answered by an `Outcome`
-    kernel    a `KernelJob`, answered by what a step of it costs (tune/kernel_job.py)
+    kernel    a `KernelJob`, answered by the cost of one grid step (tune/kernel_job.py)
 
 The compiler writes its schedules into FOLDER, unless that is empty.
 """
@@ -38,7 +38,7 @@ Priced = Callable[[str], dict[str, Any]]
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin ends."""
     folder = Path(sys.argv[1])
     if sys.argv[1]:
         _dump_into(folder)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _dump_into(folder: Path) -> None:
-    """Make libtpu write its schedules: it reads its flags when it is loaded, which is later."""
+    """Make libtpu write its schedules; call this before libtpu is loaded and reads its flags."""
     from maxattn.tools.estimate.program import dump_flags
 
     folder.mkdir()
@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def outcome_of(job: CompileJob, folder: Path) -> Outcome:
-    """Plan and compile one job; what goes wrong is in the outcome."""
+    """Plan and compile one job; errors are in the outcome."""
     from maxattn.plan import plan
     from maxattn.tools.compile.programs import devices_of
 
@@ -96,11 +96,11 @@ def outcome_of(job: CompileJob, folder: Path) -> Outcome:
 
 
 def target_of(kind: str) -> Target:
-    """Return the target that a device of a topology stands for."""
+    """Return the target for a kind of device of a topology."""
     from maxattn.devices import device_kind
     from maxattn.target import Target, installed
 
-    # The limit of VMEM that it may set is the one that the tiles must keep.
+    # Tiles must fit the VMEM limit that XLA's flags may set.
     env = ((FLAGS, os.environ[FLAGS]),) if FLAGS in os.environ else ()
     return Target("tpu", device_kind(kind), installed(), env)
 
@@ -148,13 +148,13 @@ def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) ->
 def _ended(
     job: CompileJob, traced: Any, mesh: Mesh, facts: dict[str, Any], priced: Priced
 ) -> Outcome:
-    """Compile a traced program; `facts` of the outcome are known before."""
+    """Compile a traced program; `facts` are the outcome's fields known before."""
     from maxattn.tools.compile.hlo import axes_of, transfers
 
     started = time.perf_counter()
     try:
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-    # The compiler's own: not enough memory, or a kernel that it cannot make.
+    # The compiler's own errors: not enough memory, or a kernel that it cannot compile.
     except Exception as error:
         took, message = time.perf_counter() - started, f"{type(error).__name__}: {error}"
         return Outcome("failed", seconds=took, message=message, **facts)
@@ -172,7 +172,7 @@ def _ended(
     if job.estimate:
         try:
             estimate = priced(text)
-        except Unsupported as error:  # a schedule that is not understood
+        except Unsupported as error:  # a schedule in an unknown format
             estimate = {"refused": str(error)}
     made = {"seconds": took, "memory": memory, "found": found, "estimate": estimate}
     return Outcome("compiled", **made, **facts)

@@ -1,7 +1,7 @@
-"""A compiled program's HLO as values: its instructions, and what it sends between devices.
+"""A compiled program's HLO as values: its instructions and collectives.
 
 `compiled.as_text()` of a scheduled program lists the instructions of a computation in the order in
-which they start. What is between a `-start` and its `-done` runs while the data is under way.
+which they start. Instructions between a `-start` and its `-done` overlap the transfer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = {
     "ragged-all-to-all": "ragged_all_to_all",
     "collective-broadcast": "pbroadcast",
 }
-# Custom calls that compute, beside those of the kernels; others describe memory or indices.
+# Custom calls that compute, besides kernels; other custom calls describe memory or indices.
 COMPUTING_CALLS = ("__cublas", "triton")
 PRODUCTS = ("dot", "convolution")
 Groups = tuple[tuple[int, ...], ...]
@@ -36,15 +36,15 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.
 
 @dataclass(frozen=True)
 class Transfer:
-    """Hold one collective of a compiled program.
+    """One collective of a compiled program.
 
     Args:
-        kind: jax's word: "ppermute", "all_gather", "psum", "psum_scatter", "all_to_all", ...
-        groups: (from, to) pairs of a ppermute, else the groups of devices; positions in the mesh's
+        kind: jax's name: "ppermute", "all_gather", "psum", "psum_scatter", "all_to_all", ...
+        groups: (from, to) pairs of a ppermute, else the groups of devices, numbered in the mesh's
             order.
-        bytes: bytes that one device receives, once: what it has afterwards and had not before. Of a
-            psum, its size.
-        start, done: lines of the text; equal where the program waits for it on the spot.
+        bytes: bytes that one device receives in one run, without its own part; for a psum, the
+            size of the result.
+        start, done: lines of the text; equal if the collective is synchronous.
         times: how often it runs: trip counts of the loops around it, if the text has them.
         kernels: kernels and products (dot, convolution, and loops or fusions with one) between
             start and done.
@@ -62,12 +62,12 @@ class Transfer:
 
     @property
     def is_async(self) -> bool:
-        """Whether the program starts it and waits for it in two places."""
+        """Whether the collective has separate start and done instructions."""
         return self.done > self.start
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether a kernel or a product runs while the data is under way."""
+        """Whether a kernel or a product runs during the transfer."""
         return bool(self.kernels)
 
 
@@ -85,7 +85,7 @@ def axes_of(transfer: Transfer, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
     Args:
         transfer: from `transfers`.
-        sizes: every axis of the mesh with its size, outermost first, those of one device too
+        sizes: every axis of the mesh with its size, outermost first, including axes of size 1
             (`dict(mesh.shape)`).
     """
     found, stride = [], prod(sizes.values())
@@ -110,7 +110,7 @@ def _of_computation(program: HloProgram, name: str) -> Iterator[Transfer]:
 def _transfer(
     program: HloProgram, computation: str, found: Instruction, span: Sequence[Instruction]
 ) -> Transfer:
-    """Describe a collective, whose last instruction has the type of what arrives."""
+    """Describe a collective; its last instruction has the type of the received array."""
     opcode, groups = found.opcode.removesuffix("-start"), groups_of(found, program.devices)
     ways, size = max(map(len, groups), default=1), bytes_of(span[-1].type)
     if opcode in ("all-gather", "all-to-all", "ragged-all-to-all"):
@@ -136,7 +136,7 @@ def _transfer(
 
 @dataclass(frozen=True)
 class Instruction:
-    """Hold `%name = type opcode(rest`, and its line of the text, from 1."""
+    """An instruction, `%name = type opcode(rest`, and its line of the text, from 1."""
 
     name: str
     opcode: str
@@ -146,12 +146,12 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the instructions that it reads."""
+        """Names of the instructions that this one reads."""
         return tuple(re.findall(r"%([\w.\-]+)", self.rest[: self._closing]))
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it calls: fusions, loops, branches."""
+        """Names of the computations that this one calls: fusions, loops, branches."""
         after = self.rest[self._closing :]
         listed = re.findall(
             r"(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)", after
@@ -160,7 +160,7 @@ class Instruction:
         return (*listed, *(name for b in branches for name in re.findall(r"%?([\w.\-]+)", b)))
 
     def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern after the operands, or nothing."""
+        """Return the first group of a pattern's match after the operands, or ""."""
         found = re.search(pattern, self.rest[self._closing :])
         return found.group(1) if found else ""
 
@@ -176,14 +176,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class HloProgram:
-    """Hold the instructions of each computation, and over how many devices the program is split."""
+    """The instructions of each computation, and the number of devices of the program."""
 
     computations: dict[str, list[Instruction]]
     devices: int = 1
 
     @staticmethod
     def read(text: str) -> HloProgram:
-        """Read `compiled.as_text()`."""
+        """Parse the text of `compiled.as_text()`."""
         computations: dict[str, list[Instruction]] = {}
         body: list[Instruction] = []
         for number, line in enumerate(text.splitlines(), start=1):
@@ -251,10 +251,10 @@ def bytes_of(type_: str) -> int:
 
 
 def groups_of(collective: Instruction, devices: int) -> Groups:
-    """Return (from, to) pairs of a permute, else the groups; no groups are one of all devices.
+    """Return (from, to) pairs of a permute, else its groups; empty groups mean all devices.
 
-    Groups are listed, or a reshaped and transposed count such as [2,4]<=[4,2]T(1,0), or axes of a
-    mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax 0.12).
+    HLO lists groups, or writes a reshaped and transposed iota such as [2,4]<=[4,2]T(1,0), or axes
+    of a mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax 0.12).
     """
     if collective.opcode.removesuffix("-start") == "collective-permute":
         return _braced(collective.attribute(f"source_target_pairs{_LISTED}"))

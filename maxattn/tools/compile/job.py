@@ -17,22 +17,22 @@ from maxattn.masks import Mask
 from maxattn.tools.compile.process import CompilerProcess, CompilerStopped
 from maxattn.tools.model_shapes import Shape
 
-MOST_SECONDS = 10**6  # of one compile: eleven days
+MOST_SECONDS = 10**6  # most seconds of one compile: eleven days
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Name what to compile.
+    """The program to compile, and for which TPUs.
 
     Args:
         topology: libtpu's name, such as "v5p:2x2x1"; the config's mesh covers its devices.
         training: forward and backward; else forward alone.
         module: a whole attention module with its projections; else attention alone.
-        devices: how many of the topology's to use, from the first; None for all.
-        slices: how many such topologies, joined by the data centre's network.
+        devices: how many of the topology's devices to use, from the first; None for all.
+        slices: how many such topologies are joined by the data centre's network.
         estimate: price the kernels by the schedule that the compiler makes.
         block: width of the feed-forward of a whole transformer block; 0 for none.
-        layers: how many of what is compiled a step runs, which an estimate multiplies.
+        layers: how often a step runs the compiled program; an estimate is multiplied by it.
         kernel_file: PATH:FUNCTION of an attention to compile in place of maxattn's; "" for none.
     """
 
@@ -51,17 +51,17 @@ class CompileJob:
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Outcome:
-    """Hold the result of a job; the types of its fields are checked.
+    """The result of a job; the types of its fields are checked.
 
     Args:
         ending: "compiled"; "failed" (the compiler's error); "refused" (ours); "timeout"; "crashed"
             (the child died).
         plan: the text of `explain`.
-        named, found: the plan's collectives that the job runs, and those of the compiled program.
+        named, found: the collectives in the plan, and in the compiled program.
         memory: bytes of one device: argument, temp, output, alias (outputs that reuse arguments),
             generated_code.
-        message: what went wrong.
-        estimate: of the schedules (estimate/program.py), or why it is refused; {} if not asked for.
+        message: the error, if any.
+        estimate: the time by schedules (estimate/program.py), or why it is refused; {} for none.
     """
 
     ending: Literal["compiled", "failed", "refused", "timeout", "crashed"]
@@ -77,20 +77,20 @@ class Outcome:
 
     @property
     def needed(self) -> int:
-        """Bytes that one device holds at once; outputs that reuse arguments count once."""
+        """Bytes that one device needs at once; outputs that reuse arguments count once."""
         have = self.memory
         return have["argument"] + have["temp"] + have["output"] - have["alias"] if have else 0
 
 
 def run_in_child(job: CompileJob, seconds: float) -> Outcome:
-    """Compile in a child process, which is killed with its children after so many seconds.
+    """Compile in a child process, which is killed with its children after `seconds`.
 
     Raises:
-        Unsupported: libtpu is not installed, or a mask cannot go to the child.
-        ConfigError: the limit is no time, or the named python cannot be run.
+        Unsupported: libtpu is not installed, or a mask cannot be sent to the child.
+        ConfigError: `seconds` is no valid time, or the named python cannot be run.
     """
     if not finite(seconds, 0, MOST_SECONDS):
-        rule = f"it is a number of seconds above 0, at most {MOST_SECONDS}"
+        rule = f"it must be a number of seconds above 0, at most {MOST_SECONDS}"
         raise ConfigError("--time-limit", plain(seconds), rule, "write --time-limit 600")
     with CompilerProcess("compile", job.estimate and not job.block) as process:
         try:
@@ -109,7 +109,7 @@ def run_in_child(job: CompileJob, seconds: float) -> Outcome:
 
 
 def values_of(job: CompileJob) -> dict[str, Any]:
-    """Return a job as JSON has it; masks that hold arrays, and those of a user, are refused."""
+    """Return a job as JSON values; refuse masks with arrays, and masks that users defined."""
     values = job.config.resolved()
     config = {key: values[key] for key in job.config.model_fields_set}
     shape = _fields(job.shape) | {"mask": _written(job.shape.mask)}
@@ -117,7 +117,7 @@ def values_of(job: CompileJob) -> dict[str, Any]:
 
 
 def job_of(values: dict[str, Any]) -> CompileJob:
-    """Read what `values_of` returned."""
+    """Make the job from the result of `values_of`."""
     shape = Shape(**values["shape"] | {"mask": _read(values["shape"]["mask"])})
     return CompileJob(**values | {"config": AttentionConfig(**values["config"]), "shape": shape})
 
@@ -127,15 +127,15 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """Return a mask as its kind and its fields, those that are masks likewise."""
+    """Return a mask's class name and its fields; fields that are masks likewise."""
     if isinstance(value, tuple):
         return [_written(part) for part in value]
     if value is None or isinstance(value, int):
         return value
     kind = type(value).__name__
     if not isinstance(value, Mask) or getattr(masks, kind, None) is not type(value):
-        rule = "a mask goes to the compiler's process by name and numbers"
-        remedy = "compile with a mask of maxattn.masks that holds no arrays"
+        rule = "the compiler's process gets a mask by name and numbers"
+        remedy = "compile with a mask of maxattn.masks without arrays"
         raise Unsupported("compile", f"mask with {kind}", rule, remedy)
     return {"kind": kind, **{name: _written(part) for name, part in _fields(value).items()}}
 

@@ -1,7 +1,7 @@
-"""An attention that a user names by file and function, to compile where maxattn's own would be.
+"""A user's attention function, read from a file, to compile in place of maxattn's.
 
 FUNCTION(q, k, v, config) takes arrays [B, T, N, H], [B, S, K, H] and [B, S, K, H] and the config of
-the command, and returns [B, T, N, H]. It runs on one device, and sees every key.
+the command, and returns [B, T, N, H]. It runs on one device; every query attends to every key.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ def read_kernel_file(text: str) -> str:
     """Read PATH:FUNCTION, and return it with the whole path."""
     path, _, function = text.rpartition(":")
     if not path or not function.isidentifier():
-        rule = "it names a file and a function in it"
+        rule = "it must name a file and a function in it"
         raise InputError(OPTION, text, rule, f"write {OPTION} my_kernel.py:attention")
     if not Path(path).is_file():
         rule = f"there is no file {path}"
-        raise InputError(OPTION, text, rule, "name a Python file that is there")
+        raise InputError(OPTION, text, rule, "name a Python file that exists")
     return f"{Path(path).resolve()}:{function}"
 
 
 def check_kernel_job(job: CompileJob, devices: int) -> None:
-    """Refuse what a function of a file does not compute."""
+    """Refuse a job that a user's function cannot run: modules, masks, several devices."""
     if job.module or job.block:
         _refuse(job, "a function is compiled alone", "leave --module and --block out")
     if not job.shape.mask.is_full:
-        _refuse(job, "a function is given no mask: every query sees every key", "leave --mask out")
+        _refuse(job, "a function gets no mask: every query sees every key", "leave --mask out")
     if devices != 1:
         rule = f"a function runs on one device, and {job.topology} has {devices}"
         _refuse(job, rule, "add --devices 1, and give the shape that one device computes")
 
 
 def traced_file(job: CompileJob, mesh: Mesh) -> Any:
-    """Trace the function that a job names, of abstract q, k and v."""
+    """Trace the function that a job names on abstract q, k and v."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -55,7 +55,7 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
     from maxattn.tools.passes import with_gradient
 
     call, own = job.shape.call(), _loaded(job)
-    # Libraries of kernels ask the mesh of a shard_map which TPU they are compiled for.
+    # Kernel libraries look up the TPU in the mesh of a shard_map.
     specs: dict[str, Any] = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
     function = jax.shard_map(own, mesh=mesh, **specs, check_vma=False)
     q, k = (
@@ -81,7 +81,7 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
 
 
 def name_of(job: CompileJob) -> str:
-    """Return file and function, without the folder."""
+    """Return the function's name and its file's, without the folder."""
     path, _, name = job.kernel_file.rpartition(":")
     return f"{Path(path).name}:{name}"
 
@@ -98,7 +98,7 @@ def _loaded(job: CompileJob) -> Callable[..., Any]:
 
 
 def _module(job: CompileJob, path: Path) -> ModuleType:
-    """Run a file as a module; it may import what lies beside it."""
+    """Run a file as a module; it may import files of its folder."""
     name = f"kernel_file_{path.stem}"  # a file may have the name of a library
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

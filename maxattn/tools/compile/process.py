@@ -1,8 +1,8 @@
 """The TPU's compiler in a child process that answers one request after the other.
 
-The compiler can take minutes, and a crash inside libtpu ends its process. A request that takes too
-long costs the process, and the next one starts another: importing jax and describing a TPU takes
-longer than most kernels do.
+The compiler can take minutes, and a crash inside libtpu ends its process. After a timeout the
+process is killed, and the next request starts another. One process serves many requests, since
+importing jax and describing a TPU takes longer than compiling most kernels.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from maxattn.config.document import parse_json
 from maxattn.config.errors import plain
 from maxattn.errors import ConfigError, Unsupported
 
-# What libtpu needs without a TPU. Asking the metadata server would wait for minutes.
+# libtpu's settings without a TPU: a query of the metadata server would wait for minutes.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-PYTHON_VARIABLE = "MAXATTN_TPU_PYTHON"  # the python of an environment with jax[tpu] and maxattn
+PYTHON_VARIABLE = "MAXATTN_TPU_PYTHON"  # path of a python with jax[tpu] and maxattn
 INSTALL = (
     f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python that has it and maxattn'
 )
-MOST_LOG = 2**16  # bytes of its log, of which the last lines are shown
-PART = 2**16  # bytes of an answer that are read at once
+MOST_LOG = 2**16  # last bytes of the process's log that are read for errors
+PART = 2**16  # most bytes of an answer per read
 HELD = signal.SIGINT, signal.SIGTERM
 
 
 class CompilerStopped(Exception):
-    """The process gave no answer: in time, or because it ended."""
+    """Raised when the process times out, or ends without an answer."""
 
     def __init__(self, message: str, is_timeout: bool = False) -> None:
         super().__init__(message)
@@ -51,10 +51,10 @@ class CompilerStopped(Exception):
 
 
 class CompilerProcess:
-    """Ask `compile/child.py`, which the first request starts; a context manager, which ends it.
+    """A process of `compile/child.py`: the first request starts it, leaving the context ends it.
 
-    `setting` is named in errors. With `dumps` libtpu writes its schedules, into a folder that is
-    deleted with the process.
+    Errors name `setting`. With `dumps`, libtpu writes its schedules into a folder that is deleted
+    with the process.
     """
 
     def __init__(self, setting: str, dumps: bool) -> None:
@@ -78,17 +78,17 @@ class CompilerProcess:
         return self._child is not None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer to a request in so many seconds, in which the process starts too.
+        """Return the answer to a request within `seconds`, which include starting the process.
 
         Raises:
-            CompilerStopped: there is none.
+            CompilerStopped: there is no answer.
             ConfigError: the named python cannot be run.
         """
         until = time.monotonic() + seconds
         if self._child is None:
             self._start()
         assert self._child is not None and self._answers is not None
-        # In a thread: a child that reads nothing would block a long request for ever.
+        # Write in a thread: a child that does not read would block a long request for ever.
         line = json.dumps(request).encode() + b"\n"
         threading.Thread(target=_write, args=(self._child.stdin, line), daemon=True).start()
         text = b""
@@ -108,7 +108,7 @@ class CompilerProcess:
         return found if isinstance(found, dict) else {}
 
     def crash(self, is_broken: bool) -> CompilerStopped:
-        """End the process, and return what its log ends with."""
+        """End the process, and return the error with the end of its log."""
         assert self._child is not None and self._folder is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(1)
@@ -117,12 +117,12 @@ class CompilerProcess:
             log.seek(max(0, path.stat().st_size - MOST_LOG))
             tail = "\n".join(log.read().decode(errors="replace").splitlines()[-20:])
         self.stop()
-        broken = " and an outcome that is not whole" if is_broken else ""
+        broken = " and an incomplete outcome" if is_broken else ""
         ended = f"the compiler's process ended with status {status}{broken}"
         return CompilerStopped(f"{ended}\n{tail}".rstrip())
 
     def stop(self) -> None:
-        """Kill the process and what it started, if it runs; also after Ctrl-C."""
+        """Kill the process and its children, if it runs; also after Ctrl-C."""
         if (child := self._child) is not None:
             if child.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -138,7 +138,7 @@ class CompilerProcess:
         self._child = self._answers = self._folder = None
 
     def _start(self) -> None:
-        """Start it with this very maxattn, in a process group of its own."""
+        """Start the process with this copy of maxattn, in a new process group."""
         self._folder = tempfile.TemporaryDirectory(prefix="maxattn-")
         reading, writing = os.pipe()
         self._answers = os.fdopen(reading, "rb", buffering=0)
@@ -159,7 +159,7 @@ class CompilerProcess:
                 )
         except OSError as error:
             why = error.strerror or error
-            rule = f"it names a python that can be run, and the system says: {why}"
+            rule = f"it must name a python that can be run, and the system reports: {why}"
             remedy = "name one that has libtpu and maxattn, or unset the variable"
             raise ConfigError(PYTHON_VARIABLE, plain(self.python), rule, remedy) from None
         finally:
@@ -167,24 +167,24 @@ class CompilerProcess:
 
 
 def _write(stdin: IO[bytes], line: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, as the reading finds
+    with contextlib.suppress(BrokenPipeError, ValueError):  # the next read reports it
         stdin.write(line)
         stdin.flush()
 
 
 def tpu_python() -> str | None:
-    """Return the python that can compile for a TPU: $MAXATTN_TPU_PYTHON, else one with libtpu."""
+    """Return a python that can compile for a TPU: $MAXATTN_TPU_PYTHON, else one with libtpu."""
     named = os.environ.get(PYTHON_VARIABLE)
     return named or (sys.executable if importlib.util.find_spec("libtpu") else None)
 
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Hold Ctrl-C and TERM back until the block ends, and then let the first one act.
+    """Delay Ctrl-C and TERM until the block ends; then handle the first one.
 
-    A child that runs before its parent can name it would be left behind by a signal in between.
+    A signal right after a child starts, before its parent knows its id, would leave it running.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+    if threading.current_thread() is not threading.main_thread():  # only it gets signals
         yield
         return
     came: list[int] = []

@@ -1,6 +1,6 @@
-"""What is compiled: attention alone, a module or a block, with abstract operands on a mesh.
+"""Programs to compile: attention alone, a module or a block, with abstract operands on a mesh.
 
-The mesh is of the devices of a TPU topology, which libtpu describes without a TPU.
+The mesh consists of the devices of a TPU topology, which libtpu describes without a TPU.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CHIPS_OF_A_HOST = 4
 
 
 class Program(NamedTuple):
-    """Hold a function and its abstract operands."""
+    """A function and its abstract operands."""
 
     function: Callable[..., Any]
     operands: Sequence[Any]
 
 
 def program_of(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
-    """Return what a job compiles."""
+    """Return the program that a job compiles."""
     made = _block if job.block else _module if job.module else _attention
     function, operands = made(job, plan, mesh)
     return Program(with_gradient(function) if job.training else function, operands)
@@ -60,7 +60,7 @@ def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
 
 
 def operand(dims: tuple[int, ...], letters: str, dtype: Any, mesh: Mesh) -> Any:
-    """Split an array as attention will; a length that does not divide is whole on every device."""
+    """Shard an array as attention does; an axis that does not divide is replicated."""
     shape = mesh_shape(mesh)
     spec = zip(dims, letters, spec_of(letters, shape), strict=True)
     axes = (a if a and n % ways(c, shape) == 0 else None for n, c, a in spec)
@@ -99,7 +99,7 @@ def _module(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
 
 
 def _no_rotation(call: Call) -> Any:
-    """Return tables of the right shapes, since their values cost no time."""
+    """Return rotary tables of the right shapes; their values do not matter."""
     rotary = jax.eval_shape(lambda: rope_1d(call.head_dim, call.q_len))
     return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), rotary)
 
@@ -115,14 +115,14 @@ def _sharded(state: Any, mesh: Mesh) -> Any:
 
 
 def devices_of(topology: str, slices: int = 1, count: int | None = None) -> list[Any]:
-    """Return the first `count` devices of so many slices of a topology, such as "v5p:2x2x1"."""
+    """Return the first `count` devices of `slices` topologies, such as "v5p:2x2x1"."""
     from jax.experimental import topologies
 
     if importlib.util.find_spec("libtpu") is None:
         rule = f"the TPU's compiler comes with libtpu, and {plain(sys.executable)} has none"
         remedy = f'pip install "maxattn[tpu]" there, or name another python in {PYTHON_VARIABLE}'
         raise Unsupported("compile", "libtpu is not installed", rule, remedy)
-    # Beside the name libtpu needs: one device a chip of v4, and hosts of fewer than 4 chips.
+    # libtpu needs more than the name for v4's devices per chip, and hosts of fewer than 4 chips.
     generation, _, layout = topology.partition(":")
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     sides = [int(n) for n in layout.split("x") if n.isdecimal()]
@@ -194,7 +194,7 @@ def attention_settings(job: CompileJob, mesh: Any) -> dict[str, Any]:
 
 
 def run_block(block: TransformerBlock, job: CompileJob, *operands: Any) -> Any:
-    """Run a block, which keeps for its backward what the config's `remat_policy` says."""
+    """Run a block; the config's `remat_policy` decides what is saved for its backward."""
     return remat(TransformerBlock.__call__, job.config)(block, *operands)
 
 

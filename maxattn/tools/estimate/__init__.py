@@ -1,1 +1,1 @@
-"""Price a TPU's kernels by the schedule that its compiler made; nothing runs."""
+"""Estimate times of TPU kernels from the compiler's schedules; nothing runs."""

@@ -1,12 +1,12 @@
-"""What libtpu writes about a TPU kernel, as values: bundles, slots, operands, products.
+"""libtpu's dumps of a TPU kernel, as values: bundles, slots, operands, products.
 
-A bundle is what a core issues in one cycle. libtpu writes one a line, and of some of them the
-comments on the lines after it:
+A bundle is the set of instructions that a core issues in one cycle. libtpu writes each bundle on a
+line; comments on some of them are on the lines after it:
 
     0x1d   : > { %261 = sbr.rel (%p258_p11) target = $region36 }
 
-Comments name where a region begins and ends, and which comparison ends a loop. What is of another
-form is refused, since an estimate of it would be a guess.
+Comments mark where a region begins and ends, and which comparison ends a loop. Lines of any other
+form are refused, since an estimate of them would be a guess.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ UNDERSTOOD = "libtpu 0.0.42 to 0.0.50"
 _HEAD = re.compile(r"\s*(0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[ ,]*)*):")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _REGION = re.compile(r"\bregion (\d+)")
-# A branch of another kind than those that are followed, and a wait of many cycles in one bundle.
+# Refused: a branch of another kind than `_branches` reads, or a wait of many cycles in a bundle.
 _STRANGE = re.compile(r"\bsbr\.(?!rel (?:\(!?%\w+\) )?target = \$region)[\w.]*|\bvdelay[\w.]*")
 _BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (%\w+), (\d+) /\* loop exit test")
 _GRID = re.compile(r"iteration_bounds: \(([\d, ]*)\)")
-NO_BOUND = 2**31 - 2  # steps, of a grid whose length is an argument of the kernel
-PIPELINE = 2  # trips of a loop beside its steps: blocks are fetched before, and written after
+NO_BOUND = 2**31 - 2  # steps of a grid whose length is an argument of the kernel
+PIPELINE = 2  # loop trips besides the steps: blocks are fetched before, and written after
 
 
 def unknown(who: str, rule: str) -> Unsupported:
-    """Return the refusal of a dump, such as of "libtpu 0.0.60's dump of my_kernel"."""
-    remedy = f"the dumps of {UNDERSTOOD} are understood: install one, or leave --estimate out"
+    """Return the error for a dump, named such as "libtpu 0.0.60's dump of my_kernel"."""
+    remedy = f"the dumps of {UNDERSTOOD} are supported: install one, or leave --estimate out"
     return Unsupported("estimate", who, rule, remedy)
 
 
 class Bundle(NamedTuple):
-    """Hold the instructions of a bundle without (`code`) and with comments (`text`)."""
+    """A bundle's instructions without (`code`) and with comments (`text`)."""
 
     code: str
     text: str
@@ -50,18 +50,18 @@ class Bundle(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Hold the bundles from `start` to before `end`."""
+    """The bundles from `start` to before `end`."""
 
     start: int
     end: int
 
     def holds(self, other: Span) -> bool:
-        """Check whether another span lies in this one, and is not the same."""
+        """Check whether this span strictly contains another one."""
         return self != other and self.start <= other.start and other.end <= self.end
 
 
 class Loop(NamedTuple):
-    """Hold a loop's bundles, and how many steps of a grid it runs; None: the device knows."""
+    """A loop's bundles, and its number of grid steps; None if known on the device alone."""
 
     span: Span
     steps: int | None
@@ -69,14 +69,14 @@ class Loop(NamedTuple):
 
 @dataclass(frozen=True)
 class Bundles:
-    """Hold a kernel's bundles in the order of their addresses, and whose dump it is."""
+    """A kernel's bundles in the order of their addresses, and the name of the dump."""
 
     rows: tuple[Bundle, ...]
     who: str
 
     @staticmethod
     def read(text: str, who: str) -> Bundles:
-        """Read the text of a file `...-final_bundles.txt`."""
+        """Parse the text of a file `...-final_bundles.txt`."""
         rows: list[tuple[str, str]] = []
         for line in text.splitlines():
             if (head := _HEAD.match(line)) and "{" in line:
@@ -96,7 +96,7 @@ class Bundles:
 
     @cached_property
     def skips(self) -> tuple[Span, ...]:
-        """What branches forward skip, in the order of the branches."""
+        """The spans that forward branches skip, in the order of the branches."""
         return tuple(Span(i + 1, to) for i, to in self._branches if to > i)
 
     @cached_property
@@ -112,7 +112,7 @@ class Bundles:
 
     @cached_property
     def _branches(self) -> tuple[tuple[int, int], ...]:
-        """Every branch with where it leads; the end alone has no comment."""
+        """Every branch and its target; only a branch to the end has no comment."""
         first: dict[str, int] = {}
         for i, row in enumerate(self.rows):
             for region in _REGION.findall(row.text):
@@ -124,9 +124,9 @@ class Bundles:
         )
 
     def _steps(self, span: Span, every: list[Span]) -> int | None:
-        """Return the bound of a loop's counter, less the trips that only fetch or write.
+        """Return a loop's grid steps: its counter's bound, less trips that only fetch or write.
 
-        Transfers compare their blocks with the grid, and must name as many steps.
+        The dump's transfers name the grid too, which must have as many steps.
         """
         inner = [other for other in every if span.holds(other)]
         own = (i for i in range(*span) if not any(s.start <= i < s.end for s in inner))
@@ -147,26 +147,26 @@ class Bundles:
 
 
 def sides(text: str) -> list[int]:
-    """Read numbers between commas or blanks."""
+    """Parse numbers between commas or blanks."""
     return [int(n) for n in text.replace(",", " ").split()]
 
 
-# ---- slots: how many of each unit the bundles fill -----------------------------------------------
+# ---- slots: use of each unit by the bundles ------------------------------------------------------
 
 FILLS, SPILLS = "VLOAD:FILL", "VSTORE:SPILL"
-_CAPACITY, _USE = "== CAPACTIY:", "== UTILIZATION:"  # libtpu's own spelling
+_CAPACITY, _USE = "== CAPACTIY:", "== UTILIZATION:"  # libtpu's spelling
 
 
 @dataclass(frozen=True)
 class SlotTable:
-    """Hold the slots of each unit in a bundle, and how many of them each bundle fills, in order."""
+    """How many slots of each unit a bundle has, and how many each bundle fills, in order."""
 
     capacity: dict[str, int]
     rows: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def read(text: str, who: str) -> SlotTable:
-        """Read the text of a file `...-final_hlo-static-per-bundle-utilization.txt`."""
+        """Parse the text of a file `...-final_hlo-static-per-bundle-utilization.txt`."""
 
         def numbers(line: str) -> tuple[int, ...]:
             words = line.split()
@@ -182,7 +182,7 @@ class SlotTable:
         return SlotTable(dict(zip(names, sizes, strict=True)), rows)
 
     def used(self, chosen: list[int]) -> dict[str, int]:
-        """Add up the slots that some bundles fill."""
+        """Sum the filled slots of the chosen bundles."""
         columns = zip(*(self.rows[i] for i in chosen), strict=True)
         return {name: sum(column) for name, column in zip(self.capacity, columns, strict=True)}
 
@@ -194,7 +194,7 @@ _WINDOW = re.compile(
     r" for operator (?:input|output) (\d+)\. The window shape is (\w+)\[([\d,]*)\], while the full"
     r" shape is \w+\[([\d,]*)\]"
 )
-# A write of the kernel's own has no condition; those of its windows have one.
+# A DMA that the kernel itself issues is unconditional; window DMAs have a condition.
 _WRITE = re.compile(
     r"dma\.vmem_to_hbm \[thread:\$?\d+\]\s+/\*vmem=\*/[^,]*, /\*size_in_granules=\*/(\d+)"
 )
@@ -202,7 +202,7 @@ GRANULE = 32  # bytes
 
 
 class Window(NamedTuple):
-    """Hold one operand: whether it lies in HBM, the bytes of a block, how many blocks it has."""
+    """One operand: whether it is in HBM, the bytes of a block, and the number of blocks."""
 
     in_hbm: bool
     is_output: bool
@@ -211,7 +211,7 @@ class Window(NamedTuple):
 
 
 def windows_of(bundles: Bundles) -> tuple[Window, ...]:
-    """Return the operands that a kernel takes in blocks: inputs in order, then outputs."""
+    """Return the operands that a kernel reads or writes in blocks: inputs, then outputs."""
     found = []
     rows = _WINDOW.findall(bundles.rows[0].text)
     for memory, kind, _, item, block, whole in sorted(rows, key=lambda row: (row[1], int(row[2]))):
@@ -224,25 +224,25 @@ def windows_of(bundles: Bundles) -> tuple[Window, ...]:
 
 
 def moved_by_itself(bundles: Bundles, rows: Iterable[int]) -> int:
-    """Count the bytes that a kernel moves between HBM and VMEM by itself, beside its windows.
+    """Count the bytes that a kernel's own DMAs move between HBM and VMEM, besides its windows.
 
-    What it writes so are sums, whose blocks it has read before.
+    Such writes are of sums, whose blocks the kernel has read before, so they count twice.
     """
     found = (size for i in rows for size in _WRITE.findall(bundles.rows[i].text))
     return 2 * GRANULE * sum(map(int, found))
 
 
 # ---- products: the time of the matrix units ------------------------------------------------------
-# On v5e and v5p the compiler issues products faster than a matrix unit takes their rows: bundles
-# alone would give more than the peak.
+# On v5e and v5p the compiler issues products faster than a matrix unit accepts rows: by bundles
+# alone a kernel would exceed the peak.
 
-ROWS = {"bf16": 16, "f32": 8}  # that an instruction sends, in units of bfloat16 rows' time
+ROWS = {"bf16": 16, "f32": 8}  # rows that an instruction sends, in units of a bfloat16 row's time
 _PRODUCT = re.compile(r"\bvmatmul\.(?:mubr\.|msk\.|lmr\.)*(\w+)\.\S*?(mxu\d)\b")
 _ANY = re.compile(r"\bvmatmul\b")
 
 
 def products(row: Bundle, who: str) -> list[tuple[str, str]]:
-    """List the products that a bundle issues, as (dtype, unit)."""
+    """List a bundle's products as (dtype, unit)."""
     found = _PRODUCT.findall(row.code)
     strange = sorted({dtype for dtype, _ in found} - ROWS.keys())
     if strange or len(found) != len(_ANY.findall(row.code)):
@@ -251,12 +251,12 @@ def products(row: Bundle, who: str) -> list[tuple[str, str]]:
 
 
 def busy_cycles(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> float:
-    """Return the cycles that some bundles keep every matrix unit busy, were they all equally so."""
+    """Return the mean cycles that the chosen bundles keep a matrix unit busy."""
     return sum(time for i in chosen for _, time in _times(bundles, i, core)) / core.units
 
 
 def waits(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> float:
-    """Return the cycles that bundles wait for matrix units if no product queues: the slow end."""
+    """Return the most cycles that bundles wait for matrix units, if no product can queue."""
     now, free = 0.0, dict[str, float]()
     for i in chosen:
         for unit, time in _times(bundles, i, core):

@@ -1,4 +1,4 @@
-"""The time of one kernel call from its schedule, as an interval, and what binds it."""
+"""Estimate the time of one kernel call from its schedule, as an interval."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ from maxattn.tools.estimate.bundles import (
 from maxattn.tools.estimate.step import BodyShares, GridStep
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
-_TWO_FORMS = "tpu_flash_fwd"  # its second bodies are the online softmax
+_TWO_FORMS = "tpu_flash_fwd"  # its second bodies compute the online softmax
 _CORE_ID = re.compile(r"(%\w+) = sld \[smem:\[[^\]]*\]\] /\* (?:megacore core id :: )?core id\b")
 KEYS = 1, 2  # the inputs K and V
 
 
 class KernelEstimate(NamedTuple):
-    """Hold what is estimated of one call of a kernel on one device; nothing ran.
+    """The estimate of one kernel call on one device; nothing ran.
 
     Args:
-        name: the instruction's.
-        calls: how often the program runs it.
-        steps: of its grid.
+        name: the HLO instruction's name.
+        calls: how often the program runs the kernel.
+        steps: number of grid steps.
         full, masked: shares of the steps that compute a tile without and with the mask.
-        block: queries and keys of a tile; () where they are not known.
-        cores, of_cores: cores that share the steps, and those that a device has.
-        cycles: of a step, fast and slow end.
-        seconds: of a call, fast and slow end; HBM's time where that is longer.
-        flops: of the products over allowed pairs; 0 where they are not known.
+        block: queries and keys of a tile; () if unknown.
+        cores, of_cores: cores that share the steps, and all cores of a device.
+        cycles: cycles of a step, fast and slow end.
+        seconds: seconds of a call, fast and slow end; HBM's time if that is longer.
+        flops: FLOPs of the matmuls over allowed pairs; 0 if unknown.
         peak: FLOP/s of the device.
         slots: the share of each unit's slots that the products' part of a step fills.
         spills: registers that a step writes to memory.
-        hbm: bytes between the kernel and HBM; 0 where that is not known.
+        hbm: bytes between the kernel and HBM; 0 if unknown.
         hbm_rate: bytes/s of HBM.
-        is_bound: every tile is priced with the mask, since which are visited is not known.
+        is_bound: whether all tiles are priced with the mask, since the visited ones are unknown.
     """
 
     name: str
@@ -82,7 +82,7 @@ class KernelEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelDump:
-    """Hold what libtpu wrote of a kernel: bundles and slots have the same length."""
+    """libtpu's dump of a kernel: bundles and slots have the same length."""
 
     name: str
     bundles: Bundles
@@ -100,24 +100,24 @@ class KernelDump:
 
     @property
     def phase(self) -> Phase | None:
-        """What the kernel computes, by its name; None if the name does not have it."""
+        """The kernel's pass, from its name; None if the name does not tell."""
         found = _PHASE.search(self.name)
         return cast(Phase, found.group(1)) if found else None
 
     @cached_property
     def cores(self) -> int:
-        """How many cores of the device run it: one where all others skip it."""
+        """How many cores of the device run the kernel: one if the others skip it."""
         have = core_of(self.device).cores
         ids = _CORE_ID.findall("\n".join(row.text for row in self.bundles.rows))
         if have > 1 and not ids:
-            raise unknown(self.bundles.who, "it does not say which of the device's cores run it")
+            raise unknown(self.bundles.who, "it does not show which of the cores run the kernel")
         text = "\n".join(row.text for row in self.bundles.rows)
         alone = any(re.search(rf"scmp\.ne\.s32\.totalorder {i}, 0\b", text) for i in ids)
         return 1 if alone else have
 
     @cached_property
     def step(self) -> GridStep:
-        """The loop over its grid; of `tpu_flash`, for scores that need no running maximum."""
+        """The loop over the grid; for `tpu_flash`, the form without a running maximum."""
         forms = 2 if _TWO_FORMS in self.name else 1
         return GridStep(self.bundles, self.slots, core_of(self.device), forms)
 
@@ -126,10 +126,10 @@ class KernelDump:
         return windows_of(self.bundles)
 
     def cost(self, steps: int, row: float) -> StepCost:
-        """Return what a step of a grid with so many steps, and so many in a row of tiles, costs.
+        """Return the cost of a step, for a grid of `steps` steps with `row` steps in each tile row.
 
-        K and V change at every step, and all other inputs with the row; in the backward of K and V
-        it is the other way round.
+        K and V change at every step, and all other inputs with the tile row; in the backward of K
+        and V it is the other way round.
         """
         step, bodies = self.step, self.step.bodies
         inputs = [w for w in self.windows if not w.is_output]
@@ -147,7 +147,7 @@ class KernelDump:
         return StepCost(*sizes, self.cores, in_step, in_row, spills)
 
     def estimate(self, tiles: KernelTiles | None, calls: int = 1) -> KernelEstimate:
-        """Price one call, which runs `calls` times; without tiles every step runs every body."""
+        """Estimate one call, which runs `calls` times; without tiles every step runs every body."""
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
         steps = self._steps(tiles)
@@ -184,12 +184,12 @@ class KernelDump:
         if loop.steps is not None:
             return loop.steps * self.cores
         if tiles is None:
-            rule = "only the device knows how many steps its grid has"
+            rule = "the number of its grid steps is known on the device alone"
             raise Unsupported("estimate", self.name, rule, "leave --estimate out of this program")
         return tiles.heads * (tiles.grids[0] if tiles.is_bound else tiles.visited)
 
     def _shares(self, tiles: KernelTiles | None, steps: int) -> BodyShares:
-        # An output of one block is memory that all steps share.
+        # All steps share an output of one block.
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
         row = max(1.0, steps / min(rows))
         if tiles is None:
@@ -200,9 +200,9 @@ class KernelDump:
         return BodyShares(tiles.full / whole, tiles.masked / whole, row)
 
     def _knows(self, tiles: KernelTiles, steps: int) -> bool:
-        """Check whether the plan's visited tiles are the ones that these steps compute.
+        """Check whether the plan's tiles match a grid of `steps` steps.
 
-        A ring's kernels may have half of the plan's tiles: then only if none is skipped.
+        A ring's kernels may have half of the plan's tiles, which matches only if none is skipped.
         """
         if tiles.is_bound:
             return False
@@ -211,7 +211,7 @@ class KernelDump:
 
 
 def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
-    """Return what a step costs in a grid of any length, from a dump of several rows of tiles."""
+    """Return a step's cost in a grid of any length, from a dump with several tile rows."""
     known = dump.step.loop.steps
     made = steps if known is None else known * dump.cores
     if made != steps:
@@ -222,7 +222,7 @@ def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
 
 
 def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
-    """Return what a step costs with the online softmax; None if the kernel has but one form."""
+    """Return a step's cost with the online softmax; None if the kernel has only one form."""
     if dump.step.forms == 1:
         return None
     full, masked = dump.step.costs(1)
@@ -231,7 +231,7 @@ def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
 
 
 def core_of(device: Device) -> TensorCore:
-    """Return what a TPU's schedule is priced with."""
+    """Return the core of a TPU, by whose clock and matrix units schedules are priced."""
     if device.core is None:
         rule = "an estimate needs a TPU whose clock and matrix units are public"
         remedy = "take one of v4, v5e, v5p, v6e and v7x, or leave --estimate out"
@@ -244,20 +244,20 @@ def core_of(device: Device) -> TensorCore:
 Phase = Literal["fwd", "dkv", "dq"]
 """The forward; the backward of K and V, of Q too when fused; the separate backward of Q."""
 _KEYS: dict[Phase, tuple[str, ...]] = {"fwd": FORWARD, "dkv": DKV, "dq": DQ}
-_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # of a query tile with a key tile; a fused dkv has 5
+_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # matmuls in each visited tile; a fused dkv has 5
 
 
 class KernelTiles(NamedTuple):
-    """Hold what one call of a kernel computes.
+    """The tiles that one call of a kernel computes.
 
     Args:
         block: queries and keys of a tile.
         full, masked: tiles of one head without and with the mask; empty ones are in neither.
-        grids: how many steps one head may have: all tiles, or those that are left where a grid ends
-            with its longest row, or column, of visited tiles.
+        grids: possible numbers of steps for one head: all tiles, or fewer if every tile row (or
+            column) of the grid is cut to the longest one.
         heads: heads times batch.
-        flops: operations of its products a visited tile, over the pairs that the mask allows.
-        is_bound: which tiles are visited differs by rank; `full` and `masked` mean nothing.
+        flops: FLOPs of the matmuls over the pairs that the mask allows.
+        is_bound: whether the visited tiles differ by rank, so that `full` and `masked` are void.
     """
 
     block: tuple[int, int]
@@ -278,7 +278,7 @@ class KernelTiles(NamedTuple):
 
 
 def tiles_of(plan: Plan, training: bool) -> dict[Phase, KernelTiles]:
-    """Count the tiles of each kernel that a plan runs; none where its kernel has no tiles."""
+    """Count the tiles of each kernel of a plan; return none if its kernel has no tiles."""
     if not all(isinstance(kernel.computes, Splash) for kernel in kernels_of(plan.kernel)):
         return {}
     blocks = (plan.kernel if training else plan.kernel.for_inference()).blocks

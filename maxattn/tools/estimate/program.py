@@ -1,7 +1,7 @@
-"""The time of a compiled program: its kernels, priced, and XLA's own operations.
+"""Estimate the time of a compiled program: its kernels, and XLA's own operations.
 
-libtpu takes long to write the schedules of a whole transformer block, so none is written: a block's
-self-attention is priced by the schedules that ship.
+libtpu takes long to write the schedules of a whole transformer block. So a block's self-attention
+is priced by schedules that ship with maxattn.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, KernelTiles, Phase, core_of
 
-NOT_COUNTED = 2**63 - 1  # what libtpu writes as the cycles of an operation that it does not price
-LONGEST = 3  # operations of XLA's own that an estimate names
+NOT_COUNTED = 2**63 - 1  # libtpu's cycles for an operation without an estimate
+LONGEST = 3  # most of XLA's own operations that an estimate names
 RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
 """Policies of rematerialisation under which attention runs a second time."""
 _PALLAS = 'custom_call_target="tpu_custom_call"'
@@ -44,9 +44,9 @@ _SLOTS = re.compile(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization\.txt"
 
 
 def dump_flags(folder: Path) -> str:
-    """Return what makes libtpu write the final bundles of all that it compiles into a folder."""
+    """Return libtpu's flags to write the final bundles of all compiled kernels into a folder."""
     final = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-    # Without the category it writes what it was before registers were assigned too, twice as much.
+    # Without the category it also writes bundles before register allocation, twice as much.
     return f"--xla_jf_dump_to={folder} {final} --xla_jf_dump_category_filter=codegen"
 
 
@@ -57,19 +57,19 @@ def estimate_of(
     tiles: Mapping[Phase, KernelTiles],
     forward_flops: float = 0.0,
 ) -> dict[str, Any]:
-    """Price a compiled program.
+    """Estimate the time of a compiled program.
 
     Args:
         text: `compiled.as_text()`.
         folder: where libtpu wrote its dumps.
-        device: what the program is for.
-        tiles: what each kernel computes.
-        forward_flops: of a forward without a plan: if one kernel computes it, its rate is known.
+        device: the device that the program is compiled for.
+        tiles: the tiles of each kernel.
+        forward_flops: FLOPs of a forward without a plan; gives the rate if one kernel runs.
 
     Returns:
-        plain values: `how`, the words beside every number; `libtpu`, its version; `kernels`, a
-        `KernelEstimate` each; `xla_seconds`, `xla_longest` and `xla_unknown` of XLA's own
-        operations: of all, (name, seconds) of the longest, names of those without a time.
+        Plain values: `how`, the words beside every number; `libtpu`, its version; `kernels`, a
+        `KernelEstimate` each; for XLA's own operations `xla_seconds` of all, `xla_longest`
+        (name, seconds), and `xla_unknown`, names of operations without a time.
     """
     version = metadata.version("libtpu")
     kernels = list[KernelEstimate]()
@@ -98,9 +98,9 @@ def _xla(text: str, device: Device) -> dict[str, Any]:
 
 
 class PallasCall(NamedTuple):
-    """Hold one call of a Pallas kernel, and how often the program runs it.
+    """One call of a Pallas kernel, and how often the program runs it.
 
-    Twins have the same kernel; libtpu writes the schedule of one of them.
+    Twins are calls of the same kernel; libtpu writes the schedule of one of them.
     """
 
     name: str
@@ -109,7 +109,7 @@ class PallasCall(NamedTuple):
 
 
 def pallas_calls(program: HloProgram) -> Iterator[PallasCall]:
-    """Yield the calls of Pallas kernels that a program has."""
+    """Yield a program's calls of Pallas kernels."""
     found = [
         (one.name, program.times(name), _BODY.search(one.rest))
         for name, body in program.computations.items()
@@ -124,7 +124,7 @@ def pallas_calls(program: HloProgram) -> Iterator[PallasCall]:
 
 @dataclass(frozen=True)
 class Dumps:
-    """Hold the last files that libtpu wrote, by the name of the instruction, and its version."""
+    """The last files that libtpu wrote for each instruction, and libtpu's version."""
 
     bundles: Mapping[str, Path]
     slots: Mapping[str, Path]
@@ -132,7 +132,7 @@ class Dumps:
 
     @staticmethod
     def of(folder: Path, libtpu: str) -> Dumps:
-        """List a folder."""
+        """Find the dumps in a folder."""
         paths = sorted(folder.glob("*.txt"))
         bundles, slots = (
             {found.group(1): path for path in paths if (found := form.fullmatch(path.name))}
@@ -141,7 +141,7 @@ class Dumps:
         return Dumps(bundles, slots, libtpu)
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
-        """Return the bundles and the table of slots of the first of the names that has both."""
+        """Return the texts of bundles and slots for the first name that has both."""
         for name in names:
             if name in self.bundles and name in self.slots:
                 bundles, slots = (
@@ -154,9 +154,9 @@ class Dumps:
 
 
 def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
-    """Yield the name of each operation of XLA's own, and the cycles that it expects of it.
+    """Yield the name and XLA's estimated cycles of each of its own operations.
 
-    What is inside a fusion counts with the fusion, and a loop's body as often as it runs.
+    Operations inside a fusion count with the fusion, and a loop's body as often as it runs.
     """
     every = [i for body in program.computations.values() for i in body]
     fused = {name for i in every if i.opcode == "fusion" for name in i.called}
@@ -170,7 +170,7 @@ def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
 
 
 class PricedPass(NamedTuple):
-    """Hold "forward" or "backward" of self-attention on one device: calls of a block, seconds."""
+    """ "forward" or "backward" of self-attention on one device: calls in a block, and seconds."""
 
     name: str
     calls: int
@@ -180,7 +180,7 @@ class PricedPass(NamedTuple):
 def block_estimate(
     text: str, device: Device, plan: Plan, training: bool, policy: str
 ) -> dict[str, Any]:
-    """Price a compiled block."""
+    """Estimate the time of a compiled transformer block."""
     passes = [one._asdict() for one in attention_passes(plan, training, policy)]
     return (
         _how(metadata.version("libtpu")) | {"kernels": [], "attention": passes} | _xla(text, device)
@@ -188,13 +188,13 @@ def block_estimate(
 
 
 def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:
-    """Price self-attention by the schedules that ship, with the sizes of a plan."""
+    """Price a plan's self-attention by the schedules that ship with maxattn."""
     local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
     forward, backward = (
         _priced(kernel, computed_call(kernel.name, local, target.platform), target, training)
         for kernel in kernels_of(plan.kernel)
     )
-    # The calls in which a device computes its pairs: a ring has one for each hop.
+    # Kernel calls of a device: a ring has one for each hop.
     padded, devices = plan.padded_call, prod(ways(axis, plan.strategy.shape) for axis in "BTN")
     hops = _pairs(padded) // (devices * _pairs(local))
     if forward is None or backward is None or (hops > 1 and not plan.call.mask.is_full):
@@ -209,7 +209,7 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
 def _priced(
     kernel: Kernel, local: Call, target: Target, training: bool
 ) -> tuple[Seconds, Seconds] | None:
-    """Price a forward and a backward, which takes no time in inference; None if none fit."""
+    """Price a forward and a backward (0 in inference); None if no shipped schedule fits."""
     kernel = kernel.computes if training else kernel.computes.for_inference()
     if not isinstance(kernel, Splash):
         return None

@@ -1,8 +1,8 @@
-"""What one step of a kernel's grid costs: which of its bundles run how often.
+"""The cost of one step of a kernel's grid: which of its bundles run how often.
 
-A step runs a body of products where a tile is visited, and skips it elsewhere. Of two bodies the
-shorter is for tiles without a mask. What is skipped and has no products begins or ends a row of
-tiles, and runs once a row.
+A step runs a body of products if its tile is visited, else it skips the body. Of two bodies the
+shorter is for tiles without a mask. A skipped span without products begins or ends a tile row, and
+runs once in each tile row.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from maxattn.tools.estimate.bundles import (
     waits,
 )
 
-BODIES = 2  # at most: of tiles without a mask, and of those with one
+BODIES = 2  # most bodies: for tiles without a mask, and for masked tiles
 BodyCost = tuple[float, float, float]  # bundles, waits and busy cycles of a step with a body
 
 
 class BodyShares(NamedTuple):
-    """Hold shares of steps with a tile computed without and with the mask; steps of a tile row."""
+    """Shares of steps that compute a tile without and with the mask; steps in a tile row."""
 
     full: float
     masked: float
@@ -38,10 +38,10 @@ class BodyShares(NamedTuple):
 
 @dataclass(frozen=True)
 class GridStep:
-    """Hold the loop over a kernel's grid.
+    """The loop over a kernel's grid.
 
-    `forms` is how many forms its bodies have, one after the other in the program. The first is
-    priced; others are of operands that the estimate is not for.
+    The program has `forms` variants of the bodies, one after the other. The first is priced; the
+    others are for other operands.
     """
 
     bundles: Bundles
@@ -51,17 +51,19 @@ class GridStep:
 
     @cached_property
     def loop(self) -> Loop:
-        """The loop over the grid; all of the kernel where its grid has a single step."""
+        """The loop over the grid; the whole kernel if its grid has a single step."""
         if not self.bundles.loops:
             return Loop(Span(0, len(self.bundles.rows)), 1)
         if len(self.bundles.loops) != 1:
-            rule = f"it has {len(self.bundles.loops)} loops, and one over the grid is understood"
+            rule = (
+                f"it has {len(self.bundles.loops)} loops, and only one (over the grid) is supported"
+            )
             raise unknown(self.bundles.who, rule)
         return self.bundles.loops[0]
 
     @cached_property
     def _skipped(self) -> tuple[Span, ...]:
-        """What is skipped in a step and holds no other such span."""
+        """The innermost spans that a step can skip."""
         inside = [s for s in self.bundles.skips if self.loop.span.holds(s)]
         return tuple(s for s in inside if not any(s.holds(other) for other in inside))
 
@@ -70,7 +72,7 @@ class GridStep:
         found = tuple(s for s in self._skipped if self._count(range(*s)))
         if len(found) > BODIES * self.forms or len(found) % self.forms:
             known = " or ".join(str(n * self.forms) for n in range(1, BODIES + 1))
-            rule = f"a step chooses among {len(found)} bodies, and {known} are understood"
+            rule = f"a step chooses among {len(found)} bodies, and {known} are supported"
             raise unknown(self.bundles.who, rule)
         return found
 
@@ -97,7 +99,7 @@ class GridStep:
         return [i for i in range(*self.loop.span) if i not in skipped]
 
     def costs(self, form: int = 0) -> tuple[BodyCost, BodyCost]:
-        """Price a form's body of a tile without a mask, and with one; one body is for both."""
+        """Price a form's bodies for tiles without and with a mask; a single body is for both."""
         bodies = self.bodies_of(form) or (Span(0, 0),)
         full, masked = (self._cost(bodies[place]) for place in (0, -1))
         return full, masked
@@ -108,9 +110,9 @@ class GridStep:
         return body.end - body.start, *times
 
     def usual_shares(self, row: float) -> BodyShares:
-        """Return the shares of a kernel of which nothing is known.
+        """Return the shares of a kernel without known tiles.
 
-        Every step runs the body with most products: another is for the rest of a ragged length.
+        Every step runs the body with most products: another body is for a ragged length's tail.
         """
         counts = [self._count(range(*body)) for body in self.bodies]
         is_first = not counts or counts[0] == max(counts)
@@ -128,7 +130,7 @@ class GridStep:
         return self.slots.used(self._products_part(shares))
 
     def _products_part(self, shares: BodyShares) -> list[int]:
-        """Return the body that most steps run, or the stretch of every step with most products."""
+        """Return the body that most steps run, else the part of the loop with most products."""
         if self.bodies:
             is_masked = len(self.bodies) > 1 and shares.masked > shares.full
             return list(range(*self.bodies[-1 if is_masked else 0]))

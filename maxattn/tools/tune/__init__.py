@@ -1,1 +1,1 @@
-"""What `maxattn tune` does: choose candidates, time them, keep what was measured."""
+"""Steps of `maxattn tune`: choose candidates, time them, keep the measurements."""

@@ -1,4 +1,4 @@
-"""What is worth timing or compiling for a call: kernels, sizes of one kernel, tiles of a TPU."""
+"""Candidates for a call: kernels or sizes to time, and tiles to compile for a TPU."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from maxattn.target import Target
 from maxattn.tools.memory import fits_alone
 from maxattn.tuned import Sizes
 
-# Pairs that a step of the grid is taken to cost beside its own work: an assumption, not measured.
+# Overhead of a grid step, in query-key pairs: an assumption, not measured.
 STEP = 256 * 256
 
 
 # ---- kernels -------------------------------------------------------------------------------------
 
-MOST_OPERATIONS = 2e12  # of plain JAX beside other kernels: it would take minutes
-SHARE = 0.25  # of the memory that dense scores may take: they are there several times
+MOST_OPERATIONS = 2e12  # most pairs for plain JAX, if other kernels can run: it would take minutes
+SHARE = 0.25  # most share of the memory for dense scores, of which there are several copies
 
 
 class KernelCandidates(NamedTuple):
-    """Hold the kernels to time, built for a call, and why each other one is not timed."""
+    """The kernels to time, built for a call, and the reason why each other one is not timed."""
 
     built: dict[str, Kernel]
     left_out: dict[str, str]
@@ -46,11 +46,11 @@ class KernelCandidates(NamedTuple):
 def kernel_candidates(call: Call, config: AttentionConfig, target: Target) -> KernelCandidates:
     """Return the kernels that can run a call, by name.
 
-    `deterministic` refuses none here: a plan that wants it looks at what was measured itself.
+    `deterministic` excludes no kernel here: a deterministic plan filters the measured ones.
     """
     reasons = {name: refusal(name, call, target) for name in KERNELS}
     runs = [name for name, reason in reasons.items() if reason is None]
-    # Kernels for other devices are not named.
+    # Kernels for other devices are not mentioned.
     left_out = {n: r.rule for n, r in reasons.items() if r and r.feature != "platform"}
     built = {name: build(name, call, config, target) for name in runs}
     for name in runs:
@@ -68,7 +68,7 @@ def _why_untimed(name: str, kernel: Kernel, call: Call, target: Target, others: 
     if target.platform == "cpu" and kernel.is_pallas:
         return "a CPU interprets it, step by step"
     scores = 4.0 * scores_of(call)
-    # A machine's own memory where the device has none.
+    # The machine's memory if the device has none.
     own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = SHARE * (target.device.memory or own)
     if name == "dot_product" and scores > most:
@@ -89,10 +89,10 @@ CHUNK_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 def candidates(
     kernel: str, call: Call, target: Target, training: bool, limit: int
 ) -> tuple[Sizes, ...]:
-    """Return at most so many sizes to time: what runs by default first, then the others.
+    """Return at most `limit` sizes to time: the default first, then the others.
 
-    Tiles of a TPU's kernel come by their estimated cost; chunks, which any machine computes and
-    whose steps cost next to nothing, by their distance from the default.
+    Tiles of a TPU's kernel are in the order of their estimated cost. Chunks, which any machine
+    computes and whose steps cost little, are in the order of their distance from the default.
     """
     if kernel in BLOCKS:
         first, *others = _of_blocks(kernel, call, target, training)
@@ -116,7 +116,7 @@ def sizes_text(sizes: Sizes) -> str:
 
 
 def cost_of(sizes: Sizes, call: Call) -> tuple[int, int]:
-    """Return what ranks a forward's tiles: pairs, with those of steps; then parts of steps."""
+    """Return a forward's sort key for tiles: pairs plus overhead of steps; then parts of steps."""
     values = dict(sizes)
     tile = values["block_q"], values["block_kv"]
     steps = _steps(tile, call)
@@ -128,7 +128,7 @@ def cost_of(sizes: Sizes, call: Call) -> tuple[int, int]:
 
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Sizes]:
-    """Make the block sizes that the rules leave as they are, and whose dQ fits the device."""
+    """List block sizes that the kernel's rules do not change, and whose dQ fits the device."""
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
     found = {default: None}
     fused = (True, False) if training and kernel == "flash" else (None,)
@@ -160,15 +160,15 @@ def _steps(tile: Tile, call: Call) -> int:
 # ---- tiles of a TPU, to compile ------------------------------------------------------------------
 
 LONGEST, SHORTEST = 4096, 256  # tokens of a block
-LARGEST = 2**22  # pairs of a tile: in a larger one a step's own cost is next to nothing already
-COMMON = 512, 1024, 2048  # that every kernel was seen to do well with
-COMPUTE_STEP = 128 * 128  # pairs that a part of a tile's keys is taken to cost, as STEP
+LARGEST = 2**22  # most pairs of a tile: in a larger one a step's overhead is negligible
+COMMON = 512, 1024, 2048  # tiles with which every kernel does well, as measured
+COMPUTE_STEP = 128 * 128  # overhead of each part of a tile's keys, in pairs as STEP
 ALIKE = 1.25  # tiles whose sizes differ by less have about the same schedule
 PARTS: dict[Kind, Part] = {"fwd": "forward", "dkv": "dkv", "fused": "fused", "dq": "dq"}
 
 
 def tile_choices(kind: Kind, call: Call, facts: Facts) -> list[Tile]:
-    """List tiles that fit VMEM, fewest pairs first, padding and what steps cost among them."""
+    """List tiles that fit VMEM, fewest pairs first, counting padding and steps' overhead."""
 
     def does_fit(tile: Tile) -> bool:
         whole = tile[0], tile[1], tile[-1]
@@ -187,7 +187,7 @@ def tile_choices(kind: Kind, call: Call, facts: Facts) -> list[Tile]:
 
 
 def without_likes(choices: Sequence[Tile], call: Call) -> Iterator[Tile]:
-    """Leave out a tile that is like one before it and pads no less."""
+    """Leave out each tile that resembles an earlier tile and pads no less."""
     taken: list[Tile] = []
     for tile in choices:
         alike = (
@@ -202,7 +202,7 @@ def without_likes(choices: Sequence[Tile], call: Call) -> Iterator[Tile]:
 
 
 def _lengths(length: int) -> list[int]:
-    """Return block lengths: common ones, and those that cut a length into equal parts."""
+    """Return block lengths: common ones, and lengths that cut `length` into equal parts."""
     most = min(LONGEST, round_up(length, LANES) // 2)
     parts = range(2, length // SHORTEST + 1)
     equal = (round_up(-(-length // n), LANES) for n in parts)

@@ -1,4 +1,4 @@
-"""One TPU kernel to compile, alone and over few tiles: as a value, and what a step of it costs."""
+"""One TPU kernel to compile, alone and over few tiles, and the cost of its grid step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from maxattn.block_sizes.sizes import ITEMSIZE, LANES, KernelKind
 from maxattn.devices import DEVICES
 from maxattn.errors import MaxattnError
 
-ROWS, COLUMNS = 2, 4  # tiles of a head: a kernel has the same schedule over more
-# The largest VMEM of a TPU: in it the compiler would keep a shorter operand, and the kernel
+ROWS, COLUMNS = 2, 4  # tiles of a head: with more, the schedule is the same
+# The largest VMEM of a TPU: the compiler would keep a shorter operand in it, and the kernel
 # would have no transfers.
 OPERAND = 2**27
-PADDED = 8  # keys of the last tile that are padding, where there are any
+PADDED = 8  # padded keys in the last tile, if keys are padded
 TOPOLOGIES = {
     "TPU v4": "v4:1x1x1",
     "TPU v5e": "v5e:1x1",
@@ -28,21 +28,21 @@ TOPOLOGIES = {
     "TPU v6e": "v6e:1x1",
     "TPU v7x": "tpu7x:1x1x1",
 }
-NICE = 10  # steps behind the user's own work
-LONGEST_MESSAGE = 600  # characters of an error of the compiler
+NICE = 10  # process priority below the user's own work
+LONGEST_MESSAGE = 600  # most characters of a compiler's error
 
 
 @dataclass(frozen=True)
 class KernelJob:
-    """Name a kernel.
+    """A kernel to compile.
 
     Args:
         device_kind: such as "TPU v6e".
-        kernel: its name.
-        kind: which of its kernels.
+        kernel: name of the attention kernel.
+        kind: which of its Pallas kernels.
         tile: queries, keys, keys computed at once.
         head_dim, dtype: H, and the dtype of q, k and v.
-        masked: what it evaluates of a mask; a bool says whether keys are padded.
+        masked: the kind of mask that it tests; or a bool, whether keys are padded.
     """
 
     device_kind: str
@@ -65,9 +65,9 @@ class KernelJob:
 
     @property
     def window(self) -> tuple[int, int, int]:
-        """Tokens before and after a query that it sees, and the position of the first query.
+        """Tokens that a query sees before and after itself, and the position of the first query.
 
-        Of an interval of keys. The last row of tiles has all columns, and the first one fewer.
+        For masks of one key interval. The last tile row has all columns, the first one fewer.
         """
         q, kv = self.tile[:2]
         longest = sum(self.lengths)
@@ -79,32 +79,32 @@ class KernelJob:
 
     @property
     def by_key(self) -> bool:
-        """Whether its grid goes through the queries of each tile of keys."""
+        """Whether the grid iterates over the queries of each key tile."""
         return self.kind in ("dkv", "fused")
 
     @property
     def batch(self) -> int:
-        """Rows of the batch: the backward's cores share them."""
+        """Batch rows: the backward's cores share them."""
         return 1 if self.kind == "fwd" else 2
 
     @property
     def heads(self) -> int:
-        """Heads of a row: an even number of them, so many that every operand lies in HBM."""
+        """Heads of a batch row: an even number, so many that every operand is in HBM."""
         shortest = min(self.lengths) * self.head_dim * ITEMSIZE[self.dtype] * self.batch
         return 2 * -(-OPERAND // (2 * shortest))
 
     @property
     def steps(self) -> int:
-        """Steps of its grid."""
+        """Steps of the grid."""
         return self.batch * self.heads * ROWS * COLUMNS
 
     def values(self) -> dict[str, Any]:
-        """Return its fields as JSON has them."""
+        """Return the fields as JSON values."""
         return asdict(self) | {"tile": list(self.tile)}
 
     @staticmethod
     def of(values: dict[str, Any]) -> KernelJob:
-        """Read what `values` wrote."""
+        """Make a job from the result of `values`."""
         fields = values | {"tile": tuple(values["tile"]), "masked": Evaluates(values["masked"])}
         return KernelJob(**fields)
 
@@ -113,11 +113,11 @@ class KernelJob:
 
 
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
-    """Compile one kernel: {"cost": [...]}, with "online" if that is apart; or {"failed": why}."""
+    """Compile a kernel: {"cost": [...]}, with "online" if its cost differs; or {"failed": why}."""
     _step_back()
     try:
         return _costs(job, folder)
-    # The compiler's own: not enough VMEM, or a kernel that it cannot make; and refused dumps.
+    # The compiler's own errors, such as not enough VMEM; and refused dumps.
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         kept = lines if isinstance(error, MaxattnError) else lines[:1]
@@ -157,7 +157,7 @@ def _compiled(job: KernelJob) -> Any:
     operands = (
         jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, whole)) for shape in shapes
     )
-    # The libraries ask the mesh of a shard_map which TPU they compile for.
+    # Kernel libraries look up the TPU in the mesh of a shard_map.
     specs: dict[str, Any] = {"mesh": mesh, "in_specs": whole, "out_specs": whole}
     sharded = jax.jit(jax.shard_map(function, **specs, check_vma=False))
     return sharded.trace(*operands).lower(lowering_platforms=("tpu",)).compile()

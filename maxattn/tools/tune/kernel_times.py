@@ -1,7 +1,7 @@
 """Time the kernels of one call on one device, in turns, the forward and the backward apart.
 
-Lengths and ids are arguments of what is compiled, as they are in a model: the work that a kernel
-does on the device to prepare them counts.
+Lengths and ids are arguments of the compiled program, as in a model, so the time includes the
+kernel's work on the device to prepare them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from maxattn.tools.bench.timing import (
 )
 from maxattn.tools.passes import backward, forward, random_inputs
 
-SECONDS, ROUNDS = 0.3, 7  # of a kernel's pass
+SECONDS, ROUNDS = 0.3, 7  # seconds to time a kernel's pass
 
 
 class PassTimes(NamedTuple):
-    """Hold the ms of each round by kernel, why others did not run, and whether the device stopped
-    answering after the one that failed.
+    """The ms of each round by kernel, why other kernels did not run, and whether the device stopped
+    answering after a failed kernel.
     """
 
     ms: dict[str, tuple[float, ...]]
@@ -51,8 +51,8 @@ def time_pass(
     Args:
         kernels: built for the call, by name.
         what: "forward" or "backward".
-        call: of one device.
-        mask: of the call, with its arrays.
+        call: the call of one device.
+        mask: the call's mask, with its arrays.
         of: the kernel whose output and LSE a backward begins with.
     """
     sets = random_sets(call, mask)
@@ -87,7 +87,7 @@ def compile_pass(
 def time_programs(
     programs: Mapping[str, TimedProgram], what: str, sets: Sequence[Any], seconds: float
 ) -> PassTimes:
-    """Time compiled programs in turns; of a device that was lost nothing else counts."""
+    """Time compiled programs in turns; if the device is lost, return that alone."""
     ready = [replace(program, inputs=sets) for program in programs.values()]
     timed = dict(zip(programs, time_all(ready, seconds, ROUNDS, len(sets) > 1), strict=True))
     failed = {name: f"{what}: {its.failed}" for name, its in timed.items() if its.failed}
@@ -99,7 +99,7 @@ def time_programs(
 
 
 def answers() -> bool:
-    """Return whether the device still computes."""
+    """Return whether the device still answers."""
     try:
         return float(jnp.zeros(()) + 1) == 1
     except Exception:  # whatever a lost device raises
@@ -124,13 +124,13 @@ def time_sizes(kernel: Kernel, call: Call, training: bool) -> Timed:
 
 
 def random_sets(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
-    """Draw (q, k, v, dout, mask): several of short calls, which one program computes."""
+    """Draw (q, k, v, dout, mask); for short calls several times, for one program."""
     of_device = jax.tree.map(jnp.asarray, mask)
     return [(*each, of_device) for each in random_inputs(call, inputs_of(call))]
 
 
 def inputs_of(call: Call) -> int:
-    """Return how many calls one program makes, so that the host's share does not show."""
+    """Return how many calls one program makes, so that launches by the host do not count."""
     products = 4.0 * scores_of(call) * call.head_dim / 5e14
     tokens = call.q_len * call.heads + call.kv_len * call.kv_heads
     return calls_of(1e6 * max(products, 4.0 * call.batch * call.head_dim * tokens / 3e12))

@@ -1,8 +1,8 @@
-"""Schedules of TPU kernels: asked of the compiler, kept, and searched for the fastest tiles.
+"""Schedules of TPU kernels: compile them, log their costs, and search for the fastest tiles.
 
-The log has a line of JSON for each compiled kernel, written as soon as it is known. A line that a
-kill cut off is left out, and its kernel is compiled again. So a search that was stopped goes on
-where it was, and shapes with the same tiles share their kernels.
+The log has a line of JSON for each compiled kernel, written at once. An incomplete line, after a
+kill, is ignored, and its kernel is compiled again. So a stopped search continues, and shapes with
+the same tiles share their kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from maxattn.tools.tune.kernel_job import KernelJob
 
 START_SECONDS = 300.0
 
-# What a kernel's program depends on beside the libraries.
+# Sources that a kernel's program depends on, besides the libraries.
 _SOURCES = (
     "kernels/splash/jax_splash.py",
     "kernels/splash/tokamax.py",
@@ -52,7 +52,7 @@ _OWN_SOURCES = (
 
 
 class ScheduleCompiler:
-    """Compile kernels in a child process, with a limit each; a context manager, which ends it."""
+    """Compile kernels in a child process, with a time limit each; leaving the context ends it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -76,9 +76,9 @@ class ScheduleCompiler:
         raise Unsupported("--offline", "libtpu", rule, INSTALL)
 
     def answer(self, job: KernelJob) -> dict[str, Any]:
-        """Compile a kernel: {"cost": [...]}, or {"failed": why}, with the limit if it was over."""
+        """Compile a kernel: {"cost": [...]}, or {"failed": why}, with the limit after a timeout."""
         try:
-            if not self._process.is_running:  # which takes longer than most kernels do
+            if not self._process.is_running:  # START_SECONDS are for the start alone
                 self._process.ask({"versions": True}, START_SECONDS)
             return self._process.ask({"kernel": job.values()}, self.seconds)
         except CompilerStopped as stopped:
@@ -88,7 +88,7 @@ class ScheduleCompiler:
 
 
 class ScheduleLog:
-    """Hold the answers of a file, if they are of these versions of libtpu, jax and tokamax."""
+    """The answers in a log file for these versions of libtpu, jax and tokamax."""
 
     def __init__(self, path: Path, versions: dict[str, str]) -> None:
         self.path = path
@@ -96,7 +96,7 @@ class ScheduleLog:
         self._known = {_key(line): line for line in read_lines(path)}
 
     def find(self, job: KernelJob) -> dict[str, Any] | None:
-        """Return what was answered of a kernel; None where it was not compiled."""
+        """Return the logged answer for a kernel; None if it was not compiled."""
         return self._known.get(_key(self._line(job)))
 
     def add(self, job: KernelJob, answer: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class ScheduleLog:
 
 
 def versions_text(kernel: str, versions: dict[str, str]) -> str:
-    """Spell what a schedule depends on: libraries, and a digest of the sources of our own."""
+    """Write the versions that a schedule depends on: libraries, and a digest of our sources."""
     names = ("libtpu", "jax", *(("tokamax",) if kernel == "tokamax_flash" else ()))
     listed = ", ".join(f"{name} {versions.get(name, 'none')}" for name in names)
     return f"{listed}, source {source_digest(kernel)}"
@@ -133,7 +133,7 @@ def source_digest(kernel: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a log; none where there is no file."""
+    """Yield the complete lines of a log; none if there is no file."""
     try:
         text = read_bounded(path).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def costs_of(kind: Kind, answer: dict[str, Any]) -> dict[Kind, StepCost]:
-    """Read what a kernel costs, also with the online softmax if that is apart; {} if it failed."""
+    """Read a kernel's cost, and its cost with the online softmax if that differs; {} if failed."""
     named: dict[Kind, Any] = {kind: answer.get("cost"), "online": answer.get("online")}
     return {kind: StepCost.of(values) for kind, values in named.items() if values}
 
@@ -178,18 +178,18 @@ def _key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 # ---- the search ----------------------------------------------------------------------------------
 
-FORWARDS = 2  # of the fastest forward tiles, that a backward's tiles must go with
-PATIENCE = 4  # tiles after the fastest that are compiled in vain
+FORWARDS = 2  # how many of the fastest forward tiles a backward's tiles may divide
+PATIENCE = 4  # a search ends after so many tiles without a faster one
 PRODUCTS: dict[Kind, int] = {"fwd": 2, "dkv": 4, "fused": 5, "dq": 3}
 Say = Callable[[KernelJob, dict[str, Any], bool], None]
 
 
 @dataclass
 class OfflineSearch:
-    """Compile tiles of one call, and keep what they cost, and why kernels have no schedule.
+    """Compile tiles of one call; keep their costs, and why some have no schedule.
 
-    `limit` is of the tiles of each kernel, beside those that run where nothing is set. `say` gets
-    each kernel, its answer, and whether that was known before.
+    `limit` is the most tiles of each kernel, besides the default ones. `say` is called with each
+    kernel, its answer, and whether the answer was in the log.
     """
 
     compiler: ScheduleCompiler
@@ -203,8 +203,8 @@ class OfflineSearch:
     failures: list[str] = field(default_factory=list)
 
     def run(self, training: bool) -> Costs:
-        """Return what is known when each kernel of a pass was searched."""
-        for each in (False, True) if training else (False,):  # what runs where nothing is set
+        """Search the tiles of each kernel of a pass; return the estimates."""
+        for each in (False, True) if training else (False,):  # the default tiles
             sizes, _ = adjust(FlashBlockSizes(), self.call, self.kernel, self.target, each)
             for kind, tile in tiles_of(sizes).items():
                 self._cost(kind, tile)
@@ -229,7 +229,7 @@ class OfflineSearch:
         for tile, _ in zip(choices, range(self.limit), strict=False):
             if vain >= PATIENCE:
                 return
-            # The products at the peak, padding among them.
+            # The matmuls at peak rate, with padding.
             pairs = padded_pairs(tile, self.call) * self.call.heads * self.call.batch
             if 2 * PRODUCTS[kind] * pairs * self.call.head_dim / core.peak < best:
                 found = self._cost(kind, tile)
@@ -244,13 +244,13 @@ class OfflineSearch:
         return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
 
     def _cost(self, kind: Kind, tile: Tile) -> Seconds | None:
-        """Look one kernel up, or compile it; None where it does not compile."""
+        """Look up one kernel's cost, or compile it; None if it does not compile."""
         masked = evaluates(self.call, tile)
         what = self.target.device_kind, self.kernel, kind, tile
         job = KernelJob(*what, self.call.head_dim, self.call.dtype, masked)
         answer = self.log.find(job)
         if answer and answer.get("after", float("inf")) < self.compiler.seconds:
-            answer = None  # there is more time than there was
+            answer = None  # it timed out before, with a lower limit
         is_known = answer is not None
         if answer is None:
             answer = self.compiler.answer(job)

@@ -6,8 +6,8 @@ Or compile again each kernel of a log whose sources or libraries have changed:
 
     python -m maxattn.tools.tune.ship LOG --again [SECONDS]
 
-Each answer is added to the log as soon as it is known, and a command that is stopped goes on where
-it was. SECONDS limits a compile; default 600.
+Each answer is added to the log at once, so a stopped command continues when it is run again.
+SECONDS limits each compile; default 600.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LIBTPU = re.compile(r"libtpu ([\w.]+)")
 
 
 def table_of_log(path: Path) -> str:
-    """Write the costs of a log as a table; a later line of the same kernel counts."""
+    """Write the costs of a log as a table; the last line of a kernel counts."""
     lines = list(read_lines(path))
     found = {v for line in lines for v in _LIBTPU.findall(str(line["versions"]))}
     if len(found) != 1:
@@ -49,14 +49,14 @@ def table_of_log(path: Path) -> str:
 
 
 def changed(path: Path, log: ScheduleLog) -> Iterator[KernelJob]:
-    """Yield the kernels of a file that a log does not know as they are today, each once."""
+    """Yield each kernel of a file that the log lacks for today's sources and libraries."""
     for job in dict.fromkeys(job for job, _ in jobs_of(read_lines(path))):
         if log.find(job) is None:
             yield job
 
 
 def compile_again(path: Path, seconds: float) -> None:
-    """Compile what has changed."""
+    """Compile each kernel whose sources or libraries have changed."""
     with ScheduleCompiler(seconds) as compiler:
         log = ScheduleLog(path, compiler.versions)
         jobs = list(changed(path, log))
@@ -68,7 +68,7 @@ def compile_again(path: Path, seconds: float) -> None:
 
 
 def main() -> None:
-    """Write the table, or compile again."""
+    """Write the table, or compile changed kernels again."""
     parser = argparse.ArgumentParser("python -m maxattn.tools.tune.ship", description=__doc__)
     parser.add_argument("log", type=Path)
     parser.add_argument("table", type=Path, nargs="?")

@@ -1,4 +1,4 @@
-"""Keeps measurements: each is written by a rename as soon as it is made, so a kill loses none."""
+"""Keeps measurements: each is written at once, by a rename, so a kill loses none."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
 
 
 def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the measurement of the same sizes or kernels, call, device and versions, if any."""
+    """Return the kept measurement of the same sizes or kernels, call, device and versions."""
     return next((m for m in read_kept(path).measurements if _is_same(m, wanted)), None)
 
 
 def add(path: Path, measurement: dict[str, Any]) -> None:
-    """Put a measurement into the file, in place of an earlier one of the same."""
+    """Write a measurement into the file; it replaces an earlier one of the same call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]
@@ -36,20 +36,20 @@ def add(path: Path, measurement: dict[str, Any]) -> None:
 
 
 class Opened(NamedTuple):
-    """Hold the file of measurements of one command, or a copy for this command alone, and why."""
+    """A command's file of measurements; or a temporary copy, and why nothing is kept."""
 
     path: Path
     problem: str
 
     def say(self, what: str) -> None:
-        """Print what is measured, and where that is kept."""
+        """Print what is measured, and where times are kept."""
         where = "" if self.problem else f"; measurements in {self.path}"
         print(f"  {what}{where}", flush=True)
 
 
 @contextmanager
 def opened() -> Iterator[Opened]:
-    """Open the file; print why nothing can be kept, and what is wrong with a damaged file."""
+    """Open the file; print why times cannot be kept, and what is damaged in the file."""
     path = cache_path()
     problem = unwritable(VARIABLE, path)
     with TemporaryDirectory(prefix="maxattn-tune-") as folder:
@@ -57,7 +57,7 @@ def opened() -> Iterator[Opened]:
         if problem:
             why = f"{path} cannot be written, so nothing is kept: {problem.rule}"
             print(f"{why}; set {VARIABLE} to a folder that you may write to")
-            with suppress(OSError):  # there is none, or it may not be read
+            with suppress(OSError):  # no file, or no permission
                 shutil.copyfile(path, copy)
         if aside := put_aside(copy):
             beside = "" if problem else f"; a copy is kept as {aside[1].name}"
@@ -66,9 +66,9 @@ def opened() -> Iterator[Opened]:
 
 
 def put_aside(path: Path) -> tuple[str, Path] | None:
-    """Keep a copy of a damaged file beside it; return what is wrong with it and where the copy is.
+    """Copy a damaged file beside itself; return its damage and the path of the copy.
 
-    What is sound in it stays; the rest goes with the next measurement.
+    Sound measurements stay; damaged ones are removed when the next one is written.
     """
     damage = read_kept(path).damage
     if not damage:

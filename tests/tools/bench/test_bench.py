@@ -156,7 +156,7 @@ NO_FILE = "it is a file, and this is a folder"
 WITH = "it is read with"
 NO_FOLDER = "it is a folder, and there is a file of that name"
 REFUSED = [
-    ("no-such-shape", "it is B,T,S,N,H"),
+    ("no-such-shape", "it must be B,T,S,N,H"),
     ("--kernel bogus", f"{KERNELS}, memory_efficient, flash"),
     ("--kernel dot_product --kernel flsh", "did you mean 'flash'?"),
     ("--mesh context=2 --kernel bogus", KERNELS),

@@ -220,7 +220,7 @@ def test_the_online_softmax_has_costs_of_its_own():
 
 def test_forms_of_unlike_numbers_of_bodies_are_refused():
     kernel = KernelDump.read("vmap_tpu_flash_fwd_.1", *three_bodies(), V6E, "x")
-    with pytest.raises(Unsupported, match="among 3 bodies, and 2 or 4 are understood"):
+    with pytest.raises(Unsupported, match="among 3 bodies, and 2 or 4 are supported"):
         kernel.estimate(ALL)
 
 
@@ -338,7 +338,7 @@ def test_a_twin_has_the_file():
 
 
 def test_a_dynamic_grid_needs_the_plans_tiles():
-    with pytest.raises(Unsupported, match="only the device knows how many steps"):
+    with pytest.raises(Unsupported, match="grid steps is known on the device alone"):
         dump("v6e", FORWARD).estimate(None)
 
 
