@@ -71,7 +71,8 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
         config: `deterministic` refuses kernels; only measurements with its settings count.
     """
     usual = order(_as_computed(local, config, target), target)
-    tuned = tuned_order(local, target, config, usual) or TunedOrder(usual, (), ())
+    measured = tuned_order(local, target, config, usual)
+    tuned = measured or TunedOrder(usual, (), ())
     refused: list[Reason] = []
     for name, because in tuned.candidates:
         reason = refusal(name, local, target, config.deterministic)
@@ -81,7 +82,9 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
             warns = lost_to_bias and not config.deterministic
             said = (*refused, *tuned.failed)
             return KernelChoice(name, because, said, warns=warns, notes=tuned.notes)
-        refused.append(reason)
+        # A GPU has many kernels: of those in a rule, a plan prints why the first cannot run.
+        if not refused or target.platform != "gpu" or measured:
+            refused.append(reason)
     raise AssertionError("plain JAX computes every call")
 
 

@@ -62,6 +62,8 @@ def tuned_order(
     def runs(name: str) -> bool:
         return name in TABLE and not is_refused(name) and not _is_without_fa4(name, target)
 
+    first, *later = usual
+    usual = (first, *(each for each in later if each[0] in PLAIN or not is_refused(each[0])))
     why = dict(times.failed)
     (first, last), because = own_passes(usual, lambda name: name not in why and runs(name))
     forward = _pick("forward", times.forward, runs, (first,), because)
