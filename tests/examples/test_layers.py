@@ -23,17 +23,13 @@ LAYERS = (
 LAYER = {part: i for i, row in enumerate(LAYERS) for part in row}
 
 # What an example may import of maxattn.
-PUBLIC = {
-    "maxattn", "maxattn.config", "maxattn.devices", "maxattn.errors", "maxattn.masks",
-    "maxattn.modules", "maxattn.rope", "maxattn.sharding", "maxattn.streaming",
-    "maxattn.weights",
+PUBLIC = {"maxattn"} | {
+    f"maxattn.{name}"
+    for name in (
+        "config", "devices", "errors", "masks", "modules", "rope", "sharding", "streaming",
+        "weights",
+    )
 }  # fmt: skip
-
-
-def part_of(path: Path) -> str:
-    """Return the part of examples/ that a file belongs to; files beside the folders are scripts."""
-    inside = path.relative_to(EXAMPLES).parts
-    return inside[0] if len(inside) > 1 else "scripts"
 
 
 def imported(source: str) -> Iterator[str]:
@@ -47,32 +43,18 @@ def imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def part_imported(module: str) -> str | None:
-    """Return the part of examples/ that a module is in; None for other packages."""
-    top = module.partition(".")[0]
-    return "scripts" if (EXAMPLES / f"{top}.py").is_file() else top if top in LAYER else None
-
-
-def upward(part: str, source: str) -> list[str]:
-    """List the imports of a part's file that do not point to a lower layer."""
-    wanted = ((module, part_imported(module)) for module in imported(source))
-    return [
-        f"{part} -> {module}"
-        for module, other in wanted
-        if other is not None and other != part and LAYER[other] <= LAYER[part]
-    ]
-
-
-def deep(source: str) -> set[str]:
-    """Return the modules inside of maxattn, not public, that a file imports."""
-    root = EXAMPLES.parent
-    found = {module for module in imported(source) if module.partition(".")[0] == "maxattn"}
-    modules = {m for m in found if list(root.glob(f"{m.replace('.', '/')}.py")) or is_package(m)}
-    return modules - PUBLIC
-
-
-def is_package(module: str) -> bool:
-    return (EXAMPLES.parent / module.replace(".", "/") / "__init__.py").is_file()
+def wrong(part: str, source: str) -> list[str]:
+    """List the imports of a part's file that point to no lower layer, or inside of maxattn."""
+    found = []
+    for module in imported(source):
+        top, path = module.partition(".")[0], EXAMPLES.parent / module.replace(".", "/")
+        other = "scripts" if (EXAMPLES / f"{top}.py").is_file() else top
+        if other in LAYER and other != part and LAYER[other] <= LAYER[part]:
+            found.append(f"{part} -> {module}")
+        is_module = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+        if top == "maxattn" and is_module and module not in PUBLIC:
+            found.append(f"{module}: take what is public, or copy it into examples/common")
+    return found
 
 
 FILES = sorted(path for path in EXAMPLES.rglob("*.py"))
@@ -85,24 +67,21 @@ def test_every_folder_of_examples_has_a_layer():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_imports_point_downward(path: Path):
-    source = path.read_text()
-    assert not upward(part_of(path), source)
-    assert not deep(source), "take what is public, or copy it into examples/common"
+    inside = path.relative_to(EXAMPLES).parts
+    assert not wrong(inside[0] if len(inside) > 1 else "scripts", path.read_text())
 
 
-UP = [
+WRONG = [
     ("common", "from train.loop import Training"),
     ("train", "def f():\n    from wan.model import WanTransformer3D"),
     ("flux", "from wan.model import WanTransformer3D"),
     ("measuring", "import measure"),
+    ("wan", "from maxattn import kernels"),
+    ("wan", "import maxattn.weights.files"),
 ]
+RIGHT = ["from train.loop import Training", "import samplers", "import jax", "import maxattn as ma"]
 
 
-def test_the_checks_see_wrong_imports_and_no_others():
-    for part, line in UP:
-        assert upward(part, line), line
-    for line in ("from train.loop import Training", "import samplers", "import jax"):
-        assert not upward("wan", line), line
-    for line in ("from maxattn import kernels", "import maxattn.weights.files"):
-        assert deep(line), line
-    assert not deep("from maxattn import sharding, weights\nimport maxattn as ma")
+def test_the_check_sees_wrong_imports_and_no_others():
+    assert all(wrong(part, line) for part, line in WRONG)
+    assert not any(wrong("wan", line) for line in (*RIGHT, "from maxattn import sharding, weights"))
