@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import measure
 import pytest
 from common import flops
 from flux.sizes import Sizes as FluxSizes
@@ -75,30 +76,31 @@ def test_a_step_runs_and_changes_what_it_carries(make, kind, tmp_path: Path) -> 
     before = jax.tree.map(jnp.copy, carry)
     after = step.run(carry, fixed)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(after))
-    changed = [
-        bool((a != b).any())
-        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    ]
-    assert all(changed)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a != b).any()), before, after))
 
 
 def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
     found = clock.measure(steps.denoising(wan(), jnp.float32), rounds=2, steps=2, profile=tmp_path)
     assert len(found.ms) == 2 and found.median > 0
     kinds = breakdown.by_kind(found.kernels)
-    assert kinds["matmul"] > 0 and sum(kinds.values()) == pytest.approx(
-        sum(k.ms for k in found.kernels)
-    )
+    total = sum(k.ms for k in found.kernels)
+    assert kinds["matmul"] > 0 and sum(kinds.values()) == pytest.approx(total)
     assert kinds["attention"] > 0, "dense attention is matrix products inside of ours"
-    assert breakdown.kind_of("flash_fwd_sm90") == "attention"
-    assert (
-        breakdown.kind_of("kernel_cutlass_kernel_maxattnkernelsfa4_partsparts_classlocalsInParts")
-        == "attention"
-    )
-    assert breakdown.kind_of("nvjet_tst_128", "jit(step)/jit(_run)/dot_general") == "attention"
-    assert breakdown.kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "matmul"
-    assert breakdown.kind_of("loop_convert_fusion") == "rest"
-    assert breakdown.kind_of("kernel_cutlass_kernel_maxattnmodulesnorm_ropecute") == "rest"
+
+
+KERNELS = [
+    ("flash_fwd_sm90", "attention"),
+    ("kernel_cutlass_kernel_maxattnkernelsfa4_partsparts_classlocalsInParts", "attention"),
+    ("nvjet_tst_128 jit(step)/jit(_run)/dot_general", "attention"),
+    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+    ("loop_convert_fusion", "rest"),
+    ("kernel_cutlass_kernel_maxattnmodulesnorm_ropecute", "rest"),
+]
+
+
+@pytest.mark.parametrize(("names", "kind"), KERNELS)
+def test_a_kernel_is_known_by_its_names(names: str, kind: str) -> None:
+    assert breakdown.kind_of(*names.split()) == kind
 
 
 def test_a_device_idles_between_kernels_of_all_its_lines():
@@ -110,17 +112,13 @@ def test_a_device_idles_between_kernels_of_all_its_lines():
 
 @pytest.mark.slow
 def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> None:
-    import measure
-
-    small = wan()
+    small, file = wan(), tmp_path / "f.json"
     monkeypatch.setattr(workloads, "wan", lambda *a, **how: small)
-    said = measure.parser().parse_args(
-        ["wan", "train", "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "f.json")]
-    )
-    measure.main(said)
+    words = ["wan", "train", "--rounds", "1", "--steps", "1", "--json", str(file)]
+    measure.main(measure.parser().parse_args(words))
     out = capsys.readouterr().out
     assert "tokens/s" in out and "GiB" in out and "TFLOP" in out
-    assert (tmp_path / "f.json").read_text().count('"ms"') == 1
+    assert file.read_text().count('"ms"') == 1
 
 
 def test_attention_is_counted_by_the_channels_of_its_values():
