@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,18 +75,27 @@ CASES = {
 
 
 @cache
-def shapes(case: str, config: ma.AttentionConfig = PLAIN, mesh: Any = None) -> Any:
+def shapes(
+    case: str, config: ma.AttentionConfig = PLAIN, mesh: Any = None, scan: bool = True
+) -> Any:
     """Return a model without arrays; tests fill a clone of it."""
     of = CASES[case]
-    return nnx.eval_shape(lambda: of.model(of.sizes, config, mesh, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(
+        lambda: of.model(of.sizes, config, mesh, scan_layers=scan, rngs=nnx.Rngs(0))
+    )
 
 
-def loaded(case: str, config: ma.AttentionConfig = PLAIN, mesh: Any = None) -> Any:
-    model, tensors = nnx.clone(shapes(case, config, mesh)), part(fixture(case), "weights.")
+def loaded(case: str, *how: Any, mesh: Any = None, scan: bool = True) -> Any:
+    """Return a model with the weights of its fixture; `how` is a config."""
+    model, tensors = nnx.clone(shapes(case, *how, mesh=mesh, scan=scan)), of_fixture(case)
     if case.startswith("wan"):  # written by diffusers for models without an image, too
         tensors["blocks.0.attn2.norm_added_q.weight"] = np.zeros(24, np.float32)
     weights.load_diffusers(model, tensors, mesh=mesh)
     return model
+
+
+def of_fixture(case: str, prefix: str = "weights.") -> Any:
+    return part(fixture(case), prefix)
 
 
 # ---- diffusers' numbers --------------------------------------------------------------------------
@@ -99,6 +107,13 @@ def loaded(case: str, config: ma.AttentionConfig = PLAIN, mesh: Any = None) -> A
 def test_a_whole_model_is_diffusers(case: str) -> None:
     config = PLAIN.replace(remat_policy=CASES[case].policy)
     compare(loaded(case, config), fixture(case), CASES[case].call)
+
+
+# Flux and SDXL compile for a minute.
+@pytest.mark.parametrize("case", but(["wan_t2v", "flux_dev", "sdxl_unet"], ["wan_t2v"]))
+def test_layers_that_are_not_scanned_are_diffusers(case: str) -> None:
+    model = loaded(case, PLAIN.replace(remat_policy="SAVE_ATTENTION"), scan=False)
+    compare(model, fixture(case), CASES[case].call)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -123,7 +138,7 @@ ON_MESHES = {
 @pytest.mark.parametrize("case", ON_MESHES)
 def test_on_a_mesh_it_is_the_same(case: str) -> None:
     config = PLAIN.replace(**CONTEXT, **ON_MESHES[case])
-    model = loaded(case, config, config.make_mesh())
+    model = loaded(case, config, mesh=config.make_mesh())
     if case.startswith("wan"):
         kernel = model.blocks.attn1.to_q.kernel[...]
         shard = kernel.sharding.shard_shape(kernel.shape)
@@ -203,45 +218,37 @@ def test_real_sizes(name: str) -> None:
 # ---- refused inputs ------------------------------------------------------------------------------
 
 
-def test_inputs_that_do_not_fit_are_refused_by_wan() -> None:
-    x, t, text = jnp.ones((1, 1, 4, 4, 4)), jnp.ones(1), jnp.ones((1, 3, 8))
-    for arguments, word in (
-        ((jnp.ones((1, 4, 1, 4, 4)), t, text), "patch"),
-        ((jnp.ones((1, 1, 4, 4, 5)), t, text), "channels"),
-        ((x, t, text, jnp.ones((1, 5, 10))), "text-to-video"),
-        ((x, t), "exactly one of text and kv"),
-        ((x, jnp.ones((1, 4)), text), "each of 1 frames of tokens"),
-    ):
-        with pytest.raises(InputError, match=word):
-            nnx.eval_shape(lambda m, a=arguments: m(*a), shapes("wan_t2v"))
+ONE, FLUX_TEXT, POOLED = jnp.ones(1), jnp.ones((1, 3, 6)), jnp.ones((1, 5))
+LATENTS, WAN_TEXT = jnp.ones((1, 4, 4, 4)), jnp.ones((1, 3, 8))
+VIDEO = LATENTS[:, None]
+UNET = {"latents": jnp.ones((2, 8, 8, 4)), "t": jnp.ones(2), "pooled": jnp.ones((2, 5))}
+UNET |= {"picture": jnp.ones((2, 6)), "text": jnp.ones((2, 5, 6))}
+# The model, what it is called with, and words of the message.
+REFUSED: list[tuple[str, Any, str]] = [
+    ("wan_t2v", (jnp.ones((1, 4, 1, 4, 4)), ONE, WAN_TEXT), "patch"),
+    ("wan_t2v", (jnp.ones((1, 1, 4, 4, 5)), ONE, WAN_TEXT), "channels"),
+    ("wan_t2v", (VIDEO, ONE, WAN_TEXT, jnp.ones((1, 5, 10))), "text-to-video"),
+    ("wan_t2v", (VIDEO, ONE), "exactly one of text and kv"),
+    ("wan_t2v", (VIDEO, jnp.ones((1, 4)), WAN_TEXT), "each of 1 frames of tokens"),
+    ("sdxl_unet", UNET | {"latents": jnp.ones((2, 8, 6, 4))}, "latents"),
+    ("sdxl_unet", UNET | {"pooled": jnp.ones((2, 4))}, "pooled"),
+    ("sdxl_unet", UNET | {"picture": jnp.ones((1, 6))}, "picture"),
+    ("sdxl_unet", UNET | {"text": None}, "exactly one of text and kv"),
+    ("sdxl_unet", UNET | {"text": None, "kv": ()}, "0 of them"),
+    ("flux_schnell", (jnp.ones((1, 4, 5, 4)), ONE, FLUX_TEXT, POOLED), "multiples of 2"),
+    ("flux_schnell", (jnp.ones((1, 4, 4, 16)), ONE, FLUX_TEXT, POOLED), r"\[B, H, W, 4\]"),
+    ("flux_schnell", (LATENTS, ONE, jnp.ones((1, 3, 5)), POOLED), "text"),
+    ("flux_schnell", (LATENTS, ONE, FLUX_TEXT, FLUX_TEXT), "pooled"),
+    ("flux_schnell", (LATENTS, ONE, FLUX_TEXT, POOLED, ONE), "guidance_embeds=False"),
+    ("flux_dev", (LATENTS, ONE, FLUX_TEXT, POOLED), "guidance_embeds=True"),
+]
 
 
-def test_inputs_that_do_not_fit_are_refused_by_sdxl() -> None:
-    good = {"latents": jnp.ones((2, 8, 8, 4)), "pooled": jnp.ones((2, 5))}
-    good |= {"picture": jnp.ones((2, 6)), "text": jnp.ones((2, 5, 6))}
-    for wrong, words in (
-        ({"latents": jnp.ones((2, 8, 6, 4))}, "latents"),
-        ({"pooled": jnp.ones((2, 4))}, "pooled"),
-        ({"picture": jnp.ones((1, 6))}, "picture"),
-        ({"text": None}, "exactly one of text and kv"),
-        ({"text": None, "kv": ()}, "0 of them"),
-    ):
-        with pytest.raises(InputError, match=words):
-            shapes("sdxl_unet")(t=jnp.ones(2), **(good | wrong))
-
-
-def test_inputs_that_do_not_fit_are_refused_by_flux() -> None:
-    x, t, text, pooled = jnp.ones((1, 4, 4, 4)), jnp.ones(1), jnp.ones((1, 3, 6)), jnp.ones((1, 5))
-    for case, arguments, word in (
-        ("schnell", (jnp.ones((1, 4, 5, 4)), t, text, pooled), "multiples of 2"),
-        ("schnell", (jnp.ones((1, 4, 4, 16)), t, text, pooled), r"\[B, H, W, 4\]"),
-        ("schnell", (x, t, jnp.ones((1, 3, 5)), pooled), "text"),
-        ("schnell", (x, t, text, text), "pooled"),
-        ("schnell", (x, t, text, pooled, t), "guidance_embeds=False"),
-        ("dev", (x, t, text, pooled), "guidance_embeds=True"),
-    ):
-        with pytest.raises(InputError, match=word):
-            nnx.eval_shape(lambda m, a=arguments: m(*a), shapes(f"flux_{case}"))
+@pytest.mark.parametrize(("case", "given", "words"), REFUSED)
+def test_inputs_that_do_not_fit_are_refused(case: str, given: Any, words: str) -> None:
+    args, named = ((), given) if isinstance(given, dict) else (given, {})
+    with pytest.raises(InputError, match=words):
+        nnx.eval_shape(lambda model: model(*args, **named), shapes(case))
 
 
 # ---- folders and weights -------------------------------------------------------------------------
@@ -276,23 +283,3 @@ def test_folders_of_other_models_are_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as error:
         FluxSizes.of_folder(write(tmp_path, **FOLDERS[case]))
     check_golden(f"generate/{case}", str(error.value))
-
-
-def test_sizes_of_a_folder(tmp_path: Path) -> None:
-    for kind in (WanSizes, UNetSizes):
-        with pytest.raises(WeightsError, match=r"config\.json"):
-            kind.of_folder(tmp_path)
-    with pytest.raises(WeightsError, match="WanTransformer3DModel"):
-        WanSizes.of_folder(write(tmp_path, _class_name="UNet2DConditionModel"))
-    with pytest.raises(WeightsError, match="text_time"):
-        UNetSizes.of_folder(write(tmp_path, addition_embed_type=None))
-    for sizes in (*FLUX_SIZES.values(), FluxSizes(**made.FLUX)):
-        assert FluxSizes.of_folder(write(tmp_path, **sizes.config())) == sizes
-    # Keys that are left out have diffusers' defaults.
-    flux = FluxSizes.of_folder(write(tmp_path, _class_name="FluxTransformer2DModel"))
-    assert flux == FLUX_SIZES["flux.1-schnell"]
-    wan = {"num_layers": 7, "patch_size": [1, 2, 2], "rope_max_seq_len": 1024}
-    wanted = replace(WAN_SIZES["wan-2.1-t2v-14b"], num_layers=7)
-    assert WanSizes.of_folder(write(tmp_path, **wan)) == wanted
-    unet = {key: value for key, value in UNetSizes().config().items() if key != "norm_eps"}
-    assert UNetSizes.of_folder(write(tmp_path, **unet, sample_size=128)) == UNetSizes()
