@@ -175,7 +175,7 @@ def _check(rows: tuple[Tokens, ...], vectors: Vectors) -> None:
         for part in parts:
             batch, frames, _, width = part.shape
             if batch not in (1, b) or width != d or t % frames:
-                rule = f"it is [{b} or 1, F, R, {d}], and F divides {t} tokens"
+                rule = f"it must be [{b} or 1, F, R, {d}], and F must divide {t}"
                 raise InputError(name, f"shape {tuple(part.shape)}", rule, "pass a row of that")
 
 

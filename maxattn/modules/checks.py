@@ -37,7 +37,7 @@ def head_counts(heads: int, kv_heads: int) -> None:
 
 def dropout_rate(rate: float) -> None:
     if not is_number(rate) or not 0.0 <= rate < 1.0:
-        rule = "it is a probability, at least 0 and below 1"
+        rule = "it must be at least 0 and below 1"
         raise InputError("dropout", repr(rate), rule, "use 0.0 for no dropout")
 
 
@@ -64,7 +64,7 @@ def mesh(value: Any) -> None:
 
 def flag(setting: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise InputError(setting, repr(value), "it is True or False", f"pass {setting}=True")
+        raise InputError(setting, repr(value), "it must be True or False", f"pass {setting}=True")
 
 
 def channels_of_heads(out_dim: Any, channels: int) -> None:
@@ -78,14 +78,14 @@ def optional_name(setting: str, value: Any, names: tuple[str, ...]) -> None:
     """Refuse a value that is neither None nor one of the names."""
     if value is not None and value not in names:
         remedy = did_you_mean(str(value), names) or f"use None for no {setting}"
-        rule = f"it is None or one of {', '.join(names)}"
+        rule = f"it must be None or one of {', '.join(names)}"
         raise InputError(setting, repr(value), rule, remedy)
 
 
 def role(value: Any) -> None:
     if value not in ("self", "cross"):
         remedy = "use 'self', or 'cross' if the keys are of another sequence"
-        raise InputError("role", repr(value), "a role is 'self' or 'cross'", remedy)
+        raise InputError("role", repr(value), "it must be 'self' or 'cross'", remedy)
 
 
 def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
@@ -108,7 +108,7 @@ def precision(value: Any) -> None:
     try:
         jax.eval_shape(lambda a, b: jax.lax.dot(a, b, precision=value), x, x)
     except (TypeError, ValueError) as error:
-        rule = "it is None, 'default', 'high' or 'highest', or whatever else jax.lax.dot takes"
+        rule = "it must be None, 'default', 'high', 'highest', or another precision of jax.lax.dot"
         remedy = "use None, or jax.lax.Precision.HIGHEST"
         raise InputError("precision", repr(value), rule, remedy) from error
 

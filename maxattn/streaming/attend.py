@@ -1,6 +1,6 @@
-"""A block's attention with a cache: what it writes, and which keys its queries see.
+"""Attention of a stream's block to its cache: write keys and values, then attend.
 
-Once every slot is filled, attention over the cache is dense: the cache has just the visible frames.
+Once every slot is filled, attention over the cache is dense: the cache has only visible frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Projected(NamedTuple):
-    """The queries, keys and values of a block; rotated unless the cache keeps keys unrotated."""
+    """Queries, keys and values of a block; rotated unless the cache keeps keys unrotated."""
 
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T K H"]
@@ -52,12 +52,12 @@ def attend_with_cache(
     mask: Any = None,
     bias: Any = None,
 ) -> tuple[Float[Array, "B T N H"], KVCache]:
-    """Write a block's keys and values, attend to all keys that the block sees: (out, whole cache).
+    """Write a block's keys and values, attend to all visible keys; return (out, whole cache).
 
     Args:
         layer, block, how: the layer of the cache, the block, and the module's settings.
         table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
-        mask, bias: for `extract()`; `cached()` takes a mask too.
+        mask, bias: allowed with `extract()`; with `cached()`, only a mask is.
 
     Raises:
         InputError: the cache has another dtype.
@@ -92,7 +92,7 @@ def _undifferentiated(x: Array) -> Array:
 @_undifferentiated.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     rule = "a gradient through what is written would keep a copy of the cache for every block"
-    teacher = "run the blocks without gradient, then one forward with stream.teacher_mask over them"
+    teacher = "run the blocks without gradient, then one forward over them with stream.teacher_mask"
     reading = "cache.cached() is read under a gradient"
     raise Unsupported("cache", "under a gradient", rule, f"{teacher}; {reading}")
 
@@ -104,13 +104,13 @@ def _read(
     layer: CacheLayer, q: Array, how: How, table: Rotary | None, own: Own = None,
     mask: Mask | None = None,
 ) -> Float[Array, "B T N H"]:  # fmt: skip
-    """Attend to the keys of a layer, and to the call's own keys if they are not written.
+    """Attend to a layer's kept keys, and to the call's own keys if they are not written.
 
     Args:
         table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
         own: keys and values of the queries' tokens, if the cache is only read. Kept keys and values
-            are then constants to gradients.
-        mask: over the kept keys of a full cache and then the own ones; default all pairs.
+            then get no gradient.
+        mask: over a full cache's kept keys, followed by the own keys; default all pairs.
     """
     cache = layer.cache
     layout, spread = cache.layout, q.shape[1] % cache.layout.token_ways == 0
@@ -133,7 +133,7 @@ def _read(
             k = apply_rotary(k, _at(table, layout.places(end)))
         filled, seen = jnp.minimum(end, layout.frames) * layout.tokens, mask
         if own is not None:
-            # If slots are empty, own tokens come first: then the real keys are the first ones.
+            # If slots are empty, own tokens come first, so that real keys precede empty slots.
             order = 1 if cache.stage == "full" else -1
             k, v = (jnp.concatenate(x[::order], 1) for x in ((k, own[0]), (v, own[1])))
             filled = filled + own[0].shape[1]
@@ -153,7 +153,7 @@ def _read(
 def merged_over_devices(
     out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], spread: bool
 ) -> Float[Array, "B T N H"]:
-    """Merge the results of devices over their keys; `spread` over the devices by queries."""
+    """Merge devices' results over their keys by LSE; `spread` shards the merged queries."""
     weight = jnp.exp(lse - jax.lax.pmax(jax.lax.stop_gradient(lse), CONTEXT))
     weight = weight / jax.lax.psum(weight, CONTEXT)
     part = out.astype(jnp.float32) * jnp.swapaxes(weight, 1, 2)[..., None]  # [B, T, N, 1]
@@ -165,13 +165,13 @@ def merged_over_devices(
 
 
 def turned_own(cache: KVCache, table: Rotary) -> Rotary:
-    """Return the angles of a block's own tokens: the last ones of the window, once it is full."""
+    """Return the angles of a block's own tokens: the window's last ones once it is full."""
     start = jnp.minimum(cache.frame, cache.layout.frames - cache.own)
     return _at(table, start[..., None] + jnp.arange(cache.own))
 
 
 def _at(table: Rotary, places: Any) -> Rotary:
-    """Return the angles at places [F] or [B, F] of a table, [F * tokens, D] or [B, ...]."""
+    """Return a table's angles at places [F] or [B, F]: [F * tokens, D] or [B, ...]."""
     return jax.tree.map(
         lambda x: jnp.asarray(x)[places].reshape(*places.shape[:-1], -1, x.shape[-1]), table
     )
@@ -187,7 +187,7 @@ def _write(
     cache = layer.cache
     layout, kept = cache.layout, {frame: frame for frame in range(cache.own)}
     is_first = cache.stage == "empty"
-    if is_first:  # slots are known; of frames that share one, the last is kept
+    if is_first:  # slots are known; if frames share a slot, the last one is kept
         kept = {layout.stream.slots(frame): frame for frame in kept}
     new = [x.reshape(x.shape[0], cache.own, -1, *x.shape[2:]) for x in (k, v)]
     rows, old = layout.spec("B" if cache.frame.ndim else ""), layout.spec(".BFK.")
@@ -197,7 +197,7 @@ def _write(
         k: Array, v: Array, new_k: Array, new_v: Array, frame: Array, index: Array
     ) -> tuple[Array, Array]:
         if layout.stream.window is None and not is_first:
-            # jax moves a slice that leaves the array back into it, over other frames.
+            # jax clamps a slice's start to fit the array, which would overwrite other frames.
             fits = (frame + new_k.shape[1] <= layout.frames).reshape(-1, 1, 1, 1, 1)
             new_k, new_v = (jnp.where(fits, x, jnp.nan) for x in (new_k, new_v))
         for slot, i in kept.items():
@@ -215,7 +215,7 @@ def _put(old: Array, new: Array, index: Array, token: Array) -> Array:
     """Write a frame [B, tokens, K, H] to a layer of [L, B, S, K, H]."""
     if token.ndim == 0:
         return jax.lax.dynamic_update_slice(old, new[None], (index, 0, token, 0, 0))
-    # Batch row by batch row: a scatter of all rows transposes the cache, and copies all of it.
+    # One batch row at a time: a scatter of all batch rows would transpose and copy the cache.
     for row, part in enumerate(new):
         old = jax.lax.dynamic_update_slice(old, part[None, None], (index, row, token[row], 0, 0))
     return old

@@ -1,4 +1,4 @@
-"""The inputs that a stream and its cache refuse, a rule each. Nothing is computed here."""
+"""Refuses wrong inputs of a stream and its cache, one rule a function; computes nothing."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ FRESH = "make another with KVCache.empty"
 
 
 def frames_from_zero(frame: Any) -> Any:
-    """Return a frame number or an array of them; numbers of jax's arrays are not read."""
+    """Return a frame number or an array of them; values of jax's arrays are not checked."""
     if (number := whole(frame, least=0)) is not None:
         return number
     is_array = isinstance(frame, jax.Array | np.ndarray)
     is_integer = is_array and np.issubdtype(frame.dtype, np.integer)
     if is_integer and (isinstance(frame, jax.Array) or (frame >= 0).all()):
         return frame
-    rule = "frames are whole numbers, counted from 0"
-    raise InputError("frame", repr(frame), rule, "give one of them, or an array of integers")
+    rule = "frame numbers must be whole, counted from 0"
+    raise InputError("frame", repr(frame), rule, "give a number, or an array of integers")
 
 
 def from_zero(name: str, value: Any, what: str) -> int:
     """Return an argument that is a whole number of at least 0."""
     if (number := whole(value, least=0)) is not None:
         return number
-    raise InputError(name, repr(value), f"it is {what}", "give 0 or a positive integer")
+    raise InputError(name, repr(value), f"it must be {what}", "give 0 or a positive integer")
 
 
 def clip_size(name: str, x: Any, axis: Any) -> int:
     """Return how many tokens or frames a clip has along an axis."""
     if not hasattr(x, "shape"):
-        rule = "a clip is an array: tokens, rotary angles or times of frames"
-        raise InputError(name, type(x).__name__, rule, "make it one with jnp.asarray")
+        rule = "a clip must be an array of tokens, rotary angles or frame times"
+        raise InputError(name, type(x).__name__, rule, "convert it with jnp.asarray")
     axes = len(x.shape)
     if whole(axis, -LARGEST) is None or not -axes <= axis < axes:
         rule = f"{name} has the axes 0 to {axes - 1}" if axes else f"{name} is a number"
@@ -59,8 +59,8 @@ def clip_size(name: str, x: Any, axis: Any) -> int:
 
 def shards(number: Any, size: int, clip: str) -> None:
     if whole(number) is None or size % number:
-        rule = f"shards divide the {size} tokens or frames of {clip}"
-        raise InputError("shards", repr(number), rule, "give the devices of the context axis")
+        rule = f"shards must divide the {size} tokens or frames of {clip}"
+        raise InputError("shards", repr(number), rule, "give the size of the context axis")
 
 
 # ---- an empty cache ------------------------------------------------------------------------------
@@ -76,14 +76,14 @@ def sizes(**given: Any) -> tuple[int, ...]:
 
 
 def dtype(value: Any) -> str:
-    """Return the name of a dtype that kernels read."""
+    """Return the name of a dtype; refuse dtypes that kernels cannot read."""
     try:
         name = jnp.dtype(value).name if value is not None else "None"
     except TypeError:
         name = repr(value)
     if name in DTYPES:
         return name
-    rule = f"keys and values are one of {', '.join(DTYPES)}"
+    rule = f"the dtype of keys and values must be one of {', '.join(DTYPES)}"
     raise InputError("dtype", name, rule, "set dtype='bfloat16', as the module projects them")
 
 
@@ -100,9 +100,9 @@ def slots(stream: Stream, frames: Any) -> int:
         (count,) = sizes(frames=frames)
         if count < stream.first_block:
             rule = f"the first block has {stream.first_block} frames"
-            raise InputError("frames", count, rule, "give the most frames that are made")
+            raise InputError("frames", count, rule, "give the video's most frames")
     if count * stream.tokens_per_frame > BIG:
-        rule = f"the slots of a cache have at most {BIG} tokens, as positions do"
+        rule = f"the slots of a cache must have at most {BIG} tokens, the limit of positions"
         raise InputError("frames", count, rule, "give a smaller window")
     return count
 
@@ -110,16 +110,16 @@ def slots(stream: Stream, frames: Any) -> int:
 def per_layer(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    rule = "it is True if each layer has arrays of its own, else False"
+    rule = "it must be True (separate arrays for each layer) or False"
     raise InputError("per_layer", repr(value), rule, "write True or False")
 
 
 def layer(index: Any, layers: int, is_per_layer: bool) -> None:
-    """Refuse a layer that the cache does not have, and a traced one among separate arrays."""
+    """Refuse a layer that the cache does not have, and a traced index into separate arrays."""
     is_array = isinstance(index, (np.generic, np.ndarray, jax.Array))
     is_integer = is_array and index.ndim == 0 and np.issubdtype(index.dtype, np.integer)
     if not is_integer and (not isinstance(index, int) or isinstance(index, bool)):
-        rule = "a layer is an integer, or an integer scalar under jit"
+        rule = "a layer must be an integer, or an integer scalar under jit"
         raise InputError("layer", repr(index), rule, f"give 0 to {layers - 1}")
     if is_tracer(index) and is_per_layer:
         rule = "the cache has arrays of each layer, and a traced number cannot choose among them"
@@ -136,7 +136,7 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
 def prefix(cache: KVCache, frames: Any) -> int:
     """Return the frames of a prefix, which are whole blocks of an empty cache."""
     if cache.stage != "empty" or cache.mode != "stream":
-        rule = "a prefix is the first of a video, and frames are made already"
+        rule = "a prefix must come first, and this cache has frames already"
         raise InputError("prefix", frames, rule, "start with an empty cache, or go block by block")
     stream, count = cache.layout.stream, cache.layout.frames
     frames = stream.check_frames("prefix", frames)
@@ -148,7 +148,7 @@ def prefix(cache: KVCache, frames: Any) -> int:
 
 def unwritten(cache: KVCache) -> None:
     if cache.stage != "empty" or cache.mode != "stream":
-        rule = "only the first block sees itself alone; later blocks read their keys in the cache"
+        rule = "only the first block may be unwritten; later blocks read their keys in the cache"
         raise InputError("unwritten", repr(cache), rule, "pass the cache as it is")
 
 
@@ -156,8 +156,8 @@ def advance(cache: KVCache) -> None:
     """Refuse to advance a cache that no pass has written to, or that has no slots left."""
     if not cache.is_written:
         name = "cached" if cache.mode == "cached" else "unwritten"
-        rule = f"a pass over cache.{name}() writes nothing, so no frames are made"
-        raise InputError("advance", repr(cache), rule, "advance the cache that is written")
+        rule = f"a pass over cache.{name}() writes nothing, so there is nothing to advance"
+        raise InputError("advance", repr(cache), rule, "advance the cache that passes write to")
     if cache.is_done:
         _refuse_more(cache)
     if cache.is_begun:
@@ -173,24 +173,24 @@ def _refuse_more(cache: KVCache) -> None:
 
 
 def stacked(caches: Sequence[KVCache]) -> None:
-    """Refuse caches that one program cannot serve as rows of a batch."""
+    """Refuse caches that cannot be batch rows of one cache."""
     if not caches:
-        raise InputError("caches", "[]", "a batch has at least one row", "give one cache or more")
+        raise InputError("caches", "[]", "a batch needs at least one row", "give at least one")
     for cache in caches:
         if cache.stage == "empty" or cache.mode != "stream":
-            rule = "rows go on together after their first block, each from its own frame"
+            rule = "caches can be stacked only after their first block"
             raise InputError("caches", repr(cache), rule, "make its first block, and advance it")
         rows = [(x.shape[0], *x.shape[2:], x.dtype, x.is_per_layer) for x in (cache, caches[0])]
         if cache.layout != caches[0].layout or rows[0] != rows[1]:
-            rule = "rows have one stream, mesh and dtype, and one number of slots, layers and heads"
+            rule = "all need one stream, mesh and dtype, and equally many slots, layers and heads"
             raise InputError("caches", repr(cache), rule, "make all of them alike")
 
 
 def extract(cache: KVCache, start: Any) -> int:
-    """Return the first token that an empty cache keeps of a sequence."""
+    """Return the first token that `extract` keeps; refuse a cache that is not empty."""
     if cache.stage != "empty" or not cache.keeps:
-        rule = "tokens are extracted into an empty cache that passes write to"
-        raise InputError("extract", repr(cache), rule, "extract to an empty one, and append it")
+        rule = "extract() needs an empty cache that passes write to"
+        raise InputError("extract", repr(cache), rule, "extract into an empty cache, and append it")
     first = from_zero("start", start, "the index of a token")
     _refuse_slots(cache, "extract")
     return first
@@ -198,7 +198,7 @@ def extract(cache: KVCache, start: Any) -> int:
 
 def cached(cache: KVCache) -> None:
     if cache.stage == "empty":
-        rule = "the cache is empty until a pass is done and the cache advanced"
+        rule = "the cache is empty until a pass has run and the cache is advanced"
         remedy = "call attention with it, then cache.advance()"
         raise InputError("cached", repr(cache), rule, remedy)
     _refuse_slots(cache, "cached")
@@ -206,7 +206,7 @@ def cached(cache: KVCache) -> None:
 
 def _refuse_slots(cache: KVCache, what: str) -> None:
     if not cache.layout.is_roped:
-        rule = "positions by slots belong to a stream's window, and this pass has none"
+        rule = "positions='slots' needs a stream's window, and this pass has none"
         remedy = "make the cache with positions='absolute'"
         raise InputError(what, cache.layout.positions, rule, remedy)
 
@@ -215,10 +215,10 @@ def append(cache: KVCache, other: KVCache) -> None:
     """Refuse to join caches that differ, that have a window, or that have empty slots."""
     for each in (cache, other):
         if each.layout.stream.window is not None or each.mode != "stream":
-            rule = "appended frames stay: their cache has no window, and is written before"
+            rule = "appended frames stay, so the cache must be written and without a window"
             raise InputError("append", repr(each), rule, "make it of a Stream without a window")
         frames = each.layout.frames
-        known = not is_tracer(each.frame)  # else the stage counts
+        known = not is_tracer(each.frame)  # otherwise the stage decides
         if bool((each.frame != frames).any()) if known else not each.is_done:
             rule = f"all {frames} slots are filled before more are appended"
             raise InputError("append", repr(each), rule, "make it with as many frames as it keeps")
@@ -226,13 +226,13 @@ def append(cache: KVCache, other: KVCache) -> None:
         (*x.shape[:2], *x.shape[3:], x.dtype, x.frame.shape, x.is_per_layer) for x in (cache, other)
     )
     if replace(other.layout, frames=cache.layout.frames) != cache.layout or a != b:
-        rule = f"both have one layout, one batch and one dtype, and the first is {cache!r}"
-        raise InputError("append", repr(other), rule, "make both alike but for frames=")
+        rule = f"both must have one layout, batch and dtype, and the first is {cache!r}"
+        raise InputError("append", repr(other), rule, "make both alike except for frames=")
 
 
 def refill(cache: KVCache) -> None:
     if cache.mode != "stream" or cache.stage == "empty":
-        rule = "a refill caches the kept frames anew, and this cache keeps none"
+        rule = "a refill recomputes the kept frames, and this cache keeps none"
         raise InputError("refill", repr(cache), rule, "make the first block, and advance it")
     _one_frame(cache, "refill")
 
@@ -248,8 +248,8 @@ def refilled(cache: KVCache, stream: Stream, frame: Any) -> None:
 
 def _one_frame(cache: KVCache, what: str) -> None:
     if is_tracer(cache.frame) or cache.frame.ndim:
-        rule = "the kept frames follow from the one frame that all rows of the cache are at"
-        remedy = "call it outside of jit, on a cache whose rows are at the same frame"
+        rule = "the batch rows must be at one known frame, which decides the kept frames"
+        remedy = "call it outside of jit, on a cache whose batch rows are at the same frame"
         raise InputError(what, repr(cache), rule, remedy)
 
 
@@ -257,25 +257,25 @@ def _one_frame(cache: KVCache, what: str) -> None:
 
 
 def beside(cache: KVCache, mask: Any, bias: Any) -> None:
-    """Refuse a mask or bias beside a cache; a mask of `cached()` has all slots, then own keys."""
+    """Refuse masks and biases with a cache; for `cached()`, check that a mask covers all keys."""
     if cache.mode == "extract":
         return
     if bias is not None or (mask is not None and cache.mode != "cached"):
         name = "mask" if mask is not None and cache.mode != "cached" else "bias"
-        rule = "a block sees all that the cache keeps, so nothing else hides or weighs keys"
-        remedy = f"leave {name} out; the Stream's window and sink decide what is kept"
+        rule = "a block sees all keys of the cache, so neither mask nor bias applies"
+        remedy = f"leave {name} out; the Stream's window and sink decide which keys stay"
         raise InputError(name, "given beside a cache", rule, remedy)
     if mask is None:
         return
     if cache.stage != "full":
-        rule = "a mask counts the tokens of every slot, and some are empty"
+        rule = "a mask covers the tokens of every slot, and some slots are empty"
         remedy = "make the cache with as many frames as it keeps"
         raise InputError("mask", repr(cache), rule, remedy)
     if cache.layout.token_ways > 1:
-        rule = "a mask counts tokens in their order, and each device has some of every frame"
+        rule = "a mask needs tokens in order, and each device has some tokens of every frame"
         raise InputError("mask", "given beside a cache", rule, "make it with context='heads'")
     if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
-        rule = "beside a cache on a mesh a mask is one of positions, without arrays"
+        rule = "with a cache on a mesh, a mask must be of positions, without arrays"
         raise InputError("mask", text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
 
 
@@ -294,7 +294,7 @@ def call(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> No
         raise InputError("hidden_states", found, rule, "use context='heads'")
     if cache.mode == "stream" and tokens != cache.tokens:
         rule = f"a pass takes one whole block: {cache.own} x {frame} = {cache.tokens} tokens"
-        remedy = "pass one block; cache.prefix(frames) takes several at first"
+        remedy = "pass one block; for several first blocks, use cache.prefix(frames)"
         raise InputError("hidden_states", found, rule, remedy)
 
 
@@ -316,8 +316,8 @@ def _check_arrays(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshSha
         rule = f"keys and values have one shape and dtype, and S is {slots}: that of all slots"
         raise InputError("cache", shapes, rule, FRESH)
     if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
-        rule = "a cache that was donated to a program is used up, and what it returned goes on"
-        raise InputError("cache", repr(cache), rule, "take the cache that the program returned")
+        rule = "this cache was donated to a program, so its arrays are deleted"
+        raise InputError("cache", repr(cache), rule, "use the cache that the program returned")
     if not isinstance(mesh, Mesh) or is_tracer(first) or not isinstance(first, jax.Array):
         return
     lies, runs = first.sharding.device_set, set(mesh.devices.flat)

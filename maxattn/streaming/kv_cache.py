@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Stage = Literal["empty", "filling", "full", "done", "complete"]
 Mode = Literal["stream", "extract", "cached"]
 
-STATIC = {"static": True}  # parts of the structure, which compiled programs differ by
+STATIC = {"static": True}  # static in the pytree: part of jit's cache key
 
 
 @jax.tree_util.register_dataclass
@@ -33,18 +33,18 @@ class KVCache:
 
     It is a frozen pytree: attention takes a layer of it and returns the whole cache with that layer
     changed. Under `jax.jit` with `donate_argnums` the change is made in place. Each frame has a
-    slot; a new frame takes the slot of the oldest frame behind the sink. Slots are computed on the
-    device from `frame`, so that one program serves every block; `stage` chooses among three.
+    slot; a new frame takes the slot of the oldest frame after the sink. Slots are computed on the
+    device from `frame`, so one program serves all blocks of a `stage`.
 
     Args:
         k, v: keys and values [L, B, S, K, H]: L layers, S the tokens of all slots. Or a tuple with
             an array [1, B, S, K, H] for each layer, for layers that are not scanned.
-        frame: the first frame of the block that is being made: a number, or one a batch row, [B].
+        frame: the first frame of the current block: a number, or an array [B] for batch rows.
         layout: the stream, the slots, and how they are split over a mesh.
-        own: how many frames the block that is being made has.
-        stage: "empty" before the first block is done; "filling"; "full" once a block and those
-            before it fill every slot. Without a window also "complete", if every slot has a frame,
-            and "done", if the slots that are left are too few for a block.
+        own: number of frames of the current block.
+        stage: "empty" before the first block is done; "filling"; "full" once the current block and
+            earlier ones fill every slot. Without a window also "complete", if every slot has a
+            frame, and "done", if too few slots are left for a block.
         mode: "stream", "extract" or "cached".
         start: the first token that `extract` keeps.
         keeps: whether passes write; False after `unwritten`.
@@ -97,17 +97,17 @@ class KVCache:
             dtype: dtype of the module's projections; default bfloat16.
             mesh: mesh of the modules: batch over data and fsdp, heads over tensor; default the
                 surrounding mesh, if there is one.
-            frames: for a stream without a window, the most frames that can be made.
+            frames: for a stream without a window, the most frames of the video.
             positions: "absolute" (default): `rotary_emb` has the angles of the block, and keys are
                 kept rotated. "slots": keys are kept unrotated, and `rotary_emb` has the angles of
-                the window, whatever the frame. "slots_with_sink": the same, with a sink.
-            context: what is split over the context axis, "heads" (default) or "tokens" of each
-                frame. By heads, Q and the new K and V travel; by tokens, Q and the output.
-            per_layer: False (default): one array of all layers, which a scan over layers carries.
-                True: an array for each layer, which a GPU's kernels read without a copy.
+                the window for every block. "slots_with_sink": the same, with a sink.
+            context: which axis is split over context devices, "heads" (default) or the "tokens" of
+                each frame. "heads" transfers Q and the new K and V; "tokens" transfers Q and out.
+            per_layer: False (default): one array for all layers, for a scan over layers. True: an
+                array for each layer, which GPU kernels read without a copy.
 
         Raises:
-            InputError: a size, dtype or name is none of those above.
+            InputError: a size, dtype or name is invalid.
             MeshError: a size does not divide over the mesh.
         """
         layers, batch, kv_heads, dim_head = checks.sizes(
@@ -127,20 +127,20 @@ class KVCache:
         k, v, frame = zeros(), zeros(), layout.zeros((), "int32", "", mesh)
         return cls(k, v, frame, layout, stream.first_block)._begun()
 
-    # ---- what attention takes --------------------------------------------------------------------
+    # ---- arguments of attention ------------------------------------------------------------------
 
     def layer(self, index: int | Int[Array, ""]) -> CacheLayer:
         """Return a layer for `FlaxAttention(..., cache=)`.
 
-        In a scan over layers whose carry is the cache, `index` is traced; with `per_layer=True` it
-        is a number.
+        `index` may be traced, in a scan over layers that carries the cache; with `per_layer=True`
+        it must be a number.
         """
         checks.layer(index, self.shape[0], self.is_per_layer)
         return CacheLayer(self, index)
 
     @property
     def is_per_layer(self) -> bool:
-        """Whether each layer has arrays of its own."""
+        """Whether each layer has separate arrays."""
         return isinstance(self.k, tuple)
 
     @property
@@ -156,12 +156,12 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the block that is being made has."""
+        """Number of tokens of the current block."""
         return self.own * self.layout.stream.tokens_per_frame
 
     @property
     def is_done(self) -> bool:
-        """Whether the slots have no room for another block; never with a window."""
+        """Whether no slots are left for another block; always False with a window."""
         return self.stage in ("done", "complete")
 
     @property
@@ -180,30 +180,30 @@ class KVCache:
         """Let the first pass take the clean frames of several blocks at once.
 
         Args:
-            frames: how many; an image is one frame of a stream with `first_frame_alone`.
+            frames: number of frames; 1 for an image, in a stream with `first_frame_alone`.
 
         Raises:
-            InputError: frames are made already, or these are no whole blocks.
+            InputError: the cache has frames already, or `frames` are no whole blocks.
         """
         return replace(self, own=checks.prefix(self, frames))._begun(self)
 
     def unwritten(self) -> Self:
-        """Let passes over the first block leave the cache as it is.
+        """Return this cache so that passes over the first block do not write to it.
 
-        The first block sees itself alone, so nothing reads the keys of its noisy passes, which are
-        all but the last. A later block reads its own keys from the cache.
+        The first block attends to itself alone, so no later pass reads the keys of its noisy
+        passes, all but the last. A later block reads its own keys from the cache.
 
         Raises:
-            InputError: frames are made already, or the pass extracts.
+            InputError: the cache has frames already, or the pass extracts.
         """
         checks.unwritten(self)
         return replace(self, keeps=False)._begun(self)
 
     def advance(self) -> Self:
-        """Go on to the next block, after the pass that wrote this block's clean keys and values.
+        """Advance to the next block, after the pass that wrote this block's clean keys and values.
 
-        While the cache fills, the stage is found from `frame`, which is read from the device. Under
-        `jit` it cannot be read: the stage stays "filling", which is right for every frame.
+        While the cache fills, the stage is computed from `frame`, read from the device. Under `jit`
+        it cannot be read: the stage stays "filling", which is correct for every frame.
 
         Raises:
             InputError: passes only read this cache, none has written to it yet (a second `advance`
@@ -219,7 +219,7 @@ class KVCache:
         return after._begun()
 
     def _begun(self, of: KVCache | None = None) -> Self:
-        """Mark that no pass has written to this cache, or to the cache `of` that it is made of."""
+        """Mark this cache as not yet written to, or copy the mark of the cache `of`."""
         object.__setattr__(self, "is_begun", of is None or of.is_begun)
         return self
 
@@ -232,7 +232,7 @@ class KVCache:
 
     @classmethod
     def stacked(cls, caches: Sequence[KVCache]) -> KVCache:
-        """Join caches of one layout along the batch; each row goes on from its own frame.
+        """Join caches of one layout along the batch; each batch row continues from its frame.
 
         Raises:
             InputError: they differ in layout or layers, or the first block of one is not done.
@@ -246,17 +246,17 @@ class KVCache:
             return replace(both, stage=stages.pop() if len(stages) == 1 else "filling")
         return replace(both, stage=both._stage_at(*_ends(both.frame)))
 
-    # ---- the same frames, cached anew ------------------------------------------------------------
+    # ---- recompute the kept frames ---------------------------------------------------------------
 
     def refill(self) -> Self:
-        """Begin to cache the kept frames anew, in the memory of this cache, for another prompt.
+        """Begin to recompute the kept frames for another prompt, in the memory of this cache.
 
-        They are `stream.kept(frame)`. Run them block by block like the first frames of a video, but
-        with their own numbers as positions, and call `refilled`. Once the window has dropped
-        frames, all blocks have `frames_per_block`.
+        The kept frames are `stream.kept(frame)`. Run them block by block like a video's first
+        frames, but with their frame numbers as positions, and call `refilled`. Once the window has
+        dropped frames, all blocks have `frames_per_block`.
 
         Raises:
-            InputError: the cache is empty, or only read.
+            InputError: the cache is empty, or passes only read it.
         """
         checks.refill(self)
         layout = self.layout
@@ -267,13 +267,13 @@ class KVCache:
         return replace(self, frame=frame, layout=layout, own=own, stage="empty")._begun()
 
     def refilled(self, stream: Stream, frame: int) -> Self:
-        """Take the frames that were cached anew as the last ones of `stream` before `frame`.
+        """Mark the recomputed frames as the last ones of `stream` before `frame`.
 
-        If the window has dropped frames, slots are moved so that each frame is in its own; no other
-        function copies a cache.
+        If the window has dropped frames, frames are moved to their slots; no other function copies
+        a cache.
 
         Raises:
-            InputError: not all kept frames are cached anew.
+            InputError: not all kept frames are recomputed.
         """
         checks.refilled(self, stream, frame)
         layout = replace(self.layout, stream=stream)
@@ -286,13 +286,13 @@ class KVCache:
     # ---- tokens that never change ----------------------------------------------------------------
 
     def extract(self, start: int = 0) -> Self:
-        """Let the next pass attend as without a cache, and keep the keys and values of some tokens.
+        """Let the next pass attend as without a cache, and keep keys and values of some tokens.
 
-        They are as many tokens as the first block, or `prefix(frames)`, has: reference images, a
-        prompt's prefix. Mask and bias may be given.
+        These tokens, such as reference images or a prompt's prefix, are as many as the first block,
+        or `prefix(frames)`, has. The pass may have a mask and a bias.
 
         Args:
-            start: the first of these tokens in the sequence; default 0.
+            start: index of the first kept token in the sequence; default 0.
 
         Raises:
             InputError: the cache has frames already.
@@ -300,7 +300,7 @@ class KVCache:
         return replace(self, mode="extract", start=checks.extract(self, start))._begun(self)
 
     def cached(self) -> Self:
-        """Let passes only read: queries see the kept tokens and their own.
+        """Let passes only read: queries see the kept tokens and the pass's own tokens.
 
         Raises:
             InputError: the cache is empty, or keys are kept without their rotary embedding.
@@ -312,7 +312,7 @@ class KVCache:
         return replace(self, mode="cached", stage="full" if full else "filling")
 
     def append(self, other: KVCache) -> KVCache:
-        """Return a cache, for reading, with the tokens of this cache and then those of another.
+        """Return a cache, for reading, with the tokens of this cache and then of another.
 
         Raises:
             InputError: the layouts differ in more than the number of slots, or slots are empty.
@@ -326,7 +326,7 @@ class KVCache:
     def __repr__(self) -> str:
         known = isinstance(self.frame, jax.Array) and not is_tracer(self.frame)
         frame = self.frame.tolist() if known and not self.frame.is_deleted() else "unknown"
-        # jax maps over caches, with shardings, axes or None in place of arrays.
+        # jax maps over caches and puts shardings, axes or None in place of arrays.
         first = self.k[0] if self.is_per_layer else self.k
         shape, dtype = "?", type(first).__name__
         if hasattr(first, "shape"):
@@ -345,7 +345,7 @@ class CacheLayer(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array, Array, Int[Array, ""]]:
-        """The arrays of keys and values with the layer, [L, B, S, K, H], and its index in them."""
+        """The arrays [L, B, S, K, H] of keys and values with this layer, and its index in them."""
         k, v = self.cache.k, self.cache.v
         if self.cache.is_per_layer:
             return k[self.index], v[self.index], jnp.zeros((), jnp.int32)
@@ -361,6 +361,6 @@ class CacheLayer(NamedTuple):
 
 
 def _ends(frame: Array) -> tuple[int, int]:
-    """Return the least and the largest frame of the batch's rows, read from the device."""
+    """Return the least and the largest frame of the batch rows, read from the device."""
     numbers = jax.device_get(frame)
     return int(numbers.min()), int(numbers.max())

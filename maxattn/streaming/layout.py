@@ -1,4 +1,4 @@
-"""Which slot of a cache has which frame, and how the cache is split over a mesh."""
+"""The slot of each frame in a cache, and the cache's sharding over a mesh."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CONTEXT = ("heads", "tokens")
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The slots of a cache, and how they are split over a mesh; all of it is known before tracing.
+    """The slots of a cache, and their sharding over a mesh; both are known before tracing.
 
     Args:
         stream: the blocks, the window and the sink.
-        frames: how many slots there are, each for the keys and values of one frame.
+        frames: number of slots, each for the keys and values of one frame.
         positions, context: as for `KVCache.empty`.
         mesh: (axis, size) of the mesh.
     """
@@ -43,10 +43,11 @@ class CacheLayout:
         for setting, names in (("positions", POSITIONS), ("context", CONTEXT)):
             if (value := getattr(self, setting)) not in names:
                 remedy = did_you_mean(str(value), names) or f"leave it out for {names[0]!r}"
-                raise InputError(setting, repr(value), f"it is one of {', '.join(names)}", remedy)
+                rule = f"it must be one of {', '.join(names)}"
+                raise InputError(setting, repr(value), rule, remedy)
         if self.positions == "slots" and self.sink:
             rule = (
-                f"with a sink ({self.sink}) positions by slots differ from positions by frames: a"
+                f"with a sink ({self.sink}) positions by slot differ from positions by frame: a"
                 " sink keeps its place while the frames after it move"
             )
             remedy = "give positions='slots_with_sink' for a model that was trained so"
@@ -56,16 +57,16 @@ class CacheLayout:
 
     @property
     def sink(self) -> int:
-        """How many slots keep their frame."""
+        """Number of slots that keep their frame."""
         return 0 if self.stream.window is None else self.stream.sink
 
     @property
     def is_roped(self) -> bool:
-        """Whether keys are kept with their rotary embedding."""
+        """Whether keys are kept rotated."""
         return self.positions == "absolute"
 
     def places(self, end: Int[Array, "..."]) -> Int[Array, "... F"]:
-        """Return the place of each slot's frame in the window.
+        """Return the index in the window of each slot's frame.
 
         `end` is the frame after the last one written: a number, or one for each batch row.
         """
@@ -77,18 +78,18 @@ class CacheLayout:
         return jnp.where(rolled, turned, slot)
 
     def turned(self, x: Float[Array, "L B S K H"], behind: int) -> Float[Array, "L B S K H"]:
-        """Move frames behind the sink to the slots that they would have `behind` frames later."""
+        """Move frames after the sink to the slots that they would have `behind` frames later."""
         slots = self._by_slot(x)
         ring = jnp.roll(slots[:, :, :, self.sink :], behind, axis=3)
         return slots.at[:, :, :, self.sink :].set(ring).reshape(x.shape)
 
     def joined(self, a: Array, b: Array) -> Array:
-        """Put the slots of another cache after those of this one."""
+        """Append the slots of `b` to the slots of `a`."""
         both = jnp.concatenate([self._by_slot(a), self._by_slot(b)], axis=3)
         return both.reshape(*a.shape[:2], -1, *a.shape[3:])
 
     def _by_slot(self, x: Array) -> Array:
-        """Split tokens into [devices, slots, tokens of a frame]: each device has all slots."""
+        """Reshape tokens to [devices, slots, tokens of a frame]: each device has all slots."""
         layers, batch, _, *heads = x.shape
         return x.reshape(layers, batch, self.token_ways, -1, self.tokens, *heads)
 
@@ -100,37 +101,37 @@ class CacheLayout:
 
     @property
     def token_ways(self) -> int:
-        """Devices that share the tokens of a frame."""
+        """Number of devices that a frame's tokens are split over."""
         return self.ranks if self.context == "tokens" else 1
 
     @property
     def head_ways(self) -> int:
-        """Devices that share the heads."""
+        """Number of devices that the heads are split over."""
         return dict(self.mesh).get("tensor", 1) * self.ranks // self.token_ways
 
     @property
     def tokens(self) -> int:
-        """Tokens of a frame that one device keeps."""
+        """Number of a frame's tokens that one device keeps."""
         return self.stream.tokens_per_frame // self.token_ways
 
     def spec(self, letters: str) -> PartitionSpec:
-        """Return how an array is split over the mesh, by the letters of its axes.
+        """Return the sharding of an array, by the letters of its axes.
 
-        B is the batch, F the tokens of frames or of slots, N and K are heads; axes of other letters
-        are whole on each device.
+        B is the batch, F the tokens of frames or slots, N and K are heads; axes of other letters
+        are replicated.
         """
         axes = dict(zip(letters, spec_of(letters, self.mesh), strict=True))
         context = ("context",) if self.ranks > 1 else ()
         heads = tuple(a for a in ("tensor",) if a in dict(self.mesh))
-        # Modules split heads over tensor; context splits those of a tensor rank, so that no head
-        # goes to another tensor rank.
+        # Modules split heads over tensor; context splits the heads of a tensor rank further, so
+        # that no head moves to another tensor rank.
         of_heads = heads if self.context == "tokens" else (*heads, *context)
         of_tokens = context if self.context == "tokens" else ()
         axes |= {"N": of_heads or None, "K": of_heads or None, "F": of_tokens or None}
         return PartitionSpec(*(axes[c] for c in letters))
 
     def zeros(self, shape: tuple[int, ...], dtype: str, letters: str, mesh: Any) -> Any:
-        """Make zeros that are split over a mesh from the start: no device ever has all of them."""
+        """Make zeros that are sharded from the start: no device ever has all of them."""
         if mesh is None:
             return jnp.zeros(shape, dtype)
         spec = self.spec(letters)
@@ -142,15 +143,15 @@ class CacheLayout:
         sizes = dict(self.mesh)
         ways = sizes.get("data", 1) * sizes.get("fsdp", 1)
         if batch % ways:
-            rule = f"the batch of a cache divides over the {ways} devices of data and fsdp"
+            rule = f"the batch must divide over the {ways} devices of data and fsdp"
             raise MeshError("batch", batch, rule, f"give a multiple of {ways}")
         if kv_heads % self.head_ways:
             over = "tensor" if self.context == "tokens" else "context and tensor"
-            rule = f"key heads divide over the {self.head_ways} devices of {over}"
+            rule = f"key heads must divide over the {self.head_ways} devices of {over}"
             tokens = ", or context='tokens'" if self.context == "heads" and self.ranks > 1 else ""
             raise MeshError("kv_heads", kv_heads, rule, f"use fewer devices{tokens}")
         per_frame = self.stream.tokens_per_frame
         if per_frame % self.token_ways:
-            rule = f"the tokens of a frame divide over the {self.ranks} devices of context"
+            rule = f"the tokens of a frame must divide over the {self.ranks} devices of context"
             remedy = "use a context axis that divides them, or context='heads'"
             raise MeshError("tokens_per_frame", per_frame, rule, remedy)

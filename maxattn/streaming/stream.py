@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stream:
-    """Describe a video that is made block by block, and which earlier frames each block sees.
+    """A video that is made block by block, and which earlier frames each block sees.
 
     With `budget = window * frames_per_block`, a block that ends before frame `end` sees all earlier
     frames while `end <= budget`. Later it sees the first `sink` frames and the last `budget - sink`
-    before `end`, its own included. The masks of training and the cache of sampling agree, since
-    both are made from this value.
+    before `end`, its own frames included. Training masks and the sampling cache agree, since both
+    are made from this value.
 
     Args:
         tokens_per_frame: tokens in a (latent) frame.
         frames_per_block: frames that are made together and see each other; default 1. A model is
-            trained for one number of them.
-        window: blocks that a block sees, itself included; default None for all earlier ones.
+            trained for one such number.
+        window: number of blocks that a block sees, itself included; default None for all.
         sink: how many of the first frames stay visible, inside the window; default 0.
         first_frame_alone: whether frame 0 is a block of its own, before the blocks of
             `frames_per_block`; default False.
@@ -65,19 +65,19 @@ class Stream:
     def __post_init__(self) -> None:
         check_blocks(self)
         if self.sink and self.window is None:
-            rule = "a sink is counted inside the window, and without one every frame stays"
+            rule = "a sink is part of the window, and without a window every frame stays"
             raise InputError("Stream.sink", self.sink, rule, "give a window, or leave sink out")
 
     # ---- blocks ----------------------------------------------------------------------------------
 
     @property
     def budget(self) -> int | None:
-        """How many frames a block sees at most, its own included; None without a window."""
+        """The most frames that a block sees, its own included; None without a window."""
         return None if self.window is None else self.window * self.frames_per_block
 
     @property
     def first_block(self) -> int:
-        """How many frames the first block has."""
+        """Number of frames of the first block."""
         return 1 if self.first_frame_alone else self.frames_per_block
 
     def ends_block(self, frames: int) -> bool:
@@ -86,10 +86,10 @@ class Stream:
         return frames >= self.first_block and (frames - alone) % self.frames_per_block == 0
 
     def blocks(self, frames: int) -> tuple[tuple[int, int], ...]:
-        """List the first frame of each block of a video, and the frame after its last.
+        """List (first frame, frame after the last) of each block of a video.
 
         Args:
-            frames: how many frames the video has.
+            frames: number of frames of the video.
 
         Raises:
             InputError: the last block is not whole.
@@ -108,20 +108,20 @@ class Stream:
         size = self.frames_per_block
         first = ", the first frame alone" if self.first_frame_alone else ""
         near = [n for n in range(1, 4 * size + 2) if self.ends_block(n)][:3]
-        rule = f"frames are made in whole blocks of {size}{first}"
-        remedy = f"give {', '.join(map(str, near))} or so many blocks more"
+        rule = f"frames must fill whole blocks of {size}{first}"
+        remedy = f"give {', '.join(map(str, near))}, ..."
         raise InputError(name, repr(frames), rule, remedy)
 
     # ---- masks -----------------------------------------------------------------------------------
 
     def mask(self, frames: int) -> VideoMask:
-        """Make the mask of diffusion forcing, where frames of any noise see frames of any noise.
+        """Make the mask of diffusion forcing, in which frames have any noise level each.
 
         Args:
-            frames: how many frames the clip has.
+            frames: number of frames of the clip.
 
         Raises:
-            InputError: they are no whole blocks, or too many.
+            InputError: `frames` are no whole blocks, or too many.
         """
         return VideoMask(self.check_frames("frames", frames), *self._of_blocks())
 
@@ -129,10 +129,10 @@ class Stream:
         """Make the mask of teacher forcing, over a clean clip and the same clip with noise.
 
         Args:
-            frames: how many frames the clip has; queries and keys are `2 * frames *
+            frames: number of frames of the clip; queries and keys are `2 * frames *
                 tokens_per_frame`, in the order of `pair`.
-            shards: devices of the context axis, each of which gets a part of both halves; default
-                1, the two halves one after the other.
+            shards: number of devices of the context axis, each of which gets a part of both clips;
+                default 1, one clip after the other.
 
         Raises:
             InputError: the clip, or a shard of it, is not whole blocks, or has too many frames.
@@ -151,7 +151,7 @@ class Stream:
         shards: int = 1,
         axis: int = 1,
     ) -> Array:
-        """Join a clean clip and a noisy one in the order of `teacher_mask`.
+        """Join a clean and a noisy clip in the order of `teacher_mask`.
 
         Args:
             clean, noisy: arrays of one shape: tokens, rotary angles or times of frames.
@@ -168,7 +168,7 @@ class Stream:
         size = checks.clip_size("clean", clean, axis)
         checks.clip_size("noisy", noisy, axis)
         if tuple(clean.shape) != tuple(noisy.shape):
-            rule = f"the clean clip and the noisy one have one shape, and clean has {clean.shape}"
+            rule = f"clean and noisy must have the same shape, and clean has {clean.shape}"
             raise InputError("noisy", f"shape {tuple(noisy.shape)}", rule, "add noise to clean")
         checks.shards(shards, size, "a clip")
         parts = zip(*(jnp.split(x, shards, axis) for x in (clean, noisy)), strict=True)
@@ -177,15 +177,15 @@ class Stream:
     def unpair(
         self, both: Shaped[Array, "..."], shards: int = 1, axis: int = 1
     ) -> tuple[Array, Array]:
-        """Split what `pair` joined, with the same `shards` and `axis`: (clean, noisy).
+        """Split the result of `pair`, with the same `shards` and `axis`, into (clean, noisy).
 
         Raises:
-            InputError: it is no array, or `shards` does not divide it.
+            InputError: `both` is no array, or `shards` does not divide it.
         """
         size = checks.clip_size("both", both, axis)
         if size % 2:
-            rule = f"the clean clip and the noisy one have one length, and axis {axis} has {size}"
-            remedy = "give what stream.pair made, or what attention made of it"
+            rule = f"clean and noisy must have the same length, and axis {axis} has {size}"
+            remedy = "give the result of stream.pair, or attention's output for it"
             raise InputError("both", f"shape {tuple(both.shape)}", rule, remedy)
         checks.shards(shards, size // 2, "each clip")
         parts = jnp.split(both, 2 * shards, axis)
@@ -196,8 +196,8 @@ class Stream:
     def slots(self, frame: int | Int[Array, "..."] | Int[np.ndarray, "..."]) -> Any:
         """Return the slot of the cache that a frame is written to.
 
-        It is the frame's number until the window is full, and always without a window. Then it is
-        the slot of the oldest frame behind the sink.
+        Until the window is full, and always without a window, the slot is the frame's number. Then
+        it is the slot of the oldest frame after the sink.
 
         Args:
             frame: a number from 0, or an array of them; may be traced.
@@ -216,10 +216,10 @@ class Stream:
         return xp.where(frame < self.sink, frame, turn)
 
     def kept(self, end: int) -> tuple[int, ...]:
-        """List the frames that a cache keeps after frame `end - 1` is made, the oldest first.
+        """List the frames that a cache keeps after frame `end - 1` is made, oldest first.
 
         Raises:
-            InputError: `end` is not a number of frames.
+            InputError: `end` is no whole number of at least 0.
 
         >>> ma.Stream(tokens_per_frame=1, window=3, sink=1).kept(7)
         (0, 5, 6)

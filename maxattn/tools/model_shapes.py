@@ -92,7 +92,7 @@ def read(text: str) -> Shape:
 def dtype_of(text: str) -> str:
     """Return the long name of a dtype, such as bfloat16 of bf16."""
     if text not in DTYPE_OF:
-        raise InputError("dtype", text, f"it is one of {', '.join(DTYPE_OF)}", "write bf16")
+        raise InputError("dtype", text, f"it must be one of {', '.join(DTYPE_OF)}", "write bf16")
     return DTYPE_OF[text]
 
 

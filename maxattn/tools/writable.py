@@ -38,11 +38,11 @@ def write_whole(path: Path, text: str) -> None:
 def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
     rule = ""
     if path.exists() and path.is_dir() != folder:
-        file, other = "it is a file, and this is a folder", "there is a file of that name"
-        rule = f"it is a folder, and {other}" if folder else file
+        file, other = "it must be a file, and this is a folder", "a file has that name"
+        rule = f"it must be a folder, and {other}" if folder else file
         return ConfigError(setting, path, rule, "name another")
     if path.is_symlink() and not path.exists():
-        rule = "it is a link to what is not there"
+        rule = "this is a link whose target does not exist"
     elif path.exists() and not folder:
         rule = "" if os.access(path, os.W_OK) else "it may not be written"
     else:  # try to make a folder in the nearest existing folder

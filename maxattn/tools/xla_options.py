@@ -25,7 +25,7 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
         name, equals, value = word.partition("=")
         if not equals or not name:
             remedy = "write for example xla_gpu_autotune_level=2"
-            raise ConfigError(setting, repr(word), "it is NAME=VALUE", remedy)
+            raise ConfigError(setting, repr(word), "it must be NAME=VALUE", remedy)
         name = name.removeprefix("--")
         options[name] = (VALUES | SPELT.get(name, {})).get(value.lower(), value)
     for name, value in options.items():

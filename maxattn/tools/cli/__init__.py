@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"maxattn {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        guess = did_you_mean(words[0], COMMANDS) or f"it is one of {', '.join(COMMANDS)}"
+        guess = did_you_mean(words[0], COMMANDS) or f"it must be one of {', '.join(COMMANDS)}"
         print(f"maxattn: no command '{words[0]}': {guess}", file=sys.stderr)
         return 2
     return _run(words[0], words[1:])
@@ -108,5 +108,5 @@ def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     others = [name for name in COMMANDS if option in parser_of(name)._option_string_actions]
     guess = did_you_mean(option, known) or f"{parser.prog} --help lists them"
-    guess = f"it is one of maxattn {', '.join(others)}" if others else guess
+    guess = f"it is an option of maxattn {', '.join(others)}" if others else guess
     return f"{parser.prog}: no option '{option}': {guess}"

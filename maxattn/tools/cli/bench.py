@@ -86,7 +86,7 @@ def read_mesh(words: list[str]) -> dict[str, int]:
     found, text = read_sizes(words), " ".join(words)
     devices = prod(found.values())
     if not set(found) <= set(MESH_AXES) or devices < 1:
-        rule = f"it is AXIS=N, N at least 1, with an axis of {', '.join(MESH_AXES)}"
+        rule = f"it must be AXIS=N, N at least 1, with an axis of {', '.join(MESH_AXES)}"
         raise InputError("--mesh", text, rule, "write for example --mesh context=4")
     if devices > jax.device_count():
         rule = f"it needs {devices} devices, and this machine has {jax.device_count()}"
@@ -106,8 +106,8 @@ def _check(args: argparse.Namespace) -> None:
         ("--pictures", args.pictures, args.report, "--report"),
     ):
         if given and not is_read:
-            remedy = "add what it is read with, or leave it out"
-            raise InputError(name, given, f"it is read with {other}", remedy)
+            remedy = "add that option, or leave this one out"
+            raise InputError(name, given, f"it applies only with {other}", remedy)
     if args.module and args.mesh:
         rule = "a whole module is measured on one device"
         raise InputError("--module", "given", rule, "leave out --mesh or --module")

@@ -156,7 +156,7 @@ def read_mesh(words: Sequence[str]) -> dict[str, int]:
         axis, equals, size = (word.strip() for word in part.partition("="))
         number = whole_in(size, least=0, most=MOST_DEVICES)
         if not equals or number is None:
-            rule = "it is axis=size, joined by commas"
+            rule = "it must be axis=size, joined by commas"
             rule = f"an axis has at most {MOST_DEVICES:,} devices" if size.isdecimal() else rule
             raise MeshError("mesh", plain(part), rule, "write --mesh context=4,fsdp=2")
         if axis in sizes:

@@ -83,7 +83,7 @@ def _spelling(name: str) -> str:
 def _read_one(text: str) -> Mask:
     name, _, rest = text.partition(":")
     if name not in SPELLINGS:
-        rule = f"it is one of {', '.join(map(_spelling, SPELLINGS))}"
+        rule = f"it must be one of {', '.join(map(_spelling, SPELLINGS))}"
         remedy = did_you_mean(name, SPELLINGS) or "write for example block-window:1560,7"
         raise InputError("mask", plain(text) if text else "(nothing)", rule, remedy)
     make, _, counts = SPELLINGS[name]

@@ -96,7 +96,7 @@ def _number(key: str, value: str) -> int:
     least = 0 if key == "sink" else 1
     if (number := whole_in(value, least)) is not None:
         return number
-    rule = f"it is a whole number from {least} to {LARGEST}"
+    rule = f"it must be a whole number from {least} to {LARGEST}"
     other = " or window=all" if key == "window" else ""
     raise InputError(f"{OPTION} {key}", plain(value), rule, f"write for example {key}=3{other}")
 
@@ -104,7 +104,8 @@ def _number(key: str, value: str) -> int:
 def _flag(key: str, value: str) -> bool:
     if value in ("true", "false"):
         return value == "true"
-    raise InputError(f"{OPTION} {key}", plain(value), "it is true or false", f"write {key}=true")
+    rule = "it must be true or false"
+    raise InputError(f"{OPTION} {key}", plain(value), rule, f"write {key}=true")
 
 
 def _model(name: str, numbers: Mapping[str, int]) -> VideoModel:

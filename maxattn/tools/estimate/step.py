@@ -55,9 +55,7 @@ class GridStep:
         if not self.bundles.loops:
             return Loop(Span(0, len(self.bundles.rows)), 1)
         if len(self.bundles.loops) != 1:
-            rule = (
-                f"it has {len(self.bundles.loops)} loops, and only one (over the grid) is supported"
-            )
+            rule = f"it has {len(self.bundles.loops)} loops, and one (over the grid) is supported"
             raise unknown(self.bundles.who, rule)
         return self.bundles.loops[0]
 

@@ -152,9 +152,9 @@ def test_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ---- refusals ------------------------------------------------------------------------------------
 
 KERNELS = "the kernels are dot_product"
-NO_FILE = "it is a file, and this is a folder"
-WITH = "it is read with"
-NO_FOLDER = "it is a folder, and there is a file of that name"
+NO_FILE = "it must be a file, and this is a folder"
+WITH = "it applies only with"
+NO_FOLDER = "it must be a folder, and a file has that name"
 REFUSED = [
     ("no-such-shape", "it must be B,T,S,N,H"),
     ("--kernel bogus", f"{KERNELS}, memory_efficient, flash"),
@@ -170,7 +170,7 @@ REFUSED = [
     ("--mesh context=0", "N at least 1"),
     ("--mesh time=2", "with an axis of data, context, tensor"),
     ("--module --mesh context=2", "a whole module is measured on one device"),
-    ("--module --option nonsense", "it is NAME=VALUE"),
+    ("--module --option nonsense", "it must be NAME=VALUE"),
     ("--option xla_gpu_autotune_level=2", f"{WITH} --mesh or --module"),
     ("--strategy ring", f"{WITH} --mesh"),
     (
