@@ -255,7 +255,7 @@ def test_its_name_is_valid_while_its_row_is_there(added: Path) -> None:
     for text, name in (("attention: plian", "plain"), ("context_parallel: gater", "gather")):
         with pytest.raises(ConfigError, match=f"did you mean '{name}'"):
             from_yaml(added, text)
-    with pytest.raises(ConfigError, match="a kernel of that name"):
+    with pytest.raises(ConfigError, match="another kernel has this name"):
         kernels.add(kernels.KernelRow("plain", "elsewhere:Plain"))
 
 

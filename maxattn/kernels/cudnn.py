@@ -74,6 +74,6 @@ def _mask(inputs: PieceInputs) -> CudnnMask:
     p, lengths = inputs.piece, inputs.lengths
     assert not isinstance(lengths, Intervals), lengths
     assert p.is_full or p.right == 0, p
-    # A length of 0 is passed as 1, and the result of that batch row is replaced by 0 and -inf.
+    # cuDNN gets a length of 0 as 1; that batch row's result is then set to 0 and -inf.
     some = None if lengths is None else jnp.maximum(lengths, 1)
     return CudnnMask(some, not p.is_full, None if p.left is None else p.left + 1)

@@ -1,8 +1,8 @@
 """cuDNN's fused attention through TransformerEngine's own functions, without its Linen module.
 
-The module would fall back in silence, ask for a mesh resource, and read the environment. Here the
-resource is empty during a call, and a mask without a fused kernel is refused by name. Lengths are
-passed as a sequence descriptor; no mask array is made.
+The Linen module falls back without a message, needs a mesh resource, and reads the environment.
+Here the mesh resource is empty during a call, and a mask without a fused kernel is refused by name.
+Lengths are passed as a sequence descriptor, not as a mask array.
 
 Source: NVIDIA TransformerEngine, transformer_engine.jax.
 """
@@ -31,7 +31,7 @@ class CudnnFlashTe(Fused):
     Its backward always computes the gradient of a bias.
 
     Args:
-        version: of transformer-engine-jax.
+        version: the version of transformer-engine-jax.
     """
 
     name: ClassVar[str] = "cudnn_flash_te"
@@ -71,7 +71,7 @@ class CudnnFlashTe(Fused):
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         def run(inputs: PieceInputs, rows: Rows) -> Grads:
             with _no_mesh_resource():
-                # The forward's state of dropout, which nothing reads without dropout.
+                # The forward's random state of dropout, which is not read without dropout.
                 checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
                 state = jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
                 operands = (inputs.q, inputs.k, inputs.v), inputs.bias, None
@@ -85,12 +85,12 @@ class CudnnFlashTe(Fused):
 
 
 def _te(module: str) -> Any:
-    # an extra, which need not be installed when this file is imported
+    # Imported here: TransformerEngine is an optional package.
     return import_module(f"transformer_engine.jax.{module}")
 
 
 def _no_mesh_resource() -> Any:
-    """Hide the mesh from TransformerEngine: every call here is for one shard."""
+    """Return a context that hides the mesh from TransformerEngine: each call computes one shard."""
     sharding = _te("sharding")
     return sharding.global_shard_guard(sharding.MeshResource())
 
@@ -101,7 +101,7 @@ def _lengths(inputs: PieceInputs) -> Any:
     assert not isinstance(lengths, Intervals)
     queries = jnp.full(batch, inputs.q.shape[1], jnp.int32)
     every = jnp.full(batch, inputs.k.shape[1], jnp.int32)
-    # A length of 0 is passed as 1, and the result of that batch row is replaced by 0 and -inf.
+    # cuDNN gets a length of 0 as 1; that batch row's result is then set to 0 and -inf.
     keys = every if lengths is None else jnp.maximum(lengths, 1)
     return _te("attention").SequenceDescriptor.from_seqlens((queries, keys))
 

@@ -1,7 +1,7 @@
 """Dense attention: one matmul, one softmax, one matmul; the fastest for short sequences.
 
-It makes the [B, N, T, S] scores, so its memory grows with T * S. The backward recomputes them from
-the saved LSE: nothing of that size is kept between forward and backward.
+It computes all [B, N, T, S] scores at once, so its memory grows with T * S. The backward recomputes
+the scores from the saved LSE: no array of T * S is kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class DotProduct(Kernel):
     """Compute out = softmax(scale * q k^T + bias) v with XLA's own matmuls.
 
     Args:
-        scale: multiplies the scores in float32.
-        float32_qk_product: cast q and k to float32 before their product. Products of bfloat16 and
-            float16 are exact in float32 anyway; another matmul unit computes them.
-        split_head_dim: keep batch and heads as two axes, or fold them into one, with equal results.
+        scale: factor of the scores, in float32.
+        float32_qk_product: whether to cast q and k to float32 before their product. Products of
+            bfloat16 and float16 are exact in float32 either way; another matmul unit computes them.
+        split_head_dim: whether batch and heads stay two axes or become one; results are equal.
     """
 
     name: ClassVar[str] = "dot_product"
@@ -46,8 +46,8 @@ class DotProduct(Kernel):
         q, v = inputs.q, inputs.v
         qs, ks, vs = self._split(inputs)
         s = self._scores(qs, ks, inputs)
-        # The result does not depend on m, whose derivative compares s with m: it would be NaN if
-        # XLA computed s twice with different rounding.
+        # The result does not depend on m, so its derivative is cut off. It compares s with m, and
+        # would be NaN if XLA computed s twice with different rounding.
         m = jnp.max(jax.lax.stop_gradient(s), axis=-1)
         p = softmax.stable_exp(s, m)
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
@@ -72,7 +72,7 @@ class DotProduct(Kernel):
         return Grads(dq, self._merge_keys(dk, k), self._merge_keys(dv, k), dbias)
 
     def microseconds(self, call: Call, target: Target) -> None:
-        """Return no estimate: XLA's kernels are far from both rates."""
+        """Return no estimate: XLA's matmuls reach neither the FLOP/s nor the memory's rate."""
 
     def lines(self, call: Call) -> Lines:
         return Lines("dot_product (XLA dense)", "none: the whole T x S at once")
@@ -89,7 +89,7 @@ class DotProduct(Kernel):
             qs, ks = qs.astype(jnp.float32), ks.astype(jnp.float32)
         return softmax.scores(qs, ks, self.scale, bias, level, allowed)
 
-    # Layout: with split_head_dim false, [B, K, ...] is folded to [B*K, 1, ...].
+    # With split_head_dim=False, [B, K, ...] is reshaped to [B*K, 1, ...].
 
     def _fold(self, x: Array) -> Array:
         return x if self.split_head_dim else x.reshape(-1, 1, *x.shape[2:])
@@ -107,7 +107,7 @@ class DotProduct(Kernel):
         return self._fold(qs), ks, vs
 
     def _merge_queries(self, x: Array, q: Array) -> Array:
-        (b, t, n, _), h = q.shape, x.shape[-1]  # that of q, or of v
+        (b, t, n, _), h = q.shape, x.shape[-1]  # h is the head dim of q or of v
         return softmax.merge_queries(x.reshape(b, -1, x.shape[2], t, h)).reshape(b, t, n, h)
 
     def _merge_keys(self, x: Array, k: Array) -> Array:

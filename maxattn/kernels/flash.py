@@ -1,7 +1,7 @@
 """`flash`: JAX's splash attention on a TPU and a CPU, FlashAttention-4 or cuDNN on a GPU.
 
-Splash attention (Pallas) keeps its tiles in VMEM, skips empty tiles, and takes O(T) memory both
-ways. On an NVIDIA GPU FlashAttention-4 runs if fa4-jax is installed, else cuDNN through jax.
+Splash attention (Pallas) keeps its tiles in VMEM, skips empty tiles, and takes O(T) memory forward
+and backward. On an NVIDIA GPU, FlashAttention-4 runs if fa4-jax is installed, else cuDNN.
 
 Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al., FlashAttention-2 (arXiv
 2307.08691).
@@ -45,7 +45,7 @@ class Flash(Splash):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        # cuDNN's backward does not repeat either.
+        # cuDNN's backward is not bit for bit repeatable either.
         return Fa4.repeats(call, target) if target.platform == "gpu" else None
 
     @staticmethod
@@ -72,11 +72,11 @@ class Flash(Splash):
 
 @dataclass(frozen=True)
 class BiasedFa4(Fused):
-    """Add a bias, with every mask written into it, to the scores of FlashAttention-4.
+    """Run FlashAttention-4 with an additive bias, into which every mask is written.
 
     Args:
-        fa4: computes the forward, and the backward if the bias has no gradient.
-        plain: computes the backward if the bias has one; None if it has none.
+        fa4: computes the forward, and the backward unless the bias has a gradient.
+        plain: computes the backward if the bias has a gradient; None if it has none.
     """
 
     name: ClassVar[str] = "flash"
@@ -87,19 +87,19 @@ class BiasedFa4(Fused):
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> BiasedFa4:
-        # FlashAttention-4's own backward takes the gradient of the LSE: `lse_gradient` is False.
+        # `lse_gradient` is False, since FlashAttention-4's backward computes the LSE's gradient.
         fa4, plain = Fa4.build(call, config, target), MemoryEfficient.build(call, config, target)
         return BiasedFa4(call.scale, False, fa4, plain)
 
     def lines(self, call: Call) -> Lines:
         runs, forward, backward = self.fa4.lines(call)
-        plain = "; memory_efficient where the bias has a gradient"
+        plain = "; memory_efficient if the bias has a gradient"
         return Lines(runs, f"{forward}; a bias is added pair by pair", backward + plain)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         return (
-            f"{written_text(call)}; FlashAttention-4 has no gradient of it: where it has one,"
-            " memory_efficient computes the backward",
+            f"{written_text(call)}; FlashAttention-4 computes no gradient of a bias: if it needs"
+            " one, memory_efficient computes the backward",
         )
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
@@ -121,7 +121,7 @@ class BiasedFa4(Fused):
 
 @dataclass(frozen=True)
 class CudnnForFlash(Cudnn):
-    """Run cuDNN under the name of flash: `why` is the reason that fa4-jax is not called."""
+    """Run cuDNN under the name flash; `why` is the reason for which fa4-jax is not called."""
 
     why: str = ""
 
@@ -143,7 +143,7 @@ def _without_fa4(target: Target) -> str:
 
 
 def install(target: Target) -> str:
-    """Return how to add fa4-jax to a target."""
+    """Return the remedy that adds fa4-jax to a target."""
     return INSTALL if target.is_this_machine else target.remedy_for("fa4-jax")
 
 

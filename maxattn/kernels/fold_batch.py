@@ -1,7 +1,7 @@
-"""`vmap` over a call of a library: the mapped axis becomes part of the batch.
+"""`vmap` over a library's kernel: the mapped axis becomes part of the batch.
 
-The libraries' own rules refuse some calls: fa4-jax refuses lengths, cuDNN and TransformerEngine
-refuse operands of which only some are mapped.
+The libraries' `vmap` rules refuse some calls: fa4-jax refuses lengths, and cuDNN and
+TransformerEngine refuse calls in which some operands are mapped and others are not.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxtyping import Array
 
 
 def with_batch_folded(run: Callable[..., Any], *operands: Any, shared: Any = None) -> Any:
-    """Return `run(*operands)`; under `vmap`, in one call whose batch has the mapped axis too.
+    """Return `run(*operands)`; under `vmap`, fold the mapped axis into the batch of one call.
 
     Operands that are not mapped are repeated along the mapped axis.
 
     Args:
-        run: from arrays to arrays; it closes over no arrays.
-        operands: arrays, or trees of them; the first axis of every array, in and out, is the batch.
-        shared: the last argument of `run`, or None: arrays without a batch. If these are mapped,
-            calls run one after the other.
+        run: a function from arrays to arrays that closes over no arrays.
+        operands: arrays or trees of arrays; axis 0 of every operand and result is the batch.
+        shared: arrays without a batch axis, the last argument of `run`; default None. If they are
+            mapped, calls run one after the other.
     """
 
     @jax.custom_batching.custom_vmap

@@ -1,7 +1,7 @@
-"""The backward over several blocks of keys, every pair allowed: dQ is summed block by block.
+"""The backward over several blocks of keys without a mask: dQ is summed block by block.
 
 A block is one array of K and V. A kernel may keep dQ in one float32 array between blocks, which
-saves passes over the queries. Otherwise each block's dQ stays as the kernel wrote it, and all are
+saves passes over the queries. Otherwise each block's dQ is kept in the kernel's dtype, and all are
 summed in float32.
 """
 
@@ -17,11 +17,11 @@ from jaxtyping import Array, Float
 if TYPE_CHECKING:
     from maxattn.kernels.base import Grads, Inputs, Rows
 
-TWO_TILES = 256  # keys
-MOST_PARTS = 4  # parts of dQ before they are summed to one in float32
+TWO_TILES = 256  # keys in two key tiles
+MOST_PARTS = 4  # arrays of dQ that are kept before they are summed in float32
 
 Packed = Float[Array, "R2 B S K H"]
-"""K and V of a block of keys, or their gradients, as one array; zeros fill the narrower."""
+"""K and V of a block of keys, or dK and dV, as one array; the narrower is padded with zeros."""
 
 
 class KeyRange(NamedTuple):
@@ -31,7 +31,7 @@ class KeyRange(NamedTuple):
     stop: int | None = None
 
     def bounds(self, length: Any) -> tuple[int, Any]:
-        """Return the range in a block of `length` keys, which may be a number inside a kernel."""
+        """Return (start, stop) in a block of `length` keys, which may be traced in a kernel."""
         return self.start, length if self.stop is None else self.stop
 
 
@@ -39,7 +39,7 @@ WHOLE = KeyRange()
 
 
 def middle_key(length: int) -> int:
-    """Return the key that halves a block, on a whole tile if it has two; 0 for a single key."""
+    """Return the key that halves a block, on a tile boundary if it has two tiles; 0 if length 1."""
     if length < TWO_TILES:
         return length // 2
     return -(-length // TWO_TILES) * (TWO_TILES // 2)
@@ -64,7 +64,7 @@ def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
 
 
 def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0) -> Array:
-    """Return a range of K (0) or V (1), of some channels; 0 for all.
+    """Return a range of K (`which` = 0) or V (1), and its first `head_dim` channels (0: all).
 
     It is a single slice, which XLA need not copy for most kernels if the batch is 1.
     """
@@ -75,16 +75,16 @@ def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0
 
 
 class DqAccumulator:
-    """The sum of dQ over the blocks so far."""
+    """The sum of dQ over the blocks of keys that were added so far."""
 
     state: Any
-    """A tree of arrays, which a caller may replace by equal ones."""
+    """The arrays of the sum; a caller may carry them through a loop and set them again."""
 
     def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
         """Add the dQ of a range of a block's keys, and return (dk, dv) of the block.
 
-        `grads` is the result for earlier ranges of the block. Without it, the gradients of keys
-        outside the range are not set.
+        `grads` is the result of earlier ranges of the same block; without it, the gradients of keys
+        outside the range are undefined.
         """
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class DqAccumulator:
 
 
 class SumOfParts(DqAccumulator):
-    """Sum the dQ of a kernel's own backward; the keys of `inputs` become those of each block."""
+    """Sum the dQ of a kernel's `backward`, which is called with `inputs` and each block's keys."""
 
     def __init__(
         self, backward: Callable[[Inputs, Rows], Grads], inputs: Inputs, rows: Rows
@@ -119,12 +119,12 @@ class SumOfParts(DqAccumulator):
 
 
 def added(parts: list[Array], part: Array) -> list[Array]:
-    """Return a list with one more part; many parts become one in float32."""
+    """Return the list with `part` appended; `MOST_PARTS` arrays are summed to one in float32."""
     return [total(parts, part), part] if len(parts) >= MOST_PARTS else [*parts, part]
 
 
 def total(parts: list[Array], like: Array) -> Array:
-    """Return the sum of parts in float32, in one pass; zeros like `like` if there are none."""
+    """Return the float32 sum of arrays, in one pass; zeros like `like` without arrays."""
     if not parts:
         return jnp.zeros(like.shape, jnp.float32)
     first, *rest = (x.astype(jnp.float32) for x in parts)

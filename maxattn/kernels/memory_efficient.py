@@ -1,6 +1,6 @@
-"""Blockwise attention in plain JAX: the online softmax over chunks, O(T) memory both ways.
+"""Blockwise attention in plain JAX: the online softmax over chunks, in O(T) memory.
 
-For each chunk of queries, over the chunks of keys that its mask lets it see:
+For each query chunk, the loop over the key chunks that the mask lets it see computes:
 
     m_new = max(m, rowmax(S))
     l_new = exp(m - m_new) * l + rowsum(exp(S - m_new))
@@ -40,7 +40,7 @@ from maxattn.masks.terms import sort_note
 from maxattn.target import Target
 from maxattn.tuned import tuned_config, tuned_note
 
-MOST_COUNTED = 2**16  # pairs of chunks
+MOST_COUNTED = 2**16  # most pairs of chunks that `lines` counts by kind
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class MemoryEfficient(Kernel):
     """Compute out = softmax(scale * q k^T + bias) v chunk by chunk, with XLA's own matmuls.
 
     Args:
-        scale: multiplies the scores in float32.
-        query_chunk, key_chunk: queries and keys of a chunk (B_r and B_c).
-        float32_qk_product: cast q and k to float32 before their product.
-        by_row: compute each batch row alone if arrays of the mask leave its own chunks empty.
+        scale: factor of the scores, in float32.
+        query_chunk, key_chunk: numbers of queries and keys in a chunk (B_r and B_c).
+        float32_qk_product: whether to cast q and k to float32 before their product.
+        by_row: whether to compute batch rows one by one if their empty chunks differ.
     """
 
     name: ClassVar[str] = "memory_efficient"
@@ -66,7 +66,7 @@ class MemoryEfficient(Kernel):
     def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
         config = tuned_config(config, "memory_efficient", call, target)
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
-        # One batch row leaves most of a GPU idle: there rows share the chunks that any visits.
+        # A single batch row leaves most of a GPU idle: there all rows visit the same chunks.
         by_row = target.platform != "gpu" and differs_by_row(call.mask)
         return MemoryEfficient(call.scale, *chunks, config.float32_qk_product, by_row)
 
@@ -78,7 +78,7 @@ class MemoryEfficient(Kernel):
         return call.mask.bounds_tiles and call.kv_len > self.key_chunk
 
     def microseconds(self, call: Call, target: Target) -> None:
-        """Return no estimate: XLA's kernels are far from both rates."""
+        """Return no estimate: XLA's matmuls reach neither the FLOP/s nor the memory's rate."""
 
     def lines(self, call: Call) -> Lines:
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
@@ -152,13 +152,13 @@ class MemoryEfficient(Kernel):
 
 
 def _rows(tiles: ChunkedInputs) -> tuple[Any, ...]:
-    """Return the operands of the loop over query chunks: number, queries, visits."""
+    """Return the operands of the loop over query chunks: their numbers, queries and visits."""
     return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
 
 
 def _nothing_seen(q_i: Array, v: Array) -> tuple[Array, Array, Array]:
     """Start the online softmax: m = -inf, l = 0, O = 0."""
-    # Made like q_i, here and below, so that in a `shard_map` they vary over the same mesh axes.
+    # Derived from q_i, here and below, so that in a `shard_map` they vary over the same mesh axes.
     row = jnp.zeros_like(q_i[..., 0], jnp.float32)
     acc = jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1]))
     return jnp.full_like(row, softmax.NEG_INF), row, acc
@@ -180,7 +180,7 @@ def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
     kv_heads = tiles.k.shape[2]
     stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
     split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
-    # Queries that fill the last chunk have scores too: with a BIG_LSE their exp(s - lse) is 0.
+    # Padded queries of the last chunk have scores too: with BIG_LSE, exp(s - lse) is 0.
     fills = (softmax.BIG_LSE, 0.0, 0.0)
     found = zip(softmax.row_gradient(*split, *stats), fills, strict=True)
     return tuple(cut(x, 3, tiles.q.shape[4], fill) for x, fill in found)
@@ -203,7 +203,7 @@ def _backward_step(
     dv: Array,
     dbias: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Add a tile's share to (dq of this chunk, dk, dv, dbias)."""
+    """Add the gradients of one pair of chunks to (dq of this query chunk, dk, dv, dbias)."""
     dq, dk_j, dv_j, ds = softmax.tile_gradient(q_i, tiles.k[j], tiles.v[j], s, *given, tiles.scale)
     if dbias is not None:
         dbias = tiles.add_bias_tile(dbias, ds, i, j)
@@ -211,7 +211,7 @@ def _backward_step(
 
 
 def _bias_like(dbias: Array | None, bias: Bias) -> Bias:
-    """Cut a padded bias gradient [B|1, K|1, G|1, T, S] back to the bias's own shape."""
+    """Cut a padded bias gradient [B|1, K|1, G|1, T, S] to the shape of the bias."""
     if dbias is None or bias is None:
         return None
     dbias = dbias[:, :, :, : bias.shape[2], : bias.shape[3]]

@@ -1,4 +1,4 @@
-"""Refusals of all kernels of GPU libraries: operands, and masks other than a band with lengths."""
+"""What all GPU libraries' kernels refuse: some operands, and masks but a band with lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USE_AUTO = "set attention: auto"
 def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reason | None:
     """Refuse float32, head dims above a limit, and scales below 0.
 
-    `where` names the devices with this limit, if others have a larger one.
+    `where` names the devices with this limit, if other devices have a larger limit.
     """
     if call.dtype == "float32":
         rule = "it takes bfloat16 and float16, and the operands are float32"
@@ -21,16 +21,16 @@ def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reaso
         rule = f"{where and f'on {where} '}it takes head dims up to {head_limit}"
         rule = f"{rule}, and this is {call.head_dim}"
         return Reason(who, f"head dim {call.head_dim}", rule, USE_AUTO)
-    if call.scale < 0:  # it takes the largest product for the largest score, and gives NaN
+    if call.scale < 0:  # the libraries take the largest product as the largest score: NaN
         rule = f"it takes scales above 0, and this is {call.scale:.3g}"
-        return Reason(who, "scale below 0", rule, f"hand over -q with scale {-call.scale:.3g}")
+        return Reason(who, "scale below 0", rule, f"pass -q with scale {-call.scale:.3g}")
     return None
 
 
 def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
     """Refuse masks other than a band with lengths or flags of keys.
 
-    With `rows` the kernel takes any interval of keys for each query.
+    With `rows`, the kernel also takes any one interval of keys per query.
     """
     if terms.rest:
         kind = " and ".join(terms.rest[0].names())
@@ -38,13 +38,13 @@ def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
         return Reason(who, f"mask {kind}", rule, USE_AUTO)
     if terms.band is None and not rows:
         text = " & ".join(str(m) for m in terms.positions)
-        rule = f"it takes Causal and windows of tokens, and not {text}"
+        rule = f"it takes Causal and LocalWindow, and not {text}"
         return Reason(who, "mask", rule, USE_AUTO)
     if terms.has_flags and terms.positions:
         rule = (
-            "it takes flags of keys by gathering the real ones, which moves their positions, and"
-            " the mask needs those"
+            "it gathers the keys that flags mark as real, which changes the positions that the rest"
+            " of the mask needs"
         )
-        remedy = f"say KeyPadding as lengths, or {USE_AUTO}"
+        remedy = f"pass KeyPadding with lengths, or {USE_AUTO}"
         return Reason(who, "mask KeyPadding & positions", rule, remedy)
     return None

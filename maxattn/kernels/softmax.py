@@ -4,9 +4,9 @@
     dP = dout v^T                   D = sum(dout * out) - dlse
     dS = P * (dP - D)               dq = scale * dS k       dk = scale * dS^T q       dbias = dS
 
-Inside, heads are split as [K, G]: G = N / K query heads share one key head. Arrays are [B, K, G, T,
-H] and [B, K, S, H], so that every matmul is a plain batched one. Statistics are float32 whatever
-the operands are.
+Heads are split as [K, G]: G = N / K query heads share one key head. Arrays are [B, K, G, T, H] and
+[B, K, S, H], so that every matmul is a plain batched matmul. Statistics are float32 for operands of
+any dtype.
 
 Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1, with the gradient of the LSE
 added.
@@ -25,8 +25,8 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 NEG_INF = float("-inf")
-# In a gradient, the LSE of a query with nothing to attend to: exp(s - BIG_LSE) is 0, and s -
-# BIG_LSE does not overflow float32.
+# In the backward, the LSE of a query that sees no key: exp(s - BIG_LSE) is 0, and s - BIG_LSE does
+# not overflow float32.
 BIG_LSE = 1e30
 
 Queries = Float[Array, "B K G T H"]
@@ -36,7 +36,7 @@ Stats = Float[Array, "B K G T"]
 
 
 def split_queries(x: Float[Array, "B T N H"], kv_heads: int) -> Queries:
-    """Put the heads before the sequence, as [K, G]."""
+    """Move the heads before the sequence, and split them as [K, G]."""
     return rearrange(x, "B T (K G) H -> B K G T H", K=kv_heads)
 
 
@@ -68,7 +68,7 @@ def split_heads(x: Any, kv_heads: int) -> Array:
 
 
 def matmul(spec: str, a: Array, b: Array) -> Array:
-    """Contract with float32 accumulation; products of float32 operands are whole, too."""
+    """Contract with float32 accumulation; float32 operands are not rounded before the product."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
 
@@ -85,8 +85,8 @@ def scores(
 
     Args:
         bias: [B|1, K|1, G|1, T|1, S|1] or None.
-        level: of the bias, [B|1, K|1, G|1, T|1, 1], or None for 0.
-        allowed: bool in the shape of a bias, True for pairs that attend; None: all do.
+        level: level of the bias, [B|1, K|1, G|1, T|1, 1], or None for 0.
+        allowed: bool of a bias's shape, True for allowed pairs; None if all are allowed.
     """
     # [B, K, G, T, H], [B, K, S, H] -> [B, K, G, T, S]
     s = matmul("bkgth,bksh->bkgts", q, k) * scale
@@ -97,7 +97,7 @@ def scores(
 
 
 def stable_exp(s: Scores, m: Stats) -> Scores:
-    """Compute exp(s - m), 0 for queries with a maximum of -inf, which see nothing."""
+    """Compute exp(s - m); 0 for queries whose maximum is -inf, which see no key."""
     return jnp.exp(s - jnp.where(m == NEG_INF, 0.0, m)[..., None])
 
 
@@ -112,7 +112,7 @@ def finish(m: Stats, l: Stats, acc: Queries) -> tuple[Queries, Stats]:
 def row_gradient(
     out: Queries, dout: Queries, lse: Stats, dlse: Stats
 ) -> tuple[Stats, Stats, Queries]:
-    """Return (finite lse, D = sum(dout * out) - dlse, dout), with dout 0 if nothing is seen."""
+    """Return (finite lse, D = sum(dout * out) - dlse, dout); dout is 0 if a query sees no key."""
     empty = lse == NEG_INF
     dout = jnp.where(empty[..., None], 0.0, dout.astype(jnp.float32))
     delta = jnp.sum(dout * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, dlse)
@@ -122,7 +122,7 @@ def row_gradient(
 def tile_gradient(
     q: Queries, k: Keys, v: Keys, s: Scores, lse: Stats, delta: Stats, dout: Queries, scale: float
 ) -> tuple[Queries, Keys, Keys, Scores]:
-    """Compute this tile's share of (dq, dk, dv, dS) in float32 from the rows' final LSE."""
+    """Compute a tile's part of (dq, dk, dv, dS) in float32 from the queries' final LSE."""
     p = jnp.exp(s - lse[..., None])
     # [B, K, G, T, S], [B, K, G, T, H] -> [B, K, S, H]
     dv = matmul("bkgts,bkgth->bksh", p.astype(v.dtype), dout.astype(v.dtype))
@@ -135,7 +135,7 @@ def tile_gradient(
 
 
 def fold_like(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum a gradient over the axes that its operand broadcast."""
+    """Sum a gradient over the axes along which its operand of `shape` was broadcast."""
     sizes = enumerate(zip(x.shape, shape, strict=True))
     axes = tuple(i for i, (have, want) in sizes if want == 1 and have != 1)
     return jnp.sum(x, axis=axes, keepdims=True) if axes else x
@@ -151,14 +151,14 @@ def merge_by_lse(
 
         lse = log(sum_p exp(lse_p))        out = sum_p exp(lse_p - lse) out_p
 
-    A part in which a query sees no key has LSE -inf and any out. A query that sees no key in any
-    part gets 0 and -inf.
+    If a query sees no key in a part, the part's LSE is -inf there, and its out is not read. A query
+    that sees no key in any part gets 0 and -inf.
     """
     outs, lses = [out.astype(jnp.float32) for out, _ in parts], [lse for _, lse in parts]
     if len(parts) == 1:
         return outs[0], lses[0]
     if len(parts) == 2:
-        # A single share, used once: XLA computes it in the kernel that writes out.
+        # A weight that is used once: XLA fuses it into the kernel that writes out.
         first, second = (
             jnp.where(column(lse == NEG_INF), 0.0, x) for x, lse in zip(outs, lses, strict=True)
         )
@@ -175,5 +175,5 @@ def merge_by_lse(
 
 
 def column(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
-    """Reshape a statistic of each query to a factor of its output."""
+    """Reshape a statistic per query so that it broadcasts against the output."""
     return x.swapaxes(1, 2)[..., None]

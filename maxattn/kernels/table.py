@@ -1,4 +1,4 @@
-"""One row for each kernel: what the config, the plan and the tools know before they import it.
+"""One row per kernel: what the config, the plan and the tools know before they import the kernel.
 
 A new kernel is one file and one row, which may be elsewhere:
 
@@ -27,15 +27,15 @@ class KernelRow:
     """A kernel: its name, where it runs, and what it needs.
 
     Args:
-        name: as in `attention:`.
-        where: "module:Class", imported when it is first needed.
-        platforms, gpus: its platforms, and the vendors of its GPUs.
+        name: the kernel's name in `attention:`.
+        where: "module:Class", imported at its first use.
+        platforms, gpus: the platforms it runs on, and the vendors of GPUs.
         package: pip's name of the package that it calls; None if jax is enough.
-        switch: an environment variable whose value "0" forbids it.
-        reads: the settings that it reads and that not every kernel reads.
-        custom_calls: beginnings of the names of its custom calls in compiled programs.
-        is_spelled: whether `attention:` takes its name; if not, a setting of `reads` selects it.
-        title: its name in messages; default `name`.
+        switch: an environment variable whose value "0" forbids the kernel.
+        reads: the settings that this kernel reads and not every kernel reads.
+        custom_calls: prefixes of the names of its custom calls in compiled programs.
+        is_spelled: whether `attention:` takes its name; if not, a setting in `reads` selects it.
+        title: the kernel's name in messages; default `name`.
     """
 
     name: str
@@ -82,7 +82,7 @@ _ROWS = (
     ),
 )  # fmt: skip
 
-# pip's name -> the extra of maxattn that brings it, and a version that every kernel here can call.
+# pip's name -> the extra of maxattn that installs it, and a version that every kernel can call.
 EXTRAS = {
     "tokamax": ("tokamax", TOKAMAX_ON_GPU),
     "transformer-engine-jax": ("te", "2.20.2"),
@@ -111,8 +111,8 @@ class Table(dict[str, R]):
     """Rows by name, in order.
 
     Args:
-        kind: what a row describes, for errors.
-        rows: the first ones.
+        kind: the word for what a row describes, for errors.
+        rows: the rows to begin with.
     """
 
     def __init__(self, kind: str, rows: tuple[R, ...]) -> None:
@@ -120,28 +120,28 @@ class Table(dict[str, R]):
         self.kind = kind
 
     def add(self, row: R) -> None:
-        """Add a row, whose name a config may then use.
+        """Add a row; a config may then use its name.
 
         Raises:
             ConfigError: another row has the name.
         """
         if row.name in self:
-            rule = f"there is a {self.kind} of that name"
-            raise ConfigError(self.kind, row.name, rule, "take another name, or remove that one")
+            rule = f"another {self.kind} has this name"
+            raise ConfigError(self.kind, row.name, rule, "use another name, or remove that row")
         self[row.name] = row
 
     def remove(self, name: str) -> None:
-        """Take out a row that was added."""
+        """Remove a row that `add` added."""
         del self[name]
 
     def readers(self) -> dict[str, tuple[R, ...]]:
-        """Return the rows that read each setting, by setting."""
+        """Return a mapping from each setting to the rows that read it."""
         settings = dict.fromkeys(setting for row in self.values() for setting in row.reads)
         return {s: tuple(row for row in self.values() if s in row.reads) for s in settings}
 
 
 class Classes(Mapping[str, Any]):
-    """The class of each row of a table, imported when it is looked up."""
+    """A mapping from a row's name to its class, which is imported when it is looked up."""
 
     def __init__(self, table: Table[Any]) -> None:
         self._table = table
@@ -164,7 +164,7 @@ add, remove = TABLE.add, TABLE.remove
 
 
 def spellings() -> tuple[str, ...]:
-    """Return the names that `attention:` takes."""
+    """Return the kernels' names that `attention:` takes."""
     return tuple(row.name for row in TABLE.values() if row.is_spelled)
 
 
@@ -175,10 +175,10 @@ def packages() -> tuple[str, ...]:
 
 
 def switches() -> tuple[str, ...]:
-    """Return the environment variables that forbid kernels."""
+    """Return the environment variables whose value "0" forbids a kernel."""
     return tuple(row.switch for row in TABLE.values() if row.switch)
 
 
 def custom_calls() -> tuple[str, ...]:
-    """Return the beginnings of the names of all kernels' custom calls."""
+    """Return the name prefixes of all kernels' custom calls."""
     return tuple(dict.fromkeys(call for row in TABLE.values() for call in row.custom_calls))

@@ -1,6 +1,6 @@
 """`tokamax_flash`: tokamax's splash attention on a TPU and a CPU, its Mosaic kernels on a GPU.
 
-Splash attention is like JAX's, with its own schedule, and its backward is one kernel.
+tokamax's splash attention is like JAX's, with another schedule; its backward is one kernel.
 
 Source: tokamax, splash_attention; Dao et al., FlashAttention-2 (arXiv 2307.08691).
 """
@@ -20,7 +20,7 @@ from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.splash.tokamax import TokamaxSplash
 from maxattn.target import Target
 
-UNSAID = "?"  # the version of `--with tokamax` on the command line
+UNSAID = "?"  # the version if the command line has `--with tokamax` without one
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class TokamaxFlash(Splash):
     """Compute attention with tokamax's splash; its backward is the fused one.
 
     Args:
-        use_base2_exp: compute the softmax with exp2; queries times log2(e) are rounded once more.
-        use_experimental_scheduler: ask the TPU's compiler for its experimental scheduler in the
-            forward.
+        use_base2_exp: whether to compute the softmax with exp2; the queries, multiplied by log2(e),
+            are then rounded once more.
+        use_experimental_scheduler: whether the forward asks for the compiler's experimental one.
     """
 
     name: ClassVar[str] = "tokamax_flash"
@@ -67,11 +67,11 @@ class TokamaxFlash(Splash):
 
 
 def _with_remedy(reason: Reason | None, target: Target) -> Reason | None:
-    """Give a refusal of tokamax's version the remedy of the target."""
+    """Replace the remedy in a refusal of tokamax's version by the target's remedy."""
     if reason is None or reason.feature != "package":
         return reason
     if target.version("tokamax") == UNSAID:
-        rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and no version is written"
+        rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and no version is given"
         reason = replace(reason, rule=rule)
     remedy = reason.remedy if target.is_this_machine else target.remedy_for("tokamax")
     return replace(reason, remedy=remedy)

@@ -1,8 +1,8 @@
 """`tpu_flash`: attention on TPUs without a running maximum, if scores are small enough.
 
-Scores are transposed, with keys along the sublanes. Blocks of queries whose scores are known to be
-small skip the running maximum of the online softmax, with exact results (transposed/tile.py). The
-backward computes dQ, dK and dV in one pass, from the exact LSE.
+Scores are transposed, with keys along the sublanes. Query blocks whose scores are known to be small
+skip the running maximum of the online softmax, with exact results (transposed/tile.py). The
+backward computes dQ, dK and dV in one pass over the tiles, from the exact LSE.
 
 Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1.
 """
@@ -35,7 +35,7 @@ class TpuFlash(Splash):
     """Compute attention with transposed scores.
 
     Args:
-        v_is_turned: transpose V before the forward's kernel, not inside.
+        v_is_turned: whether V is transposed before the forward kernel; else inside.
     """
 
     name: ClassVar[str] = "tpu_flash"
@@ -78,11 +78,11 @@ class TpuFlash(Splash):
 
 @dataclass(frozen=True)
 class Transposed(Library):
-    """Call the kernels: a forward on one batch row, and a backward on all rows at once.
+    """Call the kernels: a forward on one batch row, and a backward on all batch rows at once.
 
     Args:
-        interpret: run in Pallas' interpreter.
-        v_is_turned: transpose V before the forward, not inside.
+        interpret: whether to run in Pallas' interpreter.
+        v_is_turned: whether V is transposed before the forward kernel; else inside.
     """
 
     interpret: bool

@@ -257,11 +257,11 @@ def test_a_faster_kernel_is_taken_where_it_is_installed_and_its_parts_fit(monkey
 
 # Bundles of tpu_flash's forward and online softmax; its backward takes twice as many as the first.
 TIES = {
-    "both": ((970, 1270), "tpu_flash", "backward tpu_flash, which is as fast, with no parts of dQ"),
+    "both": ((970, 1270), "tpu_flash", "backward tpu_flash, which is as fast, without partial dQ"),
     "forward": (
         (970, 1700),
         "flash/tpu_flash",
-        "backward tpu_flash, which is as fast, with no parts",
+        "backward tpu_flash, which is as fast, without partial",
     ),
     "slower": (
         (1100, 1300),

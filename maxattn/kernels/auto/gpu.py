@@ -19,19 +19,19 @@ from maxattn.target import Target
 MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")  # as jax calls them
 FLASH = "flash is the fastest on Hopper in 2,861 of 3,040 measured passes (docs/results.md)"
 OTHERS = (
-    "the first that can run of TransformerEngine, cuDNN and tokamax: on Hopper flash is faster than"
-    " they in most measured passes (docs/results.md)"
+    "the first of TransformerEngine, cuDNN and tokamax that can run; on Hopper flash is faster in"
+    " most measured passes (docs/results.md)"
 )
 WIDE_HEADS, LONG = 192, 1024
 WIDE = (
-    "flash forward; at head dims above 192 from 1,024 tokens the backward of {} takes {} of flash's"
-    " time (median of 25 measured calls)"
+    "flash forward; at head dims above 192 and 1,024 or more tokens the backward of {} takes {} of"
+    " flash's time (median of 25 measured calls)"
 )
 # flash computes the lists of tiles before so few scores, which takes longer than the scores.
 SHORT, FEW_SCORES = 192, 4e5
 DENSE = (
-    "dense forward: of segments up to 192 tokens with up to 400,000 scores it takes 0.64 of flash's"
-    " time (median of 6 measured calls)"
+    "dense forward: with segments, up to 192 tokens and up to 400,000 scores it takes 0.64 of"
+    " flash's time (median of 6 measured calls)"
 )
 RULE = (
     "a rule, not measured on this GPU: cuDNN first, then FlashAttention-4, then TransformerEngine"
@@ -42,7 +42,7 @@ PUBLISHED = (
     " here"
 )
 BIAS = (
-    "a rule, not measured on this GPU: of those that take this bias cuDNN first, then"
+    "a rule, not measured on this GPU: of the kernels that take this bias, cuDNN first, then"
     " TransformerEngine, then FlashAttention-4"
 )
 

@@ -40,7 +40,7 @@ class _Passes(NamedTuple):
 
     def __str__(self) -> str:
         usual, online = in_ms(self.forward.seconds), in_ms(self.forward.longest)
-        also = "" if usual == online else f" ({online} where scores may be large)"
+        also = "" if usual == online else f" ({online} if scores may be large)"
         return f"{self.name} {usual} forward{also}, {in_ms(self.backward)} backward"
 
 
@@ -53,9 +53,9 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     others = [one for name in OTHERS if (one := _passes(name, call, target))]
     if flash is None or not others:
         kernel = OTHERS[0] if flash else "flash"
-        tiles = f"none of {kernel} is of tiles that cut these queries and keys into two or more"
+        tiles = f"{kernel} has none with tiles that cut both queries and keys into two or more"
         why = not_estimated(kernel, call, target) or tiles
-        return ("flash",), f"flash by a rule, since no estimates compare: {why}"
+        return ("flash",), f"flash by a rule, since estimates are missing: {why}"
     # Choose among all kernels, then among all but one, and last for flash alone.
     left = [others, *([one for one in others if one is not gone] for gone in others[::-1]), []]
     choices = [
@@ -132,13 +132,13 @@ def _said(flash: _Passes, others: list[_Passes], forward: _Passes, backward: _Pa
         doubts(one.name, flash.forward.seconds.is_below(one.forward.seconds)) for one in others
     ]
     backwards = [
-        f"{one.name}'s dQ in parts takes too much memory"
+        f"{one.name}'s partial dQ takes too much memory"
         if one.backward.is_below(flash.backward)
         else doubts(one.name, flash.backward.is_below(one.backward))
         for one in others
     ]
     is_faster = backward.backward.is_below(flash.backward)
-    lead = "faster" if is_faster else "as fast, with no parts of dQ"
+    lead = "faster" if is_faster else "as fast, without partial dQ"
     of_forward = f"since {', '.join(forwards)}" if forward is flash else "which is faster"
     of_backward = f"since {', '.join(backwards)}" if backward is flash else f"which is {lead}"
     if (forward, of_forward) == (backward, of_backward):

@@ -136,7 +136,7 @@ def _pick(
     there = {name: ms for name, ms in ranked if runs(name)}
     if not there:
         name, nothing = preferred[0], f"{what} nothing that can run; " if rounds else ""
-        return _Picked(name, False, (), f"{nothing}{what} {name} as without it, {because}")
+        return _Picked(name, False, (), f"{nothing}{what} {name} by the rules, {because}")
     best = next(iter(there))
     name = next((n for n in preferred if n in there and is_as_fast(there[n], there[best])), best)
     names = [name for name, _ in ranked]

@@ -1,1 +1,1 @@
-"""GPU kernels that a library carries whole: calls cut into pieces that the library can mask."""
+"""Kernels of GPU libraries: a call is cut into rectangles that the library can mask."""

@@ -1,11 +1,11 @@
-"""A bias for GPU libraries: a value for every pair, in the dtype of q, with the mask in it.
+"""A bias for GPU libraries: one value per pair, in the dtype of q, with the mask written into it.
 
     given = clip(bias - far level, lowest, -lowest)        lowest for hidden pairs
 
-A library adds it to the scores in float32. It is never -inf: if a whole tile of keys has that, the
-maximum of a query is -inf, and exp(-inf - -inf) is NaN. The level of a query (bias_level.py) is
-subtracted if it is far from 0: the difference of two values within a factor of 2 is exact, and
-other values are hundreds below. A level that is not far stays, and is subtracted from the LSE.
+A library adds `given` to the scores in float32. `given` is never -inf: if all keys of a tile had
+-inf, the maximum of a query would be -inf, and exp(-inf - -inf) is NaN. A query's level
+(bias_level.py) is subtracted from the bias if it is above `FAR`: the difference of two values
+within a factor of 2 is exact, and other values are hundreds below. A smaller level is kept.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from maxattn.sharding import pad_axis
 if TYPE_CHECKING:
     from maxattn.kernels.fused.kernel import Fused
 
-# The bias of hidden pairs: so low a maximum still has exponents within float32.
+# The bias of hidden pairs: if it is the maximum, exponents still fit float32.
 LOWEST = {"bfloat16": -(2.0**30), "float16": -65504.0, "float32": -(2.0**30)}
-FAR = 2.0**10  # up to it float32 keeps 2**-14 of a score
-QUERIES, KEYS = 2, 8  # lengths become multiples: cuDNN takes even ones, and 16 bytes load whole
+FAR = 2.0**10  # beside a level of this size float32 keeps 2**-14 of a score
+QUERIES, KEYS = 2, 8  # lengths are padded to these multiples: cuDNN's need, and loads of 16 bytes
 
 
 @dataclass(frozen=True)
 class Biased:
-    """A call with a bias for a library.
+    """A call with a bias, as a library takes it.
 
     Args:
         given: padded q, k, v and bias, and the pairs that the library hides by itself.
-        kept: the levels that are still in the bias.
-        queries, keys, head_dim: before padding.
+        kept: each query's level that is still in the bias, 0 if it was subtracted.
+        queries, keys, head_dim: T, S and H before padding.
     """
 
     given: PieceInputs
@@ -52,7 +52,7 @@ class Biased:
 
     @staticmethod
     def of(inputs: Inputs, library: type[Fused]) -> Biased:
-        """Write the bias out, with the pairs that the library does not hide by itself."""
+        """Write out the bias, lowest for the hidden pairs that the library does not hide itself."""
         head_dim, inputs = inputs.q.shape[3], padded_heads(inputs)
         (t, s), piece = (inputs.q.shape[1], inputs.k.shape[1]), _own_piece(inputs)
         piece = piece if library.hides_beside_bias or inputs.mask.is_full else None
@@ -68,7 +68,7 @@ class Biased:
         return Biased(PieceInputs(q, k, v, None, whole, bias), kept[..., 0], t, s, head_dim)
 
     def result(self, found: Result) -> Result:
-        """Return (out, lse) of the real queries; 0 and -inf if every key is hidden."""
+        """Return (out, lse) without padding; 0 and -inf for a query whose keys are all hidden."""
         out, lse = found.out[:, : self.queries, :, : self.head_dim], found.lse[..., : self.queries]
         assert self.given.bias is not None
         hidden = lse < LOWEST[str(self.given.bias.dtype)] / 2
@@ -76,7 +76,7 @@ class Biased:
         return Result(out, jnp.where(hidden, NEG_INF, lse - self.kept))
 
     def rows(self, rows: Rows) -> Rows:
-        """Return the rows for the library's backward."""
+        """Return `rows` padded and with the kept levels, for the library's backward."""
         rows, length = padded_rows(rows, self.given.q), self.given.q.shape[1]
         dout = rectangles.cleared(rows.dout, rows.lse)
         out, dout = (pad_axis(x, 1, length) for x in (rows.out, dout))
@@ -85,7 +85,7 @@ class Biased:
         return rectangles.without_unseen(self.given, Rows(out, lse, dout, dlse))
 
     def grads(self, found: Grads, inputs: Inputs) -> Grads:
-        """Return the gradients of the real queries and keys, and the bias's in its own shape."""
+        """Return the gradients without padding, and dbias in the shape of the caller's bias."""
         width, bias = self.head_dim, inputs.bias
         assert bias is not None
         dq = found.dq[:, : self.queries, :, :width].astype(inputs.q.dtype)
@@ -94,7 +94,7 @@ class Biased:
             return Grads(dq, dk, dv, jnp.zeros(bias.shape, jnp.float32))
         dbias = found.dbias[:, :, : self.queries, : self.keys]
         if self.given.piece.right is not None:
-            # A library may skip tiles that a causal mask hides, whose dbias is then garbage.
+            # A library may skip tiles that a causal mask hides, and leave garbage in their dbias.
             row, key = (jax.lax.broadcasted_iota(jnp.int32, dbias.shape, axis) for axis in (2, 3))
             dbias = jnp.where(key <= row, dbias, 0.0)
         return Grads(dq, dk, dv, fold_like(dbias, bias.shape))
@@ -109,7 +109,7 @@ def forward(kernel: Fused, inputs: Inputs) -> Result:
 def backward(kernel: Fused, inputs: Inputs, rows: Rows) -> Grads:
     """Return (dq, dk, dv, dbias); the last three are float32.
 
-    A gradient of the LSE is a backward too: with v = (1, 0, ..) and out = 0,
+    The gradient of the LSE is a backward with v = (1, 0, ..) and out = 0:
 
         dP = dlse        dS = P * dlse
     """
@@ -134,7 +134,7 @@ def _in_float32(grads: Grads) -> Grads:
 
 
 def _own_piece(inputs: Inputs) -> Piece | None:
-    """Return the rectangle of all pairs, causal or full, if the positions are that; else None."""
+    """Return one rectangle of all pairs if the mask's positions are causal or full, else None."""
     band, (t, s) = sort_terms(inputs.mask).band, (inputs.q.shape[1], inputs.k.shape[1])
     whole = Piece(0, t, 0, s)
     if band is None or band.is_full:

@@ -1,9 +1,9 @@
-"""Everything between `Kernel` and a GPU library's own kernel, for all such libraries.
+"""`Fused`: the adapter between `Kernel` and a GPU library's kernel, for all such libraries.
 
-A library computes a rectangle of pairs: everything allowed, or a band that starts at its corner,
-and a number of real keys for each batch row. Here masks become such rectangles, their results are
-merged, rows with nothing to attend to are made 0 and -inf, and a gradient of the LSE is added,
-which libraries drop:
+A library computes a rectangle of pairs: all allowed, or a band that starts at the rectangle's
+corner, and a number of real keys per batch row. `Fused` cuts a mask into such rectangles, merges
+their results, gives queries that see no key output 0 and LSE -inf, and adds the gradient of the
+LSE, which libraries drop:
 
     dS = P * (dP - delta) + P * dlse
     dq += scale * dlse * (P k)        dk += P^T (scale * dlse * q)
@@ -45,16 +45,16 @@ class Fused(Kernel):
     """Run a library's kernel on the rectangles of a mask.
 
     Args:
-        scale: multiplies the scores, in float32, inside the kernel.
-        lse_gradient: whether the LSE is part of the result, so that it can have a gradient.
+        scale: factor of the scores, applied in float32 inside the kernel.
+        lse_gradient: whether the caller gets the LSE, so that it can have a gradient.
     """
 
     name: ClassVar[str]
     needs_an_example: ClassVar[bool] = True
     hides_beside_bias: ClassVar[bool] = True
-    """Whether the library hides causal pairs and lengths by itself where there is a bias."""
+    """Whether the library hides causal pairs and padded keys by itself if there is a bias."""
     takes_any_bias: ClassVar[bool] = False
-    """Whether it adds a bias of any dtype; else of the dtype of q."""
+    """Whether the library adds a bias of any dtype; else the bias must have the dtype of q."""
     scale: float
     lse_gradient: bool = False
 
@@ -63,7 +63,7 @@ class Fused(Kernel):
         raise NotImplementedError
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return the gradients of one rectangle from a given output and LSE; dbias with a bias."""
+        """Return a rectangle's gradients from an output and an LSE; dbias if there is a bias."""
         raise NotImplementedError
 
     def forward(self, inputs: Inputs) -> Result:
@@ -81,7 +81,7 @@ class Fused(Kernel):
         return Result(out[..., :width], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return the gradients; dk and dv are float32 that was rounded once to k's dtype."""
+        """Return the gradients; dk and dv are float32, after one rounding to k's dtype."""
         if inputs.bias is not None:
             return biased.backward(self, inputs, rows)
         width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
@@ -103,7 +103,7 @@ class Fused(Kernel):
     # ---- one rectangle ---------------------------------------------------------------------------
 
     def rectangle_forward(self, inputs: PieceInputs) -> Result:
-        """Return the result of one rectangle: 0 and -inf for queries that see nothing in it."""
+        """Return the result of one rectangle: 0 and -inf for queries that see none of its keys."""
         out, lse = self.piece_forward(inputs)
         seen = inputs.seen()
         if seen is None:
@@ -112,7 +112,7 @@ class Fused(Kernel):
         return Result(out, jnp.where(seen[:, None], lse, NEG_INF))
 
     def _backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return the float32 gradients of one rectangle, that of the LSE included."""
+        """Return the float32 gradients of one rectangle, including those from dlse."""
         rows = rectangles.without_unseen(inputs, rows)
         dq, dk, dv, _ = self.piece_backward(inputs, rows)
         dq, dk, dv = (x.astype(jnp.float32) for x in (dq, dk, dv))
@@ -122,19 +122,19 @@ class Fused(Kernel):
         return Grads(dq, dk, dv)
 
     def _of_lse(self, inputs: PieceInputs, rows: Rows) -> tuple[Array, Array]:
-        """Return the shares of (dq, dk) that come from a gradient of the LSE."""
+        """Return the parts of (dq, dk) that come from dlse, the gradient of the LSE."""
         dlse, q = rows.dlse, inputs.q.astype(jnp.float32)
         with_k = replace(inputs, v=inputs.k)
         pk, here = self.piece_forward(with_k)
         weight = jnp.where(dlse == 0.0, 0.0, self.scale * dlse * jnp.exp(here - rows.lse))
         dq = column(weight) * pk.astype(jnp.float32)
         dout = (column(self.scale * dlse) * q).astype(inputs.q.dtype)
-        dk = self.piece_backward(with_k, Rows(pk, rows.lse, dout, dlse)).dv  # of k as values
+        dk = self.piece_backward(with_k, Rows(pk, rows.lse, dout, dlse)).dv  # k is passed as v
         return jnp.where(column(dlse) == 0.0, 0.0, dq), dk.astype(jnp.float32)
 
 
 def _order(terms: Terms, inputs: Inputs) -> Array | None:
-    """Return an order with the real keys first, if flags mark them; else None: they are first."""
+    """Return an order that puts real keys first if flags mark them; None if they are first."""
     if not terms.has_flags:
         return None
     shape = inputs.q.shape[0], inputs.k.shape[1]
@@ -158,8 +158,8 @@ def _over_pieces(terms: Terms, inputs: Inputs, compute: Callable[..., Any], *ope
 
 
 def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
-    """Return `run(inputs, *rows)`; under `vmap` the batch is folded, or, with a bias, calls run one
-    after the other: the batch may share a bias, whose gradient is then a sum over the batch.
+    """Return `run(inputs, *rows)`; under `vmap`, fold the mapped axis into the batch. With a bias,
+    run calls one after the other: if the batch shares the bias, its gradient is summed over it.
     """
     if inputs.bias is None:
         return with_batch_folded(run, inputs, *rows)

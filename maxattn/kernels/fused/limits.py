@@ -22,19 +22,19 @@ from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
 LEAST_CAPABILITY = (8, 0)
-# Backwards take heads above 128 on compute capability 9.x alone.
+# Only on compute capability 9.x does the backward take head dims above 128.
 HOPPER, HEAD_LIMIT, HOPPER_HEAD_LIMIT = 9, 128, 256
 LEAST_CUDNN = {(10, 3): "9.11"}  # by compute capability
 LEAST_CUDNN_FOR_BIAS = "9.18"
 BIAS_HEAD_LIMIT = 128
-MOST_WRITTEN = 8 * 2**30  # bytes of a bias that is written out larger than it is
+MOST_WRITTEN = 8 * 2**30  # most bytes of a bias that is broadcast to a larger array
 
 
 def refuse(who: str, call: Call, target: Target, ends_at_query: bool = False) -> Reason | None:
     """Return why cuDNN cannot compute a call, or None.
 
-    Beside a bias it takes every mask: hidden pairs are written into the bias. With `ends_at_query`
-    a window must end at its query, with query 0 at key 0.
+    With a bias it takes every mask, since hidden pairs are written into the bias. With
+    `ends_at_query`, a window must end at its query, and query 0 must sit at key 0.
     """
     most = head_limit(target.device)
     where = "" if most == HOPPER_HEAD_LIMIT else _named(target)
@@ -60,12 +60,12 @@ def refuse_deterministic(who: str) -> Reason:
 
 
 def version(target: Target) -> str | None:
-    """Return the version of pip's cuDNN on a target, None if it is not known."""
+    """Return the version of a target's pip package of cuDNN, or None if it is unknown."""
     return next((v for v in map(target.version, CUDNN) if v is not None), None)
 
 
 def head_limit(device: Device) -> int:
-    """Return the largest head dim that forward and backward take on a GPU."""
+    """Return the largest head dim that cuDNN's forward and backward both take on a GPU."""
     capability = device.capability
     return HOPPER_HEAD_LIMIT if capability and capability[0] == HOPPER else HEAD_LIMIT
 
@@ -86,7 +86,7 @@ def _refuse_device(who: str, target: Target) -> Reason | None:
 
 
 def _older(target: Target, least: str) -> str | None:
-    """Return the version of cuDNN if it is known to be older than `least`."""
+    """Return the version of cuDNN if it is older than `least`; None if newer or unknown."""
     there = version(target) or ""
     return there if numbers(there) and numbers(there) < numbers(least) else None
 
@@ -104,7 +104,7 @@ def _refuse_shards(who: str, terms: Terms, call: Call) -> Reason | None:
         return None
     what = terms.positions[0]
     rule = (
-        f"on a shard it takes {what} where queries and keys are split alike, and a device has"
+        f"on a shard it takes {what} if queries and keys are equally many, and a device has"
         f" {call.q_len} queries and {call.kv_len} keys"
     )
     remedy = f"set context_parallel: ring or ulysses, or {USE_AUTO}"
@@ -146,7 +146,7 @@ def _refuse_bias(who: str, call: Call, target: Target) -> Reason | None:
 
 
 def refuse_head_dim(who: str, call: Call) -> Reason | None:
-    """Refuse head dims with which no kernel was tested beside a bias."""
+    """Refuse head dims for which a bias was not tested."""
     if call.head_dim <= BIAS_HEAD_LIMIT:
         return None
     rule = f"it takes a bias at head dims up to {BIAS_HEAD_LIMIT}, and this is {call.head_dim}"
@@ -154,7 +154,7 @@ def refuse_head_dim(who: str, call: Call) -> Reason | None:
 
 
 def refuse_size(who: str, call: Call) -> Reason | None:
-    """Refuse to write out a bias that broadcasts, or a mask of batch rows, as a large array."""
+    """Refuse to broadcast a bias, or a mask of batch rows, to an array above `MOST_WRITTEN`."""
     assert call.bias is not None
     written = written_shape(call)
     full = (call.batch, call.heads, call.q_len, call.kv_len)
@@ -165,24 +165,24 @@ def refuse_size(who: str, call: Call) -> Reason | None:
         f"it would write the bias out as {list(written)}, {_size(written, call.bias_dtype)}, and"
         f" makes at most {MOST_WRITTEN // 2**30} GiB of a smaller one"
     )
-    return Reason(who, "bias", rule, f"say what hides keys as a mask, or {USE_AUTO}")
+    return Reason(who, "bias", rule, f"pass hidden keys as mask=, not as a bias, or {USE_AUTO}")
 
 
 def note(call: Call, always: bool = False) -> str:
-    """Write the memory that a bias takes; `always`: every backward computes its gradient."""
+    """Return a note on a bias's memory; `always`: every backward computes its gradient."""
     workspace = _size((call.batch, call.heads, call.q_len, call.kv_len), call.dtype)
-    when = "the backward of cuDNN" if always else "where it has a gradient, cuDNN"
-    return f"{written_text(call)}; {when} needs {workspace} beside it"
+    when = "cuDNN's backward" if always else "if it has a gradient, cuDNN"
+    return f"{written_text(call)}; {when} needs {workspace} more"
 
 
 def written_text(call: Call) -> str:
     shape = written_shape(call)
     size = _size(shape, call.bias_dtype)
-    return f"the bias is written out as {list(shape)}, {size}, with what the mask hides"
+    return f"the bias is written out as {list(shape)}, {size}, with the mask in it"
 
 
 def written_shape(call: Call) -> tuple[int, int, int, int]:
-    """Return the shape of the bias that a library gets."""
+    """Return the shape of the bias that is passed to a library."""
     assert call.bias is not None
     pair = np.arange(2)
     seen = jax.eval_shape(lambda mask: mask.allowed(pair, pair), call.mask).shape

@@ -1,4 +1,4 @@
-"""One rectangle of pairs for a library, and the sum of the results of several."""
+"""One rectangle of pairs for a library, and the merge of several rectangles' results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Intervals(NamedTuple):
 
 
 Lengths = Int[Array, " B"] | Intervals | None
-"""Real keys of each batch row, or of each query; None for every pair of the band."""
+"""The number of real keys per batch row, or an interval per query; None: the band alone."""
 
 
 @partial(
@@ -36,10 +36,10 @@ class PieceInputs:
     """One rectangle: its arrays, and which of its pairs are allowed.
 
     Args:
-        q, k, v: the rectangle's queries and keys.
-        lengths: real keys, beside the band of `piece`.
-        piece: the rectangle among all pairs, and the band in it.
-        bias: of all pairs, as a library takes it (biased.py).
+        q, k, v: the rectangle's queries, keys and values.
+        lengths: real keys, which restrict the band of `piece` further.
+        piece: where the rectangle is among all pairs, and the band in it.
+        bias: the bias of every pair, as a library takes it (biased.py); default None.
     """
 
     q: Float[Array, "B T N H"]
@@ -61,7 +61,7 @@ class PieceInputs:
         return PieceInputs(self.q[:, p.q0 : p.q1], k, v, lengths, p)
 
     def seen(self) -> Bool[Array, "#B T"] | None:
-        """Mark the queries that see a real key; None if all do, or if the kernel marks them."""
+        """Return flags of queries that see a real key; None if all do or the kernel marks them."""
         p, lengths = self.piece, self.lengths
         if isinstance(lengths, Intervals) or (lengths is None and p.sees_all()):
             return None
@@ -85,10 +85,10 @@ def cleared(dout: Array, lse: Array) -> Array:
 
 
 def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
-    """Give queries that see nothing, here or anywhere, a large LSE and no gradient.
+    """Set LSE to 1e30 and dout to 0 for queries that see no key in this rectangle or in any.
 
-    Their P is then exp(s - 1e30) = 0. If every query sees a key, only padding has no LSE, and its
-    dout is 0 already. `rows` has dout in q's dtype.
+    Then P = exp(s - 1e30) = 0. If every query sees a key here, only padded queries have LSE -inf,
+    and their dout is 0 already. `rows` has dout in q's dtype.
     """
     empty, seen, dout = rows.lse == NEG_INF, inputs.seen(), rows.dout
     if seen is not None:
@@ -99,7 +99,7 @@ def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
 
 
 def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
-    """Merge the results of rectangles by LSE in float32; without any, nothing is seen."""
+    """Merge the rectangles' results by LSE in float32; without rectangles, no query sees a key."""
     if len(found) == 1 and found[0][0].q0 == 0:
         return found[0][1]
 
@@ -114,7 +114,7 @@ def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
 
 
 def summed(found: list[tuple[Piece, Grads]], q: Array, k: Array) -> Grads:
-    """Add the gradients of rectangles at their tokens: dq in q's dtype, dk and dv in float32."""
+    """Add up the rectangles' gradients at their tokens: dq in q's dtype, dk and dv in float32."""
     if len(found) == 1 and found[0][0][:4] == (0, q.shape[1], 0, k.shape[1]):
         dq, dk, dv, _ = found[0][1]
         return Grads(dq.astype(q.dtype), dk, dv)

@@ -1,13 +1,13 @@
 """tokamax's backward on Hopper GPUs, with a fence that its kernel of dK and dV lacks.
 
-That kernel reads a step's LSE and delta from shared memory, and then frees their place for the next
-asynchronous copy. PTX requires a proxy fence between the reads and that copy. Without it, on an
-H200 (tokamax 0.0.17, jax 0.11.2), dK and dV were wrong in some tiles, by up to 3% of their largest
-entry, in one call of ten with 1,200 tokens and in half or all with 4,096. With the fence all calls
-give the same bits.
+The kernel reads a step's LSE and delta from shared memory, then frees the buffer for the next
+asynchronous copy. PTX requires a proxy fence between the reads and that copy. Without the fence, on
+an H200 (tokamax 0.0.17, jax 0.11.2), dK and dV were wrong in some tiles, by up to 3% of their
+largest entry, in one call of ten with 1,200 tokens and in half or all with 4,096. With the fence,
+all calls give the same bits.
 
 The fence is added where tokamax's modules call Pallas, in copies of these modules that only maxattn
-uses: the user's tokamax is unchanged.
+uses, so that the user's tokamax is unchanged.
 
 Source: NVIDIA, PTX ISA, async proxy; openxla/tokamax.
 """
@@ -28,7 +28,7 @@ OPERATION, KERNEL = "pallas_mosaic_gpu_vjp", "pallas_mosaic_gpu_vjp_kernel_sm90"
 
 @cache
 def backward_module() -> Any:
-    """Return a copy of tokamax's module of the backward, whose Hopper kernel has the fence."""
+    """Return a copy of tokamax's backward module in which the Hopper kernel has the fence."""
     operation, kernel = _instance(OPERATION), _instance(KERNEL)
     kernel.plgpu = Fenced(kernel.plgpu)
     operation.sm90 = kernel
@@ -36,7 +36,7 @@ def backward_module() -> Any:
 
 
 def _instance(name: str) -> Any:
-    """Load a module of tokamax once more, as a separate object."""
+    """Load a second instance of a module of tokamax, apart from the imported one."""
     found = util.find_spec(f"{ATTENTION}.{name}")
     assert found is not None and found.loader is not None, f"tokamax has no {name}"
     module: ModuleType = util.module_from_spec(found)
@@ -45,7 +45,7 @@ def _instance(name: str) -> Any:
 
 
 class Fenced(local):
-    """Wrap Pallas's module for Mosaic GPU: reads of shared memory end with a fence."""
+    """Pallas's Mosaic GPU module, with a fence between reads of shared memory and the arrival."""
 
     def __init__(self, library: Any) -> None:
         self._library, self._has_read = library, False
@@ -54,12 +54,12 @@ class Fenced(local):
         return getattr(self._library, name)
 
     def load(self, ref: Any, *args: Any, **settings: Any) -> Any:
-        """Load, and remember whether that was from shared memory."""
+        """Load, and remember whether the load was from shared memory."""
         self._has_read |= jax.typeof(getattr(ref, "ref", ref)).memory_space == self._library.SMEM
         return self._library.load(ref, *args, **settings)
 
     def barrier_arrive(self, barrier: Any, **settings: Any) -> Any:
-        """Arrive, after a fence if anything was read since the last one."""
+        """Arrive at a barrier, after a fence if shared memory was read since the last fence."""
         if self._has_read:
             import_module("tokamax._src.mosaic_gpu").fence_async_shared_cta()
         self._has_read = False

@@ -1,8 +1,8 @@
 """tokamax's Pallas Mosaic kernels: `tokamax_flash` on NVIDIA GPUs.
 
-They take one interval of keys for each query: bands, block windows and lengths, at any offset. The
-forward skips tiles outside the intervals; the backward does so for a causal mask alone, and masks
-them otherwise.
+They take one interval of keys per query: bands, block windows and lengths, at any offset. The
+forward skips the tiles outside the intervals. The backward skips tiles only under a causal mask;
+under other masks it computes and masks them.
 
 Source: openxla/tokamax, PallasMosaicGpuFlashAttention and its VJP.
 """
@@ -42,8 +42,8 @@ from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
 HEAD_LIMIT = 256
-# With one tile of keys, tiles of 128 queries took 0.094 ms in the place of 0.106 for SDXL's text
-# (H200; 16,4096,77,10,64).
+# With a single key tile, query tiles of 128 took 0.094 ms instead of 0.106 for SDXL's text
+# (H200; B=16 T=4096 S=77 N=10 H=64).
 SHORT_HEAD, SHORT_KEYS = 64, 128
 
 
@@ -52,7 +52,7 @@ class TokamaxMosaic(Fused):
     """Compute out = softmax(scale * q k^T) v with tokamax's Mosaic GPU kernels.
 
     Args:
-        version: of tokamax.
+        version: the version of tokamax.
     """
 
     name: ClassVar[str] = "tokamax_flash"
@@ -60,7 +60,7 @@ class TokamaxMosaic(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse old versions, GPUs but Hopper, dtypes but bfloat16, a bias, several intervals."""
+        """Refuse old versions, GPUs other than Hopper, a bias, and several intervals per query."""
         version = target.version("tokamax") or ""
         if numbers(version) < numbers(TOKAMAX_ON_GPU):
             this = version or "not installed"
@@ -68,13 +68,13 @@ class TokamaxMosaic(Fused):
             remedy = f'pip install "tokamax>={TOKAMAX_ON_GPU}"'
             return Reason("tokamax_flash", "package", rule, remedy)
         if not target.device.is_a("hopper"):
-            rule = f"its backward here is for Hopper GPUs, and this is {target.device_kind}"
+            rule = f"its backward is for Hopper GPUs, and this is {target.device_kind}"
             return Reason("tokamax_flash", "device", rule, "set attention: auto")
         reason = target.refuse_untested("tokamax_flash", "tokamax")
         if reason is None and call.dtype == "float16":
-            # Past the last query the LSE is garbage: exp(0 - lse) overflows float16, and inf * 0
+            # The LSE of padded queries is garbage: exp(0 - lse) overflows float16, and inf * 0
             # reaches dK (H200, 3 to 17 queries, tokamax 0.0.17).
-            rule = "its backward overflows in float16 where the last tile of queries is not full"
+            rule = "its backward overflows in float16 if the last query tile is not full"
             remedy = "use bfloat16, or set attention: auto"
             return Reason("tokamax_flash", "dtype float16", rule, remedy)
         reason = reason or refuse_call("tokamax_flash", call, HEAD_LIMIT)
@@ -84,7 +84,7 @@ class TokamaxMosaic(Fused):
         reason = reason or refuse_mask("tokamax_flash", terms, rows=True)
         if reason is None and len(_positions(terms).intervals(np.zeros(1, np.int32))) != 1:
             can = f"{_positions(terms)} can have several"
-            rule = f"it takes one interval of keys for each query, and {can}"
+            rule = f"it takes one interval of keys per query, and {can}"
             return Reason("tokamax_flash", "mask", rule, USE_AUTO)
         return reason
 
@@ -124,7 +124,7 @@ class TokamaxMosaic(Fused):
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         bound = _configured(inputs, self.scale)
         settings = {name: x for name, x in bound.kwargs.items() if name != "return_residuals"}
-        # P = exp(s - top) / total: any LSE is a maximum with a sum of 1.
+        # tokamax computes P = exp(s - top) / total: pass the LSE as top, with a total of 1.
         operands = ((rows.lse, jnp.ones_like(rows.lse)), rows.out, rows.dout, *bound.args)
         op = backward_module().PallasMosaicGpuFlashAttentionVjp()
         config = op._get_heuristics_config(op.bind(*operands, **settings))
@@ -133,11 +133,11 @@ class TokamaxMosaic(Fused):
 
 
 def _tokamax(module: str) -> Any:
-    return import_module(f"tokamax._src.ops.attention.{module}")  # an extra, and slow to import
+    return import_module(f"tokamax._src.ops.attention.{module}")  # optional, and slow to import
 
 
 def _configured(inputs: PieceInputs, scale: float) -> Any:
-    """Bind the operands to tokamax's forward, with block sizes: its own tables warn on an H200."""
+    """Bind the operands and block sizes to tokamax's forward, whose tables warn on an H200."""
     gpu, mask, q, k = _tokamax("pallas_mosaic_gpu"), _mask(inputs), inputs.q, inputs.k
     op = gpu.PallasMosaicGpuFlashAttention()
     bound = op.bind(q, k, inputs.v, logits_scale=scale, mask=mask)
@@ -153,7 +153,7 @@ def _positions(terms: Terms) -> Mask:
 
 
 def _takes_intervals(inputs: Inputs) -> bool:
-    # Not triangles at known positions, whose empty tiles the backward skips.
+    # Not for causal masks at known positions, whose empty tiles the backward skips.
     terms = sort_terms(inputs.mask)
     triangle = terms.band is not None and terms.band.left is None
     traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
@@ -183,7 +183,7 @@ def _mask(inputs: PieceInputs) -> Any:
     ranges = _tokamax("base").Mask
     if isinstance(inputs.lengths, Intervals):
         lo, hi = inputs.lengths
-        # A query without keys gets one, and its result is replaced.
+        # A query without keys gets one key, and its result is replaced.
         return ranges(k_start=lo[:, None], k_end=jnp.maximum(hi, lo + 1)[:, None])
     ends = None if inputs.lengths is None else jnp.maximum(inputs.lengths, 1)[:, None, None]
     return ranges(k_end=ends, is_causal=not inputs.piece.is_full)

@@ -1,4 +1,4 @@
-"""One call as splash takes it: heads first, padded to tiles, a `vmap` over batch rows."""
+"""One call in splash's layout: heads first, padded to tiles, with a `vmap` over batch rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     """Operands of every kernel, for one batch row or with a batch axis in front.
 
     Args:
-        q: [N, T, H], scaled.
+        q: [N, T, H], multiplied by the scale.
         k, v: [K, S, H].
         ids: segment ids [T] and [S], or None.
     """
@@ -40,11 +40,11 @@ class Operands(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Further operands of a backward kernel.
+    """The additional operands of a backward kernel.
 
     Args:
         lse, delta: [N, T] float32, finite.
-        dout: [N, T, H], 0 for queries with nothing to attend to.
+        dout: [N, T, H], 0 for queries that see no key.
     """
 
     lse: Array
@@ -53,14 +53,14 @@ class Stats(NamedTuple):
 
 
 class Library:
-    """The kernels of one splash attention, for one batch row that is padded to tiles."""
+    """The kernels of one splash library, for one batch row that is padded to tiles."""
 
     def query_factor(self, dtype: Any) -> float:
-        """Return the factor of queries beside the scale, which dk is multiplied by too."""
+        """Return the factor by which queries, besides the scale, and dk are multiplied."""
         return 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
-        """Return (out [N, T, H], natural lse [N, T] float32, below -1e37 if nothing was seen)."""
+        """Return (out [N, T, H], natural lse [N, T] float32, below -1e37 if no key was seen)."""
         raise NotImplementedError
 
     def dkv(
@@ -70,22 +70,22 @@ class Library:
         raise NotImplementedError
 
     def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
-        """Return dq; a library whose backward is always fused has none."""
+        """Return dq; a library whose backward is always fused does not define it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class SplashProblem:
-    """One call of all kernels.
+    """The operands of one call, and what all of its kernels share.
 
     Args:
-        q: [B, N, T, H], scaled.
+        q: [B, N, T, H], multiplied by the scale.
         k, v: [B, K, S, H].
-        parts: the mask.
+        parts: the mask, split.
         q_offset, kv_offset: positions of the first local query and key.
         library: the kernels.
-        cores: of a device, which share the parallel axes of a kernel's grid.
-        rows_at_once: whether the library's backward takes all batch rows.
+        cores: number of a device's cores, which share the parallel axes of a kernel's grid.
+        rows_at_once: whether one launch of the library's backward computes all batch rows.
     """
 
     q: Array
@@ -99,7 +99,7 @@ class SplashProblem:
     rows_at_once: bool = False
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
-        """Return (out [B, N, T, H], lse [B, N, T]), garbage for queries that see nothing."""
+        """Return (out [B, N, T, H], lse [B, N, T]), garbage for queries that see no key."""
         out, lse = self.forward_of(_of(sizes, FORWARD))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
 
@@ -124,15 +124,15 @@ class SplashProblem:
         return self._over_cores(run if self.rows_at_once else jax.vmap(run), setup, stats)
 
     def dq(self, blocks: Blocks, stats: Stats) -> Array:
-        """Return dq of the separate backward, padded to whole tiles."""
+        """Return the dq of the separate backward, padded to whole tiles."""
         setup = self._setup(blocks)
         run = _usually(lambda row, stats: self.library.dq(row, stats, setup, blocks))
         return self._over_cores(jax.vmap(run), setup, stats)
 
     def _over_cores(self, run: Callable[..., Any], setup: Setup, stats: Stats) -> Any:
-        """Run a backward kernel with groups of heads as further batch rows.
+        """Run a backward kernel with groups of heads as additional batch rows.
 
-        The batch is the only parallel axis of its grid: one row would run on one core.
+        The batch is the only parallel axis of the grid: a single batch row would use one core.
         """
         batch, heads = self.q.shape[:2]
         groups = self.cores // gcd(batch, self.cores)
@@ -146,19 +146,19 @@ class SplashProblem:
 
     @property
     def q_len(self) -> int:
-        """Real local queries."""
+        """The number of local queries without padding."""
         return self.q.shape[2]
 
     @property
     def kv_len(self) -> int:
-        """Real local keys."""
+        """The number of local keys without padding."""
         return self.k.shape[2]
 
     def checked(self, x: Array) -> Array:
         """Turn a result into NaN if the offsets do not fit the queries' codes.
 
-        A plan refuses sequences that are too long. But only the device knows a traced offset that
-        no context strategy makes: beyond 2**20, or not a whole number of key shards.
+        A plan refuses sequences that are too long. But only the device knows a traced offset above
+        2**20, or one that is no whole number of key shards; no context strategy has such offsets.
         """
         codes = self._setup((self.q_len, self.kv_len)).codes
         if codes is None or codes.valid is None:
@@ -171,7 +171,7 @@ class SplashProblem:
         bq, bkv = blocks[:2]
         padded = -(-self.q_len // bq) * bq, -(-self.kv_len // bkv) * bkv
         kinds = tile_kinds(positions, bq, bkv, *lengths, *offsets)
-        # Segment ids, if any, hide padded keys too.
+        # If there are segment ids, they hide padded keys too.
         shows_padding = padded[1] > self.kv_len and not self.parts.has_ids
         codes = codes_of(positions, kinds, *lengths, shows_padding, *offsets)
         ids = segment_ids(self.parts, self.q.shape[0], *lengths, self.kv_offset)
@@ -180,14 +180,14 @@ class SplashProblem:
 
 @dataclass(frozen=True)
 class Setup:
-    """The mask for one kernel with its own block sizes.
+    """The mask of one kernel, for its block sizes.
 
     Args:
-        kinds: empty, full or mixed, for each tile.
-        codes: of the queries, for the mask's function; None if every pair is allowed.
+        kinds: EMPTY, FULL or MIXED for each tile.
+        codes: the queries' codes for the mask function; None if every pair is allowed.
         ids: segment ids [B, T] and [B, S], or None.
         padded: T and S after padding to whole tiles.
-        shows_padding: whether the code hides padded keys, so that their tiles must evaluate it.
+        shows_padding: whether tiles with padded keys must evaluate the mask function to hide them.
     """
 
     kinds: Kinds
@@ -198,17 +198,17 @@ class Setup:
 
     @property
     def code(self) -> Callable[..., Any] | None:
-        """The function that the kernel calls, or None if every pair is allowed."""
+        """The mask function that the kernel calls, or None if every pair is allowed."""
         return None if self.codes is None else self.codes.code
 
     def operands(self, problem: SplashProblem) -> Operands:
-        """Pad everything to whole tiles; ids that pad keys match nothing."""
+        """Pad the operands to whole tiles; the ids of padded keys match no id."""
         t, s = self.padded
         k, v = (pad_axis(x, 2, s) for x in (problem.k, problem.v))
         return Operands(pad_axis(problem.q, 2, t), k, v, self.padded_ids())
 
     def padded_ids(self) -> Ids:
-        """Pad queries with the last id: an id of their own would leave no tile whole."""
+        """Pad the ids of queries with the last id: another id would make their tiles mixed."""
         if self.ids is None:
             return None
         q_ids, kv_ids = self.ids
@@ -216,20 +216,20 @@ class Setup:
         return q_ids, pad_axis(kv_ids, 1, self.padded[1], KEY_PAD)
 
     def stats(self, stats: Stats) -> Stats:
-        """Pad a backward's operands so that the queries added have no gradient."""
+        """Pad a backward's operands so that padded queries add nothing to a gradient."""
         t = self.padded[0]
         lse, dout, delta = stats
         return Stats(pad_axis(lse, 2, t, BIG_LSE), pad_axis(dout, 2, t), pad_axis(delta, 2, t))
 
 
 def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
-    """Divide the heads of each array [b, n, ...], in order, into groups as batch rows."""
+    """Split the heads of each array [b, n, ...], in order, into groups that become batch rows."""
     rows = batch * groups
     return jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[2:]), arrays)
 
 
 def _usually(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn 64-bit mode and forbidden promotion off, for the libraries' index arithmetic."""
+    """Turn off x64 and strict promotion, which break the index arithmetic of the libraries."""
 
     def run(*operands: Any) -> Any:
         promotes = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
@@ -241,5 +241,5 @@ def _usually(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> Blocks:
     found = sizes.part(keys)
-    assert found is not None, (sizes, keys)  # build() asks for the sizes of training
+    assert found is not None, (sizes, keys)  # build() made the sizes for training
     return found

@@ -14,7 +14,7 @@ from maxattn.kernels.splash.mask_info import mask_info
 
 @dataclass(frozen=True)
 class JaxSplash(Library):
-    """Call the kernels, in Pallas' interpreter if asked to."""
+    """Call JAX's splash kernels, in Pallas' interpreter if `interpret`."""
 
     interpret: bool
 
@@ -24,7 +24,7 @@ class JaxSplash(Library):
     def dkv(
         self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks, fused: bool
     ) -> tuple[Array | None, Array, Array]:
-        # The fused kernel writes a part of dQ at every step, so its grid has all steps.
+        # The fused kernel writes a partial dQ at every step, so its grid keeps all steps.
         launch = self._launch(setup, blocks, by_key=True, shrink=not fused)
         return jax_splash.dkv(row, stats, launch, fused)
 

@@ -1,12 +1,12 @@
-"""What is around the kernels of JAX's and tokamax's splash attention, and of `tpu_flash`.
+"""`Splash`: the base of `flash` on TPUs, `tokamax_flash` and `tpu_flash`.
 
-The forward and backward kernels are called, not the public functions, so that a backward gets the
-output and LSE of a merge over many calls, and the gradient of the LSE:
+It calls a library's forward and backward kernels, not its public function, so that a backward gets
+the output and LSE of a merge over many calls, and the gradient of the LSE:
 
     delta = sum(dout * out) - dlse        dS = P * (dP - delta)
 
-Around them: lengths padded to tiles, masks as lists of tiles and segment ids, the scale, queries
-that see nothing.
+It also pads lengths to tiles, turns masks into lists of tiles and segment ids, applies the scale,
+and handles queries that see no key.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from maxattn.masks.terms import USE_BLOCKWISE, SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import leaves_open, tuned_config, tuned_note
 
-NOTHING_SEEN = -1e37  # such a query's LSE is about -2.4e38, or -inf if no tile was visited
-SHORTEST_ROW = 48  # tokens: blocks of 16 as batch rows took up to 3.4 times as long
+NOTHING_SEEN = -1e37  # a query without keys has LSE -2.4e38, or -inf if no tile was visited
+SHORTEST_ROW = 48  # tokens: as batch rows, blocks of 16 tokens took up to 3.4 times as long
 SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 
 
@@ -41,21 +41,21 @@ SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 class Splash(Kernel):
     """Compute out = softmax(scale * q k^T) v with the kernels of a library.
 
-    The backward repeats bit for bit: a grid's steps are in order, and parts of dQ are summed after.
+    The backward is repeatable bit for bit: a grid's steps, and the sum of partial dQ, are in order.
 
     Args:
-        scale: multiplies the queries, in float32, before they are rounded to their dtype.
+        scale: factor of the queries, in float32, before they are rounded to their dtype.
         blocks: tile sizes of the forward and backward kernels.
-        interpret: run the kernels in Pallas' interpreter, on a CPU.
-        float32_qk_product: cast q, k and v to float32 before the kernel.
-        changes: how the block sizes differ from those that were asked for.
-        inference: tile sizes of a forward that is not differentiated; None: the same.
-        inference_changes: how those differ from what was asked for.
-        cores: of a device, which share the backward's heads if its batch is no multiple of them.
+        interpret: whether the kernels run in Pallas' interpreter, on a CPU.
+        float32_qk_product: whether to cast q, k and v to float32 before the kernel.
+        changes: how `blocks` differs from the sizes that the user asked for.
+        inference: tile sizes of a forward that is not differentiated; None: those of `blocks`.
+        inference_changes: how `inference` differs from the sizes that the user asked for.
+        cores: of a device; they share the backward's heads unless they divide the batch.
     """
 
     name: ClassVar[str]
-    rows_at_once: ClassVar[bool] = False  # whether the backward takes all rows of a batch
+    rows_at_once: ClassVar[bool] = False  # whether the backward is one launch for all batch rows
     is_pallas: ClassVar[bool] = True
     needs_an_example: ClassVar[bool] = True
     scale: float
@@ -69,8 +69,8 @@ class Splash(Kernel):
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Check for at least 48 tokens. On a TPU tiles skip the pairs between blocks anyway, and
-        copies would pad each batch row to whole tiles.
+        """Check for a GPU or CPU and at least 48 tokens. On a TPU, tiles skip the pairs between
+        blocks anyway, and copies would pad each batch row to whole tiles.
         """
         return platform != "tpu" and tokens >= SHORTEST_ROW
 
@@ -102,7 +102,7 @@ class Splash(Kernel):
     def _notes(
         self, what: Pass | None, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Write what the sizes pad, and the source of those that the config leaves open."""
+        """Return notes on what the sizes pad, and on the source of sizes that the config omits."""
         source = tuned_note(config, self.name, call, target)
         kind, fused = cast(KernelKind, self.name), config.flash_block_sizes.use_fused_bwd_kernel
         if not source and not self.float32_qk_product and _leaves_tiles_open(config, kind):
@@ -124,11 +124,11 @@ class Splash(Kernel):
 
     @property
     def how(self) -> str:
-        """How the kernels run, for `explain`."""
+        """The way in which the kernels run, as text for `explain`."""
         return "interpret mode: for tests" if self.interpret else "Pallas"
 
     def block_lines(self) -> str:
-        """Write the sizes and their changes: in one line, or one for inference and training."""
+        """Return the sizes and their changes: one line, or one for inference and for training."""
         training = f"{self.blocks}{_changed(self.changes)}"
         if self.inference is None or self.inference.part(FORWARD) == self.blocks.part(FORWARD):
             return training
@@ -149,7 +149,7 @@ class Splash(Kernel):
         JAX's and tokamax's kernels sum dk and dv in float32 and write them in k's dtype.
         """
         out, dout = rows.out.swapaxes(1, 2), rows.dout.swapaxes(1, 2)
-        # Queries that see nothing get a finite LSE and no gradient: splash never meets -inf.
+        # Queries that see no key get a finite LSE and no gradient: splash never gets -inf.
         lse, delta, dout = row_gradient(out, dout, rows.lse, rows.dlse)
         dtype = self._compute_dtype(inputs)
         with _precision(dtype):
@@ -166,10 +166,10 @@ class Splash(Kernel):
 
     def _problem(self, inputs: Inputs, factor: float) -> SplashProblem:
         dtype = self._compute_dtype(inputs)
-        # Splash has no scale, so the queries are multiplied by it in float32 and rounded once to
-        # their dtype. That is exact for powers of two (head dims 64 and 256). At head dim 128 in
-        # bfloat16, with scores of standard deviation 1 and 9, the RMS error of the output is 2.3e-3
-        # and 5.2e-3; exact scores, as with float32_qk_product, give 1.7e-3 and 1.6e-3.
+        # Splash has no scale: the queries are multiplied by the scale in float32, then rounded to
+        # their dtype. A power of two (head dims 64 and 256) is exact. At head dim 128 in bfloat16,
+        # with scores of standard deviation 1 and 9, the RMS error of the output is 2.3e-3 and
+        # 5.2e-3; exact scores, as with float32_qk_product, give 1.7e-3 and 1.6e-3.
         q = (inputs.q.astype(jnp.float32) * (self.scale * factor)).astype(dtype).swapaxes(1, 2)
         k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
         parts = split_mask(inputs.mask)
@@ -181,7 +181,7 @@ class Splash(Kernel):
 def asked_sizes(
     config: AttentionConfig, local: Call, kind: KernelKind, target: Target, training: bool
 ) -> FlashBlockSizes:
-    """Return the sizes that a config asks for; if it sets none, the fastest by estimates."""
+    """Return the block sizes that a config sets; if it sets none, the fastest by estimates."""
     asked = config.flash_block_sizes
     if not _leaves_tiles_open(config, kind):
         return asked
@@ -190,7 +190,7 @@ def asked_sizes(
 
 
 def _leaves_tiles_open(config: AttentionConfig, kind: KernelKind) -> bool:
-    """Check whether a config sets no tile; for `flash` it may set which backward runs."""
+    """Check whether a config sets no tile size; for `flash` it may set which backward runs."""
     asked = config.flash_block_sizes
     names_backward = asked == FlashBlockSizes(use_fused_bwd_kernel=asked.use_fused_bwd_kernel)
     return leaves_open(config, kind) or (kind == "flash" and names_backward)
@@ -199,7 +199,7 @@ def _leaves_tiles_open(config: AttentionConfig, kind: KernelKind) -> bool:
 def refusal(name: str, call: Call, target: Target) -> Reason | None:
     """Refuse a bias, tables of pairs, arrays under | or ~, float16 on a TPU, very long shards."""
     if target.platform == "tpu" and call.dtype == "float16":
-        rule = "the TPU's compiler takes no float16 in it"
+        rule = "the TPU's compiler takes no float16 in this kernel"
         return Reason(name, "dtype float16", rule, "use bfloat16, or " + USE_BLOCKWISE)
     if call.bias is not None:
         return Reason(name, "bias", "it takes no additive bias", USE_BLOCKWISE)
@@ -210,7 +210,7 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
     if rule is not None:
         return Reason(name, "mask SegmentLengths", rule, SEGMENTS_REMEDY)
     queries, keys = call.sequence or (call.q_len, call.kv_len)
-    if keys != call.kv_len:  # keys are sharded, and their offset is traced
+    if keys != call.kv_len:  # the keys are sharded, so that their offset is traced
         rule = mask_codes.too_long(parts.positions, call.kv_len, queries, keys)
     return None if rule is None else Reason(name, "length", rule, mask_codes.REMEDY)
 
@@ -220,5 +220,5 @@ def _changed(changes: tuple[Change, ...]) -> str:
 
 
 def _precision(dtype: Any) -> Any:
-    """Keep products of float32 operands in float32: a TPU would round the operands to bfloat16."""
+    """Return the matmul precision: for float32 a TPU would round the operands to bfloat16."""
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()

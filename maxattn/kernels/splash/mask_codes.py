@@ -1,13 +1,13 @@
-"""How a mask reaches the inside of a splash kernel: one int32 a query and a function of it.
+"""How a splash kernel evaluates a mask: from one int32 per query, the query's code.
 
-Splash passes its mask function one int32 of the query and the index of the key among the local
-keys. Three codes cover every mask of positions:
+Splash passes its mask function the query's int32, and the index of the key among the local keys.
+Three codes cover every mask of positions:
 
-- `OneInterval`: the query sees one interval of local keys, whose two ends are packed into the int.
+- `OneInterval`: the query sees one interval of local keys, whose two ends are packed into the code.
   The kernel compares twice and does not divide; both offsets may be traced.
-- `Positions`: the int is the query's position, and the kernel evaluates the mask. The key offset is
-  a Python int.
-- `Shards`: the same with a traced key offset, packed above the position as a number of key shards.
+- `Positions`: the code is the query's position, and the kernel evaluates the mask. The key offset
+  is a Python int.
+- `Shards`: like `Positions`, with a traced key offset, packed above it as a number of key shards.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from maxattn.kernels.base import Offset
 from maxattn.masks import Mask
 from maxattn.masks.terms import WORD, packed_interval
 
-POSITION_BITS = 20  # of `Shards`: positions up to a million, which leaves 2,048 shards
-MOST_STEPS = 64  # segments, which are one comparison each: the kernel's code grows with them
+POSITION_BITS = 20  # in `Shards`: positions up to a million, which leaves bits for 2,048 shards
+MOST_STEPS = 64  # most segments that a kernel compares: each adds to the kernel's code
 MOST_POSITIONS, MOST_SHARDS = 2**POSITION_BITS, 2 ** (WORD - 1 - POSITION_BITS)
 RowCode = Callable[[Any, Any], Any]
-"""The pairs that attend, from codes of queries and local indexes of keys, elementwise."""
+"""The allowed pairs, from codes of queries and local indexes of keys, elementwise."""
 REMEDY = (
     "set context_parallel: ulysses or all_gather, or attention: dot_product with"
     " use_memory_efficient_attention: true"
@@ -45,18 +45,18 @@ class Codes(NamedTuple):
     valid: Bool[Array, ""] | None = None
 
     def padded(self, length: int) -> Int[Array, " T"]:
-        """Pad the int32 of queries with 0."""
+        """Return the queries' codes, padded with 0 to `length`."""
         return jnp.pad(self.values, (0, length - self.values.shape[0]))
 
 
 @dataclass(frozen=True)
 class OneInterval:
-    """Test `lo <= key < hi` with both ends in one word.
+    """Test `lo <= key < hi` with both ends in one int32.
 
     Args:
-        kv_len: real local keys; the padding after them is never allowed.
-        lower, upper: whether the interval has that end.
-        lo_bits: bits of `lo` if it has both ends; above them is the width.
+        kv_len: number of local keys without padding; padded keys are never allowed.
+        lower, upper: whether the interval has a lower and an upper end.
+        lo_bits: number of low bits that contain `lo` if there are two ends; above them, `hi - lo`.
     """
 
     kv_len: int
@@ -74,7 +74,7 @@ class OneInterval:
         return (kv_idx >= lo) & (kv_idx < lo + width)
 
     def pack(self, lo: Array, hi: Array) -> Array:
-        """Write both ends, already clipped to the local keys, into one int32."""
+        """Pack both ends, already clipped to the local keys, into one int32."""
         if not self.lower:
             return hi
         return lo if not self.upper else lo | (jnp.maximum(hi - lo, 0) << self.lo_bits)
@@ -82,7 +82,7 @@ class OneInterval:
 
 @dataclass(frozen=True)
 class Positions:
-    """Evaluate the mask at the query's position and at the key's, `kv_idx + kv_offset`."""
+    """Evaluate the mask at the query's position and the key's position, `kv_idx + kv_offset`."""
 
     mask: Mask
     kv_len: int
@@ -94,7 +94,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Shards:
-    """Evaluate the mask if the keys begin at a whole number of shards: number * kv_len."""
+    """Evaluate the mask if the first key's position is a multiple of the shard length kv_len."""
 
     mask: Mask
     kv_len: int
@@ -118,11 +118,11 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
     """Choose the code of a bound mask without arrays, and compute each query's int32.
 
     Args:
-        q_len, kv_len: real local lengths.
+        q_len, kv_len: numbers of local queries and keys, without padding.
         q_offset, kv_offset: positions of the first local query and key; ints or traced.
 
     Raises:
-        Unsupported: `Shards` is needed, and a position is known not to fit.
+        Unsupported: `Shards` is needed, and a position that is known does not fit its bits.
     """
     q_pos = jnp.arange(q_len, dtype=jnp.int32) + q_offset
     code = one_interval(mask, kv_len)
@@ -144,15 +144,15 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
 def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
     """Return why a sequence does not fit the code of a traced key offset, or None.
 
-    `shard` is the keys of one shard, `queries` and `keys` are those of the whole sequence.
+    `shard` is the number of keys in a shard; `queries` and `keys` count the whole sequence.
     """
     if one_interval(mask, shard) is not None:
         return None
-    packs = f"on a shard of the keys it packs each query's position under {mask} into an int32"
+    packs = f"on a shard of the keys it packs each query's position for {mask} into an int32"
     if queries > MOST_POSITIONS:
-        return f"{packs}: up to {MOST_POSITIONS} queries, and the sequence has {queries}"
+        return f"{packs}, for up to {MOST_POSITIONS} queries, and the sequence has {queries}"
     if keys > MOST_SHARDS * shard:
-        return f"{packs}: up to {MOST_SHARDS} shards, and the keys have {-(-keys // shard)}"
+        return f"{packs}, for up to {MOST_SHARDS} shards, and the keys have {-(-keys // shard)}"
     return None
 
 
@@ -161,26 +161,26 @@ def too_many_steps(mask: Mask, shard: int) -> str | None:
     if mask.looked_up <= MOST_STEPS or one_interval(mask, shard) is not None:
         return None
     return (
-        f"of {mask} it packs each query's keys into an int32, which they do not fit, or goes"
-        f" through up to {MOST_STEPS} segments a query"
+        f"each query's keys under {mask} must fit one int32, which they do not, or be found among"
+        f" up to {MOST_STEPS} segments"
     )
 
 
 def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
-    """Return the code of a mask with one interval a query whose ends fit one word, else None."""
+    """Return the code of a mask with one interval per query if its ends fit an int32, else None."""
     ends = packed_interval(mask, kv_len)
     return OneInterval(kv_len, *ends, kv_len.bit_length() * all(ends)) if ends else None
 
 
-# ---- whole numbers inside a Pallas TPU kernel ----------------------------------------------------
+# ---- integers inside a Pallas TPU kernel ---------------------------------------------------------
 
 
 class KernelInts:
     """Wrap an int32 array, or a boolean one from a comparison, so that masks compute with it.
 
-    jax lowers `//` of int32 through `sign`, which needs the TPU of this machine: lowering for
-    another TPU fails. Here `//` is a truncating division and a correction. The masks' `xp` is
-    `KernelNumpy`.
+    jax lowers `//` of int32 through `sign`, which asks this machine's TPU, so that lowering for
+    another TPU fails. Here `//` is a truncating division and a correction. Masks get `KernelNumpy`
+    as `xp`.
     """
 
     def __init__(self, array: Any) -> None:

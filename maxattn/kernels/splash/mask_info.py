@@ -1,7 +1,7 @@
-"""Splash's `MaskInfo` from our masks: the tiles to visit, their order, and each query's code.
+"""Splash's `MaskInfo` from a maxattn mask: the tiles to visit, their order, the queries' codes.
 
-Splash's own construction visits every tile of T x S on the host, which takes seconds at 32,000
-tokens. Here the tiles come from `tile_kinds`.
+Splash itself would visit every tile of T x S on the host, which takes seconds at 32,000 tokens.
+Here the tiles come from `tile_kinds`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from maxattn.masks.tile_kinds import Kinds
 
 
 def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
-    """List for each row of tiles the columns to visit, as splash's (data_next, block_mask).
+    """List the columns to visit in each row of tiles, as splash's (data_next, block_mask).
 
     Args:
         visited: bool [rows, columns], numpy or traced.
-        shrink: put the visited columns first and drop the rest of the grid (numpy alone).
+        shrink: whether to put visited columns first and cut the grid after them (numpy only).
 
     Returns:
-        next: the column of each step; that of the next step that computes, if this one does not, so
-            that no fetch is wasted.
+        next: the column of each step; for a step that computes nothing, the column of the next step
+            that computes, so that no fetch is wasted.
         runs: 1 for a step that computes, else 0.
     """
     traced = isinstance(visited, jax.Array)
@@ -47,7 +47,7 @@ def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
 
 
 def _next_that_runs(runs: Any, xp: Any) -> Any:
-    """Return for each step the first that computes from there on; after the last, the first."""
+    """Return for each step the next step that computes; after the last, the grid's first."""
     count = runs.shape[0]
     steps = xp.where(runs, xp.arange(count), count)
     if xp is np:
@@ -63,11 +63,11 @@ def mask_info(
     """Build splash's `MaskInfo`.
 
     Args:
-        kinds: from `tile_kinds`; all tiles but EMPTY ones are visited.
-        codes: from `codes_of`, or None if every pair is allowed.
-        q_padded: queries after padding.
-        by_key: for the kernel of dK and dV, which visits queries key tile by key tile.
-        shrink: drop empty tiles from the grid; the fused backward needs all of it.
+        kinds: the result of `tile_kinds`; tiles that are not EMPTY are visited.
+        codes: the result of `codes_of`, or None if every pair is allowed.
+        q_padded: number of queries after padding.
+        by_key: whether the kernel visits, for each key tile, the query tiles (dK and dV).
+        shrink: whether to drop empty tiles from the grid; the fused backward needs all of them.
     """
     values = None if codes is None else codes.padded(q_padded)
     if isinstance(kinds, np.ndarray) and bool((kinds != EMPTY).all()):

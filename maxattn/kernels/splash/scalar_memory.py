@@ -1,8 +1,8 @@
 """Whether the lists of tiles of JAX's splash and of `tpu_flash` fit a TPU's scalar memory.
 
-Splash has for each tile the next one to fetch, in the narrowest int for its column, and a byte for
-whether it computes. The compiler pads rows to 8 and columns to 128. `tpu_flash` has a block and a
-mark a step, and for segment ids a mark a tile, in two buffers.
+Splash's lists have per tile the next tile to fetch, in the narrowest int for its column, and a byte
+for whether the step computes. The compiler pads rows to 8 and columns to 128. `tpu_flash` has a
+block and a mark per step, and with segment ids a mark per tile, in two buffers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from maxattn.masks.terms import SplitMask, split_mask
 from maxattn.target import Target
 from maxattn.tuned import tuned_config
 
-MOST_BYTES = 2**20 - 2**14  # a MiB on every TPU, less what a kernel has there beside its lists
+MOST_BYTES = 2**20 - 2**14  # 1 MiB on every TPU, less what a kernel keeps there besides its lists
 ROWS, COLUMNS = 8, 128
 WORD = 4  # bytes
-# Larger tiles fit VMEM on no chip; the rules of block sizes shrink them where needed.
+# Larger tiles fit no chip's VMEM; the rules of block sizes shrink these if needed.
 LARGEST = FlashBlockSizes(block_q=2048, block_kv=2048, block_kv_compute=512)
 REMEDY = (
     "set larger flash_block_sizes, context_parallel: ring or ulysses over more devices, or"
@@ -39,10 +39,10 @@ def refuse(call: Call, target: Target) -> Reason | None:
 
 
 def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionConfig:
-    """Return the config, with the largest tiles if it sets none and others do not fit.
+    """Return the config; if it sets no tiles and the usual lists do not fit, set the largest.
 
     Raises:
-        Unsupported: the lists of the tiles that the config asks for do not fit.
+        Unsupported: the config sets tiles whose lists do not fit.
     """
     asked = tuned_config(config, "flash", call, target).flash_block_sizes
     sizes = _sizes(call, asked, target)
@@ -51,7 +51,7 @@ def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionCon
         return config
     if config.flash_block_sizes != FlashBlockSizes():
         raise unsupported((sizes.block_q, sizes.block_kv), rule)
-    for training in (True, False):  # tiles of a backward too, if its forward's lists fit
+    for training in (True, False):  # check training first: its forward has other tiles
         sizes = adjust(LARGEST, call, "flash", target, training)[0]
         if _rule(call, sizes, target) is None:
             break
@@ -66,19 +66,19 @@ def unsupported(tile: tuple[int, ...], rule: str) -> Unsupported:
 
 
 def _sizes(call: Call, asked: FlashBlockSizes, target: Target) -> BlockSizes:
-    """Return the sizes of a forward that is not differentiated."""
+    """Return the block sizes of a forward that is not differentiated."""
     return adjust(asked, call, "flash", target, training=False)[0]
 
 
 def _rule(call: Call, sizes: BlockSizes, target: Target) -> str | None:
-    """Return the rule that a forward breaks; interpret mode has no scalar memory."""
+    """Return the rule that a forward's lists break, or None; interpret mode has no limit."""
     if target.platform != "tpu":
         return None
     return too_long(_forward_bytes(call, _parts(call).positions, (sizes.block_q, sizes.block_kv)))
 
 
 def transposed_rule(call: Call, tile: tuple[int, ...], target: Target) -> str | None:
-    """Return the rule that the lists of `tpu_flash`'s forward break with a tile, or None."""
+    """Return the rule that the lists of `tpu_flash`'s forward break with this tile, or None."""
     if target.platform != "tpu":
         return None
     parts = _parts(call)
@@ -90,54 +90,54 @@ def transposed_rule(call: Call, tile: tuple[int, ...], target: Target) -> str | 
 
 def _parts(call: Call) -> SplitMask:
     parts = split_mask(call.mask)
-    assert isinstance(parts, SplitMask), parts  # refused before
+    assert isinstance(parts, SplitMask), parts  # supports() refused it
     return parts
 
 
 def words_bytes(steps: int, marks: int) -> int:
-    """Count the bytes of `tpu_flash`'s lists: a block and a mark a step; marks in two buffers."""
+    """Count the bytes of `tpu_flash`'s lists: a block and a mark per step; marks in two buffers."""
     return 2 * WORD * (steps + marks)
 
 
 def column_type(columns: int) -> type[np.signedinteger]:
-    """Return the narrowest int for the numbers of so many columns."""
+    """Return the narrowest integer type for the indexes of `columns` columns."""
     return np.int8 if columns <= 128 else np.int16 if columns <= 2**15 else np.int32
 
 
 def list_bytes(rows: int, columns: int, item: int) -> int:
-    """Count the bytes of lists of tiles whose columns take `item` bytes each."""
+    """Count the bytes of lists of tiles that store a column in `item` bytes."""
     return -(-rows // ROWS) * ROWS * -(-columns // COLUMNS) * COLUMNS * (item + 1)
 
 
 def too_long(found: int) -> str | None:
-    """Return the rule that lists of so many bytes break, or None."""
+    """Return the rule that lists of `found` bytes break, or None."""
     if found <= MOST_BYTES:
         return None
     return (
-        f"its lists of tiles are in scalar memory, which holds {MOST_BYTES} bytes of them, and"
-        f" here they take {found}"
+        f"its lists of tiles are in scalar memory, which has {MOST_BYTES} bytes for them, and for"
+        f" this call they take {found}"
     )
 
 
 def _forward_bytes(call: Call, positions: Mask, tile: tuple[int, int]) -> int:
-    """Count the bytes of a forward's lists, by the mask's part of positions."""
+    """Count the bytes of a forward's lists, which depend on the mask's positions alone."""
     if positions.is_full:
         return 0
     lengths = call.q_len, call.kv_len
     rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
     item = np.dtype(column_type(columns)).itemsize
-    if call.sharded:  # traced positions: the lists name every tile
+    if call.sharded:  # with traced positions the lists have every tile
         return list_bytes(rows, columns, item)
     least = list_bytes(rows, 1, item)
     if least > MOST_BYTES and _skips_some(positions, tile, lengths):
-        return least  # too many anyway: counting all of them would visit millions of queries
+        return least  # already too many: counting all would visit millions of queries
     most = _longest_row(positions, tile, lengths)
     return 0 if most is None else list_bytes(rows, most, item)
 
 
 @lru_cache(maxsize=256)
 def _longest_row(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int | None:
-    """Return the most tiles that a row visits; None if none is skipped: there are no lists."""
+    """Return the most key tiles that a query tile visits; None if all visit all: no lists."""
     rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
     found = stretches(mask, *tile, *lengths)
     visited = np.bincount(found.row, found.end - found.start, minlength=rows)
@@ -145,7 +145,7 @@ def _longest_row(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) ->
 
 
 def _skips_some(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> bool:
-    """Check whether the first, the middle or the last row of tiles skips one."""
+    """Check whether the first, the middle or the last query tile skips a key tile."""
     q_len, kv_len = lengths
     last = (q_len - 1) // tile[0]
     for row in {0, last // 2, last}:

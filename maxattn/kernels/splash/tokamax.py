@@ -1,11 +1,11 @@
 """The kernels of tokamax's splash attention on one batch row, with a natural-log LSE.
 
-Its schedule lists the tiles to visit, row by row, and marks the mixed ones: full ones skip the
-mask. A tile that no step visits is never written, so queries in no visited tile are marked here,
-and the backward visits every tile of its grid.
+The schedule lists the tiles to visit, row by row, and marks mixed tiles: full tiles skip the mask.
+The output of a query tile without visited tiles is never written, so its queries are marked here;
+the backward visits every tile of its grid.
 
 With `base2` the kernels multiply the queries by log2(e), compute exp2, and have the LSE in base 2.
-It is converted on its way out and in, so that merges and rings see natural logarithms alone.
+The LSE is converted after the forward and before the backward: merges get natural logarithms.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from maxattn.kernels.splash.scalar_memory import column_type
 from maxattn.masks import EMPTY, FULL
 
 LOG2E = log2(e)
-MOST_STEPS = 2**16  # the lists of steps take 13 bytes a step of the 1 MiB of scalar memory
+MOST_STEPS = 2**16  # the lists take 13 bytes per step, and scalar memory has 1 MiB
 PARTIAL, WHOLE = 1, 2  # tokamax's marks of a tile: evaluate the mask, or do not
 
 
 @dataclass(frozen=True)
 class TokamaxSplash(Library):
-    """Call the kernels.
+    """Call tokamax's kernels.
 
     Args:
-        interpret: run in Pallas' interpreter.
-        base2: compute the softmax with exp2.
-        scheduler: ask the TPU's compiler for its experimental scheduler in the forward.
+        interpret: whether to run in Pallas' interpreter.
+        base2: whether to compute the softmax with exp2.
+        scheduler: whether the forward asks the TPU's compiler for its experimental scheduler.
     """
 
     interpret: bool
@@ -45,7 +45,7 @@ class TokamaxSplash(Library):
     scheduler: bool
 
     def query_factor(self, dtype: Any) -> float:
-        """Correct the rounded log2(e) of `base2`, which is 0.18% too large in bfloat16."""
+        """Return the correction of `base2`'s log2(e), which bfloat16 rounds up by 0.18%."""
         return LOG2E / float(np.asarray(LOG2E, dtype)) if self.base2 else 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
@@ -94,7 +94,7 @@ def _with_ids(row: Operands) -> tuple[Any, Any, Any, Any]:
 
 
 def _share(setup: Setup) -> float:
-    """Return the share of tiles that are visited, for the compiler's costs; 1 if unknown."""
+    """Return the share of tiles that are visited, for the compiler's cost; 1 if unknown."""
     return float((setup.kinds != EMPTY).mean()) if isinstance(setup.kinds, np.ndarray) else 1.0
 
 
@@ -117,7 +117,7 @@ def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
     rows, columns = marks.shape
     row, column = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.mgrid[:rows, :columns])
     idle = (marks == 0).reshape(-1).astype(jnp.int32)
-    # A stable sort by idleness: a gather of long lists is slow or cannot be lowered.
+    # A stable sort puts visited tiles first: gathers of long lists are slow or not lowered.
     idle, row, column, flat = jax.lax.sort(
         (idle, row, column, marks.reshape(-1)), num_keys=1, is_stable=True
     )
@@ -128,14 +128,14 @@ def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
 def _forward_info(setup: Setup) -> Any:
     marks = marks_of(setup)
     if isinstance(marks, np.ndarray) and np.count_nonzero(marks) > MOST_STEPS:
-        return _info(setup)  # the grid is all tiles, row by row, and every one evaluates the mask
+        return _info(setup)  # the grid has all tiles, row by row, and each evaluates the mask
     return _info(setup, *(jnp.asarray(x) for x in steps(marks)))
 
 
 def _backward_info(setup: Setup) -> Any:
     if setup.codes is None:
         return _info(setup)
-    # Without lists the grid is all tiles, key tiles first, and those marked 0 compute nothing.
+    # Without lists the grid has all tiles, key tiles first; tiles marked 0 compute nothing.
     return _info(setup, marks=jnp.asarray(marks_of(setup).T.reshape(-1)))
 
 

@@ -1,1 +1,1 @@
-"""Attention on TPUs with keys along the sublanes: what `tpu_flash` is made of."""
+"""The kernels of `tpu_flash`: attention on TPUs with keys along the sublanes."""

@@ -1,7 +1,7 @@
 """The backward kernel of `tpu_flash`: dQ, dK and dV in one pass over the tiles.
 
-The grid visits the queries of each block of keys, so dK and dV are summed in VMEM. dQ is summed in
-one float32 array in HBM, one block at each step (`HbmSum`).
+For each key block, the grid visits the query blocks, so that dK and dV are summed in VMEM. dQ is
+summed in one float32 array in HBM, one query block per step (`HbmSum`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LOG2E = 1.4426950408889634
 def backward(
     rows: Operands, stats: Stats, setup: Setup, blocks: Blocks, interpret: bool
 ) -> tuple[Array, Array, Array]:
-    """Return (dq [B, N, T, H], dk, dv [B, K, S, H]), float32, of all batch rows.
+    """Return (dq [B, N, T, H], dk, dv [B, K, S, H]), float32, for all batch rows.
 
     Args:
         rows: the operands; the queries are multiplied by log2(e), and so is dk.
-        stats: of each query; the LSE is natural.
+        stats: the statistics of each query, with a natural-log LSE.
         setup: the mask.
-        blocks: queries and keys of a tile, and keys computed at once.
-        interpret: run in Pallas' interpreter.
+        blocks: numbers of queries and keys in a tile, and of keys computed at once.
+        interpret: whether to run in Pallas' interpreter.
     """
     steps = steps_of(setup, by_key=True)
     form = _BackwardForm.of(rows, setup, steps, blocks)
@@ -54,7 +54,7 @@ def backward(
     operands = _operands(rows, stats, setup, form)
     lists = () if steps is None else (steps.block, steps.mark)
 
-    # Blocks of an array in HBM cannot be batched: a `vmap` around it becomes a loop.
+    # Blocks of an array in HBM cannot be batched: a surrounding `vmap` becomes a loop.
     @jax.custom_batching.sequential_vmap
     def run(*arrays: Array) -> Any:
         return _call(form, operands, len(lists), interpret)(*arrays)
@@ -70,12 +70,12 @@ class _BackwardForm(NamedTuple):
     """The static arguments of the kernel's code.
 
     Args:
-        tiles: those of the forward too; `count` is of a row of keys.
-        grid: key heads of all batch rows, blocks of keys, steps of one query head.
-        heads: key heads of a batch row.
-        group: query heads that share a key head.
-        q, k: [heads, T, H] and [heads, S, H], of all batch rows.
-        dtype: of the operands.
+        tiles: the arguments that the forward has too; `count` is the steps of a key block.
+        grid: numbers of key heads of all batch rows, of key blocks, of steps per query head.
+        heads: number of key heads of a batch row.
+        group: number of query heads that share a key head.
+        q, k: the shapes [heads, T, H] and [heads, S, H], for all batch rows.
+        dtype: the dtype of the operands.
     """
 
     tiles: KernelForm
@@ -95,7 +95,7 @@ class _BackwardForm(NamedTuple):
         return _BackwardForm(form, grid, heads, n // heads, *shapes, rows.q.dtype)
 
     def head_and_block(self, n: Any, j: Any, i: Any, *lists: Any) -> tuple[Any, Any]:
-        """Return the query head and the block of queries of a step."""
+        """Return the query head and the query block of a step."""
         step, head = i, n
         if self.group > 1:
             count = jnp.int32(self.grid[2])
@@ -110,7 +110,7 @@ class _BackwardForm(NamedTuple):
 
 
 def _operands(rows: Operands, stats: Stats, setup: Setup, form: _BackwardForm) -> list[Operand]:
-    """List the operands; arrays of queries have the tokens along the lanes."""
+    """List the operands; arrays of queries are transposed, with tokens along the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -167,7 +167,7 @@ def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: b
     from jax.experimental.pallas import tpu as pltpu
 
     (block_q, block_kv, _), (heads, t, h) = form.tiles.blocks, form.q
-    # In HBM by name: the compiler would put a short dQ in VMEM, which has its blocks already.
+    # Placed in HBM explicitly: the compiler would put a short dQ into VMEM, beside its blocks.
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     n, rows, steps = form.grid
     float32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -255,7 +255,7 @@ def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
 
 
 def _tile(sums: Gradients, read: Any, form: KernelForm, block: Any) -> Array:
-    """Compute a tile; `block` is that of its keys if the mask is evaluated, else None."""
+    """Compute a tile; `block` is its key block if the mask is evaluated, else None."""
     queries = Queries(*(read[name][...] for name in ("q", "dout", "lse", "delta")))
     total = jnp.zeros(queries.q.shape, jnp.float32)
     for keys in form.parts():

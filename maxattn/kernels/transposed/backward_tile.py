@@ -4,8 +4,8 @@
     dV^T += dO^T P               dK^T += q^T dS               dQ^T += k^T dS^T
 
 The exact LSE is known, so no maximum is needed. The gradients are transposed too: a matrix unit
-then holds weights and dS, and the head dim streams through it. The other way round a head dim of
-128 would fill half of the columns of a unit of 256 x 256.
+then keeps P or dS, and the head dim streams through it. The other way round, a head dim of 128
+would fill half of the columns of a unit of 256 x 256.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE = -1  # no block is being written
 
 
 class Gradients(NamedTuple):
-    """The sums of a block of keys, in VMEM.
+    """The sums of a key block, in VMEM.
 
     Args:
         dk, dv: [H, block_kv] float32.
@@ -32,14 +32,14 @@ class Gradients(NamedTuple):
     k: Any
 
     def clear(self, k: Float[Array, "C H"]) -> None:
-        """Begin a block of keys."""
+        """Begin a key block: set the sums to 0 and transpose its keys."""
         self.dk[...] = jnp.zeros(self.dk.shape, jnp.float32)
         self.dv[...] = jnp.zeros(self.dv.shape, jnp.float32)
         self.k[...] = k.T
 
 
 class Queries(NamedTuple):
-    """A block of queries.
+    """A query block.
 
     Args:
         q, dout: [H, block_q]; q is multiplied by the scale and by log2(e).
@@ -56,7 +56,7 @@ class Queries(NamedTuple):
 def weights(
     k: Float[Array, "C H"], queries: Queries, allowed: Bool[Array, "C q"] | None
 ) -> Float[Array, "C q"]:
-    """Compute P^T, 0 for pairs that may not attend."""
+    """Compute P^T, which is 0 for hidden pairs."""
     p = jnp.exp2(_product(k, queries.q, 1, 0) - queries.lse)
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
@@ -64,7 +64,7 @@ def weights(
 def add_keys(
     sums: Gradients, keys: slice, v: Float[Array, "C H"], p: Float[Array, "C q"], queries: Queries
 ) -> Float[Array, "H q"]:
-    """Add the gradients of some keys of the block, and return their share of dQ^T."""
+    """Add dK and dV of some keys of the block, and return their part of dQ^T."""
     dtype = v.dtype
     ds = (p * (_product(v, queries.dout, 1, 0) - queries.delta)).astype(dtype)
     sums.dv[:, keys] += _product(queries.dout, p.astype(dtype), 1, 1)
@@ -79,16 +79,16 @@ def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
 
 
 class HbmSum(NamedTuple):
-    """A sum in HBM, dQ, to which a kernel adds one block at each step.
+    """The sum dQ in HBM, to which a kernel adds one query block per step.
 
-    The block is fetched while the step computes, and written while the next step computes. At most
-    one write is under way.
+    A block is fetched while its step computes, and written while the next step computes. At most
+    one write is in flight.
 
     Args:
         whole: [heads, H, T] in HBM.
-        old, new: [H, block] in VMEM: the block as fetched, and as written.
+        old, new: [H, block] in VMEM: the block before and after the addition.
         writing: [1] in scalar memory: the block that is being written, or NONE.
-        semaphores: [2], of the fetch and of the write.
+        semaphores: [2], one for the fetch and one for the write.
     """
 
     whole: Any
@@ -101,7 +101,7 @@ class HbmSum(NamedTuple):
         self.writing[0] = NONE
 
     def fetch(self, head: Any, block: Any) -> None:
-        """Start to read a block, once it is written."""
+        """Start to read a block, after a pending write of the same block."""
         self._wait_if(self.writing[0] == self._place(head, block))
         self._fetch(head, block).start()
 
@@ -121,7 +121,7 @@ class HbmSum(NamedTuple):
 
         @pl.when(condition)
         def _() -> None:
-            self._write(0, 0).wait()  # of any block: all have one size
+            self._write(0, 0).wait()  # any block will do: all have one size
             self.writing[0] = NONE
 
     def _place(self, head: Any, block: Any) -> Any:

@@ -35,9 +35,9 @@ def forward(
     Args:
         row: the operands; the queries are multiplied by log2(e).
         setup: the mask.
-        blocks: queries and keys of a tile, and keys computed at once.
-        interpret: run in Pallas' interpreter.
-        v_is_turned: transpose V before the kernel, not inside.
+        blocks: numbers of queries and keys in a tile, and of keys computed at once.
+        interpret: whether to run in Pallas' interpreter.
+        v_is_turned: whether V is transposed before the kernel; else inside.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -94,7 +94,7 @@ def _operands(
     column = partial(listed_block, 0 if steps is None else steps.count)
 
     def key_head(n: Any) -> Any:
-        # `//` is lowered through the sign, which needs the TPU of this machine.
+        # jax lowers `//` through `sign`, which asks this machine's TPU.
         return n if group == 1 else jax.lax.div(n, jnp.int32(group))
 
     of_queries = pl.BlockSpec((1, block_q), lambda n, i, j, *_: (0, i))
@@ -148,7 +148,7 @@ def _kernel(names: tuple[str, ...], form: KernelForm, v_is_turned: bool, *refs: 
     def _() -> None:
         sums.clear(bounded)
 
-    # Both bodies of a softmax are neighbours: estimates of a schedule rely on it.
+    # Keep the bodies with and without the mask adjacent: estimates of schedules rely on it.
     for runs, add in ((bounded, tile.add_bounded), (jnp.logical_not(bounded), tile.add_online)):
         body = partial(_add, v_is_turned, add, sums, read, form)
         pl.when(runs & (mark == WHOLE))(partial(body, None))
@@ -170,7 +170,7 @@ def _add(
     form: KernelForm,
     block: Any,
 ) -> None:
-    """Compute a tile; `block` is that of its keys if the mask is evaluated, else None."""
+    """Compute a tile; `block` is its key block if the mask is evaluated, else None."""
     for keys in form.parts():
         s = tile.scores(read["k"][keys, :], read["q"][...])
         if block is not None:

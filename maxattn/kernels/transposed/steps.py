@@ -1,7 +1,7 @@
-"""The mask in both kernels of `tpu_flash`: the tiles that a grid visits, and the pairs allowed.
+"""The mask in both kernels of `tpu_flash`: the tiles that a grid visits, and the allowed pairs.
 
-Positions list the steps of a row of tiles; segment ids mark tiles on the device. The mark of a tile
-is 0 if it is empty, PARTIAL if its mask must be evaluated, WHOLE if every pair is allowed.
+A mask's positions give the list of steps of each row of tiles; segment ids mark tiles on the
+device. A tile's mark is 0 if it is empty, PARTIAL if it evaluates the mask, WHOLE if it is full.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Steps(NamedTuple):
     """The steps of the grid, one row of tiles after the other.
 
     Args:
-        block: of keys, or by key of queries, for each step [rows * count].
-        mark: of each step; 0 if it computes nothing.
-        count: steps of a row.
+        block: [rows * count], the key block of each step; with `by_key`, the query block.
+        mark: [rows * count], the mark of each step's tile; 0 if the step computes nothing.
+        count: number of steps per row of tiles.
     """
 
     block: Int[Array, " rows*count"]
@@ -35,9 +35,9 @@ class Steps(NamedTuple):
 
 
 def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
-    """List the tiles that the positions leave, or None if every tile is whole.
+    """List the tiles that are not empty by the mask's positions; None if every tile is full.
 
-    With `by_key` a row of tiles is that of a block of keys, and each step is a block of queries.
+    With `by_key`, a row of tiles belongs to a key block, and its steps are query blocks.
     """
     marks = marks_of(setup).T if by_key else marks_of(setup)
     traced = not isinstance(marks, np.ndarray)
@@ -53,7 +53,7 @@ def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
 def marks_of_ids(
     q_ids: Int[Array, " T"], kv_ids: Int[Array, " S"], block_q: int, block_kv: int
 ) -> Int[Array, "1 tiles"]:
-    """Mark each tile by the ranges of its ids: it is empty if they do not meet."""
+    """Mark each tile by the ranges of its segment ids; if they do not overlap, it is empty."""
     queries, keys = q_ids.reshape(-1, block_q), kv_ids.reshape(-1, block_kv)
     q_low, q_high = (f(queries, axis=1)[:, None] for f in (jnp.min, jnp.max))
     k_low, k_high = (f(keys, axis=1)[None] for f in (jnp.min, jnp.max))
@@ -75,10 +75,10 @@ class KernelForm(NamedTuple):
     """The static arguments of a kernel's code.
 
     Args:
-        blocks: queries and keys of a tile, and keys computed at once.
-        count: steps of a row of tiles if they are listed, else 0.
-        code: the allowed pairs, from codes of queries and indexes of keys; None: all.
-        columns: blocks of keys if segment ids mark tiles, else 0.
+        blocks: numbers of queries and keys in a tile, and of keys computed at once.
+        count: number of steps per row of tiles if they are listed, else 0.
+        code: the mask function of queries' codes and keys' indexes; None if all are allowed.
+        columns: number of key blocks if segment ids mark tiles, else 0.
     """
 
     blocks: Blocks
@@ -93,24 +93,24 @@ class KernelForm(NamedTuple):
 
     @property
     def masks(self) -> bool:
-        """Whether some tiles evaluate the mask."""
+        """Whether any tile may evaluate the mask."""
         return self.code is not None or bool(self.columns)
 
     def parts(self) -> list[slice]:
-        """Divide the keys of a tile into parts computed at once; the last may be shorter."""
+        """Cut the keys of a tile into parts computed at once; the last part may be shorter."""
         _, block_kv, compute = self.blocks
         return [slice(n, min(n + compute, block_kv)) for n in range(0, block_kv, compute)]
 
 
 def listed_block(count: int, row: Any, step: Any, block: Any = None, mark: Any = None) -> Any:
-    """Return the block of a step: from its list, or its number without a list."""
+    """Return the block of a step: from the list of steps, or `step` itself without a list."""
     return step if block is None else block[row * count + step]
 
 
 def allowed(shape: tuple[int, ...], read: Any, form: KernelForm, keys: slice, block: Any) -> Array:
     """Evaluate the mask for some keys of a block, in the shape [keys, block_q].
 
-    `read` has the kernel's operands by name, and `block` is the number of the block of keys.
+    `read` has the kernel's operands by name, and `block` is the index of the key block.
     """
     found = None
     if form.code is not None:

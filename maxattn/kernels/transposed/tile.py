@@ -2,16 +2,16 @@
 
     S^T = k q^T        P^T = exp2(S^T - m)        acc^T += v^T P^T        l += sum(P^T over keys)
 
-Scores are transposed, so that sums and maxima over keys add whole registers, and a query's
-statistics are one lane. m is the running maximum of the online softmax, or 0 if the scores are
+Scores are transposed, so that sums and maxima over keys combine whole registers, and a query's
+statistics are in one lane. m is the running maximum of the online softmax, or 0 if the scores are
 known to be small (`small_scores`): a score is at most |q| |k|. If that bound is small, exp2 of
 every score is far from both ends of float32's range, and
 
     out = sum(exp2(s) v) / sum(exp2(s))        lse = log2(sum(exp2(s)))
 
 lose no digits, since floating point has equally many at every magnitude. Normalised queries and
-keys, as in most diffusion transformers, are always within the bound. The choice is made for each
-head and block of queries.
+keys, as in most diffusion transformers, are always within the bound. The kernel chooses for each
+head and query block.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxattn.block_sizes.sizes import SUBLANES
 
-INNER = 256  # keys of one product with V: the side of the largest matrix units
+INNER = 256  # keys per product with V: the side of the largest matrix units
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The score of a pair that may not attend: exp2 of it is 0, and no difference of two overflows."""
-# 2**24 terms of 2**94 add up to less than 2**118, and 2**-32 of a term of 2**-94 is still a normal
-# number. The largest value moves both ends by its exponent.
+"""The score of a hidden pair: its exp2 is 0, and the difference of two scores cannot overflow."""
+# 2**24 terms of 2**94 add up to 2**118, and 2**-32 of a term of 2**-94 is still a normal number.
+# The largest value of V shifts both limits by its exponent.
 LARGEST = 94.0
 LARGEST_FLOAT16 = 14.0  # weights are rounded to V's dtype: float16 is normal from 2**-14 to 2**15
 _OVER_HEAD_DIM = (((1,), (1,)), ((), ()))
@@ -37,11 +37,11 @@ _OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
 
 
 class Sums(NamedTuple):
-    """The running statistics of a block of queries, in VMEM.
+    """The running statistics of a query block, in VMEM.
 
     Args:
-        acc: [H, block_q], the output before it is divided by l.
-        l: [8, block_q], sums by sublane.
+        acc: [H, block_q], the output before its division by l.
+        l: [8, block_q], the sums of exp2, one per sublane.
         m: [1, block_q], the maximum.
     """
 
@@ -50,13 +50,13 @@ class Sums(NamedTuple):
     m: Any
 
     def clear(self, bounded: Any) -> None:
-        """Begin a row of tiles; a bounded block has a maximum of 0."""
+        """Begin a query block; if its scores are bounded, the maximum is 0."""
         self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
         self.l[...] = jnp.zeros(self.l.shape, jnp.float32)
         self.m[...] = jnp.full(self.m.shape, jnp.where(bounded, 0.0, MASKED), jnp.float32)
 
     def result(self) -> tuple[Float[Array, "H q"], Float[Array, "1 q"]]:
-        """Return the output, and the LSE in base 2; garbage if nothing was seen."""
+        """Return the output, and the LSE in base 2; garbage for a query that saw no key."""
         l = self.l[...].sum(axis=0, keepdims=True)
         return self.acc[...] / l, self.m[...] + jnp.log2(l)
 
@@ -65,9 +65,9 @@ class Values(NamedTuple):
     """The values of some keys of a block.
 
     Args:
-        ref: of the block, [keys, H], or transposed [H, keys].
-        first: the first of the keys.
-        is_turned: whether it is transposed, which is slow in matrix units of 128 x 128 alone.
+        ref: the block's values, [keys, H], or transposed [H, keys].
+        first: the index of the first key in the block.
+        is_turned: whether `ref` is transposed, which only matrix units of 128 x 128 do slowly.
     """
 
     ref: Any
@@ -75,7 +75,7 @@ class Values(NamedTuple):
     is_turned: bool
 
     def weighted(self, start: int, p: Float[Array, "C q"]) -> Float[Array, "H q"]:
-        """Compute v^T p in float32, for the keys from `start` on."""
+        """Compute v^T p in float32, for the keys that begin at `start`."""
         keys = slice(self.first + start, self.first + start + p.shape[0])
         v = self.ref[:, keys] if self.is_turned else self.ref[keys, :]
         over = _OVER_KEYS if self.is_turned else _OVER_UPRIGHT_KEYS
@@ -87,7 +87,7 @@ def scores(k: Float[Array, "C H"], q: Float[Array, "q H"]) -> Float[Array, "C q"
 
 
 def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
-    """Add keys with small scores, without a maximum."""
+    """Add keys whose scores are small, without a running maximum."""
     acc, l = sums.acc[...], sums.l[...]
     for start in range(0, s.shape[0], INNER):
         p = jnp.exp2(s[start : start + INNER])
@@ -97,7 +97,7 @@ def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
 
 
 def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
-    """Add keys with any scores by the online softmax, product by product."""
+    """Add keys with any scores by the online softmax, `INNER` keys at a time."""
     acc, l, m = sums.acc[...], sums.l[...], sums.m[...]
     for start in range(0, s.shape[0], INNER):
         part = s[start : start + INNER]
@@ -125,14 +125,14 @@ def small_scores(
     v: Float[Array, "K S H"],
     block_q: int,
 ) -> Int[Array, "1 N*T//block_q"]:
-    """Return 1 for each head and block of queries whose scores are bounded, else 0.
+    """Return 1 for each head and query block whose scores are small, else 0.
 
-    Infinity and NaN are not bounded.
+    Infinity and NaN are not small.
 
     Args:
         q: queries, multiplied by the scale and by log2(e).
-        k, v: keys and values; N / K neighbouring query heads share a head.
-        block_q: queries in a block, which divides T.
+        k, v: keys and values; N / K neighbouring query heads share a key head.
+        block_q: number of queries in a block, a divisor of T.
     """
     heads = q.shape[0]
     queries = _norms(q).reshape(heads, -1, block_q).max(axis=2)

@@ -114,7 +114,7 @@ def test_the_forward_alone_leaves_the_backward_to_the_rule(capsys, quick):
     assert found["backward_ms"] == {} and "ms forward\n" in ran.out and "backward" not in ran.out
     plan = ma.plan(small())
     assert plan.kernel.name.split("/")[-1] == "dot_product"
-    assert "; backward dot_product as without it, dense, since" in plan.because
+    assert "; backward dot_product by the rules, dense, since" in plan.because
     run(capsys, "tune", *SMALL, "--train")
     (both,) = measurements(quick)
     assert (
