@@ -1,4 +1,4 @@
-"""Block sizes of the TPU flash kernels: rules as data, an adjuster, and what a size costs."""
+"""Block sizes of the TPU flash kernels: rules as data, an adjuster, and estimated times."""
 
 from maxattn.block_sizes.adjust import adjust, is_legal, log_lines
 from maxattn.block_sizes.padding import (

@@ -1,4 +1,4 @@
-"""Turn the sizes that were asked for into sizes that the kernel can run, by the rules."""
+"""Change the block sizes that the user asked for, by the rules, until the kernel can run them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
 DEFAULT = 512  # tokens: fits VMEM on every chip, in float32 and at head dim 256
-LONGEST_COMMON = 4096  # a common multiple of two asked sizes beyond this is no block
-ROUNDS = 100  # far more than any request needs; two rules that undo each other would not end
+LONGEST_COMMON = 4096  # tokens: a longer common multiple of two sizes is not used as a block
+ROUNDS = 100  # far more than needed; it ends two rules that undo each other
 
 
 def adjust(
     asked: FlashBlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
-    """Return sizes that the kernel compiles with, and every change of what was asked for.
+    """Return sizes that the kernel compiles with, and how they differ from the sizes asked for.
 
-    A legal request is never changed. Keys that were not set are filled in, from those that were or
-    with 512, and inference drops the backward sizes: neither counts as a change.
+    Legal sizes are never changed. Sizes that the config omits are filled in, from its other sizes
+    or with 512, and inference drops the backward sizes: neither counts as a change.
 
     Args:
         asked: the config's sizes; any positive ints.
         call: the local call: T and S of one device, H, dtype, role.
-        kernel: its name; `tpu_flash` has tiles of its own.
-        target: the machine; the VMEM of a TPU limits the tiles.
+        kernel: the kernel's name; `tpu_flash` has other tiles (transposed.py).
+        target: the machine; a TPU's VMEM limits the tiles.
         training: whether the backward kernels must run too.
     """
     if kernel == "tpu_flash":
@@ -52,7 +52,7 @@ def adjust(
     changes: list[Change] = []
     for f in fields(sizes):
         before, after = getattr(asked, f.name), getattr(sizes, f.name)
-        # A size of the backward, which inference does not read.
+        # Inference does not read a size of the backward.
         dropped = after is None and not facts.training
         if before is not None and before != after and not dropped:
             changes.append(Change(f.name, before, after, "; ".join(reasons.get(f.name, []))))
@@ -60,7 +60,7 @@ def adjust(
 
 
 def is_legal(sizes: BlockSizes, facts: Facts) -> bool:
-    """Check whether sizes keep every rule."""
+    """Check whether block sizes satisfy every rule."""
     return _first_mend(sizes, facts) is None
 
 
@@ -72,7 +72,7 @@ def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict[str, Any], str] |
 
 
 def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
-    """Fill in the keys that were not set, from those that were."""
+    """Fill in the sizes that the config omits, from its other sizes."""
     kv_of_backward = _common(asked.block_kv_dkv, asked.block_kv_dq)
     q = asked.block_q or _common(asked.block_q_dkv, asked.block_q_dq) or min(DEFAULT, facts.q_most)
     kv = asked.block_kv or kv_of_backward or min(DEFAULT, facts.kv_most)
@@ -89,14 +89,14 @@ def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
 
 
 def _common(a: int | None, b: int | None) -> int | None:
-    """Return a size that both asked sizes divide, or the longer one if that is too long."""
+    """Return the common multiple of two sizes, or the longer size if the multiple is too long."""
     if a is None or b is None:
         return a or b
     return both if (both := lcm(a, b)) <= max(LONGEST_COMMON, a, b) else max(a, b)
 
 
 def log_lines(role: Role, changes: Iterable[Change]) -> str:
-    """Write the changes as one log record, a line each, and a repeated reason once."""
+    """Return the changes as one log record, with a line per change and each reason once."""
     lines, last = [f"Modified block sizes for {role}-attention:"], ""
     for change in changes:
         lines.append(f"  {change}" + (f" ({change.reason})" if change.reason != last else ""))

@@ -1,4 +1,4 @@
-"""How many tokens a block size adds to a length, and which sizes near it add fewer."""
+"""How many tokens of padding a block size adds, and which sizes near it add fewer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MUCH = 0.10  # a plan notes padding beyond this share of the tokens
 
 
 class Padding(NamedTuple):
-    """A padded length in tokens, and the tokens added as a share of the real length."""
+    """A padded length in tokens, and the number of padding tokens over the real length."""
 
     padded: int
     share: float
@@ -21,8 +21,8 @@ def padding(length: int, block: int) -> Padding:
     """Return ceil(length / block) * block, and (padded - length) / length.
 
     Args:
-        length: real tokens, at least 1.
-        block: tokens in a block, at least 1.
+        length: number of real tokens, at least 1.
+        block: number of tokens in a block, at least 1.
     """
     padded = round_up(length, block)
     return Padding(padded, (padded - length) / length)
@@ -34,11 +34,11 @@ def nearest_with_less_padding(
     """Find the block sizes that pad less than a given one, nearest first.
 
     Args:
-        length: real tokens.
+        length: number of real tokens.
         block: the given size, in tokens.
-        step: sizes are multiples of it: 128 for KV blocks, and for Q blocks in training.
+        step: sizes are multiples of `step`: 128 for KV blocks, and for Q blocks in training.
         most: the longest size; default twice `block`, and at least one step.
-        count: how many to return, at most.
+        count: the most sizes to return.
     """
     now = padding(length, block).padded
     last = min(most or max(2 * block, step), round_up(length, step))
@@ -47,10 +47,10 @@ def nearest_with_less_padding(
 
 
 def padding_text(length: int, block: int, step: int = LANES) -> str:
-    """Write how much a block size pads, and which multiples of `step` near it pad less."""
+    """Return as text how much a block size pads, and which multiples of `step` near it pad less."""
     padded, share = padding(length, block)
     if padded == length:
-        return f"{block:,} pads nothing of {length:,} tokens"
+        return f"{block:,} adds no padding to {length:,} tokens"
     text = f"{block:,} pads {length:,} tokens to {padded:,} ({percent(share)})"
     better = nearest_with_less_padding(length, block, step)
     if not better:
@@ -60,16 +60,16 @@ def padding_text(length: int, block: int, step: int = LANES) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share; a small one with two decimals, so that it is not written as 0%."""
+    """Return a share as text; a small share has two decimals, so that it is not "0%"."""
     return f"{100 * share:.2f}%" if share < MUCH else f"{100 * share:.0f}%"
 
 
 def padding_notes(local: Call, sizes: BlockSizes | None) -> tuple[str, ...]:
-    """Write a note for each of block_q and block_kv that pads self-attention by more than 10%.
+    """Return a note for block_q and for block_kv if it pads self-attention by more than 10%.
 
     Args:
-        local: the call of one device.
-        sizes: the sizes it runs with; None for a kernel without any.
+        local: the call that one device computes.
+        sizes: the sizes of its kernel; None for a kernel without block sizes.
     """
     if sizes is None or local.role == "cross":
         return ()

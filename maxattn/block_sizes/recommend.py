@@ -1,4 +1,4 @@
-"""Block sizes to start from on a TPU, each with its source and what it pads."""
+"""Block sizes to start from on a TPU, each with its source and its padding."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Recommendation(NamedTuple):
 
     Args:
         source: how the sizes were found.
-        block_q, block_kv: tokens.
-        padding_q, padding_kv: tokens that they add, as a share of the sequence.
-        note: what to know before using them, or empty.
+        block_q, block_kv: sizes in tokens.
+        padding_q, padding_kv: padding that each adds, as a share of the sequence.
+        note: the other sizes and their memory, or "".
     """
 
     source: str
@@ -37,11 +37,11 @@ class Recommendation(NamedTuple):
 def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, ...]:
     """List block sizes for self-attention on a TPU, the fastest by estimates first.
 
-    Then the default of the rules, and the square blocks that pad least. Other devices have none:
-    no kernel there reads block sizes.
+    The default of the rules, and the square blocks that pad least, come next. For other devices the
+    list is empty, since no kernel there reads block sizes.
 
     Args:
-        seq: tokens on one device.
+        seq: number of tokens on one device.
         head_dim: H.
         target: the machine.
     """
@@ -56,7 +56,7 @@ def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, 
         gain = found.default.slow / found.seconds.slow
         note = f"{found.sizes}; {gain:.2f} times as fast as the default"
         if parts := fused_partials_bytes(call, found.sizes):
-            note += f"; its parts of dQ take {parts / GIB:.2f} GiB a head"
+            note += f"; partial dQ take {parts / GIB:.2f} GiB per head"
         rows.append((f"fastest {what}, {how_estimated()}", found.sizes, note))
     default, _ = adjust(FlashBlockSizes(), call, "flash", target, True)
     rows.append(("default of the rules", default, ""))
@@ -76,10 +76,10 @@ def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, 
 
 
 def recommend_table(seq: int, head_dim: int, target: Target) -> str:
-    """Write `recommend` as a table: sizes, what they pad, their source, and what pads less.
+    """Return `recommend` as a text table: sizes, padding, source, and sizes that pad less.
 
     Args:
-        seq: tokens on one device.
+        seq: number of tokens on one device.
         head_dim: H.
         target: the machine.
     """

@@ -1,6 +1,6 @@
-"""The rules of block sizes as data: what must be true, what mends it, and why.
+"""The rules of block sizes as data: the condition, the reason, and how sizes are changed.
 
-`adjust` applies them from the top until all are true. The documentation prints them.
+`adjust` applies the rules in order until all are satisfied. The documentation prints them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Rule:
     """One rule.
 
     Args:
-        name: a few words.
-        keys: the sizes it governs.
-        when: the calls it governs, in words: "always", or beginning with "inference" or "training".
-        needs: what must be true, in words.
+        name: a few words that name the rule.
+        keys: the sizes that the rule is about.
+        when: the calls it applies to: "always", or text beginning with "inference" or "training".
+        needs: the condition, in words.
         why: the reason, in one sentence.
-        mend: returns the keys to change and their values; none if the rule is kept.
-        reason: the reason of a change, for a log line.
+        mend: returns the keys to change and their values; an empty dict if the rule is satisfied.
+        reason: returns the reason of a change, for a log line.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Rule:
     reason: Callable[[Facts], str]
 
     def applies(self, facts: Facts) -> bool:
-        """Check whether the rule governs this pass; `mend` tests the rest of `when`."""
+        """Check whether the rule applies to this pass; `mend` tests the rest of `when`."""
         return not self.when.startswith("inference" if facts.training else "training")
 
 
 def fused_is_forced(facts: Facts) -> bool:
-    """Check whether the kernel has no backward but the fused one."""
+    """Check whether the kernel's only backward is fused."""
     return facts.training and facts.kernel == "tokamax_flash"
 
 
 def _set(sizes: BlockSizes, keys: tuple[str, ...], value: Callable[[int], Any]) -> dict[str, Any]:
-    """Apply `value` to the keys that are set; return what changes."""
+    """Apply `value` to the sizes in `keys` that are set, and return those that change."""
     found = {key: (old, value(old)) for key in keys if (old := getattr(sizes, key)) is not None}
     return {key: new for key, (old, new) in found.items() if new != old}
 
@@ -75,7 +75,7 @@ def _one_q(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
 
 
 def _divides(part: str, whole: str, when: str, why: str) -> Rule:
-    """Make `part` divide `whole`, by the nearest size that does, the longer of two as near."""
+    """Return a rule that `part` divides `whole`; it changes `part` to the nearest divisor."""
 
     def mend(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
         small, large = getattr(sizes, part), getattr(sizes, whole)
@@ -93,7 +93,7 @@ def _fits(name: str, keys: tuple[str, ...], when: str, mend: Mend) -> Rule:
         keys,
         when,
         f"the {name} kernel's tiles, both buffers and scores, fit the chip's limit",
-        "the compiler gives a kernel a fixed share of VMEM and stops where it needs more",
+        "the compiler gives a kernel a fixed share of VMEM and stops if it needs more",
         mend,
         lambda f: f"{f.chip.limit // 2**20} MiB of VMEM on {f.chip.name}" if f.chip else "",
     )
@@ -118,9 +118,9 @@ RULES: tuple[Rule, ...] = (
         ("use_fused_bwd_kernel",),
         "training with tokamax_flash",
         "use_fused_bwd_kernel is true",
-        "tokamax has no other backward",
+        "tokamax's only backward is fused",
         _force_fused,
-        lambda f: "tokamax has the fused backward alone",
+        lambda f: "tokamax's only backward is fused",
     ),
     Rule(
         "no dq blocks",

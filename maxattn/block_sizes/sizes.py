@@ -1,4 +1,4 @@
-"""The values that block sizes are made of: sizes, a change of one, and what the rules look at."""
+"""Values about block sizes: the sizes, a change of a size, and the facts that rules read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxattn.devices import DEVICES, memory_of
 from maxattn.target import Target
 
 KernelKind = Literal["flash", "tokamax_flash", "tpu_flash"]
-LANES = 128  # tokens side by side in a register of a TPU: 8 sublanes x 128 lanes
+LANES = 128  # a TPU's register has 8 sublanes x 128 lanes
 SUBLANES = 8
 FLOAT = 4  # bytes
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -29,11 +29,10 @@ class BlockSizes:
 
     Args:
         block_q, block_kv, block_kv_compute: tiles of the forward kernel.
-        block_q_dkv, block_kv_dkv, block_kv_dkv_compute: tiles of the backward kernel of K and V (of
-            Q too when fused).
-        block_q_dq, block_kv_dq: tiles of the separate backward kernel of Q.
-        use_fused_bwd_kernel: whether one kernel computes dQ, dK and dV; None where there is no
-            backward.
+        block_q_dkv, block_kv_dkv, block_kv_dkv_compute: tiles of the backward kernel of dK and dV,
+            which computes dQ too if it is fused.
+        block_q_dq, block_kv_dq: tiles of the separate backward kernel of dQ.
+        use_fused_bwd_kernel: whether one kernel computes dQ, dK and dV; None without a backward.
     """
 
     block_q: int
@@ -47,16 +46,16 @@ class BlockSizes:
     use_fused_bwd_kernel: bool | None = None
 
     def part(self, keys: tuple[str, ...]) -> tuple[int, ...] | None:
-        """Return the sizes of one kernel (`FORWARD`, `DKV` or `DQ`), or None without it."""
+        """Return the sizes of one kernel (`FORWARD`, `DKV` or `DQ`), or None if it does not run."""
         found = tuple(getattr(self, key) for key in keys)
         return None if None in found else found
 
     def given(self) -> dict[str, int | bool]:
-        """Return the keys that are not None: what to write under `flash_block_sizes`."""
+        """Return the sizes that are not None, as to write under `flash_block_sizes`."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     def asked(self) -> FlashBlockSizes:
-        """Return them as a config's section."""
+        """Return the sizes as the config's section `flash_block_sizes`."""
         values: dict[str, Any] = dict(self.given())
         return FlashBlockSizes(**values)
 
@@ -73,7 +72,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class Change:
-    """A size that was changed: from what, to what (None: not used), and why."""
+    """A changed size: its key, the size asked for, the size used (None: not used), the reason."""
 
     key: str
     asked: int | bool | None
@@ -95,9 +94,9 @@ class Chip(NamedTuple):
 
     Args:
         name: jax's name of the device kind.
-        limit: bytes of VMEM that the compiler gives one kernel unless told otherwise.
-        family: whose constants in `vmem.py` it has: the compiler keeps more of the scores in
-            registers on v5e, v6e and v7x than on v4 and v5p.
+        limit: bytes of VMEM that the compiler gives one kernel, by default or LIBTPU_INIT_ARGS.
+        family: the family whose constants `vmem.py` uses: on v5e, v6e and v7x the compiler keeps
+            more of the scores in registers than on v4 and v5p.
     """
 
     name: str
@@ -105,7 +104,7 @@ class Chip(NamedTuple):
     family: Family
 
 
-# The compiler of v5e keeps scores as that of v6e does.
+# For v5e the compiler keeps as much of the scores in registers as for v6e.
 _FAMILIES: dict[str, Family] = {
     "tpu-v4": "v4",
     "tpu-v5e": "v6e",
@@ -122,9 +121,9 @@ LIMIT_FLAG = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
 
 
 def chip_of(target: Target) -> Chip | None:
-    """Return the target's TPU with the limit that LIBTPU_INIT_ARGS sets, else the compiler's.
+    """Return the target's TPU with the VMEM limit of LIBTPU_INIT_ARGS, else the compiler's.
 
-    An unknown TPU counts as the one with the least VMEM. Without a TPU: None.
+    An unknown TPU gets the least VMEM of all known TPUs. Return None if the target is no TPU.
     """
     if target.platform != "tpu":
         return None
@@ -133,22 +132,22 @@ def chip_of(target: Target) -> Chip | None:
     return chip._replace(limit=int(asked[-1]) * 1024) if asked else chip
 
 
-# ---- what the rules look at ---------------------------------------------------------------------
+# ---- the facts that rules read ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a call that the rules need beside the sizes.
+    """The facts of a call that the rules read besides the sizes.
 
     Args:
-        q_len, kv_len: local tokens, T and S, before padding.
+        q_len, kv_len: numbers of local queries T and keys S, before padding.
         head_dim: H.
         itemsize: bytes of an element of q, k and v as the kernel takes them.
-        cross: whether the keys are a text or another second sequence.
-        kernel: its name.
+        cross: whether the call is cross-attention, to a text for example.
+        kernel: the kernel's name.
         training: whether the backward kernels run too.
-        chip: the TPU, or None where no VMEM limits the sizes (interpret mode on a CPU).
-        divides: whether the mask's test divides positions, as masks of blocks do.
+        chip: the TPU, or None if no VMEM limits the sizes (interpret mode on a CPU).
+        divides: whether the mask's test divides positions, as that of block masks does.
     """
 
     q_len: int
@@ -163,22 +162,22 @@ class Facts:
 
     @property
     def q_step(self) -> int:
-        """Tokens that Q blocks are a multiple of."""
+        """The number of tokens of which Q blocks are a multiple."""
         return LANES if self.training else SUBLANES
 
     @property
     def q_most(self) -> int:
-        """Queries after padding to the step: the longest Q block."""
+        """The longest Q block: the number of queries, padded to `q_step`."""
         return round_up(self.q_len, self.q_step)
 
     @property
     def kv_most(self) -> int:
-        """Keys after padding to the lanes: the longest KV block."""
+        """The longest KV block: the number of keys, padded to 128 lanes."""
         return round_up(self.kv_len, LANES)
 
 
 def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
-    """Gather the facts of a call."""
+    """Return the facts of a call for a kernel on a target."""
     return Facts(
         call.q_len,
         call.kv_len,
@@ -198,7 +197,7 @@ def round_up(length: int, step: int) -> int:
 
 
 def round_near(length: int, step: int) -> int:
-    """Return the multiple of `step` nearest to `length`: at least one, of two the longer."""
+    """Return the multiple of `step` nearest to `length`, at least `step`; rounds half up."""
     return max(step, (length + step // 2) // step * step)
 
 
@@ -210,21 +209,21 @@ def divisors(length: int, step: int) -> list[int]:
 # ---- memory outside the kernel ------------------------------------------------------------------
 
 MOST_PARTS = 0.1
-"""The share of HBM that the parts of dQ may take when nobody asked for the fused backward."""
-FEW_PARTS = 4  # tokamax keeps up to so many in the queries' dtype, and more in float32
+"""The share of HBM that partial dQ may take unless the user asks for the fused backward."""
+FEW_PARTS = 4  # tokamax keeps up to four partial dQ in the queries' dtype, and more in float32
 
 
 def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "flash") -> int:
-    """Count the bytes of HBM that the parts of dQ take, which the fused backward writes.
+    """Count the bytes of HBM of the partial dQ that the fused backward writes.
 
-    Each KV block writes its own part, and the parts are summed afterwards: a longer `block_kv_dkv`
-    needs less memory. They have ceil(S / block_kv_dkv) * B * N * T * H elements of the queries'
-    dtype, and in tokamax of float32 if there are more than four. The separate backward writes none.
+    It writes a partial dQ per KV block, and sums them afterwards: a longer `block_kv_dkv` needs
+    less memory. They have ceil(S / block_kv_dkv) * B * N * T * H elements of the queries' dtype; in
+    tokamax of float32 if there are more than four. The separate backward writes none.
 
     Args:
         call: the local call.
-        sizes: the sizes it runs with.
-        kernel: its name; `tpu_flash` adds to one array, and has no parts.
+        sizes: the block sizes that it runs with.
+        kernel: the kernel's name; `tpu_flash` adds to one array, and has no partial dQ.
     """
     if kernel == "tpu_flash" or not sizes.use_fused_bwd_kernel:
         return 0
@@ -237,6 +236,6 @@ def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "fl
 
 
 def are_parts_small(call: Call, sizes: BlockSizes, kernel: KernelKind, device_kind: str) -> bool:
-    """Check whether the parts of dQ take at most a tenth of a device's memory."""
+    """Check whether partial dQ take at most a tenth of a device's memory."""
     most = MOST_PARTS * (memory_of(device_kind) or float("inf"))
     return fused_partials_bytes(call, sizes, kernel) <= most

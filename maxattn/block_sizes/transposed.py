@@ -1,4 +1,4 @@
-"""Tiles of `tpu_flash`: the sizes that were asked for, or usual ones, as far as they fit."""
+"""Tiles of `tpu_flash`: the sizes that the user asks for, or usual sizes, shrunk until they fit."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from maxattn.target import Target
 
 Tile = tuple[int, int, int]  # queries, keys, and keys computed at once
 SCORES = {2: 14, 4: 48}
-"""Bytes of what the backward keeps of a pair, by bytes of an element, fitted from above to what the
-compiler needs: scores, weights, their gradients and the mask, and the parts of float32 products."""
-ROWS = 2 * SUBLANES * FLOAT  # bytes of one token's value in a row that is there twice
+"""Bytes that the backward needs per pair, by bytes of an element, an upper fit to the compiler's
+need: scores, weights, their gradients, the mask, and the terms of float32 products."""
+ROWS = 2 * SUBLANES * FLOAT  # bytes of one token's statistic, which has two buffers
 
 
 def forward_bytes(tile: Tile, facts: Facts) -> float:
     """Bound the bytes of VMEM that the forward takes.
 
     Operands and results have two buffers each: one is fetched or written while the other is used.
-    Sums have one. Scores and weights of the keys computed at once spill.
+    Sums have one buffer. Scores and weights of the keys computed at once spill from registers.
     """
     q, kv, compute = tile
     head = round_up(facts.head_dim, LANES)
@@ -61,12 +61,12 @@ class Pass(NamedTuple):
     """The limits and the usual tiles of one kernel.
 
     Args:
-        keys: of the config.
-        usual: the fastest tiles that fit, by family and the compiler's schedule.
-        usual_float32: the same in float32, whose products are six of bfloat16 each.
-        pairs: the most pairs of a tile, by bytes of an element: its code has no loop, and larger
-            tiles take minutes to compile.
-        vmem: bounds the bytes of VMEM that a tile takes.
+        keys: the config's keys of the three sizes.
+        usual: the fastest tiles that fit, by family, estimated from the compiler's schedules.
+        usual_float32: the fastest in float32, where a product is six products of bfloat16.
+        pairs: the most pairs in a tile, by bytes of an element: the kernel has no loop over a tile,
+            and larger tiles take minutes to compile.
+        vmem: the function that bounds the bytes of VMEM that a tile takes.
     """
 
     keys: tuple[str, ...]
@@ -111,12 +111,12 @@ PASSES: dict[Kind, Pass] = {"fwd": FORWARD_PASS, "fused": BACKWARD_PASS}
 def sizes_of(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
-    """Return tiles of both kernels that compile, and how they differ from what was asked for."""
+    """Return tiles of both kernels that compile, and how they differ from the sizes asked for."""
     forward, changes = forward_tile(asked, call, target)
     backward, more = backward_tile(asked, call, target)
     unused = []
     if asked.use_fused_bwd_kernel is False:
-        reason = "tpu_flash has the fused backward alone"
+        reason = "tpu_flash's only backward is fused"
         unused.append(Change("use_fused_bwd_kernel", False, True, reason))
     for key in DQ:
         if (wanted := getattr(asked, key)) is not None:
@@ -128,7 +128,7 @@ def sizes_of(
 def forward_tile(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return the forward's tile, and how it differs from what was asked for."""
+    """Return the forward's tile, and how it differs from the sizes asked for."""
     wanted = tuple(getattr(asked, key) for key in FORWARD)
     return _tile(FORWARD_PASS, wanted, asked, facts_of(call, "tpu_flash", target, training=True))
 
@@ -136,7 +136,7 @@ def forward_tile(
 def backward_tile(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return the backward's tile, whose blocks are the forward's where those alone were asked."""
+    """Return the backward's tile; if the user sets only forward sizes, it has the same blocks."""
     q, kv = asked.block_q_dkv or asked.block_q, asked.block_kv_dkv or asked.block_kv
     wanted = q, kv, asked.block_kv_dkv_compute
     return _tile(BACKWARD_PASS, wanted, asked, facts_of(call, "tpu_flash", target, training=True))
@@ -147,8 +147,8 @@ def _tile(
 ) -> tuple[Tile, tuple[Change, ...]]:
     """Return a tile that fits, and its changes.
 
-    A length is divided evenly if no size was asked for, so that little is padding. The keys
-    computed at once need not divide a block: its last ones may be fewer.
+    If the user sets no size, a length is divided evenly, which adds little padding. The number of
+    keys computed at once need not divide a block: the last keys of the block may be fewer.
     """
 
     def rounded(size: int | None, most: int) -> int | None:
@@ -186,6 +186,6 @@ def _reason(kind: Pass, key: str, asked: int, used: int, facts: Facts) -> str:
     of_queries = key.startswith("block_q")
     if used == (facts.q_most if of_queries else facts.kv_most):
         return f"{'query' if of_queries else 'key'} length"
-    pairs = f"at most {kind.pairs[facts.itemsize]} pairs a tile"
+    pairs = f"at most {kind.pairs[facts.itemsize]} pairs in a tile"
     vmem = f"{facts.chip.limit // 2**20} MiB of VMEM on {facts.chip.name}" if facts.chip else ""
     return f"{pairs}, and {vmem}" if vmem else pairs

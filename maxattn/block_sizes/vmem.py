@@ -3,11 +3,11 @@
     bytes = windows + spill
     windows: every operand's and result's tile twice (one is fetched or written while the other is
         used), scratch once
-    spill:   what the compiler keeps of the scores and of the operands beside the registers:
+    spill:   scores and operands that do not fit the registers:
              4 bytes * (q * (a * compute + b * kv + c * H) + d * kv * H)
 
-The windows are exact: they follow from the kernels' tiles, a row of 128 lanes at least. The
-constants a to d are fitted from above to what the TPU compiler says a kernel needs
+The windows are exact: they follow from the kernels' tiles, in rows of at least 128 lanes. The
+constants a to d are an upper fit to the need that the TPU compiler reports for a kernel
 (`docs/measured/tpu_block_sizes.md`).
 """
 
@@ -42,10 +42,10 @@ class Spill(NamedTuple):
     """The four constants of the spill, as shares of four float32 tiles.
 
     Args:
-        compute: of the computed scores, q x kv_compute.
-        fetched: of the scores of the fetched keys, q x kv.
-        query: of the Q tile, q x H.
-        key: of the K tile, kv x H.
+        compute: share of the computed scores, q x kv_compute (a).
+        fetched: share of the scores of the fetched keys, q x kv (b).
+        query: share of the Q tile, q x H (c).
+        key: share of the K tile, kv x H (d).
     """
 
     compute: float
@@ -54,7 +54,7 @@ class Spill(NamedTuple):
     key: float
 
 
-# (family, kernel, bytes of an element) -> constants, fitted from above.
+# (family, kernel, bytes of an element) -> constants, an upper fit.
 SPILL: dict[tuple[Family, Part, int], Spill] = {
     ("v4", "forward", 2): Spill(0.66, 0.79, 0.43, 0.24),
     ("v4", "forward", 4): Spill(0.62, 0.98, 5.47, 1.01),
@@ -87,16 +87,16 @@ SPILL |= {
 }
 SPILL["v7x", "forward", 4] = Spill(0.45, 1.15, 0.0, 1.92)
 SPILL["v7x", "fused", 4] = Spill(1.5, 0.0, 0.0, 15.0)
-# The share of the fetched scores if all keys are one block: v7x keeps more without a loop.
+# The share of the fetched scores if all keys are one block: without a loop v7x spills more.
 ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
-# What a mask test that divides positions adds to the share of the fetched scores.
+# How much a mask test that divides positions adds to the share of the fetched scores.
 DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3}
-RAGGED = 1.5  # times the spill at head dims above 128 that leave lanes empty, such as 160
-RAGGED_FLOAT = 1.3  # the same below 128 in float32: 1.28 was seen (v6e, head dim 40)
+RAGGED = 1.5  # factor of the spill at head dims above 128 that leave lanes empty, such as 160
+RAGGED_FLOAT = 1.3  # the factor below 128 in float32: 1.28 was measured (v6e, head dim 40)
 
-# Tiles (q, kv, kv_compute) that the formula refuses and the compiler takes, for JAX's kernels in
+# Tiles (q, kv, kv_compute) that the formula refuses although they compile, for JAX's kernels in
 # bfloat16 at head dim 128 (`docs/measured/tpu_block_sizes.md`). Each was compiled with operands in
-# HBM, since the compiler keeps short ones in VMEM. A shorter Q block needs less.
+# HBM, since the compiler keeps short operands in VMEM. A shorter Q block needs less.
 PROVEN_HEAD_DIM = 128
 PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
     ("TPU v6e", "forward"): ((3072, 2048, 1024), (2048, 4096, 1024)),
@@ -106,12 +106,12 @@ PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
 
 
 def windows(part: Part, facts: Facts, looped: bool) -> tuple[int, int]:
-    """Count the bytes per query token and per key token of operands, statistics and results.
+    """Count the bytes of operands, statistics and results, per query token and per key token.
 
     `looped`: whether the kernel computes its fetched tile in several steps.
     """
     head = round_up(facts.head_dim, LANES)
-    # An operand in two buffers; a float32 accumulator.
+    # Bytes of an operand in two buffers, and of a float32 accumulator.
     twice, kept = 2 * head * facts.itemsize, FLOAT * head
     tokamax = facts.kernel == "tokamax_flash"
     if part == "forward":
@@ -121,7 +121,7 @@ def windows(part: Part, facts: Facts, looped: bool) -> tuple[int, int]:
     if part == "dq":  # q, dout, dq; ids, codes; LSE, delta; accumulator | k, v; ids
         return 3 * twice + 4 * ROW + 4 * COLUMN + kept, 2 * twice + 2 * COLUMN
     query = 2 * twice + 8 * COLUMN  # q, dout; ids, codes, LSE, delta
-    if part == "fused":  # dq, in tokamax added to what is there
+    if part == "fused":  # dq; tokamax adds it to an array that it reads too
         query += (2 if tokamax else 1) * twice + (kept if looped else 0)
     return query, 4 * twice + 2 * ROW + 2 * kept  # k, v, dk, dv; ids; accumulators
 
@@ -133,7 +133,7 @@ def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Fa
 
 
 def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
-    """Check whether tiles fit the chip, by the formula or because they compiled (`PROVEN`)."""
+    """Check whether tiles fit the chip: by the formula, or because `PROVEN` has them."""
     return facts.chip is None or tiles[0] <= longest_q(part, tiles[1], tiles[2], facts)
 
 
@@ -158,7 +158,7 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
     of_query, of_key = windows(part, facts, compute < kv)
     spill = SPILL[key]
     share = 1.0
-    if facts.head_dim % LANES:  # heads leave lanes empty
+    if facts.head_dim % LANES:  # each head leaves lanes empty
         of_float = RAGGED_FLOAT if facts.itemsize == FLOAT else 1.0
         share = RAGGED if facts.head_dim > LANES else of_float
     fetched = ONE_BLOCK.get(key, spill.fetched) if facts.kv_len <= kv else spill.fetched
@@ -170,18 +170,18 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
 # ---- tiles that fit ------------------------------------------------------------------------------
 
 Tiles = tuple[int, int, int]  # q, kv, kv_compute
-PADDING_WEIGHT = 8.0  # a size that pads 10% more costs as much as one that is half as long
+PADDING_WEIGHT = 8.0  # 10% more padding costs as much as a size half as long
 
 
 def fit_forward(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
-    """Return the forward sizes that fit, if the given ones do not."""
+    """Return forward sizes that fit VMEM; an empty dict if the given sizes fit."""
     now = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
     best = _shrunk(now, "forward", facts, range(LANES, now[1] + 1, LANES), None)
     return _changed(sizes, FORWARD, best)
 
 
 def fit_dkv(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
-    """Return the sizes of the backward of K and V that fit; a fused one shrinks block_q too."""
+    """Return sizes of the backward of K and V that fit; if it is fused, block_q may shrink too."""
     if (now := sizes.part(DKV)) is None:
         return {}
     fused = bool(sizes.use_fused_bwd_kernel)
@@ -195,7 +195,7 @@ def fit_dkv(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
 
 
 def fit_dq(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
-    """Return the sizes of the separate backward of Q that fit."""
+    """Return sizes of the separate backward of Q that fit VMEM."""
     if (now := sizes.part(DQ)) is None:
         return {}
     q_choices, kv_choices = divisors(sizes.block_q, facts.q_step), divisors(sizes.block_kv, LANES)
@@ -210,9 +210,9 @@ def _changed(sizes: BlockSizes, keys: tuple[str, ...], values: Iterable[int]) ->
 def _shrunk(
     now: Tiles, part: Part, facts: Facts, kv_choices: Iterable[int], q_choices: list[int] | None
 ) -> Tiles:
-    """Return the tiles that fit at the least cost, or the smallest if none do.
+    """Return the tiles that fit at the least cost, or the smallest tiles if none fit.
 
-    `kv_choices` rise; `q_choices` of None are all multiples of Q's step.
+    `kv_choices` rise; with `q_choices=None`, q is any multiple of Q's step.
     """
     if facts.chip is None or fits(part, now, facts):
         return now
@@ -229,7 +229,7 @@ def _shrunk(
                     yield q, kv, compute
 
     def cost(new: Tiles) -> tuple[float, int]:
-        """Count halvings of the three sizes, and padding; of equal costs the longer Q wins."""
+        """Count halvings of the three sizes, and padding; at equal costs the longer Q is best."""
         halvings = sum(log2(a / b) for a, b in zip(now, new, strict=True))
         lengths = (facts.q_len, now[0], new[0]), (facts.kv_len, now[1], new[1])
         pads = sum(max(0.0, padding(n, b).share - padding(n, a).share) for n, a, b in lengths)

@@ -72,7 +72,7 @@ def test_no_sizes_are_recommended_without_a_tpu(kind):
 def test_padding_in_words(length, block, step, pads, less):
     text = f"{block:,} pads {length:,} tokens to {pads}; less: {less}"
     assert padding_text(length, block, step) == text
-    assert padding_text(75_600, 3024, 8) == "3,024 pads nothing of 75,600 tokens"
+    assert padding_text(75_600, 3024, 8) == "3,024 adds no padding to 75,600 tokens"
 
 
 @tries(50)

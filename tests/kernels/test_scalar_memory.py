@@ -53,7 +53,7 @@ SMALL = {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}
 def test_lists_that_do_not_fit_are_refused_by_their_setting(kernel: str) -> None:
     assert _plan(2**18, M.Causal(), attention=kernel).kernel.name == kernel
     assert _plan(10_000_000, M.Full(), attention=kernel).kernel.name == kernel  # no lists
-    with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which holds {MOST_BYTES} bytes"):
+    with pytest.raises(Unsupported, match=rf"(?s)scalar memory, which has {MOST_BYTES} bytes"):
         _plan(10_000_000, M.Causal(), attention=kernel)
     with pytest.raises(Unsupported, match=r"(?s)flash_block_sizes: 256 queries x 256 keys"):
         _plan(2**18, M.Causal(), attention=kernel, flash_block_sizes=SMALL)

@@ -1,1 +1,1 @@
-"""What TPU tiles cost by the schedule that libtpu makes of a kernel, and which are the fastest."""
+"""The estimated times of TPU tiles, by the schedules that libtpu compiles; the fastest tiles."""

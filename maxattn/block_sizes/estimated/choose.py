@@ -1,4 +1,4 @@
-"""The fastest tiles of a call by the schedules that ship, and how long it takes with them."""
+"""The fastest tiles of a call, and its time with them, estimated by the shipped schedules."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 
 TIE = 0.03
-"""Estimates that differ by less do not show which tiles are faster."""
+"""If two estimates differ by less than this share, neither is counted as faster."""
 
 
 class EstimatedSizes(NamedTuple):
-    """The tiles of one pass.
+    """The fastest tiles of a forward, or of a forward with its backward.
 
     Args:
-        sizes: the fastest.
-        seconds: the time of a call with them.
-        default: its time with the sizes of the rules; None if that is not known.
-        online: its time if scores need a running maximum; None: the same.
-        backward: the backward's share of `seconds`; None: there is none.
+        sizes: the fastest tiles.
+        seconds: the time of a call with `sizes`.
+        default: the call's time with the sizes of the rules; None if unknown.
+        online: the call's time if scores need a running maximum; None for `seconds`.
+        backward: the backward's part of `seconds`; None without a backward.
     """
 
     sizes: BlockSizes
@@ -53,7 +53,7 @@ class EstimatedSizes(NamedTuple):
 
     @property
     def longest(self) -> Seconds:
-        """The time with the scores that take longest."""
+        """The time with large scores, which take longest."""
         return self.online or self.seconds
 
 
@@ -61,17 +61,17 @@ class EstimatedSizes(NamedTuple):
 def estimated_sizes(
     kernel: KernelKind, call: Call, target: Target, training: bool, fused: bool | None = None
 ) -> EstimatedSizes | None:
-    """Return the fastest tiles by the schedules that ship; None if they do not price the call.
+    """Return the fastest tiles by the shipped schedules; None if they have no time of the call.
 
-    The backward of JAX's kernel is the fused one if it is faster and the parts of its dQ take
+    The backward of JAX's kernel is the fused backward if that is faster and its partial dQ take
     little of the device's memory.
 
     Args:
-        kernel: its name.
+        kernel: the kernel's name.
         call: the local call, in the dtype that the kernel computes in.
         target: the machine.
-        training: forward and backward; else forward alone.
-        fused: the backward of `flash` that was asked for, whatever its parts take; None: either.
+        training: whether to time forward and backward; else the forward alone.
+        fused: whether the user sets the fused backward of `flash`, with any memory; None: either.
     """
     if not_estimated(kernel, call, target):
         return None
@@ -80,7 +80,7 @@ def estimated_sizes(
 
 
 def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
-    """Return why the schedules that ship do not price a call; "" if they may."""
+    """Return why the shipped schedules have no time of a call; "" if they may have one."""
     if target.platform != "tpu":
         return "it runs on no TPU"
     if why := not_priced(call):
@@ -103,13 +103,13 @@ def choose(
     training: bool,
     fused: bool | None = None,
 ) -> EstimatedSizes | None:
-    """Return the fastest tiles by some costs, or those of the rules if these are as fast."""
+    """Return the fastest tiles by `costs`, or the tiles of the rules if they are as fast."""
     if not costs:
         return None
     asked = FlashBlockSizes(use_fused_bwd_kernel=fused)
     default, _ = adjust(asked, call, kernel, target, training)
     known = seconds_of(costs, default, call, kernel, target)
-    either = kernel == "flash" and fused is None  # of both backwards, if dQ's parts are small
+    either = kernel == "flash" and fused is None  # choose among both backwards
     backwards = (False, True) if either and training else (kernel != "flash" or bool(fused),)
     every = [
         one
@@ -117,7 +117,7 @@ def choose(
         for one in ranked(costs, call, kernel, target, training, each)
         if not either or are_parts_small(call, one.sizes, kernel, target.device_kind)
     ]
-    if known is None:  # then tiles that compute hardly more pairs than the rules', forward
+    if known is None:  # then only tiles whose forward computes hardly more pairs than the rules'
         most = (1 + TIE) * padded_pairs(tiles_of(default)["fwd"], call)
         every = [one for one in every if padded_pairs(tiles_of(one.sizes)["fwd"], call) <= most]
     else:
@@ -130,7 +130,7 @@ def choose(
     backward = None
     if training:
         forward = price(costs, "fwd", tiles_of(best.sizes)["fwd"], call, target, kernel)
-        assert forward is not None, best.sizes  # it is a part of what was priced
+        assert forward is not None, best.sizes  # `best` was timed with its forward
         backward = best.seconds.plus(-forward.fast, -forward.slow)
     online = seconds_of(costs, best.sizes, call, kernel, target, "online")
     return EstimatedSizes(*best, known, online, backward)
@@ -149,22 +149,22 @@ class Estimate(NamedTuple):
 def ranked(
     costs: Costs, call: Call, kernel: KernelKind, target: Target, training: bool, fused: bool
 ) -> tuple[Estimate, ...]:
-    """Rank the sizes that the rules do not change by the slow end: one for each forward tile.
+    """Rank legal sizes by the slow end of their time, with one entry per forward tile.
 
     Args:
-        costs: of the target's kernels, head dim and dtype.
+        costs: the step costs for the target's kernel, head dim and dtype.
         call: the local call.
-        kernel: its name.
+        kernel: the kernel's name.
         target: a TPU.
-        training: forward and backward; else forward alone.
-        fused: whether the backward is the fused one.
+        training: whether to time forward and backward; else the forward alone.
+        fused: whether the backward is fused.
     """
 
     def known(kind: Kind) -> set[Tile]:
         return {tile for (k, _), tiles in costs.items() if k == kind for tile in tiles}
 
     def fastest(kind: Kind, forward: Tile) -> Tile | None:
-        """Return the fastest tile of a backward kernel that goes with a forward's."""
+        """Return the fastest tile of a backward kernel that is legal beside a forward's tile."""
         fitting = (t for t in known(kind) if kernel == "tpu_flash" or divides(kind, t, forward))
         priced = ((t, price(costs, kind, t, call, target, kernel)) for t in fitting)
         found = {tile: seconds.slow for tile, seconds in priced if seconds is not None}
@@ -202,7 +202,7 @@ def seconds_of(
     target: Target,
     forward: Kind = "fwd",
 ) -> Seconds | None:
-    """Price all kernels of a call with given sizes; None if one of them is not known.
+    """Estimate the time of all kernels of a call with given sizes; None if one is unknown.
 
     `forward` is "online" for scores that need a running maximum.
     """
@@ -213,7 +213,7 @@ def seconds_of(
             return None
         total = total.plus(*one)
     machine, sums = target.device.machine, fused_partials_bytes(call, sizes, kernel)
-    # XLA reads the parts of dQ that the fused backward wrote, and adds them up.
+    # XLA reads the partial dQ that the fused backward wrote, and adds them up.
     summing = sums / machine.hbm if machine else 0.0
     return total.plus(summing, summing)
 
@@ -221,14 +221,14 @@ def seconds_of(
 def price(
     costs: Costs, kind: Kind, tile: Tile, call: Call, target: Target, kernel: KernelKind
 ) -> Seconds | None:
-    """Price one kernel of a call; None if its schedule is not known."""
+    """Estimate the time of one kernel of a call; None if its schedule is unknown."""
     cost = costs.get((kind, evaluates(call, tile)), {}).get(tile)
     grid = step_grid(kind, tile, call, kernel) if cost else None
     return cost.seconds(grid, target.device) if cost and grid else None
 
 
 def padded_pairs(tile: Tile, call: Call) -> int:
-    """Return queries times keys after padding."""
+    """Return the number of pairs of queries and keys after padding to whole tiles."""
     return round_up(call.q_len, tile[0]) * round_up(call.kv_len, tile[1])
 
 
@@ -244,7 +244,7 @@ def tiles_of(sizes: BlockSizes) -> dict[Kind, Tile]:
 
 
 def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
-    """Check whether a backward's tile goes with a forward's."""
+    """Check whether a backward's tile is legal beside a forward's tile."""
     is_one_q = kind != "fused" or tile[0] == forward[0]
     return is_one_q and forward[0] % tile[0] == 0 and forward[1] % tile[1] == 0
 
@@ -253,12 +253,12 @@ def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
 
 
 def how_estimated() -> str:
-    """Name the source of the estimates that ship."""
+    """Return the source of the shipped estimates as text."""
     return f"estimated by libtpu {shipped().libtpu}'s schedule, not run"
 
 
 def in_ms(seconds: Seconds) -> str:
-    """Write an interval in milliseconds; a single value if both ends are written alike."""
+    """Return an interval in milliseconds as text; one value if both ends have equal digits."""
     low, high = (tuned.in_ms(1e3 * end) for end in seconds)
     return low if low == high else f"{low.removesuffix(' ms')} to {high}"
 
@@ -270,7 +270,7 @@ def estimate_note(
     what: Literal["forward", "backward"] | None = None,
     fused: bool | None = None,
 ) -> tuple[str, ...]:
-    """Write the times of both passes, beside those of the rules' sizes; or of one pass."""
+    """Return a note on the times of the passes, compared with those of the rules' sizes."""
     forward, training = (estimated_sizes(kernel, call, target, t, fused) for t in (False, True))
     if forward is None or training is None or training.backward is None:
         return ()

@@ -1,4 +1,4 @@
-"""How many steps the grids of the TPU kernels have under a mask, and which compute a tile."""
+"""The number of steps in the grids of the TPU kernels under a mask, and which compute a tile."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from maxattn.masks.terms import packed_interval
 
 
 def hides_by_interval(call: Call) -> bool:
-    """Check whether a call's mask hides more than padding."""
+    """Check whether a call's mask hides other keys than padding."""
     return not call.mask.is_full and call.mask.key_limit() is None
 
 
 def evaluates(call: Call, tile: Tile) -> Evaluates:
-    """Return what the kernels evaluate of a call's mask, with a given tile."""
+    """Return which test of the mask the kernels evaluate with a given tile."""
     if hides_by_interval(call):
         return Evaluates.INTERVAL
     has_padding = bool(call.kv_len % tile[1]) or not call.mask.is_full
@@ -29,26 +29,26 @@ def evaluates(call: Call, tile: Tile) -> Evaluates:
 
 
 def not_priced(call: Call) -> str:
-    """Return why no schedule prices a call; "" if one may."""
+    """Return why no schedule can time a call; "" if one may."""
     mask = call.mask
     if call.bias is not None:
-        return "they are of calls without a bias"
+        return "schedules are of calls without a bias"
     if mask.is_full or (not mask.has_data and mask.key_limit() is not None):
         return ""
     if mask.has_data:
-        return "only the device knows which tiles the arrays of a mask leave"
+        return "only the device knows which tiles the mask's arrays leave empty"
     if call.sharded:
-        return f"which tiles a device computes under {mask} differs by its rank"
+        return f"under {mask} the devices compute different tiles"
     if packed_interval(mask, call.kv_len) is None:
-        return f"they are of masks with one interval of keys a query, and {mask} has others"
+        return f"schedules are of masks with one interval of keys per query, and {mask} has more"
     return ""
 
 
 @lru_cache(maxsize=4096)
 def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGrid | None:
-    """Cut a call into the steps of one kernel.
+    """Return the grid of a kernel for a call.
 
-    None if one tile has all queries or all keys: such a grid has another schedule.
+    Return None if one tile has all queries or all keys, since such a grid has another schedule.
     """
     heads, by_key = call.batch * call.heads, kind in ("dkv", "fused")
     rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
@@ -60,8 +60,8 @@ def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGri
         return StepGrid(heads, *sides, share)
     tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
     per_row = tiles.by_key if by_key else tiles.by_row
-    # tokamax lists the visited tiles alone. Other grids end with the longest row; the fused
-    # backward of JAX's kernel writes a part of dQ at every step, and keeps all of them.
+    # tokamax's grid has only visited tiles. Other grids are as wide as their longest row; the fused
+    # backward of JAX's kernel writes a partial dQ at every step, and so keeps all steps.
     if kernel == "tokamax_flash":
         steps = max(1.0, float(per_row.sum())) / per_row.size
     elif kernel == "flash" and kind == "fused":
@@ -74,14 +74,14 @@ def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGri
 
 
 def tile_shares(call: Call, tile: Tile) -> tuple[float, float]:
-    """Return the shares of a call's tiles that are computed without and with the mask."""
+    """Return the shares of a call's tiles that are computed without the mask, and with it."""
     tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
     every, count = tiles.by_row.size * tiles.by_key.size, int(tiles.by_row.sum())
     return tiles.whole / every, (count - tiles.whole) / every
 
 
 class _Visited(NamedTuple):
-    """The tiles visited in each row and each column, and those of all computed without the mask."""
+    """The visited tiles per row and per column, and the number computed without the mask."""
 
     by_row: Int[np.ndarray, " rows"]
     by_key: Int[np.ndarray, " columns"]
@@ -99,6 +99,6 @@ def _visited(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -
     np.add.at(ends, found.start, 1)
     np.add.at(ends, found.end, -1)
     whole = blocks.whole_stretches(mask, *sizes)
-    padded = columns - 1 if kv_len % block_kv else columns  # the last keys are padding
+    padded = columns - 1 if kv_len % block_kv else columns  # the last key tile has padding
     counts = (whole.end - whole.start)[whole.start < padded]
     return _Visited(by_row, np.cumsum(ends)[:-1], int(counts.sum()))

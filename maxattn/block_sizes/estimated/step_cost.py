@@ -1,7 +1,7 @@
-"""The cost of one step of a TPU kernel's grid, and with it of a call of any length.
+"""The cost of one step of a TPU kernel's grid, and the time of a call computed from it.
 
-A kernel's schedule does not depend on how many steps its grid has. So one compile of a short call
-prices every call with the same tiles, head dim and dtype, with padded keys or without.
+A kernel's schedule does not depend on the number of steps in its grid. So one compile of a short
+call gives the time of every call with the same tiles, head dim and dtype.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Kind = Literal["fwd", "online", "dkv", "fused", "dq"]
 """The forward, also with the online softmax if a kernel has two; the backward of K and V, without
 and with dQ; the separate backward of Q."""
 Tile = tuple[int, ...]
-"""Queries, keys, and keys computed at once; the separate backward of Q has the first two."""
+"""Numbers of queries, keys, and keys computed at once (not in the separate backward of Q)."""
 
 
 class Evaluates(IntEnum):
-    """What a kernel evaluates of a mask: nothing; which keys are padding; or the interval of keys
-    of each query, in a list of the tiles that are not empty.
+    """Which test of the mask a kernel evaluates: none; which keys are padding; or each query's
+    interval of keys, in a grid that lists the tiles that are not empty.
     """
 
     NOTHING = 0
@@ -30,7 +30,7 @@ class Evaluates(IntEnum):
 
 
 class Seconds(NamedTuple):
-    """Seconds, fast and slow end."""
+    """An interval of estimated seconds: its fast and its slow end."""
 
     fast: float
     slow: float
@@ -39,17 +39,17 @@ class Seconds(NamedTuple):
         return Seconds(self.fast + fast, self.slow + slow)
 
     def is_below(self, other: Seconds) -> bool:
-        """Check whether this interval ends before the other begins."""
+        """Check whether this interval's slow end is below the fast end of `other`."""
         return self.slow < other.fast
 
 
 class StepGrid(NamedTuple):
-    """How one call is cut into tiles.
+    """The grid of one kernel for a call.
 
     Args:
-        heads: heads times batch.
-        rows: rows of tiles of a head: of queries, and in the backward of K and V of keys.
-        columns: steps of a row.
+        heads: number of heads times batch.
+        rows: number of query tiles per head; in the backward of K and V, of key tiles.
+        columns: number of steps per row.
         masked: the share of steps that evaluate the mask, if a kernel distinguishes them.
         idle: the share of steps that compute nothing.
     """
@@ -62,16 +62,16 @@ class StepGrid(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """The cost of a step.
+    """The cost of a step; a bundle is the instructions of one cycle.
 
     Args:
-        always: bundles of every step.
-        edges: bundles that begin or end a row of tiles.
-        full, masked: of a tile without and with the mask: bundles of its body, waits for the matrix
-            units, cycles in which they are busy.
-        cores: the cores that share the steps.
-        step_bytes, row_bytes: bytes between HBM and the kernel, in a step and once a row.
-        spills: registers that a step writes to memory.
+        always: number of bundles in every step.
+        edges: number of bundles that begin or end a row of tiles.
+        full, masked: for a tile without and with the mask: bundles of its body, waits for the
+            matrix units, cycles in which they are busy.
+        cores: number of cores that share the steps.
+        step_bytes, row_bytes: bytes between HBM and the kernel, per step and per row of tiles.
+        spills: number of registers that a step writes to memory.
     """
 
     always: int
@@ -85,12 +85,12 @@ class StepCost(NamedTuple):
 
     @staticmethod
     def of(values: Sequence[Any]) -> StepCost:
-        """Read the fields in order, as JSON has them."""
+        """Make a cost from the list of its fields in order, as in table.json."""
         read: list[Any] = [tuple(v) if isinstance(v, list) else v for v in values]
         return StepCost(*read)
 
     def cycles(self, grid: StepGrid) -> tuple[float, float]:
-        """Return the mean cycles of a step, fast and slow end."""
+        """Return the fast and the slow end of a step's mean number of cycles."""
         shares = 1.0 - grid.masked - grid.idle, grid.masked
         bodies = zip(self.full, self.masked, strict=True)
         bundles, waits, busy = (sum(s * x for s, x in zip(shares, b, strict=True)) for b in bodies)
@@ -98,12 +98,12 @@ class StepCost(NamedTuple):
         return max(issued, busy), issued + waits
 
     def moved(self, grid: StepGrid) -> float:
-        """Return the bytes of a call between HBM and the kernel."""
+        """Return the bytes that a call moves between HBM and the kernel."""
         rows = grid.heads * grid.rows
         return rows * (grid.columns * (1.0 - grid.idle) * self.step_bytes + self.row_bytes)
 
     def seconds(self, grid: StepGrid, device: Device) -> Seconds:
-        """Price a call: its cycles, or the time of HBM if that is longer."""
+        """Return a call's time: that of its cycles, or of its HBM traffic if that is longer."""
         core, machine = device.core, device.machine
         assert core is not None and machine is not None, device.kind
         steps = grid.heads * grid.rows * grid.columns
@@ -113,4 +113,4 @@ class StepCost(NamedTuple):
 
 
 Costs = Mapping[tuple[Kind, Evaluates], Mapping[Tile, StepCost]]
-"""The cost of a step, by kernel and what it evaluates of a mask, and by tile."""
+"""The cost of a step, by (kernel, evaluated test of the mask), then by tile."""

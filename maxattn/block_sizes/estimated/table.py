@@ -1,4 +1,4 @@
-"""The costs of steps by the schedules that ship: `table.json`, and the libtpu that made them."""
+"""The shipped step costs, `table.json`, and the version of libtpu whose schedules gave them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NAMES = {
 
 
 class ShippedCosts(NamedTuple):
-    """The table.
+    """The table of step costs.
 
     Args:
-        libtpu: the version whose schedules they are.
-        groups: by device kind, kernel, head dim and dtype, as `group_name` spells them.
+        libtpu: the version of libtpu whose schedules gave the costs.
+        groups: costs by `group_name`: device kind, kernel, head dim and dtype.
     """
 
     libtpu: str
@@ -29,30 +29,30 @@ class ShippedCosts(NamedTuple):
 
 
 def group_name(device_kind: str, kernel: str, head_dim: int, dtype: str) -> str:
-    """Name a group of the table."""
+    """Return the name of a group in the table."""
     return f"{device_kind}, {kernel}, {head_dim}, {dtype}"
 
 
 @lru_cache(maxsize=1)
 def shipped() -> ShippedCosts:
-    """Read the table that ships."""
+    """Read the shipped table."""
     text = files("maxattn.block_sizes.estimated").joinpath("table.json").read_text(encoding="utf-8")
     return read_table(text)
 
 
 def shipped_costs(device_kind: str, kernel: str, head_dim: int, dtype: str) -> Costs:
-    """Return the costs of a kernel's tiles; none if the table has no such kernel."""
+    """Return the step costs of a kernel's tiles; an empty dict if the table has none."""
     return shipped().groups.get(group_name(device_kind, kernel, head_dim, dtype), {})
 
 
 def known_of(device_kind: str, kernel: str) -> list[str]:
-    """List the head dims and dtypes of a kernel that the table has."""
+    """List the head dims and dtypes for which the table has costs of a kernel."""
     start = f"{device_kind}, {kernel}, "
     return [name.removeprefix(start) for name in shipped().groups if name.startswith(start)]
 
 
 def read_table(text: str) -> ShippedCosts:
-    """Read what `table_text` wrote."""
+    """Parse the text that `table_text` wrote."""
     found, named = json.loads(text), {name: what for what, name in NAMES.items()}
     groups: dict[str, Costs] = {}
     for group, by_kernel in found["costs"].items():
@@ -67,7 +67,7 @@ def read_table(text: str) -> ShippedCosts:
 
 
 def table_text(libtpu: str, groups: dict[str, Costs]) -> str:
-    """Write a table, a line for each tile."""
+    """Return a table as JSON text, with one line per tile."""
     lines = [f'{{"libtpu": {json.dumps(libtpu)}, "costs": {{']
     for name, costs in sorted(groups.items()):
         lines.append(f" {json.dumps(name)}: {{")
