@@ -65,19 +65,6 @@ def test_scans_are_for_training_or_kept_aside():
     assert not {scan.tobytes() for scan in train} & {scan.tobytes() for scan in test}
 
 
-@pytest.mark.parametrize("batch_size", [1, 16])
-def test_an_iterator_goes_on_from_its_place(batch_size: int):
-    drawn = batches(videos.DigitVideos(DATA), batch_size, seed=0)
-    for _ in range(3):
-        next(drawn)
-    place, fresh = drawn.get_state(), batches(videos.DigitVideos(DATA), batch_size, seed=0)
-    fresh.set_state(place)
-    for _ in range(3):
-        ours, theirs = next(drawn), next(fresh)
-        np.testing.assert_array_equal(ours["video"], theirs["video"])
-        np.testing.assert_array_equal(ours["tokens"], theirs["tokens"])
-
-
 def test_scaling_comes_back():
     ink = np.arange(17, dtype=np.uint8).reshape(1, 17)
     scaled = to_model(ink)

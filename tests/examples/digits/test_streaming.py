@@ -85,21 +85,6 @@ def test_the_loss_is_that_of_the_noisy_frames_alone():
     assert float(nnx.jit(flow.loss)(built, examples)) == pytest.approx(float(wanted), 1e-5)
 
 
-def test_diffusion_forcing_lets_blocks_see_noisy_blocks():
-    settings = described(training={"forcing": "diffusion", "context_noise": 0.0})
-    built, (clean, noisy) = model(settings), clips(settings)
-    examples = flow.forced(clean, words(), jax.random.key(1), settings.training, settings.stream)
-    assert "context" not in examples
-    _, t = times(settings)
-
-    def of(x: Any) -> Any:
-        return run(built, x, t, Forcing(settings.stream))
-
-    moved = np.abs(of(noisy.at[:, 0].add(1.0)) - of(noisy)).max((0, 2, 3, 4)) > 1e-6
-    assert moved[:4].all()
-    assert np.isfinite(float(flow.loss(built, examples)))
-
-
 def test_sinks_are_trained_at_distances_of_whole_turns():
     stream, shape = described(rollout=SINK).stream, (64, 8, 12, 12, 1)
     numbers = np.asarray(flow.turned(jax.random.key(1), shape, 48, stream))

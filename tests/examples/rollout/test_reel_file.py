@@ -47,10 +47,6 @@ def told(seed: int = 0) -> Any:
     return plain().encode(text(seed=seed))
 
 
-def frames(stream: ma.Stream) -> dict[str, int]:
-    return {} if stream.window else {"frames": 18}
-
-
 def made(run: Rollout, reel: Reel, count: int) -> tuple[list[Any], Reel]:
     parts = []
     for x, after in run.blocks(reel, count):
@@ -66,15 +62,21 @@ GOES_ON = [("sink", 4), ("every frame", 0), ("alone", 1)]
 @pytest.mark.parametrize(("name", "blocks"), but(GOES_ON, GOES_ON[:1]))
 def test_a_saved_video_goes_on_bit_for_bit(name: str, blocks: int, tmp_path: Path) -> None:
     stream, run = STREAMS[name], usual(name)
-    _, reel = made(run, run.begin(told(), **frames(stream)), blocks)
-    save(run, run.begin(told(), **frames(stream)), tmp_path)
+    frames = {} if stream.window else {"frames": 18}
+    _, reel = made(run, run.begin(told(), **frames), blocks)
+    save(run, run.begin(told(), **frames), tmp_path)
     save(run, reel, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2, "the files of the last reel alone"
     again = load(rollout(stream), tmp_path, jax.eval_shape(told))
     assert (again.frame, again.batch) == (reel.frame, reel.batch)
     if blocks:  # with another prompt too, which takes the clean latents
         again, reel = run.switch(again, told(1)), run.switch(reel, told(1))
-    for got, want in zip(made(run, again, 2)[0], made(run, reel, 2)[0], strict=True):
+    same(run, again, reel)
+
+
+def same(run: Rollout, again: Reel, reel: Reel, blocks: int = 2) -> None:
+    """Compare the blocks that follow two reels, bit for bit."""
+    for got, want in zip(made(run, again, blocks)[0], made(run, reel, blocks)[0], strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -88,8 +90,7 @@ def test_two_videos_in_bfloat16(tmp_path: Path, re_prefill: bool) -> None:
     save(run, reel, tmp_path)
     again = load(run, tmp_path, kv)
     assert (again.cache is None) == re_prefill
-    for got, want in zip(made(run, again, 1)[0], made(run, reel, 1)[0], strict=True):
-        np.testing.assert_array_equal(got, want)
+    same(run, again, reel, 1)
 
 
 def test_a_cache_on_a_mesh_lies_as_it_did(tmp_path: Path) -> None:
@@ -102,8 +103,7 @@ def test_a_cache_on_a_mesh_lies_as_it_did(tmp_path: Path) -> None:
     assert again.cache is not None and reel.cache is not None
     assert isinstance(again.cache.k, jax.Array) and isinstance(reel.cache.k, jax.Array)
     assert again.cache.k.sharding.is_equivalent_to(reel.cache.k.sharding, 5)
-    for got, want in zip(made(run, again, 2)[0], made(run, reel, 2)[0], strict=True):
-        np.testing.assert_array_equal(got, want)
+    same(run, again, reel)
 
 
 # ---- refused files -----------------------------------------------------------------------------
@@ -141,13 +141,10 @@ def arrays(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
     """Change the file of arrays."""
 
     def changed(folder: Path) -> Any:
-        path = next(folder.glob("*.safetensors"))
-        held = load_file(path)
+        held = load_file(path := next(folder.glob("*.safetensors")))
         change(held)
-        name = "reel-00000000.safetensors"
-        path.unlink()
-        save_file(held, folder / name)
-        return said(file=name)(folder)
+        save_file(held, path)
+        return load(rollout(), folder, told())
 
     return changed
 
@@ -155,18 +152,16 @@ def arrays(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
 def cut(folder: Path) -> Any:
     path = next(folder.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-8])
-    whole = path.rename(folder / "reel-00000000.safetensors")
-    return said(file=whole.name)(folder)
+    return load(rollout(), folder, told())
 
 
-def other(**how: Any) -> Callable[[Path], Any]:
-    return lambda folder: load(rollout(**how), folder, told())
+def other(how: Denoising = HOW, **more: Any) -> Callable[[Path], Any]:
+    def loaded(folder: Path) -> Any:
+        run = rollout(**more)
+        run.how = how
+        return load(run, folder, told())
 
-
-def other_steps(folder: Path) -> Any:
-    run = rollout()
-    run.how = replace(HOW, timestep_shift=3.0)
-    return load(run, folder, told())
+    return loaded
 
 
 BAD: dict[str, Callable[[Path], Any]] = {
@@ -189,7 +184,7 @@ BAD: dict[str, Callable[[Path], Any]] = {
     "told_of_another_structure": lambda folder: load(rollout(), folder, jnp.zeros((1, 3, 8))),
     "another_seed": other(seed=1),
     "another_stream": other(stream=ma.Stream(TOKENS, 3, 2)),
-    "other_steps": other_steps,
+    "other_steps": other(replace(HOW, timestep_shift=3.0)),
     "no_cache_kept": other(re_prefill=True),
 }
 

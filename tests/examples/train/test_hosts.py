@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from common import hosts
 from common.command import settings_of
-from digits.settings import DataSettings, Settings
+from digits.settings import Settings
 from digits.task import DigitsTask
 from digits.training import train
-from digits.videos import DigitVideos
-from train.data import batches
 from train.loop import Training
 
 import maxattn as ma
@@ -32,18 +30,6 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
 
 
 # ---- rows ----------------------------------------------------------------------------------------
-
-
-def test_a_process_loads_the_rows_it_is_asked_for():
-    data = DataSettings()
-    videos = DigitVideos(data)
-    whole, some = batches(videos, 8, seed=3), batches(videos, 8, seed=3, rows=np.array([1, 6]))
-    for _ in range(3):
-        everything, part = next(whole), next(some)
-        assert everything["video"].shape[0] == 8
-        for key in ("video", "tokens"):
-            np.testing.assert_array_equal(part[key], everything[key][[1, 6]])
-    assert whole.get_state() == some.get_state(), "a checkpoint tells every process the same place"
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ def data(path: Path, kind: str = "wan", **shapes: Any) -> str:
     return folder(path / "data", kind, **shapes)
 
 
-def nowhere(path: Path) -> dict[str, str]:
-    return {"folder": str(path / "nowhere")}
-
-
 OTHER = {"latents": (16, 2, 5, 4), "text": (3, 7)}
 OTHER_SDXL = {"latents": (4, 8, 6), "pooled": (6,), "time_ids": (4,)}
 OTHER_FLUX = {"latents": (4, 5, 8), "text": (3, 7), "time_ids": (6,), "pooled": None}
@@ -55,8 +51,8 @@ MISFITS: dict[str, Callable[[Path], Any]] = {
         path, FLUX, data(path, "flux", latents=(16, 4, 8), time_ids=(6,))
     ),
     "few_examples": lambda path: wan(path, WAN, data(path), batch_size=8),
-    "no_model": lambda path: wan(path, WAN | nowhere(path), data(path)),
-    "no_model_sdxl": lambda path: sdxl(path, nowhere(path), data(path, "sdxl")),
+    "no_model": lambda path: wan(path, WAN | {"folder": str(path / "nowhere")}, data(path)),
+    "no_model_sdxl": lambda path: sdxl(path, {"folder": str(path / "nowhere")}, data(path, "sdxl")),
 }
 
 
@@ -74,6 +70,7 @@ def test_misfits_are_refused_first(case: str, tmp_path: Path) -> None:
 SETTINGS: list[tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (wan, {"sizes": None}, {}, ("sizes: null", "wan-2.1-t2v-1.3b")),
     (wan, {"folder": "x", "num_layers": 2}, {}, ("num_layers: 2", "sizes is null")),
+    (wan, WAN | {"attention_head_dim": 11}, {}, ("attention_head_dim: 11", "even")),
     (wan, WAN, {"gradient_accumulation_steps": 3}, ("accumulation_steps: 3", "1, 2, 4")),
     (wan, WAN, {"lora_alpha": 8.0}, ("lora_alpha: 8.0", "lora_rank is 0")),
     (wan, WAN, {"lora_rank": 2, "lora_targets": []}, ("lora_targets: []",)),
@@ -86,7 +83,6 @@ SETTINGS: list[tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (flux, {"sizes": "flux.1-dve"}, {}, ("sizes", "flux.1-dev")),
     (flux, {"layers": 2}, {}, ("layers",)),
     (flux, FLUX | {"axes_dims_rope": [2, 2, 5]}, {}, ("axes_dims_rope: [2, 2, 5]", "three even")),
-    (flux, FLUX | {"axes_dims_rope": [4, 4]}, {}, ("axes_dims_rope: [4, 4]", "head dim 8")),
     (flux, FLUX | {"attention_head_dim": 10}, {}, ("axes_dims_rope", "head dim 10")),
     (flux, FLUX | {"in_channels": 18}, {}, ("in_channels: 18", "multiple of 4")),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from common.forcing import Forcing
 from flax import nnx
-from rollout import Denoising, Rollout
+from rollout import Denoising, Reel, Rollout
 
 import maxattn as ma
 from maxattn.errors import MaxattnError
@@ -48,28 +49,35 @@ def gradient() -> Any:
     return nnx.grad(loss)(plain())
 
 
-def rollout(**how: Any) -> Rollout:
+CHOSEN: list[int] = []
+
+
+@cache
+def rollout(re_prefill: bool = False) -> Rollout:
+    """Make a rollout that tests share with its programs; `CHOSEN` are the frames of its context."""
+    how: Any = {"re_prefill": lambda frame: CHOSEN if frame else []} if re_prefill else {}
     return Rollout(plain(), STREAM, (*SIDES, 4), Denoising((1000,)), **how)
 
 
-def begun() -> Any:
-    run = rollout()
-    return run, run.block(run.begin(plain().encode(text())))[1]
+def begun(run: Rollout) -> Reel:
+    return run.begin(plain().encode(text()))
+
+
+def second(run: Rollout) -> Reel:
+    """Make the first block, and return the reel of the second."""
+    return run.block(begun(run))[1]
 
 
 def again(how: str) -> Any:
     """Go on twice from one reel."""
-    run = rollout()
-    told = plain().encode(text())
-    reel = run.block(run.begin(told))[1]
+    run, reel = rollout(), second(rollout())
     run.block(reel)
-    return run.block(reel) if how == "block" else run.switch(reel, told)
+    return run.block(reel) if how == "block" else run.switch(reel, plain().encode(text()))
 
 
-def chosen(frames: list[int]) -> Any:
-    run = rollout(re_prefill=lambda frame: frames if frame else [])
-    reel = run.begin(plain().encode(text()))
-    return run.block(run.block(reel)[1])
+def chosen(*frames: int) -> Any:
+    CHOSEN[:] = frames
+    return rollout(True).block(second(rollout(True)))
 
 
 BAD: dict[str, Callable[[], Any]] = {
@@ -108,18 +116,14 @@ BAD: dict[str, Callable[[], Any]] = {
     "a_layer_of_a_cache": lambda: call(cache=streaming().layer(0)),
     "a_stream_for_forcing": lambda: call(NOISY, T, forcing=STREAM),
     # a rollout
-    "a_prefix_later": lambda: begun()[0].prefix(begun()[1], CLEAN[:, :3]),
-    "a_prefix_of_other_sides": lambda: rollout().prefix(
-        rollout().begin(plain().encode(text())), CLEAN[:, :3, :1]
-    ),
-    "a_prefix_not_whole": lambda: rollout().prefix(
-        rollout().begin(plain().encode(text())), CLEAN[:, :2]
-    ),
-    "a_context_that_is_gone": lambda: chosen([0, 1, 9]),
+    "a_prefix_later": lambda: rollout().prefix(second(rollout()), CLEAN[:, :3]),
+    "a_prefix_of_other_sides": lambda: rollout().prefix(begun(rollout()), CLEAN[:, :3, :1]),
+    "a_prefix_not_whole": lambda: rollout().prefix(begun(rollout()), CLEAN[:, :2]),
+    "a_context_that_is_gone": lambda: chosen(0, 1, 9),
     "a_reel_twice": lambda: again("block"),
     "a_switch_of_a_reel_that_is_used": lambda: again("switch"),
     "weights_of_a_model_built_otherwise": lambda: rollout().update(small(scan_layers=False)),
-    "a_context_not_whole": lambda: chosen([0, 1]),
+    "a_context_not_whole": lambda: chosen(0, 1),
 }
 
 
