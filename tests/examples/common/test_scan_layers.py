@@ -1,5 +1,5 @@
 """Models with scanned layers and with separate ones: one folder, one LoRA, and when layers are
-scanned; test_models.py compares both with diffusers.
+scanned, and models split into a structure and arrays; test_models.py compares with diffusers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from common.scan import are_scanned, scan_here
+from common.split import split
 from common.xla_options import sampling_options
 from flax import nnx
 from train import lora
@@ -17,10 +19,10 @@ from train.settings import TrainingSettings
 from wan.model import WanTransformer3D
 
 import maxattn as ma
-from maxattn import weights
+from maxattn import sharding, weights
 from tests.examples.parity import channels_last, channels_second
 from tests.examples.test_models import CASES, PLAIN, loaded, of_fixture, shapes
-from tests.examples.wan.streamed import SIZES
+from tests.examples.wan.streamed import SIZES, small
 
 H200 = ma.Target.named("NVIDIA H200")
 
@@ -100,3 +102,38 @@ def test_on_a_gpu_products_stay_apart_unless_it_is_told() -> None:
     with H200.assumed():
         assert sampling_options([]) == {apart: 0, triton: False}
         assert sampling_options([f"{apart}=32"]) == {apart: "32", triton: False}
+
+
+# ---- a model as a structure and its arrays -------------------------------------------------------
+
+
+def test_a_model_put_together_again_computes_the_same() -> None:
+    model, given = loaded("flux_dev"), of_fixture("flux_dev", "in.")
+    structure, leaves = split(model)
+    x, call = channels_last(given["x"]), CASES["flux_dev"].call
+    found = jax.jit(lambda leaves: call(structure.merge(leaves), x, given))(leaves)
+    want = of_fixture("flux_dev", "out")[""]
+    np.testing.assert_allclose(channels_second(found), want, atol=2e-5 * np.abs(want).max())
+
+
+def test_arrays_keep_their_places_on_a_mesh() -> None:
+    mesh = ma.AttentionConfig(
+        ici_fsdp_parallelism=2, ici_context_parallelism=2, ici_tensor_parallelism=2
+    ).make_mesh()
+    model = small(mesh)
+    sharding.place(model, mesh)
+    structure, leaves = split(model)
+    for one, other in zip(leaves, jax.tree.leaves(nnx.state(model)), strict=True):
+        assert one is other
+    again = jax.tree.leaves(nnx.state(structure.merge(leaves)))
+    assert [x.sharding for x in again] == [x.sharding for x in leaves]
+    assert any(not x.is_fully_replicated for x in leaves)
+
+
+@pytest.mark.parametrize("shapes", [False, True])
+def test_models_that_are_built_alike_share_a_structure(shapes: bool) -> None:
+    one = split(small())[0]
+    other, leaves = split(nnx.eval_shape(small) if shapes else small())
+    assert one == other and hash(one) == hash(other)
+    assert isinstance(leaves[0], jax.ShapeDtypeStruct if shapes else jax.Array)
+    assert one != split(small(scan_layers=False))[0]

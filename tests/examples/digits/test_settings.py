@@ -1,29 +1,34 @@
-"""The settings of the demo: the shipped file, overrides and what is refused."""
+"""The settings of the demo: the shipped files, overrides and what is refused.
+
+Messages of streams: golden/digits.txt.
+"""
 
 from __future__ import annotations
 
-import pytest
-from digits.settings import Settings
-from digits.words import all_prompts
+import re
+from pathlib import Path
 
+import pytest
+from common.command import parser_of
+from digits.settings import Settings
+from digits.task import DigitsTask
+from digits.words import all_prompts
+from train.loop import Training
+from yaml import safe_load
+
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from tests.examples.conftest import ROOT
+from tests.golden_text import check_golden
 
 SHIPPED = ROOT / "configs" / "wan_tiny.yml"
+STREAMED = ROOT / "configs" / "wan_tiny_stream.yml"
 
 
 def test_the_shipped_file_holds_four_prompts_of_different_digits_and_directions_out():
     pairs = [all_prompts()[prompt] for prompt in Settings.from_yaml(SHIPPED).data.held_out]
     digits, directions = zip(*pairs, strict=True)
     assert (len(set(digits)), len(set(directions))) == (4, 4)
-
-
-def test_the_shipped_file_names_every_setting_of_the_demo():
-    from yaml import safe_load
-
-    shipped = safe_load(SHIPPED.read_text())
-    for section in ("model", "data", "training", "sampling"):
-        assert set(shipped[section]) == set(getattr(Settings(), section).resolved()), section
 
 
 def test_a_bare_key_finds_its_section():
@@ -65,9 +70,65 @@ def test_a_time_of_odd_width_is_refused_with_the_rest():
 
 
 def test_what_usage_requires(capsys: pytest.CaptureFixture[str]):
-    from common.command import parser_of
-
     with pytest.raises(SystemExit):
         parser_of("").parse_intermixed_args([])
     assert "required: config\n" in capsys.readouterr().err
     assert parser_of("").parse_intermixed_args(["x.yml"]).overrides == []
+
+
+# ---- streamed digits -----------------------------------------------------------------------------
+
+
+# What says nothing here, or is null unless one prompt is drawn.
+UNSAID = {"first_frame_alone", "positions", "cache_dtype", "prompt"}
+
+
+def test_the_shipped_file_says_what_a_block_sees():
+    stream = Settings.from_yaml(STREAMED).stream
+    assert stream is not None
+    assert (stream.tokens_per_frame, stream.frames_per_block, stream.budget) == (4, 3, 9)
+    assert Settings.from_yaml(SHIPPED).stream is None
+
+
+@pytest.mark.parametrize("path", [SHIPPED, STREAMED], ids=lambda path: path.stem)
+def test_the_shipped_files_name_every_setting(path: Path):
+    shipped, settings = safe_load(path.read_text()), Settings.from_yaml(path)
+    unsaid = UNSAID if path == STREAMED else set()
+    for section in shipped.keys() & {"model", "data", "training", "sampling", "rollout"}:
+        names = set(getattr(settings, section).resolved()) - unsaid
+        assert set(shipped[section]) == names, section
+    assert ("rollout" in shipped) == (path == STREAMED)
+
+
+REFUSED_STREAMS = {
+    "no_torus": ["torus=false", "data.frames=3", "speed=1", "start_every=1"],
+    "speed": ["torus=false", "data.frames=3", "rollout=null"],
+    "part_of_a_block": ["data.frames=11"],
+    "patch_of_frames": ["patch=[2, 6, 6]"],
+    "first_frame_alone": ["first_frame_alone=true"],
+    "slots": ["positions=slots_with_sink"],
+    "no_sink": ["sink=0"],
+    "sink_of_a_part": ["sink=2"],
+    "context_of_none": ["forcing=none", "sink_distance=0"],
+    "forcing": ["forcing=teach"],
+    "switches_of_none": ["forcing=diffusion", "context_noise=0", "context_dropout=0"],
+    "switches_in_a_block": ["data.frames=3", "sink=0", "sink_distance=0"],
+    "context_noise": ["training.context_noise=1000.0"],
+    "blocks": ["rollout.blocks=0"],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_STREAMS)
+def test_streams_that_cannot_be_are_refused(case: str):
+    with pytest.raises(ConfigError) as error:
+        Settings.from_yaml(STREAMED, REFUSED_STREAMS[case])
+    # Lines of the shipped file change with its comments.
+    said = re.sub(rf"{STREAMED}(:\d+)?", STREAMED.name, str(error.value))
+    check_golden(f"digits/{case}", said)
+
+
+def test_forcing_without_blocks_is_refused_before_training():
+    settings = Settings.from_yaml(STREAMED, ["rollout=null"])
+    with pytest.raises(ConfigErrors) as error:
+        Training(DigitsTask(settings))
+    check_golden("digits/no_rollout", str(error.value))

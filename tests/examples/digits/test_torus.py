@@ -1,25 +1,27 @@
-"""Digits on a torus, and measures of what was drawn: true videos score full, false ones fail."""
+"""Digits on a torus, and what judges drawn videos: true ones score full, false ones fail."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 from digits import drift, torus
-from digits.evaluate import Judge
+from digits.evaluate import Judge, scores
 from digits.settings import DataSettings
 from digits.videos import DigitVideos, load
 from digits.words import STEPS, all_prompts
 
 DATA = DataSettings(frames=24, torus=True)
+WHOLE = DataSettings()
 SCAN = load("test")[0][0]
 
 
 @cache
-def judge() -> Judge:
-    """Fit the classifier once."""
-    return Judge(DATA)
+def judge(data: DataSettings) -> Judge:
+    """Fit a classifier once."""
+    return Judge(data)
 
 
 @cache
@@ -36,7 +38,7 @@ def true_videos() -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 def measured(videos: np.ndarray) -> drift.Drift:
-    return drift.measure(judge(), videos, true_videos()[1], 3)
+    return drift.measure(judge(DATA), videos, true_videos()[1], 3)
 
 
 @pytest.mark.parametrize("direction", STEPS)
@@ -98,3 +100,46 @@ def test_a_trend_is_told_from_noise():
     assert slope == pytest.approx(0.1, abs=0.01)
     assert slope > 20 * error
     assert drift.slope([1.0] * 13) == (0.0, 0.0)
+
+
+# ---- whole clips, with edges ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[np.ndarray, list[str]]:
+    """Two hundred videos of digits that the judge was not fitted on."""
+    source = DigitVideos(WHOLE, "test")
+    chosen = range(0, 7180, 36)
+    return np.stack([source.frames(i) for i in chosen]).astype(float), [
+        source.prompt(i) for i in chosen
+    ]
+
+
+def test_real_digits_are_named():
+    found = judge(WHOLE).score_of_real()
+    assert found.videos == 4 * 359
+    assert found.digit / found.videos > 0.985
+    assert found.direction == found.videos
+
+
+def test_backwards_is_the_wrong_direction(real: Any):
+    videos, prompts = real
+    found = judge(WHOLE).score(videos[:, ::-1], prompts)
+    assert (found.direction, found.digit) == (0, judge(WHOLE).score(videos, prompts).digit)
+
+
+def test_noise_is_named_by_chance(real: Any):
+    noise = np.random.default_rng(0).uniform(0, 16, real[0].shape)
+    found = judge(WHOLE).score(noise, real[1])
+    assert found.digit < 0.3 * found.videos
+    assert found.direction < 0.45 * found.videos
+
+
+def test_groups_are_counted_apart(real: Any):
+    videos, prompts = real
+    found = scores(judge(WHOLE), videos, prompts, held_out=("a seven moving left",))
+    never = prompts.count("a seven moving left")
+    assert 0 < never == found["never trained on"].videos
+    assert found["trained on"].videos == len(prompts) - never
+    assert found["all prompts"].digit == found["trained on"].digit + found["never trained on"].digit
+    assert "never trained on" not in scores(judge(WHOLE), videos, prompts, held_out=())

@@ -31,6 +31,7 @@ from wan.task import WanTask
 from maxattn import weights
 from maxattn.errors import ConfigError
 from tests.waiting import but
+from tests.weights.test_fused import C, H, Model, N
 
 from .made import FLUX, I2V, TASKS, WAN, batch_of, begin, flux, folder, losses, sdxl, wan
 from .runs import arrays
@@ -205,6 +206,24 @@ def test_a_new_adapter_changes_nothing_and_alpha_scales_it() -> None:
     change = 3.0 * adapted.lora_A[...] @ jnp.ones((2, 3))
     np.testing.assert_allclose(adapted(x), linear(x) + x @ change, atol=1e-6)
     np.testing.assert_allclose(lora.change(adapted), change, rtol=1e-6)
+
+
+def test_what_is_trained_by_layers_is_written_as_diffusers_has_it() -> None:
+    """Also where a layer of several has no LoRA; merged back, it is the change that was learned."""
+    model, plain = Model(0), Model(0)
+    lora.add(model, 2, 4.0, ("to_q", "to_v"), rngs=nnx.Rngs(1))
+    for _, module in lora.adapted(model):
+        module.lora_B[...] = np.random.default_rng(3).normal(size=module.lora_B.shape)
+    held = lora.to_diffusers(model, "transformer.")
+    layers = ("one", "stacked.0", "stacked.1", "stacked.2")
+    ends = {"lora_A": (4, C), "lora_B": (3 * N * H + 5, 4)}
+    shapes = {f"transformer.{x}.to_all.{e}.weight": ends[e] for x in layers for e in ends}
+    assert {name: x.shape for name, x in held.items()} == shapes
+    lora.merge(model, merged := nnx.eval_shape(lambda: Model(0)))
+    weights.merge_lora(plain, held)
+    ours, theirs = weights.to_diffusers(plain), weights.to_diffusers(merged)
+    for name, x in theirs.items():
+        np.testing.assert_allclose(ours[name], x, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

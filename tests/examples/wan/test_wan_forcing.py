@@ -1,4 +1,4 @@
-"""Wan trained by forcing, tiny: what a step learns, and clips that are refused.
+"""Wan trained by forcing, tiny: what a step learns, on meshes too, and clips that are refused.
 
 Messages: golden/forcing.txt.
 """
@@ -13,17 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common import hosts
 from common.forcing import Forcing
 from common.trained_blocks import block_errors, frames_per_block
 from flax import nnx
+from train import state
 from wan.settings import Settings, TrainingSettings
 from wan.task import WanTask
 
+import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from maxattn.masks import Full, TeacherForcing, VideoMask
 from tests.examples.train.made import I2V, WAN, begin, drawn, folder, wan
 from tests.golden_text import check_golden
+from tests.waiting import but
 
 FRAMES = 4
 ROLLOUT = {"frames_per_block": 2, "window": 2}
@@ -112,3 +116,48 @@ def test_context_without_clean_clips_is_refused(how: str):
     with pytest.raises(ConfigError) as error:
         TrainingSettings(forcing=how, context_noise=50.0, context_dropout=0.5)
     check_golden(f"forcing/context_of_{how}", str(error.value))
+
+
+# ---- on meshes -----------------------------------------------------------------------------------
+
+
+ALL = {"data": 2, "context": 2, "tensor": 2}
+# Clips of 8 frames are dealt to 4 devices as whole blocks of 2; those of 6 frames stay as they are.
+CASES = [("teacher", 8, ALL), ("diffusion", 8, ALL), ("teacher", 6, {"context": 4})]
+
+
+def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
+    names = {f"ici_{axis}_parallelism": n for axis, n in sizes.items()}
+    config = ma.AttentionConfig(**{"ici_data_parallelism": 1} | names)
+    return config.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def gradients(task: WanTask, mesh: Any, frames: int) -> tuple[Any, Any]:
+    """Return loss and gradients of the first step of a run."""
+    graph, parameters = nnx.split(state.build(task, mesh))
+    examples = drawn("wan", 2, latents=(4, frames, 4, 4))
+    rows = hosts.rows_here(2, mesh)
+    batch = {n: hosts.on_devices(x[rows], rows, 2, mesh) for n, x in examples.items()}
+
+    @jax.jit
+    def of(parameters: Any, batch: Any) -> Any:
+        noised = task.noised(batch, {"text": jnp.zeros((3, 6))}, jax.random.key(0))
+        return jax.value_and_grad(lambda p: task.loss(nnx.merge(graph, p), noised))(parameters)
+
+    return of(parameters, batch)
+
+
+@pytest.mark.parametrize(("how", "frames", "sizes"), but(CASES, CASES[:1]))
+def test_a_step_on_a_mesh_is_that_of_one_device(
+    how: str, frames: int, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    noise = {"context_noise": 100.0, "context_dropout": 0.5} if how == "teacher" else {}
+    rollout = {"frames_per_block": 2, "window": 2, "sink": 1}
+    settings = wan(tmp_path, WAN | {"num_layers": 1}, forcing=how, batch_size=2, **noise)
+    settings = settings.replace(rollout=Settings.model_validate({"rollout": rollout}).rollout)
+    task = WanTask.of(settings)
+    (loss, grads), (wanted, of_one) = (gradients(task, x, frames) for x in (mesh_of(sizes), None))
+    assert float(loss) == pytest.approx(float(wanted), 1e-5)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(of_one), strict=True):
+        scale = float(jnp.abs(want).max()) if want.size else 0.0
+        np.testing.assert_allclose(got, want, atol=1e-5 * scale + 1e-7)
