@@ -121,9 +121,10 @@ def test_context_without_clean_clips_is_refused(how: str):
 # ---- on meshes -----------------------------------------------------------------------------------
 
 
-ALL = {"data": 2, "context": 2, "tensor": 2}
+FOUR = {"context": 2, "tensor": 2}
+ALL = {"data": 2} | FOUR
 # Clips of 8 frames are dealt to 4 devices as whole blocks of 2; those of 6 frames stay as they are.
-CASES = [("teacher", 8, ALL), ("diffusion", 8, ALL), ("teacher", 6, {"context": 4})]
+CASES = [("teacher", 8, FOUR), ("diffusion", 8, ALL), ("teacher", 6, {"context": 4})]
 
 
 def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
