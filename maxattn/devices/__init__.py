@@ -1,6 +1,6 @@
-"""Facts of devices: a row for each kind (rows.py), and the one function that finds it by name.
+"""Facts about devices: a row per device kind (rows.py), and the function that finds it by name.
 
-Other files read a row's family, compute capability, vendor, SMs or rates; none tests a name.
+Other files read a row's family, compute capability, vendor, SMs or rates, and test no names.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["DEVICES", "GIB", "MIB", "START", "USUAL", "Capability", "Device", "Machine", "Platform",
            "TensorCore", "device_kind", "device_of", "machine_of", "memory_of",
            "peak_flops"]  # fmt: skip
-# jax's spellings that do not begin with ours.
+# jax's names that do not begin with the row's name.
 _ALIASES = {
     "TPU v5 lite": "TPU v5e",
     "TPU v5": "TPU v5p",
     "TPU v6 lite": "TPU v6e",
     "TPU7x": "TPU v7x",
 }
-# Words after a row's name that mean another card: "NVIDIA GeForce RTX 5090 Laptop GPU".
+# If such a word follows a row's name, it is another card: "NVIDIA GeForce RTX 5090 Laptop GPU".
 _OTHER_CARDS = {"Laptop", "D", "Ti", "SUPER", "Max-Q"}
 # SMs (AMD: compute units) of devices without a row, by a word of their names.
 _SMS = {"A10": 72, "A10G": 80, "A30": 56, "A40": 84, "L4": 58, "L40": 142, "L40S": 142, "T4": 40,
@@ -44,7 +44,7 @@ _SMS = {"A10": 72, "A10G": 80, "A30": 56, "A40": 84, "L4": 58, "L40": 142, "L40S
 
 
 def device_kind(spelling: str) -> str:
-    """Return our name of a device that jax may spell otherwise."""
+    """Return the row's name of a device for which jax may have another name."""
     return _ALIASES.get(spelling, spelling)
 
 
@@ -52,15 +52,15 @@ def device_kind(spelling: str) -> str:
 def device_of(
     kind: str, platform: Platform = "gpu", capability: Capability | None = None, sms: int = 0
 ) -> Device:
-    """Return the row of a device kind; without a row, the facts of its family and no rates.
+    """Return the row of a device kind; without a row, its family's facts, without rates.
 
     >>> device_of("NVIDIA H100 80GB HBM3").kind, device_of("NVIDIA H100 80GB HBM3").sms
     ('NVIDIA H100', 132)
     >>> device_of("NVIDIA H100 PCIe").sms, device_of("NVIDIA H20").sms
     (114, 78)
 
-    The kind is jax's name or ours. The platform counts for a kind of no known family. A capability
-    and a number of SMs replace those of the row.
+    The kind is jax's name or the row's name. The platform is used if the kind's family is unknown.
+    A given capability and a given number of SMs replace the row's.
     """
     kind = device_kind(kind)
     rows = (row for row in DEVICES.values() if _names(row.kind, kind))
@@ -74,7 +74,7 @@ def device_of(
 
 
 def _names(row: str, kind: str) -> bool:
-    """Return whether a kind is that of a row, as "NVIDIA H100 80GB HBM3" is the H100."""
+    """Check whether `kind` names the device of `row`, as "NVIDIA H100 80GB HBM3" names the H100."""
     rest = kind.removeprefix(row)
     is_longer = rest != kind and rest[:1] in (" ", "-")
     return kind == row or (is_longer and not _OTHER_CARDS & {*rest.split()})
@@ -91,7 +91,7 @@ def _family_of(kind: str, platform: Platform, capability: Capability | None) -> 
 
 
 def machine_of(target: Target) -> Machine:
-    """Return a target's rates; if unknown, those of its platform's usual device."""
+    """Return a target's rates; if they are unknown, the rates of its platform's usual device."""
     device = target.device
     usual = "AMD Instinct MI300X" if device.vendor == "AMD" else USUAL[device.platform]
     machine = device.machine or DEVICES[usual].machine
@@ -100,13 +100,13 @@ def machine_of(target: Target) -> Machine:
 
 
 def memory_of(kind: str) -> float | None:
-    """Return bytes of HBM that a program may use; None unless `kind` is the name of a row.
+    """Return the bytes of HBM that a program may use; None unless `kind` is a row's full name.
 
-    A longer name can be a card with another memory, such as "NVIDIA A100-SXM4-40GB".
+    A longer name may be a card with another memory size, such as "NVIDIA A100-SXM4-40GB".
     """
     return DEVICES[kind].memory if kind in DEVICES else None
 
 
 def peak_flops(kind: str) -> float | None:
-    """Return dense bfloat16 FLOP/s of a device kind, or None if unknown."""
+    """Return the peak dense bfloat16 FLOP/s of a device kind, or None if unknown."""
     return device_of(kind).peak

@@ -18,10 +18,10 @@ class Family:
     Args:
         name: for example "hopper" or "tpu-v5p".
         platform, vendor: for example "gpu" and "NVIDIA".
-        words: parts of jax's names of devices without a row.
-        capability: compute capability of the usual device, None if unknown.
-        sms: SMs of the usual device; compute units of AMD's.
-        shared_memory: bytes that an SM gives a thread block, 0 if unknown.
+        words: words in jax's names that identify the family of a device without a row.
+        capability: compute capability of the usual device; None if unknown.
+        sms: number of SMs of the usual device, or of an AMD GPU's compute units.
+        shared_memory: bytes of an SM that a thread block may use, 0 if unknown.
     """
 
     name: str
@@ -39,9 +39,9 @@ def _nvidia(
     return Family(name, "gpu", "NVIDIA", words, capability, sms, shared_memory * KIB)
 
 
-# The first whose word is part of the name is taken. Compute capability: developer.nvidia.com's list
-# of CUDA GPUs; other devices of a family may have another, such as 8.9 of "before-hopper", which
-# jax gives. Shared memory: NVIDIA's CUDA programming guide; AMD's LDS.
+# A name's family is the first with a word that is part of the name. Sources: compute capability:
+# developer.nvidia.com's list of CUDA GPUs (jax gives that of other devices in a family, such as 8.9
+# in "before-hopper"); shared memory: NVIDIA's CUDA programming guide, and AMD's LDS.
 GPU_FAMILIES = (
     Family("amd-cdna3", "gpu", "AMD", ("MI300", "MI325"), None, 304, 64 * KIB),
     Family("amd", "gpu", "AMD", ("AMD", "Instinct", "Radeon"), None, 132),
@@ -66,14 +66,14 @@ FAMILIES = {
     )
 }
 UNKNOWN = {"cpu": "cpu", "gpu": "nvidia", "tpu": "tpu"}
-"""The family of a device of which only the platform is known."""
+"""The family of a device whose platform alone is known."""
 
-# Compute capabilities whose GPUs have the facts of another's family.
+# Compute capabilities whose GPUs share the facts of another capability's family.
 _ALIKE = {(7, 0): (7, 5), (8, 7): (8, 0), (8, 9): (8, 6), (12, 1): (12, 0)}
 
 
 def read_capability(text: str) -> Capability | None:
-    """Read jax's text of a compute capability; None for AMD's, such as "gfx942".
+    """Parse jax's text of a compute capability; None for text of AMD GPUs, such as "gfx942".
 
     >>> read_capability("10.3"), read_capability("gfx942")
     ((10, 3), None)
@@ -83,7 +83,7 @@ def read_capability(text: str) -> Capability | None:
 
 
 def with_capability(capability: Capability) -> Family:
-    """Return the family of NVIDIA GPUs of a compute capability; "nvidia" of one without."""
+    """Return the NVIDIA family with a compute capability; "nvidia" if no family has it."""
     alike = _ALIKE.get(capability, capability)
     found = (family for family in GPU_FAMILIES if family.capability == alike)
     return next(found, FAMILIES["nvidia"])

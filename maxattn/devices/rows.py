@@ -1,6 +1,6 @@
 """A row for every device kind that maxattn knows.
 
-All numbers are for one device as jax lists it: of a TPU v7x that is half a chip.
+All numbers are for one device as jax lists it; for a TPU v7x that is half a chip.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Machine(NamedTuple):
     Args:
         flops: FLOP/s that an attention kernel reaches in bfloat16, forward and backward together.
         memory: bytes of HBM that a program may use.
-        hbm: bytes/s of HBM in merges and sums.
-        link: "torus" (each device has two neighbours along an axis), "switch" (all reach all at
-            full rate) or "mesh" (every pair of a host's devices has a link of its own).
-        neighbour: bytes/s that a device receives from one other: a hop of a ring.
-        gather: bytes/s received in an all-gather; a mesh uses `neighbour`.
-        exchange: bytes/s received in an all-to-all on a switch; others use `neighbour`.
-        source: where the rates are from.
-        slowed: share of a kernel's rate that a transfer beside it takes.
+        hbm: bytes/s of HBM that merges and sums reach.
+        link: "torus" (each device has two neighbours along an axis), "switch" (each device reaches
+            every other at the full rate) or "mesh" (each pair of a host's devices has a link).
+        neighbour: bytes/s that a device receives from one other device, as in a hop of a ring.
+        gather: bytes/s that a device receives in an all-gather; a mesh uses `neighbour`.
+        exchange: bytes/s received in an all-to-all on a switch; other links use `neighbour`.
+        source: the source of the rates.
+        slowed: share of a kernel's rate that is lost while a transfer overlaps with it.
     """
 
     flops: float
@@ -41,19 +41,19 @@ class Machine(NamedTuple):
     slowed: float = 0.0
 
     def gathered(self, n: int) -> float:
-        """Return bytes/s received in an all-gather of n devices."""
+        """Return the bytes/s that a device receives in an all-gather of n devices."""
         return self._of_links(n) if self.link == "mesh" else self.gather
 
     def exchanged(self, n: int) -> float:
-        """Return bytes/s received in an all-to-all of n devices."""
+        """Return the bytes/s that a device receives in an all-to-all of n devices."""
         if self.link == "mesh":
             return self._of_links(n)
-        # On a ring of n with both directions in use, n L bytes take n L / (8 w): of the (n - 1) L/n
-        # that a device receives, most pass through others on the way.
+        # On a ring of n with both directions in use, n L bytes take n L / (8 w): most of the
+        # (n - 1) L/n bytes that a device receives pass through other devices on the way.
         return self.exchange if self.link == "switch" else 8 * self.neighbour * (n - 1) / n**2
 
     def permuted(self, n: int) -> float:
-        """Return bytes/s received in a permute of n devices, from any one of the others."""
+        """Return the bytes/s that a device receives from any other device in a permute of n."""
         return self.neighbour if self.link == "mesh" else self.exchanged(n)
 
     def _of_links(self, n: int) -> float:
@@ -61,14 +61,14 @@ class Machine(NamedTuple):
 
 
 class TensorCore(NamedTuple):
-    """Clock and matrix units of a TPU.
+    """The clock and the matrix units of a TPU.
 
     Args:
-        clock: cycles a second.
-        units: matrix units of a core.
-        side: rows and columns of products of a matrix unit.
-        rows: bfloat16 rows that a matrix unit takes in a cycle.
-        cores: cores of a device, over which a kernel divides the parallel axes of its grid.
+        clock: cycles per second.
+        units: number of matrix units of a core.
+        side: number of rows, and of columns, of a matrix unit.
+        rows: number of bfloat16 rows that a matrix unit takes per cycle.
+        cores: number of a device's cores, which share the parallel axes of a kernel's grid.
     """
 
     clock: float
@@ -79,12 +79,12 @@ class TensorCore(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """Return bfloat16 FLOP/s of a device."""
+        """Return the peak bfloat16 FLOP/s of a device."""
         return 2.0 * self.clock * self.units * self.side**2 * self.rows * self.cores
 
 
 HOST = 8
-"""Devices of a host whose devices are a mesh."""
+"""The number of devices of a host whose devices are a mesh."""
 START = 1e-5
 """Seconds from the start of a transfer or kernel to its first byte or product; not measured."""
 
@@ -97,10 +97,10 @@ class Device:
     """One kind of device.
 
     Args:
-        kind: our name, or jax's for a kind without a row.
-        family: its generation.
-        sms: streaming multiprocessors (SMs) of a GPU; compute units of an AMD GPU.
-        peak: dense bfloat16 FLOP/s by its maker; None if unknown.
+        kind: the row's name; jax's name for a kind without a row.
+        family: the generation of the device.
+        sms: number of a GPU's streaming multiprocessors (SMs), or of an AMD GPU's compute units.
+        peak: dense bfloat16 FLOP/s that the maker publishes; None if unknown.
         machine: rates for estimates of time; None if unknown.
         vmem: bytes of VMEM that a TPU's compiler gives one kernel by default.
         capability: the compute capability of an NVIDIA GPU; None if unknown.
@@ -126,16 +126,16 @@ class Device:
 
     @property
     def memory(self) -> float | None:
-        """Return bytes of HBM that a program may use, None if unknown."""
+        """Return the bytes of HBM that a program may use; None if unknown."""
         return self.machine.memory if self.machine and self.platform != "cpu" else None
 
     @property
     def capability_text(self) -> str:
-        """Return its compute capability as text, such as "10.3"; "" if there is none."""
+        """Return the compute capability as text, such as "10.3"; "" without one."""
         return ".".join(map(str, self.capability or ()))
 
     def is_a(self, *families: str) -> bool:
-        """Return whether its family is one of these."""
+        """Check whether the device's family is one of `families`."""
         return self.family.name in families
 
 
@@ -144,14 +144,14 @@ _GPU = (
     "published figures, not measured by us; 60% of the peak FLOP/s, 65% of the HBM's rate and 75%"
     " of the link assumed"
 )
-REACHED = 3.1 / 4.8  # of the HBM's rate as its maker gives it, by merges and sums on H200s
-# NCCL's kernels take SMs from the kernel beside them. A ring of four over FlashAttention-4, 14B
-# 480p, on two H200s: a step of 34.1 ms, without its transfers 32.1; they are nine hops of 0.79 ms.
+REACHED = 3.1 / 4.8  # share of the published HBM rate that merges and sums reach on H200s
+# NCCL's kernels take SMs from attention kernels. A ring of four over FlashAttention-4, Wan 14B at
+# 480p, on two H200s: a step of 34.1 ms, or 32.1 without its transfers, nine hops of 0.79 ms.
 _NCCL = (34.1 - 32.1) / (9 * 0.79)
 
 
-# Matrix units and their sides as Google gives them for v4 to v6e. Clock, and rows a cycle: what
-# makes them the published peak; v6e's rows show in its compiler's schedules too.
+# Matrix units and their sides as Google publishes them for v4 to v6e. Clock and rows per cycle are
+# chosen to give the published peak; the compiler's schedules for v6e have the same rows.
 _CORES = {
     #               clock, units, side, rows, cores
     "v4":  TensorCore(1.05e9, 4, 128, 1, 2),
@@ -202,7 +202,7 @@ def _mi300x() -> Device:
 
 
 def _cpu() -> Device:
-    source = "a rule: emulated devices share one memory"
+    source = "a rule, since emulated devices share one memory"
     machine = Machine(5e10, 8e9, 1e10, "switch", 5e9, 5e9, 5e9, source)
     return Device("cpu", FAMILIES["cpu"], machine=machine)
 
@@ -251,5 +251,5 @@ DEVICES: dict[str, Device] = {
         _mi300x(),
     )
 }  # fmt: skip
-# The device whose rates count for a platform, and for a kind without rates.
+# The device whose rates are used for a platform, and for a kind without rates.
 USUAL = {"cpu": "cpu", "gpu": "NVIDIA H100", "tpu": "TPU v5p"}

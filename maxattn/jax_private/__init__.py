@@ -1,1 +1,1 @@
-"""What maxattn uses from inside jax and other packages, and the versions that were tested."""
+"""The private names of jax and other packages that maxattn uses, and the tested versions."""

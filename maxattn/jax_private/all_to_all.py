@@ -1,4 +1,4 @@
-"""The all-to-all within groups of the devices of a mesh axis, under every transformation.
+"""The all-to-all within groups of a mesh axis's devices, under every transformation.
 
 jax (0.11) can neither batch `jax.lax.all_to_all` within groups, nor differentiate it twice.
 """
@@ -21,9 +21,9 @@ Groups = tuple[tuple[int, ...], ...]
 def all_to_all(
     x: Array, axis: str, split: int, join: int, groups: Sequence[Sequence[int]] | None
 ) -> Array:
-    """Split an axis of a local array over a mesh axis, and join what devices send along another.
+    """Split one axis of a local array over a mesh axis, and join the received parts along another.
 
-    `groups` lists the devices that exchange with each other; None: all of them.
+    `groups` lists the devices that exchange with each other; None for all devices of the axis.
     """
     if groups is None:
         return _exchanged(x, axis=axis, split=split, join=join, groups=None)
@@ -44,7 +44,7 @@ def _shape(x: Any, *, axis: str, split: int, join: int, groups: Groups) -> Any:
 
 
 def _batch(args: Any, axes: Any, *, split: int, join: int, **how: Any) -> Any:
-    # The mapped axis is moved to the front, so split and join are one further.
+    # The mapped axis is moved to the front, so the indexes of split and join grow by 1.
     x = jnp.moveaxis(args[0], axes[0], 0)
     return exchange_p.bind(x, split=split + 1, join=join + 1, **how), 0
 

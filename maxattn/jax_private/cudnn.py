@@ -1,7 +1,7 @@
 """cuDNN's attention through the private primitives of jax 0.10.2 to 0.12.
 
-The public `jax.nn.dot_product_attention` rounds the LSE to the output's dtype, drops its gradient,
-and refuses training at lengths that cuDNN can do. The primitives do not.
+The public `jax.nn.dot_product_attention` rounds the LSE to the output's dtype, drops the LSE's
+gradient, and refuses to train at some lengths that cuDNN supports. The primitives do not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ QKV = tuple[Array, Array, Array]
 
 
 class CudnnMask(NamedTuple):
-    """The pairs that are computed.
+    """The allowed pairs.
 
     Args:
-        lengths: real keys of each batch row, int32, 1 or more; None: all.
+        lengths: number of real keys in each batch row, int32, 1 or more; None: all keys.
         causal: whether a query sees only `key <= query`.
-        window: with causal, how many keys each query sees, its own included; None: all.
+        window: with causal, the number of last keys that each query sees; None: all.
     """
 
     lengths: Int[Array, " B"] | None
@@ -50,7 +50,7 @@ def cudnn_backward(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Return (dq, dk, dv) from a forward's result, and with `has_dbias` the gradient of the bias.
 
-    That gradient takes B N T S values of memory.
+    The gradient of the bias needs memory for B N T S values.
     """
     bind, has_bias = _module()._dot_product_attention_bwd_p_wrapper.bind, bias is not None
     settings = _settings(mask, scale, has_bias, has_bias and has_dbias)
@@ -58,7 +58,7 @@ def cudnn_backward(
 
 
 def _operands(qkv: QKV, mask: CudnnMask, bias: Array | None) -> tuple[Array, ...]:
-    """Return q, k, v, bias, lengths of queries and keys, and empty arrays for other features."""
+    """Return q, k, v, bias, lengths of queries and keys, and empty arrays for unused features."""
     q, k, v = qkv
     none = jnp.zeros(0, q.dtype)
     given = q, k, v, none if bias is None else bias

@@ -1,7 +1,7 @@
-"""The import of CuTe's packages, which come with fa4-jax, by one thread at a time.
+"""The import of CuTe's packages, which fa4-jax depends on, by one thread at a time.
 
-Programs may be compiled in several threads. The packages import each other in circles, and Python
-gives another thread such a package half imported.
+Programs may be compiled in several threads. The packages import each other in circles, so that
+Python could give a second thread a half imported package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LOCK = RLock()
 
 
 def import_cute() -> None:
-    """Import the packages; other threads wait."""
+    """Import CuTe's packages; other threads wait until the import is done."""
     with _LOCK:
         for name in PACKAGES:
             import_module(name)

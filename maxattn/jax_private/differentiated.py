@@ -1,6 +1,6 @@
 """Which operands of a `custom_vjp` with `symbolic_zeros` are differentiated.
 
-A backward can leave out an expensive gradient that nothing reads.
+With this a backward can leave out an expensive gradient that is not needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.interpreters import ad
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class IsDifferentiated:
-    """Whether an operand is differentiated; a residual of a forward rule."""
+    """Whether an operand is differentiated, as a residual that a forward rule returns."""
 
     value: bool
 
@@ -27,7 +27,7 @@ def plain_values(operands: Any) -> Any:
 
 
 def is_differentiated(operand: Any) -> IsDifferentiated:
-    """Return whether any array of one of a forward rule's operands is differentiated."""
+    """Check whether any array in a forward rule's operand is differentiated."""
     leaves = jax.tree.leaves(operand, is_leaf=_is_primal)
     return IsDifferentiated(any(x.perturbed for x in leaves))
 

@@ -1,4 +1,4 @@
-"""Meshes, shard_map and tracers, for jax 0.10.2 to 0.12, which differ or have no public name."""
+"""Meshes, shard_map and tracers: names that differ from jax 0.10.2 to 0.12 or are private."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def auto_mesh(devices: np.ndarray, axis_names: Sequence[str]) -> Mesh:
 
 
 def with_auto_axes(mesh: Any) -> Any:
-    """Return a mesh with its Explicit axes made Auto; return anything else as it is."""
+    """Return a mesh with its Explicit axes made Auto; return any other value unchanged."""
     if not isinstance(mesh, Mesh) or not axis_names_of_type(mesh, AxisType.Explicit):
         return mesh
     return auto_mesh(mesh.devices, mesh.axis_names)
@@ -26,7 +26,7 @@ def with_auto_axes(mesh: Any) -> Any:
 def shard_map(
     f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str]
 ) -> Callable[..., Any]:
-    """Map `f` over shards, with the varying-axes check off: Pallas kernels raise under it."""
+    """Map `f` over shards without the check of varying axes, with which Pallas kernels raise."""
     return jax.shard_map(
         f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
     )
@@ -35,8 +35,8 @@ def shard_map(
 def ambient_mesh() -> Any:
     """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None.
 
-    jax has no public name for the mesh of a `with mesh:`. If it moves, that mesh is not found, and
-    users can pass it.
+    jax has no public name for the mesh of a `with mesh:`. If the private name moves, that mesh is
+    not found, and users can pass mesh=.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh is not None and not mesh.empty:
@@ -56,9 +56,9 @@ def axis_names_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
 
 
 def mapped_axes() -> frozenset[str]:
-    """Return the Explicit mesh axes that the mapped axis of a surrounding `vmap` is split over.
+    """Return the Explicit mesh axes over which a surrounding `vmap` splits its mapped axis.
 
-    jax has no public name for them. If it moves, no axis counts as taken.
+    jax has no public name for them. If the private name moves, no axis is returned.
     """
     try:
         from jax._src.core import get_axis_env
@@ -68,5 +68,5 @@ def mapped_axes() -> frozenset[str]:
 
 
 def is_tracer(x: object) -> bool:
-    """Return whether a value is traced, so that its numbers cannot be read."""
+    """Check whether a value is traced, so that its numbers cannot be read."""
     return isinstance(x, jax.core.Tracer)

@@ -1,6 +1,6 @@
 """The private kernels of JAX's splash attention, with the same arguments in jax 0.10.2 to 0.12.
 
-Its public function has a custom_vjp that takes neither a given LSE nor a gradient of the LSE.
+The public function has a custom_vjp that takes neither a given LSE nor a gradient of the LSE.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ Operands = tuple[Any, Any, Any, Any]
 
 
 class SplashLaunch(NamedTuple):
-    """How a kernel is launched, in Pallas' interpreter or not.
+    """The launch of a kernel: its block sizes, mask and whether Pallas interprets it.
 
-    The blocks are (q, kv, kv_compute), or (q, kv) for the kernel of dQ. Without a mask function
+    The blocks are (q, kv, kv_compute), or (q, kv) for the kernel of dQ. Without a mask function,
     every pair is allowed.
     """
 
@@ -32,7 +32,7 @@ def _splash() -> Any:
 
 
 def mask_info(data_next: Any, block_mask: Any, q_sequence: Any) -> Any:
-    """Return splash's `MaskInfo` of a mask that the kernel evaluates."""
+    """Return splash's `MaskInfo` for a mask that the kernel evaluates."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     return MaskInfo(data_next, None, block_mask, None, q_sequence)
@@ -49,9 +49,9 @@ def forward(operands: Operands, launch: SplashLaunch) -> tuple[Any, Any]:
 
 
 def dkv(operands: Operands, stats: Any, launch: SplashLaunch, fused: bool) -> tuple[Any, Any, Any]:
-    """Run the backward kernel of K and V on one batch row: (dq when fused else None, dk, dv).
+    """Run the backward kernel of K and V on one batch row: (dq if fused else None, dk, dv).
 
-    `stats` are (lse, dout, delta), as for `dq`.
+    `stats` are (lse, dout, delta), also in `dq`.
     """
     bq, bkv, compute = launch.blocks
     sizes = {"bq": bq, "bkv": bkv, "bkv_compute": compute, "use_fused_bwd_kernel": fused}
@@ -67,7 +67,7 @@ def dq(operands: Operands, stats: Any, launch: SplashLaunch) -> Any:
 
 
 def _with_ids(operands: Operands) -> Operands:
-    """Return operands with the ids as splash's `SegmentIds`."""
+    """Return the operands with their ids converted to splash's `SegmentIds`."""
     q, k, v, ids = operands
     return q, k, v, None if ids is None else _splash().SegmentIds(*ids)
 

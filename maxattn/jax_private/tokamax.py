@@ -1,8 +1,8 @@
 """The module of tokamax's splash attention.
 
 Its functions take the same arguments in tokamax 0.0.12 to 0.0.17. From 0.0.17 on it skips tiles
-whose segment ids differ, and with segment ids its backward sums parts of dQ in three buffers of the
-queries' dtype. 0.0.18's nightlies have the same modules in another folder.
+whose segment ids differ, and with segment ids its backward sums partial dQ in three buffers of the
+queries' dtype. The nightly builds of 0.0.18 have the same modules in another folder.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def library() -> Any:
         try:
             return import_module(f"{folder}.splash_attention_kernel")
         except ModuleNotFoundError as error:
-            # A missing package that tokamax imports is another error.
+            # If a package that tokamax imports is missing, raise that error.
             if not f"{folder}.splash_attention_kernel".startswith(error.name or "?"):
                 raise
-    rule = f"its splash attention is in none of the folders of tokamax{TOKAMAX_SPLASH}"
+    rule = f"its splash attention is in no folder that tokamax{TOKAMAX_SPLASH} has"
     remedy = 'pip install "maxattn[tokamax]", or use attention: flash'
     raise Unsupported("attention", "tokamax_flash", rule, remedy)

@@ -1,4 +1,4 @@
-"""The mesh axes that values vary over inside a user's `shard_map` that checks them."""
+"""The mesh axes that values vary over, in a user's `shard_map` with check_vma=True."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
-    """Let every array vary over all of `axes`: its gradient is then summed over the added ones."""
+    """Let every array vary over all of `axes`; its gradient is then summed over the added axes."""
 
     def one(x: Any) -> Any:
         more = tuple(sorted(axes - varying_axes(x)))
@@ -27,7 +27,7 @@ def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
 
 
 def vary_alike(tree: Tree) -> Tree:
-    """Let every array vary over all axes that any of them varies over."""
+    """Let every array of a tree vary over all axes that any array of the tree varies over."""
     return vary_over(tree, varying_axes(tree))
 
 

@@ -1,8 +1,8 @@
 """The tested versions of the packages whose private names kernels use.
 
-A private name can change with any release, so such a kernel refuses other versions
-(`Target.refuse_untested`). Kernels of public functions alone take every version. The extras in
-pyproject.toml have the same bounds; jax has none there, since the plain kernels run with newer jax.
+A private name can change with any release, so a kernel that uses one refuses untested versions
+(`Target.refuse_untested`). Kernels that use only public functions take every version. The extras in
+pyproject.toml have the same bounds; jax has none there, since plain kernels run with newer jax.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Versions(NamedTuple):
-    """The versions from `first` on that are below `below`."""
+    """A range of versions: at least `first`, and below `below`."""
 
     first: str
     below: str
@@ -22,7 +22,7 @@ class Versions(NamedTuple):
         return f">={self.first},<{self.below}"
 
     def hold(self, version: str) -> bool:
-        """Return whether a version is in the range; one without a number, such as "?", is too.
+        """Check whether a version is in the range; a version without a number, such as "?", is.
 
         >>> Versions("0.10.2", "0.13").hold("0.12.1"), Versions("0.1", "0.2").hold("0.2.0")
         (True, False)
@@ -32,10 +32,10 @@ class Versions(NamedTuple):
 
 
 # pip's names. jax: cuDNN's primitives and splash attention; tokamax: splash attention on TPUs, the
-# Mosaic kernels on GPUs; fa4-jax: its launches; nvidia-cutlass-dsl: CuTe, in which kernels here are
-# written (4.8.0 and 4.8.1 were tested; fa4-jax 0.1.0 needs 4.8); TransformerEngine: the two
-# functions of its fused attention and its state of dropout, which minor releases change (2.10 put
-# an argument in between).
+# Mosaic kernels on GPUs; fa4-jax: its launches; nvidia-cutlass-dsl: CuTe, the language of maxattn's
+# own kernels (4.8.0 and 4.8.1 were tested; fa4-jax 0.1.0 needs 4.8); TransformerEngine: the two
+# functions of its fused attention and the random state of its dropout, which minor releases change
+# (2.10 inserted an argument).
 TESTED = {
     "jax": Versions("0.10.2", "0.13"),
     "tokamax": Versions("0.0.12", "0.0.18"),
@@ -43,7 +43,7 @@ TESTED = {
     "nvidia-cutlass-dsl": Versions("4.8", "4.9"),
     "transformer-engine-jax": Versions("2.20", "2.21"),
 }
-CUTLASS = "nvidia-cutlass-dsl"  # pip's name of CuTe, which comes with fa4-jax
+CUTLASS = "nvidia-cutlass-dsl"  # pip's name of CuTe, which fa4-jax depends on
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # pip's names of cuDNN, which XLA calls
 TOKAMAX_SPLASH = Versions("0.0.12", "0.0.19")  # its kernels of TPUs: 0.0.18 only moves them
 TOKAMAX_ON_GPU = "0.0.17"  # the first version whose Mosaic kernels are called on GPUs
@@ -56,9 +56,9 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 AITER = "aiter"
-"""A target's name for AMD's fused attention in AMD's jax for ROCm; it is no name of pip's."""
+"""The name, in a target's packages, of the fused attention in AMD's jax; pip has no such name."""
 
 
 def aiter_in_jax() -> tuple[tuple[str, str], ...]:
-    """Return (AITER, "in jax") if this jax has it; no kernel of maxattn calls it."""
+    """Return (AITER, "in jax") if this jax has AITER, which no kernel of maxattn calls."""
     return ((AITER, "in jax"),) if find_spec("jax._src.aiter") is not None else ()

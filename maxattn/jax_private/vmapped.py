@@ -1,4 +1,4 @@
-"""Primitives that return their operands: `vmap`, or a compiler that meets one, does something."""
+"""Primitives that return their operands, with a side effect under `vmap` or in compilation."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from maxattn.errors import InputError
 
 
 def batched_alike(*arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays; under `vmap` all of them are mapped if one is.
+    """Return the arrays; under `vmap`, map all of them if any one is mapped.
 
     If `vmap` maps one result of a `jax.custom_vjp` and not another, jax (0.11) gives each example
-    the sum of the other's gradients, and adds the examples' results: the gradient of a shared
-    operand is too large by the number of examples.
+    the sum of the other result's gradients, and adds the examples' results: the gradient of a
+    shared operand is then too large by a factor of the number of examples.
     """
     return tuple(alike_p.bind(*arrays))
 
 
 def some_examples(kernel: str, operands: Any) -> Any:
-    """Return a tree of operands; refuse `vmap` over no example, for which a kernel has no grid."""
+    """Return a tree of operands; refuse a `vmap` over 0 examples, where a kernel has no grid."""
     leaves, structure = jax.tree.flatten(operands)
     return jax.tree.unflatten(structure, some_p.bind(*leaves, kernel=kernel))
 
 
 def identity(name: str, batch: Any, met: Callable[..., Any] = lambda **_: None) -> Primitive:
-    """Make a primitive that returns its operands; evaluating or compiling it calls `met`."""
+    """Make a primitive that returns its operands, and calls `met` if evaluated or compiled."""
 
     def returned(*args: Any, **parameters: Any) -> list[Any]:
         met(**parameters)
@@ -56,7 +56,7 @@ def _batch_alike(args: Any, axes: Any) -> Any:
 
 def _batch_some(args: Any, axes: Any, *, kernel: str) -> Any:
     if any(axis is not None and x.shape[axis] == 0 for x, axis in zip(args, axes, strict=True)):
-        rule = f"{kernel} runs on one example or more"
+        rule = f"{kernel} needs at least one example"
         remedy = "skip the call when there is nothing to attend, or set attention: dot_product"
         raise InputError("vmap", "an axis of size 0", rule, remedy)
     return some_p.bind(*args, kernel=kernel), axes

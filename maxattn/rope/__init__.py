@@ -1,4 +1,4 @@
-"""Rotary position embeddings: tables of angles, and their application to heads."""
+"""Rotary position embeddings: tables of angles, and the rotation of heads by a table."""
 
 from maxattn.rope.apply import apply_rotary, as_rotary
 from maxattn.rope.tables import (

@@ -1,4 +1,4 @@
-"""The rotation of heads by a table of angles, and the forms of tables that models use."""
+"""The rotation of heads by a table of angles, and the forms in which models have tables."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def apply_rotary(
     Args:
         x: queries or keys [B, T, N, H].
         rotary: the angles, in one of three forms: a `Rotary`; an array of complex numbers
-            cos + i sin; a pair (cos, sin). The last two pair channels 2i and 2i + 1 (interleaved).
-            Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D]; or [B, T, N, D] if heads
-            have different angles. B may be 1. D is H/2, or less in a partial `Rotary`. A pair may
-            also have D = H, with each number twice: c0, c0, c1, c1, ... A pair with D = H in
-            another order is refused if this process can read its numbers. If it cannot (the pair
-            is traced by `jit`, or split over several hosts), the result is NaN.
-        name: of the argument, for errors.
+            cos + i sin; a pair (cos, sin). The last two rotate channels 2i and 2i + 1 together
+            (interleaved). Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D]; or
+            [B, T, N, D] if heads have different angles. B may be 1. D is H/2, or less in a partial
+            `Rotary`. A pair may also have D = H, with each number twice: c0, c0, c1, c1, ... If the
+            order differs, the pair is refused; if its numbers cannot be read (traced by `jit`, or
+            split over several hosts), the result is NaN.
+        name: the argument's name for errors, default "rotary_emb".
 
     Returns:
         The rotated x, [B, T, N, H].
@@ -57,8 +57,8 @@ def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rot
     """Convert a table in any form that `apply_rotary` takes to a `Rotary`, and check that it fits.
 
     Args:
-        value, name: rotary and name, as in `apply_rotary`.
-        shape: of the queries or keys, (B, T, N, H).
+        value, name: `rotary` and `name` of `apply_rotary`.
+        shape: the shape of the queries or keys, (B, T, N, H).
 
     Returns:
         A table whose arrays are [T, D], [B, T, D], or [B, T, N, D] if heads have different angles.
@@ -67,7 +67,7 @@ def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rot
         InputError: if the table does not fit the shape.
     """
     if shape[-1] % 2:
-        rule = f"{name} turns channels in pairs: it must be even"
+        rule = f"{name} rotates pairs of channels, so dim_head must be even"
         raise InputError("dim_head", shape[-1], rule, "use an even dim_head")
     table = _read(value, shape[-1], name)
     cos, sin = (_fitting(part, shape, name, table.partial) for part in (table.cos, table.sin))
@@ -87,19 +87,19 @@ def _read(value: Any, head_dim: int, name: str) -> Rotary:
         return Rotary(value.real, value.imag)
     else:
         found = f"{value.dtype} array of shape {tuple(value.shape)}"
-    rule = "it is a Rotary, an array of complex numbers, or a pair (cos, sin)"
+    rule = "it must be a Rotary, an array of complex numbers, or a pair (cos, sin)"
     raise InputError(name, found, rule, "make it with maxattn.rope.rope_1d, rope_2d or rope_3d")
 
 
 def _once(part: Any, head_dim: int, name: str) -> Any:
     """Drop every second number of a cos or sin that has each number twice.
 
-    A table of the half style, or for heads of twice the size, has this width too. If this process
-    can read the numbers, another order is refused. If it cannot, the numbers become NaN.
+    Tables of the half style, or for heads of twice the size, have the same width. They are refused
+    if this process can read the numbers; else the numbers become NaN.
     """
     if not part.shape or part.shape[-1] != head_dim:
         return part
-    if is_tracer(part):  # first, since a tracer has no attribute `is_fully_addressable`
+    if is_tracer(part):  # tested first: a tracer has no attribute `is_fully_addressable`
         numbers = None
     elif getattr(part, "is_fully_addressable", True):
         numbers = np.asarray(part)
@@ -109,14 +109,14 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
         once, again = jnp.asarray(part)[..., ::2], jnp.asarray(part)[..., 1::2]
         return jnp.where(jnp.all(once == again), once, jnp.nan)
     if not np.array_equal(numbers[..., ::2], numbers[..., 1::2]):
-        rule = "at the full head dim it has each number twice: c0, c0, c1, c1"
+        rule = "a table as wide as the head dim must have each number twice: c0, c0, c1, c1"
         remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2"
         raise InputError(name, f"(cos, sin) of width {head_dim}", rule, remedy)
     return part[..., ::2]
 
 
 def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
-    """Drop an axis of 1 for heads, and refuse a table that does not fit."""
+    """Drop a heads axis of size 1 from a cos or sin, and refuse a table that does not fit."""
     b, t, n, h = shape
     if part.ndim == 4 and 1 in (of := part.shape[1:3]) and (of != (t, n) or n == 1):
         part = part.reshape(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
@@ -126,14 +126,14 @@ def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
         return part
     d = f"fewer than {h // 2}" if partial else f"{h // 2}"
     fits = f"[{t}, {d}] or [{b}, {t}, {d}], with 1 for heads or [{b}, {t}, {n}, {d}]"
-    rule = f"for {t} tokens and head dim {h} it is {fits}"
+    rule = f"for {t} tokens and head dim {h} it must be {fits}"
     remedy = "make it for these tokens and this head dim, or slice it to them"
     raise InputError(name, f"shape {tuple(part.shape)}", rule, remedy)
 
 
 def _rotate_interleaved(x: Array, cos: Array, sin: Array) -> Array:
-    # Each pair is swapped in place: XLA writes a stack of two halves at less than half of a GPU's
-    # bandwidth.
+    # Each pair is swapped in place: XLA writes a stack of two halves at under half of a GPU's
+    # memory bandwidth.
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     signed = sin[..., None] * jnp.array([-1.0, 1.0], jnp.float32)
     return (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(x.shape)

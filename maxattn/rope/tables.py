@@ -1,7 +1,7 @@
 """Rotary tables for positions in one, two and three dimensions.
 
-Tables are numpy arrays, computed in float64 and rounded to float32, without a device. Only the
-table of a video whose frame numbers are traced is computed on the device.
+Tables are numpy arrays, computed in float64 on the host and rounded to float32. Only if a video's
+frame numbers are traced, its table is computed on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.jax_private.mesh import is_tracer
 
 STYLES = ("interleaved", "half")
-BITS, DIGITS = 8, 4  # four digits of 8 bits make every int32 from 0 on
+BITS, DIGITS = 8, 4  # four digits of 8 bits give every int32 of at least 0
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +33,8 @@ class Rotary:
     Args:
         cos: float32, [T, H/2]; [B, T, H/2] if examples have different positions; [B, T, N, H/2] if
             heads have different angles.
-        sin: of the shape of cos.
-        style: which channels make a pair: 2i and 2i + 1 for "interleaved" (Wan, Flux; default), i
+        sin: float32, of the shape of cos.
+        style: which channels are a pair: 2i and 2i + 1 for "interleaved" (Wan, Flux; default), i
             and i + H/2 for "half" (LLaMA).
         partial: whether only the first R channels of a head are rotated; default False. The table
             is then R/2 wide, and pairs of the half style are i and i + R/2.
@@ -55,13 +55,13 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
-            rule = f"a rotary style is one of {', '.join(STYLES)}"
+            rule = f"a rotary style must be one of {', '.join(STYLES)}"
             which = "use 'interleaved' for Wan and Flux, 'half' for LLaMA"
             remedy = did_you_mean(str(self.style), STYLES) or which
             raise InputError("style", self.style, rule, remedy)
 
     def split(self, tokens: int) -> tuple[Rotary, Rotary]:
-        """Split the table into that of the first tokens and that of the others.
+        """Split the table into a table of the first tokens and a table of the other tokens.
 
         Args:
             tokens: the number of first tokens.
@@ -80,7 +80,7 @@ class Rotary:
 def rope_1d(
     head_dim: int, length: int, theta: float = 1e4, *, style: str = "interleaved"
 ) -> Rotary:
-    """Make the table of the positions 0 to length - 1.
+    """Make the rotary table of the positions 0 to length - 1.
 
     angle[t, i] = t * theta ** (-2 i / head_dim)
 
@@ -105,13 +105,13 @@ def rope_1d(
 def rope_2d(
     head_dim: int, height: int, width: int, theta: float = 1e4, *, style: str = "interleaved"
 ) -> Rotary:
-    """Make the table of a picture's patches in raster order.
+    """Make the rotary table of a picture's patches in raster order.
 
-    Half of the channels rotate by the row of a patch, half by its column.
+    Half of the channels rotate by a patch's row, the other half by its column.
 
     Args:
         head_dim: H, a multiple of 4.
-        height, width: patches in each direction; T = height * width.
+        height, width: number of patches in each direction; T = height * width.
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
 
@@ -122,7 +122,7 @@ def rope_2d(
     (1536, 32)
     """
     if head_dim % 4:
-        rule = "two axes of channel pairs need a multiple of 4"
+        rule = "pairs of channels for two axes need a multiple of 4"
         raise InputError("head_dim", head_dim, rule, "use a multiple of 4")
     return rope_nd((head_dim // 2,) * 2, _grid(height=height, width=width), theta, style=style)
 
@@ -136,17 +136,17 @@ def rope_3d(
     *,
     style: str = "interleaved",
 ) -> Rotary:
-    """Make the table of a video's patches, frame by frame in raster order.
+    """Make the rotary table of a video's patches, frame by frame in raster order.
 
     The channels are split over time, height and width as Wan splits them.
 
     Args:
         head_dim: H, even, at least 6. Height and width have 2 * (H // 6) channels each, time has
             the rest.
-        frames: the number of frames; or the frames' own numbers, integers from 0 on, [F], or
-            [B, F] if examples differ. Numbers may be traced: one program then serves every block
-            of a video, with angles as exact at frame 1,000,000 as at frame 0.
-        height, width: patches of a frame in each direction; T = frames * height * width.
+        frames: the number of frames; or an array of frame numbers, integers of at least 0, [F], or
+            [B, F] if examples differ. Frame numbers may be traced: one program then serves every
+            block of a video, with angles as exact at frame 1,000,000 as at frame 0.
+        height, width: number of a frame's patches in each direction; T = frames * height * width.
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
 
@@ -166,7 +166,7 @@ def rope_3d(
         return rope_nd(split_3d(head_dim), grid, theta, style=style)
     traced = is_tracer(frames)
     numbers: Any = frames if traced else np.asarray(frames)
-    rule = "it is the number of frames, or their own numbers: integers from 0 on, [F] or [B, F]"
+    rule = "it must be the number of frames, or frame numbers: integers >= 0, [F] or [B, F]"
     remedy = "give an integer, or an array of integers such as cache.frame + jnp.arange(3)"
     if numbers.ndim not in (1, 2) or not numbers.size or numbers.dtype.kind not in "iu":
         found = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
@@ -186,10 +186,10 @@ def rope_3d(
 def _of_traced_frames(
     head_dim: int, numbers: Array, sides: tuple[int, int], theta: float, style: str
 ) -> Rotary:
-    """Make the table of frames with traced numbers."""
+    """Make the rotary table of frames whose numbers are traced."""
     channels, _, _ = split_3d(head_dim)
     frequencies = _angles(np.ones(()), channels, _checked_theta(theta))
-    still = rope_3d(head_dim, 1, *sides, theta, style=style)  # of frame 0
+    still = rope_3d(head_dim, 1, *sides, theta, style=style)  # the table of frame 0
     parts: list[Array] = []
     for turned, whole in zip(cos_sin(numbers, frequencies), (still.cos, still.sin), strict=True):
         space = whole[:, channels // 2 :]
@@ -205,15 +205,15 @@ def _of_traced_frames(
 def cos_sin(
     positions: Int[Array, "..."], frequencies: Float[np.ndarray, " P"]
 ) -> tuple[Float[Array, "... P"], Float[Array, "... P"]]:
-    """Return cosine and sine of positions * frequencies in float32, as exact as on the host.
+    """Return the cosine and sine of positions * frequencies in float32, as exact as on the host.
 
-    The product in float32, which has 24 bits, would be off by 0.008 at position 100,000. So each
-    position is split into digits. The cosines and sines of a digit's angles come from a table in
-    float64, and those of the sum follow from the addition formulas.
+    A float32 product, with 24 bits, would be off by 0.008 at position 100,000. So each position is
+    split into digits. The cosines and sines of a digit's angles come from a float64 table, and the
+    addition formulas give those of the sum.
 
     Args:
-        positions: integers from 0 on; may be traced.
-        frequencies: float64.
+        positions: integers of at least 0; may be traced.
+        frequencies: the angles per position, float64.
     """
     positions = positions.astype(jnp.int32)
     cos: Any = None
@@ -223,7 +223,7 @@ def cos_sin(
         angles = values[:, None] * frequencies
         at = jax.lax.shift_right_logical(positions, np.int32(shift)) & ((1 << BITS) - 1)
         c, s = (jnp.asarray(f(angles).astype(np.float32))[at] for f in (np.cos, np.sin))
-        # A digit of 0 has c = 1 and s = 0, which changes no bit.
+        # A digit of 0 has c = 1 and s = 0: it changes no bit of the result.
         cos, sin = (c, s) if cos is None else (cos * c - sin * s, sin * c + cos * s)
     return cos, sin
 
@@ -231,7 +231,7 @@ def cos_sin(
 def split_3d(head_dim: int) -> tuple[int, int, int]:
     """Split the channels of a head between time, height and width: 128 -> (44, 42, 42)."""
     if head_dim < 6 or head_dim % 2:
-        rule = "three axes of channel pairs need an even number, at least 6"
+        rule = "pairs of channels for three axes need an even number, at least 6"
         raise InputError("head_dim", head_dim, rule, "use a multiple of 2")
     space = 2 * (head_dim // 6)
     return head_dim - 2 * space, space, space
@@ -244,16 +244,16 @@ def rope_nd(
     *,
     style: str = "interleaved",
 ) -> Rotary:
-    """Make the table of any positions: each axis of a position rotates channels of its own.
+    """Make the rotary table of any positions; each axis of a position rotates separate channels.
 
     Args:
-        sizes: the number of channels of each axis, all even; their sum is H.
+        sizes: number of channels of each axis, all even; their sum is H.
         positions: finite numbers, [T, axes] or [B, T, axes].
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
 
     Returns:
-        cos and sin [T, H/2] or [B, T, H/2], the axes' angles one after the other.
+        cos and sin [T, H/2] or [B, T, H/2]: the angles of the first axis, then of the next.
 
     Raises:
         InputError: if sizes or positions do not fit, or an angle is not finite.
@@ -270,25 +270,25 @@ def rope_nd(
 def _checked_positions(positions: Any, axes: int) -> np.ndarray:
     positions = np.asarray(positions, np.float64)
     if positions.ndim not in (2, 3) or positions.shape[-1] != axes:
-        rule = f"it must be [T, {axes}] or [B, T, {axes}], one column for each axis"
-        remedy = "give one position for each token and axis"
+        rule = f"it must be [T, {axes}] or [B, T, {axes}], one column per axis"
+        remedy = "give one position per token and axis"
         raise InputError("positions", f"shape {positions.shape}", rule, remedy)
     if not np.isfinite(positions).all():
-        rule = "a position is a finite number: the cosine of another is NaN"
+        rule = "a position must be finite: the cosine of infinity is NaN"
         raise InputError("positions", "NaN or infinite", rule, "give padding tokens position 0")
     return positions
 
 
 def _checked_theta(theta: Any) -> float:
     if not is_number(theta) or not 0 < theta < np.inf:
-        rule = "it is the base of the frequencies: a positive, finite number"
+        rule = "the base of the frequencies must be a positive, finite number"
         raise InputError("theta", repr(theta), rule, "leave it out for 10,000")
     return float(theta)
 
 
 def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
     if channels <= 0 or channels % 2:
-        rule = "channels are rotated in pairs: each axis needs an even number"
+        rule = "channels rotate in pairs, so each axis needs an even number of channels"
         raise InputError("head_dim", channels, rule, "use an even size")
     with np.errstate(over="ignore", invalid="ignore"):  # `rope_nd` refuses infinite angles
         frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)

@@ -1,7 +1,7 @@
 """Mesh axes, partition specs and the one `shard_map` helper.
 
-The batch is split over data and fsdp, the sequence over context, heads over tensor. An axis of one
-device, or one that the mesh lacks, splits nothing.
+The batch is split over data and fsdp, the sequence over context, heads over tensor. An axis of size
+1, or an axis that the mesh does not have, splits nothing.
 """
 
 from maxattn.sharding.axes import AXES, BATCH_AXES, LETTERS

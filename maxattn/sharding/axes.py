@@ -4,7 +4,7 @@ from __future__ import annotations
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
-# Mesh axes by the letter of an axis of q, k, v, out or lse.
+# Mesh axes by the letter of an array axis of q, k, v, out or lse.
 LETTERS = {
     "B": BATCH_AXES,
     "T": ("context",),

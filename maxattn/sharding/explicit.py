@@ -1,7 +1,7 @@
-"""Explicit mesh axes: the types of arrays have their sharding, and every operation needs one.
+"""Explicit mesh axes: arrays' types contain their sharding, and every operation must have one.
 
-Attention shards its operands itself. It runs with such axes made Auto, and its results are split
-over the Explicit ones again as its operands are.
+Attention shards its operands itself. It runs with Explicit axes made Auto, and splits its results
+over the Explicit axes like its operands.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from maxattn.sharding.axes import LETTERS
 
 
 def explicit_mesh(*operands: Any) -> Any:
-    """Return the surrounding or the operands' mesh with Explicit axes, or None.
+    """Return the surrounding mesh or the operands' mesh if it has Explicit axes, else None.
 
-    For traced operands it is an `AbstractMesh`.
+    For traced operands, the mesh is an `AbstractMesh`.
     """
     arrays = (x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array))
     meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
@@ -30,7 +30,7 @@ def explicit_mesh(*operands: Any) -> Any:
 
 
 def program_mesh(mesh: Any = None) -> Any:
-    """Return a mesh, by default that of a surrounding `jax.set_mesh`, with Auto axes; or None."""
+    """Return a mesh, by default the surrounding `jax.set_mesh`'s, with all axes Auto; or None."""
     around = jax.sharding.get_mesh()
     return with_auto_axes(around if mesh is None and not around.empty else mesh)
 
@@ -39,7 +39,7 @@ def program_mesh(mesh: Any = None) -> Any:
 def inside_auto_axes() -> Iterator[None]:
     """Make Explicit axes of a surrounding `jax.set_mesh` Auto inside a `with`; not under `jit`.
 
-    The operations of a program inside need no shardings.
+    Operations inside the `with` need no shardings.
     """
     around = jax.sharding.get_mesh()
     with jax.set_mesh(with_auto_axes(around)) if explicit_mesh() is not None else nullcontext():
@@ -47,15 +47,15 @@ def inside_auto_axes() -> Iterator[None]:
 
 
 def spec_of_type(x: Any) -> PartitionSpec:
-    """Return the Explicit axes that an array is split over: an entry for each of its axes."""
+    """Return the spec of an array's Explicit mesh axes, with one entry per array axis."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
 
 
 def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
-    """Return `f` with the Explicit axes of a mesh made Auto inside, and its results split again.
+    """Return `f` run with a mesh's Explicit axes made Auto, and its results split by `out_specs`.
 
-    The mesh is from `explicit_mesh`; for None it returns `f` itself.
+    The mesh is the result of `explicit_mesh`; if it is None, `f` is returned.
     """
     if mesh is None:
         return f
@@ -65,7 +65,7 @@ def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable
 
 
 def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
-    """Refuse operands that are split over other Explicit axes than attention splits them over."""
+    """Refuse operands whose Explicit sharding differs from the way attention splits them."""
     for name, x in operands.items():
         for axis, (letter, entry) in enumerate(zip(letters[name], spec_of_type(x), strict=True)):
             over = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -75,7 +75,7 @@ def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
             there = jax.typeof(x).sharding.mesh.axis_names
             fits = [tuple(a for a in LETTERS.get(c, ()) if a in there) for c in letters[name]]
             allowed = f"over {', '.join(fits[axis])} alone" if fits[axis] else "over no axis"
-            rule = f"attention splits its axis {letter} ({axis}) {allowed}: its plan has every send"
+            rule = f"attention splits axis {letter} ({axis}) {allowed}, as its plan lists transfers"
             spec = ", ".join(repr(a[0] if len(a) == 1 else a or None) for a in fits)
             remedy = f"call it with jax.sharding.reshard({name}, jax.P({spec}))"
             raise MeshError(name, f"{letter} over {', '.join(other)}", rule, remedy)

@@ -1,4 +1,4 @@
-"""The mesh: which one a call runs on, which ones are refused, and how a config's is made."""
+"""Meshes: the choice of a call's mesh, refusals of meshes, and `make_mesh` of a config."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def mesh_shape(mesh: Any) -> MeshShape:
     """Return the (axis, size) pairs of a mesh, of a mapping such as {"context": 4}, or of None.
 
     Raises:
-        MeshError: it is no mesh, a mapping has an unknown axis or a size below 1, or no axis of a
-            mesh of several devices is one of attention's.
+        MeshError: `mesh` is no mesh, a mapping has an unknown axis or a size below 1, or a mesh of
+            several devices has none of attention's axes.
     """
     if mesh is None or mesh is False:
         return ()
     if isinstance(mesh, Mapping):
         for axis, size in mesh.items():
             if axis not in AXES:
-                rule = f"a mesh axis is one of {', '.join(AXES)}"
+                rule = f"a mesh axis must be one of {', '.join(AXES)}"
                 raise MeshError("mesh", axis, rule, did_you_mean(axis, AXES) or "rename the axis")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                rule = "an axis has a whole number of devices, at least one"
+                rule = "the size of an axis must be a whole number of devices, at least 1"
                 raise MeshError("mesh", f"{axis}={brief(size)}", rule, "give it a positive size")
         _check_count(mesh)
         return tuple((a, int(mesh[a])) for a in AXES if mesh.get(a, 1) > 1)
@@ -56,13 +56,13 @@ def mesh_shape(mesh: Any) -> MeshShape:
 
 
 def _left(mesh: Any) -> dict[str, int]:
-    """Return the axes of several devices that no surrounding `shard_map` or `vmap` has taken."""
+    """Return the axes of size above 1 that no surrounding `shard_map` or `vmap` uses."""
     taken = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes() | mapped_axes()
     return {a: s for a, s in mesh.shape.items() if s > 1 and a not in taken}
 
 
 def check_names(mesh: Any) -> None:
-    """Refuse axes that attention does not split over: their devices would compute the same."""
+    """Refuse mesh axes over which attention is not split: their devices would repeat work."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         return
     sizes = _left(mesh)
@@ -82,7 +82,7 @@ def _check_count(sizes: Mapping[str, int]) -> None:
     if count <= MOST_DEVICES and ranks <= MOST_RANKS:
         return
     found = ", ".join(f"{axis}={brief(size)}" for axis, size in sizes.items())
-    rule = f"it has at most {MOST_DEVICES} devices, and {MOST_RANKS} of them on context"
+    rule = f"a mesh has at most {MOST_DEVICES} devices, and {MOST_RANKS} on context"
     raise MeshError("mesh", found, rule, "give the sizes of the mesh that the job gets")
 
 
@@ -101,18 +101,18 @@ def check_mesh(mesh: Any) -> None:
 
 
 def surrounding_manual_axes() -> frozenset[str]:
-    """Return the axes of the surrounding mesh that a `shard_map` has split work over."""
+    """Return the mesh axes that are manual in a surrounding `shard_map`."""
     ambient = ambient_mesh()
     return frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
 
 
 def usable_mesh(mesh: Any, operand: Any = None) -> Any:
-    """Return the mesh to map over: the given, the surrounding, or that of an operand's type.
+    """Return the mesh to map over: `mesh`, else the surrounding mesh, else that of q's type.
 
-    False is no mesh, even inside another one.
+    False gives no mesh, even if there is a surrounding mesh.
 
     Raises:
-        MeshError: it has sizes without devices, or differs from the surrounding mesh.
+        MeshError: `mesh` has sizes without devices, or differs from the surrounding mesh.
     """
     if mesh is False:
         return None
@@ -134,15 +134,15 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
 
 
 def check_devices(mesh: Any, q: Any) -> None:
-    """Refuse a mesh without devices, or with other devices than those of an untraced q."""
+    """Refuse a mesh without devices, or whose devices differ from those of an untraced q."""
     if not mesh_shape(mesh) or is_tracer(q):
         return
     if ambient_mesh() is None and isinstance(mesh, AbstractMesh):
-        rule, remedy = "it has no devices to run on", "pass a Mesh; plan() takes either"
+        rule, remedy = "it has sizes but no devices", "pass a Mesh; plan() takes sizes too"
         raise MeshError("mesh", "AbstractMesh", rule, remedy)
     committed = isinstance(mesh, Mesh) and getattr(q, "committed", False)
     if committed and q.sharding.device_set != set(mesh.devices.flat):
-        rule = "q was put on other devices than those of the mesh"
+        rule = "q is on other devices than those of the mesh"
         example = "jax.device_put(q, NamedSharding(mesh, PartitionSpec()))"
         remedy = f"put the arrays on the mesh, e.g. with {example}"
         raise MeshError("mesh", dict(mesh.shape), rule, remedy)
@@ -170,8 +170,8 @@ def make_mesh(
 
     Args:
         parallelism: (devices of a slice, slices) by axis, outermost first, as
-            `AttentionConfig.axis_parallelism` returns it; one -1 of each takes what is left.
-        devices: default all of `jax.devices()`.
+            `AttentionConfig.axis_parallelism` returns it; one -1 in each means the remaining ones.
+        devices: the devices; default all of `jax.devices()`.
 
     Raises:
         MeshError: the product of the sizes is not the number of devices.
@@ -190,7 +190,7 @@ def make_mesh(
 
 
 def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[int]:
-    """Replace the one -1 by what is left of `count`, and check the product."""
+    """Replace a -1 by `count` over the other sizes, and check that the product is `count`."""
     known = prod(s for s in sizes if s != -1)
     if -1 in sizes and count % known == 0:
         return [count // known if s == -1 else s for s in sizes]
@@ -199,5 +199,5 @@ def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[
     text = " ".join(f"{kind}_{a}_parallelism={s}" for a, s in zip(axes, sizes, strict=True))
     unit = "devices of a slice" if kind == "ici" else "slices"
     rule = f"it must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}"
-    remedy = f"change one {kind}_*_parallelism, or set one to -1 to take what is left"
+    remedy = f"change one {kind}_*_parallelism, or set one to -1 to use the remaining {unit}"
     raise MeshError(text, f"product {known}", rule, remedy)

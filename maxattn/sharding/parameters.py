@@ -18,8 +18,8 @@ from maxattn.sharding.shards import spec_of, ways
 def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
     """Constrain how an activation is split, by letters such as "BT." for [B, T, channels].
 
-    Without a mesh, it is returned as it is. An axis that does not divide is left to the compiler:
-    to replicate it would gather it.
+    Without a mesh, x is returned unchanged. An axis whose size does not divide is left to the
+    compiler, since replicating the axis would gather it.
     """
     shape = mesh_shape(mesh)
     if not shape:
@@ -35,25 +35,25 @@ def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
 
 
 def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
-    """Return the sharding of a batch of data: its first axis over (data, fsdp)."""
+    """Return the sharding of a batch of data, whose first axis is split over (data, fsdp)."""
     axes = spec_of("B", mesh_shape(mesh))
     return NamedSharding(mesh, PartitionSpec(*axes, *(None,) * (ndim - 1)))
 
 
 def on_axes(*axes: str | None) -> dict[str, Any]:
-    """Return flax's metadata with the mesh axes of a parameter, one for each of its axes.
+    """Return flax's metadata with a parameter's mesh axes, one name or None per array axis.
 
-    Under a `jax.set_mesh` flax looks every name up: names that the mesh lacks are left out.
+    Under `jax.set_mesh`, flax looks up every name, so names that the mesh lacks are left out.
     """
     ambient = ambient_mesh()
     known = AXES if ambient is None else ambient.axis_names
     there = tuple(axis if axis in known else None for axis in axes)
-    # Without eager_sharding=False, flax needs a mesh as soon as axes are named.
+    # Without eager_sharding=False, flax requires a mesh for parameters with axis names.
     return {"out_sharding": there, "eager_sharding": False}
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Return the spec of a parameter: its axis names if the mesh has them and the size divides."""
+    """Return a parameter's spec: each axis name that the mesh has and whose size divides."""
     sizes = dict(mesh_shape(mesh))
     names = tuple(names or ()) + (None,) * (len(dims) - len(names or ()))
     pairs = zip(names, dims, strict=False)
@@ -63,7 +63,7 @@ def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh)
 def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     """Return the tree of `NamedSharding` that the axis names of an NNX state ask for.
 
-    The state may be abstract, and an optimiser's. Arrays without axis names are replicated.
+    The state may be abstract, or the state of an optimiser. Arrays without names are replicated.
     """
     from flax import nnx
 
@@ -82,7 +82,7 @@ def place(module: Any, mesh: Mesh | None) -> None:
 
     Args:
         module: the module, with arrays.
-        mesh: the mesh; None moves nothing.
+        mesh: the mesh; with None, no parameter is moved.
 
     Raises:
         InputError: `module` is no NNX module or optimiser, or has no arrays yet.
@@ -98,12 +98,12 @@ def place(module: Any, mesh: Mesh | None) -> None:
         return
     if isinstance(mesh, Mapping | AbstractMesh):
         said = "AbstractMesh" if isinstance(mesh, AbstractMesh) else dict(mesh)
-        rule = "arrays are put on devices, and this has sizes alone"
+        rule = "the mesh must have devices, and this has only sizes"
         raise MeshError("mesh", said, rule, "pass config.make_mesh()")
     check_mesh(mesh)
     state = nnx.state(module)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
-        rule = "its parameters have shapes and no numbers yet, as nnx.eval_shape leaves them"
-        remedy = "load weights with mesh=, which puts them there"
+        rule = "the module's parameters are shapes without numbers, as from nnx.eval_shape"
+        remedy = "load weights with mesh=, which puts them on the mesh"
         raise InputError("module", type(module).__name__, rule, remedy)
     nnx.update(module, jax.tree.map(jax.device_put, state, parameter_shardings(state, mesh)))

@@ -1,4 +1,4 @@
-"""How arrays are cut over a mesh: partition specs by letters, and the one `shard_map` helper.
+"""How arrays are split over a mesh: partition specs from letters, and the `shard_map` helper.
 
 Letters name array axes: B batch, T queries, S keys, N and K heads, H channels.
 """
@@ -29,20 +29,20 @@ def spec_of(letters: str, shape: MeshShape) -> Spec:
 
 
 def ways(letter: str, shape: MeshShape) -> int:
-    """Return how many shards an array axis has."""
+    """Return the number of shards of the array axis that a letter names."""
     sizes = dict(shape)
     return prod(sizes.get(a, 1) for a in LETTERS.get(letter, ()))
 
 
 def partition_spec(letters: str, shape: MeshShape) -> PartitionSpec:
-    """Return `spec_of` as jax's."""
+    """Return `spec_of` as a `PartitionSpec`."""
     return PartitionSpec(*spec_of(letters, shape))
 
 
 class Layout(NamedTuple):
-    """A mesh, the axes that attention splits over, and the sizes of T and S after padding.
+    """A mesh, the axes over which attention is split, and the padded lengths T and S.
 
-    The axes are without those of a surrounding `shard_map`; without any, the mesh may be None.
+    The axes exclude those of a surrounding `shard_map`; without any axis, the mesh may be None.
     """
 
     mesh: Any
@@ -70,7 +70,7 @@ def on_shards(
 
     padded = jax.tree.map(pad, operands, letters)
     results = over_shards(f, layout.mesh, layout.shape, in_specs, out_specs)(*padded)
-    # Our shard_map checks no varying axes, so it loses those of a surrounding one.
+    # This shard_map does not track varying axes, so results lose those of a surrounding shard_map.
     return vary_over(results, varying_axes(operands))
 
 
@@ -83,25 +83,25 @@ def over_shards(
     if not shape and not inside:
         return f
     mesh = mesh if ambient is None else ambient
-    # Axes that attention does not use become manual too: jax refuses a TPU kernel while the
-    # compiler has any.
+    # Axes that attention does not use become manual too: jax refuses a TPU kernel while any axis is
+    # Auto.
     names = ({a for a, _ in shape} | axis_names_of_type(mesh, AxisType.Auto)) - mapped_axes()
     return shard_map(f, mesh, in_specs, out_specs, names) if names else f
 
 
 def axis_offset(axis: str, shape: MeshShape, local_length: int) -> Any:
-    """Return the global position of this device's first token along `axis`; 0 without the axis."""
+    """Return the position of this device's first token if `axis` splits the sequence, else 0."""
     return jax.lax.axis_index(axis) * local_length if axis in dict(shape) else 0
 
 
 def sum_over(x: jax.Array, axes: Sequence[str], shape: MeshShape) -> jax.Array:
-    """Sum over those of `axes` that the mesh has."""
+    """Sum x over the devices of every axis in `axes` that the mesh has."""
     present = tuple(a for a in axes if a in dict(shape))
     return jax.lax.psum(x, present) if present else x
 
 
 def pad_axis(x: jax.Array, axis: int, size: int, fill: float = 0.0) -> jax.Array:
-    """Pad one axis with `fill` at its end up to `size`."""
+    """Pad the end of one axis with `fill` up to length `size`."""
     extra = size - x.shape[axis]
     widths = [(0, extra if i == axis else 0) for i in range(x.ndim)]
     return x if extra <= 0 else jnp.pad(x, widths, constant_values=fill)
