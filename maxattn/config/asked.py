@@ -13,7 +13,7 @@ from maxattn.errors import ConfigError
 
 @dataclass(frozen=True)
 class Asked:
-    """The kernel, strategy and fallback for one role, and the keys that set them."""
+    """Kernel, strategy and fallback for one role, and the config keys that set them."""
 
     kernel: str
     kernel_key: str
@@ -25,7 +25,7 @@ class Asked:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(config: AttentionConfig, role: Role) -> Asked:
-        """Read a config for "self" or "cross"; the result is cached."""
+        """Return what a config requests for "self" or "cross"; the result is cached."""
         kernel, strategy = config.kernel_for(role), config.strategy_for(role)
         fallback = config.fallback_for(role)
         if role == "cross":
@@ -40,7 +40,7 @@ class Asked:
 
 
 def checked_config(config: AttentionConfig | None) -> AttentionConfig:
-    """Return the config, or the default one for None; refuse another object."""
+    """Return the config, or the default config for None; refuse objects of other types."""
     if config is None:
         return AttentionConfig()
     if isinstance(config, AttentionConfig):

@@ -1,7 +1,7 @@
 """Reads YAML into plain values and records the line of each value; reads JSON.
 
 Only plain data of bounded size is read, without the traps of YAML 1.1. The reader counts depth and
-nodes as it goes, and the nodes of an alias each time: a few hundred bytes of aliases can stand for
+nodes, and counts an alias's nodes at each use: a few hundred bytes of aliases can expand to
 billions of nodes.
 """
 
@@ -24,14 +24,14 @@ from maxattn.errors import ConfigError
 
 Where = Callable[[int], str]
 MOST_BYTES: Final = 2**20
-MOST_JSON: Final = 64 * 2**20  # bytes; the index of the largest models has about 10 MiB
-MOST_NODES: Final = 10_000  # keys and values with aliases expanded; a config has hundreds
+MOST_JSON: Final = 64 * 2**20  # most bytes of JSON; indices of the largest models have 10 MiB
+MOST_NODES: Final = 10_000  # most keys and values with aliases expanded; a config has hundreds
 _TAG: Final = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
 class Document:
-    """The values of a text, its nodes with their lines, and errors for its duplicate keys."""
+    """The values of a YAML text, its nodes with lines, and errors for duplicate keys."""
 
     data: Any
     node: yaml.Node | None
@@ -39,7 +39,7 @@ class Document:
     problems: tuple[ConfigError, ...] = ()
 
     def line_of(self, path: Path) -> tuple[int, int]:
-        """Return (line, number of path parts that the text has); line 0 if it has none."""
+        """Return (line, number of the path's parts found in the text); line 0 if none is found."""
         node, line = self.node, 0
         for depth, part in enumerate(path):
             if isinstance(node, yaml.MappingNode):
@@ -74,7 +74,7 @@ def read(source: str) -> Document:
 
 
 def parse(text: str, where: Where) -> Document:
-    """Read one YAML document; `where` turns a line, from 1, into the place that errors name.
+    """Read one YAML document; `where` formats a line number, from 1, for errors.
 
     Raises:
         ConfigErrors: the text is no YAML, is not plain data, or is too large or deep.
@@ -133,7 +133,7 @@ def _too_large(setting: str, value: str, where: str = "") -> ConfigErrors:
 
 
 def _nearby(folder: FilePath, name: str) -> str:
-    """Suggest the folder's YAML file with the closest name, else all of its YAML files."""
+    """Suggest the folder's YAML file with the closest name, else all its YAML files."""
     is_there = os.path.isdir(folder)  # False also for a folder without permission
     found = sorted(p.name for p in folder.glob("*.y*ml")) if is_there else []
     like = get_close_matches(name, found, n=1)
@@ -179,7 +179,7 @@ def _duplicates(node: yaml.MappingNode, path: Path, where: Where) -> Iterator[Co
 
 # ---- syntax --------------------------------------------------------------------------------------
 
-_ANYTHING = "check brackets, quotes, colons and indentation, here and one line above"
+_ANYTHING = "check brackets, quotes, colons and indentation, on this line and the line above"
 _SYNTAX = (
     ("'\\t'", "YAML allows no tab here", "indent with spaces"),
     (
@@ -191,7 +191,7 @@ _SYNTAX = (
     (
         "mapping values are not",
         "a line must have one `key: value`, and keys of one mapping the same indentation",
-        "break the line, mend the indentation, or quote text that has a colon",
+        "break the line, correct the indentation, or quote text that has a colon",
     ),
 )
 """Words of PyYAML's errors, and our rule and remedy."""
@@ -204,7 +204,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
     lines = text.splitlines()
     if line >= len(lines) or "<stream end>" in message:
         line = opened.line if opened else line
-        rule, remedy = "every bracket and quote must be closed", "close the one that opens here"
+        rule, remedy = "every bracket and quote must be closed", "close what opens here"
     else:
         known = ((rule, remedy) for words, rule, remedy in _SYNTAX if words in message)
         rule, remedy = next(known, (message or "this is not YAML", _ANYTHING))
@@ -216,7 +216,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
 
 
 class _TooMuch(yaml.MarkedYAMLError):
-    """An error for a text beyond a bound."""
+    """Raised for a text that exceeds a bound."""
 
     def __init__(self, value: str, rule: str, remedy: str, mark: yaml.Mark) -> None:
         super().__init__(problem=rule, problem_mark=mark)
@@ -231,10 +231,10 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._count = 0
-        self._counts: dict[int, int] = {}  # nodes below and including a node, by its id
+        self._counts: dict[int, int] = {}  # number of nodes in the subtree of each node, by its id
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Read one value and all below it, and count their nodes."""
+        """Read one value and its subtree, and count the nodes."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
@@ -294,7 +294,7 @@ def read_bounded(path: FilePath, most: int = MOST_JSON) -> bytes:
     try:
         with path.open("rb") as file:
             found = file.read(most + 1)
-    except ValueError as error:  # a NUL in the name
+    except ValueError as error:  # a NUL in the path
         raise OSError(0, str(error)) from None
     if len(found) > most:
         raise ValueError(f"it is larger than {most:,} bytes")

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 Path = tuple[str | int, ...]
 Locate = Callable[[Path], str]
 Model = type[BaseModel]
-SHOWN = 80  # characters of a value in an error
-MOST_TEXT = 1000  # characters of a rule, a remedy, or a key with its path
+SHOWN = 80  # most characters of a value in an error
+MOST_TEXT = 1000  # most characters of a rule, a remedy, or a key with its path
 
 
 class ConfigErrors(ConfigError):
-    """Report every problem of one config at once.
+    """The error of a config, which reports all problems at once.
 
     Args:
         problems: at least one; the attributes of this error are those of the first.
@@ -57,41 +57,41 @@ def refused(setting: str, value: str, rule: str, remedy: str, where: str = "") -
 
 
 def located(found: ConfigError, locate: Locate, prefix: Path = ()) -> ConfigError:
-    """Return a problem with its file, its line and its full dotted key."""
+    """Add file, line and full dotted key to a problem."""
     path: Path = (*prefix, *found.setting.split("."))
     where = found.where or locate(path)
     return problem(dotted(path), str(found.value), found.rule, found.remedy, where)
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Write a path as users do: `flash_block_sizes.block_q`, `mesh_axes[2]`."""
+    """Write a key's path in dotted form: `flash_block_sizes.block_q`, `mesh_axes[2]`."""
     parts = (f"[{p}]" if isinstance(p, int) else f".{p or '(no name)'}" for p in path)
     return "".join(parts).removeprefix(".")
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Return the known word that is most like a word, ignoring case; "" if none is like it."""
+    """Return the known word most similar to a word, ignoring case; "" if none is similar."""
     by_case = {name.casefold(): name for name in known}
     found = get_close_matches(word.casefold(), by_case, n=1)
     return by_case[found[0]] if found else ""
 
 
 def close(word: str, known: Iterable[str]) -> str:
-    """Ask whether the closest known word is meant; return "" if none is close."""
+    """Return the question "did you mean" with the closest known word; "" if none is close."""
     found = closest(word, known)
     return f"did you mean '{found}'?" if found else ""
 
 
 def plain(value: object) -> str:
-    """Write a value as YAML does, but text without quotes."""
+    """Write a value as YAML, but without quotes around text."""
     return printable(value) if isinstance(value, str) and value else show(value)
 
 
 def show(value: object) -> str:
-    """Write a value as YAML does, shortened: text in quotes, so that "512" and 512 differ."""
+    """Write a value as YAML, shortened; text is quoted, so that "512" and 512 differ."""
     try:
         return _short(json.dumps(value, ensure_ascii=False, default=str))
-    except (TypeError, ValueError, RecursionError):  # circular, too deep, or of too many digits
+    except (TypeError, ValueError, RecursionError):  # circular, too deep, or with too many digits
         return f"({type(value).__name__}, too long to show)"
 
 
@@ -107,10 +107,10 @@ def printable(text: str, most: int = SHOWN) -> str:
 
 # ---- pydantic's errors ---------------------------------------------------------------------------
 
-MOST_PROBLEMS = 100  # in one error: each unknown key is compared with all known ones
+MOST_PROBLEMS = 100  # most problems in an error: each unknown key is compared with all known keys
 EMPTY = "remove the line, or give it a value"
-NAMED = 9  # choices that a rule lists before it counts the others
-# pydantic's name of an error, the name of its bound, the rule and the remedy.
+NAMED = 9  # most choices that a rule lists; further ones are counted
+# By pydantic's name of an error: the name of its bound, the rule and the remedy.
 LIMITS = {
     "greater_than": ("gt", "above {}", "write more than {}"),
     "greater_than_equal": ("ge", "of at least {}", "write {} or more"),
@@ -120,7 +120,7 @@ LIMITS = {
 
 
 def translated(model: Model, error: ValidationError, locate: Locate) -> list[ConfigError]:
-    """Return each problem that pydantic found; `locate` returns `file:line` of a path."""
+    """Translate each problem that pydantic found; `locate` returns `file:line` of a path."""
     details = error.errors()
     listed = [p for detail in details[:MOST_PROBLEMS] for p in _translate(model, detail, locate)]
     if (more := len(details) - MOST_PROBLEMS) > 0:
@@ -143,7 +143,7 @@ def _translate(model: Model, detail: ErrorDetails, locate: Locate) -> Iterator[C
         shown, rule = "not set", "it has no default and must be set"
         remedy = _remedy_for_missing(model, path)
     else:
-        shown = show(value) if kind in _TYPES else shown  # text in quotes, if a number is wanted
+        shown = show(value) if kind in _TYPES else shown  # quoted text in place of a number
         rule, remedy = _rule_and_remedy(detail)
         if kind in ("float_type", "finite_number"):
             rule = _with_limits(rule, value, getattr(_field_at(model, path), "metadata", ()))
@@ -199,10 +199,10 @@ def _rule_and_remedy(detail: ErrorDetails) -> tuple[str, str]:
 
 
 def _with_limits(rule: str, value: Any, metadata: Any) -> str:
-    """Add the limits of a field to `a number`, and `finite` if the value is not."""
+    """Add a field's limits to the rule, and "finite" if the value is not finite."""
     try:
         is_finite = math.isfinite(float(value))
-    except OverflowError:  # an int beyond the range of floats
+    except OverflowError:  # an int that exceeds the range of floats
         is_finite = False
     except (TypeError, ValueError):
         is_finite = True
@@ -276,7 +276,7 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def section_type(field: FieldInfo | None) -> Model | None:
-    """Return the model that is a field's type, optional or not; None for a plain value."""
+    """Return a field's type if it is a section, optional or not; None for a plain value."""
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     models = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     return next(models, None)
@@ -295,7 +295,7 @@ def defaults(model: Model) -> dict[str, Any]:
 
 
 def _owner(model: Model, path: Path) -> Model:
-    """Return the section at a path, starting from the outermost model."""
+    """Return the section model at a path from the outermost model."""
     for part in path:
         model = section_type(model.model_fields.get(str(part))) or model
     return model

@@ -1,4 +1,4 @@
-"""Loads a config: a YAML file, then overrides, then validation; and writes one as YAML.
+"""Loads a config (a YAML file, then overrides, then validation) and writes a config as YAML.
 
 One error reports every problem, with its file and line or the number of its override.
 """
@@ -61,7 +61,7 @@ def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Ov
 def validated(
     model: type[Config], values: Mapping[str, Any], locate: Locations
 ) -> tuple[Config | None, list[ConfigError]]:
-    """Return a config and no problems, or None and the problems of its values."""
+    """Validate values: return (config, []) or (None, problems)."""
     try:
         return model.model_validate(values), []
     except ValidationError as error:
@@ -69,14 +69,14 @@ def validated(
 
 
 def check_path(path: object) -> None:
-    """Refuse a value that is no path."""
+    """Refuse a value that is not a path."""
     if not isinstance(path, str | os.PathLike):
-        remedy = "give the path of a file, or call from_overrides(...) without one"
+        remedy = "pass the path of a file, or call from_overrides(...) without a file"
         raise refused("path", repr(path), "it must be the path of a YAML file", remedy)
 
 
 def yaml_of(config: AttentionConfig) -> str:
-    """Write the changed keys so that `AttentionConfig.from_yaml` reads the same config."""
+    """Write the changed keys as YAML from which `from_yaml` reads an equal config."""
     values = {key: value for key, value in config.resolved().items() if key in config.changed}
     if sizes := values.get("flash_block_sizes"):
         values["flash_block_sizes"] = {key: size for key, size in sizes.items() if size is not None}
@@ -87,7 +87,7 @@ def yaml_of(config: AttentionConfig) -> str:
 def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
-    """Replace the problems of a foreign file's keys by one that names the program."""
+    """Replace the key problems of another program's file by one error that names the program."""
     from maxattn.config.maxdiffusion import BLOCK_SIZES, CUSTOM_SIZES, recognised
     from maxattn.config.self_forcing import recognised_rollout
 
@@ -105,7 +105,7 @@ def _of_another_program(
 def _without_program_sections(
     model: type[Section], data: Mapping[str, Any], locate: Locations
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Leave out empty sections, and those of a program unless the model declares them."""
+    """Drop empty sections, and a program's sections unless the model declares them."""
     values, problems = dict(data), []
     for name in PROGRAM_SECTIONS:
         if name not in data or (name in model.model_fields and data[name] is not None):
@@ -119,7 +119,7 @@ def _without_program_sections(
 
 
 class Locations:
-    """Returns where a path was set: the number of the override, or the line of the file."""
+    """Finds where a path was set: the number of the override, or the line of the file."""
 
     def __init__(self, document: Document, source: str, origins: Mapping[Path, str]) -> None:
         self.document, self.source, self.origins = document, source, origins
@@ -147,10 +147,10 @@ def in_file_order(problem: ConfigError) -> tuple[bool, int]:
 def apply_overrides(
     model: type[BaseModel], data: dict[str, Any], overrides: Overrides
 ) -> tuple[dict[Path, str], list[ConfigError]]:
-    """Change a file's values in place; return which override set each path, and the problems.
+    """Apply overrides to a file's values in place; return the override of each path, and problems.
 
-    A name without a dot that is no key of the model goes to the only section with such a key:
-    `steps=20` sets `training.steps`.
+    A name without a dot that is no key of the model sets the key of that name in the only section
+    that has it: `steps=20` sets `training.steps`.
     """
     origins: dict[Path, str] = {}
     problems: list[ConfigError] = []
@@ -196,7 +196,7 @@ def _as_yaml(key: str, value: Any) -> str:
 def _read(
     model: type[BaseModel], data: Mapping[str, Any], text: str, where: str
 ) -> tuple[Path, Any]:
-    """Return the full path of an override, and its value."""
+    """Parse an override; return its full path and its value."""
     key, equals, value = (part.strip() for part in text.partition("="))
     path: Path = tuple(key.split("."))
     if not equals:
@@ -226,7 +226,7 @@ def _read(
 
 
 def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of each section: those that the model declares, else those of the file."""
+    """Return the keys of each section, as the model declares them, else as in the file."""
     found = {}
     for name in dict.fromkeys((*PROGRAM_SECTIONS, *model.model_fields)):
         if name in model.model_fields:
@@ -262,6 +262,6 @@ def _put(data: dict[str, Any], path: Path, value: Any, where: str) -> None:
             above = dotted(path[:depth])
             rule = f"{above} is {plain(below)}, which has no keys"
             raise refused(dotted(path), plain(value), rule, f"write {above}=value", where)
-        # A mapping may be shared through an alias, so it is copied on the way down.
+        # YAML aliases may share a mapping, so each mapping on the path is copied.
         here[str(part)] = here = dict(below or {})
     here[str(path[-1])] = value

@@ -1,7 +1,7 @@
-"""Reads the attention and mesh keys of a MaxDiffusion YAML as ours.
+"""Translates the attention and mesh keys of a MaxDiffusion YAML to ours.
 
-In MaxDiffusion, `attention` names the kernel and the parallelism of self- and cross-attention at
-once; ours has three keys for them.
+In MaxDiffusion, `attention` alone names the kernel and parallelism of self- and cross-attention;
+ours has three keys for them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from maxattn.config.section import Section
 from maxattn.config.settings import AttentionConfig
 from maxattn.errors import ConfigError
 
-# MaxDiffusion's kernel names -> our (kernel, strategy); "auto" is open. Names with "custom" and
-# "fixed_m" are kernels of its own.
+# MaxDiffusion's kernel names -> our (kernel, strategy); "auto" leaves the choice open. Names with
+# "custom" and "fixed_m" are MaxDiffusion's kernels.
 KERNELS: dict[str, tuple[str, str]] = {
     **{
         name: (name, "auto") for name in ("dot_product", "flash", "tokamax_flash", "cudnn_flash_te")
@@ -37,11 +37,11 @@ KERNELS: dict[str, tuple[str, str]] = {
     "ulysses_ring": ("tokamax_flash", "ulysses_ring"),
     **FOREIGN,
 }
-# Names for which MaxDiffusion runs dot_product on short queries or keys: below 4096 by default.
+# Names for which MaxDiffusion runs dot_product on short queries or keys, by default below 4096.
 LENGTHS_MATTER = (
     "flash", "tokamax_flash", "ulysses", "ulysses_custom", "ulysses_custom_fixed_m", "ulysses_ring",
 )  # fmt: skip
-# Kernels of one attention of a model; ours takes a config for each module instead.
+# Keys for a single attention of a model; in ours, each module can have its config.
 OF_ONE_ATTENTION = {
     "a2v_attention_kernel": "attention of the video to the audio",
     "v2a_attention_kernel": "attention of the audio to the video",
@@ -78,7 +78,7 @@ class Imported(NamedTuple, Generic[Config]):
 
     Args:
         config: the settings.
-        left_out: dotted names of the keys that were not taken, in the order of the file.
+        left_out: dotted names of the keys that were not translated, in the order of the file.
         notes: each setting whose meaning or value differs from the file's, and why.
     """
 
@@ -93,7 +93,7 @@ def load(
     """Read a file, translate its keys, apply overrides, and validate.
 
     Raises:
-        ConfigErrors: the file is one of ours, or a taken key is wrong; with every problem.
+        ConfigErrors: the file is one of ours, or a translated key is wrong; with every problem.
     """
     check_path(path)
     source = os.fspath(path)
@@ -124,7 +124,7 @@ def _refuse_ours(model: type[Section], data: Mapping[str, Any], source: str) -> 
 
 
 def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Return the error of a MaxDiffusion file that is read as one of ours, else None."""
+    """Return the error for a MaxDiffusion file read as one of ours; None for other files."""
     sizes = data.get(BLOCK_SIZES)
     given = sizes if isinstance(sizes, Mapping) else {}
     own = [key for key in ITS_OWN if key in data]
@@ -143,7 +143,7 @@ def _some(names: list[str], most: int = 4) -> str:
 
 
 def _translated(data: Mapping[str, Any], sizes: tuple[str, ...]) -> dict[str, Any]:
-    """Return a file's values under our keys; wrong values are kept for the model to refuse."""
+    """Return a file's values under our keys; the model refuses wrong values later."""
     same = (key for key in TAKEN if key not in ("attention", "remat_policy", BLOCK_SIZES))
     values = {key: data[key] for key in same if data.get(key) is not None}
     if (name := data.get("attention")) is not None:

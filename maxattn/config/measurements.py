@@ -1,10 +1,10 @@
 """Reads the file of measurements that `maxattn tune` keeps.
 
-A damaged file, or one of another version, has no measurements, and a damaged measurement is left
+A damaged file, or a file of another version, counts as empty, and a damaged measurement is left
 out. Neither is an error: the file changes no result, so it must not stop a call.
 
-There are two kinds: times of one kernel with certain sizes, and times of several kernels on one
-call, measured in turns.
+There are two kinds of measurements: times of one kernel with certain sizes, and times of several
+kernels on one call, measured in turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
 
 
 class Kept(NamedTuple):
-    """The sound measurements of a file, and the damage of the others, "" if there is none."""
+    """The sound measurements of a file, and a text on its damage, "" if there is none."""
 
     measurements: list[dict[str, Any]]
     damage: str = ""
@@ -54,7 +54,7 @@ def read_kept(path: Path) -> Kept:
 
 
 def is_of_sizes(measurement: Mapping[str, Any]) -> bool:
-    """Check whether a measurement is of one kernel with sizes, not of several kernels."""
+    """Check whether a measurement is of one kernel's sizes, not of several kernels."""
     return "sizes" in measurement
 
 
@@ -87,7 +87,7 @@ def is_sound(measurement: Any) -> bool:
 
 
 def _are_rounds(times: Any) -> bool:
-    """Check for milliseconds of each round, by kernel."""
+    """Check whether a value has milliseconds of each round, by kernel."""
     if not isinstance(times, dict) or len(times) > MOST_KERNELS:
         return False
     listed = list(times.values())
@@ -97,7 +97,7 @@ def _are_rounds(times: Any) -> bool:
 
 
 def _are_sizes(kernel: str, sizes: Any) -> bool:
-    """Check for sizes that the kernel has, with values that a config accepts."""
+    """Check whether a value has sizes of the kernel that a config accepts."""
     from maxattn.config.settings import FlashBlockSizes
 
     known = {CHUNKS: {"query_chunk_size", "key_chunk_size"}}

@@ -1,6 +1,6 @@
 """Checks the type, sign and size of numbers from files, overrides and command lines.
 
-Booleans and text are no numbers. A value that does not fit is None; the caller names the setting.
+Booleans and text are no numbers. A wrong value gives None; the caller's error names the setting.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, Final
 
 import numpy as np
 
-LARGEST: Final = 2**31 - 1  # a length, a size or a count: positions are int32 on devices
-MOST_DEVICES: Final = 2**20  # on one axis of a mesh
-LONGEST: Final = 40  # digits of a number in a text
-DEEPEST: Final = 64  # levels of lists and mappings
+LARGEST: Final = 2**31 - 1  # most of a length, size or count: positions are int32 on devices
+MOST_DEVICES: Final = 2**20  # most devices on one axis of a mesh
+LONGEST: Final = 40  # most digits of a number in a text
+DEEPEST: Final = 64  # most levels of lists and mappings
 _WHOLE = re.compile(r"[0-9]+", re.ASCII)
 
 
 def whole(value: Any, least: int = 1, most: int = LARGEST) -> int | None:
-    """Return a whole number of Python or numpy within bounds as an int, else None.
+    """Return a whole number (Python's or numpy's) within bounds as an int, else None.
 
     >>> whole(512), whole(True), whole("512"), whole(-3), whole(10**400)
     (512, None, None, None, None)
@@ -30,7 +30,7 @@ def whole(value: Any, least: int = 1, most: int = LARGEST) -> int | None:
 
 
 def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
-    """Return the whole number of a text that has only digits, else None.
+    """Return the whole number in a text of digits alone, else None.
 
     >>> whole_in(" 512 "), whole_in("1e3"), whole_in("9" * 5000)
     (512, None, None)
@@ -54,7 +54,7 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any, least: float = float("-inf"), most: float = float("inf")) -> float | None:
-    """Return a finite number of Python or numpy within bounds as a float, else None.
+    """Return a finite number (Python's or numpy's) within bounds as a float, else None.
 
     >>> finite(0.5), finite(True), finite(float("nan")), finite(10**400)
     (0.5, None, None, None)
@@ -63,7 +63,7 @@ def finite(value: Any, least: float = float("-inf"), most: float = float("inf"))
         return None
     try:
         number = float(value)
-    except OverflowError:  # an int beyond the range of floats
+    except OverflowError:  # an int that exceeds the range of floats
         return None
     return number if isfinite(number) and least <= number <= most else None
 

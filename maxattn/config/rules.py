@@ -1,4 +1,4 @@
-"""The names and types of a config's values, and the rules between two keys.
+"""Names and types of a config's values, and rules between two keys.
 
 The rules yield errors instead of raising them, so that one report can list them all.
 """
@@ -54,12 +54,12 @@ def strategies() -> tuple[str, ...]:
 
 
 def attentions() -> tuple[str, ...]:
-    """Return the spellings of `attention`: a kernel, a strategy, or both in one word."""
+    """Return the allowed values of `attention`: a kernel, a strategy, or both in one word."""
     return *kernels(), *strategy_table.in_attention(), *FOREIGN
 
 
 def kernel_and_strategy(attention: str) -> tuple[str, str]:
-    """Split a spelling of `attention` into (kernel, strategy); "auto" is open."""
+    """Split a value of `attention` into (kernel, strategy); "auto" leaves a choice open."""
     if attention in strategy_table.in_attention():
         return "auto", attention
     return FOREIGN.get(attention, (attention, "auto"))
@@ -98,7 +98,7 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     sizes = [axis_sizes(values, kind)["context"] for kind in ("ici", "dcn")]
     ways = sizes[0] * sizes[1]
     split = "ulysses_ring" in (strategy, kernel_and_strategy(values["attention"])[1])
-    # If these settings do not split the context, the user's own mesh may; the plan checks that.
+    # If these settings do not split the context axis, the user's mesh may; the plan checks it.
     if split and shards > 0 and min(sizes) > 0 and ways > 1 and ways % shards:
         rule = f"it must divide the context axis, which has {ways} devices"
         choices = ", ".join(map(str, divisors(ways)))
@@ -106,7 +106,7 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
-    """Return 1 for each unset data axis if another axis takes the rest, or the mesh has none."""
+    """Return 1 for each unset data axis if another axis takes the remaining devices."""
     found = {}
     for kind in ("ici", "dcn"):
         key, *others = _parallelism_keys(kind)
@@ -117,7 +117,7 @@ def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
 
 
 def axis_sizes(values: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the size of each of the four axes; `ici` may be in the GPU spelling."""
+    """Return the size of each of the four axes; `ici` keys may have the GPU spelling."""
     return {axis: size for axis, size, _ in _axis_settings(values, kind)}
 
 
@@ -168,7 +168,7 @@ def _not_a_strategy(value: Any) -> Any:
 
 
 class _OneOf:
-    """Take one of the names of a table, which is read when a value is checked or a schema made."""
+    """The type of a name in a table, which is read when a value is checked or a schema made."""
 
     def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
         self.names = names

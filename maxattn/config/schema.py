@@ -22,7 +22,7 @@ SCHEMA_PATH = Path(__file__).parents[1] / "maxattn.schema.json"
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema of `AttentionConfig`, which leaves the program's sections open."""
+    """Return the schema of `AttentionConfig`; it allows anything in the program's sections."""
     made = AttentionConfig.model_json_schema()
     _describe(made, AttentionConfig)
     _describe(made["$defs"]["FlashBlockSizes"], FlashBlockSizes)
@@ -31,14 +31,14 @@ def schema() -> dict[str, Any]:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Copy the first line of a model's docstring, and its fields' docstrings, into its schema."""
+    """Copy the first line of a model's docstring, and its fields' docstrings, to the schema."""
     schema["description"] = (inspect.getdoc(model) or "").partition("\n")[0]
     for name, words in _field_docs(model).items():
         schema["properties"][name]["description"] = words
 
 
 def _field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Read the docstring below each field in the source."""
+    """Read the docstring after each field in the source."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}

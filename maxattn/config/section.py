@@ -1,4 +1,4 @@
-"""The base class of every part of a config: frozen, strict, hashed once, with `ConfigErrors`."""
+"""The base class of all sections of a config: frozen, strict, hashed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maxattn.errors import ConfigError
 
 
 class Section(BaseModel):
-    """The settings of one section, which is frozen and hashed once.
+    """Base class of a config's sections, which are frozen and hashed once.
 
     Unknown keys are refused, and types are not converted. Subclass it for a section of a YAML file
     that belongs to a program (`model:`, `training:`, ...). A field of several values must be a
@@ -36,21 +36,21 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigErrors(problems_of(type(self), values, error)) from None
 
-    # pydantic then validates an inner section in place, so the outer one collects both's errors.
+    # pydantic then validates an inner section in place, so the outer section collects all errors.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Yield an error for each pair of keys that contradict each other, none by default.
+        """Yield an error for each pair of keys that contradict each other; default none.
 
-        `values` has every field by name, each valid by itself.
+        `values` has every field by name; each is valid by itself.
         """
         del values
         return ()
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
-        """Return defaults by `values` (every field) and `given` names of keys, none by default."""
+        """Return defaults that depend on all `values` and on the `given` keys; default none."""
         del values, given
         return {}
 
@@ -73,13 +73,13 @@ class Section(BaseModel):
         """Return a copy with some keys changed, validated as a whole.
 
         Raises:
-            ConfigErrors: a change is wrong by itself or contradicts another setting.
+            ConfigErrors: a changed value is invalid, or contradicts another setting.
         """
         kept = {key: getattr(self, key) for key in self.model_fields_set}
         return type(self)(**(kept | changes))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy; `update` is validated as by `replace`."""
+        """Return a copy; `update` is validated as in `replace`."""
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
     def resolved(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Section(BaseModel):
 
     @cached_property
     def changed(self) -> frozenset[str]:
-        """The keys whose values differ from their defaults."""
+        """The keys whose values differ from the defaults."""
         default, unset = defaults(type(self)), object()
         keys = type(self).model_fields
         return frozenset(k for k in keys if default.get(k, unset) != getattr(self, k))
@@ -108,7 +108,7 @@ class Section(BaseModel):
         return hash(self) == hash(other) and super().__eq__(other)
 
     def __getstate__(self) -> dict[Any, Any]:
-        # The hash of a string differs between processes, so a pickle must not have a cached one.
+        # Hashes of strings differ between processes, so a pickle must not contain a cached hash.
         state, fields = super().__getstate__(), type(self).model_fields
         kept = {key: value for key, value in state["__dict__"].items() if key in fields}
         return state | {"__dict__": kept}
@@ -125,11 +125,11 @@ def problems_of(
     wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}
     if not wrong:
         return problems
-    # The rules between keys are checked with the default of every wrong key.
+    # The rules between keys are checked with defaults in place of wrong values.
     given = {k: _built(fields[k], v) for k, v in data.items() if k in fields and k not in wrong}
     values = defaults(model) | given
     values |= model.settled(values, given.keys())
-    with suppress(KeyError):  # a rule about a wrong key without a default
+    with suppress(KeyError):  # a rule that reads a wrong key without a default
         problems.extend(located(found, locate) for found in model.contradictions(values))
     return problems
 
@@ -142,7 +142,7 @@ def _built(field: FieldInfo, value: Any) -> Any:
 
 
 def _freeze(value: Any, levels: int = DEEPEST) -> Any:
-    """Turn lists into tuples, up to a depth; the field refuses a deeper list."""
+    """Turn lists into tuples, up to a depth; the field refuses deeper lists."""
     if not isinstance(value, list) or not levels:
         return value
     return tuple(_freeze(item, levels - 1) for item in value)

@@ -1,7 +1,7 @@
-"""Reads the section `rollout` from a YAML of Self-Forcing, LongLive or a related project.
+"""Translates a YAML of Self-Forcing, LongLive or a related project to our section `rollout`.
 
 Their window is a number of frames, and their code has defaults; our window is a number of blocks,
-and our section has every value.
+and our section lists every value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_TIME = 1000
 
 
 class TakenValue(NamedTuple):
-    """A value that is taken from one of the dotted `keys`; `read` returns None for a wrong one."""
+    """A value translated from one of the dotted `keys`; `read` returns None if it is wrong."""
 
     keys: tuple[str, ...]
     rule: str
@@ -40,7 +40,7 @@ def _steps(value: Any) -> list[Any] | None:
     return value if are_times and all(a > b for a, b in pairwise(value)) else None
 
 
-TAKEN: dict[str, TakenValue] = {  # by our names
+TAKEN: dict[str, TakenValue] = {  # by our name of each key
     "frames_per_block": TakenValue(("num_frame_per_block", "model_kwargs.num_frame_per_block"),
                               "a whole number of frames, at least 1", "3", whole),
     "frames_seen": TakenValue(("model_kwargs.local_attn_size", "local_attn_size"),
@@ -50,7 +50,7 @@ TAKEN: dict[str, TakenValue] = {  # by our names
                   "a whole number of frames, at least 0", "3", lambda x: whole(x, 0)),
     "first_frame_alone": _flag("independent_first_frame"),
     "denoising_steps": TakenValue(("denoising_step_list",),
-                             "a list of falling times from at most 1000, with 0 only at its end",
+                             "a list of falling times, at most 1000, with 0 only at its end",
                              "[1000, 750, 500, 250]", _steps),
     "warp_steps": _flag("warp_denoising_step"),
     "timestep_shift": TakenValue(("model_kwargs.timestep_shift",), "a number above 0", "5.0",
@@ -80,7 +80,7 @@ class ImportedRollout(NamedTuple):
 
     Args:
         rollout: the keys of the section `rollout` of examples/common/rollout_settings.py.
-        sizes: the value of `model.sizes`; None if the file's model is none of ours.
+        sizes: the value of `model.sizes`; None if ours has no such model.
         left_out, notes: as in `Imported`.
     """
 
@@ -91,13 +91,13 @@ class ImportedRollout(NamedTuple):
 
 
 def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
-    """Read the rollout of a YAML of Self-Forcing, LongLive or a related project.
+    """Read the rollout settings of a YAML of Self-Forcing, LongLive or a related project.
 
     Args:
         path: the file.
 
     Raises:
-        ConfigErrors: with every problem of the keys that are taken, by file and line; or the file
+        ConfigErrors: with every problem of the translated keys, by file and line; or if the file
             has none of these keys.
     """
     check_path(path)
@@ -120,13 +120,13 @@ def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
 
 
 def is_theirs(data: Mapping[str, Any]) -> bool:
-    """Check whether a file has the keys of a model that makes videos block by block."""
+    """Check whether a file has keys of a model that makes videos block by block."""
     names = ("frames_per_block", "frames_seen", "denoising_steps", "warp_steps")
     return any(_value(data, key) is not None for name in names for key in TAKEN[name].keys)
 
 
 def recognised_rollout(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Return the error of a file of theirs that is read as one of ours; None for another file."""
+    """Return the error for such a file read as one of ours; None for other files."""
     if not is_theirs(data):
         return None
     keys = (key for taken in TAKEN.values() for key in taken.keys)
@@ -146,7 +146,7 @@ def _value(data: Mapping[str, Any], key: str) -> Any:
 
 
 def _taken(document: Document) -> tuple[dict[str, Any], dict[str, str], list[ConfigError]]:
-    """Return the values that are taken, their keys, and the problems of single values."""
+    """Return the translated values, their keys, and the problems of single values."""
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     problems: list[ConfigError] = []
@@ -187,7 +187,7 @@ def _contradictions(
 
 
 def _left_out(data: Mapping[str, Any], taken: set[str]) -> Iterator[str]:
-    """Name the keys that were not taken; only the outer one if none inside of it was."""
+    """List the keys that were not translated; a section alone if none of its keys was."""
     for key, value in data.items():
         if not any(name.partition(".")[0] == key for name in taken):
             yield str(key)

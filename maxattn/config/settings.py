@@ -44,9 +44,9 @@ class FlashBlockSizes(Section):
     block_kv_dq: Positive | None = None
     """Key tokens per tile in the separate backward of Q; divides block_kv."""
     use_fused_bwd_kernel: bool | None = None
-    """Compute dQ, dK and dV in one kernel: usually faster, with a part of dQ for each KV block."""
+    """Compute dQ, dK and dV in one kernel: usually faster, but stores a partial dQ per KV block."""
 
-    __hash__ = Section.__hash__  # A type checker takes no inherited one of a pydantic model.
+    __hash__ = Section.__hash__  # type checkers do not see the inherited one
 
 
 class AttentionConfig(Section):
@@ -72,7 +72,7 @@ class AttentionConfig(Section):
     attention: rules.Attention = "auto"
     """Kernel of self-attention, or a context strategy with the best kernel inside it."""
     attention_kernel: rules.KernelName | None = None
-    """Kernel inside a context strategy; unset: the one `attention` names, or the best."""
+    """Kernel inside a context strategy; unset: the kernel that `attention` names, or the best."""
     cross_attention: rules.KernelName = "auto"
     """Kernel of cross-attention: its K and V are short and replicated, so it takes no strategy."""
     context_parallel: rules.Strategy = "auto"
@@ -82,24 +82,24 @@ class AttentionConfig(Section):
     flash_min_seq_length: NotNegative = 0
     """Query lengths below this run dot_product instead of a flash kernel."""
     mask_padding_tokens: bool = True
-    """Mask the padding that the caller's mask names; false is faster, and attends to it."""
+    """Mask the padding that the caller's mask names; false is faster, but attends to padding."""
     split_head_dim: bool = True
     """Layout of the dense products only; both values give equal results."""
     float32_qk_product: bool = False
     """Cast Q and K to float32 before their product; false keeps their dtype, float32 sums."""
     use_memory_efficient_attention: bool = False
-    """Run dot_product blockwise, in memory that grows with the length and not with its square."""
+    """Run dot_product blockwise: memory grows linearly with the length, not quadratically."""
     query_chunk_size: Positive | None = None
     """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128."""
     key_chunk_size: Positive | None = None
-    """Keys per block of the same; unset: 16384. Causal and windowed masks: both up to 1024."""
+    """Keys per such block; unset: 16384. For causal and windowed masks both are at most 1024."""
     hardware: rules.Hardware | None = None
-    """The platform that must be there, and that plans are made for; unset: the one that is."""
+    """Platform that plans are for, and that must be present; unset: this machine's platform."""
 
     mesh_axes: rules.Axes = AXES
     """Axes of the device mesh, outermost first."""
     ici_data_parallelism: PositiveOrRest = -1
-    """Devices of a slice over the batch; -1 takes what is left."""
+    """Devices of a slice over the batch; -1 takes the remaining devices."""
     ici_fsdp_parallelism: PositiveOrRest = 1
     """Devices of a slice over the batch and the parameters."""
     ici_context_parallelism: PositiveOrRest = 1
@@ -107,7 +107,7 @@ class AttentionConfig(Section):
     ici_tensor_parallelism: PositiveOrRest = 1
     """Devices of a slice over the heads."""
     dcn_data_parallelism: PositiveOrRest = -1
-    """Slices over the batch; -1 takes what is left."""
+    """Slices over the batch; -1 takes the remaining slices."""
     dcn_fsdp_parallelism: PositiveOrRest = 1
     """Slices over the batch and the parameters."""
     dcn_context_parallelism: PositiveOrRest = 1
@@ -117,26 +117,26 @@ class AttentionConfig(Section):
     ici_fsdp_batch_parallelism: PositiveOrRest | None = None
     """GPU spelling: when set, it sets the fsdp axis, and ici_fsdp_parallelism sets context."""
     attention_sharding_uniform: bool = True
-    """False: where no strategy is named, self-attention splits its heads over context (ulysses)."""
+    """False: if no strategy is named, self-attention splits its heads over context (ulysses)."""
 
     use_base2_exp: bool = False
-    """Compute the softmax with exp2, in the kernels that can."""
+    """Compute the softmax with exp2, in kernels that support it."""
     use_experimental_scheduler: bool = False
-    """Ask the TPU compiler for its experimental scheduler, in the kernels that can."""
+    """Use the TPU compiler's experimental scheduler, in kernels that support it."""
     ulysses_shards: PositiveOrRest = -1
     """Devices of the context axis that exchange heads under ulysses_ring; -1 chooses."""
     ring_direction: rules.RingDirection = "auto"
-    """How K and V go round a ring: one_way, or both_ways, half of the heads each; auto chooses."""
+    """How K and V go round a ring: one_way, or both_ways (half of the heads each); auto chooses."""
     ulysses_attention_chunks: Positive = 1
     """Groups of heads that ulysses exchanges one after the other, to overlap with compute."""
     deterministic: bool = False
-    """Use only kernels whose backward repeats bit for bit; refuse the others."""
+    """Use only kernels whose backward is bitwise reproducible; refuse the others."""
     check_finite: bool = False
-    """Look for NaN and infinity in the operands of each call, and refuse them; for debugging."""
+    """Refuse NaN and infinity in the operands of each call; for debugging."""
     remat_policy: rules.RematPolicy = "NONE"
     """What a training step recomputes in the backward pass."""
     fallback: Fallback | None = None
-    """When what was asked cannot run: error, warn or allow another; unset: see `fallback_for`."""
+    """If kernel or strategy cannot run: error, warn or allow another; unset: see `fallback_for`."""
 
     enable_jax_named_scopes: bool = False
     """Name the phases of attention in profiles."""
@@ -147,7 +147,7 @@ class AttentionConfig(Section):
     skip_first_n_steps_for_profiler: NotNegative = 5
     """Steps to run before recording."""
 
-    __hash__ = Section.__hash__  # A type checker takes no inherited one of a pydantic model.
+    __hash__ = Section.__hash__  # type checkers do not see the inherited one
 
     @model_validator(mode="before")
     @classmethod
@@ -168,16 +168,16 @@ class AttentionConfig(Section):
         return rules.contradictions(values)
 
     def kernel_for(self, role: Role) -> str:
-        """Return the kernel that the settings name for "self" or "cross"; "auto" is open."""
+        """Return the configured kernel for "self" or "cross"; "auto" leaves the choice open."""
         if _checked(role) == "cross":
             return self.cross_attention
         named = rules.kernel_and_strategy(self.attention)[0]
         return named if named != "auto" else self.attention_kernel or "auto"
 
     def strategy_for(self, role: Role) -> str:
-        """Return the context strategy that the settings name for "self"; "auto" is open.
+        """Return the configured context strategy for "self"; "auto" leaves the choice open.
 
-        That of "cross" is always "none".
+        The strategy for "cross" is always "none".
         """
         if _checked(role) == "cross":
             return "none"
@@ -185,9 +185,9 @@ class AttentionConfig(Section):
         return named if named != "auto" else self.context_parallel
 
     def fallback_for(self, role: Role) -> Fallback:
-        """Return `fallback`, or its default: what to do if the kernel or strategy cannot run.
+        """Return `fallback` or its default: the reaction if kernel or strategy cannot run.
 
-        The default is "error" if the settings name a kernel or a strategy for this role ("self" or
+        The default is "error" if the config names a kernel or strategy for this role ("self" or
         "cross"), else "warn".
         """
         if self.fallback is not None:
@@ -196,19 +196,19 @@ class AttentionConfig(Section):
         return "error" if named else "warn"
 
     def spelling_note(self) -> str | None:
-        """Explain `attention` if one word names both a kernel and a strategy, else None."""
+        """Return a note if `attention` names a kernel and a strategy in one word, else None."""
         if self.attention not in rules.FOREIGN:
             return None
         kernel, strategy = rules.kernel_and_strategy(self.attention)
         return f"attention: {self.attention} is read as {strategy} with {kernel} inside"
 
     def axis_parallelism(self) -> dict[str, tuple[int, int]]:
-        """Return (devices of a slice, slices) for each axis of `mesh_axes`; -1 is open."""
+        """Return (devices in a slice, slices) for each axis of `mesh_axes`; -1 takes the rest."""
         ici, dcn = (rules.axis_sizes(self.__dict__, kind) for kind in ("ici", "dcn"))
         return {axis: (ici[axis], dcn[axis]) for axis in self.mesh_axes}
 
     def axis_mapping_note(self) -> str | None:
-        """Explain which axes the GPU spelling sets, if it is used, else None."""
+        """Return a note on the axes that the GPU spelling sets, if it is used, else None."""
         if self.ici_fsdp_batch_parallelism is None:
             return None
         return (
@@ -245,8 +245,8 @@ class AttentionConfig(Section):
 
         Args:
             path: the file.
-            overrides: `key=value` texts with keys that may be dotted and YAML values, or a dict of
-                values by key. The last one of a key counts.
+            overrides: `key=value` texts with dotted keys and YAML values, or a dict of values by
+                key. If a key occurs twice, the last value counts.
 
         Raises:
             ConfigErrors: with every problem of the file and the overrides, by file and line.
@@ -260,18 +260,18 @@ class AttentionConfig(Section):
     def from_maxdiffusion(
         cls, path: str | os.PathLike[str], overrides: Overrides = ()
     ) -> Imported[Self]:
-        """Read the attention and mesh keys of a MaxDiffusion YAML as ours.
+        """Translate the attention and mesh keys of a MaxDiffusion YAML to a config.
 
         Args:
             path: the file.
-            overrides: as for `from_yaml`, in our names, applied last.
+            overrides: as for `from_yaml`, under our names; applied last.
 
         Returns:
-            (config, left_out, notes): the settings, the names of the keys that were not taken, and
+            (config, left_out, notes): the settings, the names of keys that were not translated, and
             a note for each setting whose meaning or value differs from the file's.
 
         Raises:
-            ConfigErrors: with every problem of the keys that are taken, by file and line.
+            ConfigErrors: with every problem of the translated keys, by file and line.
         """
         from maxattn.config.maxdiffusion import load
 
@@ -282,7 +282,7 @@ class AttentionConfig(Section):
         """Build a config from defaults and overrides, as for `from_yaml`.
 
         Raises:
-            ConfigErrors: with every problem, by the override's number.
+            ConfigErrors: with every problem, each with its override's number.
 
         Example:
             >>> words = ["attention=ring", "ici_context_parallelism=4", "mesh_axes=[context]"]

@@ -13,7 +13,7 @@ from maxattn.config.errors import closest
 from maxattn.devices import DEVICES, USUAL
 from maxattn.errors import ConfigError
 
-# Trade names that no device kind contains, without spaces and dashes.
+# Trade names that are no part of a device kind, without spaces and dashes.
 _TRADE_NAMES = {
     "trillium": "TPU v6e",
     "ironwood": "TPU v7x",
@@ -30,21 +30,21 @@ _OTHERS = {
     "TPU v7x": ("7x", "v7", "TPU 7"),
     "NVIDIA RTX PRO 6000 Blackwell": ("RTX PRO 6000", "PRO 6000"),
 }
-_LIBTPU = {"TPU v7x": "tpu7x"}  # libtpu's generation if it is not the last word of the kind
-_HOST = {"TPU v4": (2, 2, 1), "TPU v5p": (2, 2, 1), "TPU v7x": (2, 2, 1)}  # chips; else 2 x 2
+_LIBTPU = {"TPU v7x": "tpu7x"}  # libtpu's generation, if it is not the kind's last word
+_HOST = {"TPU v4": (2, 2, 1), "TPU v5p": (2, 2, 1), "TPU v7x": (2, 2, 1)}  # of a host; else 2 x 2
 _DEVICES_OF_A_CHIP = {"TPU v7x": 2}
 _SIDES = re.compile(r"\d{1,4}(x\d{1,4}){1,2}")
 
 
 class TargetName(NamedTuple):
-    """A device kind of `devices.DEVICES`, and the chips along each side of a TPU's topology."""
+    """A device kind of `devices.DEVICES`, and for a TPU the chips along each side."""
 
     kind: str
     sides: tuple[int, ...] = ()
 
     @property
     def devices(self) -> int | None:
-        """Return the number of jax's devices of the topology, None if the name has none.
+        """Return the number of jax devices of the topology, None if the name has no topology.
 
         >>> read_target("v5p:2x2x1").devices, read_target("tpu7x:2x2x1").devices
         (4, 8)
@@ -53,7 +53,7 @@ class TargetName(NamedTuple):
 
     @property
     def topology(self) -> str:
-        """Return libtpu's name of the topology; of one host if the name has none.
+        """Return libtpu's name of the topology; if the name has none, the topology of one host.
 
         >>> read_target("Ironwood").topology
         'tpu7x:2x2x1'
@@ -75,18 +75,18 @@ def read_target(text: str) -> TargetName:
     kind = _SPELLINGS.get(_bare(name)) or USUAL.get(name)
     if kind is None:
         spelling = closest(_bare(name), _SPELLINGS)
-        # Names that differ only in digits are other machines: TPU v3 is no misspelt TPU v4.
+        # Names that differ only in digits are different machines: TPU v3 is no misspelt TPU v4.
         written, meant = (re.sub(r"\d", "#", word) for word in (_bare(name), spelling))
         is_meant = spelling and written != meant
         guess = f"did you mean '{_SPELLINGS[spelling]}'?" if is_meant else ""
         rule = f"it must be one of {', '.join(DEVICES)}"
-        raise ConfigError("target", str(text), rule, guess or "take a name from that list")
+        raise ConfigError("target", str(text), rule, guess or "use a name from that list")
     return TargetName(kind, _sides(str(text), kind, layout) if colon else ())
 
 
 def _sides(text: str, kind: str, layout: str) -> tuple[int, ...]:
     if DEVICES[kind].platform != "tpu":
-        rule = f"only a TPU has chips after a colon, and {kind} is none"
+        rule = f"only a TPU's name has chips after a colon, and {kind} is none"
         raise ConfigError("target", text, rule, f"write {kind!r}, and --devices or --mesh")
     sides = tuple(map(int, layout.split("x"))) if _SIDES.fullmatch(layout) else ()
     if not sides or 0 in sides:
@@ -100,20 +100,20 @@ def _bare(name: str) -> str:
 
 
 def _spellings() -> dict[str, str]:
-    """Map every name, with and without the maker's, to a device kind."""
+    """Map every name, with and without the maker's name, to a device kind."""
     found = dict(_TRADE_NAMES)
     for kind in DEVICES:
         maker = kind.partition(" ")[0]
         for each in (*_ends(kind), *_OTHERS.get(kind, ())):
             found |= {_bare(f"{first}{each}"): kind for first in ("", maker)}
-    # "TPU v6e" is "tpu6e" too.
+    # "TPU v6e" is also written "tpu6e".
     tpus = [_bare(kind) for kind, row in DEVICES.items() if row.platform == "tpu"]
     found |= {name.replace("tpuv", "tpu"): found[name] for name in tpus}
     return found
 
 
 def _ends(kind: str) -> list[str]:
-    """Return a kind without its first words, if the rest has a number.
+    """Return the endings of a kind's name, after each of its words, that have a number.
 
     >>> _ends("NVIDIA GeForce RTX 5070 Ti")[2:]
     ['RTX 5070 Ti', '5070 Ti']

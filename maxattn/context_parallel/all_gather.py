@@ -1,8 +1,8 @@
-"""Strategies that give every device all keys: `none` and `all_gather`.
+"""Strategies with all keys on every device: `none` and `all_gather`.
 
-Queries stay split over the context axis; each device attends from its own queries, at their global
-positions, to all keys. With `none` every device has all of K and V already. Gradients of K and V
-that are copied to several devices are summed.
+Queries stay split over the context axis; each device attends from its shard of the queries, at
+their global positions, to all keys. With `none`, K and V are replicated from the start. Gradients
+of replicated K and V are summed over devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AXES = (CONTEXT,)
 
 @dataclass(frozen=True)
 class ReplicatedKeys(Strategy):
-    """Attend from each device's queries to keys that are whole on every device."""
+    """Attend from each device's queries to replicated keys."""
 
     name: ClassVar[str] = "none"
     shape: MeshShape

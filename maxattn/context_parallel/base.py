@@ -1,4 +1,4 @@
-"""What a strategy is: how Q, K and V move between devices around a kernel."""
+"""The base class of strategies: how Q, K and V move between devices around a kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def readable(size: float) -> str:
 
 @dataclass(frozen=True)
 class Collective:
-    """Describe one transfer that a plan makes.
+    """One transfer of a plan.
 
     Args:
         kind: "all_gather", "psum", "psum_scatter", "ppermute" or "all_to_all".
@@ -43,8 +43,8 @@ class Collective:
         what: names of the arrays that move, joined by commas.
         when: "forward" or "backward".
         bytes: bytes that one device receives in all hops.
-        hops: how many times it runs; default 1.
-        arrays: how many arrays move each time; default 1.
+        hops: how often the transfer runs; default 1.
+        arrays: number of arrays that move each time; default 1.
     """
 
     kind: str
@@ -64,12 +64,12 @@ class Collective:
 
 
 class OperandSpecs(NamedTuple):
-    """How q, k, v, the bias, the mask and the level of the bias are split over a mesh.
+    """Shardings of q, k, v, the bias, the mask and the level of the bias over a mesh.
 
     Args:
         letters: the letters of each array's axes, such as "BTNH".
         specs: the partition spec of each array.
-        lse: the partition spec of the LSE; the output has that of q.
+        lse: the partition spec of the LSE; the output has the spec of q.
     """
 
     letters: tuple[Any, ...]
@@ -78,7 +78,7 @@ class OperandSpecs(NamedTuple):
 
 
 class Strategy:
-    """Run a kernel's forward and backward on the shards of q, k and v, inside `shard_map`.
+    """Run a kernel's forward and backward on shards of q, k and v, inside `shard_map`.
 
     Every strategy is a frozen dataclass. The defaults split the queries over the context axis and
     give each device all keys.
@@ -101,14 +101,14 @@ class Strategy:
         raise NotImplementedError
 
     def supports(self, call: Call) -> Reason | None:
-        """Return None if the strategy can run the call, else the reason why not."""
+        """Return None if the strategy can run the call, else the reason why it cannot."""
         return None
 
     # ---- the layout ------------------------------------------------------------------------------
 
     @property
     def chunks_per_rank(self) -> int:
-        """How many contiguous chunks of the sequence a device has."""
+        """Number of contiguous chunks of the sequence on a device."""
         return 1
 
     def unit(self) -> int:
@@ -120,11 +120,11 @@ class Strategy:
         return ways("N", self.shape)
 
     def kv_letter(self) -> str:
-        """Return "S" if the keys are split over context, "." if each device has all of them."""
+        """Return "S" if the keys are split over context, "." if they are replicated."""
         return "."
 
     def mask_letters(self, letters: str) -> str:
-        """Replace by "." the letters of a mask's or bias's axes that are whole on every device."""
+        """Replace by "." the letters of a mask's or bias's axes that are replicated."""
         return letters.replace("S", ".")
 
     def padded_call(self, call: Call) -> Call:
@@ -136,7 +136,7 @@ class Strategy:
         return call.derived(q_len=q_len, kv_len=kv_len, kv_heads=kv_heads, mask=mask)
 
     def operand_specs(self, call: Call, mask: Mask) -> OperandSpecs:
-        """Return how the operands of a padded global call, with its bound mask, are split."""
+        """Return the shardings of the operands of a padded global call with its bound mask."""
         spec = partial(partition_spec, shape=self.shape)
         kv = spec(f"B{self.kv_letter()}KH")
         bias = level = None
@@ -149,7 +149,7 @@ class Strategy:
         return OperandSpecs(letters, (spec("BTNH"), kv, kv, *of_more), spec("BNT"))
 
     def local_call(self, call: Call) -> Call:
-        """Return the call that one device's kernel gets, without its bias."""
+        """Return the call on one device's shards, without the bias."""
         tensor = ways("N", self.shape)
         return call.derived(
             batch=call.batch // ways("B", self.shape),
@@ -160,17 +160,17 @@ class Strategy:
         )
 
     def kernel_call(self, call: Call) -> Call:
-        """Return the call of one run of the kernel, from the local call of a device."""
+        """Return the call of a single kernel run, from a device's local call."""
         return call
 
     # ---- what `explain` prints -------------------------------------------------------------------
 
     def label(self) -> str:
-        """Return the strategy's name and how many devices it runs over."""
+        """Return the strategy's name and its number of devices."""
         return f"{self.name} over {ways('T', self.shape)}"
 
     def backward_line(self, kernel: Kernel, call: Call) -> str:
-        """Describe the strategy's own launches of a kernel's backward; "" if it has none."""
+        """Describe a kernel's backward launches if the strategy changes them, else ""."""
         return ""
 
     def notes(self) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def bias_axes(
 ) -> tuple[str, ...]:
     """Return the mesh axes that the gradient of a bias, of a global shape, is summed over.
 
-    They split the call and not the bias.
+    These axes split the call but not the bias.
     """
     if bias is None:
         return ()

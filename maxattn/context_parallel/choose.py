@@ -1,10 +1,10 @@
-"""`context_parallel: auto`: the strategy with the shortest step, of those that run and fit.
+"""`context_parallel: auto`: the strategy with the shortest step that can run and fits.
 
     step = compute + exposed transfers
 
-All-gather and Ulysses transfer before and after the kernel, so their transfers are exposed whole;
-timeline.py has a ring's. Every kernel computes at the target's rate (`Machine.flops`). Memory is
-what a strategy keeps besides q, k, v, out and their gradients.
+All-gather and Ulysses transfer before and after the kernel, so their transfers are fully exposed;
+timeline.py computes a ring's exposed time. Every kernel runs at the target's rate
+(`Machine.flops`). Memory is what a strategy keeps besides q, k, v, out and their gradients.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from maxattn.masks.blocks import count
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
-# Of strategies that take equally long the first one runs: it has the fewest moving parts.
+# If strategies take equally long, the first one, the simplest, runs.
 CANDIDATES: Mapping[str, type[Strategy]] = {
     "all_gather": AllGather, "ulysses": Ulysses, "ring": Ring, "ulysses_ring": UlyssesRing,
 }  # fmt: skip
-EQUAL = 1.02  # times that differ by less count as equal
-SHARE = 0.5  # of the memory, for what the strategy keeps: the model needs the rest
+EQUAL = 1.02  # steps whose times differ by a smaller share are equally long
+SHARE = 0.5  # share of the memory for what the strategy keeps: the model needs the rest
 
 
 class StrategyChoice(NamedTuple):
     """The strategy that runs, and why.
 
     Args:
-        arithmetic: its time and that of the next best strategy, in a line; "" if it was named.
+        arithmetic: times of this and the next best strategy, in a line; "" if the config names it.
         sums: a line for each strategy: its time and memory, or why it cannot run.
-        refused: why the strategy that was named does not run.
+        refused: why the strategy that the config names cannot run.
     """
 
     strategy: Strategy
@@ -52,7 +52,7 @@ class StrategyChoice(NamedTuple):
 def choose_strategy(
     call: Call, config: AttentionConfig, shape: MeshShape, target: Target
 ) -> StrategyChoice:
-    """Choose a strategy for a global call, not yet padded, over a mesh with a context axis."""
+    """Choose a strategy for an unpadded global call over a mesh with a context axis."""
     machine = machine_of(target)
     limit = SHARE * machine.memory
     built = {name: kind.build(shape, config, call, target) for name, kind in CANDIDATES.items()}
@@ -90,7 +90,7 @@ def choose_strategy(
 def fastest(costs: Mapping[str, Timeline], limit: float) -> str:
     """Return the first strategy that fits in the memory and is within 2% of the shortest step.
 
-    If none fits, return the one that needs the least memory.
+    If no strategy fits, return the strategy that needs the least memory.
     """
     fitting = {name: line for name, line in costs.items() if line.held <= limit}
     if not fitting:
@@ -100,20 +100,20 @@ def fastest(costs: Mapping[str, Timeline], limit: float) -> str:
 
 
 def _in_ms(seconds: float) -> str:
-    """Write seconds as milliseconds, with the three digits that this arithmetic is worth."""
+    """Write seconds as milliseconds with three digits, the precision of these estimates."""
     value = float(f"{seconds * 1e3:.3g}")
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _sums(name: str, line: Timeline) -> str:
-    # Four digits of the whole: fewer would not show why one is within 2% of another.
+    # Four digits: fewer would not show whether two times are within 2%.
     step, compute = (f"{seconds * 1e3:.4g}" for seconds in (line.end, line.compute))
     parts = f"{compute} computing + {line.waits * 1e3:.3g} waiting"
     return f"{name}: {step} ms a step = {parts}, needs {readable(line.held)} more"
 
 
 def cost_of(strategy: Strategy, call: Call, target: Target) -> Timeline:
-    """Estimate a step of a global call, not yet padded, by a ring, Ulysses or all-gather."""
+    """Estimate a step of an unpadded global call by a ring, Ulysses or all-gather."""
     if isinstance(strategy, Ring):
         return timeline_of(strategy, call, target)
     n, machine, padded = ways("T", strategy.shape), machine_of(target), strategy.padded_call(call)
@@ -122,7 +122,7 @@ def cost_of(strategy: Strategy, call: Call, target: Target) -> Timeline:
     pairs = local.q_len * kv_len
     if not call.mask.is_full:
         pairs = float(count(padded.mask, local.q_len, kv_len, q_len, kv_len).max())
-    # K and V gathered twice, the float32 sums of their gradients scattered once: six arrays.
+    # K and V are gathered twice, float32 sums of their gradients scattered once: six arrays.
     received = (n - 1) * share.kv * (2 + FLOAT / share.item)
     waits = received / machine.gathered(n) + 6 * START
     held = n * share.kv * (1 + FLOAT / share.item)

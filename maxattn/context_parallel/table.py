@@ -1,4 +1,4 @@
-"""The table of context strategies: what the config and the plan read without importing one.
+"""The table of context strategies, which config and plan read without importing a strategy.
 
 A new strategy is one file and one row here, or `add(StrategyRow(...))` from elsewhere. This module
 imports no strategy and no jax.
@@ -13,13 +13,13 @@ from maxattn.kernels.table import Table
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """The name of a strategy, where its class is, and what it reads.
+    """A strategy's name, the place of its class, and the settings that it reads.
 
     Args:
         name: the value of `context_parallel`.
         where: "module:Class", imported when the class is first used.
-        reads: the settings that this strategy reads and some others do not.
-        in_attention: whether it is a value of `attention` too: this strategy with any kernel.
+        reads: settings that this strategy reads and some others do not.
+        in_attention: whether the name is also a value of `attention`: this strategy, any kernel.
     """
 
     name: str
@@ -29,7 +29,7 @@ class StrategyRow:
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """The strategy's name in messages."""
         return self.name
 
 

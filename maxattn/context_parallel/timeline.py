@@ -1,9 +1,9 @@
-"""When the kernels and the transfers of a strategy end, in seconds of a training step.
+"""Estimate the kernels and transfers of a strategy's training step, in seconds.
 
-`Timeline.end` decides between zig-zag and contiguous order, one way and both ways, and for
-`context_parallel: auto`. On a TPU a hop over all pairs takes what the compiler's schedules that
-ship with maxattn say, if they know the kernel. Else it takes the pairs of the slowest rank at the
-target's rate. A transfer takes its bytes at the rate of a link.
+`Timeline.end` decides between zig-zag and contiguous order, between one direction and both, and
+between strategies for `context_parallel: auto`. On a TPU the time of a hop over all pairs comes
+from compiler schedules that ship with maxattn, if they have the kernel. Otherwise it is the pairs
+of the slowest rank at the target's rate. A transfer's time is its bytes at the link's rate.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from maxattn.target import Target
 if TYPE_CHECKING:
     from maxattn.context_parallel.ring.ring import Ring
 
-# Forward: S = q k^T and P v, 2 H each. Backward: five products, with S again.
+# Forward: S = q k^T and P v, 2 H each. Backward: five matmuls, including S again.
 FLOPS_A_PAIR = 4
 TRAINING = 3.5
 
 
 class Share(NamedTuple):
-    """What one device has and computes.
+    """One device's share of a call.
 
     Args:
         q: bytes of its queries.
         kv: bytes of its keys and values.
-        item: bytes of one of their elements.
-        pair: seconds of a (query, key) of all its heads and batch rows, forward and backward.
+        item: bytes of an element.
+        pair: seconds of one (query, key) in all its heads and batch rows, forward and backward.
     """
 
     q: float
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
     @staticmethod
     def of(local: Call, machine: Machine) -> Share:
-        """Count for the call of one device; a pair costs products over both H and V."""
+        """Compute the share from one device's call; a pair costs matmuls over both H and V."""
         item, dim = itemsize(local.dtype), (local.head_dim + local.value_dim) / 2
         rows = local.batch * local.heads * dim
         pair = TRAINING * FLOPS_A_PAIR * rows / machine.flops
@@ -54,13 +54,13 @@ class Share(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a ring's schedule sends and keeps.
+    """The traffic and memory of a ring's schedule.
 
     Args:
         grad_item: bytes of an element of dK and dV while they travel.
-        goes_straight: whether one transfer reaches any rank, and gradients go home in one.
+        goes_straight: whether one transfer reaches any rank, so gradients return in one transfer.
         halves_local: whether half of the local block is computed beside the last transfer.
-        held: bytes besides q, k, v, out and their gradients.
+        held: bytes in memory besides q, k, v, out and their gradients.
         merged: bytes that merges and sums of partial results read and write.
     """
 
@@ -79,7 +79,7 @@ class HopSteps(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds of transfers beyond the kernels beside them."""
+        """Exposed seconds: transfers beyond the kernels beside them."""
         return float(np.maximum(self.transfer - self.compute, 0).sum())
 
 
@@ -89,13 +89,13 @@ class Timeline(NamedTuple):
     Args:
         forward, backward: kernels and transfers, hop by hop.
         mean: all kernels, if every rank had the same work.
-        starts: starts of transfers.
-        slowed: what kernels lose to the transfers beside them.
+        starts: latencies of transfers.
+        slowed: slowdown of kernels by the transfers beside them.
         permutes: permutes to zig-zag order and back.
         exchanges: exchanges of heads within groups of devices, or gathers of keys.
         merges: merges of partial results.
         source: where the kernels' times are from.
-        held: bytes besides q, k, v, out and their gradients.
+        held: bytes in memory besides q, k, v, out and their gradients.
     """
 
     forward: HopSteps
@@ -133,12 +133,12 @@ class Timeline(NamedTuple):
 def timeline_of(
     ring: Ring, call: Call, target: Target, config: AttentionConfig | None = None
 ) -> Timeline:
-    """Return the timeline of a ring, for a global call that is not yet padded.
+    """Return the timeline of a ring for an unpadded global call.
 
-    The config names the kernel whose schedules count; without one, kernels go by arithmetic.
+    If a config names a kernel, its schedules give the times; otherwise FLOPs do.
     """
     machine, n, padded = machine_of(target), ring.ring_size, ring.padded_call(call)
-    if call.mask.is_full:  # pairs of padding take time too
+    if call.mask.is_full:  # padded pairs take time too
         padded = padded.derived(mask=call.mask)
     hop = ring.rank_call(padded).derived(bias=call.bias)
     lengths = padded.mask, padded.q_len, padded.kv_len
@@ -151,14 +151,14 @@ def timeline_of(
         source = how_estimated()
 
     traffic = ring.schedule.traffic(len(hops), share, hop)
-    # Ranks between a hop and the next one that is made; home comes after the last.
+    # Ranks from each hop to the next one made; after the last, back to the keys' owner.
     ranks = np.diff([*hops, n])
     links = np.ones(len(hops)) if traffic.goes_straight else np.minimum(ranks, n - ranks)
     keys = share.kv / machine.neighbour / ring.schedule.directions * links
     grads = keys * traffic.grad_item / share.item
     keys[-1] = 0
     if traffic.goes_straight:
-        grads[0] = 0  # the local block's are home
+        grads[0] = 0  # gradients of the local block need no transfer
     last = backward[0] / 2 if traffic.halves_local else 0.0
     steps = (
         HopSteps(forward, keys),
@@ -169,8 +169,8 @@ def timeline_of(
     )
     exchanges = exchanged = permutes = 0.0
     if (group := ring.group) > 1:
-        # Fifteen arrays: five forward, seven and three backward; statistics are small. Kept are q,
-        # k, v, out and dout of a backward, and gradients before they go back.
+        # Fifteen arrays: five forward, ten backward; LSEs are small. Memory has q, k, v, out and
+        # dout of a backward, and gradients before they return.
         received = (6 * share.q + 3 * share.kv) * (group - 1) / group
         exchanges = received / machine.exchanged(group) + 15 * START
         exchanged = 4 * share.q + 2 * share.kv
@@ -180,7 +180,7 @@ def timeline_of(
         has_rows = "T" in bias_letters(call.bias)
         bias = 3 * FLOAT * prod(call.bias or ()) / n if has_rows else 0
         permutes = (6 * share.q + 3 * share.kv + bias) / machine.permuted(n * group) + 4 * START
-    # K and V forward, K and V and their gradients backward; packed, they have kernels to start.
+    # K and V forward, K and V and their gradients backward; packing launches kernels.
     starts = 6 * len(hops) - 4 if len(hops) > 1 else 0
     return Timeline(
         *steps,
@@ -196,7 +196,7 @@ def timeline_of(
 
 
 def _scheduled(hop: Call, config: AttentionConfig, target: Target) -> tuple[float, float] | None:
-    """Return the seconds of a forward and of a backward on a TPU, of the faster kernel each."""
+    """Return the seconds of a forward and a backward on a TPU, each by the faster kernel."""
     if not hop.mask.is_full:
         return None
     named = config.kernel_for("self")

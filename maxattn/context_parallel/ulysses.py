@@ -39,8 +39,8 @@ class Ulysses(Ring):
     sends nothing.
 
     Args:
-        chunks: groups of heads that are exchanged one after the other, so that one can travel while
-            another computes; the other arguments are those of `Ring`.
+        chunks: number of groups of heads that are exchanged one after the other, so that one
+            travels while another is computed; the other arguments are as for `Ring`.
     """
 
     name: ClassVar[str] = "ulysses"
@@ -51,7 +51,7 @@ class Ulysses(Ring):
         return cls(shape, group=ways("S", shape)).in_chunks(config, call)
 
     def in_chunks(self, config: AttentionConfig, call: Call) -> Self:
-        """Take the most chunks of whole heads and key heads, up to `ulysses_attention_chunks`."""
+        """Use the most chunks, up to `ulysses_attention_chunks`, with whole heads and key heads."""
         shares, asked = self.head_ways(), config.ulysses_attention_chunks
         both = gcd(call.heads // shares, lcm(call.kv_heads, shares) // shares)
         return replace(self, chunks=max((c for c in divisors(both, 1) if c <= asked), default=1))
@@ -74,10 +74,10 @@ class Ulysses(Ring):
         groups = f"ulysses_ring with ulysses_shards: {fits}, or " if fits else ""
         return Reason(self.name, "heads", rule, f"take {groups}ring in its place")
 
-    # ---- the layout, but for what is a ring's ----------------------------------------------------
+    # ---- the layout, besides the ring's part -----------------------------------------------------
 
     def mask_letters(self, letters: str) -> str:
-        """Keep masks and biases whole along tokens: each device slices its part of them."""
+        """Keep masks and biases whole along tokens: each device slices its part."""
         return letters.replace("S", ".").replace("T", ".")
 
     def kernel_call(self, call: Call) -> Call:
@@ -147,7 +147,7 @@ class UlyssesRing(Ulysses):
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
-        """Take groups of `ulysses_shards` devices, by default the largest that divide the heads."""
+        """Form groups of `ulysses_shards` devices; default, the most that divide the heads."""
         group = config.ulysses_shards
         if group <= 0:
             sizes = _group_sizes(ways("S", shape), call.heads // ways("N", shape))
@@ -162,9 +162,9 @@ def _group_sizes(devices: int, heads: int) -> list[int]:
 
 
 class Exchange:
-    """Give some heads away for tokens, and back, inside `shard_map`.
+    """Exchange heads for tokens among devices, and back, inside `shard_map`.
 
-    The context axis has `ring_size` groups of `devices` that exchange; `q` is not exchanged yet.
+    The context axis has `ring_size` groups of `devices`; `q` is the queries before the exchange.
     """
 
     def __init__(self, heads: Heads, devices: int, ring_size: int, q: Array) -> None:
@@ -181,7 +181,7 @@ class Exchange:
         }
 
     def inputs(self, inputs: Inputs) -> Inputs:
-        """Give heads away for tokens, and slice the bias and the mask."""
+        """Exchange heads of the operands for tokens, and slice the bias and the mask."""
         part = operands(self.heads, inputs)
         q, k, v = (self.swapped(x, 2, 1) for x in (part.q, part.k, part.v))
         mask = jax.tree.map(self._sliced, inputs.mask, inputs.mask.leaf_axes())
@@ -190,18 +190,18 @@ class Exchange:
         return Inputs(q, k, v, bias, mask, bias_level=level)
 
     def rows(self, rows: Rows) -> Rows:
-        """Give heads away for tokens."""
+        """Exchange heads of the backward's `Rows` for tokens."""
         out, lse, dout, dlse = of_rows(self.heads, rows).operands
         out, dout = (self.swapped(x, 2, 1) for x in (out, dout))  # [B, T, N, H]
         lse, dlse = (self.swapped(x, 1, 2) for x in (lse, dlse))  # [B, N, T]
         return Rows(out, lse, dout, dlse)
 
     def swapped(self, x: Array, split: int, join: int) -> Array:
-        """Split axis `split` over the devices, and join what they send along axis `join`."""
+        """All-to-all: split axis `split` over the devices, and join along axis `join`."""
         return x if self.devices == 1 else all_to_all(x, CONTEXT, split, join, self.groups)
 
     def add_bias(self, total: Bias, part: Bias) -> Bias:
-        """Add the gradient of a sliced bias to the part of `total` that was sliced."""
+        """Add the gradient of a sliced bias to the same slice of `total`."""
         if total is None or part is None:
             return None
         starts = [self.spans.get(letter, (0,))[0] for letter in bias_letters(total.shape)]

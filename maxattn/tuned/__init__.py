@@ -1,7 +1,7 @@
-"""Sizes that were measured on a machine: `maxattn tune` writes them, `Target.here()` reads them.
+"""Kernel sizes measured on a machine: `maxattn tune` writes them, `Target.here()` reads them.
 
-A plan stays a pure function: the sizes reach it inside its `Target`. They stand in for what the
-config leaves unset, and change no result beyond rounding.
+A plan stays a pure function: the sizes are part of its `Target`. They replace sizes that the config
+leaves unset, and change no result beyond rounding.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Sizes = tuple[tuple[str, int | bool], ...]
 
 @dataclass(frozen=True)
 class Tuned:
-    """Hold the sizes that were fastest for one kernel and local call.
+    """The fastest measured sizes for one kernel and local call.
 
     Args:
-        kernel: its name.
+        kernel: name of the kernel.
         call: `key_of` the call that one device computes.
-        sizes: (key of the config, value).
-        milliseconds: what they took.
-        training: whether that is forward and backward; else forward alone.
-        source: the file that they are from.
-        estimated: whether that is a compiler's schedule's time, and nothing ran.
+        sizes: (key of the config, value) pairs.
+        milliseconds: time with these sizes.
+        training: whether the time is of forward and backward; otherwise of the forward alone.
+        source: the file of the measurement.
+        estimated: whether the time is estimated from a compiler's schedule, and nothing ran.
     """
 
     kernel: str
@@ -57,7 +57,7 @@ class Tuned:
 
 
 def in_ms(time: float) -> str:
-    """Write milliseconds with three digits, or whole above a second."""
+    """Write milliseconds with three digits, or as a whole number above a second."""
     return f"{time:.3g} ms" if time < 1000 else f"{time:,.0f} ms"
 
 
@@ -67,7 +67,7 @@ def key_of(call: Call) -> str:
 
 
 def versions_of(kernel: str, packages: Iterable[tuple[str, str]]) -> str:
-    """Return as text the versions that a measurement holds for."""
+    """Return as text the versions that a measurement is valid for."""
     needed = ("jax", "tokamax") if kernel == "tokamax_flash" else ("jax",)
     return ", ".join(f"{name} {version}" for name, version in packages if name in needed)
 
@@ -78,7 +78,7 @@ def versions_of(kernel: str, packages: Iterable[tuple[str, str]]) -> str:
 def tuned_config(
     config: AttentionConfig, kernel: str, local: Call, target: Target
 ) -> AttentionConfig:
-    """Return the config with the sizes of a kernel that were measured on the target, if any."""
+    """Return the config with a kernel's sizes measured on the target, if there are any."""
     tuned = tuned_for(config, kernel, local, target)
     return with_sizes(config, kernel, tuned.sizes) if tuned else config
 
@@ -86,7 +86,7 @@ def tuned_config(
 def tuned_note(
     config: AttentionConfig, kernel: str, local: Call, target: Target
 ) -> tuple[str, ...]:
-    """Return the note that a kernel's sizes were measured, if they were."""
+    """Return the plan's note on a kernel's measured sizes, if there are any."""
     tuned = tuned_for(config, kernel, local, target)
     if tuned is None:
         return ()
@@ -96,13 +96,13 @@ def tuned_note(
 
 
 def tuned_for(config: AttentionConfig, kernel: str, local: Call, target: Target) -> Tuned | None:
-    """Return the measured sizes of a kernel for a local call, where the config leaves them open.
+    """Return the measured sizes of a kernel for a local call, or None.
 
     Args:
-        config: a size that it sets is the user's, and then none is taken from the table.
-        kernel: its name.
+        config: if it sets one of the kernel's sizes, no measured size is used.
+        kernel: name of the kernel.
         local: the call that one device computes.
-        target: which has the table.
+        target: the target with the table of measurements.
     """
     table = target.tuned
     if not table or local.bias is not None or not leaves_open(config, kernel):
@@ -150,26 +150,26 @@ def cache_path() -> Path:
 
 
 def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[Tuned, ...]:
-    """Return the winners of a device kind and these versions; nothing where nothing was tuned.
+    """Return the fastest sizes for a device kind and these versions; none if not tuned.
 
-    What is damaged in the file is left out, and said once: a warning of the logger `maxattn`.
+    Damaged measurements are left out, with a warning of the logger `maxattn`, once.
     """
     state = cache_state()
     return () if state is None else _table(state, device_kind, packages)
 
 
 State = tuple[Path, int, int]
-"""A file with its time and size, which tell one state of it from the next."""
+"""A file with its time and size, which change with its contents."""
 
 
 def cache_state() -> State | None:
-    """Return the file of measurements as it is, or None where there is none to read."""
+    """Return the state of the file of measurements, or None if it cannot be read."""
     try:
         path = cache_path()
         stamp = path.stat()
-    except (OSError, ValueError):  # no file; ConfigError: no home to look in
+    except (OSError, ValueError):  # no file; ConfigError: no home folder
         return None
-    if not S_ISREG(stamp.st_mode):  # to read a pipe would wait for its writer
+    if not S_ISREG(stamp.st_mode):  # reading a pipe would wait for its writer
         return None
     return path, stamp.st_mtime_ns, stamp.st_size
 
@@ -183,7 +183,7 @@ def _table(
 
 @lru_cache(maxsize=8)
 def sound_in(state: State) -> list[dict[str, Any]]:
-    """Return the sound measurements of a file; say once what is wrong with the others."""
+    """Return the sound measurements of a file; log the damage of the others once."""
     measurements, damage = read_kept(state[0])
     if damage:
         remedy = f"delete it, or point {VARIABLE} to another folder"
@@ -201,8 +201,8 @@ def winners(
 ) -> tuple[Tuned, ...]:
     """Choose the fastest sizes of each kernel and call.
 
-    Forward and backward together count where they were timed, else the forward. Estimated times
-    count where nothing was measured.
+    Times of forward and backward together precede times of the forward; measured times precede
+    estimated ones.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for m in (m for m in measurements if is_of_sizes(m)):

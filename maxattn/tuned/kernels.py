@@ -1,8 +1,8 @@
-"""Kernels that were measured on a machine: `maxattn tune` writes their times, `Target.here()` reads
-them, and `attention: auto` takes the fastest.
+"""Kernel times measured on a machine: `maxattn tune` writes them, `Target.here()` reads them, and
+`attention: auto` chooses the fastest kernel.
 
-A plan stays a pure function: the times reach it inside its `Target`. They decide which kernel runs,
-and change no result beyond rounding.
+A plan stays a pure function: the times are part of its `Target`. They decide which kernel runs, and
+change no result beyond rounding.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 Rounds = tuple[tuple[str, tuple[float, ...]], ...]
 """(kernel, ms of each round): the kernels of one pass were timed in turns."""
-# Settings that change what a kernel does, beside those that its row lists.
+# Settings that change a kernel's work, besides the settings in the kernel's table row.
 SETTINGS = ("float32_qk_product", "split_head_dim")
-NOISE = 0.01  # a share of the time by which two kernels may differ and be as fast
-DECISIVE = 0.8  # the share of rounds in which a kernel must be faster to be so
+NOISE = 0.01  # kernels whose times differ by a smaller share are equally fast
+DECISIVE = 0.8  # share of rounds that a faster kernel must win
 
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Hold what was measured of the kernels of one local call.
+    """The measured times of the kernels for one local call.
 
     Args:
         call: `key_of_kernels` of the call that one device computes.
         settings: `settings_of` the config.
-        versions: (package, version) of what it was measured with.
-        forward, backward: of each kernel; empty where the pass was not measured.
+        versions: (package, version) pairs of the measurement.
+        forward, backward: times of each kernel; empty if the pass was not measured.
         failed: (kernel, why it did not run).
-        data: what the arrays of the mask held, as a user wrote it; "" for no arrays.
-        source: the file that they are from.
+        data: values of the mask's arrays, as the user wrote them; "" for no arrays.
+        source: the file of the measurement.
     """
 
     call: str
@@ -57,18 +57,18 @@ class CallTimes:
     source: str = ""
 
     def __hash__(self) -> int:
-        # Targets are hashed at every call of attention: times would take long.
+        # Targets are hashed at every call of attention: hashing times would take long.
         return hash((self.call, self.settings, self.data))
 
 
-# ---- what makes two calls the same ---------------------------------------------------------------
+# ---- which calls share measurements --------------------------------------------------------------
 
 
 def key_of_kernels(call: Call) -> str:
-    """Return the key of a local call, as far as times depend on it.
+    """Return a key of what a local call's times depend on.
 
-    The values of lengths and ids are known only where they run: those of one shape are one call.
-    The role and the scale cost no time.
+    Values of lengths and ids are known only at run time, so calls with equal shapes share a key.
+    Role and scale cost no time.
 
     >>> mask = ma.masks.KeyPadding(jnp.array([60, 512]))
     >>> q = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
@@ -78,7 +78,7 @@ def key_of_kernels(call: Call) -> str:
     """
     mask = _local_form(call)
     numbers = tuple(_numbers(mask))
-    # A long tuple of lengths is spelt by its first ones.
+    # Of a long tuple of lengths only the first ones are written.
     which = f" {crc32(repr(numbers).encode()):08x}" if "..." in str(mask) else ""
     text = str(mask).replace("int64[", "int[").replace("int32[", "int[")
     return f"{call.shape_text} {text}{which}"
@@ -87,7 +87,7 @@ def key_of_kernels(call: Call) -> str:
 def unmeasured_for(call: Call) -> str:
     """Return why kernels are not measured for a local call; "" if they are."""
     if call.bias is not None:
-        return "beside a bias kernels are not measured"
+        return "kernels are not measured with a bias"
     if call.sharded and not call.mask.is_full:
         mask = "which pairs a mask leaves to each device"
         return f"{mask} is known only where the sequence is split, so kernels are not measured"
@@ -95,7 +95,7 @@ def unmeasured_for(call: Call) -> str:
 
 
 def settings_of(config: AttentionConfig) -> str:
-    """Return as text the settings that differ from their default and change what a kernel does."""
+    """Return as text the settings that differ from their default and change a kernel's work."""
     keys = sorted({*TABLE.readers(), *SETTINGS} & config.changed)
     return ", ".join(f"{key} {getattr(config, key)}" for key in keys)
 
@@ -112,7 +112,7 @@ def _local_form(call: Call) -> Mask:
 
 
 def _numbers(mask: Mask) -> Iterator[tuple[int, ...]]:
-    """Yield the tuples of numbers that a mask and its parts hold."""
+    """Yield the tuples of numbers in a mask and its parts."""
     for part in mask.parts():
         yield from _numbers(part)
     values = (getattr(mask, f.name) for f in fields(mask))  # pyright: ignore[reportArgumentType]
@@ -130,7 +130,7 @@ def milliseconds_of(rounds: tuple[float, ...]) -> float:
 
 
 def is_as_fast(one: tuple[float, ...], fastest: tuple[float, ...]) -> bool:
-    """Check whether the rounds of two kernels leave open which is faster."""
+    """Check whether two kernels' rounds do not show which is faster."""
     if median(one) <= (1 + NOISE) * median(fastest):
         return True
     lost = sum(mine > its for mine, its in zip(one, fastest, strict=False))
@@ -141,7 +141,7 @@ def is_as_fast(one: tuple[float, ...], fastest: tuple[float, ...]) -> bool:
 
 
 def times_of(device_kind: str) -> tuple[CallTimes, ...]:
-    """Return what is kept of kernels on a device kind, the last measured last."""
+    """Return the kept kernel times of a device kind, the newest last."""
     state = cache_state()
     return () if state is None else _times(state, device_kind)
 
@@ -167,7 +167,7 @@ def _rounds(times: Mapping[str, list[float]]) -> Rounds:
 
 
 def versions_text(packages: tuple[tuple[str, str], ...]) -> str:
-    """Return as text the versions that kernels are measured with."""
+    """Return as text the versions that kernel times depend on."""
     return ", ".join(f"{name} {version}" for name, version in packages)
 
 

@@ -24,12 +24,12 @@ from maxattn.weights.names import Entry, variable_at
 log = logging.getLogger("maxattn")
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
-LISTED = 12  # names of one kind in an error
+LISTED = 12  # most names of one kind in an error
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The names that a load left out.
+    """Names that a load did not match.
 
     Args:
         missing: tensors that the module needs and the file lacks; their parameters did not change.
@@ -40,7 +40,7 @@ class Loaded:
     unexpected: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """List both kinds, one name per line."""
+        """List missing and unexpected names, one per line."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected}
         return [f"{kind}: {name}" for kind, names in kinds.items() for name in first_of(names)]
 
@@ -64,17 +64,17 @@ def folder(value: Any) -> Path:
 
 
 def prefix(value: Any) -> None:
-    """Refuse a prefix that is no text."""
+    """Refuse a prefix that is not a string."""
     if not isinstance(value, str):
         rule = "it must be the text with which the tensors' names begin"
         raise WeightsError("prefix", _kind(value), rule, 'write prefix="", or "transformer."')
 
 
 def mesh(value: Any) -> None:
-    """Refuse a mesh that is no mesh of devices."""
+    """Refuse a value that is no `jax.sharding.Mesh`."""
     if value is not None and not isinstance(value, jax.sharding.Mesh):
         rule = "it must be a jax.sharding.Mesh, whose devices get the parameters"
-        raise WeightsError("mesh", _kind(value), rule, "give config.make_mesh(), or None")
+        raise WeightsError("mesh", _kind(value), rule, "pass config.make_mesh(), or None")
 
 
 def shard_bytes(value: Any) -> int:
@@ -93,12 +93,12 @@ def _kind(value: Any) -> str:
 
 
 def tensors(value: Any) -> Mapping[str, Any]:
-    """Return tensors by name: those of a path, or a state dict as it is."""
+    """Return tensors by name, from a path or a state dict."""
     if isinstance(value, str | os.PathLike):
         return files.SafeTensors(Path(value))
     if not isinstance(value, Mapping):
         rule = "it must be a folder or file of safetensors, or a state dict of arrays by name"
-        raise WeightsError("tensors", _kind(value), rule, "give the path, or model.state_dict()")
+        raise WeightsError("tensors", _kind(value), rule, "pass the path, or model.state_dict()")
     for name in value:
         if not isinstance(name, str):
             rule = "the names of tensors must be text"
@@ -124,7 +124,7 @@ def arrays(names: Iterable[str], held: Mapping[str, Any]) -> None:
 
 
 def value_at(module: Any, entry: Entry) -> Any:
-    """Return the array of a parameter; refuse a parameter without numbers."""
+    """Return the array of a parameter; refuse a parameter without values."""
     value = variable_at(module, entry.path).get_value()
     if reason := _reason_without_numbers(value):
         rule = f"its parameters must have numbers, and this one {reason}"
@@ -134,7 +134,7 @@ def value_at(module: Any, entry: Entry) -> Any:
 
 
 def _reason_without_numbers(array: Any) -> str:
-    """Return why an array cannot be read, "" if it can."""
+    """Return why an array cannot be read, "" if it can be."""
     if isinstance(array, jax.ShapeDtypeStruct) or getattr(array, "is_meta", False):
         return "has only a shape"
     if is_tracer(array):
@@ -146,7 +146,7 @@ def _reason_without_numbers(array: Any) -> str:
 def names(
     wanted: tuple[Entry, ...], held: Mapping[str, Any], result: Loaded, strict: bool, prefix: str
 ) -> None:
-    """Refuse tensors of other shapes, and, if `strict`, missing or unexpected ones."""
+    """Refuse tensors of wrong shapes and, if `strict`, missing or unexpected tensors."""
     shapes = ((e, tuple(held[e.name].shape)) for e in wanted if e.name in held)
     wrong = [
         f"{e.name} is {got}, and the module has {e.shape}" for e, got in shapes if got != e.shape
@@ -163,7 +163,7 @@ def names(
 
 
 def _remedy(result: Loaded, prefix: str) -> str:
-    """Name the prefix with which the first missing name is there, if there is one."""
+    """Suggest the prefix with which the file has the first missing name, if there is one."""
     for name in result.missing[:1]:
         bare = name.removeprefix(prefix)
         for other in result.unexpected:
@@ -182,7 +182,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
-    """Refuse tensors of integers, of 8 bits and the like, which need scales."""
+    """Refuse tensors of quantised dtypes (integers, 8 bits), which need scales."""
     kinds = ((name, dtype_name(held[name].dtype)) for name in names)
     if wrong := [f"{name} is {dtype}" for name, dtype in kinds if dtype not in FLOATING]:
         head = f"each dtype must be one of {', '.join(FLOATING)}"
@@ -192,7 +192,7 @@ def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
 
 
 def rounded(entry: Entry, numbers: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return numbers in their parameter's dtype; refuse a finite one that would be infinite."""
+    """Cast numbers to their parameter's dtype; refuse a finite number that would overflow."""
     if numbers.dtype == dtype:
         return numbers
     is_floating = numbers.dtype.name in FLOATING
@@ -205,7 +205,7 @@ def rounded(entry: Entry, numbers: np.ndarray, dtype: Any) -> np.ndarray:
             wider = {"float16": "float32 or bfloat16", "float32": "float64"}.get(name, "float32")
             remedy = f"build the module with param_dtype {wider}"
             raise WeightsError("weights", entry.name, rule, remedy)
-    with np.errstate(over="ignore"):  # numbers that are infinite already
+    with np.errstate(over="ignore"):  # numbers that are already infinite
         return numbers.astype(dtype)
 
 

@@ -29,13 +29,13 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class SafeTensors(Mapping[str, "SafeTensor"]):
-    """The tensors of a safetensors file, or of a folder in diffusers' format, unread.
+    """The tensors of a safetensors file, or of a folder in diffusers' format, read on demand.
 
     Args:
         path: a .safetensors file, an .index.json, or a folder with one of them.
 
     Raises:
-        WeightsError: there is no such file, a file is missing or broken, or there are only pickles.
+        WeightsError: a file is missing or broken, or the folder has only pickles.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,7 +58,7 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
 
 
 class SafeTensor:
-    """A tensor of a file, read by slices."""
+    """A tensor of a file, read slice by slice."""
 
     def __init__(self, file: OpenFile, name: str) -> None:
         self._file, self._name = file, name
@@ -67,7 +67,7 @@ class SafeTensor:
         self.dtype: str = DTYPES.get(self._slice.get_dtype()) or self._slice.get_dtype()
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a slice, or the whole tensor for an empty index, if the file did not change."""
+        """Read a slice, or the whole tensor for an empty index; refuse a file that changed."""
         self._file.check()
         found = self._slice[index] if index else self._file.opened.get_tensor(self._name)
         self._file.check()
@@ -75,7 +75,7 @@ class SafeTensor:
 
 
 class OpenFile:
-    """An open file, refused once it was overwritten; a removed or replaced one is still read."""
+    """An open file; reading is refused once it is overwritten, but not if it is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.opened = path, _open(path)
@@ -97,7 +97,7 @@ class OpenFile:
 
 
 def read_slice(held: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Return a slice of a tensor of numpy, jax, safetensors or torch as numpy."""
+    """Return a slice of a numpy, jax, safetensors or torch tensor as a numpy array."""
     try:
         piece = held[name][index]
         if hasattr(piece, "detach"):
@@ -105,15 +105,15 @@ def read_slice(held: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> 
             import torch  # type: ignore[import-not-found]
 
             piece = piece.detach().cpu().contiguous()
-            if piece.dtype == torch.bfloat16:  # numpy lacks it, so copy its bits
+            if piece.dtype == torch.bfloat16:  # numpy lacks this dtype, so copy the bits
                 return piece.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         return np.asarray(piece)
     except (WeightsError, MemoryError):
         raise
-    except Exception as error:  # of the tensor's library
+    except Exception as error:  # any error of the tensor's library
         message = printable(f"{type(error).__name__}: {error}", 200)
         rule = f"its numbers must be readable, and reading them failed with {message}"
-        remedy = "give arrays with numbers, or fetch the files again"
+        remedy = "give readable arrays, or download the files again"
         raise WeightsError("tensors", name, rule, remedy) from error
 
 
@@ -144,7 +144,7 @@ def _entry_file(path: Path) -> Path:
 
 
 def _without_lone_shards(found: list[Path]) -> list[Path]:
-    """Leave out shards that an interrupted save left beside the single file that replaces them."""
+    """Leave out shards that an interrupted save left beside the single file replacing them."""
     shards = {f: shard["name"] for f in found if (shard := _SHARD.fullmatch(f.name))}
     names = {f.name for f in found}
     return [f for f in found if f not in shards or f"{shards[f]}.safetensors" not in names]
@@ -157,7 +157,7 @@ def _pickled(path: Path) -> WeightsError:
 
 
 def _places(path: Path) -> dict[str, OpenFile]:
-    """Return the open file of each tensor."""
+    """Return each tensor's open file, by the tensor's name."""
     if path.suffix != ".json":
         file = OpenFile(path)
         return dict.fromkeys(file.opened.keys(), file)
@@ -168,30 +168,30 @@ def _places(path: Path) -> dict[str, OpenFile]:
     held = {name: set(file.opened.keys()) for name, file in files.items()}
     if lost := sorted(tensor for tensor, name in index.items() if tensor not in held[name]):
         rule = f"every tensor must be in its file of {path.name}, and {len(lost)} are not"
-        raise WeightsError("weights", printable(lost[0], 400), rule, "fetch the folder again")
+        raise WeightsError("weights", printable(lost[0], 400), rule, "download the folder again")
     return {tensor: files[name] for tensor, name in index.items()}
 
 
 def _check_inside(index: Path, name: str) -> None:
-    """Refuse a name that leads out of the index's folder on any operating system."""
+    """Refuse a name that is outside of the index's folder on any operating system."""
     windows = PureWindowsPath(name)
     if windows.anchor or windows.drive or ".." in windows.parts or not windows.parts:
-        rule = "an index must name files of its own folder, and this one leads out of it"
-        remedy = "fetch the folder again, from a source that you trust"
+        rule = "an index must name files of its own folder, and this file is outside of it"
+        remedy = "download the folder again, from a source that you trust"
         raise WeightsError("weights", f"{index}: {printable(name)}", rule, remedy)
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read the file of each tensor from an index."""
+    """Read an index: the file of each tensor."""
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
         rule = f"an index must be complete JSON, and {error}"
-        raise WeightsError("weights", str(path), rule, "fetch it again") from error
+        raise WeightsError("weights", str(path), rule, "download it again") from error
     where = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         rule = 'an index must be {"weight_map": {tensor: file, ...}}'
-        remedy = "fetch it again, or name the .safetensors file itself"
+        remedy = "download it again, or name the .safetensors file itself"
         raise WeightsError("weights", str(path), rule, remedy)
     return where
 
@@ -202,7 +202,7 @@ def _open(path: Path) -> Any:
     shown = printable(str(path), 400)
     if not os.path.isfile(path):
         rule = "every file of the index must exist, and this one does not"
-        raise WeightsError("weights", shown, rule, "fetch it")
+        raise WeightsError("weights", shown, rule, "download it")
     try:
         return safe_open(path, framework="numpy")
     except OSError as error:
@@ -210,4 +210,4 @@ def _open(path: Path) -> Any:
         raise WeightsError("weights", shown, rule, "allow reading it") from error
     except SafetensorError as error:
         rule = f"a safetensors file must be complete ({printable(str(error), 400)})"
-        raise WeightsError("weights", shown, rule, "fetch it again") from error
+        raise WeightsError("weights", shown, rule, "download it again") from error

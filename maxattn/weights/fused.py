@@ -1,4 +1,4 @@
-"""Tensors that store the rows of several layers: split when read, joined when written.
+"""Tensors that store the rows of several layers: split when loaded, joined when saved.
 
 LoRA of several layers is joined as A = [A_1; A_2] and B = diag(B_1, B_2), which is exact:
 
@@ -23,7 +23,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows `start` to `stop` of a tensor, unread."""
+    """Rows `start` to `stop` of a tensor, read on demand."""
 
     tensor: Any
     start: int
@@ -46,7 +46,7 @@ class TensorRows:
 
 
 class Shown(Mapping[str, Any]):
-    """A state dict under other names, unread: the tensor of each name, and its rows or None."""
+    """A state dict under other names: for each name a tensor, and the rows of it or None."""
 
     def __init__(
         self, held: Mapping[str, Any], where: Mapping[str, tuple[str, slice | None]]
@@ -66,7 +66,7 @@ class Shown(Mapping[str, Any]):
 
 
 def unfused(held: Mapping[str, Any], wanted: Iterable[Entry]) -> Mapping[str, Any]:
-    """Show layers in the place of tensors that store several; refuse a copy that differs."""
+    """Replace fused tensors by their layers; refuse a separate copy of a layer that differs."""
     rows: dict[str, tuple[str, slice | None]] = {}
     wholes = set()
     for whole, parts in grouped((place, e) for e in wanted for place in e.fused).items():
@@ -87,7 +87,7 @@ def unfused(held: Mapping[str, Any], wanted: Iterable[Entry]) -> Mapping[str, An
 
 
 def _check_copy(held: Mapping[str, Any], name: str, whole: str, rows: slice) -> None:
-    """Refuse a layer that differs from its rows; diffusers keeps both when it fuses layers."""
+    """Refuse a layer that differs from its fused rows; diffusers' files may have both."""
     rest = (slice(None),) * (len(held[name].shape) - 1)
     own = read_slice(held, name, (slice(None), *rest))
     if own.tobytes() != read_slice(held, whole, (rows, *rest)).tobytes():
@@ -96,7 +96,7 @@ def _check_copy(held: Mapping[str, Any], name: str, whole: str, rows: slice) -> 
 
 
 def written(wanted: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """List the tensors to be written, each with its layers in the order of their rows."""
+    """List the tensors to save, each with its layers in the order of their rows."""
     return grouped(
         (next((p for p in entry.fused if p.written), FusedPlace(entry.name, 0, True)), entry)
         for entry in wanted
@@ -116,8 +116,8 @@ def fuse_lora(
 ) -> dict[str, np.ndarray]:
     """Join the LoRA weights of layers that diffusers stores in one tensor.
 
-    Other weights do not change. The joined rank, and the alpha that readers assume, is the sum of
-    the ranks.
+    Other weights do not change. The joined rank, which is also the default alpha, is the sum of the
+    ranks.
 
     Args:
         module: its classes name these layers in `diffusers_fused`.
@@ -148,7 +148,7 @@ def fuse_lora(
 
 
 def _diagonal(ups: list[np.ndarray | None], parts: list[Entry]) -> np.ndarray:
-    """Return the block-diagonal matrix of the layers' B; a layer without LoRA has no columns."""
+    """Return the block-diagonal matrix of the layers' B; layers without LoRA add no columns."""
     there = [up for up in ups if up is not None]
     rows, ranks = sum(entry.shape[0] for entry in parts), sum(up.shape[1] for up in there)
     found, row, column = np.zeros((rows, ranks), there[0].dtype), 0, 0

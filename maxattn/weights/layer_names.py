@@ -1,8 +1,8 @@
-"""Every name of a module's layers in files: diffusers', those of the model's own code, and both
-with underscores for dots, as kohya's sd-scripts write them.
+"""All names of a module's layers in files: diffusers' names, names of the model's own code, and
+both with underscores for dots, as kohya's sd-scripts write them.
 
-Programs that train with the original code put prefixes before names ("generator_ema.model." is for
-averaged parameters, "generator.model." for those of the last step), and FSDP a word inside of them.
+Programs that train with the original code put prefixes before names ("generator_ema.model." for
+averaged parameters, "generator.model." for the last step's), and FSDP inserts a word.
 
 Sources: Wan 2.1, https://github.com/Wan-Video/Wan2.1 (wan/modules/model.py), whose names ComfyUI,
 lightx2v, diffusion-pipe and musubi-tuner write; Stability's generative-models,
@@ -26,7 +26,7 @@ from maxattn.weights.names import Entry, entries, variable_at
 
 log = logging.getLogger("maxattn")
 
-# Averaged parameters first: they give better samples than those of the last step.
+# Averaged parameters first: they give better samples than the last step's.
 PREFIXES: Final = (
     "generator_ema.model.", "generator_ema.", "generator.model.", "generator.", "model.", "",
     "model.diffusion_model.", "diffusion_model.",
@@ -40,9 +40,9 @@ class ModuleNames:
 
     Args:
         entries: the parameters, by diffusers' names.
-        kernels: those of Linear and Conv layers, by the names of the layers.
+        kernels: kernels of Linear and Conv layers, by the layers' names.
         layers: diffusers' name of a layer, by each of its names.
-        fused: the kernels, in order, of a layer that diffusers stores as several.
+        fused: the kernels, in order, of a layer that diffusers stores as several layers.
     """
 
     entries: Mapping[str, Entry]
@@ -51,13 +51,13 @@ class ModuleNames:
     fused: Mapping[str, tuple[Entry, ...]]
 
     def parameter(self, layer: str, end: str) -> Entry | None:
-        """Return a parameter of a layer; a weight may have the layer's name alone."""
+        """Return a layer's parameter; a weight's name may be the layer's name alone."""
         found = self.entries.get(f"{layer}.{end}")
         return self.entries.get(layer) if found is None and end == "weight" else found
 
 
 def names_of(module: nnx.Module) -> ModuleNames:
-    """List the names of a module's parameters and layers; it may be without arrays."""
+    """List the names of parameters and layers of a module, with or without arrays."""
     every = {entry.name: entry for entry in entries(module)}
     kernels = {entry.owner: entry for entry in every.values() if _is_kernel(module, entry)}
     whole = grouped((place, entry) for entry in kernels.values() for place in entry.fused)
@@ -68,7 +68,7 @@ def names_of(module: nnx.Module) -> ModuleNames:
 
 
 def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
-    """Check for a weight [out, in] or [out, in, *window] of one group."""
+    """Check whether an entry is a weight [out, in] or [out, in, *window] of one group."""
     if entry.axes[-2:] != (1, 0) or not entry.name.endswith(".weight"):
         return False
     owner: Any = variable_at(module, entry.path[:-1])
@@ -92,9 +92,9 @@ def _all_names(layers: list[str]) -> dict[str, str]:
 def in_our_names(
     held: Mapping[str, Any], wanted: tuple[Entry, ...], prefix: str
 ) -> Mapping[str, Any]:
-    """Return tensors under diffusers' names if they have those of the model's own code.
+    """Rename tensors from the names of the model's own code to diffusers' names, if needed.
 
-    `prefix` is that of the wanted tensors in the file; "" tries `PREFIXES`. Two tensors of the same
+    `prefix` is the prefix of the wanted names in the file; "" tries `PREFIXES`. Two tensors of one
     name are refused.
     """
     clean = _without_fsdp(held)
@@ -116,11 +116,11 @@ def in_our_names(
 
 
 def _without_fsdp(held: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name of each tensor in the file, by its name without FSDP's word."""
+    """Map each tensor's name without FSDP's word to its name in the file."""
     clean: dict[str, str] = {}
     for name in held:
         if (other := clean.setdefault(name.replace(FSDP, ""), name)) != name:
-            rule = f"a parameter must occur once, and {other} is the same one without FSDP's word"
+            rule = f"a parameter must occur once, and {other} has the same name without FSDP's word"
             raise WeightsError("weights", name, rule, "remove one of them from the file")
     return clean
 
@@ -191,7 +191,7 @@ Part = tuple[str, str, int]  # block, kind and index: ("down_blocks.1", "resnets
 
 
 def wan(layers: Iterable[str]) -> dict[str, str]:
-    """Return Wan's names of the layers to which it gives other names, by diffusers' names."""
+    """Map diffusers' names of layers to Wan's names, if these differ."""
     named = {}
     for layer in layers:
         if found := _WAN.fullmatch(layer):
@@ -202,7 +202,7 @@ def wan(layers: Iterable[str]) -> dict[str, str]:
 
 
 def unet(layers: Iterable[str]) -> dict[str, str]:
-    """Return Stability's names of a UNet's layers, by diffusers' names; none of other models."""
+    """Map diffusers' names of a UNet's layers to Stability's names; {} for other models."""
     layers = tuple(layers)
     parts = {layer: found for layer in layers if (found := _UNET.fullmatch(layer))}
     held = {_part(found) for found in parts.values()}

@@ -32,20 +32,21 @@ def load_diffusers(
 ) -> Loaded:
     """Load weights in diffusers' names and layouts into a module, in place.
 
-    Each tensor is read slice by slice, straight onto the devices of its parameter, in the
-    parameter's dtype and sharding. All tensors are read before the module changes, so an error
-    changes nothing; until then the devices have the module's earlier arrays too.
+    Each tensor is read slice by slice onto the devices of its parameter, in the parameter's dtype
+    and sharding. All tensors are read before the module changes, so an error changes nothing; until
+    then the devices also have the module's earlier arrays.
 
     Args:
         module: any NNX module of Linear, Conv, norm and Embed layers, maxattn's included. It may be
             without arrays, from `nnx.eval_shape`, which saves a copy in host memory.
         tensors: a folder or file of safetensors, or a state dict of numpy, jax or torch arrays.
-            Wan's may have the names of its own code, also with the prefixes of Self-Forcing and
+            Tensors of Wan may have the names of Wan's code, also with prefixes of Self-Forcing and
             related projects, such as "generator_ema.model."; averaged parameters are preferred.
-        strict: refuse missing and unexpected tensors; False returns and logs them. Wrong shapes are
-            always refused.
-        prefix: of the module's tensors in the file, such as "transformer."; others are ignored.
-        mesh: the devices of parameters without arrays, by their axis names; default one device.
+        strict: True refuses missing and unexpected tensors; False returns and logs them. Wrong
+            shapes are always refused.
+        prefix: prefix of the module's tensors in the file, such as "transformer."; other tensors
+            are ignored.
+        mesh: device mesh for parameters without arrays; default one device.
 
     Raises:
         WeightsError: with the names of all missing, unexpected and misshapen tensors at once, or of
@@ -102,14 +103,14 @@ def check_diffusers(
 def _fitting(
     module: nnx.Module, tensors: Any, strict: bool, prefix: str
 ) -> tuple[Loaded, Mapping[str, Any], dict[Any, list[Entry]]]:
-    """Return the names that a load leaves out, tensors by our names, and those of each parameter.
+    """Return the unmatched names, the tensors by our names, and each parameter's tensors.
 
     Tensors that do not fit are refused.
     """
     checks.prefix(prefix)
     wanted = entries(module, prefix)
     held = unfused(in_our_names(checks.tensors(tensors), wanted, prefix), wanted)
-    # Some files have tensors that no version of the model reads.
+    # Some files have tensors that no version of the model uses.
     unread = frozenset(getattr(type(module), "diffusers_ignored", ()))
     found = {n for n in held if n.startswith(prefix) and unread.isdisjoint(n.split("."))}
     names = dict.fromkeys(entry.name for entry in wanted)
@@ -183,7 +184,7 @@ def save_diffusers(
 
 
 def _joined(module: nnx.Module, parts: list[Entry]) -> np.ndarray:
-    """Return the tensor of one layer, or of several layers one after the other."""
+    """Return the tensor of one layer, or of several fused layers in sequence."""
     read = [_read(module, entry) for entry in parts]
     return read[0] if len(read) == 1 else np.concatenate(read)
 
@@ -214,7 +215,7 @@ def _sharding(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
 def _slice(
     parts: list[Entry], held: Mapping[str, Any], dtype: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Return one device's part of a parameter."""
+    """Return one device's shard of a parameter."""
     if parts[0].layer is None:
         return _piece(parts[0], held, index, dtype)
     layers = range(len(parts))[index[0]]

@@ -44,7 +44,7 @@ def merge_lora(
     """Add LoRA weights to their kernels, in place; return the layers that changed.
 
     Args:
-        module: with the Linear and Conv layers that the names of `tensors` mean.
+        module: any NNX module with the Linear and Conv layers that `tensors` names.
         tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank,
             in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up);
             of a convolution `[rank, in, *window]` and `[out, rank, 1, ...]`. `<layer>.diff` and
@@ -57,10 +57,10 @@ def merge_lora(
             adapter_model.safetensors; a state dict has none. With their `use_rslora`, their alpha
             is divided by the root of the rank.
         scale: multiplies the change; -1 undoes a merge, up to rounding.
-        prefix: of the names in `tensors`, such as "transformer."; it also selects that part of the
-            metadata. Default the one that diffusers, peft, ComfyUI or kohya's programs write; the
-            log reports it if the file has other parts.
-        strict: refuse layers that the module does not have; False leaves them out and logs them.
+        prefix: prefix of the names in `tensors`, such as "transformer."; it also selects that part
+            of the metadata. Default the prefix that diffusers, peft, ComfyUI or kohya's programs
+            write, which is logged if the file has other parts.
+        strict: True refuses layers that the module lacks; False leaves them out and logs them.
 
     Raises:
         WeightsError: a name that is no layer of the module or no part of LoRA, several prefixes
@@ -143,7 +143,7 @@ class LoraChange(NamedTuple):
 
     @_BEYOND
     def at_most(self) -> float:
-        """Return a bound of the change's magnitudes, without the product."""
+        """Return an upper bound of the change's magnitudes without computing the product."""
         bound = abs(self.up) if self.down is None else abs(self.up) @ abs(self.down).max(axis=1)
         return abs(self.factor) * float(bound.max(initial=0.0))
 
@@ -151,7 +151,7 @@ class LoraChange(NamedTuple):
 def _read_lora(
     module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str | None, strict: bool
 ) -> tuple[tuple[str, ...], Iterator[tuple[Entry, LoraChange]]]:
-    """Check names, shapes and dtypes; return the layers, and the changes, read one at a time."""
+    """Check names, shapes and dtypes; return the layers, and the changes, read on demand."""
     known, held = names_of(module), checks.tensors(tensors)
     if prefix is None:
         prefix = lora_names.find_prefix(held, known)
@@ -237,7 +237,7 @@ def _checked_rank(layer: str, down: str, up: str, entry: Entry, held: Mapping[st
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Leave out trailing axes of 1, such as a window of one pixel."""
+    """Drop trailing axes of size 1, such as a window of one pixel."""
     while len(shape) > 2 and shape[-1] == 1:
         shape = shape[:-1]
     return shape
@@ -253,15 +253,15 @@ def _checked_alpha(name: str, held: Mapping[str, Any]) -> float:
         wrong, rule = str(alpha), "an alpha must be a finite number"
     else:
         return alpha
-    remedy = "leave it out if it equals the rank, or fetch the file again"
+    remedy = "leave it out if it equals the rank, or download the file again"
     raise WeightsError("LoRA", f"{name}: {wrong}", rule, remedy)
 
 
 def _finite(name: str, held: Mapping[str, Any]) -> np.ndarray:
-    """Return a tensor on the host in float32; refuse infinite numbers and NaN."""
+    """Return a tensor on the host in float32; refuse infinities and NaN."""
     found = _in_float32(name, held)
     if not np.isfinite(found).all():
-        remedy = "fetch the file again, or train at a lower learning rate"
+        remedy = "download the file again, or train at a lower learning rate"
         raise WeightsError("LoRA", name, "its numbers must be finite", remedy)
     return found
 
@@ -275,11 +275,11 @@ def _in_float32(name: str, held: Mapping[str, Any]) -> np.ndarray:
 
 
 def _check_sum(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
-    """Refuse a change that takes finite numbers of a parameter beyond its dtype."""
+    """Refuse a change with which finite numbers of a parameter would overflow its dtype."""
     old = jnp.asarray(checks.value_at(module, entry))
     old = old if entry.layer is None else old[entry.layer]
     most, finite = float(jnp.finfo(old.dtype).max), jnp.isfinite(old)
-    # Most changes are far from the limit; a bound saves their product, which is most of the work.
+    # Most changes are far from the limit: the bound avoids their product, most of the work.
     if float(jnp.abs(jnp.where(finite, old, 0)).max()) + change.at_most() < most / 2:
         return
     if not bool((jnp.isfinite(_sum(old, entry, change)) | ~finite).all()):

@@ -21,7 +21,7 @@ log = logging.getLogger("maxattn")
 
 DOWN: Final = ("lora_A", "lora.down", "lora_down")
 UP: Final = ("lora_B", "lora.up", "lora_up")
-DIFFERENCES: Final = {"diff": "weight", "diff_b": "bias"}  # and their parameters
+DIFFERENCES: Final = {"diff": "weight", "diff_b": "bias"}  # by kind, the changed parameter
 _MATRIX = "|".join(map(re.escape, (*DOWN, *UP)))
 _NAME = re.compile(
     rf"(?P<layer>.+)\.(?:(?P<matrix>{_MATRIX})(?:\.default)?\.weight|(?P<other>alpha|diff|diff_b))"
@@ -41,11 +41,11 @@ PREFIXES: Final = (
     "base_model.model.transformer.", "base_model.model.unet.", "base_model.model.diffusion_model.",
     "lora_unet_", "lora_transformer_", "lycoris_",
 )  # fmt: skip
-# Ends of the names of tensors with a row for each output channel.
+# Ends of names of tensors with a row for each output channel.
 BY_ROW: Final = (".lora_B", ".lora.up", ".lora_up", ".diff", ".diff_b")
-LONGEST: Final = 1000  # characters of a name in which prefixes are searched
-TEXT: Final = ("text_encoder", "lora_te", "text_model", "conditioner.")  # of text encoders
-# Parts of names from other code than diffusers'.
+LONGEST: Final = 1000  # most characters of a name in which prefixes are searched
+TEXT: Final = ("text_encoder", "lora_te", "text_model", "conditioner.")  # prefixes of text encoders
+# Parts of names that code other than diffusers' writes.
 _FOREIGN = re.compile(
     r"diffusion_model\.|lora_unet_|lora_transformer_|lycoris_|(self|cross|img|txt)_attn|qkv"
     r"|(double|single|joint|input|output|middle)_blocks?\b|\.attention\.|processor"
@@ -54,7 +54,7 @@ _CONVERT = "load it in diffusers (load_lora_weights) and save it with save_lora_
 
 
 class LoraLayer(NamedTuple):
-    """A layer's name in the file; its tensors by kind: "down", "up", "alpha", "diff", "diff_b"."""
+    """A layer's name in the file, and its tensors: "down", "up", "alpha", "diff", "diff_b"."""
 
     written: str
     tensors: dict[str, str]
@@ -63,7 +63,7 @@ class LoraLayer(NamedTuple):
 def layers_of(
     names: Iterable[str], prefix: str, module: ModuleNames
 ) -> tuple[dict[str, LoraLayer], list[str]]:
-    """Group tensors by the module's layers; list the file's names of layers that it lacks.
+    """Group tensors by the module's layers; list names of layers that the module lacks.
 
     Raises:
         WeightsError: a name is not LoRA's, a pair is incomplete, or a matrix occurs twice.
@@ -92,7 +92,7 @@ def layers_of(
 
 
 def layer_of(name: str) -> str | None:
-    """Return the layer's part of a tensor's name, None if the name is not LoRA's."""
+    """Return the layer's part of a tensor's name, None if it is no name of LoRA."""
     found = _NAME.fullmatch(name)
     return found["layer"] if found else None
 
@@ -123,7 +123,7 @@ def _check_halves(layer: str, tensors: Mapping[str, str]) -> None:
     half = {"down", "up"} - tensors.keys()
     if len(half) == 1:
         rule = f"each layer must have two matrices, and the {half.pop()} one is missing"
-        raise WeightsError("LoRA", layer, rule, "fetch the file again")
+        raise WeightsError("LoRA", layer, rule, "download the file again")
     if "alpha" in tensors and half:
         rule = "an alpha needs two matrices, and there are none"
         raise WeightsError("LoRA", tensors["alpha"], rule, "remove it")
@@ -138,7 +138,7 @@ def _check_halves(layer: str, tensors: Mapping[str, str]) -> None:
 def split_lora(
     held: Mapping[str, Any], prefix: str, module: ModuleNames
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """Show layers in the place of tensors that store several; return their names in the file.
+    """Replace fused tensors by their layers; return the layers' names in the file.
 
     W' = [W_1; W_2] + B A  is  W_1' = W_1 + B_1 A,  W_2' = W_2 + B_2 A
     """
@@ -194,7 +194,7 @@ def find_prefix(held: Mapping[str, Any], module: ModuleNames) -> str:
 
 
 def log_part(prefix: str, held: Mapping[str, Any]) -> None:
-    """Log which part of a file is merged if the file has others."""
+    """Log which part of a file is merged, if the file has other parts."""
     if others := [name for name in held if not name.startswith(prefix)]:
         message = 'LoRA: merging the %d of %d tensors behind "%s", not other parts, such as %s'
         log.warning(message, len(held) - len(others), len(held), prefix, others[0])
@@ -205,7 +205,7 @@ def remedy(
 ) -> str:
     """Return the remedy for a file with `unknown` layers, which the module lacks.
 
-    If there are `few`, that is known ones too, or only one, then a name may be misspelt.
+    If `few` (some layers are known, or only one is unknown), a name may be misspelt.
     """
     layer = next((layer for layer in unknown if not layer.startswith(TEXT)), None)
     if layer is None:
@@ -223,11 +223,11 @@ def remedy(
     if _FOREIGN.search(prefix + layer):
         return _CONVERT
     if not few:
-        return f"{OTHER_MODEL}; the given ones have none of its layers, behind any prefix"
+        return f"{OTHER_MODEL}; the given ones have none of its layers, with any prefix"
     last = {name.rpartition(".")[2] for name in module.kernels}
     is_close = did_you_mean(layer.rpartition(".")[2], last)
     close = did_you_mean(layer, module.kernels) if is_close else ""
-    return close or "pass prefix= if all names begin alike, or give the module of these layers"
+    return close or "pass prefix= if all names begin alike, or the module that has these layers"
 
 
 def _ends(layer: str) -> list[int]:

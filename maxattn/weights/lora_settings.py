@@ -23,7 +23,7 @@ from maxattn.errors import WeightsError
 from maxattn.weights.files import SafeTensors
 
 HEADER, CONFIG, PEFT_FILE = "lora_adapter_metadata", "adapter_config.json", "adapter_model"
-MOST_BYTES = 4 * 2**20  # of metadata, which name at most some thousand layers
+MOST_BYTES = 4 * 2**20  # most bytes of metadata, which name at most some thousand layers
 MOST_PATTERNS = 10_000
 # Literal names and `.*` only: Python's `re` may not end on an expression from an untrusted file.
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*|\\?\.)+\$?")
@@ -35,14 +35,14 @@ _MERGE = "merge it with peft, and load the merged model"
 
 @dataclass(frozen=True)
 class Strength:
-    """The alphas of layers, by pattern and for the others; None is the rank, rsLoRA is `rooted`."""
+    """The alphas of layers, by pattern and default; None means the rank; `rooted` is for rsLoRA."""
 
     alpha: float | None = None
     patterns: tuple[tuple[str, float], ...] = ()
     rooted: bool = False
 
     def of(self, layer: str, rank: int) -> float:
-        """Return the factor of one layer."""
+        """Return the factor alpha / rank (or / sqrt(rank)) of a layer."""
         alpha = next((a for key, a in self.patterns if names_layer(key, layer)), self.alpha)
         if alpha is None:
             return 1.0
@@ -86,16 +86,16 @@ def read_strength(held: Mapping[str, Any], prefix: str) -> Strength:
 
 
 def _metadata(held: SafeTensors) -> tuple[str, dict[str, Any]]:
-    """Return the place and the values of the metadata, ("", {}) if there are none.
+    """Return the source and the values of the metadata, ("", {}) if there are none.
 
-    A header has precedence over a file beside it, which may be older. peft's settings are for all
-    tensors of a folder, or for a file with peft's name.
+    A header precedes a file beside it, which may be older. peft's settings apply to all tensors of
+    a folder, or to a file with peft's name.
     """
     texts = {header[HEADER] for header in held.headers() if HEADER in header}
     if len(texts) > 1:
         rule = f"the files of one LoRA must have the same {HEADER}"
         found = f"{held.path}: {len(texts)} sets of metadata"
-        raise WeightsError("LoRA", found, rule, "fetch the folder again")
+        raise WeightsError("LoRA", found, rule, "download the folder again")
     path = held.path
     config = (path if path.is_dir() else path.parent) / CONFIG
     if texts:
@@ -137,14 +137,14 @@ def _part(where: str, values: dict[str, Any], prefix: str) -> _Settings:
 
 @dataclass(frozen=True)
 class _Settings:
-    """peft's settings of one part of a pipeline, whose names begin with `part` in `where`."""
+    """peft's settings, from `where`, of one part of a pipeline; their names begin with `part`."""
 
     where: str
     part: str
     values: Mapping[str, Any]
 
     def check_method(self) -> None:
-        """Refuse a method that does more than adding `B A` to the unchanged kernels."""
+        """Refuse a method that does more than add `B A` to unchanged kernels."""
         if (method := self.values.get("peft_type")) not in (None, "LORA"):
             rule = "the method must be LORA; other methods are no product of two matrices"
             raise self._wrong("peft_type", method, rule, _MERGE)

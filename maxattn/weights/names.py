@@ -6,10 +6,10 @@ class lists in `diffusers_names`. More attributes of a class describe its files:
 
     diffusers_stacked   layers that the module stacks along a leading axis (`nnx.scan`, `nnx.vmap`);
                         diffusers numbers them, as it does those of an `nnx.List`
-    diffusers_fused     tensors that store the rows of several layers, one after the other, with
-                        the names of these layers; they are read and written so
-    diffusers_may_fuse  the same, for tensors that are read so but written by layers
-    diffusers_ignored   tensors of its files that no version of the model reads
+    diffusers_fused     tensors that store the rows of several layers in sequence, with the names of
+                        these layers; loaded and saved in this form
+    diffusers_may_fuse  the same for loading; saved as separate layers
+    diffusers_ignored   tensors of the model's files that no version of the model uses
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 class FusedPlace(NamedTuple):
-    """A layer's place in a tensor of several, which is read and perhaps written too."""
+    """A layer's place in a fused tensor, and whether that tensor is saved too."""
 
     name: str
     index: int
@@ -35,15 +35,15 @@ class FusedPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of diffusers, and the module's parameter (or the layer of a stacked one).
+    """A tensor of diffusers, and the module's parameter (or a layer of a stacked parameter).
 
     Args:
-        name: in diffusers.
-        path: of the parameter in the module.
-        shape: of the tensor in diffusers.
+        name: the tensor's name in diffusers.
+        path: the parameter's path in the module.
+        shape: the tensor's shape in diffusers.
         axes: axis i of the parameter (of one layer) is axis axes[i] of the tensor.
         layer: the index in a stacked parameter, or None.
-        fused: the tensors of several layers that may store this one.
+        fused: the fused tensors that may contain this one.
     """
 
     name: str
@@ -93,7 +93,7 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
     while len(rest) > 1:
         owners.append((len(names), type(owner)))
         taken, name = _step(owner, rest)
-        # Layers of that name are one stacked module, unless they are a list, which has indices.
+        # Layers of that name are a stacked module, unless they are a list with indices.
         is_list = isinstance(getattr(owner, str(rest[0]), None), nnx.List)
         if name in getattr(type(owner), "diffusers_stacked", ()) and not is_list:
             stacked = len(names)
@@ -114,7 +114,7 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
 def _places(
     owners: list[tuple[int, type]], names: list[str], full: list[str], prefix: str
 ) -> Iterator[FusedPlace]:
-    """List the tensors of several layers that store this one, by the classes on its path."""
+    """List the fused tensors that may contain this one, by the classes on its path."""
     for depth, kind in owners:
         layer = ".".join(names[depth:])
         begin = full[: len(full) - 1 - len(names[depth:])]
@@ -127,7 +127,7 @@ def _places(
 
 
 def _step(owner: Any, rest: list[Any]) -> tuple[int, str]:
-    """Return one name of diffusers, and how many parts of the path it covers."""
+    """Return diffusers' name for the next parts of a path, and the number of parts."""
     renamed: Mapping[str, str] = getattr(type(owner), "diffusers_names", {})
     for taken in range(len(rest) - 1, 0, -1):
         if (name := renamed.get(".".join(map(str, rest[:taken])))) is not None:

@@ -1,4 +1,4 @@
-"""Saves tensors as safetensors; a reader meanwhile gets all of an earlier save or all of this one.
+"""Saves tensors as safetensors; a concurrent reader gets either all of the old save or all new.
 
 Readers follow the index if there is one, so a save takes effect by one rename: of the index, or of
 the single file if there is none. A file that an index names is not overwritten before the index is.
@@ -26,7 +26,7 @@ from maxattn.config.errors import printable
 from maxattn.errors import WeightsError
 from maxattn.weights.files import INDEX, NAMES, read_index
 
-SHARD_BYTES = 5 * 2**30  # a larger tensor has a file of its own
+SHARD_BYTES = 5 * 2**30  # a larger tensor gets a separate file
 # Two, because an interrupted save may have left an index that names files of one of them.
 ENDINGS = (".partial", ".partial2")
 METADATA = {"format": "pt"}  # diffusers refuses files without it
@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the size of the tensor."""
+        """Return the size of the tensor in bytes."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -55,8 +55,8 @@ def save_tensors(
     """Write tensors as one file of safetensors, or as several and their index, as diffusers does.
 
     Args:
-        forms: the form of each tensor, by name; their bytes decide the number of files.
-        read: returns one tensor; only one at a time is in memory.
+        forms: the form of each tensor, by name; their sizes decide the number of files.
+        read: returns one tensor by name; only one at a time is in memory.
         folder, shard_bytes: as for `save_diffusers`.
         name: the beginning of the files' names.
 
@@ -122,7 +122,7 @@ def _refuse_another_index(folder: Path, name: str) -> None:
 
 
 def _named_by(index: Path) -> set[str]:
-    """List the files that an index names; a missing or broken one names none."""
+    """List the files that an index names; none for a missing or broken index."""
     try:
         return set(read_index(index).values())
     except WeightsError as error:
@@ -136,7 +136,7 @@ def _write_beside(
 ) -> None:
     try:
         for file, forms in named.items():
-            # Not into an existing file: it may be a link to a file that an index names.
+            # Do not write into an existing file: it may be a link to a file that an index names.
             (folder / f"{file}{ending}").unlink(missing_ok=True)
             write(folder / f"{file}{ending}", forms, read)
     except BaseException:
@@ -178,7 +178,7 @@ def _put_index(path: Path, index: Mapping[str, Any]) -> None:
 
 
 def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
-    """Remove the other files of a save with that name, the index first."""
+    """Remove the other files of earlier saves with that name, the index first."""
     ours = re.compile(
         rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?(\.partial2?)?"
     )

@@ -279,7 +279,7 @@ def test_an_index_names_no_file_outside_of_its_folder(tmp_path):
     for name in OUTSIDE:
         path = indexed(tmp_path, dict.fromkeys(numbers(), name))
         error = refused(path.parent)
-        assert str(refused(path)) == str(error) and "leads out of it" in error.rule, name
+        assert str(refused(path)) == str(error) and "outside of it" in error.rule, name
     check_golden("weights/index_outside", str(error).replace(str(tmp_path), "FOLDER"))
 
 

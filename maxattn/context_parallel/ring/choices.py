@@ -1,7 +1,7 @@
-"""What a ring chooses by its timeline: zig-zag or contiguous order, one way or both ways at once.
+"""A ring's choices by its timeline: zig-zag or contiguous order, one direction or both at once.
 
-Zig-zag gives all ranks the same work, and its permutes take time. Both ways, K and V of the first
-half of the heads go to the next rank and those of the second half to the previous rank: each link
+Zig-zag gives all ranks the same work, but its permutes take time. In both directions, K and V of
+the first half of the heads go to the next rank, of the second half to the previous rank: each link
 carries half of a hop's bytes in either direction, in twice as many transfers.
 """
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from maxattn.context_parallel.ring.ring import Ring
 
 R = TypeVar("R", bound="Ring")
-EVEN = 1.05  # most work of a device, over the mean, at which the plan does not mention zig-zag
+EVEN = 1.05  # ratio of the most work to the mean up to which the plan does not mention zig-zag
 KEY = "ring_direction"
-LEAST = 3  # ranks, from which a rank has two neighbours
+LEAST = 3  # fewest ranks at which a rank has two neighbours
 
 
 def choose(ring: R, call: Call, config: AttentionConfig, target: Target) -> R:
-    """Return the ring whose step ends first, with the reasons, for a call that is not yet padded.
+    """Return the ring with the shortest step, and the reasons, for an unpadded call.
 
-    It is refused if `ring_direction` asks for both ways and they cannot run. The given ring is in
-    contiguous order, one way.
+    The ring is refused if `ring_direction` requires both directions and they cannot run. `ring` is
+    in contiguous order and in one direction.
     """
     setting, rule = getattr(config, KEY), _rule_against_both(ring, call, target)
     if setting == "both_ways" and rule:
@@ -72,9 +72,9 @@ def choose(ring: R, call: Call, config: AttentionConfig, target: Target) -> R:
 def _one_way_or_both(
     ring: R, one: Timeline, call: Call, config: AttentionConfig, target: Target, rule: str
 ) -> tuple[R, Timeline]:
-    """Return the ring in the directions in which a step ends first, why, and its timeline."""
+    """Choose one direction or both by the shorter step; return ring, reason and timeline."""
     if len(one.forward.compute) < ring.ring_size:
-        return ring, one  # it skips ranks: the other way round, other hops would be made
+        return ring, one  # it skips ranks: in the other direction, other hops would be made
     both = replace(ring, schedule=TorusSchedule(both_ways=True))
     two = timeline_of(both, call, target, config)
     forward, backward = one.forward, one.backward
@@ -94,7 +94,7 @@ def _one_way_or_both(
 
 
 def _rule_against_both(ring: Ring, call: Call, target: Target) -> str:
-    """Return the rule that a ring in both directions breaks, or ""."""
+    """Return the rule that a ring in both directions would break, or ""."""
     n, both = ring.ring_size, f"{KEY}=both_ways"
     if target.platform == "gpu":
         return f"{both} is for links between neighbours, and each GPU reaches all others directly"
@@ -104,7 +104,7 @@ def _rule_against_both(ring: Ring, call: Call, target: Target) -> str:
         return f"{both} divides the heads in halves, and a bias is added to all at once"
     if any("N" in letters for letters in jax.tree.leaves(call.mask.leaf_axes())):
         return f"{both} divides the heads in halves, and the mask has a table for each head"
-    # Each half is a whole number of key heads, and of heads for each core of a device.
+    # Each half must have whole key heads, and equally many heads for each core of a device.
     core, hop = target.device.core, ring.kernel_call(ring.rank_call(ring.padded_call(call)))
     unit = 2 * (core.cores if core else 1)
     if hop.heads % unit:

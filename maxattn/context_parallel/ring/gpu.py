@@ -1,10 +1,10 @@
 """The schedule of a ring among GPUs: every device reaches every other at full rate.
 
-XLA keeps one collective in flight on a GPU: a second one beside the same kernel is waited for. So K
-and V travel as one array. The gradients of a hop's keys go straight home, in the dtype of K, while
-the next hop is computed, and are summed there in float32. Partial results stay as the kernel wrote
-them until they are merged or summed in one pass. If every query sees every key, each transfer of
-the backward has a kernel beside it: `gpu_full_mask.py`.
+XLA keeps one collective in flight on a GPU: a second one beside the same kernel would be exposed.
+So K and V travel as one array. Gradients of a hop's keys travel straight to the keys' owner, in
+the dtype of K, while the next hop is computed; the owner sums them in float32. Partial results
+stay as the kernel wrote them until one pass merges or sums them. If every query sees every key,
+`gpu_full_mask.py` puts a kernel beside each transfer of the backward.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ COPY_ENGINES = (
 
 @dataclass(frozen=True)
 class GpuSchedule:
-    """Send K and V as one array, and their gradients straight home.
+    """Send K and V as one array, and their gradients straight to the keys' owner.
 
     Args:
-        copy_engine_flag_set: whether XLA's flags set how blocks move between GPUs, or these GPUs
-            have no such flag; `explain` then prints no note about it.
+        copy_engine_flag_set: whether XLA's flags set how blocks move between GPUs, or the flag does
+            not apply to these GPUs; `explain` then prints no note about the flag.
     """
 
     copy_engine_flag_set: bool = False
@@ -56,7 +56,7 @@ class GpuSchedule:
 
     @classmethod
     def build(cls, target: Target) -> Self:
-        """Read XLA's flags of a target; AMD's GPUs run no NCCL, which the flag is about."""
+        """Read XLA's flags of a target; the flag is for NCCL, which AMD's GPUs do not run."""
         is_set = MODE in dict(target.env).get("XLA_FLAGS", "")
         return cls(is_set or target.device.vendor == "AMD")
 
@@ -70,20 +70,20 @@ class GpuSchedule:
         return () if self.copy_engine_flag_set else (COPY_ENGINES,)
 
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """List the hops, in which K and V are equally wide; gradients of local keys stay."""
+        """List the hops; K and V have equal widths there, and gradients of local keys stay."""
         widest = max(hop.head_dim, hop.value_dim)
         block = 2 * hop.batch * hop.kv_len * hop.kv_heads * widest * itemsize(hop.dtype)
         return hop_collectives(sends, block, (sends, block), arrays=1)
 
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
-        """Return what `hops` hops send and keep; gradients travel in the dtype of K.
+        """Return the traffic and memory of `hops` hops; gradients travel in the dtype of K.
 
-        If every query sees every key, memory has three blocks of K and V (local, here, coming)
-        and the gradients that are local, being made, leaving and arrived.
+        If every query sees every key, memory has three blocks of K and V (local, current, next)
+        and four of gradients (local, current, sent, received).
 
         Each part of out, dk and dv is read once and each sum is written; K and V are packed,
-        forward and backward. Unless dQ is one running sum, so is dq, and dK and dV of each hop are
-        packed.
+        forward and backward. Unless dQ is a running sum, parts of dq are read and summed too, and
+        dK and dV of each hop are packed.
         """
         q, kv, item, _ = share
         dense = hop.mask.is_full and hop.bias is None
@@ -103,7 +103,7 @@ class GpuSchedule:
     # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
-        # Packed as for the backward: a program with both passes packs once.
+        # Packed in the same way as in the backward: a program with both passes packs once.
         queries = ring_pass.order.to_zigzag(inputs.q, 1)
         packed, dims = _packed(ring_pass.keys(inputs)), (inputs.k.shape[3], inputs.v.shape[3])
         parts: list[list[Result]] = [[] for _ in ring_pass.chunks]
@@ -132,7 +132,7 @@ class GpuSchedule:
         dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
         dbias: list[Bias] = jax.tree.map(partial(jnp.zeros_like, dtype="float32"), ring_pass.biases)
         home: list[Packed] = []  # gradients of the local keys
-        leaving: tuple[int, Packed] | None = None  # the last hop, and gradients of its keys
+        leaving: tuple[int, Packed] | None = None  # the last hop, and the gradients of its keys
         for hop in ring_pass.hops:
 
             def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Grads:
@@ -161,7 +161,7 @@ class GpuSchedule:
 
 
 def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packed) -> Packed:
-    """Sum over chunks of queries, and round to the dtype of K."""
+    """Sum the gradients of K and V over query chunks, and round them to the dtype of K."""
     sums = [
         widened(total([g[p] for (_, j), g in found.items() if j == chunk], like[0]), like.shape[4])
         for chunk in ring_pass.chunks for p in (1, 2)

@@ -1,8 +1,8 @@
-"""The backward of a ring among GPUs where every query sees every key.
+"""The backward of a ring among GPUs if every query sees every key.
 
 Each transfer has a kernel beside it. The local keys, if there are two or more, are computed in two
 halves: one beside the first transfer, one beside the last. Another rank's keys are computed in two
-halves if both the next keys and the last gradients travel beside them:
+halves if both the next keys and the previous gradients travel meanwhile:
 
     computes   local, first half   hop 1           hop 2, first    hop 2, second    ...
     travels    keys of hop 1       keys of hop 2   keys of hop 3   dK,dV of hop 1   ...
@@ -22,10 +22,10 @@ from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, added, middle_key,
 
 
 class Step(NamedTuple):
-    """What is computed, and what travels beside it.
+    """One kernel of the backward, and the transfer beside it.
 
     Args:
-        hop: how many ranks before this one the keys are from.
+        hop: how many ranks before this one the keys' owner is.
         key_range: the range of keys that is computed.
         fetches: whether the keys of the next hop travel.
         returns: whether the gradients of the previous hop's keys travel.
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 def steps(ring_size: int, middle: int) -> Iterator[Step]:
-    """List the steps of a backward; a block of two launches is cut at key `middle`, if not 0."""
+    """List the steps of a backward; blocks with two launches are cut at key `middle`, if not 0."""
     last, halves = ring_size - 1, middle > 0
     first, second = KeyRange(0, middle), KeyRange(middle)
     yield Step(0, first if last and halves else WHOLE, fetches=last > 0)
@@ -53,10 +53,10 @@ def steps(ring_size: int, middle: int) -> Iterator[Step]:
 
 
 def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-    """Return this device's gradients in a dense pass, those of K and V summed over the ring."""
+    """Return this device's gradients in a dense pass; dK and dV are summed over the ring."""
     n, dims = ring_pass.ring_size, (inputs.k.shape[3], inputs.v.shape[3])
     accumulator = kernel.accumulator(Inputs(inputs.q, inputs.k, inputs.v), rows)
-    # By hop: the keys that are here, and their gradients.
+    # By hop: the keys on this device, and their gradients.
     keys: dict[int, Packed] = {0: pack(inputs.k, inputs.v)}
     grads: dict[int, Packed] = {}
     home: list[Packed] = []  # gradients of local keys that other ranks sent
@@ -65,8 +65,7 @@ def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) ->
         before = (hop - 1) % n  # at the end, the last
         arriving = ring_pass.send_to_owner(before, grads.pop(before)) if returns else None
         grads[hop] = accumulator.add(keys[hop], key_range, grads.get(hop))
-        # What the next step sends or computes with is there only now: this step's kernel covers the
-        # transfers.
+        # The next step's operands depend on this step's kernel, so that it covers the transfers.
         ours = keys, grads, home, accumulator.state
         (coming, arriving), ours = tie_transfer_to_kernel((coming, arriving), ours)
         keys, grads, home, accumulator.state = ours
@@ -77,7 +76,7 @@ def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) ->
         if arriving is not None:
             home = added(home, arriving)
     local = grads.pop(0)
-    for hop, late in grads.items():  # of keys that are not halved: exposed
+    for hop, late in grads.items():  # gradients of keys that are not halved: exposed
         home = added(home, ring_pass.send_to_owner(hop, late))
     parts = local, *home
     dk, dv = (total([x[i] for x in parts], local[i]).astype(local.dtype) for i in (0, 1))

@@ -1,7 +1,7 @@
 """The heads in two halves: a ring computes its local keys for one half first, for the other last.
 
-So the first transfer has a kernel beside it, and so has the last one, which brings the gradients of
-the local keys home.
+So the first transfer has a kernel beside it, and so does the last one, which returns the gradients
+of the local keys.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from maxattn.masks import Mask
 
 
 class Heads(NamedTuple):
-    """The `part`-th of `parts` equal parts of the heads."""
+    """One of `parts` equal parts of the heads: number `part`."""
 
     part: int = 0
     parts: int = 1
 
     def of(self, x: Array, axis: int) -> Array:
-        """Slice them out of an array."""
+        """Slice these heads out of an array."""
         n = x.shape[axis] // self.parts
         return jax.lax.slice_in_dim(x, self.part * n, (self.part + 1) * n, axis=axis)
 
@@ -33,23 +33,23 @@ ALL, FIRST, SECOND = Heads(), Heads(0, 2), Heads(1, 2)
 
 
 def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
-    """Return whether a device's local keys are computed by halves of the heads.
+    """Return whether a device's local keys can be computed by halves of the heads.
 
-    Each half is an even number of heads, since a TPU's two cores share them, and both read one mask
-    and no bias.
+    Each half needs an even number of heads, which a TPU's two cores share; both halves need one
+    mask and no bias.
     """
     has_head_axis = any("N" in letters for letters in jax.tree.leaves(mask.leaf_axes()))
     return heads % 4 == 0 and kv_heads % 2 == 0 and not has_head_axis and not biased
 
 
 def operands(heads: Heads, inputs: Inputs) -> Inputs:
-    """Return the operands of some heads, without a bias."""
+    """Slice the operands of the given heads; there is no bias."""
     q, k, v = (heads.of(x, 2) for x in (inputs.q, inputs.k, inputs.v))  # [B, T, N, H]
     return inputs.replace(q=q, k=k, v=v, bias=None)
 
 
 def of_rows(heads: Heads, rows: Rows) -> Rows:
-    """Return what a backward reads of each query for some heads."""
+    """Slice the backward's `Rows` of the given heads."""
     out, dout = (heads.of(x, 2) for x in (rows.out, rows.dout))  # [B, T, N, H]
     return Rows(out, heads.of(rows.lse, 1), dout, heads.of(rows.dlse, 1))  # [B, N, T]
 
@@ -59,7 +59,7 @@ def joined(parts: Sequence[Array], axis: int) -> Array:
 
 
 def backward(kernel: Kernel, heads: Heads, inputs: Inputs, rows: Rows) -> Grads:
-    """Run a kernel's backward for some heads; the gradients of the others are 0."""
+    """Run a kernel's backward for the given heads; gradients of other heads are 0."""
     if heads == ALL:
         return kernel.backward(inputs, rows)
     *found, _ = kernel.backward(operands(heads, inputs), of_rows(heads, rows))

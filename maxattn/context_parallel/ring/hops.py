@@ -1,4 +1,4 @@
-"""One pass round a ring: whose keys are here, where they go next, and what each hop computes.
+"""One pass round a ring: the keys on each rank, their next rank, and the pieces of each hop.
 
 It runs inside `shard_map`. A rank has one chunk of the sequence, or two in zig-zag order. A piece
 is the attention of one chunk of queries to one chunk of keys, at their own positions.
@@ -28,34 +28,34 @@ Keys = list[tuple[Array, Array]]
 
 
 def tie_transfer_to_kernel(received: Any, computed: Any) -> Any:
-    """Return both, each to be used only when both are there.
+    """Return both arguments behind a barrier: neither is used before both are computed.
 
-    The compiler knows no duration of a kernel: it would cover a transfer with sums alone, and run
-    the kernel before or after it. With nothing else to put between a transfer's start and its end,
-    it puts the kernel there.
+    The compiler does not know the duration of a kernel: it would overlap a transfer with sums
+    alone, and run the kernel before or after it. If nothing else can overlap the transfer, the
+    kernel does.
     """
     return jax.lax.optimization_barrier((received, computed))
 
 
 class RingPass:
-    """What all hops of one pass have in common.
+    """The state shared by all hops of one pass.
 
     Args:
         layout: the ring's ranks and chunks.
-        group: neighbouring devices that are one rank.
+        group: number of neighbouring devices that form one rank.
         inputs: this rank's shards of q, k and v, in contiguous order; a mask and a bias of this
             rank's queries and all keys.
-        way: 1, hop h brings each rank the block of the rank h before it; -1, of the rank h after.
+        way: if 1, hop h brings each rank the block of the rank h before it; if -1, h after it.
     """
 
     def __init__(self, layout: ChunkLayout, group: int, inputs: Inputs, way: int = 1) -> None:
         mask, q_len, kv_len = inputs.mask, inputs.q.shape[1], inputs.k.shape[1]
         self.layout, self.group, self.ring_size, self.way = layout, group, layout.ring_size, way
         lengths = self.ring_size * q_len, self.ring_size * kv_len
-        # The layout counts how many ranks before this one; here hops of this way are counted.
+        # The layout counts ranks backwards from this one; here hops in this direction count.
         before = way * np.arange(self.ring_size) % self.ring_size
         self.empty = layout.empty(mask, *lengths)[:, before]
-        # Of these pieces a kernel need not test positions.
+        # Pieces in which a kernel need not test positions.
         self.untested = self.empty | layout.full(mask, *lengths)[:, before]
         made = layout.hops(mask, *lengths)
         self.hops = tuple(hop for hop in range(self.ring_size) if before[hop] in made)
@@ -72,12 +72,12 @@ class RingPass:
 
     @property
     def chunks(self) -> range:
-        """The chunks of a rank."""
+        """The indices of a rank's chunks."""
         return range(self.layout.chunks_per_rank)
 
     @property
     def is_dense(self) -> bool:
-        """Whether every query sees every key, with nothing added to the scores."""
+        """Whether every query sees every key, without a bias."""
         plain = all(m.is_full for m in self.masks) and all(b is None for b in self.biases)
         return self.layout.chunks_per_rank == 1 and plain
 
@@ -89,8 +89,8 @@ class RingPass:
         return list(zip(k, v, strict=True))
 
     def rows(self, rows: Rows) -> list[Rows]:
-        """Split what a backward reads of each query into chunks."""
-        axes = 1, 2, 1, 2  # of T in [B, T, N, H] and [B, N, T]
+        """Split the backward's `Rows` into query chunks."""
+        axes = 1, 2, 1, 2  # axis of T in [B, T, N, H] and [B, N, T]
         chunks = (self.order.to_zigzag(x, a) for x, a in zip(rows.operands, axes, strict=True))
         return [Rows(*chunk) for chunk in zip(*chunks, strict=True)]
 
@@ -105,12 +105,12 @@ class RingPass:
     def pieces(
         self, hop: int, compute: Callable[[int, int], Any], alike: Hashable = None
     ) -> dict[Piece, Any]:
-        """Compute the pieces of a hop in which some rank sees something.
+        """Compute the pieces of a hop that the mask does not leave empty on every rank.
 
         Args:
-            hop: its number.
+            hop: the number of the hop.
             compute: a function from (query chunk, key chunk) to a `Result` or `Grads`.
-            alike: equal for calls whose pieces have results of equal shapes, whatever the hop.
+            alike: a key; calls with equal keys have results of equal shapes in every hop.
         """
         found = {}
         for i, j in ((i, j) for i in self.chunks for j in self.chunks):
@@ -122,11 +122,11 @@ class RingPass:
                 found[i, j] = made = run()
                 self._shapes.setdefault(key, jax.eval_shape(lambda made=made: made))
                 continue
-            if key not in self._shapes:  # to trace a kernel takes long: once for all hops
+            if key not in self._shapes:  # tracing a kernel takes long: trace once for all hops
                 self._shapes[key] = jax.eval_shape(run)
 
             def empty(shapes: Any = self._shapes[key]) -> Any:
-                """Return results of queries that see nothing."""
+                """Return the results of queries that see no key."""
                 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
                 if isinstance(shapes, Result):
                     return zeros._replace(lse=jnp.full_like(zeros.lse, NEG_INF))
@@ -136,33 +136,33 @@ class RingPass:
         return found
 
     def inputs(self, hop: int, piece: Piece, q: Array, kv: tuple[Array, Array]) -> Inputs:
-        """Return what a kernel computes a piece from."""
+        """Return the kernel's operands for a piece."""
         start = self.first_key(hop, piece[1])
         bias, mask = self._bias_and_mask(hop, piece, start)
         first_query = self.layout.chunk(self.rank, piece[0]) * self.q_chunk
         return Inputs(q, *kv, bias, mask, first_query, start, self.levels[piece[0]])
 
     def first_key(self, hop: int, j: int) -> Any:
-        """Return the position of the first key of chunk j of the block that is here."""
+        """Return the position of the first key of chunk j of the current block."""
         return self.layout.chunk((self.rank - self.way * hop) % self.ring_size, j) * self.kv_chunk
 
-    # ---- what travels ----------------------------------------------------------------------------
+    # ---- transfers -------------------------------------------------------------------------------
 
     def send_on(self, hop: int, keys: Any) -> Any:
-        """Send K and V to where the next hop computes with them; after the last hop they stay."""
+        """Send K and V to the rank that needs them in the next hop, if there is one."""
         return keys if hop == self.hops[-1] else self.send_home(hop, keys)
 
     def send_home(self, hop: int, grads: Any) -> Any:
-        """Send gradients along with their keys; after the last hop, to the rank of the keys."""
+        """Send gradients along with their keys; after the last hop, to the keys' owner."""
         following = next((h for h in self.hops if h > hop), self.ring_size)
         return self.sent(grads, following - hop)
 
     def send_to_owner(self, hop: int, grads: Any) -> Any:
-        """Send gradients of the keys that are here straight to the rank that owns these keys."""
+        """Send gradients of the current keys straight to the rank that owns these keys."""
         return self.sent(grads, self.ring_size - hop)
 
     def sent(self, arrays: Any, ranks: int) -> Any:
-        """Send arrays on by so many ranks, this pass's way."""
+        """Send arrays `ranks` ranks further, in this pass's direction."""
         if ranks % self.ring_size == 0:
             return arrays
         devices, by = self.ring_size * self.group, self.way * ranks * self.group
@@ -172,7 +172,7 @@ class RingPass:
     # ---- masks and biases ------------------------------------------------------------------------
 
     def add_bias(self, total: Bias, part: Bias, hop: int, j: int) -> Bias:
-        """Add the gradient of a piece's bias to the part of `total` that the piece reads."""
+        """Add the gradient of a piece's bias to the piece's part of `total`."""
         if total is None or part is None:
             return None
         if total.shape[3] == 1:
@@ -216,7 +216,7 @@ class RingPass:
 
 
 def unseen(queries: Array, value_dim: int) -> Result:
-    """Return the result of queries [B,T,N,H] before they have seen a value [..., V]."""
+    """Return the result of queries [B,T,N,H] that have seen no key yet, for values [..., V]."""
     b, t, n, _ = queries.shape
     return Result(jnp.zeros((b, t, n, value_dim), jnp.float32), jnp.full((b, n, t), NEG_INF))
 
@@ -226,8 +226,8 @@ def hop_collectives(
 ) -> tuple[Collective, ...]:
     """List the hops of K and V, forward and backward, and of their gradients.
 
-    A hop sends a block of so many bytes and arrays; `home` has the hops of dK and dV, and the bytes
-    in each.
+    A hop sends a block of `block` bytes and `arrays` arrays; `home` is the hops of dK and dV, and
+    the bytes in each.
     """
     hops, grads = home
     made = (

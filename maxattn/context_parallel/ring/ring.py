@@ -1,9 +1,9 @@
 """Ring attention: queries stay, K and V go round the devices of the context axis, block by block.
 
-Hop h brings each rank the block of the rank h before it. The backward goes round again with the
+Hop h brings each rank the block of the rank h before it. The backward makes the same hops with the
 global output and LSE. A hop that the mask leaves empty on every rank is not made, and a rank skips
-a block that is empty for it alone. zigzag.py evens uneven work. The schedules torus.py and gpu.py
-decide when blocks and gradients travel; choices.py chooses among them.
+a block that is empty for it alone. zigzag.py balances uneven work. The schedules torus.py and
+gpu.py decide when blocks and gradients travel; choices.py chooses order and directions.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
@@ -33,10 +33,10 @@ class Ring(Strategy):
     Args:
         shape: (axis, size) of the mesh.
         schedule: when blocks and their gradients travel.
-        group: neighbouring devices that are one rank and share its heads (ulysses.py).
+        group: number of neighbouring devices that form a rank and share its heads (ulysses.py).
         zigzag: whether each rank has two chunks of the sequence, an early and a late one.
         why: the reasons for the order and the directions, a sentence each.
-        refused: why the asked `ring_direction` cannot run, if it cannot.
+        refused: why the configured `ring_direction` cannot run, if it cannot.
     """
 
     name: ClassVar[str] = "ring"
@@ -64,7 +64,7 @@ class Ring(Strategy):
 
     @property
     def ring_size(self) -> int:
-        """The ranks of the ring."""
+        """Number of ranks of the ring."""
         return ways("S", self.shape) // self.group
 
     @property
@@ -73,7 +73,7 @@ class Ring(Strategy):
 
     @property
     def layout(self) -> ChunkLayout:
-        """Which chunks of the sequence each rank has."""
+        """The chunks of the sequence that each rank has."""
         return ChunkLayout(self.ring_size, self.chunks_per_rank)
 
     def unit(self) -> int:
@@ -86,7 +86,7 @@ class Ring(Strategy):
         return "S"
 
     def rank_call(self, call: Call) -> Call:
-        """Return the call of one hop: a rank's queries, a rank's keys, a device's heads."""
+        """Return the call of one hop: a rank's queries and keys, and a device's heads."""
         local = super().local_call(call)
         q_len, kv_len = (-(-n // self.ring_size) for n in (call.q_len, call.kv_len))
         heads, kv_heads = local.heads // self.group, local.kv_heads // self.group

@@ -1,9 +1,9 @@
-"""The schedule of a ring among TPUs and CPUs, whose devices reach their neighbours alone.
+"""The schedule of a ring among TPUs and CPUs, whose devices have links to neighbours alone.
 
-The next block of K and V travels while this one is computed. dK and dV travel with their K and V
-until they are home; the last transfer has half of the local block beside it (head_halves.py).
-Partial results are merged by log-sum-exp in float32, hop by hop. If blocks travel both ways
-(choices.py) there are two lanes, each with half of the heads, whose hops begin together.
+The next block of K and V travels while the current one is computed. dK and dV travel with their K
+and V back to the owner; half of the local block overlaps the last transfer (head_halves.py).
+Partial results are merged by LSE in float32, hop by hop. If blocks travel in both directions
+(choices.py), there are two lanes, each with half of the heads, whose hops begin together.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import merge_by_lse
 
-# Bytes of a device's queries from which halves of them, of out and of dout are sliced only when
-# they are read: sliced before the first hop, they left the TPU's compiler no memory for transfers
-# beside kernels. Of small ones it covers the transfers better if they are sliced first.
+# Bytes of a device's queries from which halves of q, out and dout are sliced only when they are
+# read: if they were sliced before the first hop, the TPU's compiler had no memory to overlap
+# transfers with kernels. Smaller ones are sliced first, since transfers then overlap better.
 LARGE = 2**28
 
 
@@ -49,7 +49,7 @@ class TorusSchedule:
 
     @property
     def directions(self) -> int:
-        """In how many directions blocks travel at once."""
+        """Number of directions in which blocks travel at once."""
         return 2 if self.both_ways else 1
 
     def backward_line(self, kernel: Kernel, call: Call) -> str:
@@ -59,22 +59,22 @@ class TorusSchedule:
         return ()
 
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """List the hops; gradients, in float32, go one hop further: home.
+        """List the hops; float32 gradients need one more hop, back to the keys' owner.
 
         Args:
             hop: the call of one hop.
-            sends: hops after the first, at least one.
-            chunks_per_rank: chunks of the sequence that a rank has.
+            sends: number of hops after the first, at least 1.
+            chunks_per_rank: number of chunks of the sequence on a rank.
         """
         block, grads = kv_bytes(hop, itemsize(hop.dtype)), kv_bytes(hop, FLOAT)
         arrays = 2 * chunks_per_rank * self.directions
         return hop_collectives(sends, block, (sends + 1, grads), arrays)
 
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
-        """Return what `hops` hops send and keep; gradients are float32 wherever they are.
+        """Return the traffic and memory of `hops` hops; all gradients are float32.
 
-        Memory has two blocks of K and V, or three, and float32 sums, those of dQ included. out, dq,
-        dk and dv are read and written in float32, and a part of each is read.
+        Memory has two or three blocks of K and V, and float32 sums, including dQ. Merges read and
+        write out, dq, dk and dv in float32, and read a part of each.
         """
         q, kv, item, _ = share
         halved = may_halve(hop.heads, hop.kv_heads, hop.mask, hop.bias is not None)
@@ -89,7 +89,7 @@ class TorusSchedule:
         lanes = [_Lane(*lane, kernel) for lane in self._by_direction(ring_pass, inputs)]
         totals = [[unseen(x, inputs.v.shape[3]) for x in lane.queries] for lane in lanes]
         for step in range(len(ring_pass.hops)):
-            # All transfers have begun before any kernel is waited for.
+            # Start all transfers before waiting for any kernel.
             coming, parts = tie_transfer_to_kernel(
                 [lane.ring_pass.send_on(lane.hop(step), lane.here) for lane in lanes],
                 [lane.results(step) for lane in lanes],
@@ -105,10 +105,10 @@ class TorusSchedule:
         return Result(head_halves.joined(outs, 2), head_halves.joined(lses, 1))
 
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients; those of its K and V are summed over the ring."""
+        """Return this device's gradients; dK and dV are summed over the ring."""
         lanes = self._backward_lanes(ring_pass, kernel, inputs, rows)
         for step in range(len(ring_pass.hops)):
-            # dK and dV, sent at the end of the last hop, travel beside this hop's kernels too.
+            # dK and dV, sent at the end of the previous hop, overlap this hop's kernels too.
             travels, parts = tie_transfer_to_kernel(
                 [(lane.ring_pass.send_on(lane.hop(step), lane.here), lane.dkv) for lane in lanes],
                 [
@@ -138,7 +138,7 @@ class TorusSchedule:
         return Grads(dq, dk, dv, dbiases[0])
 
     def _by_direction(self, ring_pass: RingPass, inputs: Inputs) -> list[tuple[RingPass, Inputs]]:
-        """Pair the pass of each way with the operands of the heads that go that way."""
+        """Pair the pass of each direction with the operands of its heads."""
         if self.directions == 1:
             return [(ring_pass, inputs)]
         halves = [head_halves.operands(heads, inputs) for heads in (FIRST, SECOND)]
@@ -153,7 +153,7 @@ class TorusSchedule:
         parts = [rows]
         if self.both_ways:
             parts = [head_halves.of_rows(half, rows) for half in (FIRST, SECOND)]
-            if sends:  # beside the last transfers; the other lane's is beside the first
+            if sends:  # beside the last transfers; the other lane's local keys are beside the first
                 local[1] = None, ALL
         elif sends and may_halve(heads, kv_heads, inputs.mask, inputs.bias is not None):
             local = [(FIRST, SECOND)]
@@ -162,7 +162,7 @@ class TorusSchedule:
 
 
 class _Lane:
-    """The heads that go one way, and the keys that are here."""
+    """The heads that travel in one direction, and the keys on this device."""
 
     def __init__(self, ring_pass: RingPass, inputs: Inputs, kernel: Kernel) -> None:
         self.ring_pass, self.inputs, self.kernel = ring_pass, inputs, kernel
@@ -186,8 +186,8 @@ class _BackwardLane(_Lane):
     """A lane with the gradients of its keys, queries and biases.
 
     Args:
-        first: heads of the local block that are computed before all others; None: none.
-        last: those that are computed after all others, beside the last transfer.
+        first: heads of the local block that are computed first; None for none.
+        last: heads of the local block that are computed last, beside the last transfer.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class _BackwardLane(_Lane):
         self.dq, self.dkv, self.dbias = jax.tree.map(zeros, summed)
 
     def gradients(self, hop: int, keys: Keys, heads: Heads | None) -> dict[Piece, Grads]:
-        """Compute some heads of a hop; None: none of them."""
+        """Compute the gradients of some heads of a hop; None for no heads."""
         if heads is None:
             return {}
 
@@ -215,25 +215,25 @@ class _BackwardLane(_Lane):
 
     @property
     def sums(self) -> Any:
-        """What must be there before the next hop begins."""
+        """The sums that must be computed before the next hop begins."""
         return self.dq, self.dkv, self.dbias, self.local
 
     def slice_late(self) -> None:
-        """Slice large queries and rows only where they are read."""
+        """Delay the slicing of queries and rows until they are read, if they are large."""
         q = self.inputs.q
         if self.last and q.size * q.dtype.itemsize >= LARGE:
             sliced = self.queries, self.rows
             (self.queries, self.rows), _ = tie_transfer_to_kernel(sliced, self.dq)
 
     def add(self, hop: int, parts: dict[Piece, Any]) -> None:
-        """Add what a hop computed."""
+        """Add a hop's gradients to the sums."""
         for (i, j), (dq, dk, dv, dbias) in parts.items():
             self.dq[i] = self.dq[i] + dq
             self.dkv[j] = self.dkv[j][0] + dk, self.dkv[j][1] + dv
             self.dbias[i] = self.ring_pass.add_bias(self.dbias[i], dbias, hop, j)
 
     def grads(self) -> Grads:
-        """Return all gradients, in contiguous order."""
+        """Return all gradients in contiguous order."""
         back, q, k = self.ring_pass.order.from_zigzag, self.inputs.q, self.inputs.k
         dk, dv = (back([x[p].astype(k.dtype) for x in self.dkv], 1) for p in (0, 1))
         dq = back([x.astype(q.dtype) for x in self.dq], 1)

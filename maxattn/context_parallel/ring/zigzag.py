@@ -1,12 +1,12 @@
-"""Zig-zag: rank i of a ring of n has chunks i and 2n-1-i of the sequence, to even causal work.
+"""Zig-zag: rank i of a ring of n has chunks i and 2n-1-i of the sequence, to balance causal work.
 
-In contiguous order the last rank sees all keys and the first one only its own, and all wait for the
-last. With two chunks, an early and a late one, every rank computes the same in every hop: two of
-its four pairs (query chunk, key chunk) are empty. `ChunkLayout` is the arithmetic. `ChunkOrder`
-moves arrays between the two orders inside `shard_map`, by two permutes for each array.
+In contiguous order the last rank sees all keys and the first rank only its own, and all wait for
+the last. With two chunks, an early and a late one, every rank has equal work in every hop: two of
+its four pairs (query chunk, key chunk) are empty. `ChunkLayout` computes who has which chunk.
+`ChunkOrder` moves arrays between the two orders inside `shard_map`, by two permutes per array.
 
 Source: Zhu, zigzag ring attention (github.com/zhuzilin/ring-flash-attention); Brandon et al.,
-Striped Attention (arXiv 2311.09431), which evens the work token by token.
+Striped Attention (arXiv 2311.09431), which balances the work token by token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from maxattn.sharding import ways
 if TYPE_CHECKING:
     from maxattn.context_parallel.ring.ring import Ring
 
-MOST_WEIGHED = 256  # ranks: to count every chunk of thousands takes seconds
+MOST_WEIGHED = 256  # most ranks that are counted one by one: thousands would take seconds
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class ChunkLayout:
         return self.ring_size * self.chunks_per_rank
 
     def chunk(self, rank: Any, i: int) -> Any:
-        """Return the chunk that is a rank's first or second; ranks are ints, numpy or traced."""
+        """Return a rank's chunk number i, 0 or 1; ranks are ints, numpy or traced arrays."""
         return rank if i == 0 else self.chunks - 1 - rank
 
     def empty(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Return whether no query sees a key, for [rank, hop, query chunk, key chunk]."""
+        """Return whether each piece [rank, hop, query chunk, key chunk] has no allowed pair."""
         return self._blocks(mask, q_len, kv_len) == EMPTY
 
     def full(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Return whether positions alone hide nothing, for [rank, hop, query chunk, key chunk]."""
+        """Return whether positions allow all pairs of each [rank, hop, query chunk, key chunk]."""
         positions = joined(term for term in mask.terms() if not term.has_data)
         return self._blocks(positions, q_len, kv_len) == FULL
 
@@ -73,7 +73,7 @@ class ChunkLayout:
         return blocks[chunks[i, rank], chunks[j, (rank - hop) % n]]
 
     def hops(self, mask: Mask, q_len: int, kv_len: int) -> tuple[int, ...]:
-        """List the hops in which some rank computes something, and hop 0."""
+        """List hop 0 and the hops in which some rank has allowed pairs."""
         change = np.zeros(self.ring_size + 1, np.int64)
         for _, start, end, _ in self._visits(mask, q_len, kv_len):
             np.add.at(change, start, 1)
@@ -83,7 +83,7 @@ class ChunkLayout:
         return tuple(np.flatnonzero(is_made).tolist())
 
     def work(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Return the allowed pairs for [rank, hop]; with data masks, the most there can be."""
+        """Return the number of allowed pairs [rank, hop]; for data masks, an upper bound."""
         change = np.zeros((self.ring_size, self.ring_size + 1), np.int64)
         for rank, start, end, pairs in self._visits(mask, q_len, kv_len):
             np.add.at(change, (rank, start), pairs)
@@ -91,9 +91,9 @@ class ChunkLayout:
         return np.cumsum(change, axis=1, out=change)[:, :-1]
 
     def slowest(self, mask: Mask, q_len: int, kv_len: int) -> tuple[np.ndarray, float]:
-        """Return the pairs of the slowest rank in each hop, and those of all ranks in all hops.
+        """Return the pairs of the slowest rank in each hop, and the pairs of all ranks and hops.
 
-        Of more than `MOST_WEIGHED` ranks, neighbours are counted together.
+        Beyond `MOST_WEIGHED` ranks, neighbouring ranks are counted together.
         """
         n = self.ring_size
         if mask.is_full:
@@ -119,7 +119,7 @@ class ChunkLayout:
 
 
 def joined(terms: Iterable[Mask]) -> Mask:
-    """Return the mask that allows what all terms allow."""
+    """Return the mask that allows a pair if all terms allow it."""
     return reduce(and_, terms, Full())
 
 
@@ -150,9 +150,9 @@ class ChunkOrder:
         return jnp.concatenate([jax.lax.ppermute(y, CONTEXT, m) for y, m in halves], axis)
 
     def _moves(self, half: int) -> list[tuple[int, int]]:
-        """List (from, to) of every device for the first or second halves of all shards.
+        """List (from, to) for every device, for the first or second half of each shard.
 
-        Chunk 2i + half, of rank i in contiguous order, goes to the rank that has it in zig-zag.
+        Chunk 2i + half is on rank i in contiguous order, and moves to its rank in zig-zag order.
         """
         n, group = self.layout.ring_size, self.group
         chunks = [(rank, 2 * rank + half) for rank in range(n)]
@@ -160,7 +160,7 @@ class ChunkOrder:
         return [(a * group + u, b * group + u) for a, b in to for u in range(group)]
 
     def _by_parity(self, a: Array, b: Array) -> tuple[Array, Array]:
-        """Swap on odd ranks: their early chunk is odd, so it was the second half of a shard."""
+        """Swap a and b on odd ranks, whose early chunk is odd: the second half of a shard."""
         even = self.rank % 2 == 0
         return jnp.where(even, a, b), jnp.where(even, b, a)
 
@@ -169,11 +169,11 @@ class ChunkOrder:
 
 
 def zigzag_collectives(ring: Ring, call: Call) -> tuple[Collective, ...]:
-    """List the permutes of a padded global call: two for every array, each with half of it."""
+    """List the permutes of a padded global call: two for every array, one for each half."""
     parts = {"T": ring.ring_size, "B": ways("B", ring.shape), "N": ring.head_ways()}
 
     def elements(sizes: tuple[int, ...], letters: str) -> int:
-        """Return the elements of a device's part of an array; 0 if it has no query axis."""
+        """Return the number of elements of an array's shard; 0 if it has no query axis."""
         split = zip(sizes, letters, strict=True)
         return "T" in letters and prod(-(-n // parts.get(letter, 1)) for n, letter in split)
 
