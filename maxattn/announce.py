@@ -1,4 +1,4 @@
-"""The log: each plan once, and each change of block sizes once, when its kernel is compiled."""
+"""The log: each plan once, and each change of block sizes once, when the kernel is compiled."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _logged: set[Plan | str] = set()
 def announce(plan: Plan) -> None:
     """Log a plan once, on process 0.
 
-    It is a warning if another kernel or strategy runs than the user named, or if a bias keeps a
-    GPU's fused kernels from running.
+    The level is WARNING if the kernel or strategy that the user named cannot run, or if a bias
+    keeps a GPU's fused kernels from running.
     """
     warns = plan.warns or (plan.fell_back and plan.fallback == "warn")
     _log_once(logging.WARNING if warns else logging.INFO, plan)
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
-    """Warn once if a call has no mesh, or another one than the config's sizes or strategy ask for.
+    """Warn once if a call's mesh lacks the axis sizes that the config or its strategy needs.
 
-    Settings alone make no mesh.
+    Settings do not create a mesh: a caller may have forgotten to pass it.
     """
     there = {} if mesh is None else dict(mesh.shape)
     text = _other_mesh(config, there) or _unspread(config, there, Asked.of(config, role).strategy)
@@ -45,17 +45,17 @@ def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
 def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
     sizes = {axis: ici * dcn for axis, (ici, dcn) in config.axis_parallelism().items()}
     asked = {axis: n for axis, n in sizes.items() if n > 1}
-    if not there:  # -1 is open: of an axis with a size and a -1, the size counts
+    if not there:  # -1 is open: if an axis has a size and a -1, the size counts
         asked = {axis: abs(n) for axis, n in sizes.items() if abs(n) > 1}
     if all(there.get(axis, 1) == n for axis, n in asked.items()):
         return ""
     if not there:
         return _no_mesh(_sizes(asked))
-    return f"The config asks for {_sizes(asked)}, and the mesh that runs has {_sizes(there)}."
+    return f"The config asks for {_sizes(asked)}, but the call's mesh has {_sizes(there)}."
 
 
 def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> str:
-    """Return the warning about a context axis that was asked for and is not used, or ""."""
+    """Return a warning if the config asks for a context axis and it is not used, else ""."""
     named = strategy not in ("auto", "none")
     sized = config.axis_parallelism().get("context", (1, 1)) != (1, 1)
     if there.get("context", 1) > 1:
@@ -64,15 +64,15 @@ def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> 
         return (
             f"The config asks for {strategy if named else 'a context axis'}, and the context axis"
             " is manual in the surrounding shard_map: each device attends to its own keys alone."
-            " Leave context out of its axis_names, or call outside of it."
+            " Leave context out of the shard_map's axis_names, or call outside of the shard_map."
         )
     devices = prod(there.values()) if there else jax.device_count()
     if not named or devices == 1:
         return ""
     if there:
         return (
-            f"The config asks for {strategy}, and the mesh has {_sizes(there)}: without a context"
-            " axis of several devices it has nothing to send. Set ici_context_parallelism."
+            f"The config asks for {strategy}, which needs a context axis of several devices, but"
+            f" the mesh has {_sizes(there)}. Set ici_context_parallelism."
         )
     return _no_mesh(strategy, "" if sized else "Set ici_context_parallelism. ")
 
@@ -82,8 +82,8 @@ def _no_mesh(wanted: str, first: str = "") -> str:
     if ambient is not None and ambient.size > 1:
         return (
             f"The config asks for {wanted}, and the surrounding mesh has"
-            f" {_sizes(dict(ambient.shape))}: attention is split over {', '.join(AXES)} alone."
-            " Give the axes these names, as config.make_mesh() does."
+            f" {_sizes(dict(ambient.shape))}: attention is split only over {', '.join(AXES)}."
+            " Rename the mesh axes, or use config.make_mesh()."
         )
     return (
         f"The config asks for {wanted}, and this call has no mesh: attention is not split over"
@@ -97,16 +97,16 @@ def _sizes(there: dict[str, int]) -> str:
 
 
 def say_when_compiled(x: jax.Array, text: str) -> jax.Array:
-    """Return x, and log a text once when the program that computes it is compiled, on process 0.
+    """Return x; when the program that computes x is compiled, log a text once, on process 0.
 
-    Only then is it known whether a forward is differentiated: jax traces a function under `jit`,
-    `scan` or `remat` without its gradient first, and may throw that trace away.
+    Only then it is known whether a forward is differentiated: under `jit`, `scan` or `remat`, jax
+    first traces a function without its gradient, and may discard that trace.
     """
     return say_p.bind(x, text=text)[0] if text else x
 
 
 def _log_once(level: int, text: Plan | str) -> None:
-    # What is met before logging is set up is logged later.
+    # A text that the logging level suppresses is not marked as logged: it may be logged later.
     if not text or text in _logged or not log.isEnabledFor(level):
         return
     _logged.add(text)

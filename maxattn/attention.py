@@ -100,32 +100,32 @@ def attention(
 
         out = softmax(scale * q k^T + bias, over allowed keys) v
 
-    The softmax is float32. A query that may see no key has output 0, LSE -inf and gradients 0.
+    The softmax is float32. A query that sees no key has output 0, LSE -inf and gradients 0.
 
     Args:
         q: queries [B, T, N, H]; float32, bfloat16 or float16.
         k, v: keys [B, S, K, H] and values [B, S, K, V]; K divides N, and each key head serves N / K
-            neighbouring query heads. Hidden keys must be finite too, since 0 * NaN is NaN: the
-            setting `check_finite` tests them.
+            neighbouring query heads. Keys that the mask hides must be finite too, since 0 * NaN is
+            NaN; the setting `check_finite: true` checks them.
         mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each
-            axis full or 1, True = attend; default every query sees every key. If T = B > 1, write
-            [T, S] as [1, T, S], and flags [B, S] of keys as `masks.KeyPadding(flags)`.
-        bias: added to the scores, broadcasts to [B, N, T, S]; differentiable; default none.
-        scale: a number; default H ** -0.5.
+            axis full or 1, True = attend; default every query sees every key. If T = B > 1, pass
+            [T, S] as [1, T, S]. Pass flags [B, S] of real keys as `masks.KeyPadding(flags)`.
+        bias: array added to the scores, broadcasts to [B, N, T, S]; differentiable; default none.
+        scale: static factor of the scores; default H ** -0.5.
         config: default `AttentionConfig()`.
         mesh: the `jax.sharding.Mesh` to split the call over; default the surrounding mesh, if there
-            is one. False takes none, and leaves the layout to the compiler.
+            is one. False uses no mesh, and leaves the layout to the compiler.
         role: "self" (default) or "cross": whether `attention` or `cross_attention` of the config
             names the kernel.
-        return_lse: whether to return (out, lse), lse [B, N, T] float32: the natural logarithm of
-            the sum of exponentials of the scores; differentiable; default False.
+        return_lse: whether to return (out, lse); default False. lse [B, N, T] is float32, the
+            natural logarithm of the sum of the exponentials of the scores, and differentiable.
 
     Returns:
         out [B, T, N, V] in the dtype of q.
 
     Raises:
-        InputError: shapes, dtypes, mask or bias do not fit.
-        MeshError: batch or heads do not divide over the mesh.
+        InputError: shapes or dtypes of q, k, v, mask or bias do not fit together.
+        MeshError: batch or heads cannot be divided evenly over the mesh.
         Unsupported: the kernel or strategy that the config names cannot compute this call here.
 
     >>> x = jax.random.normal(jax.random.key(0), (1, 64, 4, 32))
@@ -143,7 +143,7 @@ def attention(
 
 
 def as_array(x: Any, name: str) -> Any:
-    """Return the array of an operand, such as an `nnx.Variable`; None stays None."""
+    """Convert an operand, such as an `nnx.Variable`, to an array; return None for None."""
     if x is None or isinstance(x, jax.Array):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -153,7 +153,7 @@ def as_array(x: Any, name: str) -> Any:
 
 
 class Prepared(NamedTuple):
-    """A checked call, its bound mask, what it runs with, and notes to add to those of the plan."""
+    """A checked call with its bound mask, config and mesh, and notes to add to the plan."""
 
     call: Call
     mask: Mask
@@ -169,8 +169,8 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Check a call and bind its mask, before anything is computed.
 
-    The arguments and errors are those of `attention`; q, k and v may be shapes with dtypes, and v
-    None if there are no values yet.
+    Arguments and errors are as in `attention`; but q, k and v may be shapes with dtypes, and v may
+    be None if there are no values yet.
     """
     config, mesh = checked_config(config), usable_mesh(mesh, q)
     padding = config.mask_padding_tokens
@@ -221,7 +221,7 @@ def run(
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        rule = "attention has a backward of its own, which forward mode cannot take"
+        rule = "attention has a custom backward (custom_vjp), which forward mode cannot use"
         remedy = "use reverse mode: jax.vjp, jax.grad or jax.jacrev"
         raise Unsupported("derivative", "forward mode (jvp)", rule, remedy) from error
 
@@ -241,10 +241,10 @@ def _run(
 
 
 def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
-    """Return the level of the bias of each query; a T axis is padded to whole shards."""
+    """Return the level of each query's bias (bias_level.py); a T axis is padded to whole shards."""
     mask = plan.full_mask(mask)
     letters, specs, _ = plan.strategy.operand_specs(plan.padded_call, mask)
-    # Each device has the bias of all keys, and of its own queries or, with Ulysses, of all.
+    # Each device has the bias of all keys and its own queries; with Ulysses, of all queries.
     own_rows = bool(specs[5][2])
     rows = plan.q_len // ways("T", plan.mesh) if own_rows else plan.q_len
 
@@ -258,7 +258,7 @@ def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
-    # The LSE is that of the bias without its level (bias_level.py), here and in the backward.
+    # Here and in the backward, the LSE excludes the level of the bias (bias_level.py).
     # If anything is differentiated, _attend_fwd runs instead.
     return batched_alike(*_forward(plan, plan.kernel.for_inference(), mesh, *operands))
 
@@ -271,7 +271,7 @@ def _attend_fwd(plan: Plan, mesh: Any, *given: Any) -> Any:
     if plan.target.platform == "gpu":
         # In a scan over layers XLA merges a custom call with the store of its result for the
         # backward, and runs it once more for other readers of the result (jax 0.11.2; 287 of 2,132
-        # ms a step of Wan 1.3B). It merges nothing over a barrier.
+        # ms per step of Wan 1.3B). A barrier prevents the merge.
         result = jax.lax.optimization_barrier(result)
     # Named inside the rule: a policy that saves both names has all that the backward needs.
     out, lse = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
@@ -286,13 +286,13 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: Any) -> Any:
 
 
 def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Compute a step of the first derivative; refuse its derivative unless jax can make it."""
+    """Run a step of the backward; refuse its derivative unless the kernel is differentiable."""
     if plan.kernel.differentiates_twice:
         return compute(*operands)
 
     def refuse(*_: Any) -> Any:
-        rule = f"{plan.kernel.name} computes its own gradient, and no gradient of that"
-        remedy = "set attention: dot_product, whose second derivatives jax makes"
+        rule = f"{plan.kernel.name} computes first derivatives, and no second derivatives"
+        remedy = "set attention: dot_product, whose second derivatives jax computes"
         raise Unsupported("derivative", "second", rule, remedy)
 
     once = jax.custom_jvp(compute)
@@ -325,7 +325,7 @@ def _backward(
     dbias = grads[3]
     if bias is not None:
         dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    return dq, dk, dv, dbias, None, None  # mask and level have none
+    return dq, dk, dv, dbias, None, None  # mask and level have no gradient
 
 
 def _layout(plan: Plan, mesh: Any) -> Layout:

@@ -31,26 +31,26 @@ SHORT_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 class Call:
     """The structure of one attention call: hashable, comparable, printable.
 
-    `Call.of(q, k)` reads it off arrays.
+    `Call.of(q, k)` makes a call from arrays.
 
     Args:
-        batch, q_len, kv_len, heads, kv_heads, head_dim: B, T, S, N, K, H.
+        batch, q_len, kv_len, heads, kv_heads, head_dim: the sizes B, T, S, N, K, H.
         dtype: "float32" (default), "bfloat16" or "float16".
-        mask: a mask of `maxattn.masks`, kept bound, with shapes in place of arrays; default none.
+        mask: a mask of `maxattn.masks`; the call keeps it bound, with shapes for arrays; default
+            none.
         bias: shape of the additive bias, each of its four sizes 1 or full; default None.
-        scale: multiplies the scores; 0, the default, means head_dim ** -0.5.
+        scale: factor of the scores; default 0, which means head_dim ** -0.5.
         role: "self" (default) or "cross": whether `attention` or `cross_attention` of the config
             names the kernel.
         return_lse: whether the log-sum-exp is returned; default False.
-        sharded: whether this is one device's part, whose positions are known only when it runs;
-            default False.
+        sharded: whether the call is one device's part of a sequence, so that its positions are
+            known only when it runs; default False.
         sequence: for one device's part, T and S of the whole padded sequence; default None.
-        bias_dtype: dtype of the bias; "", the default, means that of q and k.
-        value_head_dim: V, channels of a head of the values and of the output; 0, the default,
-            means H.
+        bias_dtype: dtype of the bias; default "", which means `dtype`.
+        value_head_dim: V, the head dim of values and output; default 0, which means H.
 
     Raises:
-        InputError: a size, dtype, mask, bias, scale or role that `Call.of` would refuse.
+        InputError: a size, dtype, mask, bias, scale or role is invalid.
 
     >>> q = jax.ShapeDtypeStruct((2, 4096, 8, 64), jnp.bfloat16)
     >>> call = ma.Call.of(q, q, mask=ma.masks.Causal())
@@ -80,9 +80,9 @@ class Call:
             object.__setattr__(self, name, value)
 
     def derived(self, **changes: Any) -> Call:
-        """Return a call with some fields changed and nothing checked.
+        """Return a call with some fields changed, without checks.
 
-        A padded or split call keeps the shape of its bias, which then does not fit its lengths.
+        A padded or split call keeps the bias's shape, which may then not fit its lengths.
         """
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
@@ -100,7 +100,7 @@ class Call:
         return_lse: bool = False,
         value_head_dim: int | None = None,
     ) -> Call:
-        """Read a call off arrays, or off anything with `shape` and `dtype`.
+        """Make a call from arrays, or from any values with `shape` and `dtype`.
 
         Args:
             q: queries [B, T, N, H].
@@ -118,7 +118,7 @@ class Call:
 
     @property
     def shape_text(self) -> str:
-        """Spell the shape as `B=1 T=S=4096 N=16 H=64 bf16`."""
+        """The sizes and dtype as text, such as `B=1 T=S=4096 N=16 H=64 bf16`."""
         same = self.q_len == self.kv_len
         lengths = f"T=S={self.q_len}" if same else f"T={self.q_len} S={self.kv_len}"
         heads = f"N={self.heads}" + (f" K={self.kv_heads}" if self.kv_heads != self.heads else "")
@@ -128,11 +128,11 @@ class Call:
 
     @property
     def value_dim(self) -> int:
-        """V, the channels of a head of the values and of the output."""
+        """V, the head dim of values and output."""
         return self.value_head_dim or self.head_dim
 
     def of_dtype(self, q: Any, k: Any, v: Any) -> Call:
-        """Return the call with the dtype of operands, which must be one that kernels compute in."""
+        """Return the call with the dtype of q, k and v; refuse a dtype that kernels do not have."""
         check_dtypes(q, k, v)
         dtype = str(q.dtype)
         return self if dtype == self.dtype else self.derived(dtype=dtype)
@@ -153,7 +153,7 @@ def bound_call(
     *,
     mask_padding: bool = True,
 ) -> tuple[Call, Mask]:
-    """Check operands and bind the mask: return the call, and the bound mask with its arrays.
+    """Check operands and bind the mask; return the call, and the bound mask with its arrays.
 
     v is None if there are no values yet; `mask_padding=False` drops key padding from the mask.
     """
@@ -170,32 +170,32 @@ def bound_call(
     return call, bound
 
 
-# Beyond these a scale is infinite or 0 in float32, which scores are computed in.
+# Beyond these limits a scale is infinite or 0 in float32, in which scores are computed.
 MOST_SCALE, LEAST_SCALE = 3.4028234e38, 1.2e-38
 
 
 def static_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale, by default head_dim ** -0.5; it is a known number that float32 can have."""
+    """Return the scale, default head_dim ** -0.5; refuse tracers and values outside float32."""
     if scale is None:
         return float(head_dim) ** -0.5
-    if type(scale) is int and abs(scale) > MOST_SCALE:  # of more than 308 digits it is no float
+    if type(scale) is int and abs(scale) > MOST_SCALE:  # an int of more than 308 digits is no float
         scale = inf
     if not is_number(scale):
         found = repr(scale) if isinstance(scale, str | bool) else type(scale).__name__
         remedy = "multiply q by a learned or traced scale instead"
-        raise InputError("scale", found, "scale is a static number", remedy)
+        raise InputError("scale", found, "scale must be a static number", remedy)
     value = float(scale)
     if not LEAST_SCALE <= abs(value) <= MOST_SCALE:
-        rule = "scale must be a number that float32 can have, other than 0"
+        rule = "scale must be a finite float32 number other than 0"
         raise InputError("scale", value, rule, "leave it out for head_dim ** -0.5")
     return value
 
 
-# ---- calls by hand -------------------------------------------------------------------------------
+# ---- calls made from fields ----------------------------------------------------------------------
 
 
 def checked_fields(call: Call) -> dict[str, Any]:
-    """Return the checked fields of a call that was made by hand, as `Call.of` makes them."""
+    """Check the fields of `Call(...)`, and return them as `Call.of` would set them."""
     found: dict[str, Any] = {name: _size(name, getattr(call, name)) for name in _FIELDS[:6]}
     b, t, s, n, kv_heads, h = found.values()
     check_heads(n, kv_heads)
@@ -207,7 +207,7 @@ def checked_fields(call: Call) -> dict[str, Any]:
     found |= {"scale": static_scale(scale, h), "sequence": call.sequence}
     if call.sequence is not None:
         if not isinstance(call.sequence, tuple) or len(call.sequence) != 2:
-            rule = "it is (T, S), or None"
+            rule = "sequence must be (T, S), or None"
             raise InputError("sequence", brief(call.sequence), rule, "leave it out")
         found["sequence"] = tuple(_size("sequence", length) for length in call.sequence)
     full = None if call.sharded else (b, t, s, n)
@@ -226,25 +226,25 @@ def _size(name: str, value: Any) -> int:
     except (TypeError, jax.errors.JAXTypeError):
         number = 0
     if number < 1:
-        rule, remedy = "every size is a whole number, at least 1", "Call.of(q, k) reads them off"
+        rule, remedy = "every size must be a whole number, at least 1", "use Call.of(q, k)"
         raise InputError(name, brief(value), rule, remedy)
     return number
 
 
 def _value_size(value: Any, head_dim: int) -> int:
-    """Return the head dim of values, 0 if it is that of the keys."""
+    """Return the head dim of values; 0 if it equals that of the keys."""
     size = 0 if type(value) is int and value == 0 else _size("value_head_dim", value)
     return 0 if size == head_dim else size
 
 
 def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     if not any(type(value) is type(x) and value == x for x in known):
-        rule = f"one of {', '.join(map(repr, known))}"
+        rule = f"it must be one of {', '.join(map(repr, known))}"
         raise InputError(name, brief(value), rule, f"write {known[0]!r}, or leave it out")
 
 
 def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
-    """Bind a mask, and drop its arrays; that of a device's part (`full` is None) is bound."""
+    """Bind a mask to `full` lengths and drop its arrays; if `full` is None, it must be bound."""
     if not isinstance(mask, Mask):
         rule, remedy = "a call has a mask of maxattn.masks", "write a table as masks.Dense(table)"
         raise InputError("mask", type(mask).__name__, rule, remedy)
@@ -252,7 +252,7 @@ def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
         b, t, s, n = full
         return mask.bind(t, s, b, n).form()
     if not mask.is_bound:
-        rule = "the mask of one device's part is bound to the whole lengths"
+        rule = "the mask of one device's part must be bound to the whole lengths"
         raise InputError("mask", mask, rule, "call bind(q_len, kv_len) with the whole lengths")
     return mask.form()
 
@@ -261,11 +261,11 @@ def _bias_of(bias: Any, full: tuple[int, ...] | None) -> tuple[int, int, int, in
     if bias is None:
         return None
     if not isinstance(bias, tuple | list) or len(bias) != 4:
-        rule, remedy = "it is the shape of a bias, four sizes", "give bias.shape of [B, N, T, S]"
+        rule, remedy = "bias must be a shape of four sizes", "give bias.shape, [B, N, T, S]"
         raise InputError("bias", brief(bias), rule, remedy)
     b, n, t, s = (_size("bias", x) for x in bias)
     sizes = (b, n, t, s) if full is None else (full[0], full[3], *full[1:3])
     if any(x not in (1, y) for x, y in zip((b, n, t, s), sizes, strict=True)):
-        rule = f"each size must be 1 or that of [B, N, T, S], {sizes}"
-        raise InputError("bias", (b, n, t, s), rule, "let an axis broadcast, or give it whole")
+        rule = f"each size must be 1, or equal that of [B, N, T, S] = {sizes}"
+        raise InputError("bias", (b, n, t, s), rule, "make each size 1 or full")
     return b, n, t, s

@@ -37,20 +37,20 @@ def plan(
     Args:
         call: the call, e.g. `Call.of(q, k, mask=mask)`.
         config: default `AttentionConfig()`.
-        mesh: a `jax.sharding.Mesh`, a mapping such as {"context": 4} (no device needed), or None,
-            the default, for one device.
-        target: the machine; default that of the config's `hardware`, or else this one.
+        mesh: a `jax.sharding.Mesh`, a mapping such as {"context": 4} (which needs no devices), or
+            None, the default, for one device.
+        target: the machine; default the config's `hardware`, or this machine if that is not set.
 
     Returns:
         The plan; `print(plan)` explains it.
 
     Raises:
         InputError: `call` is no `Call`, or its sequence is too long.
-        MeshError: batch or heads do not divide over the mesh.
+        MeshError: batch or heads cannot be divided evenly over the mesh.
         Unsupported: the kernel or strategy that the config names cannot compute this call, and
             `fallback` is "error".
-        ConfigError: `hardware` names another platform than the target's, or `config` or `target` is
-            something else.
+        ConfigError: `hardware` is not the target's platform, or `config` or `target` has a wrong
+            type.
 
     >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
     >>> config = ma.AttentionConfig(attention="ring")
@@ -72,7 +72,7 @@ def plan(
 
 
 def default_target(config: AttentionConfig) -> Target:
-    """Return this machine, or the usual device of another platform that `hardware` names."""
+    """Return this machine, or, if `hardware` names another platform, its usual device."""
     here = Target.here()
     named = config.hardware or here.platform
     return here if named == here.platform else Target.named(named)
@@ -82,13 +82,13 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
     """Refuse a config whose `hardware` names another platform than the target's."""
     named = config.hardware
     if named not in (None, target.platform):
-        rule = f"it must be the platform that runs, and this is {target.platform}"
-        remedy = f"set hardware={target.platform}, leave it out, or run where there is a {named}"
+        rule = f"hardware must be the platform that runs, {target.platform}"
+        remedy = f"set hardware={target.platform}, leave it out, or run on a {named}"
         raise ConfigError("hardware", named, rule, remedy)
 
 
 class _Question(NamedTuple):
-    """The checked arguments of `plan`, and what the config asks of the kernel and strategy."""
+    """The checked arguments of `plan`, and the settings of kernel and strategy."""
 
     call: Call
     config: AttentionConfig
@@ -101,12 +101,12 @@ class _Question(NamedTuple):
 def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
     """Choose how a checked call runs on a mesh of (axis, size) pairs; errors are those of `plan`.
 
-    The mask is without the padding that `mask_padding_tokens: false` drops.
+    If `mask_padding_tokens` is false, the call's mask must not have the caller's padding.
     """
     check_hardware(config, target)
     for key, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):
         if length > MOST:
-            rule = f"positions are int32, and a sequence has at most {MOST} tokens"
+            rule = f"positions are int32, so a sequence has at most {MOST} tokens"
             raise InputError(key, length, rule, "split the sequence into several calls")
     _check_divides(call, shape)
     question = _Question(call, config, shape, target, Asked.of(config, call.role))
@@ -147,22 +147,22 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
     sizes, batch, tensor = dict(shape), ways("B", shape), ways("N", shape)
     if call.batch % batch:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
-        rule = f"it must be a multiple of {batch}, the shards of the mesh axes {axes}"
+        rule = f"the batch must be a multiple of {batch}, its shards over the mesh axes {axes}"
         fits = -(-call.batch // batch) * batch
         remedy = f"use a batch of {fits}, or fewer devices on data and fsdp; or pass mesh=False"
         raise MeshError("batch", call.batch, rule, remedy)
     if call.heads % tensor:
         least = min(call.heads, 4096)
         fits = ", ".join(str(n) for n in range(1, least + 1) if call.heads % n == 0)
-        rule = f"they must be a multiple of the mesh axis tensor={tensor}"
+        rule = f"heads must be a multiple of the mesh axis tensor={tensor}"
         remedy = f"set ici_tensor_parallelism to one of {fits}"
         raise MeshError("heads", call.heads, rule, remedy)
 
 
 def kernel_call(padded: Call, strategy: Strategy) -> Call:
-    """Return the part of a padded call that one device's kernel gets, with the whole bias.
+    """Return the part of a padded call that one device's kernel computes, with the whole bias.
 
-    A strategy's local call has no bias, but kernels are refused by it.
+    A strategy's local call has no bias, but a kernel may refuse the bias.
     """
     share = strategy.local_call(padded)
     sharded = share.q_len < padded.q_len
@@ -191,7 +191,7 @@ def _choose_strategy(question: _Question) -> StrategyChoice:
 
 
 def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
-    """Raise a reason under `fallback: error`, naming the setting `key` that asked."""
+    """Raise a reason if `fallback` is "error"; the error names the setting `key`."""
     if question.asked.fallback != "error":
         return
     first = reason.remedy.replace("attention: auto", f"{key}: auto")
@@ -203,7 +203,7 @@ def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
 
 
 def named_kernel(call: Call, config: AttentionConfig) -> tuple[str, str]:
-    """Return the kernel that a config names for a call, or "auto", and the setting that does."""
+    """Return the kernel that a config names for a call, or "auto", and the reason."""
     asked = Asked.of(config, call.role)
     in_chunks, least = config.use_memory_efficient_attention, config.flash_min_seq_length
     if call.q_len < least:
@@ -224,14 +224,14 @@ def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
     notes = []
     for table in (kernel_table.TABLE, strategy_table.TABLE):
         readers = table.readers()
-        # Those that one kernel alone reads come first.
+        # Kernels that alone read a setting come first.
         for key in sorted(readers, key=lambda key: len(readers[key])):
             names = [row.title or row.name for row in readers[key]]
             if key in config.changed and not runs & {row.name for row in readers[key]}:
                 first = f"{', '.join(names[:-1])} and " if names[1:] else ""
-                said = f"read by {first}{names[-1]} alone"
+                said = f"only read by {first}{names[-1]}"
                 if key == "attention_sharding_uniform":
-                    said = "it runs self-attention with ulysses if no strategy is named"
+                    said = "it selects ulysses for self-attention only if no strategy is named"
                 notes.append(f"{key} has no effect: {said}")
     return notes
 
@@ -241,8 +241,8 @@ def _notes(question: _Question, repeat: int, runs: set[str], unit: int) -> tuple
     notes = _unread(config, runs)
     if call.q_len % ways("T", shape):
         notes.append(
-            f"T={call.q_len} is no multiple of {ways('T', shape)}: attention pads it, and outside"
-            " of attention the compiler splits the sequence its own way"
+            f"T={call.q_len} is no multiple of {ways('T', shape)}: attention pads the sequence, and"
+            " outside of attention the compiler chooses how to split it"
         )
     elif call.q_len % unit:
         notes.append(
@@ -251,13 +251,13 @@ def _notes(question: _Question, repeat: int, runs: set[str], unit: int) -> tuple
         )
     if repeat > 1:
         notes.append(
-            f"each of the {call.kv_heads} key heads is repeated {repeat} times, to divide over the"
-            " devices"
+            f"each of the {call.kv_heads} key heads is repeated {repeat} times, so that key heads"
+            " divide over the devices"
         )
     named = asked.strategy
     if named not in ("auto", "none") and "context" not in dict(shape):
-        notes.append(f"{named} was asked for, and the context axis has one device: nothing to send")
+        notes.append(f"the config names {named}, but the context axis has one device: no transfers")
     if not config.mask_padding_tokens:
-        notes.append("mask_padding_tokens: false, so padding that the caller marks is attended to")
+        notes.append("mask_padding_tokens: false, so queries attend to the padding in the mask")
     notes += [note for note in (config.spelling_note(), config.axis_mapping_note()) if note]
     return tuple(notes)

@@ -1,6 +1,6 @@
 """The errors of maxattn: each names a setting, its value, the rule and the remedy.
 
-This file raises nothing itself and knows nothing of attention.
+This file raises no error, and depends on no other file of maxattn.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class MaxattnError(Exception):
     """A setting, its value, the rule that it breaks, and the remedy.
 
     Args:
-        setting: the key, argument or axis at fault, as the user wrote it.
-        value: its value.
+        setting: the key, argument or axis with the wrong value, as the user wrote it.
+        value: the wrong value.
         rule: the broken rule, in one sentence.
         remedy: what to do, in one sentence.
-        where: `file:line` of a setting that was read from a file, else "".
+        where: `file:line` if the setting was read from a file, else "".
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ConfigError(MaxattnError, ValueError):
 
 
 class InputError(MaxattnError, ValueError):
-    """A shape, dtype, mask or bias handed to attention is wrong."""
+    """A shape, dtype, mask or bias that was passed to attention is wrong."""
 
 
 class MeshError(MaxattnError, ValueError):
@@ -45,11 +45,11 @@ class MeshError(MaxattnError, ValueError):
 
 
 class WeightsError(MaxattnError, ValueError):
-    """Files or tensors of weights do not fit the module that they are for."""
+    """Files or tensors of weights do not fit the module that loads them."""
 
 
 class Unsupported(MaxattnError, NotImplementedError):
-    """The settings are right, and this kernel, strategy or machine cannot do what they ask for."""
+    """The settings are valid, but this kernel, strategy or machine cannot compute the call."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Reason:
     """Why a kernel or strategy refuses a call.
 
     Args:
-        who: the kernel or context strategy.
+        who: the kernel or context strategy that refuses.
         feature: the refused part of the call, in a word or two.
         rule: one sentence with the value and the limit.
-        remedy: what to change so that it is not refused, or "".
+        remedy: the change after which the call is not refused, or "".
     """
 
     who: str
@@ -79,7 +79,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def brief(value: object, write: Callable[[object], str] = repr) -> str:
-    """Write a value for a message; Python cannot write an int of more than 4,300 digits."""
+    """Return a value as text for a message; Python refuses ints of more than 4,300 digits."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of about {value.bit_length() * 3 // 10} digits"
     return write(value)

@@ -1,4 +1,4 @@
-"""A plan as text for a person, and as plain values. Nothing is decided here."""
+"""A plan as text for a person, and as plain values; this file makes no decisions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INDENT = 10
 
 
 def explain(plan: Plan, training: bool = True, why: bool = False) -> str:
-    """Write a plan in a few lines, with its backward if it is for training.
+    """Return a plan as a few lines of text, with its backward if `training`.
 
-    `why` prints the arithmetic of `context_parallel: auto` for every strategy.
+    With `why`, the text has the arithmetic of `context_parallel: auto` for every strategy.
     """
     sizes = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
     call, mesh = plan.call, f"   mesh {sizes}" if sizes else ""
@@ -77,7 +77,7 @@ def _shards(plan: Plan) -> str:
 
 
 def _fields(kernel: Kernel) -> dict[str, Any]:
-    """Return the fields of a kernel, and of the kernel that prepares its operands."""
+    """Return the fields of a kernel, and of its inner kernel if it only prepares operands."""
     own = {f.name: _plain(getattr(kernel, f.name)) for f in fields(cast(Any, kernel))}
     if kernel.computes is kernel:
         return own
@@ -86,7 +86,7 @@ def _fields(kernel: Kernel) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can write; a mask is its text."""
+    """Convert a value for JSON; a mask becomes its text."""
     if isinstance(value, Mask):
         return str(value)
     if isinstance(value, tuple):
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the values that decide a plan's numbers, for JSON."""
+    """Return the values of a plan that determine its results, for JSON."""
     decided = {f"kernel.{key}": value for key, value in _fields(plan.kernel).items()}
     kernel = {"kernel": plan.kernel.name, **decided}
     values = {

@@ -36,23 +36,23 @@ class Plan:
 
     Args:
         call: the global call.
-        padded_call: the call after padding to whole shards and repeating key heads, which the
-            strategy splits.
+        padded_call: the call that the strategy splits, padded to whole shards and with repeated
+            key heads.
         target: the machine that the plan is for.
         mesh: (axis, size) of every mesh axis above size 1 that attention uses.
-        asked: the setting that asked for the kernel, as "attention: auto".
+        asked: the setting that selects the kernel, such as "attention: auto".
         kernel: the kernel, with its tiles and all other choices.
         strategy: how K, V or heads move between devices (`context_parallel`).
         kv_repeat: how often each key head is repeated, so that key heads divide over tensor.
-        q_len, kv_len: lengths after padding to whole shards.
-        because: why this kernel runs, in a sentence.
-        notes: what else the user should know, a sentence each.
-        refused: kernels and strategies that were asked for, or preferred, and cannot run here.
-        fell_back: whether another kernel or strategy runs than the user named.
-        fallback: the setting that allowed it: "error", "warn" or "allow".
-        arithmetic: which strategy `context_parallel: auto` chose, and the two shortest times.
-        sums: the time and memory of every strategy that it compared, a line each.
-        warns: whether the log line is a warning: the kernel is slow, and the caller can change it.
+        q_len, kv_len: T and S after padding to whole shards.
+        because: the reason for the kernel, in a sentence.
+        notes: further facts that the user should know, a sentence each.
+        refused: why kernels and strategies that the config names or `auto` prefers cannot run.
+        fell_back: whether another kernel or strategy runs than the config names.
+        fallback: the setting `fallback`: "error", "warn" or "allow".
+        arithmetic: the strategy that `context_parallel: auto` chose, and the two shortest times.
+        sums: the time and memory of every strategy that `auto` compared, a line each.
+        warns: whether the plan is logged as a warning: a bias excludes faster kernels.
     """
 
     call: Call
@@ -112,11 +112,11 @@ class Plan:
         return bias_axes(self.call.bias, self.mesh, self.strategy)
 
     def with_notes(self, notes: tuple[str, ...]) -> Plan:
-        """Return the plan with more notes."""
+        """Return the plan with additional notes."""
         return _with_notes(self, notes) if notes else self
 
     def full_mask(self, mask: Mask) -> Mask:
-        """Return the caller's bound mask, with the keys of padding hidden."""
+        """Return the caller's bound mask, with padded keys hidden."""
         real = self.call.kv_len
         return mask & KeyLimit(real) if self.kv_len > real else mask
 
@@ -124,7 +124,7 @@ class Plan:
         return self.explain()
 
     def explain(self, why: bool = False) -> str:
-        """Write in a few lines what runs and why, what moves, and what was refused.
+        """Return a few lines of text: what runs and why, what moves, and what is refused.
 
         The lines are `asked` (the setting), `runs` (strategy and kernel), `because`, `mask`,
         `shards` (what each device computes), `blocks` (tiles), `moves` (each transfer: arrays,
@@ -158,12 +158,12 @@ def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
     return replace(plan, notes=(*plan.notes, *notes))
 
 
-# Plans that were saved with older names: the old key -> that of `to_dict`.
+# Older names in saved plans: old key -> key of `to_dict`.
 _RENAMED = {"context": "strategy", "kernel.processors": "kernel.sms"}
 
 
 def _renamed(key: str, value: Any) -> Any:
-    """Rename the fields of each kernel of a saved pair."""
+    """Rename the older names of fields in a saved pair's kernels."""
     if not (key.startswith("kernel.") and isinstance(value, dict)):
         return value
     return {_RENAMED.get(f"kernel.{k}", f"kernel.{k}")[7:]: v for k, v in value.items()}

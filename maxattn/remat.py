@@ -1,9 +1,9 @@
 """Rematerialisation: which values of the forward are kept for the backward.
 
-`attention` names its output and log-sum-exp ("attn_out", "attn_lse") inside its forward rule: a
-policy that saves both computes no attention twice. The modules name their projections and the
-merged heads as MaxDiffusion does ("query_proj", "key_proj", "value_proj", "attn_output"). A policy
-that saves "attn_output" without the first two recomputes attention.
+`attention` names its output and log-sum-exp ("attn_out", "attn_lse") inside its forward rule: with
+a policy that saves both, attention is not recomputed. The modules name their projections and merged
+heads like MaxDiffusion ("query_proj", "key_proj", "value_proj", "attn_output"). A policy that saves
+"attn_output" without "attn_out" and "attn_lse" recomputes attention.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def remat_policy(name: str) -> Policy | None:
     """Return the checkpoint policy of a `remat_policy` setting.
 
     Args:
-        name: NONE: keep everything; there is no policy, and None is returned. FULL: keep nothing
-            and recompute the layer. SAVE_ATTENTION: keep the attention's output and log-sum-exp, so
-            that attention is not recomputed. SAVE_ATTENTION_AND_MATMUL: keep the results of the
-            projections too: norms and activations are recomputed. MATMUL_WITHOUT_BATCH: keep the
-            results of the projections and recompute attention. OFFLOAD_MATMUL_WITHOUT_BATCH: the
-            same, kept in the host's pinned memory.
+        name: NONE: keep all values; the function returns None. FULL: keep nothing and recompute the
+            layer. SAVE_ATTENTION: keep attention's output and log-sum-exp, so that attention is not
+            recomputed. SAVE_ATTENTION_AND_MATMUL: keep the results of projections too, and
+            recompute norms and activations. MATMUL_WITHOUT_BATCH: keep the results of projections,
+            and recompute attention. OFFLOAD_MATMUL_WITHOUT_BATCH: like MATMUL_WITHOUT_BATCH, but
+            keep the results in the host's pinned memory.
 
     Raises:
-        ConfigError: the name is not known.
+        ConfigError: the name is unknown.
     """
     if name in POLICIES:
         return _POLICIES[name]
@@ -64,13 +64,14 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
     Args:
         f: a function of modules, arrays and plain values, such as the unbound method
             `Block.__call__`.
-        config: its `remat_policy` names the policy; None, the default, or NONE returns `f` itself.
+        config: its `remat_policy` names the policy; if config is None, the default, or the policy
+            is NONE, `f` itself is returned.
 
     Returns:
-        A function of the same arguments; bool, int, float, str and None are not traced.
+        A function with the arguments of `f`; bool, int, float, str and None are not traced.
 
     Raises:
-        InputError, ConfigError: `f` cannot be called, or `config` is no `AttentionConfig`.
+        InputError, ConfigError: `f` is not callable, or `config` is no `AttentionConfig`.
 
     >>> layer = ma.FlaxAttention(32, heads=2, dim_head=16, rngs=nnx.Rngs(0))
     >>> config = ma.AttentionConfig(remat_policy="SAVE_ATTENTION")
@@ -89,8 +90,7 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
     @wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Only arguments with arrays go through nnx.remat: f could not branch on a traced
-        # `deterministic=True`.
+        # Plain values bypass nnx.remat, which would trace them: f may branch on `deterministic`.
         traced_args = {i: a for i, a in enumerate(args) if not isinstance(a, PLAIN)}
         traced_kwargs = {k: a for k, a in kwargs.items() if not isinstance(a, PLAIN)}
 
@@ -103,7 +103,7 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse anything but a config; the remedy for a policy's name is a config with it."""
+    """Refuse a value that is no config; for a policy's name, the remedy is a config with it."""
     if isinstance(config, str):
         made = f"AttentionConfig(remat_policy={config!r})"
         remedy = f"pass {made}" if config in POLICIES else "pass an AttentionConfig"

@@ -1,4 +1,4 @@
-"""The machine that a plan is made for, as a value: this one, or one that is named."""
+"""`Target`: the machine that a plan is made for, this machine or a named one, as a value."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from maxattn.tuned.kernels import CallTimes, times_of
 
 Pairs = tuple[tuple[str, str], ...]
 
-# Besides the kernels' own switches: they give a TPU's kernels more memory, or set how a ring's
-# blocks travel.
+# Variables that give a TPU's kernels more memory, or set how a ring's blocks are sent; those that
+# forbid kernels are in the kernels' table.
 ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a plan is made for: this one, or one that is not there.
+    """The machine that a plan is made for: this machine, or one that need not be available.
 
     >>> ma.Target.named("NVIDIA H200", packages=(("fa4-jax", "0.1.0"),)).version("fa4-jax")
     '0.1.0'
@@ -39,17 +39,17 @@ class Target:
     Args:
         platform: "cpu", "gpu" or "tpu".
         device_kind: for example "TPU v5p" or "NVIDIA H200".
-        packages: (name, version) of the installed optional packages, of cuDNN and of AITER; default
-            none.
-        env: (name, value) of environment variables that can refuse a kernel, give a TPU's kernels
-            more memory, or set how a ring's blocks travel; default none.
-        tuned: block sizes that `maxattn tune` measured on this machine; a config's own come first.
-        capability: compute capability of an NVIDIA GPU, for example "10.3"; default "" for that of
-            the device kind.
-        kernel_times: times that `maxattn tune` measured on this machine; `attention: auto` takes
-            the fastest kernel by them.
-        sms: streaming multiprocessors (SMs) of a GPU, or of a part of one (MIG); default 0 for
-            those of the device kind.
+        packages: (name, version) of installed optional packages, cuDNN and AITER; default none.
+        env: (name, value) of environment variables that can forbid a kernel, give a TPU's kernels
+            more memory, or set how a ring's blocks are sent; default none.
+        tuned: block sizes that `maxattn tune` measured on this machine; sizes in a config precede
+            them; default none.
+        capability: compute capability of an NVIDIA GPU, for example "10.3"; default "", which means
+            the usual capability of the device kind.
+        kernel_times: times that `maxattn tune` measured on this machine, by which `attention: auto`
+            chooses the fastest kernel; default none.
+        sms: number of streaming multiprocessors (SMs) of a GPU, or of a part of a GPU (MIG);
+            default 0, which means the usual number of the device kind.
     """
 
     platform: Platform
@@ -65,7 +65,7 @@ class Target:
     def here() -> Target:
         """Return this machine, or the target of a surrounding `assumed()`.
 
-        It initialises jax's backend.
+        The call initialises jax's backend.
         """
         if (assumed := _ASSUMED.get()) is not None:
             return assumed
@@ -76,22 +76,22 @@ class Target:
 
     @staticmethod
     def named(kind: str, packages: Pairs = ()) -> Target:
-        """Return a machine that need not be there.
+        """Return a machine by name; it need not be available.
 
         Args:
-            kind: a name of `devices.DEVICES` ("TPU v5p", "NVIDIA H200", "cpu"), a shorter one
+            kind: a name in `devices.DEVICES` ("TPU v5p", "NVIDIA H200", "cpu"), a short name
                 ("v5p", "H200"), or a platform ("tpu", "gpu") for its usual device.
-            packages: its optional packages as (name, version); default none.
+            packages: optional packages that the machine has, as (name, version); default none.
 
         Raises:
-            ConfigError: the name is not known.
+            ConfigError: the name is unknown.
         """
         kind = read_target(kind).kind
         return Target(DEVICES[kind].platform, kind, packages)
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """Make plans for this target inside a `with`: to trace for a machine that is not there."""
+        """Make plans for this target inside a `with`, to trace for an unavailable machine."""
         token = _ASSUMED.set(self)
         try:
             yield
@@ -100,7 +100,7 @@ class Target:
 
     @cached_property
     def device(self) -> Device:
-        """The row of its device kind in `devices.DEVICES`."""
+        """The row of the target's device kind in `devices.DEVICES`."""
         capability = read_capability(self.capability)
         return device_of(self.device_kind, self.platform, capability, self.sms)
 
@@ -114,7 +114,7 @@ class Target:
 
     @property
     def is_this_machine(self) -> bool:
-        """Whether it is this machine: jax is then among its packages."""
+        """Whether the target is this machine, which alone has jax among its packages."""
         return self.version("jax") is not None
 
     def refuse_untested(
@@ -122,21 +122,21 @@ class Target:
     ) -> Reason | None:
         """Refuse untested versions of a package whose private names the kernel `who` uses.
 
-        A package without a known version is not refused. `tested` is by default that of
-        `versions.TESTED`.
+        A package of unknown version is not refused. `tested` is the range of tested versions,
+        default the package's range in `versions.TESTED`.
         """
         version, tested = self.version(package), tested or TESTED[package]
         if version is None or tested.hold(version):
             return None
         rule = (
-            f"it uses what {package} keeps private, was tested with {tested}, and this is {version}"
+            f"it uses private names of {package}, was tested with {tested}, and this is {version}"
         )
         plain = package not in table.EXTRAS
         bring = f'pip install "{package}{tested}"' if plain else self.remedy_for(package)
         return Reason(who, "version", rule, f"{bring}; or use attention: auto")
 
     def remedy_for(self, package: str) -> str:
-        """Return how to add a package: a pip command here, an option for a named target."""
+        """Return the remedy that adds a package: a pip command, or an option of a named target."""
         extra, version = table.EXTRAS.get(package, ("", ""))
         if self.is_this_machine:
             return "pip install " + (f'"maxattn[{extra}]"' if extra else package)
@@ -151,9 +151,9 @@ _ASSUMED: ContextVar[Target | None] = ContextVar("the target of assumed()", defa
 def _with_tuned(
     here: Target, table: tuple[Tuned, ...], times: tuple[CallTimes, ...] = ()
 ) -> Target:
-    """Add the block sizes and kernel times that were measured here.
+    """Return this machine with the block sizes and kernel times that were measured on it.
 
-    Several processes take none: their files may differ, and their programs must not.
+    With several processes they are not added: files may differ between hosts, programs must not.
     """
     import jax
 
@@ -176,7 +176,7 @@ def _here(env: Pairs, packages: Pairs) -> Target:
 
 
 def _kind_of(device: Any) -> str:
-    """Return our name of a device; that of a ROCm device begins with AMD."""
+    """Return maxattn's name of a device's kind; the name of a ROCm device begins with "AMD"."""
     kind = str(device.device_kind)
     is_amd = "rocm" in str(device.client.platform_version).lower()
     if is_amd and device_of(kind).vendor != "AMD":
@@ -185,7 +185,7 @@ def _kind_of(device: Any) -> str:
 
 
 def installed() -> Pairs:
-    """List the installed ones of jax, cuDNN, AITER, CuTe and kernels' packages, with versions."""
+    """Return (name, version) of jax, cuDNN, AITER, CuTe and kernels' packages, if installed."""
     return _installed(("jax", *table.packages(), CUTLASS, *CUDNN))
 
 

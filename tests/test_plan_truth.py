@@ -61,7 +61,7 @@ def test_below_the_flash_length_dot_product_is_the_blockwise_one_where_that_was_
 
 
 def test_chunk_sizes_that_nobody_reads_are_named() -> None:
-    unread = "query_chunk_size has no effect: read by the blockwise dot_product alone"
+    unread = "query_chunk_size has no effect: only read by the blockwise dot_product"
     assert unread in plan({"query_chunk_size": 7}).notes
     blockwise = {"query_chunk_size": 7, "use_memory_efficient_attention": True}
     assert not any("no effect" in note for note in plan(blockwise).notes)

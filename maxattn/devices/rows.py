@@ -193,8 +193,8 @@ def _h200() -> Device:
 
 
 def _mi300x() -> Device:
-    # As AMD gives it: 1307.4 TFLOP/s, 192 GB of HBM3 at 5.3 TB/s, 304 compute units; seven links of
-    # 128 GB/s, both directions together. Of a host's eight GPUs, n use n - 1 links of each.
+    # Published by AMD: 1307.4 TFLOP/s, 192 GB of HBM3 at 5.3 TB/s, 304 compute units; seven links
+    # of 128 GB/s, both directions together. If n of a host's eight GPUs run, each uses n - 1 links.
     link, peak = 0.75 * 64e9, 1307e12
     rates = link, (HOST - 1) * link, (HOST - 1) * link
     machine = Machine(0.6 * peak, 192e9, REACHED * 5.3e12, "mesh", *rates, _GPU, _NCCL)

@@ -311,7 +311,7 @@ def check_dims(
             continue
         wanted = ", ".join(f"{x}={'any' if sizes[x] is None else sizes[x]}" for x in letters)
         ones = f", where {', '.join(broadcast)} may be 1" if broadcast else ""
-        remedy = f"give {letter} of {sizes[letter]}, it has {size}"
+        remedy = f"make {letter} {sizes[letter]}; it is {size}"
         value = text(array if given is None else given)
         raise InputError(name, value, f"its dims are [{wanted}]{ones}", remedy)
 

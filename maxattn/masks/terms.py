@@ -135,7 +135,7 @@ def _refused_array(term: Mask) -> Reason:
         rule += " of pairs"
         remedy = f"write the mask as one of maxattn.masks, or {USE_BLOCKWISE}"
         return Reason("flash", f"mask {what}", rule, remedy)
-    rule = f"it takes arrays joined by & alone, and {term} has {what} under | or ~"
+    rule = f"it takes masks with arrays only under &, and {term} has {what} under | or ~"
     return Reason("flash", f"mask {what} under | or ~", rule, USE_BLOCKWISE)
 
 

@@ -123,7 +123,7 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
         check_names(ambient if named else None)
         return ambient if named else None
     if isinstance(mesh, Mapping):
-        rule = "attention runs on devices; sizes alone are for plan()"
+        rule = "attention runs on devices; plan() takes a mapping of sizes"
         raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
     if around is not None and mesh_shape(mesh) and dict(around.shape) != dict(mesh.shape):
         rule = f"the surrounding mesh is {dict(around.shape)}, and both must be the same"

@@ -165,5 +165,5 @@ def test_refused(name: str) -> None:
 
 def test_it_has_no_effect_without_a_ring() -> None:
     plan = decided(4, attention="ulysses", ring_direction="one_way")
-    said = "ring_direction has no effect: read by ring and ulysses_ring alone"
+    said = "ring_direction has no effect: only read by ring and ulysses_ring"
     assert any(said in note for note in plan.notes), plan.notes

@@ -51,7 +51,7 @@ class Splash(Kernel):
         changes: how `blocks` differs from the sizes that the user asked for.
         inference: tile sizes of a forward that is not differentiated; None: those of `blocks`.
         inference_changes: how `inference` differs from the sizes that the user asked for.
-        cores: of a device; they share the backward's heads unless they divide the batch.
+        cores: number of a device's cores; unless it divides the batch, they share the heads.
     """
 
     name: ClassVar[str]
