@@ -246,7 +246,7 @@ def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
     """Bind a mask to `full` lengths and drop its arrays; if `full` is None, it must be bound."""
     if not isinstance(mask, Mask):
-        rule, remedy = "a call has a mask of maxattn.masks", "write a table as masks.Dense(table)"
+        rule, remedy = "it must be a mask of maxattn.masks", "write a table as masks.Dense(table)"
         raise InputError("mask", type(mask).__name__, rule, remedy)
     if full is not None:
         b, t, s, n = full

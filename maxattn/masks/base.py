@@ -387,7 +387,7 @@ class Mask(ForKernels):
 def _checked(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
-    rule, remedy = "masks combine with masks", "wrap a bool array in Dense(...)"
+    rule, remedy = "a mask combines only with masks", "wrap a bool array in Dense(...)"
     raise InputError("mask", text(other), rule, remedy)
 
 

@@ -130,7 +130,7 @@ def _shape(block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, i
     """Return the numbers of blocks of queries and of blocks of keys."""
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
-            rule, remedy = "a block has at least one token", f"give {name} of 1 or more"
+            rule, remedy = "a block must have at least one token", f"give {name} of 1 or more"
             raise InputError(name, size, rule, remedy)
     return -(-q_len // block_q), -(-kv_len // block_kv)
 

@@ -67,7 +67,7 @@ class KeyPadding(DataMask):
     def __post_init__(self) -> None:
         keys = as_array(self, "keys")
         if (is_int(keys), is_bool(keys), keys.ndim) not in ((True, False, 1), (False, True, 2)):
-            rule = "lengths are whole numbers [B], flags are bool [B, S] with True for a real key"
+            rule = "keys must be integer lengths [B], or bool flags [B, S] with True for a real key"
             remedy = "for 0/1 numbers use keys != 0, for one batch row add a batch dim,"
             remedy += " for [B, N, T, S] use Dense"
             raise InputError("KeyPadding.keys", text(keys), rule, remedy)
@@ -168,7 +168,7 @@ class Segments(DataMask):
         for name, dims in (("q_ids", "[B, T]"), ("kv_ids", "[B, S]")):
             ids = as_array(self, name)
             if not is_int(ids) or ids.ndim != 2:
-                rule = f"segment ids are whole numbers {dims}"
+                rule = f"segment ids must be whole numbers {dims}"
                 remedy = "cast to int32, for one batch row add a batch dim"
                 raise InputError(f"Segments.{name}", text(ids), rule, remedy)
             if is_wide(ids) and isinstance(ids, np.ndarray):
@@ -237,11 +237,11 @@ class Dense(DataMask):
     def __post_init__(self) -> None:
         table = as_array(self, "table")
         if not is_bool(table):
-            rule = "a mask is bool, True where a query may attend"
+            rule = "the table must be bool, True where a query may attend"
             remedy = "for 0/1 numbers use table != 0, pass an additive mask as bias="
             raise InputError("Dense.table", text(table), rule, remedy)
         if not 2 <= table.ndim <= 4:
-            rule = "dims are [T, S], [B, T, S] or [B, N, T, S]"
+            rule = "the dims must be [T, S], [B, T, S] or [B, N, T, S]"
             remedy = "for flags of keys use KeyPadding, else add or drop dims"
             raise InputError("Dense.table", text(table), rule, remedy)
 

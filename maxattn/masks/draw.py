@@ -26,7 +26,7 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
     """Draw a bound mask: one character per pair if that fits the width, else shades of density."""
     _check_lengths(q_len, kv_len)
     if width < 8:
-        rule = "a picture has at least 8 characters in a line"
+        rule = "a picture must have at least 8 characters in a line"
         raise InputError("width", width, rule, "give a larger width")
     period = mask.period()
     cell = tall = _aligned(-(-max(q_len, kv_len) // width), period)

@@ -117,7 +117,7 @@ def check_bias_dtype(dtype: str) -> None:
     """Refuse a bias whose dtype is not floating."""
     if dtype in DTYPES:
         return
-    rule = "a bias is additive and floating: float32, bfloat16 or float16"
+    rule = "a bias must be floating: float32, bfloat16 or float16"
     to_mask = "a boolean mask goes to mask=, as masks.Dense(mask)"
     remedy = to_mask if dtype == "bool" else "cast it, e.g. to float32"
     raise InputError("bias", dtype, rule, remedy)
@@ -152,7 +152,7 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
         return mask
     if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
         found = repr(mask) if isinstance(mask, str | bool) else type(mask).__name__
-        rule = "a mask is a mask of maxattn.masks or a boolean array"
+        rule = "it must be a mask of maxattn.masks or a boolean array"
         remedy = "write for example masks.Causal() or masks.KeyPadding(lengths)"
         raise InputError("mask", found, rule, remedy)
     check_not_torch("mask", str(mask.dtype))

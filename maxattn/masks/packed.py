@@ -177,7 +177,7 @@ def _checked(name: str, given: Any) -> Packing:
         remedy = "give a tuple of Python ints; traced ones go into Segments as ids"
         raise InputError(name, text(given)[:80], rule, remedy)
     if len(found) > MOST_SEGMENTS:
-        rule = f"at most {MOST_SEGMENTS} segments"
+        rule = f"there may be at most {MOST_SEGMENTS} segments"
         raise InputError(name, f"{len(found)} lengths", rule, "give ids to masks.Segments")
     if min(found, default=0) < 0:
         at = next(i for i, length in enumerate(found) if length < 0)
