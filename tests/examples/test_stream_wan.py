@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import stream_wan
@@ -17,33 +16,25 @@ from common.trained_blocks import saying
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from wan.model import WanTransformer3D
+from yaml import safe_dump
 
 from maxattn import weights
 from maxattn.errors import MaxattnError
 from tests.examples.wan.streamed import SIZES, SMALL
 from tests.golden_text import check_golden
 
-YAML = """
-model:
-  sizes: wan-2.1-t2v-1.3b
-  num_attention_heads: 2
-  attention_head_dim: 12
-  num_layers: 2
-  ffn_dim: 32
-  in_channels: 4
-  out_channels: 4
-  text_dim: 8
-  freq_dim: 16
-  dtype: float32
-rollout: {frames_per_block: 3, window: 3, sink: 2, denoising_steps: [1000, 500]}
-sampling: {height: 16, width: 32, guidance_scale: 1.0, text_tokens: 5, weights_dtype: float32}
-"""
+SETTINGS = {
+    "model": {"sizes": "wan-2.1-t2v-1.3b", **SMALL, "dtype": "float32"},
+    "rollout": {"frames_per_block": 3, "window": 3, "sink": 2, "denoising_steps": [1000, 500]},
+    "sampling": {"height": 16, "width": 32, "guidance_scale": 1.0}
+    | {"text_tokens": 5, "weights_dtype": "float32"},
+}
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "stream.yml"
-    path.write_text(YAML)
+    path.write_text(safe_dump(SETTINGS))
     return str(path)
 
 
@@ -177,7 +168,5 @@ def test_what_the_command_refuses(
 def test_small_sizes_are_those_of_the_file(config: str) -> None:
     run = stream_wan.run_of(stream_wan.arguments_of([config, "--latents", "out"]))
     assert all(getattr(run.task.sizes, key) == value for key, value in SMALL.items())
-    assert run.stream.tokens_per_frame == 2 and run.denoising.times.tolist() == pytest.approx(
-        [1000.0, 2500 / 3]
-    )
-    assert jnp.asarray(run.sides).tolist() == [2, 4, 4]
+    assert (run.stream.tokens_per_frame, *run.sides) == (2, 2, 4, 4)
+    assert run.denoising.times.tolist() == pytest.approx([1000.0, 2500 / 3])

@@ -92,14 +92,6 @@ def test_a_video_is_what_forwards_without_a_cache_make(name: str, sampler: str) 
     assert run.programs <= 3
 
 
-def test_a_video_goes_on_bit_for_bit_where_it_was_left() -> None:
-    run = usual()
-    whole, _ = made(run, run.begin(told()), 6)
-    some, reel = made(run, run.begin(told()), 2)
-    rest, _ = made(rollout(), reel, 4)
-    np.testing.assert_array_equal(jnp.concatenate([some, rest], axis=1), whole)
-
-
 def test_many_blocks_are_three_programs_and_no_more_memory() -> None:
     run = rollout()
     reel, sizes = run.begin(told()), []

@@ -20,6 +20,7 @@ from samplers.read import NAMES, read
 
 from maxattn.errors import ConfigError
 from tests.closeness import distance
+from tests.examples.parity import part
 from tests.fixtures import make_samplers as made
 from tests.golden_text import check_golden
 
@@ -80,12 +81,7 @@ def test_every_step_is_diffusers(kind: str, tmp_path: Path) -> None:
     theirs = load_file(Path(made.__file__).parent / "diffusers_samplers.safetensors")
     for steps in made.STEPS:
         name = f"{kind}.{steps}"
-        parts = {
-            key.removeprefix(f"{name}."): value
-            for key, value in theirs.items()
-            if key.startswith(f"{name}.")
-        }
-        compare(name, tmp_path, theirs["noise"], parts)
+        compare(name, tmp_path, theirs["noise"], part(theirs, f"{name}."))
 
 
 @pytest.mark.parametrize("kind", KINDS)

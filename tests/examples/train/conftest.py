@@ -6,6 +6,7 @@ import logging
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from logging.handlers import BufferingHandler
 from typing import NamedTuple
 
 import pytest
@@ -26,24 +27,13 @@ class Ran(NamedTuple):
     logged: set[str]
 
 
-class Listening(logging.Handler):
-    """Keeps all messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.add(record.getMessage())
-
-
 @pytest.fixture(scope="session")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Three steps from the start; tests may read the folder, not change it."""
     settings = small_settings(tmp_path_factory.mktemp("ran") / "run")
     profile = {"enable_profiler": True, "profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}
     settings = settings.replace(**profile)
-    log, listening = logging.getLogger("maxattn"), Listening()
+    log, listening = logging.getLogger("maxattn"), BufferingHandler(10_000)
     before = log.level
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
         # A plan that another test has met would not be announced again.
@@ -53,4 +43,5 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         model, losses = train(settings)
         log.removeHandler(listening)
         log.setLevel(before)
-    return Ran(settings, model, losses, out.getvalue(), listening.heard)
+    logged = {record.getMessage() for record in listening.buffer}
+    return Ran(settings, model, losses, out.getvalue(), logged)

@@ -48,24 +48,25 @@ def config(folder: Path, **training: Any) -> Path:
 
 def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str]:
     """Start the command; its lines come out as they are printed."""
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    # Processes that run the same program compile it once.
-    compiled = {"JAX_COMPILATION_CACHE_DIR": str(path.parents[1] / "compiled")}
-    compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     quick = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
-    compiled["XLA_FLAGS"] = " ".join([f"--xla_force_host_platform_device_count={devices}", *quick])
+    # Processes that run the same program compile it once.
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(path.parents[1] / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *quick]),
+    }
     return subprocess.Popen(
         [*COMMAND, str(path), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment | compiled,
+        env={**os.environ, **compiled},
     )
 
 
-def finish(path: Path, *overrides: str, devices: int = 1) -> str:
+def finish(path: Path) -> str:
     """Run the command to its end and return what it printed."""
-    return finish_all([start(path, *overrides, devices=devices)])[0]
+    return finish_all([start(path)])[0]
 
 
 def finish_many(path: Path, *overrides: str, processes: int, devices: int) -> list[str]:

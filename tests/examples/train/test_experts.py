@@ -235,11 +235,6 @@ def test_an_expert_that_is_not_there_or_not_named(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_boundary_without_an_expert(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"boundary_ratio: 0\.5\n.*expert is null"):
-        wan(tmp_path, WAN, boundary_ratio=0.5)
-
-
 def test_a_new_model_takes_the_boundary_of_its_name(tmp_path: Path):
     for name, at in (("t2v", 0.875), ("i2v", 0.9)):
         said = wan(tmp_path, WAN | {"sizes": f"wan-2.2-{name}-a14b"}, expert="low_noise")

@@ -72,6 +72,7 @@ SETTINGS: list[tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (wan, {"folder": "x", "num_layers": 2}, {}, ("num_layers: 2", "sizes is null")),
     (wan, WAN | {"attention_head_dim": 11}, {}, ("attention_head_dim: 11", "even")),
     (wan, WAN, {"gradient_accumulation_steps": 3}, ("accumulation_steps: 3", "1, 2, 4")),
+    (wan, WAN, {"boundary_ratio": 0.5}, ("boundary_ratio: 0.5", "expert is null")),
     (wan, WAN, {"lora_alpha": 8.0}, ("lora_alpha: 8.0", "lora_rank is 0")),
     (wan, WAN, {"lora_rank": 2, "lora_targets": []}, ("lora_targets: []",)),
     (wan, WAN, {"lora_rank": 2, "lora_targets": ["to_x"]}, ("lora_targets", "to_q")),
