@@ -30,11 +30,7 @@ def drawn(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return LoRA weights, and the merged weights in float64.
 
-    Args:
-        before: the model's weights.
-        names: by diffusers' name of the layer.
-        rank: of the changes.
-        alpha: of all layers; None writes none, which means the rank.
+    `names` are by diffusers' name of the layer; an alpha of None is not written: it is the rank.
     """
     given, want = {}, {}
     for seed, (layer, (name_a, name_b, name_alpha)) in enumerate(names.items()):

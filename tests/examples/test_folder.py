@@ -182,13 +182,7 @@ def once(model: nnx.Module, call: Callable[[Any], Any]) -> Any:
 def by_diffusers(
     folder: Path, times: np.ndarray, x: np.ndarray, text: np.ndarray, *more: np.ndarray
 ) -> np.ndarray:
-    """Run diffusers' model of a folder once, in float32.
-
-    Args:
-        folder: of the model.
-        times, x, text: its inputs.
-        more: a UNet's pooled text and the picture's sizes.
-    """
+    """Run diffusers' model once, in float32; `more` is a UNet's pooled text and picture sizes."""
     import diffusers
     import torch
 

@@ -1,7 +1,10 @@
-"""What is measured of a streamed video: the program that streams, at a size that can be counted."""
+"""What is measured of a streamed video: the program that streams, at a size that can be counted,
+also compiled for a TPU that is not here.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from common import flops
 from measuring import workloads
 from measuring.blocks import Blocks, passes
 from measuring.steps import Step
+from measuring.topology import Absent
 from wan.sizes import Sizes
 
 import maxattn as ma
@@ -106,3 +110,59 @@ def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> No
     assert "9 frames" not in out and "12 frames of video" in out and "GiB" in out
     assert facts["window"] is None and facts["attention_tflops"] > 0
     assert facts["tokens_per_s"] == pytest.approx(1e3 * small.tokens / facts["ms"])
+
+
+# ---- for a TPU that is not here ------------------------------------------------------------------
+
+
+WORDS = ["wan", "stream", "--window", "6", "--denoising-steps", "2"]
+
+
+def here() -> Absent:
+    """Let this CPU stand for what is not here."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return Absent(ma.Target.named("cpu"), place)
+
+
+def test_it_is_the_program_that_streams() -> None:
+    ours, runs = blocks().lowered(jnp.float32, here().put).compile(), blocks().compiled(jnp.float32)
+    assert ours.cost_analysis() == runs.compiled.cost_analysis()
+    assert measure.compiler_bytes(ours) == measure.compiler_bytes(runs.compiled) > 0
+
+
+@pytest.mark.slow
+def test_the_command_says_the_memory_of_a_block(monkeypatch, capsys, tmp_path: Path) -> None:
+    work = workloads.wan(CONFIG, 1, 16, 32, 21, Sizes(**SMALL), TEXT, False)
+    monkeypatch.setattr(workloads, "wan", lambda *a, **how: work)
+    monkeypatch.setattr(Absent, "named", lambda name: here())
+    written = tmp_path / "program.txt"
+    words = [*WORDS, "--target", "v6e", "--hlo", str(written)]
+    measure.main(measure.parser().parse_args(words))
+    assert "s for a cpu, needs 0.0 GiB" in capsys.readouterr().out
+    assert "HloModule" in written.read_text()
+
+
+def test_what_does_not_fit_is_said() -> None:
+    class Refused:
+        def compile(self) -> None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 20G of 15.75G hbm\nallocations")
+
+    with pytest.raises(ConfigError, match=r"failed: RESOURCE_EXHAUSTED: 20G of 15\.75G"):
+        here().compiled(Refused())
+
+
+REFUSED_TARGETS = {
+    "denoise": (["wan", "denoise", "--target", "v6e"], "write wan stream --target v6e"),
+    "option": ([*WORDS, "--target", "v6e", "--option", "a=1"], "without --option"),
+    "a GPU": ([*WORDS, "--target", "H200"], "compiles for TPUs"),
+    "no name": ([*WORDS, "--target", "v99"], "it must be one of cpu, TPU v4"),
+    "no libtpu": ([*WORDS, "--target", "v6e"], r"pip install \"maxattn\[tpu\]\""),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_TARGETS)
+def test_targets_are_refused(what: str, monkeypatch) -> None:
+    words, said = REFUSED_TARGETS[what]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=said):
+        measure.main(measure.parser().parse_args(words))

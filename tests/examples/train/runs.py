@@ -91,11 +91,7 @@ def finish_all(started: list[subprocess.Popen[str]]) -> list[str]:
 
 
 def lines(*started: subprocess.Popen[str]) -> Iterator[tuple[int, str]]:
-    """Yield each line that processes print, and which printed it, until all have ended.
-
-    Time limits are on progress: where none prints a line for `SILENCE` seconds, all are killed, and
-    this fails.
-    """
+    """Yield each line of processes, and which printed it; fail after `SILENCE` seconds of none."""
     heard: queue.Queue[tuple[int, str | None]] = queue.Queue()
 
     def listen(who: int, process: subprocess.Popen[str]) -> None:

@@ -38,14 +38,25 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
 
 
+DAMAGES = {
+    "emptied": lambda whole: b"",
+    "halved": lambda whole: whole[: len(whole) // 2],
+    "other": lambda whole: b"\xff" * len(whole),
+}
+
+
 def test_a_checkpoint_that_is_damaged_anywhere_is_refused_or_read_as_it_was(made, tmp_path):
     """Each of its files is emptied, cut in half, and filled with other bytes."""
     seen = {"read": 0, "refused": 0}
     for file in files_of(made):
-        for damage in ("emptied", "halved", "other", "removed"):
+        for damage in (*DAMAGES, "removed"):
             folder = tmp_path / "run"
             shutil.copytree(made, folder)
-            _damage(folder / file, damage)
+            path, whole = folder / file, (folder / file).read_bytes()
+            if damage == "removed":
+                path.unlink()
+            else:
+                path.write_bytes(DAMAGES[damage](whole))
             try:
                 with opened(folder) as checkpoints:
                     if checkpoints.step:
@@ -57,16 +68,6 @@ def test_a_checkpoint_that_is_damaged_anywhere_is_refused_or_read_as_it_was(made
                 seen["refused"] += 1
             shutil.rmtree(folder)
     assert seen["refused"] >= 4 and seen["read"] >= 4, seen
-
-
-def _damage(path: Path, how: str) -> None:
-    whole = path.read_bytes()
-    if how == "removed":
-        path.unlink()
-    else:
-        cut = len(whole) // 2
-        texts = {"emptied": b"", "halved": whole[:cut], "other": b"\xff" * len(whole)}
-        path.write_bytes(texts[how])
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(made, tmp_path):

@@ -21,13 +21,11 @@ def loss_and_gradients(settings: Settings, mesh: Any) -> Any:
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     model = task.build(mesh, nnx.Rngs(0))
     graph, params = nnx.split(model)
-    leaves, form = jax.tree.flatten(params)
     rng = np.random.default_rng(1)
-    filled = [
-        jax.device_put(np.asarray(x) + rng.normal(size=x.shape).astype("f") / 4, everywhere)
-        for x in leaves
-    ]
-    params = jax.tree.unflatten(form, filled)
+    filled = (
+        np.asarray(x) + rng.normal(size=x.shape).astype("f") / 4 for x in jax.tree.leaves(params)
+    )
+    params = jax.device_put(jax.tree.unflatten(jax.tree.structure(params), filled), everywhere)
     examples = {
         "mixed": jax.random.normal(jax.random.key(2), (8, *settings.video_shape)),
         "times": np.linspace(0.1, 1.0, 8, dtype=np.float32),

@@ -38,11 +38,9 @@ def unfinished(folder: Path, since: float = 0.0) -> int:
 
 
 def live_and_die(path: Path, chance: random.Random, life: int) -> str:
-    """Run until a random step is done, and then on to a random moment; kill; return what was
-    printed.
+    """Kill a run at a random moment after a random step, and return what it printed.
 
-    Every second life ends while a checkpoint is being written: so soon after its temporary folder
-    has appeared.
+    Every second life ends while a checkpoint is written, soon after its temporary folder appears.
     """
     every = EVERY if life % 4 else SELDOM
     born, process = time.time(), start(path, f"training.checkpoint_every={every}")
