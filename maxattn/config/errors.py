@@ -32,7 +32,7 @@ class ConfigErrors(ConfigError):
     """The error of a config, which reports all problems at once.
 
     Args:
-        problems: at least one; the attributes of this error are those of the first.
+        problems: at least one; this error has the attributes of the first one.
         source: the file, for the headline above several problems.
     """
 

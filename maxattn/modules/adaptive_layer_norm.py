@@ -169,7 +169,7 @@ def _check(rows: tuple[Tokens, ...], vectors: Vectors) -> None:
     b, t, d = x.shape
     for y in branch:
         if y.shape != x.shape:
-            remedy = "pass what a layer gave for the same tokens"
+            remedy = "pass a layer's result for the same tokens"
             raise InputError("branch", f"shape {tuple(y.shape)}", f"x is {(b, t, d)}", remedy)
     for name, (_, parts) in vectors.items():
         for part in parts:

@@ -75,7 +75,7 @@ def attend_with_cache(
         return out, _write(layer, k[:, kept], v[:, kept], how.mesh)
     if cache.stage == "empty":
         turned = k if table is None else apply_rotary(k, turned_own(cache, table))
-        # The first block sees itself; blocks of a prefix see what the stream says.
+        # The first block sees itself; for blocks of a prefix, the stream's mask decides.
         stream = cache.layout.stream
         seen = None if cache.own == stream.first_block else stream.mask(cache.own)
         out = attend(q, turned, v, seen)

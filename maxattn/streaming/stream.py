@@ -36,7 +36,7 @@ class Stream:
             trained for one such number.
         window: number of blocks that a block sees, itself included; default None for all.
         sink: how many of the first frames stay visible, inside the window; default 0.
-        first_frame_alone: whether frame 0 is a block of its own, before the blocks of
+        first_frame_alone: whether frame 0 is a block by itself, before the blocks of
             `frames_per_block`; default False.
 
     Raises:

@@ -123,7 +123,7 @@ def fuse_lora(
         module: its classes name these layers in `diffusers_fused`.
         tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, by diffusers' names of the
             single layers, without alphas.
-        prefix: of these names, such as "transformer.".
+        prefix: prefix of these names, such as "transformer.".
 
     >>> import numpy as np
     >>> class Both(nnx.Module):

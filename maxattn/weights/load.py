@@ -92,7 +92,7 @@ def check_diffusers(
 ) -> Loaded:
     """Check the names, shapes and dtypes of weights against a module, also without arrays.
 
-    The arguments are those of `load_diffusers`; no number is read.
+    The arguments are as for `load_diffusers`; no values are read.
 
     Raises:
         WeightsError: as for `load_diffusers`, except errors of numbers.

@@ -49,8 +49,8 @@ def merge_lora(
             in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up);
             of a convolution `[rank, in, *window]` and `[out, rank, 1, ...]`. `<layer>.diff` and
             `<layer>.diff_b` are added to weight and bias as they are. Names of layers are
-            diffusers', those of Wan's or Stability's own code, or any of them with underscores for
-            dots.
+            diffusers' names, names of Wan's or Stability's code, or any of them with underscores
+            for dots.
             The alpha of a layer is `<layer>.alpha`; else alpha_pattern or lora_alpha of the
             metadata; else the rank. Metadata are `lora_adapter_metadata` in the header, as
             diffusers saves it, or peft's adapter_config.json in the folder or beside
@@ -105,7 +105,7 @@ def check_lora(
 ) -> tuple[str, ...]:
     """Check LoRA weights against a module, also without arrays; return their layers.
 
-    The arguments are those of `merge_lora`.
+    The arguments are as for `merge_lora`.
 
     Raises:
         WeightsError: as for `merge_lora`, except errors of sums.

@@ -5,7 +5,7 @@ exceptions: the parameter itself (`kernel` is `weight`, with its axes reversed),
 class lists in `diffusers_names`. More attributes of a class describe its files:
 
     diffusers_stacked   layers that the module stacks along a leading axis (`nnx.scan`, `nnx.vmap`);
-                        diffusers numbers them, as it does those of an `nnx.List`
+                        diffusers numbers them, like the layers of an `nnx.List`
     diffusers_fused     tensors that store the rows of several layers in sequence, with the names of
                         these layers; loaded and saved in this form
     diffusers_may_fuse  the same for loading; saved as separate layers

@@ -4,7 +4,7 @@ Readers follow the index if there is one, so a save takes effect by one rename: 
 the single file if there is none. A file that an index names is not overwritten before the index is.
 
 A file is eight bytes with the length of its header, a JSON header with dtype, shape and place of
-each tensor, and their numbers, those of wider dtypes first so that all are aligned.
+each tensor, and the numbers, wider dtypes first so that all are aligned.
 Source: https://github.com/huggingface/safetensors
 """
 

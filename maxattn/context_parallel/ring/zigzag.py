@@ -109,7 +109,7 @@ class ChunkLayout:
         found = stretches(mask, q_len // c, kv_len // c, q_len, kv_len)
         row, start, end = found.row, found.start, found.end
         rank, late = np.where(row < n, row, c - 1 - row), np.maximum(start, n)
-        # The ranks of early chunks rise with the chunk, those of late chunks fall.
+        # For early chunks the rank rises with the chunk, for late chunks it falls.
         for low, high in ((start, np.minimum(end, n)), (c - end, c - late)):
             first = (rank - high + 1) % n
             last = first + high - low

@@ -39,7 +39,7 @@ class RowWork:
         heads, head_dim: N and H.
         norm: RMS over each "head" or "across" all heads, "layer" for a LayerNorm, or None.
         eps: epsilon of the norm.
-        style: of the rotary embedding, "interleaved" or "half"; None for none.
+        style: style of the rotary embedding, "interleaved" or "half"; None for no rotation.
         vectors: the vectors, by name.
 
     >>> RowWork(12, 128, "across", 1e-6, "interleaved").threads

@@ -53,7 +53,7 @@ def bench_mesh(
     """Measure attention on one device and on a mesh: forward, and forward with backward.
 
     `mesh` has sizes of the axes data, context and tensor; `peers` adds TransformerEngine's ring and
-    all-gather; the other arguments are those of `bench` and `measure`.
+    all-gather; the other arguments are as for `bench` and `measure`.
     """
     devices = prod(mesh.values())
     whole = inputs_of(shape, Target.here())[:1]

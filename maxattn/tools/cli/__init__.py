@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    usage = "usage: maxattn COMMAND ...   (maxattn COMMAND --help says more)"
+    usage = "usage: maxattn COMMAND ...   (maxattn COMMAND --help lists options)"
     return "\n".join((usage, "", *(f"  {name:<9}{does}" for name, does in COMMANDS.items())))
 
 

@@ -62,7 +62,7 @@ def read_source(args: argparse.Namespace) -> Source:
 
 
 def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:
-    """Return the shapes that the options name, else those of the file's sections."""
+    """Return the shapes that the options name, else the shapes of the file's sections."""
     found = tuple(model_shapes.read(text) for text in args.shape)
     found = found or model_shapes.of_sections(source.sections)
     if not found:
@@ -121,7 +121,7 @@ def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
-    """Return the axis sizes of --mesh, else those of the config.
+    """Return the axis sizes of --mesh, else of the config.
 
     An open size, -1, is the remaining devices of --devices or of the target; else 1.
     """

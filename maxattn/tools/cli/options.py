@@ -131,9 +131,9 @@ def tune(parser: Parser) -> None:
     the config names a kernel or sets sizes.
 
     Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE), so that a killed
-    command goes on where it was. With a --target nothing is timed or kept, and the kernels are
-    listed. With --offline a TPU's sizes are ranked by the schedules that libtpu makes of their
-    kernels, and kept as estimated.
+    command continues when it is run again. With a --target nothing is timed or kept, and the
+    kernels are listed. With --offline a TPU's sizes are ranked by the schedules that libtpu makes
+    of their kernels, and kept as estimated.
     """
     _common(parser)
     passes = parser.add_mutually_exclusive_group().add_argument
@@ -186,7 +186,7 @@ def bench(parser: Parser) -> None:
           tables and pictures: implementations, block-window, layers
 
     Times are of the device: short calls are compiled together into one program, so that the host
-    does not count. GiB are those of one device: arguments, results and temporaries, as the compiler
+    does not count. GiB are per device: arguments, results and temporaries, as the compiler
     reports them.
     """
     add, several = parser.add_argument, {"action": "append", "default": []}
