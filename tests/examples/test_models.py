@@ -18,7 +18,6 @@ from flax import nnx
 from flux.model import FluxTransformer2D
 from flux.sizes import SIZES as FLUX_SIZES
 from flux.sizes import Sizes as FluxSizes
-from samplers import sample, start, step, unipc
 from sdxl.sizes import Sizes as UNetSizes
 from sdxl.unet import UNet
 from wan.model import WanTransformer3D
@@ -166,21 +165,6 @@ def test_text_is_encoded_once_for_all_steps(case: str) -> None:
         out = nnx.jit(lambda m, x, kv: m(x, t, kv=kv))(model, x, kv)
     scale = np.abs(theirs["out"]).max()
     np.testing.assert_allclose(channels_second(out), theirs["out"], atol=2e-5 * scale)
-
-
-# Whole runs of tests/examples/sample sample so.
-@pytest.mark.slow
-def test_a_sampler_closes_over_the_model() -> None:
-    """The steps of `sample`, in `lax.scan`, are those taken one by one through `nnx.jit`."""
-    model, given = loaded("wan_t2v"), part(fixture("wan_t2v"), "in.")
-    kv, noise = model.encode(jnp.asarray(given["text"])), channels_last(given["x"])
-    call = nnx.jit(lambda model, x, t: model(x, jnp.full((2,), t), kv=kv))
-    schedule = unipc.schedule(steps=3, shift=3.0)
-    state = start(schedule, noise)
-    for i in range(3):
-        state = step(schedule, i, state, lambda x, t: call(model, x, t))
-    drawn = sample(lambda x, t: model(x, jnp.full((2,), t), kv=kv), noise, schedule)
-    np.testing.assert_allclose(drawn, state.x, atol=1e-5 * float(jnp.abs(state.x).max()))
 
 
 @pytest.mark.parametrize("case", ["flux_dev", "flux_schnell"])

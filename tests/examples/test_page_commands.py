@@ -1,5 +1,5 @@
 """Commands of pages that are not run, since they need hardware, weights or minutes, are commands:
-their options are there, and so are the targets of make.
+their options are there, and so are the targets of make. `--help` shows its own family's options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.pages import blocks, pages
 from .conftest import ROOT
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-ELSEWHERE = ("pip", "export")  # what no file here defines
+ELSEWHERE = ("pip", "export", "git")  # what no file here defines
 PARSERS = ("parse_args", "parse_intermixed_args", "parse_known_intermixed_args")
 
 
@@ -79,3 +79,30 @@ def test_an_unrun_command_is_one(
     except SystemExit:
         pytest.fail(f"{where}: {command}\n{capsys.readouterr().err}")
     pytest.fail(f"{where}: {command} reads no command line")
+
+
+# ---- help ----------------------------------------------------------------------------------------
+
+
+FOREIGN = {
+    "flux": ("wan", "sdxl", "--frames", "--image ", "--lora-2", "video"),
+    "sdxl": ("wan", "flux", "--frames", "--image ", "--lora-2", "video"),
+    "wan": ("sdxl", "flux"),
+}
+OWN = {"flux": "flux.yml", "sdxl": "sdxl.yml", "wan": "wan_1_3b.yml"}
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+@pytest.mark.parametrize("verb", ["train", "generate"])
+def test_help_is_of_its_own_family(
+    verb: str, family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = ROOT / "examples" / f"{verb}_{family}.py"
+    monkeypatch.setattr(sys, "argv", [script.name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    said = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and f"such as configs/{OWN[family]}" in said
+    assert not [word for word in FOREIGN[family] if word.lower() in said.lower()], said
+    if verb == "generate":
+        assert ("--frames" in said) == (family == "wan")

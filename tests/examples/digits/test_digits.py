@@ -32,15 +32,11 @@ def test_a_video_in_pictures():
     scan = np.zeros((8, 8), np.uint8)
     scan[0, 0] = 1
     data = DataSettings(frames=3, canvas=10, lane_spread=0)
-    seen = {
-        d: [tuple(np.argwhere(f)[0]) for f in videos.move(scan, d, 1, 0, data)] for d in DIRECTIONS
-    }
-    assert seen == {
-        "left": [(1, 2), (1, 1), (1, 0)],
-        "right": [(1, 0), (1, 1), (1, 2)],
-        "up": [(2, 1), (1, 1), (0, 1)],
-        "down": [(0, 1), (1, 1), (2, 1)],
-    }
+    steps = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+    for direction in DIRECTIONS:
+        row, column = steps[direction]
+        seen = [tuple(np.argwhere(f)[0]) for f in videos.move(scan, direction, 1, 0, data)]
+        assert seen == [(1 + row * n, 1 + column * n) for n in (-1, 0, 1)], direction
 
 
 def test_held_out_prompts_never_reach_a_batch():

@@ -93,8 +93,7 @@ def shown(late: int) -> Any:
     data, videos = TORUS.replace(frames=18), []
     for old, new in zip(BEFORE, after, strict=True):
         (a, direction), (b, _) = all_prompts()[old], all_prompts()[new]
-        both = (rolled(scans[labels == n][0], direction, 2, 0, data) for n in (a, b))
-        first, second = both
+        first, second = (rolled(scans[labels == n][0], direction, 2, 0, data) for n in (a, b))
         videos.append(np.concatenate([first[: 6 + 3 * late], second[6 + 3 * late :]]))
     ink = np.stack(videos).astype(np.float64)
     return stream_switch.measure(judge(), ink, BEFORE, after, 3, 2)

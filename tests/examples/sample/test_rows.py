@@ -14,12 +14,8 @@ def test_every_prompt_has_its_samples_and_one_negative_prompt_goes_with_all() ->
     rows = Rows(texts=3, count=2, calls=2, ways=1)
     (both,) = told_in_rows({"text": TEXT, "negative_text": NEGATIVE}, rows, guided=True)
     np.testing.assert_array_equal(both["text"].ravel(), [-1] * 6 + [0, 0, 1, 1, 2, 2])
-    one_after_the_other = told_in_rows(
-        {"text": TEXT, "negative_text": NEGATIVE}, Rows(3, 2, 1, 1), guided=True
-    )
-    np.testing.assert_array_equal(
-        [x["text"].ravel() for x in one_after_the_other], [[-1] * 6, [0, 0, 1, 1, 2, 2]]
-    )
+    two = told_in_rows({"text": TEXT, "negative_text": NEGATIVE}, Rows(3, 2, 1, 1), guided=True)
+    np.testing.assert_array_equal([x["text"].ravel() for x in two], [[-1] * 6, [0, 0, 1, 1, 2, 2]])
     (alone,) = told_in_rows({"text": TEXT}, Rows(3, 2, 1, 1), guided=False)
     np.testing.assert_array_equal(alone["text"].ravel(), [0, 0, 1, 1, 2, 2])
 
