@@ -52,7 +52,8 @@ class Plan:
         fallback: the setting `fallback`: "error", "warn" or "allow".
         arithmetic: the strategy that `context_parallel: auto` chose, and the two shortest times.
         sums: the time and memory of every strategy that `auto` compared, a line each.
-        warns: whether the plan is logged as a warning: a bias excludes faster kernels.
+        warns: whether the plan is logged as a warning: a bias, or an untested version of a package,
+            excludes faster kernels.
     """
 
     call: Call
@@ -147,7 +148,8 @@ class Plan:
     def diff(self, other: Plan | dict[str, Any]) -> tuple[str, ...]:
         """List the differences from another plan or a saved one, as `name: theirs -> ours`."""
         mine, theirs = self.to_dict(), other if isinstance(other, dict) else other.to_dict()
-        theirs = {_RENAMED.get(k, k): _renamed(k, v) for k, v in theirs.items()}
+        kept = ((k, v) for k, v in theirs.items() if k not in _DROPPED)
+        theirs = {_RENAMED.get(k, k): _renamed(k, v) for k, v in kept}
         keys = [*mine, *(k for k in theirs if k not in mine)]
         pairs = ((k, theirs.get(k), mine.get(k)) for k in keys)
         return tuple(f"{k}: {old} -> {new}" for k, old, new in pairs if old != new)
@@ -160,10 +162,13 @@ def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
 
 # Older names in saved plans: old key -> key of `to_dict`.
 _RENAMED = {"context": "strategy", "kernel.processors": "kernel.sms"}
+# Fields of kernels in saved plans that kernels no longer have.
+_DROPPED = ("kernel.tests_pairs", "kernel.lists")
 
 
 def _renamed(key: str, value: Any) -> Any:
     """Rename the older names of fields in a saved pair's kernels."""
     if not (key.startswith("kernel.") and isinstance(value, dict)):
         return value
-    return {_RENAMED.get(f"kernel.{k}", f"kernel.{k}")[7:]: v for k, v in value.items()}
+    names = {k: f"kernel.{k}" for k in value if f"kernel.{k}" not in _DROPPED}
+    return {_RENAMED.get(name, name)[7:]: value[k] for k, name in names.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -98,7 +98,7 @@ class Target:
         finally:
             _ASSUMED.reset(token)
 
-    @cached_property
+    @property
     def device(self) -> Device:
         """The row of the target's device kind in `devices.DEVICES`."""
         capability = read_capability(self.capability)

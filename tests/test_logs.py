@@ -105,3 +105,12 @@ def test_a_fallback_is_never_silent(
     assert plan.kernel.name == "dot_product"
     assert [r.levelno for r in caplog.records] == [level]
     assert "cudnn_flash_te: it needs an NVIDIA GPU" in caplog.text
+
+
+def test_auto_warns_if_an_untested_version_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    target = ma.Target.named("NVIDIA H100", (("fa4-jax", "9.9"),))
+    plan = ma.plan(ma.Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), target=target)
+    with caplog.at_level(logging.WARNING, logger="maxattn"):
+        announce(plan)
+    assert plan.kernel.name == "cudnn"
+    assert "fa4-jax, was tested with >=0.1,<0.2, and this is 9.9" in caplog.text

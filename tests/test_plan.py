@@ -166,6 +166,7 @@ def test_plans_that_were_saved_with_older_names_are_read() -> None:
     saved = {renamed.get(key, key): value for key, value in plan.to_dict().items()}
     assert saved.keys() >= {"context", "kernel.processors"}
     assert plan.diff(saved) == ()
+    assert plan.diff(saved | {"kernel.lists": True, "kernel.tests_pairs": False}) == ()
     assert plan.diff(saved | {"context": "ring"}) == ("strategy: ring -> none",)
     assert plan.context is plan.strategy
 

@@ -106,6 +106,11 @@ def adaptive_norm(
     >>> y.shape
     (1, 12, 64)
     """
+    for name, row in (("scale", scale), ("shift", shift)):
+        if not isinstance(row, ModulationRow | None):
+            raise InputError(
+                name, row, "it must be a ModulationRow", "write ModulationRow(rows, n)"
+            )
     vectors = _of_norm(norm, scale, shift)
     if branch is not None and branch.gate is not None:
         vectors["gate"] = _parts(branch.gate)

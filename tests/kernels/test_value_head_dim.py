@@ -277,6 +277,14 @@ def test_kernels_of_one_head_dim_say_what_they_pad(kernel: str, dims: tuple[int,
     check_golden(f"padded_heads/{kernel}_{dims[0]}_{dims[1]}", said)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses_ring"])
+def test_a_ring_on_gpus_explains_padded_heads(strategy: str) -> None:
+    target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
+    config = ma.AttentionConfig(attention=strategy)  # type: ignore[arg-type]
+    call = ma.Call(1, 4096, 4096, 8, 8, 64, "bfloat16", value_head_dim=128)
+    assert "padded to" in ma.plan(call, config, {"context": 4}, target).explain()
+
+
 def test_times_and_memory_are_of_padded_heads() -> None:
     """A kernel of one head dim takes as long as on heads of the larger one.
 

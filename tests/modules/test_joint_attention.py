@@ -47,6 +47,11 @@ def test_output() -> None:
     np.testing.assert_allclose(picture, linear(p["to_out"], out[:, S:]), atol=1e-5)
 
 
+def test_both_outputs_have_the_modules_dtype() -> None:
+    outputs = built(dtype="bfloat16", bias=True)(X, TEXT)
+    assert [y.dtype.name for y in outputs] == ["bfloat16"] * 2
+
+
 @pytest.mark.parametrize(
     ("how", "kind"),
     [

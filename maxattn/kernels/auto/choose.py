@@ -79,7 +79,8 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
         if reason is None:
             # Plain JAX runs because of a bias, which the caller can remove.
             lost_to_bias = local.bias is not None and _has_fused(local, target) and name in PLAIN
-            warns = lost_to_bias and not config.deterministic
+            is_untested = any(reason.feature == "version" for reason in refused)
+            warns = is_untested or (lost_to_bias and not config.deterministic)
             said = (*refused, *tuned.failed)
             return KernelChoice(name, because, said, warns=warns, notes=tuned.notes)
         # A GPU has many kernels: of those in a rule, a plan prints why the first cannot run.
