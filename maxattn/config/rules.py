@@ -117,7 +117,7 @@ def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
 
 
 def axis_sizes(values: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the size of each of the four axes; `ici` keys may have the GPU spelling."""
+    """Return the size of each of the four axes; `BATCH_KEY`, if set, gives fsdp's."""
     return {axis: size for axis, size, _ in _axis_settings(values, kind)}
 
 

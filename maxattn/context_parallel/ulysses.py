@@ -77,7 +77,7 @@ class Ulysses(Ring):
     # ---- the layout, besides the ring's part -----------------------------------------------------
 
     def mask_letters(self, letters: str) -> str:
-        """Keep masks and biases whole along tokens: each device slices its part."""
+        """Return the axis letters of a mask or bias without tokens: each device slices its part."""
         return letters.replace("S", ".").replace("T", ".")
 
     def kernel_call(self, call: Call) -> Call:

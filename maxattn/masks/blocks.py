@@ -64,7 +64,7 @@ def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> t
 def count(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
 ) -> Int[np.ndarray, "QB KB"]:
-    """Count the allowed pairs of each block; masks with arrays allow all pairs, or none."""
+    """Count the allowed pairs of each block; `data`: masks with arrays allow all, else none."""
     sizes = block_q, block_kv, q_len, kv_len
     rows, columns = _shape(*sizes)
     found = stretches(mask, *sizes, data)

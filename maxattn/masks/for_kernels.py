@@ -27,7 +27,7 @@ class Band(NamedTuple):
 
 
 class ForKernels:
-    """The answers that are right for every mask."""
+    """What kernels ask a mask, with answers that are right for every mask."""
 
     def parts(self) -> tuple[Mask, ...]:
         """Return the masks that this mask directly joins or negates."""

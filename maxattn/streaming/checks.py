@@ -99,8 +99,8 @@ def slots(stream: Stream, frames: Any) -> int:
     else:
         (count,) = sizes(frames=frames)
         if count < stream.first_block:
-            rule = f"the first block has {stream.first_block} frames"
-            raise InputError("frames", count, rule, "give the video's most frames")
+            rule = f"it must be at least {stream.first_block}, the frames of the first block"
+            raise InputError("frames", count, rule, "give the frames of the longest video")
     if count * stream.tokens_per_frame > BIG:
         rule = f"the slots of a cache must have at most {BIG} tokens, the limit of positions"
         raise InputError("frames", count, rule, "give a smaller window")
@@ -287,8 +287,9 @@ def call(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> No
     tokens, frame = shape[1], cache.layout.stream.tokens_per_frame
     found, last = f"{tokens} tokens", cache.start + cache.tokens
     if cache.mode == "extract" and tokens < last:
-        rule, remedy = f"tokens {cache.start} to {last} are to be kept", "pass all of the sequence"
-        raise InputError("hidden_states", found, rule, f"{remedy}, or another start")
+        rule = f"extract(start={cache.start}) keeps tokens {cache.start} to {last}"
+        remedy = "pass the whole sequence, or give extract a smaller start"
+        raise InputError("hidden_states", found, rule, remedy)
     if cache.mode == "cached" and tokens % cache.layout.token_ways:
         rule = f"tokens divide over the {cache.layout.token_ways} devices of context"
         raise InputError("hidden_states", found, rule, "use context='heads'")

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class VideoModel:
-    """Attention sizes of a video model: blocks of the transformer, N, H, latent frames of its usual
-    video, tokens of a frame, and K (0 for N).
+    """Attention sizes of a video model: transformer blocks, N, H, latent frames of its usual video,
+    tokens of a frame, and K (0 if K equals N).
     """
 
     layers: int

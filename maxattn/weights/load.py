@@ -149,8 +149,8 @@ def save_diffusers(
 
     Args:
         module: with arrays.
-        folder: created if it is missing. Readers get an earlier save there until all files are
-            written; then its other files are removed, and nothing else.
+        folder: created if it is missing. An earlier save in it stays readable until all files are
+            written. Then those of its files that were not replaced are removed, and no others.
         shard_bytes: the most bytes of a file.
 
     Raises:

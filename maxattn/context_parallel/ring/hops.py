@@ -226,8 +226,8 @@ def hop_collectives(
 ) -> tuple[Collective, ...]:
     """List the hops of K and V, forward and backward, and of their gradients.
 
-    A hop sends a block of `block` bytes and `arrays` arrays; `home` is the hops of dK and dV, and
-    the bytes in each.
+    Each of the `sends` hops of K and V sends `block` bytes in `arrays` arrays; `home` is (hops of
+    dK and dV, bytes of each).
     """
     hops, grads = home
     made = (

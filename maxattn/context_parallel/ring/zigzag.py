@@ -142,7 +142,7 @@ class ChunkOrder:
         return list(self._by_parity(*(jax.lax.ppermute(y, CONTEXT, m) for y, m in halves)))
 
     def from_zigzag(self, chunks: list[Array], axis: int) -> Array:
-        """Return this device's shard in contiguous order of an array in this rank's chunks."""
+        """Turn the chunks of this rank into its contiguous shard: undo `to_zigzag`."""
         if self.layout.chunks_per_rank == 1:
             return chunks[0]
         back = [[(b, a) for a, b in self._moves(half)] for half in (0, 1)]

@@ -35,8 +35,8 @@ class View(NamedTuple):
 
     Args:
         q0, q1, k0, k1: the range of queries and of keys.
-        window: among them.
-        mask, arrays: the library's structure of a test of pairs, and what it reads.
+        window: (left, right) within these ranges.
+        mask, arrays: fa4-jax's mask that tests a pair, and the arrays that it reads.
     """
 
     q0: int
@@ -127,7 +127,7 @@ def _config(view: View, scale: float, varlen: bool = False) -> Any:
 
 
 def view_of(p: Problem, inputs: Inputs) -> View:
-    """Return how a mask goes in."""
+    """Return the ranges, the window and the test of pairs of a mask."""
     t, s = p.q_len, p.kv_len
     if p.kind == "dense":
         return View(0, t, 0, s)
@@ -150,7 +150,7 @@ def view_of(p: Problem, inputs: Inputs) -> View:
 
 
 def _piece(found: tuple[Piece, ...], t: int, s: int) -> Piece:
-    """Return a band as one rectangle; keys that all queries see may stand before a triangle."""
+    """Merge the pieces of a band: a block of keys for all queries may precede a triangle."""
     if len(found) == 2:
         return Piece(0, t, 0, s, None, found[0].k1)
     return found[0] if found else Piece(0, 0, 0, 0)

@@ -156,7 +156,7 @@ class HopperBackward(Scheduled, LibraryBackward):
     def _with_lengths(
         self, method: Any, operands: Any, settings: dict[str, Any] | None = None, **changes: Any
     ) -> None:
-        """Run a method of the library's whose keys end at the length of a batch row."""
+        """Run a method of the library with the keys of each batch row cut to its length."""
         if self.kind.lengths:
             make = library.NamedOperands(method, operands)["SeqlenInfoCls"]
             arch.griddepcontrol_wait()  # as for items
@@ -211,8 +211,8 @@ def free_buffers(groups: Any, threads: Any):
 def write_or_add(kernel: Any, tile: Any, flags: Any, sums: Any, memory: Any, first: Any, last: Any):
     """Store the dQ of the first key tile over what is in memory; add the dQ of other key tiles.
 
-    The first key tile sets a flag for each query tile, for which the others wait. They start after
-    it, so that it is running or done.
+    The first key tile sets a flag for each query tile, and the other key tiles wait for it. They
+    start later: the first one is running or done by then.
     """
     lane, groups = arch.lane_idx(), kernel.num_wg_dQ
     threads = kernel.num_threads_per_warp_group + arch.WARP_SIZE
@@ -289,10 +289,10 @@ def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
 
 
 def run_backward(stream: Any, spec: Spec, given: BackwardOperands, *results: Any):
-    """Launch a backward, and one more over the last keys if their items alone are cut.
+    """Launch a backward; two if only the last keys are split.
 
-    `results` are dQ in float32, flags if the first tile of keys writes it, and dK and dV: of keys
-    that are whole, then of those in splits.
+    `results` are dQ in float32, flags if the first key tile writes dQ, dK and dV of the keys that
+    are not split, dK and dV of the keys that are split.
     """
     kind, (dq, *left) = spec.kind, results
     flags = left.pop(0) if kind.writes_first else None
@@ -334,7 +334,7 @@ def _backward(stream: Any, spec: Spec, given: BackwardOperands, grads: Any, flag
 
 
 def _more(stream: Any, given: Any) -> dict[str, Any]:
-    """Return the test's arrays, and something in the place of the library's lists."""
+    """Return the arrays of the test of pairs, and our lists as the library's operand."""
     sparse = None if given.lists is None else BlockSparseTensors(given.lists, given.lists)
     aux = utils.AuxData(tensors=tuple(given.arrays) or None)
     return {"blocksparse_tensors": sparse, "aux_data": aux, "stream": stream}
@@ -343,8 +343,8 @@ def _more(stream: Any, given: Any) -> dict[str, Any]:
 def backward_config(spec: Spec) -> Any:
     """Return the library's settings of a backward for a tile.
 
-    For 65 to 128 channels it takes 64 queries under a window alone; up to 64 it has no settings for
-    64 queries, and those of longer heads fit.
+    For 65 to 128 channels the library has tiles of 64 queries for windows alone, so this asks as
+    for a window. Up to 64 channels it has none, and the settings for 96 fit.
     """
     (queries, keys), width = spec.tile, kernel_width(spec.head_dim)
     width = 96 if width <= 64 and queries == 64 else width

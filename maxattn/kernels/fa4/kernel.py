@@ -125,7 +125,7 @@ class Fa4(Kernel):
         return Lines(runs, forward_launch(problem).line, backward_launch(problem).line)
 
     def _problem(self, call: Call) -> Problem:
-        """Describe a call; a band between shards is one of few cases, which run as known ones."""
+        """Describe a call; a band between shards is `known`: `_over_shifts` runs its cases."""
         terms, lengths = sort_terms(call.mask), (call.q_len, call.kv_len)
         is_case = not terms.rest and terms.band is not None and fits_shards(terms, *lengths)
         return of_call(call, self.sms, self.sharded and not is_case)
@@ -289,8 +289,8 @@ def _over_shifts(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Ou
 def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
     """Compute a call; under `vmap`, one batch that holds the mapped axis too.
 
-    Arrays of the mask that all batch rows share are not mapped; if they are, the calls follow each
-    other.
+    Mask arrays that all batch rows share are usually not mapped. If one is, the calls run one after
+    another.
     """
     leaves, tree = jax.tree.flatten((inputs.mask, inputs.q_offset, inputs.kv_offset))
     own = [jnp.ndim(x) > 0 and x.shape[0] == inputs.q.shape[0] for x in leaves]

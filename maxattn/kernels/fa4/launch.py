@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
     @property
     def cut(self) -> Uniform:
-        """Which items are cut, in either form."""
+        """Which items are cut: `items`, or all of an array of items into `splits`."""
         return self.items or (Uniform(ALL, self.splits) if self.splits > 1 else Uniform())
 
 

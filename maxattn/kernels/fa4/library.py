@@ -189,11 +189,11 @@ class Spec:
     """What a kernel is made from: a value, so that the compiler can cache by it.
 
     Args:
-        dtype, head_dim, group: of q, k and v; query heads of each key head.
+        dtype, head_dim, group: dtype and H of q, k and v; query heads for each key head.
         scale: multiplies the scores.
         tile: queries and keys at a time.
-        kind: what else.
-        test: of pairs in mixed tiles; None for no lists.
+        kind: the other options.
+        test: the test of pairs in mixed tiles; None for no lists.
         bias: whether batch rows and heads have a bias of their own; None for no bias.
     """
 
@@ -224,9 +224,9 @@ class BackwardOperands(NamedTuple):
     """The arrays that a backward reads; None for one that it does not need.
 
     Args:
-        lse, delta: of each query; the LSE in base 2.
-        sums: zeros in the memory of results that are added up: dQ, and dK and dV if query heads
-            share keys; or of the flags.
+        lse, delta: one number for each query; the LSE in base 2.
+        sums: zeros whose memory the results take: dQ if it is summed, dK and dV if query heads
+            share keys, or the flags.
     """
 
     q: Any

@@ -126,7 +126,7 @@ def of_positions(
 def _by(kinds: Any, tile: tuple[int, int], lengths: tuple[int, int], by: str) -> Any:
     """Turn kinds [..., query tiles, key tiles] to the rows of a pass.
 
-    A backward takes full tiles without a test: one that holds more than keys is mixed.
+    A backward does not test full tiles: one that reaches past the last key becomes mixed.
     """
     if by == "queries":
         return kinds

@@ -116,12 +116,12 @@ class Masked(NamedTuple):
 
 
 def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
-    """Return what the mask of some inputs gives one pass.
+    """Return the lists, the test and the arrays that one pass needs for a mask.
 
     Args:
-        p: of the inputs.
-        tile: of the launch.
-        inputs: the arrays; if flags say which keys are real, these stand first already.
+        p: the problem of the inputs.
+        tile: the launch's tile.
+        inputs: the arrays; real keys are at the front already (`real_keys_first`).
         by: "queries" in a forward, "keys" in a backward.
     """
     if p.kind == "dense":
@@ -179,7 +179,7 @@ def _padded(x: Array, fill: int) -> Array:
 def real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
     """Gather the keys that flags call real to the front, if the mask is of keys alone.
 
-    Returns the inputs, whose mask still counts the keys, and their order; None if nothing moved.
+    Returns the inputs, whose mask still counts the real keys, and the order [B, S] or None.
     """
     terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
     if not terms.has_flags or terms.positions or terms.rest:
@@ -249,7 +249,7 @@ def bias_adder(own_batch: bool, own_heads: bool) -> Callable[..., Any]:
 
 
 def tested_by_rows(masks: Any, forward: bool) -> Any:
-    """Return the library's maker of masks, a `partial`, with the test of many scores in it."""
+    """Replace the mask class in the library's `partial` by one that tests a row of scores."""
     return partial(_row_mask(forward), *masks.args, **masks.keywords)
 
 
@@ -287,7 +287,7 @@ def _row_mask(forward: bool) -> Any:
 
 
 def _number(coordinate: Any) -> Any:
-    """Convert a coordinate to a number, which division rounds down: coordinates round to 0."""
+    """Convert a coordinate to Int32: its division rounds down, a coordinate's toward 0."""
     utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
     return number(utils.ssa_to_scalar(utils.scalar_to_ssa(coordinate, number)))
 
@@ -308,7 +308,7 @@ def _keep(scores: Any, r: int, c: int, keeps: Any) -> None:
 
 
 def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:
-    """Count an interval from `start`, and end it at `end`; None is open."""
+    """Make an interval relative to `start`, clipped to `end`; None is an open end."""
     lo, hi = (None if x is None else x - start for x in span)
     if end is not None:
         hi = end if hi is None else Numbers.minimum(hi, end)

@@ -36,8 +36,8 @@ class Problem(NamedTuple):
     Args:
         batch, q_len, kv_len, heads, kv_heads: B, T, S, N, K.
         head_dim: H, padded to a multiple of 8.
-        kind: of the mask.
-        mask: of positions, for `known`, and for the `ids` that stand beside it.
+        kind: the kind of mask.
+        mask: the mask of positions of kind `known`, or beside ids of kind `ids`.
         offsets: positions of the first query and key, for `mask`.
         own_rows: whether batch rows have lists of their own.
         bias: whether batch rows and heads have a bias of their own; None for no bias.
@@ -178,8 +178,8 @@ def head_limit(device: Device) -> int:
 def refuse_length(call: Call, terms: Terms) -> Reason | None:
     """Refuse more tokens than the axis of the float32 sums of a backward holds.
 
-    cutejax 0.1 gives the kernels int32 sizes and int64 strides. A backward adds dQ up in one axis
-    of tokens * channels, and with lengths, on other GPUs, of all batch rows behind each other.
+    cutejax 0.1 gives the kernels int32 sizes and int64 strides. A backward sums dQ along one
+    axis of tokens * channels; with lengths, GPUs other than Hopper lay all batch rows along it.
     """
     width = sums_width(call.head_dim)
     rows = call.batch if terms.limits or terms.keys else 1

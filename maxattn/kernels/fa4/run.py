@@ -43,7 +43,7 @@ def _hopper() -> Any:
 
 
 def _call(run: Any, out: Any, *operands: Any, in_specs: Any, **settings: Any) -> Any:
-    """Call a function of hopper.py's: specs stand beside operands, `...` for numbers alone."""
+    """Call a function of hopper.py; `in_specs`: one for each array, `...` for default ones."""
     leaves, cutejax = jax.tree.leaves(operands), import_module("cutejax")
     arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
     # Of arrays that are read number by number a slice may begin anywhere.

@@ -1,9 +1,9 @@
 """The next item, in a kernel: the tile scheduler, ranges and lists that both passes share.
 
 fa4-jax starts a thread block for each tile row of a grid. Here a thread block asks for an item
-(work.py), and a persistent one for the next from a queue: all count up one number in memory. The
-warp that loads fetches it while the last item is multiplied, and hands it to the warps that
-multiply through shared memory.
+(work.py), and a persistent one for the next item from a queue, which is a counter in memory. The
+warp that loads fetches the number of the next item while the others multiply, and passes it to them
+through shared memory.
 
 While one of the library's loops is traced, `tile_idx` is the place of an item; ranges, lists and
 epilogues read the rest of it from `item`.
@@ -154,7 +154,7 @@ class ItemSchedule:
 
 
 class OnGrid:
-    """Launch so many thread blocks in the place of the library's grid."""
+    """Launch `blocks` thread blocks instead of the library's grid."""
 
     def __init__(self, launcher: Any, blocks: Any) -> None:
         self.launcher, self.blocks = launcher, blocks
@@ -192,7 +192,7 @@ class Scheduled:
 
 
 class ItemRange(BlockInfo):
-    """Bound the tiles on the other side by those of the item at hand."""
+    """Limit the loop over key tiles, or query tiles in a backward, to the item's range."""
 
     kernel: Any
 

@@ -4,7 +4,7 @@ With W for the head dim as a kernel pads it, an item of a forward takes about
 
     start + tiles * (loop + queries * keys * (W + 64) * pair)        microseconds of an SM
 
-so few keys want a tile that ends with the last key, and many keys want a large tile. A persistent
+With few keys the best tile ends with the last key; with many keys it is a large one. A persistent
 thread block begins an item while it ends the one before: its start is shorter, its loop is mostly
 longer, and its tile of results needs its own shared memory. Measured on an H200; an H100 agrees.
 """
@@ -42,9 +42,9 @@ class Speed(NamedTuple):
     """Times of the parts of a forward's item, in microseconds of an SM.
 
     Attributes:
-        pair: a channel of W + SOFTMAX of a pair: two products and an exponential.
-        loop: a key tile, beside its pairs.
-        persistent: the same of persistent thread blocks.
+        pair: each channel of the W + SOFTMAX channels of a pair: two products, an exponential.
+        loop: each key tile, beside its pairs.
+        persistent: `loop` of persistent thread blocks.
         block: the start of a thread block, over that of a persistent one's next item.
     """
 
@@ -126,7 +126,7 @@ def _candidates(head_dim: int, q_len: int, kv_len: int, listed: bool) -> Iterato
 
 
 def _most_keys(head_dim: int, queries: int, listed: bool) -> int:
-    """Return how many keys a tile can have beside its scores and results, in registers.
+    """Return the most keys of a tile whose scores and results fit the registers.
 
     The test of pairs takes registers too.
     """
@@ -163,8 +163,8 @@ def can_queue(head_dim: int, tile: Tile, listed: bool) -> bool:
 def kernel_width(head_dim: int) -> int:
     """Return the head dim that a backward is compiled for.
 
-    fa4-jax 0.1 has settings for 192 and 256 from 128 on, and fails at 160. A kernel for 192 takes
-    arrays of 160: its copies read zeros past their end, and write nothing there.
+    Above 128, fa4-jax 0.1 has settings for 192 and 256 alone. A kernel for 192 takes arrays of 160:
+    its copies read zeros past their end, and write nothing there.
     """
     return head_dim if head_dim <= 128 else ceil(head_dim / 64) * 64
 

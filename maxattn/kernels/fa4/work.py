@@ -60,7 +60,7 @@ class Uniform(NamedTuple):
         return row, xp.where(is_split, late // self.tail, at // first)
 
     def steps(self, row: Any, lane: Any, rows: Any, lanes: Any, steps: Any, xp: Any) -> Any:
-        """Return the first step of an item, and the one after the last, of so many steps."""
+        """Return the range [first, end) of an item; `steps`: of its whole tile row."""
         if self.tail == 0:
             return 0, steps
         split = lane // lanes
@@ -104,7 +104,7 @@ def items(work: Any, lanes: tuple[int, int], group: int, splits: int = 1) -> Any
 
 
 def group_of(lanes: int, bytes_each: float, cache: float) -> int:
-    """Return how many of so many lanes start together: the most that fit a cache, and divide."""
+    """Return how many lanes start together: the largest divisor of `lanes` that fits the cache."""
     fits = max(1, int(cache // max(1.0, bytes_each)))
     return lanes if lanes <= fits else max(n for n in range(1, fits + 1) if lanes % n == 0)
 
@@ -157,12 +157,12 @@ def cut(
     """Choose what to cut: nothing, all tile rows, or those after the last full wave.
 
     Args:
-        steps: [rows], of each tile row; the last rows are those after the last full wave.
+        steps: steps of each tile row, [rows]; those after the last full wave are at the end.
         lanes: items of each tile row.
         sms: streaming multiprocessors.
-        time_of: how long items of so many steps take, of so many that run.
+        time_of: from (steps of items, number of items that run), the times of the items.
         merge: from (cut tile rows, splits), the time that their merge takes.
-        most: splits.
+        most: the largest number of splits.
         tails: whether a part of the tile rows can be cut.
     """
     rows = len(steps)

@@ -69,8 +69,8 @@ class Splash(Kernel):
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Check for a GPU or CPU and at least 48 tokens. On a TPU, tiles skip the pairs between
-        blocks anyway, and copies would pad each batch row to whole tiles.
+        """Return whether blocks of so many tokens are faster as batch rows. On a TPU, tiles skip
+        the pairs between blocks anyway, and copies would pad each batch row to whole tiles.
         """
         return platform != "tpu" and tokens >= SHORTEST_ROW
 

@@ -148,11 +148,13 @@ def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
     """
     if one_interval(mask, shard) is not None:
         return None
-    packs = f"on a shard of the keys it packs each query's position for {mask} into an int32"
+    why = "since it packs positions and shards into an int32"
     if queries > MOST_POSITIONS:
-        return f"{packs}, for up to {MOST_POSITIONS} queries, and the sequence has {queries}"
+        most = f"{mask} with sharded keys takes at most {MOST_POSITIONS} queries, {why}"
+        return f"{most}, and the sequence has {queries}"
     if keys > MOST_SHARDS * shard:
-        return f"{packs}, for up to {MOST_SHARDS} shards, and the keys have {-(-keys // shard)}"
+        most = f"{mask} takes at most {MOST_SHARDS} shards of keys, {why}"
+        return f"{most}, and the keys have {-(-keys // shard)}"
     return None
 
 

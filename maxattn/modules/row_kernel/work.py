@@ -17,7 +17,7 @@ MOST_BLOCKS = 16  # resident in an SM
 
 
 class VectorParts(NamedTuple):
-    """A vector that rows are scaled or shifted by: a sum of rows of arrays [B, F, R, D]."""
+    """A vector that scales or shifts tokens: a sum of rows, one of each array [B, F, R, D]."""
 
     rows: tuple[int, ...] = (0,)  # which of the R rows of each array
     constant: float = 0.0  # added to the sum

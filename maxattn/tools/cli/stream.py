@@ -70,7 +70,7 @@ def _words(text: str) -> tuple[str, dict[str, str]]:
             remedy = did_you_mean(key, KEYS) or f"write for example {STREAM_EXAMPLE}"
             raise InputError(OPTION, shown, rule, remedy)
         if not equals and key not in FLAGS:
-            raise InputError(OPTION, shown, f"{key} has a value", f"write {key}=VALUE")
+            raise InputError(OPTION, shown, f"{key} needs a value", f"write {key}=VALUE")
         if key in given:
             raise InputError(OPTION, shown, f"{key} is there twice", "leave one of them out")
         given[key] = value if equals else "true"

@@ -141,7 +141,7 @@ class Dumps:
         return Dumps(bundles, slots, libtpu)
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
-        """Return the texts of bundles and slots for the first name that has both."""
+        """Return the dumps of bundles and of slots of the first kernel in `names` that has both."""
         for name in names:
             if name in self.bundles and name in self.slots:
                 bundles, slots = (

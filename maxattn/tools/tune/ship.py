@@ -34,7 +34,7 @@ _LIBTPU = re.compile(r"libtpu ([\w.]+)")
 
 
 def table_of_log(path: Path) -> str:
-    """Write the costs of a log as a table; the last line of a kernel counts."""
+    """Write the costs of a log as a table, from the last line of each kernel."""
     lines = list(read_lines(path))
     found = {v for line in lines for v in _LIBTPU.findall(str(line["versions"]))}
     if len(found) != 1:
