@@ -34,7 +34,7 @@ AXES = {
 
 
 def legal(case: dict) -> bool:
-    """Between shards, kernels take bands where queries and keys are split alike."""
+    """Between shards, kernels take bands if queries and keys have shards of one length."""
     t, s = LENGTHS[case["length"]]
     mask = MASKS[case["mask"]](1, 1, t, s)
     return not case["traced"] or mask is None or fits_shards(sort_terms(mask.bind(t, s)), t, s)
@@ -122,7 +122,7 @@ def test_traced_offsets_of_unlike_shards_are_refused(t: int, s: int) -> None:
         return kernel.backward(inputs.replace(q_offset=offset), rows)
 
     for run in (forward, backward):
-        with pytest.raises(Unsupported, match="split alike") as refused:
+        with pytest.raises(Unsupported, match="shards of one length") as refused:
             jax.eval_shape(run, jnp.int32(0))
         assert refused.value.setting == "q_offset, kv_offset"
         assert f"{t} queries and {s} keys" in str(refused.value)
