@@ -139,7 +139,7 @@ def _of_computed(reason: Reason, local: Call, computed: Call) -> Reason:
 
 
 def build(name: str, local: Call, config: AttentionConfig, target: Target) -> Kernel:
-    """Build a kernel, or a pair "a/b", for a local call: block sizes, scale and flags."""
+    """Build a kernel, or a pair "a/b", with the sizes, scale and flags for a local call."""
     first, *second = (_build_one(part, local, config, target) for part in name.split("/"))
     if not second:
         return first

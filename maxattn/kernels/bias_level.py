@@ -51,9 +51,9 @@ def bias_level(
 
 
 def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...]:
-    """Return the shape of a bias's level: 1 along axes on which neither bias nor mask differ.
+    """Return the shape of a bias's level: 1 along axes on which neither bias nor mask varies.
 
-    `bias` is the bias's shape; arrays of the bound mask may be forms.
+    `bias` is the bias's shape; the bound mask may have shapes for arrays.
     """
     if bias[3] == 1:
         return bias

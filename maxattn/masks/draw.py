@@ -120,7 +120,7 @@ def _sampled(
 
 
 def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return indexes spread over each cell, and where each cell begins among them."""
+    """Return sampled indexes of all cells, and the place of each cell's first one among them."""
     step = -(-cell // SAMPLES)
     picked = [np.arange(start, min(start + cell, length), step) for start in range(0, length, cell)]
     return np.concatenate(picked), np.cumsum([0, *(len(p) for p in picked[:-1])])

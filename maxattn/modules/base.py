@@ -276,7 +276,7 @@ def linear_on_mesh(
 
 
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:
-    """Return the projection without its bias, and the bias; None if the result contains it."""
+    """Return the projection and its bias, which is None if it is added already."""
     plain = type(linear) is nnx.Linear and linear.preferred_element_type is None
     if not plain or linear.bias is None:
         return linear(x), None

@@ -53,7 +53,7 @@ def on_axes(*axes: str | None) -> dict[str, Any]:
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Return a parameter's spec: each axis name that the mesh has and whose size divides."""
+    """Return a parameter's spec without axes that the mesh lacks or cannot split evenly."""
     sizes = dict(mesh_shape(mesh))
     names = tuple(names or ()) + (None,) * (len(dims) - len(names or ()))
     pairs = zip(names, dims, strict=False)

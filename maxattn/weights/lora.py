@@ -137,7 +137,7 @@ class LoraChange(NamedTuple):
 
     @_BEYOND
     def whole(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the change of a parameter of this shape."""
+        """Return the change of a parameter, in its shape."""
         product = self.up if self.down is None else self.up @ self.down
         return (self.factor * product).reshape(shape)
 

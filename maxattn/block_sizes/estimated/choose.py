@@ -140,7 +140,7 @@ def choose(
 
 
 class Estimate(NamedTuple):
-    """Sizes, and the time of a call with them, fast and slow end."""
+    """Sizes, and the fast and slow bound of a call's time with them."""
 
     sizes: BlockSizes
     seconds: Seconds

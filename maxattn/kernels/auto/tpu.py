@@ -90,8 +90,8 @@ def _passes(kernel: KernelKind, call: Call, target: Target) -> _Passes | None:
 def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
     """Choose the kernel of the forward: `flash`, unless another kernel is surely faster.
 
-    That kernel must not be surely slower with large scores. Most diffusion transformers normalise
-    queries and keys, so that their scores are small.
+    A kernel that is surely slower than `flash` with large scores is left out. Scores are usually
+    small, since most diffusion transformers normalise queries and keys.
     """
     theirs = flash.forward.seconds
     faster = [

@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
     Attributes:
         tile: queries and keys at a time.
-        items: which items there are, if arithmetic gives them; None for an array of items.
+        items: the items, if a formula gives them; None for an array of items.
         queue: whether thread blocks are persistent and take items from a queue; else each item has
             a thread block of its own.
         splits: number of splits of each tile row, if there are lists.
@@ -177,7 +177,7 @@ def _backward_end(p: Problem, tile: Tile) -> Cut:
 
 
 def _sums(p: Problem, tile: Tile, rows: int, splits: int) -> float:
-    """Return how long it takes to add dK and dV of splits up."""
+    """Return the time that the sum of dK and dV over the splits takes."""
     if p.heads != p.kv_heads:  # all splits add to the same float32 sums
         return LAUNCH_US
     slots = 4 * splits * rows * tile.keys * p.batch * p.kv_heads * p.head_dim

@@ -1,7 +1,7 @@
 """Block-sparse lists: the tiles that a mask leaves, of which mixed ones are tested pair by pair.
 
-The lists come from the mask's intervals, never from an array of T x S: constants if positions are
-known when tracing, arithmetic on the device if they, ids or lengths are traced. A kernel gets the
+The lists come from the mask's intervals, never from an array of T x S: constants if all is known
+when tracing, computed on the device if positions, ids or lengths are traced. A kernel gets the
 lists of a tile row in one of two forms:
 
     ranges     mixed count, full count, first full tile, mixed tiles ...     full tiles are side by

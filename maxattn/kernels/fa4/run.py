@@ -255,11 +255,11 @@ def own_array(x: Array) -> Array:
 def before(
     spec: Any, p: Problem, rows: tuple[Array, Array, Array], dlse: Array | None, zeros: bool
 ) -> list[Array]:
-    """Return delta, the LSE in base 2, and zeros to add dQ to, if asked for.
+    """Return delta, the LSE in base 2 and, if `zeros`, a zeroed sum for dQ.
 
     Args:
-        spec: of the backward.
-        p: of the operands.
+        spec: the backward's spec.
+        p: the problem of the operands.
         rows: out, dout and lse.
         dlse: the gradient of the LSE, if it has one.
         zeros: whether to make them.

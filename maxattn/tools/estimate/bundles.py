@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop's bundles, and its number of grid steps; None if known on the device alone."""
+    """A loop's bundles, and its number of grid steps (None: known only at run time)."""
 
     span: Span
     steps: int | None
@@ -226,7 +226,7 @@ def windows_of(bundles: Bundles) -> tuple[Window, ...]:
 def moved_by_itself(bundles: Bundles, rows: Iterable[int]) -> int:
     """Count the bytes that a kernel's own DMAs move between HBM and VMEM, besides its windows.
 
-    Such writes are of sums, whose blocks the kernel has read before, so they count twice.
+    Each such write updates a sum that the kernel has read before, so it counts twice.
     """
     found = (size for i in rows for size in _WRITE.findall(bundles.rows[i].text))
     return 2 * GRANULE * sum(map(int, found))
