@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
@@ -48,6 +48,7 @@ __all__ = [
     "Packed",
     "Result",
     "Rows",
+    "gathered",
     "padded_heads",
     "padded_rows",
     "refuse_call",
@@ -127,6 +128,11 @@ class Grads(NamedTuple):
     dk: Float[Array, "B S K H"]
     dv: Float[Array, "B S K V"]
     dbias: Bias = None
+
+
+def gathered(x: Float[Array, "B S K H"], order: Int[Array, "B S"]) -> Float[Array, "B S K H"]:
+    """Return the tokens of each batch row in an order of its own."""
+    return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
 
 
 def padded_heads(inputs: Inputs) -> Inputs:

@@ -65,6 +65,11 @@ class Terms:
             real = real & ok[:, 0, 0]
         return real
 
+    def real_keys_first(self, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, "B S"]:
+        """Return an order of the local keys of each batch row that puts real keys first."""
+        order = jnp.argsort(~self.real_keys(kv_len, kv_offset), axis=1, stable=True)
+        return jnp.broadcast_to(order, (batch, kv_len))
+
     def lengths(self, batch: int, kv_len: int, kv_offset: Offset) -> Int[Array, " B"] | None:
         """Count the real local keys of each batch row; None if every key is real.
 

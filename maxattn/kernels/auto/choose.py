@@ -6,13 +6,14 @@ float32 on a GPU, and for calls that no fused kernel takes, the number of scores
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.versions import AITER
 from maxattn.kernels import computed_call, refusal, scores_of
-from maxattn.kernels.auto.tuned_order import PLAIN, Candidates, TunedOrder, tuned_order
+from maxattn.kernels.auto.tuned_order import PLAIN, Candidates, tuned_order
 from maxattn.target import Target
 
 DEFAULTS = AttentionConfig()
@@ -71,21 +72,18 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
         config: `deterministic` refuses kernels; only measurements with its settings count.
     """
     usual = order(_as_computed(local, config, target), target)
-    measured = tuned_order(local, target, config, usual)
-    tuned = measured or TunedOrder(usual, (), ())
+    tuned = tuned_order(local, target, config, usual)
     refused: list[Reason] = []
-    for name, because in tuned.candidates:
+    for name, because in tuned.candidates if tuned else usual:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
             # Plain JAX runs because of a bias, which the caller can remove.
             lost_to_bias = local.bias is not None and _has_fused(local, target) and name in PLAIN
             is_untested = any(reason.feature == "version" for reason in refused)
             warns = is_untested or (lost_to_bias and not config.deterministic)
-            said = (*refused, *tuned.failed)
-            return KernelChoice(name, because, said, warns=warns, notes=tuned.notes)
-        # A GPU has many kernels: of those in a rule, a plan prints why the first cannot run.
-        if not refused or target.platform != "gpu" or measured:
-            refused.append(reason)
+            failed, notes = (tuned.failed, tuned.notes) if tuned else ((), ())
+            return KernelChoice(name, because, (*refused, *failed), warns=warns, notes=notes)
+        refused.append(reason)
     raise AssertionError("plain JAX computes every call")
 
 
@@ -95,20 +93,22 @@ def _as_computed(local: Call, config: AttentionConfig, target: Target) -> Call:
     return local.derived(dtype="float32") if is_wide else local
 
 
-def order(call: Call, target: Target) -> Candidates:
-    """Return the kernels to try in order, each with the reason that the plan prints.
+def order(call: Call, target: Target) -> Iterator[tuple[str, str]]:
+    """Yield the kernels to try in order, each with the reason that the plan prints.
 
     >>> v5p = Target.named("TPU v5p")
     >>> [name for name, _ in order(Call(1, 4096, 4096, 8, 8, 64, "bfloat16"), v5p)]
     ['tpu_flash', 'flash', 'memory_efficient', 'dot_product']
     """
     if not _has_fused(call, target):
-        return _plain(call, target, _no_fused(target) if target.device.vendor == "AMD" else "")
+        why = _no_fused(target) if target.device.vendor == "AMD" else ""
+        yield from _plain(call, target, why)
+        return
     from maxattn.kernels.auto import gpu
 
     lost = "this bias" if call.bias is not None else "this call"
-    plain = _plain(call, target, f"plain JAX, since no fused kernel takes {lost}; ")
-    return (*gpu.candidates(call, target), *plain)
+    yield from gpu.candidates(call, target)
+    yield from _plain(call, target, f"plain JAX, since no fused kernel takes {lost}; ")
 
 
 def _has_fused(call: Call, target: Target) -> bool:

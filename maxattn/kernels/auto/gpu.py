@@ -7,10 +7,12 @@ with the two other rules 1.0010. Measurements of `maxattn tune` on the machine p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from maxattn.call import Call
 from maxattn.devices import device_of
 from maxattn.jax_private.versions import numbers
-from maxattn.kernels import as_batch_rows, scores_of
+from maxattn.kernels import as_batch_rows, refusal, scores_of
 from maxattn.kernels.auto.tuned_order import Candidates
 from maxattn.kernels.flash import has_fa4, install
 from maxattn.kernels.fused import limits
@@ -47,8 +49,11 @@ BIAS = (
 )
 
 
-def candidates(call: Call, target: Target) -> Candidates:
-    """Return the kernels to try, in order; "a/b" is the forward of a and the backward of b."""
+def candidates(call: Call, target: Target) -> Iterator[tuple[str, str]]:
+    """Yield the kernels to try, in order; "a/b" is the forward of a and the backward of b.
+
+    Kernels that refuse the call are left out, except the first: a plan prints why it cannot run.
+    """
     names = _on_hopper(call) if target.device.is_a("hopper") else _elsewhere(call, target)
     if call.bias is not None:
         names = tuple((name, BIAS) for name in ("cudnn", "cudnn_flash_te", "flash"))
@@ -58,7 +63,8 @@ def candidates(call: Call, target: Target) -> Candidates:
             names = tuple(each for each in names if "flash" not in each[0].split("/"))
             where += f"; flash would be faster: {install(target)}"
         names = tuple((name, f"{why}{where}") for name, why in names)
-    return names
+    yield names[0]
+    yield from (each for each in names[1:] if refusal(each[0], call, target) is None)
 
 
 def is_measured_on(target: Target) -> bool:

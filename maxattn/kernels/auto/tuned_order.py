@@ -42,7 +42,7 @@ class TunedOrder(NamedTuple):
 
 
 def tuned_order(
-    local: Call, target: Target, config: AttentionConfig, usual: Candidates
+    local: Call, target: Target, config: AttentionConfig, usual: Iterable[tuple[str, str]]
 ) -> TunedOrder | None:
     """Order the kernels by the target's measurements; None if it has none for this call.
 
@@ -50,7 +50,7 @@ def tuned_order(
         local: the call that one device computes.
         target: the machine, with its measurements.
         config: only measurements with its settings count; `deterministic` refuses kernels.
-        usual: the kernels that `auto` tries without measurements.
+        usual: the kernels that `auto` tries without measurements, each with its reason.
     """
     times = times_for(local, target, config)
     if times is None:
@@ -62,9 +62,7 @@ def tuned_order(
     def runs(name: str) -> bool:
         return name in TABLE and not is_refused(name) and not _is_without_fa4(name, target)
 
-    first, *later = usual
-    usual = (first, *(each for each in later if each[0] in PLAIN or not is_refused(each[0])))
-    why = dict(times.failed)
+    usual, why = tuple(usual), dict(times.failed)
     (first, last), because = own_passes(usual, lambda name: name not in why and runs(name))
     forward = _pick("forward", times.forward, runs, (first,), because)
     backward = _pick("backward", times.backward, runs, (last, forward.name), because)

@@ -32,6 +32,7 @@ from maxattn.kernels.base import (
     Lines,
     Result,
     Rows,
+    gathered,
     padded_heads,
     padded_rows,
     refuse_mask,
@@ -39,7 +40,7 @@ from maxattn.kernels.base import (
 )
 from maxattn.kernels.fa4 import elsewhere, library, run
 from maxattn.kernels.fa4.launch import backward_launch, forward_launch
-from maxattn.kernels.fa4.mask_test import gathered, masked_inputs, real_keys_first
+from maxattn.kernels.fa4.mask_test import masked_inputs, real_keys_first
 from maxattn.kernels.fa4.problem import (
     Problem,
     has_kernels,

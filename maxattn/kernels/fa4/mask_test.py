@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.kernels.base import Inputs
+from maxattn.kernels.base import Inputs, gathered
 from maxattn.kernels.fa4 import lists
 from maxattn.kernels.fa4.lists import Lists
 from maxattn.kernels.fa4.problem import Problem
@@ -184,13 +184,8 @@ def real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
     terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
     if not terms.has_flags or terms.positions or terms.rest:
         return inputs, None
-    real = terms.real_keys(s, inputs.kv_offset)
-    order = jnp.broadcast_to(jnp.argsort(~real, axis=1, stable=True), (batch, s))
+    order = terms.real_keys_first(batch, s, inputs.kv_offset)
     return inputs.replace(k=gathered(inputs.k, order), v=gathered(inputs.v, order)), order
-
-
-def gathered(x: Array, order: Array) -> Array:
-    return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
 
 
 # ---- inside a kernel -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from maxattn.kernels.base import (
     Kernel,
     Result,
     Rows,
+    gathered,
     padded_heads,
     padded_rows,
     with_batch_folded,
@@ -97,7 +98,7 @@ class Fused(Kernel):
         operands = _real_keys_first(terms, inputs, order), padded_rows(rows, inputs.q)
         dq, dk, dv, _ = _over_pieces(terms, inputs, compute, *operands)
         if order is not None:
-            dk, dv = (_taken(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
+            dk, dv = (gathered(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
         return Grads(dq[..., :width], dk[..., :width], dv[..., :width])
 
     # ---- one rectangle ---------------------------------------------------------------------------
@@ -137,19 +138,13 @@ def _order(terms: Terms, inputs: Inputs) -> Array | None:
     """Return an order that puts real keys first if flags mark them; None if they are first."""
     if not terms.has_flags:
         return None
-    shape = inputs.q.shape[0], inputs.k.shape[1]
-    real = terms.real_keys(shape[1], inputs.kv_offset)
-    return jnp.broadcast_to(jnp.argsort(~real, axis=1, stable=True), shape)
+    return terms.real_keys_first(inputs.q.shape[0], inputs.k.shape[1], inputs.kv_offset)
 
 
 def _real_keys_first(terms: Terms, inputs: Inputs, order: Array | None) -> PieceInputs:
-    k, v = (x if order is None else _taken(x, order) for x in (inputs.k, inputs.v))
+    k, v = (x if order is None else gathered(x, order) for x in (inputs.k, inputs.v))
     lengths = terms.lengths(inputs.q.shape[0], inputs.k.shape[1], inputs.kv_offset)
     return PieceInputs.whole(inputs.q, k, v, lengths)
-
-
-def _taken(x: Array, order: Array) -> Array:
-    return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
 
 
 def _over_pieces(terms: Terms, inputs: Inputs, compute: Callable[..., Any], *operands: Any) -> Any:
