@@ -87,21 +87,15 @@ def parse(text: str, where: Where) -> Document:
         problems = tuple(_checked_keys(node, (), where, ())) if node else ()
         data = loader.construct_document(node) if node else None
         return Document(data, node, where, problems)
-    except _TooMuch as error:
+    except _Refused as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise refused("YAML", error.value, error.rule, error.remedy, where(line)) from None
-    except ConfigErrors:
-        raise
     except yaml.MarkedYAMLError as error:
         raise ConfigErrors([_syntax(error, text, where)]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         shown, rule = show(text[error.position]), "YAML forbids this character"
         raise refused("YAML", shown, rule, "remove it", where(line)) from None
-    # `!!int abc`, `!!bool x`, `!!timestamp y`
-    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
-        rule = "text after a tag such as !!int must be of that type"
-        raise refused("YAML", "a tag", rule, "remove the tags", where(1)) from None
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -215,8 +209,8 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
 # ---- the loader ----------------------------------------------------------------------------------
 
 
-class _TooMuch(yaml.MarkedYAMLError):
-    """Raised for a text that exceeds a bound."""
+class _Refused(yaml.MarkedYAMLError):
+    """Raised for a text that exceeds a bound, or does not fit its tag."""
 
     def __init__(self, value: str, rule: str, remedy: str, mark: yaml.Mark) -> None:
         super().__init__(problem=rule, problem_mark=mark)
@@ -245,17 +239,25 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > DEEPEST:
             rule = f"lists and mappings must be at most {DEEPEST} deep"
-            raise _TooMuch("...", rule, "use fewer levels", event.start_mark)
+            raise _Refused("...", rule, "use fewer levels", event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         self._counts[id(node)] = self._count - before
         return node
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Return the value of a node; refuse text that does not fit its tag, as `!!int abc`."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
+            rule = "text after a tag such as !!int must be of that type"
+            raise _Refused("a tag", rule, "remove the tags", node.start_mark) from None
+
     def _add(self, count: int, shown: str, mark: yaml.Mark) -> None:
         self._count += count
         if self._count > MOST_NODES:
             rule = f"a config must have at most {MOST_NODES:,} keys and values, aliases expanded"
-            raise _TooMuch(shown, rule, "leave out keys that attention does not need", mark)
+            raise _Refused(shown, rule, "leave out keys that attention does not need", mark)
 
     def construct_yaml_int(self, node: Any) -> int:
         """Return a whole number of bounded length; Python refuses thousands of digits."""
@@ -263,7 +265,7 @@ class _Loader(yaml.SafeLoader):
         if len(text) > LONGEST:
             rule = f"a whole number must have at most {LONGEST} digits"
             remedy = "write a smaller one, or put it in quotes"
-            raise _TooMuch(f"{text[:LONGEST]}...", rule, remedy, node.start_mark)
+            raise _Refused(f"{text[:LONGEST]}...", rule, remedy, node.start_mark)
         return super().construct_yaml_int(node)
 
 

@@ -44,6 +44,13 @@ def read_all(folder: Path) -> set[float]:
     return {float(x) for name in tensors for x in tensors[name][()]}
 
 
+def test_an_index_that_cannot_be_read_names_the_folder(tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}.safetensors.index.json").mkdir()
+    with pytest.raises(WeightsError, match="files must be writable in it") as caught:
+        save(tmp_path, "two", 1)
+    assert str(caught.value).startswith(f"folder: {tmp_path}")
+
+
 @pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
 def test_other_files_are_kept(before: str, after: str, tmp_path: Path) -> None:
     others = {"config.json", "other.safetensors.txt", f"{NAME}.fp16-00001-of-00002.safetensors"}
