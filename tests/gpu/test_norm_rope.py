@@ -16,8 +16,8 @@ import maxattn as ma
 from maxattn.modules.norm_rope import NormRope, in_steps, on_shard
 from maxattn.modules.row_kernel.work import RowWork
 from maxattn.target import Target
+from tests.closeness import distance
 from tests.gpu.requirements import skip_unless_available
-from tests.modules.row_kernel.test_row_kernel import error
 
 pytestmark = pytest.mark.gpu
 LIMIT = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -70,7 +70,7 @@ def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) ->
     got, pull = jax.vjp(lambda *of: on_shard(how, *of), x, vectors, tables)
     wide, exact = jax.vjp(lambda *of: in_steps(work, *of), float32(x), vectors, tables)
     wanted = wide, *exact(float32(dy))[:2]
-    errors = jax.tree.map(error, float32((got, *pull(dy)[:2])), wanted)
+    errors = jax.tree.map(distance, float32((got, *pull(dy)[:2])), wanted)
     record_property("errors", errors)
     assert all(e < LIMIT[dtype] for e in jax.tree.leaves(errors)), errors
 

@@ -20,7 +20,7 @@ from maxattn.modules.norm_rope import NormRope, decide, in_steps
 from maxattn.modules.row_kernel import call
 from maxattn.modules.row_kernel.work import RowWork
 from maxattn.remat import remat_policy
-from tests.modules.row_kernel.test_row_kernel import error
+from tests.closeness import distance
 
 RNG = np.random.default_rng(5)
 FA4 = (("fa4-jax", "0.1.0"), ("nvidia-cutlass-dsl", "4.8.1"))
@@ -85,7 +85,7 @@ def same_as_by_xla(run: Any, *of: Any) -> None:
     got = both()
     with ma.Target.named("cpu").assumed():
         want = both()
-    errors = jax.tree.map(error, got, want)
+    errors = jax.tree.map(distance, got, want)
     assert all(e < 2e-5 for e in jax.tree.leaves(errors)), errors
 
 
@@ -230,4 +230,4 @@ def test_a_shard_map_that_checks_what_varies_goes_without(checked: bool, runs: A
     got = jax.jit(run)(X)
     assert len(runs) == (0 if checked else 2)
     with ma.Target.named("cpu").assumed():
-        assert error(got, attn(X, rotary_emb=ROTARY)) < 1e-5
+        assert distance(got, attn(X, rotary_emb=ROTARY)) < 1e-5

@@ -109,7 +109,8 @@ def test_a_time_limit_is_a_time(limit, capsys, monkeypatch):
 
 @pytest.mark.parametrize("slices", ["0", str(10**30)])
 def test_slices_are_bounded(slices, capsys):
-    assert run(capsys, "compile", *WORDS, "--slices", slices).status == 1
+    ran = run(capsys, "compile", *WORDS, "--slices", slices)
+    assert ran.status == 1 and ran.err.startswith("slices: ")
 
 
 WHOLE = {"ending": "refused", "message": "no", "seconds": 1.5, "mesh": {"data": 1}}

@@ -37,7 +37,7 @@ def test_videos_are_ink_and_repeat_with_the_seed(small: Settings, model: WanTran
     assert (videos != draw(model, prompts, other)).any()
 
 
-def test_any_number_of_videos_on_any_mesh(small: Settings, model: WanTransformer):
+def test_any_number_of_videos_on_any_mesh(small: Settings):
     spread = small.replace(ici_fsdp_parallelism=8)
     on_mesh = WanTransformer(spread, spread.make_mesh(), rngs=nnx.Rngs(0))
     assert draw(on_mesh, ["a seven moving left"] * 3, spread).shape == (3, 5, 12, 12)

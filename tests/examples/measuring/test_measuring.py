@@ -70,7 +70,7 @@ def test_wan_work_is_what_its_sizes_say() -> None:
 
 @pytest.mark.parametrize("make", but([wan, sdxl, flux], [wan]))
 @pytest.mark.parametrize("kind", but([steps.denoising, steps.training], [steps.training]))
-def test_a_step_runs_and_changes_what_it_carries(make, kind, tmp_path: Path) -> None:
+def test_a_step_runs_and_changes_what_it_carries(make, kind) -> None:
     step = kind(make(), jnp.float32)
     carry, fixed = step.start()
     before = jax.tree.map(jnp.copy, carry)

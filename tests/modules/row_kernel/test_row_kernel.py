@@ -27,11 +27,6 @@ EPS, H200 = 1e-6, (132, 227 * 2**10)
 FEW_OR_MANY = (2, 1000)
 
 
-def error(got: Any, want: Any) -> float:
-    want = np.asarray(want, np.float64)
-    return float(np.max(np.abs(np.asarray(got, np.float64) - want)) / np.max(np.abs(want)))
-
-
 # ---- cases ---------------------------------------------------------------------------------------
 
 

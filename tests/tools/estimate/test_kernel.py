@@ -256,7 +256,6 @@ def test_a_limit_of_vmem_in_the_environment_holds_for_the_tiles(monkeypatch):
 
 # ---- refusals ------------------------------------------------------------------------------------
 
-BODY = "0x8 : > { " + PRODUCT
 # Changes of a real dump's bundles, or of the small one's: each is something that an estimate needs.
 OF_BUNDLES: dict[str, Callable[[str], str]] = {
     "no_bundles": lambda text: "some other text",
