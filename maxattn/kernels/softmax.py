@@ -177,3 +177,8 @@ def merge_by_lse(
 def column(x: Float[Array, "B N T"]) -> Float[Array, "B T N 1"]:
     """Reshape a statistic per query so that it broadcasts against the output."""
     return x.swapaxes(1, 2)[..., None]
+
+
+def cleared(dout: Float[Array, "B T N H"], lse: Float[Array, "B N T"]) -> Float[Array, "B T N H"]:
+    """Set dout to 0 for queries with an LSE of -inf."""
+    return jnp.where(column(lse == NEG_INF), 0, dout).astype(dout.dtype)

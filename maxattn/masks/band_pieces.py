@@ -118,9 +118,7 @@ def run_pieces(
 ) -> Any:
     """Return `compute(pieces, *operands)` for the pieces of a band between local queries and keys.
 
-    A traced shift chooses among the cases of whole shards under `lax.switch`. Every strategy has
-    offsets that are multiples of the shards' lengths; if a traced offset is not, the result is NaN,
-    since only the device sees its value.
+    A traced shift chooses among the cases of whole shards (`over_shifts`).
 
     Args:
         terms: the terms of a mask, whose positions are a band.
@@ -139,9 +137,33 @@ def run_pieces(
         rule = "with traced offsets a band needs query and key shards of one length, and at most"
         remedy = "give them as ints, or set attention: auto"
         raise Unsupported("q_offset, kv_offset", value, f"{rule} {MOST_SHIFTS - 2} shards", remedy)
+
+    def branch(case: int) -> Callable[..., Any]:
+        return partial(compute, pieces(band, case, *lengths))
+
+    return over_shifts(band, shift, lengths, branch, *operands)
+
+
+def over_shifts(
+    band: Band,
+    shift: Any,
+    lengths: tuple[int, int],
+    branch: Callable[[int], Callable[..., Any]],
+    *operands: Any,
+) -> Any:
+    """Return `branch(case)(*operands)` for the case of a traced shift, under `lax.switch`.
+
+    Every strategy has offsets that are multiples of the shards' lengths; if a traced offset is not,
+    the result is NaN, since only the device sees its value.
+
+    Args:
+        band: the band between the shards.
+        shift: position of the first query minus position of the first key, traced.
+        lengths: numbers of local queries and keys.
+        branch: makes the function of one case, which is the shift with the band's offset.
+    """
     cases = shifts(band, *lengths)
     step, first = cases[1] - cases[0], cases[0]
     bounded = jnp.clip(shift + band.offset, first, cases[-1]) - first
-    branches = [partial(compute, pieces(band, case, *lengths)) for case in cases]
-    result = jax.lax.switch(bounded // step, branches, *operands)
+    result = jax.lax.switch(bounded // step, [branch(case) for case in cases], *operands)
     return jax.tree.map(lambda x: jnp.where(bounded % step == 0, x, jnp.nan), result)

@@ -249,10 +249,6 @@ class Mask(ForKernels):
             found.append(tuple(xp.broadcast_to(end, pos.shape) for end in clipped))
         return tuple(found)
 
-    def intervals_lower(self, q_pos: Ints, xp: Any = np) -> tuple[tuple[Any, Any], ...]:
-        """Return `intervals(..., data=False)`."""
-        return self.intervals(q_pos, xp, data=False)
-
     def block_map(self, block_q: int, block_kv: int, q_len: int, kv_len: int) -> np.ndarray:
         """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
 

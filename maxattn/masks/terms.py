@@ -112,6 +112,13 @@ class SplitMask:
         return self.segments is not None or bool(self.padding)
 
 
+def supported_split(mask: Mask) -> SplitMask:
+    """Return the split of a mask that `supports` did not refuse."""
+    split = split_mask(mask)
+    assert isinstance(split, SplitMask), split
+    return split
+
+
 def split_mask(mask: Mask) -> SplitMask | Reason:
     """Split a bound mask, or its form; return a `Reason` if `flash` refuses the mask."""
     terms = mask.terms()

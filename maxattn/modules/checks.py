@@ -11,12 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxattn import sharding
-from maxattn.call import Call
+from maxattn.call import static_scale
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError, did_you_mean
-from maxattn.masks.operands import check_not_torch
-
-DTYPES = ("float32", "bfloat16", "float16")
+from maxattn.masks.operands import DTYPES, check_not_torch
 
 
 def positive(setting: str, value: Any) -> None:
@@ -49,10 +47,7 @@ def epsilon(eps: float) -> None:
 
 def scale(value: Any) -> float | None:
     """Return a scale as a number; refuse what `attention` would refuse at the call."""
-    if value is None:
-        return None
-    x = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
-    return Call.of(x, x, scale=value).scale
+    return None if value is None else static_scale(value, 1)
 
 
 def mesh(value: Any) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type, mapped_axes, shard_map
 from maxattn.jax_private.varying import vary_over, varying_axes
 from maxattn.sharding.axes import LETTERS
-from maxattn.sharding.mesh import MeshShape
+from maxattn.sharding.mesh import MeshShape, surrounding_manual_axes
 
 Spec = tuple[tuple[str, ...] | None, ...]
 
@@ -79,8 +79,7 @@ def over_shards(
 ) -> Callable[..., Any]:
     """Return `f` mapped over the shards of the axes of `shape`; without axes, `f` itself."""
     ambient = ambient_mesh()
-    inside = ambient is not None and bool(axis_names_of_type(ambient, AxisType.Manual))
-    if not shape and not inside:
+    if not shape and not surrounding_manual_axes():
         return f
     mesh = mesh if ambient is None else ambient
     # Axes that attention does not use become manual too: jax refuses a TPU kernel while any axis is

@@ -160,12 +160,13 @@ def ranked(
         fused: whether the backward is fused.
     """
 
-    def known(kind: Kind) -> set[Tile]:
-        return {tile for (k, _), tiles in costs.items() if k == kind for tile in tiles}
-
     def fastest(kind: Kind, forward: Tile) -> Tile | None:
         """Return the fastest tile of a backward kernel that is legal beside a forward's tile."""
-        fitting = (t for t in known(kind) if kernel == "tpu_flash" or divides(kind, t, forward))
+        fitting = (
+            t
+            for t in known_tiles(costs, kind)
+            if kernel == "tpu_flash" or divides(kind, t, forward)
+        )
         priced = ((t, price(costs, kind, t, call, target, kernel)) for t in fitting)
         found = {tile: seconds.slow for tile, seconds in priced if seconds is not None}
         return min(found, key=lambda tile: found[tile], default=None)
@@ -182,9 +183,7 @@ def ranked(
         return BlockSizes(**given, use_fused_bwd_kernel=fused)
 
     found: list[Estimate] = []
-    for forward in sorted(
-        {t for (kind, _), tiles in costs.items() if kind == "fwd" for t in tiles}
-    ):
+    for forward in sorted(known_tiles(costs, "fwd")):
         sizes = sizes_of(forward)
         seconds = seconds_of(costs, sizes, call, kernel, target) if sizes else None
         if sizes is None or seconds is None:
@@ -216,6 +215,11 @@ def seconds_of(
     # XLA reads the partial dQ that the fused backward wrote, and adds them up.
     summing = sums / machine.hbm if machine else 0.0
     return total.plus(summing, summing)
+
+
+def known_tiles(costs: Costs, kind: Kind) -> set[Tile]:
+    """Return the tiles of one kind of kernel whose step costs are known."""
+    return {tile for (k, _), tiles in costs.items() if k == kind for tile in tiles}
 
 
 def price(

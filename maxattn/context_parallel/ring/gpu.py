@@ -94,9 +94,10 @@ class GpuSchedule:
             held = (2 + min(hops, MOST_PARTS)) * kv + min(hops, MOST_PARTS) * q
         merged = (hops + 1) * (q + kv) + 4 * kv
         # The kernel is chosen after the strategy.
-        computed = {name: computed_call(name, hop, "gpu") for name in KERNELS}
-        may_keep = any(KERNELS[name].may_keep_dq(call, "gpu") for name, call in computed.items())
-        if not dense or not may_keep:
+        may_keep = dense and any(
+            KERNELS[name].may_keep_dq(computed_call(name, hop, "gpu"), "gpu") for name in KERNELS
+        )
+        if not may_keep:
             merged += (hops + 1) * q + 2 * hops * kv
         return Traffic(item, True, dense, held, merged)
 

@@ -24,7 +24,7 @@ from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import kernel_width
 from maxattn.kernels.softmax import NEG_INF, column
 from maxattn.masks.band_pieces import Piece, pieces
-from maxattn.masks.terms import SplitMask, segment_ids, sort_terms, split_mask
+from maxattn.masks.terms import segment_ids, sort_terms, supported_split
 
 Window = tuple[int | None, int | None]
 """(left, right) of `query - left <= key - (S - T) <= query + right`; None: without a bound."""
@@ -134,8 +134,7 @@ def view_of(p: Problem, inputs: Inputs) -> View:
     band = sort_terms(inputs.mask).band
     if p.kind == "known" and band is not None:
         return _trimmed(_piece(pieces(band, p.offsets[0] - p.offsets[1] + band.offset, t, s), t, s))
-    split, at = split_mask(inputs.mask), (inputs.q_offset, inputs.kv_offset)
-    assert isinstance(split, SplitMask), split  # supports() refused it
+    split, at = supported_split(inputs.mask), (inputs.q_offset, inputs.kv_offset)
     ids = segment_ids(split, p.batch, t, s, at[1]) or ()
     ends = () if split.positions.is_full else intervals(split.positions, p, at)
     around = _around(*ends, t, s) if ends else Piece(0, t, 0, s)

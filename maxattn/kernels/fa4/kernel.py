@@ -51,8 +51,8 @@ from maxattn.kernels.fa4.problem import (
     refuse_lists,
     refuse_operands,
 )
-from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column
-from maxattn.masks.band_pieces import fits_shards, shifts
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF, cleared
+from maxattn.masks.band_pieces import fits_shards, over_shifts
 from maxattn.masks.terms import sort_note, sort_terms, split_mask
 from maxattn.target import Target
 
@@ -270,9 +270,6 @@ def _over_shifts(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Ou
         return compute(inputs, *rows)
     if terms.keys or terms.limits or not fits_shards(terms, t, s):
         return compute(inputs, *rows)
-    cases = shifts(band, t, s)
-    step, shift = cases[1] - cases[0], inputs.q_offset - inputs.kv_offset + band.offset
-    bounded = jnp.clip(shift, cases[0], cases[-1])
 
     def case(at: int, q: Array, k: Array, v: Array, *rows: Rows) -> Out:
         move = at - band.offset
@@ -280,11 +277,8 @@ def _over_shifts(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Ou
         given = inputs.replace(q=q, k=k, v=v, q_offset=moved[0], kv_offset=moved[1])
         return compute(given, *rows)
 
-    branches = [partial(case, at) for at in cases]
-    operands = inputs.q, inputs.k, inputs.v, *rows
-    found = jax.lax.switch((bounded - cases[0]) // step, branches, *operands)
-    is_case = (bounded - cases[0]) % step == 0
-    return jax.tree.map(lambda x: jnp.where(is_case, x, jnp.nan), found)
+    shift, operands = inputs.q_offset - inputs.kv_offset, (inputs.q, inputs.k, inputs.v, *rows)
+    return over_shifts(band, shift, (t, s), partial(partial, case), *operands)
 
 
 def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
@@ -315,8 +309,7 @@ def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
 def _without_unseen(rows: Rows) -> Rows:
     """Set a large LSE and no gradient for queries without a key: their P is exp(s - 1e30) = 0."""
     empty = rows.lse == NEG_INF
-    dout = jnp.where(column(empty), 0, rows.dout).astype(rows.dout.dtype)
-    dlse = jnp.where(empty, 0.0, rows.dlse)
+    dout, dlse = cleared(rows.dout, rows.lse), jnp.where(empty, 0.0, rows.dlse)
     return Rows(rows.out, jnp.where(empty, BIG_LSE, rows.lse), dout, dlse)
 
 

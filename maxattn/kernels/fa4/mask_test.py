@@ -30,10 +30,9 @@ from maxattn.masks import Mask
 from maxattn.masks.terms import (
     KEY_PAD,
     QUERY_PAD,
-    SplitMask,
     segment_ids,
     sort_terms,
-    split_mask,
+    supported_split,
 )
 
 PAD = 256  # more than any tile: the test reads arrays for whole tiles, past the last query and key
@@ -131,8 +130,7 @@ def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
         found = sort_terms(inputs.mask).lengths(p.batch, p.kv_len, at[1])
         assert found is not None
         return Masked(lengths=found.astype(jnp.int32), all_see=False)
-    lengths, split = (p.q_len, p.kv_len), split_mask(inputs.mask)
-    assert isinstance(split, SplitMask), split  # supports() refused it
+    lengths, split = (p.q_len, p.kv_len), supported_split(inputs.mask)
     ids = segment_ids(split, p.batch, *lengths, at[1]) or ()
     if p.kind == "known":
         tiles = lists.of_positions(p.mask, tile, lengths, p.offsets, by)

@@ -23,7 +23,7 @@ from maxattn.kernels.base import USE_AUTO, Inputs, refuse_call
 from maxattn.kernels.fa4 import lists
 from maxattn.kernels.fa4.tiles import Tile, backward_tile, forward_tiles, sums_width
 from maxattn.masks import Full, Mask
-from maxattn.masks.terms import SplitMask, Terms, sort_terms, split_mask
+from maxattn.masks.terms import Terms, sort_terms, supported_split
 
 Kind = Literal["dense", "lengths", "known", "ids", "traced"]
 # Assumed share of tiles that are not empty, if lists are made on the device.
@@ -113,8 +113,7 @@ def _problem(
     terms = sort_terms(mask)
     if not terms.positions and not terms.rest:
         return made._replace(kind="lengths") if terms.limits or terms.keys else made
-    split = split_mask(mask)
-    assert isinstance(split, SplitMask), split  # supports() refused it
+    split = supported_split(mask)
     is_known = offsets[0] is not None
     at = offsets if is_known and not split.positions.is_full else (0, 0)
     if split.has_ids:

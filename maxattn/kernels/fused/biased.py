@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from maxattn.kernels.base import Grads, Inputs, Result, Rows, padded_heads, padded_rows
 from maxattn.kernels.fused import rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.softmax import NEG_INF, column, fold_like
+from maxattn.kernels.softmax import NEG_INF, cleared, column, fold_like
 from maxattn.masks.band_pieces import Piece, pieces
 from maxattn.masks.terms import sort_terms
 from maxattn.sharding import pad_axis
@@ -78,7 +78,7 @@ class Biased:
     def rows(self, rows: Rows) -> Rows:
         """Return `rows` padded and with the kept levels, for the library's backward."""
         rows, length = padded_rows(rows, self.given.q), self.given.q.shape[1]
-        dout = rectangles.cleared(rows.dout, rows.lse)
+        dout = cleared(rows.dout, rows.lse)
         out, dout = (pad_axis(x, 1, length) for x in (rows.out, dout))
         lse = pad_axis(rows.lse + self.kept, 2, length, NEG_INF)
         dlse = pad_axis(rows.dlse, 2, length)

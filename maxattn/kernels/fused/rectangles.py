@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxattn.kernels.base import Grads, Result, Rows
-from maxattn.kernels.softmax import BIG_LSE, NEG_INF, column, merge_by_lse
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF, cleared, merge_by_lse
 from maxattn.masks.band_pieces import Piece
 
 
@@ -77,11 +77,6 @@ def cut_rows(rows: Rows, p: Piece) -> Rows:
     out, dout = (x[:, p.q0 : p.q1] for x in (rows.out, rows.dout))
     lse, dlse = (x[:, :, p.q0 : p.q1] for x in (rows.lse, rows.dlse))
     return Rows(out, lse, dout, dlse)
-
-
-def cleared(dout: Array, lse: Array) -> Array:
-    """Set dout [B,T,N,H] to 0 for queries with an LSE [B,N,T] of -inf."""
-    return jnp.where(column(lse == NEG_INF), 0, dout).astype(dout.dtype)
 
 
 def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:

@@ -28,7 +28,7 @@ from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, SplashProblem, Stats
-from maxattn.masks.terms import USE_BLOCKWISE, SplitMask, split_mask
+from maxattn.masks.terms import USE_BLOCKWISE, split_mask, supported_split
 from maxattn.target import Target
 from maxattn.tuned import leaves_open, tuned_config, tuned_note
 
@@ -172,9 +172,7 @@ class Splash(Kernel):
         # 5.2e-3; exact scores, as with float32_qk_product, give 1.7e-3 and 1.6e-3.
         q = (inputs.q.astype(jnp.float32) * (self.scale * factor)).astype(dtype).swapaxes(1, 2)
         k, v = (x.astype(dtype).swapaxes(1, 2) for x in (inputs.k, inputs.v))
-        parts = split_mask(inputs.mask)
-        assert isinstance(parts, SplitMask), parts  # supports() refused it
-        offsets = inputs.q_offset, inputs.kv_offset
+        parts, offsets = supported_split(inputs.mask), (inputs.q_offset, inputs.kv_offset)
         return SplashProblem(q, k, v, parts, *offsets, self.library, self.cores, self.rows_at_once)
 
 

@@ -17,7 +17,7 @@ from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.errors import Unsupported
 from maxattn.masks import Mask
 from maxattn.masks.blocks import stretches
-from maxattn.masks.terms import SplitMask, split_mask
+from maxattn.masks.terms import supported_split
 from maxattn.target import Target
 from maxattn.tuned import tuned_config
 
@@ -74,24 +74,20 @@ def _rule(call: Call, sizes: BlockSizes, target: Target) -> str | None:
     """Return the rule that a forward's lists break, or None; interpret mode has no limit."""
     if target.platform != "tpu":
         return None
-    return too_long(_forward_bytes(call, _parts(call).positions, (sizes.block_q, sizes.block_kv)))
+    return too_long(
+        _forward_bytes(call, supported_split(call.mask).positions, (sizes.block_q, sizes.block_kv))
+    )
 
 
 def transposed_rule(call: Call, tile: tuple[int, ...], target: Target) -> str | None:
     """Return the rule that the lists of `tpu_flash`'s forward break with this tile, or None."""
     if target.platform != "tpu":
         return None
-    parts = _parts(call)
+    parts = supported_split(call.mask)
     rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
     item = np.dtype(column_type(columns)).itemsize
     steps = _forward_bytes(call, parts.positions, (tile[0], tile[1])) // (item + 1)
     return too_long(words_bytes(steps, rows * columns if parts.has_ids else 0))
-
-
-def _parts(call: Call) -> SplitMask:
-    parts = split_mask(call.mask)
-    assert isinstance(parts, SplitMask), parts  # supports() refused it
-    return parts
 
 
 def words_bytes(steps: int, marks: int) -> int:

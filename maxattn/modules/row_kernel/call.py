@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from maxattn.jax_private.cute import import_cute
-from maxattn.jax_private.mesh import ambient_mesh, axis_names_of_type
+from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.jax_private.varying import checked_axes
 from maxattn.kernels.flash import has_fa4
 from maxattn.modules.row_kernel.work import RowLaunch
+from maxattn.sharding import surrounding_manual_axes
 from maxattn.target import Target
 
 Rows = Float[Array, "B T NH"]
@@ -28,8 +28,7 @@ def why_not(target: Target, mesh: Any) -> str:
     for package in ("fa4-jax", "nvidia-cutlass-dsl"):
         if reason := target.refuse_untested("norm and rotary embedding", package):
             return reason.rule
-    ambient = ambient_mesh()
-    manual = frozenset() if ambient is None else axis_names_of_type(ambient, AxisType.Manual)
+    ambient, manual = ambient_mesh(), surrounding_manual_axes()
     if checked_axes(manual):
         return "the surrounding shard_map checks what varies (check_vma)"
     sizes = [jax.device_count()]

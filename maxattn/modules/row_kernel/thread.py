@@ -127,19 +127,19 @@ class Slots:
     Pieces of 16 bytes of neighbouring threads are neighbours, which avoids bank conflicts.
     """
 
-    def __init__(self, place: Place, kind: Any, n: int, depth: int = 1) -> None:
+    def __init__(self, place: Place, kind: Any, n: int, depth: int) -> None:
         self.place, self.kind = place, kind
         self.width = min(n, WIDEST // kind.width)
         self.pieces = n // self.width
         layout = cute.make_layout(depth * n * place.work.threads)
         self.memory = place.shared.allocate_tensor(kind, layout, 16)
 
-    def pointers(self, stage: Any = 0) -> list[Any]:
+    def pointers(self, stage: Any) -> list[Any]:
         numbers = (stage * self.pieces + k for k in range(self.pieces))
         threads, index = self.place.work.threads, self.place.index
         return [self.memory.iterator + (k * threads + index) * self.width for k in numbers]
 
-    def read(self, stage: Any = 0) -> list[Any]:
+    def read(self, stage: Any) -> list[Any]:
         shared = cute.AddressSpace.smem
         pieces = (load(start, self.width, self.kind, shared) for start in self.pointers(stage))
         return list(chain(*pieces))

@@ -24,6 +24,7 @@ from maxattn.errors import ConfigError, InputError, MeshError
 from maxattn.tools.cli.inputs import read_source, shapes_of
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.kernel_file import name_of, read_kernel_file
+from maxattn.tools.estimate.bundles import FILLS, SPILLS
 from maxattn.tools.estimate.kernel import KernelEstimate
 
 
@@ -150,7 +151,7 @@ def _failure(outcome: Outcome) -> str:
 Spans = list[tuple[int, tuple[float, float]]]
 """Calls, and the seconds of one, fast and slow end."""
 FULLEST = 3  # most slots, and most operations without a time, that a line names
-_MOVES = ("VLOAD:FILL", "VSTORE:SPILL")  # parts of VLOAD and VSTORE
+_MOVES = FILLS, SPILLS  # parts of VLOAD and VSTORE
 
 
 def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:

@@ -20,7 +20,7 @@ from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.calls import Setup
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
-from maxattn.masks.terms import SplitMask, split_mask
+from maxattn.masks.terms import supported_split
 from maxattn.masks.tile_kinds import tile_kinds
 from maxattn.plan import Plan
 from maxattn.tools.estimate.bundles import (
@@ -307,8 +307,7 @@ def _tiles(plan: Plan, sizes: BlockSizes, phase: Phase) -> KernelTiles:
 
 
 def _marks(call: Call, block: tuple[int, int]) -> np.ndarray:
-    parts = split_mask(call.mask)
-    assert isinstance(parts, SplitMask), parts  # supports() refused it
+    parts = supported_split(call.mask)
     kinds = tile_kinds(parts.positions, *block, call.q_len, call.kv_len, 0, 0)
     rows, columns = kinds.shape
     padded = rows * block[0], columns * block[1]

@@ -173,12 +173,11 @@ def _device(kind: str) -> Any:
 def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from maxattn.kernels.splash.calls import SplashProblem, Stats
     from maxattn.masks import Full, LocalWindow
-    from maxattn.masks.terms import SplitMask, split_mask
+    from maxattn.masks.terms import supported_split
 
     (q_len, kv_len), heads = job.lengths, (job.batch, job.heads)
     mask = LocalWindow(*job.window) if job.masked == Evaluates.INTERVAL else Full()
-    parts = split_mask(mask.bind(q_len, kv_len, *heads).form())
-    assert isinstance(parts, SplitMask), parts
+    parts = supported_split(mask.bind(q_len, kv_len, *heads).form())
     q, k = ((*heads, n, job.head_dim) for n in (q_len, kv_len))
     rows = (*heads, q_len), "float32"
     shapes = [(q, job.dtype), (k, job.dtype), (k, job.dtype), rows, (q, job.dtype), rows]

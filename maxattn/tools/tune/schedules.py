@@ -18,7 +18,13 @@ from typing import Any, Self
 
 import maxattn
 from maxattn.block_sizes import adjust, facts_of
-from maxattn.block_sizes.estimated.choose import divides, padded_pairs, price, tiles_of
+from maxattn.block_sizes.estimated.choose import (
+    divides,
+    known_tiles,
+    padded_pairs,
+    price,
+    tiles_of,
+)
 from maxattn.block_sizes.estimated.grids import evaluates
 from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.sizes import KernelKind
@@ -238,8 +244,7 @@ class OfflineSearch:
 
     @cached_property
     def _fastest_forwards(self) -> list[Tile]:
-        known = {t for (kind, _), tiles in self.costs.items() if kind == "fwd" for t in tiles}
-        priced = {t: self._price("fwd", t) for t in known}
+        priced = {t: self._price("fwd", t) for t in known_tiles(self.costs, "fwd")}
         times = {tile: one.slow for tile, one in priced.items() if one}
         return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
 

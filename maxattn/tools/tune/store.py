@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from maxattn.config.measurements import VERSION, is_estimated, is_of_sizes, read_kept
-from maxattn.tools.writable import unwritable
+from maxattn.tools.writable import unwritable, write_whole
 from maxattn.tuned import VARIABLE, cache_path
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
@@ -30,9 +30,7 @@ def add(path: Path, measurement: dict[str, Any]) -> None:
     with _locked(path.with_suffix(".lock")):
         kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]
         text = json.dumps({"version": VERSION, "measurements": [*kept, measurement]}, indent=1)
-        new = path.with_suffix(f".{os.getpid()}.new")
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, path)
+        write_whole(path, text)
 
 
 class Opened(NamedTuple):
