@@ -64,7 +64,7 @@ class Collective:
 
 
 class OperandSpecs(NamedTuple):
-    """Shardings of q, k, v, the bias, the mask and the level of the bias over a mesh.
+    """Shardings of q, k, v, the bias, the mask and the bias level (kernels/bias_level.py).
 
     Args:
         letters: the letters of each array's axes, such as "BTNH".
@@ -85,7 +85,7 @@ class Strategy:
 
     Attributes:
         name: the value of the setting `context_parallel`.
-        shape: (axis, size) of the mesh.
+        shape: (axis, size) of each mesh axis.
     """
 
     name: ClassVar[str]
@@ -203,9 +203,9 @@ def bias_letters(bias: tuple[int, ...] | None) -> str:
 def bias_axes(
     bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy
 ) -> tuple[str, ...]:
-    """Return the mesh axes that the gradient of a bias, of a global shape, is summed over.
+    """Return the mesh axes that the gradient of a bias is summed over.
 
-    These axes split the call but not the bias.
+    These axes split the call but not the bias, whose global shape is `bias`.
     """
     if bias is None:
         return ()

@@ -1,10 +1,10 @@
-"""`context_parallel: auto`: the strategy with the shortest step that can run and fits.
+"""`context_parallel: auto`: the fastest strategy that can run and fits in memory.
 
     step = compute + exposed transfers
 
 All-gather and Ulysses transfer before and after the kernel, so their transfers are fully exposed;
-timeline.py computes a ring's exposed time. Every kernel runs at the target's rate
-(`Machine.flops`). Memory is what a strategy keeps besides q, k, v, out and their gradients.
+timeline.py computes a ring's exposed transfers. Every kernel runs at the target's rate
+(`Machine.flops`). Memory means the bytes besides q, k, v, out and their gradients.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from maxattn.masks.blocks import count
 from maxattn.sharding import MeshShape, ways
 from maxattn.target import Target
 
-# If strategies take equally long, the first one, the simplest, runs.
+# If strategies take equally long, the first of them, which is the simplest, runs.
 CANDIDATES: Mapping[str, type[Strategy]] = {
     "all_gather": AllGather, "ulysses": Ulysses, "ring": Ring, "ulysses_ring": UlyssesRing,
 }  # fmt: skip
 EQUAL = 1.02  # steps whose times differ by a smaller share are equally long
-SHARE = 0.5  # share of the memory for what the strategy keeps: the model needs the rest
+SHARE = 0.5  # share of device memory that a strategy may use; the model needs the rest
 
 
 class StrategyChoice(NamedTuple):
     """The strategy that runs, and why.
 
     Args:
-        arithmetic: times of this and the next best strategy, in a line; "" if the config names it.
+        arithmetic: times of this and the next best strategy; "" if the config names a strategy.
         sums: a line for each strategy: its time and memory, or why it cannot run.
         refused: why the strategy that the config names cannot run.
     """
@@ -109,11 +109,11 @@ def _sums(name: str, line: Timeline) -> str:
     # Four digits: fewer would not show whether two times are within 2%.
     step, compute = (f"{seconds * 1e3:.4g}" for seconds in (line.end, line.compute))
     parts = f"{compute} computing + {line.waits * 1e3:.3g} waiting"
-    return f"{name}: {step} ms a step = {parts}, needs {readable(line.held)} more"
+    return f"{name}: {step} ms a step = {parts}, needs {readable(line.held)} of extra memory"
 
 
 def cost_of(strategy: Strategy, call: Call, target: Target) -> Timeline:
-    """Estimate a step of an unpadded global call by a ring, Ulysses or all-gather."""
+    """Estimate the step of an unpadded global call with a ring, Ulysses or all-gather."""
     if isinstance(strategy, Ring):
         return timeline_of(strategy, call, target)
     n, machine, padded = ways("T", strategy.shape), machine_of(target), strategy.padded_call(call)

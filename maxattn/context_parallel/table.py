@@ -19,7 +19,7 @@ class StrategyRow:
         name: the value of `context_parallel`.
         where: "module:Class", imported when the class is first used.
         reads: settings that this strategy reads and some others do not.
-        in_attention: whether the name is also a value of `attention`: this strategy, any kernel.
+        in_attention: whether `attention` may have this name too, for this strategy and any kernel.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Estimate the kernels and transfers of a strategy's training step, in seconds.
 
 `Timeline.end` decides between zig-zag and contiguous order, between one direction and both, and
-between strategies for `context_parallel: auto`. On a TPU the time of a hop over all pairs comes
-from compiler schedules that ship with maxattn, if they have the kernel. Otherwise it is the pairs
-of the slowest rank at the target's rate. A transfer's time is its bytes at the link's rate.
+between strategies for `context_parallel: auto`. On a TPU, the time of a hop over all pairs comes
+from compiler schedules that ship with maxattn, if they include the kernel. Otherwise a hop takes
+the FLOPs of the slowest rank at the target's rate. A transfer takes its bytes at the link's rate.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Share(NamedTuple):
     """One device's share of a call.
 
     Args:
-        q: bytes of its queries.
-        kv: bytes of its keys and values.
+        q: bytes of the device's queries.
+        kv: bytes of the device's keys and values.
         item: bytes of an element.
-        pair: seconds of one (query, key) in all its heads and batch rows, forward and backward.
+        pair: seconds of one (query, key) pair in all heads and batch rows, forward and backward.
     """
 
     q: float
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
     @staticmethod
     def of(local: Call, machine: Machine) -> Share:
-        """Compute the share from one device's call; a pair costs matmuls over both H and V."""
+        """Compute the share from one device's call; a pair has matmuls over H and over V."""
         item, dim = itemsize(local.dtype), (local.head_dim + local.value_dim) / 2
         rows = local.batch * local.heads * dim
         pair = TRAINING * FLOPS_A_PAIR * rows / machine.flops
@@ -88,13 +88,13 @@ class Timeline(NamedTuple):
 
     Args:
         forward, backward: kernels and transfers, hop by hop.
-        mean: all kernels, if every rank had the same work.
+        mean: seconds of all kernels, if every rank had the same work.
         starts: latencies of transfers.
         slowed: slowdown of kernels by the transfers beside them.
         permutes: permutes to zig-zag order and back.
         exchanges: exchanges of heads within groups of devices, or gathers of keys.
         merges: merges of partial results.
-        source: where the kernels' times are from.
+        source: the source of the kernels' times.
         held: bytes in memory besides q, k, v, out and their gradients.
     """
 
@@ -135,7 +135,7 @@ def timeline_of(
 ) -> Timeline:
     """Return the timeline of a ring for an unpadded global call.
 
-    If a config names a kernel, its schedules give the times; otherwise FLOPs do.
+    The schedules of the config's kernel give the times of kernels; without schedules, FLOPs do.
     """
     machine, n, padded = machine_of(target), ring.ring_size, ring.padded_call(call)
     if call.mask.is_full:  # padded pairs take time too
@@ -151,7 +151,7 @@ def timeline_of(
         source = how_estimated()
 
     traffic = ring.schedule.traffic(len(hops), share, hop)
-    # Ranks from each hop to the next one made; after the last, back to the keys' owner.
+    # Ranks from each hop to the next; after the last hop, from there back to the keys' owner.
     ranks = np.diff([*hops, n])
     links = np.ones(len(hops)) if traffic.goes_straight else np.minimum(ranks, n - ranks)
     keys = share.kv / machine.neighbour / ring.schedule.directions * links
@@ -196,7 +196,7 @@ def timeline_of(
 
 
 def _scheduled(hop: Call, config: AttentionConfig, target: Target) -> tuple[float, float] | None:
-    """Return the seconds of a forward and a backward on a TPU, each by the faster kernel."""
+    """Return the seconds of a forward and a backward by the fastest scheduled TPU kernels."""
     if not hop.mask.is_full:
         return None
     named = config.kernel_for("self")

@@ -35,12 +35,12 @@ from maxattn.target import Target
 class Ulysses(Ring):
     """Exchange heads for tokens over the whole context axis.
 
-    It is a ring whose ranks are the groups of devices that exchange heads. A ring of one group
-    sends nothing.
+    The class is a ring whose ranks are groups of devices that exchange heads. With one group, the
+    ring has one rank and sends nothing.
 
     Args:
-        chunks: number of groups of heads that are exchanged one after the other, so that one
-            travels while another is computed; the other arguments are as for `Ring`.
+        chunks: number of equal parts of the heads that are exchanged one after the other: one part
+            travels while another is computed. For the other arguments see `Ring`.
     """
 
     name: ClassVar[str] = "ulysses"
@@ -57,31 +57,29 @@ class Ulysses(Ring):
         return replace(self, chunks=max((c for c in divisors(both, 1) if c <= asked), default=1))
 
     def supports(self, call: Call) -> Reason | None:
-        """Refuse groups that do not divide the context axis, or the heads."""
+        """Refuse groups whose size does not divide the context axis or the heads."""
         n, group, tensor = ways("S", self.shape), self.group, ways("N", self.shape)
         if n % group:
-            rule = f"ulysses_shards={group} must divide the context axis, {n}"
+            rule = f"ulysses_shards={group} must divide the size of the context axis, {n}"
             fits = ", ".join(map(str, divisors(n, 1)))
-            return Reason(self.name, "ulysses_shards", rule, f"set it to one of {fits}")
+            return Reason(self.name, "ulysses_shards", rule, f"set ulysses_shards to one of {fits}")
         if call.heads % (group * tensor) == 0:
             return super().supports(call)
         sizes = [] if call.heads % tensor else _group_sizes(n, call.heads // tensor)
         fits = " or ".join(str(u) for u in sizes if u > 1)
-        rule = (
-            f"{call.heads} heads must be a multiple of {group * tensor} (exchanging {group} x"
-            f" tensor {tensor})"
-        )
-        groups = f"ulysses_ring with ulysses_shards: {fits}, or " if fits else ""
-        return Reason(self.name, "heads", rule, f"take {groups}ring in its place")
+        axes = f"{group} devices that exchange heads, times the tensor axis of {tensor}"
+        rule = f"the {call.heads} query heads must be a multiple of {group * tensor}: {axes}"
+        groups = f", or ulysses_ring with ulysses_shards: {fits}" if fits else ""
+        return Reason(self.name, "heads", rule, f"use ring{groups}")
 
     # ---- the layout, besides the ring's part -----------------------------------------------------
 
     def mask_letters(self, letters: str) -> str:
-        """Return the axis letters of a mask or bias without tokens: each device slices its part."""
+        """Replace the letters of both token axes by ".": each device slices its own part."""
         return letters.replace("S", ".").replace("T", ".")
 
     def kernel_call(self, call: Call) -> Call:
-        """Return the call of one group of heads."""
+        """Return the call of one chunk of heads."""
         heads, kv_heads = call.heads // self.chunks, call.kv_heads // self.chunks
         return call.derived(heads=heads, kv_heads=kv_heads)
 
@@ -147,7 +145,7 @@ class UlyssesRing(Ulysses):
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
-        """Form groups of `ulysses_shards` devices; default, the most that divide the heads."""
+        """Form groups of `ulysses_shards` devices; by default, as large as the heads allow."""
         group = config.ulysses_shards
         if group <= 0:
             sizes = _group_sizes(ways("S", shape), call.heads // ways("N", shape))

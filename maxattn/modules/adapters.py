@@ -100,17 +100,18 @@ class AttentionFn:
             key, value: [..., S, K, H], where K divides N.
             bias: added to the scores; broadcasts to [..., N, T, S].
             mask: nonzero where a pair may attend; broadcasts to [..., N, T, S].
-            dropout_rate: rate for attention probabilities; above 0, refused unless deterministic.
+            dropout_rate: share of attention probabilities to drop; only 0 unless deterministic.
             broadcast_dropout, dropout_rng: ignored, since no probability is dropped.
             deterministic: whether dropout is off.
             dtype: computation dtype; default the operands' common dtype.
-            precision: matmul precision of the dense path; kernels always multiply float32 fully.
-            module: stores the probabilities as its `attention_weights`; default none. If given,
-                attention is computed densely, with a warning.
-            is_causal: query i sees the keys 0 to i, as in `jax.nn.dot_product_attention`. A single
-                query is one new token, which sees the whole cache.
+            precision: matmul precision if `module` is given; kernels always multiply float32 in
+                full precision.
+            module: module that stores the probabilities as `attention_weights`; default none. If
+                given, attention is computed densely, with a warning.
+            is_causal: if True, query i sees the keys 0 to i, as in `jax.nn.dot_product_attention`;
+                a single query is one new token, which sees the whole cache.
             input_positions: positions of the tokens for the rope, [T] or broadcasting to [..., T];
-                default 0, 1, 2, ... Refused if there is no rope, or if T != S.
+                default 0, 1, 2, ... They need a rope, and T = S.
 
         Raises:
             Unsupported: if probabilities would be dropped.
@@ -168,7 +169,7 @@ def _dense_and_sow(
     precision: Any,
     module: nnx.Module,
 ) -> Array:
-    """Attend with softmax(q k^T / sqrt(H) + bias) in float32; queries without keys give 0."""
+    """Attend densely with a float32 softmax, and sow the probabilities; unseen rows are 0."""
     t, s, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     _say_dense(t, s)
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -191,6 +192,5 @@ def _dense_and_sow(
 @cache
 def _say_dense(q_len: int, kv_len: int) -> None:
     if jax.process_index() == 0:
-        asked = "attention weights were asked for (sow_weights): computed densely"
-        text = f"{asked}, %d x %d scores a head, and not by the kernel of the config"
-        log.warning(text, q_len, kv_len)
+        dense = "sow_weights: attention is computed densely, with %d x %d scores per head"
+        log.warning(f"{dense}, and not by the kernel of the config", q_len, kv_len)

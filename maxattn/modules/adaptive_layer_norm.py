@@ -175,13 +175,15 @@ def _check(rows: tuple[Tokens, ...], vectors: Vectors) -> None:
     for y in branch:
         if y.shape != x.shape:
             remedy = "pass a layer's result for the same tokens"
-            raise InputError("branch", f"shape {tuple(y.shape)}", f"x is {(b, t, d)}", remedy)
+            rule = f"it must have the shape of x, {(b, t, d)}"
+            raise InputError("branch", f"shape {tuple(y.shape)}", rule, remedy)
     for name, (_, parts) in vectors.items():
         for part in parts:
             batch, frames, _, width = part.shape
             if batch not in (1, b) or width != d or t % frames:
                 rule = f"it must be [{b} or 1, F, R, {d}], and F must divide {t}"
-                raise InputError(name, f"shape {tuple(part.shape)}", rule, "pass a row of that")
+                remedy = "pass a table or vector of this shape"
+                raise InputError(name, f"shape {tuple(part.shape)}", rule, remedy)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -196,9 +198,9 @@ def decide(
         return None
     if any(a.dtype.name not in WIDE for a in (*rows, *parts)):
         return None
-    # A thread block loads one frame's vectors: tables have equally many frames, or one.
+    # A thread block loads the vectors of one frame: tables with several frames must agree on F.
     frames = {part.shape[1] for part in parts} - {1}
-    # Each device has equally many tokens, and whole frames of them.
+    # Each device must have equally many tokens and, with several frames, all T of them.
     batches, spans = (sharding.ways(letter, shape) for letter in "BT")
     is_even = x.shape[0] % batches == 0 and x.shape[1] % spans == 0
     if len(frames) > 1 or not is_even or (frames and spans > 1):
@@ -226,7 +228,7 @@ _fused.defvjp(
 def in_steps(work: RowWork, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
     """Compute the normalised tokens and, if there is a branch, the sum, with XLA."""
     x, *branch = rows
-    # One vector at a time: XLA would write the whole table for all tokens, and each layer read it.
+    # Row by row: else XLA writes the whole table for all tokens, and each layer reads all of it.
     vectors, first = {}, 0
     for name, vector in work.vectors:
         last = first + len(vector.rows)
@@ -256,7 +258,7 @@ def _sum_of_rows(parts: Parts, rows: tuple[int, ...]) -> Float[Array, "#B #F D"]
 
 
 def _of_tokens(vector: Float[Array, "#B #F D"], tokens: int) -> Float[Array, "#B #T D"]:
-    """Return a vector for every token, or one for all if F is 1."""
+    """Repeat the vector of each frame for its tokens: [B, T, D], or [B, 1, D] if F is 1."""
     b, frames, d = vector.shape
     if frames == 1:
         return vector

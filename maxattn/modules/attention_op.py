@@ -25,7 +25,7 @@ from maxattn.modules.heads import merge_heads, split_heads
 NAME, METHOD = "NNXAttentionOp", "apply_attention"
 NEEDED = ("heads", "dim_head", "scale", "dtype")
 ARGUMENTS = ("query", "key", "value", "attention_mask")
-# Settings that the config of maxattn replaces, or that change no number.
+# Settings that the config of maxattn replaces, or that do not change results.
 DECIDED_HERE = {
     "attention_kernel", "axis_names_kv", "axis_names_q", "dpa_layer", "flash_block_sizes",
     "flash_min_seq_length", "float32_qk_product", "mask_padding_tokens", "mesh", "quant",
@@ -40,9 +40,9 @@ class OpAttention:
 
     Args:
         config, mesh, role: as in `maxattn.attention`.
-        heads: N.
+        heads: number of heads, N.
         scale: multiplies the scores.
-        dtype: name of the computation dtype; values of a wider dtype widen it.
+        dtype: name of the computation dtype, which is promoted to the dtype of the values.
     """
 
     config: AttentionConfig | None
@@ -89,19 +89,19 @@ def why_op_stays(op: Any, holder: Any) -> str | None:
     for name in ("heads", "dim_head"):
         value = getattr(op, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            return f"{name}={value!r}: it is a number of at least 1"
+            return f"{name}={value!r}: it must be an integer of at least 1"
     if not is_number(op.scale) or op.scale <= 0:
-        return f"scale={op.scale!r}: it is a positive number"
+        return f"scale={op.scale!r}: it must be a positive number"
     parameters = list(inspect.signature(getattr(type(op), METHOD)).parameters)[1:]
     if odd := [name for name in parameters if name not in ARGUMENTS]:
         return f"its {METHOD} takes {odd[0]}, which maxattn does not know"
     for name in sorted(settings.keys() - {*NEEDED, *DECIDED_HERE, METHOD}):
         if settings[name] is not None and settings[name] is not False:
-            return f"{name}={settings[name]!r}: maxattn knows no such setting of it"
+            return f"{name}={settings[name]!r}: maxattn does not know this setting"
     kernel, least = _own_rule(holder)
     if kernel == "dot_product" and least is not None:
-        attends = f"{type(holder).__name__} attends by itself where its attention_kernel is"
-        return f"{attends} dot_product: make it with flash"
+        attends = f"{type(holder).__name__} computes attention itself if its attention_kernel is"
+        return f"{attends} dot_product: build it with attention_kernel='flash'"
     return None
 
 

@@ -32,7 +32,7 @@ GATES = ("per_head", "per_channel")
 KERNEL_INIT = nnx.initializers.lecun_normal()
 BIAS_INIT = nnx.initializers.zeros_init()
 IN, OUT = ("fsdp", "tensor"), ("tensor", "fsdp")
-"""Mesh axes of the weights [in, out] of projections to heads, and from heads."""
+"""Mesh axes of weights [in, out]: IN for projections to heads, OUT for projections from heads."""
 
 
 class Build(NamedTuple):
@@ -52,8 +52,8 @@ class Projection(NamedTuple):
     Args:
         linear: the projection.
         name: checkpoint name of the result, for remat policies.
-        heads: N for queries, K for keys and values.
-        norm, rotary: applied to the result; None for none.
+        heads: number of heads: N for queries, K for keys and values.
+        norm, rotary: norm and rotary embedding of the result; default None, for neither.
         letters: axis letters of the result, for its sharding.
         how: whether one kernel or XLA computes norm and rotary embedding.
     """
@@ -158,10 +158,10 @@ class AttentionBase(nnx.Module):
     def _prepare(
         self, batch: int, q_len: int, keys: Any, mask: Any = None, bias: Any = None
     ) -> Prepared:
-        """Check the call and bind its mask, once.
+        """Check the shapes of a call and bind its mask, before anything is projected.
 
         Args:
-            keys: the states [B, S, ...] that are projected to keys, or a pair (keys, values).
+            keys: states [B, S, C] to project to keys and values, or a pair (keys, values).
         """
 
         def shape(length: int, heads: int, dim: int) -> Any:
@@ -179,7 +179,7 @@ class AttentionBase(nnx.Module):
     def _check_rotary(
         self, rotary: Any, batch: int, length: int, name: str, heads: int = 0
     ) -> Rotary | None:
-        """Read a rotary table, and check that it fits the queries, or `heads` heads of keys."""
+        """Read a rotary table, and check that it fits the queries, or keys with `heads` heads."""
         if rotary is None:
             return None
         return as_rotary(rotary, (batch, length, heads or self.heads, self.dim_head), name)
@@ -210,7 +210,7 @@ class AttentionBase(nnx.Module):
         return prepared._replace(notes=(to.how.note,)) if to.how.note else prepared
 
     def _project(self, x: Array, to: Projection) -> Heads:
-        """Project to heads, normalise and rotate; from the matmul on in float32, rounded once."""
+        """Project to heads, normalise and rotate; after the matmul, in float32 and rounded once."""
         if to.how.work is not None:
             with self._scope("to_qkv"):
                 y, bias = without_bias(to.linear, x)
@@ -241,7 +241,7 @@ class AttentionBase(nnx.Module):
     def _output(
         self, out: Heads, x: Array, deterministic: bool | None, rngs: Any
     ) -> Float[Array, "B T out_dim"]:
-        """Gate the heads by the input x, and project them back."""
+        """Gate the heads by the input x, project them to out_dim channels, and apply dropout."""
         out = self._gated(checkpoint_name(merge_heads(out), "attn_output"), x)
         if self.out_proj:
             with self._scope("to_out"):
@@ -276,7 +276,7 @@ def linear_on_mesh(
 
 
 def without_bias(linear: nnx.Linear, x: Array) -> tuple[Array, Array | None]:
-    """Return the projection and its bias, which is None if it is added already."""
+    """Return the projection of x, and the bias that is left to add; None if there is none."""
     plain = type(linear) is nnx.Linear and linear.preferred_element_type is None
     if not plain or linear.bias is None:
         return linear(x), None

@@ -41,7 +41,7 @@ def dropout_rate(rate: float) -> None:
 
 def epsilon(eps: float) -> None:
     if not is_number(eps) or not 0.0 < eps < inf:
-        rule = "it must be positive and finite, so that a row of zeros has a finite norm"
+        rule = "it must be positive and finite, so that the norm of a zero vector is finite"
         raise InputError("eps", repr(eps), rule, "use 1e-6 or so")
 
 
@@ -52,7 +52,7 @@ def scale(value: Any) -> float | None:
 
 def mesh(value: Any) -> None:
     if isinstance(value, Mapping):
-        rule = "a module runs on devices; sizes alone are for plan()"
+        rule = "a module needs a mesh of devices; a dict of sizes is for plan() alone"
         raise MeshError("mesh", dict(value), rule, "pass config.make_mesh()")
     sharding.check_mesh(value)
 
@@ -113,7 +113,7 @@ def parameter_rngs(rngs: Any) -> None:
         rule = "the initial parameters are drawn from an nnx.Rngs"
         raise InputError("rngs", repr(rngs), rule, "pass nnx.Rngs(0)")
     if not _has_stream(rngs, "params"):
-        rule = "the initial parameters are drawn from the stream 'params', or the default one"
+        rule = "the initial parameters are drawn from the stream 'params' or 'default'"
         remedy = "pass nnx.Rngs(0), or nnx.Rngs(params=0, ...)"
         raise InputError("rngs", _streams(rngs), rule, remedy)
 
@@ -163,7 +163,7 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
         raise InputError(name, found, f"its last axis must be {width_name}={width}", remedy)
     if batch is not None and x.shape[0] != batch:
         rule = f"its batch must be that of hidden_states, {batch}"
-        raise InputError(name, found, rule, "give both one batch size")
+        raise InputError(name, found, rule, "give both the same batch size")
 
 
 def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) -> None:
@@ -171,7 +171,7 @@ def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) ->
 
     Args:
         dropout: the module's dropout layer.
-        deterministic, rngs: the call's; if deterministic is None, the module's mode counts.
+        deterministic, rngs: arguments of the call; deterministic=None keeps the module's mode.
     """
     off = dropout.deterministic if deterministic is None else deterministic
     if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):
@@ -183,5 +183,5 @@ def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) ->
     if not isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array):
         raise InputError("rngs", repr(rngs), f"{why} draws random numbers", remedy)
     if isinstance(rngs, nnx.Rngs) and not _has_stream(rngs, dropout.rng_collection):
-        rule = f"{why} draws from the stream '{dropout.rng_collection}', or the default one"
+        rule = f"{why} draws from the stream '{dropout.rng_collection}' or 'default'"
         raise InputError("rngs", _streams(rngs), rule, remedy)

@@ -32,7 +32,7 @@ class KV(NamedTuple):
 
     Args:
         k, v: the text's keys [B, S, K, H], normalised and rotated, and values [B, S, K, V].
-        image_k, image_v: the image's keys [B, S', K, H] and values [B, S', K, V]; default None.
+        image_k, image_v: the image's, with S' tokens; default None. V is `dim_head_v`.
     """
 
     k: Float[Array, "B S K H"]
@@ -59,7 +59,7 @@ class CrossAttention(AttentionBase):
         mesh, dtype, param_dtype, precision, kernel_init, bias_init, rngs: as in `FlaxAttention`.
 
     Raises:
-        InputError: if sizes do not divide, or a value is out of range.
+        InputError: if kv_heads does not divide heads, or a value is out of range.
 
     Source of the image's own keys and values: Wan 2.1, https://arxiv.org/abs/2503.20314
 
@@ -228,7 +228,7 @@ class CrossAttention(AttentionBase):
             return self._check_image(image, batch)
         for name, value in (("encoder_hidden_states_image", image), ("rotary_emb_k", rotary_emb_k)):
             if value is not None:
-                rule, remedy = "kv contains it already", f"give {name} to compute_kv"
+                rule, remedy = "kv contains computed keys", f"pass {name} to compute_kv instead"
                 raise InputError(name, "given, and kv too", rule, remedy)
         self._check_kv(kv, batch)
 
@@ -259,7 +259,7 @@ class CrossAttention(AttentionBase):
             shape = getattr(x, "shape", ())
             if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, self.kv_heads, dim):
                 rule = f"it must be an array [{batch}, S, {self.kv_heads}, {dim}]"
-                remedy = f"{_MAKE_KV}, from as many examples as hidden_states has"
+                remedy = f"{_MAKE_KV}, with the batch size of hidden_states"
                 raise InputError(f"kv.{name}", checks.described(x), rule, remedy)
 
 

@@ -1,6 +1,6 @@
-"""Modules on a mesh with Explicit axes.
+"""Run modules on a mesh with Explicit axes.
 
-A call runs with Auto axes; its results get the Explicit sharding of its states.
+A call runs with Auto axes; its results then get the Explicit sharding of its hidden states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def over_explicit_axes(out_specs: Callable[..., Any]) -> Callable[[Method], Meth
     def decorate(method: Method) -> Method:
         @wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # One projection is enough: flattening the module takes a tenth of a small call.
+            # One projection shows the mesh: flattening the module takes a tenth of a small call.
             mesh = explicit_mesh(args, kwargs, self.to_q)
             if mesh is None:
                 return method(self, *args, **kwargs)
@@ -73,13 +73,13 @@ def _run_over_auto_axes(
 
 
 def like_states(module: Any, hidden_states: Any, *_: Any, **__: Any) -> PartitionSpec:
-    """Shard the output [B, T, out_dim] as the states; channels only if out_dim is query_dim."""
+    """Shard the output like the hidden states; its channels only if out_dim is query_dim."""
     batch, tokens, channels = _spec(hidden_states)
     return PartitionSpec(batch, tokens, channels if module.out_dim == module.query_dim else None)
 
 
 def like_states_without_cache(module: Any, hidden_states: Any, *others: Any) -> PartitionSpec:
-    """Shard the output as the states; refuse a cache, which needs Auto axes."""
+    """Shard the output like the hidden states; refuse a cache, which needs Auto axes."""
     if any(isinstance(x, CacheLayer) for x in others):
         rule = "the cache needs Auto mesh axes"
         remedy = "make the mesh with config.make_mesh(), or axis_types=(AxisType.Auto, ...)"
@@ -90,7 +90,7 @@ def like_states_without_cache(module: Any, hidden_states: Any, *others: Any) -> 
 def like_both(
     module: Any, hidden_states: Any, encoder_hidden_states: Any, *_: Any, **__: Any
 ) -> tuple[PartitionSpec, PartitionSpec | None]:
-    """Shard the outputs of a picture and a text as their states."""
+    """Shard the outputs of a picture and a text like their hidden states."""
     picture, text = like_states(module, hidden_states), _spec(encoder_hidden_states)
     if not module.text_out:
         return picture, None
@@ -105,7 +105,7 @@ def like_both_without_bias(module: Any, *states: Any, **_: Any) -> Any:
 
 
 def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:
-    """Shard keys and values [B, S, K, H] along the batch alone, as the states."""
+    """Shard the batch of keys and values [B, S, K, H] like the text's batch, and nothing else."""
     batch = _spec(text)[0]
     return PartitionSpec(batch, None, None, None)
 

@@ -17,10 +17,10 @@ def split_heads(x: Float[Array, "B T NH"], heads: int) -> Float[Array, "B T N H"
 
     Args:
         x: [B, T, N*H].
-        heads: N, which divides the last axis.
+        heads: number of heads N, which divides the last axis.
 
     Raises:
-        InputError: if the heads do not divide the channels, or x has another rank.
+        InputError: if the heads do not divide the channels, or x does not have three axes.
     """
     checks.rank_3("x", x)
     checks.positive("heads", heads)
@@ -49,13 +49,13 @@ def attention_flat(
     mesh: Any = None,
     role: Literal["self", "cross"] = "self",
 ) -> Float[Array, "B T NH"]:
-    """Attend with heads joined in the channel axis of q, k and v, and of the result.
+    """Split the heads of q, k and v, attend, and merge the heads of the output.
 
     Args:
         q: [B, T, N*H].
         k, v: [B, S, K*H].
-        heads: N.
-        kv_heads: K; default N.
+        heads: number of query heads, N.
+        kv_heads: number of key heads, K; default N.
         mask, bias, scale, config, mesh, role: as in `maxattn.attention`.
 
     Returns:

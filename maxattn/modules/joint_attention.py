@@ -43,7 +43,7 @@ class JointAttention(FlaxAttention):
     [text', x'] = softmax(scale * rope(q) rope(k)^T + bias) v
     y = to_out x'; text_y = to_add_out text'
 
-    The text comes first in the joint sequence, in rotary positions, masks and biases too.
+    The text precedes the picture in the joint sequence, and in rotary embeddings, masks and biases.
 
     Args:
         query_dim: channels of the picture's tokens.
@@ -60,7 +60,7 @@ class JointAttention(FlaxAttention):
             `FlaxAttention`.
 
     Raises:
-        InputError: if sizes do not divide, or a value is out of range.
+        InputError: if kv_heads does not divide heads, or a value is out of range.
 
     Source: Esser et al., Scaling rectified flow transformers, https://arxiv.org/abs/2403.03206
 
@@ -161,10 +161,10 @@ class JointAttention(FlaxAttention):
         encoder_hidden_states: Float[Array, "B S added_kv_proj_dim"],
         rotary_emb: Any = None,
     ) -> tuple[Unbiased, Any]:
-        """Attend as a call does, but leave adding the output projections' biases to the caller.
+        """Attend as a call does, but without adding the biases of the output projections.
 
-        The caller adds them together with the residual, such as in `adaptive_norm`:
-        XLA for GPUs then copies neither sequence out of the joint one. There is no dropout.
+        If the caller adds the biases together with the residual, such as in `adaptive_norm`, XLA
+        on GPUs copies neither sequence out of the joint one. Dropout is not applied.
 
         Args:
             hidden_states, encoder_hidden_states, rotary_emb: as for a call.
@@ -205,7 +205,7 @@ class JointAttention(FlaxAttention):
         """Return the picture's query projection, then q, k and v of the joint sequence."""
         s, kv = text.shape[1], self.kv_heads
         of_text, of_picture = (None, None) if rotary is None else rotary.split(s)
-        # A text is short: its length is not split.
+        # A text is short: its length is not sharded.
         made, added_q, added_k = self._projection, self.norm_added_q, self.norm_added_k
         to_q = (
             made("query_proj", text, self.add_q_proj, added_q, of_text, "B.NH"),

@@ -1,7 +1,7 @@
 """Rotary embeddings inside `nnx.MultiHeadAttention`.
 
-flax binds an `nnx.RoPE` to its attention function with `functools.partial`. `bound_rope` reads it
-from there, and `turn` calls it as flax does, one head at a time.
+flax binds an `nnx.RoPE` to its attention function with `functools.partial`. `bound_rope` reads
+the rope from the partial, and `turn` calls the rope as flax does, one head at a time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def why_unread(fn: Any) -> str:
     if isinstance(fn, functools.partial):
         bound = ", ".join([*("an argument" for _ in fn.args[:1]), *(f"{k}=" for k in fn.keywords)])
         what = f"a partial of {_name(fn.func)} that binds {bound or 'nothing'}"
-        return f"{what}; swap reads nnx.dot_product_attention_with_rope with rope= alone"
+        return f"{what}; only nnx.dot_product_attention_with_rope with rope= can be swapped"
     if fn is _FLAX_ROPE is not None:
-        return "dot_product_attention_with_rope, and no rope= is bound to it"
+        return "dot_product_attention_with_rope without a bound rope="
     return f"{_name(fn)}, not flax's"
 
 
@@ -48,7 +48,7 @@ def _name(fn: Any) -> str:
 
 def check_rope(rope: Any) -> None:
     if rope is not None and not callable(rope):
-        rule = "it is called on heads [..., T, H] and positions [T] or None"
+        rule = "it must be a function of heads [..., T, H] and positions [T] or None"
         raise InputError("rope", type(rope).__name__, rule, "pass nnx.RoPE(), or None")
 
 
@@ -67,8 +67,8 @@ def turn(
     """
     if rope is None:
         if positions is not None:
-            rule = "this attention_fn has no rotary embedding that could use them"
-            remedy = "make it with attention_fn(config, rope=nnx.RoPE()), or leave positions out"
+            rule = "this attention_fn has no rotary embedding that could use positions"
+            remedy = "use attention_fn(config, rope=nnx.RoPE()), or leave input_positions out"
             raise InputError("input_positions", _shape(positions), rule, remedy)
         return query, key
     if positions is None:
@@ -76,8 +76,8 @@ def turn(
         return by_head(query), by_head(key)
     t, s = query.shape[1], key.shape[1]
     if t != s:
-        rule = f"they rotate queries and keys alike, and there are {t} queries and {s} keys"
-        remedy = "leave them out, or rotate queries and keys before attention"
+        rule = f"queries and keys share the positions, but there are {t} queries and {s} keys"
+        remedy = "leave input_positions out, or rotate queries and keys before attention"
         raise InputError("input_positions", _shape(positions), rule, remedy)
     if jnp.shape(positions)[-1:] != (t,):
         rule, remedy = f"its last axis must have {t} entries", "give each token one position"
@@ -95,7 +95,7 @@ def fold(x: Array, batch: tuple[int, ...], name: str, axes: int = 3) -> Array:
     lead, rest = full.shape[:-axes], full.shape[-axes:]
     if len(lead) != len(batch) or any(a not in (1, b) for a, b in zip(lead, batch, strict=True)):
         rule = f"its batch axes must broadcast to {batch}"
-        remedy = "give every axis its full size or 1"
+        remedy = "give every batch axis its full size or 1"
         raise InputError(name, _shape(x), rule, remedy)
     if all(a == 1 for a in lead):
         return full.reshape(1, *rest)

@@ -1,7 +1,7 @@
 """Bias, norm and rotary embedding of queries and keys, as one kernel on NVIDIA GPUs.
 
-XLA computes its gradient. Elsewhere `qk_norm.py` and `maxattn.rope` compute the same steps, one
-after the other. Both paths compute in float32 from the projection's result on, and round once.
+XLA computes the kernel's gradient. Elsewhere `qk_norm.py` and `maxattn.rope` compute the same
+steps. Both paths take the projection's result, compute in float32, and round once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Tables = tuple[Array, ...]
 
 @dataclass(frozen=True)
 class NormRope:
-    """Decision how queries or keys are normalised and rotated; the call's plan prints it.
+    """The decision how queries or keys are normalised and rotated, which the plan prints.
 
     Args:
         work: the kernel's work on one row of a shard; None if XLA computes the steps.
         sms: streaming multiprocessors of the GPU.
         shared: bytes of shared memory of an SM.
-        reason: why XLA computes the steps; "" if the kernel runs, or if the machine has none.
+        reason: why XLA computes the steps; "" if the kernel runs, or if it is not for this machine.
     """
 
     work: RowWork | None = None
@@ -51,9 +51,9 @@ class NormRope:
 
     @property
     def note(self) -> str:
-        """Return the decision's line in the plan; "" if the machine has no kernel."""
+        """Return the plan's line about the decision; "" if the kernel is not for this machine."""
         if self.work is not None:
-            shared = f"{self.work.threads} threads share a row"
+            shared = f"{self.work.threads} threads share a token"
             return f"norm and rotary embedding in one kernel, written in CuTe: {shared}"
         text = f"norm and rotary embedding by XLA, step by step: {self.reason}"
         return text if self.reason else ""
@@ -78,15 +78,15 @@ def decide(
 ) -> NormRope:
     """Decide how queries or keys are normalised and rotated.
 
-    The kernel runs on NVIDIA GPUs with fa4-jax, if each device has equally many whole rows.
+    The kernel runs on NVIDIA GPUs with fa4-jax, if batch, tokens and heads divide over the mesh.
 
     Args:
         target: the machine.
         x: the projection's input, [B, T, C], or its shape and dtype.
         qk_norm, norm: the name of the norm, and the norm layer.
-        rotary: the table, checked against the heads.
-        heads, head_dim: N and H.
-        mesh: the devices of the call.
+        rotary: the rotary table, which fits the heads.
+        heads, head_dim: number of heads, and channels of each.
+        mesh: device mesh of the call.
         letters: axis letters of the result, for its sharding.
     """
     if target.device.vendor != "NVIDIA" or (norm is None and rotary is None):
@@ -97,11 +97,11 @@ def decide(
     # A subclass may compute something else.
     is_known = qk_norm in KINDS and type(norm) in (type(None), nnx.RMSNorm, ZeroCentredRMSNorm)
     if not is_known or (rotary is not None and (rotary.partial or rotary.cos.ndim == 4)):
-        why = "the kernel takes RMS norms, and angles that all heads share, of all channels"
+        why = "the kernel needs an RMS norm, and one rotary table of all channels for all heads"
     elif x.dtype.name not in DTYPES:
-        why = f"the kernel takes {', '.join(DTYPES)}, and this is {x.dtype.name}"
+        why = f"the kernel takes {', '.join(DTYPES)}, and x is {x.dtype.name}"
     elif kind == "across" and sharding.ways("N", shape) > 1:
-        why = "the norm is over heads of several devices"
+        why = "the norm is over all heads, which are split over devices"
     elif odd:
         why = f"axis {odd[0]} does not divide over the mesh"
     else:
@@ -112,7 +112,7 @@ def decide(
     work = RowWork(heads // sharding.ways(letters[2], shape), head_dim, kind, eps, style)
     found = NormRope(work, target.device.sms, target.device.family.shared_memory)
     if not found.launch(x.dtype.itemsize, ("bias", "scale")).fits():
-        return NormRope(reason=f"the kernel takes no rows of {heads} x {head_dim}")
+        return NormRope(reason=f"the kernel cannot take {heads} heads of dim {head_dim}")
     return found
 
 
@@ -138,7 +138,7 @@ def norm_rotary(
     vectors = {"bias": bias, "scale": None if norm is None else scale_of(norm)}
     by_head = {name: v.reshape(-1, head_dim) for name, v in vectors.items() if v is not None}
     if shape:
-        # Their gradients are summed over devices before they are rounded.
+        # Gradients of the vectors are summed over devices before they are rounded.
         by_head = {name: v.astype(jnp.float32) for name, v in by_head.items()}
     angles = () if rotary is None else (rotary.cos, rotary.sin)
     tables = tuple(jnp.asarray(a, jnp.float32).reshape(-1, t, a.shape[-1]) for a in angles)
@@ -168,8 +168,8 @@ def on_shard(
 
 
 def _on_shard_fwd(how: NormRope, x: Array, vectors: Vectors, tables: Tables) -> Any:
-    # In a scan over layers XLA merges the projection's matmul with the store of its result for the
-    # backward, and runs it once more for the kernel (jax 0.11.2). The barrier prevents that.
+    # In a scan over layers XLA fuses the projection's matmul with the store of its result for the
+    # backward, and runs the matmul again for the kernel (jax 0.11.2). The barrier prevents that.
     x = jax.lax.optimization_barrier(x)
     y = on_shard(how, x, vectors, tables)
     return jax.lax.optimization_barrier(y), (x, vectors, tables)

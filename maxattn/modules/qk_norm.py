@@ -1,7 +1,7 @@
 """Norms of queries and keys, between their projection and the rotary embedding.
 
-Statistics, scales and results are float32 in every compute dtype: only the rotated queries and keys
-are rounded.
+Statistics, scales and results are float32 in every compute dtype. Queries and keys are rounded to
+the compute dtype once, after they are rotated.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def make_qk_norm(
     param_dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
 ) -> QKNorm | None:
-    """Build the norm of the queries or of the keys; None for no norm.
+    """Build the norm of the queries or of the keys; return None if `kind` is None.
 
     rms: y = x / sqrt(mean(x^2) + eps) * scale, or * (1 + scale) if zero-centred
     layer: y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias
 
     Args:
         kind: None or one of `QK_NORMS`. "rms_norm_across_heads" is over all heads * H channels of a
-            token, so tensor parallelism needs a sum over devices; the others are over the H
+            token, so tensor parallelism needs a sum over devices; every other norm is over the H
             channels of each head.
-        heads: N for queries, K for keys.
-        dim_head: H.
+        heads: number of heads: N for queries, K for keys.
+        dim_head: channels of a head, H.
         eps: added to the mean square or the variance.
         param_dtype: dtype of scale and bias.
-        rngs: for the initialisers, which are constant.
+        rngs: required by the layers, though their initial values are constant.
 
     Raises:
         InputError: if the kind is unknown.
@@ -90,12 +90,12 @@ def make_qk_norm(
 
 
 def normalise(norm: QKNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-    """Normalise the last axis in float32; a norm of None returns x unchanged."""
+    """Normalise the last axis in float32; return x unchanged if norm is None."""
     return x if norm is None else norm(x)
 
 
 def scale_of(norm: QKNorm) -> Float[Array, " C"] | None:
-    """Return the factor of the normed channels, or None if there is none."""
+    """Return the factors [C] that a norm applies after its statistics, or None if it has none."""
     if isinstance(norm, ZeroCentredRMSNorm):
         return norm.factor()
     return None if norm.scale is None else norm.scale.get_value()

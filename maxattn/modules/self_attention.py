@@ -33,7 +33,7 @@ class FlaxAttention(AttentionBase):
     Args:
         query_dim: channels of the input.
         heads: N, query heads; default 8.
-        kv_heads: K, key heads, which divide N; default N. Neighbouring query heads share one.
+        kv_heads: K, key and value heads; default N. N / K neighbouring query heads share one.
         dim_head: H, channels of a head; default 64.
         dropout: probability that an output channel is dropped; default 0.
         bias: whether to_q, to_k and to_v have a bias; default False.
@@ -41,15 +41,15 @@ class FlaxAttention(AttentionBase):
         qk_norm: norm of queries and keys. "rms_norm", "layer_norm" and "zero_centred_rms_norm"
             (times 1 + scale) are over each head, "rms_norm_across_heads" is over all heads of a
             token; default None.
-        eps: epsilon of both norms; default 1e-5 (Wan has 1e-6).
+        eps: epsilon of the norms of queries and keys; default 1e-5 (Wan has 1e-6).
         scale: multiplies the scores; default H ** -0.5.
         out_dim: channels of the output; default query_dim.
         out_proj: whether there is an output projection; default True. If False, the output is the
             joined heads, [B, T, N*H], for models that project them with other channels.
-        gate: "per_head" multiplies each head by 2 sigmoid(to_gate_logits x), "per_channel" each
-            channel by sigmoid(to_gate x), both before to_out; default None.
-        dim_head_v: V, channels of a head of the values; default H. All kernels but `dot_product`
-            fill the narrower heads with zeros.
+        gate: before to_out, "per_head" multiplies each head by 2 sigmoid(to_gate_logits x), and
+            "per_channel" multiplies each channel by sigmoid(to_gate x); default None.
+        dim_head_v: V, channels of a value head; default H. If V is not H, every kernel but
+            `dot_product` pads the narrower heads with zeros.
         config: kernel and parallelism; default `AttentionConfig()`.
         mesh: device mesh that the call is sharded over; default none.
         dtype: computation dtype; default the common dtype of input and parameters.
@@ -59,7 +59,7 @@ class FlaxAttention(AttentionBase):
         rngs: source of the initial parameters.
 
     Raises:
-        InputError: if sizes do not divide, or a value is out of range.
+        InputError: if kv_heads does not divide heads, or a value is out of range.
 
     Source: Vaswani et al., Attention is all you need, https://arxiv.org/abs/1706.03762
 
@@ -141,20 +141,20 @@ class FlaxAttention(AttentionBase):
         rotary_emb_k: Any = None,
         cache: CacheLayer | None = None,
     ) -> Any:
-        """Attend within a sequence, or from a block of a stream to its cache.
+        """Attend within a sequence, or from a block of a `Stream` to the frames in its cache.
 
         Args:
             hidden_states: [B, T, query_dim].
             rotary_emb: rotary embedding of the queries, in any form that
-                `maxattn.rope.apply_rotary` takes; default none. With a cache made with
-                positions="slots", the table of the whole window.
+                `maxattn.rope.apply_rotary` takes; default none. If the cache has
+                positions="slots", the rotary embedding of all slots of the window.
             mask: a mask of `maxattn.masks`; default all pairs.
             bias: added to the scores; each axis of [B, N, T, T] is full or 1.
-            deterministic: False drops output channels at random; default as the module's last
-                train() or eval() set it, and True before both.
+            deterministic: False drops output channels at random. The default is the mode that
+                train() or eval() set last, and True if neither was called.
             rngs: random source of the dropout.
             rotary_emb_k: rotary embedding of the keys; default rotary_emb.
-            cache: a layer of a `KVCache`; keys and values of these tokens are written into it.
+            cache: `kv_cache.layer(i)`, which keys and values of these tokens are written into.
 
         Returns:
             [B, T, out_dim]; with a cache, the pair of this output and the changed cache.

@@ -24,10 +24,10 @@ class Swapped:
     """One attention module that `swap` found in a model.
 
     Args:
-        path: its place in the model, such as "blocks.3.attn".
-        kind: the name of its class.
-        swapped: whether it attends with maxattn.
-        why: the setting that chooses its kernel, or the reason why it was not swapped.
+        path: the module's path in the model, such as "blocks.3.attn".
+        kind: the name of the module's class.
+        swapped: whether the module attends with maxattn.
+        why: the setting that chooses the kernel, or the reason why the module was not swapped.
     """
 
     path: str
@@ -137,9 +137,9 @@ def _is_attention(module: Any) -> bool:
 
 def _reason_to_leave(module: Any) -> str | None:
     if isinstance(module, AttentionBase):
-        return "maxattn's own module: it has a config"
+        return "a module of maxattn, which has its own config"
     if not isinstance(module, nnx.MultiHeadAttention):
-        return "no nnx.MultiHeadAttention: call maxattn.attention in it"
+        return "not an nnx.MultiHeadAttention: call maxattn.attention in its code"
     if module.dropout_rate > 0.0 and not module.deterministic:
         remedy = "set 0.0, or deterministic=True"
         return f"dropout_rate={module.dropout_rate}: no kernel drops probabilities ({remedy})"

@@ -1,4 +1,4 @@
-"""Self-attention of a stream's block to its cache: checks, projections, attention."""
+"""Self-attention from a stream's block to its cache: checks, projections and attention."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def run_with_cache(
         rule = "attention reads and writes one layer of a KVCache"
         raise InputError("cache", type(layer).__name__, rule, remedy)
     if module.dim_head_v != module.dim_head:
-        rule = f"a cache keeps values of the keys' head dim {module.dim_head}"
-        raise InputError("dim_head_v", module.dim_head_v, rule, "leave the cache out")
+        rule = f"beside a cache, values must have the head dim of the keys, {module.dim_head}"
+        raise InputError("dim_head_v", module.dim_head_v, rule, "leave dim_head_v or cache out")
     cache, mesh = layer.cache, usable_mesh(module.mesh, x)
     refused.beside(cache, mask, bias)
     if rotary_emb_k is not None and not cache.layout.is_roped:
-        rule = "with positions='slots', rotary_emb rotates the keys: a table of the window"
-        raise InputError("rotary_emb_k", "given", rule, "leave it out")
+        rule = "with positions='slots', rotary_emb is a table of the window and rotates keys too"
+        raise InputError("rotary_emb_k", "given", rule, "leave rotary_emb_k out")
     b, t, _ = x.shape
     refused.call(cache, (b, t, module.kv_heads, module.dim_head), mesh, mesh_shape(mesh))
     if cache.layout.is_roped or rotary_emb is None:
@@ -61,15 +61,15 @@ def run_with_cache(
 
 
 def window_table(cache: KVCache, rotary: Any, dim_head: int) -> Rotary:
-    """Read a rotary table of the whole window, [F, tokens, D]: the angles of each slot.
+    """Read a rotary table of the window as [F, tokens, D]: F slots of `tokens` tokens each.
 
     Raises:
-        InputError: if its length is not that of all slots, or it differs by batch row or head.
+        InputError: if the table does not cover all slots, or differs by batch row or head.
     """
     frames, tokens = cache.layout.frames, cache.layout.stream.tokens_per_frame
     table = as_rotary(rotary, (1, frames * tokens, 1, dim_head))
     if table.cos.ndim != 2:
         rule = "with positions='slots', all heads and batch rows share cos and sin: [S, D]"
-        raise InputError("rotary_emb", f"shape {table.cos.shape}", rule, "pass a table of 2 dims")
+        raise InputError("rotary_emb", f"shape {table.cos.shape}", rule, "pass arrays [S, D]")
     cos, sin = (jnp.asarray(x).reshape(frames, tokens, -1) for x in (table.cos, table.sin))
     return Rotary(cos, sin, table.style, table.partial)

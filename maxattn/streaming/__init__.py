@@ -1,4 +1,4 @@
-"""Video made block by block: one description of blocks and window, its masks and its cache."""
+"""Video that is made block by block: `Stream` describes it, and makes its masks and its cache."""
 
 from maxattn.streaming.kv_cache import CacheLayer, KVCache
 from maxattn.streaming.layout import CacheLayout

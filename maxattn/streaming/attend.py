@@ -1,6 +1,6 @@
 """Attention of a stream's block to its cache: write keys and values, then attend.
 
-Once every slot is filled, attention over the cache is dense: the cache has only visible frames.
+Once every slot is filled, attention to the cache needs no mask: all its frames are visible.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def attend_with_cache(
     Args:
         layer, block, how: the layer of the cache, the block, and the module's settings.
         table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
-        mask, bias: allowed with `extract()`; with `cached()`, only a mask is.
+        mask, bias: allowed with `extract()`; with `cached()`, only a mask is allowed.
 
     Raises:
-        InputError: the cache has another dtype.
-        Unsupported: a pass that writes is differentiated.
+        InputError: the cache has another dtype than the block.
+        Unsupported: a pass that writes into the cache is differentiated.
     """
     cache = layer.cache
     checks.same_dtype(cache, block.k, block.v)
@@ -91,9 +91,9 @@ def _undifferentiated(x: Array) -> Array:
 
 @_undifferentiated.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    rule = "a gradient through what is written would keep a copy of the cache for every block"
-    teacher = "run the blocks without gradient, then one forward over them with stream.teacher_mask"
-    reading = "cache.cached() is read under a gradient"
+    rule = "a gradient through a write to the cache would keep a copy of the cache for every block"
+    teacher = "run the blocks without gradients, then one forward with stream.teacher_mask"
+    reading = "or pass a layer of cache.cached(), which is only read"
     raise Unsupported("cache", "under a gradient", rule, f"{teacher}; {reading}")
 
 
@@ -110,7 +110,7 @@ def _read(
         table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
         own: keys and values of the queries' tokens, if the cache is only read. Kept keys and values
             then get no gradient.
-        mask: over a full cache's kept keys, followed by the own keys; default all pairs.
+        mask: over the kept keys of a full cache, then the own keys; default all pairs.
     """
     cache = layer.cache
     layout, spread = cache.layout, q.shape[1] % cache.layout.token_ways == 0
@@ -153,7 +153,7 @@ def _read(
 def merged_over_devices(
     out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], spread: bool
 ) -> Float[Array, "B T N H"]:
-    """Merge devices' results over their keys by LSE; `spread` shards the merged queries."""
+    """Merge, by LSE, results of devices for their own keys; if `spread`, shard the queries."""
     weight = jnp.exp(lse - jax.lax.pmax(jax.lax.stop_gradient(lse), CONTEXT))
     weight = weight / jax.lax.psum(weight, CONTEXT)
     part = out.astype(jnp.float32) * jnp.swapaxes(weight, 1, 2)[..., None]  # [B, T, N, 1]
@@ -165,13 +165,13 @@ def merged_over_devices(
 
 
 def turned_own(cache: KVCache, table: Rotary) -> Rotary:
-    """Return the angles of a block's own tokens: the window's last ones once it is full."""
+    """Return the angles of a block's own tokens; in a full window, its last angles."""
     start = jnp.minimum(cache.frame, cache.layout.frames - cache.own)
     return _at(table, start[..., None] + jnp.arange(cache.own))
 
 
 def _at(table: Rotary, places: Any) -> Rotary:
-    """Return a table's angles at places [F] or [B, F]: [F * tokens, D] or [B, ...]."""
+    """Return a table's angles at places [F] or [B, F]: [F * tokens, D] or [B, F * tokens, D]."""
     return jax.tree.map(
         lambda x: jnp.asarray(x)[places].reshape(*places.shape[:-1], -1, x.shape[-1]), table
     )

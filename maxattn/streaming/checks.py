@@ -1,4 +1,4 @@
-"""Refuses wrong inputs of a stream and its cache, one rule a function; computes nothing."""
+"""Refuse wrong inputs of a stream and its cache, by one function per rule."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from maxattn.streaming.kv_cache import KVCache
     from maxattn.streaming.stream import Stream
 
-FRESH = "make another with KVCache.empty"
+FRESH = "make a new cache with KVCache.empty"
 
 
 def frames_from_zero(frame: Any) -> Any:
-    """Return a frame number or an array of them; values of jax's arrays are not checked."""
+    """Check a frame number, or an array of frame numbers; jax arrays may have any values."""
     if (number := whole(frame, least=0)) is not None:
         return number
     is_array = isinstance(frame, jax.Array | np.ndarray)
     is_integer = is_array and np.issubdtype(frame.dtype, np.integer)
     if is_integer and (isinstance(frame, jax.Array) or (frame >= 0).all()):
         return frame
-    rule = "frame numbers must be whole, counted from 0"
+    rule = "frame numbers must be integers of at least 0"
     raise InputError("frame", repr(frame), rule, "give a number, or an array of integers")
 
 
 def from_zero(name: str, value: Any, what: str) -> int:
-    """Return an argument that is a whole number of at least 0."""
+    """Return an argument that is an integer of at least 0; `what` is its meaning."""
     if (number := whole(value, least=0)) is not None:
         return number
     raise InputError(name, repr(value), f"it must be {what}", "give 0 or a positive integer")
@@ -84,7 +84,7 @@ def dtype(value: Any) -> str:
     if name in DTYPES:
         return name
     rule = f"the dtype of keys and values must be one of {', '.join(DTYPES)}"
-    raise InputError("dtype", name, rule, "set dtype='bfloat16', as the module projects them")
+    raise InputError("dtype", name, rule, "give the dtype of the module's projections")
 
 
 def slots(stream: Stream, frames: Any) -> int:
@@ -95,7 +95,7 @@ def slots(stream: Stream, frames: Any) -> int:
             raise InputError("frames", frames, rule, "leave frames out")
     elif frames is None:
         rule = "a stream without a window keeps every frame"
-        raise InputError("frames", "None", rule, "give frames=, the most that are made")
+        raise InputError("frames", "None", rule, "give the frames of the longest video")
     else:
         (count,) = sizes(frames=frames)
         if count < stream.first_block:
@@ -103,7 +103,7 @@ def slots(stream: Stream, frames: Any) -> int:
             raise InputError("frames", count, rule, "give the frames of the longest video")
     if count * stream.tokens_per_frame > BIG:
         rule = f"the slots of a cache must have at most {BIG} tokens, the limit of positions"
-        raise InputError("frames", count, rule, "give a smaller window")
+        raise InputError("frames", count, rule, "give a smaller window, or fewer frames")
     return count
 
 
@@ -122,8 +122,8 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
         rule = "a layer must be an integer, or an integer scalar under jit"
         raise InputError("layer", repr(index), rule, f"give 0 to {layers - 1}")
     if is_tracer(index) and is_per_layer:
-        rule = "the cache has arrays of each layer, and a traced number cannot choose among them"
-        remedy = "run the layers one after the other, or make the cache with per_layer=False"
+        rule = "with per_layer=True, a traced number cannot choose the arrays of a layer"
+        remedy = "loop over the layers in Python, or make the cache with per_layer=False"
         raise InputError("layer", "a traced number", rule, remedy)
     if not is_tracer(index) and not 0 <= int(index) < layers:
         remedy = f"give 0 to {layers - 1}, or a cache of more layers"
@@ -136,7 +136,7 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
 def prefix(cache: KVCache, frames: Any) -> int:
     """Return the frames of a prefix, which are whole blocks of an empty cache."""
     if cache.stage != "empty" or cache.mode != "stream":
-        rule = "a prefix must come first, and this cache has frames already"
+        rule = "a prefix is written to an empty cache, before extract()"
         raise InputError("prefix", frames, rule, "start with an empty cache, or go block by block")
     stream, count = cache.layout.stream, cache.layout.frames
     frames = stream.check_frames("prefix", frames)
@@ -148,26 +148,27 @@ def prefix(cache: KVCache, frames: Any) -> int:
 
 def unwritten(cache: KVCache) -> None:
     if cache.stage != "empty" or cache.mode != "stream":
-        rule = "only the first block may be unwritten; later blocks read their keys in the cache"
-        raise InputError("unwritten", repr(cache), rule, "pass the cache as it is")
+        rule = "only the first block may be unwritten: later blocks, and extract(), need the cache"
+        raise InputError("unwritten", repr(cache), rule, "leave out .unwritten()")
 
 
 def advance(cache: KVCache) -> None:
-    """Refuse to advance a cache that no pass has written to, or that has no slots left."""
+    """Refuse to advance a cache that no pass has written to, or that has no empty slots."""
     if not cache.is_written:
         name = "cached" if cache.mode == "cached" else "unwritten"
         rule = f"a pass over cache.{name}() writes nothing, so there is nothing to advance"
-        raise InputError("advance", repr(cache), rule, "advance the cache that passes write to")
+        remedy = f"advance the cache that a pass without .{name}() returned"
+        raise InputError("advance", repr(cache), rule, remedy)
     if cache.is_done:
         _refuse_more(cache)
     if cache.is_begun:
         rule = f"no pass has written to this cache, and {cache.own} frames would be skipped"
-        remedy = "advance the cache that attention returned, once a block"
+        remedy = "advance the cache that attention returned, once per block"
         raise InputError("advance", repr(cache), rule, remedy)
 
 
 def _refuse_more(cache: KVCache) -> None:
-    rule = f"without a window each frame needs a slot: {cache.layout.frames} are too few for more"
+    rule = f"without a window, {cache.layout.frames} slots have no room for another block"
     remedy = "give KVCache.empty more frames, or the Stream a window"
     raise InputError("cache", repr(cache), rule, remedy)
 
@@ -175,22 +176,22 @@ def _refuse_more(cache: KVCache) -> None:
 def stacked(caches: Sequence[KVCache]) -> None:
     """Refuse caches that cannot be batch rows of one cache."""
     if not caches:
-        raise InputError("caches", "[]", "a batch needs at least one row", "give at least one")
+        raise InputError("caches", "[]", "stacked() needs at least one cache", "give one or more")
     for cache in caches:
         if cache.stage == "empty" or cache.mode != "stream":
             rule = "caches can be stacked only after their first block"
             raise InputError("caches", repr(cache), rule, "make its first block, and advance it")
         rows = [(x.shape[0], *x.shape[2:], x.dtype, x.is_per_layer) for x in (cache, caches[0])]
         if cache.layout != caches[0].layout or rows[0] != rows[1]:
-            rule = "all need one stream, mesh and dtype, and equally many slots, layers and heads"
-            raise InputError("caches", repr(cache), rule, "make all of them alike")
+            rule = "all caches must be made with the same arguments, except for batch"
+            raise InputError("caches", repr(cache), rule, "make all by the same KVCache.empty(...)")
 
 
 def extract(cache: KVCache, start: Any) -> int:
     """Return the first token that `extract` keeps; refuse a cache that is not empty."""
     if cache.stage != "empty" or not cache.keeps:
-        rule = "extract() needs an empty cache that passes write to"
-        raise InputError("extract", repr(cache), rule, "extract into an empty cache, and append it")
+        rule = "extract() needs an empty cache that is not from unwritten()"
+        raise InputError("extract", repr(cache), rule, "call extract() on a new KVCache.empty(...)")
     first = from_zero("start", start, "the index of a token")
     _refuse_slots(cache, "extract")
     return first
@@ -199,14 +200,14 @@ def extract(cache: KVCache, start: Any) -> int:
 def cached(cache: KVCache) -> None:
     if cache.stage == "empty":
         rule = "the cache is empty until a pass has run and the cache is advanced"
-        remedy = "call attention with it, then cache.advance()"
+        remedy = "call attention with the cache, and advance the cache that it returns"
         raise InputError("cached", repr(cache), rule, remedy)
     _refuse_slots(cache, "cached")
 
 
 def _refuse_slots(cache: KVCache, what: str) -> None:
     if not cache.layout.is_roped:
-        rule = "positions='slots' needs a stream's window, and this pass has none"
+        rule = f"{what}() needs rotated keys, and this cache keeps keys unrotated"
         remedy = "make the cache with positions='absolute'"
         raise InputError(what, cache.layout.positions, rule, remedy)
 
@@ -215,25 +216,26 @@ def append(cache: KVCache, other: KVCache) -> None:
     """Refuse to join caches that differ, that have a window, or that have empty slots."""
     for each in (cache, other):
         if each.layout.stream.window is not None or each.mode != "stream":
-            rule = "appended frames stay, so the cache must be written and without a window"
-            raise InputError("append", repr(each), rule, "make it of a Stream without a window")
+            rule = "append() needs caches without a window that are not from extract() or cached()"
+            remedy = "use no window, call advance() after extract(), and cached() after append()"
+            raise InputError("append", repr(each), rule, remedy)
         frames = each.layout.frames
         known = not is_tracer(each.frame)  # otherwise the stage decides
         if bool((each.frame != frames).any()) if known else not each.is_done:
-            rule = f"all {frames} slots are filled before more are appended"
-            raise InputError("append", repr(each), rule, "make it with as many frames as it keeps")
+            rule = f"all of its {frames} slots must be filled before append()"
+            raise InputError("append", repr(each), rule, "make it with as many frames= as it keeps")
     a, b = (
         (*x.shape[:2], *x.shape[3:], x.dtype, x.frame.shape, x.is_per_layer) for x in (cache, other)
     )
     if replace(other.layout, frames=cache.layout.frames) != cache.layout or a != b:
-        rule = f"both must have one layout, batch and dtype, and the first is {cache!r}"
+        rule = f"both caches must have one layout, batch and dtype, and the first is {cache!r}"
         raise InputError("append", repr(other), rule, "make both alike except for frames=")
 
 
 def refill(cache: KVCache) -> None:
     if cache.mode != "stream" or cache.stage == "empty":
-        rule = "a refill recomputes the kept frames, and this cache keeps none"
-        raise InputError("refill", repr(cache), rule, "make the first block, and advance it")
+        rule = "refill() needs a cache that has frames and is not from extract() or cached()"
+        raise InputError("refill", repr(cache), rule, "advance it after a block, then refill it")
     _one_frame(cache, "refill")
 
 
@@ -241,15 +243,15 @@ def refilled(cache: KVCache, stream: Stream, frame: Any) -> None:
     _one_frame(cache, "refilled")
     count = len(stream.kept(frame))
     if int(cache.frame) != count:
-        rule = f"{count} of the frames before frame {frame} are kept, and all are cached anew"
-        remedy = "run each of stream.kept(frame) after refill(), and advance"
+        rule = f"all {count} frames that the stream keeps before frame {frame} must be recomputed"
+        remedy = "after refill(), run every frame of stream.kept(frame), and advance the cache"
         raise InputError("refilled", repr(cache), rule, remedy)
 
 
 def _one_frame(cache: KVCache, what: str) -> None:
     if is_tracer(cache.frame) or cache.frame.ndim:
-        rule = "the batch rows must be at one known frame, which decides the kept frames"
-        remedy = "call it outside of jit, on a cache whose batch rows are at the same frame"
+        rule = f"{what} needs one frame number, known outside of jit, for all batch rows"
+        remedy = f"call {what} outside of jit, on a cache that is not stacked"
         raise InputError(what, repr(cache), rule, remedy)
 
 
@@ -262,37 +264,38 @@ def beside(cache: KVCache, mask: Any, bias: Any) -> None:
         return
     if bias is not None or (mask is not None and cache.mode != "cached"):
         name = "mask" if mask is not None and cache.mode != "cached" else "bias"
-        rule = "a block sees all keys of the cache, so neither mask nor bias applies"
+        rule = f"a block sees all keys of the cache, so no {name} applies"
         remedy = f"leave {name} out; the Stream's window and sink decide which keys stay"
         raise InputError(name, "given beside a cache", rule, remedy)
     if mask is None:
         return
     if cache.stage != "full":
-        rule = "a mask covers the tokens of every slot, and some slots are empty"
-        remedy = "make the cache with as many frames as it keeps"
+        rule = "a mask needs a cache without empty slots"
+        remedy = "make the cache with as many frames= as it keeps"
         raise InputError("mask", repr(cache), rule, remedy)
     if cache.layout.token_ways > 1:
-        rule = "a mask needs tokens in order, and each device has some tokens of every frame"
-        raise InputError("mask", "given beside a cache", rule, "make it with context='heads'")
+        rule = "a mask needs all keys on each device, and context='tokens' splits them"
+        remedy = "make the cache with context='heads'"
+        raise InputError("mask", "given beside a cache", rule, remedy)
     if cache.layout.mesh and (not isinstance(mask, Mask) or mask.has_data):
-        rule = "with a cache on a mesh, a mask must be of positions, without arrays"
+        rule = "beside a cache on a mesh, a mask must be a function of positions, without arrays"
         raise InputError("mask", text(mask), rule, "use TeacherForcing, VideoMask or Rectangle")
 
 
 def call(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> None:
-    """Refuse a cache that does not fit a module's keys, of shape (B, T, K, H), or its mesh."""
+    """Refuse a cache that does not fit the mesh or the keys [B, T, K, H] of a module."""
     _check_arrays(cache, shape, mesh, axes)
     if cache.is_done and cache.mode == "stream":
         _refuse_more(cache)
     tokens, frame = shape[1], cache.layout.stream.tokens_per_frame
     found, last = f"{tokens} tokens", cache.start + cache.tokens
     if cache.mode == "extract" and tokens < last:
-        rule = f"extract(start={cache.start}) keeps tokens {cache.start} to {last}"
+        rule = f"extract(start={cache.start}) keeps tokens {cache.start} to {last - 1}"
         remedy = "pass the whole sequence, or give extract a smaller start"
         raise InputError("hidden_states", found, rule, remedy)
     if cache.mode == "cached" and tokens % cache.layout.token_ways:
-        rule = f"tokens divide over the {cache.layout.token_ways} devices of context"
-        raise InputError("hidden_states", found, rule, "use context='heads'")
+        rule = f"tokens must divide over the {cache.layout.token_ways} devices of context"
+        raise InputError("hidden_states", found, rule, "make the cache with context='heads'")
     if cache.mode == "stream" and tokens != cache.tokens:
         rule = f"a pass takes one whole block: {cache.own} x {frame} = {cache.tokens} tokens"
         remedy = "pass one block; for several first blocks, use cache.prefix(frames)"
@@ -301,20 +304,20 @@ def call(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> No
 
 def _check_arrays(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> None:
     batch, _, heads, width = shape
-    one_mesh = "pass one mesh to KVCache.empty and the module"
+    one_mesh = "pass the same mesh to KVCache.empty and the module"
     if cache.layout.mesh != axes:
         both = (", ".join(f"{axis}={n}" for axis, n in each) for each in (cache.layout.mesh, axes))
         found, ours = (each or "no mesh" for each in both)
         raise MeshError("cache.mesh", found, f"the module runs on {ours}", one_mesh)
     if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
-        rule = f"here it is [L, {batch}, S, {heads}, {width}]: batch, key heads and their width"
+        rule = f"the module needs [L, B, S, K, H] with B={batch}, K={heads} key heads and H={width}"
         raise InputError("cache.k", f"shape {cache.shape}", rule, FRESH)
     kept = jax.tree.leaves((cache.k, cache.v))
     slots, first = cache.layout.frames * cache.layout.stream.tokens_per_frame, kept[0]
     alike = all((x.shape, x.dtype) == (first.shape, first.dtype) for x in kept)
     if first.shape[2] != slots or not alike:
         shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in kept))
-        rule = f"keys and values have one shape and dtype, and S is {slots}: that of all slots"
+        rule = f"keys and values must have one shape and dtype, and the {slots} tokens of all slots"
         raise InputError("cache", shapes, rule, FRESH)
     if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
         rule = "this cache was donated to a program, so its arrays are deleted"
@@ -330,6 +333,6 @@ def _check_arrays(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshSha
 def same_dtype(cache: KVCache, *keys: jax.Array) -> None:
     for x in keys:
         if x.dtype != cache.dtype:
-            rule = f"the module makes keys and values of {x.dtype}"
+            rule = f"it must be the dtype of the module's keys and values, {x.dtype}"
             remedy = f"give KVCache.empty dtype='{x.dtype}', or the module dtype={cache.dtype}"
             raise InputError("cache.k", cache.dtype.name, rule, remedy)

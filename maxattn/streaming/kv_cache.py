@@ -166,7 +166,7 @@ class KVCache:
 
     @property
     def is_written(self) -> bool:
-        """Whether passes write to it."""
+        """Whether passes write to this cache."""
         return self.keeps and self.mode != "cached"
 
     @property
@@ -183,15 +183,15 @@ class KVCache:
             frames: number of frames; 1 for an image, in a stream with `first_frame_alone`.
 
         Raises:
-            InputError: the cache has frames already, or `frames` are no whole blocks.
+            InputError: the cache has frames already, or `frames` does not fill whole blocks.
         """
         return replace(self, own=checks.prefix(self, frames))._begun(self)
 
     def unwritten(self) -> Self:
-        """Return this cache so that passes over the first block do not write to it.
+        """Return the cache for a noisy pass over the first block, which then does not write.
 
-        The first block attends to itself alone, so no later pass reads the keys of its noisy
-        passes, all but the last. A later block reads its own keys from the cache.
+        The first block attends to itself alone, so only its last pass, over clean frames, must
+        write. Passes over later blocks must write, since they read their own keys from the cache.
 
         Raises:
             InputError: the cache has frames already, or the pass extracts.
@@ -224,7 +224,7 @@ class KVCache:
         return self
 
     def _stage_at(self, least: int, most: int) -> Stage:
-        """Return the stage of rows whose next block begins at frames from `least` to `most`."""
+        """Return the stage if the next blocks of batch rows begin at frames `least` to `most`."""
         size, slots = self.layout.stream.frames_per_block, self.layout.frames
         if self.layout.stream.window is None and most + size > slots:
             return "complete" if least == slots else "done"
@@ -232,10 +232,10 @@ class KVCache:
 
     @classmethod
     def stacked(cls, caches: Sequence[KVCache]) -> KVCache:
-        """Join caches of one layout along the batch; each batch row continues from its frame.
+        """Join caches of one layout along the batch; each batch row continues at its own frame.
 
         Raises:
-            InputError: they differ in layout or layers, or the first block of one is not done.
+            InputError: the caches differ in layout or layers, or a first block is not done.
         """
         checks.stacked(caches)
         k, v = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *((c.k, c.v) for c in caches))
@@ -253,7 +253,7 @@ class KVCache:
 
         The kept frames are `stream.kept(frame)`. Run them block by block like a video's first
         frames, but with their frame numbers as positions, and call `refilled`. Once the window has
-        dropped frames, all blocks have `frames_per_block`.
+        dropped frames, all these blocks have `frames_per_block` frames.
 
         Raises:
             InputError: the cache is empty, or passes only read it.
@@ -269,8 +269,7 @@ class KVCache:
     def refilled(self, stream: Stream, frame: int) -> Self:
         """Mark the recomputed frames as the last ones of `stream` before `frame`.
 
-        If the window has dropped frames, frames are moved to their slots; no other function copies
-        a cache.
+        If the window has dropped frames, the cache is copied, to move frames to their slots.
 
         Raises:
             InputError: not all kept frames are recomputed.
@@ -288,14 +287,14 @@ class KVCache:
     def extract(self, start: int = 0) -> Self:
         """Let the next pass attend as without a cache, and keep keys and values of some tokens.
 
-        These tokens, such as reference images or a prompt's prefix, are as many as the first block,
-        or `prefix(frames)`, has. The pass may have a mask and a bias.
+        The pass keeps as many tokens as the first block, or `prefix(frames)`, has, such as those of
+        reference images or of a prompt's prefix. The pass may have a mask and a bias.
 
         Args:
             start: index of the first kept token in the sequence; default 0.
 
         Raises:
-            InputError: the cache has frames already.
+            InputError: the cache is not empty, is unwritten, or keeps keys unrotated.
         """
         return replace(self, mode="extract", start=checks.extract(self, start))._begun(self)
 
@@ -312,7 +311,7 @@ class KVCache:
         return replace(self, mode="cached", stage="full" if full else "filling")
 
     def append(self, other: KVCache) -> KVCache:
-        """Return a cache, for reading, with the tokens of this cache and then of another.
+        """Return a cache for reading, with the tokens of this cache, then those of another.
 
         Raises:
             InputError: the layouts differ in more than the number of slots, or slots are empty.
@@ -338,21 +337,21 @@ class KVCache:
 
 
 class CacheLayer(NamedTuple):
-    """One layer of a cache of all layers; the index may be traced."""
+    """One layer of a cache; the index may be traced."""
 
     cache: KVCache
     index: Any
 
     @property
     def arrays(self) -> tuple[Array, Array, Int[Array, ""]]:
-        """The arrays [L, B, S, K, H] of keys and values with this layer, and its index in them."""
+        """Keys and values [L, B, S, K, H] that contain this layer, and its index on axis 0."""
         k, v = self.cache.k, self.cache.v
         if self.cache.is_per_layer:
             return k[self.index], v[self.index], jnp.zeros((), jnp.int32)
         return k, v, jnp.asarray(self.index, jnp.int32)
 
     def changed(self, k: Array, v: Array) -> KVCache:
-        """Return the cache with new values of the first two `arrays`."""
+        """Return the cache with k and v in place of the first two `arrays`."""
         cache, i = self
         if not cache.is_per_layer:
             return replace(cache, k=k, v=v)

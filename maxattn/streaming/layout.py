@@ -47,17 +47,17 @@ class CacheLayout:
                 raise InputError(setting, repr(value), rule, remedy)
         if self.positions == "slots" and self.sink:
             rule = (
-                f"with a sink ({self.sink}) positions by slot differ from positions by frame: a"
-                " sink keeps its place while the frames after it move"
+                f"with sink={self.sink}, positions by slot change the distances from the sink to"
+                " later frames"
             )
-            remedy = "give positions='slots_with_sink' for a model that was trained so"
+            remedy = "set positions='absolute', or 'slots_with_sink' if the model was trained so"
             raise InputError("positions", self.positions, rule, remedy)
 
     # ---- slots -----------------------------------------------------------------------------------
 
     @property
     def sink(self) -> int:
-        """Number of slots that keep their frame."""
+        """Number of slots whose frame is never replaced."""
         return 0 if self.stream.window is None else self.stream.sink
 
     @property
@@ -66,7 +66,7 @@ class CacheLayout:
         return self.positions == "absolute"
 
     def places(self, end: Int[Array, "..."]) -> Int[Array, "... F"]:
-        """Return the index in the window of each slot's frame.
+        """Return for each slot the index of its frame in the window, in the order of frames.
 
         `end` is the frame after the last one written: a number, or one for each batch row.
         """
@@ -89,7 +89,7 @@ class CacheLayout:
         return both.reshape(*a.shape[:2], -1, *a.shape[3:])
 
     def _by_slot(self, x: Array) -> Array:
-        """Reshape tokens to [devices, slots, tokens of a frame]: each device has all slots."""
+        """Split axis 2 into [devices, slots, tokens]: a device has some tokens of every slot."""
         layers, batch, _, *heads = x.shape
         return x.reshape(layers, batch, self.token_ways, -1, self.tokens, *heads)
 

@@ -33,7 +33,7 @@ class Stream:
     Args:
         tokens_per_frame: tokens in a (latent) frame.
         frames_per_block: frames that are made together and see each other; default 1. A model is
-            trained for one such number.
+            trained for one value.
         window: number of blocks that a block sees, itself included; default None for all.
         sink: how many of the first frames stay visible, inside the window; default 0.
         first_frame_alone: whether frame 0 is a block by itself, before the blocks of
@@ -102,11 +102,11 @@ class Stream:
         return tuple(zip((0, *starts), (*starts, frames), strict=True))
 
     def check_frames(self, name: str, frames: Any) -> int:
-        """Return a number of frames as an int; refuse it, as `name`, if blocks are not whole."""
+        """Return a number of frames as an int; refuse one that does not fill whole blocks."""
         if (count := whole(frames)) is not None and self.ends_block(count):
             return count
         size = self.frames_per_block
-        first = ", the first frame alone" if self.first_frame_alone else ""
+        first = " after the first frame" if self.first_frame_alone else ""
         near = [n for n in range(1, 4 * size + 2) if self.ends_block(n)][:3]
         rule = f"frames must fill whole blocks of {size}{first}"
         remedy = f"give {', '.join(map(str, near))}, ..."
@@ -115,13 +115,13 @@ class Stream:
     # ---- masks -----------------------------------------------------------------------------------
 
     def mask(self, frames: int) -> VideoMask:
-        """Make the mask of diffusion forcing, in which frames have any noise level each.
+        """Make the mask of diffusion forcing, in which each frame has its own noise level.
 
         Args:
             frames: number of frames of the clip.
 
         Raises:
-            InputError: `frames` are no whole blocks, or too many.
+            InputError: `frames` does not fill whole blocks, or is too large.
         """
         return VideoMask(self.check_frames("frames", frames), *self._of_blocks())
 
@@ -154,12 +154,12 @@ class Stream:
         """Join a clean and a noisy clip in the order of `teacher_mask`.
 
         Args:
-            clean, noisy: arrays of one shape: tokens, rotary angles or times of frames.
+            clean, noisy: tokens, rotary angles or frame times, as arrays of the same shape.
             shards: as for `teacher_mask`.
             axis: the axis of tokens or frames, which is twice as long in the result; default 1.
 
         Raises:
-            InputError: they are no arrays, their shapes differ, or `shards` does not divide them.
+            InputError: they are not arrays of one shape, or `shards` does not divide their axis.
 
         >>> stream = ma.Stream(tokens_per_frame=1)
         >>> stream.pair(jnp.array([1, 2, 3, 4]), jnp.array([5, 6, 7, 8]), shards=2, axis=0)
@@ -180,11 +180,11 @@ class Stream:
         """Split the result of `pair`, with the same `shards` and `axis`, into (clean, noisy).
 
         Raises:
-            InputError: `both` is no array, or `shards` does not divide it.
+            InputError: `both` is not an array, or `2 * shards` does not divide its axis.
         """
         size = checks.clip_size("both", both, axis)
         if size % 2:
-            rule = f"clean and noisy must have the same length, and axis {axis} has {size}"
+            rule = f"clean and noisy have the same length, so axis {axis} must be even, not {size}"
             remedy = "give the result of stream.pair, or attention's output for it"
             raise InputError("both", f"shape {tuple(both.shape)}", rule, remedy)
         checks.shards(shards, size // 2, "each clip")
@@ -196,7 +196,7 @@ class Stream:
     def slots(self, frame: int | Int[Array, "..."] | Int[np.ndarray, "..."]) -> Any:
         """Return the slot of the cache that a frame is written to.
 
-        Until the window is full, and always without a window, the slot is the frame's number. Then
+        Until the window is full, and always without a window, the slot is the frame's number. Later
         it is the slot of the oldest frame after the sink.
 
         Args:
@@ -219,7 +219,7 @@ class Stream:
         """List the frames that a cache keeps after frame `end - 1` is made, oldest first.
 
         Raises:
-            InputError: `end` is no whole number of at least 0.
+            InputError: `end` is not an integer of at least 0.
 
         >>> ma.Stream(tokens_per_frame=1, window=3, sink=1).kept(7)
         (0, 5, 6)

@@ -143,7 +143,7 @@ def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
     named = ma.plan(ma.Call.of(q, k), config.replace(context_parallel="ring"), mesh)
     assert named.strategy.name == "ring"
     assert any("attention_sharding_uniform has no effect" in note for note in named.notes)
-    refused = r"attention_sharding_uniform: False\n.*6 heads.*multiple of 8"
+    refused = r"attention_sharding_uniform: False\n.*6 query heads.*multiple of 8"
     with pytest.raises(Unsupported, match=refused):
         ma.attention(*qkv(heads=6), config=config.replace(fallback="error"), mesh=mesh)
 

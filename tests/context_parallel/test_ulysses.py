@@ -94,17 +94,17 @@ def test_masks_with_heads_and_a_full_bias(name: str) -> None:
 
 
 REFUSED = {
-    "fewer heads fit": (6, 4, {"context": 8}, "6 heads must be a multiple of 4", "2, or ring"),
-    "no heads fit": (7, 4, {"context": 8}, "7 heads must be a multiple of 4", "take ring in its"),
+    "fewer heads fit": (6, 4, {"context": 8}, "6 query heads must be a multiple of 4", "shards: 2"),
+    "no heads fit": (7, 4, {"context": 8}, "7 query heads must be a multiple of 4", "use ring"),
     "shards": (
         16,
         4,
         {"context": 6},
-        "ulysses_shards=4 must divide the context axis, 6",
+        "ulysses_shards=4 must divide the size of the context axis, 6",
         "1, 2, 3",
     ),
-    "tensor": (12, 4, {"context": 8, "tensor": 2}, "4 x tensor 2", "ulysses_shards: 2, or ring"),
-    "tensor 12": (12, 4, {"context": 12, "tensor": 2}, "4 x tensor 2", "2 or 3 or 6, or ring"),
+    "tensor": (12, 4, {"context": 8, "tensor": 2}, "the tensor axis of 2", "ulysses_shards: 2"),
+    "tensor 12": (12, 4, {"context": 12, "tensor": 2}, "the tensor axis of 2", "2 or 3 or 6"),
 }
 
 

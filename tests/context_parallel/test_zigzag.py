@@ -84,7 +84,7 @@ def test_it_is_chosen_for_long_causal_work_and_the_plan_says_why() -> None:
     assert "ring over 8, zig-zag" in plan.explain()
     assert "2 x 2048 queries" in plan.explain()
     (note,) = [note for note in plan.notes if "zig-zag" in note]
-    work = "the slowest device has 1.00 times the mean work, in contiguous order 1.87 times;"
+    work = "the slowest device has 1.00 times the mean work, and 1.87 times in contiguous order;"
     assert note.startswith(f"zig-zag: with it {work}")
     assert "not measured by us" in note
 
@@ -92,7 +92,7 @@ def test_it_is_chosen_for_long_causal_work_and_the_plan_says_why() -> None:
 @pytest.mark.parametrize(
     ("mask", "length", "why"),
     [
-        (M.Causal(), 64, ["its permutes take"]),
+        (M.Causal(), 64, ["of it for permutes"]),
         (M.BlockSlidingWindow(1560, 7), 32760, ["with it the slowest device has 1.78 times"]),
         (None, 32768, []),
         (M.KeyPadding(np.full(8, 5)), 32768, []),

@@ -60,7 +60,7 @@ def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) ->
     how = NormRope(work, gpu.sms, gpu.family.shared_memory)
     width = jnp.dtype(dtype).itemsize
     if not how.launch(width, ("bias", "scale")).fits():
-        pytest.skip(f"the kernel takes no rows of {n} x {h}")
+        pytest.skip(f"the kernel cannot take {n} heads of dim {h}")
     x, dy = (normal(rng, dtype, b, 1023, n, h) for _ in range(2))
     vectors = {"bias": normal(rng, "float32", n, h)}
     if norm:

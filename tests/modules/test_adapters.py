@@ -125,7 +125,7 @@ def test_weights_are_sown_and_said_to_be_dense(
     np.testing.assert_allclose(ours[0], theirs[0], atol=2e-6)
     np.testing.assert_allclose(ours[1], theirs[1], atol=2e-6)
     assert [r.getMessage() for r in caplog.records if "sow_weights" in r.getMessage()] == [
-        "attention weights were asked for (sow_weights): computed densely, 5 x 5 scores a head, "
+        "sow_weights: attention is computed densely, with 5 x 5 scores per head, "
         "and not by the kernel of the config"
     ]
 

@@ -166,18 +166,18 @@ class Doubled(nnx.RMSNorm):
 
 
 BY_HEAD, BY_TOKEN = (("tensor", 2), ("context", 8))
-TAKES = "the kernel takes RMS norms"
+TAKES = "the kernel needs an RMS norm"
 LEFT_TO_XLA: dict[str, tuple[dict[str, Any], str]] = {
     "layer_norm": ({"qk_norm": "layer_norm"}, TAKES),
     "another_class": ({"norm": Doubled(32, rngs=nnx.Rngs(0))}, TAKES),
     "angles_of_heads": ({"rotary": ma.Rotary(*np.ones((2, 1, 8, 4, 16), "f"))}, TAKES),
     "part_of_a_head": ({"rotary": ma.Rotary(*np.ones((2, 8, 12), "f"), partial=True)}, TAKES),
     "heads_of_devices": (
-        {"qk_norm": "rms_norm_across_heads", "mesh": BY_HEAD}, "heads of several devices"
+        {"qk_norm": "rms_norm_across_heads", "mesh": BY_HEAD}, "which are split over devices"
     ),
-    "dtype": ({"x": X.astype(jnp.int32)}, "this is int32"),
+    "dtype": ({"x": X.astype(jnp.int32)}, "x is int32"),
     "odd_tokens": ({"x": X[:, :7], "mesh": BY_TOKEN}, "axis T does not divide"),
-    "many_heads": ({"heads": 500}, "no rows of 500 x 32"),
+    "many_heads": ({"heads": 500}, "cannot take 500 heads of dim 32"),
     "no_package": ({"target": ma.Target("gpu", "NVIDIA H200")}, "fa4-jax is not installed"),
     "untested_fa4": (
         {"target": ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.2.0"),))}, "this is 0.2.0"
@@ -206,7 +206,7 @@ def test_the_plan_prints_it(runs: Any, caplog: pytest.LogCaptureFixture) -> None
         module("layer_norm")(X, rotary_emb=ROTARY)
     fused, steps = (record.message for record in caplog.records)
     assert "norm and rotary embedding in one kernel, written in CuTe: 32 threads" in fused
-    assert "norm and rotary embedding by XLA, step by step: the kernel takes RMS norms" in steps
+    assert "norm and rotary embedding by XLA, step by step: the kernel needs an RMS norm" in steps
 
 
 def test_without_a_mesh_on_several_devices_xla_does_it(

@@ -259,6 +259,6 @@ def test_a_layer_that_is_none_is_refused(index: Any) -> None:
 def test_caches_that_still_fill_are_not_appended_under_jit() -> None:
     half, whole = made(ENDLESS, frames=6), made(ENDLESS, frames=3)
     join = jax.jit(lambda a, b: a.append(b))
-    with pytest.raises(MaxattnError, match="slots are filled"):
+    with pytest.raises(MaxattnError, match="slots must be filled"):
         join(half, half)
     assert join(whole, whole).frame == 6

@@ -37,8 +37,8 @@ from maxattn.target import Target
 
 MODE = "xla_gpu_collective_permute_mode"
 COPY_ENGINES = (
-    "NCCL takes streaming multiprocessors (SMs) from the kernels while it moves blocks; "
-    f"XLA_FLAGS=--{MODE}=peer has copy engines move them, between GPUs of one process"
+    "NCCL takes streaming multiprocessors (SMs) from the kernels while it moves K and V; "
+    f"with XLA_FLAGS=--{MODE}=peer copy engines move them, if one process runs all GPUs"
 )
 
 
@@ -56,7 +56,7 @@ class GpuSchedule:
 
     @classmethod
     def build(cls, target: Target) -> Self:
-        """Read XLA's flags of a target; the flag is for NCCL, which AMD's GPUs do not run."""
+        """Read the XLA flags of a target; the flag is for NCCL, which GPUs of AMD do not run."""
         is_set = MODE in dict(target.env).get("XLA_FLAGS", "")
         return cls(is_set or target.device.vendor == "AMD")
 
@@ -70,7 +70,7 @@ class GpuSchedule:
         return () if self.copy_engine_flag_set else (COPY_ENGINES,)
 
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """List the hops; K and V have equal widths there, and gradients of local keys stay."""
+        """List the hops; K and V are padded to one width, and local gradients do not travel."""
         widest = max(hop.head_dim, hop.value_dim)
         block = 2 * hop.batch * hop.kv_len * hop.kv_heads * widest * itemsize(hop.dtype)
         return hop_collectives(sends, block, (sends, block), arrays=1)
@@ -93,7 +93,7 @@ class GpuSchedule:
         else:
             held = (2 + min(hops, MOST_PARTS)) * kv + min(hops, MOST_PARTS) * q
         merged = (hops + 1) * (q + kv) + 4 * kv
-        # The kernel is chosen after the strategy.
+        # The kernel is chosen after the strategy: any kernel that may sum dQ counts.
         may_keep = dense and any(
             KERNELS[name].may_keep_dq(computed_call(name, hop, "gpu"), "gpu") for name in KERNELS
         )
@@ -133,7 +133,7 @@ class GpuSchedule:
         dqs: list[list[Array]] = [[] for _ in ring_pass.chunks]
         dbias: list[Bias] = jax.tree.map(partial(jnp.zeros_like, dtype="float32"), ring_pass.biases)
         home: list[Packed] = []  # gradients of the local keys
-        leaving: tuple[int, Packed] | None = None  # the last hop, and the gradients of its keys
+        leaving: tuple[int, Packed] | None = None  # the previous hop, and the gradients of its keys
         for hop in ring_pass.hops:
 
             def gradients(i: int, j: int, hop: int = hop, packed: Packed = packed) -> Grads:

@@ -25,8 +25,8 @@ class Step(NamedTuple):
     """One kernel of the backward, and the transfer beside it.
 
     Args:
-        hop: how many ranks before this one the keys' owner is.
-        key_range: the range of keys that is computed.
+        hop: distance to the keys' owner: hop h has the keys of the rank h places before this one.
+        key_range: the range of keys that the kernel computes.
         fetches: whether the keys of the next hop travel.
         returns: whether the gradients of the previous hop's keys travel.
     """
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 def steps(ring_size: int, middle: int) -> Iterator[Step]:
-    """List the steps of a backward; blocks with two launches are cut at key `middle`, if not 0."""
+    """List the steps of a backward; a positive `middle` is the key at which blocks are halved."""
     last, halves = ring_size - 1, middle > 0
     first, second = KeyRange(0, middle), KeyRange(middle)
     yield Step(0, first if last and halves else WHOLE, fetches=last > 0)
@@ -62,10 +62,10 @@ def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) ->
     home: list[Packed] = []  # gradients of local keys that other ranks sent
     for hop, key_range, fetches, returns in steps(n, middle_key(inputs.k.shape[1])):
         coming = ring_pass.send_on(hop, keys[hop]) if fetches else None
-        before = (hop - 1) % n  # at the end, the last
+        before = (hop - 1) % n  # before hop 0 at the end, the last hop
         arriving = ring_pass.send_to_owner(before, grads.pop(before)) if returns else None
         grads[hop] = accumulator.add(keys[hop], key_range, grads.get(hop))
-        # The next step's operands depend on this step's kernel, so that it covers the transfers.
+        # The next step's operands depend on this step's kernel, which thus overlaps the transfers.
         ours = keys, grads, home, accumulator.state
         (coming, arriving), ours = tie_transfer_to_kernel((coming, arriving), ours)
         keys, grads, home, accumulator.state = ours

@@ -1,7 +1,7 @@
-"""The heads in two halves: a ring computes its local keys for one half first, for the other last.
+"""Halves of the heads: a rank computes its local keys with one half first, with the other last.
 
-So the first transfer has a kernel beside it, and so does the last one, which returns the gradients
-of the local keys.
+Then both the first transfer and the last one, which returns the gradients of the local keys,
+overlap with a kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maxattn.masks import Mask
 
 
 class Heads(NamedTuple):
-    """One of `parts` equal parts of the heads: number `part`."""
+    """Part number `part` of the heads, which are cut into `parts` equal parts."""
 
     part: int = 0
     parts: int = 1
@@ -35,15 +35,15 @@ ALL, FIRST, SECOND = Heads(), Heads(0, 2), Heads(1, 2)
 def may_halve(heads: int, kv_heads: int, mask: Mask, biased: bool) -> bool:
     """Return whether a device's local keys can be computed by halves of the heads.
 
-    Each half needs an even number of heads, which a TPU's two cores share; both halves need one
-    mask and no bias.
+    Each half needs an even number of heads, which a TPU's two cores share. The mask must be the
+    same for all heads, and there must be no bias.
     """
     has_head_axis = any("N" in letters for letters in jax.tree.leaves(mask.leaf_axes()))
     return heads % 4 == 0 and kv_heads % 2 == 0 and not has_head_axis and not biased
 
 
 def operands(heads: Heads, inputs: Inputs) -> Inputs:
-    """Slice the operands of the given heads; there is no bias."""
+    """Return the operands with q, k and v of the given heads, and without a bias."""
     q, k, v = (heads.of(x, 2) for x in (inputs.q, inputs.k, inputs.v))  # [B, T, N, H]
     return inputs.replace(q=q, k=k, v=v, bias=None)
 

@@ -24,7 +24,7 @@ from maxattn.masks import Mask
 Piece = tuple[int, int]
 """(query chunk, key chunk)"""
 Keys = list[tuple[Array, Array]]
-"""K and V of each chunk that is here."""
+"""K and V of each chunk on this device."""
 
 
 def tie_transfer_to_kernel(received: Any, computed: Any) -> Any:
@@ -45,14 +45,15 @@ class RingPass:
         group: number of neighbouring devices that form one rank.
         inputs: this rank's shards of q, k and v, in contiguous order; a mask and a bias of this
             rank's queries and all keys.
-        way: if 1, hop h brings each rank the block of the rank h before it; if -1, h after it.
+        way: direction. Hop h brings each rank the K and V of the rank h places before it if `way`
+            is 1, and of the rank h places after it if -1.
     """
 
     def __init__(self, layout: ChunkLayout, group: int, inputs: Inputs, way: int = 1) -> None:
         mask, q_len, kv_len = inputs.mask, inputs.q.shape[1], inputs.k.shape[1]
         self.layout, self.group, self.ring_size, self.way = layout, group, layout.ring_size, way
         lengths = self.ring_size * q_len, self.ring_size * kv_len
-        # The layout counts ranks backwards from this one; here hops in this direction count.
+        # before[hop]: how many places before a rank its keys come from, which numbers layout hops.
         before = way * np.arange(self.ring_size) % self.ring_size
         self.empty = layout.empty(mask, *lengths)[:, before]
         # Pieces in which a kernel need not test positions.
@@ -105,7 +106,7 @@ class RingPass:
     def pieces(
         self, hop: int, compute: Callable[[int, int], Any], alike: Hashable = None
     ) -> dict[Piece, Any]:
-        """Compute the pieces of a hop that the mask does not leave empty on every rank.
+        """Compute the pieces of a hop, except for those that the mask leaves empty on every rank.
 
         Args:
             hop: the number of the hop.
@@ -216,7 +217,7 @@ class RingPass:
 
 
 def unseen(queries: Array, value_dim: int) -> Result:
-    """Return the result of queries [B,T,N,H] that have seen no key yet, for values [..., V]."""
+    """Return the result of queries [B, T, N, H] before their first key; out is [B, T, N, V]."""
     b, t, n, _ = queries.shape
     return Result(jnp.zeros((b, t, n, value_dim), jnp.float32), jnp.full((b, n, t), NEG_INF))
 

@@ -1,9 +1,9 @@
 """Ring attention: queries stay, K and V go round the devices of the context axis, block by block.
 
-Hop h brings each rank the block of the rank h before it. The backward makes the same hops with the
-global output and LSE. A hop that the mask leaves empty on every rank is not made, and a rank skips
-a block that is empty for it alone. zigzag.py balances uneven work. The schedules torus.py and
-gpu.py decide when blocks and gradients travel; choices.py chooses order and directions.
+Hop h brings each rank the K and V of the rank h places before it. The backward makes the same hops
+with the global output and LSE. A hop that the mask leaves empty on every rank is skipped, and a
+rank skips a block that is empty for that rank alone. zigzag.py balances uneven work; schedules in
+torus.py and gpu.py decide when blocks and gradients move; choices.py picks order and direction.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 """
@@ -28,10 +28,10 @@ from maxattn.target import Target
 
 @dataclass(frozen=True)
 class Ring(Strategy):
-    """Attend to one rank's keys after the other's, while the next ones travel.
+    """Attend to the keys of one rank after another, while the next keys travel.
 
     Args:
-        shape: (axis, size) of the mesh.
+        shape: (axis, size) of each mesh axis.
         schedule: when blocks and their gradients travel.
         group: number of neighbouring devices that form a rank and share its heads (ulysses.py).
         zigzag: whether each rank has two chunks of the sequence, an early and a late one.

@@ -3,7 +3,7 @@
 The next block of K and V travels while the current one is computed. dK and dV travel with their K
 and V back to the owner; half of the local block overlaps the last transfer (head_halves.py).
 Partial results are merged by LSE in float32, hop by hop. If blocks travel in both directions
-(choices.py), there are two lanes, each with half of the heads, whose hops begin together.
+(choices.py), each direction is a lane with half of the heads, and hops of both begin together.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.softmax import merge_by_lse
 
-# Bytes of a device's queries from which halves of q, out and dout are sliced only when they are
-# read: if they were sliced before the first hop, the TPU's compiler had no memory to overlap
-# transfers with kernels. Smaller ones are sliced first, since transfers then overlap better.
+# If a device's queries have this many bytes, halves of q, out and dout are sliced when they are
+# read: slices from before the first hop left the TPU's compiler no memory to overlap transfers with
+# kernels. Smaller arrays are sliced before the first hop, since transfers then overlap better.
 LARGE = 2**28
 
 
@@ -85,7 +85,6 @@ class TorusSchedule:
     # ---- inside `shard_map` ----------------------------------------------------------------------
 
     def forward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs) -> Result:
-        """Return this device's output and LSE."""
         lanes = [_Lane(*lane, kernel) for lane in self._by_direction(ring_pass, inputs)]
         totals = [[unseen(x, inputs.v.shape[3]) for x in lane.queries] for lane in lanes]
         for step in range(len(ring_pass.hops)):
@@ -105,7 +104,6 @@ class TorusSchedule:
         return Result(head_halves.joined(outs, 2), head_halves.joined(lses, 1))
 
     def backward(self, ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients; dK and dV are summed over the ring."""
         lanes = self._backward_lanes(ring_pass, kernel, inputs, rows)
         for step in range(len(ring_pass.hops)):
             # dK and dV, sent at the end of the previous hop, overlap this hop's kernels too.
@@ -125,7 +123,7 @@ class TorusSchedule:
             for lane, here, found in zip(lanes, coming, sums, strict=True):
                 lane.here, (lane.dq, dkv, lane.dbias, lane.local) = here, found
                 lane.dkv = lane.ring_pass.send_home(lane.hop(step), dkv)
-        if any(lane.last for lane in lanes):  # the rest of the local block
+        if any(lane.last for lane in lanes):  # the heads of the local block that are left
             for lane in lanes:
                 lane.slice_late()
             parts = [lane.gradients(0, lane.local, lane.last) for lane in lanes]
@@ -153,7 +151,8 @@ class TorusSchedule:
         parts = [rows]
         if self.both_ways:
             parts = [head_halves.of_rows(half, rows) for half in (FIRST, SECOND)]
-            if sends:  # beside the last transfers; the other lane's local keys are beside the first
+            # Lane 0 computes its local keys beside the first transfers, lane 1 beside the last.
+            if sends:
                 local[1] = None, ALL
         elif sends and may_halve(heads, kv_heads, inputs.mask, inputs.bias is not None):
             local = [(FIRST, SECOND)]
@@ -226,7 +225,6 @@ class _BackwardLane(_Lane):
             (self.queries, self.rows), _ = tie_transfer_to_kernel(sliced, self.dq)
 
     def add(self, hop: int, parts: dict[Piece, Any]) -> None:
-        """Add a hop's gradients to the sums."""
         for (i, j), (dq, dk, dv, dbias) in parts.items():
             self.dq[i] = self.dq[i] + dq
             self.dkv[j] = self.dkv[j][0] + dk, self.dkv[j][1] + dv

@@ -2,7 +2,7 @@
 
 In contiguous order the last rank sees all keys and the first rank only its own, and all wait for
 the last. With two chunks, an early and a late one, every rank has equal work in every hop: two of
-its four pairs (query chunk, key chunk) are empty. `ChunkLayout` computes who has which chunk.
+its four pairs (query chunk, key chunk) are empty. `ChunkLayout` assigns chunks to ranks.
 `ChunkOrder` moves arrays between the two orders inside `shard_map`, by two permutes per array.
 
 Source: Zhu, zigzag ring attention (github.com/zhuzilin/ring-flash-attention); Brandon et al.,
@@ -33,7 +33,7 @@ from maxattn.sharding import ways
 if TYPE_CHECKING:
     from maxattn.context_parallel.ring.ring import Ring
 
-MOST_WEIGHED = 256  # most ranks that are counted one by one: thousands would take seconds
+MOST_WEIGHED = 256  # most ranks whose work is counted one by one: thousands take seconds
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ChunkLayout:
 
     Args:
         ring_size: ranks of the ring, n.
-        chunks_per_rank: 1, rank i has chunk i of n; or 2, rank i has chunks i and 2n-1-i of 2n.
+        chunks_per_rank: if 1, rank i has chunk i of n; if 2, chunks i and 2n-1-i of 2n.
     """
 
     ring_size: int
@@ -53,7 +53,7 @@ class ChunkLayout:
         return self.ring_size * self.chunks_per_rank
 
     def chunk(self, rank: Any, i: int) -> Any:
-        """Return a rank's chunk number i, 0 or 1; ranks are ints, numpy or traced arrays."""
+        """Return the number in the sequence of a rank's chunk i, 0 or 1; ranks may be traced."""
         return rank if i == 0 else self.chunks - 1 - rank
 
     def empty(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
@@ -61,7 +61,7 @@ class ChunkLayout:
         return self._blocks(mask, q_len, kv_len) == EMPTY
 
     def full(self, mask: Mask, q_len: int, kv_len: int) -> np.ndarray:
-        """Return whether positions allow all pairs of each [rank, hop, query chunk, key chunk]."""
+        """Return whether masks of positions allow all pairs of each piece, shaped as in `empty`."""
         positions = joined(term for term in mask.terms() if not term.has_data)
         return self._blocks(positions, q_len, kv_len) == FULL
 
@@ -104,7 +104,7 @@ class ChunkLayout:
         return np.repeat(work.max(axis=0) / many**2, many), float(work.sum())
 
     def _visits(self, mask: Mask, q_len: int, kv_len: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """List (ranks, first hops, hops after the last, pairs of each in a hop): ranges of hops."""
+        """Yield ranges of hops with allowed pairs: (ranks, first hops, stops, pairs per hop)."""
         n, c = self.ring_size, self.chunks
         found = stretches(mask, q_len // c, kv_len // c, q_len, kv_len)
         row, start, end = found.row, found.start, found.end
@@ -127,7 +127,7 @@ def joined(terms: Iterable[Mask]) -> Mask:
 class ChunkOrder:
     """Move shards between the contiguous order and a layout's chunks.
 
-    A rank is a group of neighbouring devices; `rank` is this device's, traced.
+    A rank is `group` neighbouring devices; `rank` is the rank of this device, traced.
     """
 
     layout: ChunkLayout

@@ -30,7 +30,7 @@ def why_not(target: Target, mesh: Any) -> str:
             return reason.rule
     ambient, manual = ambient_mesh(), surrounding_manual_axes()
     if checked_axes(manual):
-        return "the surrounding shard_map checks what varies (check_vma)"
+        return "the surrounding shard_map has check_vma=True"
     sizes = [jax.device_count()]
     if ambient is not None:
         sizes = [n for axis, n in ambient.shape.items() if axis not in manual]
@@ -47,18 +47,18 @@ def norm_rows(
     tables: tuple[Array, ...] = (),
     name: str = "norm_rotary",
 ) -> list[Rows]:
-    """Compute z = x + bias, or z = other + gate (x + bias); y = rotate(norm(z) scale + shift).
+    """Compute z = x + bias or other + gate * (x + bias), and y = rotate(norm(z) * scale + shift).
 
     Args:
         launch: the work, and how rows are shared among blocks.
         rows: (x,) or (other, x), each [B, T, N H].
         parts: the vectors' arrays, [B or 1, F or 1, R, N H], or [1, 1, 1, H] for all heads, in the
-            order of `launch.work.vectors`. All arrays with F > 1 have one F, which divides T.
+            order of `launch.work.vectors`. All arrays with F > 1 have the same F, which divides T.
         tables: cosines and sines in float32, [L, H/2], where L divides B T; or none.
         name: the call's name in profiles.
 
     Returns:
-        y; then z, if `rows` has another array.
+        [y], or [y, z] if `rows` has two arrays.
     """
     import_cute()
     results = [rows[0]] * len(rows)
@@ -77,9 +77,9 @@ def norm_rows(
 
 
 def _specs(operands: Any) -> list[Any]:
-    """Describe operands to the compiler, and name the sizes that it may take as constants.
+    """Describe operands to the compiler, and name the sizes that are compiled as constants.
 
-    These are the channels of rows [B, T, N H] and of tables [L, H/2], and the whole shape of a
+    Constants are the channels of rows [B, T, N H] and of tables [L, H/2], and the whole shape of a
     vector [1, 1, R, N H] that all rows share.
     """
     spec, found = import_module("cutejax").ArraySpec, []

@@ -1,8 +1,8 @@
 """The row kernel. All arithmetic is float32.
 
-A block computes neighbouring rows, one after another. Most of them share their vectors, which the
-block loads again only if a row has others. CuTe comes with fa4-jax: this file is imported when a
-kernel is compiled.
+A thread block computes consecutive rows, one after another. Rows of a frame share their vectors,
+which the block loads once per frame. CuTe is installed with fa4-jax, so this file is imported only
+when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def load_vectors(block: Block, parts: Any, example: Any, frame: Any) -> None:
 
 
 class RowKernel:
-    """Normalise and rotate rows; of two arrays of rows, first add the second to the first."""
+    """Normalise and rotate rows; if there are two arrays of rows, first add them."""
 
     def __init__(self, launch: RowLaunch) -> None:
         self.launch, self.work = launch, launch.work
@@ -126,9 +126,9 @@ class RowKernel:
         return all(isinstance(n, int) and n == 1 for part in parts for n in part.shape[:2])
 
     def sources(self, place: Place, rows: Any, tables: Any) -> tuple[list[Any], list[Any]]:
-        """Return the sources that are copied ahead, and those that are loaded with their row.
+        """Return (sources that are copied ahead, sources that are loaded with their row).
 
-        With a norm across heads, angles arrive while the block sums the row.
+        Beside a norm across heads, angles are loaded with their row, while the block sums it.
         """
         of_all, turns = [of_rows(place, x) for x in rows], [of_angles(place, t) for t in tables]
         return (of_all, turns) if self.work.norm == "across" else (of_all + turns, [])

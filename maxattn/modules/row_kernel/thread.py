@@ -1,8 +1,8 @@
 """The loads, stores and arithmetic of a thread of the row kernel.
 
 Rows are copied to shared memory ahead of the row that is computed. Each thread reads its own slots
-there, so that no thread waits for another. A `Row` is a thread's channels of a row in float32, 8
-for each pass. Its numbers are values of CuTe, and its Python lists are unrolled at compile time.
+there, so that no thread waits for another. A `Row` is the channels of a row that one thread
+computes, in float32, 8 for each pass: CuTe values in Python lists, unrolled at compile time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Place:
         return found
 
     def store(self, into: Any, number: Any, row: Row) -> Row:
-        """Store a row of an array [.., .., N H], and return the rounded row."""
+        """Store row `number` of an array [B, T, N H], and return the rounded row."""
         rounded, kind = [], into.element_type
         for step, numbers in enumerate(row):
             kept, parts = [], self.channels(step)
@@ -75,12 +75,12 @@ class Place:
         return rounded
 
     def row(self, rows: Any, number: Any) -> Any:
-        # More than 2**31 numbers may be before a row.
+        # The offset of a row may be above 2**31.
         return rows.iterator + cutlass.Int64(number) * self.work.channels
 
 
 def _limit(index: Any, end: int, most: int) -> Any:
-    """Return an index that is below `end`, limited to below `most`."""
+    """Clip an index to below `most`; the index is known to be below `end`."""
     return index if end <= most else cutlass.min(index, cutlass.Int32(most - 1))
 
 
@@ -88,7 +88,7 @@ def _limit(index: Any, end: int, most: int) -> Any:
 
 
 def vector(pointer: Any, n: int, kind: Any, memory: Any = None) -> Any:
-    """Return n numbers in memory, aligned for loads of up to 16 bytes."""
+    """Return the n numbers at a pointer, aligned for loads of up to 16 bytes."""
     align = min(WIDEST, n * kind.width) // 8
     space = cute.AddressSpace.gmem if memory is None else memory
     aligned = cute.make_ptr(kind, pointer.toint(), space, assumed_align=align)
@@ -122,9 +122,9 @@ def rounded_registers(numbers: list[Any], kind: Any) -> Any:
 
 
 class Slots:
-    """Shared memory for n numbers of each thread, `depth` times.
+    """Shared memory with `depth` slots of n numbers for each thread.
 
-    Pieces of 16 bytes of neighbouring threads are neighbours, which avoids bank conflicts.
+    The 16-byte pieces of neighbouring threads are adjacent, which avoids bank conflicts.
     """
 
     def __init__(self, place: Place, kind: Any, n: int, depth: int) -> None:
@@ -159,7 +159,7 @@ class RowSource(NamedTuple):
 
 
 def of_rows(place: Place, rows: Any) -> RowSource:
-    """Return the thread's channels of a row of [B, T, N H], pass by pass."""
+    """Return the source of the thread's channels in rows of [B, T, N H], pass by pass."""
     parts = [part for step in range(place.work.passes) for part in place.channels(step)]
 
     def begin(number: Any) -> list[Any]:
@@ -169,7 +169,7 @@ def of_rows(place: Place, rows: Any) -> RowSource:
 
 
 def of_angles(place: Place, table: Any) -> RowSource:
-    """Return the thread's cosines or sines of a row, from [L, H/2] where L divides the rows."""
+    """Return the source of the thread's cosines or sines in [L, H/2]; L divides the rows."""
     width = place.work.head_dim // 2
 
     def begin(number: Any) -> list[Any]:
@@ -212,7 +212,6 @@ def _copy(first: Any, slots: Slots, stage: Any, repeated: bool) -> None:
 
 
 def each(f: Callable[..., Any], *rows: Row) -> Row:
-    """Apply f elementwise."""
     return [[f(*x) for x in zip(*passes, strict=True)] for passes in zip(*rows, strict=True)]
 
 
@@ -240,7 +239,7 @@ def rotated(style: str | None, row: Row, cos: Any = None, sin: Any = None) -> Ro
 
 
 def total(numbers: list[Any]) -> Any:
-    """Add numbers in a tree, whose chains of additions are short."""
+    """Sum numbers pairwise, in a tree."""
     while len(numbers) > 1:
         odd = numbers[len(numbers) & ~1 :]
         numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=False)] + odd
@@ -299,7 +298,7 @@ def of_warps(block: Any, numbers: list[Any], row: Any) -> list[list[Any]]:
     if warps == 1:
         return [numbers]
     for k, x in enumerate(numbers):
-        # All threads of a warp store the same.
+        # All threads of a warp store the same value.
         block.shared[turn, k, cute.arch.warp_idx()] = x
     cute.arch.sync_threads()
     return [[block.shared[turn, k, w] for k in range(len(numbers))] for w in range(warps)]

@@ -30,17 +30,17 @@ class RowWork:
     z = x + bias; if x is added to another row, z = other + gate * (x + bias)
     y = rotate(norm(z) * scale + shift)
 
-    `lanes` neighbouring threads share a head, with 8 channels each: 8 neighbours, or 4 of each
-    half for the "half" style. A block computes `slots` heads at a time, and all N in `passes`.
-    Surplus threads repeat the last head or lane, store the same numbers and add nothing to sums.
-    A LayerNorm has no heads: its channels are taken as heads of 8.
+    `lanes` neighbouring threads share a head. Each thread has 8 neighbouring channels or, for the
+    "half" style, 4 of each half of the head. A block computes `slots` heads in each of `passes`
+    passes. Surplus threads repeat the last head or thread: they store the same numbers, and add
+    nothing to sums. A LayerNorm has no heads: its channels are taken as heads of 8.
 
     Args:
         heads, head_dim: N and H.
         norm: RMS over each "head" or "across" all heads, "layer" for a LayerNorm, or None.
         eps: epsilon of the norm.
         style: style of the rotary embedding, "interleaved" or "half"; None for no rotation.
-        vectors: the vectors, by name.
+        vectors: (name, parts) of the bias, gate, scale and shift that are applied.
 
     >>> RowWork(12, 128, "across", 1e-6, "interleaved").threads
     96
@@ -93,7 +93,7 @@ class RowWork:
         return OCTET * self.threads * self.passes == self.channels
 
     def of_warp(self, warp: int) -> int:
-        """Return the number of channels of a warp, without repeats by surplus threads."""
+        """Return the number of channels of a warp, without those of surplus threads."""
         threads = range(warp * WARP, (warp + 1) * WARP)
         return OCTET * sum(
             t % self.lanes < self.used_lanes and t // self.lanes + p * self.slots < self.heads
@@ -110,7 +110,7 @@ class RowWork:
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """How rows are shared among blocks. Vectors are in registers."""
+    """How rows are divided among thread blocks; threads keep the vectors in registers."""
 
     work: RowWork
     widths: tuple[int, ...]  # bytes of a number, for each array of rows that is read
@@ -133,7 +133,7 @@ class RowLaunch:
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks the GPU runs at once, the most that are launched."""
+        """Return how many blocks the GPU runs at once; no more blocks are launched."""
         return self.sms * self.per_sm
 
     def fits(self) -> bool:
