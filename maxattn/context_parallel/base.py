@@ -39,7 +39,7 @@ class Collective:
 
     Args:
         kind: "all_gather", "psum", "psum_scatter", "ppermute" or "all_to_all".
-        axes: the mesh axes that it runs over.
+        axes: the mesh axes that the transfer runs over.
         what: names of the arrays that move, joined by commas.
         when: "forward" or "backward".
         bytes: bytes that one device receives in all hops.
@@ -215,7 +215,7 @@ def bias_axes(
 
 
 def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[Collective, ...]:
-    """Return the sum of the bias gradient over devices, if there is one."""
+    """Return the collective that sums the bias gradient over devices; () if none is needed."""
     axes = bias_axes(call.bias, shape, strategy)
     split = zip(call.bias or (), strategy.mask_letters(bias_letters(call.bias)), strict=False)
     share = prod(-(-n // ways(letter, shape)) for n, letter in split)

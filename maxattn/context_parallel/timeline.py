@@ -196,7 +196,7 @@ def timeline_of(
 
 
 def _scheduled(hop: Call, config: AttentionConfig, target: Target) -> tuple[float, float] | None:
-    """Return the seconds of a forward and a backward by the fastest scheduled TPU kernels."""
+    """Return the seconds of a forward and a backward by the fastest scheduled kernels, or None."""
     if not hop.mask.is_full:
         return None
     named = config.kernel_for("self")

@@ -51,7 +51,7 @@ class Ulysses(Ring):
         return cls(shape, group=ways("S", shape)).in_chunks(config, call)
 
     def in_chunks(self, config: AttentionConfig, call: Call) -> Self:
-        """Use the most chunks, up to `ulysses_attention_chunks`, with whole heads and key heads."""
+        """Use the most chunks of whole query and key heads, up to `ulysses_attention_chunks`."""
         shares, asked = self.head_ways(), config.ulysses_attention_chunks
         both = gcd(call.heads // shares, lcm(call.kv_heads, shares) // shares)
         return replace(self, chunks=max((c for c in divisors(both, 1) if c <= asked), default=1))
@@ -145,7 +145,7 @@ class UlyssesRing(Ulysses):
 
     @classmethod
     def build(cls, shape: MeshShape, config: AttentionConfig, call: Call, target: Target) -> Self:
-        """Form groups of `ulysses_shards` devices; by default, as large as the heads allow."""
+        """Form groups of `ulysses_shards` devices; by default, the most that divide the heads."""
         group = config.ulysses_shards
         if group <= 0:
             sizes = _group_sizes(ways("S", shape), call.heads // ways("N", shape))

@@ -100,7 +100,7 @@ class AttentionFn:
             key, value: [..., S, K, H], where K divides N.
             bias: added to the scores; broadcasts to [..., N, T, S].
             mask: nonzero where a pair may attend; broadcasts to [..., N, T, S].
-            dropout_rate: share of attention probabilities to drop; only 0 unless deterministic.
+            dropout_rate: share of probabilities to drop; above 0, refused unless deterministic.
             broadcast_dropout, dropout_rng: ignored, since no probability is dropped.
             deterministic: whether dropout is off.
             dtype: computation dtype; default the operands' common dtype.
@@ -169,7 +169,7 @@ def _dense_and_sow(
     precision: Any,
     module: nnx.Module,
 ) -> Array:
-    """Attend densely with a float32 softmax, and sow the probabilities; unseen rows are 0."""
+    """Attend with a float32 softmax and sow the probabilities: 0 for queries without keys."""
     t, s, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     _say_dense(t, s)
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))

@@ -1,7 +1,7 @@
 """MaxDiffusion's attention op, found by name and attributes: MaxDiffusion is not imported.
 
-Its NNX modules (Wan, LTX-2, Flux.2, Z-Image) project, norm and rotate, and pass queries, keys and
-values to `apply_attention` of an `NNXAttentionOp`, a module without parameters. `swap` replaces
+The NNX modules of MaxDiffusion (Wan, LTX-2, Flux.2, Z-Image) project, norm and rotate, and pass q,
+k and v to `apply_attention` of an `NNXAttentionOp`, a module without parameters. `swap` replaces
 `apply_attention` on the instance.
 """
 

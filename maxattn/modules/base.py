@@ -210,7 +210,7 @@ class AttentionBase(nnx.Module):
         return prepared._replace(notes=(to.how.note,)) if to.how.note else prepared
 
     def _project(self, x: Array, to: Projection) -> Heads:
-        """Project to heads, normalise and rotate; after the matmul, in float32 and rounded once."""
+        """Project to heads, normalise and rotate; the steps after the matmul are rounded once."""
         if to.how.work is not None:
             with self._scope("to_qkv"):
                 y, bias = without_bias(to.linear, x)

@@ -1,4 +1,4 @@
-"""Checks of the modules' settings and operands before anything is traced, one rule a function."""
+"""Checks of the modules' settings and operands before anything is traced, one rule per function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def positive(setting: str, value: Any) -> None:
 
 
 def head_counts(heads: int, kv_heads: int) -> None:
-    """Refuse numbers of heads unless the key heads divide the query heads."""
+    """Refuse head counts if `kv_heads` does not divide `heads`."""
     positive("heads", heads)
     positive("kv_heads", kv_heads)
     if heads % kv_heads:

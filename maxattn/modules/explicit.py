@@ -105,7 +105,7 @@ def like_both_without_bias(module: Any, *states: Any, **_: Any) -> Any:
 
 
 def like_text(module: Any, text: Any, *_: Any, **__: Any) -> PartitionSpec:
-    """Shard the batch of keys and values [B, S, K, H] like the text's batch, and nothing else."""
+    """Shard the batch axis of keys and values like that of the text; replicate other axes."""
     batch = _spec(text)[0]
     return PartitionSpec(batch, None, None, None)
 

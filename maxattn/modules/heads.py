@@ -1,4 +1,4 @@
-"""Conversions between [B, T, N*H] and [B, T, N, H], and attention on unsplit heads."""
+"""Conversions between [B, T, N*H] and [B, T, N, H], and attention on joined heads."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class NormRope:
         work: the kernel's work on one row of a shard; None if XLA computes the steps.
         sms: streaming multiprocessors of the GPU.
         shared: bytes of shared memory of an SM.
-        reason: why XLA computes the steps; "" if the kernel runs, or if it is not for this machine.
+        reason: why XLA computes the steps; "" if the kernel runs, or is not for this machine.
     """
 
     work: RowWork | None = None

@@ -33,7 +33,7 @@ class FlaxAttention(AttentionBase):
     Args:
         query_dim: channels of the input.
         heads: N, query heads; default 8.
-        kv_heads: K, key and value heads; default N. N / K neighbouring query heads share one.
+        kv_heads: K, key and value heads; default N. N / K neighbouring query heads share each.
         dim_head: H, channels of a head; default 64.
         dropout: probability that an output channel is dropped; default 0.
         bias: whether to_q, to_k and to_v have a bias; default False.

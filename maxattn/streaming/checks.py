@@ -134,7 +134,7 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
 
 
 def prefix(cache: KVCache, frames: Any) -> int:
-    """Return the frames of a prefix, which are whole blocks of an empty cache."""
+    """Return the frames of a prefix; refuse partial blocks, and a cache that has frames."""
     if cache.stage != "empty" or cache.mode != "stream":
         rule = "a prefix is written to an empty cache, before extract()"
         raise InputError("prefix", frames, rule, "start with an empty cache, or go block by block")
@@ -148,7 +148,7 @@ def prefix(cache: KVCache, frames: Any) -> int:
 
 def unwritten(cache: KVCache) -> None:
     if cache.stage != "empty" or cache.mode != "stream":
-        rule = "only the first block may be unwritten: later blocks, and extract(), need the cache"
+        rule = "only the first block may be unwritten: later blocks, and extract(), must write"
         raise InputError("unwritten", repr(cache), rule, "leave out .unwritten()")
 
 
@@ -235,7 +235,7 @@ def append(cache: KVCache, other: KVCache) -> None:
 def refill(cache: KVCache) -> None:
     if cache.mode != "stream" or cache.stage == "empty":
         rule = "refill() needs a cache that has frames and is not from extract() or cached()"
-        raise InputError("refill", repr(cache), rule, "advance it after a block, then refill it")
+        raise InputError("refill", repr(cache), rule, "advance it after a block, and refill it")
     _one_frame(cache, "refill")
 
 

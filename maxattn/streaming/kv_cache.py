@@ -206,8 +206,8 @@ class KVCache:
         it cannot be read: the stage stays "filling", which is correct for every frame.
 
         Raises:
-            InputError: passes only read this cache, none has written to it yet (a second `advance`
-                would skip frames), or it has no slots for the block.
+            InputError: passes only read this cache, no pass has written to it yet (a second
+                `advance` would skip frames), or it has no slots for the block.
         """
         checks.advance(self)
         frame, size, stage = self.frame + self.own, self.layout.stream.frames_per_block, self.stage

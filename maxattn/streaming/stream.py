@@ -159,7 +159,7 @@ class Stream:
             axis: the axis of tokens or frames, which is twice as long in the result; default 1.
 
         Raises:
-            InputError: they are not arrays of one shape, or `shards` does not divide their axis.
+            InputError: the clips are not arrays of one shape, or `shards` does not divide `axis`.
 
         >>> stream = ma.Stream(tokens_per_frame=1)
         >>> stream.pair(jnp.array([1, 2, 3, 4]), jnp.array([5, 6, 7, 8]), shards=2, axis=0)

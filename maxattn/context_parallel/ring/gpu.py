@@ -70,7 +70,7 @@ class GpuSchedule:
         return () if self.copy_engine_flag_set else (COPY_ENGINES,)
 
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """List the hops; K and V are padded to one width, and local gradients do not travel."""
+        """List the hops; K and V are padded to one width; gradients of local keys do not travel."""
         widest = max(hop.head_dim, hop.value_dim)
         block = 2 * hop.batch * hop.kv_len * hop.kv_heads * widest * itemsize(hop.dtype)
         return hop_collectives(sends, block, (sends, block), arrays=1)

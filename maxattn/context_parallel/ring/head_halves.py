@@ -1,4 +1,4 @@
-"""Halves of the heads: a rank computes its local keys with one half first, with the other last.
+"""Halves of the heads: a rank attends to its local keys with one half first, the other last.
 
 Then both the first transfer and the last one, which returns the gradients of the local keys,
 overlap with a kernel.

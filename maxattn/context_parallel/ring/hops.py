@@ -1,7 +1,7 @@
 """One pass round a ring: the keys on each rank, their next rank, and the pieces of each hop.
 
-It runs inside `shard_map`. A rank has one chunk of the sequence, or two in zig-zag order. A piece
-is the attention of one chunk of queries to one chunk of keys, at their own positions.
+A pass runs inside `shard_map`. A rank has one chunk of the sequence, or two in zig-zag order. A
+piece is the attention of one chunk of queries to one chunk of keys, at their own positions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tie_transfer_to_kernel(received: Any, computed: Any) -> Any:
     """Return both arguments behind a barrier: neither is used before both are computed.
 
     The compiler does not know the duration of a kernel: it would overlap a transfer with sums
-    alone, and run the kernel before or after it. If nothing else can overlap the transfer, the
+    alone, and run the kernel before or after both. If nothing else can overlap the transfer, the
     kernel does.
     """
     return jax.lax.optimization_barrier((received, computed))
@@ -206,7 +206,7 @@ class RingPass:
         return of_keys(bias, 3) if bias is not None and bias.shape[3] > 1 else bias, mask
 
     def _by_chunk(self, tree: Any, letters: Any) -> list[Any]:
-        """Split a tree of arrays, whose axes have letters, into the chunks of the queries."""
+        """Split arrays by query chunk along their axis "T"; `letters` names their axes."""
         leaves, structure = jax.tree.flatten(tree)
         parts = [
             self.order.to_zigzag(jnp.asarray(x), axes.index("T")) if "T" in axes

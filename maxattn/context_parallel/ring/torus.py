@@ -74,7 +74,7 @@ class TorusSchedule:
         """Return the traffic and memory of `hops` hops; all gradients are float32.
 
         Memory has two or three blocks of K and V, and float32 sums, including dQ. Merges read and
-        write out, dq, dk and dv in float32, and read a part of each.
+        write float32 sums of out, dq, dk and dv, and read the part that each hop adds.
         """
         q, kv, item, _ = share
         halved = may_halve(hop.heads, hop.kv_heads, hop.mask, hop.bias is not None)
@@ -202,7 +202,7 @@ class _BackwardLane(_Lane):
         self.dq, self.dkv, self.dbias = jax.tree.map(zeros, summed)
 
     def gradients(self, hop: int, keys: Keys, heads: Heads | None) -> dict[Piece, Grads]:
-        """Compute the gradients of some heads of a hop; None for no heads."""
+        """Compute the gradients of a hop for the given heads; {} if `heads` is None."""
         if heads is None:
             return {}
 
@@ -218,7 +218,7 @@ class _BackwardLane(_Lane):
         return self.dq, self.dkv, self.dbias, self.local
 
     def slice_late(self) -> None:
-        """Delay the slicing of queries and rows until they are read, if they are large."""
+        """If the queries are large, slice queries and `Rows` only when they are read."""
         q = self.inputs.q
         if self.last and q.size * q.dtype.itemsize >= LARGE:
             sliced = self.queries, self.rows

@@ -1,8 +1,8 @@
 """Zig-zag: rank i of a ring of n has chunks i and 2n-1-i of the sequence, to balance causal work.
 
-In contiguous order the last rank sees all keys and the first rank only its own, and all wait for
-the last. With two chunks, an early and a late one, every rank has equal work in every hop: two of
-its four pairs (query chunk, key chunk) are empty. `ChunkLayout` assigns chunks to ranks.
+In contiguous order the last rank sees all keys, the first rank only its own, and every rank waits
+for the last. With an early and a late chunk, every rank has equal work in every hop: two of its
+four pairs (query chunk, key chunk) are empty. `ChunkLayout` assigns chunks to ranks.
 `ChunkOrder` moves arrays between the two orders inside `shard_map`, by two permutes per array.
 
 Source: Zhu, zigzag ring attention (github.com/zhuzilin/ring-flash-attention); Brandon et al.,

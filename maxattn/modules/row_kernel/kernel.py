@@ -126,7 +126,7 @@ class RowKernel:
         return all(isinstance(n, int) and n == 1 for part in parts for n in part.shape[:2])
 
     def sources(self, place: Place, rows: Any, tables: Any) -> tuple[list[Any], list[Any]]:
-        """Return (sources that are copied ahead, sources that are loaded with their row).
+        """Return sources of rows and angles: those copied ahead, and those loaded with their row.
 
         Beside a norm across heads, angles are loaded with their row, while the block sums it.
         """
@@ -173,6 +173,6 @@ class RowKernel:
 
 
 def run(stream: Any, launch: Any, *operands: Any) -> None:
-    """Launch the kernel while it is compiled."""
+    """Compile the kernel and its launch, as cutejax calls it."""
     rows, parts, tables, *results = operands
     RowKernel(launch)(rows, parts, tables, results, stream)

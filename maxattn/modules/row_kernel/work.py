@@ -17,7 +17,7 @@ MOST_BLOCKS = 16  # resident in an SM
 
 
 class VectorParts(NamedTuple):
-    """A vector that scales or shifts tokens: a sum of rows, one of each array [B, F, R, D]."""
+    """A vector that scales or shifts tokens: the sum of one row from each array [B, F, R, D]."""
 
     rows: tuple[int, ...] = (0,)  # which of the R rows of each array
     constant: float = 0.0  # added to the sum
@@ -102,7 +102,7 @@ class RowWork:
         )
 
     def fits(self) -> bool:
-        """Check whether a block can compute such a row."""
+        """Check whether a thread block can compute a row of these heads."""
         if self.heads < 1 or self.head_dim < OCTET or self.head_dim % OCTET:
             return False
         return self.lanes <= WARP and self.passes <= MOST_PASSES and self.threads <= LARGEST_BLOCK
