@@ -173,6 +173,6 @@ class RowKernel:
 
 
 def run(stream: Any, launch: Any, *operands: Any) -> None:
-    """Compile the kernel and its launch, as cutejax calls it."""
+    """Launch the kernel; cutejax calls this function while it compiles the call."""
     rows, parts, tables, *results = operands
     RowKernel(launch)(rows, parts, tables, results, stream)
