@@ -1,3 +1,1 @@
-"""The tools around attention: command line, measuring, tuning, compiling. No module outside of
-this package imports it.
-"""
+"""The command line and the tools that it runs: measuring, tuning, compiling, estimating."""

@@ -1,4 +1,4 @@
-"""Sizes of known models, as numbers alone: command lines list their names without jax."""
+"""Sizes of known models as plain numbers, so that `--help` can list the names without jax."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class VideoModel:
-    """Attention sizes of a video model: transformer blocks, N, H, latent frames of its usual video,
-    tokens of a frame, and K (0 if K equals N).
+    """Attention sizes of a video model: layers, query heads, head dim, latent frames of its usual
+    video, tokens per latent frame, and KV heads (0: as many as query heads).
     """
 
     layers: int
@@ -21,7 +21,7 @@ class VideoModel:
 
 
 class KnownShape(NamedTuple):
-    """B, T, S, N and H of one attention, and its block window: tokens of a block, blocks."""
+    """Sizes of one attention; a block window is (tokens per block, blocks that a token sees)."""
 
     batch: int
     q_len: int
@@ -32,16 +32,16 @@ class KnownShape(NamedTuple):
     block_window: tuple[int, int] | None = None
 
 
-# Latent frames are frames / 4 + 1, and a token stands for 16 x 16 pixels (Wan 2.2 5B: 32 x 32).
+# F frames have (F - 1) / 4 + 1 latent frames; a token is 16 x 16 pixels (Wan 2.2 5B: 32 x 32).
 MODELS = {
     "wan-1.3b-480p": VideoModel(30, 12, 128, 21, 30 * 52),  # 81 frames of 832 x 480
-    "wan-1.3b-720p": VideoModel(30, 12, 128, 21, 45 * 80),  # of 1280 x 720
+    "wan-1.3b-720p": VideoModel(30, 12, 128, 21, 45 * 80),  # 81 frames of 1280 x 720
     "wan-14b-480p": VideoModel(40, 40, 128, 21, 30 * 52),
     "wan-14b-720p": VideoModel(40, 40, 128, 21, 45 * 80),
     "wan-5b-720p": VideoModel(30, 24, 128, 31, 22 * 40),  # Wan 2.2 TI2V: 121 frames of 1280 x 704
 }
 
-# Blocks of a stream over a full cache: the model, latent frames of a block, blocks in the cache.
+# Streams with a full KV cache: the model, latent frames per block, blocks in the cache.
 STREAM_BLOCKS = {
     "wan-1.3b-480p-block": ("wan-1.3b-480p", 3, 7),
     "wan-1.3b-480p-block-12f": ("wan-1.3b-480p", 3, 4),
@@ -68,9 +68,9 @@ def _of_block(name: str, frames: int, window: int) -> KnownShape:
 KNOWN_SHAPES = {
     **{name: _of_model(model) for name, model in MODELS.items()},
     **{name: _of_block(*block) for name, block in STREAM_BLOCKS.items()},
-    "wan-cross": KnownShape(1, 32760, 512, 12, 128, "cross"),  # 480p, to 512 text tokens
+    "wan-cross": KnownShape(1, 32760, 512, 12, 128, "cross"),  # 480p video, 512 text tokens
     "wan-14b-cross": KnownShape(1, 75600, 512, 40, 128, "cross"),
-    "wan-i2v-cross": KnownShape(1, 75600, 257, 40, 128, "cross"),  # to the image's tokens
+    "wan-i2v-cross": KnownShape(1, 75600, 257, 40, 128, "cross"),  # keys: the image's tokens
     "wan-5b-cross": KnownShape(1, 27280, 512, 24, 128, "cross"),
     "sdxl-64": KnownShape(16, 4096, 4096, 10, 64),  # 1024 x 1024, the 64 x 64 level
     "sdxl-32": KnownShape(16, 1024, 1024, 20, 64),

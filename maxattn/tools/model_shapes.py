@@ -1,4 +1,4 @@
-"""Attention shapes of known models, by name, and how a user writes one: B,T,S,N,H[/V][,K]."""
+"""Attention shapes of known models, and a reader of shapes written as B,T,S,N,H[/V][,K]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxattn.masks import BlockSlidingWindow, Full, Mask
 from maxattn.tools.known_models import KNOWN_SHAPES
 
 FULL = Full()
-MOST_SHAPES = 256  # most shapes that a file may list, since each is planned
+MOST_SHAPES = 256  # most shapes that a file may list, since each shape is planned
 DTYPE_OF = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 DTYPE_OF |= {name: name for name in DTYPE_OF.values()}
 
@@ -25,13 +25,13 @@ class Shape:
     """The sizes of one attention, with its role, mask and dtype.
 
     Args:
-        name: for the command line; what the user wrote for a shape without a name.
+        name: a name of `SHAPES`, or the shape as the user wrote it.
         batch, q_len, kv_len, heads, head_dim: B, T, S, N, H.
-        kv_heads: K; 0 for N.
+        kv_heads: K; 0 if K equals N.
         role: "self" or "cross".
         mask: which query sees which key.
         dtype: dtype of q, k and v.
-        value_dim: V if it differs from H, else 0.
+        value_dim: V, the head dim of values, if it differs from H; else 0.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """FLOPs of a forward over the allowed pairs alone."""
+        """FLOPs of a forward over the query-key pairs that the mask allows."""
         pairs = self.mask.bind(self.q_len, self.kv_len).allowed_pairs(self.q_len, self.kv_len)
         channels = self.head_dim + (self.value_dim or self.head_dim)
         return 2.0 * self.batch * self.heads * channels * pairs
@@ -69,7 +69,7 @@ SHAPES = {
 
 
 def read(text: str) -> Shape:
-    """Read a name of `SHAPES`, or B,T,S,N,H[/V][,K], which is self-attention if T = S."""
+    """Read a shape: a name of `SHAPES`, or B,T,S,N,H[/V][,K] (self-attention if T = S)."""
     if text in SHAPES:
         return SHAPES[text]
     words = text.split(",", 6)
@@ -83,14 +83,14 @@ def read(text: str) -> Shape:
     value_dim = numbers.pop(5) if has_values else 0
     _, t, s, n, _, *k = numbers
     if k and n % k[0]:
-        rule = f"K divides N, and {k[0]} does not divide {n}"
+        rule = f"K must divide N, and {k[0]} does not divide {n}"
         choices = ", ".join(map(str, divisors(n)))
-        raise InputError("shape", text, rule, f"give a K of {choices}")
+        raise InputError("shape", text, rule, f"write one of {choices} for K")
     return Shape(text, *numbers, role="self" if t == s else "cross", value_dim=value_dim)
 
 
 def dtype_of(text: str) -> str:
-    """Return the long name of a dtype, such as bfloat16 of bf16."""
+    """Return the full name of a dtype, such as bfloat16 for bf16."""
     if text not in DTYPE_OF:
         raise InputError("dtype", text, f"it must be one of {', '.join(DTYPE_OF)}", "write bf16")
     return DTYPE_OF[text]
@@ -110,27 +110,25 @@ def changed(
 def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
     """Return the shapes that a file's sections describe; none if they describe no shape.
 
-    `model.shapes` is a list of names or B,T,S,N,H[/V][,K]. Else `model.heads` and `model.dim_head`
-    with the tokens: `model.tokens`, or the patches of `model.patch` in `data.frames`, `data.height`
-    and `data.width` (or `data.canvas` for both). `training.batch_size` is B, else 1;
-    `model.text_tokens` adds cross-attention.
-
-    Args:
-        sections: the file's values, overrides applied.
+    `model.shapes` is a list of names or B,T,S,N,H[/V][,K]. Without it, N is `model.heads`, H is
+    `model.dim_head`, and T = S is `model.tokens`, or the number of patches of size `model.patch` in
+    a clip of `data.frames`, `data.height` and `data.width` (`data.canvas` stands for a missing side
+    of the picture). B is `training.batch_size`, default 1. `model.text_tokens` adds a
+    cross-attention with so many keys.
 
     Raises:
-        InputError: for an unknown name in `model.shapes`, or a key that is no whole number above 0.
+        InputError: `model.shapes` has an unknown name, or a size is no whole number above 0.
     """
     model, data, training = (_section(sections, name) for name in ("model", "data", "training"))
     if isinstance(listed := model.get("shapes"), list):
         if len(listed) > MOST_SHAPES:
-            rule = f"at most {MOST_SHAPES} shapes are listed"
-            value = f"{len(listed)} of them"
-            raise InputError("model.shapes", value, rule, "list those that differ")
+            rule = f"at most {MOST_SHAPES} shapes may be listed"
+            value = f"{len(listed)} shapes"
+            raise InputError("model.shapes", value, rule, "list fewer shapes")
         return tuple(read(str(text)) for text in listed)
     sizes = [("model.heads", model.get("heads")), ("model.dim_head", model.get("dim_head"))]
     of_tokens = _token_sizes(model, data)
-    # A list or a mapping is the program's own setting.
+    # A list or a mapping is a setting of the program's own, not a size.
     values = [value for _, value in (*sizes, *of_tokens)]
     if not of_tokens or any(v is None or isinstance(v, list | tuple | Mapping) for v in values):
         return ()
@@ -150,7 +148,7 @@ def _section(sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _token_sizes(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the factors of the number of tokens: `model.tokens`, or three sides and patches."""
+    """List the keys, with values, that give the tokens: `model.tokens`, or clip and patch sizes."""
     if model.get("tokens") is not None:
         return [("model.tokens", model["tokens"])]
     patch = model.get("patch")
@@ -169,7 +167,7 @@ def _tokens(sizes: list[int]) -> int:
         return sizes[0]
     tokens = prod(side // size for side, size in zip(sizes[:3], sizes[3:], strict=True))
     if whole(tokens) is None:
-        rule = f"a clip has from 1 to {LARGEST} patches"
+        rule = f"a clip must have 1 to {LARGEST} patches"
         remedy = "correct model.patch, or the sizes in data"
         raise InputError("model.patch", f"{plain(tokens)} patches", rule, remedy)
     return tokens
@@ -179,5 +177,5 @@ def _size(key: str, value: Any) -> int:
     if (size := whole(value)) is not None:
         return size
     rule = f"it must be a whole number from 1 to {LARGEST}: attention's shape is read from it"
-    remedy = "write such a number, or name shapes with --shape"
+    remedy = "write a whole number, or give shapes with --shape"
     raise InputError(key, plain(value), rule, remedy)

@@ -1,4 +1,4 @@
-"""A kernel's forward and backward as functions of arrays, and random arrays to time them."""
+"""A kernel's forward and backward as functions of arrays, and random arrays to time them with."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from maxattn.kernels.base import Inputs, Kernel, Rows
 
 
 def forward(kernel: Kernel, *arrays: Any) -> Any:
-    """Return the output and the LSE of arrays (q, k, v, dout, mask); dout is not read."""
+    """Return (out, LSE) for the arrays (q, k, v, dout, mask); dout is not read."""
     q, k, v, _, mask = arrays
     return tuple(kernel.forward(Inputs(q, k, v, mask=mask)))
 
 
 def backward(kernel: Kernel, *arrays: Any) -> Any:
-    """Return dq, dk and dv in the dtypes of q, k and v; arrays end with `forward`'s results."""
+    """Return dq, dk, dv in their inputs' dtypes; arrays are (q, k, v, dout, mask, out, LSE)."""
     q, k, v, dout, mask, out, lse = arrays
     rows = Rows(out, lse, dout, jnp.zeros_like(lse))
     dq, dk, dv, _ = kernel.backward(Inputs(q, k, v, mask=mask), rows)
@@ -29,7 +29,7 @@ def backward(kernel: Kernel, *arrays: Any) -> Any:
 
 
 def with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs f and its gradient; its last operand is the cotangent."""
+    """Return a function that runs f and its VJP; the function's last operand is the cotangent."""
 
     def both(*operands: Any) -> Any:
         *inputs, cotangent = operands
@@ -40,7 +40,7 @@ def with_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def random_inputs(call: Call, count: int) -> list[tuple[Array, ...]]:
-    """Draw (q, k, v, dout) of a call, `count` times, so that calls in one program differ."""
+    """Draw `count` sets of (q, k, v, dout), so that no two calls in a program are the same."""
     q = (call.batch, call.q_len, call.heads, call.head_dim)
     k, v = ((call.batch, call.kv_len, call.kv_heads, d) for d in (call.head_dim, call.value_dim))
     dims = (q, k, v, (*q[:3], call.value_dim))
@@ -50,9 +50,9 @@ def random_inputs(call: Call, count: int) -> list[tuple[Array, ...]]:
 
 
 def normal(key: Array, dims: tuple[int, ...], dtype: Any) -> Array:
-    """Draw from a normal distribution with all bits of the dtype.
+    """Draw from a normal distribution in float32, and round to the dtype.
 
-    `jax.random.normal` makes bfloat16 of seven random bits: 128 values, none beyond 2.9, unlike a
-    model's numbers. A GPU under its power limit may multiply them up to 3% faster.
+    In bfloat16 `jax.random.normal` has only 128 different values, none above 2.9. A GPU at its
+    power limit may multiply such values up to 3% faster than a model's.
     """
     return jax.random.normal(key, dims, jnp.float32).astype(dtype)

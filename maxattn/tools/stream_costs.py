@@ -1,6 +1,6 @@
-"""Attention's costs for a video made block by block: cache, passes, calls, transfers.
+"""Costs of attention in a video made block by block: cache, passes, calls, transfers.
 
-Nothing is computed and no device is used: lengths follow from the stream, bytes from its cache.
+They follow from the sizes of the stream and of its KV cache; no device is used.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FLOAT = 4
 
 
 class StreamStage(NamedTuple):
-    """The blocks that one compiled program makes: numbers of the first and last block, from 1 (None
-    for no end), the fewest and most keys that a block sees, and the call of one pass (one device's
-    call if a cache is read), with its mesh.
+    """Consecutive blocks that one compiled program makes. `blocks` has the first and last number,
+    from 1 (last None: no end); `keys` the fewest and most keys that a block sees. `call` is one
+    pass: the whole call on `mesh` if no cache is read, else one device's call, without a mesh.
     """
 
     name: str
@@ -43,7 +43,7 @@ class StreamStage(NamedTuple):
 
     @property
     def flops(self) -> tuple[float, float]:
-        """FLOPs of a layer's pass on all devices of its mesh, the fewest and the most."""
+        """Fewest and most FLOPs of one layer's pass, on all devices of `mesh` together."""
         c = self.call
         a_key = 4.0 * c.batch * c.heads * c.q_len * c.head_dim
         return a_key * self.keys[0], a_key * self.keys[1]
@@ -51,9 +51,9 @@ class StreamStage(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamCosts:
-    """A model that makes a video block by block: videos in a batch, dtype of q, k, v and the cache,
-    denoising steps of a block, whether a last pass writes the clean block, and frames of the
-    video (None for no end).
+    """Costs of a model that makes videos block by block. A block takes `steps` denoising passes;
+    with `clean_pass`, one more pass writes the clean block to the cache. `length` is the number
+    of frames of a video (None: no end).
     """
 
     name: str
@@ -98,13 +98,13 @@ class StreamCosts:
     # ---- calls -----------------------------------------------------------------------------------
 
     def stages(self) -> Iterator[StreamStage]:
-        """Yield the compiled programs of the stream, in the order in which they run."""
+        """Yield a stage for each compiled program of the stream, in the order in which they run."""
         stream, last = self.layout.stream, self.blocks
         own = stream.first_block * stream.tokens_per_frame
         sizes = self.batch, own, own, self.model.heads, self.kv_heads, self.model.head_dim
         mesh = self.layout.mesh
         yield StreamStage("first block", (1, 1), (own, own), Call(*sizes, self.dtype), mesh)
-        # The first block after every slot is filled.
+        # `full` is the number of the first block that sees a full cache.
         missing = self.layout.frames - stream.first_block
         full = 1 + max(1, -(-missing // stream.frames_per_block))
         if full > 2 and (last is None or last > 1):
@@ -118,7 +118,7 @@ class StreamCosts:
             yield StreamStage("full cache", (full, last), (call.kv_len, call.kv_len), call, ())
 
     def _reading(self, is_full: bool) -> Call:
-        """Return the call of a device that attends to its shard of the cache."""
+        """Return one device's call over its shard of the cache."""
         layout, model = self.layout, self.model
         batch, heads = self._local_batch, model.heads // layout.head_ways
         q_len = layout.stream.frames_per_block * layout.stream.tokens_per_frame
@@ -131,7 +131,7 @@ class StreamCosts:
     # ---- transfers -------------------------------------------------------------------------------
 
     def moves(self) -> Iterator[Collective]:
-        """Yield a layer's transfers in a pass over the cache, with the bytes a device receives."""
+        """Yield the transfers of one layer's pass over the cache; bytes are those of one device."""
         ranks, rows = self.layout.ranks, self._rows
         if ranks == 1:
             return
@@ -145,7 +145,7 @@ class StreamCosts:
         yield Collective("psum_scatter", ("context",), "out in float32", "forward", out)
 
     def _rows(self, heads: int, size: int = 0) -> int:
-        """Return the bytes of a block that a device receives, with some heads of all tokens."""
+        """Return the bytes that a device receives to gather a block's [B, T, heads, H] array."""
         tensor, ranks = dict(self.layout.mesh).get("tensor", 1), self.layout.ranks
         stream = self.layout.stream
         tokens = self._local_batch * stream.frames_per_block * stream.tokens_per_frame
@@ -166,7 +166,7 @@ class Predicted(NamedTuple):
 def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
     """Return the time of a plan's forward: measured by `maxattn tune`, else estimated.
 
-    Return None on a mesh, where transfers and compute overlap, and if no time is known.
+    Return None if no time is known, and on a mesh, where transfers and compute overlap.
     """
     if plan.mesh:
         return None

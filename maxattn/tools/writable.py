@@ -1,4 +1,4 @@
-"""Check whether a file or folder can be written, before the work whose result it gets."""
+"""Check that a file or folder can be written, before the work whose result it will hold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from maxattn.errors import ConfigError
 
 
 def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigError | None:
-    """Return why a setting's path cannot be written, or None; leave no test files behind."""
+    """Return the error if a setting's path cannot be written, else None; no test file is left."""
     try:
         return _problem(setting, Path(path), folder)
     # A folder that cannot be read, a name that is too long, or a NUL in it.
     except (OSError, ValueError) as error:
-        why = f"the system says: {getattr(error, 'strerror', None) or error}"
+        why = f"the system reports: {getattr(error, 'strerror', None) or error}"
         return ConfigError(setting, Path(path), why, "name a path that you may write to")
 
 
@@ -26,7 +26,7 @@ def check_writable(setting: str, path: str | Path, folder: bool = False) -> None
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file by a rename, so that a kill leaves the earlier file."""
+    """Write a text file by a rename, so that a killed process leaves the earlier file intact."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -40,15 +40,15 @@ def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:
     if path.exists() and path.is_dir() != folder:
         file, other = "it must be a file, and this is a folder", "a file has that name"
         rule = f"it must be a folder, and {other}" if folder else file
-        return ConfigError(setting, path, rule, "name another")
+        return ConfigError(setting, path, rule, "name another path")
     if path.is_symlink() and not path.exists():
-        rule = "this is a link whose target does not exist"
+        rule = "it is a link whose target does not exist"
     elif path.exists() and not folder:
-        rule = "" if os.access(path, os.W_OK) else "it may not be written"
+        rule = "" if os.access(path, os.W_OK) else "you may not write to it"
     else:  # try to make a folder in the nearest existing folder
         there = next(above for above in (path, *path.parents) if above.exists())
         try:
             os.rmdir(tempfile.mkdtemp(prefix=".maxattn-", dir=there))
         except OSError as error:
-            rule = f"in {there} nothing can be written: {error.strerror}"
+            rule = f"nothing can be written in {there}: {error.strerror}"
     return ConfigError(setting, path, rule, "name a path that you may write to") if rule else None

@@ -1,4 +1,4 @@
-"""Options of XLA's compiler as NAME=VALUE, the names as in XLA_FLAGS."""
+"""Read options of XLA's compiler, written as NAME=VALUE with the names of XLA_FLAGS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxattn.errors import ConfigError
 VALUES = {"true": True, "false": False}
 MODES = {name: f"COLLECTIVES_{name.upper()}_MEMORY" for name in ("private", "symmetric", "peer")}
 SPELT = {"xla_gpu_collective_permute_mode": MODES}
-"""Values that XLA_FLAGS spells in one way and `compiler_options` in another."""
+"""By option: how XLA_FLAGS spells a value, and how `compiler_options` spells the same value."""
 
 
 def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:

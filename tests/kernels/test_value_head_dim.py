@@ -298,7 +298,7 @@ def test_times_and_memory_are_of_padded_heads() -> None:
     times = [plan.kernel.microseconds(plan.call, target) for plan in (narrow, plain)]
     assert times[0] is not None and times[0] == times[1]
     parts = {part.what: part.bytes for part in estimate(narrow, True)}
-    assert parts["heads padded to 192"] == 2 * 2 * (8 * 4096 * 192 * 2)
+    assert parts["copies padded to head dim 192"] == 2 * 2 * (8 * 4096 * 192 * 2)
     assert not [part for part in estimate(plain, True) if "padded" in part.what]
 
 

@@ -185,7 +185,7 @@ def test_a_mask_that_a_child_cannot_know_is_refused():
 
     for mask in (Own(), masks.Causal() & masks.KeyPadding([3])):
         job = replace(JOB, shape=replace(JOB.shape, mask=mask))
-        with pytest.raises(Unsupported, match="process gets a mask by name"):
+        with pytest.raises(Unsupported, match="a mask is sent to the compiler"):
             values_of(job)
 
 

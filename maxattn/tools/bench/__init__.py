@@ -1,1 +1,1 @@
-"""Measuring attention: device time, TFLOP/s, memory and error of every kernel that runs here."""
+"""Measure attention: device time, TFLOP/s, memory and error of every kernel that runs here."""

@@ -1,4 +1,4 @@
-"""Measure kernels, and other libraries called bare, on one shape."""
+"""Measure the kernels, and other libraries' attention, on one shape."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from maxattn.tools.passes import backward, forward, random_inputs, with_gradient
 CHECKED_QUERIES = 256
 MANY_SCORES = 1e8  # query-key pairs from which one dot_product is long enough to measure alone
 TOO_MANY_SCORES = 7.5e9  # query-key pairs beyond which no user runs dot_product
-TOO_MUCH_WORK = 2e12  # operations, beyond which no user runs plain JAX
+TOO_MUCH_WORK = 2e12  # FLOPs beyond which no user runs plain JAX
 
 
 def bench(
@@ -49,13 +49,13 @@ def bench(
 
     Args:
         shape: from `maxattn.tools.model_shapes`.
-        kernels: names, and "auto"; default every kernel that can run here, and auto.
-        peers: measure other libraries too, as their documentation calls them; full masks alone.
-        target: default this machine.
+        kernels: names of kernels, or "auto"; default all that can run here, and "auto".
+        peers: if the mask is full, also measure other libraries, called as they document it.
+        target: the machine; default this one.
         budget: approximate seconds for one measurement.
 
     Raises:
-        InputError: there is no kernel of such a name.
+        InputError: no kernel has a given name.
     """
     check_kernels(kernels)
     target = target or Target.here()
@@ -72,8 +72,8 @@ def check_kernels(names: Sequence[str]) -> None:
     known = (*KERNELS, "auto")
     for name in names:
         if name not in known:
-            remedy = did_you_mean(name, known) or "write one of them"
-            raise InputError("kernel", name, f"the kernels are {', '.join(known)}", remedy)
+            remedy = did_you_mean(name, known) or "write one of these names"
+            raise InputError("kernel", name, f"it must be one of {', '.join(known)}", remedy)
 
 
 def beside_reference(
@@ -83,7 +83,7 @@ def beside_reference(
     budget: float,
     options: Mapping[str, Any] | None = None,
 ) -> list[BenchRow]:
-    """Measure a shape's jobs; compare them with dense attention of the shape's first queries."""
+    """Measure a shape's jobs; compare results with dense attention of the first queries."""
     first = [tuple(x[:1] for x in inputs[:3])]
     reference = TimedFunction(
         _reference(shape), lambda: first, name="reference in float32", keeps_result=True
@@ -95,7 +95,7 @@ def beside_reference(
 
 
 def _reference(shape: Shape) -> Callable[..., Any]:
-    """Return dense attention in float32 of the first queries of one batch row."""
+    """Return dense float32 attention of the first queries of one batch row."""
     few = min(CHECKED_QUERIES, shape.q_len)
     bound = shape.mask.bind(shape.q_len, shape.kv_len)
     allowed = bound.allowed(np.arange(few), np.arange(shape.kv_len))
@@ -121,14 +121,14 @@ def config_of(kernel: str, *overrides: str) -> AttentionConfig:
 
 
 def inputs_of(shape: Shape, target: Target) -> list[tuple[Array, ...]]:
-    """Draw (q, k, v, dout); for small shapes several times, so that calls in a program differ."""
+    """Draw sets of (q, k, v, dout): several for a small shape, whose calls share a program."""
     size = shape.batch * shape.q_len * shape.heads * shape.head_dim
     count = 1 if size > 2e8 or target.platform == "cpu" else 2 if size > 6e7 else 8
     return random_inputs(shape.call(), count)
 
 
 def too_large(name: str, shape: Shape) -> bool:
-    """Return whether a kernel is impractical: dense scores of many GB, plain JAX on long shapes."""
+    """Return whether a shape has too many scores for dense attention, or FLOPs for plain JAX."""
     if name == "dot_product":
         return scores_of(shape.call()) > TOO_MANY_SCORES
     return name == "memory_efficient" and shape.operations > TOO_MUCH_WORK
@@ -137,7 +137,7 @@ def too_large(name: str, shape: Shape) -> bool:
 def _of_name(
     name: str, shape: Shape, target: Target, inputs: list[tuple[Array, ...]], named: bool
 ) -> Iterator[BenchJob]:
-    """Yield a kernel's jobs; if the user named it and it cannot run, yield the reason."""
+    """Yield a kernel's jobs; if a named kernel cannot run, yield a job with the reason."""
 
     def auto(q: Array, k: Array, v: Array) -> Array:
         return attention(q, k, v, shape.mask, role=shape.role)

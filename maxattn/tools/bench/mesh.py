@@ -1,10 +1,10 @@
-"""Measure context parallelism: each strategy beside the same kernel on one device.
+"""Measure context parallelism: each strategy on n devices, and the kernel alone on one device.
 
     efficiency = t(1) / (n t(n))
 
-A third time is of all devices running the one-device call at once: chips that share power or air
-are slower together than one chip whose neighbours idle, whatever the strategy. TransformerEngine's
-strategies are measured with `peers`.
+The one-device call is also timed on all devices at once: chips that share power or air are slower
+together than one chip whose neighbours idle, whatever the strategy. With `peers`,
+TransformerEngine's strategies are measured too.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _of_strategy(
 
 
 def _of_te(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> list[BenchJob]:
-    """Return jobs for one of `TE_STRATEGIES`, forward and with gradient, or why it cannot run."""
+    """Return jobs for one of `TE_STRATEGIES`, forward and with gradient, or why they cannot run."""
     try:
         te, sharding = (
             import_module(f"transformer_engine.jax.{m}") for m in ("attention", "sharding")

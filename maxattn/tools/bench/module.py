@@ -2,19 +2,19 @@
 
     bound = attention alone + matmuls alone + 1.15 x bytes / 4 TB/s
 
-The bytes are what the elementwise parts must move if each array is read and written once.
-[T, C] is an array of tokens in the compute dtype, C = N H:
+The bytes are those that the elementwise operations must move if they read and write each array
+once. [T, C] is the size of an array of tokens in the compute dtype, with C = N H channels:
 
-    forward    q and k read by norm and RoPE and written: 4 [T, C]; tables of cosines and sines, for
-               each
-    backward   dq, q read and dq written, the same for k: 6 [T, C]; dv and dy read for the bias
-               gradients: 2 [T, C]; the tables
-    both       where parameters are kept in another dtype: each kernel read and written for its
-               cast, and the gradients
+    forward    norm and RoPE read and write q and k: 4 [T, C]; for each of q and k they read the
+               tables of cosines and sines
+    backward   they read q and dq, write dq, and do the same for k: 6 [T, C]; the bias gradients
+               read dv and dy: 2 [T, C]; the tables are read again
+    both       if parameters have another dtype: casts read and write the weights, or their
+               gradients
 
-Biases, and sums of the three gradients of x, count as parts of the matmuls. A copy reaches 4 TB/s
-on an H200. Attention and matmuls are measured in one program too, in the
-module's order: a chip's clock depends on what ran before.
+Biases, and the sum of the three gradients of x, count as parts of the matmuls. A copy reaches
+4 TB/s on an H200. Attention and matmuls are also measured in one program, in the module's order,
+since a chip's clock depends on earlier work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.passes import normal, with_gradient
 
-MEMORY, SLACK = 4e12, 1.15  # bytes/s; the bound's factor for the bytes
+MEMORY, SLACK = 4e12, 1.15  # bytes/s; factor of the bytes' time in the bound
 Weights = tuple[Array, Array, Array, Array]
 
 
@@ -53,7 +53,7 @@ def bench_module(
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
-    The module has N H channels and the dtype of the shape. `alone` leaves out the parts; the other
+    The module has N H channels and the dtype of the shape. `alone` leaves out its parts; the other
     arguments are as for `bench` and `measure`.
     """
     jobs = _module(shape, kernel, param_dtype)
@@ -120,7 +120,7 @@ def _attention(shape: Shape, kernel: str) -> list[BenchJob]:
 
 
 def _matmuls(shape: Shape) -> list[BenchJob]:
-    """Return jobs for the matmuls alone: four, and in training two more for each of them."""
+    """Return jobs for the four matmuls alone; training adds two for each."""
     width, dtype = shape.heads * shape.head_dim, jnp.dtype(shape.dtype)
     x, o, *grads = _arrays((shape.batch * shape.q_len, width), dtype, 6)
     weights = tuple(_arrays((width, width), dtype, 4))

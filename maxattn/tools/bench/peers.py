@@ -26,7 +26,7 @@ def _transformer_engine() -> Attend:
 
 
 def te_attention(te: Any, **settings: Any) -> Attend:
-    """Return TransformerEngine's `fused_attn` for full masks, with further settings."""
+    """Return TransformerEngine's `fused_attn` without a mask; `settings` are passed to it."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         lengths = tuple(jnp.full(x.shape[0], x.shape[1], jnp.int32) for x in (q, k))

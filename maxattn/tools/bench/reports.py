@@ -31,8 +31,8 @@ Curves = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Report:
-    """One report's result: tables as text, measured rows, and a picture, either panels (title,
-    unit of the y axis, curves) or bars (label, ms, GiB).
+    """One report's result: tables as text, measurements, and a picture made of panels (title, unit
+    of the y axis, curves) or of bars (label, ms, GiB).
     """
 
     name: str
@@ -50,7 +50,7 @@ def make(name: str, target: Target, budget: float = 0.3) -> Report:
 def _implementations(target: Target, budget: float) -> Report:
     lengths = (64, 128) if target.platform == "cpu" else (1024, 2048, 4096, 8192, 16384)
     names = {"naive": NAIVE, "tiled": TILED}
-    # A CPU only interprets the other kernels: such times mean nothing.
+    # A CPU only interprets the other kernels, and such times mean nothing.
     fused = ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te") if len(lengths) > 2 else ()
     if runs := _that_run(fused, read("1,256,256,16,64"), target):
         names["flash"] = runs[0]
@@ -142,7 +142,7 @@ def draw(report: Report, device: str, path: Path) -> None:
     try:
         matplotlib = import_module("matplotlib")
     except ImportError:
-        rule, remedy = "pictures are drawn by matplotlib", 'pip install "maxattn[plot]"'
+        rule, remedy = "pictures need matplotlib", 'pip install "maxattn[plot]"'
         raise InputError("--pictures", path.parent, rule, remedy) from None
     matplotlib.use("Agg")
     plt = import_module("matplotlib.pyplot")

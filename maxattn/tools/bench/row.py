@@ -1,4 +1,4 @@
-"""One measurement: the function that is measured, the row that it fills, and a table of rows."""
+"""One measurement: the function to measure, the table row for its result, and the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maxattn.tools.columns import columns
 from maxattn.tools.model_shapes import Shape
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
-WORK = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # in units of 4 B N T S H operations
+WORK = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # in units of a forward's FLOPs
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class BenchRow:
         ms: device time of one call; 0 if it failed.
         tflops: TFLOP/s, counting allowed pairs alone.
         peak: bytes of arguments, results and temporaries, as the compiler reports them.
-        error: largest difference from float32 of some outputs, relative to their largest entry.
-        note: why there is no time.
-        efficiency: for n devices, the time on one over n times the time on n.
-        bound: for a module, the bound of its time in ms.
+        error: largest difference from the float32 reference, over the reference's largest entry.
+        note: why the time is missing, or "".
+        efficiency: t(1) / (n t(n)), for n devices.
+        bound: for a module, the bound in ms that `bench/module.py` defines.
     """
 
     shape: str
@@ -50,10 +50,10 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchJob:
-    """One function to measure, with the arguments of `TimedFunction`, and the row that it fills.
+    """A function to measure, with the arguments of `TimedFunction`, and the row for its result.
 
-    If the row has a note, nothing is measured. If `is_attention`, its FLOPs are counted and its
-    result is compared with the reference's.
+    If the row has a note, nothing is measured. If `is_attention`, the function's FLOPs are counted,
+    and a forward's result is compared with the reference.
     """
 
     row: BenchRow
@@ -71,7 +71,7 @@ class BenchJob:
 
     @property
     def is_compared(self) -> bool:
-        """Whether its result is compared with the reference's."""
+        """Whether the result is compared with the reference."""
         return self.is_attention and self.row.what == FORWARD
 
 
@@ -81,7 +81,7 @@ def refused_job(shape: Shape, who: str, why: object) -> BenchJob:
 
 
 def row_of(job: BenchJob, timed: Timed, wanted: Timed | None = None) -> BenchRow:
-    """Fill the job's row with its times and error; `wanted` is the reference's result, if any."""
+    """Return the job's row with its times and error; `wanted` is the timed reference, if any."""
     if not timed.seconds:
         return replace(job.row, note=timed.failed)
     row = replace(job.row, ms=1e3 * timed.seconds, peak=timed.peak)
@@ -98,9 +98,9 @@ def row_of(job: BenchJob, timed: Timed, wanted: Timed | None = None) -> BenchRow
 # ---- reports -------------------------------------------------------------------------------------
 
 HEADER = (
-    "shape", "who", "pass", "ms", "TFLOP/s", "GiB", "error", "efficiency", "bound ms", "of it",
+    "shape", "who", "pass", "ms", "TFLOP/s", "GiB", "error", "efficiency", "bound ms", "ms/bound",
 )  # fmt: skip
-WORDS = 3  # columns
+WORDS = 3  # number of columns with words
 
 
 def as_table(rows: Sequence[BenchRow]) -> str:

@@ -1,13 +1,13 @@
 """Time functions on the device, without the host's launch time.
 
-All functions are compiled first, several at a time, and then timed in turns. Calls of a few
-milliseconds and more are queued between two waits, so that the device never idles.
+All functions are compiled first, several at a time, and then timed in turns. The host queues calls
+of a few milliseconds or more without waiting in between, so that the device never idles.
 
 The host takes 5 to 50 microseconds to launch a kernel. A shorter kernel alone would wait for the
 host; in a model it would not, since longer kernels run before it. So several short calls, each on
 different inputs, are compiled into one program. With `by_record` their times are read from the
-device's profile, and memory passes are queued before each program, so that the host runs ahead.
-These passes need little power, so they do not change clocks.
+device's profile, and reads of a large array are queued before each program, so that the host runs
+ahead. These reads need little power, so they do not change clocks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# The command line prints it: a measurement can take minutes.
+# The command line prints this log, since a measurement can take minutes.
 log = logging.getLogger("maxattn.tools.bench")
 T = TypeVar("T")
 ROUNDS = 5
-LONG, ROUNDS_OF_LONG = 0.1, 3  # seconds of a call from which fewer rounds are enough
+LONG, ROUNDS_OF_LONG = 0.1, 3  # seconds of a call that is long enough for fewer rounds
 # Most calls queued at a time, on one device and on several: XLA on CPUs hangs if many programs with
 # collectives are queued.
 MOST_CALLS, ON_SEVERAL = 400, 20
@@ -46,7 +46,7 @@ class TimedFunction:
 
     Args:
         f: function of arrays.
-        make: returns the inputs of f: several tuples of arguments of equal shapes, or their specs.
+        make: returns a list of f's argument tuples, of equal shapes, as arrays or specs.
         around: a context to trace and compile in; such functions are compiled one at a time.
         name: for progress and profiles; unique among functions that are timed together.
         keeps_result: whether `Timed.first` is filled.
@@ -61,7 +61,7 @@ class TimedFunction:
 
 @dataclass(frozen=True)
 class TimedProgram:
-    """A compiled program that calls a function on each of its inputs, or why there is none."""
+    """A compiled program that calls a function on each set of inputs, or why compiling failed."""
 
     work: TimedFunction
     compiled: Any = None
@@ -90,7 +90,7 @@ class Timed:
         seconds: median time of one call; 0 if it failed.
         peak: bytes of arguments, results and temporaries of one call, as the compiler reports them.
         first: result of the first call, if `keeps_result`.
-        failed: why there is no time.
+        failed: why the time is missing, or "".
         rounds: seconds of one call in each round.
     """
 
@@ -117,7 +117,7 @@ def measure(
 def compile_all(
     functions: Sequence[TimedFunction], options: Mapping[str, Any] | None = None
 ) -> list[TimedProgram]:
-    """Compile several functions at a time, but those with a context one at a time."""
+    """Compile functions in parallel; functions with a context are compiled one at a time."""
 
     def compile_one(work: TimedFunction) -> TimedProgram:
         log.info("compiling %s", work.name)
@@ -131,7 +131,7 @@ def compile_all(
             with (work.around or nullcontext)():
                 made = jax.jit(calls, compiler_options=dict(options or {}))
                 return TimedProgram(work, made.lower(inputs).compile(), inputs)
-        except Exception as failed:  # any, of a compiler or a device
+        except Exception as failed:  # any error of a compiler or a device
             return TimedProgram(work, failed=first_line(failed))
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
@@ -149,14 +149,14 @@ def time_all(
         programs: from `compile_all`.
         budget: approximate seconds to spend on each.
         rounds: how often every program is timed, in turns.
-        by_record: read times from the device's profile (see above), one run in each round.
+        by_record: read times from the device's profile (see the module), one run in each round.
     """
     warm = []
     for number, program in enumerate(programs, start=1):
         log.info("running %s/%s  %s", number, len(programs), program.work.name)
         warm.append(_warmed(program))
     ran = [(p, t.seconds) for p, t in zip(programs, warm, strict=True) if not t.failed]
-    log.info("timing %s of them in turns", len(ran))
+    log.info("timing %s programs in turns", len(ran))
     timed = seconds_by_record([p for p, _ in ran], rounds) if by_record else None
     found = iter(timed or _seconds_by_queue(ran, budget, rounds))
     return [t if t.failed else _with_rounds(t, next(found)) for t in warm]
@@ -169,7 +169,7 @@ def _warmed(program: TimedProgram) -> Timed:
         first = jax.block_until_ready(program.compiled(program.inputs))[0]
         first = first if program.work.keeps_result else None
         return Timed(program.seconds(1), _peak(program), first)
-    except Exception as failed:  # any, of a device
+    except Exception as failed:  # any error of a device
         return Timed(failed=first_line(failed))
 
 
@@ -186,7 +186,7 @@ def _peak(program: TimedProgram) -> int:
 
 
 def several(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> list[Any]:
-    """Call f on each set in sequence: else XLA would keep parts of several calls in memory."""
+    """Call f on each set in sequence, so that XLA does not keep parts of several calls at once."""
     found: list[Any] = []
     for inputs in sets:
         if found:
@@ -209,11 +209,11 @@ def first_line(failed: Exception) -> str:
 
 
 def in_order(i: int, jobs: list[T]) -> list[T]:
-    """Return the order of the jobs in round i, with other neighbours than in earlier rounds.
+    """Return the jobs in the order of round i; the neighbours of a job differ between rounds.
 
-    First, second, last, third, last but one, ..., then backwards; every other round begins one job
-    later. The first job after a pause finds a cool chip, and would win by 3% or more; a job that
-    needs much power leaves low clocks to the next job.
+    An even round runs the first, second, last, third, last but one, ... job, and the next round the
+    reverse; every two rounds the start moves by one job. In a fixed order, the job after a pause
+    would gain 3% or more from a cool chip, and the job after a power-hungry one would lose clocks.
     """
     n = len(jobs)
     order = [((j + 1) // 2 if j % 2 else -(j // 2)) + i // 2 for j in range(n)]
@@ -221,7 +221,7 @@ def in_order(i: int, jobs: list[T]) -> list[T]:
 
 
 def rounds_and_calls(seconds: float, budget: float, rounds: int = ROUNDS) -> tuple[int, int]:
-    """Return the number of rounds of a program that takes `seconds`, and its runs in each."""
+    """Return the number of rounds for a program that takes `seconds`, and of runs in a round."""
     rounds = rounds if seconds < LONG else ROUNDS_OF_LONG
     most = MOST_CALLS if jax.device_count() == 1 else ON_SEVERAL
     return rounds, max(1, min(most, int(budget / rounds / seconds)))
@@ -230,7 +230,7 @@ def rounds_and_calls(seconds: float, budget: float, rounds: int = ROUNDS) -> tup
 def _seconds_by_queue(
     ran: Sequence[tuple[TimedProgram, float]], budget: float, rounds: int
 ) -> list[list[float]]:
-    """Return each program's seconds for a call, round by round; long ones have fewer rounds."""
+    """Return each program's seconds per call in each round; long programs have fewer rounds."""
     times: list[list[float]] = [[] for _ in ran]
     turns = [
         (program, rounds_and_calls(seconds, budget, rounds), its)
@@ -245,24 +245,24 @@ def _seconds_by_queue(
 
 # ---- by the device's profile ---------------------------------------------------------------------
 
-# Passes over 256 MiB of float32, more than any cache holds: 0.06 ms each on an H200.
+# Reads of 256 MiB of float32, more than any cache holds: 0.06 ms each on an H200.
 PASSES, ENTRIES = 12, 1 << 26
-# If a device idles longer than this between two kernels of a program, the host was late: the run is
-# repeated with more passes before it, up to so many times.
+# If the device idles longer than LATE seconds between two kernels of a program, the host was late:
+# the runs are repeated with more memory reads before each, at most MOST_COVERS times PASSES.
 LATE, MOST_COVERS = 1e-5, 6
 
 
 def record_options() -> dict[str, Any]:
-    """Return the compiler's options for programs that are timed by profile."""
+    """Return the compiler's options for programs whose times are read from a profile."""
     if jax.default_backend() != "gpu":
         return {}
-    # Autotuning without a check of each candidate's results, which takes minutes. Without CUDA
-    # graphs, since a profile shows a graph and not its kernels.
+    # Level 2 autotunes without checking each candidate's results, which would take minutes. CUDA
+    # graphs are off, since a profile would show a graph instead of its kernels.
     return {"xla_gpu_autotune_level": 2, "xla_gpu_enable_command_buffer": ""}
 
 
 def calls_of(micros: float) -> int:
-    """Return how many calls, of about `micros` microseconds each, one program makes."""
+    """Return how many calls of about `micros` microseconds to put in one program."""
     if jax.default_backend() == "cpu" or micros >= 1000:
         return 1
     return 2 if micros >= 100 else 4
@@ -270,7 +270,7 @@ def calls_of(micros: float) -> int:
 
 @jax.jit
 def passes_over(x: Float[Array, " entries"]) -> Float[Array, ""]:
-    """Read memory pass after pass; each pass depends on the whole result of the pass before."""
+    """Read x PASSES times; each read depends on the result of the read before."""
     left = jnp.zeros((), x.dtype)
     for _ in range(PASSES):
         left = jnp.max(jnp.abs(x - left))
@@ -278,7 +278,7 @@ def passes_over(x: Float[Array, " entries"]) -> Float[Array, ""]:
 
 
 def seconds_by_record(programs: Sequence[TimedProgram], rounds: int) -> list[list[float]]:
-    """Return each program's seconds for a call, round by round; all programs have run before."""
+    """Return each program's seconds per call in each round; every program must have run once."""
     in_turn = [one for i in range(rounds) for one in in_order(i, list(programs))]
     names = [program.record for program in in_turn]
     memory = jnp.linspace(0.0, 1.0, ENTRIES, dtype=jnp.float32)
@@ -296,7 +296,7 @@ def seconds_by_record(programs: Sequence[TimedProgram], rounds: int) -> list[lis
     for cover in range(1, 2 if jax.default_backend() == "cpu" else MOST_COVERS + 1):
         runs = runs_behind(cover)
         if [run.name for run in runs] != names:
-            log.warning("the device's profile does not show what ran: times are the host's")
+            log.warning("the device's profile lacks some runs, so the host measures the times")
             runs = [Run(one.record, one.seconds(1), 0.0) for one in in_turn]
         if max((run.waits for run in runs), default=0.0) <= LATE:
             break
@@ -307,7 +307,7 @@ def seconds_by_record(programs: Sequence[TimedProgram], rounds: int) -> list[lis
 
 
 class Run(NamedTuple):
-    """One run of a program: its seconds, and the longest time in which the device idled."""
+    """One run of a program: its seconds, and the longest pause between two kernels."""
 
     name: str
     seconds: float
@@ -315,7 +315,7 @@ class Run(NamedTuple):
 
 
 def runs_of(events: Sequence[Event], names: set[str]) -> Iterator[Run]:
-    """Yield each run of the named programs; another program runs between two runs of one.
+    """Yield each run of the named programs; a run ends when another program begins.
 
     An event without a program, such as a kernel that a library launches itself, belongs to the
     program of the event before it.
@@ -334,7 +334,7 @@ def runs_of(events: Sequence[Event], names: set[str]) -> Iterator[Run]:
 
 
 DEVICE = re.compile(r"/device:(GPU|TPU):\d+$")
-KERNELS = ("Stream", "XLA Ops")  # the lines of a GPU's kernels, and of a TPU's
+KERNELS = ("Stream", "XLA Ops")  # the profile's lines with a GPU's kernels, and with a TPU's
 
 
 class Event(NamedTuple):
@@ -364,6 +364,6 @@ def events_of(record: Any) -> Iterator[Event]:
     kept = [line for line in lines if device is None or line.name.startswith(KERNELS)]
     for event in (event for line in kept for event in line.events):
         stats = dict(event.stats)
-        if device or stats.get("hlo_op"):  # a CPU's lines hold Python's calls too
+        if device or stats.get("hlo_op"):  # a CPU's lines have Python's calls too
             program = str(stats.get("hlo_module") or "").partition("(")[0]
             yield Event(program, event.start_ns, event.start_ns + event.duration_ns)

@@ -24,10 +24,10 @@ from maxattn.tools.cli.options import parser_of
 COMMANDS = {
     "explain": "what would run for a shape, and why; for any machine, without a device",
     "check": "validate a config; print what it sets, its plans, memory and advice",
-    "compile": "compile for a TPU topology here: memory, time, transfers, whether it fits",
+    "compile": "compile for a TPU without having one: memory, time, transfers, whether it fits",
     "bench": "measure kernels on this machine: device time, TFLOP/s, memory, error",
     "tune": "time kernels or block sizes on this machine and keep the fastest",
-    "convert": "print the attention settings of a MaxDiffusion YAML as ours",
+    "convert": "print another program's YAML (MaxDiffusion, Self-Forcing) as maxattn's",
 }
 STOPPED, TERMINATED = 130, 143  # exit status that shells report after Ctrl-C or TERM
 
@@ -88,7 +88,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 @contextmanager
 def term_interrupts() -> Iterator[None]:
     """Make TERM end a command as Ctrl-C does, together with its child processes."""
-    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may
         yield
         return
 
@@ -107,6 +107,6 @@ def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
     option = word.partition("=")[0]
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     others = [name for name in COMMANDS if option in parser_of(name)._option_string_actions]
-    guess = did_you_mean(option, known) or f"{parser.prog} --help lists them"
+    guess = did_you_mean(option, known) or f"{parser.prog} --help lists the options"
     guess = f"it is an option of maxattn {', '.join(others)}" if others else guess
     return f"{parser.prog}: no option '{option}': {guess}"

@@ -25,7 +25,7 @@ MESH_AXES = ("data", "context", "tensor")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write."""
+    """Measure; print and write the results."""
     from maxattn.target import Target
     from maxattn.tools.bench.row import to_json
 
@@ -86,11 +86,11 @@ def read_mesh(words: list[str]) -> dict[str, int]:
     found, text = read_sizes(words), " ".join(words)
     devices = prod(found.values())
     if not set(found) <= set(MESH_AXES) or devices < 1:
-        rule = f"it must be AXIS=N, N at least 1, with an axis of {', '.join(MESH_AXES)}"
+        rule = f"it must be AXIS=N, with N at least 1 and an axis of {', '.join(MESH_AXES)}"
         raise InputError("--mesh", text, rule, "write for example --mesh context=4")
     if devices > jax.device_count():
         rule = f"it needs {devices} devices, and this machine has {jax.device_count()}"
-        raise InputError("--mesh", text, rule, "ask for fewer")
+        raise InputError("--mesh", text, rule, "name fewer devices")
     return found
 
 
@@ -106,13 +106,13 @@ def _check(args: argparse.Namespace) -> None:
         ("--pictures", args.pictures, args.report, "--report"),
     ):
         if given and not is_read:
-            remedy = "add that option, or leave this one out"
+            remedy = f"use it so, or leave {name} out"
             raise InputError(name, given, f"it applies only with {other}", remedy)
     if args.module and args.mesh:
         rule = "a whole module is measured on one device"
         raise InputError("--module", "given", rule, "leave out --mesh or --module")
     if not 0 < args.seconds < float("inf"):
-        rule = "a measurement takes some time"
+        rule = "it must be a number of seconds above 0"
         raise InputError("--seconds", args.seconds, rule, "write --seconds 0.5")
     check_kernels(args.kernel)
     if args.json:

@@ -49,7 +49,7 @@ def _plans(
     args: argparse.Namespace, source: Source, shapes: tuple[Shape, ...], lengths: tuple[int, ...]
 ) -> int:
     mesh, target = mesh_of(args, source.config), target_of(args, source.config)
-    # --lengths are for the text's keys if there is a text.
+    # --lengths apply to cross-attention if there is one, else to self-attention.
     padded = "cross" if any(shape.role == "cross" for shape in shapes) else "self"
     for shape in shapes:
         if lengths and shape.role == padded:
@@ -99,21 +99,21 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 def _check_lengths(lengths: tuple[int, ...], shape: Shape) -> None:
     given, batch = plain(",".join(map(str, lengths))), shape.batch
     if len(lengths) not in (1, batch):
-        each = f"{shape.name} has B={batch}: a length for each batch row, or one for all"
-        many = "one length" if batch == 1 else f"{batch} lengths, or one"
+        many = "one length" if batch == 1 else f"{batch} lengths, or one for all"
+        rule = f"{shape.name} has B={batch}, so it takes {many}, and {len(lengths)} are given"
         remedy = f"write {many}, or add --batch {len(lengths)}"
-        raise InputError("lengths", given, f"{each}; here are {len(lengths)}", remedy)
+        raise InputError("lengths", given, rule, remedy)
     if max(lengths) > shape.kv_len:
         rule = f"{shape.name} has S={shape.kv_len} keys, and {max(lengths)} is more"
-        only = "or name only the shape that they belong to, with --shape"
+        only = "or with --shape name only the shape of these lengths"
         raise InputError("lengths", given, rule, f"write at most {shape.kv_len}, {only}")
 
 
 # ---- memory and advice ---------------------------------------------------------------------------
 
 LONG = 4096  # tokens beyond which dense attention is impractical
-MUCH_PADDING = 0.10  # of the keys
-PADDED_BY_BLOCKS = 0.01  # of a length
+MUCH_PADDING = 0.10  # share of the keys
+PADDED_BY_BLOCKS = 0.01  # share of a length
 MANY_DEVICES = 128  # tokens per device below which a ring's transfers take longer than its kernels
 
 
@@ -151,7 +151,7 @@ def _memory(plan: Plan, config: AttentionConfig, training: bool) -> Iterator[str
         dense = "use_memory_efficient_attention: true"
         helps.append(f"{_key(plan)}: flash" if is_tpu else dense)
     if plan.call.batch > 1:
-        helps.append("a smaller batch a device: fewer examples, or more ici_data_parallelism")
+        helps.append("a smaller batch per device: fewer examples, or more ici_data_parallelism")
     if plan.call.role == "self" and plan.strategy.name == "ring":
         helps.append("a larger ici_context_parallelism")
     elif plan.call.role == "self":
@@ -163,8 +163,8 @@ def _memory(plan: Plan, config: AttentionConfig, training: bool) -> Iterator[str
     if training and config.remat_policy == "NONE":
         helps.append("remat_policy: FULL, for the layers around attention")
     helps.append("a larger ici_tensor_parallelism, which splits the heads")
-    needed = f"about {readable(total(parts))} of {readable(most)} on {plan.target.device_kind}"
-    yield f"memory does not suffice: {needed}. What helps: {'; '.join(helps)}"
+    needed = f"it takes about {readable(total(parts))}, and {plan.target.device_kind} has"
+    yield f"memory does not suffice: {needed} {readable(most)}. What helps: {'; '.join(helps)}"
 
 
 def _key(plan: Plan) -> str:
@@ -179,8 +179,8 @@ def _dense(plan: Plan) -> Iterator[str]:
         better = "flash" if plan.target.platform == "tpu" else on_gpus
         scores = readable(4 * scores_of(local))
         yield (
-            f"dot_product above {LONG} tokens holds all scores, {scores} in float32, and its time"
-            f" and memory grow with the square of the length: set {_key(plan)}: {better}"
+            f"dot_product keeps all scores, {scores} in float32, and its time and memory grow with"
+            f" the square of the length. Above {LONG} tokens set {_key(plan)}: {better}"
         )
 
 
@@ -188,12 +188,12 @@ def _shards(plan: Plan, config: AttentionConfig) -> Iterator[str]:
     ways, asked = dict(plan.mesh).get("context", 1), config.strategy_for(plan.call.role)
     if asked not in ("auto", "none") and ways == 1:
         yield (
-            f"{asked} was asked for, and the context axis has one device: there is nothing to"
-            " shard. Set ici_context_parallelism above 1, or name a kernel alone"
+            f"{asked} is set, and the context axis has one device, so nothing is sharded."
+            " Set ici_context_parallelism above 1, or name only a kernel"
         )
     if plan.call.role == "self" and ways > 1 and plan.q_len // ways < MANY_DEVICES:
         yield (
-            f"{plan.q_len // ways} tokens a device: the transfers cost more than the split saves."
+            f"{plan.q_len // ways} tokens per device: the transfers cost more than the split saves."
             " Lower ici_context_parallelism"
         )
 
@@ -205,9 +205,8 @@ def _padding_attended(plan: Plan, config: AttentionConfig, lengths: Sequence[int
     share = 1 - sum(min(n, kv_len) for n in lengths) / (kv_len * len(lengths))
     if share > MUCH_PADDING:
         yield (
-            f"mask_padding_tokens: false, and {share:.1%} of the keys are padding, which is"
-            f" attended to: above {MUCH_PADDING:.0%} it shows in the result. Set"
-            " mask_padding_tokens: true"
+            f"mask_padding_tokens is false, and {share:.1%} of the keys are padding. Above"
+            f" {MUCH_PADDING:.0%} this changes the result visibly: set mask_padding_tokens: true"
         )
 
 

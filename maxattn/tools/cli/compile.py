@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Compile each shape and print the outcome."""
     source, topology = read_source(args), topology_of(args.target)
     if whole(args.slices, most=MOST_DEVICES) is None or (args.slices > 1 and args.devices):
-        rule = "it must be at least 1, and several slices are used with all their devices"
+        rule = "it must be at least 1, and with several slices all devices are used"
         raise MeshError("slices", plain(args.slices), rule, "write --slices 2 without --devices")
     _check_block(args)
     file = read_kernel_file(args.kernel_file) if args.kernel_file else ""
@@ -51,18 +51,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_block(args: argparse.Namespace) -> None:
     if args.block and (whole(args.block) is None or args.module):
-        rule = "the feed-forward width must be above 0, and a block includes the module"
+        rule = "the feed-forward width must be above 0, and --module is a part of --block"
         raise InputError("--block", plain(args.block), rule, "write --block 13824 without --module")
     if whole(args.layers) is None or (args.layers > 1 and not args.estimate):
-        rule = "it must be at least 1, and it is used in estimates alone"
+        rule = "it must be at least 1, and it applies only with --estimate"
         raise InputError("--layers", plain(args.layers), rule, "write --layers 40 --estimate")
 
 
 def topology_of(target: str) -> str:
-    """Return libtpu's name of a target's topology; without chips in the name, of one host."""
+    """Return libtpu's name of a target's topology; it is one host if the target names no chips."""
     name = read_target(target)
     if DEVICES[name.kind].platform != "tpu":
-        rule = f"it must be a TPU, and {name.kind} is none"
+        rule = f"it must be a TPU, and {name.kind} is not one"
         remedy = "use explain or check, which need no compiler, or name a TPU, such as v5p:2x2x1"
         raise ConfigError("target", target, rule, remedy)
     return name.topology
@@ -106,7 +106,7 @@ def _memory(outcome: Outcome) -> str:
 
 
 def _transfers(job: CompileJob, outcome: Outcome) -> list[str]:
-    """Write the transfers of program and plan, one line for each kind and its axes."""
+    """Write the transfers of the program and the plan, one line for each kind and its mesh axes."""
 
     def of(listed: list[dict[str, Any]], row: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
         return [c for c in listed if (c["kind"], tuple(c["axes"])) == row]
@@ -121,9 +121,9 @@ def _transfers(job: CompileJob, outcome: Outcome) -> list[str]:
         size = readable(sum(c["bytes"] * c["times"] for c in found))
         text = f"{row[0]} over {'+'.join(row[1]) or 'no axis'}: {runs} in the program, {size}"
         if found:
-            waited = f", {waiting} waited for on the spot" if waiting else ""
+            waited = f", {waiting} synchronous" if waiting else ""
             text += f", {overlapped} overlapped with a kernel{waited}"
-        owner = ": of the projections and their gradients" if job.module or job.block else ""
+        owner = ": they belong to the projections" if job.module or job.block else ""
         planned = f"{readable(sum(c['bytes'] for c in named))} in the plan"
         lines.append(f"  sends   {text} ({planned if named else f'none in the plan{owner}'})")
     return lines or ["  sends   nothing"]
@@ -141,17 +141,15 @@ def _failure(outcome: Outcome) -> str:
     kept = re.split(r"\n\s*\n|\n={3,}|\nLargest program allocations", message.strip())[0]
     kept = kept if len(kept) <= 1200 else f"{kept[:600]} ... {kept[-600:]}"
     if "vmem" in message.lower():
-        return f"{kept}\ndoes not fit VMEM: smaller flash_block_sizes"
+        return f"{kept}\ndoes not fit VMEM: set smaller flash_block_sizes"
     is_memory = "RESOURCE_EXHAUSTED" in message or "hbm" in message.lower()
     return f"{kept}\n{_TOO_MUCH if is_memory else 'does not compile'}"
 
 
 # ---- estimates -----------------------------------------------------------------------------------
 
-Spans = list[tuple[int, tuple[float, float]]]
-"""Calls, and the seconds of one, fast and slow end."""
 FULLEST = 3  # most slots, and most operations without a time, that a line names
-_MOVES = FILLS, SPILLS  # parts of VLOAD and VSTORE
+_MOVES = FILLS, SPILLS  # VLOAD and VSTORE count these slots too
 
 
 def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
@@ -168,11 +166,11 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
             f"kernel  self-attention's {one['name']}: {in_ms(Seconds(*one['seconds']))}{calls}"
         )
     passages = _passages(outcome)
-    # The longest of each kind and axes.
+    # The longest transfer of each kind and axes.
     longest = {(p.kind, p.axes): p for p in sorted(passages, key=lambda p: p.seconds)}
     lines += [_link(passage, kernels) for passage in longest.values()]
     if each := ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in made["xla_longest"]):
-        lines.append(f"xla     the longest of its own operations, in ms: {each}")
+        lines.append(f"xla     XLA's longest operations, in ms: {each}")
     spans = [(k.calls, k.seconds) for k in kernels]
     spans += [(one["calls"], one["seconds"]) for one in attention]
     lacks = ["transfers", *(["cross-attention's kernel"] if "attention" in made else [])]
@@ -202,7 +200,7 @@ def is_refused(estimate: dict[str, Any]) -> bool:
 
 
 def _read(values: dict[str, Any]) -> KernelEstimate:
-    """Read the compiler's JSON, in which tuples are lists."""
+    """Read the compiler's JSON, which has lists in place of tuples."""
 
     def tuples(value: Any) -> Any:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
@@ -211,7 +209,7 @@ def _read(values: dict[str, Any]) -> KernelEstimate:
 
 
 def _alike(kernels: list[KernelEstimate]) -> list[tuple[KernelEstimate, int]]:
-    """Count the calls of each kernel; kernels that would print alike are one."""
+    """Count the calls of each kernel; merge kernels whose lines would be equal."""
     found: dict[KernelEstimate, int] = {}
     for kernel in kernels:
         name = kernel.name.rpartition(".")[0] if kernel.name[-1].isdecimal() else kernel.name
@@ -243,7 +241,7 @@ def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
 
 def _tiles(kernel: KernelEstimate) -> str:
     if not kernel.block:
-        return "; each priced whole"
+        return "; every step is priced in full"
     tiles = "; tiles of {} x {}".format(*kernel.block)
     if kernel.is_bound:
         return f"{tiles}, all priced with the mask, since the visited ones are not known"
@@ -257,7 +255,7 @@ def _tiles(kernel: KernelEstimate) -> str:
 
 class Passage(NamedTuple):
     """One transfer of a compiled program: kind, mesh axes, how often it runs, seconds of one run at
-    the published rate, kernels beside it, and whether a kernel or a product overlaps it.
+    the published rate, kernels beside it, and whether a kernel or a matmul overlaps the transfer.
     """
 
     kind: str
@@ -282,7 +280,7 @@ def passage_of(found: Mapping[str, Any], machine: Machine, sizes: Mapping[str, i
         rate = machine.neighbour
     elif kind in ("all_to_all", "ragged_all_to_all"):
         rate = machine.exchanged(ways)
-    else:  # a sum's data goes around twice
+    else:  # a psum sends its data around twice
         rate = machine.gathered(ways) / (2 if kind == "psum" else 1)
     beside = tuple(found["kernels"]), found["is_overlapped"]
     return Passage(kind, axes, found["times"], found["bytes"] / rate, *beside)
@@ -290,16 +288,16 @@ def passage_of(found: Mapping[str, Any], machine: Machine, sizes: Mapping[str, i
 
 def _link(passage: Passage, kernels: list[KernelEstimate]) -> str:
     beside = sum(k.seconds[0] for k in kernels if k.name in passage.kernels)
-    what = f"link    {passage.kind} over {'+'.join(passage.axes)}: {1e3 * passage.seconds:.3g} ms"
+    what = f"link    {passage.kind} over {'+'.join(passage.axes)}: the longest takes"
     covered = "at least as long" if beside >= passage.seconds else "shorter"
-    kernel = f", the kernel beside it {1e3 * beside:.3g} ms: {covered}" if beside else ""
-    return f"{what} for the longest at the published rate{kernel}"
+    kernel = f"; the kernel beside it takes {1e3 * beside:.3g} ms, {covered}" if beside else ""
+    return f"{what} {1e3 * passage.seconds:.3g} ms at the published rate{kernel}"
 
 
 def _step(fast: float, slow: float, waits: float, layers: int) -> str:
     times = _ends(*(f"{layers * each:.3g}" for each in (fast, slow + waits)))
-    links = f"at most {layers * waits:.3g} s of it for links"
-    return f"step    {times} s: {layers} times the whole, {links}; without the rest of a step"
+    links = f"at most {layers * waits:.3g} s of it for transfers"
+    return f"step    {times} s: {layers} times the whole, {links}; other work is not counted"
 
 
 def _ends(low: str, high: str) -> str:

@@ -1,4 +1,4 @@
-"""`maxattn convert`: translate another program's YAML to ours, with comments on the changes."""
+"""`maxattn convert`: translate another program's YAML to maxattn's, with comments on changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rollout_text(path: str, overrides: Sequence[str]) -> str:
-    """Translate a file of Self-Forcing or LongLive to our sections."""
+    """Translate a YAML of Self-Forcing or LongLive to maxattn's sections."""
     if overrides:
         rule = "overrides do not apply to the section rollout: edit the written file"
         raise InputError("overrides", " ".join(overrides), rule, "leave them out")
@@ -41,7 +41,7 @@ def rollout_text(path: str, overrides: Sequence[str]) -> str:
 
 
 def comments(imported: Imported | ImportedRollout) -> str:
-    """Write notes and names as YAML comments."""
+    """Write the notes, and the names that were left out, as YAML comments."""
     left_out = [f"Left out: {', '.join(imported.left_out)}"] if imported.left_out else []
     wrapped = (
         textwrap.wrap(text, WIDTH, subsequent_indent="  ") for text in (*imported.notes, *left_out)

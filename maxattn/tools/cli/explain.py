@@ -33,8 +33,8 @@ from maxattn.tools.stream_costs import Predicted, StreamCosts, StreamStage, forw
 
 INDENT = 10
 REST = (
-    "times are attention's alone: projections, feed-forward, cross-attention, norms, rotary"
-    " embedding and the writing of the cache are not in them, nor are text encoder and VAE"
+    "times are of self-attention only, without projections, feed-forward, cross-attention, norms,"
+    " rotary embedding, cache writes, text encoder and VAE"
 )
 
 
@@ -64,7 +64,7 @@ def _stream_text(args: argparse.Namespace, source: Source) -> str:
         (stage, plan(stage.call, source.config, dict(stage.mesh), target)) for stage in run.stages()
     ]
     model, sizes = run.model, " ".join(f"{axis}={size}" for axis, size in run.layout.mesh)
-    shared = f", {run.kv_heads} of keys" if run.kv_heads != model.heads else ""
+    shared = f", {run.kv_heads} KV heads" if run.kv_heads != model.heads else ""
     heads = f"{model.layers} layers of {model.heads} heads of {model.head_dim}{shared}"
     tokens = f"{model.tokens_per_frame} tokens a frame, {run.dtype}"
     over = f"   mesh {sizes}" if sizes else ""

@@ -1,7 +1,6 @@
-"""Read what a command computes, and where: the config, the shapes, the target and the mesh.
+"""Read a command's config, shapes, target and mesh from its options.
 
-Here and in all readers of options, an error names the option whose value is wrong.
-
+Errors name the option whose value is wrong.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from maxattn.tools.model_shapes import Shape
 
 @dataclass(frozen=True)
 class Source:
-    """CONFIG and key=value as read: the settings, the file's sections with overrides applied, its
-    path ("" for overrides alone), and notes on settings that were translated.
+    """CONFIG and key=value as read: the settings, the file's sections after overrides, the file's
+    path ("" if only overrides are given), and notes on settings that were translated.
     """
 
     config: AttentionConfig
@@ -41,8 +40,8 @@ class Source:
 
 
 def read_source(args: argparse.Namespace) -> Source:
-    """Read the config. A CONFIG that contains `=` overrides the defaults; the name of a known shape
-    counts as --shape.
+    """Read CONFIG and the overrides. A CONFIG that contains `=` is an override of the defaults, and
+    a CONFIG that is the name of a known shape is a --shape.
     """
     words = [args.config, *args.overrides]
     named = [word for word in words if word in model_shapes.SHAPES and not os.path.exists(word)]
@@ -92,7 +91,7 @@ def _check_mask(shape: Shape, mask: str) -> None:
     except InputError as error:
         if "offset" not in error.remedy:
             raise
-        remedy = f"leave --mask out for {shape.name}, or give a shape of no more queries than keys"
+        remedy = f"leave --mask out for {shape.name}, or give a shape with T at most S"
         raise InputError("--mask", error.value, error.rule, remedy) from None
     check_fits(mask, shape.q_len, shape.kv_len, shape.name)
 
@@ -114,8 +113,8 @@ def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     pairs = [(text, *text.replace("==", "=").partition("=")[::2]) for text in args.packages]
     for text, name, _ in pairs:
         if name not in PACKAGES:
-            rule = f"the packages that plans ask for are {', '.join(PACKAGES)}"
-            remedy = did_you_mean(name, PACKAGES) or "name one of them, or leave it out"
+            rule = f"plans depend only on the packages {', '.join(PACKAGES)}"
+            remedy = did_you_mean(name, PACKAGES) or "name one of them, or leave --with out"
             raise InputError("--with", text, rule, remedy)
     return tuple((name, version or "?") for _, name, version in pairs)
 
@@ -123,34 +122,34 @@ def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
     """Return the axis sizes of --mesh, else of the config.
 
-    An open size, -1, is the remaining devices of --devices or of the target; else 1.
+    In the config, -1 stands for the remaining devices of --devices, else of the target, else 1.
     """
     devices = args.devices
     if devices is not None and whole(devices, most=MOST_DEVICES) is None:
-        rule, remedy = f"there are at most {MOST_DEVICES:,} devices", "ask for fewer"
+        rule, remedy = f"it must be at most {MOST_DEVICES:,}", "write fewer devices"
         if devices < 1:
             rule, remedy = "it must be at least 1", "write --devices 1 or more"
         raise MeshError("--devices", plain(devices), rule, remedy)
     there = read_target(args.target).devices if args.target else None
     if not args.mesh:
         if there is not None and devices is not None and devices > there:
-            remedy = f"write --devices {there}, or more chips"
+            remedy = f"write --devices {there}, or a target with more chips"
             raise MeshError("--devices", devices, f"{args.target} has {there} devices", remedy)
         return _mesh_of_config(config, there if devices is None else devices)
     sizes = read_mesh(args.mesh)
     named, words = prod(sizes.values()), ",".join(args.mesh)
     if devices is not None and named != devices:
-        rule = f"--mesh {words} says how many there are, {named}"
-        remedy = "leave one of them out: --devices is for the config's own mesh"
+        rule = f"--mesh {words} has {named} devices"
+        remedy = "leave --devices out: it is for the config's mesh"
         raise MeshError("--devices", devices, rule, remedy)
     if there is not None and named > there:
-        rule = f"{args.target} has {there} devices, and these are {named}"
-        raise MeshError("--mesh", words, rule, "name a larger topology")
+        rule = f"it needs {named} devices, and {args.target} has {there}"
+        raise MeshError("--mesh", words, rule, "name a larger topology, or a smaller mesh")
     return sizes
 
 
 def read_mesh(words: Sequence[str]) -> dict[str, int]:
-    """Read axes: `context=4,fsdp=2`, in one word or several."""
+    """Read the sizes of axes, such as `context=4,fsdp=2`, from one word or several."""
     sizes: dict[str, int] = {}
     for part in filter(None, ",".join(words).replace(" ", ",").split(",")):
         axis, equals, size = (word.strip() for word in part.partition("="))
@@ -182,5 +181,5 @@ def _mesh_of_config(config: AttentionConfig, devices: int | None) -> dict[str, i
             remedy = f"write --devices {fixed}, or set one ici_*_parallelism to -1"
             raise MeshError("devices", devices, rule, remedy)
     rest = (devices or fixed) // fixed
-    # Slices: an open dcn axis is one slice here.
+    # A dcn parallelism of -1 is one slice.
     return {axis: (rest if ici == -1 else ici) * max(dcn, 1) for axis, (ici, dcn) in sizes.items()}

@@ -15,7 +15,7 @@ from maxattn.errors import InputError, did_you_mean
 from maxattn.masks import Mask
 
 MOST_LENGTHS = 4096
-MOST_NUMBERS = 256  # most rectangles: an `or` of more takes long
+MOST_NUMBERS = 256  # most numbers of rectangles, four each: an `or` of more takes long
 MOST_MASKS = 16  # most masks joined by +: an `and` of more takes long
 
 
@@ -52,10 +52,10 @@ SPELLINGS: dict[str, tuple[Callable[..., Mask], str, range]] = {
 
 
 def read_mask(text: str) -> Mask:
-    """Read a mask such as `causal`, `block-window:1560,7`, or two joined by + (both must allow)."""
+    """Read a mask such as `causal`, `block-window:1560,7`, or several joined by + (and)."""
     parts = text.split("+")
     if len(parts) > MOST_MASKS:
-        rule = f"at most {MOST_MASKS} masks are joined"
+        rule = f"at most {MOST_MASKS} masks may be joined"
         raise InputError("mask", f"{len(parts)} masks", rule, "leave some out")
     return reduce(lambda mask, part: mask & _read_one(part.strip()), parts, masks.Full())
 
@@ -89,6 +89,6 @@ def _read_one(text: str) -> Mask:
     make, _, counts = SPELLINGS[name]
     numbers = [whole_in(word, least=0) for word in rest.split(",", counts[-1])] if rest else []
     if len(numbers) not in counts or None in numbers:
-        rule = f"its numbers are whole, up to {LARGEST}, and as many as it takes"
+        rule = f"it must be {_spelling(name)}, with whole numbers up to {LARGEST}"
         raise InputError("mask", plain(text), rule, f"write {_spelling(name)}")
     return make(*numbers)

@@ -47,7 +47,7 @@ def explain(parser: Parser) -> None:
     _common(parser)
     stream = (
         f"explain a video that is made block by block, such as {STREAM_EXAMPLE},sink=0. NAME is one"
-        f" of {', '.join(MODELS)}; another model needs tokens= (of a frame), heads=, head_dim=,"
+        f" of {', '.join(MODELS)}; another model needs tokens= (per frame), heads=, head_dim=,"
         " layers= and kv_heads=. Keys: frames= of a block, window= in blocks or all, sink= in"
         " frames, first_frame_alone, steps= of a block (default 4), clean_pass=false, length= of"
         " the video in frames, context=heads or tokens. The default is CONFIG's section rollout"
@@ -69,7 +69,7 @@ def check(parser: Parser) -> None:
     """
     _common(parser)
     lengths = (
-        "real keys of each batch row, such as 300,512, or of all rows: 300. If mask_padding_tokens"
+        "real keys of each batch row, such as 300,512, or 300 for all. If mask_padding_tokens"
         " is false, advice names the share of padding that is attended to"
     )
     switch = partial(parser.add_argument, action="store_true")
@@ -90,13 +90,13 @@ def compile(parser: Parser) -> None:
 
     Needs libtpu (pip install "maxattn[tpu]"), and no TPU. Each shape is compiled in a process of
     its own. With --estimate each Pallas kernel, and the whole program, is priced by the schedule
-    that libtpu makes; nothing runs. With --block 13824 --layers 40 beside it a step of a model is
+    that libtpu makes; nothing runs. With --block 13824 --layers 40 as well, a model's step is
     predicted from one of its blocks. The exit status is 1 if a shape does not compile or does not
     fit, or if its estimate is refused.
     """
     _config(parser)
     _shape(parser)
-    target = "a TPU, with chips along each side (v5p:2x2x1, v6e:2x2, tpu7x:2x2x1) or of one host"
+    target = "a TPU and its chips along each side: v5p:2x2x1, v6e:2x2, tpu7x:2x2x1; v5p is one host"
     module = "a whole FlaxAttention or CrossAttention as in Wan, with projections, norms and RoPE"
     block = "a whole transformer block as in Wan, with a feed-forward of this width"
     file = (
@@ -126,14 +126,14 @@ def tune(parser: Parser) -> None:
       maxattn tune attention=auto --shape 64,256,256,16,72 --forward
       maxattn tune attention=flash --shape wan-14b-720p --target v6e --offline
 
-    On GPUs and CPUs, `attention: auto` has every kernel timed that can run the call. On TPUs, and
-    if a kernel is named, its sizes are timed. Plans on this machine then take the fastest, unless
-    the config names a kernel or sets sizes.
+    On GPUs and CPUs, under `attention: auto`, every kernel that can run the call is timed. On TPUs,
+    and if the config names a kernel, that kernel's sizes are timed. Plans on this machine then take
+    the fastest, unless the config names a kernel or sets sizes.
 
     Each measurement is kept at once in ~/.cache/maxattn (or $MAXATTN_CACHE), so that a killed
     command continues when it is run again. With a --target nothing is timed or kept, and the
-    kernels are listed. With --offline a TPU's sizes are ranked by the schedules that libtpu makes
-    of their kernels, and kept as estimated.
+    kernels are listed. With --offline a TPU's sizes are ranked by libtpu's schedules of the
+    kernels, and kept as estimates.
     """
     _common(parser)
     passes = parser.add_mutually_exclusive_group().add_argument
@@ -153,18 +153,18 @@ def tune(parser: Parser) -> None:
 
 
 def convert(parser: Parser) -> None:
-    """Read another program's YAML and print ours.
+    """Read another program's YAML and print maxattn's.
 
       maxattn convert base_wan_14b.yml > attention.yml
       maxattn convert longlive_inference.yaml > stream.yml
 
     From MaxDiffusion it takes the keys of attention and of the mesh. From Self-Forcing and
-    LongLive it takes blocks, window, sink and steps, as the section rollout. Comments name what
-    was read in another way than it was written, and what was left out.
+    LongLive it takes blocks, window, sink and steps, as the section rollout. Comments list the
+    settings that were changed or left out.
     """
     parser.add_argument("file", metavar="FILE", help="a YAML of MaxDiffusion, Self-Forcing, ...")
     overrides = {"nargs": "*", "default": [], "metavar": "key=value"}
-    parser.add_argument("overrides", **overrides, help="settings to change, in our names")
+    parser.add_argument("overrides", **overrides, help="settings to change, by maxattn's names")
 
 
 def bench(parser: Parser) -> None:
@@ -177,7 +177,7 @@ def bench(parser: Parser) -> None:
       maxattn bench --shape 2,4608,4608,24,128 --kernel flash --kernel auto
           B,T,S,N,H[/V][,K]
       maxattn bench --peers
-          other libraries beside them, called bare
+          other libraries too, called directly
       maxattn bench wan-14b-480p --mesh context=4
           ring, Ulysses and all-gather beside one device
       maxattn bench wan-1.3b-480p --module
@@ -185,8 +185,8 @@ def bench(parser: Parser) -> None:
       maxattn bench --report implementations --pictures out
           tables and pictures: implementations, block-window, layers
 
-    Times are of the device: short calls are compiled together into one program, so that the host
-    does not count. GiB are per device: arguments, results and temporaries, as the compiler
+    Times are of the device: short calls are compiled together into one program, so that the host's
+    launches do not count. GiB are per device: arguments, results and temporaries, as the compiler
     reports them.
     """
     add, several = parser.add_argument, {"action": "append", "default": []}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from maxattn.target import Target
 
-BAR, CLEAR = 24, "\r\x1b[2K"  # most letters; the code that clears a terminal's line
+BAR, CLEAR = 24, "\r\x1b[2K"  # width of the bar; the code that clears a terminal's line
 
 
 def say(line: str) -> None:

@@ -72,10 +72,10 @@ def _words(text: str) -> tuple[str, dict[str, str]]:
         if not equals and key not in FLAGS:
             raise InputError(OPTION, shown, f"{key} needs a value", f"write {key}=VALUE")
         if key in given:
-            raise InputError(OPTION, shown, f"{key} is there twice", "leave one of them out")
+            raise InputError(OPTION, shown, f"{key} is given twice", "leave one of them out")
         given[key] = value if equals else "true"
     if (name and name not in MODELS) or not (name or given):
-        rule = f"it begins with one of {', '.join(MODELS)}, or says tokens=, heads=, ... of another"
+        rule = f"it must begin with one of {', '.join(MODELS)}, or give tokens=, heads=, ..."
         remedy = did_you_mean(name, MODELS) or f"write for example {STREAM_EXAMPLE}"
         raise InputError(OPTION, plain(name) if name else "(nothing)", rule, remedy)
     return name, given
@@ -90,7 +90,7 @@ def _of_section(section: Any) -> dict[str, str]:
 
 
 def _number(key: str, value: str) -> int:
-    """Return a whole number; `all` is 0, a window of all blocks."""
+    """Read a whole number; window=all is read as 0."""
     if key == "window" and value == ALL:
         return 0
     least = 0 if key == "sink" else 1
@@ -113,14 +113,14 @@ def _model(name: str, numbers: Mapping[str, int]) -> VideoModel:
     needed = [key for key in SIZES if key != "kv_heads"]
     missing = [key for key in needed if key not in numbers]
     if not name and missing:
-        rule = f"a model without a name has {', '.join(needed)}"
+        rule = f"a model without a name needs {', '.join(needed)}"
         remedy = f"add {missing[0]}=, or begin with one of {', '.join(MODELS)}"
         raise InputError(OPTION, f"no {', '.join(missing)}", rule, remedy)
     model = replace(MODELS[name], **own) if name else VideoModel(frames=0, **own)
     if model.kv_heads and model.heads % model.kv_heads:
-        rule = f"kv_heads divides heads, and {model.kv_heads} does not divide {model.heads}"
+        rule = f"kv_heads must divide heads, and {model.kv_heads} does not divide {model.heads}"
         choices = ", ".join(map(str, divisors(model.heads)))
-        raise InputError(f"{OPTION} kv_heads", model.kv_heads, rule, f"give one of {choices}")
+        raise InputError(f"{OPTION} kv_heads", model.kv_heads, rule, f"write one of {choices}")
     return model
 
 

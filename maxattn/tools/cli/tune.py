@@ -125,7 +125,7 @@ class SizeTuning:
 def _tunings(
     name: str, config: AttentionConfig, made: Plan, training: bool
 ) -> Iterator[SizeTuning]:
-    """Yield the tunings of a plan: one kernel, or one for each pass."""
+    """Yield the tunings of a plan: of its kernel, or of each kernel if the passes have two."""
     for kernel in made.kernel.name.split("/"):
         call = kernel_call(made.padded_call, made.strategy)
         local = computed_call(kernel, call, made.target.platform)
@@ -154,7 +154,7 @@ def _timed(
     args: argparse.Namespace, tuning: SizeTuning, found: tuple[Sizes, ...], kept: store.Opened
 ) -> None:
     kept.say(f"{len(found)} candidates")
-    say_where(f"{tuning.kernel}, a candidate after the other,", tuning.target)
+    say_where(f"sizes of {tuning.kernel}, one after the other,", tuning.target)
     for number, sizes in enumerate(found, start=1):
         say(f"  {number}/{len(found)}  {sizes_text(sizes)}")
         measured, old = _measured(args, tuning, sizes, kept.path)
@@ -169,14 +169,14 @@ def _timed(
     its = tuning.kernel, key_of(tuning.local)
     best = next((t for t in table if (t.kernel, t.call) == its), None)
     if best is None:
-        print("  none of them runs")
+        print("  no candidate runs")
         return
     gain, default = "", store.find(kept.path, tuning.identity(found[0]))
     if default and (time := default["training_ms" if best.training else "forward_ms"]):
-        times = f"{time / best.milliseconds:.2f} times as fast as {ms_text(time)}"
-        gain = f", {times} where nothing is set"
+        times = f"{time / best.milliseconds:.2f} times as fast as"
+        gain = f", {times} the default's {ms_text(time)}"
     print(f"  fastest {best}{gain}")
-    where = "" if kept.problem else "plans on this machine take it where the config sets none; "
+    where = "" if kept.problem else "plans on this machine take it if the config sets no sizes; "
     print(f"  {where}{tuning.to_set(best.sizes)}")
 
 
@@ -233,7 +233,7 @@ def _tpu_of(target: str | None) -> str:
         raise ConfigError("--offline", "no --target", "--offline needs a named TPU", remedy)
     kind = read_target(target).kind
     if DEVICES[kind].platform != "tpu":
-        rule = f"sizes are ranked by the schedules of a TPU's compiler, and {kind} is none"
+        rule = f"sizes are ranked by the schedules of a TPU's compiler, and {kind} is no TPU"
         remedy = "name one of v4, v5e, v5p, v6e and v7x, or leave --offline out"
         raise Unsupported("--offline", kind, rule, remedy)
     core_of(DEVICES[kind])
@@ -242,12 +242,10 @@ def _tpu_of(target: str | None) -> str:
 
 def _check_ranked(tuning: SizeTuning, call: Call) -> None:
     if tuning.kernel not in BLOCKS:
-        rule = (
-            f"{tuning.kernel} runs, and the kernels with tiles on TPUs are {' and '.join(BLOCKS)}"
-        )
+        rule = f"only {' and '.join(BLOCKS)} have tiles on TPUs, and the plan has {tuning.kernel}"
         raise Unsupported("--offline", tuning.name, rule, "write attention=flash")
     if why := not_priced(call):
-        rule = f"tiles are ranked by schedules: {why}"
+        rule = f"libtpu's schedules cannot rank its tiles: {why}"
         raise Unsupported("--offline", f"mask {tuning.local.mask}", rule, "leave the mask out")
 
 
@@ -278,13 +276,13 @@ def _rank(
         measurement = tuning.identity(tuple(one.sizes.given().items())) | {"source": ESTIMATED}
         blank = {"error": "", "forward_ms": None, "training_ms": None}
         store.add(kept.path, measurement | blank | times)
-    where = f"kept as estimated in {kept.path}: plans take it until it is measured; "
+    where = f"kept as an estimate in {kept.path}; plans take it until sizes are measured; "
     best = tuple(found[0].sizes.given().items())
     print(f"  {'' if kept.problem else where}{tuning.to_set(best)}", flush=True)
 
 
 def ranked_sizes(tuning: SizeTuning, costs: Costs) -> list[Estimate]:
-    """Rank the sizes that fit the device, with either backward."""
+    """Rank the sizes that fit the device, with the fused and with the separate backward."""
     local, kernel = tuning.as_computed, cast(KernelKind, tuning.kernel)
     kind, training = tuning.target.device_kind, tuning.training
     found = [

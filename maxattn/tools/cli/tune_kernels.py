@@ -44,13 +44,13 @@ from maxattn.tuned.kernels import (
 
 PASSES = {"forward": "forward_ms", "backward": "backward_ms"}
 Record = dict[str, Any]
-"""A measurement of kernels, as the file holds it."""
+"""A measurement of kernels, as a JSON object of the file of measurements."""
 
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """The call whose kernels are timed. The target has no measured kernels; `data` is the text of a
-    mask with arrays, else "".
+    """The call whose kernels are timed. `target` has no measured times of kernels; `data` is the
+    text of a mask with arrays, else "".
     """
 
     shape: Shape
@@ -60,7 +60,7 @@ class KernelTuning:
     data: str
 
     def planned(self, record: Record | None = None) -> Plan:
-        """Make the plan with the measured times of a record, by default with none."""
+        """Make the plan with the measured times of a record; without a record, with none."""
         times = () if record is None else (call_times(record, ""),)
         target = replace(self.target, kernel_times=times)
         return plan(self.shape.call(), self.config, dict(self.mesh), target)
@@ -93,9 +93,9 @@ class KernelTuning:
 
 
 class KernelOutcome(NamedTuple):
-    """Effect of a call's measurement: the kernel that `auto` takes without it and with it ("a/b" is
-    the forward of a and the backward of b), their milliseconds if they were timed, and whether
-    the device stopped answering.
+    """Effect of a call's measurement: the kernel that `auto` takes without (`own`) and with it
+    (`taken`); "a/b" is the forward of a and the backward of b. `before` and `now` are their
+    milliseconds, if timed. `is_lost`: the device stopped answering.
     """
 
     call: str
@@ -122,10 +122,10 @@ def tune(
         made = tuning.planned()
         print(f"  {target.device_kind} is not here, so nothing is timed or kept")
         print(f"  to be timed there: {', '.join(found.built)}{left_out}")
-        print(f"  without it auto takes {made.kernel.name}: {made.because}")
+        print(f"  without times auto takes {made.kernel.name}: {made.because}")
         return None
     if len(found.built) < 2:
-        print(f"  nothing to choose: {', '.join(found.built)} alone can run it{left_out}")
+        print(f"  nothing to choose: only {', '.join(found.built)} can run the call{left_out}")
         return None
     kept.say(f"{len(found.built)} kernels")
     record, is_old, is_lost = _measured(args, tuning, found, kept.path)
@@ -136,7 +136,7 @@ def tune(
         return KernelOutcome(tuning.shape.name, is_lost=True)
     print("\n".join(_table(record, found)) + left_out)
     if is_old:
-        print("  measured before; --again times it anew")
+        print("  measured before; --again measures again")
     own, taken = (tuning.planned(r).kernel.name for r in (None, record))
     its = _outcome(tuning.shape.name, record, own, taken)
     print("\n".join(_winner(its, record, local.role, not kept.problem)))
@@ -175,7 +175,7 @@ def _measured(
 def check_kernels_are_chosen(named: str, because: str) -> None:
     """Refuse to time kernels if a setting names the kernel."""
     if named != "auto":
-        rule = f"kernels are timed for auto alone, and here {named} runs: {because}"
+        rule = f"kernels are timed only for auto, and here {named} runs: {because}"
         remedy = (
             "let auto choose (attention=auto, cross_attention=auto, no flash_min_seq_length and no"
             " use_memory_efficient_attention), or leave --kernels out"
@@ -203,7 +203,7 @@ def _outcome(call: str, record: Record, own: str, taken: str) -> KernelOutcome:
 
 
 def _total(record: Record, kernels: str) -> float | None:
-    """Return the total milliseconds of a kernel, or of a pair "a/b", in the timed passes."""
+    """Sum the milliseconds of the timed passes of a kernel, or of a pair "a/b"."""
     first, *_, last = [*kernels.split("/")] * 2
     found = [its.get(first if what == "forward" else last) for what, its in _times(record).items()]
     return sum(x for x in found if x) if found and all(found) else None
@@ -222,11 +222,11 @@ def _table(record: Record, found: KernelCandidates) -> list[str]:
 
 def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> list[str]:
     if its.now is None:
-        return ["  none of them runs"]
+        return ["  no kernel runs"]
     passes = "forward and backward" if record["backward_ms"] else "forward"
-    without = f"  without it auto takes {its.own}"
+    without = f"  without times auto takes {its.own}"
     if its.own == its.taken:
-        without = "  auto takes the same without it"
+        without = "  without times auto takes the same"
     elif its.before is None:
         without += ", which was not timed"
     else:
@@ -245,11 +245,11 @@ def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> lis
 
 
 def changes(outcomes: Sequence[KernelOutcome]) -> list[str]:
-    """Write which calls the measurements change, and by how much."""
+    """List the calls whose kernel the measurements change, with the times of both kernels."""
     changed = [its for its in outcomes if its.now and its.own != its.taken]
     lines = [f"\nchanged: {len(changed)} of {len(outcomes)} calls"]
     if changed:
-        cells: list[tuple[str, ...]] = [("call", "without", "now", "ms before", "ms now")]
+        cells: list[tuple[str, ...]] = [("call", "without", "with", "ms without", "ms with")]
         for call, own, taken, before, now, _ in changed:
             cells.append((call, own, taken, *(in_digits(x) if x else "-" for x in (before, now))))
         lines += [f"  {line}" for line in columns(cells, 3)]

@@ -1,13 +1,14 @@
-"""The program of the TPU's compiler: it compiles for a TPU topology with libtpu, without a TPU.
+"""The child process that compiles for a TPU topology with libtpu, without a TPU.
 
-`python -m maxattn.tools.compile.child FOLDER FD` reads a request a line as JSON from stdin, and
-writes an answer a line to the file descriptor. `process.py` starts it. A request has one key:
+`python -m maxattn.tools.compile.child FOLDER FD` reads requests as lines of JSON from stdin, and
+writes answers as lines of JSON to the file descriptor FD. `process.py` starts it. A request has
+one of these keys:
 
     versions  answered by the versions of libtpu, jax and tokamax
     compile   a `CompileJob`, answered by an `Outcome`
     kernel    a `KernelJob`, answered by the cost of one grid step (tune/kernel_job.py)
 
-The compiler writes its schedules into FOLDER, unless that is empty.
+The compiler writes its schedules into FOLDER, unless the argument FOLDER is "".
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 FLAGS = "LIBTPU_INIT_ARGS"
 Priced = Callable[[str], dict[str, Any]]
-"""Makes the estimate of a compiled program's text."""
+"""A function that makes an estimate from a compiled program's text."""
 
 
 def main() -> None:
@@ -148,7 +149,7 @@ def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) ->
 def _ended(
     job: CompileJob, traced: Any, mesh: Mesh, facts: dict[str, Any], priced: Priced
 ) -> Outcome:
-    """Compile a traced program; `facts` are the outcome's fields known before."""
+    """Compile a traced program; `facts` are fields of the outcome that are known before."""
     from maxattn.tools.compile.hlo import axes_of, transfers
 
     started = time.perf_counter()

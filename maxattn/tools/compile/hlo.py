@@ -16,7 +16,7 @@ import numpy as np
 
 from maxattn.kernels.table import custom_calls
 
-# HLO's word for a transfer, and jax's, which plans use.
+# HLO's name of a collective, and jax's name, which plans use.
 KINDS = {
     "collective-permute": "ppermute",
     "all-gather": "all_gather",
@@ -45,7 +45,7 @@ class Transfer:
         bytes: bytes that one device receives in one run, without its own part; for a psum, the
             size of the result.
         start, done: lines of the text; equal if the collective is synchronous.
-        times: how often it runs: trip counts of the loops around it, if the text has them.
+        times: how often it runs: the product of the known trip counts of the loops around it.
         kernels: kernels and products (dot, convolution, and loops or fusions with one) between
             start and done.
         op_name: jax's name of the operation.
@@ -203,7 +203,7 @@ class HloProgram:
 
     @cached_property
     def wrappers(self) -> frozenset[str]:
-        """Computations that hold the collective of an `async-start`."""
+        """Names of the computations that an `async-start` calls for its collective."""
         every = (i for body in self.computations.values() for i in body)
         return frozenset(name for i in every if i.opcode == "async-start" for name in i.called)
 
@@ -223,7 +223,7 @@ class HloProgram:
         return instruction.opcode in PRODUCTS or any(map(self.computes, self.inside(instruction)))
 
     def times(self, computation: str) -> int:
-        """Multiply the trip counts of the loops around a computation, if the text has them."""
+        """Multiply the known trip counts of the loops around a computation."""
         for name, body in self.computations.items():
             for i in body:
                 if computation in i.called and i.opcode != "async-start":
@@ -242,7 +242,7 @@ _OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
 def bytes_of(type_: str) -> int:
-    """Count the bytes of a type or a tuple of them."""
+    """Count the bytes of an array type, or of a tuple of array types."""
     bits = 0
     for kind, dims in re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", type_):
         width = _ITEM_BITS.get(kind) or int(re.sub(r"^[a-z]+(\d+).*", r"\1", kind))
@@ -251,10 +251,10 @@ def bytes_of(type_: str) -> int:
 
 
 def groups_of(collective: Instruction, devices: int) -> Groups:
-    """Return (from, to) pairs of a permute, else its groups; empty groups mean all devices.
+    """Return the (from, to) pairs of a permute, or the groups of devices of another collective.
 
-    HLO lists groups, or writes a reshaped and transposed iota such as [2,4]<=[4,2]T(1,0), or axes
-    of a mesh, such as 'data'=1,'fsdp'=2,'context'=2 and 'context' (jax 0.12).
+    HLO lists groups, or writes a reshaped and transposed iota such as [2,4]<=[4,2]T(1,0), or a mesh
+    'data'=1,'fsdp'=2,'context'=2 and its axes 'context' (jax 0.12). No groups mean all devices.
     """
     if collective.opcode.removesuffix("-start") == "collective-permute":
         return _braced(collective.attribute(f"source_target_pairs{_LISTED}"))

@@ -32,7 +32,7 @@ class CompileJob:
         slices: how many such topologies are joined by the data centre's network.
         estimate: price the kernels by the schedule that the compiler makes.
         block: width of the feed-forward of a whole transformer block; 0 for none.
-        layers: how often a step runs the compiled program; an estimate is multiplied by it.
+        layers: layers of a model, whose step runs the program so often; for estimates.
         kernel_file: PATH:FUNCTION of an attention to compile in place of maxattn's; "" for none.
     """
 
@@ -54,8 +54,8 @@ class Outcome:
     """The result of a job; the types of its fields are checked.
 
     Args:
-        ending: "compiled"; "failed" (the compiler's error); "refused" (ours); "timeout"; "crashed"
-            (the child died).
+        ending: "compiled"; "failed" (in the compiler); "refused" (by maxattn); "timeout";
+            "crashed" (the child died).
         plan: the text of `explain`.
         named, found: the collectives in the plan, and in the compiled program.
         memory: bytes of one device: argument, temp, output, alias (outputs that reuse arguments),
@@ -127,15 +127,15 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _written(value: Any) -> Any:
-    """Return a mask's class name and its fields; fields that are masks likewise."""
+    """Return a mask's class name and fields as JSON values; a field may be a mask too."""
     if isinstance(value, tuple):
         return [_written(part) for part in value]
     if value is None or isinstance(value, int):
         return value
     kind = type(value).__name__
     if not isinstance(value, Mask) or getattr(masks, kind, None) is not type(value):
-        rule = "the compiler's process gets a mask by name and numbers"
-        remedy = "compile with a mask of maxattn.masks without arrays"
+        rule = "a mask is sent to the compiler's process by its name and numbers"
+        remedy = "compile with a mask of maxattn.masks that has no arrays"
         raise Unsupported("compile", f"mask with {kind}", rule, remedy)
     return {"kind": kind, **{name: _written(part) for name, part in _fields(value).items()}}
 

@@ -24,7 +24,7 @@ OPTION = "--kernel-file"
 
 
 def read_kernel_file(text: str) -> str:
-    """Read PATH:FUNCTION, and return it with the whole path."""
+    """Check PATH:FUNCTION, and return it with the absolute path."""
     path, _, function = text.rpartition(":")
     if not path or not function.isidentifier():
         rule = "it must name a file and a function in it"
@@ -38,11 +38,11 @@ def read_kernel_file(text: str) -> str:
 def check_kernel_job(job: CompileJob, devices: int) -> None:
     """Refuse a job that a user's function cannot run: modules, masks, several devices."""
     if job.module or job.block:
-        _refuse(job, "a function is compiled alone", "leave --module and --block out")
+        _refuse(job, "the function is compiled alone", "leave --module and --block out")
     if not job.shape.mask.is_full:
-        _refuse(job, "a function gets no mask: every query sees every key", "leave --mask out")
+        _refuse(job, "the function gets no mask: every query sees every key", "leave --mask out")
     if devices != 1:
-        rule = f"a function runs on one device, and {job.topology} has {devices}"
+        rule = f"the function runs on one device, and {job.topology} has {devices}"
         _refuse(job, rule, "add --devices 1, and give the shape that one device computes")
 
 
@@ -66,7 +66,7 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
     def run(*operands: Any) -> Any:
         out = function(*operands)
         if out.shape != q.shape:
-            rule = f"it returns {list(q.shape)} like the queries, and here {list(out.shape)}"
+            rule = f"it must return q's shape, {list(q.shape)}, and returns {list(out.shape)}"
             _refuse(job, rule, "return [B, T, N, H]")
         return out
 
@@ -93,12 +93,12 @@ def _loaded(job: CompileJob) -> Callable[..., Any]:
     if not callable(function):
         rule = f"{Path(path).name} has no function {name}"
         known = [each for each, value in vars(module).items() if callable(value)]
-        _refuse(job, rule, did_you_mean(name, known) or "name a function that it defines")
+        _refuse(job, rule, did_you_mean(name, known) or "name a function of the file")
     return lambda q, k, v: function(q, k, v, job.config)
 
 
 def _module(job: CompileJob, path: Path) -> ModuleType:
-    """Run a file as a module; it may import files of its folder."""
+    """Run a file as a module; the file may import others of its folder."""
     name = f"kernel_file_{path.stem}"  # a file may have the name of a library
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

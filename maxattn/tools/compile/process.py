@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 PYTHON_VARIABLE = "MAXATTN_TPU_PYTHON"  # path of a python with jax[tpu] and maxattn
 INSTALL = (
-    f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python that has it and maxattn'
+    f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python with libtpu and maxattn'
 )
 MOST_LOG = 2**16  # last bytes of the process's log that are read for errors
 PART = 2**16  # most bytes of an answer per read
@@ -43,7 +43,7 @@ HELD = signal.SIGINT, signal.SIGTERM
 
 
 class CompilerStopped(Exception):
-    """Raised when the process times out, or ends without an answer."""
+    """Raised when the compiler's process times out, or ends without an answer."""
 
     def __init__(self, message: str, is_timeout: bool = False) -> None:
         super().__init__(message)
@@ -182,9 +182,9 @@ def tpu_python() -> str | None:
 def held_signals() -> Iterator[None]:
     """Delay Ctrl-C and TERM until the block ends; then handle the first one.
 
-    A signal right after a child starts, before its parent knows its id, would leave it running.
+    Otherwise a signal before the parent knows a new child's id would leave the child running.
     """
-    if threading.current_thread() is not threading.main_thread():  # only it gets signals
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
         yield
         return
     came: list[int] = []

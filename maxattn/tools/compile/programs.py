@@ -60,7 +60,7 @@ def _attention(job: CompileJob, plan: Plan, mesh: Mesh) -> Program:
 
 
 def operand(dims: tuple[int, ...], letters: str, dtype: Any, mesh: Mesh) -> Any:
-    """Shard an array as attention does; an axis that does not divide is replicated."""
+    """Return an abstract array sharded as in attention; dims that do not divide are replicated."""
     shape = mesh_shape(mesh)
     spec = zip(dims, letters, spec_of(letters, shape), strict=True)
     axes = (a if a and n % ways(c, shape) == 0 else None for n, c, a in spec)
@@ -122,7 +122,7 @@ def devices_of(topology: str, slices: int = 1, count: int | None = None) -> list
         rule = f"the TPU's compiler comes with libtpu, and {plain(sys.executable)} has none"
         remedy = f'pip install "maxattn[tpu]" there, or name another python in {PYTHON_VARIABLE}'
         raise Unsupported("compile", "libtpu is not installed", rule, remedy)
-    # libtpu needs more than the name for v4's devices per chip, and hosts of fewer than 4 chips.
+    # For v4, and for fewer than 4 chips, libtpu needs options besides the name.
     generation, _, layout = topology.partition(":")
     options: dict[str, Any] = {"chip_config_name": "megacore"} if generation == "v4" else {}
     sides = [int(n) for n in layout.split("x") if n.isdecimal()]
@@ -155,7 +155,7 @@ Tokens = Float[Array, "B T D"]
 
 
 class TransformerBlock(nnx.Module):
-    """Attend to itself and to a text, then feed forward; modulated by a time."""
+    """Self-attention, cross-attention to a text, and feed-forward, with modulation as in Wan."""
 
     def __init__(self, job: CompileJob, mesh: Any) -> None:
         call = job.shape.call()
@@ -185,7 +185,7 @@ class TransformerBlock(nnx.Module):
 
 
 def attention_settings(job: CompileJob, mesh: Any) -> dict[str, Any]:
-    """Return the settings of an attention as Wan has it, beside its width."""
+    """Return the settings of Wan's attention modules, except their width."""
     call = job.shape.call()
     heads = {"heads": call.heads, "kv_heads": call.kv_heads, "dim_head": call.head_dim}
     norm = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}

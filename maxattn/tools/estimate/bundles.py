@@ -1,12 +1,12 @@
-"""libtpu's dumps of a TPU kernel, as values: bundles, slots, operands, products.
+"""Read libtpu's dumps of a TPU kernel: bundles, slots, operands, products.
 
 A bundle is the set of instructions that a core issues in one cycle. libtpu writes each bundle on a
-line; comments on some of them are on the lines after it:
+line, and may write comments on the bundle on the next lines:
 
     0x1d   : > { %261 = sbr.rel (%p258_p11) target = $region36 }
 
-Comments mark where a region begins and ends, and which comparison ends a loop. Lines of any other
-form are refused, since an estimate of them would be a guess.
+Comments mark where a region begins and ends, and which comparison ends a loop. Unknown branches,
+waits and products are refused, since their time would be a guess.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ UNDERSTOOD = "libtpu 0.0.42 to 0.0.50"
 _HEAD = re.compile(r"\s*(0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[ ,]*)*):")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _REGION = re.compile(r"\bregion (\d+)")
-# Refused: a branch of another kind than `_branches` reads, or a wait of many cycles in a bundle.
+# Refused: a branch that `_branches` cannot read, or one bundle's wait of many cycles.
 _STRANGE = re.compile(r"\bsbr\.(?!rel (?:\(!?%\w+\) )?target = \$region)[\w.]*|\bvdelay[\w.]*")
 _BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (%\w+), (\d+) /\* loop exit test")
 _GRID = re.compile(r"iteration_bounds: \(([\d, ]*)\)")
-NO_BOUND = 2**31 - 2  # steps of a grid whose length is an argument of the kernel
-PIPELINE = 2  # loop trips besides the steps: blocks are fetched before, and written after
+NO_BOUND = 2**31 - 2  # more steps stand for a grid whose length is an argument of the kernel
+PIPELINE = 2  # loop trips besides the steps, in which blocks are only fetched or written
 
 
 def unknown(who: str, rule: str) -> Unsupported:
-    """Return the error for a dump, named such as "libtpu 0.0.60's dump of my_kernel"."""
-    remedy = f"the dumps of {UNDERSTOOD} are supported: install one, or leave --estimate out"
+    """Return the error for an unreadable dump; `who` is such as "libtpu 0.0.60's dump of k"."""
+    remedy = f"install {UNDERSTOOD}, whose dumps are supported, or leave --estimate out"
     return Unsupported("estimate", who, rule, remedy)
 
 
@@ -81,9 +81,9 @@ class Bundles:
         for line in text.splitlines():
             if (head := _HEAD.match(line)) and "{" in line:
                 if int(head.group(1), 16) != len(rows):
-                    raise unknown(who, f"bundle {len(rows)} has the address {head.group(1)}")
+                    raise unknown(who, f"bundle {len(rows)} has the wrong address {head.group(1)}")
                 rows.append((head.group(2), line[head.end() :]))
-            elif rows:  # the text before the first explains the marks
+            elif rows:  # text before the first bundle explains the marks
                 rows[-1] = (rows[-1][0], f"{rows[-1][1]}\n{line}")
         if not rows:
             raise unknown(who, "it has no line such as '0x1d   : > { ... }'")
@@ -91,7 +91,7 @@ class Bundles:
         found = Bundles(tuple(made), who)
         if strange := {word for row in found.rows for word in _STRANGE.findall(row.code)}:
             listed = ", ".join(sorted(strange))
-            raise unknown(who, f"it has instructions that are not known: {listed}")
+            raise unknown(who, f"it has unknown instructions: {listed}")
         return found
 
     @cached_property
@@ -101,18 +101,18 @@ class Bundles:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Every loop, in the order of their ends: inner ones before those around them."""
+        """All loops in the order of their ends, so that inner loops come before outer ones."""
         back = [Span(to, i + 1) for i, to in self._branches if to <= i]
         starts = {i for i, row in enumerate(self.rows) if row.starts_loop}
         if starts != {span.start for span in back}:
-            raise unknown(self.who, "a loop begins where no branch leads back to")
+            raise unknown(self.who, "its marks of loops do not match the branches that lead back")
         if any(one.start < s.start < one.end < s.end for s in self.skips for one in back):
             raise unknown(self.who, "a branch leads out of a loop")
         return tuple(Loop(span, self._steps(span, back)) for span in back)
 
     @cached_property
     def _branches(self) -> tuple[tuple[int, int], ...]:
-        """Every branch and its target; only a branch to the end has no comment."""
+        """Every branch and its target, as bundles; a target without a comment is the end."""
         first: dict[str, int] = {}
         for i, row in enumerate(self.rows):
             for region in _REGION.findall(row.text):
@@ -126,7 +126,7 @@ class Bundles:
     def _steps(self, span: Span, every: list[Span]) -> int | None:
         """Return a loop's grid steps: its counter's bound, less trips that only fetch or write.
 
-        The dump's transfers name the grid too, which must have as many steps.
+        The dump's transfers name the grid too, and must agree. None if the bound is an argument.
         """
         inner = [other for other in every if span.holds(other)]
         own = (i for i in range(*span) if not any(s.start <= i < s.end for s in inner))
@@ -135,23 +135,23 @@ class Bundles:
         if not tests and all(grid > NO_BOUND for grid in grids):
             return None
         if len(tests) != 1:
-            raise unknown(self.who, f"a loop has {len(tests)} exit tests")
+            raise unknown(self.who, f"a loop has {len(tests)} exit tests, and must have one")
         ((counter, bound),) = tests
         if not re.search(rf"{counter} = sadd\.s32 1, %", text):
             raise unknown(self.who, f"the loop counter {counter} does not go up by 1")
         steps = int(bound) - PIPELINE
         if steps < 1 or grids - {steps}:
             named = ", ".join(map(str, sorted(grids))) or "none"
-            raise unknown(self.who, f"a loop has {steps} steps, and the grid of its blocks {named}")
+            raise unknown(self.who, f"a loop has {steps} steps, and its blocks' grid {named}")
         return steps
 
 
 def sides(text: str) -> list[int]:
-    """Parse numbers between commas or blanks."""
+    """Parse numbers separated by commas or blanks."""
     return [int(n) for n in text.replace(",", " ").split()]
 
 
-# ---- slots: use of each unit by the bundles ------------------------------------------------------
+# ---- slots: how many of each unit the bundles fill -----------------------------------------------
 
 FILLS, SPILLS = "VLOAD:FILL", "VSTORE:SPILL"
 _CAPACITY, _USE = "== CAPACTIY:", "== UTILIZATION:"  # libtpu's spelling
@@ -159,7 +159,7 @@ _CAPACITY, _USE = "== CAPACTIY:", "== UTILIZATION:"  # libtpu's spelling
 
 @dataclass(frozen=True)
 class SlotTable:
-    """How many slots of each unit a bundle has, and how many each bundle fills, in order."""
+    """By unit: how many slots a bundle has, and how many each bundle fills (in `rows`)."""
 
     capacity: dict[str, int]
     rows: tuple[tuple[int, ...], ...]
@@ -226,15 +226,15 @@ def windows_of(bundles: Bundles) -> tuple[Window, ...]:
 def moved_by_itself(bundles: Bundles, rows: Iterable[int]) -> int:
     """Count the bytes that a kernel's own DMAs move between HBM and VMEM, besides its windows.
 
-    Each such write updates a sum that the kernel has read before, so it counts twice.
+    Each write updates a sum that the kernel read before, so its bytes count twice.
     """
     found = (size for i in rows for size in _WRITE.findall(bundles.rows[i].text))
     return 2 * GRANULE * sum(map(int, found))
 
 
 # ---- products: the time of the matrix units ------------------------------------------------------
-# On v5e and v5p the compiler issues products faster than a matrix unit accepts rows: by bundles
-# alone a kernel would exceed the peak.
+# On v5e and v5p the compiler issues products faster than a matrix unit accepts rows, so a count of
+# bundles alone would let a kernel exceed the peak.
 
 ROWS = {"bf16": 16, "f32": 8}  # rows that an instruction sends, in units of a bfloat16 row's time
 _PRODUCT = re.compile(r"\bvmatmul\.(?:mubr\.|msk\.|lmr\.)*(\w+)\.\S*?(mxu\d)\b")
@@ -242,11 +242,11 @@ _ANY = re.compile(r"\bvmatmul\b")
 
 
 def products(row: Bundle, who: str) -> list[tuple[str, str]]:
-    """List a bundle's products as (dtype, unit)."""
+    """List a bundle's matrix products as (dtype, matrix unit)."""
     found = _PRODUCT.findall(row.code)
     strange = sorted({dtype for dtype, _ in found} - ROWS.keys())
     if strange or len(found) != len(_ANY.findall(row.code)):
-        raise unknown(who, f"it has a product that is not known ({', '.join(strange) or row.code})")
+        raise unknown(who, f"it has an unknown product ({', '.join(strange) or row.code})")
     return found
 
 
@@ -256,7 +256,7 @@ def busy_cycles(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> fl
 
 
 def waits(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> float:
-    """Return the most cycles that bundles wait for matrix units, if no product can queue."""
+    """Return the cycles that bundles wait for matrix units at most: if no product can queue."""
     now, free = 0.0, dict[str, float]()
     for i in chosen:
         for unit, time in _times(bundles, i, core):

@@ -35,7 +35,7 @@ from maxattn.tools.estimate.bundles import (
 from maxattn.tools.estimate.step import BodyShares, GridStep
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
-_TWO_FORMS = "tpu_flash_fwd"  # its second bodies compute the online softmax
+_TWO_FORMS = "tpu_flash_fwd"  # its second form of each body computes the online softmax
 _CORE_ID = re.compile(r"(%\w+) = sld \[smem:\[[^\]]*\]\] /\* (?:megacore core id :: )?core id\b")
 KEYS = 1, 2  # the inputs K and V
 
@@ -50,15 +50,15 @@ class KernelEstimate(NamedTuple):
         full, masked: shares of the steps that compute a tile without and with the mask.
         block: queries and keys of a tile; () if unknown.
         cores, of_cores: cores that share the steps, and all cores of a device.
-        cycles: cycles of a step, fast and slow end.
-        seconds: seconds of a call, fast and slow end; HBM's time if that is longer.
+        cycles: cycles of a step, at the fast and the slow end.
+        seconds: seconds of a call, at both ends; at least the time of its HBM traffic.
         flops: FLOPs of the matmuls over allowed pairs; 0 if unknown.
         peak: FLOP/s of the device.
-        slots: the share of each unit's slots that the products' part of a step fills.
+        slots: by unit, the share of slots filled in the part of a step that has the matmuls.
         spills: registers that a step writes to memory.
         hbm: bytes between the kernel and HBM; 0 if unknown.
         hbm_rate: bytes/s of HBM.
-        is_bound: whether all tiles are priced with the mask, since the visited ones are unknown.
+        is_bound: whether the visited tiles are unknown, so that all are priced with the mask.
     """
 
     name: str
@@ -100,7 +100,7 @@ class KernelDump:
 
     @property
     def phase(self) -> Phase | None:
-        """The kernel's pass, from its name; None if the name does not tell."""
+        """The kernel's pass, from its name; None if the name has none."""
         found = _PHASE.search(self.name)
         return cast(Phase, found.group(1)) if found else None
 
@@ -128,8 +128,8 @@ class KernelDump:
     def cost(self, steps: int, row: float) -> StepCost:
         """Return the cost of a step, for a grid of `steps` steps with `row` steps in each tile row.
 
-        K and V change at every step, and all other inputs with the tile row; in the backward of K
-        and V it is the other way round.
+        K and V are fetched at every step, and the other inputs once in a tile row. In the backward
+        of K and V, the other inputs are fetched at every step, and K and V once in a tile row.
         """
         step, bodies = self.step, self.step.bodies
         inputs = [w for w in self.windows if not w.is_output]
@@ -147,7 +147,7 @@ class KernelDump:
         return StepCost(*sizes, self.cores, in_step, in_row, spills)
 
     def estimate(self, tiles: KernelTiles | None, calls: int = 1) -> KernelEstimate:
-        """Estimate one call, which runs `calls` times; without tiles every step runs every body."""
+        """Estimate a call, made `calls` times; without tiles, all steps run the fullest body."""
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
         steps = self._steps(tiles)
@@ -184,12 +184,12 @@ class KernelDump:
         if loop.steps is not None:
             return loop.steps * self.cores
         if tiles is None:
-            rule = "the number of its grid steps is known on the device alone"
-            raise Unsupported("estimate", self.name, rule, "leave --estimate out of this program")
+            rule = "the number of its grid steps is known only on the device"
+            raise Unsupported("estimate", self.name, rule, "leave --estimate out")
         return tiles.heads * (tiles.grids[0] if tiles.is_bound else tiles.visited)
 
     def _shares(self, tiles: KernelTiles | None, steps: int) -> BodyShares:
-        # All steps share an output of one block.
+        # An output of a single block does not show tile rows: all steps share it.
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
         row = max(1.0, steps / min(rows))
         if tiles is None:
@@ -202,7 +202,7 @@ class KernelDump:
     def _knows(self, tiles: KernelTiles, steps: int) -> bool:
         """Check whether the plan's tiles match a grid of `steps` steps.
 
-        A ring's kernels may have half of the plan's tiles, which matches only if none is skipped.
+        A kernel of a ring may have half of the plan's tiles; it matches only if no tile is skipped.
         """
         if tiles.is_bound:
             return False
@@ -215,7 +215,7 @@ def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
     known = dump.step.loop.steps
     made = steps if known is None else known * dump.cores
     if made != steps:
-        rule = f"its grid has {made} steps where {steps} were compiled"
+        rule = f"its grid must have {steps} steps, and has {made}"
         raise Unsupported("estimate", dump.name, rule, "leave this kernel out of the estimate")
     cost = dump.cost(steps, columns)
     return cost._replace(step_bytes=round(cost.step_bytes), row_bytes=round(cost.row_bytes))
@@ -231,10 +231,10 @@ def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
 
 
 def core_of(device: Device) -> TensorCore:
-    """Return the core of a TPU, by whose clock and matrix units schedules are priced."""
+    """Return a TPU's core, whose clock and matrix units price the schedules."""
     if device.core is None:
         rule = "an estimate needs a TPU whose clock and matrix units are public"
-        remedy = "take one of v4, v5e, v5p, v6e and v7x, or leave --estimate out"
+        remedy = "name one of v4, v5e, v5p, v6e and v7x, or leave --estimate out"
         raise Unsupported("estimate", device.kind, rule, remedy)
     return device.core
 
@@ -252,12 +252,12 @@ class KernelTiles(NamedTuple):
 
     Args:
         block: queries and keys of a tile.
-        full, masked: tiles of one head without and with the mask; empty ones are in neither.
+        full, masked: number of visited tiles of one head, without and with a test of the mask.
         grids: possible numbers of steps for one head: all tiles, or fewer if every tile row (or
-            column) of the grid is cut to the longest one.
+            column) of the grid is as short as the one with most visited tiles.
         heads: heads times batch.
-        flops: FLOPs of the matmuls over the pairs that the mask allows.
-        is_bound: whether the visited tiles differ by rank, so that `full` and `masked` are void.
+        flops: FLOPs of the matmuls over allowed pairs, per visited tile.
+        is_bound: whether the visited tiles differ by rank; then `full` and `masked` mean nothing.
     """
 
     block: tuple[int, int]
@@ -278,7 +278,7 @@ class KernelTiles(NamedTuple):
 
 
 def tiles_of(plan: Plan, training: bool) -> dict[Phase, KernelTiles]:
-    """Count the tiles of each kernel of a plan; return none if its kernel has no tiles."""
+    """Count the tiles of a plan's Pallas kernels; return {} if its kernel has no tiles."""
     if not all(isinstance(kernel.computes, Splash) for kernel in kernels_of(plan.kernel)):
         return {}
     blocks = (plan.kernel if training else plan.kernel.for_inference()).blocks

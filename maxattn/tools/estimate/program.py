@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from maxattn.block_sizes.estimated.choose import how_estimated, seconds_of
+from maxattn.block_sizes.estimated.choose import seconds_of
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.estimated.table import shipped_costs
 from maxattn.block_sizes.sizes import FORWARD, BlockSizes, KernelKind
@@ -46,7 +46,7 @@ _SLOTS = re.compile(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization\.txt"
 def dump_flags(folder: Path) -> str:
     """Return libtpu's flags to write the final bundles of all compiled kernels into a folder."""
     final = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-    # Without the category it also writes bundles before register allocation, twice as much.
+    # Without the category libtpu also writes bundles before register allocation.
     return f"--xla_jf_dump_to={folder} {final} --xla_jf_dump_category_filter=codegen"
 
 
@@ -64,12 +64,12 @@ def estimate_of(
         folder: where libtpu wrote its dumps.
         device: the device that the program is compiled for.
         tiles: the tiles of each kernel.
-        forward_flops: FLOPs of a forward without a plan; gives the rate if one kernel runs.
+        forward_flops: FLOPs of a program without a plan; used if it has a single kernel.
 
     Returns:
-        Plain values: `how`, the words beside every number; `libtpu`, its version; `kernels`, a
-        `KernelEstimate` each; for XLA's own operations `xla_seconds` of all, `xla_longest`
-        (name, seconds), and `xla_unknown`, names of operations without a time.
+        JSON values: `how` (the source of the numbers, in words), `libtpu` (its version), `kernels`
+        (the fields of each `KernelEstimate`), and of XLA's own operations `xla_seconds` (the sum),
+        `xla_longest` (names and seconds) and `xla_unknown` (names of operations without a time).
     """
     version = metadata.version("libtpu")
     kernels = list[KernelEstimate]()
@@ -100,7 +100,7 @@ def _xla(text: str, device: Device) -> dict[str, Any]:
 class PallasCall(NamedTuple):
     """One call of a Pallas kernel, and how often the program runs it.
 
-    Twins are calls of the same kernel; libtpu writes the schedule of one of them.
+    `twins` are all calls of the same kernel; libtpu writes the schedule of one call.
     """
 
     name: str
@@ -124,7 +124,7 @@ def pallas_calls(program: HloProgram) -> Iterator[PallasCall]:
 
 @dataclass(frozen=True)
 class Dumps:
-    """The last files that libtpu wrote for each instruction, and libtpu's version."""
+    """The last dumps that libtpu wrote for each HLO instruction, and libtpu's version."""
 
     bundles: Mapping[str, Path]
     slots: Mapping[str, Path]
@@ -141,7 +141,7 @@ class Dumps:
         return Dumps(bundles, slots, libtpu)
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
-        """Return the dumps of bundles and of slots of the first kernel in `names` that has both."""
+        """Return the bundles' and the slots' dump of the first kernel in `names` that has both."""
         for name in names:
             if name in self.bundles and name in self.slots:
                 bundles, slots = (
@@ -149,14 +149,14 @@ class Dumps:
                     for files in (self.bundles, self.slots)
                 )
                 return bundles, slots
-        rule = f"it has no file ...-final_bundles.txt of the kernel {names[0]}"
+        rule = f"it has no file ...-final_bundles.txt for the kernel {names[0]}"
         raise unknown(f"libtpu {self.libtpu}'s dump", rule)
 
 
 def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
-    """Yield the name and XLA's estimated cycles of each of its own operations.
+    """Yield the name and the estimated cycles of each operation of XLA's own.
 
-    Operations inside a fusion count with the fusion, and a loop's body as often as it runs.
+    A fusion counts as one operation, and a loop's operations as often as they run.
     """
     every = [i for body in program.computations.values() for i in body]
     fused = {name for i in every if i.opcode == "fusion" for name in i.called}
@@ -170,7 +170,7 @@ def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
 
 
 class PricedPass(NamedTuple):
-    """ "forward" or "backward" of self-attention on one device: calls in a block, and seconds."""
+    """A pass of self-attention on one device: its calls in a block, and seconds of a call."""
 
     name: str
     calls: int
@@ -194,12 +194,12 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
         _priced(kernel, computed_call(kernel.name, local, target.platform), target, training)
         for kernel in kernels_of(plan.kernel)
     )
-    # Kernel calls of a device: a ring has one for each hop.
+    # Kernel calls on one device: a ring makes one for each hop.
     padded, devices = plan.padded_call, prod(ways(axis, plan.strategy.shape) for axis in "BTN")
     hops = _pairs(padded) // (devices * _pairs(local))
     if forward is None or backward is None or (hops > 1 and not plan.call.mask.is_full):
-        rule = f"{plan.kernel.name} has no schedules that ship for this call ({how_estimated()})"
-        remedy = "name attention_kernel=flash or tpu_flash, or leave --block out"
+        rule = f"maxattn ships no schedules of {plan.kernel.name} for this call"
+        remedy = "set attention_kernel=flash or tpu_flash, or leave --block out"
         raise Unsupported("estimate", plan.call.shape_text, rule, remedy)
     runs = 1 + (training and policy in RECOMPUTED)
     found = PricedPass("forward", hops * runs, forward[0])

@@ -1,8 +1,8 @@
-"""The cost of one step of a kernel's grid: which of its bundles run how often.
+"""The cost of one step of a kernel's grid: which bundles run, and how often.
 
-A step runs a body of products if its tile is visited, else it skips the body. Of two bodies the
-shorter is for tiles without a mask. A skipped span without products begins or ends a tile row, and
-runs once in each tile row.
+If a step visits its tile, it runs a body, the bundles with matmuls; else it skips the body. Of two
+bodies, the shorter is for tiles without a mask. A span that steps can skip and that has no matmuls
+begins or ends a tile row, and runs once in each tile row.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class BodyShares(NamedTuple):
 class GridStep:
     """The loop over a kernel's grid.
 
-    The program has `forms` variants of the bodies, one after the other. The first is priced; the
-    others are for other operands.
+    The program has `forms` variants of its bodies, one after the other, for different operands.
+    By default the first form is priced.
     """
 
     bundles: Bundles
@@ -87,12 +87,12 @@ class GridStep:
 
     @cached_property
     def edges(self) -> int:
-        """The bundles that begin and end a row of tiles."""
+        """The number of bundles that begin and end a tile row."""
         return sum(s.end - s.start for s in self._skipped if s not in self._every_body)
 
     @cached_property
     def always(self) -> list[int]:
-        """The bundles of the loop that every step runs."""
+        """The addresses of the bundles that every step runs."""
         skipped = {i for s in self._skipped for i in range(*s)}
         return [i for i in range(*self.loop.span) if i not in skipped]
 
@@ -108,27 +108,27 @@ class GridStep:
         return body.end - body.start, *times
 
     def usual_shares(self, row: float) -> BodyShares:
-        """Return the shares of a kernel without known tiles.
+        """Return the shares for a kernel whose tiles are unknown.
 
-        Every step runs the body with most products: another body is for a ragged length's tail.
+        Every step is assumed to run the body with most matmuls; another is for a partial last tile.
         """
         counts = [self._count(range(*body)) for body in self.bodies]
         is_first = not counts or counts[0] == max(counts)
         return BodyShares(1.0, 0.0, row) if is_first else BodyShares(0.0, 1.0, row)
 
     def use(self, shares: BodyShares) -> dict[str, float]:
-        """Return the share of each unit's slots that the products' part of a step fills."""
+        """Return by unit the share of slots that the part of a step with the matmuls fills."""
         rows = self._products_part(shares)
         used = self.slots.used(rows)
         filled = {name: used[name] / n / len(rows) for name, n in self.slots.capacity.items()}
         return filled | {"MXU": busy_cycles(self.bundles, rows, self.core) / len(rows)}
 
     def used(self, shares: BodyShares) -> dict[str, int]:
-        """Return how many slots of each unit a step fills, in a visited tile."""
+        """Return by unit the number of slots that the part of a step with the matmuls fills."""
         return self.slots.used(self._products_part(shares))
 
     def _products_part(self, shares: BodyShares) -> list[int]:
-        """Return the body that most steps run, else the part of the loop with most products."""
+        """Return the body that most steps run; without one, the stretch with most matmuls."""
         if self.bodies:
             is_masked = len(self.bodies) > 1 and shares.masked > shares.full
             return list(range(*self.bodies[-1 if is_masked else 0]))

@@ -32,21 +32,21 @@ STEP = 256 * 256
 
 # ---- kernels -------------------------------------------------------------------------------------
 
-MOST_OPERATIONS = 2e12  # most pairs for plain JAX, if other kernels can run: it would take minutes
-SHARE = 0.25  # most share of the memory for dense scores, of which there are several copies
+MOST_OPERATIONS = 2e12  # most FLOPs of plain JAX if another kernel can run; more take minutes
+SHARE = 0.25  # most of the device's memory for one of several copies of the scores
 
 
 class KernelCandidates(NamedTuple):
-    """The kernels to time, built for a call, and the reason why each other one is not timed."""
+    """The kernels to time, built for a call, and why each other kernel is not timed."""
 
     built: dict[str, Kernel]
     left_out: dict[str, str]
 
 
 def kernel_candidates(call: Call, config: AttentionConfig, target: Target) -> KernelCandidates:
-    """Return the kernels that can run a call, by name.
+    """Return the kernels to time for a call, and why others are not timed.
 
-    `deterministic` excludes no kernel here: a deterministic plan filters the measured ones.
+    The setting `deterministic` excludes none: it is applied when a plan reads the times.
     """
     reasons = {name: refusal(name, call, target) for name in KERNELS}
     runs = [name for name, reason in reasons.items() if reason is None]
@@ -62,20 +62,20 @@ def kernel_candidates(call: Call, config: AttentionConfig, target: Target) -> Ke
 
 
 def _why_untimed(name: str, kernel: Kernel, call: Call, target: Target, others: list[str]) -> str:
-    """Return why a kernel that can run is not timed; "" if it is."""
+    """Return why a kernel that can run is not timed; "" if it is timed."""
     if name == "flash" and target.platform == "gpu" and not has_fa4(target):
         return "it runs cuDNN here, which is timed as cudnn"
     if target.platform == "cpu" and kernel.is_pallas:
-        return "a CPU interprets it, step by step"
+        return "a CPU only interprets it, step by step"
     scores = 4.0 * scores_of(call)
     # The machine's memory if the device has none.
     own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = SHARE * (target.device.memory or own)
     if name == "dot_product" and scores > most:
-        return f"its scores take {scores / 2**30:.1f} GiB, of {most / 2**30:.1f} GiB that they may"
+        return f"its scores take {scores / 2**30:.1f} GiB, more than {most / 2**30:.1f} GiB"
     work = scores * call.head_dim
     if name in PLAIN and work > MOST_OPERATIONS and set(others) - set(PLAIN):
-        return "plain JAX takes too long for so many pairs"
+        return "plain JAX takes too long for so many query-key pairs"
     return ""
 
 
@@ -91,8 +91,8 @@ def candidates(
 ) -> tuple[Sizes, ...]:
     """Return at most `limit` sizes to time: the default first, then the others.
 
-    Tiles of a TPU's kernel are in the order of their estimated cost. Chunks, which any machine
-    computes and whose steps cost little, are in the order of their distance from the default.
+    A TPU kernel's tiles are sorted by estimated cost, plain JAX's chunk sizes by their distance
+    from the default.
     """
     if kernel in BLOCKS:
         first, *others = _of_blocks(kernel, call, target, training)
@@ -108,7 +108,7 @@ def candidates(
 
 
 def sizes_text(sizes: Sizes) -> str:
-    """Write sizes on a line."""
+    """Write sizes in one line."""
     values: dict[str, Any] = dict(sizes)
     if "block_q" in values:
         return str(BlockSizes(**values))
@@ -116,7 +116,7 @@ def sizes_text(sizes: Sizes) -> str:
 
 
 def cost_of(sizes: Sizes, call: Call) -> tuple[int, int]:
-    """Return a forward's sort key for tiles: pairs plus overhead of steps; then parts of steps."""
+    """Return a forward's cost to sort by: pairs plus the steps' overhead, then compute blocks."""
     values = dict(sizes)
     tile = values["block_q"], values["block_kv"]
     steps = _steps(tile, call)
@@ -128,7 +128,7 @@ def cost_of(sizes: Sizes, call: Call) -> tuple[int, int]:
 
 
 def _of_blocks(kernel: str, call: Call, target: Target, training: bool) -> list[Sizes]:
-    """List block sizes that the kernel's rules do not change, and whose dQ fits the device."""
+    """List the default block sizes, then legal ones with which the kernel fits the device."""
     default, _ = adjust(FlashBlockSizes(), call, kernel, target, training)  # type: ignore[arg-type]
     found = {default: None}
     fused = (True, False) if training and kernel == "flash" else (None,)
@@ -160,15 +160,15 @@ def _steps(tile: Tile, call: Call) -> int:
 # ---- tiles of a TPU, to compile ------------------------------------------------------------------
 
 LONGEST, SHORTEST = 4096, 256  # tokens of a block
-LARGEST = 2**22  # most pairs of a tile: in a larger one a step's overhead is negligible
-COMMON = 512, 1024, 2048  # tiles with which every kernel does well, as measured
-COMPUTE_STEP = 128 * 128  # overhead of each part of a tile's keys, in pairs as STEP
-ALIKE = 1.25  # tiles whose sizes differ by less have about the same schedule
+LARGEST = 2**22  # most query-key pairs of a tile: with more, a step's overhead is negligible
+COMMON = 512, 1024, 2048  # block lengths with which every kernel does well, as measured
+COMPUTE_STEP = 128 * 128  # overhead of each compute block of a tile, in query-key pairs
+ALIKE = 1.25  # tiles whose sides differ by a smaller factor have similar schedules
 PARTS: dict[Kind, Part] = {"fwd": "forward", "dkv": "dkv", "fused": "fused", "dq": "dq"}
 
 
 def tile_choices(kind: Kind, call: Call, facts: Facts) -> list[Tile]:
-    """List tiles that fit VMEM, fewest pairs first, counting padding and steps' overhead."""
+    """List tiles that fit VMEM, sorted by their padded pairs plus the overhead of their steps."""
 
     def does_fit(tile: Tile) -> bool:
         whole = tile[0], tile[1], tile[-1]
@@ -187,7 +187,7 @@ def tile_choices(kind: Kind, call: Call, facts: Facts) -> list[Tile]:
 
 
 def without_likes(choices: Sequence[Tile], call: Call) -> Iterator[Tile]:
-    """Leave out each tile that resembles an earlier tile and pads no less."""
+    """Yield the tiles, without any that is similar to an earlier tile and pads about as much."""
     taken: list[Tile] = []
     for tile in choices:
         alike = (
@@ -202,7 +202,7 @@ def without_likes(choices: Sequence[Tile], call: Call) -> Iterator[Tile]:
 
 
 def _lengths(length: int) -> list[int]:
-    """Return block lengths: common ones, and lengths that cut `length` into equal parts."""
+    """Return block lengths to try: `COMMON`, and those that cut `length` into equal parts."""
     most = min(LONGEST, round_up(length, LANES) // 2)
     parts = range(2, length // SHORTEST + 1)
     equal = (round_up(-(-length // n), LANES) for n in parts)

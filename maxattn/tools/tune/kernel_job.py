@@ -1,4 +1,4 @@
-"""One TPU kernel to compile, alone and over few tiles, and the cost of its grid step."""
+"""Compile one TPU kernel alone, over a few tiles, and read the cost of a step of its grid."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from maxattn.block_sizes.sizes import ITEMSIZE, LANES, KernelKind
 from maxattn.devices import DEVICES
 from maxattn.errors import MaxattnError
 
-ROWS, COLUMNS = 2, 4  # tiles of a head: with more, the schedule is the same
-# The largest VMEM of a TPU: the compiler would keep a shorter operand in it, and the kernel
+ROWS, COLUMNS = 2, 4  # tile rows and columns of a head: more give the same schedule
+# The largest VMEM of a TPU. The compiler would keep a smaller operand in VMEM, and the kernel
 # would have no transfers.
 OPERAND = 2**27
-PADDED = 8  # padded keys in the last tile, if keys are padded
+PADDED = 8  # padded keys of the last key tile, if keys are padded
 TOPOLOGIES = {
     "TPU v4": "v4:1x1x1",
     "TPU v5e": "v5e:1x1",
@@ -39,10 +39,10 @@ class KernelJob:
     Args:
         device_kind: such as "TPU v6e".
         kernel: name of the attention kernel.
-        kind: which of its Pallas kernels.
-        tile: queries, keys, keys computed at once.
+        kind: its Pallas kernel: "fwd", "dkv", "fused" or "dq".
+        tile: queries, keys, and keys computed at once (not for "dq").
         head_dim, dtype: H, and the dtype of q, k and v.
-        masked: the kind of mask that it tests; or a bool, whether keys are padded.
+        masked: the test of the mask that the kernel evaluates.
     """
 
     device_kind: str
@@ -55,7 +55,7 @@ class KernelJob:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Queries and keys of the call that is compiled."""
+        """Numbers of queries and keys of the compiled call."""
         rows, columns = (COLUMNS, ROWS) if self.by_key else (ROWS, COLUMNS)
         return rows * self.tile[0], columns * self.tile[1] - self._padding
 
@@ -65,9 +65,9 @@ class KernelJob:
 
     @property
     def window(self) -> tuple[int, int, int]:
-        """Tokens that a query sees before and after itself, and the position of the first query.
+        """Arguments of a `LocalWindow`: keys before and after each query, and query 0's position.
 
-        For masks of one key interval. The last tile row has all columns, the first one fewer.
+        The last tile row visits all columns, and the first tile row fewer.
         """
         q, kv = self.tile[:2]
         longest = sum(self.lengths)
@@ -84,18 +84,18 @@ class KernelJob:
 
     @property
     def batch(self) -> int:
-        """Batch rows: the backward's cores share them."""
+        """Number of batch rows: two in the backward, whose cores share them."""
         return 1 if self.kind == "fwd" else 2
 
     @property
     def heads(self) -> int:
-        """Heads of a batch row: an even number, so many that every operand is in HBM."""
+        """Heads of a batch row: an even number, large enough that every operand stays in HBM."""
         shortest = min(self.lengths) * self.head_dim * ITEMSIZE[self.dtype] * self.batch
         return 2 * -(-OPERAND // (2 * shortest))
 
     @property
     def steps(self) -> int:
-        """Steps of the grid."""
+        """Number of steps of the grid."""
         return self.batch * self.heads * ROWS * COLUMNS
 
     def values(self) -> dict[str, Any]:
@@ -113,11 +113,11 @@ class KernelJob:
 
 
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
-    """Compile a kernel: {"cost": [...]}, with "online" if its cost differs; or {"failed": why}."""
+    """Compile a kernel; return its "cost", and "online" if it has that form, or why it "failed"."""
     _step_back()
     try:
         return _costs(job, folder)
-    # The compiler's own errors, such as not enough VMEM; and refused dumps.
+    # Errors of the compiler, such as too little VMEM, and dumps of an unknown format.
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         kept = lines if isinstance(error, MaxattnError) else lines[:1]

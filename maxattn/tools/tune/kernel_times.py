@@ -1,7 +1,7 @@
-"""Time the kernels of one call on one device, in turns, the forward and the backward apart.
+"""Time the kernels of one call on one device in turns, first the forward, then the backward.
 
-Lengths and ids are arguments of the compiled program, as in a model, so the time includes the
-kernel's work on the device to prepare them.
+A mask's lengths and segment ids are arguments of the compiled program, as in a model, so a
+kernel's time includes its work on the device to prepare them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from maxattn.tools.bench.timing import (
 )
 from maxattn.tools.passes import backward, forward, random_inputs
 
-SECONDS, ROUNDS = 0.3, 7  # seconds to time a kernel's pass
+SECONDS, ROUNDS = 0.3, 7  # seconds to time one pass of a kernel, and rounds
 
 
 class PassTimes(NamedTuple):
-    """The ms of each round by kernel, why other kernels did not run, and whether the device stopped
-    answering after a failed kernel.
+    """By kernel: ms of each round, or why the kernel failed. `is_dead`: after a kernel failed, the
+    device stopped answering.
     """
 
     ms: dict[str, tuple[float, ...]]
@@ -53,7 +53,7 @@ def time_pass(
         what: "forward" or "backward".
         call: the call of one device.
         mask: the call's mask, with its arrays.
-        of: the kernel whose output and LSE a backward begins with.
+        of: the kernel whose output and LSE every backward reads.
     """
     sets = random_sets(call, mask)
     programs = compile_pass(kernels, what, sets)
@@ -66,7 +66,7 @@ def time_pass(
 def compile_pass(
     kernels: Mapping[str, Kernel], what: str, sets: list[Any]
 ) -> dict[str, TimedProgram]:
-    """Compile a pass of each kernel; `sets` are the inputs of a forward, or their specs."""
+    """Compile a pass of each kernel; `sets` are inputs of the forward, as arrays or specs."""
 
     def work(name: str) -> TimedFunction:
         run = partial(forward, kernels[name])
@@ -87,7 +87,7 @@ def compile_pass(
 def time_programs(
     programs: Mapping[str, TimedProgram], what: str, sets: Sequence[Any], seconds: float
 ) -> PassTimes:
-    """Time compiled programs in turns; if the device is lost, return that alone."""
+    """Time compiled programs in turns; if the device is lost, return only the failure."""
     ready = [replace(program, inputs=sets) for program in programs.values()]
     timed = dict(zip(programs, time_all(ready, seconds, ROUNDS, len(sets) > 1), strict=True))
     failed = {name: f"{what}: {its.failed}" for name, its in timed.items() if its.failed}
@@ -107,7 +107,7 @@ def answers() -> bool:
 
 
 def time_sizes(kernel: Kernel, call: Call, training: bool) -> Timed:
-    """Time a call of one kernel: forward and backward in one program, or the forward alone."""
+    """Time one kernel on a call: forward and backward in one program, or the forward alone."""
 
     def step(*arrays: Array) -> Any:
         out, lse = forward(kernel, *arrays, call.mask)
@@ -124,13 +124,13 @@ def time_sizes(kernel: Kernel, call: Call, training: bool) -> Timed:
 
 
 def random_sets(call: Call, mask: Mask) -> list[tuple[Any, ...]]:
-    """Draw (q, k, v, dout, mask); for short calls several times, for one program."""
+    """Draw sets of (q, k, v, dout, mask): several if a call is short, all for one program."""
     of_device = jax.tree.map(jnp.asarray, mask)
     return [(*each, of_device) for each in random_inputs(call, inputs_of(call))]
 
 
 def inputs_of(call: Call) -> int:
-    """Return how many calls one program makes, so that launches by the host do not count."""
+    """Return how many calls to put in one program, so that the host's launch time is hidden."""
     products = 4.0 * scores_of(call) * call.head_dim / 5e14
     tokens = call.q_len * call.heads + call.kv_len * call.kv_heads
     return calls_of(1e6 * max(products, 4.0 * call.batch * call.head_dim * tokens / 3e12))

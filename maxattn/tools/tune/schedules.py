@@ -1,8 +1,7 @@
-"""Schedules of TPU kernels: compile them, log their costs, and search for the fastest tiles.
+"""Compile TPU kernels, log the costs of their schedules, and search for the fastest tiles.
 
-The log has a line of JSON for each compiled kernel, written at once. An incomplete line, after a
-kill, is ignored, and its kernel is compiled again. So a stopped search continues, and shapes with
-the same tiles share their kernels.
+The log gets a line of JSON as soon as a kernel is compiled. So a stopped search can continue, and
+shapes with the same tiles share compiled kernels. An incomplete line, left by a kill, is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from maxattn.tools.tune.kernel_job import KernelJob
 
 START_SECONDS = 300.0
 
-# Sources that a kernel's program depends on, besides the libraries.
+# Sources that the program of a library's kernel depends on, then those of tpu_flash's program.
 _SOURCES = (
     "kernels/splash/jax_splash.py",
     "kernels/splash/tokamax.py",
@@ -58,7 +57,7 @@ _OWN_SOURCES = (
 
 
 class ScheduleCompiler:
-    """Compile kernels in a child process, with a time limit each; leaving the context ends it."""
+    """Compile kernels, in `seconds` each, in a child process that ends with the context."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -78,11 +77,11 @@ class ScheduleCompiler:
                 return found
         except CompilerStopped as stopped:
             why = str(stopped)
-        rule = f"tiles are ranked by the schedules of libtpu, and of {self._process.python}: {why}"
+        rule = f"libtpu's schedules rank the tiles, and {self._process.python} makes none: {why}"
         raise Unsupported("--offline", "libtpu", rule, INSTALL)
 
     def answer(self, job: KernelJob) -> dict[str, Any]:
-        """Compile a kernel: {"cost": [...]}, or {"failed": why}, with the limit after a timeout."""
+        """Return the compiler's answer; if it stops, why it "failed", and the limit as "after"."""
         try:
             if not self._process.is_running:  # START_SECONDS are for the start alone
                 self._process.ask({"versions": True}, START_SECONDS)
@@ -94,7 +93,7 @@ class ScheduleCompiler:
 
 
 class ScheduleLog:
-    """The answers in a log file for these versions of libtpu, jax and tokamax."""
+    """A log file; answers of other versions of libtpu, jax, tokamax or maxattn are not found."""
 
     def __init__(self, path: Path, versions: dict[str, str]) -> None:
         self.path = path
@@ -123,7 +122,7 @@ class ScheduleLog:
 
 
 def versions_text(kernel: str, versions: dict[str, str]) -> str:
-    """Write the versions that a schedule depends on: libraries, and a digest of our sources."""
+    """Write the versions that a schedule depends on: libraries, a digest of maxattn's sources."""
     names = ("libtpu", "jax", *(("tokamax",) if kernel == "tokamax_flash" else ()))
     listed = ", ".join(f"{name} {versions.get(name, 'none')}" for name in names)
     return f"{listed}, source {source_digest(kernel)}"
@@ -131,7 +130,7 @@ def versions_text(kernel: str, versions: dict[str, str]) -> str:
 
 @cache
 def source_digest(kernel: str) -> str:
-    """Return eight digits that change with the sources that make a kernel's programs."""
+    """Return eight hex digits that change if the sources of a kernel's programs change."""
     sources = _OWN_SOURCES if kernel == "tpu_flash" else _SOURCES
     root = Path(maxattn.__file__).parent
     text = b"".join((root / name).read_bytes() for name in sources)
@@ -139,7 +138,7 @@ def source_digest(kernel: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a log; none if there is no file."""
+    """Yield the complete lines of a log; nothing if the file does not exist."""
     try:
         text = read_bounded(path).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -154,7 +153,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def costs_of(kind: Kind, answer: dict[str, Any]) -> dict[Kind, StepCost]:
-    """Read a kernel's cost, and its cost with the online softmax if that differs; {} if failed."""
+    """Return an answer's cost, and that of the online softmax as "online"; {} after a failure."""
     named: dict[Kind, Any] = {kind: answer.get("cost"), "online": answer.get("online")}
     return {kind: StepCost.of(values) for kind, values in named.items() if values}
 
@@ -184,18 +183,18 @@ def _key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 # ---- the search ----------------------------------------------------------------------------------
 
-FORWARDS = 2  # how many of the fastest forward tiles a backward's tiles may divide
-PATIENCE = 4  # a search ends after so many tiles without a faster one
-PRODUCTS: dict[Kind, int] = {"fwd": 2, "dkv": 4, "fused": 5, "dq": 3}
+FORWARDS = 2  # a backward tile must divide one of this many fastest forward tiles
+PATIENCE = 4  # a search ends after so many slower tiles in sequence
+PRODUCTS: dict[Kind, int] = {"fwd": 2, "dkv": 4, "fused": 5, "dq": 3}  # matmuls of a tile
 Say = Callable[[KernelJob, dict[str, Any], bool], None]
 
 
 @dataclass
 class OfflineSearch:
-    """Compile tiles of one call; keep their costs, and why some have no schedule.
+    """Search the tiles of one call: compile kernels, and keep their costs and failures.
 
-    `limit` is the most tiles of each kernel, besides the default ones. `say` is called with each
-    kernel, its answer, and whether the answer was in the log.
+    `limit` is the most tiles to try for each kernel, besides the default tiles. `say` is called
+    with each kernel, its answer, and whether the answer was in the log.
     """
 
     compiler: ScheduleCompiler
@@ -209,7 +208,7 @@ class OfflineSearch:
     failures: list[str] = field(default_factory=list)
 
     def run(self, training: bool) -> Costs:
-        """Search the tiles of each kernel of a pass; return the estimates."""
+        """Search the tiles of the forward, in training also of the backward; return the costs."""
         for each in (False, True) if training else (False,):  # the default tiles
             sizes, _ = adjust(FlashBlockSizes(), self.call, self.kernel, self.target, each)
             for kind, tile in tiles_of(sizes).items():
@@ -225,7 +224,7 @@ class OfflineSearch:
         facts = facts_of(self.call, self.kernel, self.target, training)
         every = tile_choices(kind, self.call, facts)
         if kind != "fwd" and self.kernel != "tpu_flash":
-            # A backward's tile divides one of the fastest forward's.
+            # A backward tile must divide one of the fastest forward tiles.
             fastest = self._fastest_forwards
             every = [tile for tile in every if any(divides(kind, tile, one) for one in fastest)]
         core = self.target.device.core
@@ -235,7 +234,7 @@ class OfflineSearch:
         for tile, _ in zip(choices, range(self.limit), strict=False):
             if vain >= PATIENCE:
                 return
-            # The matmuls at peak rate, with padding.
+            # Skip a tile whose padded matmuls alone, at the peak rate, take longer than the best.
             pairs = padded_pairs(tile, self.call) * self.call.heads * self.call.batch
             if 2 * PRODUCTS[kind] * pairs * self.call.head_dim / core.peak < best:
                 found = self._cost(kind, tile)
@@ -249,7 +248,7 @@ class OfflineSearch:
         return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
 
     def _cost(self, kind: Kind, tile: Tile) -> Seconds | None:
-        """Look up one kernel's cost, or compile it; None if it does not compile."""
+        """Return a call's time with a tile, from the log or compiled; None if that fails."""
         masked = evaluates(self.call, tile)
         what = self.target.device_kind, self.kernel, kind, tile
         job = KernelJob(*what, self.call.head_dim, self.call.dtype, masked)

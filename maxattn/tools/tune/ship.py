@@ -1,8 +1,8 @@
-"""Make the table of estimates that ships from a log of schedules:
+"""Make the table of estimates that ships with maxattn, from a log of schedules:
 
     python -m maxattn.tools.tune.ship LOG TABLE
 
-Or compile again each kernel of a log whose sources or libraries have changed:
+Or compile again each kernel of a log if its sources or libraries have changed:
 
     python -m maxattn.tools.tune.ship LOG --again [SECONDS]
 
@@ -34,12 +34,12 @@ _LIBTPU = re.compile(r"libtpu ([\w.]+)")
 
 
 def table_of_log(path: Path) -> str:
-    """Write the costs of a log as a table, from the last line of each kernel."""
+    """Return a log's costs as the text of a table; of each kernel the last line counts."""
     lines = list(read_lines(path))
     found = {v for line in lines for v in _LIBTPU.findall(str(line["versions"]))}
     if len(found) != 1:
-        rule = f"a table is of one libtpu, and the log has {', '.join(sorted(found)) or 'none'}"
-        raise InputError("log", path, rule, "keep the lines of one version")
+        rule = f"it must have lines of one libtpu, and it has {', '.join(sorted(found)) or 'none'}"
+        raise InputError("log", path, rule, "keep only the lines of one version")
     groups: dict[str, dict[tuple[Kind, Evaluates], dict[Tile, StepCost]]] = {}
     for job, answer in jobs_of(lines):
         name = group_name(job.device_kind, job.kernel, job.head_dim, job.dtype)
@@ -49,7 +49,7 @@ def table_of_log(path: Path) -> str:
 
 
 def changed(path: Path, log: ScheduleLog) -> Iterator[KernelJob]:
-    """Yield each kernel of a file that the log lacks for today's sources and libraries."""
+    """Yield each kernel of a file that the log lacks for the current sources and libraries."""
     for job in dict.fromkeys(job for job, _ in jobs_of(read_lines(path))):
         if log.find(job) is None:
             yield job

@@ -1,4 +1,4 @@
-"""Keeps measurements: each is written at once, by a rename, so a kill loses none."""
+"""Keep measurements in a file. Each is written at once, by a rename, so a kill loses none."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
 
 
 def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the kept measurement of the same sizes or kernels, call, device and versions."""
+    """Return the kept measurement with the same call, device, versions and sizes or settings."""
     return next((m for m in read_kept(path).measurements if _is_same(m, wanted)), None)
 
 
 def add(path: Path, measurement: dict[str, Any]) -> None:
-    """Write a measurement into the file; it replaces an earlier one of the same call."""
+    """Write a measurement to the file; replace an earlier measurement of the same call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]
@@ -34,7 +34,7 @@ def add(path: Path, measurement: dict[str, Any]) -> None:
 
 
 class Opened(NamedTuple):
-    """A command's file of measurements; or a temporary copy, and why nothing is kept."""
+    """The file of measurements; if it cannot be written, a temporary copy and the reason."""
 
     path: Path
     problem: str
@@ -47,7 +47,7 @@ class Opened(NamedTuple):
 
 @contextmanager
 def opened() -> Iterator[Opened]:
-    """Open the file; print why times cannot be kept, and what is damaged in the file."""
+    """Open the file of measurements; print if it cannot be written, and if it is damaged."""
     path = cache_path()
     problem = unwritable(VARIABLE, path)
     with TemporaryDirectory(prefix="maxattn-tune-") as folder:
@@ -64,9 +64,9 @@ def opened() -> Iterator[Opened]:
 
 
 def put_aside(path: Path) -> tuple[str, Path] | None:
-    """Copy a damaged file beside itself; return its damage and the path of the copy.
+    """If a file is damaged, copy it; return the damage and the path of the copy, else None.
 
-    Sound measurements stay; damaged ones are removed when the next one is written.
+    Intact measurements stay in the file; the next write removes the damaged ones.
     """
     damage = read_kept(path).damage
     if not damage:

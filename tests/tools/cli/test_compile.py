@@ -112,7 +112,7 @@ def test_a_report_names_what_waits():
     parts = "3 GiB + temporaries 1 GiB + outputs 1 GiB - 512 MiB shared = 4.5 GiB of 95.7 GiB"
     moved = "ppermute over context: 3 in the program, 3 MiB, 3 overlapped with a kernel (3 MiB in"
     waited = "all_gather over context: 1 in the program, 1 MiB, 0 overlapped with a kernel, 1"
-    assert parts in text and moved in text and f"{waited} waited for on the spot (none" in text
+    assert parts in text and moved in text and f"{waited} synchronous (none" in text
     assert fits(outcome) and text.endswith("fits")
     full = Outcome("compiled", "TPU v5e", "the plan", memory=memory | {"temp": 2**34})
     assert not fits(full) and "does not fit" in report(job, full)

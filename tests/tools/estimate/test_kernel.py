@@ -337,7 +337,7 @@ def test_a_twin_has_the_file():
 
 
 def test_a_dynamic_grid_needs_the_plans_tiles():
-    with pytest.raises(Unsupported, match="grid steps is known on the device alone"):
+    with pytest.raises(Unsupported, match="grid steps is known only on the device"):
         dump("v6e", FORWARD).estimate(None)
 
 

@@ -330,5 +330,5 @@ def test_a_table_is_of_one_libtpu(tmp_path):
     path = tmp_path / "log"
     for version in ("1", "2"):
         ScheduleLog(path, VERSIONS | {"libtpu": version}).add(JOB, Answers().answer(JOB))
-    with pytest.raises(InputError, match="a table is of one libtpu"):
+    with pytest.raises(InputError, match="it must have lines of one libtpu"):
         table_of_log(path)
