@@ -1,6 +1,6 @@
 """The kernels: attention over the arrays of one device. `table.py` has one row per kernel.
 
-Importing this package imports no kernel: `KERNELS["flash"]` and `maxattn.kernels.Flash` do.
+A kernel is imported when it is looked up, as `KERNELS["flash"]` or `maxattn.kernels.Flash`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
     """Return why a kernel cannot compute a local call on the target, or None.
 
     Args:
-        name: the kernel's name; "a/b" is the forward of a and the backward of b.
+        name: the kernel's name, or "a/b" for the forward of kernel a and the backward of kernel b.
         local: the call that one device computes.
         target: the machine.
         deterministic: whether to refuse a backward that is not bit for bit repeatable.
@@ -68,7 +68,7 @@ def refusal(name: str, local: Call, target: Target, deterministic: bool = False)
 
 
 def _missing(kernel: str, target: Target) -> Reason | None:
-    """Refuse a kernel that lacks its platform or package, or that the environment forbids."""
+    """Refuse a kernel whose platform or package is missing, or that the environment forbids."""
     row, vendor = TABLE[kernel], target.device.vendor
     if target.platform not in row.platforms or (
         target.platform == "gpu" and vendor not in row.gpus
@@ -79,7 +79,7 @@ def _missing(kernel: str, target: Target) -> Reason | None:
         rule = f"{row.switch}=0 in the environment forbids it"
         return Reason(row.name, row.switch, rule, f"unset {row.switch}")
     if row.package and target.version(row.package) is None:
-        named = f"was not named among the {target.device_kind}'s packages"
+        named = f"is not among the packages given for {target.device_kind}"
         lacks = "is not installed" if target.is_this_machine else named
         rule = f"{row.package} {lacks}"
         return Reason(row.name, "package", rule, target.remedy_for(row.package))
@@ -94,9 +94,9 @@ def _devices(row: KernelRow) -> str:
 
 
 def computed_call(name: str, local: Call, platform: Platform) -> Call:
-    """Return the call that a kernel computes, with blocks as batch rows and heads of one size.
+    """Return a local call in the form that a kernel, or both kernels of a pair, compute.
 
-    Both kernels of a pair "a/b" compute the same call.
+    Blocks become batch rows if that is faster, and unequal head dims are padded if not supported.
     """
     if local.mask.is_full and not local.value_head_dim:
         return local
@@ -122,7 +122,7 @@ def as_batch_rows(local: Call, pays: Callable[[int], bool] | None = None) -> Cal
 
 
 def scores_of(local: Call) -> int:
-    """Count the scores that dense attention computes in all heads, with blocks as batch rows."""
+    """Count the scores (B N T S) of dense attention, in which separate blocks are batch rows."""
     rows = as_batch_rows(local)
     return rows.batch * rows.heads * rows.q_len * rows.kv_len
 

@@ -1,7 +1,7 @@
-"""`Kernel`: attention over the arrays of one device, forward and backward. It knows no mesh.
+"""`Kernel`: attention over the arrays of one device, forward and backward, without a mesh.
 
-A kernel is a frozen dataclass, so that a plan can contain, hash and print it. Its fields are all
-decisions about it (scale, chunk sizes, flags); its methods compute with them.
+A kernel is a frozen dataclass, so that a plan can contain, hash and print it. The fields are what
+was decided for one call (scale, chunk sizes, flags), and the methods compute with these fields.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Inputs:
     """The arrays of one device's call, and the positions of their tokens.
 
     Args:
-        q: queries; K divides N, and N / K neighbouring query heads share a key head.
+        q: queries; N is a multiple of K, and N / K neighbouring query heads share a key head.
         k, v: keys and values; V equals H, except for kernels with `takes_value_dim`.
         bias: added to the scores, or None.
         mask: the bound mask, a function of the tokens' positions in the sequence.
         q_offset, kv_offset: positions of the first query and of the first key.
-        bias_level: [B|1, N|1, T|1, 1], subtracted from each query's bias and left out of the LSE
-            (bias_level.py); None without a bias.
+        bias_level: [B|1, N|1, T|1, 1], which kernels subtract from each query's bias and do not add
+            to the LSE (bias_level.py); None without a bias.
     """
 
     q: Float[Array, "B T N H"]
@@ -95,7 +95,7 @@ class Inputs:
 
 
 class Result(NamedTuple):
-    """The result of a forward; `lse` is a natural logarithm, -inf if a query sees no key."""
+    """The output and LSE of a forward; an LSE is a natural log, and -inf if no key is seen."""
 
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
@@ -104,7 +104,7 @@ class Result(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What a backward needs for each query, over all its keys.
+    """A backward's inputs for each query, final over all keys.
 
     Args:
         out, lse: the forward's result, merged if the keys were computed in several calls.
@@ -122,7 +122,7 @@ class Rows:
 
 
 class Grads(NamedTuple):
-    """The gradients; dk, dv and dbias are float32, since callers may sum them over calls."""
+    """A backward's results; dk, dv and dbias are float32, since callers may sum several calls."""
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]
@@ -131,7 +131,7 @@ class Grads(NamedTuple):
 
 
 def gathered(x: Float[Array, "B S K H"], order: Int[Array, "B S"]) -> Float[Array, "B S K H"]:
-    """Return the tokens of each batch row in an order of its own."""
+    """Reorder the tokens of each batch row by that row's indices in `order`."""
     return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
 
 
@@ -142,13 +142,13 @@ def padded_heads(inputs: Inputs) -> Inputs:
 
 
 def padded_rows(rows: Rows, q: Array) -> Rows:
-    """Pad the head dims of `rows` to q's head dim, and cast out and dout to q's dtype."""
+    """Pad the head dims of out and dout to q's head dim, and cast both arrays to q's dtype."""
     out, dout = (widened(x, q.shape[3]).astype(q.dtype) for x in (rows.out, rows.dout))
     return Rows(out, rows.lse, dout, rows.dlse)
 
 
 class Lines(NamedTuple):
-    """What `explain` prints of a kernel: name, tiles, and the backward's tiles if they differ."""
+    """The texts of `explain` about a kernel; `backward` is "" if both passes have equal tiles."""
 
     runs: str
     blocks: str
@@ -156,7 +156,7 @@ class Lines(NamedTuple):
 
 
 class Kernel:
-    """Compute attention over local arrays; every kernel is a frozen dataclass.
+    """The base class of kernels, which compute attention over one device's arrays.
 
     A query that sees no key has output 0, LSE -inf and gradients 0. The statistics of the softmax
     are float32.
@@ -168,7 +168,7 @@ class Kernel:
     differentiates_twice: ClassVar[bool] = False
     """Whether jax can differentiate the backward; else attention refuses second derivatives."""
     takes_value_dim: ClassVar[bool] = False
-    """Whether V may differ from H; else both head dims are padded to the larger."""
+    """Whether v may have another head dim than q and k; else both are padded to the larger."""
     needs_an_example: ClassVar[bool] = False
     """Whether the kernel refuses a `vmap` over an axis of size 0."""
     blocks: ClassVar[BlockSizes | None] = None
@@ -199,15 +199,15 @@ class Kernel:
         raise NotImplementedError
 
     def for_inference(self) -> Kernel:
-        """Return the kernel of a forward that is not differentiated."""
+        """Return the variant of this kernel for a forward that is not differentiated."""
         return self
 
     def for_forward_alone(self) -> Kernel:
-        """Return the kernel of a forward whose backward another kernel computes."""
+        """Return the variant of this kernel for the forward of a pair with another kernel."""
         return self
 
     def without_dbias(self) -> Kernel:
-        """Return the kernel of a backward whose gradient of the bias is not read."""
+        """Return the variant of this kernel for a backward whose dbias is not read."""
         return self
 
     def forward(self, inputs: Inputs) -> Result:
@@ -215,14 +215,14 @@ class Kernel:
         raise NotImplementedError
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return the gradients that these keys and queries contribute, from the final LSE."""
+        """Return the gradients from these queries and keys, given the LSE over all keys."""
         raise NotImplementedError
 
-    # ---- what a plan prints of a kernel, and what `auto` asks it ---------------------------------
+    # ---- texts for plans, and times for `auto` ---------------------------------------------------
 
     @property
     def computes(self) -> Kernel:
-        """The inner kernel, if this kernel only prepares its operands; else this kernel."""
+        """The inner kernel, if this kernel only prepares operands for it; else this kernel."""
         return self
 
     def lines(self, call: Call) -> Lines:
@@ -230,13 +230,13 @@ class Kernel:
         raise NotImplementedError
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Return the notes of a plan about the kernel that `build` made from these arguments."""
+        """Return the plan's notes about this kernel, from the arguments that `build` got."""
         return ()
 
     def notes_of(
         self, what: Pass, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Return the notes about one pass, if another kernel computes the other pass."""
+        """Return the notes about the pass `what`, if another kernel computes the other pass."""
         return self.notes(call, config, target)
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
@@ -267,5 +267,5 @@ class Kernel:
         return SumOfParts(self.backward, inputs, rows)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Return the accumulator's launches for `explain`; "" if it calls `backward`."""
+        """Return the text of `explain` about the accumulator; "" if it sums `backward`'s dQ."""
         return ""

@@ -1,13 +1,13 @@
 """The level of an additive bias: a number per query that is subtracted, so that scores stay exact.
 
-If all allowed keys of a query have a bias of -1e9, as in a batch row that is all padding, its LSE
-is -1e9 + log(S). Beside -1e9 float32 keeps no digit of a score: the softmax would be uniform.
+If all allowed keys of a query have a bias of -1e9, as in a batch row that is all padding, the
+query's scores are lost in float32 beside -1e9, and its softmax would be uniform.
 
     softmax(s + b) = softmax(s + (b - level))        LSE(s + b) = LSE(s + (b - level)) + level
 
-The level is the largest bias among the keys that the query may see, so that the LSE without it is
-as small as the scores. Kernels get the level beside the bias and subtract it in float32: the bias
-keeps its dtype. GPU libraries get the bias after the subtraction (kernels/fused/biased.py).
+The level is the largest bias among the keys that the query may see, so that the LSE without the
+level is as small as the scores. Kernels get bias and level, and subtract in float32: the bias keeps
+its dtype. GPU libraries get the bias after the subtraction (kernels/fused/biased.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jaxtyping import Array, Float
 from maxattn.masks import Mask
 
 LARGE = 2.0**7
-"""A bias up to this size has level 0: beside it float32 still keeps 2**-17 of a score."""
+"""Biases from -`LARGE` to `LARGE` have level 0; beside them float32 resolves scores to 2**-17."""
 PAIRS_AT_ONCE = 2**24
-"""Pairs of queries and keys per step, if XLA does not fuse them; at least the bias's pairs."""
+"""The most (query, key) pairs in a chunk of queries, unless the bias itself is larger."""
 
 Level = Float[Array, "#B #N #T 1"]
 
@@ -34,7 +34,7 @@ Level = Float[Array, "#B #N #T 1"]
 def bias_level(
     bias: Float[Array, "#B #N #T #S"], mask: Mask, q_len: int, q_offset: Any = 0
 ) -> Level:
-    """Return the largest finite bias of each query's allowed keys in float32, 0 if it is small.
+    """Return the largest finite bias of each query's allowed keys, or 0 if its size is small.
 
     Args:
         bias: the bias; T is `q_len` or 1, and S is the number of keys or 1.
@@ -53,7 +53,7 @@ def bias_level(
 def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...]:
     """Return the shape of a bias's level: 1 along axes on which neither bias nor mask varies.
 
-    `bias` is the bias's shape; the bound mask may have shapes for arrays.
+    `bias` is the bias's shape; the bound mask may have `jax.ShapeDtypeStruct`s for arrays.
     """
     if bias[3] == 1:
         return bias

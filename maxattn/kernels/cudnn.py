@@ -25,7 +25,7 @@ class Cudnn(Fused):
     """Compute out = softmax(scale * q k^T + bias) v with cuDNN.
 
     Args:
-        bias_gradient: whether a backward computes the bias's gradient, which takes cuDNN memory.
+        bias_gradient: whether a backward computes dbias, for which cuDNN needs extra memory.
     """
 
     name: ClassVar[str] = "cudnn"
@@ -74,6 +74,6 @@ def _mask(inputs: PieceInputs) -> CudnnMask:
     p, lengths = inputs.piece, inputs.lengths
     assert not isinstance(lengths, Intervals), lengths
     assert p.is_full or p.right == 0, p
-    # cuDNN gets a length of 0 as 1; that batch row's result is then set to 0 and -inf.
+    # cuDNN gets length 1 for a length of 0; that batch row's result is then set to 0 and -inf.
     some = None if lengths is None else jnp.maximum(lengths, 1)
     return CudnnMask(some, not p.is_full, None if p.left is None else p.left + 1)

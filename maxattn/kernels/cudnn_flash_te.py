@@ -1,7 +1,7 @@
 """cuDNN's fused attention through TransformerEngine's own functions, without its Linen module.
 
 The Linen module falls back without a message, needs a mesh resource, and reads the environment.
-Here the mesh resource is empty during a call, and a mask without a fused kernel is refused by name.
+This kernel sets an empty mesh resource during a call, and refuses masks that no fused kernel takes.
 Lengths are passed as a sequence descriptor, not as a mask array.
 
 Source: NVIDIA TransformerEngine, transformer_engine.jax.
@@ -71,7 +71,7 @@ class CudnnFlashTe(Fused):
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         def run(inputs: PieceInputs, rows: Rows) -> Grads:
             with _no_mesh_resource():
-                # The forward's random state of dropout, which is not read without dropout.
+                # The dropout's random state, which the backward does not read without dropout.
                 checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
                 state = jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
                 operands = (inputs.q, inputs.k, inputs.v), inputs.bias, None
@@ -96,12 +96,12 @@ def _no_mesh_resource() -> Any:
 
 
 def _lengths(inputs: PieceInputs) -> Any:
-    """Return the real queries and keys of each batch row as a sequence descriptor."""
+    """Return the numbers of real queries and keys per batch row as a sequence descriptor."""
     lengths, batch = inputs.lengths, inputs.q.shape[0]
     assert not isinstance(lengths, Intervals)
     queries = jnp.full(batch, inputs.q.shape[1], jnp.int32)
     every = jnp.full(batch, inputs.k.shape[1], jnp.int32)
-    # cuDNN gets a length of 0 as 1; that batch row's result is then set to 0 and -inf.
+    # cuDNN gets length 1 for a length of 0; that batch row's result is then set to 0 and -inf.
     keys = every if lengths is None else jnp.maximum(lengths, 1)
     return _te("attention").SequenceDescriptor.from_seqlens((queries, keys))
 

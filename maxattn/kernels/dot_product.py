@@ -27,7 +27,7 @@ class DotProduct(Kernel):
     Args:
         scale: factor of the scores, in float32.
         float32_qk_product: whether to cast q and k to float32 before their product. Products of
-            bfloat16 and float16 are exact in float32 either way; another matmul unit computes them.
+            bfloat16 and float16 are exact in float32 without the cast too.
         split_head_dim: whether batch and heads stay two axes or become one; results are equal.
     """
 
@@ -46,8 +46,8 @@ class DotProduct(Kernel):
         q, v = inputs.q, inputs.v
         qs, ks, vs = self._split(inputs)
         s = self._scores(qs, ks, inputs)
-        # The result does not depend on m, so its derivative is cut off. It compares s with m, and
-        # would be NaN if XLA computed s twice with different rounding.
+        # The result does not depend on m, so m's derivative is cut off. That derivative compares s
+        # with m, and would be NaN if XLA computed s twice with different rounding.
         m = jnp.max(jax.lax.stop_gradient(s), axis=-1)
         p = softmax.stable_exp(s, m)
         # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
@@ -72,10 +72,10 @@ class DotProduct(Kernel):
         return Grads(dq, self._merge_keys(dk, k), self._merge_keys(dv, k), dbias)
 
     def microseconds(self, call: Call, target: Target) -> None:
-        """Return no estimate: XLA's matmuls reach neither the FLOP/s nor the memory's rate."""
+        """Return None: XLA's matmuls reach neither the peak FLOP/s nor the peak bandwidth."""
 
     def lines(self, call: Call) -> Lines:
-        return Lines("dot_product (XLA dense)", "none: the whole T x S at once")
+        return Lines("dot_product (XLA dense)", "none: all T x S scores at once")
 
     def _scores(self, qs: Array, ks: Array, inputs: Inputs) -> Array:
         allowed = None

@@ -45,7 +45,7 @@ class Flash(Splash):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        # cuDNN's backward is not bit for bit repeatable either.
+        # If cuDNN runs, its backward is not bit for bit repeatable either.
         return Fa4.repeats(call, target) if target.platform == "gpu" else None
 
     @staticmethod
@@ -75,8 +75,8 @@ class BiasedFa4(Fused):
     """Run FlashAttention-4 with an additive bias, into which every mask is written.
 
     Args:
-        fa4: computes the forward, and the backward unless the bias has a gradient.
-        plain: computes the backward if the bias has a gradient; None if it has none.
+        fa4: the kernel of the forward, and of the backward unless the bias has a gradient.
+        plain: the kernel of the backward if the bias has a gradient; else None.
     """
 
     name: ClassVar[str] = "flash"
@@ -98,8 +98,8 @@ class BiasedFa4(Fused):
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         return (
-            f"{written_text(call)}; FlashAttention-4 computes no gradient of a bias: if it needs"
-            " one, memory_efficient computes the backward",
+            f"{written_text(call)}; FlashAttention-4 computes no gradient of a bias: if the bias"
+            " needs one, memory_efficient computes the backward",
         )
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
@@ -121,7 +121,7 @@ class BiasedFa4(Fused):
 
 @dataclass(frozen=True)
 class CudnnForFlash(Cudnn):
-    """Run cuDNN under the name flash; `why` is the reason for which fa4-jax is not called."""
+    """Run cuDNN under the name flash; `why` is the reason why fa4-jax is not called."""
 
     why: str = ""
 
@@ -159,5 +159,5 @@ def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:
     why, remedy = lack(target.device), reason.remedy
     if has_kernels(target.device):
         why, remedy = "fa4-jax is not installed", f"{install(target)}; or {remedy}"
-    rule = f"{why}, and cuDNN in its place: {reason.rule}"
+    rule = f"{why}, and cuDNN, which would run instead, refuses the call: {reason.rule}"
     return replace(reason, who="flash", rule=rule, remedy=remedy)

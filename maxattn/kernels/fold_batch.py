@@ -22,8 +22,8 @@ def with_batch_folded(run: Callable[..., Any], *operands: Any, shared: Any = Non
     Args:
         run: a function from arrays to arrays that closes over no arrays.
         operands: arrays or trees of arrays; axis 0 of every operand and result is the batch.
-        shared: arrays without a batch axis, the last argument of `run`; default None. If they are
-            mapped, calls run one after the other.
+        shared: arrays without a batch axis, which are the last argument of `run`; default None. If
+            these arrays are mapped, the calls run one after the other.
     """
 
     @jax.custom_batching.custom_vmap

@@ -1,8 +1,8 @@
 """The backward over several blocks of keys without a mask: dQ is summed block by block.
 
-A block is one array of K and V. A kernel may keep dQ in one float32 array between blocks, which
-saves passes over the queries. Otherwise each block's dQ is kept in the kernel's dtype, and all are
-summed in float32.
+A block is one array that packs K and V. A kernel may keep dQ in one float32 array between blocks,
+which saves passes over the queries. Otherwise each block's dQ is kept in the kernel's dtype, and
+these parts are summed in float32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from maxattn.kernels.base import Grads, Inputs, Rows
 
 TWO_TILES = 256  # keys in two key tiles
-MOST_PARTS = 4  # arrays of dQ that are kept before they are summed in float32
+MOST_PARTS = 4  # most arrays of dQ that are kept before they are summed in float32
 
 Packed = Float[Array, "R2 B S K H"]
-"""K and V of a block of keys, or dK and dV, as one array; the narrower is padded with zeros."""
+"""K and V (or dK and dV) of a block of keys as one array; the smaller head dim is padded."""
 
 
 class KeyRange(NamedTuple):
@@ -39,7 +39,7 @@ WHOLE = KeyRange()
 
 
 def middle_key(length: int) -> int:
-    """Return the key that halves a block, on a tile boundary if it has two tiles; 0 if length 1."""
+    """Return the index of the key that halves a block, on a tile boundary from two tiles on."""
     if length < TWO_TILES:
         return length // 2
     return -(-length // TWO_TILES) * (TWO_TILES // 2)
@@ -53,20 +53,20 @@ def pack(k: Array, v: Array) -> Packed:
 
 
 def widened(x: Array, head_dim: int) -> Array:
-    """Pad the heads of K or V with zeros."""
+    """Pad the last axis, the head dim, with zeros to `head_dim`."""
     more = head_dim - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) if more else x
 
 
 def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
-    """Replace some keys of a block, from `start` on."""
+    """Return the block `packed` with the keys from `start` on replaced by those of `part`."""
     return jax.lax.dynamic_update_slice_in_dim(packed, part, start, axis=2)
 
 
 def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0) -> Array:
-    """Return a range of K (`which` = 0) or V (1), and its first `head_dim` channels (0: all).
+    """Return a key range of K (`which` 0) or V (1), cut to `head_dim` channels if not 0.
 
-    It is a single slice, which XLA need not copy for most kernels if the batch is 1.
+    The result is a single slice, which XLA need not copy for most kernels if the batch is 1.
     """
     _, b, length, k, h = packed.shape
     start, end = key_range.bounds(length)
@@ -81,9 +81,9 @@ class DqAccumulator:
     """The arrays of the sum; a caller may carry them through a loop and set them again."""
 
     def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add the dQ of a range of a block's keys, and return (dk, dv) of the block.
+        """Add the dQ of a range of a block's keys, and return the block's (dk, dv) as one array.
 
-        `grads` is the result of earlier ranges of the same block; without it, the gradients of keys
+        `grads` is the result for earlier ranges of the same block; if None, the gradients of keys
         outside the range are undefined.
         """
         raise NotImplementedError
@@ -94,7 +94,7 @@ class DqAccumulator:
 
 
 class SumOfParts(DqAccumulator):
-    """Sum the dQ of a kernel's `backward`, which is called with `inputs` and each block's keys."""
+    """Call a kernel's `backward` for each block of keys, and sum the dQ that it returns."""
 
     def __init__(
         self, backward: Callable[[Inputs, Rows], Grads], inputs: Inputs, rows: Rows
@@ -124,7 +124,7 @@ def added(parts: list[Array], part: Array) -> list[Array]:
 
 
 def total(parts: list[Array], like: Array) -> Array:
-    """Return the float32 sum of arrays, in one pass; zeros like `like` without arrays."""
+    """Return the float32 sum of arrays; zeros with the shape of `like` if there are none."""
     if not parts:
         return jnp.zeros(like.shape, jnp.float32)
     first, *rest = (x.astype(jnp.float32) for x in parts)

@@ -66,7 +66,7 @@ class MemoryEfficient(Kernel):
     def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:
         config = tuned_config(config, "memory_efficient", call, target)
         chunks = choose_chunks(call, config.query_chunk_size, config.key_chunk_size)
-        # A single batch row leaves most of a GPU idle: there all rows visit the same chunks.
+        # A single batch row leaves most of a GPU idle, so there all batch rows run together.
         by_row = target.platform != "gpu" and differs_by_row(call.mask)
         return MemoryEfficient(call.scale, *chunks, config.float32_qk_product, by_row)
 
@@ -78,7 +78,7 @@ class MemoryEfficient(Kernel):
         return call.mask.bounds_tiles and call.kv_len > self.key_chunk
 
     def microseconds(self, call: Call, target: Target) -> None:
-        """Return no estimate: XLA's matmuls reach neither the FLOP/s nor the memory's rate."""
+        """Return None: XLA's matmuls reach neither the peak FLOP/s nor the peak bandwidth."""
 
     def lines(self, call: Call) -> Lines:
         blocks = f"query_chunk_size {self.query_chunk}, key_chunk_size {self.key_chunk}"
@@ -152,13 +152,13 @@ class MemoryEfficient(Kernel):
 
 
 def _rows(tiles: ChunkedInputs) -> tuple[Any, ...]:
-    """Return the operands of the loop over query chunks: their numbers, queries and visits."""
+    """Return the loop's operands per query chunk: index, queries, and lists of key chunks."""
     return (jnp.arange(tiles.q.shape[0]), tiles.q, *(jnp.asarray(x) for x in tiles.lists))
 
 
 def _nothing_seen(q_i: Array, v: Array) -> tuple[Array, Array, Array]:
     """Start the online softmax: m = -inf, l = 0, O = 0."""
-    # Derived from q_i, here and below, so that in a `shard_map` they vary over the same mesh axes.
+    # All three derive from q_i, so that in a `shard_map` they vary over the same mesh axes as q.
     row = jnp.zeros_like(q_i[..., 0], jnp.float32)
     acc = jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1]))
     return jnp.full_like(row, softmax.NEG_INF), row, acc

@@ -1,4 +1,4 @@
-"""What all GPU libraries' kernels refuse: some operands, and masks but a band with lengths."""
+"""Refusals that the kernels of all GPU libraries share: operands, and masks beyond a band."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
     """
     if terms.rest:
         kind = " and ".join(terms.rest[0].names())
-        rule = f"it takes lengths and flags of keys, and {kind} is neither"
+        rule = f"it takes masks of positions and KeyPadding, and {kind} is neither"
         return Reason(who, f"mask {kind}", rule, USE_AUTO)
     if terms.band is None and not rows:
         text = " & ".join(str(m) for m in terms.positions)
@@ -42,9 +42,9 @@ def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
         return Reason(who, "mask", rule, USE_AUTO)
     if terms.has_flags and terms.positions:
         rule = (
-            "it gathers the keys that flags mark as real, which changes the positions that the rest"
-            " of the mask needs"
+            "it moves the keys that KeyPadding's flags mark as real to the front, which changes the"
+            " positions that the other masks test"
         )
-        remedy = f"pass KeyPadding with lengths, or {USE_AUTO}"
+        remedy = f"pass KeyPadding with lengths if real keys come first, or {USE_AUTO}"
         return Reason(who, "mask KeyPadding & positions", rule, remedy)
     return None

@@ -102,7 +102,7 @@ def stable_exp(s: Scores, m: Stats) -> Scores:
 
 
 def finish(m: Stats, l: Stats, acc: Queries) -> tuple[Queries, Stats]:
-    """Turn running maximum, sum and unnormalised output into (out, lse)."""
+    """Return (out, lse) from the running maximum, the sum and the unnormalised output."""
     empty = l == 0.0
     out = acc / jnp.where(empty, 1.0, l)[..., None]
     lse = jnp.where(empty, NEG_INF, m + jnp.log(jnp.where(empty, 1.0, l)))
@@ -158,13 +158,13 @@ def merge_by_lse(
     if len(parts) == 1:
         return outs[0], lses[0]
     if len(parts) == 2:
-        # A weight that is used once: XLA fuses it into the kernel that writes out.
+        # The weight is used once, so XLA fuses it into the kernel that writes the output.
         first, second = (
             jnp.where(column(lse == NEG_INF), 0.0, x) for x, lse in zip(outs, lses, strict=True)
         )
         share = jax.nn.sigmoid(jnp.where(lses[1] == NEG_INF, NEG_INF, lses[1] - lses[0]))
         return first + column(share) * (second - first), jnp.logaddexp(*lses)
-    # Part by part, so that XLA fuses it: it does not fuse a sum over a stack.
+    # The sums go part by part, since XLA fuses these but not a sum over a stack.
     top = reduce(jnp.maximum, lses)
     safe = jnp.where(top == NEG_INF, 0.0, top)
     weights = [jnp.exp(lse - safe) for lse in lses]

@@ -1,6 +1,6 @@
 """One row per kernel: what the config, the plan and the tools know before they import the kernel.
 
-A new kernel is one file and one row, which may be elsewhere:
+A new kernel needs one file and one row, both of which may be in your own code:
 
     from maxattn.kernels import table
 
@@ -29,12 +29,12 @@ class KernelRow:
     Args:
         name: the kernel's name in `attention:`.
         where: "module:Class", imported at its first use.
-        platforms, gpus: the platforms it runs on, and the vendors of GPUs.
+        platforms, gpus: the platforms that it runs on, and the vendors of its GPUs.
         package: pip's name of the package that it calls; None if jax is enough.
         switch: an environment variable whose value "0" forbids the kernel.
-        reads: the settings that this kernel reads and not every kernel reads.
+        reads: the settings that this kernel reads, apart from those that every kernel reads.
         custom_calls: prefixes of the names of its custom calls in compiled programs.
-        is_spelled: whether `attention:` takes its name; if not, a setting in `reads` selects it.
+        is_spelled: whether `attention:` takes the name; if not, a setting in `reads` selects it.
         title: the kernel's name in messages; default `name`.
     """
 
@@ -82,7 +82,7 @@ _ROWS = (
     ),
 )  # fmt: skip
 
-# pip's name -> the extra of maxattn that installs it, and a version that every kernel can call.
+# pip's name -> (the extra of maxattn that installs it, a version that works with every kernel).
 EXTRAS = {
     "tokamax": ("tokamax", TOKAMAX_ON_GPU),
     "transformer-engine-jax": ("te", "2.20.2"),
@@ -111,7 +111,7 @@ class Table(dict[str, R]):
     """Rows by name, in order.
 
     Args:
-        kind: the word for what a row describes, for errors.
+        kind: what a row describes, in one word, for error messages.
         rows: the rows to begin with.
     """
 

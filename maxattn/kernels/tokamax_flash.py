@@ -20,17 +20,17 @@ from maxattn.kernels.splash.kernel import Splash, refusal
 from maxattn.kernels.splash.tokamax import TokamaxSplash
 from maxattn.target import Target
 
-UNSAID = "?"  # the version if the command line has `--with tokamax` without one
+UNSAID = "?"  # the version if the command line has `--with tokamax` without a version
 
 
 @dataclass(frozen=True)
 class TokamaxFlash(Splash):
-    """Compute attention with tokamax's splash; its backward is the fused one.
+    """Compute attention with tokamax's splash, whose backward is fused.
 
     Args:
         use_base2_exp: whether to compute the softmax with exp2; the queries, multiplied by log2(e),
             are then rounded once more.
-        use_experimental_scheduler: whether the forward asks for the compiler's experimental one.
+        use_experimental_scheduler: whether the compiler uses that scheduler for the forward.
     """
 
     name: ClassVar[str] = "tokamax_flash"

@@ -35,7 +35,7 @@ class TpuFlash(Splash):
     """Compute attention with transposed scores.
 
     Args:
-        v_is_turned: whether V is transposed before the forward kernel; else inside.
+        v_is_turned: whether V is transposed before the forward kernel; else inside the kernel.
     """
 
     name: ClassVar[str] = "tpu_flash"
@@ -82,7 +82,7 @@ class Transposed(Library):
 
     Args:
         interpret: whether to run in Pallas' interpreter.
-        v_is_turned: whether V is transposed before the forward kernel; else inside.
+        v_is_turned: whether V is transposed before the forward kernel; else inside the kernel.
     """
 
     interpret: bool

@@ -103,7 +103,7 @@ def test_amd_gpus_run_plain_jax_and_the_plan_says_so(kind: str) -> None:
             assert reason is not None and reason.feature == "platform" and kind in reason.rule
         name, because = chosen(target, call)
         assert name in ("dot_product", "memory_efficient")
-        assert because.startswith("plain JAX, since the fused kernels here are for NVIDIA GPUs")
+        assert because.startswith("plain JAX, since maxattn's fused kernels are for NVIDIA GPUs")
         assert "AITER" not in because
         with_aiter = replace(target, packages=(*target.packages, ("aiter", "in jax")))
         assert "AITER" in chosen(with_aiter, call)[1]

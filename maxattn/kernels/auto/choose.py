@@ -18,8 +18,8 @@ from maxattn.target import Target
 
 DEFAULTS = AttentionConfig()
 UNMEASURED = "a rule, not measured on this machine"
-# The most scores (B N T S of one device) up to which dense attention is at least as fast as chunks,
-# and where that was measured. On a GPU memory limits it: more float32 scores take over 4 GB.
+# The most scores (B N T S of one device) with which dense attention is at least as fast as chunks,
+# and where that was measured. On a GPU memory sets the limit: float32 scores take 4 GB there.
 DENSE_SCORES: dict[str, tuple[float, str]] = {
     "cpu": (4e6, "measured on 2 CPU cores"),
     "gpu": (1e9, "measured on an H200"),
@@ -33,7 +33,7 @@ class KernelChoice(NamedTuple):
     Args:
         name, because: the kernel's name, and the reason for it.
         refused: why kernels that come earlier in the order, or that the user named, cannot run.
-        fell_back: whether the user named another kernel.
+        fell_back: whether the user named another kernel, which cannot run.
         warns: whether the kernel is slow for a reason that the caller can remove.
         notes: further lines of the plan.
     """
@@ -69,7 +69,7 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     Args:
         local: the call that one device computes.
         target: the machine.
-        config: `deterministic` refuses kernels; only measurements with its settings count.
+        config: `deterministic` excludes kernels; only measurements with equal settings count.
     """
     usual = order(_as_computed(local, config, target), target)
     tuned = tuned_order(local, target, config, usual)
@@ -117,15 +117,15 @@ def _has_fused(call: Call, target: Target) -> bool:
 
 
 def _no_fused(target: Target) -> str:
-    """Return why plain JAX runs on an AMD GPU; if its jax has AITER's attention, mention it."""
-    why = "plain JAX, since the fused kernels here are for NVIDIA GPUs"
+    """Return why plain JAX runs on an AMD GPU; mention AITER's attention if jax has it."""
+    why = "plain JAX, since maxattn's fused kernels are for NVIDIA GPUs"
     has_aiter = target.version(AITER) is not None
     own = "; this jax has AITER's attention (jax._src.aiter), which maxattn does not call"
     return f"{why}{own if has_aiter else ''}; "
 
 
 def _plain(call: Call, target: Target, why: str) -> Candidates:
-    """Order the kernels of plain JAX by the number of scores; on a TPU, splash goes first."""
+    """Order plain JAX's kernels by the number of scores; if many, a TPU's tiled kernels precede."""
     scores = scores_of(call)
     most, measured = DENSE_SCORES[target.platform]
     where = UNMEASURED if target.device.vendor == "AMD" else measured

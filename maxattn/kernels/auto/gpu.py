@@ -1,8 +1,8 @@
 """Which kernels `auto` tries on an NVIDIA GPU: rules, each with its reason.
 
 The rules for Hopper come from 1,520 calls, forward and backward, on H100s and H200s
-(docs/results.md): `flash` alone takes 1.0082 of the time of the fastest kernel of each pass, and
-with the two other rules 1.0010. Measurements of `maxattn tune` on the machine precede all rules.
+(docs/results.md). `flash` alone takes 1.0082 times as long as the fastest kernel of each pass; with
+the other two rules it is 1.0010. Measurements of `maxattn tune` on the machine precede all rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maxattn.kernels.flash import has_fa4, install
 from maxattn.kernels.fused import limits
 from maxattn.target import Target
 
-MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")  # as jax calls them
+MEASURED = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")  # jax's names of the device kinds
 FLASH = "flash is the fastest on Hopper in 2,861 of 3,040 measured passes (docs/results.md)"
 OTHERS = (
     "the first of TransformerEngine, cuDNN and tokamax that can run; on Hopper flash is faster in"
@@ -29,7 +29,7 @@ WIDE = (
     "flash forward; at head dims above 192 and 1,024 or more tokens the backward of {} takes {} of"
     " flash's time (median of 25 measured calls)"
 )
-# flash computes the lists of tiles before so few scores, which takes longer than the scores.
+# With few scores, making flash's lists of tiles takes longer than computing the scores.
 SHORT, FEW_SCORES = 192, 4e5
 DENSE = (
     "dense forward: with segments, up to 192 tokens and up to 400,000 scores it takes 0.64 of"
@@ -59,7 +59,7 @@ def candidates(call: Call, target: Target) -> Iterator[tuple[str, str]]:
         names = tuple((name, BIAS) for name in ("cudnn", "cudnn_flash_te", "flash"))
     elif target.device.is_a("hopper"):
         where = "" if is_measured_on(target) else f"; not measured on {target.device_kind}"
-        if not has_fa4(target):  # then flash is cuDNN
+        if not has_fa4(target):  # then flash would run cuDNN
             names = tuple(each for each in names if "flash" not in each[0].split("/"))
             where += f"; flash would be faster: {install(target)}"
         names = tuple((name, f"{why}{where}") for name, why in names)
@@ -93,7 +93,7 @@ def _has_lists(call: Call) -> bool:
 
 
 def _elsewhere(call: Call, target: Target) -> Candidates:
-    """Order the kernels on GPUs that were not measured; a B200 has published times of cuDNN."""
+    """Order the kernels for GPUs that were not measured; cuDNN's times on a B200 are published."""
     version = numbers(limits.version(target) or "")
     is_new = not version or version >= (9, 19)  # an unknown version counts as the newest
     sizes = call.head_dim == call.value_dim == 128 and min(call.q_len, call.kv_len) >= 4096

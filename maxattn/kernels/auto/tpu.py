@@ -1,8 +1,8 @@
 """Which tiled TPU kernel `auto` tries first: `flash`, unless another kernel is surely faster.
 
 Times are intervals, estimated from compiled schedules and not from runs: if two intervals overlap,
-neither kernel is surely faster. The forward of `tpu_flash` has two softmaxes: it must be faster
-with the softmax of small scores, and not surely slower with the other softmax.
+neither kernel is surely faster. The forward of `tpu_flash` has a fast softmax for small scores and
+an online softmax: it must be surely faster with the first, and not surely slower with the second.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     others = [one for name in OTHERS if (one := _passes(name, call, target))]
     if flash is None or not others:
         kernel = OTHERS[0] if flash else "flash"
-        tiles = f"{kernel} has none with tiles that cut both queries and keys into two or more"
+        tiles = f"{kernel} has none for tiles that split both queries and keys"
         why = not_estimated(kernel, call, target) or tiles
         return ("flash",), f"flash by a rule, since estimates are missing: {why}"
-    # Choose among all kernels, then among all but one, and last for flash alone.
+    # Choose among all kernels, then without one of the others, and last flash alone.
     left = [others, *([one for one in others if one is not gone] for gone in others[::-1]), []]
     choices = [
         (_fastest_forward(flash, each), _fastest_backward(flash, each, call, target))
@@ -103,8 +103,10 @@ def _fastest_forward(flash: _Passes, others: list[_Passes]) -> _Passes:
 
 
 def _fastest_backward(flash: _Passes, others: list[_Passes], call: Call, target: Target) -> _Passes:
-    """Choose the kernel of the backward: `flash`, unless another kernel is surely faster, or as
-    fast without partial arrays of dQ. Its partial arrays must fit a share of the device's memory.
+    """Choose the kernel of the backward: `flash`, unless another kernel leads and fits.
+
+    A kernel leads if it is surely faster, or as fast without partial dQ arrays; it fits if its
+    partial dQ arrays take a small share of the device's memory.
     """
 
     def leads(one: _Passes) -> bool:

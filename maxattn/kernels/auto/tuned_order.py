@@ -49,7 +49,7 @@ def tuned_order(
     Args:
         local: the call that one device computes.
         target: the machine, with its measurements.
-        config: only measurements with its settings count; `deterministic` refuses kernels.
+        config: `deterministic` excludes kernels; only measurements with equal settings count.
         usual: the kernels that `auto` tries without measurements, each with its reason.
     """
     times = times_for(local, target, config)
@@ -111,7 +111,7 @@ def joined(forward: str, backward: str) -> str:
 
 
 def _is_without_fa4(name: str, target: Target) -> bool:
-    """Check whether a measured kernel is flash and fa4-jax is missing, so that cuDNN would run."""
+    """Check whether a measured kernel is flash and would run cuDNN, since fa4-jax is missing."""
     from maxattn.kernels.flash import has_fa4
 
     return name == "flash" and target.platform == "gpu" and not has_fa4(target)
@@ -133,7 +133,7 @@ def _pick(
     ranked = sorted(dict(rounds).items(), key=lambda each: milliseconds_of(each[1]))
     there = {name: ms for name, ms in ranked if runs(name)}
     if not there:
-        name, nothing = preferred[0], f"{what} nothing that can run; " if rounds else ""
+        name, nothing = preferred[0], f"no kernel measured in the {what} runs; " if rounds else ""
         return _Picked(name, False, (), f"{nothing}{what} {name} by the rules, {because}")
     best = next(iter(there))
     name = next((n for n in preferred if n in there and is_as_fast(there[n], there[best])), best)

@@ -1,8 +1,8 @@
-"""FlashAttention-4 on GPUs that are not Hopper's: the library's own launches, through primitives.
+"""FlashAttention-4 on GPUs other than Hopper, launched by fa4-jax's own primitives.
 
-The library computes all pairs, a window whose last query is aligned with the last key, lengths, and
-a test of pairs. A band becomes such a window. Any other mask is tested pair by pair in the
-narrowest window that contains it.
+The library computes all pairs, key lengths, windows whose last query is aligned with the last key,
+and a test of pairs. A band becomes a window. Any other mask is tested pair by pair in the narrowest
+window that contains the mask.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from maxattn.masks.band_pieces import Piece, pieces
 from maxattn.masks.terms import segment_ids, sort_terms, supported_split
 
 Window = tuple[int | None, int | None]
-"""(left, right) of `query - left <= key - (S - T) <= query + right`; None: without a bound."""
+"""(left, right) of `query - left <= key - (S - T) <= query + right`; None is unbounded."""
 
 
 class View(NamedTuple):
     """The part of a call that the library computes: queries, keys, a window and a test of pairs.
 
     Args:
-        q0, q1, k0, k1: the range of queries and of keys.
+        q0, q1, k0, k1: the ranges [q0, q1) of queries and [k0, k1) of keys.
         window: (left, right) within these ranges.
         mask, arrays: fa4-jax's mask that tests a pair, and the arrays that it reads.
     """
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
 
 def forward(p: Problem, inputs: Inputs, scale: float) -> Result:
-    """Return (out, lse); 0 and -inf for queries without a key."""
+    """Return (out, lse); out is 0 and lse is -inf for queries that see no key."""
     if p.kind == "lengths":
         return _lengths_forward(inputs, scale)
     view = view_of(p, inputs)
@@ -80,7 +80,7 @@ def _all_grads(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradien
     grads = _backward(p, inputs, rows, scale)
     if not lse_gradient:
         return grads
-    # The library drops a gradient of the LSE: a forward and a backward with k in the place of v.
+    # The library drops the LSE's gradient: a forward and a backward with k as v compute it.
     with_k, dlse = inputs.replace(v=inputs.k), rows.dlse
     pk, here = forward(p, with_k, scale)
     weight = jnp.where(dlse == 0.0, 0.0, scale * dlse * jnp.exp(here - rows.lse))
@@ -127,7 +127,7 @@ def _config(view: View, scale: float, varlen: bool = False) -> Any:
 
 
 def view_of(p: Problem, inputs: Inputs) -> View:
-    """Return the ranges, the window and the test of pairs of a mask."""
+    """Return the ranges, the window and the test of pairs that compute a call's mask."""
     t, s = p.q_len, p.kv_len
     if p.kind == "dense":
         return View(0, t, 0, s)
@@ -141,24 +141,24 @@ def view_of(p: Problem, inputs: Inputs) -> View:
     arrays = tuple(jnp.pad(jnp.asarray(x, jnp.int32), ((0, 0), (0, PAD))) for x in (*ends, *ids))
     count = ends[0].shape[0] if ends else 0
     leaves, mask = jax.tree.flatten(_pairs_mask()(count, bool(ids), arrays))
-    # The arrays cover all queries and keys, so that neither is cut. A window that leaves some out
-    # has a side below 0, which the library does not take.
+    # The arrays cover all queries and keys, so that neither are cut. A window that leaves some out
+    # has a negative side, which the library refuses; this side is left unbounded.
     moved = (around.left, s - t), (around.right, t - s)
     left, right = (None if x is None or x + by < 0 else x + by for x, by in moved)
     return View(0, t, 0, s, (left, right), mask, tuple(leaves))
 
 
 def _piece(found: tuple[Piece, ...], t: int, s: int) -> Piece:
-    """Merge the pieces of a band: a block of keys for all queries may precede a triangle."""
+    """Merge the pieces of a band, in which a block of full keys may precede a triangle."""
     if len(found) == 2:
         return Piece(0, t, 0, s, None, found[0].k1)
     return found[0] if found else Piece(0, 0, 0, 0)
 
 
 def _trimmed(p: Piece) -> View:
-    """Leave out the last keys that no query sees, and the last queries that see none.
+    """Leave out the last keys that no query sees, and the last queries that see no key.
 
-    Neither side of the window is negative then.
+    Neither side of the window is negative in the result.
     """
     t, s = p.q1 - p.q0, p.k1 - p.k0
     if p.right is not None:
@@ -172,7 +172,7 @@ def _trimmed(p: Piece) -> View:
 
 
 def _around(lo: Any, hi: Any, t: int, s: int) -> Piece:
-    """Bound intervals [M, T] by a band; a side that bounds nothing is open."""
+    """Return the narrowest band around intervals [M, T]; sides that exclude no pair are None."""
     if isinstance(lo, jax.Array) or not (some := lo < hi).any():
         return Piece(0, t, 0, s)
     row = np.broadcast_to(np.arange(t), lo.shape)[some]
@@ -181,7 +181,7 @@ def _around(lo: Any, hi: Any, t: int, s: int) -> Piece:
 
 
 def share_of_window(p: Problem) -> float:
-    """Return which share of all pairs is in the narrowest window around a mask of positions."""
+    """Return the share of all pairs that is in the narrowest window around a mask."""
     t, s = p.q_len, p.kv_len
     if p.mask.is_full:
         return 1.0
@@ -193,7 +193,7 @@ def share_of_window(p: Problem) -> float:
 
 @cache
 def _pairs_mask() -> Any:
-    """Make the mask that tests intervals and ids, a class of fa4-jax's."""
+    """Return a subclass of fa4-jax's `MaskMod` that tests intervals and ids."""
     masks = import_module("fa4_jax.masks")
 
     @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _flat(x: Array) -> Array:
 
 
 def _ends(inputs: Inputs) -> tuple[Array, Array, Array, Array]:
-    """Return where each batch row begins, and how many of its queries and keys are real."""
+    """Return batch rows' starts in flat q and k, and their numbers of queries and of real keys."""
     (batch, t), s = inputs.q.shape[:2], inputs.k.shape[1]
     lengths = sort_terms(inputs.mask).lengths(batch, s, inputs.kv_offset)
     assert lengths is not None

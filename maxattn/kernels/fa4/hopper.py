@@ -1,7 +1,7 @@
 """fa4-jax's two Hopper kernels with three hooks: the next item, where results go, how dQ is added.
 
-The functions at the end are what `cutejax.call` traces. CuTe comes with fa4-jax: this file is
-imported when a kernel is compiled.
+`cutejax.call` traces the functions at the end.
+This file needs CuTe, which comes with fa4-jax, and is imported when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ Barriers: Any = import_module("fa4_jax.cute.named_barrier").NamedBarrierBwd
 LibraryForward: Any = import_module("fa4_jax.cute.flash_fwd_sm90").FlashAttentionForwardSm90
 LibraryBackward: Any = import_module("fa4_jax.cute.flash_bwd_sm90").FlashAttentionBackwardSm90
 
-FREE_BARRIER = 15  # of the 16 named barriers of a thread block; the queue has 13 and 14
+FREE_BARRIER = 15  # the last of a thread block's named barriers; the queue uses 13 and 14
 
 
 # ---- forward -------------------------------------------------------------------------------------
 
 
 class HopperForward(Scheduled, LibraryForward):
-    """Compute a forward; a split writes its result in float32, and its LSE, to a slot."""
+    """Compute a forward; each split writes its float32 output and its LSE to its own slot."""
 
     def _get_shared_storage_cls(self) -> Any:
         storage = super()._get_shared_storage_cls()
         if not self.kind.queue:
             return storage
         fields = dict(storage._annotations)
-        # The library writes results over Q, which the next item's Q would overwrite.
+        # The library writes outputs over Q, where the next item's Q would overwrite them.
         result = cute.struct.MemRange[self.dtype, cute.cosize(self.sO_layout)]
         fields["sO"] = cute.struct.Align[result, 1024]
-        # Behind the barriers there is room: other fields begin at a multiple of 1,024 bytes.
+        # There is room after the barriers, since other fields begin at multiples of 1,024 bytes.
         barriers = {name: fields.pop(name) for name in list(fields) if "mbar" in name}
         place = {"next_items": cute.struct.MemRange[Int32, PLACES]}
         annotations = {"__annotations__": barriers | place | fields}
@@ -91,8 +91,8 @@ class HopperForward(Scheduled, LibraryForward):
     def epilogue(self, *operands: Any) -> None:
         if self.kind.cut.tail == 0:
             if self.kind.queue:
-                # The library uses one barrier there for two numbers of threads in turn. A warp that
-                # is a short item ahead could arrive at the wrong use: all warps wait once more.
+                # The library's epilogue uses one barrier for two numbers of threads in turn. A warp
+                # that is one item ahead could arrive at the wrong use, so all warps wait here.
                 threads = self.num_epilogue_threads
                 arch.barrier(barrier_id=FREE_BARRIER, number_of_threads=threads)
             return super().epilogue(*operands)
@@ -105,7 +105,7 @@ class HopperForward(Scheduled, LibraryForward):
 
     def _write_slot(self, of: dict[str, Any]) -> None:
         sizes, (row, lane, *_) = self.sizes, self.item
-        head, batch = lane % sizes.num_head, lane // sizes.num_head  # of all splits
+        head, batch = lane % sizes.num_head, lane // sizes.num_head  # batch rows of all splits
         if self.kind.cut.tail != ALL:
             row = row - (sizes.num_block - self.kind.cut.tail)
         slot = sizes.slots[batch, None, head, None], sizes.slot_lse[batch, head, None]
@@ -123,7 +123,7 @@ def either(first: Any, one: Any, other: Any):
 
 @cute.jit
 def write_tile(acc: Any, lse: Any, out: Any, stats: Any, mma: Any, sizes: Any, at: Any):
-    """Write a thread's part of a tile of results in float32, and its log-sum-exp."""
+    """Write a thread's part of a float32 tile of outputs, and the LSE of its queries."""
     cute.autovec_copy(acc, mma.partition_C(cute.local_tile(out, sizes, (at, 0))))
     stats = cute.local_tile(stats, sizes[:1], (at,))
     spread = cute.append(stats.layout, cute.make_layout((sizes[1],), stride=(0,)))
@@ -138,12 +138,12 @@ def write_tile(acc: Any, lse: Any, out: Any, stats: Any, mma: Any, sizes: Any, a
 
 
 class HopperBackward(Scheduled, LibraryBackward):
-    """Compute a backward; a split writes dK and dV to batch rows of its own.
+    """Compute a backward; each split writes dK and dV to its own batch rows of the results.
 
     If query heads share keys, all splits add to the same float32 sums of dK and dV.
     """
 
-    waits_for_items = True  # the library lets this launch begin before the one before it ends
+    waits_for_items = True  # the library lets this launch begin before the previous launch ends
 
     def load(self, *operands: Any) -> None:
         self._with_lengths(super().load, operands)
@@ -159,17 +159,17 @@ class HopperBackward(Scheduled, LibraryBackward):
         """Run a method of the library with the keys of each batch row cut to its length."""
         if self.kind.lengths:
             make = library.NamedOperands(method, operands)["SeqlenInfoCls"]
-            arch.griddepcontrol_wait()  # as for items
+            arch.griddepcontrol_wait()  # for the launch that makes the lengths
             changes["SeqlenInfoCls"] = lambda row: replace(
                 make(row), seqlen_k=self.sizes.lengths[row]
             )
-        # The library then skips an item without steps, and writes zeros for its keys.
+        # With `is_varlen_q` the library writes zeros for the keys of an item without steps.
         varlen, self.is_varlen_q = self.is_varlen_q, self.is_varlen_q or self.kind.lengths
         method(*self.hooked(method, operands, **changes), **(settings or {}))
         self.is_varlen_q = varlen
 
     def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
-        # Lists name as mixed what holds more than keys (lists.py): full tiles need no test.
+        # Tiles that reach past the last key are listed as mixed (lists.py): full ones need no test.
         tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
         mask = mask_fn if tests or not self.kind.lists else None
         return super().mma_one_m_block(*operands, mask_fn=mask, **settings)
@@ -211,8 +211,8 @@ def free_buffers(groups: Any, threads: Any):
 def write_or_add(kernel: Any, tile: Any, flags: Any, sums: Any, memory: Any, first: Any, last: Any):
     """Store the dQ of the first key tile over what is in memory; add the dQ of other key tiles.
 
-    The first key tile sets a flag for each query tile, and the other key tiles wait for it. They
-    start later: the first one is running or done by then.
+    The first key tile sets a flag for each query tile, and the other key tiles wait for that flag.
+    They start after the first key tile, so they cannot wait forever.
     """
     lane, groups = arch.lane_idx(), kernel.num_wg_dQ
     threads = kernel.num_threads_per_warp_group + arch.WARP_SIZE
@@ -232,23 +232,22 @@ def write_or_add(kernel: Any, tile: Any, flags: Any, sums: Any, memory: Any, fir
                 if cutlass.const_expr(group == 0):
                     flags_in_memory.wait_eq(flag, lane, 0, 1)
                     arch.sync_warp()
-                    arch.fence_proxy("async.global")  # bulk copies come after the flag too
+                    arch.fence_proxy("async.global")  # orders bulk copies after the flag
                 with arch.elect_one():
                     copies.cpasync_reduce_bulk_add_f32(ours, theirs, size)
             arch.cp_async_bulk_commit_group()
         if at + 1 < last:
             free_buffers(groups, threads)
         if tile == 0:
-            # The buffers are read by now; the flag waits until the numbers stand in memory.
+            # The copy has read its buffer; the flag must wait until dQ is written to memory.
             arch.cp_async_bulk_wait_group(0, read=False)
             arch.sync_warp()
             flags_in_memory.arrive_inc(flag, lane, 0, 1)
     arch.cp_async_bulk_wait_group(0, read=True)
 
 
-# ---- what runs -----------------------------------------------------------------------------------
-# Functions that `cutejax.call` traces: the stream, operands as the trees they were given in, and
-# the results one by one.
+# ---- the functions that `cutejax.call` traces ----------------------------------------------------
+# They get the stream, the operands as the pytrees that were passed, and the results one by one.
 
 
 def number_of(spec: Spec) -> Any:
@@ -264,7 +263,7 @@ def settings_of(spec: Spec, arrays: Any) -> dict[str, Any]:
 
 
 def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
-    """Launch a forward; `results` are out and lse, the slots of splits, and the count of items."""
+    """Launch a forward; `results` are out, lse, the splits' slots and the queue's count, if any."""
     left, kind = list(results), spec.kind
     out, lse = (left.pop(0), left.pop(0)) if kind.cut.tail != ALL else (given.q, None)
     slots = (left.pop(0), left.pop(0)) if kind.cut.tail else (None, None)
@@ -289,10 +288,10 @@ def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
 
 
 def run_backward(stream: Any, spec: Spec, given: BackwardOperands, *results: Any):
-    """Launch a backward; two if only the last keys are split.
+    """Launch a backward's kernel, or two kernels if only the last key tiles are split.
 
-    `results` are dQ in float32, flags if the first key tile writes dQ, dK and dV of the keys that
-    are not split, dK and dV of the keys that are split.
+    `results` are dQ in float32; flags, if the first key tile stores dQ; dK and dV of keys that are
+    not split, if any; dK and dV of keys that are split, if any.
     """
     kind, (dq, *left) = spec.kind, results
     flags = left.pop(0) if kind.writes_first else None
@@ -334,7 +333,7 @@ def _backward(stream: Any, spec: Spec, given: BackwardOperands, grads: Any, flag
 
 
 def _more(stream: Any, given: Any) -> dict[str, Any]:
-    """Return the arrays of the test of pairs, and our lists as the library's operand."""
+    """Return the library's operands for lists of tiles and the test's arrays, and the stream."""
     sparse = None if given.lists is None else BlockSparseTensors(given.lists, given.lists)
     aux = utils.AuxData(tensors=tuple(given.arrays) or None)
     return {"blocksparse_tensors": sparse, "aux_data": aux, "stream": stream}
@@ -343,8 +342,8 @@ def _more(stream: Any, given: Any) -> dict[str, Any]:
 def backward_config(spec: Spec) -> Any:
     """Return the library's settings of a backward for a tile.
 
-    For 65 to 128 channels the library has tiles of 64 queries for windows alone, so this asks as
-    for a window. Up to 64 channels it has none, and the settings for 96 fit.
+    At head dims from 65 to 128 the library has tiles of 64 queries only for windows, so this
+    function asks for a window's settings. Up to 64 it takes the settings for 96.
     """
     (queries, keys), width = spec.tile, kernel_width(spec.head_dim)
     width = 96 if width <= 64 and queries == 64 else width
@@ -354,7 +353,7 @@ def backward_config(spec: Spec) -> Any:
 
 
 def run_before(stream: Any, spec: Spec, out: Any, dout: Any, lse: Any, *results: Any):
-    """Launch what stands before a backward: delta, the LSE in base 2, and zeros for dQ, if any."""
+    """Launch the kernel before a backward: delta, the LSE in base 2, and zeros for dQ, if any."""
     delta, lse2, *zeros = results
     width, nothing = kernel_width(spec.head_dim), [None] * 5
     kernel = library.kernels()._get_bwd_pre(number_of(spec), width, spec.head_dim, spec.tile[0])
@@ -363,7 +362,7 @@ def run_before(stream: Any, spec: Spec, out: Any, dout: Any, lse: Any, *results:
 
 
 def run_after(stream: Any, spec: Spec, which: str, scale: float, sums: Any, grad: Any):
-    """Launch what turns float32 sums of `which`, "dq" or "dkv", into a gradient."""
+    """Launch the kernel after a backward: float32 sums of "dq" or "dkv" become a gradient."""
     lib, config = library.kernels(), backward_config(spec)
     plan = lib._BwdPlan(library.HOPPER, *spec.tile, sm90=config)
     layout = lib._bwd_post_params(plan, library.HOPPER, which)
@@ -372,7 +371,7 @@ def run_after(stream: Any, spec: Spec, which: str, scale: float, sums: Any, grad
 
 
 def _keys(x: Any, start: Any, length: Any) -> Any:
-    """Return a view of a range of keys of [B,S,K,H]."""
+    """Return a view of a range of keys of an array [B,S,K,H]."""
     x = cute.domain_offset((0, start, 0, 0), x)
     layout = cute.make_layout((x.shape[0], length, *x.shape[2:]), stride=x.stride)
     return cute.make_tensor(x.iterator, layout)

@@ -1,8 +1,8 @@
 """FlashAttention-4 on NVIDIA GPUs, through fa4-jax: the kernel `flash`.
 
-On Hopper GPUs maxattn launches the library's kernels itself: the launch is a value that is made
-once from the problem (problem.py, launch.py), which the plan prints and a pass runs (run.py).
-Elsewhere the library launches (elsewhere.py).
+On Hopper GPUs maxattn launches fa4-jax's kernels itself. The launch is a value that is made once
+from the problem (problem.py, launch.py); the plan prints it, and both passes run it (run.py).
+On other GPUs fa4-jax launches its kernels (elsewhere.py).
 
 Source: Dao-AILab, flash-attention (CuTe kernels); fa4-jax.
 """
@@ -69,9 +69,9 @@ class Fa4(Kernel):
         scale: multiplies the scores, in float32.
         lse_gradient: whether the LSE is part of the result, so that it can have a gradient.
         version: the version of fa4-jax.
-        launched: whether maxattn launches the library's kernels itself, as it can on Hopper GPUs.
-        sms: streaming multiprocessors (SMs) of the GPU.
-        sharded: whether positions are known on the device alone.
+        launched: whether maxattn launches fa4-jax's kernels itself, as on Hopper GPUs.
+        sms: number of streaming multiprocessors (SMs) of the GPU.
+        sharded: whether tokens are sharded, so that positions are known only on the device.
     """
 
     name: ClassVar[str] = "flash"
@@ -83,19 +83,19 @@ class Fa4(Kernel):
     sms: int = 0
     sharded: bool = False
 
-    # ---- what is refused, and what a plan says ---------------------------------------------------
+    # ---- what is refused, and what a plan prints -------------------------------------------------
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse float32, long heads, tables of pairs, and versions with other operands.
+        """Refuse float32, large head dims, masks that are arrays of pairs, and untested versions.
 
-        A bias is added on Hopper GPUs; `kernels/flash.py` writes every mask into it before.
+        On Hopper GPUs a bias is added to the scores; `kernels/flash.py` writes masks into the bias.
         """
         reason = _refuse_versions(target) or refuse_operands(call, target.device)
         terms = sort_terms(call.mask)
         reason = reason or refuse_length(call, terms)
         if reason is None and call.bias is not None:
-            rule = f"it adds a bias on Hopper GPUs alone, and this is {target.device_kind}"
+            rule = f"it adds a bias only on Hopper GPUs, and this is {target.device_kind}"
             return None if _launches(target) else Reason("flash", "bias", rule, USE_AUTO)
         if reason is None and refuse_mask("flash", terms) is not None:
             found = split_mask(call.mask)
@@ -106,18 +106,16 @@ class Fa4(Kernel):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        """Refuse: gradients are added up in no fixed order."""
+        """Refuse every call, since gradients are added up in no fixed order."""
         rule = "its backward adds gradients up in no fixed order"
         return Reason("flash", "deterministic", rule, USE_AUTO)
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Fa4:
-        """Make the kernel of a call; on Hopper GPUs maxattn launches it."""
         version, sms = target.version("fa4-jax") or "", target.device.sms
         return Fa4(call.scale, call.return_lse, version, _launches(target), sms, call.sharded)
 
     def lines(self, call: Call) -> Lines:
-        """Describe the kernel for `explain`."""
         runs = f"flash (FlashAttention-4, fa4-jax {self.version})"
         if not self.launched:
             tested = not sort_terms(call.mask).positions or call.mask.is_full
@@ -126,20 +124,20 @@ class Fa4(Kernel):
         return Lines(runs, forward_launch(problem).line, backward_launch(problem).line)
 
     def _problem(self, call: Call) -> Problem:
-        """Describe a call; a band between shards is `known`: `_over_shifts` runs its cases."""
+        """Return a call's problem; a sharded band is `known`, since `_over_shifts` runs cases."""
         terms, lengths = sort_terms(call.mask), (call.q_len, call.kv_len)
         is_case = not terms.rest and terms.band is not None and fits_shards(terms, *lengths)
         return of_call(call, self.sms, self.sharded and not is_case)
 
     def microseconds(self, call: Call, target: Target) -> tuple[float, float] | None:
-        """Estimate a forward and a backward; None if the library launches."""
+        """Estimate a forward and a backward; None if fa4-jax launches its kernels."""
         if not self.launched:
             return None
         problem = self._problem(call)
         return forward_launch(problem).microseconds, backward_launch(problem).microseconds
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        """Return advice on the order of segment ids, and the share of pairs that is computed."""
+        """Return advice on the order of segment ids, or the share of pairs that is computed."""
         problem = self._problem(call)
         if self.launched:
             return (sort_note("tiles"),) if problem.kind == "ids" else ()
@@ -153,8 +151,8 @@ class Fa4(Kernel):
         if computed == allowed:
             return ()
         return (
-            "FlashAttention-4 skips a mask's empty tiles on Hopper GPUs alone: here it computes and"
-            f" tests {100 * computed:.3g}% of all pairs, and the mask allows {100 * allowed:.3g}%",
+            "FlashAttention-4 skips a mask's empty tiles only on Hopper GPUs: on this GPU it tests"
+            f" {100 * computed:.3g}% of all pairs, and the mask allows {100 * allowed:.3g}%",
         )
 
     # ---- both passes -----------------------------------------------------------------------------
@@ -166,7 +164,7 @@ class Fa4(Kernel):
         return _over_shifts(partial(_folded, self._forward), inputs)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv) from a given LSE and output; none of a bias."""
+        """Return (dq, dk, dv) from the LSE and output in `rows`; a bias gets no gradient."""
         if inputs.bias is not None:
             return self._backward(inputs, rows)
         return _over_shifts(partial(_folded, self._backward), inputs, rows)
@@ -187,8 +185,8 @@ class Fa4(Kernel):
         width, (given, order) = inputs.q.shape[3], real_keys_first(padded_heads(inputs))
         rows, group = padded_rows(rows, given.q), given.q.shape[2] // given.k.shape[2]
         if given.bias is not None:
-            # If query heads share keys, fa4-jax 0.1.0 hands another head and another query to
-            # `score_mod` in its backward for Hopper GPUs, as if they were packed.
+            # If query heads share keys, fa4-jax 0.1.0's Hopper backward passes a wrong head and
+            # query to `score_mod`, as if the heads were packed.
             k, v = (jnp.repeat(x, group, axis=2) for x in (given.k, given.v))
             given = given.replace(k=k, v=v)
         problem = of_inputs(given, self.sms)
@@ -218,16 +216,15 @@ class Fa4(Kernel):
         return run.can_add_up(call.heads, call.kv_heads, call.head_dim)
 
     def accumulator(self, inputs: Inputs, rows: Rows) -> DqAccumulator:
-        """Keep dQ in one float32 array over all blocks, if the launches fit the shapes."""
+        """Return an accumulator with one float32 array of dQ, if the kernels take the shapes."""
         if not self._keeps_dq(inputs):
             return super().accumulator(inputs, rows)
-        alone = Inputs(inputs.q, inputs.k, inputs.v)  # every pair of it is allowed
+        alone = Inputs(inputs.q, inputs.k, inputs.v)  # all pairs are allowed
         problem = of_inputs(alone, self.sms)
         launch = backward_launch(problem)
         return run.Fa4DqAccumulator(problem, launch, inputs, rows, self.scale)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Return what `explain` prints of the accumulator."""
         return "dQ in one float32 array, block by block" if self._keeps_dq(inputs) else ""
 
     def _keeps_dq(self, inputs: Inputs) -> bool:
@@ -241,14 +238,14 @@ def _launches(target: Target) -> bool:
 
 
 def _refuse_versions(target: Target) -> Reason | None:
-    """Refuse versions that were not tested, and an installed package with other operands."""
+    """Refuse untested versions, and an installed fa4-jax that lacks what maxattn uses."""
     for package in ("fa4-jax", CUTLASS):
         if (reason := target.refuse_untested("flash", package)) is not None:
             return reason
     found = library.mismatch() if _launches(target) else None
     if found is None:
         return None
-    rule = f"fa4-jax {target.version('fa4-jax')} is not as tested: {found}"
+    rule = f"fa4-jax {target.version('fa4-jax')} differs from the tested version: {found}"
     return Reason(
         "flash", "version", rule, f'pip install "fa4-jax{TESTED["fa4-jax"]}"; or {USE_AUTO}'
     )
@@ -258,10 +255,10 @@ def _refuse_versions(target: Target) -> Reason | None:
 
 
 def _over_shifts(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
-    """Compute a band between shards as one of few cases of known positions, under `lax.switch`.
+    """Run `compute`; if a band's offsets are traced, run it as one case of a `lax.switch`.
 
-    Whether the offsets are multiples of the shards' lengths, as every strategy has them, is known
-    on the device alone: if they are not, the result is NaN.
+    In each case positions are known when tracing. Every strategy has offsets that are multiples of
+    the shards' lengths; with other offsets, which only the device sees, the result is NaN.
     """
     terms, (t, s) = sort_terms(inputs.mask), (inputs.q.shape[1], inputs.k.shape[1])
     is_traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
@@ -282,10 +279,9 @@ def _over_shifts(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Ou
 
 
 def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
-    """Compute a call; under `vmap`, one batch that holds the mapped axis too.
+    """Run `compute`; under `vmap`, fold the mapped axis into the batch of one call.
 
-    Mask arrays that all batch rows share are usually not mapped. If one is, the calls run one after
-    another.
+    If `vmap` maps a mask array that all batch rows share, the calls run one after another.
     """
     leaves, tree = jax.tree.flatten((inputs.mask, inputs.q_offset, inputs.kv_offset))
     own = [jnp.ndim(x) > 0 and x.shape[0] == inputs.q.shape[0] for x in leaves]
@@ -307,13 +303,13 @@ def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
 
 
 def _without_unseen(rows: Rows) -> Rows:
-    """Set a large LSE and no gradient for queries without a key: their P is exp(s - 1e30) = 0."""
+    """For queries that see no key, set the LSE to 1e30, so that P is 0, and dout and dlse to 0."""
     empty = rows.lse == NEG_INF
     dout, dlse = cleared(rows.dout, rows.lse), jnp.where(empty, 0.0, rows.dlse)
     return Rows(rows.out, jnp.where(empty, BIG_LSE, rows.lse), dout, dlse)
 
 
 def _sum_shared(grad: Float[Array, "B S N H"], group: int) -> Float[Array, "B S K H"]:
-    """Sum the gradients of the heads that share a key head, in float32."""
+    """Sum dK or dV over the query heads that share a key head, in float32."""
     b, s, n, h = grad.shape
     return grad.astype(jnp.float32).reshape(b, s, n // group, group, h).sum(3)

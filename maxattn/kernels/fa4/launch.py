@@ -1,7 +1,7 @@
-"""How a problem is launched: the one decision, for the kernel, the plan and `auto`.
+"""How a problem is launched, decided once for the kernel, the plan and `auto`.
 
-`forward_launch` and `backward_launch` return a `Launch`, a value. `Fa4` runs it, `explain` prints
-its `line`, and `auto` reads its `microseconds`.
+`forward_launch` and `backward_launch` return a `Launch`, a value. `Fa4` runs the launch, `explain`
+prints the launch's `line`, and `auto` reads its `microseconds`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from maxattn.kernels.fa4.tiles import (
 )
 from maxattn.kernels.fa4.work import ALL, Cut, Uniform, cut, end_of, group_of
 
-# A merge of splits: two launches, and what splits write, in bytes a microsecond.
+# A merge of splits: microseconds of its launches, and bytes a microsecond of the splits' results.
 MERGE_US, MERGE_BYTES = 5.0, 2.5e6
-READ_BYTES = 4e6  # that all SMs read in a microsecond, from a Hopper GPU's memory
-LAUNCH_US = 3.0  # a launch that a pass needs beside its own
-# Bytes of keys and values that L2 holds: for a group of lanes; for all, if no groups are needed.
+READ_BYTES = 4e6  # bytes a microsecond that all SMs read from a Hopper GPU's memory
+LAUNCH_US = 3.0  # microseconds of each launch before or after a pass's kernel
+# Bytes of L2 for what a group of lanes reads; if all lanes fit WHOLE_CACHE, they are one group.
 CACHE, WHOLE_CACHE = 24 << 20, 48 << 20
-MOST_FORWARD, MOST_BACKWARD = 32, 128  # splits
-MOST_SLOTS = 2**28  # bytes of the results of splits
-FEW_WAVES = 4  # of items with lists, beyond which none is cut
-# The first key tile stores its dQ and the others add to it, so that no launch clears the float32
-# sums. The others wait for a flag of each query tile: a head needs many queries for each key tile,
-# and dQ must be large enough to pay for the flags. (256 keys: 0.8 of the time, H200.)
+MOST_FORWARD, MOST_BACKWARD = 32, 128  # most splits of a tile row
+MOST_SLOTS = 2**28  # most bytes of the splits' results
+FEW_WAVES = 4  # most waves of items with which a launch with lists is cut
+# The first key tile may store its dQ, to which other key tiles add, so that no launch clears dQ.
+# Other key tiles wait for a flag per query tile, which takes less time than clearing if key tiles
+# are few, dQ is large, and a head has many queries per key tile. (256 keys: 0.8 of the time, H200.)
 FIRST_TILES, FIRST_SUMS, FIRST_OF_TILE = 32, 2**21, 3_000
 
 
@@ -45,14 +45,14 @@ class Launch(NamedTuple):
     """The launch of one pass, as a value.
 
     Attributes:
-        tile: queries and keys at a time.
-        items: the items, if a formula gives them; None for an array of items.
+        tile: numbers of queries and keys in a tile.
+        items: the formula that gives the work items; None if an array lists the items.
         queue: whether thread blocks are persistent and take items from a queue; else each item has
             a thread block of its own.
-        splits: number of splits of each tile row, if there are lists.
-        group: number of lanes whose items start together, in an array of items.
-        writes_first: whether the first tile of keys writes dQ, to which the others add; else a
-            launch before clears it.
+        splits: number of splits of each tile row, if an array lists the items.
+        group: number of lanes (work.py) whose items start together, if an array lists the items.
+        writes_first: whether the first key tile stores dQ and the others add to it; else a launch
+            before the kernel clears dQ.
         microseconds: estimated time.
         line: what `explain` prints.
     """
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
     @property
     def cut(self) -> Uniform:
-        """Which items are cut: `items`, or all of an array of items into `splits`."""
+        """Which tile rows are cut: those of `items`, or with an array all of them, by `splits`."""
         return self.items or (Uniform(ALL, self.splits) if self.splits > 1 else Uniform())
 
 
@@ -77,7 +77,7 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def forward_launch(problem: Problem) -> Launch:
-    """Decide how a forward is launched: the tile, queue and cut whose last item ends first."""
+    """Return the launch of a forward: the tile, queue and cut with the smallest makespan."""
     if 0 in problem[:6]:
         return Launch(library_tile(problem.head_dim), Uniform(), line=_tiles_line(problem, 0))
     best = min(_forward_launches(problem), key=lambda launch: launch.microseconds)
@@ -86,7 +86,7 @@ def forward_launch(problem: Problem) -> Launch:
 
 
 def _forward_launches(p: Problem) -> Iterator[Launch]:
-    if p.bias is not None:  # its sum takes registers: no other tile was tried
+    if p.bias is not None:  # adding a bias takes registers, and no other tile was tried
         tile = library_tile(p.head_dim)
         yield Launch(tile, Uniform(), microseconds=_forward_end(p, tile).end)
         return
@@ -98,7 +98,7 @@ def _forward_launches(p: Problem) -> Iterator[Launch]:
             end = end_of(time.start + steps * time.step, p.lanes, p.sms)
             items = None if p.has_lists else Uniform()
             yield Launch(tile, items, queue=True, microseconds=end)
-        if queue and p.kind == "ids":  # items of unknown lengths, many of them short
+        if queue and p.kind == "ids":  # items have unknown lengths, and many are short
             continue
         found = _forward_end(p, tile)
         uniform = Uniform(found.tail, found.splits)
@@ -107,14 +107,14 @@ def _forward_launches(p: Problem) -> Iterator[Launch]:
 
 
 def _forward_end(p: Problem, tile: Tile) -> Cut:
-    """Return when a forward ends with a thread block for each item, cut if that ends sooner."""
+    """Return the cut with the smallest makespan, if each item has its own thread block."""
     steps, time = p.steps(tile, "queries"), forward_time(p.head_dim, tile, queue=False)
     width, blocks = ceil(p.head_dim / 16) * 16, len(steps) * p.lanes
-    read = 4 * tile.keys * width * p.kv_heads / p.heads  # bytes of keys and values of a step
+    read = 4 * tile.keys * width * p.kv_heads / p.heads  # bytes of K and V that a step reads
     slot = 4 * tile.queries * width * p.lanes
 
     def time_of(steps: np.ndarray, running: int) -> np.ndarray:
-        # Few tile rows read their keys from memory, which may not keep up.
+        # With few tile rows most keys come from memory, not L2, and memory may not keep up.
         step = max(time.step, min(running, p.sms) * read / max(1, len(steps)) / READ_BYTES)
         return time.start + steps * step
 
@@ -128,11 +128,11 @@ def _forward_end(p: Problem, tile: Tile) -> Cut:
 
 
 def _group(p: Problem, tile: Tile, by: str) -> int:
-    """Return how many lanes start together, so that L2 holds what their items read."""
+    """Return how many lanes start together, so that what their items read fits L2."""
     longest = int(p.steps(tile, by).max(initial=1))
     if by == "queries":
         bytes_each = 4.0 * longest * tile.keys * p.head_dim * p.kv_heads / p.heads
-    else:  # q and dout, and the float32 sums of dQ
+    else:  # 2 bytes each of q and dout, and 4 bytes of dQ
         bytes_each = 8.0 * longest * tile.queries * p.head_dim
     lanes = p.heads if p.own_rows else p.lanes
     return group_of(lanes, bytes_each, CACHE if p.lanes * bytes_each > WHOLE_CACHE else WHOLE_CACHE)
@@ -143,13 +143,14 @@ def _group(p: Problem, tile: Tile, by: str) -> int:
 
 @lru_cache(maxsize=4096)
 def backward_launch(problem: Problem) -> Launch:
-    """Decide how a backward is launched: its tile from a table, the cut of least makespan."""
+    """Return the launch of a backward: a tile by head dim, and the cut of smallest makespan."""
     p = problem
     tile = backward_tile(p.head_dim, p.q_len, p.has_lists)
     if 0 in p[:6]:
         return Launch(tile, Uniform(), line=_tiles_line(p, 0))
     found, first = _backward_end(p, tile), _writes_first(p, tile)
-    moved = p.lanes * p.q_len * p.head_dim * (8 + 6)  # before: out, dout, zeros; after: sums, dq
+    # Bytes moved by the launch before the kernel (out, dout, zeros) and by that after (sums, dq).
+    moved = p.lanes * p.q_len * p.head_dim * (8 + 6)
     launch = Launch(
         tile,
         None if p.has_lists else Uniform(found.tail, found.splits),
@@ -163,7 +164,7 @@ def backward_launch(problem: Problem) -> Launch:
 
 def _backward_end(p: Problem, tile: Tile) -> Cut:
     steps, time = p.steps(tile, "keys"), backward_time(p.head_dim, tile)
-    if p.kind == "lengths":  # how many keys are real is not known: taken to be half
+    if p.kind == "lengths":  # the number of real keys is unknown; half is assumed
         steps = steps[: -(-len(steps) // 2)]
     blocks = len(steps) * p.lanes
     most = MOST_BACKWARD if blocks <= FEW_WAVES * p.sms or p.kind == "dense" else 1
@@ -177,7 +178,7 @@ def _backward_end(p: Problem, tile: Tile) -> Cut:
 
 
 def _sums(p: Problem, tile: Tile, rows: int, splits: int) -> float:
-    """Return the time that the sum of dK and dV over the splits takes."""
+    """Return the microseconds that the sum of dK and dV over the splits takes."""
     if p.heads != p.kv_heads:  # all splits add to the same float32 sums
         return LAUNCH_US
     slots = 4 * splits * rows * tile.keys * p.batch * p.kv_heads * p.head_dim

@@ -1,11 +1,11 @@
-"""What is taken from inside fa4-jax 0.1: names, operands, layouts, promises to its compiler.
+"""The names, operands, layouts and alignments that maxattn uses from inside fa4-jax 0.1.
 
-`mismatch` compares the table below with the source of the installed package, which it reads and
-does not import. `Fa4.supports` calls it once, so that no check is left for the time of compiling.
-cutlass-dsl is bounded by version.
+`mismatch` compares the table below with the source of the installed package, without importing the
+package. `Fa4.supports` calls `mismatch`, so that nothing is checked when a kernel is compiled.
+Only the version of cutlass-dsl is checked.
 
-A move to another fa4-jax: change `TESTED` in jax_private/versions.py, run `mismatch`, mend what it
-names in hopper.py, scheduler.py, mask_test.py, run.py and elsewhere.py, then run
+To move to another fa4-jax, change `TESTED` in jax_private/versions.py, run `mismatch`, mend what it
+reports in hopper.py, scheduler.py, mask_test.py, run.py and elsewhere.py, then run
 `make test-fa4-compile` and, on a GPU, `make test-gpu`.
 """
 
@@ -27,8 +27,8 @@ from maxattn.kernels.fa4.work import Uniform
 
 HOPPER = 90  # the architecture of the two kernels that hopper.py extends
 
-# By file and function, "" for a file itself: the operands that hopper.py reads or replaces, and the
-# functions, classes and fields that hopper.py, run.py and elsewhere.py call.
+# (file, method) -> the operands of the method that hopper.py or scheduler.py reads or replaces;
+# (file, "") -> the names at the top of the file that maxattn uses.
 USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.kernel"): (
         *("TileScheduler", "tile_sched_params"),
@@ -81,22 +81,22 @@ USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("attention.py", ""): ("AttnConfig", "fa4_fwd_p", "fa4_vjp_p"),
 }
 
-# fa4-jax promises its compiler addresses at multiples of 256 bytes, and its calls refuse others.
-# XLA passes a slice of a larger array without a copy: at a multiple of a token's bytes. The
-# widest load of these kernels is 16 bytes, and a bulk copy asks no more of an address.
+# fa4-jax promises its compiler addresses at multiples of 256 bytes, and its calls refuse other
+# addresses. But XLA passes a slice of a larger array without a copy, at a multiple of a token's
+# bytes. The kernels need multiples of 16 bytes, for their widest loads and for bulk copies.
 ALIGNED: Final = {"_QKV_SPEC": 16, "_QKV3_SPEC": 16, "_F32_SPEC": 16, "_LSE_SPEC": 4}
 
 
 @cache
 def mismatch() -> str | None:
-    """Return what of `USED` the installed fa4-jax lacks; None if it fits or is not installed."""
+    """Return what the installed fa4-jax lacks of `USED`; None if it fits or is not installed."""
     spec = find_spec("fa4_jax")
     roots = () if spec is None else spec.submodule_search_locations or ()
     return next((found for root in roots if (found := mismatch_in(Path(root)))), None)
 
 
 def mismatch_in(root: Path) -> str | None:
-    """Return what of `USED` the sources of fa4-jax in a folder lack."""
+    """Return what the sources of fa4-jax in a folder lack of `USED`, or None."""
     trees: dict[str, ast.Module] = {}
     for (file, where), names in USED.items():
         path = root / file
@@ -113,9 +113,7 @@ def mismatch_in(root: Path) -> str | None:
 
 
 def _names_in(tree: ast.Module, where: str) -> set[str] | None:
-    """Return the operands of `Class.method`, or the names at the top of a file; None for no such
-    method.
-    """
+    """Return the operands of `Class.method`, or for "" a file's top-level names; or None."""
     if not where:
         return {name for node in tree.body for name in _defined(node)}
     class_name, method = where.split(".")
@@ -136,7 +134,7 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 
 @cache
 def kernels() -> Any:
-    """Return fa4_jax.kernels, whose array specs promise no more than XLA keeps."""
+    """Return fa4_jax.kernels, after its array specs got the alignments of `ALIGNED`."""
     import_cute()
     found = import_module("fa4_jax.kernels")
     for name, size in ALIGNED.items():
@@ -145,34 +143,34 @@ def kernels() -> Any:
 
 
 def attention() -> Any:
-    """Return fa4_jax.attention: the primitives of other GPUs."""
+    """Return fa4_jax.attention, whose primitives run on GPUs other than Hopper."""
     kernels()
     return import_module("fa4_jax.attention")
 
 
 class NamedOperands(dict[str, Any]):
-    """The operands of one of the library's methods by name, in its order."""
+    """The operands of a method of the library by parameter name, in the method's order."""
 
     def __init__(self, method: Any, operands: tuple[Any, ...]) -> None:
         names = [name for name in signature(method).parameters if name != "self"]
         super().__init__(zip(names, operands, strict=False))
 
 
-# ---- what a kernel is compiled for, and what it is handed: values, for the compiler's cache ------
+# ---- what a kernel is compiled for, and the arrays that it reads ---------------------------------
 
 
 @dataclass(frozen=True)
 class KernelKind:
-    """What a kernel is compiled for, beside the library's own settings.
+    """maxattn's options for which a kernel is compiled, beside the library's settings.
 
     Args:
-        cut: which items are cut.
-        uniform: whether items are arithmetic; else an array names them.
-        queue: thread blocks that take items from a queue; 0 if each item has its own.
-        lists: "" for none, "ranges" or "explicit" (lists.py).
-        own_rows: whether batch rows have lists of their own.
-        lengths: whether keys end at a length of their batch row.
-        writes_first: whether the first tile of keys writes dQ.
+        cut: which tile rows are cut into splits.
+        uniform: whether a formula gives the items; else an array lists them.
+        queue: number of persistent thread blocks; 0 if each item has its own thread block.
+        lists: the form of the lists, "ranges" or "explicit" (lists.py); "" without lists.
+        own_rows: whether each batch row has its own lists.
+        lengths: whether each batch row has its own number of real keys.
+        writes_first: whether the first key tile stores dQ, to which the others add.
     """
 
     cut: Uniform
@@ -186,15 +184,15 @@ class KernelKind:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a kernel is made from: a value, so that the compiler can cache by it.
+    """Everything that a kernel is compiled for, as a hashable key of the compiler's cache.
 
     Args:
-        dtype, head_dim, group: dtype and H of q, k and v; query heads for each key head.
+        dtype, head_dim, group: dtype and H of q, k and v; query heads per KV head.
         scale: multiplies the scores.
-        tile: queries and keys at a time.
-        kind: the other options.
-        test: the test of pairs in mixed tiles; None for no lists.
-        bias: whether batch rows and heads have a bias of their own; None for no bias.
+        tile: numbers of queries and keys in a tile.
+        kind: maxattn's other options.
+        test: the test of pairs in mixed tiles; None without lists.
+        bias: (whether each batch row, whether each head has its own bias); None without a bias.
     """
 
     dtype: str
@@ -208,7 +206,7 @@ class Spec:
 
 
 class ForwardOperands(NamedTuple):
-    """The arrays that a forward reads; None for one that it does not need."""
+    """The arrays that a forward reads; an array that it does not need is None."""
 
     q: Any
     k: Any
@@ -216,17 +214,17 @@ class ForwardOperands(NamedTuple):
     lists: Any = None
     items: Any = None
     lengths: Any = None
-    zero: Any = None  # what the count of taken items begins as, in the same memory
-    arrays: tuple[Any, ...] = ()  # of the test of pairs, or the bias
+    zero: Any = None  # 0, in the memory in which the kernel counts taken items
+    arrays: tuple[Any, ...] = ()  # the arrays of the test of pairs, or the bias
 
 
 class BackwardOperands(NamedTuple):
-    """The arrays that a backward reads; None for one that it does not need.
+    """The arrays that a backward reads; an array that it does not need is None.
 
     Args:
-        lse, delta: one number for each query; the LSE in base 2.
-        sums: zeros whose memory the results take: dQ if it is summed, dK and dV if query heads
-            share keys, or the flags.
+        lse, delta: statistics of each query and head; the LSE is in base 2.
+        sums: zeros in the memory of results that the kernel adds to: dQ or the flags, and dK and
+            dV if query heads share keys.
     """
 
     q: Any

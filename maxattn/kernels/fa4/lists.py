@@ -1,12 +1,12 @@
-"""Block-sparse lists: the tiles that a mask leaves, of which mixed ones are tested pair by pair.
+"""Block-sparse lists of the tiles that a mask leaves; mixed tiles are tested pair by pair.
 
-The lists come from the mask's intervals, never from an array of T x S: constants if all is known
-when tracing, computed on the device if positions, ids or lengths are traced. A kernel gets the
-lists of a tile row in one of two forms:
+The lists come from the mask's intervals, never from a T x S array. They are constants if the mask
+is known when tracing, and computed on the device if positions, ids or lengths are traced. A tile
+row (a query tile in a forward, a key tile in a backward) has its lists in one of two forms:
 
-    ranges     mixed count, full count, first full tile, mixed tiles ...     full tiles are side by
-               side, as of a causal mask or a window
-    explicit   count, tiles ...     of mixed and of full tiles, by batch row if these differ
+    ranges     mixed count, full count, first full tile, mixed tiles ...     if full tiles are
+               contiguous, as in a causal mask or a window
+    explicit   count, tiles ...     for mixed and for full tiles, per batch row if these differ
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jaxtyping import Array
 from maxattn.masks import FULL, MIXED, Mask
 from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 
-MOST_TILES = 2**27  # of a mask that is known when tracing
-# Of one that is known on the device alone, of all batch rows: a full and a mixed tile have an index
-# of 4 bytes each, and sorting takes as much again.
+MOST_TILES = 2**27  # most tiles of a mask that is known when tracing
+# Most tiles, over all batch rows, in lists that are made on the device: each tile has 4 bytes in
+# the mixed list and 4 in the full list, and sorting takes as much again.
 MOST_TRACED_TILES = 2**25
-MOST_MIXED = 8  # mixed tiles of a tile row, in the form of ranges
-PAST = 2**30  # more than any tile
-MOST_COMPARED = 1024  # columns of which every two are compared
+MOST_MIXED = 8  # most mixed tiles of a tile row in the form of ranges
+PAST = 2**30  # larger than any tile's index
+MOST_COMPARED = 1024  # most tiles of a tile row that are ordered by comparing all pairs of tiles
 
 
 class Lists(NamedTuple):
@@ -36,7 +36,7 @@ class Lists(NamedTuple):
 
     Args:
         array: int32, [rows, 3 + mixed] in the form of ranges, else [2, *B, rows, 1 + tiles].
-        work: number of tiles of each tile row, [rows], or [B, rows] if batch rows differ.
+        work: number of tiles in each tile row, [rows], or [B, rows] if batch rows differ.
     """
 
     array: Any
@@ -49,17 +49,17 @@ class Lists(NamedTuple):
 
     @property
     def has_mixed(self) -> bool:
-        """Whether lists that are known name mixed tiles."""
+        """Whether any tile is mixed, for lists that are known when tracing."""
         return bool((self.array[:, 0] if self.is_ranges else self.array[0, ..., 0]).any())
 
     @property
     def has_batch(self) -> bool:
-        """Whether batch rows have lists of their own."""
+        """Whether each batch row has its own lists."""
         return self.array.ndim == 4
 
 
 class Tally(NamedTuple):
-    """Count the tiles of a mask that are full, mixed and skipped."""
+    """Numbers of a mask's tiles that are full, mixed and skipped."""
 
     full: int
     mixed: int
@@ -67,7 +67,7 @@ class Tally(NamedTuple):
 
 
 def known(kinds: np.ndarray) -> Lists:
-    """List the tiles of each row of `kinds` [rows, columns], from `tile_kinds`."""
+    """Return the lists for tile kinds [rows, columns] that are known when tracing."""
     mixed, full = kinds == MIXED, kinds == FULL
     counts = mixed.sum(axis=1), full.sum(axis=1)
     first = full.argmax(axis=1)
@@ -90,20 +90,19 @@ def _ascending(chosen: np.ndarray) -> np.ndarray:
 
 
 def traced(kinds: Array) -> Lists:
-    """List the tiles of each row of `kinds` [*B, rows, columns] on the device."""
+    """Return the lists for traced tile kinds [*B, rows, columns], made on the device."""
     chosen, columns = jnp.stack([kinds == MIXED, kinds == FULL]), kinds.shape[-1]
     at = jnp.arange(columns, dtype=jnp.int32)
     if columns <= MOST_COMPARED:
-        # The n-th chosen column is the first one up to which more than n are chosen, so n of them
-        # or fewer are chosen up to each column before it. XLA makes two launches of this, and a
-        # dozen of a sort.
+        # The index of the n-th chosen column, with n from 0, is the number of columns up to which
+        # at most n are chosen. XLA makes two launches of this, and a dozen of a sort.
         up_to = (chosen[..., None, :] & (at[:, None] >= at)).sum(axis=-1, dtype=jnp.int32)
         tiles = (up_to[..., None, :] <= at[:, None]).sum(axis=-1, dtype=jnp.int32)
         count = up_to[..., -1]
     else:
         count = chosen.sum(axis=-1, dtype=jnp.int32)
         tiles = jnp.sort(jnp.where(chosen, at, PAST), axis=-1)
-    # One array is a single launch to make.
+    # XLA makes one array in a single launch.
     return Lists(jnp.concatenate([count[..., None], tiles], axis=-1), count[0] + count[1])
 
 
@@ -111,22 +110,22 @@ def traced(kinds: Array) -> Lists:
 def of_positions(
     mask: Mask, tile: tuple[int, int], lengths: tuple[int, int], offsets: tuple[int, int], by: str
 ) -> Lists:
-    """List the tiles of a mask of known positions.
+    """Return the lists of a mask of positions that are known when tracing.
 
     Args:
-        mask: bound, without arrays.
-        tile: queries and keys of a tile.
+        mask: the bound mask, without arrays.
+        tile: numbers of queries and keys in a tile.
         lengths: numbers of queries and keys.
-        offsets: positions of the first query and the first key.
+        offsets: positions of the first query and of the first key.
         by: "queries" for the lists of a forward, "keys" for those of a backward.
     """
     return known(_by(tile_kinds(mask, *tile, *lengths, *offsets), tile, lengths, by))
 
 
 def _by(kinds: Any, tile: tuple[int, int], lengths: tuple[int, int], by: str) -> Any:
-    """Turn kinds [..., query tiles, key tiles] to the rows of a pass.
+    """Transpose kinds [..., query tiles, key tiles] if `by` is "keys", as in a backward.
 
-    A backward does not test full tiles: one that reaches past the last key becomes mixed.
+    A backward does not test full tiles, so a full tile that reaches past the last key turns mixed.
     """
     if by == "queries":
         return kinds
@@ -143,10 +142,10 @@ def on_device(
     offsets: tuple[Any, Any],
     by: str,
 ) -> Lists:
-    """List the tiles of a mask with arrays, or of traced positions; arguments as `of_positions`."""
+    """Return the lists of a mask with arrays or traced positions; see `of_positions`."""
     if mask.has_data:
         kinds = kinds_by_arrays(mask, tile, lengths, offsets)
-        kinds = kinds[0] if kinds.shape[0] == 1 else kinds  # batch rows that are alike share theirs
+        kinds = kinds[0] if kinds.shape[0] == 1 else kinds  # all batch rows share the lists
     else:
         kinds = jnp.asarray(tile_kinds(mask, *tile, *lengths, *offsets))
     return traced(_by(kinds, tile, lengths, by))
@@ -154,6 +153,6 @@ def on_device(
 
 @lru_cache(maxsize=4096)
 def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:
-    """Count the tiles of a mask of positions from 0 on."""
+    """Count the tiles of a mask whose queries and keys begin at position 0."""
     empty, full, mixed = mask.block_tally(*tile, *lengths)
     return Tally(full, mixed, empty)

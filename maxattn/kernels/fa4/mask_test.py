@@ -1,10 +1,10 @@
-"""A mask as a kernel gets it: lists of tiles, and the test of a pair in mixed ones.
+"""A mask in the form that a kernel reads: lists of tiles, and a test of pairs in mixed tiles.
 
-fa4-jax evaluates its `mask_mod` pair by pair. The forward here works out where the intervals of a
-query lie among a thread's columns, and keeps the scores inside: from a word of bits if the
-columns are in order, else by two comparisons a score (a block window's forward takes 0.9 of the
-time, H200). The backward would get slower, and tests each pair. Both passes read the id of a key
-once for all query rows of a thread.
+fa4-jax evaluates its `mask_mod` pair by pair. The forward here finds which of a thread's columns
+are in a query's intervals, and sets the other scores to -inf: by a word of bits if the columns are
+in order, else by two comparisons per score (a block window's forward takes 0.9 of the time, H200).
+A backward would get slower this way, and tests each pair. Both passes read a key's id once for all
+queries of a thread.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from maxattn.masks.terms import (
     supported_split,
 )
 
-PAD = 256  # more than any tile: the test reads arrays for whole tiles, past the last query and key
+PAD = 256  # more than any tile, since the test also reads arrays past the last query and key
 
 
 @dataclass(frozen=True)
 class PairTest:
-    """The test of a pair; hashable, since a kernel is compiled for it.
+    """The test of a (query, key) pair; hashable, since a kernel is compiled for each test.
 
     Args:
-        positions: a bound mask of positions that the kernel evaluates; None if arrays hold the
-            intervals that it allows.
-        q_offset, kv_offset: positions of the first query and key, for `positions`.
-        intervals: number of rows in the arrays `lo` and `hi` [M, T]; 0 for none.
-        has_ids: whether ids of queries and keys [B, T], [B, S] must be equal.
+        positions: a bound mask of positions that the kernel evaluates; None if the kernel reads
+            intervals from arrays, or tests ids alone.
+        q_offset, kv_offset: positions of the first query and of the first key, for `positions`.
+        intervals: M of the arrays `lo` and `hi` [M, T] of key intervals; 0 without these arrays.
+        has_ids: whether the ids of query [B, T] and key [B, S] must be equal.
     """
 
     positions: Mask | None = None
@@ -65,9 +65,9 @@ class PairTest:
         """Return whether query `q` of batch row `b` may attend to key `kv`.
 
         Args:
-            b, q, kv: numbers of a kernel, or arrays that broadcast.
-            arrays: lo, hi, ids of queries, ids of keys; those that there are.
-            xp: has `where`, `minimum` and `maximum`.
+            b, q, kv: indices, as numbers inside a kernel or as arrays that broadcast.
+            arrays: lo, hi, query ids and key ids, without those that the test does not read.
+            xp: the module of `where`, `minimum` and `maximum`; `Numbers` inside a kernel.
         """
         found = []
         if self.has_spans:
@@ -79,7 +79,7 @@ class PairTest:
         return reduce(and_, found)
 
     def spans(self, q: Any, arrays: tuple[Any, ...], xp: Any) -> list[tuple[Any, Any]]:
-        """Return the intervals of local keys that a query sees; None is an open end."""
+        """Return the intervals [start, end) of local keys that a query sees; None is unbounded."""
         if self.intervals:
             lo, hi = arrays[:2]
             return [(lo[m, q], hi[m, q]) for m in range(self.intervals)]
@@ -93,17 +93,17 @@ def _inside(key: Any, lo: Any, hi: Any) -> Any:
     return reduce(and_, ends) if ends else key == key
 
 
-# ---- the mask, as a kernel gets it ---------------------------------------------------------------
+# ---- a kernel's operands for a mask --------------------------------------------------------------
 
 
 class Masked(NamedTuple):
-    """What a kernel gets for a mask.
+    """A kernel's operands for a mask.
 
     Args:
-        lists: of tiles; None without a test of pairs.
-        test: of pairs in mixed tiles.
-        arrays: int32, which the test reads; or the bias.
-        lengths: of the keys of each batch row, int32 [B].
+        lists: the lists of tiles; None if no pair is tested.
+        test: the test of pairs in mixed tiles; None without lists.
+        arrays: int32 arrays that the test reads; or the bias.
+        lengths: number of real keys of each batch row, int32 [B]; None for other kinds of mask.
         all_see: whether every query is known to see a key.
     """
 
@@ -120,7 +120,7 @@ def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
     Args:
         p: the problem of the inputs.
         tile: the launch's tile.
-        inputs: the arrays; real keys are at the front already (`real_keys_first`).
+        inputs: the arrays, after `real_keys_first`.
         by: "queries" in a forward, "keys" in a backward.
     """
     if p.kind == "dense":
@@ -144,8 +144,8 @@ def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
 def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, ...], bool]:
     """Return the test of pairs, the intervals that it reads, and whether all queries see a key.
 
-    Known positions are tested by the mask itself. Of traced ones, and of a mask that looks numbers
-    up, a kernel gets the intervals of each query.
+    If positions are known, the kernel evaluates the mask. If they are traced, or the mask looks
+    numbers up in a table, the kernel reads each query's intervals from arrays.
     """
     has_ids = p.kind == "ids"
     if positions.is_full:
@@ -159,9 +159,9 @@ def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, .
 
 
 def intervals(positions: Any, p: Problem, at: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the intervals of local keys that each query sees: starts and ends [M, T].
+    """Return the intervals of local keys that each query sees, as starts and ends [M, T].
 
-    numpy arrays if the offsets `at` of queries and keys are known when tracing.
+    Both are numpy arrays if the offsets `at` of queries and keys are known when tracing.
     """
     xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
     found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
@@ -175,9 +175,9 @@ def _padded(x: Array, fill: int) -> Array:
 
 
 def real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
-    """Gather the keys that flags call real to the front, if the mask is of keys alone.
+    """Move the keys that flags mark as real to the front, if the mask depends on keys alone.
 
-    Returns the inputs, whose mask still counts the real keys, and the order [B, S] or None.
+    Return the inputs, with an unchanged mask, and the order [B, S] of the keys; None if unmoved.
     """
     terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
     if not terms.has_flags or terms.positions or terms.rest:
@@ -190,7 +190,7 @@ def real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
 
 
 class Numbers:
-    """numpy's functions that masks and items need, for numbers inside a kernel."""
+    """The functions of numpy that masks and items need, for numbers inside a kernel."""
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
@@ -211,7 +211,7 @@ def _select() -> Any:
 
 
 def mask_mod(test: PairTest) -> Callable[..., Any]:
-    """Write a test in the form that the kernels call, with the test itself beside it."""
+    """Return the library's `mask_mod` for a test, with the test as its attribute `test`."""
     to_vector = import_module("fa4_jax.cute.utils").scalar_to_ssa
     boolean = import_module("cutlass").Boolean
 
@@ -223,12 +223,12 @@ def mask_mod(test: PairTest) -> Callable[..., Any]:
 
 
 def bias_adder(own_batch: bool, own_heads: bool) -> Callable[..., Any]:
-    """Write the sum of a score and a bias as the library's `score_mod`; the sum is float32.
+    """Return the library's `score_mod` that adds a bias to the scores, in float32.
 
-    The library's backward has no gradient of the bias.
+    The library's backward computes no gradient of the bias.
 
     Args:
-        own_batch, own_heads: whether batch rows and heads have a bias of their own.
+        own_batch, own_heads: whether each batch row, and each head, has its own bias.
     """
     to_vector = import_module("fa4_jax.cute.utils").scalar_to_ssa
     number = import_module("cutlass").Float32
@@ -242,7 +242,7 @@ def bias_adder(own_batch: bool, own_heads: bool) -> Callable[..., Any]:
 
 
 def tested_by_rows(masks: Any, forward: bool) -> Any:
-    """Replace the mask class in the library's `partial` by one that tests a row of scores."""
+    """Replace the mask class in the library's `partial` by one that masks a query's scores."""
     return partial(_row_mask(forward), *masks.args, **masks.keywords)
 
 
@@ -280,13 +280,13 @@ def _row_mask(forward: bool) -> Any:
 
 
 def _number(coordinate: Any) -> Any:
-    """Convert a coordinate to Int32: its division rounds down, a coordinate's toward 0."""
+    """Convert a coordinate, whose division rounds toward 0, to Int32, whose division floors."""
     utils, number = import_module("fa4_jax.cute.utils"), import_module("cutlass").Int32
     return number(utils.ssa_to_scalar(utils.scalar_to_ssa(coordinate, number)))
 
 
 def _keep_ids(scores: Any, queries: Any, keys: Any, ids: Any) -> None:
-    """Keep the keys with the id of their query; ids past the last query and key match nothing."""
+    """Set scores of unequal ids to -inf; ids past the last query and key equal no other id."""
     (batch, rows), (start, columns), (of_queries, of_keys) = queries, keys, ids
     wanted = [of_queries[batch, query] for query in rows]
     for c, at in enumerate(columns):
@@ -301,7 +301,7 @@ def _keep(scores: Any, r: int, c: int, keeps: Any) -> None:
 
 
 def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:
-    """Make an interval relative to `start`, clipped to `end`; None is an open end."""
+    """Make an interval relative to `start`, and clip it to `end`; None is unbounded."""
     lo, hi = (None if x is None else x - start for x in span)
     if end is not None:
         hi = end if hi is None else Numbers.minimum(hi, end)
@@ -309,12 +309,12 @@ def _from(span: tuple[Any, Any], start: Any, end: Any) -> tuple[Any, Any]:
 
 
 def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
-    """Set the bit of each of 32 columns that is in an interval."""
+    """Return a word with the bits of those of 32 columns that are in an interval."""
     cutlass = import_module("cutlass")
 
     def at(end: Any) -> Any:
-        # An end before the first column is moved to it, which keeps the same columns: numbers that
-        # are never negative are divided sooner.
+        # An end before the first column is moved to that column, which changes no bit: numbers
+        # that are never negative divide faster.
         return library.sm90_col_to_r2p_idx(Numbers.maximum(cutlass.Int32(end), 0))
 
     found = cutlass.Uint32(0)
@@ -327,7 +327,7 @@ def _bits(library: Any, spans: list[tuple[Any, Any]], chunk: int) -> Any:
 
 
 def _keep_columns(scores: Any, r: int, columns: list[int], spans: list[tuple[Any, Any]]) -> None:
-    """Keep what is in an interval of row r, column by column."""
+    """Set the scores of row r to -inf outside the intervals, column by column."""
     boolean = import_module("cutlass").Boolean
     for c, at in enumerate(columns):
         inside = (boolean(_inside(at, lo, hi)) for lo, hi in spans)

@@ -1,12 +1,12 @@
-"""What one device computes, as a hashable value: shapes, and the kind of mask.
+"""`Problem`: the shapes and the kind of mask that one device computes, as a hashable value.
 
-    dense      all pairs
-    lengths    the first keys of each batch row: lengths, or flags, whose keys are gathered first
-    known      a mask of positions that are known when tracing: lists are constants
-    ids        segment ids, or lengths beside positions: lists of each batch row, made on the device
-    traced     a mask of positions that are known on the device alone
+    dense      all pairs are allowed
+    lengths    the first keys of each batch row are allowed; keys that flags allow are moved there
+    known      a mask of positions that are known when tracing; the lists of tiles are constants
+    ids        segment ids, or lengths beside a mask of positions; lists are made on the device
+    traced     a mask of positions that are known only on the device; lists are made there
 
-`of_call` makes it for a plan and `of_inputs` for what runs; both give the same value.
+`of_call` returns the problem of a plan, and `of_inputs` the same problem from the arrays.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ UNKNOWN = {"ids": 0.25, "traced": 0.5}
 
 
 class Problem(NamedTuple):
-    """What a launch is decided from.
+    """The values from which a launch is decided.
 
     Args:
-        batch, q_len, kv_len, heads, kv_heads: B, T, S, N, K.
+        batch, q_len, kv_len, heads, kv_heads: B, T, S, N (query heads), K (KV heads).
         head_dim: H, padded to a multiple of 8.
         kind: the kind of mask.
-        mask: the mask of positions of kind `known`, or beside ids of kind `ids`.
-        offsets: positions of the first query and key, for `mask`.
-        own_rows: whether batch rows have lists of their own.
-        bias: whether batch rows and heads have a bias of their own; None for no bias.
-        sms: streaming multiprocessors, each of which runs one thread block at a time.
+        mask: the mask of positions, for kinds `known` and `ids`; else `Full`.
+        offsets: positions of the first query and of the first key, for `mask`.
+        own_rows: whether each batch row has its own lists.
+        bias: (whether each batch row, whether each head has its own bias); None without a bias.
+        sms: number of streaming multiprocessors; each runs one thread block at a time.
     """
 
     batch: int
@@ -59,20 +59,20 @@ class Problem(NamedTuple):
 
     @property
     def has_lists(self) -> bool:
-        """Whether a kernel goes by lists of tiles."""
+        """Whether a kernel reads lists of tiles."""
         return self.kind in ("known", "ids", "traced")
 
     @property
     def lanes(self) -> int:
-        """Heads of all batch rows."""
+        """Number of (batch row, query head) pairs."""
         return self.batch * self.heads
 
     def steps(self, tile: Tile, by: str) -> np.ndarray:
-        """Count the tiles that each tile row goes through.
+        """Return the number of tiles that each tile row visits, [rows].
 
         Args:
-            tile: queries and keys of a tile.
-            by: "queries" for tile rows of queries, "keys" for those of keys.
+            tile: numbers of queries and keys in a tile.
+            by: "queries" if a tile row is a query tile (forward), "keys" if a key tile (backward).
         """
         if self.kind == "known":
             lengths = self.q_len, self.kv_len
@@ -83,7 +83,7 @@ class Problem(NamedTuple):
 
 
 def of_call(call: Call, sms: int, sharded: bool = False) -> Problem:
-    """Describe a local call; `sharded`: its positions are known on the device alone."""
+    """Return a local call's problem; if `sharded`, positions are known only on the device."""
     own_rows = any("B" in axes for axes in jax.tree.leaves(call.mask.leaf_axes()))
     sizes = call.batch, call.q_len, call.kv_len, call.heads, call.kv_heads, call.head_dim
     offsets = (None, None) if sharded else (0, 0)
@@ -91,7 +91,7 @@ def of_call(call: Call, sms: int, sharded: bool = False) -> Problem:
 
 
 def of_inputs(inputs: Inputs, sms: int) -> Problem:
-    """Describe local arrays."""
+    """Return the problem of local arrays."""
     (batch, q_len, heads, head_dim), (_, kv_len, kv_heads, _) = inputs.q.shape, inputs.k.shape
     sizes = batch, q_len, kv_len, heads, kv_heads, head_dim
     at = inputs.q_offset, inputs.kv_offset
@@ -108,7 +108,7 @@ def _problem(
     batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
     padded = -(-head_dim // 8) * 8
     made = Problem(batch, q_len, kv_len, heads, kv_heads, padded, sms=sms)
-    if bias is not None:  # every mask is written into it (kernels/flash.py)
+    if bias is not None:  # kernels/flash.py writes every mask into the bias
         return made._replace(bias=(bias[0] > 1, bias[1] > 1))
     terms = sort_terms(mask)
     if not terms.positions and not terms.rest:
@@ -136,32 +136,32 @@ def allows_all(problem: Problem) -> bool:
 
 
 # ---- what fa4-jax 0.1 takes ----------------------------------------------------------------------
-# Compute capability 9.x runs its Hopper kernels and 10.x those of Blackwell; the others, and
-# backwards that these two do not take, run its kernels for Ampere, in tiles that fit their shared
-# memory. tests/gpu/test_fa4_capabilities.py compares the table with the library's own checks.
+# fa4-jax has kernels for Hopper (compute capability 9.x) and Blackwell (10.x). Other GPUs, and
+# backwards that these kernels refuse, run its kernels for Ampere, in tiles that fit the GPU's
+# shared memory. tests/gpu/test_fa4_capabilities.py compares HEAD_LIMITS with the library's checks.
 
-# By the first number of the compute capability: forward and backward, every dtype, mask and
+# Major compute capability -> the largest head dim that both passes take, with every dtype, mask and
 # grouping of heads that the library takes.
 HEAD_LIMITS = {8: 256, 9: 256, 10: 128, 12: 256}
 MOST_INT32 = 2**31 - 1
-PAD = 256  # more than any tile, to which the sums of each batch row are padded
+PAD = 256  # more than any tile: each batch row's float32 sums are padded to whole tiles
 
 
 def has_kernels(device: Device) -> bool:
-    """Return whether fa4-jax has kernels for a GPU; assumed of an unknown GPU."""
+    """Return whether fa4-jax has kernels for a GPU; True for an unknown GPU."""
     return device.capability is None or device.capability[0] in HEAD_LIMITS
 
 
 def lack(device: Device) -> str:
-    """Return the rule that fa4-jax has no kernels for a GPU."""
+    """Return the error text that fa4-jax has no kernels for a GPU."""
     return f"fa4-jax has no kernels for compute capability {device.capability_text}"
 
 
 def refuse_operands(call: Call, device: Device) -> Reason | None:
-    """Return why fa4-jax cannot compute a call on a GPU, but for its mask and bias."""
+    """Return why fa4-jax cannot compute a call on a GPU, mask and bias apart; or None."""
     if not has_kernels(device):
         takes = ", ".join(f"{major}.x" for major in HEAD_LIMITS)
-        return Reason("flash", "device", f"{lack(device)}, but for {takes}", USE_AUTO)
+        return Reason("flash", "device", f"{lack(device)}, only for {takes}", USE_AUTO)
     limit, text = head_limit(device), device.capability_text
     named = f"compute capability {text}" if text else device.kind
     is_less = limit < max(HEAD_LIMITS.values())
@@ -169,16 +169,16 @@ def refuse_operands(call: Call, device: Device) -> Reason | None:
 
 
 def head_limit(device: Device) -> int:
-    """Return the largest head dim on a GPU, the least of all if it is not known."""
+    """Return the largest head dim that a GPU takes; the smallest limit for an unknown GPU."""
     least = min(HEAD_LIMITS.values())
     return HEAD_LIMITS.get(device.capability[0], least) if device.capability else least
 
 
 def refuse_length(call: Call, terms: Terms) -> Reason | None:
-    """Refuse more tokens than the axis of the float32 sums of a backward holds.
+    """Refuse calls whose float32 sums of gradients have an axis too long for int32.
 
-    cutejax 0.1 gives the kernels int32 sizes and int64 strides. A backward sums dQ along one
-    axis of tokens * channels; with lengths, GPUs other than Hopper lay all batch rows along it.
+    cutejax 0.1 passes sizes as int32 and strides as int64. The sums have one axis of tokens *
+    channels; with lengths, GPUs other than Hopper put all batch rows on that axis.
     """
     width = sums_width(call.head_dim)
     rows = call.batch if terms.limits or terms.keys else 1
@@ -186,8 +186,8 @@ def refuse_length(call: Call, terms: Terms) -> Reason | None:
     if tokens * width <= MOST_INT32:
         return None
     rule = (
-        f"its backward sums gradients in one axis of at most {MOST_INT32} numbers, and"
-        f" {tokens} tokens of {width} channels are {tokens * width}"
+        f"its backward sums gradients along an axis of at most {MOST_INT32} numbers, and"
+        f" {tokens} tokens of {width} channels need {tokens * width}"
     )
     remedy = f"set context_parallel: ring or ulysses over more devices, or {USE_AUTO}"
     return Reason("flash", "length", rule, remedy)

@@ -1,4 +1,4 @@
-"""Run a launch on a Hopper GPU: what is made before it, the kernel, and what adds splits up.
+"""Run a launch on a Hopper GPU: its operands, the kernel, and the merge or sum of splits.
 
     forward     out, lse                                    splits: slots in float32, and one merge
     backward    before    delta = rowsum(dout * out) - dlse, the LSE in base 2, zeros for dQ
@@ -43,10 +43,10 @@ def _hopper() -> Any:
 
 
 def _call(run: Any, out: Any, *operands: Any, in_specs: Any, **settings: Any) -> Any:
-    """Call a function of hopper.py; `in_specs`: one for each array, `...` for default ones."""
+    """Call a function of hopper.py; `in_specs` has a spec, or `...` for default, per array."""
     leaves, cutejax = jax.tree.leaves(operands), import_module("cutejax")
     arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
-    # Of arrays that are read number by number a slice may begin anywhere.
+    # By default an array is read element by element, so that a slice may begin at any element.
     given = [
         cutejax.ArraySpec(assumed_align=x.dtype.itemsize) if spec is ... else spec
         for x, spec in zip(arrays, [*in_specs, *[...] * len(arrays)], strict=False)
@@ -67,10 +67,10 @@ def forward(
     """Return (out [B,T,N,H], lse [B,N,T]).
 
     Args:
-        p: of the operands.
-        launch: of the forward.
+        p: the problem of the operands.
+        launch: the forward's launch.
         qkv: q, k and v; bfloat16 or float16.
-        given: the mask or the bias, as the kernel reads it.
+        given: the kernel's operands for the mask or the bias.
         scale: multiplies the scores.
     """
     lib, named, (q, k, v) = library.kernels(), import_module("cutejax").ArraySpec, qkv
@@ -98,13 +98,13 @@ def forward(
         operands,
         in_specs=[lib._QKV_SPEC] * 3 + _items_specs(found),
         out_specs=[layout for _, layout in results + count],
-        # The number of taken items is counted up in place.
+        # The kernel counts taken items in place.
         input_output_aliases={_place(operands, "zero"): len(results)} if launch.queue else {},
         name="maxattn_forward",
     )
     if not tail:
         return _seen(Result(*made[:2]), given.lengths)
-    # XLA (jax 0.11.2) would write one result of a call into another of it.
+    # Without the barrier XLA (jax 0.11.2) would write one result of the call into another.
     *whole, out, lse = jax.lax.optimization_barrier(list(made[: len(results)]))
     first = (-(-p.q_len // tile) - rows) * tile
     left = p.q_len - first
@@ -116,7 +116,7 @@ def forward(
 
 
 def _seen(result: Result, lengths: Array | None) -> Result:
-    """Return 0 and -inf for the queries of batch rows without keys."""
+    """Set out to 0 and the LSE to -inf in batch rows without real keys."""
     if lengths is None:
         return result
     some = lengths[:, None, None] > 0
@@ -125,7 +125,7 @@ def _seen(result: Result, lengths: Array | None) -> Result:
 
 
 def _without_empty_splits(lse: Array, lengths: Any, splits: int, keys: int) -> Array:
-    """Set the LSE of splits without real keys to -inf, since their results mean nothing."""
+    """Set the LSE of splits without real keys to -inf, so that a merge ignores their outputs."""
     if lengths is None:
         return lse
     ends = jnp.arange(splits + 1)[:, None] * -(-lengths // keys) // splits
@@ -133,7 +133,7 @@ def _without_empty_splits(lse: Array, lengths: Any, splits: int, keys: int) -> A
 
 
 def _joined(whole: Any, last: Any, axes: tuple[int, int], start: int) -> Any:
-    """Put results of the last tile rows behind those before `start`."""
+    """Write the results of the last tile rows into `whole`, from index `start` on."""
     if not start:
         return last
     put = jax.lax.dynamic_update_slice_in_dim
@@ -160,7 +160,7 @@ def _spec(p: Problem, launch: Launch, q: Array, given: Masked, scale: float) -> 
 
 
 def _arrays(p: Problem, launch: Launch, given: Masked) -> tuple[Any, Any]:
-    """Return the lists and the items that a kernel reads."""
+    """Return the lists and the items that a kernel reads; None without lists."""
     if given.lists is None:
         return None, None
     found = items(given.lists.work, (p.batch, p.heads), launch.group, launch.splits)
@@ -175,7 +175,7 @@ def _items_specs(found: tuple[Any, Any]) -> list[Any]:
 
 
 def _place(operands: Any, name: str) -> int:
-    """Return the place of an operand among all arrays."""
+    """Return the index of an operand among all arrays."""
     before = operands[: operands._fields.index(name)]
     return len(jax.tree.leaves(before))
 
@@ -195,7 +195,7 @@ def backward(
     """Return (dq, dk, dv) from a given output and LSE; arguments as for `forward`.
 
     Args:
-        rows: of the queries.
+        rows: output, LSE and their gradients.
         dlse: the gradient of the LSE, if it has one.
     """
     hopper, lib = _hopper(), library.kernels()
@@ -243,9 +243,9 @@ def backward(
 
 
 def own_array(x: Array) -> Array:
-    """Return an operand of a backward as an array of its own.
+    """Return an operand of a backward as an array that is no slice of another.
 
-    XLA hands slices to a custom call without a copy, but then forgets which results share the
+    XLA passes slices to a custom call without a copy, but then forgets which results share the
     memory of which operands (jax 0.11.2): the float32 sums, which the kernel adds to in place,
     would begin as garbage.
     """
@@ -262,7 +262,7 @@ def before(
         p: the problem of the operands.
         rows: out, dout and lse.
         dlse: the gradient of the LSE, if it has one.
-        zeros: whether to make them.
+        zeros: whether to return the zeros for dQ.
     """
     lib, tile = library.kernels(), spec.tile[0]
     padded = -(-p.q_len // tile) * tile
@@ -283,7 +283,7 @@ def before(
 
 
 def after(spec: Any, which: str, sums: Array, like: Array, scale: float) -> Array:
-    """Return float32 sums in the shape and dtype of `like`."""
+    """Return float32 sums times `scale`, as a gradient in the shape and dtype of `like`."""
     lib = library.kernels()
     return _call(
         _hopper().run_after,
@@ -296,20 +296,20 @@ def after(spec: Any, which: str, sums: Array, like: Array, scale: float) -> Arra
 
 
 def _plain(spec: Spec) -> Spec:
-    """Return what the launches around a backward are compiled for."""
+    """Return the spec for the kernels before and after a backward."""
     return Spec(spec.dtype, spec.head_dim, 1, spec.scale, spec.tile, KernelKind(Uniform()))
 
 
 class Fa4DqAccumulator(DqAccumulator):
     """Add up dQ over several blocks of keys in one float32 array.
 
-    A block is one array, as it arrived, and its gradients leave as one: the kernel reads and writes
-    them in place. What stands before and after a backward runs once for all blocks.
+    A block's K and V are one packed array, and so are dK and dV: the kernel reads and writes these
+    arrays without a copy. The kernels before and after a backward run once for all blocks.
 
     Args:
-        p, launch: of the backward over one block.
-        inputs: the local queries, and keys of some block, whose shape alone counts.
-        rows: of the queries.
+        p, launch: the problem and the launch of the backward over one block.
+        inputs: the local queries; keys and values are not read.
+        rows: output, LSE and their gradients.
         scale: multiplies the scores.
     """
 
@@ -318,7 +318,7 @@ class Fa4DqAccumulator(DqAccumulator):
         self._q, self._dout = own_array(q), own_array(rows.dout.astype(q.dtype))
         shape = str(q.dtype), p.head_dim, 1, float(scale), launch.tile
         self._spec = Spec(*shape, KernelKind(Uniform()))
-        # Queries that padding added have no LSE and no gradient.
+        # Queries that padding added have an LSE of -inf and no gradient.
         lse = jnp.where(rows.lse == NEG_INF, BIG_LSE, rows.lse)
         given = rows.out.astype(q.dtype), self._dout, lse
         self.state: Any = before(self._spec, p, given, None, zeros=True)

@@ -1,14 +1,14 @@
-"""The next item, in a kernel: the tile scheduler, ranges and lists that both passes share.
+"""The tile scheduler, loop ranges and lists of the Hopper kernels, shared by both passes.
 
-fa4-jax starts a thread block for each tile row of a grid. Here a thread block asks for an item
-(work.py), and a persistent one for the next item from a queue, which is a counter in memory. The
-warp that loads fetches the number of the next item while the others multiply, and passes it to them
-through shared memory.
+fa4-jax starts a thread block for each tile row of a grid. Here a thread block computes a work item
+(work.py), and a persistent thread block takes one item after another from a queue, a counter in
+global memory. The loading warp fetches the index of the next item while the other warps multiply,
+and passes the index to them through shared memory.
 
-While one of the library's loops is traced, `tile_idx` is the place of an item; ranges, lists and
-epilogues read the rest of it from `item`.
+While a loop of the library is traced, `tile_idx` is an item's (tile row, head, batch row, 0);
+ranges, lists and epilogues read the whole item from `kernel.item`.
 
-CuTe comes with fa4-jax: this file is imported when a kernel is compiled.
+This file needs CuTe, which comes with fa4-jax, and is imported when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ BlockInfo: Any = import_module("fa4_jax.cute.block_info").BlockInfo
 BlockSparseTensors: Any = import_module("fa4_jax.cute.block_sparsity").BlockSparseTensors
 Int32: Any = cutlass.Int32
 
-FIRST_QUEUE_BARRIER = 13  # of the 16 named barriers of a thread block; the library counts up from 1
-# Two places in shared memory are enough: the loading warp writes the place of item n + 2 after it
-# loaded the queries of item n + 1, for which it waits until all warps are done with item n.
+FIRST_QUEUE_BARRIER = 13  # a thread block has 16 named barriers; the library uses them from 1 on
+# Two places in shared memory are enough: the loading warp writes the index of item n + 2 over that
+# of item n after it loaded the queries of item n + 1, and these wait until item n is done.
 PLACES = 2
 
 
 @dataclass
 class Sizes(scheduling.ParamsBase):
-    """A scheduler's operands: numbers of tile rows, heads and batch rows, and our arrays."""
+    """A scheduler's operands: numbers of tile rows, heads and batch rows; maxattn's arrays."""
 
     num_block: Any
     num_head: Any
@@ -55,7 +55,7 @@ class Sizes(scheduling.ParamsBase):
 
 
 class Item(NamedTuple):
-    """An item, in numbers of a kernel; `first` and `last` are 0 if items are arithmetic."""
+    """A work item inside a kernel; `first` and `last` are 0 if a formula gives the items."""
 
     row: Any
     lane: Any
@@ -64,7 +64,7 @@ class Item(NamedTuple):
 
 
 class ItemTile(scheduling.WorkTileInfo):
-    """The place of an item; reading it sets `kernel.item`."""
+    """An item as the library's work tile; reading `tile_idx` sets `kernel.item`."""
 
     def __init__(self, kernel: Any, item: tuple[Any, ...], is_valid: Any) -> None:
         super().__init__(item, is_valid)
@@ -75,7 +75,7 @@ class ItemTile(scheduling.WorkTileInfo):
         self.kernel.item = Item(*self._tile_idx)
         row, lane, *_ = self._tile_idx
         heads, batch = self.kernel.sizes.num_head, lane // self.kernel.sizes.num_head
-        if self.kernel.kind.cut.tail:  # lanes of splits are behind those of whole items
+        if self.kernel.kind.cut.tail:  # each split has its own lane numbers (work.py)
             batch = batch % self.kernel.sizes.num_batch
         return row, lane % heads, batch, Int32(0)
 
@@ -88,13 +88,13 @@ class ItemTile(scheduling.WorkTileInfo):
 
 
 class ItemScheduler(scheduling.SingleTileScheduler):
-    """Hand a thread block its item, or one item after another from the queue.
+    """Return a thread block's only item, or one item after another from the queue.
 
     Args:
-        kernel: for which.
-        sizes: of the launch.
-        at: (number of the item, how many were taken before).
-        queue: passes on the number of the next item, in a kernel with a queue.
+        kernel: the kernel that is traced.
+        sizes: the launch's `Sizes`.
+        at: (index of the item, number of items that the thread block took before).
+        queue: the `Queue`; None if each item has its own thread block.
     """
 
     def __init__(self, kernel: Any, sizes: Any, at: tuple[Any, Any], queue: Any = None) -> None:
@@ -140,7 +140,7 @@ def item_count(kind: KernelKind, sizes: Any) -> Any:
 
 
 class ItemSchedule:
-    """Make schedulers for a kernel, as the library makes its own."""
+    """Make a kernel's schedulers; it has the interface of the library's scheduler classes."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -148,7 +148,7 @@ class ItemSchedule:
     def create(self, sizes: Any, queue: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
         self.kernel.sizes = sizes
         if not self.kernel.kind.uniform and self.kernel.waits_for_items:
-            # The launch may begin before the one ends that makes the items.
+            # This launch may begin before the launch that makes the items has ended.
             arch.griddepcontrol_wait()
         return ItemScheduler(self.kernel, sizes, (arch.block_idx()[0], Int32(0)), queue)
 
@@ -164,10 +164,10 @@ class OnGrid:
 
 
 class Scheduled:
-    """Replace the library's tile scheduler, ranges and lists; mixed into both kernels."""
+    """A mixin of both kernels that replaces the library's tile scheduler, ranges and lists."""
 
     kind: KernelKind
-    extra: dict[str, Any]  # arrays beside the library's operands, of one compilation
+    extra: dict[str, Any]  # one compilation's arrays beside the library's operands
     item: Any = None
     sizes: Any = None
     waits_for_items = False
@@ -183,7 +183,7 @@ class Scheduled:
         return OnGrid(super().kernel(*given.values()), count)  # pyright: ignore
 
     def hooked(self, method: Any, operands: tuple[Any, ...], **changes: Any) -> list[Any]:
-        """Return the operands of a method with this kernel's ranges and lists among them."""
+        """Return a method's operands, with the ranges and lists replaced by this kernel's."""
         given = library.NamedOperands(method, operands) | changes
         given["block_info"] = ItemRange.of(self, given["block_info"])
         if self.kind.lists:
@@ -192,7 +192,7 @@ class Scheduled:
 
 
 class ItemRange(BlockInfo):
-    """Limit the loop over key tiles, or query tiles in a backward, to the item's range."""
+    """Limit the loop over key tiles (forward) or query tiles (backward) to the item's steps."""
 
     kernel: Any
 
@@ -209,7 +209,7 @@ class ItemRange(BlockInfo):
     def get_m_block_min_max(self, seqlen_info: Any, n_block: Any) -> tuple[Any, Any]:
         first, last = super().get_m_block_min_max(seqlen_info, n_block)
         if self.kernel.kind.lengths:
-            # Keys past the length have no gradient. The first tile writes dQ in any case.
+            # Key tiles past the length have no steps, unless the first key tile must store dQ.
             some = n_block * self.tile_n < seqlen_info.seqlen_k
             if self.kernel.kind.writes_first:
                 some = Numbers.where(n_block == 0, 1, Numbers.where(some, 1, 0)) != 0
@@ -229,13 +229,13 @@ class ItemRange(BlockInfo):
 
 
 class Queue(NamedTuple):
-    """Hand on the number of the next item.
+    """Fetch the index of the next item, and pass it from the loading warp to the other warps.
 
     Attributes:
-        count: int32 [1] in memory, of the items that were taken after the first ones.
+        count: int32 [1] in global memory, the items taken after each thread block's first item.
         next_items: int32 [`PLACES`] in shared memory.
-        threads: of the warp that loads and of those that multiply.
-        loads: whether the warp is the one that loads.
+        threads: number of threads of the loading warp and the multiplying warps.
+        loads: whether the loading warp is traced.
     """
 
     count: Any
@@ -244,7 +244,7 @@ class Queue(NamedTuple):
     loads: bool
 
     def next(self, wave: Any) -> Any:
-        """Return the number of the next item; `wave` counts the items before it."""
+        """Return the next item's index; `wave` is how many items the thread block took before."""
         if self.loads:
             return fetch(self.count, self.next_items, wave, self.threads)
         return receive(self.next_items, wave, self.threads)
@@ -267,7 +267,7 @@ def receive(next_items: Any, wave: Any, threads: Any):
     full = FIRST_QUEUE_BARRIER + wave % PLACES
     arch.barrier(barrier_id=full, number_of_threads=threads)
     at = next_items[wave % PLACES]
-    arch.sync_warp()  # one thread says for its warp that the queries are free
+    arch.sync_warp()  # one thread signals, for its whole warp, that the queries are free
     return at
 
 
@@ -275,13 +275,13 @@ def receive(next_items: Any, wave: Any, threads: Any):
 
 
 def lists_of(kernel: Any) -> Any:
-    """Return the lists in the place of the library's tensors, cut to the item at hand."""
+    """Return the current item's lists as a replacement of the library's block-sparse tensors."""
     count, tiles = partial(ListCount, kernel), partial(ListTiles, kernel)
     return BlockSparseTensors(count(0), tiles(0), count(1), tiles(1))
 
 
 class ListCount(NamedTuple):
-    """Count the mixed (0) or full (1) tiles of the item at hand."""
+    """The array of the numbers of mixed (`which` 0) or full (1) tiles of the current item."""
 
     kernel: Any
     which: int
@@ -293,7 +293,7 @@ class ListCount(NamedTuple):
 
 
 class ListTiles(NamedTuple):
-    """Name the mixed (0) or full (1) tiles of the item at hand."""
+    """The array of the indices of mixed (`which` 0) or full (1) tiles of the current item."""
 
     kernel: Any
     which: int
@@ -307,7 +307,7 @@ class ListTiles(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Return the n-th tile of a list: an entry of an array, or of a range of tiles."""
+    """A list of tiles: entries of an array from `first` on; without one, first, first + 1, ..."""
 
     array: Any
     first: Any
@@ -324,7 +324,7 @@ def list_row(kernel: Any, which: int, batch: Any, row: Any) -> Any:
 
 
 def list_bounds(kernel: Any, which: int, batch: Any, row: Any) -> tuple[Any, Any]:
-    """Return which of the tiles of a list are those of the item: mixed tiles come first."""
+    """Return the bounds of the current item's tiles in a list; its steps begin with mixed tiles."""
     ranges = kernel.kind.lists == "ranges"
     mixed = list_row(kernel, 0, batch, row)[0]
     count = mixed if not which else list_row(kernel, which, batch, row)[1 if ranges else 0]

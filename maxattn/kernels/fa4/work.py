@@ -1,12 +1,12 @@
-"""What thread blocks do: items, the order in which they start, and when the last one ends.
+"""Work items of thread blocks: what each computes, the order of their starts, and the makespan.
 
-An *item* is (tile row, lane, first, last). A tile row is a tile of queries in a forward and of keys
-in a backward, a lane is a head of a batch row, and first and last bound its steps: the tiles on the
-other side, or the entries of its list. Items that are all alike are arithmetic (`Uniform`); others
-are an int32 array [n, 4].
+An *item* is (tile row, lane, first, last). A tile row is a query tile in a forward and a key tile
+in a backward. A lane is the index of a (batch row, query head) pair. The item's steps [first, last)
+are the tiles of the other operand, or entries of the tile row's list. If all tile rows have equally
+many steps, a formula gives the items (`Uniform`); else an int32 array [n, 4] lists them.
 
-Long items start first (LPT). Lanes start in groups whose keys and values fit the L2 cache: the
-items of a group that start together read the same ones.
+Long items start first (LPT, longest processing time). Lanes start in groups whose keys and values
+fit the L2 cache, so that the items of a group read keys and values from L2.
 
 An item may be *cut* into splits of its steps, so that fewer SMs (streaming multiprocessors) wait
 at the end: split-K in a forward, split-Q in a backward. A split has its own lane number: split p of
@@ -23,34 +23,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ALL = -1  # every tile row is cut
-MOST_PLAYED = 4_096  # items whose makespan is worked out one by one
-LEAST_GAIN, LEAST_US = 0.02, 2.0  # of a cut; a prediction is no more exact
+ALL = -1  # the value of `tail` if every tile row is cut
+MOST_PLAYED = 4_096  # most items whose makespan is simulated; of more items it is estimated
+LEAST_GAIN, LEAST_US = 0.02, 2.0  # a cut's least gain, as a share and in microseconds
 
 
 class Uniform(NamedTuple):
     """The items of a launch whose tile rows all have the same number of steps.
 
     Attributes:
-        tail: the last tile rows of each lane, which are cut; `ALL` for all.
-        splits: of each tile row that is cut.
+        tail: number of tile rows, the last ones of each lane, that are cut; `ALL` for all.
+        splits: number of splits of each tile row that is cut.
     """
 
     tail: int = 0
     splits: int = 1
 
     def count(self, rows: Any, lanes: Any) -> Any:
-        """Count the items."""
         tail = rows if self.tail == ALL else self.tail
         return (rows - tail + tail * self.splits) * lanes
 
     def place(self, at: Any, rows: Any, lanes: Any, xp: Any) -> tuple[Any, Any]:
-        """Return the (tile row, lane) of the `at`-th item: whole ones lane by lane, then splits.
+        """Return the (tile row, lane) of an item; whole items come lane by lane, then splits.
 
         Args:
-            at: a number from 0; of numpy or of a kernel.
-            rows, lanes: how many there are.
-            xp: has `where`.
+            at: the item's index, as a numpy number or a number inside a kernel.
+            rows, lanes: the numbers of tile rows and lanes.
+            xp: numpy, or `Numbers` inside a kernel.
         """
         if self.tail in (0, ALL):
             return at % rows, at // rows
@@ -60,7 +59,7 @@ class Uniform(NamedTuple):
         return row, xp.where(is_split, late // self.tail, at // first)
 
     def steps(self, row: Any, lane: Any, rows: Any, lanes: Any, steps: Any, xp: Any) -> Any:
-        """Return the range [first, end) of an item; `steps`: of its whole tile row."""
+        """Return an item's steps [first, end), of the `steps` of its whole tile row."""
         if self.tail == 0:
             return 0, steps
         split = lane // lanes
@@ -72,21 +71,21 @@ class Uniform(NamedTuple):
 
 
 def items(work: Any, lanes: tuple[int, int], group: int, splits: int = 1) -> Any:
-    """Return the items [n, 4] of tile rows with lists, longest first in groups of lanes.
+    """Return the items [n, 4] of tile rows with lists: group after group, longest items first.
 
     Args:
         work: number of steps of each tile row, [rows], or [B, rows] if batch rows differ; a
             numpy array if it is known when tracing.
-        lanes: batch rows and heads.
-        group: lanes that start together; it divides the heads of a batch row if batch rows
-            differ, else all lanes.
-        splits: of every tile row.
+        lanes: numbers of batch rows and of query heads.
+        group: number of lanes that start together; it divides the number of heads if batch rows
+            differ, else the number of lanes.
+        splits: number of splits of every tile row.
     """
     xp: Any = jnp if isinstance(work, jax.Array) else np
     (batch, heads), rows = lanes, work.shape[-1]
     each = heads if work.ndim == 2 else batch * heads
     flat = work.reshape(-1)
-    # The number of a row stands behind its steps, so that one array is sorted: a single launch.
+    # The low bits of a key are the tile row's index: sorting one array takes a single launch.
     bits = max(1, (flat.shape[0] - 1).bit_length())
     most = flat.max() if xp is np else 2 ** (30 - bits)
     keys = (xp.clip(most - flat, 0, most) << bits) | xp.arange(flat.shape[0], dtype=np.int32)
@@ -110,12 +109,12 @@ def group_of(lanes: int, bytes_each: float, cache: float) -> int:
 
 
 def end_of(times: np.ndarray, lanes: int, sms: int) -> float:
-    """Return the makespan of items that free SMs take in turn, longest first.
+    """Return the makespan if each SM, when free, takes the longest item that is left.
 
     Args:
-        times: [rows], how long an item of each tile row takes.
-        lanes: items of each tile row.
-        sms: streaming multiprocessors.
+        times: [rows], the time of an item of each tile row.
+        lanes: number of items of each tile row.
+        sms: number of streaming multiprocessors.
     """
     count = len(times) * lanes
     if not count:
@@ -135,9 +134,9 @@ class Cut(NamedTuple):
     """Which tile rows are cut, and the makespan that results.
 
     Attributes:
-        end: makespan, merge included, in microseconds.
-        tail: the last tile rows of each lane; `ALL` for all, 0 for none.
-        splits: of each of those.
+        end: the makespan with the merge, in microseconds.
+        tail: number of tile rows, the last ones of each lane, that are cut; `ALL` for all.
+        splits: number of splits of each tile row that is cut.
     """
 
     end: float
@@ -154,16 +153,16 @@ def cut(
     most: int,
     tails: bool,
 ) -> Cut:
-    """Choose what to cut: nothing, all tile rows, or those after the last full wave.
+    """Choose what to cut: nothing, all tile rows, or the tile rows after the last full wave.
 
     Args:
-        steps: steps of each tile row, [rows]; those after the last full wave are at the end.
-        lanes: items of each tile row.
-        sms: streaming multiprocessors.
-        time_of: from (steps of items, number of items that run), the times of the items.
-        merge: from (cut tile rows, splits), the time that their merge takes.
+        steps: number of steps of each tile row, [rows]; the last tile rows are cut first.
+        lanes: number of items of each tile row.
+        sms: number of streaming multiprocessors.
+        time_of: returns the items' times, from their numbers of steps and the number of items.
+        merge: returns the time of the merge, from the numbers of cut tile rows and of splits.
         most: the largest number of splits.
-        tails: whether a part of the tile rows can be cut.
+        tails: whether only the last tile rows can be cut; else all or none are cut.
     """
     rows = len(steps)
     whole = end_of(time_of(steps, rows * lanes), lanes, sms)
