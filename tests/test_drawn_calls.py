@@ -50,6 +50,7 @@ def test_masks_are_those_they_are_called() -> None:
     assert np.array_equal(np.asarray(ids.q_ids)[1], [0, 0, 1, 1, 1])  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_workers_time_both_passes_of_every_kernel(tmp_path: Path) -> None:
     worker = grid.Worker()
     drawn = SMALL._replace(kind="segments", numbers=(30, 34))

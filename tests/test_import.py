@@ -53,6 +53,7 @@ def test_a_function_is_not_replaced_by_the_file_of_its_name() -> None:
         assert callable(getattr(ma, name))
 
 
+@pytest.mark.slow
 def test_any_part_can_be_imported_first() -> None:
     paths = sorted((ROOT / "maxattn").glob("[a-z]*"))
     parts = [path.stem for path in paths if path.suffix in ("", ".py")]

@@ -32,6 +32,7 @@ def test_every_mask_fits_its_call(tiny):
         assert not call.bias or call.bias == (b, n, t, s)
 
 
+@pytest.mark.slow
 def test_two_checkouts_are_timed_in_turns(tmp_path):
     rows = tmp_path / "rows.json"
     only = ["--only", "sdxl-64-cross,qwen-image", "--kernel", "dot_product", "--tiny"]

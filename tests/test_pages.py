@@ -19,6 +19,7 @@ from grid import MEASURED
 import maxattn as ma
 from maxattn.tools.cli import main
 from tests.pages import ROOT, Block, blocks, lines_outside_of_fences, pages, text_of
+from tests.waiting import but
 
 RUN, LOADED = ("python", "sh"), ("yaml",)
 SHOWN = ("text", "mermaid", "{eval-rst}")
@@ -107,13 +108,17 @@ def root_of_pages(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def slow_if_notebook(page):
-    """Leave notebooks, which `make docs` runs as well, to `make test-all`."""
-    return pytest.param(page, marks=pytest.mark.slow) if "notebooks" in str(page) else page
+def is_quick(page):
+    """Leave notebooks, which `make docs` runs as well, and pages that run models to test-all."""
+    return "notebooks" not in str(page) and Path(page).stem not in (
+        "streaming",
+        "models",
+        "modules",
+    )
 
 
 @pytest.mark.usefixtures("root_of_pages")
-@pytest.mark.parametrize("page", [slow_if_notebook(page) for page in pages()])
+@pytest.mark.parametrize("page", but(pages(), is_quick))
 def test_the_blocks_of_a_page_run(page):
     run_page(page)
 

@@ -36,7 +36,7 @@ TEXTS = st.one_of(
 OVERRIDES = st.text(max_size=8) | st.tuples(KEYS, VALUES.map(json.dumps)).map("=".join)
 
 
-@tries(60)
+@tries(30)
 @given(TEXTS, st.lists(OVERRIDES, max_size=3))
 def test_any_file_and_overrides_are_loaded_or_explained(text: str, overrides: list[str]):
     with tempfile.TemporaryDirectory() as folder:

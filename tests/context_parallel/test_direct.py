@@ -155,6 +155,7 @@ def test_explain_names_the_copy_engines_option_once(monkeypatch: pytest.MonkeyPa
     assert dict(ma.Target.here().env)["XLA_FLAGS"] == flag
 
 
+@pytest.mark.slow
 def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
     class InFloat32(DenseLibrary):
         def backward(self, *operands):

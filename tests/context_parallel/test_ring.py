@@ -78,7 +78,7 @@ def test_the_plan_names_every_send(mask: M.Mask | None, length: int, direction: 
 @pytest.mark.parametrize(
     ("heads", "mask", "last"),
     [
-        (4, None, True),
+        pytest.param(4, None, True, marks=pytest.mark.slow),
         (2, None, False),
         (4, M.BlockSlidingWindow(8, 2), True),
         (4, M.BlockSlidingWindow(8, 1), False),

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[int, int, int, int, M.Mask | None, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", but(CASES, lambda name: name != "tpu_flash"))
+@pytest.mark.parametrize("name", but(CASES, ["segments", "three ranks, causal in zig-zag"]))
 def test_both_ways_against_float64(name: str) -> None:
     n, length, heads, kv_heads, mask, more = CASES[name]
     q, k, v, dout = operands(length, heads, kv_heads)

@@ -66,6 +66,7 @@ def test_the_plan_names_every_transfer(name: str) -> None:
     assert count_primitive(jaxpr, "all_gather") == count_primitive(jaxpr, "psum") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", but(CASES, ["4 x 2, 2 groups of heads"]))
 def test_masks_with_heads_and_a_full_bias(name: str) -> None:
     """Each device attends with some heads over some queries: it must take that part of a table and
@@ -130,6 +131,7 @@ def test_groups_that_a_refusal_names_fit(shards: int) -> None:
     assert f"{12 // shards} groups of {shards}" in plan.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", but([0, 2, [0, None, 1]], [0]), ids=str)
 def test_vmap_over_groups(axes: Any) -> None:
     """Two maps, one in the other: each moves its axis to the front of what is exchanged."""

@@ -83,6 +83,7 @@ def one_device() -> Step:
 
 
 # The axes and the transfers of the others are tested without a model.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", but(CASES, ["all_gather"]))
 def test_loss_and_gradients_are_those_of_one_device_and_every_transfer_is_named(name: str) -> None:
     config = Settings(**{"ici_data_parallelism": 1} | CASES[name], model={"layers": LAYERS})

@@ -145,8 +145,6 @@ def name(case: dict) -> str:
 
 
 SMALL = (
-    ("ring", 4, "dense", "window | sink", "8 of 2", "odd", "none", "float32"),
-    ("ring", 4, "dense", "not segments", "8 of 8", "odd", "far", "float32"),
     ("ring", 4, "dense", "causal", "8 of 2", "cross", "keys", "float32"),
     ("2 x ring 2", 4, "dense", "causal & lengths", "8 of 2", "odd", "full", "float32"),
 )

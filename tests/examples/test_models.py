@@ -109,6 +109,7 @@ def test_a_whole_model_is_diffusers(case: str) -> None:
 
 
 # Flux and SDXL compile for a minute.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", but(["wan_t2v", "flux_dev", "sdxl_unet"], ["wan_t2v"]))
 def test_layers_that_are_not_scanned_are_diffusers(case: str) -> None:
     model = loaded(case, PLAIN.replace(remat_policy="SAVE_ATTENTION"), scan=False)

@@ -82,6 +82,7 @@ def test_blocks_are_kept_as_they_are_made(config: str, tmp_path: Path, capsys: A
     assert np.abs(same[:, :, 6:] - made[:, :, 6:9]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_guidance_scenes_and_weights_from_files(
     config: str, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from maxattn.tools.memory import estimate
 from maxattn.tools.tune.candidates import kernel_candidates
 from tests.cases import draw_operands, judge_call
 from tests.golden_text import check_golden
+from tests.waiting import but
 
 T = 96
 SEGMENTS = M.Segments.of_lengths((24,) * 4)
@@ -53,8 +55,13 @@ def arrays(keys: int = T, **sizes: int) -> dict[str, Any]:
     return draw_operands(**{"b": 2, "t": T, "s": keys, "n": 4, "k": 2, "h": 8} | sizes)
 
 
-@pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("kernel", list(KERNELS))
+# The masks are cut before a kernel sees them: each kernel runs two of them.
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    but(
+        product(KERNELS, CASES), lambda case: case[1] in ("frames", "window") or case[0] == "flash"
+    ),
+)
 def test_against_float64(kernel: str, name: str) -> None:
     mask, keys = CASES[name]
     x, config = arrays(keys), KERNELS[kernel]

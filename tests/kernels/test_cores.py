@@ -49,7 +49,7 @@ def gradients(kernel: Splash, mask: M.Mask, given: tuple[jax.Array, ...]) -> tup
 
 # A mask, shared heads, a batch, and heads alone.
 CASES = [(1, 4, 4, "window"), (1, 4, 2, "full"), (3, 2, 2, "lengths"), (1, 2, 1, "full")]
-FEW = [("flash", CASES[1]), ("flash fused", CASES[0]), ("tokamax_flash", CASES[2])]
+FEW = [("flash fused", CASES[0])]
 
 
 @pytest.mark.parametrize(("name", "case"), but(product(SETTINGS, CASES), FEW))

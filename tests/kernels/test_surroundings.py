@@ -71,7 +71,7 @@ APART = [
     pytest.param("flash fused", marks=pytest.mark.slow),
     pytest.param("tokamax_flash", marks=[needs_tokamax, pytest.mark.slow]),
 ]
-EACH = [*APART, "dense", "blockwise"]
+EACH = [*APART, "dense", pytest.param("blockwise", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -61,9 +61,7 @@ def plain_or_float32(case: dict) -> bool:
     return case["dtype"] == "float32" or case["mask"] in KINDS
 
 
-@pytest.mark.parametrize(
-    "case", few(pairwise(AXES, plain_or_float32, core=("dtype",)), ("dtype", "heads")), ids=name
-)
+@pytest.mark.parametrize("case", few(pairwise(AXES, plain_or_float32, core=("dtype",))), ids=name)
 def test_pairs(case: dict) -> None:
     judge(case, run_case(case, CONFIG))
 

@@ -106,6 +106,7 @@ def test_traced_positions() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_vmap_over_the_batch_of_the_leaves() -> None:
     """Mapping a batch away leaves one row, which binds as a batch of one."""
     tables = jnp.stack([TABLE, ~TABLE])

@@ -14,6 +14,7 @@ from maxattn import masks
 from maxattn.modules import CrossAttention
 from maxattn.rope import rope_1d
 from tests.modules.reference import called, check_gradients, norm, params_of, randomise, turn
+from tests.waiting import but
 
 RNG = np.random.default_rng(3)
 B, T, S, I, C, D, E, N, H = 2, 12, 7, 5, 20, 11, 9, 4, 6
@@ -28,18 +29,18 @@ def built(image: bool = False, **how: Any) -> CrossAttention:
     return randomise(CrossAttention(C, D, added_kv_proj_dim=E if image else None, **how))
 
 
-@pytest.mark.parametrize(
-    ("image", "how"),
-    [
-        (False, {}),
-        (False, {"qk_norm": "rms_norm"}),
-        (True, {"qk_norm": "rms_norm_across_heads", "kv_heads": 2}),
-        (True, {"qk_norm": "layer_norm"}),
-        (False, {"out_proj": False}),
-        (False, {"gate": "per_head"}),
-        (True, {"gate": "per_channel", "kv_heads": 2}),
-    ],
-)
+WAYS = [
+    (False, {}),
+    (False, {"qk_norm": "rms_norm"}),
+    (True, {"qk_norm": "rms_norm_across_heads", "kv_heads": 2}),
+    (True, {"qk_norm": "layer_norm"}),
+    (False, {"out_proj": False}),
+    (False, {"gate": "per_head"}),
+    (True, {"gate": "per_channel", "kv_heads": 2}),
+]
+
+
+@pytest.mark.parametrize(("image", "how"), but(WAYS, WAYS[3:]))
 def test_output(image: bool, how: dict[str, Any]) -> None:
     """Of a text, with an image beside it, and of keys and values that are made once."""
     module, picture = built(image, **how), IMAGE if image else None
@@ -52,9 +53,10 @@ def test_output(image: bool, how: dict[str, Any]) -> None:
     np.testing.assert_array_equal(module(X, kv=kv), got)
 
 
-@pytest.mark.parametrize(
-    "how", [{"qk_norm": "rms_norm_across_heads", "kv_heads": 2}, {"gate": "per_channel"}]
-)
+GRADIENTS = [{"qk_norm": "rms_norm_across_heads", "kv_heads": 2}, {"gate": "per_channel"}]
+
+
+@pytest.mark.parametrize("how", but(GRADIENTS, GRADIENTS[:1]))
 def test_gradients(how: dict[str, Any]) -> None:
     def call(module: Any, x: Any, text: Any, image: Any) -> Any:
         return module(x, text, encoder_hidden_states_image=image)
@@ -83,6 +85,7 @@ def test_positions_of_queries_and_keys_are_separate() -> None:
         np.testing.assert_array_equal(module(X, kv=kept, rotary_emb=q_table), got)
 
 
+@pytest.mark.slow
 def test_norm_and_angles_are_rounded_once() -> None:
     """Keys are within half of a step of bfloat16 from float64's, computed from the projection."""
     low = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}

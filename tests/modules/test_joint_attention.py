@@ -52,6 +52,7 @@ def test_both_outputs_have_the_modules_dtype() -> None:
     assert [y.dtype.name for y in outputs] == ["bfloat16"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind"),
     [

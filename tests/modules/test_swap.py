@@ -92,6 +92,7 @@ def check_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * scale)
 
 
+@pytest.mark.slow
 def test_outputs_gradients_and_parameters_are_those_of_before():
     model = Model(nnx.Rngs(0))
     before = run(model)

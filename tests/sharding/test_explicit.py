@@ -174,6 +174,7 @@ def same(got: Any, want: Any) -> None:
     assert error(got, np.asarray(want)) < 5e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", waiting.but([None, "fsdp"], ["fsdp"]), ids=["whole", "over fsdp"])
 def test_vmap_of_an_axis_that_lies_over_the_mesh(over: str | None) -> None:
     """The mesh axis that a mapped axis lies over is vmap's: attention leaves it alone."""

@@ -87,6 +87,7 @@ def test_an_unwritten_cache_lets_gradients_pass() -> None:
     )
 
 
+@pytest.mark.slow
 def test_rows_of_different_fill_are_each_alone() -> None:
     """Rows after one, two and five blocks go on together: each does what it does alone."""
     stack, stream = Stack.make(), ma.Stream(2, 3, 3, sink=2)

@@ -105,6 +105,7 @@ def test_kept_tokens_are_read_on_a_mesh(layout: str) -> None:
     close(*outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", but(["heads", "tokens"], ["heads"]))
 def test_the_surrounding_mesh_is_taken(layout: str) -> None:
     mesh, stack = mesh_of("data 2, context 2, tensor 2"), Stack.make()

@@ -40,6 +40,7 @@ def test_a_rollout_is_that_of_one_array() -> None:
     assert got.cache.nbytes == want.cache.nbytes and got.cache.shape == want.cache.shape
 
 
+@pytest.mark.slow
 def test_rows_prompts_and_prefixes_go_the_same_way() -> None:
     stream, (clean, noisy) = STREAM, clips(STREAM, 12)
     made = [

@@ -31,6 +31,7 @@ def wan(scan: bool) -> WanTransformer3D:
     return WanTransformer3D(SIZES, scan_layers=scan, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_new_layers_have_the_same_weights() -> None:
     one, other = (weights.to_diffusers(wan(scan)) for scan in (True, False))
     assert sorted(one) == sorted(other)
@@ -59,6 +60,7 @@ def test_a_folder_is_the_same_whichever_wrote_it(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_each_layers_weights_lie_over_the_mesh_and_give_the_same() -> None:
     sizes = {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
     names = {f"ici_{axis}_parallelism": n for axis, n in sizes.items()}
@@ -73,6 +75,7 @@ def test_each_layers_weights_lie_over_the_mesh_and_give_the_same() -> None:
     np.testing.assert_allclose(channels_second(out), want, atol=2e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_changes_by_lora_have_the_same_names_and_merge_alike() -> None:
     rng, shapes_of = np.random.default_rng(0), []
     for scan in (True, False):

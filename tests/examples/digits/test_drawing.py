@@ -43,6 +43,7 @@ def test_any_number_of_videos_on_any_mesh(small: Settings):
     assert draw(on_mesh, ["a seven moving left"] * 3, spread).shape == (3, 5, 12, 12)
 
 
+@pytest.mark.slow
 def test_all_forty_are_drawn_judged_and_written(
     small: Settings, model: WanTransformer, capsys: pytest.CaptureFixture[str]
 ):
@@ -63,6 +64,7 @@ def test_all_forty_are_drawn_judged_and_written(
         assert isinstance(gif, GifImageFile) and gif.n_frames == 5
 
 
+@pytest.mark.slow
 def test_one_prompt_is_drawn_and_judged_if_it_is_one_of_the_forty(
     small: Settings, model: WanTransformer, capsys: pytest.CaptureFixture[str]
 ):

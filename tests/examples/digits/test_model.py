@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from digits import text
 from digits.flow import loss_of
 from digits.model import WanTransformer, patchify, unpatchify
@@ -91,6 +92,7 @@ def loss_and_gradient(settings: Settings) -> tuple[jax.Array, jax.Array, Any]:
 
 
 # tests/test_remat.py compares the policies of remat.
+@pytest.mark.slow
 def test_memory_efficient_attention_changes_no_number(small: Settings):
     found, wanted = map(
         loss_and_gradient, (small.replace(use_memory_efficient_attention=True), small)

@@ -34,6 +34,7 @@ def times(settings: Settings) -> tuple[jax.Array, jax.Array]:
     return jnp.full((2, frames), 0.05), noisy
 
 
+@pytest.mark.slow
 def test_blocks_with_a_cache_are_one_teacher_forced_forward():
     settings = described(rollout=PART_OF_A_BLOCK)
     built, stream = model(settings), settings.stream
@@ -74,6 +75,7 @@ def test_a_block_does_not_see_the_noise_of_others_nor_what_comes_after():
     assert moved(clean.at[:, 0].add(1.0), noisy)[:2] == [2, 3]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_noisy_frames_alone():
     settings = described(training={"prompt_dropout": 0.0})
     built, (clean, _) = model(settings), clips(settings)
@@ -85,6 +87,7 @@ def test_the_loss_is_that_of_the_noisy_frames_alone():
     assert float(nnx.jit(flow.loss)(built, examples)) == pytest.approx(float(wanted), 1e-5)
 
 
+@pytest.mark.slow
 def test_sinks_are_trained_at_distances_of_whole_turns():
     stream, shape = described(rollout=SINK).stream, (64, 8, 12, 12, 1)
     numbers = np.asarray(flow.turned(jax.random.key(1), shape, 48, stream))

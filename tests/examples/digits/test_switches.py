@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from digits import flow, stream_switch
 from digits.evaluate import Judge
 from digits.settings import DataSettings
@@ -37,6 +38,7 @@ def test_frames_before_a_block_show_what_was_before():
     assert 200 < counts[0] < 312 and all(50 < counts[n] < 120 for n in (2, 4, 6))
 
 
+@pytest.mark.slow
 def test_only_the_clean_clip_shows_what_was_before():
     settings = described(training={"prompt_switches": 0.999, "context_noise": 0.0})
     clean, before = clips(settings)
@@ -55,6 +57,7 @@ def test_only_the_clean_clip_shows_what_was_before():
     np.testing.assert_allclose(found["context"], clean, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_other_digit_is_on_the_same_path():
     source = DigitVideos(TORUS)
     scans, labels = load("train")
@@ -99,6 +102,7 @@ def shown(late: int) -> Any:
     return stream_switch.measure(judge(), ink, BEFORE, after, 3, 2)
 
 
+@pytest.mark.slow
 def test_digits_that_follow_the_prompt_pass_and_others_do_not():
     found = shown(late=0)
     assert all(found.bars.values()), str(found)

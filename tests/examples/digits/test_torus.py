@@ -63,6 +63,7 @@ def test_every_place_of_every_scan_is_offered_once():
     assert videos[0]["video"].shape == (24, 12, 12, 1)
 
 
+@pytest.mark.slow
 def test_true_videos_pass_every_bar():
     found = measured(true_videos()[0])
     assert min(found.direction) == 1.0
@@ -115,6 +116,7 @@ def real() -> tuple[np.ndarray, list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_real_digits_are_named():
     found = judge(WHOLE).score_of_real()
     assert found.videos == 4 * 359

@@ -43,7 +43,7 @@ CASES = [("no mesh, branches left open", 1, "ring"), ("ring of four", 4, "ring")
 CASES += [("ring of two", 2, "ring"), ("gathered", 4, "all_gather")]
 
 
-@pytest.mark.parametrize(("name", "context", "strategy"), but(CASES, CASES[:2]))
+@pytest.mark.parametrize(("name", "context", "strategy"), but(CASES, CASES[:1]))
 def test_the_block_is_diffusers(name: str, context: int, strategy: Any) -> None:
     how = {"context_parallel": strategy, "ici_context_parallelism": context}
     config = DENSE.replace(ici_data_parallelism=1, **how)

@@ -43,6 +43,7 @@ KINDS = {
 SEEN = {"rolling": 6, "sink": 9, "first": 3}  # latent frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", but(KINDS, ["rolling"]))
 def test_blocks_of_one_kind_are_one_program(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     block = blocks(**KINDS[kind])
@@ -124,6 +125,7 @@ def here() -> Absent:
     return Absent(ma.Target.named("cpu"), place)
 
 
+@pytest.mark.slow
 def test_it_is_the_program_that_streams() -> None:
     ours, runs = blocks().lowered(jnp.float32, here().put).compile(), blocks().compiled(jnp.float32)
     assert ours.cost_analysis() == runs.compiled.cost_analysis()

@@ -35,6 +35,7 @@ def flux() -> workloads.Workload:
     return workloads.flux(CONFIG, 2, 32, 48, FluxSizes(**made.FLUX), text=5)
 
 
+@pytest.mark.slow
 def test_flux_work_is_what_its_sizes_say() -> None:
     work = flux()
     step = steps.denoising(work, jnp.float32)
@@ -68,6 +69,7 @@ def test_wan_work_is_what_its_sizes_say() -> None:
     assert count.total(training=True) == 3.5 * count.attention + 3 * count.matmul
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", but([wan, sdxl, flux], [wan]))
 @pytest.mark.parametrize("kind", but([steps.denoising, steps.training], [steps.training]))
 def test_a_step_runs_and_changes_what_it_carries(make, kind) -> None:
@@ -79,6 +81,7 @@ def test_a_step_runs_and_changes_what_it_carries(make, kind) -> None:
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a != b).any()), before, after))
 
 
+@pytest.mark.slow
 def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
     found = clock.measure(steps.denoising(wan(), jnp.float32), rounds=2, steps=2, profile=tmp_path)
     assert len(found.ms) == 2 and found.median > 0

@@ -59,6 +59,7 @@ def made(run: Rollout, reel: Reel, count: int) -> tuple[list[Any], Reel]:
 GOES_ON = [("sink", 4), ("every frame", 0), ("alone", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "blocks"), but(GOES_ON, GOES_ON[:1]))
 def test_a_saved_video_goes_on_bit_for_bit(name: str, blocks: int, tmp_path: Path) -> None:
     stream, run = STREAMS[name], usual(name)
@@ -93,6 +94,7 @@ def test_two_videos_in_bfloat16(tmp_path: Path, re_prefill: bool) -> None:
     same(run, again, reel, 1)
 
 
+@pytest.mark.slow
 def test_a_cache_on_a_mesh_lies_as_it_did(tmp_path: Path) -> None:
     config = ma.AttentionConfig(ici_data_parallelism=1, ici_context_parallelism=2)
     mesh = config.make_mesh(jax.devices()[:2])

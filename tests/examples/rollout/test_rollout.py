@@ -117,6 +117,7 @@ def test_no_program_copies_the_cache(stage: str) -> None:
     assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
 
 
+@pytest.mark.slow
 def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,6 +140,7 @@ def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_prefix_is_the_same_in_one_pass_or_in_many() -> None:
     count = SINKS["alone"].first_block + 3
     run, (clean, _) = usual("alone", noisy_context(0.1)), clips(count)
@@ -167,6 +169,7 @@ def test_a_switch_before_the_window_rolls_is_a_prefix_under_the_new_prompt() -> 
     close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", but(["alone", "sink"], ["alone"]))
 def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(name: str) -> None:
     """The block after it is that of one forward over the kept frames, noised as they were before,
@@ -192,6 +195,7 @@ def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(n
 # ---- guidance ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_guidance_is_a_batch_of_two_with_one_cache() -> None:
     guided = replace(HOW, guidance_scale=3.0, sampler="flow_euler")
     run = rollout(how=guided)
@@ -219,6 +223,7 @@ def test_guidance_is_a_batch_of_two_with_one_cache() -> None:
 # ---- no cache from block to block ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", but(["alone", "no_sink"], ["alone"]))
 def test_a_context_that_is_run_anew_is_a_masked_forward(name: str) -> None:
     stream = SINKS[name]

@@ -17,18 +17,18 @@ from tests.waiting import but
 from .pipelines import check, lora, pipeline, run, told
 
 CASES = [(name, which) for name, ways in runs.SCHEDULERS.items() for which in ways]
-# Wan's is below on a ring; images, and Flux without guidance, only change what the model is told.
-SLOW = ("wan", "wan_i2v", "flux_schnell")
+# Wan's is below on a ring; images, and Flux without guidance, only change what the model is told;
+# SDXL's compiles for long.
+SLOW = ("wan", "wan_i2v", "flux_schnell", "sdxl")
 
 
-@pytest.mark.parametrize(
-    ("name", "which"), but(CASES, lambda case: case[0] not in SLOW and case[1] != "ddim")
-)
+@pytest.mark.parametrize(("name", "which"), but(CASES, lambda case: case[0] not in SLOW))
 def test_a_whole_run_is_diffusers(name: str, which: str, tmp_path: Path) -> None:
     held, options = told(tmp_path, name)
     check(run(pipeline(tmp_path, name, which), name, *options), held[f"out.{which}"])
 
 
+@pytest.mark.slow
 def test_two_calls_on_a_ring_are_one_call(tmp_path: Path) -> None:
     held, options = told(tmp_path, "wan")
     mesh = ("ici_fsdp_parallelism=1", "ici_context_parallelism=4", "ici_tensor_parallelism=2")
@@ -77,6 +77,7 @@ def test_the_lines_and_the_metadata_of_a_run(
         assert file.metadata() == {"model": str(tmp_path), "scaled": "true"}
 
 
+@pytest.mark.slow
 def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights merged into files are what `--lora` and `--lora-2` merge; steps are printed."""
     _, options = told(tmp_path, "wan_a14b")
@@ -93,6 +94,7 @@ def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFix
     check(got, run(folder, "wan_a14b", *options))
 
 
+@pytest.mark.slow
 def test_weights_of_one_transformer_are_used_beside_the_model_s_other(tmp_path: Path) -> None:
     """A training run leaves one of them."""
     trained = "transformer_2"
@@ -107,6 +109,7 @@ def test_weights_of_one_transformer_are_used_beside_the_model_s_other(tmp_path: 
     check(got, run(folder, "wan_a14b", *options))
 
 
+@pytest.mark.slow
 def test_without_an_image_the_first_frame_is_drawn(tmp_path: Path) -> None:
     """A model that may continue an image draws videos of text alone, at one time."""
     held, options = told(tmp_path, "wan_ti2v")

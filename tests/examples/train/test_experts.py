@@ -94,6 +94,7 @@ def test_times_far_from_all_that_are_likely_stay_in_the_range(mean: float):
 # ---- what is learned -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert", ONE)
 def test_an_expert_learns_as_a_plain_loop_does(
     expert: str, tmp_path: Path, pipeline: Path, data: str

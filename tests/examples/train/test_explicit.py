@@ -37,6 +37,7 @@ def loss_and_gradients(settings: Settings, mesh: Any) -> Any:
     return float(value), [np.asarray(x) for x in jax.tree.leaves(gradients)]
 
 
+@pytest.mark.slow
 def test_explicit_axes_have_the_loss_of_an_auto_mesh(small: Settings) -> None:
     devices = jax.devices()[:4]
     auto = jax.make_mesh(

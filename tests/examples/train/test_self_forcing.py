@@ -54,6 +54,7 @@ def close(found: Any, wanted: Any, atol: float = 1e-6) -> None:
         np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_truncated_one_of_the_cached_passes():
     # Without a window each block can read what is kept with `cached`, which has a gradient.
     built, stream, parameters, call = setup(window=None, sink=0)

@@ -29,6 +29,7 @@ def holds(folder: Path) -> list[int]:
     return earlier.steps_in(folder)
 
 
+@pytest.mark.slow
 def test_its_first_checkpoint_replaces_those_of_the_run_before(
     ran: Ran, copied: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_new_adapter_changes_nothing_and_alpha_scales_it() -> None:
     np.testing.assert_allclose(lora.change(adapted), change, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_trained_by_layers_is_written_as_diffusers_has_it() -> None:
     """Also where a layer of several has no LoRA; merged back, it is the change that was learned."""
     model, plain = Model(0), Model(0)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from common.forcing import Forcing
 from flax import nnx
 from wan.model import WanTransformer3D
@@ -71,6 +72,7 @@ def by_block(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     return off / np.abs(want).mean()
 
 
+@pytest.mark.slow
 def test_thirty_blocks_in_bfloat16_stay_within_its_error() -> None:
     low, exact = rounded()
     clean, noisy = clips(BLOCKS * STREAM.frames_per_block)

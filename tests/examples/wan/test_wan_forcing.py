@@ -148,6 +148,7 @@ def gradients(task: WanTask, mesh: Any, frames: int) -> tuple[Any, Any]:
     return of(parameters, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "frames", "sizes"), but(CASES, CASES[:1]))
 def test_a_step_on_a_mesh_is_that_of_one_device(
     how: str, frames: int, sizes: dict[str, int], tmp_path: Path

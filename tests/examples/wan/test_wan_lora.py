@@ -33,6 +33,7 @@ def names_in(style: str, own: str, theirs: str) -> tuple[Names, str]:
 STYLES = {"comfy": None, "comfy with alpha": 1.5, "lightx2v": 6.0, "musubi": 1.0, "diffusers": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_published_names_are_merged(style: str) -> None:
     video, alpha = model(), STYLES[style]

@@ -99,6 +99,7 @@ def test_strategies_are_compared_with_the_same_kernel_on_one_device(tmp_path: Pa
     assert [r.note for r in rows[8:]] == ["No module named 'transformer_engine'"] * 2
 
 
+@pytest.mark.slow
 def test_the_module_is_compared_with_its_parts() -> None:
     """Of shared key heads, which are measured too."""
     shape = read("1,64,64,4,16,2")

@@ -225,6 +225,7 @@ def test_refusals(capsys, name):
     check_golden(f"cli/estimate/{name}", run(capsys, *words, *REFUSED[name]).text)
 
 
+@pytest.mark.slow
 def test_a_block_runs_and_recomputes_what_it_does_not_keep():
     shape = replace(read("1,64,64,2,32"), dtype="float32")
     outs = []
