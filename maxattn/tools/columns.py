@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def columns(lines: Sequence[Sequence[object]], words: int = 0) -> list[str]:
-    """Return a table's lines; the first `words` columns are left-aligned, the others right."""
+    """Return a table's lines: the first `words` columns left-aligned, the others right-aligned."""
     cells = [[str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [

@@ -112,9 +112,9 @@ def of_sections(sections: Mapping[str, Any]) -> tuple[Shape, ...]:
 
     `model.shapes` is a list of names or B,T,S,N,H[/V][,K]. Without it, N is `model.heads`, H is
     `model.dim_head`, and T = S is `model.tokens`, or the number of patches of size `model.patch` in
-    a clip of `data.frames`, `data.height` and `data.width` (`data.canvas` stands for a missing side
-    of the picture). B is `training.batch_size`, default 1. `model.text_tokens` adds a
-    cross-attention with so many keys.
+    a clip of `data.frames`, `data.height` and `data.width` (`data.canvas` stands for a missing
+    height or width). B is `training.batch_size`, default 1. `model.text_tokens` adds a
+    cross-attention with that many keys.
 
     Raises:
         InputError: `model.shapes` has an unknown name, or a size is no whole number above 0.

@@ -7,8 +7,8 @@ once. [T, C] is the size of an array of tokens in the compute dtype, with C = N 
 
     forward    norm and RoPE read and write q and k: 4 [T, C]; for each of q and k they read the
                tables of cosines and sines
-    backward   they read q and dq, write dq, and do the same for k: 6 [T, C]; the bias gradients
-               read dv and dy: 2 [T, C]; the tables are read again
+    backward   norm and RoPE read q and dq and write dq, and likewise for k: 6 [T, C]; the bias
+               gradients read dv and dy: 2 [T, C]; the tables are read again
     both       if parameters have another dtype: casts read and write the weights, or their
                gradients
 
@@ -53,8 +53,8 @@ def bench_module(
 ) -> list[BenchRow]:
     """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
 
-    The module has N H channels and the dtype of the shape. `alone` leaves out its parts; the other
-    arguments are as for `bench` and `measure`.
+    The module has N H channels and the shape's dtype. With `alone`, its parts are not measured.
+    The other arguments are as for `bench` and `measure`.
     """
     jobs = _module(shape, kernel, param_dtype)
     if not alone:

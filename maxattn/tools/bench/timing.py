@@ -47,7 +47,7 @@ class TimedFunction:
     Args:
         f: function of arrays.
         make: returns a list of f's argument tuples, of equal shapes, as arrays or specs.
-        around: a context to trace and compile in; such functions are compiled one at a time.
+        around: a context to trace and compile f in; functions with one are compiled one at a time.
         name: for progress and profiles; unique among functions that are timed together.
         keeps_result: whether `Timed.first` is filled.
     """

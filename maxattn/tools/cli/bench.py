@@ -106,7 +106,7 @@ def _check(args: argparse.Namespace) -> None:
         ("--pictures", args.pictures, args.report, "--report"),
     ):
         if given and not is_read:
-            remedy = f"use it so, or leave {name} out"
+            remedy = f"change the options so, or leave {name} out"
             raise InputError(name, given, f"it applies only with {other}", remedy)
     if args.module and args.mesh:
         rule = "a whole module is measured on one device"

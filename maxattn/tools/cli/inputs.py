@@ -126,7 +126,7 @@ def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]
     """
     devices = args.devices
     if devices is not None and whole(devices, most=MOST_DEVICES) is None:
-        rule, remedy = f"it must be at most {MOST_DEVICES:,}", "write fewer devices"
+        rule, remedy = f"it must be at most {MOST_DEVICES:,}", "write a smaller number"
         if devices < 1:
             rule, remedy = "it must be at least 1", "write --devices 1 or more"
         raise MeshError("--devices", plain(devices), rule, remedy)

@@ -65,7 +65,7 @@ def check(parser: Parser) -> None:
       maxattn check --maxdiffusion base_wan_14b.yml --shape wan-14b-720p --target "TPU v6e"
 
     All wrong keys and values are reported at once, with file and line. The exit status is 1 if
-    there are any, and if a shape cannot run or does not fit.
+    a key or value is wrong, and if a shape cannot run or does not fit.
     """
     _common(parser)
     lengths = (
@@ -158,8 +158,8 @@ def convert(parser: Parser) -> None:
       maxattn convert base_wan_14b.yml > attention.yml
       maxattn convert longlive_inference.yaml > stream.yml
 
-    From MaxDiffusion it takes the keys of attention and of the mesh. From Self-Forcing and
-    LongLive it takes blocks, window, sink and steps, as the section rollout. Comments list the
+    From MaxDiffusion the keys of attention and of the mesh are taken. From Self-Forcing and
+    LongLive, blocks, window, sink and steps become the section rollout. Comments list the
     settings that were changed or left out.
     """
     parser.add_argument("file", metavar="FILE", help="a YAML of MaxDiffusion, Self-Forcing, ...")

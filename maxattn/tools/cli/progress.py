@@ -24,7 +24,7 @@ def say_where(what: str, target: Target) -> None:
 
 
 class _ProgressLines(logging.Handler):
-    """Print each log record on a line; on a terminal, behind a bar if the steps are known."""
+    """Print each log record on a line; on a terminal, after a progress bar if there are steps."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _ProgressLines(logging.Handler):
 
 @contextmanager
 def progress(steps: int = 0) -> Iterator[None]:
-    """Print log records of measurements; on a terminal, behind a bar of `steps` steps."""
+    """Print log records of measurements; on a terminal, after a progress bar of `steps` steps."""
     log, lines = logging.getLogger("maxattn.tools.bench"), _ProgressLines(steps)
     before = log.level, log.propagate
     log.addHandler(lines)

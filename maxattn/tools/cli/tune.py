@@ -125,7 +125,7 @@ class SizeTuning:
 def _tunings(
     name: str, config: AttentionConfig, made: Plan, training: bool
 ) -> Iterator[SizeTuning]:
-    """Yield the tunings of a plan: of its kernel, or of each kernel if the passes have two."""
+    """Yield a tuning for each kernel of a plan: one, or one each for forward and backward."""
     for kernel in made.kernel.name.split("/"):
         call = kernel_call(made.padded_call, made.strategy)
         local = computed_call(kernel, call, made.target.platform)

@@ -93,9 +93,9 @@ class KernelTuning:
 
 
 class KernelOutcome(NamedTuple):
-    """Effect of a call's measurement: the kernel that `auto` takes without (`own`) and with it
-    (`taken`); "a/b" is the forward of a and the backward of b. `before` and `now` are their
-    milliseconds, if timed. `is_lost`: the device stopped answering.
+    """Effect of a call's measurement. `own` and `taken` are the kernels that `auto` takes without
+    and with it; "a/b" is the forward of a and the backward of b. `before` and `now` are the ms of
+    `own` and `taken`, if timed. `is_lost`: the device stopped answering.
     """
 
     call: str

@@ -45,9 +45,9 @@ class Transfer:
         bytes: bytes that one device receives in one run, without its own part; for a psum, the
             size of the result.
         start, done: lines of the text; equal if the collective is synchronous.
-        times: how often it runs: the product of the known trip counts of the loops around it.
-        kernels: kernels and products (dot, convolution, and loops or fusions with one) between
-            start and done.
+        times: how often the collective runs, by the known trip counts of the loops around it.
+        kernels: names of kernels and products (dot, convolution, or a loop or fusion with one)
+            between start and done.
         op_name: jax's name of the operation.
     """
 
@@ -110,7 +110,7 @@ def _of_computation(program: HloProgram, name: str) -> Iterator[Transfer]:
 def _transfer(
     program: HloProgram, computation: str, found: Instruction, span: Sequence[Instruction]
 ) -> Transfer:
-    """Describe a collective; its last instruction has the type of the received array."""
+    """Describe a collective; the last instruction of `span` has the received array's type."""
     opcode, groups = found.opcode.removesuffix("-start"), groups_of(found, program.devices)
     ways, size = max(map(len, groups), default=1), bytes_of(span[-1].type)
     if opcode in ("all-gather", "all-to-all", "ragged-all-to-all"):
@@ -253,8 +253,8 @@ def bytes_of(type_: str) -> int:
 def groups_of(collective: Instruction, devices: int) -> Groups:
     """Return the (from, to) pairs of a permute, or the groups of devices of another collective.
 
-    HLO lists groups, or writes a reshaped and transposed iota such as [2,4]<=[4,2]T(1,0), or a mesh
-    'data'=1,'fsdp'=2,'context'=2 and its axes 'context' (jax 0.12). No groups mean all devices.
+    HLO writes groups as a list, as a reshaped and transposed iota such as [2,4]<=[4,2]T(1,0), or as
+    a mesh ('data'=1,'fsdp'=2,'context'=2) and axes ('context'). No groups mean all devices.
     """
     if collective.opcode.removesuffix("-start") == "collective-permute":
         return _braced(collective.attribute(f"source_target_pairs{_LISTED}"))

@@ -32,7 +32,7 @@ class CompileJob:
         slices: how many such topologies are joined by the data centre's network.
         estimate: price the kernels by the schedule that the compiler makes.
         block: width of the feed-forward of a whole transformer block; 0 for none.
-        layers: layers of a model, whose step runs the program so often; for estimates.
+        layers: number of layers of the model; the estimate of a step is multiplied by it.
         kernel_file: PATH:FUNCTION of an attention to compile in place of maxattn's; "" for none.
     """
 

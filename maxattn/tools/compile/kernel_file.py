@@ -81,7 +81,7 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
 
 
 def name_of(job: CompileJob) -> str:
-    """Return the function's name and its file's, without the folder."""
+    """Return FILE:FUNCTION without the file's folder."""
     path, _, name = job.kernel_file.rpartition(":")
     return f"{Path(path).name}:{name}"
 
@@ -98,7 +98,7 @@ def _loaded(job: CompileJob) -> Callable[..., Any]:
 
 
 def _module(job: CompileJob, path: Path) -> ModuleType:
-    """Run a file as a module; the file may import others of its folder."""
+    """Run a file as a module, which may import other files of its folder."""
     name = f"kernel_file_{path.stem}"  # a file may have the name of a library
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

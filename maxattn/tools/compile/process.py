@@ -122,7 +122,7 @@ class CompilerProcess:
         return CompilerStopped(f"{ended}\n{tail}".rstrip())
 
     def stop(self) -> None:
-        """Kill the process and its children, if it runs; also after Ctrl-C."""
+        """Kill the process, if it is running, and its children."""
         if (child := self._child) is not None:
             if child.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

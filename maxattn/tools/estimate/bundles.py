@@ -32,11 +32,11 @@ _BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (%\w+), (\d+) /\* loop exit test")
 _GRID = re.compile(r"iteration_bounds: \(([\d, ]*)\)")
 NO_BOUND = 2**31 - 2  # more steps stand for a grid whose length is an argument of the kernel
-PIPELINE = 2  # loop trips besides the steps, in which blocks are only fetched or written
+PIPELINE = 2  # loop trips before and after the steps, which only fetch or write blocks
 
 
 def unknown(who: str, rule: str) -> Unsupported:
-    """Return the error for an unreadable dump; `who` is such as "libtpu 0.0.60's dump of k"."""
+    """Return the error for an unreadable dump; `who` is like "libtpu 0.0.60's dump of k"."""
     remedy = f"install {UNDERSTOOD}, whose dumps are supported, or leave --estimate out"
     return Unsupported("estimate", who, rule, remedy)
 
@@ -50,7 +50,7 @@ class Bundle(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The bundles from `start` to before `end`."""
+    """The bundles from `start` up to, but not including, `end`."""
 
     start: int
     end: int
@@ -124,9 +124,9 @@ class Bundles:
         )
 
     def _steps(self, span: Span, every: list[Span]) -> int | None:
-        """Return a loop's grid steps: its counter's bound, less trips that only fetch or write.
+        """Return a loop's grid steps: its counter's bound minus the trips that only move data.
 
-        The dump's transfers name the grid too, and must agree. None if the bound is an argument.
+        The grid in the dump's transfers must have as many steps. None: known only at run time.
         """
         inner = [other for other in every if span.holds(other)]
         own = (i for i in range(*span) if not any(s.start <= i < s.end for s in inner))
@@ -159,7 +159,7 @@ _CAPACITY, _USE = "== CAPACTIY:", "== UTILIZATION:"  # libtpu's spelling
 
 @dataclass(frozen=True)
 class SlotTable:
-    """By unit: how many slots a bundle has, and how many each bundle fills (in `rows`)."""
+    """Slots by unit: how many a bundle has, and in `rows` how many each bundle fills."""
 
     capacity: dict[str, int]
     rows: tuple[tuple[int, ...], ...]
@@ -256,7 +256,7 @@ def busy_cycles(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> fl
 
 
 def waits(bundles: Bundles, chosen: Sequence[int], core: TensorCore) -> float:
-    """Return the cycles that bundles wait for matrix units at most: if no product can queue."""
+    """Return an upper bound of the cycles that bundles wait for matrix units: no product queues."""
     now, free = 0.0, dict[str, float]()
     for i in chosen:
         for unit, time in _times(bundles, i, core):

@@ -147,7 +147,7 @@ class KernelDump:
         return StepCost(*sizes, self.cores, in_step, in_row, spills)
 
     def estimate(self, tiles: KernelTiles | None, calls: int = 1) -> KernelEstimate:
-        """Estimate a call, made `calls` times; without tiles, all steps run the fullest body."""
+        """Estimate one of `calls` calls; without tiles, a step runs the body with most matmuls."""
         core, machine = core_of(self.device), self.device.machine
         assert machine is not None, self.device.kind
         steps = self._steps(tiles)
@@ -253,8 +253,8 @@ class KernelTiles(NamedTuple):
     Args:
         block: queries and keys of a tile.
         full, masked: number of visited tiles of one head, without and with a test of the mask.
-        grids: possible numbers of steps for one head: all tiles, or fewer if every tile row (or
-            column) of the grid is as short as the one with most visited tiles.
+        grids: possible numbers of steps for one head: all tiles, or the tile rows (columns) times
+            the most visited tiles of a tile row (column).
         heads: heads times batch.
         flops: FLOPs of the matmuls over allowed pairs, per visited tile.
         is_bound: whether the visited tiles differ by rank; then `full` and `masked` mean nothing.

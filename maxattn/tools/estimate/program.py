@@ -63,7 +63,7 @@ def estimate_of(
         text: `compiled.as_text()`.
         folder: where libtpu wrote its dumps.
         device: the device that the program is compiled for.
-        tiles: the tiles of each kernel.
+        tiles: the plan's tiles of each kernel, by pass.
         forward_flops: FLOPs of a program without a plan; used if it has a single kernel.
 
     Returns:
@@ -141,7 +141,7 @@ class Dumps:
         return Dumps(bundles, slots, libtpu)
 
     def texts(self, names: tuple[str, ...]) -> tuple[str, str]:
-        """Return the bundles' and the slots' dump of the first kernel in `names` that has both."""
+        """Return both dumps, bundles and slots, of the first kernel in `names` that has them."""
         for name in names:
             if name in self.bundles and name in self.slots:
                 bundles, slots = (

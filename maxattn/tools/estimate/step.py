@@ -1,8 +1,8 @@
 """The cost of one step of a kernel's grid: which bundles run, and how often.
 
-If a step visits its tile, it runs a body, the bundles with matmuls; else it skips the body. Of two
-bodies, the shorter is for tiles without a mask. A span that steps can skip and that has no matmuls
-begins or ends a tile row, and runs once in each tile row.
+A step that visits its tile runs a body (the bundles with matmuls); another step skips it. Of two
+bodies, the shorter is for tiles without a mask. A span without matmuls that steps can skip begins
+or ends a tile row, and runs once in each tile row.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class GridStep:
         return self.slots.used(self._products_part(shares))
 
     def _products_part(self, shares: BodyShares) -> list[int]:
-        """Return the body that most steps run; without one, the stretch with most matmuls."""
+        """Return the body that most steps run; without bodies, the span with most matmuls."""
         if self.bodies:
             is_masked = len(self.bodies) > 1 and shares.masked > shares.full
             return list(range(*self.bodies[-1 if is_masked else 0]))

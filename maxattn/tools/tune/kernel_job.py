@@ -113,7 +113,10 @@ class KernelJob:
 
 
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
-    """Compile a kernel; return its "cost", and "online" if it has that form, or why it "failed"."""
+    """Compile a kernel; return {"cost": [...]}, or {"failed": why}.
+
+    A kernel with two forms has a second cost, "online", for its form with the online softmax.
+    """
     _step_back()
     try:
         return _costs(job, folder)

@@ -57,7 +57,7 @@ _OWN_SOURCES = (
 
 
 class ScheduleCompiler:
-    """Compile kernels, in `seconds` each, in a child process that ends with the context."""
+    """Compile kernels, each within `seconds`, in a child process that ends with the context."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -81,7 +81,7 @@ class ScheduleCompiler:
         raise Unsupported("--offline", "libtpu", rule, INSTALL)
 
     def answer(self, job: KernelJob) -> dict[str, Any]:
-        """Return the compiler's answer; if it stops, why it "failed", and the limit as "after"."""
+        """Return the compiler's answer; if it stops, {"failed": why, "after": the time limit}."""
         try:
             if not self._process.is_running:  # START_SECONDS are for the start alone
                 self._process.ask({"versions": True}, START_SECONDS)
@@ -93,7 +93,7 @@ class ScheduleCompiler:
 
 
 class ScheduleLog:
-    """A log file; answers of other versions of libtpu, jax, tokamax or maxattn are not found."""
+    """A log file of answers; `find` ignores answers of other versions of libtpu, jax or maxattn."""
 
     def __init__(self, path: Path, versions: dict[str, str]) -> None:
         self.path = path
@@ -159,7 +159,7 @@ def costs_of(kind: Kind, answer: dict[str, Any]) -> dict[Kind, StepCost]:
 
 
 def jobs_of(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[KernelJob, dict[str, Any]]]:
-    """Pair each line's kernel with its answer."""
+    """Yield the kernel and the answer of each line of a log."""
     fields = KernelJob.__dataclass_fields__
     for line in lines:
         yield KernelJob.of({name: line[name] for name in fields}), line
@@ -248,7 +248,7 @@ class OfflineSearch:
         return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
 
     def _cost(self, kind: Kind, tile: Tile) -> Seconds | None:
-        """Return a call's time with a tile, from the log or compiled; None if that fails."""
+        """Look up a kernel's cost, or compile it; return the call's time, None if that failed."""
         masked = evaluates(self.call, tile)
         what = self.target.device_kind, self.kernel, kind, tile
         job = KernelJob(*what, self.call.head_dim, self.call.dtype, masked)

@@ -34,7 +34,7 @@ _LIBTPU = re.compile(r"libtpu ([\w.]+)")
 
 
 def table_of_log(path: Path) -> str:
-    """Return a log's costs as the text of a table; of each kernel the last line counts."""
+    """Return a log's costs as the text of a table; the last line of each kernel counts."""
     lines = list(read_lines(path))
     found = {v for line in lines for v in _LIBTPU.findall(str(line["versions"]))}
     if len(found) != 1:
