@@ -16,20 +16,20 @@ from maxattn.target import Target
 
 DEFAULT = 512  # tokens: fits VMEM on every chip, in float32 and at head dim 256
 LONGEST_COMMON = 4096  # tokens: a longer common multiple of two sizes is not used as a block
-ROUNDS = 100  # far more than needed; it ends two rules that undo each other
+ROUNDS = 100  # far more than needed; ends the loop if two rules undo each other
 
 
 def adjust(
     asked: FlashBlockSizes, call: Call, kernel: KernelKind, target: Target, training: bool
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
-    """Return sizes that the kernel compiles with, and how they differ from the sizes asked for.
+    """Return block sizes that the kernel compiles with, and the changes from the requested ones.
 
     Legal sizes are never changed. Sizes that the config omits are filled in, from its other sizes
-    or with 512, and inference drops the backward sizes: neither counts as a change.
+    or with 512. Inference drops the backward sizes. Neither step is reported as a change.
 
     Args:
         asked: the config's sizes; any positive ints.
-        call: the local call: T and S of one device, H, dtype, role.
+        call: the call that one device computes: its T, S, H, dtype and role are read.
         kernel: the kernel's name; `tpu_flash` has other tiles (transposed.py).
         target: the machine; a TPU's VMEM limits the tiles.
         training: whether the backward kernels must run too.
@@ -72,7 +72,7 @@ def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict[str, Any], str] |
 
 
 def fill(asked: FlashBlockSizes, facts: Facts) -> BlockSizes:
-    """Fill in the sizes that the config omits, from its other sizes."""
+    """Fill in the sizes that the config omits, from its other sizes or with 512."""
     kv_of_backward = _common(asked.block_kv_dkv, asked.block_kv_dq)
     q = asked.block_q or _common(asked.block_q_dkv, asked.block_q_dq) or min(DEFAULT, facts.q_most)
     kv = asked.block_kv or kv_of_backward or min(DEFAULT, facts.kv_most)

@@ -11,7 +11,7 @@ MUCH = 0.10  # a plan notes padding beyond this share of the tokens
 
 
 class Padding(NamedTuple):
-    """A padded length in tokens, and the number of padding tokens over the real length."""
+    """A padded length in tokens, and the padding as a share of the real length."""
 
     padded: int
     share: float
@@ -31,7 +31,7 @@ def padding(length: int, block: int) -> Padding:
 def nearest_with_less_padding(
     length: int, block: int, step: int = LANES, most: int | None = None, count: int = 3
 ) -> tuple[int, ...]:
-    """Find the block sizes that pad less than a given one, nearest first.
+    """Find the block sizes that pad less than a given size, nearest first.
 
     Args:
         length: number of real tokens.

@@ -13,16 +13,16 @@ from maxattn.config import FlashBlockSizes
 from maxattn.devices import GIB
 from maxattn.target import Target
 
-SHORTEST, LONGEST = 256, 2048  # tokens, of the square blocks that are compared by padding
+SHORTEST, LONGEST = 256, 2048  # tokens: bounds of the square blocks that are tried
 
 
 class Recommendation(NamedTuple):
-    """One recommendation.
+    """Recommended block sizes, and where they come from.
 
     Args:
         source: how the sizes were found.
         block_q, block_kv: sizes in tokens.
-        padding_q, padding_kv: padding that each adds, as a share of the sequence.
+        padding_q, padding_kv: padding that each size adds, as a share of the sequence.
         note: the other sizes and their memory, or "".
     """
 
@@ -37,8 +37,8 @@ class Recommendation(NamedTuple):
 def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, ...]:
     """List block sizes for self-attention on a TPU, the fastest by estimates first.
 
-    The default of the rules, and the square blocks that pad least, come next. For other devices the
-    list is empty, since no kernel there reads block sizes.
+    The rules' default and the square blocks that pad least come next. For other devices the list is
+    empty, since their kernels read no block sizes.
 
     Args:
         seq: number of tokens on one device.
@@ -86,7 +86,7 @@ def recommend_table(seq: int, head_dim: int, target: Target) -> str:
     title = f"block sizes for {seq:,} tokens, head dim {head_dim}, {target.device_kind}"
     rows = recommend(seq, head_dim, target)
     if not rows:
-        return f"{title}\n  none: no kernel on it reads block sizes"
+        return f"{title}\n  none: this device's kernels read no block sizes"
     lines = [title, f"  {'q':>5} {'kv':>7}  {'pads q':>7} {'pads kv':>7}  source"]
     for row in rows:
         note = f" ({row.note})" if row.note else ""

@@ -33,7 +33,7 @@ class Rule:
     Args:
         name: a few words that name the rule.
         keys: the sizes that the rule is about.
-        when: the calls it applies to: "always", or text beginning with "inference" or "training".
+        when: the calls it applies to; "inference ..." and "training ..." exclude the other pass.
         needs: the condition, in words.
         why: the reason, in one sentence.
         mend: returns the keys to change and their values; an empty dict if the rule is satisfied.
@@ -49,12 +49,12 @@ class Rule:
     reason: Callable[[Facts], str]
 
     def applies(self, facts: Facts) -> bool:
-        """Check whether the rule applies to this pass; `mend` tests the rest of `when`."""
+        """Check whether the rule applies to this pass; `mend` tests other conditions."""
         return not self.when.startswith("inference" if facts.training else "training")
 
 
 def fused_is_forced(facts: Facts) -> bool:
-    """Check whether the kernel's only backward is fused."""
+    """Check whether the call trains with a kernel whose only backward is fused."""
     return facts.training and facts.kernel == "tokamax_flash"
 
 
@@ -75,7 +75,7 @@ def _one_q(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
 
 
 def _divides(part: str, whole: str, when: str, why: str) -> Rule:
-    """Return a rule that `part` divides `whole`; it changes `part` to the nearest divisor."""
+    """Return the rule that `part` divides `whole`, which changes `part` to the nearest divisor."""
 
     def mend(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
         small, large = getattr(sizes, part), getattr(sizes, whole)
@@ -92,15 +92,15 @@ def _fits(name: str, keys: tuple[str, ...], when: str, mend: Mend) -> Rule:
         f"{name} fits VMEM",
         keys,
         when,
-        f"the {name} kernel's tiles, both buffers and scores, fit the chip's limit",
-        "the compiler gives a kernel a fixed share of VMEM and stops if it needs more",
+        f"the {name} kernel's tiles (two buffers each) and scores fit the chip's limit",
+        "the compiler gives a kernel a fixed share of VMEM, and fails if it needs more",
         mend,
         lambda f: f"{f.chip.limit // 2**20} MiB of VMEM on {f.chip.name}" if f.chip else "",
     )
 
 
 _EQUAL_PARTS = "a fetched tile is computed in equal parts"
-_BOTH_BLOCKS = "one padded length must be a whole number of both blocks"
+_BOTH_BLOCKS = "the padded length must be a multiple of both blocks"
 _SEPARATE = "training with the separate backward"
 
 RULES: tuple[Rule, ...] = (
@@ -108,7 +108,7 @@ RULES: tuple[Rule, ...] = (
         "forward alone",
         (*DKV, *DQ, "use_fused_bwd_kernel"),
         "inference",
-        "the three forward sizes alone are kept",
+        "only the three forward sizes are kept",
         "no backward kernel runs",
         lambda s, f: _set(s, (*DKV, *DQ, "use_fused_bwd_kernel"), lambda _: None),
         lambda f: "no backward in inference",
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         Q_KEYS,
         "always",
         "no Q block is longer than the padded queries",
-        "the rest of the block would be padding",
+        "the remaining tokens of the block would be padding",
         lambda s, f: _set(s, Q_KEYS, lambda size: min(size, f.q_most)),
         lambda f: f"query length {f.q_len}",
     ),
@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         KV_KEYS,
         "always",
         f"no KV block is longer than the keys rounded up to {LANES}",
-        "text keys are fewer than most blocks, and the rest would be padding",
+        "a text has fewer tokens than most blocks, which would be padded",
         lambda s, f: _set(s, KV_KEYS, lambda size: min(size, f.kv_most)),
         lambda f: f"{'text sequence' if f.cross else 'key'} length {f.kv_len}",
     ),
@@ -173,7 +173,7 @@ RULES: tuple[Rule, ...] = (
         ("block_q", "block_q_dkv"),
         "training with the fused backward",
         "block_q_dkv equals block_q",
-        "block_q wins, so that dQ comes back in the tiles that Q was padded to",
+        "block_q decides, since dQ must have the tiles to which Q was padded",
         _one_q,
         lambda f: "the fused backward needs block_q",
     ),

@@ -1,4 +1,4 @@
-"""Values about block sizes: the sizes, a change of a size, and the facts that rules read."""
+"""Types for block sizes: the sizes, a change of a size, and the facts that the rules read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KV_KEYS = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes that a kernel runs with, in tokens; None is a size that it does not read.
+    """The block sizes that a kernel runs with, in tokens; None if the kernel does not read a size.
 
     Args:
         block_q, block_kv, block_kv_compute: tiles of the forward kernel.
@@ -51,7 +51,7 @@ class BlockSizes:
         return None if None in found else found
 
     def given(self) -> dict[str, int | bool]:
-        """Return the sizes that are not None, as to write under `flash_block_sizes`."""
+        """Return the sizes that are not None, by their keys in `flash_block_sizes`."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     def asked(self) -> FlashBlockSizes:
@@ -94,7 +94,7 @@ class Chip(NamedTuple):
 
     Args:
         name: jax's name of the device kind.
-        limit: bytes of VMEM that the compiler gives one kernel, by default or LIBTPU_INIT_ARGS.
+        limit: bytes of VMEM that the compiler gives one kernel; LIBTPU_INIT_ARGS may set it.
         family: the family whose constants `vmem.py` uses: on v5e, v6e and v7x the compiler keeps
             more of the scores in registers than on v4 and v5p.
     """
@@ -121,7 +121,7 @@ LIMIT_FLAG = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
 
 
 def chip_of(target: Target) -> Chip | None:
-    """Return the target's TPU with the VMEM limit of LIBTPU_INIT_ARGS, else the compiler's.
+    """Return the target's TPU with the VMEM limit of LIBTPU_INIT_ARGS, else the default limit.
 
     An unknown TPU gets the least VMEM of all known TPUs. Return None if the target is no TPU.
     """
@@ -147,7 +147,7 @@ class Facts:
         kernel: the kernel's name.
         training: whether the backward kernels run too.
         chip: the TPU, or None if no VMEM limits the sizes (interpret mode on a CPU).
-        divides: whether the mask's test divides positions, as that of block masks does.
+        divides: whether the mask test divides positions, as for block masks.
     """
 
     q_len: int
@@ -162,7 +162,7 @@ class Facts:
 
     @property
     def q_step(self) -> int:
-        """The number of tokens of which Q blocks are a multiple."""
+        """The number of tokens that every Q block is a multiple of."""
         return LANES if self.training else SUBLANES
 
     @property
@@ -210,19 +210,19 @@ def divisors(length: int, step: int) -> list[int]:
 
 MOST_PARTS = 0.1
 """The share of HBM that partial dQ may take unless the user asks for the fused backward."""
-FEW_PARTS = 4  # tokamax keeps up to four partial dQ in the queries' dtype, and more in float32
+FEW_PARTS = 4  # tokamax keeps more than four partial dQ in float32, fewer in the dtype of Q
 
 
 def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "flash") -> int:
     """Count the bytes of HBM of the partial dQ that the fused backward writes.
 
-    It writes a partial dQ per KV block, and sums them afterwards: a longer `block_kv_dkv` needs
-    less memory. They have ceil(S / block_kv_dkv) * B * N * T * H elements of the queries' dtype; in
-    tokamax of float32 if there are more than four. The separate backward writes none.
+    The fused backward writes a partial dQ per KV block and then sums the partial dQ, so a longer
+    `block_kv_dkv` needs less memory. There are ceil(S / block_kv_dkv) * B * N * T * H elements in
+    the dtype of Q (in tokamax, float32 above four partial dQ). The separate backward has none.
 
     Args:
         call: the local call.
-        sizes: the block sizes that it runs with.
+        sizes: the block sizes of the call.
         kernel: the kernel's name; `tpu_flash` adds to one array, and has no partial dQ.
     """
     if kernel == "tpu_flash" or not sizes.use_fused_bwd_kernel:

@@ -1,4 +1,4 @@
-"""Tiles of `tpu_flash`: the sizes that the user asks for, or usual sizes, shrunk until they fit."""
+"""Tiles of `tpu_flash`: the requested sizes, or usual sizes, shrunk until they fit."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from maxattn.target import Target
 
 Tile = tuple[int, int, int]  # queries, keys, and keys computed at once
 SCORES = {2: 14, 4: 48}
-"""Bytes that the backward needs per pair, by bytes of an element, an upper fit to the compiler's
-need: scores, weights, their gradients, the mask, and the terms of float32 products."""
-ROWS = 2 * SUBLANES * FLOAT  # bytes of one token's statistic, which has two buffers
+"""Bytes of VMEM per (query, key) pair of a backward tile, by bytes of an element: a bound fitted to
+the compiler's reports, for scores, weights, their gradients, the mask and float32 products."""
+ROWS = 2 * SUBLANES * FLOAT  # bytes of one token's statistic in two buffers
 
 
 def forward_bytes(tile: Tile, facts: Facts) -> float:
     """Bound the bytes of VMEM that the forward takes.
 
     Operands and results have two buffers each: one is fetched or written while the other is used.
-    Sums have one buffer. Scores and weights of the keys computed at once spill from registers.
+    Accumulators have one buffer. Scores and weights of one compute step spill from registers.
     """
     q, kv, compute = tile
     head = round_up(facts.head_dim, LANES)
     windows = 4 * (q + kv) * head * facts.itemsize + q * head * FLOAT
-    # ids, codes, LSE, and the sums l and m; ids of keys
+    # per query: segment id, mask code, LSE, softmax sum and maximum; per key: segment id
     rows = (4 * ROWS + 2 * SUBLANES * FLOAT) * q + ROWS * kv
     return windows + rows + (FLOAT + facts.itemsize) * q * compute
 
@@ -50,9 +50,9 @@ def backward_bytes(tile: Tile, facts: Facts) -> float:
     """Bound the bytes of VMEM that the backward takes."""
     q, kv, compute = tile
     head, item = round_up(facts.head_dim, LANES), facts.itemsize
-    # q and dout twice; dQ as it was and as it is, and what is added to it
+    # q and dout in two buffers; dQ before and after the addition, and the added term
     queries = 4 * q * head * item + 3 * q * head * FLOAT + 4 * ROWS * q
-    # k and v twice, k transposed; dK and dV: sums, and results twice
+    # k and v in two buffers, k transposed; dK and dV: accumulators, and results in two buffers
     keys = 5 * kv * head * item + 6 * kv * head * FLOAT + ROWS * kv
     return queries + keys + SCORES[item] * q * compute
 
@@ -63,9 +63,9 @@ class Pass(NamedTuple):
     Args:
         keys: the config's keys of the three sizes.
         usual: the fastest tiles that fit, by family, estimated from the compiler's schedules.
-        usual_float32: the fastest in float32, where a product is six products of bfloat16.
-        pairs: the most pairs in a tile, by bytes of an element: the kernel has no loop over a tile,
-            and larger tiles take minutes to compile.
+        usual_float32: the fastest tile in float32, whose products are six bfloat16 products each.
+        pairs: most (query, key) pairs in a tile, by bytes of an element: the kernel does not loop
+            over a tile, so larger tiles take minutes to compile.
         vmem: the function that bounds the bytes of VMEM that a tile takes.
     """
 
@@ -111,7 +111,7 @@ PASSES: dict[Kind, Pass] = {"fwd": FORWARD_PASS, "fused": BACKWARD_PASS}
 def sizes_of(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[BlockSizes, tuple[Change, ...]]:
-    """Return tiles of both kernels that compile, and how they differ from the sizes asked for."""
+    """Return tiles with which both kernels compile, and the changes from the requested sizes."""
     forward, changes = forward_tile(asked, call, target)
     backward, more = backward_tile(asked, call, target)
     unused = []
@@ -128,7 +128,7 @@ def sizes_of(
 def forward_tile(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return the forward's tile, and how it differs from the sizes asked for."""
+    """Return the forward's tile, and its changes from the requested sizes."""
     wanted = tuple(getattr(asked, key) for key in FORWARD)
     return _tile(FORWARD_PASS, wanted, asked, facts_of(call, "tpu_flash", target, training=True))
 
@@ -136,7 +136,7 @@ def forward_tile(
 def backward_tile(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return the backward's tile; if the user sets only forward sizes, it has the same blocks."""
+    """Return the backward's tile and its changes; unset blocks are the user's forward blocks."""
     q, kv = asked.block_q_dkv or asked.block_q, asked.block_kv_dkv or asked.block_kv
     wanted = q, kv, asked.block_kv_dkv_compute
     return _tile(BACKWARD_PASS, wanted, asked, facts_of(call, "tpu_flash", target, training=True))
@@ -145,10 +145,10 @@ def backward_tile(
 def _tile(
     kind: Pass, wanted: tuple[int | None, ...], asked: FlashBlockSizes, facts: Facts
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return a tile that fits, and its changes.
+    """Return a tile that fits, and its changes from the requested sizes.
 
-    If the user sets no size, a length is divided evenly, which adds little padding. The number of
-    keys computed at once need not divide a block: the last keys of the block may be fewer.
+    If the user sets no block size, the length is divided evenly, which adds little padding. The
+    number of keys computed at once need not divide the KV block: the last step may have fewer.
     """
 
     def rounded(size: int | None, most: int) -> int | None:

@@ -1,13 +1,13 @@
 """How much VMEM a Pallas kernel of splash attention takes, and the largest tiles that fit.
 
     bytes = windows + spill
-    windows: every operand's and result's tile twice (one is fetched or written while the other is
-        used), scratch once
+    windows: two buffers for the tile of each operand and result (one is fetched or written while
+        the other is used), one buffer for scratch
     spill:   scores and operands that do not fit the registers:
              4 bytes * (q * (a * compute + b * kv + c * H) + d * kv * H)
 
-The windows are exact: they follow from the kernels' tiles, in rows of at least 128 lanes. The
-constants a to d are an upper fit to the need that the TPU compiler reports for a kernel
+A tile has q queries and kv keys, `compute` of them computed at once. The windows are exact; the
+constants a to d are upper bounds, fitted to the bytes that the TPU compiler reports
 (`docs/measured/tpu_block_sizes.md`).
 """
 
@@ -54,7 +54,7 @@ class Spill(NamedTuple):
     key: float
 
 
-# (family, kernel, bytes of an element) -> constants, an upper fit.
+# (family, kernel, bytes of an element) -> constants, fitted as upper bounds.
 SPILL: dict[tuple[Family, Part, int], Spill] = {
     ("v4", "forward", 2): Spill(0.66, 0.79, 0.43, 0.24),
     ("v4", "forward", 4): Spill(0.62, 0.98, 5.47, 1.01),
@@ -81,17 +81,17 @@ SPILL: dict[tuple[Family, Part, int], Spill] = {
     ("v6e", "dq", 2): Spill(0.0, 1.14, 1.38, 0.0),
     ("v6e", "dq", 4): Spill(0.0, 1.27, 4.96, 4.05),
 }
-# v7x differs from v6e in float32 alone, in what was measured.
+# In the measurements, v7x differs from v6e only in float32.
 SPILL |= {
     ("v7x", part, size): spill for (family, part, size), spill in SPILL.items() if family == "v6e"
 }
 SPILL["v7x", "forward", 4] = Spill(0.45, 1.15, 0.0, 1.92)
 SPILL["v7x", "fused", 4] = Spill(1.5, 0.0, 0.0, 15.0)
-# The share of the fetched scores if all keys are one block: without a loop v7x spills more.
+# The share of the fetched scores if one block has all keys: without a loop, v7x spills more.
 ONE_BLOCK: dict[tuple[Family, Part, int], float] = {("v7x", "forward", 4): 1.6}
 # How much a mask test that divides positions adds to the share of the fetched scores.
 DIVIDING: dict[tuple[Family, Part, int], float] = {("v6e", "dq", 2): 0.3}
-RAGGED = 1.5  # factor of the spill at head dims above 128 that leave lanes empty, such as 160
+RAGGED = 1.5  # factor of the spill at head dims above 128 that are no multiple of 128, such as 160
 RAGGED_FLOAT = 1.3  # the factor below 128 in float32: 1.28 was measured (v6e, head dim 40)
 
 # Tiles (q, kv, kv_compute) that the formula refuses although they compile, for JAX's kernels in
@@ -108,14 +108,14 @@ PROVEN: dict[tuple[str, Part], tuple[tuple[int, int, int], ...]] = {
 def windows(part: Part, facts: Facts, looped: bool) -> tuple[int, int]:
     """Count the bytes of operands, statistics and results, per query token and per key token.
 
-    `looped`: whether the kernel computes its fetched tile in several steps.
+    `looped`: whether the kernel computes a fetched tile in several steps.
     """
     head = round_up(facts.head_dim, LANES)
     # Bytes of an operand in two buffers, and of a float32 accumulator.
     twice, kept = 2 * head * facts.itemsize, FLOAT * head
     tokamax = facts.kernel == "tokamax_flash"
     if part == "forward":
-        # q, out; ids, codes, LSE (tokamax: max logits too); m, l, accumulator | k, v; ids
+        # q, out; ids, mask codes, LSE (tokamax: and max logits); m, l, accumulator | k, v; ids
         rows = (8 if tokamax else 6) * ROW + 2 * ROW
         return 2 * twice + rows + kept, 2 * twice + 2 * COLUMN
     if part == "dq":  # q, dout, dq; ids, codes; LSE, delta; accumulator | k, v; ids
@@ -170,7 +170,7 @@ def _linear(part: Part, kv: int, compute: int, facts: Facts, family: Family) -> 
 # ---- tiles that fit ------------------------------------------------------------------------------
 
 Tiles = tuple[int, int, int]  # q, kv, kv_compute
-PADDING_WEIGHT = 8.0  # 10% more padding costs as much as a size half as long
+PADDING_WEIGHT = 8.0  # 12.5% more padding costs as much as halving one size
 
 
 def fit_forward(sizes: BlockSizes, facts: Facts) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _shrunk(
 ) -> Tiles:
     """Return the tiles that fit at the least cost, or the smallest tiles if none fit.
 
-    `kv_choices` rise; with `q_choices=None`, q is any multiple of Q's step.
+    `kv_choices` are in rising order. With `q_choices=None`, q may be any multiple of `q_step`.
     """
     if facts.chip is None or fits(part, now, facts):
         return now
@@ -229,7 +229,7 @@ def _shrunk(
                     yield q, kv, compute
 
     def cost(new: Tiles) -> tuple[float, int]:
-        """Count halvings of the three sizes, and padding; at equal costs the longer Q is best."""
+        """Count halvings of the three sizes, and padding; at equal costs prefer the longer Q."""
         halvings = sum(log2(a / b) for a, b in zip(now, new, strict=True))
         lengths = (facts.q_len, now[0], new[0]), (facts.kv_len, now[1], new[1])
         pads = sum(max(0.0, padding(n, b).share - padding(n, a).share) for n, a, b in lengths)

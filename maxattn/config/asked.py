@@ -1,4 +1,4 @@
-"""The kernel, strategy and fallback that a config requests for one role."""
+"""The kernel, strategy and fallback that a config requests for self- or cross-attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxattn.errors import ConfigError
 
 @dataclass(frozen=True)
 class Asked:
-    """Kernel, strategy and fallback for one role, and the config keys that set them."""
+    """The requested kernel, strategy and fallback, the keys that set them, and both as `text`."""
 
     kernel: str
     kernel_key: str
@@ -25,7 +25,7 @@ class Asked:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(config: AttentionConfig, role: Role) -> Asked:
-        """Return what a config requests for "self" or "cross"; the result is cached."""
+        """Return what a config requests for the role "self" or "cross"; results are cached."""
         kernel, strategy = config.kernel_for(role), config.strategy_for(role)
         fallback = config.fallback_for(role)
         if role == "cross":

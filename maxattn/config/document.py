@@ -1,8 +1,8 @@
 """Reads YAML into plain values and records the line of each value; reads JSON.
 
-Only plain data of bounded size is read, without the traps of YAML 1.1. The reader counts depth and
-nodes, and counts an alias's nodes at each use: a few hundred bytes of aliases can expand to
-billions of nodes.
+Only plain data of bounded size is read; `_Loader` lists where it differs from YAML 1.1. The loader
+limits depth and the number of nodes. It counts an alias's nodes at each use, because a few hundred
+bytes of aliases can expand to billions of nodes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from maxattn.errors import ConfigError
 
 Where = Callable[[int], str]
 MOST_BYTES: Final = 2**20
-MOST_JSON: Final = 64 * 2**20  # most bytes of JSON; indices of the largest models have 10 MiB
-MOST_NODES: Final = 10_000  # most keys and values with aliases expanded; a config has hundreds
+MOST_JSON: Final = 64 * 2**20  # most bytes of JSON; an index of a large model's weights has 10 MiB
+MOST_NODES: Final = 10_000  # most keys and values, with aliases expanded; a config has hundreds
 _TAG: Final = "tag:yaml.org,2002:"
 
 
@@ -39,11 +39,11 @@ class Document:
     problems: tuple[ConfigError, ...] = ()
 
     def line_of(self, path: Path) -> tuple[int, int]:
-        """Return (line, number of the path's parts found in the text); line 0 if none is found."""
+        """Return (line of a key, number of its path's parts in the text); line 0 if it has none."""
         node, line = self.node, 0
         for depth, part in enumerate(path):
             if isinstance(node, yaml.MappingNode):
-                # The last of several equal keys counts.
+                # If a key occurs several times, the last one counts.
                 pairs = [pair for pair in node.value if pair[0].value == part][-1:]
             elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
                 pairs = [(item, item) for item in node.value[part : part + 1]]
@@ -59,7 +59,7 @@ def read(source: str) -> Document:
     """Read a YAML file whose top level is a mapping.
 
     Raises:
-        ConfigErrors: the file is missing, empty, no YAML, or no mapping.
+        ConfigErrors: the file is missing or empty, or is not a YAML mapping.
     """
     document = parse(_text(source), lambda line: f"{source}:{line}")
     if document.data is None:
@@ -74,10 +74,10 @@ def read(source: str) -> Document:
 
 
 def parse(text: str, where: Where) -> Document:
-    """Read one YAML document; `where` formats a line number, from 1, for errors.
+    """Parse one YAML document; `where` turns a line number (from 1) into an error's location.
 
     Raises:
-        ConfigErrors: the text is no YAML, is not plain data, or is too large or deep.
+        ConfigErrors: the text is not YAML, is not plain data, or is too large or too deeply nested.
     """
     if len(text) > MOST_BYTES:
         raise _too_large("YAML", f"{len(text):,} characters", where(1))
@@ -105,7 +105,7 @@ def _text(source: str) -> str:
     try:
         return read_bounded(FilePath(source), MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        rule = f"a config must be text in UTF-8, and byte {error.start} is not"
+        rule = f"a config must be UTF-8 text, and byte {error.start} is not valid UTF-8"
         raise refused(source, "not text", rule, "save the file as UTF-8") from None
     except ValueError as error:
         raise _too_large(source, str(error)) from None
@@ -123,7 +123,7 @@ def _text(source: str) -> str:
 
 def _too_large(setting: str, value: str, where: str = "") -> ConfigErrors:
     rule = f"a config must have at most {MOST_BYTES:,} bytes"
-    return refused(setting, value, rule, "give a config, and not data or logs", where)
+    return refused(setting, value, rule, "pass a config, not a file of data or logs", where)
 
 
 def _nearby(folder: FilePath, name: str) -> str:
@@ -133,7 +133,7 @@ def _nearby(folder: FilePath, name: str) -> str:
     like = get_close_matches(name, found, n=1)
     if like:
         return f"did you mean '{folder / like[0]}'?"
-    return f"name one of {', '.join(found)}" if found else f"there is no YAML file in '{folder}'"
+    return f"name one of {', '.join(found)}" if found else f"name a YAML file; '{folder}' has none"
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -142,10 +142,10 @@ def _nearby(folder: FilePath, name: str) -> str:
 def _checked_keys(
     node: yaml.Node, path: Path, where: Where, above: tuple[yaml.Node, ...]
 ) -> Iterator[ConfigError]:
-    """Turn every key into text (`on:` is "on"), and yield an error for each duplicate."""
+    """Turn every key into text (`on:` becomes "on"), and yield an error for each duplicate."""
     if any(node is outer for outer in above):
         rule, line = "an alias must not contain itself", node.start_mark.line + 1
-        raise refused(dotted(path), "*alias", rule, "write the value out", where(line))
+        raise refused(dotted(path), "*alias", rule, "write its value instead", where(line))
     above = (*above, node)
     if isinstance(node, yaml.MappingNode):
         yield from _duplicates(node, path, where)
@@ -167,7 +167,7 @@ def _duplicates(node: yaml.MappingNode, path: Path, where: Where) -> Iterator[Co
             also = "this line has it twice" if line == first else f"line {first} has it too"
             text = value.value if isinstance(value, yaml.ScalarNode) else "..."
             name, rule = dotted((*path, str(key.value))), f"a key must occur only once, and {also}"
-            yield problem(name, text, rule, "remove one of the two", where(line))
+            yield problem(name, text, rule, "remove one of the two keys", where(line))
         seen[str(key.value)] = line
 
 
@@ -178,17 +178,17 @@ _SYNTAX = (
     ("'\\t'", "YAML allows no tab here", "indent with spaces"),
     (
         "constructor",
-        "a config must have only plain values, and this tag makes another object",
+        "a config must have only plain values, and this tag creates another object",
         "remove the tag",
     ),
-    ("another document", "a file must have only one document", "remove the `---` between the two"),
+    ("another document", "a file must have only one document", "remove this line and all below"),
     (
         "mapping values are not",
-        "a line must have one `key: value`, and keys of one mapping the same indentation",
+        "a line must have one `key: value`, and a mapping's keys must be equally indented",
         "break the line, correct the indentation, or quote text that has a colon",
     ),
 )
-"""Words of PyYAML's errors, and our rule and remedy."""
+"""(words of PyYAML's error, our rule, our remedy)."""
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError:
@@ -198,7 +198,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
     lines = text.splitlines()
     if line >= len(lines) or "<stream end>" in message:
         line = opened.line if opened else line
-        rule, remedy = "every bracket and quote must be closed", "close what opens here"
+        rule, remedy = "every bracket and quote must be closed", "close the one opened here"
     else:
         known = ((rule, remedy) for words, rule, remedy in _SYNTAX if words in message)
         rule, remedy = next(known, (message or "this is not YAML", _ANYTHING))
@@ -210,7 +210,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, where: Where) -> ConfigError
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """Raised for a text that exceeds a bound, or does not fit its tag."""
+    """Raised if the text exceeds a limit, or if a value does not fit its tag."""
 
     def __init__(self, value: str, rule: str, remedy: str, mark: yaml.Mark) -> None:
         super().__init__(problem=rule, problem_mark=mark)
@@ -218,7 +218,7 @@ class _Refused(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.1 without its traps: 1e-3 is a number; 010, 1:30 and 2024-01-01 are text."""
+    """Reads YAML 1.1, except that 1e-3 is a number, and 010, 1:30 and 2024-01-01 are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (the base class declares it so)
 
@@ -238,7 +238,7 @@ class _Loader(yaml.SafeLoader):
         self._add(1, "...", event.start_mark)
         self._depth += 1
         if self._depth > DEEPEST:
-            rule = f"lists and mappings must be at most {DEEPEST} deep"
+            rule = f"lists and mappings must be nested at most {DEEPEST} levels deep"
             raise _Refused("...", rule, "use fewer levels", event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -246,25 +246,25 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Return the value of a node; refuse text that does not fit its tag, as `!!int abc`."""
+        """Return the value of a node; refuse text that does not fit its tag: `!!int abc`."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
-            rule = "text after a tag such as !!int must be of that type"
-            raise _Refused("a tag", rule, "remove the tags", node.start_mark) from None
+            rule = "a value after a tag such as !!int must have that type"
+            raise _Refused("a tag", rule, "remove the tag", node.start_mark) from None
 
     def _add(self, count: int, shown: str, mark: yaml.Mark) -> None:
         self._count += count
         if self._count > MOST_NODES:
-            rule = f"a config must have at most {MOST_NODES:,} keys and values, aliases expanded"
+            rule = f"a config must expand to at most {MOST_NODES:,} keys and values"
             raise _Refused(shown, rule, "leave out keys that attention does not need", mark)
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Return a whole number of bounded length; Python refuses thousands of digits."""
+        """Return a whole number; refuse more than `LONGEST` digits (Python refuses thousands)."""
         text = self.construct_scalar(node)
         if len(text) > LONGEST:
             rule = f"a whole number must have at most {LONGEST} digits"
-            remedy = "write a smaller one, or put it in quotes"
+            remedy = "write a smaller number, or put it in quotes if it is text"
             raise _Refused(f"{text[:LONGEST]}...", rule, remedy, node.start_mark)
         return super().construct_yaml_int(node)
 
@@ -292,7 +292,7 @@ for _kind, _pattern, _first in (
 
 
 def read_bounded(path: FilePath, most: int = MOST_JSON) -> bytes:
-    """Read a file; raise OSError as the system does, or ValueError above `most` bytes."""
+    """Read a file; raise OSError if it is unreadable, ValueError if it exceeds `most` bytes."""
     try:
         with path.open("rb") as file:
             found = file.read(most + 1)
@@ -304,7 +304,7 @@ def read_bounded(path: FilePath, most: int = MOST_JSON) -> bytes:
 
 
 def read_json(path: FilePath, most: int = MOST_JSON) -> Any:
-    """Read a JSON file; raise OSError, or ValueError with the reason."""
+    """Read a JSON file; raise OSError if it is unreadable, ValueError if it is not valid JSON."""
     found = read_bounded(path, most)
     try:
         return parse_json(found.decode("utf-8"))
@@ -313,13 +313,13 @@ def read_json(path: FilePath, most: int = MOST_JSON) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON text; raise ValueError if it is no JSON, too deep, or has a key twice."""
-    too_deep = f"its lists and mappings are more than {DEEPEST} deep"
+    """Parse JSON; raise ValueError if it is invalid, nested too deep, or has a key twice."""
+    too_deep = f"its lists and mappings are nested more than {DEEPEST} levels deep"
     try:
         found = json.loads(text, object_pairs_hook=_each_once, parse_int=_bounded_int)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"it is no JSON, or incomplete: {where}") from None
+        raise ValueError(f"it is not valid JSON at {where}") from None
     except RecursionError:
         raise ValueError(too_deep) from None
     level = [found]

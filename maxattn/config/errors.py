@@ -1,6 +1,6 @@
-"""Errors of a config: every problem with its key, value, rule, remedy, file and line.
+"""The errors of a config. Each problem has its key, value, rule, remedy, file and line.
 
-`translated` makes them from the errors of pydantic.
+`translated` converts pydantic's errors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MOST_TEXT = 1000  # most characters of a rule, a remedy, or a key with its path
 
 
 class ConfigErrors(ConfigError):
-    """The error of a config, which reports all problems at once.
+    """One error that reports all problems of a config.
 
     Args:
-        problems: at least one; this error has the attributes of the first one.
-        source: the file, for the headline above several problems.
+        problems: at least one; `setting`, `value`, `rule` and `remedy` are those of the first.
+        source: the file, which the headline above several problems names.
     """
 
     def __init__(self, problems: Iterable[ConfigError], source: str = "") -> None:
@@ -46,13 +46,13 @@ class ConfigErrors(ConfigError):
 
 
 def problem(setting: str, value: str, rule: str, remedy: str, where: str = "") -> ConfigError:
-    """Make an error whose parts are printable and of bounded length."""
+    """Make a ConfigError; shorten long texts and escape unprintable characters."""
     setting, rule, remedy = (printable(text, MOST_TEXT) for text in (setting, rule, remedy))
     return ConfigError(setting, printable(value), rule, remedy, where)
 
 
 def refused(setting: str, value: str, rule: str, remedy: str, where: str = "") -> ConfigErrors:
-    """Make the error of one problem."""
+    """Make a `ConfigErrors` with one problem."""
     return ConfigErrors([problem(setting, value, rule, remedy, where)])
 
 
@@ -77,7 +77,7 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def close(word: str, known: Iterable[str]) -> str:
-    """Return the question "did you mean" with the closest known word; "" if none is close."""
+    """Return "did you mean '...'?" with the closest known word, or "" if none is close."""
     found = closest(word, known)
     return f"did you mean '{found}'?" if found else ""
 
@@ -107,10 +107,10 @@ def printable(text: str, most: int = SHOWN) -> str:
 
 # ---- pydantic's errors ---------------------------------------------------------------------------
 
-MOST_PROBLEMS = 100  # most problems in an error: each unknown key is compared with all known keys
+MOST_PROBLEMS = 100  # most problems in an error, since looking for similar keys takes time
 EMPTY = "remove the line, or give it a value"
-NAMED = 9  # most choices that a rule lists; further ones are counted
-# By pydantic's name of an error: the name of its bound, the rule and the remedy.
+NAMED = 9  # most choices that a rule lists; it gives the number of further choices
+# pydantic's name of an error -> (its name of the bound, our rule, our remedy)
 LIMITS = {
     "greater_than": ("gt", "above {}", "write more than {}"),
     "greater_than_equal": ("ge", "of at least {}", "write {} or more"),
@@ -120,12 +120,12 @@ LIMITS = {
 
 
 def translated(model: Model, error: ValidationError, locate: Locate) -> list[ConfigError]:
-    """Translate each problem that pydantic found; `locate` returns `file:line` of a path."""
+    """Translate each problem that pydantic found; `locate` returns `file:line` of a key."""
     details = error.errors()
     listed = [p for detail in details[:MOST_PROBLEMS] for p in _translate(model, detail, locate)]
     if (more := len(details) - MOST_PROBLEMS) > 0:
         rule = f"an error lists the first {MOST_PROBLEMS} problems"
-        listed.append(problem("config", f"{more} more problems", rule, "mend those first"))
+        listed.append(problem("config", f"{more} more problems", rule, "correct these first"))
     return listed
 
 
@@ -143,7 +143,7 @@ def _translate(model: Model, detail: ErrorDetails, locate: Locate) -> Iterator[C
         shown, rule = "not set", "it has no default and must be set"
         remedy = _remedy_for_missing(model, path)
     else:
-        shown = show(value) if kind in _TYPES else shown  # quoted text in place of a number
+        shown = show(value) if kind in _TYPES else shown  # quotes show that a text is no number
         rule, remedy = _rule_and_remedy(detail)
         if kind in ("float_type", "finite_number"):
             rule = _with_limits(rule, value, getattr(_field_at(model, path), "metadata", ()))
@@ -171,7 +171,7 @@ def _remedy_for_key(model: Model, path: Path) -> str:
         return f"put a space after the colon: '{word.replace(':', ': ', 1)}'"
     guess = close(word, section.model_fields)
     if guess or section is not model:
-        return guess or f"remove it; the keys here are {', '.join(section.model_fields)}"
+        return guess or f"remove it; the keys of this section are {', '.join(section.model_fields)}"
     inner = {key: f"{name}.{key}" for name in model.model_fields for key in keys_of(model, name)}
     if same := closest(word, inner):
         return f"did you mean '{inner[same]}'?"
@@ -195,7 +195,7 @@ def _rule_and_remedy(detail: ErrorDetails) -> tuple[str, str]:
         limit = context[key]
         return f"it must be a number {rule.format(limit)}", remedy.format(limit)
     message = detail["msg"].removeprefix("Value error, ")
-    return message[:1].lower() + message[1:], "give it a value that keeps this rule"
+    return message[:1].lower() + message[1:], "write a value that satisfies this rule"
 
 
 def _with_limits(rule: str, value: Any, metadata: Any) -> str:
@@ -270,20 +270,20 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "model_type": _MAPPING,
     "dict_type": _MAPPING,
 }
-"""By pydantic's name of a wrong type: the right one, and a function from the value to a remedy."""
+"""pydantic's name of a type error -> (the right type, a function from the value to the remedy)."""
 
 # ---- fields of a model ---------------------------------------------------------------------------
 
 
 def section_type(field: FieldInfo | None) -> Model | None:
-    """Return a field's type if it is a section, optional or not; None for a plain value."""
+    """Return the section class of a field, also if it is optional; None for a plain value."""
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     models = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     return next(models, None)
 
 
 def keys_of(model: Model, name: str) -> tuple[str, ...]:
-    """List the keys of a section by the name of its field; none for a plain value."""
+    """List the keys of the section in field `name`; none if the field has a plain value."""
     section = section_type(model.model_fields[name])
     return tuple(section.model_fields) if section else ()
 

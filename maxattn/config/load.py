@@ -1,4 +1,4 @@
-"""Loads a config (a YAML file, then overrides, then validation) and writes a config as YAML.
+"""Loads a config (reads YAML, applies overrides, validates), and writes a config as YAML.
 
 One error reports every problem, with its file and line or the number of its override.
 """
@@ -38,10 +38,10 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Overrides) -> Config:
-    """Read a file (None for none), apply overrides, and validate.
+    """Read a file (none if `path` is None), apply overrides, and validate.
 
     Raises:
-        ConfigErrors: with every problem of file and overrides, in the order of the file.
+        ConfigErrors: with every problem of the file by line, then those of the overrides.
     """
     source = "" if path is None else os.fspath(path)
     document = Document({}, None, str) if path is None else read(source)
@@ -71,7 +71,7 @@ def validated(
 def check_path(path: object) -> None:
     """Refuse a value that is not a path."""
     if not isinstance(path, str | os.PathLike):
-        remedy = "pass the path of a file, or call from_overrides(...) without a file"
+        remedy = "pass the path of a file, or call from_overrides(...), which needs none"
         raise refused("path", repr(path), "it must be the path of a YAML file", remedy)
 
 
@@ -87,7 +87,7 @@ def yaml_of(config: AttentionConfig) -> str:
 def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
-    """Replace the key problems of another program's file by one error that names the program."""
+    """If another program wrote the file, replace the errors of its keys by one that says so."""
     from maxattn.config.maxdiffusion import BLOCK_SIZES, CUSTOM_SIZES, recognised
     from maxattn.config.self_forcing import recognised_rollout
 
@@ -105,7 +105,7 @@ def _of_another_program(
 def _without_program_sections(
     model: type[Section], data: Mapping[str, Any], locate: Locations
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Drop empty sections, and a program's sections unless the model declares them."""
+    """Drop each section such as `training` that is empty or that the model does not declare."""
     values, problems = dict(data), []
     for name in PROGRAM_SECTIONS:
         if name not in data or (name in model.model_fields and data[name] is not None):
@@ -119,7 +119,7 @@ def _without_program_sections(
 
 
 class Locations:
-    """Finds where a path was set: the number of the override, or the line of the file."""
+    """Finds where a key was set: the number of the override, or the file and line."""
 
     def __init__(self, document: Document, source: str, origins: Mapping[Path, str]) -> None:
         self.document, self.source, self.origins = document, source, origins
@@ -147,10 +147,10 @@ def in_file_order(problem: ConfigError) -> tuple[bool, int]:
 def apply_overrides(
     model: type[BaseModel], data: dict[str, Any], overrides: Overrides
 ) -> tuple[dict[Path, str], list[ConfigError]]:
-    """Apply overrides to a file's values in place; return the override of each path, and problems.
+    """Apply overrides to `data` in place; return which override set each path, and the problems.
 
-    A name without a dot that is no key of the model sets the key of that name in the only section
-    that has it: `steps=20` sets `training.steps`.
+    If a name is no key of the model and only one section has a key of that name, the override sets
+    that key: `steps=20` sets `training.steps`.
     """
     origins: dict[Path, str] = {}
     problems: list[ConfigError] = []
@@ -187,10 +187,10 @@ def _texts(overrides: Overrides) -> list[str]:
 
 def _as_yaml(key: str, value: Any) -> str:
     try:
-        return json.dumps(value)  # YAML reads JSON as it is
+        return json.dumps(value)  # JSON is valid YAML
     except (TypeError, ValueError, RecursionError):  # no plain value, too many digits, or too deep
-        rule = "it must be text, a number, true, false, null, or a list or dict of them"
-        raise refused(key, plain(value), rule, "give a plain value") from None
+        rule = "it must be text, a number, true, false, null, or a list or dict of these"
+        raise refused(key, plain(value), rule, "pass one of these") from None
 
 
 def _read(
@@ -226,7 +226,7 @@ def _read(
 
 
 def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of each section, as the model declares them, else as in the file."""
+    """Return the keys of each section: those that the model declares, else those in the file."""
     found = {}
     for name in dict.fromkeys((*PROGRAM_SECTIONS, *model.model_fields)):
         if name in model.model_fields:
@@ -239,7 +239,7 @@ def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tupl
 def _check_in_file(
     model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str
 ) -> None:
-    """Refuse a key of a section that the model does not read, unless the file has that key."""
+    """Refuse an override of a key that neither the model nor the file has."""
     here: Any = data
     for depth, part in enumerate(path):
         if not isinstance(here, Mapping) or part not in here:
@@ -250,7 +250,7 @@ def _check_in_file(
                 dotted(path[: depth + 1]), [dotted((*path[:depth], str(k))) for k in known]
             )
             remedy = guess or f"remove the override, or write {key} in the file"
-            raise refused(key, value, f"{unread}, and the file has no {key} in it", remedy, where)
+            raise refused(key, value, f"{unread}, and the file has no key {key}", remedy, where)
         here = here[part]
 
 

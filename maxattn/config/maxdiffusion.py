@@ -1,7 +1,7 @@
-"""Translates the attention and mesh keys of a MaxDiffusion YAML to ours.
+"""Translates the attention and mesh keys of a MaxDiffusion YAML to maxattn's keys.
 
-In MaxDiffusion, `attention` alone names the kernel and parallelism of self- and cross-attention;
-ours has three keys for them.
+In MaxDiffusion, `attention` alone sets the kernel and parallelism of self- and cross-attention;
+maxattn has three keys: `attention`, `attention_kernel` and `cross_attention`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from maxattn.config.section import Section
 from maxattn.config.settings import AttentionConfig
 from maxattn.errors import ConfigError
 
-# MaxDiffusion's kernel names -> our (kernel, strategy); "auto" leaves the choice open. Names with
-# "custom" and "fixed_m" are MaxDiffusion's kernels.
+# MaxDiffusion's `attention` -> our (kernel, strategy); "auto" leaves the choice open. Names with
+# "custom" or "fixed_m" select kernels of MaxDiffusion's own.
 KERNELS: dict[str, tuple[str, str]] = {
     **{
         name: (name, "auto") for name in ("dot_product", "flash", "tokamax_flash", "cudnn_flash_te")
@@ -41,13 +41,13 @@ KERNELS: dict[str, tuple[str, str]] = {
 LENGTHS_MATTER = (
     "flash", "tokamax_flash", "ulysses", "ulysses_custom", "ulysses_custom_fixed_m", "ulysses_ring",
 )  # fmt: skip
-# Keys for a single attention of a model; in ours, each module can have its config.
+# Keys for one attention of a model; in maxattn, each module may have a config of its own.
 OF_ONE_ATTENTION = {
-    "a2v_attention_kernel": "attention of the video to the audio",
-    "v2a_attention_kernel": "attention of the audio to the video",
+    "a2v_attention_kernel": "attention from video queries to audio keys",
+    "v2a_attention_kernel": "attention from audio queries to video keys",
     "text_encoder_attention": "the text encoder's attention",
 }
-# Keys that only MaxDiffusion's files have, and keys that ours may have in a section.
+# Keys that only MaxDiffusion's files have; then keys that our files may have in a section.
 ITS_OWN = (
     "run_name", "base_output_directory", "pretrained_model_name_or_path", "model_name",
     "unet_checkpoint", "wan_transformer_pretrained_model_name_or_path", "activations_dtype",
@@ -90,10 +90,10 @@ class Imported(NamedTuple, Generic[Config]):
 def load(
     model: type[Config], path: str | os.PathLike[str], overrides: Overrides
 ) -> Imported[Config]:
-    """Read a file, translate its keys, apply overrides, and validate.
+    """Read a MaxDiffusion file, translate its keys, apply overrides, and validate.
 
     Raises:
-        ConfigErrors: the file is one of ours, or a translated key is wrong; with every problem.
+        ConfigErrors: the file is a maxattn config, or translated keys are wrong (lists all).
     """
     check_path(path)
     source = os.fspath(path)
@@ -118,13 +118,13 @@ def _refuse_ours(model: type[Section], data: Mapping[str, Any], source: str) -> 
     sections = {key for key in PROGRAM_SECTIONS if isinstance(data.get(key), Mapping)}
     own = [key for key in data if key in only_ours | sections]
     if own and not recognised(data, source):
-        rule = f"the file must be a MaxDiffusion YAML, and only ours have the keys {_some(own)}"
-        remedy = f"it needs no conversion: `maxattn check {source}`; in Python from_yaml(...)"
-        raise refused(source, "a file of maxattn's own", rule, remedy)
+        rule = f"the file must be a MaxDiffusion YAML, and it has maxattn's keys {_some(own)}"
+        remedy = f"read it without conversion: `maxattn check {source}`, in Python from_yaml(...)"
+        raise refused(source, "a maxattn config", rule, remedy)
 
 
 def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Return the error for a MaxDiffusion file read as one of ours; None for other files."""
+    """Return the error for a MaxDiffusion file that is read as a maxattn config, else None."""
     sizes = data.get(BLOCK_SIZES)
     given = sizes if isinstance(sizes, Mapping) else {}
     own = [key for key in ITS_OWN if key in data]
@@ -132,9 +132,9 @@ def recognised(data: Mapping[str, Any], source: str) -> ConfigError | None:
     both = [*own, *(key for key in ITS_OWN_OR_A_SECTION_S if key in data)]
     if not own or len(both) < 2:
         return None
-    rule = f"the file must be one of ours, and a MaxDiffusion YAML has the keys {_some(both)}"
+    rule = f"the file must be a maxattn config, and it has MaxDiffusion's keys {_some(both)}"
     convert, check = f"`maxattn convert {source} > attention.yml`", "`maxattn check --maxdiffusion"
-    remedy = f"{convert}, or {check} {source}`; in Python from_maxdiffusion(...)"
+    remedy = f"run {convert}, or {check} {source}`, or in Python from_maxdiffusion(...)"
     return ConfigError(source, "a MaxDiffusion file", rule, remedy)
 
 
@@ -143,7 +143,7 @@ def _some(names: list[str], most: int = 4) -> str:
 
 
 def _translated(data: Mapping[str, Any], sizes: tuple[str, ...]) -> dict[str, Any]:
-    """Return a file's values under our keys; the model refuses wrong values later."""
+    """Return a file's values under maxattn's keys; validation refuses wrong values later."""
     same = (key for key in TAKEN if key not in ("attention", "remat_policy", BLOCK_SIZES))
     values = {key: data[key] for key in same if data.get(key) is not None}
     if (name := data.get("attention")) is not None:
@@ -160,7 +160,7 @@ def _translated(data: Mapping[str, Any], sizes: tuple[str, ...]) -> dict[str, An
         values[BLOCK_SIZES] = kept
     if (policy := data.get("remat_policy")) in get_args(RematPolicy):
         values["remat_policy"] = policy
-    if values.get("hardware") == "gpu_multiprocess":  # jax.distributed starts processes here
+    if values.get("hardware") == "gpu_multiprocess":  # the user starts the processes
         values["hardware"] = "gpu"
     return values
 
@@ -182,22 +182,22 @@ def _notes(data: Mapping[str, Any], least: Any, sizes: tuple[str, ...]) -> Itera
     name = name if isinstance(name, str) and name in KERNELS else ""
     kernel, strategy = KERNELS.get(name, ("", "auto"))
     if strategy != "auto":
-        inside = f" with {kernel} inside, cross-attention by {kernel}" if kernel != "auto" else ""
+        inside = f" with {kernel} inside; cross_attention is {kernel}" if kernel != "auto" else ""
         yield f"attention: {name} is read as {strategy}{inside}"
     if "custom" in name:
-        note = "runs a forward-only kernel in MaxDiffusion; here"
+        note = "runs a forward-only kernel in MaxDiffusion; in maxattn"
         yield f"attention: {name} {note} {kernel} computes the same result, and its gradients"
     spread = (data.get(f"{kind}_context_parallelism", 1) != 1 for kind in ("ici", "dcn"))
     if name in ("flash", "tokamax_flash") and any(spread):
         yield (
             f"attention: {name} gathers keys and values over the context axis in MaxDiffusion (its"
-            " Linen models, SD, SDXL and Flux.1, attend only to keys of the same device); here"
-            " context_parallel: auto chooses all_gather, ring or Ulysses, over the whole sequence"
+            " Linen models, SD, SDXL and Flux.1, attend only to keys of the same device); in"
+            " maxattn context_parallel: auto chooses all_gather, ring or Ulysses, over all keys"
         )
     for key, what in OF_ONE_ATTENTION.items():
         if data.get(key) is not None:
-            here = "give that module or call a config of its own"
-            yield f"{key}: {plain(data[key])} is for {what} alone and is left out; {here}"
+            remedy = "pass a separate config to that module or call"
+            yield f"{key}: {plain(data[key])} is only for {what} and is left out; {remedy}"
     yield from _notes_on_sizes(data.get(BLOCK_SIZES), sizes)
     policy, ours = data.get("remat_policy"), get_args(RematPolicy)
     if policy is not None and policy not in ours:
@@ -206,12 +206,12 @@ def _notes(data: Mapping[str, Any], least: Any, sizes: tuple[str, ...]) -> Itera
         several = "for several processes, call jax.distributed.initialize()"
         yield f"hardware: gpu_multiprocess is read as gpu; {several}"
     if isinstance(least, int) and least > 0:
-        theirs = "in MaxDiffusion, short keys run dot_product too"
+        theirs = "MaxDiffusion also runs dot_product if only the key length is below it"
         yield f"flash_min_seq_length: {least} is compared with the query length only; {theirs}"
     elif least is None and name in LENGTHS_MATTER:
         yield (
             "flash_min_seq_length is not set: MaxDiffusion then uses 4096 (Flux.2: 512), and runs"
-            f" dot_product for shorter queries or keys; here {kernel} runs at every length"
+            f" dot_product for shorter queries or keys; in maxattn {kernel} runs at every length"
         )
 
 
@@ -221,5 +221,5 @@ def _notes_on_sizes(given: Any, known: tuple[str, ...]) -> Iterator[str]:
             yield f"{BLOCK_SIZES}.{key} is left out; only MaxDiffusion's custom kernels use it"
         elif key not in known:
             guess = close(str(key), known)
-            hint = f": {guess}" if guess else ""
-            yield f"{BLOCK_SIZES}.{key} is left out; MaxDiffusion has no such key either{hint}"
+            hint = f"; {guess}" if guess else ""
+            yield f"{BLOCK_SIZES}.{key} is left out; neither project has this key{hint}"

@@ -1,10 +1,10 @@
-"""Reads the file of measurements that `maxattn tune` keeps.
+"""Reads the file of measurements that `maxattn tune` writes.
 
-A damaged file, or a file of another version, counts as empty, and a damaged measurement is left
-out. Neither is an error: the file changes no result, so it must not stop a call.
+Measurements change only which kernel and sizes run, so damage raises no error: a damaged file, or a
+file of another version, counts as empty, and a damaged measurement is left out.
 
-There are two kinds of measurements: times of one kernel with certain sizes, and times of several
-kernels on one call, measured in turns.
+A measurement has either times of one kernel with given block sizes, or times of several kernels on
+one call, measured in turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from maxattn.config.numbers import finite, whole
 VERSION: Final = 1
 BLOCKS = ("flash", "tokamax_flash", "tpu_flash")  # kernels with flash_block_sizes
 CHUNKS = "memory_efficient"  # the kernel with query_chunk_size and key_chunk_size
-ESTIMATED: Final = "estimated"  # the source of times from a compiler's schedule, not measured
+ESTIMATED: Final = "estimated"  # value of "source" if a compiler's schedule gave the times
 PASSES = ("forward_ms", "backward_ms")
 MOST_KERNELS, MOST_ROUNDS = 64, 1000
 _OF_SIZES = ("device_kind", "versions", "kernel", "call")
@@ -27,7 +27,7 @@ _OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
 
 
 class Kept(NamedTuple):
-    """The sound measurements of a file, and a text on its damage, "" if there is none."""
+    """The valid measurements of a file, and a description of its damage ("" if undamaged)."""
 
     measurements: list[dict[str, Any]]
     damage: str = ""
@@ -46,15 +46,15 @@ def read_kept(path: Path) -> Kept:
     version = found.get("version") if isinstance(found, dict) else None
     listed = found.get("measurements") if isinstance(found, dict) else None
     if whole(version) != VERSION or not isinstance(listed, list):
-        return Kept([], f"it is no list of measurements of version {VERSION}")
+        return Kept([], f"it has no list of measurements of version {VERSION}")
     sound = [{"error": ""} | m if is_of_sizes(m) else m for m in listed if is_sound(m)]
     wrong = len(listed) - len(sound)
-    damage = f"{wrong} of its {len(listed)} measurements are not as `maxattn tune` writes them"
+    damage = f"{wrong} of its {len(listed)} measurements are not in `maxattn tune`'s format"
     return Kept(sound, damage if wrong else "")
 
 
 def is_of_sizes(measurement: Mapping[str, Any]) -> bool:
-    """Check whether a measurement is of one kernel's sizes, not of several kernels."""
+    """Check whether a measurement times one kernel with given sizes, not several kernels."""
     return "sizes" in measurement
 
 
@@ -64,7 +64,7 @@ def is_estimated(measurement: Mapping[str, Any]) -> bool:
 
 
 def is_sound(measurement: Any) -> bool:
-    """Check whether `maxattn tune` can have written a measurement."""
+    """Check whether a measurement has the fields and types that `maxattn tune` writes."""
     if not isinstance(measurement, dict):
         return False
     m = measurement
@@ -87,7 +87,7 @@ def is_sound(measurement: Any) -> bool:
 
 
 def _are_rounds(times: Any) -> bool:
-    """Check whether a value has milliseconds of each round, by kernel."""
+    """Check whether a value maps each kernel to its milliseconds in every round."""
     if not isinstance(times, dict) or len(times) > MOST_KERNELS:
         return False
     listed = list(times.values())
@@ -97,7 +97,7 @@ def _are_rounds(times: Any) -> bool:
 
 
 def _are_sizes(kernel: str, sizes: Any) -> bool:
-    """Check whether a value has sizes of the kernel that a config accepts."""
+    """Check whether a config accepts a value as sizes of the kernel."""
     from maxattn.config.settings import FlashBlockSizes
 
     known = {CHUNKS: {"query_chunk_size", "key_chunk_size"}}

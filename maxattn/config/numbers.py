@@ -1,6 +1,6 @@
 """Checks the type, sign and size of numbers from files, overrides and command lines.
 
-Booleans and text are no numbers. A wrong value gives None; the caller's error names the setting.
+Booleans and text are no numbers. A wrong value gives None, and the caller raises the error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-LARGEST: Final = 2**31 - 1  # most of a length, size or count: positions are int32 on devices
+LARGEST: Final = 2**31 - 1  # largest length, size or count, since positions are int32
 MOST_DEVICES: Final = 2**20  # most devices on one axis of a mesh
 LONGEST: Final = 40  # most digits of a number in a text
 DEEPEST: Final = 64  # most levels of lists and mappings
@@ -30,7 +30,7 @@ def whole(value: Any, least: int = 1, most: int = LARGEST) -> int | None:
 
 
 def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
-    """Return the whole number in a text of digits alone, else None.
+    """Parse a text of only digits as a whole number; return None for other texts.
 
     >>> whole_in(" 512 "), whole_in("1e3"), whole_in("9" * 5000)
     (512, None, None)
@@ -42,7 +42,7 @@ def whole_in(text: str, least: int = 1, most: int = LARGEST) -> int | None:
 
 
 def is_number(value: Any) -> bool:
-    """Check whether a value is one real number, and no text, boolean or tracer."""
+    """Check whether a value is one real number, not text, a boolean or a tracer."""
     is_bool = str(getattr(value, "dtype", "")) == "bool"
     if isinstance(value, str | bytes | bool | complex) or is_bool:
         return False

@@ -30,7 +30,7 @@ AXES: Final[tuple[Axis, ...]] = ("data", "fsdp", "context", "tensor")
 BATCH_KEY: Final = "ici_fsdp_batch_parallelism"
 PROGRAM_SECTIONS: Final = ("model", "data", "training", "sampling", "rollout")
 
-# Other projects' spellings of `attention`: the kernel, and the strategy around it.
+# Values of `attention` in other projects -> (kernel, strategy).
 FOREIGN: Final[Mapping[str, tuple[str, str]]] = {
     "tokamax_ring": ("tokamax_flash", "ring"),
     "tokamax_ring_custom": ("tpu_flash", "ring"),
@@ -83,8 +83,8 @@ def contradictions(values: Mapping[str, Any]) -> Iterator[ConfigError]:
         rest = [key for key in _parallelism_keys(kind) if values[key] == -1]
         if len(rest) > 1:
             one = f"only one {kind}_*_parallelism may be -1, which takes the remaining devices"
-            rule = f"{one}; here {', '.join(rest)} are"
-            yield ConfigError(rest[-1], -1, rule, f"give {' or '.join(rest)} a positive size")
+            rule = f"{one}, and {', '.join(rest)} are -1"
+            yield ConfigError(rest[-1], -1, rule, "set all but one of them to a positive size")
         present = values["mesh_axes"]
         for axis, size, key in _axis_settings(values, kind):
             if axis not in present and size != 1:
@@ -106,7 +106,7 @@ def _ulysses_shards(values: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
-    """Return 1 for each unset data axis if another axis takes the remaining devices."""
+    """Return 1 for each unset data axis if mesh_axes lacks it or another axis is -1."""
     found = {}
     for kind in ("ici", "dcn"):
         key, *others = _parallelism_keys(kind)
@@ -117,7 +117,7 @@ def data_defaults(values: Mapping[str, Any], given: Set[str]) -> dict[str, int]:
 
 
 def axis_sizes(values: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the size of each of the four axes; `BATCH_KEY`, if set, gives fsdp's."""
+    """Return each axis's size of `kind` "ici" or "dcn"; `BATCH_KEY`, if set, gives fsdp's size."""
     return {axis: size for axis, size, _ in _axis_settings(values, kind)}
 
 
@@ -156,7 +156,7 @@ def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         raise _broken("it must name an axis", f"write [{', '.join(AXES)}], or some of them")
     twice = [axis for i, axis in enumerate(axes) if axis in axes[:i]]
     if twice:
-        raise _broken(f"each axis must occur once, and '{twice[0]}' is twice", "remove one of them")
+        raise _broken(f"each axis must occur once, and '{twice[0]}' occurs again", "remove one")
     return axes
 
 
@@ -168,7 +168,7 @@ def _not_a_strategy(value: Any) -> Any:
 
 
 class _OneOf:
-    """The type of a name in a table, which is read when a value is checked or a schema made."""
+    """A field type for names in a table, which is read at each check: users may extend it."""
 
     def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
         self.names = names

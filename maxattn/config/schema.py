@@ -1,6 +1,6 @@
 """Writes the JSON schema of a config, for editors that complete and check YAML files.
 
-Run `python -m maxattn.config.schema` after a change of `settings.py`.
+Run `python -m maxattn.config.schema` after you change `settings.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA_PATH = Path(__file__).parents[1] / "maxattn.schema.json"
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema of `AttentionConfig`; it allows anything in the program's sections."""
+    """Return the schema of `AttentionConfig`; it allows any key in `PROGRAM_SECTIONS`."""
     made = AttentionConfig.model_json_schema()
     _describe(made, AttentionConfig)
     _describe(made["$defs"]["FlashBlockSizes"], FlashBlockSizes)
@@ -50,7 +50,7 @@ def _field_docs(model: type[BaseModel]) -> dict[str, str]:
 
 
 def text() -> str:
-    """Return the schema as the text of the committed file."""
+    """Return the text of `maxattn.schema.json`."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 

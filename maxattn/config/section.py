@@ -23,7 +23,7 @@ class Section(BaseModel):
     tuple, so that the section can be hashed.
 
     Raises:
-        ConfigErrors: for every wrong key and value at once.
+        ConfigErrors: with every wrong key and value at once.
     """
 
     model_config = ConfigDict(
@@ -36,21 +36,21 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigErrors(problems_of(type(self), values, error)) from None
 
-    # pydantic then validates an inner section in place, so the outer section collects all errors.
+    # The flag makes pydantic validate inner sections in place, so one error has all problems.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Yield an error for each pair of keys that contradict each other; default none.
+        """Yield an error for each pair of keys that contradict each other; by default none.
 
-        `values` has every field by name; each is valid by itself.
+        `values` maps every field to its value, which is valid by itself.
         """
         del values
         return ()
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
-        """Return defaults that depend on all `values` and on the `given` keys; default none."""
+        """Return defaults that depend on `values` and on the `given` keys; by default none."""
         del values, given
         return {}
 
@@ -142,7 +142,7 @@ def _built(field: FieldInfo, value: Any) -> Any:
 
 
 def _freeze(value: Any, levels: int = DEEPEST) -> Any:
-    """Turn lists into tuples, up to a depth; the field refuses deeper lists."""
+    """Turn nested lists into tuples, at most `levels` deep; validation refuses deeper lists."""
     if not isinstance(value, list) or not levels:
         return value
     return tuple(_freeze(item, levels - 1) for item in value)

@@ -1,7 +1,7 @@
-"""Translates a YAML of Self-Forcing, LongLive or a related project to our section `rollout`.
+"""Translates a YAML of Self-Forcing, LongLive or a related project to maxattn's section `rollout`.
 
-Their window is a number of frames, and their code has defaults; our window is a number of blocks,
-and our section lists every value.
+These projects set the window in frames, and their code has defaults. maxattn's `rollout` has the
+window in blocks, and lists every value.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from maxattn.config.load import check_path, in_file_order
 from maxattn.config.numbers import finite, whole
 from maxattn.errors import ConfigError
 
-MOST_TIME = 1000
+MOST_TIME = 1000  # the timestep of pure noise; 0 is clean
 
 
 class TakenValue(NamedTuple):
-    """A value translated from one of the dotted `keys`; `read` returns None if it is wrong."""
+    """How a value is read: the dotted `keys` that may set it; `read` returns None if it is bad."""
 
     keys: tuple[str, ...]
     rule: str
@@ -40,7 +40,7 @@ def _steps(value: Any) -> list[Any] | None:
     return value if are_times and all(a > b for a, b in pairwise(value)) else None
 
 
-TAKEN: dict[str, TakenValue] = {  # by our name of each key
+TAKEN: dict[str, TakenValue] = {  # by maxattn's name of the value
     "frames_per_block": TakenValue(("num_frame_per_block", "model_kwargs.num_frame_per_block"),
                               "a whole number of frames, at least 1", "3", whole),
     "frames_seen": TakenValue(("model_kwargs.local_attn_size", "local_attn_size"),
@@ -50,25 +50,25 @@ TAKEN: dict[str, TakenValue] = {  # by our name of each key
                   "a whole number of frames, at least 0", "3", lambda x: whole(x, 0)),
     "first_frame_alone": _flag("independent_first_frame"),
     "denoising_steps": TakenValue(("denoising_step_list",),
-                             "a list of falling times, at most 1000, with 0 only at its end",
+                             "a list of decreasing timesteps, at most 1000, with 0 only at its end",
                              "[1000, 750, 500, 250]", _steps),
     "warp_steps": _flag("warp_denoising_step"),
     "timestep_shift": TakenValue(("model_kwargs.timestep_shift",), "a number above 0", "5.0",
                             lambda x: finite(x, 0) or None),
-    "context_noise": TakenValue(("context_noise",), "a time from 0 (clean) to below 1000", "0",
+    "context_noise": TakenValue(("context_noise",), "a timestep from 0 (clean) to below 1000", "0",
                            lambda x: finite(x, 0, MOST_TIME - 1e-9)),
     "by_slots": _flag("model_kwargs.use_infinite_attention", "model_kwargs.use_relative_rope"),
     "causal": _flag("causal", "algorithm.causal"),
     "model": TakenValue(("model_kwargs.model_name", "model_name"), "the name of a model",
                    "Wan2.1-T2V-1.3B", lambda x: x if isinstance(x, str) else None),
 }  # fmt: skip
-THEIRS = {  # defaults of their code
+THEIRS = {  # defaults in the code of these projects
     "frames_per_block": 1,
     "warp_steps": False,
     "timestep_shift": 8.0,
     "model": "Wan2.1-T2V-1.3B",
 }
-SIZES = {  # their names of models, and ours
+SIZES = {  # their model names -> maxattn's
     "Wan2.1-T2V-1.3B": "wan-2.1-t2v-1.3b",
     "Wan2.1-T2V-14B": "wan-2.1-t2v-14b",
     "Wan2.2-TI2V-5B": "wan-2.2-ti2v-5b",
@@ -80,7 +80,7 @@ class ImportedRollout(NamedTuple):
 
     Args:
         rollout: the keys of the section `rollout` of examples/common/rollout_settings.py.
-        sizes: the value of `model.sizes`; None if ours has no such model.
+        sizes: the value of `model.sizes`; None if maxattn does not have the model.
         left_out, notes: as in `Imported`.
     """
 
@@ -98,15 +98,15 @@ def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
 
     Raises:
         ConfigErrors: with every problem of the translated keys, by file and line; or if the file
-            has none of these keys.
+            has no key of a rollout.
     """
     check_path(path)
     source = os.fspath(path)
     document = read(source)
     if not is_theirs(document.data):
         rule = "it must set num_frame_per_block, denoising_step_list or local_attn_size"
-        remedy = "give such a file; a file of maxattn's own needs no conversion"
-        raise refused(source, "no file of Self-Forcing", rule, remedy)
+        remedy = "name a YAML of Self-Forcing or LongLive; maxattn's own need no conversion"
+        raise refused(source, "not a Self-Forcing file", rule, remedy)
     values, keys, problems = _taken(document)
     problems += [*document.problems, *_contradictions(values, keys, document)]
     if problems:
@@ -120,20 +120,20 @@ def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
 
 
 def is_theirs(data: Mapping[str, Any]) -> bool:
-    """Check whether a file has keys of a model that makes videos block by block."""
+    """Check whether a file sets a rollout key of Self-Forcing or a related project."""
     names = ("frames_per_block", "frames_seen", "denoising_steps", "warp_steps")
     return any(_value(data, key) is not None for name in names for key in TAKEN[name].keys)
 
 
 def recognised_rollout(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Return the error for such a file read as one of ours; None for other files."""
+    """Return the error for a Self-Forcing file that is read as a maxattn config, else None."""
     if not is_theirs(data):
         return None
     keys = (key for taken in TAKEN.values() for key in taken.keys)
     there = [key for key in keys if _value(data, key) is not None]
-    theirs = f"a Self-Forcing or LongLive YAML has the keys {', '.join(there[:4])}"
-    rule = f"the file must be one of ours, and {theirs}"
-    remedy = f"make its section rollout with `maxattn convert {source} > stream.yml`"
+    theirs = f"it has keys of Self-Forcing or LongLive: {', '.join(there[:4])}"
+    rule = f"the file must be a maxattn config, and {theirs}"
+    remedy = f"convert it to a section rollout: `maxattn convert {source} > stream.yml`"
     return ConfigError(source, "a Self-Forcing file", rule, remedy)
 
 
@@ -146,7 +146,7 @@ def _value(data: Mapping[str, Any], key: str) -> Any:
 
 
 def _taken(document: Document) -> tuple[dict[str, Any], dict[str, str], list[ConfigError]]:
-    """Return the translated values, their keys, and the problems of single values."""
+    """Return the translated values, the file's key of each, and an error for each wrong value."""
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     problems: list[ConfigError] = []
@@ -159,7 +159,7 @@ def _taken(document: Document) -> tuple[dict[str, Any], dict[str, str], list[Con
             elif name in values and values[name] != value:
                 other = keys[name]
                 rule = f"it must equal {other}, which is {plain(values[name])}"
-                problems.append(_wrong(document, key, rule, f"leave it or {other} out"))
+                problems.append(_wrong(document, key, rule, f"remove {key} or {other}"))
             elif name not in values:
                 values[name], keys[name] = value, key
     return values, keys, problems
@@ -176,18 +176,18 @@ def _contradictions(
     size, seen = values.get("frames_per_block", 1), values.get("frames_seen", -1)
     if seen > 0 and seen % size:
         near = sorted({max(size, seen // size * size), -(-seen // size) * size})
-        rule = f"a window must be whole blocks of {size} frames (num_frame_per_block)"
+        rule = f"a window must be a multiple of num_frame_per_block, which is {size}"
         yield _wrong(document, keys["frames_seen"], rule, f"write {' or '.join(map(str, near))}")
     elif seen > 0 and values.get("sink", 0) > seen - size:
-        rule = f"sink and a block of {size} frames must fit into the window of {seen} frames"
+        rule = f"the sink and a block of {size} frames must fit into the window of {seen} frames"
         yield _wrong(document, keys["sink"], rule, f"write at most {seen - size}")
     if values.get("causal") is False:
-        rule = "a rollout needs a model that attends to no later frames"
-        yield _wrong(document, keys["causal"], rule, "give the file of a causal model")
+        rule = "a rollout needs a causal model, which attends to no later frames"
+        yield _wrong(document, keys["causal"], rule, "name the file of a causal model")
 
 
 def _left_out(data: Mapping[str, Any], taken: set[str]) -> Iterator[str]:
-    """List the keys that were not translated; a section alone if none of its keys was."""
+    """List the untranslated keys; a section without translated keys is listed by its name."""
     for key, value in data.items():
         if not any(name.partition(".")[0] == key for name in taken):
             yield str(key)
@@ -227,21 +227,21 @@ def _notes(
         yield f"{keys['sink']}: {values['sink']} is left out: {kept}"
     steps = values.get("denoising_steps")
     if steps is None:
-        their = "their code then samples each block with a scheduler, in sampling_steps"
+        their = "their code then samples each block in sampling_steps steps of a scheduler"
         yield f"denoising_step_list is not set: {their}; set rollout.denoising_steps"
     elif not steps[-1]:
         yield "the 0 at the end of denoising_step_list is left out: it is the clean block"
     if steps and (scale := data.get("guidance_scale")) is not None:
-        yield f"guidance_scale: {plain(scale)} is left out: it is the teacher's in distillation"
+        yield f"guidance_scale: {plain(scale)} is left out: it is for the teacher in distillation"
     for name, default in THEIRS.items():
         if name not in values and (name != "warp_steps" or "denoising_steps" in values):
-            yield f"{TAKEN[name].keys[0]} is not set: their default is {plain(default)}"
+            yield f"{TAKEN[name].keys[0]} is not set: their default {plain(default)} is used"
     if (shift := data.get("timestep_shift")) is not None:
         outside = f"timestep_shift: {plain(shift)} outside of model_kwargs"
         yield f"{outside} is left out: it is for training"
     if values.get("by_slots"):
-        how = "keys are cached without rotary embedding, and rotated by their slot"
+        how = "K is cached without rotary embedding, and rotated by its slot in the cache"
         yield f"{keys['by_slots']}: {how}"
     if (name := values.get("model")) is not None and name not in SIZES:
-        none = f"it is none of {', '.join(SIZES)}"
-        yield f"{keys['model']}: {name} gives no model.sizes, as {none}; set model.sizes"
+        none = f"is none of {', '.join(SIZES)}"
+        yield f"{keys['model']}: {name} {none}: set model.sizes yourself"

@@ -76,46 +76,46 @@ class AttentionConfig(Section):
     cross_attention: rules.KernelName = "auto"
     """Kernel of cross-attention: its K and V are short and replicated, so it takes no strategy."""
     context_parallel: rules.Strategy = "auto"
-    """How self-attention sees the whole sequence when the context axis has more than one device."""
+    """Context strategy of self-attention, for a context axis of more than one device."""
     flash_block_sizes: FlashBlockSizes = FlashBlockSizes()
     """Tile sizes of the flash kernels."""
     flash_min_seq_length: NotNegative = 0
-    """Query lengths below this run dot_product instead of a flash kernel."""
+    """If a call has fewer queries than this, dot_product runs instead of a flash kernel."""
     mask_padding_tokens: bool = True
     """Mask the padding that the caller's mask names; false is faster, but attends to padding."""
     split_head_dim: bool = True
-    """Layout of the dense products only; both values give equal results."""
+    """Keep batch and heads as two axes in dot_product, or merge them; results are equal."""
     float32_qk_product: bool = False
-    """Cast Q and K to float32 before their product; false keeps their dtype, float32 sums."""
+    """Cast Q and K to float32 before their product; false keeps their dtype and sums in float32."""
     use_memory_efficient_attention: bool = False
     """Run dot_product blockwise: memory grows linearly with the length, not quadratically."""
     query_chunk_size: Positive | None = None
-    """Queries per block of memory-efficient dot_product; unset: length // 64, at least 128."""
+    """Queries per block of memory-efficient dot_product; unset: by length and mask."""
     key_chunk_size: Positive | None = None
-    """Keys per such block; unset: 16384. For causal and windowed masks both are at most 1024."""
+    """Keys per block of memory-efficient dot_product; unset: 16384, or fewer by the mask."""
     hardware: rules.Hardware | None = None
     """Platform that plans are for, and that must be present; unset: this machine's platform."""
 
     mesh_axes: rules.Axes = AXES
     """Axes of the device mesh, outermost first."""
     ici_data_parallelism: PositiveOrRest = -1
-    """Devices of a slice over the batch; -1 takes the remaining devices."""
+    """Devices per slice that split the batch; -1 takes the remaining devices."""
     ici_fsdp_parallelism: PositiveOrRest = 1
-    """Devices of a slice over the batch and the parameters."""
+    """Devices per slice that split the batch and the parameters."""
     ici_context_parallelism: PositiveOrRest = 1
-    """Devices of a slice over the sequence."""
+    """Devices per slice that split the sequence."""
     ici_tensor_parallelism: PositiveOrRest = 1
-    """Devices of a slice over the heads."""
+    """Devices per slice that split the heads."""
     dcn_data_parallelism: PositiveOrRest = -1
-    """Slices over the batch; -1 takes the remaining slices."""
+    """Slices that split the batch; -1 takes the remaining slices."""
     dcn_fsdp_parallelism: PositiveOrRest = 1
-    """Slices over the batch and the parameters."""
+    """Slices that split the batch and the parameters."""
     dcn_context_parallelism: PositiveOrRest = 1
-    """Slices over the sequence."""
+    """Slices that split the sequence."""
     dcn_tensor_parallelism: PositiveOrRest = 1
-    """Slices over the heads."""
+    """Slices that split the heads."""
     ici_fsdp_batch_parallelism: PositiveOrRest | None = None
-    """GPU spelling: when set, it sets the fsdp axis, and ici_fsdp_parallelism sets context."""
+    """GPU spelling: if set, it sizes the fsdp axis, and ici_fsdp_parallelism the context axis."""
     attention_sharding_uniform: bool = True
     """False: if no strategy is named, self-attention splits its heads over context (ulysses)."""
 
@@ -124,7 +124,7 @@ class AttentionConfig(Section):
     use_experimental_scheduler: bool = False
     """Use the TPU compiler's experimental scheduler, in kernels that support it."""
     ulysses_shards: PositiveOrRest = -1
-    """Devices of the context axis that exchange heads under ulysses_ring; -1 chooses."""
+    """Devices of the context axis that exchange heads in ulysses_ring; -1: maxattn chooses."""
     ring_direction: rules.RingDirection = "auto"
     """How K and V go round a ring: one_way, or both_ways (half of the heads each); auto chooses."""
     ulysses_attention_chunks: Positive = 1
@@ -143,9 +143,9 @@ class AttentionConfig(Section):
     enable_profiler: bool = False
     """Record a profile of some training steps."""
     profiler_steps: Positive = 3
-    """Steps to record."""
+    """Number of training steps in the profile."""
     skip_first_n_steps_for_profiler: NotNegative = 5
-    """Steps to run before recording."""
+    """Number of training steps before the profile."""
 
     __hash__ = Section.__hash__  # type checkers do not see the inherited one
 
@@ -203,12 +203,12 @@ class AttentionConfig(Section):
         return f"attention: {self.attention} is read as {strategy} with {kernel} inside"
 
     def axis_parallelism(self) -> dict[str, tuple[int, int]]:
-        """Return (devices in a slice, slices) for each axis of `mesh_axes`; -1 takes the rest."""
+        """Return (devices in a slice, slices) for each axis; -1 takes the remaining ones."""
         ici, dcn = (rules.axis_sizes(self.__dict__, kind) for kind in ("ici", "dcn"))
         return {axis: (ici[axis], dcn[axis]) for axis in self.mesh_axes}
 
     def axis_mapping_note(self) -> str | None:
-        """Return a note on the axes that the GPU spelling sets, if it is used, else None."""
+        """Return a note on the axes that `ici_fsdp_batch_parallelism` sets; None if it is unset."""
         if self.ici_fsdp_batch_parallelism is None:
             return None
         return (
@@ -223,7 +223,7 @@ class AttentionConfig(Section):
             devices: default all devices of the process.
 
         Raises:
-            InputError: `devices` is no list of devices.
+            InputError: `devices` is not a list of devices.
             MeshError: the product of the parallelisms is not the number of devices.
 
         Example:
@@ -264,7 +264,7 @@ class AttentionConfig(Section):
 
         Args:
             path: the file.
-            overrides: as for `from_yaml`, under our names; applied last.
+            overrides: as for `from_yaml`, with maxattn's keys; applied after the translation.
 
         Returns:
             (config, left_out, notes): the settings, the names of keys that were not translated, and
@@ -304,7 +304,7 @@ def _checked_devices(devices: object) -> list[jax.Device] | None:
     if listed and all(isinstance(device, Device) for device in listed):
         return listed
     count = devices if type(devices) is int and devices > 0 else 4
-    rule = "it must be a list of jax's devices"
+    rule = "it must be a list of jax devices"
     raise InputError("devices", devices, rule, f"write jax.devices()[:{count}]")
 
 

@@ -22,7 +22,7 @@ _TRADE_NAMES = {
     "gb200nvl72": "NVIDIA GB200",
     "gb300nvl72": "NVIDIA GB300",
 }
-# Other names of jax and libtpu.
+# Other names that jax and libtpu use.
 _OTHERS = {
     "TPU v5e": ("v5lite", "v5 lite"),
     "TPU v5p": ("TPU v5",),
@@ -31,13 +31,13 @@ _OTHERS = {
     "NVIDIA RTX PRO 6000 Blackwell": ("RTX PRO 6000", "PRO 6000"),
 }
 _LIBTPU = {"TPU v7x": "tpu7x"}  # libtpu's generation, if it is not the kind's last word
-_HOST = {"TPU v4": (2, 2, 1), "TPU v5p": (2, 2, 1), "TPU v7x": (2, 2, 1)}  # of a host; else 2 x 2
+_HOST = {"TPU v4": (2, 2, 1), "TPU v5p": (2, 2, 1), "TPU v7x": (2, 2, 1)}  # chips; else 2 x 2
 _DEVICES_OF_A_CHIP = {"TPU v7x": 2}
 _SIDES = re.compile(r"\d{1,4}(x\d{1,4}){1,2}")
 
 
 class TargetName(NamedTuple):
-    """A device kind of `devices.DEVICES`, and for a TPU the chips along each side."""
+    """A device kind of `devices.DEVICES`, and the chips along each side of a TPU topology."""
 
     kind: str
     sides: tuple[int, ...] = ()
@@ -53,7 +53,7 @@ class TargetName(NamedTuple):
 
     @property
     def topology(self) -> str:
-        """Return libtpu's name of the topology; if the name has none, the topology of one host.
+        """Return libtpu's name of the topology, which is one host if the target's name has none.
 
         >>> read_target("Ironwood").topology
         'tpu7x:2x2x1'
@@ -63,7 +63,7 @@ class TargetName(NamedTuple):
 
 
 def read_target(text: str) -> TargetName:
-    """Read the name of a machine.
+    """Parse the name of a device kind, and the TPU topology after a colon.
 
     >>> read_target("tpu v6e").kind, read_target("h200").kind, read_target("v5p:2x2x1").sides
     ('TPU v6e', 'NVIDIA H200', (2, 2, 1))
@@ -86,11 +86,11 @@ def read_target(text: str) -> TargetName:
 
 def _sides(text: str, kind: str, layout: str) -> tuple[int, ...]:
     if DEVICES[kind].platform != "tpu":
-        rule = f"only a TPU's name has chips after a colon, and {kind} is none"
-        raise ConfigError("target", text, rule, f"write {kind!r}, and --devices or --mesh")
+        rule = f"only a TPU's name may have a topology after a colon, and {kind} is no TPU"
+        raise ConfigError("target", text, rule, f"write {kind!r}, and set --devices or --mesh")
     sides = tuple(map(int, layout.split("x"))) if _SIDES.fullmatch(layout) else ()
     if not sides or 0 in sides:
-        rule = "the chips along each side must follow the colon"
+        rule = "after the colon, it must have the chips along each side"
         raise ConfigError("target", text, rule, f"write for example {TargetName(kind).topology}")
     return sides
 
@@ -113,7 +113,7 @@ def _spellings() -> dict[str, str]:
 
 
 def _ends(kind: str) -> list[str]:
-    """Return the endings of a kind's name, after each of its words, that have a number.
+    """Return a kind's name, and those of its shorter endings (in whole words) that have a digit.
 
     >>> _ends("NVIDIA GeForce RTX 5070 Ti")[2:]
     ['RTX 5070 Ti', '5070 Ti']

@@ -29,7 +29,7 @@ LISTED = 12  # most names of one kind in an error
 
 @dataclass(frozen=True)
 class Loaded:
-    """Names that a load did not match.
+    """Names of the tensors that a load could not match.
 
     Args:
         missing: tensors that the module needs and the file lacks; their parameters did not change.
@@ -55,19 +55,19 @@ def first_of(names: Sequence[str]) -> list[str]:
 
 
 def folder(value: Any) -> Path:
-    """Return a folder's path; refuse other values."""
+    """Return a folder's path; refuse a value that is no path."""
     is_path = isinstance(value, str | os.PathLike)
     if is_path and "\0" not in str(value):
         return Path(value)
     shown = printable(str(value), 400) if is_path else _kind(value)
-    raise WeightsError("folder", shown, "it must be the path of a folder", "name the folder")
+    raise WeightsError("folder", shown, "it must be the path of a folder", "pass a path")
 
 
 def prefix(value: Any) -> None:
     """Refuse a prefix that is not a string."""
     if not isinstance(value, str):
-        rule = "it must be the text with which the tensors' names begin"
-        raise WeightsError("prefix", _kind(value), rule, 'write prefix="", or "transformer."')
+        rule = "it must be text, with which the tensors' names begin"
+        raise WeightsError("prefix", _kind(value), rule, 'pass prefix="", or "transformer."')
 
 
 def mesh(value: Any) -> None:
@@ -78,7 +78,7 @@ def mesh(value: Any) -> None:
 
 
 def shard_bytes(value: Any) -> int:
-    """Return the bytes of a shard; refuse other values than whole numbers above zero."""
+    """Return the size of a file; refuse a value that is no whole number above zero."""
     if (size := whole(value, most=sys.maxsize)) is not None:
         return size
     rule = "it must be a whole number of bytes, at least 1"
@@ -102,7 +102,7 @@ def tensors(value: Any) -> Mapping[str, Any]:
     for name in value:
         if not isinstance(name, str):
             rule = "the names of tensors must be text"
-            raise WeightsError("tensors", repr(name), rule, "give a flat state dict")
+            raise WeightsError("tensors", repr(name), rule, "pass a flat state dict")
     return value
 
 
@@ -119,7 +119,7 @@ def arrays(names: Iterable[str], held: Mapping[str, Any]) -> None:
             rule = f"a tensor must have numbers, and this one {reason}"
         else:
             continue
-        remedy = "give arrays by their names, such as model.state_dict()"
+        remedy = "pass arrays by their names, such as model.state_dict()"
         raise WeightsError("tensors", name, rule, remedy)
 
 
@@ -158,7 +158,7 @@ def names(
     if lines:
         sizes = {"misshapen": wrong, "missing": named.missing, "unexpected": named.unexpected}
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in sizes.items() if names)
-        rule = "\n          ".join(["names and shapes must be the module's", *lines])
+        rule = "\n          ".join(["names and shapes must equal the module's", *lines])
         raise WeightsError("weights", counts, rule, _remedy(result, prefix))
 
 
@@ -170,7 +170,7 @@ def _remedy(result: Loaded, prefix: str) -> str:
             if other.endswith(f".{bare}"):
                 begin = repr(other.removesuffix(bare))
                 return f"the names begin with {begin}: pass prefix={begin}"
-    return "build the module with the sizes of the weights, or load what fits with strict=False"
+    return "build the module with the weights' sizes, or skip unmatched names with strict=False"
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def dtypes(names: Iterable[str], held: Mapping[str, Any]) -> None:
     if wrong := [f"{name} is {dtype}" for name, dtype in kinds if dtype not in FLOATING]:
         head = f"each dtype must be one of {', '.join(FLOATING)}"
         rule = "\n          ".join([head, *first_of(wrong)])
-        remedy = "give the weights before quantisation, or apply the scales in float32 first"
+        remedy = "pass weights that are not quantised, or apply the scales in float32 first"
         raise WeightsError("weights", f"{len(wrong)} of another dtype", rule, remedy)
 
 
@@ -205,7 +205,7 @@ def rounded(entry: Entry, numbers: np.ndarray, dtype: Any) -> np.ndarray:
             wider = {"float16": "float32 or bfloat16", "float32": "float64"}.get(name, "float32")
             remedy = f"build the module with param_dtype {wider}"
             raise WeightsError("weights", entry.name, rule, remedy)
-    with np.errstate(over="ignore"):  # numbers that are already infinite
+    with np.errstate(over="ignore"):  # infinite numbers stay infinite
         return numbers.astype(dtype)
 
 

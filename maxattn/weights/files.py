@@ -1,4 +1,4 @@
-"""Reads safetensors slice by slice, from one file or from a folder with an index of several."""
+"""Reads safetensors slice by slice, from one file or from several files with an index."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SafeTensor:
 
 
 class OpenFile:
-    """An open file; reading is refused once it is overwritten, but not if it is removed."""
+    """An open file. A read is refused after the file was overwritten, not if it was removed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.opened = path, _open(path)
@@ -89,11 +89,11 @@ class OpenFile:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def check(self) -> None:
-        """Refuse a file that was truncated or overwritten: reading it may end the process."""
+        """Refuse a file that was truncated or overwritten: reading it may crash the process."""
         inode, *stamp = self._state()
         if inode == self._inode and stamp != self._stamp:
             rule = "a file must not change while it is read, and this one was written to"
-            raise WeightsError("weights", str(self.path), rule, "load it once it is complete")
+            raise WeightsError("weights", str(self.path), rule, "load it again when it is complete")
 
 
 def read_slice(held: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -113,7 +113,7 @@ def read_slice(held: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> 
     except Exception as error:  # any error of the tensor's library
         message = printable(f"{type(error).__name__}: {error}", 200)
         rule = f"its numbers must be readable, and reading them failed with {message}"
-        remedy = "give readable arrays, or download the files again"
+        remedy = "pass readable arrays, or download the files again"
         raise WeightsError("tensors", name, rule, remedy) from error
 
 
@@ -121,7 +121,7 @@ def read_slice(held: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> 
 
 
 def _entry_file(path: Path) -> Path:
-    """Return the index or the only file of a path."""
+    """Return the path itself if it is a file, or the only index or file of a folder."""
     if os.path.isfile(path):
         if path.suffix in PICKLED:
             raise _pickled(path)
@@ -133,31 +133,31 @@ def _entry_file(path: Path) -> Path:
             return found[0]
         if found:
             names = printable(", ".join(f.name for f in found), 400)
-            rule = "a folder must have one file, or one index of several"
-            raise WeightsError(str(path), names, rule, "name the file or the index")
+            rule = "a folder must have one .safetensors file, or one index"
+            raise WeightsError(str(path), names, rule, "pass the path of one of them")
     pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if is_folder else []
     if pickles:
         raise _pickled(pickles[0])
-    rule = f"it must be a .safetensors file, or a folder with one or with a {INDEX}"
-    remedy = "give the folder of the model's transformer or unet"
+    rule = f"it must be a .safetensors file, a *{INDEX}, or a folder with one"
+    remedy = "pass the folder of the model's transformer or unet"
     raise WeightsError("weights", printable(str(path), 400), rule, remedy)
 
 
 def _without_lone_shards(found: list[Path]) -> list[Path]:
-    """Leave out shards that an interrupted save left beside the single file replacing them."""
+    """Leave out shards that an interrupted save left beside the single file that replaces them."""
     shards = {f: shard["name"] for f in found if (shard := _SHARD.fullmatch(f.name))}
     names = {f.name for f in found}
     return [f for f in found if f not in shards or f"{shards[f]}.safetensors" not in names]
 
 
 def _pickled(path: Path) -> WeightsError:
-    rule = "weights must be safetensors: a pickle can run any code"
+    rule = "weights must be safetensors, since loading a pickle can run any code"
     remedy = "save them with safe_serialization=True, or with safetensors.torch.save_file"
     return WeightsError("weights", str(path), rule, remedy)
 
 
 def _places(path: Path) -> dict[str, OpenFile]:
-    """Return each tensor's open file, by the tensor's name."""
+    """Map each tensor's name to its open file."""
     if path.suffix != ".json":
         file = OpenFile(path)
         return dict.fromkeys(file.opened.keys(), file)
@@ -167,7 +167,7 @@ def _places(path: Path) -> dict[str, OpenFile]:
     files = {name: OpenFile(path.parent / name) for name in sorted(set(index.values()))}
     held = {name: set(file.opened.keys()) for name, file in files.items()}
     if lost := sorted(tensor for tensor, name in index.items() if tensor not in held[name]):
-        rule = f"every tensor must be in its file of {path.name}, and {len(lost)} are not"
+        rule = f"each tensor must be in the file that {path.name} lists for it; {len(lost)} are not"
         raise WeightsError("weights", printable(lost[0], 400), rule, "download the folder again")
     return {tensor: files[name] for tensor, name in index.items()}
 
@@ -182,7 +182,7 @@ def _check_inside(index: Path, name: str) -> None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index: the file of each tensor."""
+    """Read an index, which maps each tensor's name to the name of its file."""
     try:
         found = read_json(path)
     except (OSError, ValueError) as error:
@@ -191,7 +191,7 @@ def read_index(path: Path) -> dict[str, str]:
     where = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         rule = 'an index must be {"weight_map": {tensor: file, ...}}'
-        remedy = "download it again, or name the .safetensors file itself"
+        remedy = "download it again, or pass the path of the .safetensors file"
         raise WeightsError("weights", str(path), rule, remedy)
     return where
 
@@ -207,7 +207,7 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except OSError as error:
         rule = f"it must be readable ({error})"
-        raise WeightsError("weights", shown, rule, "allow reading it") from error
+        raise WeightsError("weights", shown, rule, "change its permissions") from error
     except SafetensorError as error:
         rule = f"a safetensors file must be complete ({printable(str(error), 400)})"
         raise WeightsError("weights", shown, rule, "download it again") from error

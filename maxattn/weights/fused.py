@@ -46,7 +46,7 @@ class TensorRows:
 
 
 class Shown(Mapping[str, Any]):
-    """A state dict under other names: for each name a tensor, and the rows of it or None."""
+    """A state dict under other names; a name maps to a tensor, or to some rows of a tensor."""
 
     def __init__(
         self, held: Mapping[str, Any], where: Mapping[str, tuple[str, slice | None]]
@@ -66,7 +66,7 @@ class Shown(Mapping[str, Any]):
 
 
 def unfused(held: Mapping[str, Any], wanted: Iterable[Entry]) -> Mapping[str, Any]:
-    """Replace fused tensors by their layers; refuse a separate copy of a layer that differs."""
+    """Replace fused tensors by their layers; refuse a layer whose separate copy differs."""
     rows: dict[str, tuple[str, slice | None]] = {}
     wholes = set()
     for whole, parts in grouped((place, e) for e in wanted for place in e.fused).items():
@@ -117,13 +117,13 @@ def fuse_lora(
     """Join the LoRA weights of layers that diffusers stores in one tensor.
 
     Other weights do not change. The joined rank, which is also the default alpha, is the sum of the
-    ranks.
+    layers' ranks.
 
     Args:
-        module: its classes name these layers in `diffusers_fused`.
-        tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, by diffusers' names of the
-            single layers, without alphas.
-        prefix: prefix of these names, such as "transformer.".
+        module: its classes name the layers to join in `diffusers_fused`.
+        tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, without alphas; `<layer>` is
+            diffusers' name of a single layer.
+        prefix: prefix of the names in `tensors`, such as "transformer.".
 
     >>> import numpy as np
     >>> class Both(nnx.Module):

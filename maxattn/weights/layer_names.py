@@ -1,8 +1,9 @@
-"""All names of a module's layers in files: diffusers' names, names of the model's own code, and
-both with underscores for dots, as kohya's sd-scripts write them.
+"""Lists all names that files use for a module's layers.
 
-Programs that train with the original code put prefixes before names ("generator_ema.model." for
-averaged parameters, "generator.model." for the last step's), and FSDP inserts a word.
+A layer has diffusers' name, a name in the model's original code, and both with underscores for dots
+(kohya's sd-scripts). Programs that train with the original code put prefixes before names
+("generator_ema.model." for averaged parameters, "generator.model." for the last step's); FSDP
+inserts "_fsdp_wrapped_module.".
 
 Sources: Wan 2.1, https://github.com/Wan-Video/Wan2.1 (wan/modules/model.py), whose names ComfyUI,
 lightx2v, diffusion-pipe and musubi-tuner write; Stability's generative-models,
@@ -42,7 +43,7 @@ class ModuleNames:
         entries: the parameters, by diffusers' names.
         kernels: kernels of Linear and Conv layers, by the layers' names.
         layers: diffusers' name of a layer, by each of its names.
-        fused: the kernels, in order, of a layer that diffusers stores as several layers.
+        fused: the kernels of a layer that a file stores fused, in the order of their rows.
     """
 
     entries: Mapping[str, Entry]
@@ -51,7 +52,7 @@ class ModuleNames:
     fused: Mapping[str, tuple[Entry, ...]]
 
     def parameter(self, layer: str, end: str) -> Entry | None:
-        """Return a layer's parameter; a weight's name may be the layer's name alone."""
+        """Return a layer's parameter; a weight may have the layer's name without `.weight`."""
         found = self.entries.get(f"{layer}.{end}")
         return self.entries.get(layer) if found is None and end == "weight" else found
 
@@ -68,7 +69,7 @@ def names_of(module: nnx.Module) -> ModuleNames:
 
 
 def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
-    """Check whether an entry is a weight [out, in] or [out, in, *window] of one group."""
+    """Check whether an entry is the weight of a Linear layer or of an ungrouped convolution."""
     if entry.axes[-2:] != (1, 0) or not entry.name.endswith(".weight"):
         return False
     owner: Any = variable_at(module, entry.path[:-1])
@@ -94,8 +95,8 @@ def in_our_names(
 ) -> Mapping[str, Any]:
     """Rename tensors from the names of the model's own code to diffusers' names, if needed.
 
-    `prefix` is the prefix of the wanted names in the file; "" tries `PREFIXES`. Two tensors of one
-    name are refused.
+    `prefix` is the prefix of the wanted names in the file; "" tries `PREFIXES`. Two tensors that
+    would get the same name are refused.
     """
     clean = _without_fsdp(held)
     theirs = wan({entry.owner.removeprefix(prefix) for entry in wanted})
@@ -109,18 +110,18 @@ def in_our_names(
     if not there:
         return held
     if others := " and ".join(f'"{begin}"' for begin in there[1:]):
-        message = 'weights: loaded the tensors behind "%s", not those behind %s; prefix= chooses'
+        message = 'weights: loaded the tensors with prefix "%s", not with %s; prefix= chooses'
         log.warning(message, there[0], others)
     behind = [(n.removeprefix(there[0]), n) for n in clean if n.startswith(there[0])]
     return Shown(held, {prefix + ours.get(rest, rest): (clean[n], None) for rest, n in behind})
 
 
 def _without_fsdp(held: Mapping[str, Any]) -> dict[str, str]:
-    """Map each tensor's name without FSDP's word to its name in the file."""
+    """Map each tensor's name without `FSDP` to its name in the file."""
     clean: dict[str, str] = {}
     for name in held:
         if (other := clean.setdefault(name.replace(FSDP, ""), name)) != name:
-            rule = f"a parameter must occur once, and {other} has the same name without FSDP's word"
+            rule = f"a parameter must occur once, and {other} is equal except for FSDP's word"
             raise WeightsError("weights", name, rule, "remove one of them from the file")
     return clean
 
@@ -177,7 +178,7 @@ UNET_INSIDE: Final = {
     },
     "downsamplers": {"conv": "op"},
 }
-"""Stability's names inside of a part of a block; those of attentions and upsamplers are ours."""
+"""Stability's names inside of a block's parts; in attentions and upsamplers they are diffusers'."""
 UNET_MIDDLE: Final = {
     ("mid_block", "resnets", 0): "middle_block.0",
     ("mid_block", "attentions", 0): "middle_block.1",
@@ -220,9 +221,9 @@ def _part(found: re.Match[str]) -> Part:
 
 
 def _numbered(held: set[Part]) -> Iterator[tuple[Part, str]]:
-    """Number the parts from one end of the UNet to the other; input block 0 is `conv_in`.
+    """Yield each part with Stability's name, numbered from input to output; block 0 is `conv_in`.
 
-    A resnet (with its attention) and a downsampler are a block each; an upsampler ends a block.
+    A resnet with its attention is a block, and so is a downsampler; an upsampler ends a block.
     """
     for way, theirs, number in (("down", "input_blocks", 1), ("up", "output_blocks", 0)):
         blocks = {block for block, _, _ in held if block.startswith(f"{way}_blocks")}

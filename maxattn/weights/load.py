@@ -33,12 +33,12 @@ def load_diffusers(
     """Load weights in diffusers' names and layouts into a module, in place.
 
     Each tensor is read slice by slice onto the devices of its parameter, in the parameter's dtype
-    and sharding. All tensors are read before the module changes, so an error changes nothing; until
-    then the devices also have the module's earlier arrays.
+    and sharding. All tensors are read before the module changes, so an error changes nothing. Until
+    then the devices need memory for the old and the new arrays.
 
     Args:
         module: any NNX module of Linear, Conv, norm and Embed layers, maxattn's included. It may be
-            without arrays, from `nnx.eval_shape`, which saves a copy in host memory.
+            without arrays, from `nnx.eval_shape`, which saves host memory.
         tensors: a folder or file of safetensors, or a state dict of numpy, jax or torch arrays.
             Tensors of Wan may have the names of Wan's code, also with prefixes of Self-Forcing and
             related projects, such as "generator_ema.model."; averaged parameters are preferred.
@@ -49,9 +49,9 @@ def load_diffusers(
         mesh: device mesh for parameters without arrays; default one device.
 
     Raises:
-        WeightsError: with the names of all missing, unexpected and misshapen tensors at once, or of
-            all without floating point numbers; or with a tensor whose numbers the parameter's dtype
-            cannot represent, or a file that cannot be read.
+        WeightsError: tensors are missing, unexpected or misshapen (all are listed), are not
+            floating point (all are listed), or have numbers that overflow the parameter's dtype; or
+            a file cannot be read.
 
     Example:
         >>> import numpy as np
@@ -90,12 +90,12 @@ def check_diffusers(
     *,
     prefix: str = "",
 ) -> Loaded:
-    """Check the names, shapes and dtypes of weights against a module, also without arrays.
+    """Check the names, shapes and dtypes of weights against a module, which may lack arrays.
 
     The arguments are as for `load_diffusers`; no values are read.
 
     Raises:
-        WeightsError: as for `load_diffusers`, except errors of numbers.
+        WeightsError: as for `load_diffusers`, except for overflow.
     """
     return _fitting(module, tensors, strict, prefix)[0]
 
@@ -103,7 +103,7 @@ def check_diffusers(
 def _fitting(
     module: nnx.Module, tensors: Any, strict: bool, prefix: str
 ) -> tuple[Loaded, Mapping[str, Any], dict[Any, list[Entry]]]:
-    """Return the unmatched names, the tensors by our names, and each parameter's tensors.
+    """Return the unmatched names, the tensors by diffusers' names, and each parameter's tensors.
 
     Tensors that do not fit are refused.
     """
@@ -148,10 +148,10 @@ def save_diffusers(
     Only one tensor at a time is on the host.
 
     Args:
-        module: with arrays.
+        module: any NNX module with arrays.
         folder: created if it is missing. An earlier save in it stays readable until all files are
-            written. Then those of its files that were not replaced are removed, and no others.
-        shard_bytes: the most bytes of a file.
+            written. Then its files that were not replaced are removed, but no other files.
+        shard_bytes: the most bytes of a file, unless one tensor has more.
 
     Raises:
         WeightsError: the folder cannot be written, or has the index of another model.

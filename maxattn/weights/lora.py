@@ -46,28 +46,28 @@ def merge_lora(
     Args:
         module: any NNX module with the Linear and Conv layers that `tensors` names.
         tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank,
-            in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up);
-            of a convolution `[rank, in, *window]` and `[out, rank, 1, ...]`. `<layer>.diff` and
-            `<layer>.diff_b` are added to weight and bias as they are. Names of layers are
-            diffusers' names, names of Wan's or Stability's code, or any of them with underscores
+            in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up).
+            A convolution has [rank, in, *window] and [out, rank, 1, ...]. `<layer>.diff` and
+            `<layer>.diff_b` are added to weight and bias, multiplied only by `scale`. Layers may
+            have diffusers' names, names of Wan's or Stability's code, or either with underscores
             for dots.
-            The alpha of a layer is `<layer>.alpha`; else alpha_pattern or lora_alpha of the
-            metadata; else the rank. Metadata are `lora_adapter_metadata` in the header, as
-            diffusers saves it, or peft's adapter_config.json in the folder or beside
-            adapter_model.safetensors; a state dict has none. With their `use_rslora`, their alpha
-            is divided by the root of the rank.
+            The alpha of a layer is `<layer>.alpha`; else alpha_pattern or lora_alpha in the
+            metadata; else the rank. The metadata are `lora_adapter_metadata` in the header, which
+            diffusers writes, or peft's adapter_config.json in the folder or beside
+            adapter_model.safetensors; a state dict has none. If the metadata set `use_rslora`, an
+            alpha in the metadata is divided by the root of the rank.
         scale: multiplies the change; -1 undoes a merge, up to rounding.
         prefix: prefix of the names in `tensors`, such as "transformer."; it also selects that part
-            of the metadata. Default the prefix that diffusers, peft, ComfyUI or kohya's programs
-            write, which is logged if the file has other parts.
+            of the metadata. None finds the prefix that diffusers, peft, ComfyUI or kohya's programs
+            write, and logs it if the file has other parts.
         strict: True refuses layers that the module lacks; False leaves them out and logs them.
 
     Raises:
-        WeightsError: a name that is no layer of the module or no part of LoRA, several prefixes
-            that fit, half a pair, two pairs for one layer, wrong shapes or dtypes, rank 0, a scale
-            or alpha that is no finite number, metadata that are broken, only for other parts, or
-            for DoRA or another method, or a sum that the kernel's dtype cannot represent. The
-            module does not change then.
+        WeightsError: a name is not LoRA's or not a layer of the module, several prefixes fit, a
+            layer has one matrix or two pairs, a shape or dtype is wrong, the rank is 0, a scale or
+            alpha is not finite, the metadata are broken, are only for other parts or are for
+            another method such as DoRA, or the sum overflows the kernel's dtype. The module then
+            does not change.
 
     Example:
         >>> import numpy as np
@@ -103,12 +103,12 @@ def check_lora(
     prefix: str | None = None,
     strict: bool = True,
 ) -> tuple[str, ...]:
-    """Check LoRA weights against a module, also without arrays; return their layers.
+    """Check LoRA weights against a module, which may lack arrays; return their layers.
 
     The arguments are as for `merge_lora`.
 
     Raises:
-        WeightsError: as for `merge_lora`, except errors of sums.
+        WeightsError: as for `merge_lora`, except for overflow.
     """
     layers, changes = _read_lora(module, tensors, prefix, strict)
     for _ in changes:  # each is checked as it is read
@@ -117,7 +117,7 @@ def check_lora(
 
 
 def lora_prefix(module: nnx.Module, tensors: Mapping[str, Any] | str | Path) -> str:
-    """Return the prefix that `merge_lora` finds for a module, also without arrays.
+    """Return the prefix that `merge_lora` finds for a module, which may lack arrays.
 
     Raises:
         WeightsError: layers of the module have several prefixes.
@@ -143,7 +143,7 @@ class LoraChange(NamedTuple):
 
     @_BEYOND
     def at_most(self) -> float:
-        """Return an upper bound of the change's magnitudes without computing the product."""
+        """Return an upper bound of the change's absolute values, without computing the product."""
         bound = abs(self.up) if self.down is None else abs(self.up) @ abs(self.down).max(axis=1)
         return abs(self.factor) * float(bound.max(initial=0.0))
 
@@ -183,7 +183,7 @@ def _read_lora(
     ]
     for name, entry in differences:
         if _trimmed(shape := tuple(held[name].shape)) != _trimmed(entry.shape):
-            rule = f"a difference must have the shape of {entry.name}, {entry.shape}"
+            rule = f"it must have the shape of {entry.name}, to which it is added: {entry.shape}"
             raise WeightsError("LoRA", f"{name}: {shape}", rule, lora_names.OTHER_MODEL)
     used = (its.tensors.items() for its in layers.values())
     checks.dtypes([name for its in used for kind, name in its if kind != "alpha"], held)
@@ -213,7 +213,7 @@ def _refuse_unknown(unknown: list[str], known: int, strict: bool, remedy: str) -
     count = len(unknown) + known
     if not count:
         rule = "it must have <layer>.lora_A.weight and <layer>.lora_B.weight"
-        raise WeightsError("LoRA", "no weights", rule, "give the right file, or the right prefix")
+        raise WeightsError("LoRA", "no weights", rule, "pass another file or another prefix")
     listed = ", ".join(first_of(unknown))
     if strict or not known:
         not_there = f"{len(unknown)} of {count} are not"
@@ -279,7 +279,7 @@ def _check_sum(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
     old = jnp.asarray(checks.value_at(module, entry))
     old = old if entry.layer is None else old[entry.layer]
     most, finite = float(jnp.finfo(old.dtype).max), jnp.isfinite(old)
-    # Most changes are far from the limit: the bound avoids their product, most of the work.
+    # Most sums are far from the limit, and the bound shows it without the costly product.
     if float(jnp.abs(jnp.where(finite, old, 0)).max()) + change.at_most() < most / 2:
         return
     if not bool((jnp.isfinite(_sum(old, entry, change)) | ~finite).all()):
@@ -291,7 +291,7 @@ def _check_sum(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
 
 
 def _add(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
-    """Add a change to a parameter, or to one layer of a stacked one."""
+    """Add a change to a parameter, or to one layer of a stacked parameter."""
     variable, old = variable_at(module, entry.path), jnp.asarray(checks.value_at(module, entry))
     if entry.layer is None:
         variable.set_value(_sum(old, entry, change))

@@ -1,8 +1,8 @@
 """Finds the layer and the matrix of each tensor of a LoRA file, by the tensor's name.
 
-A name is a prefix, a layer's name and the matrix. diffusers' prefix is the part of its pipeline,
-peft's is its wrapper, that of ComfyUI and of programs with the original code is "diffusion_model.",
-and that of kohya's sd-scripts and musubi-tuner is "lora_unet_".
+A name has a prefix, the layer's name and the matrix. The prefix is a pipeline's part in diffusers,
+the wrapper's name in peft, "diffusion_model." in ComfyUI and in programs with the model's original
+code, and "lora_unet_" in kohya's sd-scripts and musubi-tuner.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ log = logging.getLogger("maxattn")
 
 DOWN: Final = ("lora_A", "lora.down", "lora_down")
 UP: Final = ("lora_B", "lora.up", "lora_up")
-DIFFERENCES: Final = {"diff": "weight", "diff_b": "bias"}  # by kind, the changed parameter
+DIFFERENCES: Final = {"diff": "weight", "diff_b": "bias"}  # kind of tensor -> changed parameter
 _MATRIX = "|".join(map(re.escape, (*DOWN, *UP)))
 _NAME = re.compile(
     rf"(?P<layer>.+)\.(?:(?P<matrix>{_MATRIX})(?:\.default)?\.weight|(?P<other>alpha|diff|diff_b))"
 )
 _MERGE = "merge it with the program that trained it, and load the merged model"
-OTHER_MODEL = "give LoRA weights of this model"
+OTHER_MODEL = "pass LoRA weights of this model"
 OTHER_METHODS: Final = {
-    r".+\.hada_\w+": "LoHa, whose change is a product of two LoRA",
+    r".+\.hada_\w+": "LoHa, whose change multiplies two LoRA elementwise",
     r".+\.lokr_\w+": "LoKr, whose change is a Kronecker product",
     r".+\.(dora_scale|lora_magnitude_vector.*)": "DoRA, which scales the columns",
     r".+\.(oft|boft)_\w+.*": "OFT, which rotates the kernel",
@@ -41,11 +41,11 @@ PREFIXES: Final = (
     "base_model.model.transformer.", "base_model.model.unet.", "base_model.model.diffusion_model.",
     "lora_unet_", "lora_transformer_", "lycoris_",
 )  # fmt: skip
-# Ends of names of tensors with a row for each output channel.
+# Name endings of the tensors that have one row per output channel.
 BY_ROW: Final = (".lora_B", ".lora.up", ".lora_up", ".diff", ".diff_b")
 LONGEST: Final = 1000  # most characters of a name in which prefixes are searched
 TEXT: Final = ("text_encoder", "lora_te", "text_model", "conditioner.")  # prefixes of text encoders
-# Parts of names that code other than diffusers' writes.
+# Parts of names that diffusers does not write.
 _FOREIGN = re.compile(
     r"diffusion_model\.|lora_unet_|lora_transformer_|lycoris_|(self|cross|img|txt)_attn|qkv"
     r"|(double|single|joint|input|output|middle)_blocks?\b|\.attention\.|processor"
@@ -92,7 +92,7 @@ def layers_of(
 
 
 def layer_of(name: str) -> str | None:
-    """Return the layer's part of a tensor's name, None if it is no name of LoRA."""
+    """Return the layer in the name of a LoRA tensor; None for other tensors."""
     found = _NAME.fullmatch(name)
     return found["layer"] if found else None
 
@@ -122,14 +122,14 @@ def _check_once(layer: str, first: str, name: str) -> None:
 def _check_halves(layer: str, tensors: Mapping[str, str]) -> None:
     half = {"down", "up"} - tensors.keys()
     if len(half) == 1:
-        rule = f"each layer must have two matrices, and the {half.pop()} one is missing"
+        rule = f"each layer must have two matrices, and its {half.pop()} matrix is missing"
         raise WeightsError("LoRA", layer, rule, "download the file again")
     if "alpha" in tensors and half:
-        rule = "an alpha needs two matrices, and there are none"
-        raise WeightsError("LoRA", tensors["alpha"], rule, "remove it")
+        rule = "an alpha needs two matrices, and its layer has none"
+        raise WeightsError("LoRA", tensors["alpha"], rule, "remove the alpha")
     if "diff" in tensors and not half:
-        rule = "a kernel must be changed once, by two matrices or by a difference"
-        raise WeightsError("LoRA", tensors["diff"], rule, "keep one of them")
+        rule = "a layer must have two matrices or a .diff, not both"
+        raise WeightsError("LoRA", tensors["diff"], rule, "remove the matrices or the .diff")
 
 
 # ---- tensors of several layers -------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _check_rows(name: str, shape: tuple[int, ...], parts: tuple[Entry, ...]) -> 
     total = sum(entry.shape[0] for entry in parts)
     if shape[:1] != (total,):
         layers = ", ".join(entry.owner for entry in parts)
-        rule = f"it must have the {total} rows of {layers}"
+        rule = f"it must have {total} rows, as many as {layers} together"
         raise WeightsError("LoRA", f"{name}: {shape}", rule, OTHER_MODEL)
 
 
@@ -187,7 +187,7 @@ def find_prefix(held: Mapping[str, Any], module: ModuleNames) -> str:
     ]
     if len(found) > 1:
         several = " and ".join(f'"{prefix}"' for prefix in found)
-        rule = f"only one part can be merged, and layers of the module are behind {several}"
+        rule = f"one prefix must be chosen, and layers of the module have the prefixes {several}"
         choices = " or ".join(f'prefix="{prefix}"' for prefix in found)
         raise WeightsError("prefix", "not given", rule, f"pass {choices}")
     return found[0] if found else ""
@@ -196,7 +196,7 @@ def find_prefix(held: Mapping[str, Any], module: ModuleNames) -> str:
 def log_part(prefix: str, held: Mapping[str, Any]) -> None:
     """Log which part of a file is merged, if the file has other parts."""
     if others := [name for name in held if not name.startswith(prefix)]:
-        message = 'LoRA: merging the %d of %d tensors behind "%s", not other parts, such as %s'
+        message = 'LoRA: merging %d of %d tensors, with prefix "%s"; %s, for example, is left out'
         log.warning(message, len(held) - len(others), len(held), prefix, others[0])
 
 
@@ -209,7 +209,7 @@ def remedy(
     """
     layer = next((layer for layer in unknown if not layer.startswith(TEXT)), None)
     if layer is None:
-        return "give the LoRA of this module; these weights are for a text encoder"
+        return "pass the LoRA of this module; these weights are for a text encoder"
     ends = _ends(layer)
     if begin := next((layer[:end] for end in ends if layer[end:] in module.layers), ""):
         whole = prefix + begin
@@ -219,15 +219,15 @@ def remedy(
     numberless = {re.sub(r"\d+", "#", name) for name in module.layers}
     if any(re.sub(r"\d+", "#", layer[end:]) in numberless for end in (0, *ends)):
         close = did_you_mean(layer, module.kernels)
-        return close or f"{OTHER_MODEL}; the given ones are for another number of layers"
+        return close or f"{OTHER_MODEL}; these are for another number of layers"
     if _FOREIGN.search(prefix + layer):
         return _CONVERT
     if not few:
-        return f"{OTHER_MODEL}; the given ones have none of its layers, with any prefix"
+        return f"{OTHER_MODEL}; these weights have none of its layers, with any prefix"
     last = {name.rpartition(".")[2] for name in module.kernels}
     is_close = did_you_mean(layer.rpartition(".")[2], last)
     close = did_you_mean(layer, module.kernels) if is_close else ""
-    return close or "pass prefix= if all names begin alike, or the module that has these layers"
+    return close or "pass prefix= if all names have one, or pass the module with these layers"
 
 
 def _ends(layer: str) -> list[int]:

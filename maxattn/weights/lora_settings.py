@@ -1,5 +1,4 @@
-"""Reads the alphas of LoRA weights from their metadata: diffusers' header, or peft's
-adapter_config.json.
+"""Reads LoRA alphas from metadata: diffusers' header, or peft's adapter_config.json.
 
     W' = W + alpha / rank * B A, or alpha / sqrt(rank) with use_rslora
 
@@ -25,7 +24,7 @@ from maxattn.weights.files import SafeTensors
 HEADER, CONFIG, PEFT_FILE = "lora_adapter_metadata", "adapter_config.json", "adapter_model"
 MOST_BYTES = 4 * 2**20  # most bytes of metadata, which name at most some thousand layers
 MOST_PATTERNS = 10_000
-# Literal names and `.*` only: Python's `re` may not end on an expression from an untrusted file.
+# Literal names and `.*` only: Python's `re` may run forever on a pattern of an untrusted file.
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*|\\?\.)+\$?")
 _PLAIN_FIRST = ("gaussian", "eva", "orthogonal")  # initializers that do not change the kernels
 _OTHER_KINDS = ("layer_replication", "alora_invocation_tokens", "arrow_config")
@@ -35,7 +34,7 @@ _MERGE = "merge it with peft, and load the merged model"
 
 @dataclass(frozen=True)
 class Strength:
-    """The alphas of layers, by pattern and default; None means the rank; `rooted` is for rsLoRA."""
+    """A layer's alpha: by pattern, else `alpha`, else (None) the rank; `rooted` means rsLoRA."""
 
     alpha: float | None = None
     patterns: tuple[tuple[str, float], ...] = ()
@@ -52,8 +51,8 @@ class Strength:
 def names_layer(key: str, layer: str) -> bool:
     """Check whether a key of peft's alpha_pattern matches a layer's name.
 
-    peft writes the name or its end, diffusers the whole name after `^`; `.*` matches any text. peft
-    matches `(.*\\.)?(key)$`; here `.` is a dot, and the search does not backtrack.
+    peft writes the name or its end, diffusers `^` and the whole name; `.*` matches any text. Unlike
+    in peft's `(.*\\.)?(key)$`, `.` matches only a dot, and the search does not backtrack.
 
     >>> keys = ("to_q", "0.to_q", "^to_q", "^blocks.*_q")
     >>> [names_layer(key, "blocks.10.to_q") for key in keys]
@@ -88,8 +87,8 @@ def read_strength(held: Mapping[str, Any], prefix: str) -> Strength:
 def _metadata(held: SafeTensors) -> tuple[str, dict[str, Any]]:
     """Return the source and the values of the metadata, ("", {}) if there are none.
 
-    A header precedes a file beside it, which may be older. peft's settings apply to all tensors of
-    a folder, or to a file with peft's name.
+    The header overrides an adapter_config.json beside it, which may be older. Without a header,
+    adapter_config.json is read for a folder, or for a file with peft's name.
     """
     texts = {header[HEADER] for header in held.headers() if HEADER in header}
     if len(texts) > 1:
@@ -130,14 +129,14 @@ def _part(where: str, values: dict[str, Any], prefix: str) -> _Settings:
         wanted = named[0]
     if wanted not in named:
         rule = f"the prefix must select {' or '.join(named)}, and it is {prefix!r}"
-        remedy = f'pass prefix="{named[0]}.", or a state dict, whose alpha is the rank'
+        remedy = f'pass prefix="{named[0]}.", or a state dict, where alpha is the rank'
         raise WeightsError("LoRA", where, rule, remedy)
     return _Settings(where, f"{wanted}.", parts[wanted])
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """peft's settings, from `where`, of one part of a pipeline; their names begin with `part`."""
+    """peft's settings of one part of a pipeline, read from `where`; keys begin with `part`."""
 
     where: str
     part: str
@@ -146,7 +145,7 @@ class _Settings:
     def check_method(self) -> None:
         """Refuse a method that does more than add `B A` to unchanged kernels."""
         if (method := self.values.get("peft_type")) not in (None, "LORA"):
-            rule = "the method must be LORA; other methods are no product of two matrices"
+            rule = "it must be LORA, since other methods are no product of two matrices"
             raise self._wrong("peft_type", method, rule, _MERGE)
         if self.flag("use_dora"):
             rule = "only LoRA can be merged, and DoRA also scales the columns of a kernel"
@@ -182,10 +181,10 @@ class _Settings:
             raise self._wrong("alpha_pattern", held, "it must map layers to alphas", _AGAIN)
         if len(held) > MOST_PATTERNS:
             rule = f"it must have at most {MOST_PATTERNS:,} layers"
-            raise self._wrong("alpha_pattern", f"{len(held):,} of them", rule, _AGAIN)
+            raise self._wrong("alpha_pattern", f"{len(held):,} layers", rule, _AGAIN)
         wrong = next((key for key in held if not _PATTERN.fullmatch(key)), None)
         if wrong is not None:
-            rule = "a key must be a layer's name or its end, in which .* may be any text"
+            rule = "a key must be a layer's name or the end of one, and may contain .* for any text"
             remedy = "write full names of layers, or save the LoRA with an alpha for each layer"
             raise self._wrong("alpha_pattern", wrong, rule, remedy)
         return tuple((key, self.number(f"alpha_pattern[{key}]", a)) for key, a in held.items())

@@ -1,4 +1,4 @@
-"""diffusers' names and layouts of the parameters of an NNX module. No file or array is read here.
+"""Maps an NNX module's parameters to diffusers' names and layouts; reads no file or array.
 
 The attributes on the path of a parameter, joined by dots, are its name in diffusers, with two
 exceptions: the parameter itself (`kernel` is `weight`, with its axes reversed), and names that a
@@ -8,7 +8,7 @@ class lists in `diffusers_names`. More attributes of a class describe its files:
                         diffusers numbers them, like the layers of an `nnx.List`
     diffusers_fused     tensors that store the rows of several layers in sequence, with the names of
                         these layers; loaded and saved in this form
-    diffusers_may_fuse  the same for loading; saved as separate layers
+    diffusers_may_fuse  like `diffusers_fused` when loaded; saved as separate layers
     diffusers_ignored   tensors of the model's files that no version of the model uses
 """
 
@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 class FusedPlace(NamedTuple):
-    """A layer's place in a fused tensor, and whether that tensor is saved too."""
+    """A layer's place in a fused tensor, and whether saving writes the fused tensor."""
 
     name: str
     index: int
@@ -35,15 +35,15 @@ class FusedPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of diffusers, and the module's parameter (or a layer of a stacked parameter).
+    """A tensor in diffusers, and its parameter in the module (or layer of a stacked parameter).
 
     Args:
         name: the tensor's name in diffusers.
         path: the parameter's path in the module.
         shape: the tensor's shape in diffusers.
-        axes: axis i of the parameter (of one layer) is axis axes[i] of the tensor.
+        axes: axis i of the parameter (without a stacked axis) is axis axes[i] of the tensor.
         layer: the index in a stacked parameter, or None.
-        fused: the fused tensors that may contain this one.
+        fused: the fused tensors that may contain this tensor.
     """
 
     name: str
@@ -93,7 +93,7 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
     while len(rest) > 1:
         owners.append((len(names), type(owner)))
         taken, name = _step(owner, rest)
-        # Layers of that name are a stacked module, unless they are a list with indices.
+        # The name means a stacked module, unless the attribute is an `nnx.List`.
         is_list = isinstance(getattr(owner, str(rest[0]), None), nnx.List)
         if name in getattr(type(owner), "diffusers_stacked", ()) and not is_list:
             stacked = len(names)
@@ -114,7 +114,7 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
 def _places(
     owners: list[tuple[int, type]], names: list[str], full: list[str], prefix: str
 ) -> Iterator[FusedPlace]:
-    """List the fused tensors that may contain this one, by the classes on its path."""
+    """Yield the fused tensors that may contain a tensor, by the classes on its path."""
     for depth, kind in owners:
         layer = ".".join(names[depth:])
         begin = full[: len(full) - 1 - len(names[depth:])]
@@ -127,7 +127,7 @@ def _places(
 
 
 def _step(owner: Any, rest: list[Any]) -> tuple[int, str]:
-    """Return diffusers' name for the next parts of a path, and the number of parts."""
+    """Return how many parts of a path form diffusers' next name, and that name."""
     renamed: Mapping[str, str] = getattr(type(owner), "diffusers_names", {})
     for taken in range(len(rest) - 1, 0, -1):
         if (name := renamed.get(".".join(map(str, rest[:taken])))) is not None:
@@ -139,7 +139,7 @@ def _parameter(owner: Any, name: str, ndim: int) -> tuple[str, tuple[int, ...]]:
     """Return torch's name of a parameter, and the axes of its tensor."""
     same = tuple(range(ndim))
     if name == "kernel" and isinstance(owner, nnx.Linear | nnx.Conv):
-        # [in, out] is [out, in]; [*spatial, in, out] is [out, in, *spatial].
+        # flax [in, out] is torch [out, in]; [*spatial, in, out] is [out, in, *spatial].
         return "weight", (*same[2:], 1, 0)
     if name in ("scale", "embedding"):
         return "weight", same

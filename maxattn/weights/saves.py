@@ -1,4 +1,4 @@
-"""Saves tensors as safetensors; a concurrent reader gets either all of the old save or all new.
+"""Saves tensors as safetensors; a concurrent reader sees only the old save or only the new one.
 
 Readers follow the index if there is one, so a save takes effect by one rename: of the index, or of
 the single file if there is none. A file that an index names is not overwritten before the index is.
@@ -28,7 +28,7 @@ from maxattn.errors import WeightsError
 from maxattn.weights.files import INDEX, NAMES
 
 SHARD_BYTES = 5 * 2**30  # a larger tensor gets a separate file
-# Two, because an interrupted save may have left an index that names files of one of them.
+# Two, since an interrupted save may have left an index that names files with one ending.
 ENDINGS = (".partial", ".partial2")
 METADATA = {"format": "pt"}  # diffusers refuses files without it
 Read = Callable[[str], np.ndarray]
@@ -110,8 +110,8 @@ def _errors_of(folder: Path) -> Iterator[None]:
         yield
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        rule = f"files must be writable in it, and the system reports: {reason}"
-        remedy = "give a folder with write permission and enough space"
+        rule = f"it must be a writable folder, and the system reports: {reason}"
+        remedy = "pass a folder with write permission and enough space"
         raise WeightsError("folder", printable(str(folder), 400), rule, remedy) from error
 
 
@@ -177,7 +177,7 @@ def _put_index(path: Path, index: Mapping[str, Any]) -> None:
 
 
 def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
-    """Remove the other files of earlier saves with that name, the index first."""
+    """Remove the files of earlier saves under `name` that are not in `kept`, the index first."""
     ours = re.compile(
         rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?(\.partial2?)?"
     )
@@ -195,7 +195,7 @@ def write(path: Path, forms: Mapping[str, Form], read: Read) -> None:
     """Write a safetensors file; `read` returns one tensor at a time, in its form.
 
     Raises:
-        WeightsError: safetensors has no such dtype.
+        WeightsError: safetensors does not have a tensor's dtype.
     """
     names = sorted(forms, key=lambda name: (-np.dtype(forms[name].dtype).itemsize, name))
     head = _header(names, forms)

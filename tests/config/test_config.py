@@ -231,7 +231,7 @@ def test_a_programs_own_contradictions():
 
 def test_a_mesh_is_of_jax_s_devices():
     for devices in (4, "cpu", [0, 1], []):
-        with pytest.raises(InputError, match=r"list of jax's devices\n.*jax\.devices\(\)\[:\d\]"):
+        with pytest.raises(InputError, match=r"list of jax devices\n.*jax\.devices\(\)\[:\d\]"):
             AttentionConfig().make_mesh(devices)  # type: ignore[arg-type]
     mesh = AttentionConfig(mesh_axes=("context", "data")).make_mesh(jax.devices()[:1])
     assert dict(mesh.shape) == {"context": 1, "data": 1}

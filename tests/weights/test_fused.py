@@ -197,7 +197,7 @@ def test_metadata_name_the_layer_as_the_file_does(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        (pair("to_qkv", 2 * INNER), f"it must have the {3 * INNER} rows of to_q, to_k, to_v"),
+        (pair("to_qkv", 2 * INNER), f"it must have {3 * INNER} rows, as many as to_q"),
         (pair("to_qkv", 3 * INNER) | pair("to_k", INNER), "to_qkv.lora_A.weight is for to_k too"),
         (pair("to_kv", 2 * INNER) | pair("to_qkv", 3 * INNER), "is for to_k too"),
     ],

@@ -46,7 +46,7 @@ def read_all(folder: Path) -> set[float]:
 
 def test_an_index_that_cannot_be_read_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / f"{NAME}.safetensors.index.json").mkdir()
-    with pytest.raises(WeightsError, match="files must be writable in it") as caught:
+    with pytest.raises(WeightsError, match="it must be a writable folder") as caught:
         save(tmp_path, "two", 1)
     assert str(caught.value).startswith(f"folder: {tmp_path}")
 

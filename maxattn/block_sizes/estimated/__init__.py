@@ -1,1 +1,1 @@
-"""The estimated times of TPU tiles, by the schedules that libtpu compiles; the fastest tiles."""
+"""Times of TPU tiles, estimated from the schedules that libtpu compiles; the fastest tiles."""

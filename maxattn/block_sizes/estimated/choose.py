@@ -1,4 +1,4 @@
-"""The fastest tiles of a call, and its time with them, estimated by the shipped schedules."""
+"""Chooses a call's fastest tiles and estimates its time, from the shipped schedules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EstimatedSizes(NamedTuple):
         sizes: the fastest tiles.
         seconds: the time of a call with `sizes`.
         default: the call's time with the sizes of the rules; None if unknown.
-        online: the call's time if scores need a running maximum; None for `seconds`.
+        online: the call's time if scores need a running maximum; None if it equals `seconds`.
         backward: the backward's part of `seconds`; None without a backward.
     """
 
@@ -61,7 +61,7 @@ class EstimatedSizes(NamedTuple):
 def estimated_sizes(
     kernel: KernelKind, call: Call, target: Target, training: bool, fused: bool | None = None
 ) -> EstimatedSizes | None:
-    """Return the fastest tiles by the shipped schedules; None if they have no time of the call.
+    """Return the fastest tiles by the shipped schedules; None if no schedule can time the call.
 
     The backward of JAX's kernel is the fused backward if that is faster and its partial dQ take
     little of the device's memory.
@@ -71,7 +71,7 @@ def estimated_sizes(
         call: the local call, in the dtype that the kernel computes in.
         target: the machine.
         training: whether to time forward and backward; else the forward alone.
-        fused: whether the user sets the fused backward of `flash`, with any memory; None: either.
+        fused: the user's `use_fused_bwd_kernel`, whatever memory it needs; None: try both.
     """
     if not_estimated(kernel, call, target):
         return None
@@ -80,7 +80,7 @@ def estimated_sizes(
 
 
 def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
-    """Return why the shipped schedules have no time of a call; "" if they may have one."""
+    """Return why the shipped schedules cannot time a call; "" if they may."""
     if target.platform != "tpu":
         return "it runs on no TPU"
     if why := not_priced(call):
@@ -89,9 +89,9 @@ def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
     if not costs:
         known = ", ".join(known_of(target.device_kind, kernel)) or "none"
         what = f"head dim {call.head_dim} in {call.dtype}"
-        return f"{kernel} on {target.device_kind} has none of {what} (known: {known})"
+        return f"{kernel} on {target.device_kind} has none for {what} (known: {known})"
     if hides_by_interval(call) and ("fwd", Evaluates.INTERVAL) not in costs:
-        return f"{kernel} on {target.device_kind} has none that skip tiles by a mask"
+        return f"{kernel} on {target.device_kind} has none for masks that leave tiles empty"
     return ""
 
 
@@ -103,7 +103,7 @@ def choose(
     training: bool,
     fused: bool | None = None,
 ) -> EstimatedSizes | None:
-    """Return the fastest tiles by `costs`, or the tiles of the rules if they are as fast."""
+    """Return the fastest tiles by `costs`, or the rules' tiles if these are as fast."""
     if not costs:
         return None
     asked = FlashBlockSizes(use_fused_bwd_kernel=fused)
@@ -117,7 +117,7 @@ def choose(
         for one in ranked(costs, call, kernel, target, training, each)
         if not either or are_parts_small(call, one.sizes, kernel, target.device_kind)
     ]
-    if known is None:  # then only tiles whose forward computes hardly more pairs than the rules'
+    if known is None:  # only tiles whose forward computes hardly more pairs than the rules' tiles
         most = (1 + TIE) * padded_pairs(tiles_of(default)["fwd"], call)
         every = [one for one in every if padded_pairs(tiles_of(one.sizes)["fwd"], call) <= most]
     else:
@@ -201,7 +201,7 @@ def seconds_of(
     target: Target,
     forward: Kind = "fwd",
 ) -> Seconds | None:
-    """Estimate the time of all kernels of a call with given sizes; None if one is unknown.
+    """Estimate the time of all kernels of a call with given sizes; None if one time is unknown.
 
     `forward` is "online" for scores that need a running maximum.
     """
@@ -274,7 +274,7 @@ def estimate_note(
     what: Literal["forward", "backward"] | None = None,
     fused: bool | None = None,
 ) -> tuple[str, ...]:
-    """Return a note on the times of the passes, compared with those of the rules' sizes."""
+    """Return a note with the estimated times, and the times with the rules' own sizes."""
     forward, training = (estimated_sizes(kernel, call, target, t, fused) for t in (False, True))
     if forward is None or training is None or training.backward is None:
         return ()
@@ -295,6 +295,6 @@ def estimate_note(
         text = f"{beside(forward, 'inference')}, {beside(training, 'training')}"
     if what != "backward" and hides_by_interval(call):
         whole, masked = tile_shares(call, (forward.sizes.block_q, forward.sizes.block_kv))
-        text += f"; of a forward's tiles {whole:.0%} are whole, {masked:.0%} evaluate the mask,"
+        text += f"; forward tiles: {whole:.0%} without a mask test, {masked:.0%} with one,"
         text += f" {1 - whole - masked:.0%} skipped"
     return (f"block sizes {how_estimated()}: a device's call takes {text}",)

@@ -1,4 +1,4 @@
-"""The number of steps in the grids of the TPU kernels under a mask, and which compute a tile."""
+"""Counts the grid steps of the TPU kernels under a mask, and the steps that compute a tile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maxattn.masks.terms import packed_interval
 
 
 def hides_by_interval(call: Call) -> bool:
-    """Check whether a call's mask hides other keys than padding."""
+    """Check whether a call's mask hides keys that are not padding."""
     return not call.mask.is_full and call.mask.key_limit() is None
 
 
@@ -29,10 +29,10 @@ def evaluates(call: Call, tile: Tile) -> Evaluates:
 
 
 def not_priced(call: Call) -> str:
-    """Return why no schedule can time a call; "" if one may."""
+    """Return why no schedule can time a call; "" if a schedule may."""
     mask = call.mask
     if call.bias is not None:
-        return "schedules are of calls without a bias"
+        return "the schedules are for calls without a bias"
     if mask.is_full or (not mask.has_data and mask.key_limit() is not None):
         return ""
     if mask.has_data:
@@ -40,7 +40,7 @@ def not_priced(call: Call) -> str:
     if call.sharded:
         return f"under {mask} the devices compute different tiles"
     if packed_interval(mask, call.kv_len) is None:
-        return f"schedules are of masks with one interval of keys per query, and {mask} has more"
+        return f"the schedules are for one interval of keys per query, and {mask} has more"
     return ""
 
 
@@ -61,7 +61,7 @@ def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGri
     tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
     per_row = tiles.by_key if by_key else tiles.by_row
     # tokamax's grid has only visited tiles. Other grids are as wide as their longest row; the fused
-    # backward of JAX's kernel writes a partial dQ at every step, and so keeps all steps.
+    # backward of JAX's kernel has all steps, since each writes a partial dQ.
     if kernel == "tokamax_flash":
         steps = max(1.0, float(per_row.sum())) / per_row.size
     elif kernel == "flash" and kind == "fused":
@@ -74,14 +74,14 @@ def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGri
 
 
 def tile_shares(call: Call, tile: Tile) -> tuple[float, float]:
-    """Return the shares of a call's tiles that are computed without the mask, and with it."""
+    """Return the shares of a call's tiles that are computed without and with a mask test."""
     tiles = _visited(call.mask, tile[0], tile[1], call.q_len, call.kv_len)
     every, count = tiles.by_row.size * tiles.by_key.size, int(tiles.by_row.sum())
     return tiles.whole / every, (count - tiles.whole) / every
 
 
 class _Visited(NamedTuple):
-    """The visited tiles per row and per column, and the number computed without the mask."""
+    """Visited tiles per query tile and per key tile, and the number without a mask test."""
 
     by_row: Int[np.ndarray, " rows"]
     by_key: Int[np.ndarray, " columns"]

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from maxattn.devices import Device
 
 Kind = Literal["fwd", "online", "dkv", "fused", "dq"]
-"""The forward, also with the online softmax if a kernel has two; the backward of K and V, without
-and with dQ; the separate backward of Q."""
+"""The forward ("online": with a running maximum, if the kernel has both forms); the backward of K
+and V without dQ ("dkv") or with it ("fused"); the separate backward of Q."""
 Tile = tuple[int, ...]
 """Numbers of queries, keys, and keys computed at once (not in the separate backward of Q)."""
 
@@ -48,7 +48,7 @@ class StepGrid(NamedTuple):
 
     Args:
         heads: number of heads times batch.
-        rows: number of query tiles per head; in the backward of K and V, of key tiles.
+        rows: number of query tiles per head (key tiles in the backward of K and V).
         columns: number of steps per row.
         masked: the share of steps that evaluate the mask, if a kernel distinguishes them.
         idle: the share of steps that compute nothing.
@@ -66,11 +66,11 @@ class StepCost(NamedTuple):
 
     Args:
         always: number of bundles in every step.
-        edges: number of bundles that begin or end a row of tiles.
-        full, masked: for a tile without and with the mask: bundles of its body, waits for the
-            matrix units, cycles in which they are busy.
+        edges: number of bundles in the first and last step of each row, besides `always`.
+        full, masked: for a tile without and with a mask test: number of bundles, cycles of waiting
+            for the matrix units, cycles in which the matrix units are busy.
         cores: number of cores that share the steps.
-        step_bytes, row_bytes: bytes between HBM and the kernel, per step and per row of tiles.
+        step_bytes, row_bytes: bytes moved between HBM and VMEM, per step and per row.
         spills: number of registers that a step writes to memory.
     """
 
@@ -98,12 +98,12 @@ class StepCost(NamedTuple):
         return max(issued, busy), issued + waits
 
     def moved(self, grid: StepGrid) -> float:
-        """Return the bytes that a call moves between HBM and the kernel."""
+        """Return the bytes that a call moves between HBM and VMEM."""
         rows = grid.heads * grid.rows
         return rows * (grid.columns * (1.0 - grid.idle) * self.step_bytes + self.row_bytes)
 
     def seconds(self, grid: StepGrid, device: Device) -> Seconds:
-        """Return a call's time: that of its cycles, or of its HBM traffic if that is longer."""
+        """Return a call's time: its compute time or its HBM transfer time, whichever is longer."""
         core, machine = device.core, device.machine
         assert core is not None and machine is not None, device.kind
         steps = grid.heads * grid.rows * grid.columns
@@ -113,4 +113,4 @@ class StepCost(NamedTuple):
 
 
 Costs = Mapping[tuple[Kind, Evaluates], Mapping[Tile, StepCost]]
-"""The cost of a step, by (kernel, evaluated test of the mask), then by tile."""
+"""The cost of a step, by (kernel, mask test), then by tile."""

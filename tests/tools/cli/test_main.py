@@ -134,7 +134,7 @@ def test_check_refuses_it_too(capsys):
 
 def test_what_was_converted_is_ours(capsys, tmp_path):
     (tmp_path / "ours.yml").write_text(run(capsys, "convert", str(THEIRS / "video.yml")).out)
-    assert "a file of maxattn's own" in run(capsys, "convert", str(tmp_path / "ours.yml")).err
+    assert "a maxattn config" in run(capsys, "convert", str(tmp_path / "ours.yml")).err
 
 
 @pytest.mark.parametrize("text", ["cross_attention: flash\n", "model: {dim: 96}\n"])
