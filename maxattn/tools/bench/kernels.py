@@ -50,7 +50,7 @@ def bench(
     Args:
         shape: from `maxattn.tools.model_shapes`.
         kernels: names of kernels, or "auto"; default all that can run here, and "auto".
-        peers: if the mask is full, also measure other libraries, called as they document it.
+        peers: if the mask is full, also measure other libraries, called as documented.
         target: the machine; default this one.
         budget: approximate seconds for one measurement.
 

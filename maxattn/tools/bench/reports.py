@@ -1,7 +1,7 @@
 """Three reports on this machine's kernels, as tables and pictures.
 
 implementations  naive, tiled and flash attention by length: time, memory, speedup
-block-window     forward and backward by length: a window of blocks, beside a dense mask
+block-window     forward and backward of a block window by length, beside a dense mask
 layers           one training step of a self-attention layer by kernel: time and memory
 """
 

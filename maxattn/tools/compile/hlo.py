@@ -44,7 +44,7 @@ class Transfer:
             order.
         bytes: bytes that one device receives in one run, without its own part; for a psum, the
             size of the result.
-        start, done: lines of the text; equal if the collective is synchronous.
+        start, done: line numbers in the text; equal if the collective is synchronous.
         times: how often the collective runs, by the known trip counts of the loops around it.
         kernels: names of kernels and products (dot, convolution, or a loop or fusion with one)
             between start and done.

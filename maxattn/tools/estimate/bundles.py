@@ -112,7 +112,7 @@ class Bundles:
 
     @cached_property
     def _branches(self) -> tuple[tuple[int, int], ...]:
-        """Every branch and its target, as bundles; a target without a comment is the end."""
+        """Every branch as (bundle, target bundle); a target without a comment is the end."""
         first: dict[str, int] = {}
         for i, row in enumerate(self.rows):
             for region in _REGION.findall(row.text):

@@ -248,7 +248,7 @@ class OfflineSearch:
         return sorted(times, key=lambda tile: times[tile])[:FORWARDS]
 
     def _cost(self, kind: Kind, tile: Tile) -> Seconds | None:
-        """Look up a kernel's cost, or compile it; return the call's time, None if that failed."""
+        """Look up or compile a kernel; return the call's time, or None if the compile failed."""
         masked = evaluates(self.call, tile)
         what = self.target.device_kind, self.kernel, kind, tile
         job = KernelJob(*what, self.call.head_dim, self.call.dtype, masked)

@@ -49,7 +49,7 @@ def table_of_log(path: Path) -> str:
 
 
 def changed(path: Path, log: ScheduleLog) -> Iterator[KernelJob]:
-    """Yield each kernel of a file that the log lacks for the current sources and libraries."""
+    """Yield each kernel of a file that the current sources and libraries have not compiled."""
     for job in dict.fromkeys(job for job, _ in jobs_of(read_lines(path))):
         if log.find(job) is None:
             yield job
