@@ -95,7 +95,7 @@ class Inputs:
 
 
 class Result(NamedTuple):
-    """The output and LSE of a forward; an LSE is a natural log, and -inf if no key is seen."""
+    """A forward's output and LSE, a natural log that is -inf if a query sees no key."""
 
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
@@ -122,7 +122,7 @@ class Rows:
 
 
 class Grads(NamedTuple):
-    """A backward's results; dk, dv and dbias are float32, since callers may sum several calls."""
+    """The gradients; dk, dv and dbias are float32, so that callers can sum them over calls."""
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]
@@ -267,5 +267,5 @@ class Kernel:
         return SumOfParts(self.backward, inputs, rows)
 
     def accumulator_line(self, inputs: Inputs) -> str:
-        """Return the text of `explain` about the accumulator; "" if it sums `backward`'s dQ."""
+        """Return the text of `explain` about the accumulator; "" if it is a `SumOfParts`."""
         return ""

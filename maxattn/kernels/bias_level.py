@@ -64,7 +64,7 @@ def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...
 
 
 def _top(bias: Array, mask: Mask, q_offset: Any, start: Any, size: int) -> Level:
-    """Return the largest finite bias of the allowed keys, or -inf, for `size` query rows."""
+    """Return the largest finite bias of the allowed keys, or -inf, for each of `size` queries."""
     if bias.shape[2] > 1:
         bias = jax.lax.dynamic_slice_in_dim(bias, start, size, 2)
     x = bias.astype(jnp.float32)
@@ -73,7 +73,7 @@ def _top(bias: Array, mask: Mask, q_offset: Any, start: Any, size: int) -> Level
 
 
 def _in_chunks(top: Any, rows: int, size: int) -> Level:
-    """Call `top(start, size)` for each chunk of query rows, and for the shorter last chunk."""
+    """Call `top(start, size)` for each chunk of queries, and for the shorter last chunk."""
     chunks = jax.lax.map(lambda i: top(i * size, size), jnp.arange(rows // size))
     # [chunks, B, N, size, 1] -> [B, N, T, 1]
     whole = jnp.moveaxis(chunks, 0, 2).reshape(*chunks.shape[1:3], -1, 1)

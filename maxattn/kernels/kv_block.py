@@ -31,7 +31,7 @@ class KeyRange(NamedTuple):
     stop: int | None = None
 
     def bounds(self, length: Any) -> tuple[int, Any]:
-        """Return (start, stop) in a block of `length` keys, which may be traced in a kernel."""
+        """Return (start, stop) in a block of `length` keys; `length` may be traced."""
         return self.start, length if self.stop is None else self.stop
 
 
@@ -64,7 +64,7 @@ def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
 
 
 def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0) -> Array:
-    """Return a key range of K (`which` 0) or V (1), cut to `head_dim` channels if not 0.
+    """Return a key range of K (`which` 0) or V (1), with `head_dim` channels; 0 for all channels.
 
     The result is a single slice, which XLA need not copy for most kernels if the batch is 1.
     """

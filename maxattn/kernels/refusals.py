@@ -1,4 +1,4 @@
-"""Refusals that the kernels of all GPU libraries share: operands, and masks beyond a band."""
+"""Refusals that the kernels of all GPU libraries share: dtypes, head dims, scales and masks."""
 
 from __future__ import annotations
 

@@ -151,8 +151,8 @@ def merge_by_lse(
 
         lse = log(sum_p exp(lse_p))        out = sum_p exp(lse_p - lse) out_p
 
-    If a query sees no key in a part, the part's LSE is -inf there, and its out is not read. A query
-    that sees no key in any part gets 0 and -inf.
+    If a query sees no key in a part, the query's LSE is -inf and its out is not read there. A query
+    that sees no key in any part gets out 0 and LSE -inf.
     """
     outs, lses = [out.astype(jnp.float32) for out, _ in parts], [lse for _, lse in parts]
     if len(parts) == 1:

@@ -108,7 +108,7 @@ R = TypeVar("R", bound=TableRow)
 
 
 class Table(dict[str, R]):
-    """Rows by name, in order.
+    """The rows of a table by name, in the order in which they were added.
 
     Args:
         kind: what a row describes, in one word, for error messages.

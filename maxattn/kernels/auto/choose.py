@@ -125,7 +125,7 @@ def _no_fused(target: Target) -> str:
 
 
 def _plain(call: Call, target: Target, why: str) -> Candidates:
-    """Order plain JAX's kernels by the number of scores; if many, a TPU's tiled kernels precede."""
+    """Order plain JAX's kernels by the number of scores; if many, a TPU tries tiled ones first."""
     scores = scores_of(call)
     most, measured = DENSE_SCORES[target.platform]
     where = UNMEASURED if target.device.vendor == "AMD" else measured

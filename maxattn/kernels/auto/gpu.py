@@ -44,7 +44,7 @@ PUBLISHED = (
     " here"
 )
 BIAS = (
-    "a rule, not measured on this GPU: of the kernels that take this bias, cuDNN first, then"
+    "a rule, not measured on this GPU: among the kernels that take this bias, cuDNN first, then"
     " TransformerEngine, then FlashAttention-4"
 )
 

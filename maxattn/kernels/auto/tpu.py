@@ -1,8 +1,8 @@
 """Which tiled TPU kernel `auto` tries first: `flash`, unless another kernel is surely faster.
 
 Times are intervals, estimated from compiled schedules and not from runs: if two intervals overlap,
-neither kernel is surely faster. The forward of `tpu_flash` has a fast softmax for small scores and
-an online softmax: it must be surely faster with the first, and not surely slower with the second.
+neither kernel is surely faster. `tpu_flash` has a fast softmax for small scores and an online one:
+its forward must be surely faster with the fast softmax, and not surely slower with the online one.
 """
 
 from __future__ import annotations

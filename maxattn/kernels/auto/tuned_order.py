@@ -75,7 +75,7 @@ def tuned_order(
     others = [each for each in usual if not gone & {*each[0].split("/")}]
     plain = [each for each in usual if each[0] in PLAIN]
     names = (*refused, (joined(forward.name, backward.name), because), *others, *plain)
-    remedy = "once it runs, maxattn tune --again"
+    remedy = "once the kernel runs, run maxattn tune --again"
     rule = "it did not run when maxattn tune measured it"
     failed = tuple(
         Reason(name, "measured", f"{rule}: {text}", remedy)
@@ -98,7 +98,7 @@ def times_for(local: Call, target: Target, config: AttentionConfig) -> CallTimes
 
 
 def own_passes(usual: Candidates, usable: Runs) -> tuple[tuple[str, str], str]:
-    """Return the kernels (forward, backward) of the first usable candidate, and its reason."""
+    """Return (forward, backward) and the reason of the first candidate whose kernels can run."""
     there = (each for each in usual if all(map(usable, each[0].split("/"))))
     name, because = next(there, ("dot_product", "plain JAX, since nothing else can run"))
     first, *_, last = [*name.split("/")] * 2

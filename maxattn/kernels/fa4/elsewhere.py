@@ -247,7 +247,7 @@ def _flat(x: Array) -> Array:
 
 
 def _ends(inputs: Inputs) -> tuple[Array, Array, Array, Array]:
-    """Return batch rows' starts in flat q and k, and their numbers of queries and of real keys."""
+    """Return the batch rows' starts in flat q and flat k, their query counts and key lengths."""
     (batch, t), s = inputs.q.shape[:2], inputs.k.shape[1]
     lengths = sort_terms(inputs.mask).lengths(batch, s, inputs.kv_offset)
     assert lengths is not None

@@ -1,7 +1,7 @@
 """fa4-jax's two Hopper kernels with three hooks: the next item, where results go, how dQ is added.
 
-`cutejax.call` traces the functions at the end.
-This file needs CuTe, which comes with fa4-jax, and is imported when a kernel is compiled.
+`cutejax.call` traces the functions at the end of this file. The file needs CuTe, which comes with
+fa4-jax, and is imported when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def backward_config(spec: Spec) -> Any:
     """Return the library's settings of a backward for a tile.
 
     At head dims from 65 to 128 the library has tiles of 64 queries only for windows, so this
-    function asks for a window's settings. Up to 64 it takes the settings for 96.
+    function asks for a window's settings. Up to 64, such a tile has the settings of head dim 96.
     """
     (queries, keys), width = spec.tile, kernel_width(spec.head_dim)
     width = 96 if width <= 64 and queries == 64 else width

@@ -124,7 +124,10 @@ class Fa4(Kernel):
         return Lines(runs, forward_launch(problem).line, backward_launch(problem).line)
 
     def _problem(self, call: Call) -> Problem:
-        """Return a call's problem; a sharded band is `known`, since `_over_shifts` runs cases."""
+        """Return the problem of a call.
+
+        A sharded band is of kind `known`, since `_over_shifts` computes it in cases.
+        """
         terms, lengths = sort_terms(call.mask), (call.q_len, call.kv_len)
         is_case = not terms.rest and terms.band is not None and fits_shards(terms, *lengths)
         return of_call(call, self.sms, self.sharded and not is_case)

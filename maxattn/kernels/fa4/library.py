@@ -223,8 +223,8 @@ class BackwardOperands(NamedTuple):
 
     Args:
         lse, delta: statistics of each query and head; the LSE is in base 2.
-        sums: zeros in the memory of results that the kernel adds to: dQ or the flags, and dK and
-            dV if query heads share keys.
+        sums: zeros, which the kernel replaces by results in place: dQ or the flags, and dK and dV
+            if query heads share keys.
     """
 
     q: Any

@@ -67,7 +67,7 @@ class Tally(NamedTuple):
 
 
 def known(kinds: np.ndarray) -> Lists:
-    """Return the lists for tile kinds [rows, columns] that are known when tracing."""
+    """Return the lists of all tile rows from a numpy array of tile kinds [rows, columns]."""
     mixed, full = kinds == MIXED, kinds == FULL
     counts = mixed.sum(axis=1), full.sum(axis=1)
     first = full.argmax(axis=1)
@@ -90,7 +90,7 @@ def _ascending(chosen: np.ndarray) -> np.ndarray:
 
 
 def traced(kinds: Array) -> Lists:
-    """Return the lists for traced tile kinds [*B, rows, columns], made on the device."""
+    """Return the lists of all tile rows from traced tile kinds [*B, rows, columns]."""
     chosen, columns = jnp.stack([kinds == MIXED, kinds == FULL]), kinds.shape[-1]
     at = jnp.arange(columns, dtype=jnp.int32)
     if columns <= MOST_COMPARED:

@@ -158,7 +158,7 @@ def lack(device: Device) -> str:
 
 
 def refuse_operands(call: Call, device: Device) -> Reason | None:
-    """Return why fa4-jax cannot compute a call on a GPU, mask and bias apart; or None."""
+    """Return why fa4-jax cannot compute a call on a GPU, or None; masks are checked elsewhere."""
     if not has_kernels(device):
         takes = ", ".join(f"{major}.x" for major in HEAD_LIMITS)
         return Reason("flash", "device", f"{lack(device)}, only for {takes}", USE_AUTO)

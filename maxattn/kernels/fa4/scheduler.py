@@ -164,7 +164,7 @@ class OnGrid:
 
 
 class Scheduled:
-    """A mixin of both kernels that replaces the library's tile scheduler, ranges and lists."""
+    """A mixin for both kernels that replaces the library's tile scheduler, ranges and lists."""
 
     kind: KernelKind
     extra: dict[str, Any]  # one compilation's arrays beside the library's operands
@@ -307,7 +307,7 @@ class ListTiles(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """A list of tiles: entries of an array from `first` on; without one, first, first + 1, ..."""
+    """A list of tiles: `array[first:]`, or first, first + 1, ... if the array is None."""
 
     array: Any
     first: Any

@@ -72,7 +72,7 @@ class ItemTime(NamedTuple):
 
 
 def forward_time(head_dim: int, tile: Tile, queue: bool) -> ItemTime:
-    """Return the time of a forward's items; `queue` if thread blocks are persistent."""
+    """Return the time of a forward's items; `queue` is True if thread blocks are persistent."""
     speed = next((s for most, s in SPEEDS.items() if head_dim <= most), SPEEDS[256])
     width = ceil(head_dim / 16) * 16 + SOFTMAX
     start = START + QUERY * tile.queries * width
@@ -106,7 +106,7 @@ def library_tile(head_dim: int) -> Tile:
 
 
 def forward_tiles(head_dim: int, q_len: int, kv_len: int, listed: bool) -> tuple[Tile, ...]:
-    """Return a forward's candidate tiles; `listed` if it has lists and a test of pairs."""
+    """Return a forward's candidate tiles; `listed` is True if it reads lists and tests pairs."""
     found = dict.fromkeys(_candidates(head_dim, q_len, kv_len, listed))
     return tuple(x for x in found if fits(head_dim, x)) or (library_tile(head_dim),)
 
@@ -175,7 +175,7 @@ def sums_width(head_dim: int) -> int:
 
 
 def backward_tile(head_dim: int, q_len: int, listed: bool) -> Tile:
-    """Return a backward's tile; `listed` if it has lists and a test of pairs."""
+    """Return a backward's tile; `listed` is True if it reads lists and tests pairs."""
     if head_dim <= 64:
         return Tile(64 if q_len <= 64 else 128, 128)
     if head_dim <= 96 or (head_dim <= 128 and listed):

@@ -32,7 +32,7 @@ class Uniform(NamedTuple):
     """The items of a launch whose tile rows all have the same number of steps.
 
     Attributes:
-        tail: number of tile rows, the last ones of each lane, that are cut; `ALL` for all.
+        tail: how many of each lane's last tile rows are cut; `ALL` for every tile row.
         splits: number of splits of each tile row that is cut.
     """
 
@@ -135,7 +135,7 @@ class Cut(NamedTuple):
 
     Attributes:
         end: the makespan with the merge, in microseconds.
-        tail: number of tile rows, the last ones of each lane, that are cut; `ALL` for all.
+        tail: how many of each lane's last tile rows are cut; `ALL` for every tile row.
         splits: number of splits of each tile row that is cut.
     """
 
