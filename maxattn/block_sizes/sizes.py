@@ -177,7 +177,7 @@ class Facts:
 
 
 def facts_of(call: Call, kernel: KernelKind, target: Target, training: bool) -> Facts:
-    """Return the facts of a call for a kernel on a target."""
+    """Collect the `Facts` of a call for a kernel on a target."""
     return Facts(
         call.q_len,
         call.kv_len,

@@ -136,7 +136,7 @@ def forward_tile(
 def backward_tile(
     asked: FlashBlockSizes, call: Call, target: Target
 ) -> tuple[Tile, tuple[Change, ...]]:
-    """Return the backward's tile and its changes; unset blocks are the user's forward blocks."""
+    """Return the backward's tile and its changes; unset blocks equal the user's forward blocks."""
     q, kv = asked.block_q_dkv or asked.block_q, asked.block_kv_dkv or asked.block_kv
     wanted = q, kv, asked.block_kv_dkv_compute
     return _tile(BACKWARD_PASS, wanted, asked, facts_of(call, "tpu_flash", target, training=True))

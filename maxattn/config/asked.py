@@ -13,7 +13,7 @@ from maxattn.errors import ConfigError
 
 @dataclass(frozen=True)
 class Asked:
-    """The requested kernel, strategy and fallback, the keys that set them, and both as `text`."""
+    """The requested kernel, strategy and fallback, with the keys that set them, and as `text`."""
 
     kernel: str
     kernel_key: str

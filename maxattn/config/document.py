@@ -145,7 +145,7 @@ def _checked_keys(
     """Turn every key into text (`on:` becomes "on"), and yield an error for each duplicate."""
     if any(node is outer for outer in above):
         rule, line = "an alias must not contain itself", node.start_mark.line + 1
-        raise refused(dotted(path), "*alias", rule, "write its value instead", where(line))
+        raise refused(dotted(path), "*alias", rule, "write a value in its place", where(line))
     above = (*above, node)
     if isinstance(node, yaml.MappingNode):
         yield from _duplicates(node, path, where)

@@ -131,7 +131,7 @@ def _axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, 
 
 
 def _parallelism_keys(kind: str) -> tuple[str, ...]:
-    """Return the keys of one kind, the data axis first."""
+    """Return the parallelism keys of `kind` "ici" or "dcn", the data axis first."""
     keys = tuple(f"{kind}_{axis}_parallelism" for axis in AXES)
     return (*keys, BATCH_KEY) if kind == "ici" else keys
 
@@ -156,7 +156,7 @@ def _some_and_each_once(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         raise _broken("it must name an axis", f"write [{', '.join(AXES)}], or some of them")
     twice = [axis for i, axis in enumerate(axes) if axis in axes[:i]]
     if twice:
-        raise _broken(f"each axis must occur once, and '{twice[0]}' occurs again", "remove one")
+        raise _broken(f"each axis must occur once, and '{twice[0]}' is repeated", "remove one")
     return axes
 
 

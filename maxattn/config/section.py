@@ -50,7 +50,7 @@ class Section(BaseModel):
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
-        """Return defaults that depend on `values` and on the `given` keys; by default none."""
+        """Return the values of unset keys that depend on `values`; `given` lists the set keys."""
         del values, given
         return {}
 

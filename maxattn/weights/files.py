@@ -134,7 +134,7 @@ def _entry_file(path: Path) -> Path:
         if found:
             names = printable(", ".join(f.name for f in found), 400)
             rule = "a folder must have one .safetensors file, or one index"
-            raise WeightsError(str(path), names, rule, "pass the path of one of them")
+            raise WeightsError(str(path), names, rule, "pass the path of one, or add the index")
     pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if is_folder else []
     if pickles:
         raise _pickled(pickles[0])

@@ -1,7 +1,7 @@
 """Lists all names that files use for a module's layers.
 
-A layer has diffusers' name, a name in the model's original code, and both with underscores for dots
-(kohya's sd-scripts). Programs that train with the original code put prefixes before names
+A layer has diffusers' name, a name in the model's original code, and both names with underscores
+for dots (kohya's sd-scripts). Programs that train with the original code put prefixes before names
 ("generator_ema.model." for averaged parameters, "generator.model." for the last step's); FSDP
 inserts "_fsdp_wrapped_module.".
 
@@ -121,7 +121,7 @@ def _without_fsdp(held: Mapping[str, Any]) -> dict[str, str]:
     clean: dict[str, str] = {}
     for name in held:
         if (other := clean.setdefault(name.replace(FSDP, ""), name)) != name:
-            rule = f"a parameter must occur once, and {other} is equal except for FSDP's word"
+            rule = f"a parameter must occur once; apart from '{FSDP}' its name equals {other}"
             raise WeightsError("weights", name, rule, "remove one of them from the file")
     return clean
 

@@ -114,8 +114,8 @@ def _no_lora(name: str, bare: str) -> WeightsError:
 
 def _check_once(layer: str, first: str, name: str) -> None:
     if name != first:
-        rule = f"each layer must have one pair of matrices, and {layer} has {first} too"
-        remedy = "keep one spelling: lora_A and lora_B, or lora.down and lora.up"
+        rule = f"layer {layer} must have one pair of matrices, and {first} names it too"
+        remedy = "keep only one of the two spellings in the file"
         raise WeightsError("LoRA", name, rule, remedy)
 
 
@@ -231,6 +231,6 @@ def remedy(
 
 
 def _ends(layer: str) -> list[int]:
-    """Return the positions after a dot, or after an underscore that no dot follows."""
+    """Return the positions in a name after a dot, or after an underscore that no dot follows."""
     ends = [found.end() for found in re.finditer(r"[._]", layer)] if len(layer) < LONGEST else []
     return [end for end in ends if layer[end - 1] == "." or "." not in layer[end:]]

@@ -28,13 +28,13 @@ MOST_PATTERNS = 10_000
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*|\\?\.)+\$?")
 _PLAIN_FIRST = ("gaussian", "eva", "orthogonal")  # initializers that do not change the kernels
 _OTHER_KINDS = ("layer_replication", "alora_invocation_tokens", "arrow_config")
-_AGAIN = "save the LoRA again, or give its tensors with <layer>.alpha as a state dict"
+_AGAIN = "save the LoRA again, or pass its tensors with <layer>.alpha as a state dict"
 _MERGE = "merge it with peft, and load the merged model"
 
 
 @dataclass(frozen=True)
 class Strength:
-    """A layer's alpha: by pattern, else `alpha`, else (None) the rank; `rooted` means rsLoRA."""
+    """A layer's alpha is that of a pattern, else `alpha`, else the rank; `rooted` means rsLoRA."""
 
     alpha: float | None = None
     patterns: tuple[tuple[str, float], ...] = ()

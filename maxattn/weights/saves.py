@@ -56,7 +56,7 @@ def save_tensors(
     """Write tensors as one file of safetensors, or as several and their index, as diffusers does.
 
     Args:
-        forms: the form of each tensor, by name; their sizes decide the number of files.
+        forms: the shape and dtype of each tensor, by name; the sizes set the number of files.
         read: returns one tensor by name; only one at a time is in memory.
         folder, shard_bytes: as for `save_diffusers`.
         name: the beginning of the files' names.

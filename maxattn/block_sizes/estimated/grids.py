@@ -81,7 +81,7 @@ def tile_shares(call: Call, tile: Tile) -> tuple[float, float]:
 
 
 class _Visited(NamedTuple):
-    """Visited tiles per query tile and per key tile, and the number without a mask test."""
+    """Visited tiles per query tile and per key tile; `whole` of them have no mask test."""
 
     by_row: Int[np.ndarray, " rows"]
     by_key: Int[np.ndarray, " columns"]

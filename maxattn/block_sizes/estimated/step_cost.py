@@ -50,7 +50,7 @@ class StepGrid(NamedTuple):
         heads: number of heads times batch.
         rows: number of query tiles per head (key tiles in the backward of K and V).
         columns: number of steps per row.
-        masked: the share of steps that evaluate the mask, if a kernel distinguishes them.
+        masked: the share of steps that evaluate the mask, if the kernel skips the test elsewhere.
         idle: the share of steps that compute nothing.
     """
 
