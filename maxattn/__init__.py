@@ -48,7 +48,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-# Each public name is imported when it is first asked for: `maxattn --version` needs no jax.
+# Each public name is imported when it is first used, so that `maxattn --version` needs no jax.
 _HOMES = {
     "attention": "attention",
     "config": "AttentionConfig",
@@ -78,7 +78,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keep `maxattn.plan` the function: importing the file plan.py would replace it."""
+    """Keep the function `maxattn.plan`, which an import of the file plan.py would replace."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _HOME_OF or not isinstance(value, ModuleType):

@@ -1,4 +1,4 @@
-"""The log: each plan once, and each change of block sizes once, when the kernel is compiled."""
+"""Log each plan once, and each change of block sizes once, when the kernel is compiled."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _logged: set[Plan | str] = set()
 def announce(plan: Plan) -> None:
     """Log a plan once, on process 0.
 
-    The level is WARNING if the kernel or strategy that the user named cannot run, or if a bias
-    keeps a GPU's fused kernels from running.
+    The level is WARNING if `plan.warns`, or if the named kernel or strategy cannot run and
+    `fallback` is "warn".
     """
     warns = plan.warns or (plan.fell_back and plan.fallback == "warn")
     _log_once(logging.WARNING if warns else logging.INFO, plan)
@@ -35,7 +35,7 @@ def announce(plan: Plan) -> None:
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
     """Warn once if a call's mesh lacks the axis sizes that the config or its strategy needs.
 
-    Settings do not create a mesh: a caller may have forgotten to pass it.
+    Settings alone create no mesh, so a caller may have forgotten to pass one.
     """
     there = {} if mesh is None else dict(mesh.shape)
     text = _other_mesh(config, there) or _unspread(config, there, Asked.of(config, role).strategy)
@@ -45,7 +45,7 @@ def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
 def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
     sizes = {axis: ici * dcn for axis, (ici, dcn) in config.axis_parallelism().items()}
     asked = {axis: n for axis, n in sizes.items() if n > 1}
-    if not there:  # -1 is open: if an axis has a size and a -1, the size counts
+    if not there:  # -1 stands for all other devices: an axis of 2 and -1 counts as 2
         asked = {axis: abs(n) for axis, n in sizes.items() if abs(n) > 1}
     if all(there.get(axis, 1) == n for axis, n in asked.items()):
         return ""
@@ -55,16 +55,16 @@ def _other_mesh(config: AttentionConfig, there: dict[str, int]) -> str:
 
 
 def _unspread(config: AttentionConfig, there: dict[str, int], strategy: str) -> str:
-    """Return a warning if the config asks for a context axis and it is not used, else ""."""
+    """Return a warning if the config asks for a context axis that the call cannot use, else ""."""
     named = strategy not in ("auto", "none")
     sized = config.axis_parallelism().get("context", (1, 1)) != (1, 1)
     if there.get("context", 1) > 1:
         if not (named or sized) or "context" not in surrounding_manual_axes():
             return ""
         return (
-            f"The config asks for {strategy if named else 'a context axis'}, and the context axis"
-            " is manual in the surrounding shard_map: each device attends to its own keys alone."
-            " Leave context out of the shard_map's axis_names, or call outside of the shard_map."
+            f"The config asks for {strategy if named else 'a context axis'}, but the context axis"
+            " is manual in the surrounding shard_map: each device attends only to its own keys."
+            " Remove context from the shard_map's axis_names, or call outside the shard_map."
         )
     devices = prod(there.values()) if there else jax.device_count()
     if not named or devices == 1:
@@ -81,12 +81,12 @@ def _no_mesh(wanted: str, first: str = "") -> str:
     ambient = ambient_mesh()
     if ambient is not None and ambient.size > 1:
         return (
-            f"The config asks for {wanted}, and the surrounding mesh has"
+            f"The config asks for {wanted}, but the surrounding mesh has"
             f" {_sizes(dict(ambient.shape))}: attention is split only over {', '.join(AXES)}."
             " Rename the mesh axes, or use config.make_mesh()."
         )
     return (
-        f"The config asks for {wanted}, and this call has no mesh: attention is not split over"
+        f"The config asks for {wanted}, but this call has no mesh: attention is not split over"
         f" devices. {first}Pass mesh=config.make_mesh(), or call inside"
         " jax.set_mesh(config.make_mesh())."
     )
@@ -97,10 +97,10 @@ def _sizes(there: dict[str, int]) -> str:
 
 
 def say_when_compiled(x: jax.Array, text: str) -> jax.Array:
-    """Return x; when the program that computes x is compiled, log a text once, on process 0.
+    """Return x; log a text once, on process 0, when the program that computes x is compiled.
 
-    Only then it is known whether a forward is differentiated: under `jit`, `scan` or `remat`, jax
-    first traces a function without its gradient, and may discard that trace.
+    Before compilation it is unknown whether a forward is differentiated: under `jit`, `scan` or
+    `remat`, jax first traces a function without its gradient, and may discard that trace.
     """
     return say_p.bind(x, text=text)[0] if text else x
 

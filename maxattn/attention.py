@@ -105,18 +105,18 @@ def attention(
     Args:
         q: queries [B, T, N, H]; float32, bfloat16 or float16.
         k, v: keys [B, S, K, H] and values [B, S, K, V]; K divides N, and each key head serves N / K
-            neighbouring query heads. Keys that the mask hides must be finite too, since 0 * NaN is
-            NaN; the setting `check_finite: true` checks them.
+            neighbouring query heads. Keys and values that the mask hides must be finite too, since
+            0 * NaN is NaN; the setting `check_finite: true` checks all operands.
         mask: a mask of `maxattn.masks`, or a boolean array [T, S], [B, T, S] or [B, N, T, S], each
-            axis full or 1, True = attend; default every query sees every key. If T = B > 1, pass
-            [T, S] as [1, T, S]. Pass flags [B, S] of real keys as `masks.KeyPadding(flags)`.
+            axis full or 1, True = attend; by default every query sees every key. If T = B > 1,
+            pass [T, S] as [1, T, S]. For flags [B, S] of real keys pass `masks.KeyPadding(flags)`.
         bias: array added to the scores, broadcasts to [B, N, T, S]; differentiable; default none.
         scale: static factor of the scores; default H ** -0.5.
-        config: default `AttentionConfig()`.
+        config: the settings; default `AttentionConfig()`.
         mesh: the `jax.sharding.Mesh` to split the call over; default the surrounding mesh, if there
             is one. False uses no mesh, and leaves the layout to the compiler.
-        role: "self" (default) or "cross": whether `attention` or `cross_attention` of the config
-            names the kernel.
+        role: "self" (default) or "cross"; decides which setting of the config names the kernel,
+            `attention` or `cross_attention`.
         return_lse: whether to return (out, lse); default False. lse [B, N, T] is float32, the
             natural logarithm of the sum of the exponentials of the scores, and differentiable.
 
@@ -126,7 +126,7 @@ def attention(
     Raises:
         InputError: shapes or dtypes of q, k, v, mask or bias do not fit together.
         MeshError: batch or heads cannot be divided evenly over the mesh.
-        Unsupported: the kernel or strategy that the config names cannot compute this call here.
+        Unsupported: the named kernel or strategy cannot compute this call on this machine.
 
     >>> x = jax.random.normal(jax.random.key(0), (1, 64, 4, 32))
     >>> out, lse = ma.attention(x, x, x, mask=ma.masks.Causal(), return_lse=True)
@@ -135,7 +135,7 @@ def attention(
     """
     prepared = prepare(q, k, v, mask, bias, scale, config, mesh, role, return_lse)
     if v is None:
-        rule, remedy = "v must be an array [B, S, K, V]", "pass the values beside the keys"
+        rule, remedy = "v must be an array [B, S, K, V]", "pass the values as v"
         raise InputError("v", "None", rule, remedy)
     given = {"q": q, "k": k, "v": v, "bias": bias}
     out, lse = attend(prepared, *(as_array(x, name) for name, x in given.items()))
@@ -147,7 +147,7 @@ def as_array(x: Any, name: str) -> Any:
     if x is None or isinstance(x, jax.Array):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        rule, remedy = "attention computes with values", "use jax.eval_shape, or plan(Call.of(...))"
+        rule, remedy = "it must be an array with values", "use jax.eval_shape or plan(Call.of(...))"
         raise InputError(name, "ShapeDtypeStruct", rule, remedy)
     return jnp.asarray(x)
 
@@ -169,8 +169,8 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Check a call and bind its mask, before anything is computed.
 
-    Arguments and errors are as in `attention`; but q, k and v may be shapes with dtypes, and v may
-    be None if there are no values yet.
+    Arguments and errors are as in `attention`, but q, k and v may be `jax.ShapeDtypeStruct`, and v
+    may be None if the values are not computed yet.
     """
     config, mesh = checked_config(config), usable_mesh(mesh, q)
     padding = config.mask_padding_tokens
@@ -181,7 +181,7 @@ def prepare(
 def attend(
     prepared: Prepared, q: Query, k: Key, v: Value, bias: Array | None = None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Plan a prepared call and run it on arrays of its shapes."""
+    """Plan a prepared call, and run the plan on arrays of the call's shapes."""
     call, mask, config, mesh, notes = prepared
     check_devices(mesh, q)
     decided = decide(call, config, mesh_shape(mesh), Target.here()).with_notes(notes)
@@ -209,10 +209,10 @@ def attend(
 def run(
     plan: Plan, q: Query, k: Key, v: Value, bias: Array | None, mask: Mask, mesh: Any = None
 ) -> tuple[Array, Array]:
-    """Execute a plan on arrays of the call it was made for: (out [B, T, N, V], lse [B, N, T]).
+    """Execute a plan on a call's arrays; return (out [B, T, N, V], lse [B, N, T]).
 
-    The mask is bound. The mesh has the axes that the plan names; None if it names none. Inside a
-    `shard_map` that checks varying axes, all arrays vary over the same axes.
+    `mask` is bound. `mesh` has the axes that the plan names, and may be None if the plan names no
+    axis. Inside a `shard_map` that checks varying axes, all arrays must vary over the same axes.
     """
     if bias is not None:
         bias = jnp.reshape(bias, plan.call.bias or bias.shape)
@@ -241,10 +241,10 @@ def _run(
 
 
 def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
-    """Return the level of each query's bias (bias_level.py); a T axis is padded to whole shards."""
+    """Return each query's bias level (see bias_level.py); a T axis is padded to whole shards."""
     mask = plan.full_mask(mask)
     letters, specs, _ = plan.strategy.operand_specs(plan.padded_call, mask)
-    # Each device has the bias of all keys and its own queries; with Ulysses, of all queries.
+    # Each device has the bias of its own queries and all keys; with Ulysses, of all queries.
     own_rows = bool(specs[5][2])
     rows = plan.q_len // ways("T", plan.mesh) if own_rows else plan.q_len
 
@@ -286,12 +286,12 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: Any) -> Any:
 
 
 def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Run a step of the backward; refuse its derivative unless the kernel is differentiable."""
+    """Run a forward or backward pass; refuse its derivative unless the kernel has second ones."""
     if plan.kernel.differentiates_twice:
         return compute(*operands)
 
     def refuse(*_: Any) -> Any:
-        rule = f"{plan.kernel.name} computes first derivatives, and no second derivatives"
+        rule = f"{plan.kernel.name} computes first derivatives only"
         remedy = "set attention: dot_product, whose second derivatives jax computes"
         raise Unsupported("derivative", "second", rule, remedy)
 

@@ -36,12 +36,12 @@ class Call:
     Args:
         batch, q_len, kv_len, heads, kv_heads, head_dim: the sizes B, T, S, N, K, H.
         dtype: "float32" (default), "bfloat16" or "float16".
-        mask: a mask of `maxattn.masks`; the call keeps it bound, with shapes for arrays; default
-            none.
+        mask: a mask of `maxattn.masks`; the call stores the bound mask with shapes in place of
+            arrays; default `Full()`.
         bias: shape of the additive bias, each of its four sizes 1 or full; default None.
         scale: factor of the scores; default 0, which means head_dim ** -0.5.
-        role: "self" (default) or "cross": whether `attention` or `cross_attention` of the config
-            names the kernel.
+        role: "self" (default) or "cross"; decides which setting of the config names the kernel,
+            `attention` or `cross_attention`.
         return_lse: whether the log-sum-exp is returned; default False.
         sharded: whether the call is one device's part of a sequence, so that its positions are
             known only when it runs; default False.
@@ -82,7 +82,7 @@ class Call:
     def derived(self, **changes: Any) -> Call:
         """Return a call with some fields changed, without checks.
 
-        A padded or split call keeps the bias's shape, which may then not fit its lengths.
+        A padded or split call keeps the bias's shape, which may not fit the call's new lengths.
         """
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
@@ -109,7 +109,7 @@ class Call:
             value_head_dim: V, the last axis of the values; default H.
 
         Raises:
-            InputError: a wrong rank, dtype, head count, mask, bias or scale.
+            InputError: a rank, dtype, head count, mask, bias or scale is invalid.
         """
         call = bound_call(q, k, None, mask, bias, scale, role, return_lse)[0]
         if value_head_dim is None:
@@ -132,7 +132,7 @@ class Call:
         return self.value_head_dim or self.head_dim
 
     def of_dtype(self, q: Any, k: Any, v: Any) -> Call:
-        """Return the call with the dtype of q, k and v; refuse a dtype that kernels do not have."""
+        """Return the call with the dtype of q, k and v; refuse a dtype that kernels lack."""
         check_dtypes(q, k, v)
         dtype = str(q.dtype)
         return self if dtype == self.dtype else self.derived(dtype=dtype)
@@ -178,7 +178,7 @@ def static_scale(scale: float | None, head_dim: int) -> float:
     """Return the scale, default head_dim ** -0.5; refuse tracers and values outside float32."""
     if scale is None:
         return float(head_dim) ** -0.5
-    if type(scale) is int and abs(scale) > MOST_SCALE:  # an int of more than 308 digits is no float
+    if type(scale) is int and abs(scale) > MOST_SCALE:  # float() of a huge int raises
         scale = inf
     if not is_number(scale):
         found = repr(scale) if isinstance(scale, str | bool) else type(scale).__name__
@@ -226,13 +226,13 @@ def _size(name: str, value: Any) -> int:
     except (TypeError, jax.errors.JAXTypeError):
         number = 0
     if number < 1:
-        rule, remedy = "every size must be a whole number, at least 1", "use Call.of(q, k)"
+        rule, remedy = "it must be a whole number of at least 1", "give it, or use Call.of(q, k)"
         raise InputError(name, brief(value), rule, remedy)
     return number
 
 
 def _value_size(value: Any, head_dim: int) -> int:
-    """Return the head dim of values; 0 if it equals that of the keys."""
+    """Return the head dim of values, or 0 if it equals the head dim of keys."""
     size = 0 if type(value) is int and value == 0 else _size("value_head_dim", value)
     return 0 if size == head_dim else size
 
@@ -244,7 +244,7 @@ def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
-    """Bind a mask to `full` lengths and drop its arrays; if `full` is None, it must be bound."""
+    """Return a mask's form, bound to the sizes `full`; if None, the mask must be bound already."""
     if not isinstance(mask, Mask):
         rule, remedy = "it must be a mask of maxattn.masks", "write a table as masks.Dense(table)"
         raise InputError("mask", type(mask).__name__, rule, remedy)
@@ -252,8 +252,8 @@ def _form(mask: Any, full: tuple[int, ...] | None) -> Mask:
         b, t, s, n = full
         return mask.bind(t, s, b, n).form()
     if not mask.is_bound:
-        rule = "the mask of one device's part must be bound to the whole lengths"
-        raise InputError("mask", mask, rule, "call bind(q_len, kv_len) with the whole lengths")
+        rule = "if sharded=True, the mask must be bound to the lengths of the whole sequence"
+        raise InputError("mask", mask, rule, "call mask.bind(q_len, kv_len) with these lengths")
     return mask.form()
 
 
@@ -266,6 +266,6 @@ def _bias_of(bias: Any, full: tuple[int, ...] | None) -> tuple[int, int, int, in
     b, n, t, s = (_size("bias", x) for x in bias)
     sizes = (b, n, t, s) if full is None else (full[0], full[3], *full[1:3])
     if any(x not in (1, y) for x, y in zip((b, n, t, s), sizes, strict=True)):
-        rule = f"each size must be 1, or equal that of [B, N, T, S] = {sizes}"
+        rule = f"each size must be 1 or full; the full sizes [B, N, T, S] are {sizes}"
         raise InputError("bias", (b, n, t, s), rule, "make each size 1 or full")
     return b, n, t, s

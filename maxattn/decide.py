@@ -1,4 +1,4 @@
-"""The one place where a kernel, a strategy and a layout are chosen, each with a reason.
+"""Choose the kernel, the strategy and the layout of a call, each with a reason.
 
 `plan(call, config, mesh, target)` is a pure function from values to a `Plan`. `attention()`
 executes that plan and chooses nothing itself, so `explain` prints what runs.
@@ -39,7 +39,7 @@ def plan(
         config: default `AttentionConfig()`.
         mesh: a `jax.sharding.Mesh`, a mapping such as {"context": 4} (which needs no devices), or
             None, the default, for one device.
-        target: the machine; default the config's `hardware`, or this machine if that is not set.
+        target: the machine; default the config's `hardware`, else this machine.
 
     Returns:
         The plan; `print(plan)` explains it.
@@ -60,7 +60,7 @@ def plan(
     """
     config = checked_config(config)
     if not isinstance(call, Call):
-        rule, remedy = "a plan is made for a Call", "write plan(Call.of(q, k), ...)"
+        rule, remedy = "it must be a Call", "write plan(Call.of(q, k), ...)"
         raise InputError("call", type(call).__name__, rule, remedy)
     if not isinstance(target, Target | None):
         remedy = f"write Target.named({target!r})"
@@ -72,7 +72,7 @@ def plan(
 
 
 def default_target(config: AttentionConfig) -> Target:
-    """Return this machine, or, if `hardware` names another platform, its usual device."""
+    """Return this machine, or the usual device of another platform if `hardware` names one."""
     here = Target.here()
     named = config.hardware or here.platform
     return here if named == here.platform else Target.named(named)
@@ -82,13 +82,13 @@ def check_hardware(config: AttentionConfig, target: Target) -> None:
     """Refuse a config whose `hardware` names another platform than the target's."""
     named = config.hardware
     if named not in (None, target.platform):
-        rule = f"hardware must be the platform that runs, {target.platform}"
-        remedy = f"set hardware={target.platform}, leave it out, or run on a {named}"
+        rule = f"hardware must be the target's platform, {target.platform}"
+        remedy = f"set hardware={target.platform}, remove hardware, or run on a {named}"
         raise ConfigError("hardware", named, rule, remedy)
 
 
 class _Question(NamedTuple):
-    """The checked arguments of `plan`, and the settings of kernel and strategy."""
+    """The checked arguments of `plan`, and the settings that name the kernel and the strategy."""
 
     call: Call
     config: AttentionConfig
@@ -101,7 +101,7 @@ class _Question(NamedTuple):
 def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target) -> Plan:
     """Choose how a checked call runs on a mesh of (axis, size) pairs; errors are those of `plan`.
 
-    If `mask_padding_tokens` is false, the call's mask must not have the caller's padding.
+    If `mask_padding_tokens` is false, the call's mask must already lack its `KeyPadding` terms.
     """
     check_hardware(config, target)
     for key, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):
@@ -147,7 +147,7 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
     sizes, batch, tensor = dict(shape), ways("B", shape), ways("N", shape)
     if call.batch % batch:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
-        rule = f"the batch must be a multiple of {batch}, its shards over the mesh axes {axes}"
+        rule = f"the batch must be a multiple of {batch}, the product of the mesh axes {axes}"
         fits = -(-call.batch // batch) * batch
         remedy = f"use a batch of {fits}, or fewer devices on data and fsdp; or pass mesh=False"
         raise MeshError("batch", call.batch, rule, remedy)
@@ -162,7 +162,7 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
 def kernel_call(padded: Call, strategy: Strategy) -> Call:
     """Return the part of a padded call that one device's kernel computes, with the whole bias.
 
-    A strategy's local call has no bias, but a kernel may refuse the bias.
+    A strategy's local call has no bias; the bias is added so that a kernel can refuse it.
     """
     share = strategy.local_call(padded)
     sharded = share.q_len < padded.q_len
@@ -191,11 +191,12 @@ def _choose_strategy(question: _Question) -> StrategyChoice:
 
 
 def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
-    """Raise a reason if `fallback` is "error"; the error names the setting `key`."""
+    """Raise `Unsupported` for a reason if `fallback` is "error"; the error names setting `key`."""
     if question.asked.fallback != "error":
         return
     first = reason.remedy.replace("attention: auto", f"{key}: auto")
-    remedy = (f"{first}; or " if first else "") + "set fallback: warn to let another one run"
+    instead = "set fallback: warn to run another kernel or strategy"
+    remedy = f"{first}; or {instead}" if first else instead
     raise Unsupported(key, getattr(question.config, key), reason.rule, remedy)
 
 
@@ -218,13 +219,13 @@ def named_kernel(call: Call, config: AttentionConfig) -> tuple[str, str]:
 
 
 def _unread(config: AttentionConfig, runs: set[str]) -> list[str]:
-    """List the changed settings that neither the kernel nor the strategy reads."""
+    """Return a note for each changed setting that neither kernel nor strategy reads."""
     if not config.changed:
         return []
     notes = []
     for table in (kernel_table.TABLE, strategy_table.TABLE):
         readers = table.readers()
-        # Kernels that alone read a setting come first.
+        # Settings with the fewest readers come first.
         for key in sorted(readers, key=lambda key: len(readers[key])):
             names = [row.title or row.name for row in readers[key]]
             if key in config.changed and not runs & {row.name for row in readers[key]}:
@@ -246,8 +247,8 @@ def _notes(question: _Question, repeat: int, runs: set[str], unit: int) -> tuple
         )
     elif call.q_len % unit:
         notes.append(
-            f"T={call.q_len} is no multiple of {unit}: the compiler moves tokens between devices to"
-            " pad it"
+            f"T={call.q_len} is no multiple of {unit}: to pad the sequence, the compiler moves"
+            " tokens between devices"
         )
     if repeat > 1:
         notes.append(
@@ -258,6 +259,6 @@ def _notes(question: _Question, repeat: int, runs: set[str], unit: int) -> tuple
     if named not in ("auto", "none") and "context" not in dict(shape):
         notes.append(f"the config names {named}, but the context axis has one device: no transfers")
     if not config.mask_padding_tokens:
-        notes.append("mask_padding_tokens: false, so queries attend to the padding in the mask")
+        notes.append("mask_padding_tokens: false, so queries attend to padded keys")
     notes += [note for note in (config.spelling_note(), config.axis_mapping_note()) if note]
     return tuple(notes)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 
 class MaxattnError(Exception):
-    """A setting, its value, the rule that it breaks, and the remedy.
+    """The base of all errors: a setting, its value, the rule that it breaks, and the remedy.
 
     Args:
         setting: the key, argument or axis with the wrong value, as the user wrote it.
@@ -41,7 +41,7 @@ class InputError(MaxattnError, ValueError):
 
 
 class MeshError(MaxattnError, ValueError):
-    """A mesh axis, or a size that must divide over one, is wrong."""
+    """A mesh axis is wrong, or a size that must divide evenly over a mesh axis."""
 
 
 class WeightsError(MaxattnError, ValueError):
@@ -79,7 +79,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def brief(value: object, write: Callable[[object], str] = repr) -> str:
-    """Return a value as text for a message; Python refuses ints of more than 4,300 digits."""
+    """Return a value as text; a huge int, which Python refuses to print, as its digit count."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of about {value.bit_length() * 3 // 10} digits"
     return write(value)

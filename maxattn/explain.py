@@ -1,4 +1,4 @@
-"""A plan as text for a person, and as plain values; this file makes no decisions."""
+"""Write a plan as text for a person, or as plain values; this file makes no decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDENT = 10
 def explain(plan: Plan, training: bool = True, why: bool = False) -> str:
     """Return a plan as a few lines of text, with its backward if `training`.
 
-    With `why`, the text has the arithmetic of `context_parallel: auto` for every strategy.
+    If `why`, the text has the time and memory of all strategies that `auto` compared.
     """
     sizes = " ".join(f"{axis}={size}" for axis, size in plan.mesh)
     call, mesh = plan.call, f"   mesh {sizes}" if sizes else ""
@@ -77,7 +77,7 @@ def _shards(plan: Plan) -> str:
 
 
 def _fields(kernel: Kernel) -> dict[str, Any]:
-    """Return the fields of a kernel, and of its inner kernel if it only prepares operands."""
+    """Return a kernel's fields, with its inner kernel's if the kernel only prepares operands."""
     own = {f.name: _plain(getattr(kernel, f.name)) for f in fields(cast(Any, kernel))}
     if kernel.computes is kernel:
         return own

@@ -39,21 +39,21 @@ class Plan:
         padded_call: the call that the strategy splits, padded to whole shards and with repeated
             key heads.
         target: the machine that the plan is for.
-        mesh: (axis, size) of every mesh axis above size 1 that attention uses.
+        mesh: (axis, size) of every mesh axis that attention uses and whose size is above 1.
         asked: the setting that selects the kernel, such as "attention: auto".
         kernel: the kernel, with its tiles and all other choices.
         strategy: how K, V or heads move between devices (`context_parallel`).
-        kv_repeat: how often each key head is repeated, so that key heads divide over tensor.
+        kv_repeat: how often each key head is repeated to divide over the mesh axis tensor.
         q_len, kv_len: T and S after padding to whole shards.
         because: the reason for the kernel, in a sentence.
-        notes: further facts that the user should know, a sentence each.
+        notes: other facts that the user should know, a sentence each.
         refused: why kernels and strategies that the config names or `auto` prefers cannot run.
-        fell_back: whether another kernel or strategy runs than the config names.
+        fell_back: whether the plan runs another kernel or strategy than the config names.
         fallback: the setting `fallback`: "error", "warn" or "allow".
         arithmetic: the strategy that `context_parallel: auto` chose, and the two shortest times.
         sums: the time and memory of every strategy that `auto` compared, a line each.
-        warns: whether the plan is logged as a warning: a bias, or an untested version of a package,
-            excludes faster kernels.
+        warns: whether the plan is logged as a warning, because a bias or an untested version of a
+            package excludes faster kernels.
     """
 
     call: Call
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def context(self) -> Strategy:
-        """The earlier name of `strategy`."""
+        """An alias of `strategy`."""
         return self.strategy
 
     @property
@@ -162,12 +162,12 @@ def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
 
 # Older names in saved plans: old key -> key of `to_dict`.
 _RENAMED = {"context": "strategy", "kernel.processors": "kernel.sms"}
-# Fields of kernels in saved plans that kernels no longer have.
+# Fields in saved plans that kernels do not have.
 _DROPPED = ("kernel.tests_pairs", "kernel.lists")
 
 
 def _renamed(key: str, value: Any) -> Any:
-    """Rename the older names of fields in a saved pair's kernels."""
+    """Rename the older field names of each kernel in a saved `Pair`; leave out dropped fields."""
     if not (key.startswith("kernel.") and isinstance(value, dict)):
         return value
     names = {k: f"kernel.{k}" for k in value if f"kernel.{k}" not in _DROPPED}

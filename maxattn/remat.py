@@ -2,7 +2,7 @@
 
 `attention` names its output and log-sum-exp ("attn_out", "attn_lse") inside its forward rule: with
 a policy that saves both, attention is not recomputed. The modules name their projections and merged
-heads like MaxDiffusion ("query_proj", "key_proj", "value_proj", "attn_output"). A policy that saves
+heads as in MaxDiffusion: "query_proj", "key_proj", "value_proj", "attn_output". A policy that saves
 "attn_output" without "attn_out" and "attn_lse" recomputes attention.
 """
 
@@ -55,7 +55,7 @@ def remat_policy(name: str) -> Policy | None:
     if name in POLICIES:
         return _POLICIES[name]
     remedy = did_you_mean(str(name), POLICIES) or "use NONE"
-    raise ConfigError("remat_policy", name, f"it is one of {', '.join(POLICIES)}", remedy)
+    raise ConfigError("remat_policy", name, f"it must be one of {', '.join(POLICIES)}", remedy)
 
 
 def remat(f: F, config: AttentionConfig | None = None) -> F:
@@ -64,14 +64,15 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
     Args:
         f: a function of modules, arrays and plain values, such as the unbound method
             `Block.__call__`.
-        config: its `remat_policy` names the policy; if config is None, the default, or the policy
-            is NONE, `f` itself is returned.
+        config: the config whose `remat_policy` names the policy; if config is None (default) or
+            the policy is NONE, `f` itself is returned.
 
     Returns:
         A function with the arguments of `f`; bool, int, float, str and None are not traced.
 
     Raises:
-        InputError, ConfigError: `f` is not callable, or `config` is no `AttentionConfig`.
+        InputError: `f` is not callable.
+        ConfigError: `config` is no `AttentionConfig`.
 
     >>> layer = ma.FlaxAttention(32, heads=2, dim_head=16, rngs=nnx.Rngs(0))
     >>> config = ma.AttentionConfig(remat_policy="SAVE_ATTENTION")
@@ -81,7 +82,7 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
     (32, 32)
     """
     if not callable(f):
-        rule, remedy = "remat wraps a function of a layer", "pass Block.__call__, or a function"
+        rule, remedy = "f must be callable", "pass a function, such as Block.__call__"
         raise InputError("f", repr(f), rule, remedy)
     _check_config(config)
     policy = remat_policy("NONE" if config is None else config.remat_policy)
@@ -103,10 +104,9 @@ def remat(f: F, config: AttentionConfig | None = None) -> F:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse a value that is no config; for a policy's name, the remedy is a config with it."""
     if isinstance(config, str):
         made = f"AttentionConfig(remat_policy={config!r})"
         remedy = f"pass {made}" if config in POLICIES else "pass an AttentionConfig"
-        rule = "it must be an AttentionConfig, whose remat_policy decides"
+        rule = "it must be an AttentionConfig; its remat_policy names the policy"
         raise ConfigError("config", repr(config), rule, remedy)
     checked_config(config)

@@ -22,8 +22,8 @@ from maxattn.tuned.kernels import CallTimes, times_of
 
 Pairs = tuple[tuple[str, str], ...]
 
-# Variables that give a TPU's kernels more memory, or set how a ring's blocks are sent; those that
-# forbid kernels are in the kernels' table.
+# Environment variables that give a TPU's kernels more memory, or set how a ring's blocks are sent;
+# kernels/table.py has the variables that forbid kernels.
 ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 
@@ -42,8 +42,8 @@ class Target:
         packages: (name, version) of installed optional packages, cuDNN and AITER; default none.
         env: (name, value) of environment variables that can forbid a kernel, give a TPU's kernels
             more memory, or set how a ring's blocks are sent; default none.
-        tuned: block sizes that `maxattn tune` measured on this machine; sizes in a config precede
-            them; default none.
+        tuned: block sizes that `maxattn tune` measured on this machine; block sizes in a config
+            take precedence; default none.
         capability: compute capability of an NVIDIA GPU, for example "10.3"; default "", which means
             the usual capability of the device kind.
         kernel_times: times that `maxattn tune` measured on this machine, by which `attention: auto`
@@ -114,22 +114,22 @@ class Target:
 
     @property
     def is_this_machine(self) -> bool:
-        """Whether the target is this machine, which alone has jax among its packages."""
+        """Whether the target is this machine: only `here()` lists jax among the packages."""
         return self.version("jax") is not None
 
     def refuse_untested(
         self, who: str, package: str, tested: Versions | None = None
     ) -> Reason | None:
-        """Refuse untested versions of a package whose private names the kernel `who` uses.
+        """Refuse a package's untested version if the kernel `who` uses the package's private names.
 
-        A package of unknown version is not refused. `tested` is the range of tested versions,
-        default the package's range in `versions.TESTED`.
+        An unknown version is not refused. `tested` is the range of tested versions, default the
+        package's range in `versions.TESTED`.
         """
         version, tested = self.version(package), tested or TESTED[package]
         if version is None or tested.hold(version):
             return None
         rule = (
-            f"it uses private names of {package}, was tested with {tested}, and this is {version}"
+            f"it uses private names of {package} and was tested with {tested}, not with {version}"
         )
         plain = package not in table.EXTRAS
         bring = f'pip install "{package}{tested}"' if plain else self.remedy_for(package)
@@ -153,7 +153,7 @@ def _with_tuned(
 ) -> Target:
     """Return this machine with the block sizes and kernel times that were measured on it.
 
-    With several processes they are not added: files may differ between hosts, programs must not.
+    With several processes, none is added: files may differ between hosts, and programs must not.
     """
     import jax
 
@@ -185,7 +185,7 @@ def _kind_of(device: Any) -> str:
 
 
 def installed() -> Pairs:
-    """Return (name, version) of jax, cuDNN, AITER, CuTe and kernels' packages, if installed."""
+    """Return (name, version) of jax, cuDNN, AITER, CuTe and the kernels' packages, if installed."""
     return _installed(("jax", *table.packages(), CUTLASS, *CUDNN))
 
 

@@ -93,5 +93,5 @@ def test_it_stays_frozen_and_a_derived_one_is_not_checked() -> None:
 def test_a_share_has_a_bound_mask_and_a_bias_of_the_whole() -> None:
     share = Call(**GOOD, sharded=True, bias=(2, 6, 64, 96), mask=M.VideoMask(16, 6, offset=0))
     assert share.bias == (2, 6, 64, 96)
-    with pytest.raises(InputError, match="bound to the whole lengths"):
+    with pytest.raises(InputError, match="bound to the lengths of the whole"):
         Call(**GOOD, sharded=True, mask=M.Causal())

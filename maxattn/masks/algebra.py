@@ -1,4 +1,4 @@
-"""The algebra of masks: `And`, `Or`, `Not`, the constants `Full` and `Empty`, the canonical form.
+"""The algebra of masks: `And`, `Or`, `Not`, `Full`, `Empty`, and the canonical form of a mask.
 
 Joining n masks makes a few dictionary look-ups per mask, so that a mask of hundreds of parts is
 built in milliseconds; comparing all n * n pairs of trees would take minutes.
@@ -26,7 +26,7 @@ MOST_MASKS, MOST_LEVELS = 1024, 128
 
 @mask_type
 class Full(Mask):
-    """Allow every pair.
+    """Allow every pair of a query and a key.
 
     >>> from maxattn import masks
     >>> masks.Full() & masks.Causal()
@@ -66,7 +66,7 @@ class Empty(Mask):
 
 
 class _Joined(Mask):
-    """Masks joined by `&` or `|`; the operator also joins their bools and their tile bounds."""
+    """Masks joined by `&` or `|`; the operator also joins the masks' results and tile bounds."""
 
     join: ClassVar[Callable[[Any, Any], Any]]
     sign: ClassVar[str]
@@ -234,11 +234,11 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
 def _without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
     """Drop, one after the other, each mask that another remaining mask absorbs.
 
-    In `a & (a | b)`, `a` absorbs `a | b`, since the parts of `a` are a subset of its parts. Of two
-    masks with equal parts, such as `a | b` and `b | a`, one is kept.
+    In `a & (a | b)`, `a` absorbs `a | b`, since the parts of `a` are among the parts of `a | b`. Of
+    two masks with equal parts, such as `a | b` and `b | a`, one is kept.
     """
     if not any(isinstance(mask, other) for mask in masks):
-        return masks  # each has one part, and all parts differ
+        return masks  # each mask has one part, and all parts differ
     each = (mask.parts() if isinstance(mask, other) else (mask,) for mask in masks)
     parts = [frozenset(part.identity for part in some) for some in each]
     # Index each mask by its rarest part, so that few pairs of masks are compared.
@@ -255,11 +255,11 @@ def _without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
 
 
 def _check_size(mask: Mask) -> None:
-    """Refuse a mask joined from very many masks, since every use evaluates each of them."""
+    """Refuse a mask that joins too many masks, since each use evaluates all joined masks."""
     masks, levels = mask.extent
     if masks > MOST_MASKS or levels > MOST_LEVELS:
         found = f"{masks} masks, {levels} levels of & and |"
-        rule = f"at most {MOST_MASKS} masks and {MOST_LEVELS} levels are joined"
+        rule = f"a mask must join at most {MOST_MASKS} masks, in at most {MOST_LEVELS} levels"
         remedy = "write it as one masks.Dense, masks.KeyPadding or a PositionMask of your own"
         raise InputError("mask", found, rule, remedy)
 
@@ -272,8 +272,8 @@ def has_few_spans(mask: Mask, data: bool = True) -> bool:
 def bounded_spans(mask: Mask, q_pos: Any, xp: Any, data: bool) -> Spans:
     """Return a bound mask's intervals of keys, or bounds if a query has more than `MOST_SPANS`.
 
-    The upper bound (`data=True`) keeps as many terms of the mask as have few intervals together;
-    the lower bound (`data=False`) allows no key.
+    The upper bound (`data=True`) keeps terms of the mask as long as the kept terms together have
+    few intervals; the lower bound (`data=False`) allows no key.
     """
     if has_few_spans(mask, data):
         return mask.spans(q_pos, xp, data)

@@ -1,8 +1,8 @@
-"""A band of pairs, cut into rectangles that a kernel without offsets computes.
+"""Cut a band of pairs into rectangles that a kernel without offsets can compute.
 
-Each rectangle is full, or has a band that starts at its corner. If the offsets are traced, the
-shift between queries and keys is one of few values (whole shards apart), and each value has its own
-rectangles under `lax.switch`.
+Each rectangle is full, or has a band that starts at the rectangle's corner. If the offsets are
+traced, the shift between queries and keys is a whole number of shards, so it has few values, and
+`lax.switch` selects the rectangles of each value.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from maxattn.errors import Unsupported
 from maxattn.masks.for_kernels import Band
 from maxattn.masks.terms import Offset, Terms
 
-MOST_SHIFTS = 66  # cases of a `lax.switch`: 64 devices, and the first and last shift
+MOST_SHIFTS = 66  # most cases of a `lax.switch`: 64 devices, and the first and last shift
 
 
 class Piece(NamedTuple):
-    """A rectangle of queries [q0, q1) and keys [k0, k1) with a band in it.
+    """A rectangle of queries [q0, q1) and keys [k0, k1) that contains a band.
 
     Query q0 + i sees key k0 + j if `i - left <= j <= i + right`; None is no bound.
     """
@@ -48,8 +48,8 @@ class Piece(NamedTuple):
 def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
     """Cut the pairs that a band allows into at most two rectangles.
 
-    `shift` is the first query's position minus the first key's, plus the band's offset; the
-    function reads the offset from `shift` alone, and ignores `band.offset`.
+    `shift` is the first query's position minus the first key's position, plus `band.offset`; the
+    function does not add `band.offset` again.
     """
     if band.is_full:
         return (Piece(0, q_len, 0, kv_len),)
@@ -67,7 +67,7 @@ def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]
 
 
 def _causal(high: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
-    """Cut `j - i <= high` into the keys that all queries see, and a triangle from its corner."""
+    """Cut `j - i <= high` into the keys that all queries see, and a triangle of the other keys."""
     if high < 0:
         return (Piece(-high, q_len, 0, kv_len, None, 0),)
     triangle = Piece(0, q_len, high, kv_len, None, 0)
@@ -87,7 +87,7 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
     """List the shifts between a query shard and a key shard that give different pieces.
 
     Shards begin at multiples of their lengths, so a shift is the band's offset plus a multiple of a
-    common step. Every shift below the first or above the last allows what that end allows.
+    common step. A smaller or larger shift gives the pieces of the first or last listed shift.
     """
     step = gcd(q_len, kv_len)
     least = -q_len - max(0, band.right or 0)
@@ -99,9 +99,9 @@ def shifts(band: Band, q_len: int, kv_len: int) -> tuple[int, ...]:
 def fits_shards(terms: Terms, q_len: int, kv_len: int) -> bool:
     """Check whether a band between equally long shards has at most `MOST_SHIFTS` cases.
 
-    Shards of unequal lengths are refused: each of their cases would be two pieces, and a program
-    with such a switch beside an all-gather of the keys died with a segmentation fault on two H200s
-    (jax 0.11.2, any kernel).
+    Shards of unequal lengths are refused: each case would have two pieces, and a program with such
+    a `lax.switch` beside an all-gather of the keys ended in a segmentation fault on two H200s (jax
+    0.11.2, any kernel).
     """
     band = terms.band
     if band is None or band.is_full:
@@ -118,7 +118,7 @@ def run_pieces(
 ) -> Any:
     """Return `compute(pieces, *operands)` for the pieces of a band between local queries and keys.
 
-    A traced shift chooses among the cases of whole shards (`over_shifts`).
+    If the shift is traced, `over_shifts` selects the pieces when the program runs.
 
     Args:
         terms: the terms of a mask, whose positions are a band.
@@ -135,7 +135,7 @@ def run_pieces(
     if not fits_shards(terms, *lengths):
         value = f"traced, for {lengths[0]} queries and {lengths[1]} keys of {band}"
         rule = "with traced offsets a band needs query and key shards of one length, and at most"
-        remedy = "give them as ints, or set attention: auto"
+        remedy = "give the offsets as ints, or set attention: auto"
         raise Unsupported("q_offset, kv_offset", value, f"{rule} {MOST_SHIFTS - 2} shards", remedy)
 
     def branch(case: int) -> Callable[..., Any]:
@@ -153,14 +153,14 @@ def over_shifts(
 ) -> Any:
     """Return `branch(case)(*operands)` for the case of a traced shift, under `lax.switch`.
 
-    Every strategy has offsets that are multiples of the shards' lengths; if a traced offset is not,
-    the result is NaN, since only the device sees its value.
+    In every strategy, offsets are multiples of the shards' lengths. If a traced offset is no such
+    multiple, the result is NaN, since only the device sees the offset's value.
 
     Args:
         band: the band between the shards.
         shift: position of the first query minus position of the first key, traced.
         lengths: numbers of local queries and keys.
-        branch: makes the function of one case, which is the shift with the band's offset.
+        branch: returns the function for a case; a case is the shift plus the band's offset.
     """
     cases = shifts(band, *lengths)
     step, first = cases[1] - cases[0], cases[0]

@@ -1,7 +1,7 @@
 """`Mask`, the base of every mask: a frozen value and a pytree.
 
-A mask is a function of positions. Its fields are numbers, which are structure, and small arrays,
-which are leaves. The connectives are in `algebra.py`, the kinds in `positions.py`, `packed.py`,
+A mask is a function of positions. The fields are numbers, which are static, and small arrays, which
+are pytree leaves. The connectives are in `algebra.py`, the kinds in `positions.py`, `packed.py`,
 `video.py` and `data.py`.
 """
 
@@ -42,7 +42,7 @@ class Lengths(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """Pairs to evaluate: indexes into the leaves, positions, and numpy or jax.numpy."""
+    """Pairs to evaluate: indexes into a mask's arrays, positions, and numpy or jax.numpy."""
 
     q_idx: Any
     kv_idx: Any
@@ -77,7 +77,7 @@ class Mask(ForKernels):
            [0, 0, 1, 1]], dtype=int8)
     """
 
-    __array_ufunc__ = None  # so that numpy leaves `array & mask` to us
+    __array_ufunc__ = None  # so that numpy calls `Mask.__rand__` for `array & mask`
 
     # -- what each kind of mask defines ------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Mask(ForKernels):
         check_numbers(self)
 
     def bound_to(self, lengths: Lengths) -> Mask:
-        """Set an offset of None from the lengths, and check numbers and arrays against them."""
+        """Replace an offset of None, and check numbers and arrays against the call's sizes."""
         return self
 
     def simplified(self) -> Mask:
@@ -105,15 +105,15 @@ class Mask(ForKernels):
         return ()
 
     def on_tiles(self, tiles: Tiles) -> TileBounds:
-        """Bound which tiles are empty and which are full, by arithmetic on the device."""
+        """Return bounds that show which tiles are empty or full, computed on the device."""
         return tiles.of_positions(self)
 
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
-        """Apply a change to every mask that is not a connective."""
+        """Apply a change to every mask in the tree that is not `&`, `|` or `~` of other masks."""
         return change(self)
 
     def own_period(self) -> int | None:
-        """Return the block length of this mask alone in tokens; None if it has no blocks."""
+        """Return the mask's own block length in tokens, without its parts; None without blocks."""
         return None
 
     # -- algebra: properties are cached, so that hundreds of masks are joined quickly --------------
@@ -141,11 +141,11 @@ class Mask(ForKernels):
 
     def __bool__(self) -> bool:
         """Raise `InputError`: a mask has no truth value, and `a and b` would silently be `b`."""
-        remedy = "combine masks with &, | and ~, test for `is None`"
+        remedy = "combine masks with &, | and ~; test for a missing mask with `is None`"
         raise InputError("mask", self, "a mask has no truth value", remedy)
 
     def canonical(self) -> Mask:
-        """Return the mask in negation normal form: flat, sorted, without repeats, Full or Empty."""
+        """Return the negation normal form: flat, sorted, without repeated, Full or Empty parts."""
         from maxattn.masks.algebra import canonical
 
         return canonical(self)
@@ -173,7 +173,7 @@ class Mask(ForKernels):
     def _numbers(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in field_names(type(self))[1])
 
-    # -- what callers ask --------------------------------------------------------------------------
+    # -- what callers use --------------------------------------------------------------------------
 
     def bind(
         self, q_len: int, kv_len: int, batch: int | None = None, heads: int | None = None
@@ -207,8 +207,8 @@ class Mask(ForKernels):
         """Return whether each query may attend to each key.
 
         Args:
-            q_idx, kv_idx: indexes `[t]` and `[s]` into the mask's arrays, which may be one shard;
-                an index beyond an array reads its last entry.
+            q_idx, kv_idx: indexes `[t]` and `[s]` into the mask's arrays, which may be those of one
+                shard; an index beyond an array's end reads the last entry.
             q_offset, kv_offset: positions of query 0 and key 0 in the sequence; may be traced.
 
         Returns:
@@ -216,7 +216,7 @@ class Mask(ForKernels):
             mask is a jax array.
 
         Raises:
-            InputError: an offset is still None.
+            InputError: an offset is None, since the mask is not bound.
         """
         given = (q_idx, kv_idx, q_offset, kv_offset, *jax.tree.leaves(self))
         xp = jnp if any(isinstance(x, jax.Array) for x in given) else np
@@ -226,18 +226,18 @@ class Mask(ForKernels):
     def intervals(
         self, q_pos: Ints, xp: Any = np, data: bool = True
     ) -> tuple[tuple[Any, Any], ...]:
-        """Bound what each query may attend to by half-open intervals of key positions.
+        """Return half-open intervals of key positions that bound the keys of each query.
 
         Args:
-            q_pos: positions of the queries, of any shape; traced ones need `xp=jnp`.
+            q_pos: positions of the queries, in any shape; traced positions need `xp=jnp`.
             xp: `numpy` or `jax.numpy`.
             data: whether a mask with arrays counts as allowing every key (True, the default: an
-                upper bound) or no key (False: a lower bound). Without arrays both are exact.
+                upper bound) or no key (False: a lower bound). Masks without arrays are exact.
 
         Returns:
             Pairs `(lo, hi)` of int32 arrays shaped like `q_pos`. A pair may be empty (`lo >= hi`),
-            and pairs may overlap; 0 and 2**30 are ends without a bound. If a query has more than 32
-            intervals, they are an upper bound (`data=True`) or a lower bound with fewer intervals.
+            and pairs may overlap; 0 and 2**30 are ends without a bound. A mask of more than 32
+            intervals per query is bounded by fewer: from above if `data`, else from below.
         """
         from maxattn.masks.algebra import bounded_spans
 
@@ -253,7 +253,7 @@ class Mask(ForKernels):
         """Classify blocks of pairs as EMPTY (0), FULL (1) or MIXED (2).
 
         Masks without arrays and with up to 32 intervals per query are classified exactly. For other
-        masks a block is MIXED in doubt. No array of `q_len * kv_len` is made.
+        masks a block of uncertain kind is MIXED. No array of `q_len * kv_len` is made.
 
         Args:
             block_q, block_kv: numbers of queries and keys in a block.
@@ -282,7 +282,7 @@ class Mask(ForKernels):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
 
     def leaf_axes(self) -> Self:
-        """Return the mask with the dims' names for every array, such as "BS"; "1" is size 1."""
+        """Return the mask with dim names, such as "BS", for every array; "1" is a dim of size 1."""
         return jax.tree.unflatten(jax.tree.structure(self), self._all_axes())
 
     def _all_axes(self) -> tuple[str, ...]:
@@ -295,13 +295,13 @@ class Mask(ForKernels):
         return longest if longest and all(longest % p == 0 for p in found) else None
 
     def names(self, with_arrays: bool = False) -> tuple[str, ...]:
-        """Return the class names of the joined masks; `with_arrays` those of masks with arrays."""
+        """Return the joined masks' class names; if `with_arrays`, only of masks with arrays."""
         if not self.parts():
             return () if with_arrays and not self.has_data else (type(self).__name__,)
         return tuple(sorted({n for part in self.parts() for n in part.names(with_arrays)}))
 
     def terms(self) -> tuple[Mask, ...]:
-        """Return the masks joined by `&`, which must all allow a pair; else the mask alone."""
+        """Return the masks that `&` joins, or this mask alone if it is not joined by `&`."""
         return (self,)
 
     @property
@@ -330,7 +330,7 @@ class Mask(ForKernels):
 
         Args:
             q_len, kv_len: numbers of queries and keys.
-            width: most characters in a line, default 64; longer masks are drawn by density.
+            width: most characters in a line, default 64; longer masks are drawn as shades.
             batch, head: the batch row and the head to draw, default 0.
         """
         from maxattn.masks.draw import show
@@ -362,11 +362,11 @@ class Mask(ForKernels):
         return hash((shape, tuple(leaves)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle the fields alone: a cached `identity` has the ids of these arrays."""
+        """Copy and pickle only the fields: a cached `identity` has the ids of the old arrays."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the arrays; nested masks are made anew without Python's recursion."""
+        """Copy the arrays, and rebuild nested masks without recursion in Python."""
         return jax.tree.map(lambda x: deepcopy(x, memo), self)
 
     def __repr__(self) -> str:
@@ -383,7 +383,7 @@ class Mask(ForKernels):
 def _checked(other: object) -> Mask:
     if isinstance(other, Mask):
         return other
-    rule, remedy = "a mask combines only with masks", "wrap a bool array in Dense(...)"
+    rule, remedy = "a mask combines only with masks", "write a bool array as Dense(...)"
     raise InputError("mask", text(other), rule, remedy)
 
 

@@ -1,4 +1,4 @@
-"""Counts of allowed pairs in blocks, from runs of query rows, without an array of T x S."""
+"""Count the allowed pairs of each block, from runs of query rows, without an array [T, S]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMPTY, FULL, MIXED = 0, 1, 2
 
 
 class Stretches(NamedTuple):
-    """Runs of neighbouring blocks in one row of blocks that have equally many allowed pairs.
+    """Runs of neighbouring blocks with equally many allowed pairs, each in one row of blocks.
 
     Args:
         row: [n], the index of the block of queries.
@@ -64,7 +64,7 @@ def tally(mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int) -> t
 def count(
     mask: Mask, block_q: int, block_kv: int, q_len: int, kv_len: int, data: bool = True
 ) -> Int[np.ndarray, "QB KB"]:
-    """Count the allowed pairs of each block; `data`: masks with arrays allow all, else none."""
+    """Count each block's allowed pairs; masks with arrays allow every pair if `data`, else none."""
     sizes = block_q, block_kv, q_len, kv_len
     rows, columns = _shape(*sizes)
     found = stretches(mask, *sizes, data)
@@ -79,10 +79,10 @@ def stretches(
 ) -> Stretches:
     """List the runs of blocks in which a bound mask allows any pair.
 
-    The length of the list grows with the number of interval ends, not with the number of blocks
-    between them, which may be billions. Block j has `clip(x - j * block_kv, 0, block_kv)` keys
-    below x. The sum over an interval's end minus its start counts the keys of the interval in block
-    j, so each end adds one entry per query row, or per block that a run of query rows crosses.
+    The list grows with the number of interval ends, not with the number of blocks, which may be
+    billions. Block j has `clip(x - j * block_kv, 0, block_kv)` keys below position x: this number
+    for an interval's end minus that for its start is the number of the interval's keys in block j.
+    So each end adds one entry per query row, or one per block that a run of query rows crosses.
     """
     rows, columns = _shape(block_q, block_kv, q_len, kv_len)
     found = [
@@ -90,7 +90,7 @@ def stretches(
         for runs in row_runs(mask, q_len, kv_len, data, rows + columns)
     ]
     cell, wholes, parts = _summed(*(np.concatenate(x) for x in zip(*found, strict=True)))
-    # The `whole` entries of a row of blocks add up to 0, so `inside` is 0 past its end.
+    # The entries of `wholes` in a row of blocks add up to 0, so `inside` is 0 after the row.
     inside, (row, at) = np.cumsum(wholes), np.divmod(cell, columns + 1)
     then = np.append(cell[1:], cell[-1:] + 1) - row * (columns + 1)
     both = [(row, at, at + 1, inside + parts), (row, at + 1, then, inside)]
@@ -136,9 +136,9 @@ def _shape(block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, i
 
 
 def _entries(runs: RowRuns, block_q: int, block_kv: int, columns: int) -> tuple[Many, Many, Many]:
-    """Return (cell, whole, part) of each interval end: the block and the keys it adds there."""
+    """Return each interval end's block, the pairs it adds from that block on, and in that block."""
     cut = _cut(runs.first, np.full_like(runs.first, runs.step), runs.count, block_q)
-    # Within each end the rows are in order: nearly sorted arrays are sorted quickly.
+    # For each interval end the query rows are in order, so that `_summed` sorts quickly.
     ends = np.concatenate([runs.hi.T, runs.lo.T])[:, cut.of]
     step = np.concatenate([runs.hi_step.T, runs.lo_step.T])[:, cut.of]
     sign = np.broadcast_to(np.repeat([1, -1], runs.hi.shape[1])[:, None], step.shape)
@@ -160,7 +160,7 @@ def _summed(cell: Many, whole: Many, part: Many) -> tuple[Many, Many, Many]:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of arithmetic series: series, block, first term and number of terms of each."""
+    """Pieces of arithmetic series: index of the series, block, first term, number of terms."""
 
     of: Many
     block: Many

@@ -26,7 +26,7 @@ INT32 = np.iinfo(np.int32)
 
 
 class DataMask(Mask):
-    """A mask with arrays, which may be traced: it bounds a query's keys by all keys or by none."""
+    """A mask with arrays, which may be traced, so its only bounds are all keys and no key."""
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
         return ((None, None),) if data else ()
@@ -46,7 +46,7 @@ class KeyPadding(DataMask):
         keys: lengths `int[B]`, or flags `bool[B, S]` with True for a real key.
 
     Raises:
-        InputError: `keys` is neither.
+        InputError: `keys` is neither lengths nor flags.
 
     >>> from maxattn import masks
     >>> print(masks.KeyPadding([2]).show(3, 4))
@@ -138,18 +138,18 @@ class Segments(DataMask):
 
     @staticmethod
     def of_lengths(lengths: Sequence[int], kv_lengths: Sequence[int] | None = None) -> Mask:
-        """Allow pairs of the same segment, for segments one after the other in every batch row.
+        """Allow pairs of the same segment, if segments follow one another in every batch row.
 
         The lengths are static: kernels skip the pairs between segments, and a call with other
         lengths is compiled anew.
 
         Args:
             lengths: numbers of queries of each segment; their sum is the call's query length T.
-            kv_lengths: numbers of keys of each segment, whose sum is S; default the same numbers.
+            kv_lengths: numbers of keys of each segment, whose sum is S; default `lengths`.
 
         Raises:
-            InputError: the lengths are not whole numbers of at least 0, or too many; when the mask
-                is bound, their sum is not T or S.
+            InputError: a length is no whole number of at least 0, or there are too many lengths;
+                when the mask is bound, the sum of lengths is not T or S.
 
         >>> from maxattn import masks
         >>> print(masks.Segments.of_lengths((2, 1, 3)).show(6, 6))
@@ -277,7 +277,7 @@ def four_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def as_array(mask: Mask, name: str) -> Any:
-    """Keep a field as an array: lists become numpy, int4 becomes int32, byte order native."""
+    """Store a field as an array: numpy for a list, int32 for int4, with native byte order."""
     value = getattr(mask, name)
     array = value if hasattr(value, "dtype") else np.asarray(value)
     if not isinstance(array, jax.ShapeDtypeStruct) and is_int(array):
@@ -304,16 +304,16 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 def check_dims(
     name: str, array: Any, letters: str, lengths: Lengths, broadcast: str = "B", given: Any = None
 ) -> None:
-    """Check every dim of an array against the lengths; errors show `given`, its first shape."""
+    """Check every dim of an array; an error shows `given`, the array before it was reshaped."""
     sizes = {"B": lengths.batch, "N": lengths.heads, "T": lengths.q_len, "S": lengths.kv_len}
     for letter, size in zip(letters, array.shape, strict=True):
         if sizes[letter] in (None, size) or (size == 1 and letter in broadcast):
             continue
         wanted = ", ".join(f"{x}={'any' if sizes[x] is None else sizes[x]}" for x in letters)
         ones = f", where {', '.join(broadcast)} may be 1" if broadcast else ""
-        remedy = f"make {letter} {sizes[letter]}; it is {size}"
+        remedy = f"give {letter} the size {sizes[letter]}; it is {size}"
         value = text(array if given is None else given)
-        raise InputError(name, value, f"its dims are [{wanted}]{ones}", remedy)
+        raise InputError(name, value, f"its dims must be [{wanted}]{ones}", remedy)
 
 
 def name_dims(array: Any, letters: str, broadcast: str) -> str:
@@ -323,7 +323,7 @@ def name_dims(array: Any, letters: str, broadcast: str) -> str:
 
 
 def is_wide(array: Any) -> bool:
-    """Check whether integers may not fit int32: by value in numpy, by dtype in jax."""
+    """Check whether integers may exceed int32: by value in numpy, by dtype in jax."""
     if isinstance(array, jax.Array):
         return array.dtype.itemsize > 4 or array.dtype == np.uint32
     if not isinstance(array, np.ndarray) or not array.size or not is_int(array):

@@ -1,4 +1,4 @@
-"""Pictures of masks: characters for the terminal, PNG for a page."""
+"""Draw masks: as characters for the terminal, or as a PNG file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from maxattn.masks.base import Mask
 
 PIXELS = 512  # most cells in a row or column of a plot
-SAMPLES = 8  # most queries, and most keys, that are evaluated in one cell of a mask with data
+SAMPLES = 8  # most queries and most keys that are evaluated per cell, if a mask has arrays
 SHADES = "░▒▓"
 
 
@@ -47,7 +47,7 @@ def show(mask: Mask, q_len: int, kv_len: int, width: int, batch: int, head: int)
 
 
 def _aligned(cell: int, period: int | None) -> int:
-    """Widen a cell to a divisor or multiple of the mask's blocks, but at most to twice its size."""
+    """Widen a cell, to at most twice its size, to a divisor or multiple of the mask's block."""
     wider = range(cell, 2 * cell + 1) if cell > 1 else ()
     return next((n for n in wider if _on_grid(n, period)), cell)
 
@@ -60,7 +60,7 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
     """Draw a bound mask into a PNG file, with at most 512 cells per side at any length."""
     _check_lengths(q_len, kv_len)
     if path.suffix.lower() != ".png":
-        raise InputError("path", path, "the picture is a PNG", "give a name that ends in .png")
+        raise InputError("path", path, "the path must end in .png", "give a name that ends in .png")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
 def _check_lengths(q_len: int, kv_len: int) -> None:
     for name, word, length in (("q_len", "query", q_len), ("kv_len", "key", kv_len)):
         if length < 1:
-            raise InputError(name, length, f"a picture has at least one {word}", "give 1 or more")
+            raise InputError(name, length, f"a picture needs at least one {word}", "give 1 or more")
 
 
 def density(
@@ -92,8 +92,8 @@ def density(
 ) -> Float[np.ndarray, "QC KC"]:
     """Return the share of allowed pairs in each cell.
 
-    Masks without arrays and with few intervals, and cells of up to 8 x 8, are exact; other cells
-    are estimated from 8 x 8 samples. Arrays without values (forms, traced) allow every pair.
+    Shares are exact for masks without arrays and with few intervals, and for cells of up to 8 x 8;
+    other shares are estimates from samples. Arrays without values (traced) allow every pair.
     """
     if _known(mask) and not mask.has_exact_intervals:
         return _sampled(mask, cell_q, cell_kv, q_len, kv_len, batch, head)
@@ -111,7 +111,7 @@ def _sampled(
     for name, index, size in (("batch", batch, batches), ("head", head, heads)):
         if not 0 <= index < size and size > 1:
             remedy = f"give {name} from 0 to {size - 1}"
-            raise InputError(name, index, f"the mask has {size} along {name}", remedy)
+            raise InputError(name, index, f"the mask's size along {name} is {size}", remedy)
     table = np.broadcast_to(out[batch % batches, head % heads], (len(q_idx), len(kv_idx)))
     by_row = np.add.reduceat(table, q_starts, axis=0, dtype=np.int32)
     sums = np.add.reduceat(by_row, kv_starts, axis=1)
@@ -120,7 +120,7 @@ def _sampled(
 
 
 def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return sampled indexes of all cells, and the place of each cell's first one among them."""
+    """Return the sampled indexes of all cells, and where each cell's samples start among them."""
     step = -(-cell // SAMPLES)
     picked = [np.arange(start, min(start + cell, length), step) for start in range(0, length, cell)]
     return np.concatenate(picked), np.cumsum([0, *(len(p) for p in picked[:-1])])

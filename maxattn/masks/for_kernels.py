@@ -1,7 +1,7 @@
-"""What kernels ask a mask, with default answers that are right for every mask.
+"""The properties of a mask that kernels read, with defaults that are correct for every mask.
 
-A mask class overrides an answer so that kernels do less work. No kernel, chunk size or block size
-depends on the class of a mask.
+A mask class overrides a default so that kernels do less work. Kernels, chunk sizes and block sizes
+depend on these properties only, not on the class of a mask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Band(NamedTuple):
-    """Pairs with `query - left <= key <= query + right`, query 0 at `offset`; None: no bound."""
+    """Pairs with `query - left <= key <= query + right`; query 0 is at `offset`; None: no bound."""
 
     left: int | None = None
     right: int | None = None
@@ -27,7 +27,7 @@ class Band(NamedTuple):
 
 
 class ForKernels:
-    """What kernels ask a mask, with answers that are right for every mask."""
+    """The properties of a mask that kernels read, with defaults correct for every mask."""
 
     def parts(self) -> tuple[Mask, ...]:
         """Return the masks that this mask directly joins or negates."""
@@ -45,7 +45,7 @@ class ForKernels:
 
     @property
     def looked_up(self) -> int:
-        """How many table entries the mask's test reads; a kernel reads them one by one."""
+        """The number of table entries that the mask's test reads; a kernel reads each in turn."""
         return sum(part.looked_up for part in self.parts())
 
     @property
@@ -85,15 +85,15 @@ class ForKernels:
         return None
 
     def own_block(self) -> tuple[int, int] | None:
-        """Return (queries, keys) of equal blocks from token 0 on that see only themselves."""
+        """Return (queries, keys) of a block if equal blocks from token 0 on see only themselves."""
         return None
 
     def repeats(self, q: int, kv: int) -> bool:
-        """Check whether moving any pair by `q` queries and `kv` keys leaves it as allowed."""
+        """Check whether moving the mask by `q` queries and `kv` keys surely leaves it equal."""
         return False
 
     def row_blocks(self) -> tuple[RowBlocks, ...] | None:
-        """Return the query rows at which interval ends may jump; None if any row may."""
+        """Return the query rows at which interval ends may jump; None if all query rows may."""
         parts = [part.row_blocks() for part in self.parts()]
         known = [blocks for blocks in parts if blocks is not None]
         return sum(known, ()) if parts and len(known) == len(parts) else None

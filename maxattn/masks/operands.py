@@ -76,17 +76,17 @@ def check_dtype(name: str, dtype: str) -> None:
 def _check_one(name: str, x: Any, axes: str) -> None:
     if not _is_array(x):
         found = "None" if x is None else type(x).__name__
-        raise InputError(name, found, f"{name} must be an array {axes}", f"pass {name} as one")
+        raise InputError(name, found, f"{name} must be an array {axes}", f"pass an array as {name}")
     shape = tuple(x.shape)
     if len(shape) != 4:
         rule = f"{name} must be {axes}, four axes"
         remedy = "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)"
     elif not all(isinstance(size, int) for size in shape):
-        rule = "every size must be a number, since kernels are chosen by them"
+        rule = "every size must be a fixed number, since sizes decide which kernel runs"
         remedy = "export or trace with fixed shapes"
     elif 0 in shape:
         rule = "every size must be at least 1"
-        remedy = "skip the call when there is nothing to attend"
+        remedy = "skip the call when an operand is empty"
     else:
         return
     raise InputError(name, f"shape {shape}", rule, remedy)
@@ -179,12 +179,12 @@ def check_not_torch(name: str, dtype: str) -> None:
 
 
 class NotFinite(NamedTuple):
-    """The NaN and infinities of one operand: how many there are, and the index of the first."""
+    """The number of NaN and infinite entries in one operand, and the index of the first entry."""
 
     count: Int[Array, ""]
     first: Int[Array, " axes"]
     is_hidden: Bool[Array, ""]
-    """Whether the key of the first such number is one that the mask hides from every query."""
+    """Whether the mask hides the key of the first such entry from every query."""
 
 
 def check_finite(operands: dict[str, Any], mask: Mask) -> None:
@@ -198,7 +198,7 @@ def check_finite(operands: dict[str, Any], mask: Mask) -> None:
         mask: the bound mask of the call.
 
     Raises:
-        InputError: an operand has NaN or infinity; the error has their number and first index.
+        InputError: an operand has NaN or infinity; the error shows their number and first index.
     """
     there = {name: x for name, x in operands.items() if x is not None}
     found = {name: _count(name, x, there["q"].shape[1], mask) for name, x in there.items()}

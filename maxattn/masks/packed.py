@@ -64,7 +64,7 @@ class SegmentLengths(PositionMask):
 
     Args:
         lengths: number of queries of each segment.
-        kv_lengths: number of keys of each segment; default None for those of `lengths`.
+        kv_lengths: number of keys of each segment; default `lengths`.
 
     >>> from maxattn import masks
     >>> print(masks.SegmentLengths((2, 1), (1, 3)).show(3, 4))
@@ -83,7 +83,7 @@ class SegmentLengths(PositionMask):
         q = _checked("lengths", self.lengths)
         kv = q if self.kv_lengths is None else _checked("kv_lengths", self.kv_lengths)
         if len(q) != len(kv):
-            rule = f"kv_lengths has one length per segment, and there are {len(q)} segments"
+            rule = f"kv_lengths must have one length for each of the {len(q)} segments"
             raise InputError("kv_lengths", f"{len(kv)} lengths", rule, f"give {len(q)} lengths")
         some = [(a, b) for a, b in zip(q, kv, strict=True) if a or b] or [(0, 0)]
         q, kv = (Packing(x) for x in zip(*some, strict=True))
@@ -96,7 +96,7 @@ class SegmentLengths(PositionMask):
         return self.lengths if self.kv_lengths is None else self.kv_lengths
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        # By binary search in a table, or inside a kernel by one comparison per segment.
+        # A binary search in a table finds the segment; a kernel compares with every segment's end.
         ends = _ends(self.lengths, self.keys)
         if not hasattr(xp, "searchsorted"):
             return (_stepped(ends, len(self.lengths), pos, xp),)
@@ -144,7 +144,7 @@ class SegmentLengths(PositionMask):
 
 
 def _stepped(ends: _Ends, segments: int, pos: Any, xp: Any) -> Span:
-    """Return the interval of a query's keys, by comparison with the end of every segment."""
+    """Return the interval of a query's keys by comparing with the end of every segment."""
     lo, hi = pos * 0, pos * 0 + int(ends.kv[1])
     for i in range(segments):
         past = pos >= int(ends.q[i])
@@ -174,7 +174,7 @@ def _checked(name: str, given: Any) -> Packing:
         found = None
     if found is None:
         rule = "lengths of segments must be whole numbers, known before tracing"
-        remedy = "give a tuple of Python ints; traced ones go into Segments as ids"
+        remedy = "give a tuple of Python ints; give traced lengths as ids to masks.Segments"
         raise InputError(name, text(given)[:80], rule, remedy)
     if len(found) > MOST_SEGMENTS:
         rule = f"there may be at most {MOST_SEGMENTS} segments"
@@ -184,12 +184,12 @@ def _checked(name: str, given: Any) -> Packing:
         rule = "the length of a segment must be 0 or more"
         raise InputError(f"{name}[{at}]", found[at], rule, "give its number of tokens")
     if sum(found) > BIG:
-        raise InputError(name, f"{sum(found)} tokens", f"at most {BIG} together", "give fewer")
+        rule = f"the lengths must add up to at most {BIG}"
+        raise InputError(name, f"{sum(found)} tokens", rule, "give fewer tokens")
     return Packing(found)
 
 
 def _check_sum(name: str, lengths: tuple[int, ...], what: str, wanted: int) -> None:
-    """Refuse segments whose lengths do not add up to the call's number of tokens."""
     found = sum(lengths)
     if found == wanted:
         return

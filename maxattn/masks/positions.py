@@ -15,7 +15,7 @@ from maxattn.masks.tree import MOST, mask_type, number
 
 
 class PositionMask(Mask):
-    """Allow each query a few intervals of keys: the base class, also for masks that you write.
+    """Allow each query a few intervals of keys; the base class for masks of your own.
 
     Decorate a subclass with `mask_type`. Its fields are numbers, followed by `offset: int | None =
     None`, the position of query 0 (None puts the last query at the last key). Its method
@@ -29,7 +29,7 @@ class PositionMask(Mask):
     divide), `most_keys`, `band` (cuDNN and TransformerEngine refuse a mask without a band),
     `own_block` and `repeats` (each block becomes a batch row), and the properties
     `divides_positions` and `leaves_parts_empty`. A subclass that defines `seen` inherits none of
-    them from its parent mask.
+    these methods from a parent mask class.
 
     >>> from maxattn import masks
     >>> @masks.mask_type
@@ -58,12 +58,12 @@ class PositionMask(Mask):
 
     @property
     def leaves_parts_empty(self) -> bool:
-        """Whether skipping chunks saves work; default True, which makes chunks short."""
+        """Whether skipping chunks saves work; default True, for which chunks are short."""
         return True
 
     @property
     def divides_positions(self) -> bool:
-        """Whether `seen` divides positions; default True, so that a kernel's tiles surely fit."""
+        """Whether `seen` divides positions; default True, which can make a TPU's tiles smaller."""
         return True
 
     def spans(self, q_pos: Any, xp: Any, data: bool) -> tuple[Span, ...]:
@@ -247,7 +247,7 @@ class BlockSlidingWindow(_Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block * self.window > BIG:
-            rule, remedy = f"block * window is at most {BIG}", "use BlockCausal(block) to see all"
+            rule, remedy = f"block * window must be at most {BIG}", "use BlockCausal(block) for all"
             raise InputError("BlockSlidingWindow.window", self.window, rule, f"{remedy} blocks")
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
@@ -266,7 +266,7 @@ class BlockSlidingWindow(_Blocks):
 
 @mask_type
 class KeyLimit(Mask):
-    """Allow every query the first keys: `key < limit`.
+    """Allow every query the first `limit` keys: `key < limit`.
 
     Args:
         limit: number of keys that every query sees.

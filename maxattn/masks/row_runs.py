@@ -1,8 +1,8 @@
-"""Runs of query rows: equally spaced query rows whose key intervals stay, or move with the row.
+"""Runs of query rows: equally spaced rows whose key intervals stay, or move with the query row.
 
-Without arrays, interval ends never fall from one query row to the next, and over one period of a
-mask's blocks they rise by at most a period; `min`, `max` and sorting preserve both. So an end that
-rises over a run by 0, or by as much as the rows, does so at every step. Other runs are halved.
+In a mask without arrays, an interval end never falls from one query row to the next, and over one
+period of the mask's blocks it rises by at most a period; `min`, `max` and sorting keep this. So if
+an end rises over a run by 0, or as much as the query row, it does so at every step of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Rows = Int[np.ndarray, " R"]
     Ends = Int[np.ndarray, "R M"]
 
-MOST_KEPT = 2**18  # a mask's runs are cached, for the next block sizes, up to so many pieces
+MOST_KEPT = 2**18  # up to this many pieces, a mask's runs are cached for other block sizes
 ROWS = 2**20  # most query rows at a time: ten million with 32 intervals each take gigabytes
 
 
@@ -31,9 +31,9 @@ class RowBlocks(NamedTuple):
     """The query rows at which a mask's interval ends jump.
 
     Args:
-        size: query rows in a block; at a block's first row, ends rise by at most `size`.
+        size: query rows in a block; at a block's first row, interval ends rise by at most `size`.
         phase: position of query row 0 inside its block.
-        turns: query rows at which ends rise by more than `size`.
+        turns: query rows at which interval ends rise by more than `size`.
     """
 
     size: int
@@ -63,7 +63,7 @@ class RowRuns(NamedTuple):
 def row_runs(
     mask: Mask, q_len: int, kv_len: int, data: bool = True, cuts: int = 0
 ) -> Iterator[RowRuns]:
-    """Yield all query rows of a bound mask as runs; the caller cuts each into up to `cuts` pieces.
+    """Yield all query rows of a bound mask as runs; the caller cuts a run into up to `cuts` pieces.
 
     Masks with arrays allow every key if `data`, else none.
     """
@@ -82,7 +82,7 @@ def row_runs(
 
 
 class _Way(NamedTuple):
-    """How query rows are cut into runs: number of pieces, blocks to cut at, and step."""
+    """How query rows are cut into runs: number of pieces, blocks and rows to cut at, and step."""
 
     pieces: int
     cut: tuple[RowBlocks, ...]
@@ -93,7 +93,7 @@ class _Way(NamedTuple):
 def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
     """Choose how query rows are cut into runs; None if runs would save nothing over single rows.
 
-    A run's step is the common multiple of the small blocks; runs are cut at large blocks.
+    A run's step is the least common multiple of small blocks; large blocks cut runs.
     """
     ordered = tuple(sorted(set(blocks)))
     turns = tuple(turn for block in ordered for turn in block.turns if 0 < turn < q_len)
@@ -108,7 +108,7 @@ def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
 
 
 def _runs(mask: Mask, way: _Way, q_len: int, kv_len: int, data: bool) -> RowRuns:
-    """Cut the query rows into runs, and halve runs until every end stays or moves with the row."""
+    """Cut query rows into runs, and halve each run until its ends stay or move with the row."""
     step = way.step
     starts = [np.arange(-b.phase % b.size, q_len, b.size) for b in way.cut]
     edges = np.unique(np.concatenate([np.array([0, *way.turns, q_len]), *starts]))

@@ -1,7 +1,7 @@
-"""Key intervals joined by `&`, `|` and `~`; the number of intervals at most adds up.
+"""Join lists of key intervals by `&`, `|` and `~`; the lists' lengths add and do not multiply.
 
 An interval is (start, end); None is no bound. Intervals whose ends are numbers are sorted and
-merged. Ends that depend on the query are arrays of numpy, of jax, or inside a kernel.
+merged. Ends that depend on the query are arrays: of numpy, of jax, or inside a kernel.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ BIG = 2**30
 """The end of an interval that has no upper bound."""
 
 MOST_SPANS = 32
-"""The most intervals per query; a mask with more is bounded by fewer, or refused."""
+"""The most intervals per query; a mask with more is bounded by fewer intervals, or refused."""
 
-FEW_PAIRS = 8  # joining all pairs of intervals costs less than sorting ends, up to so many pairs
+FEW_PAIRS = 8  # up to this many pairs of intervals, joining each pair is cheaper than sorting
 
 Span = tuple[Any, Any]
 """A half-open interval of key positions; None is an end without a bound."""
@@ -24,7 +24,7 @@ WHOLE: Spans = ((None, None),)
 
 
 def union(spans: Spans) -> Spans:
-    """Return the union as a list; intervals of numbers are merged, and empty ones dropped."""
+    """Return the union of intervals; merge intervals of numbers, and drop those that are empty."""
     fixed = _merged([span for span in spans if _is_fixed(span)])
     if (None, None) in fixed:
         return WHOLE
@@ -34,11 +34,11 @@ def union(spans: Spans) -> Spans:
 
 
 def intersection(a: Spans, b: Spans, xp: Any) -> Spans:
-    """Return the intersection of m and n intervals: at most m + n - 1, or `FEW_PAIRS`."""
+    """Return the intersection of m with n intervals: at most m + n - 1 or `FEW_PAIRS` intervals."""
     if len(a) * len(b) <= FEW_PAIRS or 1 in (len(a), len(b)) or _are_fixed((*a, *b)):
         return union(tuple(_both(x, y, xp) for x in a for y in b))
     lows, highs = zip(*_disjoint(a, xp), *_disjoint(b, xp), strict=True)
-    # A key in both has two more starts than ends before it: it is past start i + 1, before end i.
+    # A key in both a and b has two more starts than ends before it: from start i + 1 to end i.
     return tuple(zip(_sorted(lows, xp)[1:], _sorted(highs, xp)[:-1], strict=True))
 
 
@@ -110,7 +110,7 @@ def _ends(spans: Spans, xp: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _disjoint(spans: Spans, xp: Any) -> Spans:
-    """Return intervals of the same keys, in order and without overlap."""
+    """Return intervals that cover the same keys, sorted and without overlap."""
     lows, highs = _ends(spans, xp)
     starts = [lows[0], *(_most(a, b, xp) for a, b in zip(lows[1:], highs[:-1], strict=True))]
     return tuple(zip(starts, highs, strict=True))

@@ -31,13 +31,13 @@ Offset = int | jax.Array
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a mask, each kind joined by `&`.
+    """The terms of a mask in four groups, all joined by `&`.
 
     Args:
         positions: terms without arrays that depend on queries and keys.
         limits: terms without arrays that depend on keys alone.
         keys: terms with arrays that depend on keys alone.
-        rest: all other terms.
+        rest: terms with arrays that depend on queries or heads.
     """
 
     positions: tuple[Mask, ...]
@@ -47,7 +47,7 @@ class Terms:
 
     @property
     def band(self) -> Band | None:
-        """The positions as one band, or None if they are no single band."""
+        """The terms in `positions` as one band, or None if they form no single band."""
         if len(self.positions) > 1:
             return None
         return self.positions[0].band() if self.positions else Band()
@@ -131,7 +131,7 @@ def split_mask(mask: Mask) -> SplitMask | Reason:
             return _refused_array(term)
     if len(segments) > 1:
         rule = f"it takes one Segments mask, and {len(segments)} are joined by &"
-        remedy = f"number the common segments, or {USE_BLOCKWISE}"
+        remedy = f"give one Segments with an id per pair of ids, or {USE_BLOCKWISE}"
         return Reason("flash", "mask Segments & Segments", rule, remedy)
     if not positions.has_exact_intervals:
         what = f"mask of {positions.extent.masks} masks"
@@ -180,7 +180,7 @@ WORD = 32  # bits
 def packed_interval(mask: Mask, kv_len: int) -> tuple[bool, bool] | None:
     """Return (has a lower end, has an upper end) if each query's keys are one interval.
 
-    Return None for other masks of positions, or if both ends do not fit one word of 32 bits.
+    Return None for other masks, or if both ends together do not fit one word of 32 bits.
     """
     spans = mask.spans(np.zeros(1, np.int32), np, True)
     if len(spans) != 1:
@@ -192,11 +192,11 @@ def packed_interval(mask: Mask, kv_len: int) -> tuple[bool, bool] | None:
 
 
 def sort_note(what: str) -> str:
-    """Return a plan's note: in which order of segment ids kernels skip most chunks or tiles."""
+    """Return a plan's note on the order of segment ids in which kernels skip most tiles."""
     return (
         f"{what} are skipped if the ranges of their ids do not overlap: sort the tokens by id"
         " (jnp.argsort(ids, axis=1)) to skip most; if the lengths are known when tracing, pass"
-        " masks.Segments.of_lengths, with which every kernel skips"
+        " masks.Segments.of_lengths, with which every kernel skips tiles"
     )
 
 
@@ -222,8 +222,8 @@ class OwnBlocks(NamedTuple):
 def own_blocks(mask: Mask, q_len: int, kv_len: int) -> OwnBlocks | None:
     """Return the shortest blocks that see only themselves, or None.
 
-    A kernel can compute each block as a batch row. `mask` is bound, and a `form()` if it has
-    arrays.
+    A kernel can compute each block as a batch row. The mask is bound; a mask with arrays is given
+    as its `form()`.
 
     >>> from maxattn import masks
     >>> own_blocks(masks.BlockSlidingWindow(4, 1, 0) & masks.Causal(0), 12, 12)

@@ -1,4 +1,4 @@
-"""Which tiles of a mask are empty, full or mixed, at any offsets, without a T x S array.
+"""Classify a mask's tiles as empty, full or mixed, at any offsets, without an array [T, S].
 
 A mask without arrays is classified by its intervals. For a mask with arrays, the device computes
 bounds from the arrays.
@@ -34,17 +34,17 @@ def tile_kinds(
     q_offset: Offset,
     kv_offset: Offset,
 ) -> Kinds:
-    """Classify the tiles of a mask without arrays: numpy if the offsets are ints, else traced.
+    """Classify the tiles of a mask without arrays; the result is traced if an offset is traced.
 
-    With offsets, a tile in doubt is MIXED.
+    With offsets, a tile whose kind is uncertain is MIXED.
     """
-    if mask.is_full:  # at any offset: kernels then need no tile lists, which scalar memory bounds
+    if mask.is_full:  # known at any offset: kernels then need no tile lists in scalar memory
         return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, np.int8)
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
     xp: Any = jnp if traced else np
     if not traced and q_offset == 0 and kv_offset == 0:
         return mask.block_map(block_q, block_kv, q_len, kv_len)
-    # A ragged tile repeats the last real query row, which changes no answer.
+    # A ragged tile repeats the last real query row, which changes no tile's kind.
     rows = np.minimum(np.arange(-(-q_len // block_q) * block_q), q_len - 1).reshape(-1, block_q)
     start = np.arange(0, kv_len, block_kv)
     end = np.minimum(start + block_kv, kv_len)
@@ -64,7 +64,7 @@ def tile_kinds(
 def kinds_by_arrays(
     mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
 ) -> Int8[Array, "B QB KB"]:
-    """Classify tiles on the device, by a mask's positions and arrays.
+    """Classify tiles on the device, from a mask's positions and arrays.
 
     Args:
         mask: a bound mask.
@@ -73,7 +73,7 @@ def kinds_by_arrays(
         offsets: positions of the first local query and key; ints or traced.
 
     Returns:
-        EMPTY, FULL or MIXED of each tile in each batch row; B is 1 if all batch rows are alike.
+        EMPTY, FULL or MIXED for each tile and batch row; B is 1 if all batch rows are alike.
     """
 
     def of_positions(part: Mask) -> TileBounds:
@@ -90,7 +90,7 @@ def kinds_by_arrays(
 
 
 class TileBounds(NamedTuple):
-    """Bounds of tiles: [batch or 1, query tiles or 1, key tiles or 1].
+    """What is known of each tile: arrays [batch or 1, query tiles or 1, key tiles or 1].
 
     Args:
         some: False only if the mask allows no pair of the tile.
@@ -133,9 +133,9 @@ class Tiles:
     of_positions: Callable[[Mask], TileBounds]
 
     def cut(self, x: Any, axis: int) -> Array:
-        """Cut an array [B, tokens] of queries (0) or keys (1) into tiles: [B, tiles, tokens].
+        """Cut an array [B, tokens] into tiles of queries (axis 0) or keys (1): [B, tiles, tokens].
 
-        The last entry is repeated in a ragged tile, as `Mask.allowed` reads indexes beyond it.
+        A ragged last tile repeats the last entry, which `Mask.allowed` reads beyond the end too.
         """
         block, length = self.blocks[axis], self.lengths[axis]
         if x.shape[-1] == length and length % block == 0:
@@ -153,7 +153,7 @@ class Tiles:
 def of_ids(q: Array, kv: Array) -> TileBounds:
     """Bound tiles by the ids of their queries and keys: [B, tiles, tokens].
 
-    If the ranges of ids do not overlap, no pair has equal ids; else some pair may have.
+    If a query tile's range of ids does not overlap a key tile's range, no pair has equal ids.
     """
     q_low, q_high, q_one = (x[:, :, None] for x in _range(q))
     kv_low, kv_high, kv_one = (x[:, None, :] for x in _range(kv))
@@ -162,7 +162,7 @@ def of_ids(q: Array, kv: Array) -> TileBounds:
 
 
 def _range(ids: Array) -> tuple[Array, Array, Array]:
-    """Return each tile's least and largest id, and whether it has one id and no padding."""
+    """Return each tile's least and largest id, and whether the tile has one id and no padding."""
     ids = ids.astype(jnp.int32)
     low = jnp.min(jnp.where(ids < 0, np.iinfo(np.int32).max, ids), axis=-1)
     high = jnp.maximum(jnp.max(ids, axis=-1), -1)

@@ -1,4 +1,4 @@
-"""`mask_type`, which makes masks frozen dataclasses and pytrees; checks of their numbers."""
+"""Make mask classes frozen dataclasses and pytrees (`mask_type`), and check masks' numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mask_type(cls: C) -> C:
     """Make a mask class a frozen dataclass and a pytree, whose children are its `leaf()` fields.
 
     Raises:
-        InputError: the class defines a property of masks as a method, which would always be true.
+        InputError: the class defines a property of `Mask` as a method, which is always true.
     """
     properties = {n for c in cls.mro()[1:] for n, x in vars(c).items() if isinstance(x, property)}
     for name in [n for n, written in vars(cls).items() if isfunction(written) and n in properties]:
@@ -73,8 +73,8 @@ def mask_type(cls: C) -> C:
         return tuple(zip(map(jax.tree_util.GetAttrKey, leaves), children, strict=True)), aux
 
     def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        # Without __init__, whose checks fail: jax also puts placeholders, specs and batched tracers
-        # in place of the arrays.
+        # __init__ is not called, since its checks would refuse the placeholders, specs and batched
+        # tracers that jax also puts in place of the arrays.
         mask = object.__new__(made)
         for name, value in zip(leaves + static, (*children, *aux), strict=True):
             object.__setattr__(mask, name, value)
@@ -111,11 +111,12 @@ def whole(value: Any, name: str, least: int, optional: bool = False, most: int =
         as_int = None
     if as_int is None:
         remedy = f"give {name} as a Python int, known before tracing"
-        raise InputError(where, text(found), f"a whole number{none}", remedy)
+        raise InputError(where, text(found), f"it must be a whole number{none}", remedy)
     if as_int < least:
-        raise InputError(where, found, f"at least {least}{none}", f"give {name} of {least} or more")
+        rule = f"it must be at least {least}{none}"
+        raise InputError(where, found, rule, f"give {name} of {least} or more")
     if as_int > most:
-        rule = f"at most 2**{most.bit_length() - 1} = {most}{none}"
+        rule = f"it must be at most 2**{most.bit_length() - 1} = {most}{none}"
         raise InputError(where, found, rule, f"give a smaller {name}")
     object.__setattr__(value, name, as_int)
 

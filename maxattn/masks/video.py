@@ -46,23 +46,23 @@ class FrameMask(PositionMask):
 
     @property
     def sees_all_past(self) -> bool:
-        """Whether the budget covers all frames; it is then not read, as it may exceed int32."""
+        """Whether the budget covers all frames; if so, `seen` ignores it: it may exceed int32."""
         return self.budget is None or self.budget >= self.frames
 
     def end_of_block(self, frame: Any, xp: Any) -> Any:
-        """Return the first frame after a frame's block."""
+        """Return the first frame after the block that contains a frame."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         end = alone + ((frame - alone) // size + 1) * size
         # A frame before the first block, such as a first frame alone, is a block by itself.
         return xp.minimum(xp.where(frame < alone, frame + 1, end), self.frames)
 
     def start_of_block(self, frame: Any, xp: Any) -> Any:
-        """Return the first frame of a frame's block."""
+        """Return the first frame of the block that contains a frame."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         return xp.where(frame < alone, frame, alone + (frame - alone) // size * size)
 
     def start_of_window(self, end: Any, xp: Any) -> Any:
-        """Return the first recent frame that the block which ends before frame `end` sees."""
+        """Return the first frame of the window of the block that ends before frame `end`."""
         budget = self.budget or 0
         return xp.where(end <= budget, 0, end - (budget - self.sink))
 
@@ -84,7 +84,7 @@ def check_blocks(value: Any) -> None:
     alone = value.first_frame_alone
     if not isinstance(alone, bool | np.bool_):
         where = f"{type(value).__name__}.first_frame_alone"
-        raise InputError(where, repr(alone), "it must be True or False", "give one of them")
+        raise InputError(where, repr(alone), "it must be True or False", "give a Python bool")
     object.__setattr__(value, "first_frame_alone", bool(alone))
     if value.window is None:
         return
@@ -146,7 +146,7 @@ class VideoMask(FrameMask):
         if lengths.kv_len != tokens:
             product = f"{self.frames} * {self.tokens_per_frame} = {tokens} tokens"
             rule = f"the number of keys must be frames * tokens_per_frame = {product}"
-            remedy = "set frames to the frames of the keys, or pass only the keys of these frames"
+            remedy = f"set frames to the number of frames in the keys, or pass {tokens} keys"
             raise InputError("mask", f"{self} with kv_len={lengths.kv_len}", rule, remedy)
         return super().bound_to(lengths)
 
@@ -180,8 +180,8 @@ class TeacherForcing(FrameMask):
             The queries are the same tokens, or those of the noisy half alone.
         tokens_per_frame, frames_per_block, window, sink, first_frame_alone: as in `VideoMask`.
         shards: number of equal parts that each half is cut into, default 1. The sequence is clean
-            part 0, noisy part 0, clean part 1, and so on, so that as many devices in context
-            parallelism have equally many noisy tokens each.
+            part 0, noisy part 0, clean part 1, and so on. With one shard per device in context
+            parallelism, all devices have equally many noisy tokens.
         offset: position of query 0 in tokens; None puts the last query at the last key.
 
     Raises:
@@ -242,7 +242,7 @@ class TeacherForcing(FrameMask):
         return (*self._clean(xp.where(noisy, start, end), end, xp), (own, own_end))
 
     def _clean(self, stop: Any, end: Any, xp: Any) -> tuple[Span, ...]:
-        """Return the clean frames before `stop` that a block which ends before `end` may see."""
+        """Return the clean frames before `stop` that the block ending before `end` may see."""
         tokens = self.tokens_per_frame
         if self.sees_all_past:
             return self._dealt((end * 0, stop * tokens), self.shards, xp)
@@ -252,7 +252,7 @@ class TeacherForcing(FrameMask):
         return self._dealt(recent, self.shards, xp) + self._dealt(sink, of_sink, xp)
 
     def _dealt(self, clean: Span, shards: int, xp: Any) -> tuple[Span, ...]:
-        """Return where an interval of the clean video is in the first `shards` shards."""
+        """Return the positions, in the first `shards` shards, of an interval of the clean video."""
         if self.shards == 1:
             return (clean,) * shards
         (lo, hi), half = clean, self.half
@@ -268,7 +268,7 @@ class TeacherForcing(FrameMask):
         rule = f"the keys are the clean video and the noisy video, {of} = {tokens} tokens, and the"
         rule += " queries are some of these tokens"
         found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
-        raise InputError("mask", found, rule, "give both halves: stream.pair(clean, noisy)")
+        raise InputError("mask", found, rule, "join both: Stream.pair(clean, noisy)")
 
     def own_period(self) -> int | None:
         whole_blocks = not self.first_frame_alone and self.frames % self.frames_per_block == 0
@@ -280,7 +280,7 @@ class TeacherForcing(FrameMask):
             return None
         tokens, alone, half = self.tokens_per_frame, int(self.first_frame_alone), self.half
         size = self.frames_per_block * tokens
-        # the query rows at which a half begins, or at which the video passes `inner` in a half
+        # the query rows at which a half begins, and those of the tokens `inner` in each half
         begins = range(0, 2 * self.shards * half + 1, half)
         inner = (0, alone * tokens, self.first_over_budget() * tokens)
         rows = {b + i - b // (2 * half) * half for b in begins for i in inner} | set(begins)

@@ -113,8 +113,8 @@ def test_without_matplotlib_the_remedy_is_named(
 @pytest.mark.parametrize(
     ("draw", "words"),
     [
-        (lambda at: M.Causal().plot(at / "x.bogus", 8, 8), "path: |the picture is a PNG|in .png"),
-        (lambda at: M.Causal().plot(at / "x", 8, 8), "the picture is a PNG"),
+        (lambda at: M.Causal().plot(at / "x.bogus", 8, 8), "path: |must end in .png"),
+        (lambda at: M.Causal().plot(at / "x", 8, 8), "must end in .png"),
         (lambda at: M.Causal().plot(at / "x.png", 0, 8), "q_len: 0|at least one query"),
         (lambda at: M.Causal().show(-1, 4), "q_len: -1|at least one query|give 1 or more"),
         (lambda at: M.Causal().show(0, 0), "q_len: 0"),

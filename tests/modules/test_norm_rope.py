@@ -181,11 +181,11 @@ LEFT_TO_XLA: dict[str, tuple[dict[str, Any], str]] = {
     "many_heads": ({"heads": 500}, "cannot take 500 heads of dim 32"),
     "no_package": ({"target": ma.Target("gpu", "NVIDIA H200")}, "fa4-jax is not installed"),
     "untested_fa4": (
-        {"target": ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.2.0"),))}, "this is 0.2.0"
+        {"target": ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.2.0"),))}, "not with 0.2.0"
     ),
     "untested_cute": (
         {"target": ma.Target("gpu", "NVIDIA H200", (FA4[0], ("nvidia-cutlass-dsl", "5.0")))},
-        "was tested with >=4.8,<4.9, and this is 5.0",
+        "was tested with >=4.8,<4.9, not with 5.0",
     ),
     "old_gpu": ({"target": ma.Target("gpu", "NVIDIA X", FA4, capability="7.5")}, "no kernels for"),
 }  # fmt: skip
