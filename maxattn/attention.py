@@ -286,7 +286,7 @@ def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: Any) -> Any:
 
 
 def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Run a forward or backward pass; refuse its derivative unless the kernel has second ones."""
+    """Run a forward or backward pass; refuse second derivatives that the kernel does not have."""
     if plan.kernel.differentiates_twice:
         return compute(*operands)
 

@@ -43,8 +43,8 @@ class Call:
         role: "self" (default) or "cross"; decides which setting of the config names the kernel,
             `attention` or `cross_attention`.
         return_lse: whether the log-sum-exp is returned; default False.
-        sharded: whether the call is one device's part of a sequence, so that its positions are
-            known only when it runs; default False.
+        sharded: whether the call is one device's part of a sequence, so that token positions are
+            known only when the call runs; default False.
         sequence: for one device's part, T and S of the whole padded sequence; default None.
         bias_dtype: dtype of the bias; default "", which means `dtype`.
         value_head_dim: V, the head dim of values and output; default 0, which means H.

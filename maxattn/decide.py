@@ -63,7 +63,7 @@ def plan(
         rule, remedy = "it must be a Call", "write plan(Call.of(q, k), ...)"
         raise InputError("call", type(call).__name__, rule, remedy)
     if not isinstance(target, Target | None):
-        remedy = f"write Target.named({target!r})"
+        remedy = "write Target.named(name), for example Target.named('TPU v5p')"
         raise ConfigError("target", repr(target), "it must be a Target", remedy)
     if not config.mask_padding_tokens:
         call = call.derived(mask=without_padding(call.mask))
@@ -106,7 +106,7 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
     check_hardware(config, target)
     for key, length in (("q_len", call.q_len), ("kv_len", call.kv_len)):
         if length > MOST:
-            rule = f"positions are int32, so a sequence has at most {MOST} tokens"
+            rule = f"positions are int32, so a sequence must have at most {MOST} tokens"
             raise InputError(key, length, rule, "split the sequence into several calls")
     _check_divides(call, shape)
     question = _Question(call, config, shape, target, Asked.of(config, call.role))

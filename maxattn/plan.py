@@ -129,7 +129,7 @@ class Plan:
 
         The lines are `asked` (the setting), `runs` (strategy and kernel), `because`, `mask`,
         `shards` (what each device computes), `blocks` (tiles), `moves` (each transfer: arrays,
-        operation, mesh axes, bytes that a device receives, pass), `note` and `refused`.
+        operation, mesh axes, bytes that a device receives, and pass), `note` and `refused`.
 
         Args:
             why: whether to print the time and memory of every strategy that

@@ -153,7 +153,7 @@ def _with_tuned(
 ) -> Target:
     """Return this machine with the block sizes and kernel times that were measured on it.
 
-    With several processes, none is added: files may differ between hosts, and programs must not.
+    With several processes, measurements are left out: hosts' files may differ, programs must not.
     """
     import jax
 

@@ -272,8 +272,8 @@ def has_few_spans(mask: Mask, data: bool = True) -> bool:
 def bounded_spans(mask: Mask, q_pos: Any, xp: Any, data: bool) -> Spans:
     """Return a bound mask's intervals of keys, or bounds if a query has more than `MOST_SPANS`.
 
-    The upper bound (`data=True`) keeps terms of the mask as long as the kept terms together have
-    few intervals; the lower bound (`data=False`) allows no key.
+    The upper bound (`data=True`) drops each term that would bring the kept terms above `MOST_SPANS`
+    intervals; the lower bound (`data=False`) allows no key.
     """
     if has_few_spans(mask, data):
         return mask.spans(q_pos, xp, data)

@@ -67,7 +67,7 @@ def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]
 
 
 def _causal(high: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
-    """Cut `j - i <= high` into the keys that all queries see, and a triangle of the other keys."""
+    """Cut `j - i <= high` into the keys that all queries see, and a triangle over other keys."""
     if high < 0:
         return (Piece(-high, q_len, 0, kv_len, None, 0),)
     triangle = Piece(0, q_len, high, kv_len, None, 0)

@@ -52,7 +52,7 @@ class Spots(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The number of masks in a mask's tree, itself included, and the tree's depth."""
+    """The number of masks in a mask's tree, this mask included, and the tree's depth."""
 
     masks: int
     levels: int
@@ -109,7 +109,7 @@ class Mask(ForKernels):
         return tiles.of_positions(self)
 
     def over_leaves(self, change: Callable[[Mask], Mask]) -> Mask:
-        """Apply a change to every mask in the tree that is not `&`, `|` or `~` of other masks."""
+        """Apply a change to every mask in the tree that does not join or negate other masks."""
         return change(self)
 
     def own_period(self) -> int | None:

@@ -1,7 +1,7 @@
 """The properties of a mask that kernels read, with defaults that are correct for every mask.
 
-A mask class overrides a default so that kernels do less work. Kernels, chunk sizes and block sizes
-depend on these properties only, not on the class of a mask.
+A mask class overrides a default so that kernels do less work. No kernel, chunk size or block size
+depends on the class of a mask.
 """
 
 from __future__ import annotations

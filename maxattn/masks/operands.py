@@ -159,10 +159,10 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
     b, shape = q.shape[0], tuple(mask.shape)
     if shape != (b, k.shape[1]) or b == 1:  # [1, S] means the same either way
         return Dense(mask)
-    rule = "a mask array of two axes is [T, S], and this shape looks like [B, S]"
+    rule = "a mask array of two axes must be [T, S], but this shape looks like [B, S]"
     remedy = "write masks.KeyPadding(mask) for keys that are padding"
     if b == q.shape[1]:
-        rule = f"a mask array of two axes is [T, S], and with B = T = {b} this may be [B, S]"
+        rule = f"a mask array of two axes is [T, S], but with B = T = {b} it may also be [B, S]"
         remedy = "write mask[None] for [T, S]; masks.KeyPadding(mask) for [B, S], True = a real key"
     raise InputError("mask", f"shape {shape}", rule, remedy)
 

@@ -178,7 +178,7 @@ def _checked(name: str, given: Any) -> Packing:
         raise InputError(name, text(given)[:80], rule, remedy)
     if len(found) > MOST_SEGMENTS:
         rule = f"there may be at most {MOST_SEGMENTS} segments"
-        raise InputError(name, f"{len(found)} lengths", rule, "give ids to masks.Segments")
+        raise InputError(name, f"{len(found)} lengths", rule, "give segment ids to masks.Segments")
     if min(found, default=0) < 0:
         at = next(i for i, length in enumerate(found) if length < 0)
         rule = "the length of a segment must be 0 or more"

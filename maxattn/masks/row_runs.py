@@ -93,7 +93,7 @@ class _Way(NamedTuple):
 def _way(blocks: tuple[RowBlocks, ...], q_len: int, cuts: int) -> _Way | None:
     """Choose how query rows are cut into runs; None if runs would save nothing over single rows.
 
-    A run's step is the least common multiple of small blocks; large blocks cut runs.
+    A run's step is the least common multiple of small blocks; runs end where a large block ends.
     """
     ordered = tuple(sorted(set(blocks)))
     turns = tuple(turn for block in ordered for turn in block.turns if 0 < turn < q_len)

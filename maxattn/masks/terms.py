@@ -220,7 +220,7 @@ class OwnBlocks(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def own_blocks(mask: Mask, q_len: int, kv_len: int) -> OwnBlocks | None:
-    """Return the shortest blocks that see only themselves, or None.
+    """Return the shortest equal blocks of a mask that each see only themselves, or None.
 
     A kernel can compute each block as a batch row. The mask is bound; a mask with arrays is given
     as its `form()`.

@@ -32,7 +32,7 @@ class FrameMask(PositionMask):
         whole(self, "offset", least=-MOST, optional=True)
         if self.frames * self.tokens_per_frame > self.most_tokens:
             rule = f"frames * tokens_per_frame must be at most {self.most_tokens}"
-            where, remedy = f"{type(self).__name__}.frames", "give the frames of the video"
+            where, remedy = f"{type(self).__name__}.frames", "give fewer frames"
             raise InputError(where, self.frames, rule, remedy)
 
     @property
@@ -50,14 +50,14 @@ class FrameMask(PositionMask):
         return self.budget is None or self.budget >= self.frames
 
     def end_of_block(self, frame: Any, xp: Any) -> Any:
-        """Return the first frame after the block that contains a frame."""
+        """Return the first frame after the block that `frame` is in."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         end = alone + ((frame - alone) // size + 1) * size
         # A frame before the first block, such as a first frame alone, is a block by itself.
         return xp.minimum(xp.where(frame < alone, frame + 1, end), self.frames)
 
     def start_of_block(self, frame: Any, xp: Any) -> Any:
-        """Return the first frame of the block that contains a frame."""
+        """Return the first frame of the block that `frame` is in."""
         alone, size = int(self.first_frame_alone), self.frames_per_block
         return xp.where(frame < alone, frame, alone + (frame - alone) // size * size)
 
@@ -265,8 +265,8 @@ class TeacherForcing(FrameMask):
         if bound is not None and 0 <= bound.offset <= tokens - lengths.q_len:  # pyright: ignore[reportAttributeAccessIssue]
             return bound
         of = f"2 * frames * tokens_per_frame = 2 * {self.frames} * {self.tokens_per_frame}"
-        rule = f"the keys are the clean video and the noisy video, {of} = {tokens} tokens, and the"
-        rule += " queries are some of these tokens"
+        rule = f"the keys must be the clean and the noisy video, {of} = {tokens} tokens, and the"
+        rule += " queries must be among these tokens"
         found = f"{self} with q_len={lengths.q_len}, kv_len={lengths.kv_len}"
         raise InputError("mask", found, rule, "join both: Stream.pair(clean, noisy)")
 
