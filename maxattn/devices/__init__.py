@@ -1,6 +1,6 @@
-"""Facts about devices: a row per device kind (rows.py), and the function that finds it by name.
+"""Facts about devices: a row per device kind (rows.py), and the function that finds a row by name.
 
-Other files read a row's family, compute capability, vendor, SMs or rates, and test no names.
+Other files read a row's family, compute capability, vendor, SMs or rates; none tests a name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIASES = {
     "TPU v6 lite": "TPU v6e",
     "TPU7x": "TPU v7x",
 }
-# If such a word follows a row's name, it is another card: "NVIDIA GeForce RTX 5090 Laptop GPU".
+# After a row's name, these words make it another card: "NVIDIA GeForce RTX 5090 Laptop GPU".
 _OTHER_CARDS = {"Laptop", "D", "Ti", "SUPER", "Max-Q"}
 # SMs (AMD: compute units) of devices without a row, by a word of their names.
 _SMS = {"A10": 72, "A10G": 80, "A30": 56, "A40": 84, "L4": 58, "L40": 142, "L40S": 142, "T4": 40,
@@ -44,7 +44,7 @@ _SMS = {"A10": 72, "A10G": 80, "A30": 56, "A40": 84, "L4": 58, "L40": 142, "L40S
 
 
 def device_kind(spelling: str) -> str:
-    """Return the row's name of a device for which jax may have another name."""
+    """Return the name of a device's row; jax's name of the device may differ."""
     return _ALIASES.get(spelling, spelling)
 
 
@@ -52,7 +52,7 @@ def device_kind(spelling: str) -> str:
 def device_of(
     kind: str, platform: Platform = "gpu", capability: Capability | None = None, sms: int = 0
 ) -> Device:
-    """Return the row of a device kind; without a row, its family's facts, without rates.
+    """Return the row of a device kind; if it has none, the facts of its family, without rates.
 
     >>> device_of("NVIDIA H100 80GB HBM3").kind, device_of("NVIDIA H100 80GB HBM3").sms
     ('NVIDIA H100', 132)

@@ -39,9 +39,9 @@ def _nvidia(
     return Family(name, "gpu", "NVIDIA", words, capability, sms, shared_memory * KIB)
 
 
-# A name's family is the first with a word that is part of the name. Sources: compute capability:
-# developer.nvidia.com's list of CUDA GPUs (jax gives that of other devices in a family, such as 8.9
-# in "before-hopper"); shared memory: NVIDIA's CUDA programming guide, and AMD's LDS.
+# A device without a row has the first family with a word that is part of its name. Sources: compute
+# capability: developer.nvidia.com's list of CUDA GPUs (jax reports a device's own, such as 8.9 in
+# "before-hopper"); shared memory: NVIDIA's CUDA programming guide, and AMD's LDS.
 GPU_FAMILIES = (
     Family("amd-cdna3", "gpu", "AMD", ("MI300", "MI325"), None, 304, 64 * KIB),
     Family("amd", "gpu", "AMD", ("AMD", "Instinct", "Radeon"), None, 132),

@@ -1,6 +1,6 @@
 """A row for every device kind that maxattn knows.
 
-All numbers are for one device as jax lists it; for a TPU v7x that is half a chip.
+All numbers are for one device as jax lists it: a device of TPU v7x is half a chip.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Machine(NamedTuple):
         """Return the bytes/s that a device receives in an all-to-all of n devices."""
         if self.link == "mesh":
             return self._of_links(n)
-        # On a ring of n with both directions in use, n L bytes take n L / (8 w): most of the
-        # (n - 1) L/n bytes that a device receives pass through other devices on the way.
+        # On a ring of n devices with L bytes each, links of w bytes/s each way take n L / (8 w):
+        # most of the (n - 1) L/n bytes that a device receives pass through other devices.
         return self.exchange if self.link == "switch" else 8 * self.neighbour * (n - 1) / n**2
 
     def permuted(self, n: int) -> float:
-        """Return the bytes/s that a device receives from any other device in a permute of n."""
+        """Return the bytes/s that a device receives from another in a permute of n devices."""
         return self.neighbour if self.link == "mesh" else self.exchanged(n)
 
     def _of_links(self, n: int) -> float:
@@ -67,7 +67,7 @@ class TensorCore(NamedTuple):
         clock: cycles per second.
         units: number of matrix units of a core.
         side: number of rows, and of columns, of a matrix unit.
-        rows: number of bfloat16 rows that a matrix unit takes per cycle.
+        rows: number of bfloat16 rows of an operand that a matrix unit reads per cycle.
         cores: number of a device's cores, which share the parallel axes of a kernel's grid.
     """
 
@@ -145,8 +145,8 @@ _GPU = (
     " of the link assumed"
 )
 REACHED = 3.1 / 4.8  # share of the published HBM rate that merges and sums reach on H200s
-# NCCL's kernels take SMs from attention kernels. A ring of four over FlashAttention-4, Wan 14B at
-# 480p, on two H200s: a step of 34.1 ms, or 32.1 without its transfers, nine hops of 0.79 ms.
+# NCCL's kernels take SMs from attention kernels. On two H200s, a step of Wan 14B at 480p, a ring of
+# four over FlashAttention-4, took 34.1 ms, and 32.1 ms without its nine hops of 0.79 ms.
 _NCCL = (34.1 - 32.1) / (9 * 0.79)
 
 
@@ -181,12 +181,11 @@ def _gpu(
 
 
 def _h200() -> Device:
-    # gather, exchange: four H200s over cuDNN, 32,768 tokens of 40 heads of 128, forward: 36.3 ms on
-    # one; 10.41 ms with K and V gathered (503 MB received) and 10.01 with Ulysses (252 MB), where a
-    # quarter of the one would be 9.08. The rest: four over FlashAttention-4, 14B 480p. flops: what
-    # training steps with all-gather and Ulysses leave for the kernel, less those transfers.
-    # neighbour: nine hops of 168 MB in 7.1 ms, beside kernels. hbm: 3.7 GB of packing and sums in
-    # 1.2 ms.
+    # gather, exchange: cuDNN forwards of 32,768 tokens, 40 heads of 128: 36.3 ms on one H200, a
+    # quarter of which is 9.08; on four, 10.41 ms with all-gather (503 MB received) and 10.01 with
+    # Ulysses (252 MB). All others: Wan 14B at 480p, FlashAttention-4 on four. flops: training steps
+    # with all-gather and Ulysses, less their transfers. neighbour: nine hops of 168 MB in 7.1 ms,
+    # beside kernels. hbm: 3.7 GB of packing and sums in 1.2 ms.
     source = "measured on 4 H200s"
     machine = Machine(6.2e14, 141e9, 3.1e12, "switch", 212e9, 380e9, 270e9, source, _NCCL)
     return Device("NVIDIA H200", FAMILIES["hopper"], 132, 989e12, machine, 0, (9, 0))
@@ -202,24 +201,23 @@ def _mi300x() -> Device:
 
 
 def _cpu() -> Device:
-    source = "a rule, since emulated devices share one memory"
+    source = "assumed, since emulated devices share one memory"
     machine = Machine(5e10, 8e9, 1e10, "switch", 5e9, 5e9, 5e9, source)
     return Device("cpu", FAMILIES["cpu"], machine=machine)
 
 
-# Peak: dense bfloat16 FLOP/s by the maker, of one device. v7x: 2307e12 is a chip's, and libtpu
-# lists each of its two cores as a device, with half of the products, the memory and its rate. (Of
-# v4 and v5p a program's device is a whole chip.) B200: DGX B200's 36 PFLOP/s and 1.44 TB over
-# eight, without sparsity; B300 the same products, and 270 GB by MLPerf's systems. GB200, GB300: an
-# NVL72's 180 PFLOP/s over 72; 186 and 288 GB (MLPerf's systems). GH200: the one with HBM3. RTX:
-# NVIDIA RTX Blackwell architecture, bfloat16 summed in float32, which GeForce does at half the rate
-# of RTX PRO.
+# Peak: dense bfloat16 FLOP/s of one device, as published. v7x: a chip has 2307e12; libtpu lists
+# each of its two cores as a device, with half of the FLOP/s, the memory and the memory's rate. (A
+# v4 or v5p device is a whole chip.) B200: DGX B200's 36 PFLOP/s, halved to be without sparsity, and
+# 1.44 TB, over eight GPUs. B300: B200's FLOP/s, and 270 GB (MLPerf's systems). GB200, GB300: an
+# NVL72's 180 PFLOP/s over 72; 186 and 288 GB (MLPerf's systems). GH200: the version with HBM3. RTX:
+# NVIDIA's RTX Blackwell paper; sums in float32, which GeForce does at half the rate of RTX PRO.
 # Memory: TPUs: the limit in libtpu 0.0.42's message ("exceeds available HBM (95.74G)"); GPUs: as
 # sold. VMEM: libtpu 0.0.42's message of a kernel that needs more.
-# SMs: NVIDIA's papers of each architecture; of H20, its driver's count.
-# Link: one direction of one inter-chip link (TPU), of all NVLinks of a GPU, of a card's 16 lanes of
-# PCIe 5.0. A ring through both halves of each v7x chip crosses a chip's link once. NVLink joins 8
-# GPUs of a B200 or B300 host, and 72 of 18 hosts of GB200 or GB300, all at the full rate.
+# SMs: NVIDIA's papers of each architecture; for H20, the count of its driver.
+# Link, one direction: one inter-chip link of a TPU, all NVLinks of a GPU, or a card's 16 lanes of
+# PCIe 5.0. A ring through both halves of each v7x chip crosses a chip's link once. NVLink joins the
+# 8 GPUs of a B200 or B300 host, and 72 GPUs of 18 GB200 or GB300 hosts, at the full rate.
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (

@@ -1,7 +1,7 @@
 """cuDNN's attention through the private primitives of jax 0.10.2 to 0.12.
 
 The public `jax.nn.dot_product_attention` rounds the LSE to the output's dtype, drops the LSE's
-gradient, and refuses to train at some lengths that cuDNN supports. The primitives do not.
+gradient, and refuses to train at some lengths that cuDNN supports; the primitives do none of it.
 """
 
 from __future__ import annotations

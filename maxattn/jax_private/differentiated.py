@@ -1,6 +1,6 @@
 """Which operands of a `custom_vjp` with `symbolic_zeros` are differentiated.
 
-With this a backward can leave out an expensive gradient that is not needed.
+With this knowledge, a backward can skip an expensive gradient that is not needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.interpreters import ad
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class IsDifferentiated:
-    """Whether an operand is differentiated, as a residual that a forward rule returns."""
+    """Whether an operand is differentiated; a forward rule returns this as a residual."""
 
     value: bool
 

@@ -1,4 +1,4 @@
-"""Meshes, shard_map and tracers: names that differ from jax 0.10.2 to 0.12 or are private."""
+"""Meshes, `shard_map` and tracers: names that are private, or that jax 0.10.2 to 0.12 change."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def shard_map(
 def ambient_mesh() -> Any:
     """Return the mesh of the surrounding `shard_map`, `jax.set_mesh` or `with mesh:`, or None.
 
-    jax has no public name for the mesh of a `with mesh:`. If the private name moves, that mesh is
-    not found, and users can pass mesh=.
+    jax has no public name for the mesh of a `with mesh:`. If jax moves the private name, that mesh
+    is not found, and users can pass mesh=.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh is not None and not mesh.empty:
@@ -58,7 +58,7 @@ def axis_names_of_type(mesh: Any, kind: AxisType) -> frozenset[str]:
 def mapped_axes() -> frozenset[str]:
     """Return the Explicit mesh axes over which a surrounding `vmap` splits its mapped axis.
 
-    jax has no public name for them. If the private name moves, no axis is returned.
+    jax has no public name for these axes. If jax moves the private name, no axis is returned.
     """
     try:
         from jax._src.core import get_axis_env

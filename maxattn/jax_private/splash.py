@@ -51,7 +51,7 @@ def forward(operands: Operands, launch: SplashLaunch) -> tuple[Any, Any]:
 def dkv(operands: Operands, stats: Any, launch: SplashLaunch, fused: bool) -> tuple[Any, Any, Any]:
     """Run the backward kernel of K and V on one batch row: (dq if fused else None, dk, dv).
 
-    `stats` are (lse, dout, delta), also in `dq`.
+    `stats` is (lse, dout, delta), here and in `dq`.
     """
     bq, bkv, compute = launch.blocks
     sizes = {"bq": bq, "bkv": bkv, "bkv_compute": compute, "use_fused_bwd_kernel": fused}

@@ -1,8 +1,8 @@
-"""The module of tokamax's splash attention.
+"""Import the module of tokamax's splash attention.
 
-Its functions take the same arguments in tokamax 0.0.12 to 0.0.17. From 0.0.17 on it skips tiles
-whose segment ids differ, and with segment ids its backward sums partial dQ in three buffers of the
-queries' dtype. The nightly builds of 0.0.18 have the same modules in another folder.
+The module's functions take the same arguments in tokamax 0.0.12 to 0.0.17. From 0.0.17 on, tiles
+whose segment ids differ are skipped, and with segment ids the backward sums partial dQ in three
+buffers of the queries' dtype. Nightly builds of 0.0.18 have the same modules in another folder.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def library() -> Any:
             # If a package that tokamax imports is missing, raise that error.
             if not f"{folder}.splash_attention_kernel".startswith(error.name or "?"):
                 raise
-    rule = f"its splash attention is in no folder that tokamax{TOKAMAX_SPLASH} has"
+    rule = f"its splash attention was not found in the folders of tokamax{TOKAMAX_SPLASH}"
     remedy = 'pip install "maxattn[tokamax]", or use attention: flash'
     raise Unsupported("attention", "tokamax_flash", rule, remedy)

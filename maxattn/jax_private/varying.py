@@ -11,13 +11,13 @@ Tree = TypeVar("Tree")
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Return the mesh axes that any array of a tree varies over; none outside of `shard_map`."""
+    """Return the mesh axes over which any array of a tree varies; none outside of `shard_map`."""
     axes = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
     return frozenset[str]().union(*axes)
 
 
 def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
-    """Let every array vary over all of `axes`; its gradient is then summed over the added axes."""
+    """Let each array vary over all `axes`; jax then sums its gradient over the added axes."""
 
     def one(x: Any) -> Any:
         more = tuple(sorted(axes - varying_axes(x)))

@@ -22,7 +22,7 @@ class Versions(NamedTuple):
         return f">={self.first},<{self.below}"
 
     def hold(self, version: str) -> bool:
-        """Check whether a version is in the range; a version without a number, such as "?", is.
+        """Check whether a version is in the range; a version without a number ("?") counts.
 
         >>> Versions("0.10.2", "0.13").hold("0.12.1"), Versions("0.1", "0.2").hold("0.2.0")
         (True, False)
@@ -31,11 +31,11 @@ class Versions(NamedTuple):
         return not given or numbers(self.first) <= given < numbers(self.below)
 
 
-# pip's names. jax: cuDNN's primitives and splash attention; tokamax: splash attention on TPUs, the
-# Mosaic kernels on GPUs; fa4-jax: its launches; nvidia-cutlass-dsl: CuTe, the language of maxattn's
-# own kernels (4.8.0 and 4.8.1 were tested; fa4-jax 0.1.0 needs 4.8); TransformerEngine: the two
-# functions of its fused attention and the random state of its dropout, which minor releases change
-# (2.10 inserted an argument).
+# By pip's names. maxattn uses, of jax: cuDNN's primitives and splash attention; of tokamax: splash
+# attention on TPUs, the Mosaic kernels on GPUs; of fa4-jax: its launches; of
+# nvidia-cutlass-dsl: CuTe, the language of maxattn's own kernels (4.8.0 and 4.8.1 were tested, and
+# fa4-jax 0.1.0 needs 4.8); of TransformerEngine: the two functions of its fused attention and the
+# random state of its dropout, which minor releases change (2.10 inserted an argument).
 TESTED = {
     "jax": Versions("0.10.2", "0.13"),
     "tokamax": Versions("0.0.12", "0.0.18"),
@@ -45,18 +45,18 @@ TESTED = {
 }
 CUTLASS = "nvidia-cutlass-dsl"  # pip's name of CuTe, which fa4-jax depends on
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # pip's names of cuDNN, which XLA calls
-TOKAMAX_SPLASH = Versions("0.0.12", "0.0.19")  # its kernels of TPUs: 0.0.18 only moves them
+TOKAMAX_SPLASH = Versions("0.0.12", "0.0.19")  # tokamax's TPU kernels, which 0.0.18 only moves
 TOKAMAX_ON_GPU = "0.0.17"  # the first version whose Mosaic kernels are called on GPUs
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (0, 0, 17) of "0.0.17.dev3"."""
+    """Return the leading numbers of a version: (0, 0, 17) for "0.0.17.dev3"."""
     leading = re.match(r"\d+(\.\d+)*|", version)
     return tuple(int(part) for part in leading[0].split(".") if part) if leading else ()
 
 
 AITER = "aiter"
-"""The name, in a target's packages, of the fused attention in AMD's jax; pip has no such name."""
+"""A target's name for the fused attention in AMD's jax, which is no package of pip's."""
 
 
 def aiter_in_jax() -> tuple[tuple[str, str], ...]:

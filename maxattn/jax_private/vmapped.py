@@ -1,4 +1,4 @@
-"""Primitives that return their operands, with a side effect under `vmap` or in compilation."""
+"""Primitives that return their operands, and act under `vmap` or in compilation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def batched_alike(*arrays: Any) -> tuple[Any, ...]:
 
 
 def some_examples(kernel: str, operands: Any) -> Any:
-    """Return a tree of operands; refuse a `vmap` over 0 examples, where a kernel has no grid."""
+    """Return a tree of operands; refuse a `vmap` over 0 examples, for which no grid exists."""
     leaves, structure = jax.tree.flatten(operands)
     return jax.tree.unflatten(structure, some_p.bind(*leaves, kernel=kernel))
 
 
 def identity(name: str, batch: Any, met: Callable[..., Any] = lambda **_: None) -> Primitive:
-    """Make a primitive that returns its operands, and calls `met` if evaluated or compiled."""
+    """Make a primitive that returns its operands; evaluating or compiling it calls `met`."""
 
     def returned(*args: Any, **parameters: Any) -> list[Any]:
         met(**parameters)
@@ -57,7 +57,7 @@ def _batch_alike(args: Any, axes: Any) -> Any:
 def _batch_some(args: Any, axes: Any, *, kernel: str) -> Any:
     if any(axis is not None and x.shape[axis] == 0 for x, axis in zip(args, axes, strict=True)):
         rule = f"{kernel} needs at least one example"
-        remedy = "skip the call when there is nothing to attend, or set attention: dot_product"
+        remedy = "skip the call if there are no examples, or set attention: dot_product"
         raise InputError("vmap", "an axis of size 0", rule, remedy)
     return some_p.bind(*args, kernel=kernel), axes
 

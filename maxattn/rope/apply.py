@@ -1,4 +1,4 @@
-"""The rotation of heads by a table of angles, and the forms in which models have tables."""
+"""Rotate heads by a table of angles, and read the forms in which models store such tables."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def apply_rotary(
 
     Args:
         x: queries or keys [B, T, N, H].
-        rotary: the angles, in one of three forms: a `Rotary`; an array of complex numbers
-            cos + i sin; a pair (cos, sin). The last two rotate channels 2i and 2i + 1 together
-            (interleaved). Arrays are [T, D], [B, T, D], [B, T, 1, D] or [B, 1, T, D]; or
-            [B, T, N, D] if heads have different angles. B may be 1. D is H/2, or less in a partial
-            `Rotary`. A pair may also have D = H, with each number twice: c0, c0, c1, c1, ... If the
-            order differs, the pair is refused; if its numbers cannot be read (traced by `jit`, or
-            split over several hosts), the result is NaN.
+        rotary: the angles, in one of three forms: a `Rotary`, an array of complex numbers
+            cos + i sin, or a pair (cos, sin). Complex numbers and pairs rotate channels 2i and
+            2i + 1 together (interleaved). Arrays are [T, D], [B, T, D], [B, T, 1, D] or
+            [B, 1, T, D], or [B, T, N, D] if heads have different angles. B may be 1. D is H/2, or
+            less in a partial `Rotary`. A pair may also have D = H, with each number twice: c0, c0,
+            c1, c1, ... A pair in another order is refused; if its numbers cannot be read (traced by
+            `jit`, or split over several hosts), the result is NaN.
         name: the argument's name for errors, default "rotary_emb".
 
     Returns:
@@ -45,7 +45,7 @@ def apply_rotary(
     """
     table = as_rotary(rotary, x.shape, name)
     both = (jnp.asarray(part, jnp.float32) for part in (table.cos, table.sin))
-    # [T, D] or [B, T, D] -> [B, T, 1, D]; [B, T, N, D] as it is
+    # [T, D] or [B, T, D] -> [B, T, 1, D]; [B, T, N, D] is kept
     cos, sin = (a if a.ndim == 4 else a.reshape(-1, x.shape[1], 1, a.shape[-1]) for a in both)
     rotate = _rotate_half if table.style == "half" else _rotate_interleaved
     turned = 2 * cos.shape[-1]
@@ -94,8 +94,8 @@ def _read(value: Any, head_dim: int, name: str) -> Rotary:
 def _once(part: Any, head_dim: int, name: str) -> Any:
     """Drop every second number of a cos or sin that has each number twice.
 
-    Tables of the half style, or for heads of twice the size, have the same width. They are refused
-    if this process can read the numbers; else the numbers become NaN.
+    A table of the half style, or for heads of twice the size, has the same width but another order.
+    It is refused if this process can read the numbers; else the numbers become NaN.
     """
     if not part.shape or part.shape[-1] != head_dim:
         return part
@@ -125,9 +125,9 @@ def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
     if wide and tuple(dims) in ((t,), (1, t), (b, t), (1, t, n), (b, t, n)):
         return part
     d = f"fewer than {h // 2}" if partial else f"{h // 2}"
-    fits = f"[{t}, {d}] or [{b}, {t}, {d}], with 1 for heads or [{b}, {t}, {n}, {d}]"
+    fits = f"[{t}, {d}], [{b}, {t}, {d}] or [{b}, {t}, {n}, {d}]; batch and heads may be 1"
     rule = f"for {t} tokens and head dim {h} it must be {fits}"
-    remedy = "make it for these tokens and this head dim, or slice it to them"
+    remedy = "make the table for these tokens and this head dim, or slice a larger table"
     raise InputError(name, f"shape {tuple(part.shape)}", rule, remedy)
 
 

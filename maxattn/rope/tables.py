@@ -1,7 +1,7 @@
 """Rotary tables for positions in one, two and three dimensions.
 
-Tables are numpy arrays, computed in float64 on the host and rounded to float32. Only if a video's
-frame numbers are traced, its table is computed on the device.
+Tables are numpy arrays, computed in float64 on the host and rounded to float32. If a video's frame
+numbers are traced, the table is computed on the device instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BITS, DIGITS = 8, 4  # four digits of 8 bits give every int32 of at least 0
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotary:
-    """A table of the cosines and sines of a rotary embedding, for each token and channel pair.
+    """A table with the cosine and sine of a rotary embedding for each token and channel pair.
 
     A pair of channels (a, b) becomes (a cos - b sin, a sin + b cos).
 
@@ -122,7 +122,7 @@ def rope_2d(
     (1536, 32)
     """
     if head_dim % 4:
-        rule = "pairs of channels for two axes need a multiple of 4"
+        rule = "two axes of channel pairs need a head dim that is a multiple of 4"
         raise InputError("head_dim", head_dim, rule, "use a multiple of 4")
     return rope_nd((head_dim // 2,) * 2, _grid(height=height, width=width), theta, style=style)
 
@@ -141,10 +141,10 @@ def rope_3d(
     The channels are split over time, height and width as Wan splits them.
 
     Args:
-        head_dim: H, even, at least 6. Height and width have 2 * (H // 6) channels each, time has
-            the rest.
-        frames: the number of frames; or an array of frame numbers, integers of at least 0, [F], or
-            [B, F] if examples differ. Frame numbers may be traced: one program then serves every
+        head_dim: H, even, at least 6. Height and width have 2 * (H // 6) channels each, and time
+            has all other channels.
+        frames: the number of frames; or an integer array of frame numbers, 0 or more, [F], or
+            [B, F] if examples differ. Frame numbers may be traced: one program then computes every
             block of a video, with angles as exact at frame 1,000,000 as at frame 0.
         height, width: number of a frame's patches in each direction; T = frames * height * width.
         theta: base of the frequencies, default 10,000.
@@ -208,8 +208,8 @@ def cos_sin(
     """Return the cosine and sine of positions * frequencies in float32, as exact as on the host.
 
     A float32 product, with 24 bits, would be off by 0.008 at position 100,000. So each position is
-    split into digits. The cosines and sines of a digit's angles come from a float64 table, and the
-    addition formulas give those of the sum.
+    split into digits. The cosine and sine of each digit's angle come from a float64 table, and the
+    addition formulas give the cosine and sine of the sum.
 
     Args:
         positions: integers of at least 0; may be traced.
@@ -231,8 +231,8 @@ def cos_sin(
 def split_3d(head_dim: int) -> tuple[int, int, int]:
     """Split the channels of a head between time, height and width: 128 -> (44, 42, 42)."""
     if head_dim < 6 or head_dim % 2:
-        rule = "pairs of channels for three axes need an even number, at least 6"
-        raise InputError("head_dim", head_dim, rule, "use a multiple of 2")
+        rule = "three axes of channel pairs need an even head dim of at least 6"
+        raise InputError("head_dim", head_dim, rule, "use an even number of at least 6")
     space = 2 * (head_dim // 6)
     return head_dim - 2 * space, space, space
 

@@ -1,4 +1,4 @@
-"""The mesh axes of attention, and which axes of arrays are split over each."""
+"""The mesh axes that attention uses, and the array axes that are split over each of them."""
 
 from __future__ import annotations
 

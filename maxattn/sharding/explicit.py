@@ -1,7 +1,7 @@
-"""Explicit mesh axes: arrays' types contain their sharding, and every operation must have one.
+"""Explicit mesh axes: an array's type has its sharding, and each operation must choose one.
 
-Attention shards its operands itself. It runs with Explicit axes made Auto, and splits its results
-over the Explicit axes like its operands.
+Attention shards its operands itself. So attention runs with Explicit axes made Auto, and gives its
+results the sharding of its operands over the Explicit axes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maxattn.sharding.axes import LETTERS
 
 
 def explicit_mesh(*operands: Any) -> Any:
-    """Return the surrounding mesh or the operands' mesh if it has Explicit axes, else None.
+    """Return the first mesh with Explicit axes: the surrounding one, or an operand's; else None.
 
     For traced operands, the mesh is an `AbstractMesh`.
     """
@@ -30,14 +30,14 @@ def explicit_mesh(*operands: Any) -> Any:
 
 
 def program_mesh(mesh: Any = None) -> Any:
-    """Return a mesh, by default the surrounding `jax.set_mesh`'s, with all axes Auto; or None."""
+    """Return `mesh`, or without one the mesh of `jax.set_mesh` or None, with all axes Auto."""
     around = jax.sharding.get_mesh()
     return with_auto_axes(around if mesh is None and not around.empty else mesh)
 
 
 @contextmanager
 def inside_auto_axes() -> Iterator[None]:
-    """Make Explicit axes of a surrounding `jax.set_mesh` Auto inside a `with`; not under `jit`.
+    """Make Explicit axes of a surrounding `jax.set_mesh` Auto in a `with` block outside `jit`.
 
     Operations inside the `with` need no shardings.
     """
@@ -53,7 +53,7 @@ def spec_of_type(x: Any) -> PartitionSpec:
 
 
 def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
-    """Return `f` run with a mesh's Explicit axes made Auto, and its results split by `out_specs`.
+    """Wrap `f`: a mesh's Explicit axes are made Auto in it, and `out_specs` split its results.
 
     The mesh is the result of `explicit_mesh`; if it is None, `f` is returned.
     """
@@ -74,8 +74,8 @@ def check_layouts(operands: dict[str, Any], letters: dict[str, str]) -> None:
                 continue
             there = jax.typeof(x).sharding.mesh.axis_names
             fits = [tuple(a for a in LETTERS.get(c, ()) if a in there) for c in letters[name]]
-            allowed = f"over {', '.join(fits[axis])} alone" if fits[axis] else "over no axis"
-            rule = f"attention splits axis {letter} ({axis}) {allowed}, as its plan lists transfers"
+            where = f"over {', '.join(fits[axis])} alone" if fits[axis] else "over no axis"
+            rule = f"attention splits axis {letter} ({axis}) {where}; other layouts need transfers"
             spec = ", ".join(repr(a[0] if len(a) == 1 else a or None) for a in fits)
-            remedy = f"call it with jax.sharding.reshard({name}, jax.P({spec}))"
+            remedy = f"pass jax.sharding.reshard({name}, jax.P({spec}))"
             raise MeshError(name, f"{letter} over {', '.join(other)}", rule, remedy)

@@ -1,4 +1,4 @@
-"""Meshes: the choice of a call's mesh, refusals of meshes, and `make_mesh` of a config."""
+"""Choose the mesh of a call, refuse meshes that do not fit, and make the mesh of a config."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from maxattn.sharding.axes import AXES
 from maxattn.sharding.explicit import explicit_mesh
 
 MOST_DEVICES = 2**16
-"""The most devices of a mesh: six times the largest machine; its plans are made in seconds."""
+"""The most devices of a mesh: six times the largest machine, so that plans take only seconds."""
 MOST_RANKS = 2**12
-"""The most devices of the context axis: a ring looks at every pair of them."""
+"""The most devices on the context axis: planning a ring looks at every pair of devices."""
 
 MeshShape = tuple[tuple[str, int], ...]
 
@@ -56,7 +56,7 @@ def mesh_shape(mesh: Any) -> MeshShape:
 
 
 def _left(mesh: Any) -> dict[str, int]:
-    """Return the axes of size above 1 that no surrounding `shard_map` or `vmap` uses."""
+    """Return the sizes of a mesh's axes above size 1 that no outer `shard_map` or `vmap` uses."""
     taken = axis_names_of_type(mesh, AxisType.Manual) | surrounding_manual_axes() | mapped_axes()
     return {a: s for a, s in mesh.shape.items() if s > 1 and a not in taken}
 
@@ -83,21 +83,21 @@ def _check_count(sizes: Mapping[str, int]) -> None:
         return
     found = ", ".join(f"{axis}={brief(size)}" for axis, size in sizes.items())
     rule = f"a mesh has at most {MOST_DEVICES} devices, and {MOST_RANKS} on context"
-    raise MeshError("mesh", found, rule, "give the sizes of the mesh that the job gets")
+    raise MeshError("mesh", found, rule, "set the sizes of the mesh on which the job runs")
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuse anything but a mesh, None or False, and a mesh of devices without attention's axes."""
+    """Refuse a value that is no mesh, None or False, and meshes without attention's axes."""
     if mesh is None or mesh is False:
         return
     if not isinstance(mesh, Mesh | AbstractMesh):
         found = repr(mesh) if isinstance(mesh, str) else type(mesh).__name__
-        kinds = "a jax.sharding.Mesh, or for a plan a mapping such as {'context': 4}"
-        raise MeshError("mesh", found, f"a mesh is {kinds}", "make one with config.make_mesh()")
+        rule = "it must be a jax.sharding.Mesh, or for a plan a mapping such as {'context': 4}"
+        raise MeshError("mesh", found, rule, "make one with config.make_mesh()")
     if mesh.size > 1 and not set(AXES) & set(mesh.axis_names):
         found = f"axes {', '.join(map(str, mesh.axis_names))}"
         rule = f"attention is split over {', '.join(AXES)}"
-        raise MeshError("mesh", found, rule, "give the axes these names, or pass no mesh")
+        raise MeshError("mesh", found, rule, "rename the axes to some of these, or pass no mesh")
 
 
 def surrounding_manual_axes() -> frozenset[str]:
@@ -107,7 +107,7 @@ def surrounding_manual_axes() -> frozenset[str]:
 
 
 def usable_mesh(mesh: Any, operand: Any = None) -> Any:
-    """Return the mesh to map over: `mesh`, else the surrounding mesh, else that of q's type.
+    """Return the mesh to map over: `mesh`, else the surrounding mesh, else the mesh of q's type.
 
     False gives no mesh, even if there is a surrounding mesh.
 
@@ -123,11 +123,11 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
         check_names(ambient if named else None)
         return ambient if named else None
     if isinstance(mesh, Mapping):
-        rule = "attention runs on devices; plan() takes a mapping of sizes"
+        rule = "attention needs a mesh of devices; only plan() takes a mapping of sizes"
         raise MeshError("mesh", mesh, rule, "pass config.make_mesh()")
     if around is not None and mesh_shape(mesh) and dict(around.shape) != dict(mesh.shape):
-        rule = f"the surrounding mesh is {dict(around.shape)}, and both must be the same"
-        remedy = "leave out mesh=, or call outside of the other mesh"
+        rule = f"mesh= must be the same as the surrounding mesh, {dict(around.shape)}"
+        remedy = "leave out mesh=, or call outside of the surrounding mesh"
         raise MeshError("mesh", dict(mesh.shape), rule, remedy)
     check_names(mesh)
     return with_auto_axes(mesh)
@@ -138,11 +138,11 @@ def check_devices(mesh: Any, q: Any) -> None:
     if not mesh_shape(mesh) or is_tracer(q):
         return
     if ambient_mesh() is None and isinstance(mesh, AbstractMesh):
-        rule, remedy = "it has sizes but no devices", "pass a Mesh; plan() takes sizes too"
+        rule, remedy = "it has sizes but no devices", "pass a Mesh; only plan() needs no devices"
         raise MeshError("mesh", "AbstractMesh", rule, remedy)
     committed = isinstance(mesh, Mesh) and getattr(q, "committed", False)
     if committed and q.sharding.device_set != set(mesh.devices.flat):
-        rule = "q is on other devices than those of the mesh"
+        rule = "q must be on the devices of the mesh, and is on others"
         example = "jax.device_put(q, NamedSharding(mesh, PartitionSpec()))"
         remedy = f"put the arrays on the mesh, e.g. with {example}"
         raise MeshError("mesh", dict(mesh.shape), rule, remedy)
@@ -154,8 +154,8 @@ def check_unchecked(kernel: str) -> None:
     manual = surrounding_manual_axes()
     if ambient is None or manual != set(ambient.axis_names) or not checked_axes(manual):
         return
-    checks = f"checks what varies over its axes, {', '.join(sorted(manual))}"
-    rule = f"{kernel} is a Pallas kernel, and this shard_map {checks}"
+    over = f"over its axes, {', '.join(sorted(manual))}"
+    rule = f"{kernel} is a Pallas kernel, and this shard_map checks which values vary {over}"
     remedy = "pass check_vma=False to jax.shard_map, or set attention: dot_product"
     raise MeshError("check_vma", True, rule, remedy)
 
@@ -170,7 +170,8 @@ def make_mesh(
 
     Args:
         parallelism: (devices of a slice, slices) by axis, outermost first, as
-            `AttentionConfig.axis_parallelism` returns it; one -1 in each means the remaining ones.
+            `AttentionConfig.axis_parallelism` returns it. One axis may have -1 devices, and one -1
+            slices: -1 means all that remain.
         devices: the devices; default all of `jax.devices()`.
 
     Raises:
@@ -190,7 +191,7 @@ def make_mesh(
 
 
 def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[int]:
-    """Replace a -1 by `count` over the other sizes, and check that the product is `count`."""
+    """Replace a -1 by the size that makes the product `count`; refuse any other product."""
     known = prod(s for s in sizes if s != -1)
     if -1 in sizes and count % known == 0:
         return [count // known if s == -1 else s for s in sizes]

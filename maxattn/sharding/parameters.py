@@ -1,4 +1,4 @@
-"""How activations, batches and parameters are split over a mesh outside of attention."""
+"""Split activations, batches and parameters over a mesh, outside of attention."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from maxattn.sharding.shards import spec_of, ways
 def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
     """Constrain how an activation is split, by letters such as "BT." for [B, T, channels].
 
-    Without a mesh, x is returned unchanged. An axis whose size does not divide is left to the
-    compiler, since replicating the axis would gather it.
+    Without a mesh, x is returned unchanged. The compiler chooses for an axis that does not divide
+    over the mesh, since replicating the axis would gather it.
     """
     shape = mesh_shape(mesh)
     if not shape:
@@ -61,7 +61,7 @@ def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh)
 
 
 def parameter_shardings(state: Any, mesh: Mesh) -> Any:
-    """Return the tree of `NamedSharding` that the axis names of an NNX state ask for.
+    """Return a tree with the `NamedSharding` of each array, by the axis names in an NNX state.
 
     The state may be abstract, or the state of an optimiser. Arrays without names are replicated.
     """
@@ -78,7 +78,7 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
 def place(module: Any, mesh: Mesh | None) -> None:
     """Move the parameters of an NNX module or optimiser onto a mesh, in place.
 
-    Kernels are split over fsdp and tensor by their axis names, the rest is replicated.
+    Kernels are split over fsdp and tensor by their axis names; other parameters are replicated.
 
     Args:
         module: the module, with arrays.

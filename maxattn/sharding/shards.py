@@ -22,14 +22,14 @@ Spec = tuple[tuple[str, ...] | None, ...]
 
 
 def spec_of(letters: str, shape: MeshShape) -> Spec:
-    """Return the mesh axes that each axis of an array is split over, by letters such as "BTNH"."""
+    """Return the mesh axes that split each axis of an array, named by letters such as "BTNH"."""
     present = dict(shape)
     axes = (tuple(a for a in LETTERS.get(letter, ()) if a in present) for letter in letters)
     return tuple(a or None for a in axes)
 
 
 def ways(letter: str, shape: MeshShape) -> int:
-    """Return the number of shards of the array axis that a letter names."""
+    """Return the number of shards into which a mesh splits the array axis of a letter."""
     sizes = dict(shape)
     return prod(sizes.get(a, 1) for a in LETTERS.get(letter, ()))
 
@@ -42,7 +42,7 @@ def partition_spec(letters: str, shape: MeshShape) -> PartitionSpec:
 class Layout(NamedTuple):
     """A mesh, the axes over which attention is split, and the padded lengths T and S.
 
-    The axes exclude those of a surrounding `shard_map`; without any axis, the mesh may be None.
+    `shape` excludes axes of a surrounding `shard_map`; if it is empty, the mesh may be None.
     """
 
     mesh: Any
@@ -58,7 +58,7 @@ def on_shards(
     in_specs: Any,
     out_specs: Any,
 ) -> Any:
-    """Pad operands with zeros to whole shards, and run `f` on each device's part of them.
+    """Pad operands with zeros to whole shards, and run `f` on each device's shards.
 
     `letters` is a tree like `operands`, with the letters of each array's axes, such as "BTNH".
     """
@@ -77,7 +77,7 @@ def on_shards(
 def over_shards(
     f: Callable[..., Any], mesh: Any, shape: MeshShape, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `f` mapped over the shards of the axes of `shape`; without axes, `f` itself."""
+    """Return `f` mapped over the shards of the axes in `shape`; without axes, return `f`."""
     ambient = ambient_mesh()
     if not shape and not surrounding_manual_axes():
         return f

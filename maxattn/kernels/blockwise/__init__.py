@@ -1,1 +1,1 @@
-"""The parts of the blockwise kernel: chunk sizes, lists of visited chunks, scores of a chunk."""
+"""Parts of the blockwise kernel: chunk sizes, lists of visited chunks, scores of two chunks."""

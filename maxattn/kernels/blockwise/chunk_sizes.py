@@ -7,17 +7,17 @@ from maxattn.call import Call
 QUERY_CHUNKS = 64  # number of query chunks in a long sequence
 LEAST_QUERY_CHUNK = 128  # with fewer queries a matmul's overhead shows (measured on a CPU)
 KEY_CHUNK = 16384
-SPARSE_CHUNK = 512  # for masks that leave chunks empty: short enough to skip many
+SPARSE_CHUNK = 512  # for masks that leave chunks empty: short, so that many are skipped
 LARGEST_PERIOD_CHUNK = 1024
 PADDED_KEYS, LARGEST_PADDED_CHUNK = 8, 2048  # an eighth of the keys, so that padding is skipped
 
 
 def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) -> tuple[int, int]:
-    """Choose (query chunk, key chunk): the sizes that the user sets, else by the mask.
+    """Choose (query chunk, key chunk): the sizes that the user sets, else sizes by the mask.
 
-    Without a mask: max(T // 64, 128) queries by 16,384 keys. If the mask leaves whole chunks empty:
-    the longest divisor up to 1,024 of the mask's period (a frame block), so that chunks and blocks
-    line up, else 512 by 512. With key padding alone: an eighth of the keys, from 128 to 2,048.
+    Without a mask: max(T // 64, 128) queries by 16,384 keys. If the mask leaves whole chunks empty,
+    both sizes are 512, or the largest divisor from 128 to 1,024 of the mask's period (a frame
+    block), so that chunks and blocks line up. With key padding alone: 128 to 2,048 keys, an eighth.
     """
     queries, keys = max(call.q_len // QUERY_CHUNKS, LEAST_QUERY_CHUNK), KEY_CHUNK
     if call.mask.leaves_parts_empty:
@@ -31,6 +31,6 @@ def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) ->
 
 
 def largest_divisor(n: int, most: int, least: int) -> int:
-    """Return the largest divisor of n within [least, most], or `SPARSE_CHUNK` without one."""
+    """Return the largest divisor of n within [least, most], or `SPARSE_CHUNK` if it has none."""
     fits = (d for d in range(min(n, most), least - 1, -1) if n % d == 0)
     return next(fits, SPARSE_CHUNK)

@@ -22,7 +22,7 @@ Out = TypeVar("Out", Result, Grads)
 
 
 def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
-    """Cut an axis into whole chunks, padded with `fill`; the axis of chunks comes first."""
+    """Cut an axis into whole chunks, padded with `fill`; the new axis of chunks comes first."""
     count = -(-x.shape[axis] // size)
     x = pad_axis(x, axis, count * size, fill)
     x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
@@ -30,7 +30,7 @@ def cut(x: Array, axis: int, size: int, fill: float = 0.0) -> Array:
 
 
 def join(x: Array, axis: int, length: int) -> Array:
-    """Undo `cut` and drop the padding; `axis` is counted without the axis of chunks."""
+    """Undo `cut` and drop the padding; `axis` does not count the axis of chunks."""
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
@@ -41,13 +41,13 @@ class ChunkedInputs:
     """The arrays of one call, cut into chunks.
 
     Args:
-        q: [chunks, B, K, G, bq, H].
-        k, v: [chunks, B, K, bk, H].
+        q: [chunks, B, K, G, bq, H]: G query heads per key head, bq queries per chunk.
+        k, v: [chunks, B, K, bk, H]: bk keys per chunk.
         bias: [B|1, K|1, G|1, T|1, S|1], T and S padded, or None.
-        level: the level of the bias, of the bias's shape with S = 1, or None.
+        level: each query's level (bias_level.py), in the bias's shape with S = 1, or None.
         lists: the key chunks that each query chunk visits.
         inputs: the arrays before they are cut.
-        scale: factor of the scores.
+        scale: the factor by which scores are multiplied.
     """
 
     q: Array
@@ -66,7 +66,7 @@ class ChunkedInputs:
         t, s = q.shape[1], k.shape[1]
         bq, bk = min(chunks[0], t), min(chunks[1], s)
         lists = visits(inputs.mask, bq, bk, t, s, inputs.q_offset, inputs.kv_offset)
-        # So large a level keeps the padded queries of the last chunk from overflow.
+        # This large level keeps the padded queries of the last chunk from overflow.
         bias, level = (
             _whole_chunks(x, inputs, bq, bk, fill)
             for x, fill in ((inputs.bias, 0.0), (inputs.bias_level, LARGEST))
@@ -142,7 +142,7 @@ def _whole_chunks(x: Bias, inputs: Inputs, bq: int, bk: int, fill: float) -> Arr
 def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> Any:
     """Fold `step(j, mixed, carry)` over the key chunks that a query chunk visits.
 
-    `row` is the query chunk's (index, mixed, count). If each visits one key chunk, nothing loops.
+    `row` is the query chunk's (index, mixed, count). If every count is 1, no loop is made.
     """
     index, mixed, count = row
     if lists.static and (lists.count == 1).all():
@@ -154,13 +154,13 @@ def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> An
 
 
 def differs_by_row(mask: Mask) -> bool:
-    """Check whether the arrays of a mask, or of its form, leave batch rows different chunks."""
+    """Check whether a mask's arrays can leave other chunks empty in each batch row."""
     axes = jax.tree.leaves(mask.leaf_axes())
     return mask.bounds_tiles and any("B" in letters for letters in axes)
 
 
 def has_own_rows(inputs: Inputs) -> bool:
-    """Check whether each batch row can be computed alone, as no array broadcasts over rows."""
+    """Check whether to compute batch rows one by one: chunks differ, and no bias is shared."""
     batch, bias = inputs.q.shape[0], inputs.bias
     apart = batch > 1 and (bias is None or bias.shape[0] == batch)
     return apart and differs_by_row(inputs.mask)
@@ -182,7 +182,7 @@ def by_row(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
 
 
 def _own(inputs: Inputs) -> Inputs:
-    """Return the inputs with True for each array that has a batch axis of full size."""
+    """Replace each array by whether it has a batch axis of full size."""
     batch = inputs.q.shape[0]
     of_mask = jax.tree.map(lambda letters: letters.startswith("B"), inputs.mask.leaf_axes())
     has_rows = jax.tree.map(lambda x: np.ndim(x) > 0 and x.shape[0] == batch, inputs)

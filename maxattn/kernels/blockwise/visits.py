@@ -1,8 +1,8 @@
 """The key chunks that each query chunk visits: empty chunks are skipped.
 
-The lists come from a mask's intervals, and from bounds of its arrays per chunk, without a T x S
-array. If the offsets are ints and the mask has no arrays, the lists are constants; otherwise (for
-a shard inside `shard_map`) the same arithmetic runs on the device.
+The lists come from a mask's intervals, and from bounds of the mask's arrays per chunk, without a
+T x S array. If the offsets are ints and the mask has no arrays, the lists are constants. Otherwise
+(as for a shard inside `shard_map`), the same arithmetic runs on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 class Visits(NamedTuple):
     """The key chunks that each query chunk visits.
 
-    Query chunk i visits key chunks `index[i, :count[i]]`, and evaluates the mask if `mixed`.
+    Query chunk i visits key chunks `index[i, :count[i]]`; if `mixed`, the mask is evaluated.
 
     Args:
         index: [query chunks, most visits] int32.
@@ -48,8 +48,8 @@ def visits(
     q_offset: Any = 0,
     kv_offset: Any = 0,
 ) -> Visits:
-    """List the chunks to visit for local queries and keys at offsets, ints or traced."""
-    if mask.is_full:  # at any offsets
+    """List the key chunks that each query chunk visits; the offsets are ints or traced."""
+    if mask.is_full:  # at all offsets
         q_offset = kv_offset = 0
     sizes = (block_q, block_kv), (q_len, kv_len), (q_offset, kv_offset)
     if mask.bounds_tiles and kv_len > block_kv:  # a single key chunk cannot be left out
@@ -67,6 +67,6 @@ def visits(
 
 
 def _of_all_rows(kinds: Array) -> Array:
-    """Classify chunks for all batch rows: EMPTY or FULL if a chunk is so in every batch row."""
+    """Merge the batch rows' kinds: EMPTY or FULL if all batch rows agree, else MIXED."""
     alike = (kinds == kinds[:1]).all(axis=0)
     return jnp.where(alike, kinds[0], MIXED)

@@ -17,7 +17,7 @@ def _of_inner(attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class AdaptedKernel(Kernel):
-    """Answer all questions as `inner`, the kernel that computes."""
+    """Take all properties, notes and times from `inner`, the kernel that computes."""
 
     inner: Kernel
 

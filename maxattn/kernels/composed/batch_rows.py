@@ -1,4 +1,4 @@
-"""Equal blocks of a sequence, each of which attends to itself alone, computed as batch rows.
+"""Compute equal blocks of a sequence, each of which attends only to itself, as batch rows.
 
 Packed sequences of one length, or frames that attend to themselves, are a batch of shorter calls:
 the arrays are reshaped to [B * blocks, T / blocks, N, H]. No pair between blocks is computed, and
@@ -19,7 +19,7 @@ from maxattn.kernels.composed.adapted import AdaptedKernel
 from maxattn.masks import Mask
 from maxattn.masks.terms import OwnBlocks, own_blocks
 
-MOST_ROWS = 2**16 - 1  # CUDA's limit of thread blocks along the grid's batch axis
+MOST_ROWS = 2**16 - 1  # CUDA's limit of thread blocks along a grid's batch axis
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class BatchRows(AdaptedKernel):
 def as_batch_rows(call: Call, pays: Callable[[int], bool] | None = None) -> Call:
     """Return the call with its blocks as batch rows.
 
-    The call is returned unchanged if its mask has no such blocks or too many, if it has a bias, or
-    if the positions of its tokens are not known.
+    The call is returned unchanged if it has a bias, if its tokens' positions are unknown (sharded),
+    or if its mask has no equal blocks that attend only to themselves, or too many.
 
     Args:
         call: the call that one device computes.
@@ -100,7 +100,7 @@ def _divided(call: Call, rows: OwnBlocks) -> Call:
 
 
 def rows_text(call: Call, computed: Call) -> str:
-    """Return as text how many blocks of how many tokens became batch rows."""
+    """Return text with the number and the length of the blocks that became batch rows."""
     q, kv = computed.q_len, computed.kv_len
     tokens = f"{q} tokens" if q == kv else f"{q} queries and {kv} keys"
     return f"{computed.batch // call.batch} blocks of {tokens} as rows of the batch"

@@ -1,4 +1,4 @@
-"""Head dims H of keys and V of values that differ, in a kernel that takes one head dim.
+"""Compute keys and values of different head dims in a kernel that takes one head dim.
 
 The narrower heads are padded with zeros. Zero columns of Q and K add nothing to a score. Zero
 columns of V give zero columns of the output, which are cut off. So the result is exact.
@@ -90,7 +90,7 @@ def with_one_head_dim(call: Call) -> Call:
 
 
 def padding_text(call: Call) -> str:
-    """Return as text which heads are padded, and to how many channels.
+    """Return text that names the heads that are padded, and their padded size.
 
     >>> padding_text(Call(1, 8, 8, 1, 1, 128, value_head_dim=64))
     'values of 64 padded to 128'
@@ -100,7 +100,7 @@ def padding_text(call: Call) -> str:
 
 
 def padded_reason(reason: Reason, call: Call) -> Reason:
-    """Add the padding to a kernel's refusal of a head dim."""
+    """Append the text of the padding to a kernel's refusal of a head dim."""
     if "head dim" not in reason.feature:
         return reason
     return replace(reason, rule=f"{reason.rule} ({padding_text(call)})")

@@ -1,6 +1,6 @@
 """Two kernels as one: the first computes the forward, the second the backward.
 
-Every backward starts from an output and an LSE, which mean the same in every kernel's forward.
+A backward needs only an output and an LSE, and every kernel's forward defines them alike.
 """
 
 from __future__ import annotations

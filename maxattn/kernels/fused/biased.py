@@ -1,11 +1,11 @@
-"""A bias for GPU libraries: one value per pair, in the dtype of q, with the mask written into it.
+"""Prepare a bias for GPU libraries: one value per pair in q's dtype, with the mask written into it.
 
-    given = clip(bias - far level, lowest, -lowest)        lowest for hidden pairs
+    allowed pairs: given = clip(bias - far level, lowest, -lowest)        hidden pairs: lowest
 
-A library adds `given` to the scores in float32. `given` is never -inf: if all keys of a tile had
--inf, the maximum of a query would be -inf, and exp(-inf - -inf) is NaN. A query's level
-(bias_level.py) is subtracted from the bias if it is above `FAR`: the difference of two values
-within a factor of 2 is exact, and other values are hundreds below. A smaller level is kept.
+A library adds `given` to the scores in float32. `lowest` is finite: if a tile had only -inf, a
+query's maximum would be -inf, and exp(-inf - -inf) is NaN. The far level is a query's level
+(bias_level.py) if its size is above `FAR`, else 0. Subtracting the level is exact for biases within
+a factor of 2 of it, and other biases are hundreds below it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from maxattn.sharding import pad_axis
 if TYPE_CHECKING:
     from maxattn.kernels.fused.kernel import Fused
 
-# The bias of hidden pairs: if it is the maximum, exponents still fit float32.
+# The bias of hidden pairs; if it is a query's maximum, exponents still fit float32.
 LOWEST = {"bfloat16": -(2.0**30), "float16": -65504.0, "float32": -(2.0**30)}
-FAR = 2.0**10  # beside a level of this size float32 keeps 2**-14 of a score
-QUERIES, KEYS = 2, 8  # lengths are padded to these multiples: cuDNN's need, and loads of 16 bytes
+FAR = 2.0**10  # float32 rounds a score plus a level of this size to 2**-14
+QUERIES, KEYS = 2, 8  # T and S are padded to these multiples, for cuDNN and 16-byte loads
 
 
 @dataclass(frozen=True)
 class Biased:
-    """A call with a bias, as a library takes it.
+    """A call with a bias, padded and masked for a library.
 
     Args:
         given: padded q, k, v and bias, and the pairs that the library hides by itself.
-        kept: each query's level that is still in the bias, 0 if it was subtracted.
+        kept: the level that each query's bias still contains; 0 if the level was subtracted.
         queries, keys, head_dim: T, S and H before padding.
     """
 
@@ -52,7 +52,7 @@ class Biased:
 
     @staticmethod
     def of(inputs: Inputs, library: type[Fused]) -> Biased:
-        """Write out the bias, lowest for the hidden pairs that the library does not hide itself."""
+        """Pad a call, and write `lowest` into the bias of pairs that the library does not hide."""
         head_dim, inputs = inputs.q.shape[3], padded_heads(inputs)
         (t, s), piece = (inputs.q.shape[1], inputs.k.shape[1]), _own_piece(inputs)
         piece = piece if library.hides_beside_bias or inputs.mask.is_full else None
@@ -68,7 +68,7 @@ class Biased:
         return Biased(PieceInputs(q, k, v, None, whole, bias), kept[..., 0], t, s, head_dim)
 
     def result(self, found: Result) -> Result:
-        """Return (out, lse) without padding; 0 and -inf for a query whose keys are all hidden."""
+        """Return (out, lse) without padding; (0, -inf) for a query whose keys are all hidden."""
         out, lse = found.out[:, : self.queries, :, : self.head_dim], found.lse[..., : self.queries]
         assert self.given.bias is not None
         hidden = lse < LOWEST[str(self.given.bias.dtype)] / 2
@@ -76,7 +76,7 @@ class Biased:
         return Result(out, jnp.where(hidden, NEG_INF, lse - self.kept))
 
     def rows(self, rows: Rows) -> Rows:
-        """Return `rows` padded and with the kept levels, for the library's backward."""
+        """Pad `rows` for the library's backward, and add the kept levels to the LSE."""
         rows, length = padded_rows(rows, self.given.q), self.given.q.shape[1]
         dout = cleared(rows.dout, rows.lse)
         out, dout = (pad_axis(x, 1, length) for x in (rows.out, dout))
@@ -109,7 +109,7 @@ def forward(kernel: Fused, inputs: Inputs) -> Result:
 def backward(kernel: Fused, inputs: Inputs, rows: Rows) -> Grads:
     """Return (dq, dk, dv, dbias); the last three are float32.
 
-    The gradient of the LSE is a backward with v = (1, 0, ..) and out = 0:
+    The LSE's gradient takes a second backward, with v = (1, 0, ..), dout = (dlse, 0, ..), out = 0:
 
         dP = dlse        dS = P * dlse
     """

@@ -1,14 +1,14 @@
-"""`Fused`: the adapter between `Kernel` and a GPU library's kernel, for all such libraries.
+"""`Fused`: the adapter from the `Kernel` interface to the attention kernel of any GPU library.
 
-A library computes a rectangle of pairs: all allowed, or a band that starts at the rectangle's
-corner, and a number of real keys per batch row. `Fused` cuts a mask into such rectangles, merges
-their results, gives queries that see no key output 0 and LSE -inf, and adds the gradient of the
-LSE, which libraries drop:
+A library computes a rectangle of query-key pairs: all pairs, or a band that starts at the
+rectangle's corner, with a number of real keys per batch row. `Fused` cuts a mask into such
+rectangles and merges their results. Queries that see no key get output 0 and LSE -inf. `Fused` also
+adds the gradient of the LSE (dlse), which libraries drop:
 
     dS = P * (dP - delta) + P * dlse
     dq += scale * dlse * (P k)        dk += P^T (scale * dlse * q)
 
-The two sums are a forward and a backward with k in the place of v.
+The library computes P k in a forward, and P^T (..) in a backward, with k passed as v.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fused(Kernel):
 
     Args:
         scale: factor of the scores, applied in float32 inside the kernel.
-        lse_gradient: whether the caller gets the LSE, so that it can have a gradient.
+        lse_gradient: whether the caller gets the LSE, which can then have a gradient.
     """
 
     name: ClassVar[str]
@@ -64,7 +64,7 @@ class Fused(Kernel):
         raise NotImplementedError
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        """Return a rectangle's gradients from an output and an LSE; dbias if there is a bias."""
+        """Return a rectangle's gradients from its output and LSE, with dbias if it has a bias."""
         raise NotImplementedError
 
     def forward(self, inputs: Inputs) -> Result:
@@ -82,7 +82,7 @@ class Fused(Kernel):
         return Result(out[..., :width], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return the gradients; dk and dv are float32, after one rounding to k's dtype."""
+        """Return the gradients; dk and dv are float32, but a library rounded them to k's dtype."""
         if inputs.bias is not None:
             return biased.backward(self, inputs, rows)
         width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
@@ -104,7 +104,7 @@ class Fused(Kernel):
     # ---- one rectangle ---------------------------------------------------------------------------
 
     def rectangle_forward(self, inputs: PieceInputs) -> Result:
-        """Return the result of one rectangle: 0 and -inf for queries that see none of its keys."""
+        """Return one rectangle's result: output 0 and LSE -inf for queries without keys in it."""
         out, lse = self.piece_forward(inputs)
         seen = inputs.seen()
         if seen is None:
@@ -135,7 +135,7 @@ class Fused(Kernel):
 
 
 def _order(terms: Terms, inputs: Inputs) -> Array | None:
-    """Return an order that puts real keys first if flags mark them; None if they are first."""
+    """Return an order of keys that puts real keys first; None if no flags mark real keys."""
     if not terms.has_flags:
         return None
     return terms.real_keys_first(inputs.q.shape[0], inputs.k.shape[1], inputs.kv_offset)
@@ -154,7 +154,7 @@ def _over_pieces(terms: Terms, inputs: Inputs, compute: Callable[..., Any], *ope
 
 def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
     """Return `run(inputs, *rows)`; under `vmap`, fold the mapped axis into the batch. With a bias,
-    run calls one after the other: if the batch shares the bias, its gradient is summed over it.
+    `vmap` calls `run` in a loop, since a shared bias's gradient is summed over the whole batch.
     """
     if inputs.bias is None:
         return with_batch_folded(run, inputs, *rows)

@@ -1,7 +1,7 @@
-"""Limits of cuDNN, through jax and through TransformerEngine: GPUs, heads, masks and biases.
+"""Limits of cuDNN, called by jax or TransformerEngine: GPUs, head dims, masks and biases.
 
 Source: NVIDIA cudnn-frontend 1.23, the checks of its forward and backward, `set_bias` and
-`set_dbias`; jax 0.12 for compute capability 10.3; TransformerEngine 2.20 for the shapes whose
+`set_dbias`; jax 0.12 for compute capability 10.3; TransformerEngine 2.20 for the bias shapes whose
 gradient cuDNN sums.
 """
 
@@ -17,7 +17,7 @@ from maxattn.devices import Device
 from maxattn.errors import Reason
 from maxattn.jax_private.versions import CUDNN, numbers
 from maxattn.kernels.base import USE_AUTO, refuse_call, refuse_mask
-from maxattn.masks.band_pieces import fits_shards, pieces
+from maxattn.masks.band_pieces import MOST_SHIFTS, fits_shards, pieces
 from maxattn.masks.terms import Terms, sort_terms
 from maxattn.target import Target
 
@@ -33,8 +33,8 @@ MOST_WRITTEN = 8 * 2**30  # most bytes of a bias that is broadcast to a larger a
 def refuse(who: str, call: Call, target: Target, ends_at_query: bool = False) -> Reason | None:
     """Return why cuDNN cannot compute a call, or None.
 
-    With a bias it takes every mask, since hidden pairs are written into the bias. With
-    `ends_at_query`, a window must end at its query, and query 0 must sit at key 0.
+    With a bias, cuDNN takes every mask, since hidden pairs are written into the bias. With
+    `ends_at_query`, a window must end at its query, and query 0 must have the position of key 0.
     """
     most = head_limit(target.device)
     where = "" if most == HOPPER_HEAD_LIMIT else _named(target)
@@ -103,10 +103,10 @@ def _refuse_shards(who: str, terms: Terms, call: Call) -> Reason | None:
     if not call.sharded or fits_shards(terms, call.q_len, call.kv_len):
         return None
     what = terms.positions[0]
-    rule = (
-        f"on a shard it takes {what} if queries and keys are equally many, and a device has"
-        f" {call.q_len} queries and {call.kv_len} keys"
-    )
+    has = f"a device has {call.q_len} queries and {call.kv_len} keys"
+    rule = f"for {what} on shards it needs as many queries as keys, and {has}"
+    if call.q_len == call.kv_len:
+        rule = f"{what} may reach over at most {MOST_SHIFTS - 2} shards, and {has}"
     remedy = f"set context_parallel: ring or ulysses, or {USE_AUTO}"
     return Reason(who, f"mask {what}", rule, remedy)
 
@@ -116,17 +116,18 @@ def _refuse_window(who: str, terms: Terms, call: Call, ends_at_query: bool) -> R
     assert band is not None
     if band.left is None:
         return None
-    windows = (p for p in pieces(band, band.offset, call.q_len, call.kv_len) if p.left is not None)
-    fits = all(p.q1 - p.q0 <= p.k1 - p.k0 and (p.right == 0 or not ends_at_query) for p in windows)
-    if fits and not call.sharded:
+    found = pieces(band, band.offset, call.q_len, call.kv_len)
+    mask, windows = terms.positions[0], [p for p in found if p.left is not None]
+    if call.sharded:
+        rule = "a window needs every token on one device, and this sequence is sharded"
+    elif more := [p for p in windows if p.q1 - p.q0 > p.k1 - p.k0]:
+        has = f"{more[0].q1 - more[0].q0} queries and {more[0].k1 - more[0].k0} keys"
+        rule = f"a window needs at least as many keys as queries, and this one has {has}"
+    elif ends_at_query and any(p.right != 0 for p in windows):
+        rule = f"a window must end at its query, with query 0 at key 0, and this one is {mask}"
+    else:
         return None
-    rule = "it takes windows of no more queries than keys, with every token on one device"
-    if ends_at_query:
-        rule = (
-            "it takes windows that end at the query, with query 0 at key 0, no more queries than"
-            " keys and every token on one device"
-        )
-    return Reason(who, f"mask {terms.positions[0]}", rule, USE_AUTO)
+    return Reason(who, f"mask {mask}", rule, USE_AUTO)
 
 
 # ---- biases --------------------------------------------------------------------------------------
@@ -134,8 +135,8 @@ def _refuse_window(who: str, terms: Terms, call: Call, ends_at_query: bool) -> R
 
 def _refuse_bias(who: str, call: Call, target: Target) -> Reason | None:
     if call.bias_dtype != call.dtype:
-        rule = f"it adds a bias in the dtype of q, {call.dtype}, and this one is {call.bias_dtype}"
-        remedy = f"round it yourself, bias.astype(q.dtype), or {USE_AUTO}"
+        rule = f"the bias must have the dtype of q, {call.dtype}, and this one is {call.bias_dtype}"
+        remedy = f"pass bias.astype(q.dtype), or {USE_AUTO}"
         return Reason(who, f"bias {call.bias_dtype}", rule, remedy)
     if (reason := refuse_head_dim(who, call)) is not None:
         return reason
@@ -162,23 +163,23 @@ def refuse_size(who: str, call: Call) -> Reason | None:
     if written == own or _bytes(written, call.bias_dtype) <= MOST_WRITTEN:
         return None
     rule = (
-        f"it would write the bias out as {list(written)}, {_size(written, call.bias_dtype)}, and"
-        f" makes at most {MOST_WRITTEN // 2**30} GiB of a smaller one"
+        f"it broadcasts a bias to at most {MOST_WRITTEN // 2**30} GiB, and this one would become"
+        f" {list(written)}, {_size(written, call.bias_dtype)}"
     )
-    return Reason(who, "bias", rule, f"pass hidden keys as mask=, not as a bias, or {USE_AUTO}")
+    return Reason(who, "bias", rule, f"pass hidden keys as mask= instead of a bias, or {USE_AUTO}")
 
 
 def note(call: Call, always: bool = False) -> str:
-    """Return a note on a bias's memory; `always`: every backward computes its gradient."""
+    """Return a note on a bias's memory; `always` if each backward computes the bias's gradient."""
     workspace = _size((call.batch, call.heads, call.q_len, call.kv_len), call.dtype)
-    when = "cuDNN's backward" if always else "if it has a gradient, cuDNN"
+    when = "cuDNN's backward" if always else "if the bias has a gradient, cuDNN"
     return f"{written_text(call)}; {when} needs {workspace} more"
 
 
 def written_text(call: Call) -> str:
     shape = written_shape(call)
     size = _size(shape, call.bias_dtype)
-    return f"the bias is written out as {list(shape)}, {size}, with the mask in it"
+    return f"the bias and the mask are written out as one array {list(shape)} of {size}"
 
 
 def written_shape(call: Call) -> tuple[int, int, int, int]:

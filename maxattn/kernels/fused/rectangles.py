@@ -23,7 +23,7 @@ class Intervals(NamedTuple):
 
 
 Lengths = Int[Array, " B"] | Intervals | None
-"""The number of real keys per batch row, or an interval per query; None: the band alone."""
+"""The number of real keys per batch row, or a key interval per query; None: all are real."""
 
 
 @partial(
@@ -33,12 +33,12 @@ Lengths = Int[Array, " B"] | Intervals | None
 )
 @dataclass(frozen=True)
 class PieceInputs:
-    """One rectangle: its arrays, and which of its pairs are allowed.
+    """The arrays of one rectangle of pairs, and which pairs are allowed.
 
     Args:
         q, k, v: the rectangle's queries, keys and values.
-        lengths: real keys, which restrict the band of `piece` further.
-        piece: where the rectangle is among all pairs, and the band in it.
+        lengths: the real keys, which restrict the band of `piece` further; None: all are real.
+        piece: the rectangle's ranges of queries and of keys, and its band.
         bias: the bias of every pair, as a library takes it (biased.py); default None.
     """
 
@@ -61,7 +61,7 @@ class PieceInputs:
         return PieceInputs(self.q[:, p.q0 : p.q1], k, v, lengths, p)
 
     def seen(self) -> Bool[Array, "#B T"] | None:
-        """Return flags of queries that see a real key; None if all do or the kernel marks them."""
+        """Return which queries see a real key; None if all do, or if `lengths` are intervals."""
         p, lengths = self.piece, self.lengths
         if isinstance(lengths, Intervals) or (lengths is None and p.sees_all()):
             return None
@@ -80,10 +80,10 @@ def cut_rows(rows: Rows, p: Piece) -> Rows:
 
 
 def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
-    """Set LSE to 1e30 and dout to 0 for queries that see no key in this rectangle or in any.
+    """Set LSE to 1e30 and dout to 0 for queries that see no key of this rectangle or of the call.
 
-    Then P = exp(s - 1e30) = 0. If every query sees a key here, only padded queries have LSE -inf,
-    and their dout is 0 already. `rows` has dout in q's dtype.
+    Then P = exp(s - 1e30) = 0. If every query sees a key of this rectangle, only padded queries
+    have LSE -inf, and padded queries have dout 0 already. `rows` has dout in q's dtype.
     """
     empty, seen, dout = rows.lse == NEG_INF, inputs.seen(), rows.dout
     if seen is not None:
@@ -94,7 +94,7 @@ def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
 
 
 def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
-    """Merge the rectangles' results by LSE in float32; without rectangles, no query sees a key."""
+    """Merge the results by LSE in float32; if `found` is empty, no query sees a key."""
     if len(found) == 1 and found[0][0].q0 == 0:
         return found[0][1]
 

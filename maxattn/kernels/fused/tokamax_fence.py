@@ -1,4 +1,4 @@
-"""tokamax's backward on Hopper GPUs, with a fence that its kernel of dK and dV lacks.
+"""tokamax's backward on Hopper GPUs, with a memory fence that its dK and dV kernel lacks.
 
 The kernel reads a step's LSE and delta from shared memory, then frees the buffer for the next
 asynchronous copy. PTX requires a proxy fence between the reads and that copy. Without the fence, on
@@ -6,8 +6,8 @@ an H200 (tokamax 0.0.17, jax 0.11.2), dK and dV were wrong in some tiles, by up 
 largest entry, in one call of ten with 1,200 tokens and in half or all with 4,096. With the fence,
 all calls give the same bits.
 
-The fence is added where tokamax's modules call Pallas, in copies of these modules that only maxattn
-uses, so that the user's tokamax is unchanged.
+maxattn adds the fence to the Pallas module that tokamax's modules call. It does so in copies of
+these modules that only maxattn uses, so that the user's tokamax is unchanged.
 
 Source: NVIDIA, PTX ISA, async proxy; openxla/tokamax.
 """
@@ -36,7 +36,7 @@ def backward_module() -> Any:
 
 
 def _instance(name: str) -> Any:
-    """Load a second instance of a module of tokamax, apart from the imported one."""
+    """Load a second instance of a tokamax module, separate from the one that users import."""
     found = util.find_spec(f"{ATTENTION}.{name}")
     assert found is not None and found.loader is not None, f"tokamax has no {name}"
     module: ModuleType = util.module_from_spec(found)
@@ -45,7 +45,7 @@ def _instance(name: str) -> Any:
 
 
 class Fenced(local):
-    """Pallas's Mosaic GPU module, with a fence between reads of shared memory and the arrival."""
+    """Pallas's Mosaic GPU module, with a fence between shared-memory reads and barrier arrivals."""
 
     def __init__(self, library: Any) -> None:
         self._library, self._has_read = library, False

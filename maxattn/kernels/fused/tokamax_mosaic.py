@@ -1,8 +1,8 @@
 """tokamax's Pallas Mosaic kernels: `tokamax_flash` on NVIDIA GPUs.
 
-They take one interval of keys per query: bands, block windows and lengths, at any offset. The
-forward skips the tiles outside the intervals. The backward skips tiles only under a causal mask;
-under other masks it computes and masks them.
+The kernels take masks with one interval of keys per query: bands, block windows and lengths, at any
+offset. The forward skips tiles outside the intervals. The backward skips tiles only under a causal
+mask; under other masks, the backward computes every tile and masks its scores.
 
 Source: openxla/tokamax, PallasMosaicGpuFlashAttention and its VJP.
 """
@@ -60,11 +60,11 @@ class TokamaxMosaic(Fused):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse old versions, GPUs other than Hopper, a bias, and several intervals per query."""
+        """Refuse old versions, GPUs but Hopper, float16, a bias, several intervals per query."""
         version = target.version("tokamax") or ""
         if numbers(version) < numbers(TOKAMAX_ON_GPU):
-            this = version or "not installed"
-            rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and this is {this}"
+            this = f"this is {version}" if version else "tokamax is not installed"
+            rule = f"it needs tokamax {TOKAMAX_ON_GPU} or newer on a GPU, and {this}"
             remedy = f'pip install "tokamax>={TOKAMAX_ON_GPU}"'
             return Reason("tokamax_flash", "package", rule, remedy)
         if not target.device.is_a("hopper"):
@@ -95,7 +95,7 @@ class TokamaxMosaic(Fused):
     def lines(self, call: Call) -> Lines:
         runs = f"tokamax_flash (tokamax {self.version}, Mosaic GPU)"
         own = "the library's own"
-        return Lines(runs, own, f"{own}, and a fence that it lacks")
+        return Lines(runs, own, f"{own}, with a memory fence added")
 
     def forward(self, inputs: Inputs) -> Result:
         if not _takes_intervals(inputs):
@@ -137,7 +137,7 @@ def _tokamax(module: str) -> Any:
 
 
 def _configured(inputs: PieceInputs, scale: float) -> Any:
-    """Bind the operands and block sizes to tokamax's forward, whose tables warn on an H200."""
+    """Bind operands and block sizes to tokamax's forward; tokamax's tables warn on an H200."""
     gpu, mask, q, k = _tokamax("pallas_mosaic_gpu"), _mask(inputs), inputs.q, inputs.k
     op = gpu.PallasMosaicGpuFlashAttention()
     bound = op.bind(q, k, inputs.v, logits_scale=scale, mask=mask)
@@ -153,7 +153,7 @@ def _positions(terms: Terms) -> Mask:
 
 
 def _takes_intervals(inputs: Inputs) -> bool:
-    # Not for causal masks at known positions, whose empty tiles the backward skips.
+    # A causal mask at known positions is passed as such, so that the backward skips tiles.
     terms = sort_terms(inputs.mask)
     triangle = terms.band is not None and terms.band.left is None
     traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
@@ -161,7 +161,7 @@ def _takes_intervals(inputs: Inputs) -> bool:
 
 
 def _intervals(inputs: Inputs) -> PieceInputs:
-    """Return each query's interval of local keys, with ends [B or 1, T]."""
+    """Return the whole call as inputs with each query's interval of local keys, [B or 1, T]."""
     terms = sort_terms(inputs.mask)
     q, k, kv_offset = inputs.q, inputs.k, inputs.kv_offset
     t, s = q.shape[1], k.shape[1]

@@ -1,1 +1,1 @@
-"""Splash attention on TPUs, JAX's and tokamax's."""
+"""Splash attention on TPUs, with the kernels of JAX or of tokamax."""

@@ -1,4 +1,4 @@
-"""One call in splash's layout: heads first, padded to tiles, with a `vmap` over batch rows."""
+"""Lay out one call for splash: heads first, lengths padded to tiles, `vmap` over batch rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from maxattn.masks.terms import KEY_PAD, SplitMask, segment_ids
 from maxattn.masks.tile_kinds import Kinds, tile_kinds
 from maxattn.sharding import pad_axis
 
-Blocks = tuple[int, ...]  # (q, kv, kv_compute), or (q, kv) for the separate kernel of dq
+Blocks = tuple[int, ...]  # block sizes (q, kv, kv_compute); (q, kv) for a separate dq kernel
 Ids = tuple[Array, Array] | None  # segment ids of queries and keys
 
 
 class Operands(NamedTuple):
-    """Operands of every kernel, for one batch row or with a batch axis in front.
+    """The operands of every splash kernel, for one batch row or with a leading batch axis.
 
     Args:
-        q: [N, T, H], multiplied by the scale.
-        k, v: [K, S, H].
+        q: queries [N, T, H], multiplied by the scale.
+        k, v: keys and values [K, S, H].
         ids: segment ids [T] and [S], or None.
     """
 
@@ -43,8 +43,8 @@ class Stats(NamedTuple):
     """The additional operands of a backward kernel.
 
     Args:
-        lse, delta: [N, T] float32, finite.
-        dout: [N, T, H], 0 for queries that see no key.
+        lse, delta: [N, T] float32, finite; delta is sum(dout * out) - dlse.
+        dout: the output's gradient [N, T, H], 0 for queries that see no key.
     """
 
     lse: Array
@@ -53,14 +53,14 @@ class Stats(NamedTuple):
 
 
 class Library:
-    """The kernels of one splash library, for one batch row that is padded to tiles."""
+    """The kernels of one splash library; each computes one batch row, padded to tiles."""
 
     def query_factor(self, dtype: Any) -> float:
-        """Return the factor by which queries, besides the scale, and dk are multiplied."""
+        """Return the factor, besides the scale, that queries are multiplied by; dk contains it."""
         return 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
-        """Return (out [N, T, H], natural lse [N, T] float32, below -1e37 if no key was seen)."""
+        """Return (out [N, T, H], natural-log LSE [N, T]), with LSE < -1e37 if no key was seen."""
         raise NotImplementedError
 
     def dkv(
@@ -70,20 +70,20 @@ class Library:
         raise NotImplementedError
 
     def dq(self, row: Operands, stats: Stats, setup: Setup, blocks: Blocks) -> Array:
-        """Return dq; a library whose backward is always fused does not define it."""
+        """Return dq; a library that has only a fused backward does not define this method."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class SplashProblem:
-    """The operands of one call, and what all of its kernels share.
+    """The operands of one call, and the mask, library and cores that all its kernels share.
 
     Args:
         q: [B, N, T, H], multiplied by the scale.
         k, v: [B, K, S, H].
-        parts: the mask, split.
+        parts: the mask, split into positions, segment ids and padding.
         q_offset, kv_offset: positions of the first local query and key.
-        library: the kernels.
+        library: the splash library that has the kernels.
         cores: number of a device's cores, which share the parallel axes of a kernel's grid.
         rows_at_once: whether one launch of the library's backward computes all batch rows.
     """
@@ -99,7 +99,7 @@ class SplashProblem:
     rows_at_once: bool = False
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
-        """Return (out [B, N, T, H], lse [B, N, T]), garbage for queries that see no key."""
+        """Return (out [B, N, T, H], lse [B, N, T]); both are garbage for queries without keys."""
         out, lse = self.forward_of(_of(sizes, FORWARD))
         return out[:, :, : self.q_len], lse[:, :, : self.q_len]
 
@@ -132,7 +132,7 @@ class SplashProblem:
     def _over_cores(self, run: Callable[..., Any], setup: Setup, stats: Stats) -> Any:
         """Run a backward kernel with groups of heads as additional batch rows.
 
-        The batch is the only parallel axis of the grid: a single batch row would use one core.
+        The batch is the only parallel axis of the kernel's grid: one batch row would use one core.
         """
         batch, heads = self.q.shape[:2]
         groups = self.cores // gcd(batch, self.cores)
@@ -155,10 +155,11 @@ class SplashProblem:
         return self.k.shape[2]
 
     def checked(self, x: Array) -> Array:
-        """Turn a result into NaN if the offsets do not fit the queries' codes.
+        """Return `x`, or NaN if the offsets do not fit the queries' codes (mask_codes.py).
 
-        A plan refuses sequences that are too long. But only the device knows a traced offset above
-        2**20, or one that is no whole number of key shards; no context strategy has such offsets.
+        A plan refuses too long sequences. Traced offsets are known only on the device: they do not
+        fit above 2**20, or if the key offset is no multiple of the shard length. No strategy has
+        such offsets.
         """
         codes = self._setup((self.q_len, self.kv_len)).codes
         if codes is None or codes.valid is None:
@@ -180,11 +181,11 @@ class SplashProblem:
 
 @dataclass(frozen=True)
 class Setup:
-    """The mask of one kernel, for its block sizes.
+    """The mask of one kernel, prepared for the kernel's block sizes.
 
     Args:
         kinds: EMPTY, FULL or MIXED for each tile.
-        codes: the queries' codes for the mask function; None if every pair is allowed.
+        codes: the queries' codes (mask_codes.py); None if every pair is allowed.
         ids: segment ids [B, T] and [B, S], or None.
         padded: T and S after padding to whole tiles.
         shows_padding: whether tiles with padded keys must evaluate the mask function to hide them.
@@ -202,13 +203,13 @@ class Setup:
         return None if self.codes is None else self.codes.code
 
     def operands(self, problem: SplashProblem) -> Operands:
-        """Pad the operands to whole tiles; the ids of padded keys match no id."""
+        """Pad the operands to whole tiles; the segment ids of padded keys match no query's id."""
         t, s = self.padded
         k, v = (pad_axis(x, 2, s) for x in (problem.k, problem.v))
         return Operands(pad_axis(problem.q, 2, t), k, v, self.padded_ids())
 
     def padded_ids(self) -> Ids:
-        """Pad the ids of queries with the last id: another id would make their tiles mixed."""
+        """Pad the segment ids; queries repeat their last id, since a new id makes tiles mixed."""
         if self.ids is None:
             return None
         q_ids, kv_ids = self.ids
@@ -229,7 +230,7 @@ def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
 
 
 def _usually(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn off x64 and strict promotion, which break the index arithmetic of the libraries."""
+    """Wrap a kernel to run without x64 and strict promotion, which break its index arithmetic."""
 
     def run(*operands: Any) -> Any:
         promotes = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
@@ -241,5 +242,5 @@ def _usually(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> Blocks:
     found = sizes.part(keys)
-    assert found is not None, (sizes, keys)  # build() made the sizes for training
+    assert found is not None, (sizes, keys)  # `Splash.of` makes sizes for training
     return found

@@ -34,7 +34,7 @@ class JaxSplash(Library):
     def _launch(self, setup: Setup, blocks: Blocks, **order: bool) -> jax_splash.SplashLaunch:
         info = mask_info(setup.kinds, setup.codes, setup.padded[0], **order)
         if not self.interpret and info.data_next is not None:
-            # A backward's lists can be longer than a forward's.
+            # A plan checks a forward's lists; those of a backward can be longer.
             _, rows, columns = info.data_next.shape
             item = info.data_next.dtype.itemsize
             rule = scalar_memory.too_long(scalar_memory.list_bytes(rows, columns, item))

@@ -1,11 +1,11 @@
-"""`Splash`: the base of `flash` on TPUs, `tokamax_flash` and `tpu_flash`.
+"""`Splash`: the base class of the TPU kernels `flash`, `tokamax_flash` and `tpu_flash`.
 
-It calls a library's forward and backward kernels, not its public function, so that a backward gets
-the output and LSE of a merge over many calls, and the gradient of the LSE:
+`Splash` calls a library's forward and backward kernels instead of its public function. So a
+backward can take an output and LSE merged over many calls, and dlse, the gradient of the LSE:
 
     delta = sum(dout * out) - dlse        dS = P * (dP - delta)
 
-It also pads lengths to tiles, turns masks into lists of tiles and segment ids, applies the scale,
+`Splash` also pads lengths to tiles, turns masks into tile lists and segment ids, applies the scale,
 and handles queries that see no key.
 """
 
@@ -33,7 +33,7 @@ from maxattn.target import Target
 from maxattn.tuned import leaves_open, tuned_config, tuned_note
 
 NOTHING_SEEN = -1e37  # a query without keys has LSE -2.4e38, or -inf if no tile was visited
-SHORTEST_ROW = 48  # tokens: as batch rows, blocks of 16 tokens took up to 3.4 times as long
+SHORTEST_ROW = 48  # tokens of a batch row: blocks of 16 tokens took up to 3.4 times as long
 SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 
 
@@ -41,7 +41,7 @@ SEGMENTS_REMEDY = "give ids to masks.Segments, or " + USE_BLOCKWISE
 class Splash(Kernel):
     """Compute out = softmax(scale * q k^T) v with the kernels of a library.
 
-    The backward is repeatable bit for bit: a grid's steps, and the sum of partial dQ, are in order.
+    The backward is bitwise repeatable: a grid's steps and sums of partial dQ have a fixed order.
 
     Args:
         scale: factor of the queries, in float32, before they are rounded to their dtype.
@@ -49,9 +49,9 @@ class Splash(Kernel):
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         float32_qk_product: whether to cast q, k and v to float32 before the kernel.
         changes: how `blocks` differs from the sizes that the user asked for.
-        inference: tile sizes of a forward that is not differentiated; None: those of `blocks`.
+        inference: tile sizes of a forward that is not differentiated; None means `blocks`.
         inference_changes: how `inference` differs from the sizes that the user asked for.
-        cores: number of a device's cores; unless it divides the batch, they share the heads.
+        cores: number of a device's cores; if they do not divide the batch, they share the heads.
     """
 
     name: ClassVar[str]
@@ -69,14 +69,14 @@ class Splash(Kernel):
 
     @staticmethod
     def rows_pay(platform: Platform, tokens: int) -> bool:
-        """Return whether blocks of so many tokens are faster as batch rows. On a TPU, tiles skip
-        the pairs between blocks anyway, and copies would pad each batch row to whole tiles.
+        """Return whether blocks of `tokens` tokens are faster as batch rows. A TPU's tiles skip the
+        pairs between blocks anyway, and each batch row would be padded to whole tiles.
         """
         return platform != "tpu" and tokens >= SHORTEST_ROW
 
     @classmethod
     def of(cls, call: Call, config: AttentionConfig, target: Target, **settings: Any) -> Self:
-        """Build a kernel: block sizes for training and for inference; interpreted on a CPU."""
+        """Build a kernel with block sizes for training and for inference; a CPU interprets it."""
         config = tuned_config(config, cls.name, call, target)
         float32 = config.float32_qk_product
         local = call.derived(dtype="float32") if float32 else call
@@ -102,7 +102,7 @@ class Splash(Kernel):
     def _notes(
         self, what: Pass | None, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
-        """Return notes on what the sizes pad, and on the source of sizes that the config omits."""
+        """Return a plan's notes on padding, and on the source of sizes that the config omits."""
         source = tuned_note(config, self.name, call, target)
         kind, fused = cast(KernelKind, self.name), config.flash_block_sizes.use_fused_bwd_kernel
         if not source and not self.float32_qk_product and _leaves_tiles_open(config, kind):
@@ -128,7 +128,7 @@ class Splash(Kernel):
         return "interpret mode: for tests" if self.interpret else "Pallas"
 
     def block_lines(self) -> str:
-        """Return the sizes and their changes: one line, or one for inference and for training."""
+        """Return the sizes and their changes; two lines if inference and training differ."""
         training = f"{self.blocks}{_changed(self.changes)}"
         if self.inference is None or self.inference.part(FORWARD) == self.blocks.part(FORWARD):
             return training
@@ -179,7 +179,7 @@ class Splash(Kernel):
 def asked_sizes(
     config: AttentionConfig, local: Call, kind: KernelKind, target: Target, training: bool
 ) -> FlashBlockSizes:
-    """Return the block sizes that a config sets; if it sets none, the fastest by estimates."""
+    """Return the block sizes that a config sets; if none are set, the fastest by estimates."""
     asked = config.flash_block_sizes
     if not _leaves_tiles_open(config, kind):
         return asked
@@ -188,16 +188,16 @@ def asked_sizes(
 
 
 def _leaves_tiles_open(config: AttentionConfig, kind: KernelKind) -> bool:
-    """Check whether a config sets no tile size; for `flash` it may set which backward runs."""
+    """Check whether a config sets no tile size; `flash` may set use_fused_bwd_kernel."""
     asked = config.flash_block_sizes
     names_backward = asked == FlashBlockSizes(use_fused_bwd_kernel=asked.use_fused_bwd_kernel)
     return leaves_open(config, kind) or (kind == "flash" and names_backward)
 
 
 def refusal(name: str, call: Call, target: Target) -> Reason | None:
-    """Refuse a bias, tables of pairs, arrays under | or ~, float16 on a TPU, very long shards."""
+    """Refuse a bias, float16 on a TPU, too long shards, and masks that splash cannot evaluate."""
     if target.platform == "tpu" and call.dtype == "float16":
-        rule = "the TPU's compiler takes no float16 in this kernel"
+        rule = "the TPU's compiler cannot compile this kernel in float16"
         return Reason(name, "dtype float16", rule, "use bfloat16, or " + USE_BLOCKWISE)
     if call.bias is not None:
         return Reason(name, "bias", "it takes no additive bias", USE_BLOCKWISE)
@@ -208,7 +208,7 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
     if rule is not None:
         return Reason(name, "mask SegmentLengths", rule, SEGMENTS_REMEDY)
     queries, keys = call.sequence or (call.q_len, call.kv_len)
-    if keys != call.kv_len:  # the keys are sharded, so that their offset is traced
+    if keys != call.kv_len:  # keys are sharded, so their offset is traced
         rule = mask_codes.too_long(parts.positions, call.kv_len, queries, keys)
     return None if rule is None else Reason(name, "length", rule, mask_codes.REMEDY)
 
@@ -218,5 +218,5 @@ def _changed(changes: tuple[Change, ...]) -> str:
 
 
 def _precision(dtype: Any) -> Any:
-    """Return the matmul precision: for float32 a TPU would round the operands to bfloat16."""
+    """Return a context for exact float32 matmuls; a TPU would round operands to bfloat16."""
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()

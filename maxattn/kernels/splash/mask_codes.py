@@ -1,13 +1,13 @@
-"""How a splash kernel evaluates a mask: from one int32 per query, the query's code.
+"""Encode a mask for a splash kernel: one int32 per query, the query's code.
 
-Splash passes its mask function the query's int32, and the index of the key among the local keys.
-Three codes cover every mask of positions:
+Splash calls a mask function with a query's code and a key's index among the local keys. Three
+kinds of code cover every mask of positions:
 
 - `OneInterval`: the query sees one interval of local keys, whose two ends are packed into the code.
   The kernel compares twice and does not divide; both offsets may be traced.
 - `Positions`: the code is the query's position, and the kernel evaluates the mask. The key offset
   is a Python int.
-- `Shards`: like `Positions`, with a traced key offset, packed above it as a number of key shards.
+- `Shards`: like `Positions`, with a traced key offset; the code's upper bits are the key shard.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from maxattn.kernels.base import Offset
 from maxattn.masks import Mask
 from maxattn.masks.terms import WORD, packed_interval
 
-POSITION_BITS = 20  # in `Shards`: positions up to a million, which leaves bits for 2,048 shards
-MOST_STEPS = 64  # most segments that a kernel compares: each adds to the kernel's code
+POSITION_BITS = 20  # in `Shards`: positions up to a million; the other bits number 2,048 shards
+MOST_STEPS = 64  # most segments that a kernel compares: each one makes the kernel longer
 MOST_POSITIONS, MOST_SHARDS = 2**POSITION_BITS, 2 ** (WORD - 1 - POSITION_BITS)
 RowCode = Callable[[Any, Any], Any]
-"""The allowed pairs, from codes of queries and local indexes of keys, elementwise."""
+"""A mask function: of query codes and local key indexes, elementwise; True for allowed pairs."""
 REMEDY = (
     "set context_parallel: ulysses or all_gather, or attention: dot_product with"
     " use_memory_efficient_attention: true"
@@ -38,7 +38,7 @@ REMEDY = (
 
 
 class Codes(NamedTuple):
-    """The code, each query's int32, and whether the offsets fit them (None: they do)."""
+    """A mask function, the queries' codes, and whether the offsets fit (None: known to fit)."""
 
     code: RowCode
     values: Int[Array, " T"]
@@ -56,7 +56,7 @@ class OneInterval:
     Args:
         kv_len: number of local keys without padding; padded keys are never allowed.
         lower, upper: whether the interval has a lower and an upper end.
-        lo_bits: number of low bits that contain `lo` if there are two ends; above them, `hi - lo`.
+        lo_bits: if both ends exist, number of low bits for `lo`; the bits above are `hi - lo`.
     """
 
     kv_len: int
@@ -94,7 +94,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Shards:
-    """Evaluate the mask if the first key's position is a multiple of the shard length kv_len."""
+    """Evaluate the mask at a traced key offset, a multiple of the shard length `kv_len`."""
 
     mask: Mask
     kv_len: int
@@ -115,14 +115,14 @@ def _inside(mask: Mask, q_pos: Any, kv_pos: Any) -> Any:
 
 
 def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Offset) -> Codes:
-    """Choose the code of a bound mask without arrays, and compute each query's int32.
+    """Choose the kind of code for a bound mask without arrays, and compute the queries' codes.
 
     Args:
         q_len, kv_len: numbers of local queries and keys, without padding.
         q_offset, kv_offset: positions of the first local query and key; ints or traced.
 
     Raises:
-        Unsupported: `Shards` is needed, and a position that is known does not fit its bits.
+        Unsupported: the mask needs `Shards`, and a known position does not fit the bits.
     """
     q_pos = jnp.arange(q_len, dtype=jnp.int32) + q_offset
     code = one_interval(mask, kv_len)
@@ -142,34 +142,34 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
 
 
 def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
-    """Return why a sequence does not fit the code of a traced key offset, or None.
+    """Return why a sequence does not fit `Shards`, the code for a traced key offset, or None.
 
     `shard` is the number of keys in a shard; `queries` and `keys` count the whole sequence.
     """
     if one_interval(mask, shard) is not None:
         return None
-    why = "since it packs positions and shards into an int32"
+    why = "(a position and a shard's number share an int32)"
     if queries > MOST_POSITIONS:
-        most = f"{mask} with sharded keys takes at most {MOST_POSITIONS} queries, {why}"
-        return f"{most}, and the sequence has {queries}"
+        most = f"with sharded keys, {mask} takes at most {MOST_POSITIONS} queries"
+        return f"{most}, and the sequence has {queries} {why}"
     if keys > MOST_SHARDS * shard:
-        most = f"{mask} takes at most {MOST_SHARDS} shards of keys, {why}"
-        return f"{most}, and the keys have {-(-keys // shard)}"
+        most = f"{mask} takes at most {MOST_SHARDS} shards of keys"
+        return f"{most}, and the keys have {-(-keys // shard)} {why}"
     return None
 
 
 def too_many_steps(mask: Mask, shard: int) -> str | None:
-    """Return why a kernel cannot evaluate a mask on a shard of so many keys, or None."""
+    """Return why a kernel cannot evaluate a mask on a shard of `shard` keys, or None."""
     if mask.looked_up <= MOST_STEPS or one_interval(mask, shard) is not None:
         return None
     return (
-        f"each query's keys under {mask} must fit one int32, which they do not, or be found among"
-        f" up to {MOST_STEPS} segments"
+        f"it compares at most {MOST_STEPS} segments if both ends of a query's keys do not fit one"
+        f" int32, and {mask} has {mask.looked_up}"
     )
 
 
 def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
-    """Return the code of a mask with one interval per query if its ends fit an int32, else None."""
+    """Return the code if each query sees one interval whose ends fit an int32, else None."""
     ends = packed_interval(mask, kv_len)
     return OneInterval(kv_len, *ends, kv_len.bit_length() * all(ends)) if ends else None
 
@@ -178,11 +178,11 @@ def one_interval(mask: Mask, kv_len: int) -> OneInterval | None:
 
 
 class KernelInts:
-    """Wrap an int32 array, or a boolean one from a comparison, so that masks compute with it.
+    """Wrap an int32 or bool array of a kernel, so that masks can compute with it.
 
-    jax lowers `//` of int32 through `sign`, which asks this machine's TPU, so that lowering for
-    another TPU fails. Here `//` is a truncating division and a correction. Masks get `KernelNumpy`
-    as `xp`.
+    jax lowers int32 `//` through `sign`, which looks up this machine's TPU: lowering for another
+    TPU fails. This class implements `//` by a truncating division and a correction. Masks get
+    `KernelNumpy` as their argument `xp`.
     """
 
     def __init__(self, array: Any) -> None:
@@ -206,7 +206,7 @@ for _name in ("add", "sub", "mul"):
 
 
 class KernelNumpy:
-    """The three functions of numpy that masks of positions use, on `KernelInts`."""
+    """The three numpy functions that masks of positions call, for `KernelInts`."""
 
     where = staticmethod(_operation(jnp.where))
     minimum = staticmethod(_operation(jnp.minimum))

@@ -1,7 +1,7 @@
-"""Splash's `MaskInfo` from a maxattn mask: the tiles to visit, their order, the queries' codes.
+"""Make splash's `MaskInfo` from a maxattn mask: the tiles to visit in order, the queries' codes.
 
-Splash itself would visit every tile of T x S on the host, which takes seconds at 32,000 tokens.
-Here the tiles come from `tile_kinds`.
+`tile_kinds` finds the tiles. Splash's own code would visit every tile of T x S on the host, which
+takes seconds at 32,000 tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from maxattn.masks.tile_kinds import Kinds
 
 
 def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
-    """List the columns to visit in each row of tiles, as splash's (data_next, block_mask).
+    """List the tile columns to visit in each tile row, as splash's (data_next, block_mask).
 
     Args:
-        visited: bool [rows, columns], numpy or traced.
-        shrink: whether to put visited columns first and cut the grid after them (numpy only).
+        visited: bool [tile rows, tile columns], numpy or traced.
+        shrink: whether to put visited columns first and cut all rows to the longest (numpy only).
 
     Returns:
         next: the column of each step; for a step that computes nothing, the column of the next step
@@ -47,7 +47,7 @@ def schedule(visited: Any, shrink: bool) -> tuple[Any, Any]:
 
 
 def _next_that_runs(runs: Any, xp: Any) -> Any:
-    """Return for each step the next step that computes; after the last, the grid's first."""
+    """Replace each idle step by the next step that computes; after the last one, by the first."""
     count = runs.shape[0]
     steps = xp.where(runs, xp.arange(count), count)
     if xp is np:
@@ -66,8 +66,8 @@ def mask_info(
         kinds: the result of `tile_kinds`; tiles that are not EMPTY are visited.
         codes: the result of `codes_of`, or None if every pair is allowed.
         q_padded: number of queries after padding.
-        by_key: whether the kernel visits, for each key tile, the query tiles (dK and dV).
-        shrink: whether to drop empty tiles from the grid; the fused backward needs all of them.
+        by_key: whether the kernel loops over the query tiles of each key tile (dK and dV).
+        shrink: whether to drop empty tiles from the grid; the fused backward needs every tile.
     """
     values = None if codes is None else codes.padded(q_padded)
     if isinstance(kinds, np.ndarray) and bool((kinds != EMPTY).all()):

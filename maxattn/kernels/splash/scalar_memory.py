@@ -1,8 +1,8 @@
-"""Whether the lists of tiles of JAX's splash and of `tpu_flash` fit a TPU's scalar memory.
+"""Check that the tile lists of JAX's splash and of `tpu_flash` fit a TPU's scalar memory.
 
-Splash's lists have per tile the next tile to fetch, in the narrowest int for its column, and a byte
-for whether the step computes. The compiler pads rows to 8 and columns to 128. `tpu_flash` has a
-block and a mark per step, and with segment ids a mark per tile, in two buffers.
+For each tile, splash lists the column of the next tile to fetch, in the narrowest int type, and a
+byte: 1 if the step computes. The compiler pads the lists to multiples of 8 rows and 128 columns.
+`tpu_flash` lists a block and a mark per step, and with segment ids a mark per tile (two buffers).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from maxattn.tuned import tuned_config
 MOST_BYTES = 2**20 - 2**14  # 1 MiB on every TPU, less what a kernel keeps there besides its lists
 ROWS, COLUMNS = 8, 128
 WORD = 4  # bytes
-# Larger tiles fit no chip's VMEM; the rules of block sizes shrink these if needed.
+# Larger tiles fit no TPU's VMEM; `adjust` shrinks these if they do not fit.
 LARGEST = FlashBlockSizes(block_q=2048, block_kv=2048, block_kv_compute=512)
 REMEDY = (
-    "set larger flash_block_sizes, context_parallel: ring or ulysses over more devices, or"
-    " attention: dot_product with use_memory_efficient_attention: true"
+    "set context_parallel: ring or ulysses over more devices, or attention: dot_product with"
+    " use_memory_efficient_attention: true"
 )
 
 
@@ -39,7 +39,7 @@ def refuse(call: Call, target: Target) -> Reason | None:
 
 
 def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionConfig:
-    """Return the config; if it sets no tiles and the usual lists do not fit, set the largest.
+    """Return the config, with the largest tiles if none are set and the default lists do not fit.
 
     Raises:
         Unsupported: the config sets tiles whose lists do not fit.
@@ -51,7 +51,7 @@ def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionCon
         return config
     if config.flash_block_sizes != FlashBlockSizes():
         raise unsupported((sizes.block_q, sizes.block_kv), rule)
-    for training in (True, False):  # check training first: its forward has other tiles
+    for training in (True, False):  # training first: its forward has other tiles
         sizes = adjust(LARGEST, call, "flash", target, training)[0]
         if _rule(call, sizes, target) is None:
             break
@@ -62,7 +62,7 @@ def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionCon
 
 def unsupported(tile: tuple[int, ...], rule: str) -> Unsupported:
     what = f"{tile[0]} queries x {tile[1]} keys"
-    return Unsupported("flash_block_sizes", what, rule, REMEDY)
+    return Unsupported("flash_block_sizes", what, rule, f"set larger ones, or {REMEDY}")
 
 
 def _sizes(call: Call, asked: FlashBlockSizes, target: Target) -> BlockSizes:
@@ -91,7 +91,7 @@ def transposed_rule(call: Call, tile: tuple[int, ...], target: Target) -> str | 
 
 
 def words_bytes(steps: int, marks: int) -> int:
-    """Count the bytes of `tpu_flash`'s lists: a block and a mark per step; marks in two buffers."""
+    """Count the bytes of `tpu_flash`'s lists: two words per step and two per tile with a mark."""
     return 2 * WORD * (steps + marks)
 
 
@@ -101,7 +101,7 @@ def column_type(columns: int) -> type[np.signedinteger]:
 
 
 def list_bytes(rows: int, columns: int, item: int) -> int:
-    """Count the bytes of lists of tiles that store a column in `item` bytes."""
+    """Count the bytes of splash's tile lists, in which a column takes `item` bytes."""
     return -(-rows // ROWS) * ROWS * -(-columns // COLUMNS) * COLUMNS * (item + 1)
 
 
@@ -110,8 +110,8 @@ def too_long(found: int) -> str | None:
     if found <= MOST_BYTES:
         return None
     return (
-        f"its lists of tiles are in scalar memory, which has {MOST_BYTES} bytes for them, and for"
-        f" this call they take {found}"
+        f"its lists of tiles must fit scalar memory, which has {MOST_BYTES} bytes for them, and"
+        f" this call needs {found} bytes"
     )
 
 
@@ -133,7 +133,7 @@ def _forward_bytes(call: Call, positions: Mask, tile: tuple[int, int]) -> int:
 
 @lru_cache(maxsize=256)
 def _longest_row(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> int | None:
-    """Return the most key tiles that a query tile visits; None if all visit all: no lists."""
+    """Return the most key tiles that a query tile visits; None if no tile is skipped (no lists)."""
     rows, columns = (-(-n // size) for n, size in zip(lengths, tile, strict=True))
     found = stretches(mask, *tile, *lengths)
     visited = np.bincount(found.row, found.end - found.start, minlength=rows)

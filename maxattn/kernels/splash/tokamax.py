@@ -1,11 +1,11 @@
 """The kernels of tokamax's splash attention on one batch row, with a natural-log LSE.
 
-The schedule lists the tiles to visit, row by row, and marks mixed tiles: full tiles skip the mask.
-The output of a query tile without visited tiles is never written, so its queries are marked here;
-the backward visits every tile of its grid.
+The schedule lists the tiles to visit, tile row by tile row. Only tiles marked as mixed evaluate the
+mask. If a query tile visits no key tile, the kernel writes no output for its queries, and `forward`
+sets their LSE to -inf. The backward visits every tile of its grid.
 
-With `base2` the kernels multiply the queries by log2(e), compute exp2, and have the LSE in base 2.
-The LSE is converted after the forward and before the backward: merges get natural logarithms.
+With `base2`, the kernels multiply queries by log2(e), compute exp2 and return the LSE in base 2.
+maxattn converts the LSE after the forward and back before the backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokamaxSplash(Library):
     Args:
         interpret: whether to run in Pallas' interpreter.
         base2: whether to compute the softmax with exp2.
-        scheduler: whether the forward asks the TPU's compiler for its experimental scheduler.
+        scheduler: whether the forward uses the TPU compiler's experimental scheduler.
     """
 
     interpret: bool
@@ -45,7 +45,7 @@ class TokamaxSplash(Library):
     scheduler: bool
 
     def query_factor(self, dtype: Any) -> float:
-        """Return the correction of `base2`'s log2(e), which bfloat16 rounds up by 0.18%."""
+        """Return the factor that undoes the rounding of `base2`'s log2(e): 0.18% in bfloat16."""
         return LOG2E / float(np.asarray(LOG2E, dtype)) if self.base2 else 1.0
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
@@ -94,12 +94,12 @@ def _with_ids(row: Operands) -> tuple[Any, Any, Any, Any]:
 
 
 def _share(setup: Setup) -> float:
-    """Return the share of tiles that are visited, for the compiler's cost; 1 if unknown."""
+    """Return the share of visited tiles, for the compiler's cost estimate; 1 if unknown."""
     return float((setup.kinds != EMPTY).mean()) if isinstance(setup.kinds, np.ndarray) else 1.0
 
 
 def marks_of(setup: Setup) -> Any:
-    """Mark each tile [query tiles, key tiles]: 0 empty, 1 evaluate the mask, 2 whole."""
+    """Mark each tile [query tiles, key tiles]: 0 empty, PARTIAL if the mask is tested, or WHOLE."""
     xp: Any = np if isinstance(setup.kinds, np.ndarray) else jnp
     whole = setup.kinds == FULL
     if setup.shows_padding:
@@ -108,7 +108,7 @@ def marks_of(setup: Setup) -> Any:
 
 
 def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
-    """List the tiles to visit, row by row, as (rows, columns, marks, count); padded with -1."""
+    """List the tiles to visit, by tile rows: (rows, columns, marks, count), padded with -1."""
     if isinstance(marks, np.ndarray):
         row, column = np.nonzero(marks) if marks.any() else (np.zeros(1, int), np.zeros(1, int))
         small, count = column_type(max(marks.shape)), np.array([row.shape[0]], np.int32)
@@ -117,7 +117,7 @@ def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
     rows, columns = marks.shape
     row, column = (jnp.asarray(x.reshape(-1), jnp.int32) for x in np.mgrid[:rows, :columns])
     idle = (marks == 0).reshape(-1).astype(jnp.int32)
-    # A stable sort puts visited tiles first: gathers of long lists are slow or not lowered.
+    # A stable sort puts visited tiles first; a gather of long lists is slow or not lowered.
     idle, row, column, flat = jax.lax.sort(
         (idle, row, column, marks.reshape(-1)), num_keys=1, is_stable=True
     )
@@ -128,14 +128,14 @@ def steps(marks: Any) -> tuple[Any, Any, Any, Any]:
 def _forward_info(setup: Setup) -> Any:
     marks = marks_of(setup)
     if isinstance(marks, np.ndarray) and np.count_nonzero(marks) > MOST_STEPS:
-        return _info(setup)  # the grid has all tiles, row by row, and each evaluates the mask
+        return _info(setup)  # the grid has all tiles, by tile rows, and each evaluates the mask
     return _info(setup, *(jnp.asarray(x) for x in steps(marks)))
 
 
 def _backward_info(setup: Setup) -> Any:
     if setup.codes is None:
         return _info(setup)
-    # Without lists the grid has all tiles, key tiles first; tiles marked 0 compute nothing.
+    # Without lists, the grid has every query tile of each key tile; tiles marked 0 are idle.
     return _info(setup, marks=jnp.asarray(marks_of(setup).T.reshape(-1)))
 
 

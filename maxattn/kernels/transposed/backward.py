@@ -37,7 +37,7 @@ def backward(
     """Return (dq [B, N, T, H], dk, dv [B, K, S, H]), float32, for all batch rows.
 
     Args:
-        rows: the operands; the queries are multiplied by log2(e), and so is dk.
+        rows: the operands; queries are multiplied by log2(e), and dk then contains that factor.
         stats: the statistics of each query, with a natural-log LSE.
         setup: the mask.
         blocks: numbers of queries and keys in a tile, and of keys computed at once.
@@ -54,7 +54,7 @@ def backward(
     operands = _operands(rows, stats, setup, form)
     lists = () if steps is None else (steps.block, steps.mark)
 
-    # Blocks of an array in HBM cannot be batched: a surrounding `vmap` becomes a loop.
+    # Pallas cannot batch blocks of an array in HBM, so a surrounding `vmap` becomes a loop.
     @jax.custom_batching.sequential_vmap
     def run(*arrays: Array) -> Any:
         return _call(form, operands, len(lists), interpret)(*arrays)
@@ -70,8 +70,8 @@ class _BackwardForm(NamedTuple):
     """The static arguments of the kernel's code.
 
     Args:
-        tiles: the arguments that the forward has too; `count` is the steps of a key block.
-        grid: numbers of key heads of all batch rows, of key blocks, of steps per query head.
+        tiles: the arguments that the forward has too; `count` is the number of steps per key block.
+        grid: (key heads of all batch rows, key blocks of a head, steps per query head).
         heads: number of key heads of a batch row.
         group: number of query heads that share a key head.
         q, k: the shapes [heads, T, H] and [heads, S, H], for all batch rows.
@@ -110,7 +110,7 @@ class _BackwardForm(NamedTuple):
 
 
 def _operands(rows: Operands, stats: Stats, setup: Setup, form: _BackwardForm) -> list[Operand]:
-    """List the operands; arrays of queries are transposed, with tokens along the lanes."""
+    """List the operands; query arrays are transposed, so that tokens are along the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -167,7 +167,7 @@ def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: b
     from jax.experimental.pallas import tpu as pltpu
 
     (block_q, block_kv, _), (heads, t, h) = form.tiles.blocks, form.q
-    # Placed in HBM explicitly: the compiler would put a short dQ into VMEM, beside its blocks.
+    # Place dQ in HBM explicitly: the compiler would put a short dQ into VMEM, beside its blocks.
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     n, rows, steps = form.grid
     float32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -255,7 +255,7 @@ def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
 
 
 def _tile(sums: Gradients, read: Any, form: KernelForm, block: Any) -> Array:
-    """Compute a tile; `block` is its key block if the mask is evaluated, else None."""
+    """Add a tile to dK and dV, and return its dQ^T; without a key `block`, no mask is tested."""
     queries = Queries(*(read[name][...] for name in ("q", "dout", "lse", "delta")))
     total = jnp.zeros(queries.q.shape, jnp.float32)
     for keys in form.parts():

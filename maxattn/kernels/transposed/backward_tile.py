@@ -4,8 +4,8 @@
     dV^T += dO^T P               dK^T += q^T dS               dQ^T += k^T dS^T
 
 The exact LSE is known, so no maximum is needed. The gradients are transposed too: a matrix unit
-then keeps P or dS, and the head dim streams through it. The other way round, a head dim of 128
-would fill half of the columns of a unit of 256 x 256.
+then keeps P or dS, and the head dim streams through the unit. Without the transposition, a head dim
+of 128 would fill half of the columns of a 256 x 256 unit. In shapes, C is a number of keys.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NONE = -1  # no block is being written
 
 
 class Gradients(NamedTuple):
-    """The sums of a key block, in VMEM.
+    """The sums dK^T and dV^T of one key block, in VMEM.
 
     Args:
-        dk, dv: [H, block_kv] float32.
+        dk, dv: the sums, [H, block_kv] float32.
         k: [H, block_kv], the keys transposed.
     """
 
@@ -64,7 +64,7 @@ def weights(
 def add_keys(
     sums: Gradients, keys: slice, v: Float[Array, "C H"], p: Float[Array, "C q"], queries: Queries
 ) -> Float[Array, "H q"]:
-    """Add dK and dV of some keys of the block, and return their part of dQ^T."""
+    """Add the dK and dV of the slice `keys` to the sums, and return these keys' part of dQ^T."""
     dtype = v.dtype
     ds = (p * (_product(v, queries.dout, 1, 0) - queries.delta)).astype(dtype)
     sums.dv[:, keys] += _product(queries.dout, p.astype(dtype), 1, 1)
@@ -79,7 +79,7 @@ def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
 
 
 class HbmSum(NamedTuple):
-    """The sum dQ in HBM, to which a kernel adds one query block per step.
+    """The sum dQ^T in HBM, to which a kernel adds one query block per step.
 
     A block is fetched while its step computes, and written while the next step computes. At most
     one write is in flight.
@@ -101,12 +101,12 @@ class HbmSum(NamedTuple):
         self.writing[0] = NONE
 
     def fetch(self, head: Any, block: Any) -> None:
-        """Start to read a block, after a pending write of the same block."""
+        """Start to read a block; if the block is still being written, wait for the write first."""
         self._wait_if(self.writing[0] == self._place(head, block))
         self._fetch(head, block).start()
 
     def add(self, head: Any, block: Any, x: Float[Array, "H q"]) -> None:
-        """Add to the fetched block, and start to write it."""
+        """Add `x` to the fetched block, and start to write the sum."""
         self._fetch(head, block).wait()
         self._wait_if(self.writing[0] != NONE)
         self.new[...] = self.old[...] + x
@@ -121,7 +121,7 @@ class HbmSum(NamedTuple):
 
         @pl.when(condition)
         def _() -> None:
-            self._write(0, 0).wait()  # any block will do: all have one size
+            self._write(0, 0).wait()  # a wait needs only the size, and all blocks have one size
             self.writing[0] = NONE
 
     def _place(self, head: Any, block: Any) -> Any:

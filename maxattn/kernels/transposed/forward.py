@@ -33,11 +33,11 @@ def forward(
     """Return (out [N, T, H], natural lse [N, T] float32).
 
     Args:
-        row: the operands; the queries are multiplied by log2(e).
+        row: the operands of one batch row; queries are multiplied by log2(e).
         setup: the mask.
         blocks: numbers of queries and keys in a tile, and of keys computed at once.
         interpret: whether to run in Pallas' interpreter.
-        v_is_turned: whether V is transposed before the kernel; else inside.
+        v_is_turned: whether V is transposed before the kernel instead of inside.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -94,7 +94,7 @@ def _operands(
     column = partial(listed_block, 0 if steps is None else steps.count)
 
     def key_head(n: Any) -> Any:
-        # jax lowers `//` through `sign`, which asks this machine's TPU.
+        # Not `//`: jax lowers it through `sign`, which looks up this machine's TPU.
         return n if group == 1 else jax.lax.div(n, jnp.int32(group))
 
     of_queries = pl.BlockSpec((1, block_q), lambda n, i, j, *_: (0, i))
@@ -148,7 +148,7 @@ def _kernel(names: tuple[str, ...], form: KernelForm, v_is_turned: bool, *refs: 
     def _() -> None:
         sums.clear(bounded)
 
-    # Keep the bodies with and without the mask adjacent: estimates of schedules rely on it.
+    # Keep the bodies with and without the mask adjacent: estimates of schedules need this order.
     for runs, add in ((bounded, tile.add_bounded), (jnp.logical_not(bounded), tile.add_online)):
         body = partial(_add, v_is_turned, add, sums, read, form)
         pl.when(runs & (mark == WHOLE))(partial(body, None))
@@ -170,7 +170,7 @@ def _add(
     form: KernelForm,
     block: Any,
 ) -> None:
-    """Compute a tile; `block` is its key block if the mask is evaluated, else None."""
+    """Add a tile to the sums; `block` is the key block if the mask is evaluated, else None."""
     for keys in form.parts():
         s = tile.scores(read["k"][keys, :], read["q"][...])
         if block is not None:

@@ -1,7 +1,7 @@
 """The mask in both kernels of `tpu_flash`: the tiles that a grid visits, and the allowed pairs.
 
-A mask's positions give the list of steps of each row of tiles; segment ids mark tiles on the
-device. A tile's mark is 0 if it is empty, PARTIAL if it evaluates the mask, WHOLE if it is full.
+A mask's positions give the list of steps of each tile row; segment ids mark tiles on the device.
+The mark of an empty tile is 0, of a full tile WHOLE, of a tile that tests the mask PARTIAL.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
 
 
 class Steps(NamedTuple):
-    """The steps of the grid, one row of tiles after the other.
+    """The steps of the grid, tile row by tile row.
 
     Args:
-        block: [rows * count], the key block of each step; with `by_key`, the query block.
-        mark: [rows * count], the mark of each step's tile; 0 if the step computes nothing.
-        count: number of steps per row of tiles.
+        block: [tile rows * count], the key block of each step; with `by_key`, the query block.
+        mark: [tile rows * count], the mark of each step's tile; 0 if the step computes nothing.
+        count: number of steps per tile row.
     """
 
     block: Int[Array, " rows*count"]
@@ -35,9 +35,9 @@ class Steps(NamedTuple):
 
 
 def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
-    """List the tiles that are not empty by the mask's positions; None if every tile is full.
+    """List the tiles that the mask's positions leave non-empty; None if every tile is full.
 
-    With `by_key`, a row of tiles belongs to a key block, and its steps are query blocks.
+    With `by_key`, a tile row belongs to a key block, and the steps of a tile row are query blocks.
     """
     marks = marks_of(setup).T if by_key else marks_of(setup)
     traced = not isinstance(marks, np.ndarray)
@@ -53,7 +53,7 @@ def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
 def marks_of_ids(
     q_ids: Int[Array, " T"], kv_ids: Int[Array, " S"], block_q: int, block_kv: int
 ) -> Int[Array, "1 tiles"]:
-    """Mark each tile by the ranges of its segment ids; if they do not overlap, it is empty."""
+    """Mark each tile by its queries' and keys' id ranges: 0 if disjoint, WHOLE if one equal id."""
     queries, keys = q_ids.reshape(-1, block_q), kv_ids.reshape(-1, block_kv)
     q_low, q_high = (f(queries, axis=1)[:, None] for f in (jnp.min, jnp.max))
     k_low, k_high = (f(keys, axis=1)[None] for f in (jnp.min, jnp.max))
@@ -76,8 +76,8 @@ class KernelForm(NamedTuple):
 
     Args:
         blocks: numbers of queries and keys in a tile, and of keys computed at once.
-        count: number of steps per row of tiles if they are listed, else 0.
-        code: the mask function of queries' codes and keys' indexes; None if all are allowed.
+        count: number of steps per tile row if the steps are listed, else 0.
+        code: the mask function of query codes and key indexes; None if every pair is allowed.
         columns: number of key blocks if segment ids mark tiles, else 0.
     """
 
@@ -103,7 +103,7 @@ class KernelForm(NamedTuple):
 
 
 def listed_block(count: int, row: Any, step: Any, block: Any = None, mark: Any = None) -> Any:
-    """Return the block of a step: from the list of steps, or `step` itself without a list."""
+    """Return the block that a step visits, from the list of steps; without a list, `step`."""
     return step if block is None else block[row * count + step]
 
 

@@ -3,15 +3,15 @@
     S^T = k q^T        P^T = exp2(S^T - m)        acc^T += v^T P^T        l += sum(P^T over keys)
 
 Scores are transposed, so that sums and maxima over keys combine whole registers, and a query's
-statistics are in one lane. m is the running maximum of the online softmax, or 0 if the scores are
-known to be small (`small_scores`): a score is at most |q| |k|. If that bound is small, exp2 of
-every score is far from both ends of float32's range, and
+statistics are in one lane. m is the running maximum of the online softmax, or 0 if all scores are
+known to be small (`small_scores`), since a score is at most |q| |k|. If this bound is small, exp2
+of every score is far from both ends of float32's range. The results
 
     out = sum(exp2(s) v) / sum(exp2(s))        lse = log2(sum(exp2(s)))
 
-lose no digits, since floating point has equally many at every magnitude. Normalised queries and
-keys, as in most diffusion transformers, are always within the bound. The kernel chooses for each
-head and query block.
+then lose no digits, since floats have equal precision at every magnitude. Normalised queries and
+keys, as in most diffusion transformers, are always within the bound. The kernel chooses m = 0 or
+the maximum for each head and query block. In shapes, C is a number of keys.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Sums(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The values of some keys of a block.
+    """The rows of V for some keys of a block.
 
     Args:
-        ref: the block's values, [keys, H], or transposed [H, keys].
-        first: the index of the first key in the block.
-        is_turned: whether `ref` is transposed, which only matrix units of 128 x 128 do slowly.
+        ref: V of the whole key block, [keys, H], or transposed [H, keys].
+        first: the index, in the block, of the first of these keys.
+        is_turned: whether `ref` is transposed: matrix units of 128 x 128 transpose slowly.
     """
 
     ref: Any
@@ -75,7 +75,7 @@ class Values(NamedTuple):
     is_turned: bool
 
     def weighted(self, start: int, p: Float[Array, "C q"]) -> Float[Array, "H q"]:
-        """Compute v^T p in float32, for the keys that begin at `start`."""
+        """Compute v^T p in float32 for the keys of `p`, which begin `start` keys after `first`."""
         keys = slice(self.first + start, self.first + start + p.shape[0])
         v = self.ref[:, keys] if self.is_turned else self.ref[keys, :]
         over = _OVER_KEYS if self.is_turned else _OVER_UPRIGHT_KEYS
