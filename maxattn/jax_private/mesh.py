@@ -26,7 +26,7 @@ def with_auto_axes(mesh: Any) -> Any:
 def shard_map(
     f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str]
 ) -> Callable[..., Any]:
-    """Map `f` over shards without the check of varying axes, with which Pallas kernels raise."""
+    """Map `f` over shards without the check of varying axes, under which Pallas kernels raise."""
     return jax.shard_map(
         f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
     )

@@ -263,7 +263,7 @@ def rope_nd(
     angles = np.concatenate(each, axis=-1)
     if not np.isfinite(angles).all():
         rule = "the angles, positions * theta ** (-2 i / channels), must be finite"
-        raise InputError("theta", repr(theta), rule, "leave it out for 10,000")
+        raise InputError("theta", repr(theta), rule, "leave theta out to use 10,000")
     return Rotary(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), style)
 
 
@@ -282,14 +282,14 @@ def _checked_positions(positions: Any, axes: int) -> np.ndarray:
 def _checked_theta(theta: Any) -> float:
     if not is_number(theta) or not 0 < theta < np.inf:
         rule = "the base of the frequencies must be a positive, finite number"
-        raise InputError("theta", repr(theta), rule, "leave it out for 10,000")
+        raise InputError("theta", repr(theta), rule, "leave theta out to use 10,000")
     return float(theta)
 
 
 def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
     if channels <= 0 or channels % 2:
         rule = "channels rotate in pairs, so each axis needs an even number of channels"
-        raise InputError("head_dim", channels, rule, "use an even size")
+        raise InputError("head_dim", channels, rule, "use an even number of channels per axis")
     with np.errstate(over="ignore", invalid="ignore"):  # `rope_nd` refuses infinite angles
         frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
         return positions[..., None] * frequencies

@@ -199,6 +199,6 @@ def _fill(sizes: list[int], count: int, axes: Sequence[str], kind: str) -> list[
         return sizes
     text = " ".join(f"{kind}_{a}_parallelism={s}" for a, s in zip(axes, sizes, strict=True))
     unit = "devices of a slice" if kind == "ici" else "slices"
-    rule = f"it must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}"
+    rule = f"the product must {'divide' if -1 in sizes else 'equal'} the number of {unit}, {count}"
     remedy = f"change one {kind}_*_parallelism, or set one to -1 to use the remaining {unit}"
     raise MeshError(text, f"product {known}", rule, remedy)

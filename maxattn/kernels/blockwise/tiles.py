@@ -160,7 +160,7 @@ def differs_by_row(mask: Mask) -> bool:
 
 
 def has_own_rows(inputs: Inputs) -> bool:
-    """Check whether to compute batch rows one by one: chunks differ, and no bias is shared."""
+    """Check whether to compute batch rows one by one: chunks differ, and rows share no bias."""
     batch, bias = inputs.q.shape[0], inputs.bias
     apart = batch > 1 and (bias is None or bias.shape[0] == batch)
     return apart and differs_by_row(inputs.mask)

@@ -137,7 +137,7 @@ def _tokamax(module: str) -> Any:
 
 
 def _configured(inputs: PieceInputs, scale: float) -> Any:
-    """Bind operands and block sizes to tokamax's forward; tokamax's tables warn on an H200."""
+    """Bind operands to tokamax's forward with heuristic block sizes: its tables warn on an H200."""
     gpu, mask, q, k = _tokamax("pallas_mosaic_gpu"), _mask(inputs), inputs.q, inputs.k
     op = gpu.PallasMosaicGpuFlashAttention()
     bound = op.bind(q, k, inputs.v, logits_scale=scale, mask=mask)

@@ -209,7 +209,7 @@ class Setup:
         return Operands(pad_axis(problem.q, 2, t), k, v, self.padded_ids())
 
     def padded_ids(self) -> Ids:
-        """Pad the segment ids; queries repeat their last id, since a new id makes tiles mixed."""
+        """Pad the segment ids; padded queries repeat the last id, so that full tiles stay full."""
         if self.ids is None:
             return None
         q_ids, kv_ids = self.ids

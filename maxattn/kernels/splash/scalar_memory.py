@@ -62,7 +62,7 @@ def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionCon
 
 def unsupported(tile: tuple[int, ...], rule: str) -> Unsupported:
     what = f"{tile[0]} queries x {tile[1]} keys"
-    return Unsupported("flash_block_sizes", what, rule, f"set larger ones, or {REMEDY}")
+    return Unsupported("flash_block_sizes", what, rule, f"set larger block sizes, or {REMEDY}")
 
 
 def _sizes(call: Call, asked: FlashBlockSizes, target: Target) -> BlockSizes:

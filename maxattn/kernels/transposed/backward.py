@@ -255,7 +255,7 @@ def _kernel(names: tuple[str, ...], form: _BackwardForm, *refs: Any) -> None:
 
 
 def _tile(sums: Gradients, read: Any, form: KernelForm, block: Any) -> Array:
-    """Add a tile to dK and dV, and return its dQ^T; without a key `block`, no mask is tested."""
+    """Add a tile to dK and dV, and return its dQ^T; if `block` is None, no mask is tested."""
     queries = Queries(*(read[name][...] for name in ("q", "dout", "lse", "delta")))
     total = jnp.zeros(queries.q.shape, jnp.float32)
     for keys in form.parts():

@@ -37,7 +37,7 @@ def forward(
         setup: the mask.
         blocks: numbers of queries and keys in a tile, and of keys computed at once.
         interpret: whether to run in Pallas' interpreter.
-        v_is_turned: whether V is transposed before the kernel instead of inside.
+        v_is_turned: whether V is transposed before the kernel instead of inside it.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu

@@ -1,7 +1,7 @@
 """The mask in both kernels of `tpu_flash`: the tiles that a grid visits, and the allowed pairs.
 
 A mask's positions give the list of steps of each tile row; segment ids mark tiles on the device.
-The mark of an empty tile is 0, of a full tile WHOLE, of a tile that tests the mask PARTIAL.
+An empty tile has mark 0, a full tile WHOLE, and a tile in which the mask is tested PARTIAL.
 """
 
 from __future__ import annotations
