@@ -66,8 +66,8 @@ FEW = pairwise(AXES | WRITTEN | {"mask": KINDS}, lambda case: True, core=CORE)
 FEW += pairwise(AXES | REST, lambda case: True)
 
 
-# Every mask, and every bias for all heads; each mask beside each bias is in make test-all, below.
-@pytest.mark.parametrize("case", few(FEW, ("dtype", "bias"), ("heads", "bias")), ids=name)
+# Every mask and every bias; each mask beside each bias is in make test-all, below.
+@pytest.mark.parametrize("case", few(FEW), ids=name)
 def test_pairs_of_masks_and_biases(case: dict) -> None:
     judge(case, run_case(case, ma.AttentionConfig(attention="dense_library")))
 

@@ -42,7 +42,7 @@ def legal(case: dict) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    few(pairwise(AXES, legal), ("mask", "heads")),
+    few(pairwise(AXES, legal)),
     ids=lambda c: "-".join(map(str, c.values())),
 )
 def test_around_a_dense_library(case: dict) -> None:

@@ -25,7 +25,10 @@ WIDTH, INNER, TOKENS, LAYERS, PASSES = 256, 1024, 1536, 3, 2
 OF_LAYER = [1, 1, 4608, 2, 128]  # keys, or values, of one layer of the cache
 EACH = 5  # passes over the tokens of a layer: three norms with what is before them, two sums
 
-pytestmark = pytest.mark.skipif(PYTHON is None, reason="jax's CUDA plugin is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="jax's CUDA plugin is not installed"),
+]
 Written = list[dict[str, Any]]
 
 
@@ -55,24 +58,20 @@ def passes(found: Written, width: int, dtype: str = "bf16") -> int:
     return sum(x["shape"] in shapes and x["dtype"] == dtype for x in kind)
 
 
-@pytest.mark.slow
 def test_layers_of_their_own_are_read_where_they_lie() -> None:
     assert moved(written("apart")) == []
 
 
-@pytest.mark.slow
 def test_scanned_layers_are_copied() -> None:
     shapes = moved(written("scan"))
     assert OF_LAYER in shapes and [1, WIDTH, WIDTH] in shapes and [1, WIDTH, INNER] in shapes
 
 
-@pytest.mark.slow
 def test_modulation_is_a_part_of_norms_and_sums() -> None:
     found = written("apart")
     assert 0 < passes(found, WIDTH) <= EACH * LAYERS * PASSES
     assert passes(found, WIDTH, "f32") == 0, "no norm leaves float32 to another pass"
 
 
-@pytest.mark.slow
 def test_gelu_is_a_part_of_its_product() -> None:
     assert passes(written("apart"), INNER) == 0 < passes(written("scan"), INNER)

@@ -129,10 +129,10 @@ PLAIN = ["dense", "folded", "blockwise", "ring", "all_gather"]
 HIDDEN = {
     f"hidden keys at {x:g}": np.where(np.arange(S) < 8, 0.0, x) for x in (1e9, 1e5, -1e9, 3e38)
 }
+EACH = list(product([*BIASES, *HIDDEN], PLAIN))  # make test runs every other one
 
 
-@pytest.mark.parametrize("config", PLAIN)
-@pytest.mark.parametrize("bias", [*BIASES, *HIDDEN])
+@pytest.mark.parametrize(("bias", "config"), but(EACH, lambda case: EACH.index(case) % 2 == 0))
 def test_against_float64(bias: str, config: str) -> None:
     if bias in BIASES:
         check(config, BIASES[bias].astype(np.float32))
@@ -146,7 +146,7 @@ LEFT = product((-1e9, -1e3, 3.4e38), CONFIGS)
 
 
 @pytest.mark.parametrize(
-    ("size", "config"), but(LEFT, lambda case: case[0] == -1e9 or case[1] in PLAIN[:3])
+    ("size", "config"), but(LEFT, lambda case: case[0] == -1e9 or case[1] == PLAIN[2])
 )
 def test_padding_on_the_left_of_a_causal_call(size: float, config: str) -> None:
     """Its queries see no key without the large bias."""

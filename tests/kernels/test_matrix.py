@@ -93,8 +93,8 @@ TOKAMAX_PAIRS = pairwise(FEW_TOKAMAX, legal, core=("bias", "kernel", "dtype"))
 # A mask is applied alike in every dtype and beside every bias, and is lists of tiles before splash
 # sees it: the other pairs are make test-all's.
 FEW = [
-    *few(PAIRS, ("kernel", "dtype"), ("kernel", "bias")),
-    *few(FLASH_PAIRS, ("kernel", "dtype")),
+    *few(PAIRS, ("kernel", "bias")),
+    *few(FLASH_PAIRS),
     *few(TOKAMAX_PAIRS),
 ]
 # Kernels x masks x heads x dtypes in full: at an odd length, and in splash at 129 queries (two

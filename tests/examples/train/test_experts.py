@@ -161,6 +161,7 @@ def drawn(said: Any, shape: tuple[int, ...], step: int, expert: str) -> tuple[An
     return t, jax.random.normal(for_noise, shape), dropped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert", ONE)
 def test_lora_of_an_expert_has_the_names_that_diffusers_reads(
     expert: str, tmp_path: Path, pipeline: Path, data: str

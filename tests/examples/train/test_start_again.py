@@ -42,6 +42,7 @@ def test_its_first_checkpoint_replaces_those_of_the_run_before(
     assert holds(folder / "checkpoints") == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_before_has_lost_none(copied: Settings) -> None:
     folder = Path(copied.training.output_dir) / "checkpoints"
     with pytest.raises(Diverged):
