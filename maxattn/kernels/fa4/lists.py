@@ -28,7 +28,7 @@ MOST_TILES = 2**27  # most tiles of a mask that is known when tracing
 MOST_TRACED_TILES = 2**25
 MOST_MIXED = 8  # most mixed tiles of a tile row in the form of ranges
 PAST = 2**30  # larger than any tile's index
-MOST_COMPARED = 1024  # most tiles of a tile row that are ordered by comparing all pairs of tiles
+BITS, MOST_WORDS = 32, 64  # the tiles of a row as bits of words: most words that are not sorted
 
 
 class Lists(NamedTuple):
@@ -92,18 +92,34 @@ def _ascending(chosen: np.ndarray) -> np.ndarray:
 def traced(kinds: Array) -> Lists:
     """Return the lists of all tile rows from traced tile kinds [*B, rows, columns]."""
     chosen, columns = jnp.stack([kinds == MIXED, kinds == FULL]), kinds.shape[-1]
-    at = jnp.arange(columns, dtype=jnp.int32)
-    if columns <= MOST_COMPARED:
-        # The index of the n-th chosen column, with n from 0, is the number of columns up to which
-        # at most n are chosen. XLA makes two launches of this, and a dozen of a sort.
-        up_to = (chosen[..., None, :] & (at[:, None] >= at)).sum(axis=-1, dtype=jnp.int32)
-        tiles = (up_to[..., None, :] <= at[:, None]).sum(axis=-1, dtype=jnp.int32)
-        count = up_to[..., -1]
+    if columns <= BITS * MOST_WORDS:
+        count, tiles = _set_columns(chosen)
     else:
         count = chosen.sum(axis=-1, dtype=jnp.int32)
-        tiles = jnp.sort(jnp.where(chosen, at, PAST), axis=-1)
+        tiles = jnp.sort(jnp.where(chosen, jnp.arange(columns, dtype=jnp.int32), PAST), axis=-1)
     # XLA makes one array in a single launch.
     return Lists(jnp.concatenate([count[..., None], tiles], axis=-1), count[0] + count[1])
+
+
+def _set_columns(chosen: Array) -> tuple[Array, Array]:
+    """Return how many columns of each row are chosen, and the chosen columns, ascending.
+
+    The columns are bits of 32-bit words. The n-th chosen column is in the first word up to which
+    more than n bits are set. XLA makes a few launches of this, and a dozen of a sort.
+    """
+    room = [(0, 0)] * (chosen.ndim - 1) + [(0, -chosen.shape[-1] % BITS)]
+    bits, bit = jnp.pad(chosen, room), jnp.arange(BITS, dtype=jnp.uint32)
+    bits = bits.reshape(*chosen.shape[:-1], -1, BITS).astype(jnp.uint32)
+    words = (bits << bit).sum(axis=-1, dtype=jnp.uint32)
+    at, n = jnp.arange(words.shape[-1]), jnp.arange(chosen.shape[-1], dtype=jnp.int32)
+    sizes = jax.lax.population_count(words).astype(jnp.int32)
+    through = jnp.where(at <= at[:, None], sizes[..., None, :], 0).sum(axis=-1, dtype=jnp.int32)
+    passed = (through[..., None, :] <= n[:, None]).sum(axis=-1, dtype=jnp.int32)  # words before
+    its = jnp.minimum(passed, words.shape[-1] - 1)
+    word, before = (jnp.take_along_axis(x, its, axis=-1) for x in (words, through - sizes))
+    up_to = jax.lax.population_count(word[..., None] & ((np.uint32(2) << bit) - np.uint32(1)))
+    inside = (up_to.astype(jnp.int32) <= (n - before)[..., None]).sum(axis=-1, dtype=jnp.int32)
+    return through[..., -1], BITS * its + inside
 
 
 @lru_cache(maxsize=256)
