@@ -54,7 +54,7 @@ def test_pairs(case: dict, record_property: Any) -> None:
     rounds = case["kernel"] != "flash" and case["bias_dtype"] != case["dtype"]
     config = ma.AttentionConfig(attention=case["kernel"])
     if rounds:
-        with pytest.raises(Unsupported, match="in the dtype of q"):
+        with pytest.raises(Unsupported, match="have the dtype of q"):
             run_case(case, config)
         return
     errors = run_case(case, config)
