@@ -129,7 +129,7 @@ PLAIN = ["dense", "folded", "blockwise", "ring", "all_gather"]
 HIDDEN = {
     f"hidden keys at {x:g}": np.where(np.arange(S) < 8, 0.0, x) for x in (1e9, 1e5, -1e9, 3e38)
 }
-EACH = list(product([*BIASES, *HIDDEN], PLAIN))  # make test runs every other one
+EACH = list(product([*BIASES, *HIDDEN], PLAIN))  # make test runs a fourth
 
 
 @pytest.mark.parametrize(("bias", "config"), but(EACH, lambda case: EACH.index(case) % 2 == 0))

@@ -93,7 +93,7 @@ TOKAMAX_PAIRS = pairwise(FEW_TOKAMAX, legal, core=("bias", "kernel", "dtype"))
 # A mask is applied alike in every dtype and beside every bias, and is lists of tiles before splash
 # sees it: the other pairs are make test-all's.
 FEW = [
-    *few(PAIRS, ("kernel", "bias")),
+    *few(PAIRS),
     *few(FLASH_PAIRS),
     *few(TOKAMAX_PAIRS),
 ]

@@ -81,6 +81,7 @@ def one_forward(stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Ar
     return stack.step(noisy, NOISY, turn, kept, mask=stream.teacher_mask(frames))[0]
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_rollout_is_that_of_one_forward() -> None:
     stack, stream = Stack.make(), ma.Stream(2, 2, 2, sink=1, first_frame_alone=True)
     clean, noisy = clips(stream, 5)

@@ -92,6 +92,7 @@ def test_changes_by_lora_have_the_same_names_and_merge_alike() -> None:
         np.testing.assert_array_equal(merged[1][name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_samples_scans_nothing_unless_it_is_told() -> None:
     assert scan_here(None) and scan_here(True) and not scan_here(False)
     with H200.assumed():

@@ -80,6 +80,7 @@ FALSE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FALSE)
 def test_videos_that_move_falsely_have_no_right_direction(name: str):
     found = measured(FALSE[name](true_videos()[0]))

@@ -92,6 +92,7 @@ def test_a_video_is_what_forwards_without_a_cache_make(name: str, sampler: str) 
     assert run.programs <= 3
 
 
+@pytest.mark.slow
 def test_many_blocks_are_three_programs_and_no_more_memory() -> None:
     run = rollout()
     reel, sizes = run.begin(told()), []

@@ -36,6 +36,7 @@ def test_two_calls_on_a_ring_are_one_call(tmp_path: Path) -> None:
     check(run(pipeline(tmp_path, "wan", "unipc"), "wan", *options, *how), held["out.unipc"])
 
 
+@pytest.mark.slow
 def test_many_samples_with_merged_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")

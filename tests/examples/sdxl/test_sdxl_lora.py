@@ -14,7 +14,6 @@ from sdxl.unet import UNet
 from maxattn import weights
 from maxattn.weights import layer_names
 from tests.examples.published_lora import SCALE, check, check_names, drawn, filled
-from tests.waiting import but
 
 # SDXL's own numbers of blocks, each narrow.
 SIZES = Sizes(
@@ -73,7 +72,8 @@ def shapes() -> UNet:
     return nnx.eval_shape(lambda: UNet(SIZES, rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("style", but(NAMES, ["diffusers"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("style", NAMES)
 def test_published_names_are_merged(style: str, caplog: pytest.LogCaptureFixture) -> None:
     model = filled(nnx.clone(shapes()))
     before = weights.to_diffusers(model)

@@ -87,6 +87,7 @@ ROLLOUTS = [{"window": 2, "sink": 0}, {"window": 3, "sink": 2}]
 
 
 # The gradient's test has no sink.
+@pytest.mark.slow
 @pytest.mark.parametrize("rollout", but(ROLLOUTS, ROLLOUTS[1:]), ids=["window", "sink"])
 def test_the_forward_makes_what_the_rollout_made(rollout: dict[str, int]):
     built, stream, parameters, call = setup(**rollout)

@@ -40,6 +40,7 @@ def forced(path: Path, model: dict[str, Any], data: str | None = None, **trainin
     return settings.replace(rollout=Settings.model_validate({"rollout": ROLLOUT}).rollout)
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_one_forward_beside_the_clean_clip(tmp_path: Path):
     """Of image-to-video, which has all inputs of text-to-video."""
     settings = forced(tmp_path, I2V | {"num_layers": 1}, **TEACHER)
