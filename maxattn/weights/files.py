@@ -138,7 +138,7 @@ def _entry_file(path: Path) -> Path:
     pickles = [f for f in path.glob("*") if f.suffix in PICKLED] if is_folder else []
     if pickles:
         raise _pickled(pickles[0])
-    rule = f"it must be a .safetensors file, a *{INDEX}, or a folder with one"
+    rule = f"it must be an existing .safetensors file, a *{INDEX}, or a folder with one"
     remedy = "pass the folder of the model's transformer or unet"
     raise WeightsError("weights", printable(str(path), 400), rule, remedy)
 
