@@ -276,14 +276,14 @@ def test_no_file_is_long() -> None:
 
 # Lines at most.
 BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "maxattn": (38_000, ("maxattn",)),
-    "kernels/fa4": (3_200, ("maxattn/kernels/fa4",)),
+    "maxattn": (44_000, ("maxattn",)),
+    "kernels/fa4": (4_000, ("maxattn/kernels/fa4",)),
     "kernels/auto": (700, ("maxattn/kernels/auto",)),
     "norm, rotary and adaptive norm": (
         1_500,
         tuple(f"maxattn/modules/{x}" for x in ("norm_rope", "adaptive_layer_norm", "row_kernel")),
     ),
-    "tests": (42_000, ("tests",)),
+    "tests": (50_000, ("tests",)),
 }
 
 
