@@ -153,13 +153,17 @@ def as_array(x: Any, name: str) -> Any:
 
 
 class Prepared(NamedTuple):
-    """A checked call with its bound mask, config and mesh, and notes to add to the plan."""
+    """A checked call with its bound mask, config and mesh, and notes to add to the plan.
+
+    `wants_mesh` is False after `mesh=False`: then no mesh is missing.
+    """
 
     call: Call
     mask: Mask
     config: AttentionConfig
     mesh: Any
     notes: tuple[str, ...] = ()
+    wants_mesh: bool = True
 
 
 def prepare(
@@ -172,23 +176,24 @@ def prepare(
     Arguments and errors are as in `attention`, but q, k and v may be `jax.ShapeDtypeStruct`, and v
     may be None if the values are not computed yet.
     """
-    config, mesh = checked_config(config), usable_mesh(mesh, q)
+    config, mesh, given = checked_config(config), usable_mesh(mesh, q), mesh
     padding = config.mask_padding_tokens
     call = bound_call(q, k, v, mask, bias, scale, role, return_lse, mask_padding=padding)
-    return Prepared(*call, config, mesh)
+    return Prepared(*call, config, mesh, wants_mesh=given is not False)
 
 
 def attend(
     prepared: Prepared, q: Query, k: Key, v: Value, bias: Array | None = None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Plan a prepared call, and run the plan on arrays of the call's shapes."""
-    call, mask, config, mesh, notes = prepared
+    call, mask, config, mesh, notes, wants_mesh = prepared
     check_devices(mesh, q)
     decided = decide(call, config, mesh_shape(mesh), Target.here()).with_notes(notes)
     if decided.kernel.is_pallas:
         check_unchecked(decided.kernel.name)
     announce(decided)
-    warn_of_other_mesh(config, mesh, call.role)
+    if wants_mesh:
+        warn_of_other_mesh(config, mesh, call.role)
     there = explicit_mesh(q, k, v, bias, mask)
     if there is not None and decided.mesh:
         check_layouts({"q": q, "k": k, "v": v}, {"q": "BTNH", "k": "BSKH", "v": "BSKH"})

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import maxattn as ma
@@ -54,6 +55,21 @@ def _manual(config: ma.AttentionConfig) -> None:
     jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens)(*qkv(t=24))
 
 
+def _none_wanted(config: ma.AttentionConfig) -> None:
+    ma.attention(*qkv(t=24), config=config, mesh=False)
+
+
+def _stream(config: ma.AttentionConfig) -> None:
+    """Make two blocks of a stream; the second one attends inside the library's own shard_map."""
+    mesh = config.make_mesh(jax.devices()[:4])
+    attn = ma.FlaxAttention(16, heads=4, dim_head=4, config=config, mesh=mesh, rngs=nnx.Rngs(0))
+    sizes = {"layers": 1, "batch": 1, "kv_heads": 4, "dim_head": 4, "dtype": "float32"}
+    cache = ma.Stream(tokens_per_frame=2, window=2).cache(**sizes, mesh=mesh)
+    for _ in range(2):
+        _, cache = attn(jnp.ones((1, 2, 16)), cache=cache.layer(0))
+        cache = cache.advance()
+
+
 # What a call logs of a mesh that its config asks for and that is not there: a golden text, or None.
 NOT_THERE = [
     (_no_mesh, {"ici_context_parallelism": 8}, "no_mesh"),
@@ -72,6 +88,13 @@ NOT_THERE = [
     (_manual, {"context_parallel": "ulysses"}, "context_axis_manual"),
     (_manual, {"ici_context_parallelism": 4}, "context_axis_manual_and_sizes"),
     (_manual, {}, None),
+    (_none_wanted, {"attention": "ring", "ici_context_parallelism": 4}, None),
+    (_stream, {"ici_context_parallelism": 4}, None),
+    (
+        _stream,
+        {"attention": "ring", "ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
+        None,
+    ),
 ]
 
 

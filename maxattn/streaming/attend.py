@@ -213,9 +213,11 @@ def _write(
 
 def _put(old: Array, new: Array, index: Array, token: Array) -> Array:
     """Write a frame [B, tokens, K, H] to a layer of [L, B, S, K, H]."""
+    zero = jnp.zeros((), jnp.int32)  # with x64, a Python 0 would be int64, unlike the others
     if token.ndim == 0:
-        return jax.lax.dynamic_update_slice(old, new[None], (index, 0, token, 0, 0))
+        return jax.lax.dynamic_update_slice(old, new[None], (index, zero, token, zero, zero))
     # One batch row at a time: a scatter of all batch rows would transpose and copy the cache.
     for row, part in enumerate(new):
-        old = jax.lax.dynamic_update_slice(old, part[None, None], (index, row, token[row], 0, 0))
+        at = index, jnp.asarray(row, jnp.int32), token[row], zero, zero
+        old = jax.lax.dynamic_update_slice(old, part[None, None], at)
     return old

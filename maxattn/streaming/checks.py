@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -133,8 +133,17 @@ def layer(index: Any, layers: int, is_per_layer: bool) -> None:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
+def alive(cache: KVCache) -> None:
+    """Refuse a cache whose arrays are deleted."""
+    for x in jax.tree.leaves(cache):
+        if isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted():
+            rule = "this cache was donated to a program, so its arrays are deleted"
+            raise InputError("cache", repr(cache), rule, "use the cache that the program returned")
+
+
 def prefix(cache: KVCache, frames: Any) -> int:
     """Return the frames of a prefix; refuse partial blocks, and a cache that has frames."""
+    alive(cache)
     if cache.stage != "empty" or cache.mode != "stream":
         rule = "a prefix is written to an empty cache, before extract()"
         raise InputError("prefix", frames, rule, "start with an empty cache, or go block by block")
@@ -147,6 +156,7 @@ def prefix(cache: KVCache, frames: Any) -> int:
 
 
 def unwritten(cache: KVCache) -> None:
+    alive(cache)
     if cache.stage != "empty" or cache.mode != "stream":
         rule = "only the first block may be unwritten: later blocks, and extract(), must write"
         raise InputError("unwritten", repr(cache), rule, "leave out .unwritten()")
@@ -154,6 +164,7 @@ def unwritten(cache: KVCache) -> None:
 
 def advance(cache: KVCache) -> None:
     """Refuse to advance a cache that no pass has written to, or that has no empty slots."""
+    alive(cache)
     if not cache.is_written:
         name = "cached" if cache.mode == "cached" else "unwritten"
         rule = f"a pass over cache.{name}() writes nothing, so there is nothing to advance"
@@ -173,22 +184,34 @@ def _refuse_more(cache: KVCache) -> None:
     raise InputError("cache", repr(cache), rule, remedy)
 
 
-def stacked(caches: Sequence[KVCache]) -> None:
-    """Refuse caches that cannot be batch rows of one cache."""
+def stacked(given: Any) -> list[KVCache]:
+    """Return caches as a list; refuse those that cannot be batch rows of one cache."""
+    rule, remedy = "it must be a list of caches", "write KVCache.stacked([cache, other])"
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise InputError("caches", type(given).__name__, rule, remedy)
+    caches: list[Any] = [*given]
     if not caches:
         raise InputError("caches", "[]", "stacked() needs at least one cache", "give one or more")
     for cache in caches:
+        if not hasattr(cache, "layout"):
+            raise InputError("caches", f"an item of {type(cache).__name__}", rule, remedy)
+        alive(cache)
         if cache.stage == "empty" or cache.mode != "stream":
             rule = "caches can be stacked only after their first block"
             raise InputError("caches", repr(cache), rule, "make its first block, and advance it")
+        if not is_tracer(cache.until) and bool((cache.until > 0).any()):
+            rule = "caches can be stacked only when all kept frames are recomputed"
+            raise InputError("caches", repr(cache), rule, "call refilled() on it first")
         rows = [(x.shape[0], *x.shape[2:], x.dtype, x.is_per_layer) for x in (cache, caches[0])]
         if cache.layout != caches[0].layout or rows[0] != rows[1]:
             rule = "all caches must be made with the same arguments, except for batch"
             raise InputError("caches", repr(cache), rule, "make all by the same KVCache.empty(...)")
+    return caches
 
 
 def extract(cache: KVCache, start: Any) -> int:
     """Return the first token that `extract` keeps; refuse a cache that is not empty."""
+    alive(cache)
     if cache.stage != "empty" or not cache.keeps:
         rule = "extract() needs an empty cache that is not from unwritten()"
         raise InputError("extract", repr(cache), rule, "call extract() on a new KVCache.empty(...)")
@@ -198,6 +221,7 @@ def extract(cache: KVCache, start: Any) -> int:
 
 
 def cached(cache: KVCache) -> None:
+    alive(cache)
     if cache.stage == "empty":
         rule = "the cache is empty until a pass has run and the cache is advanced"
         remedy = "call attention with the cache, and advance the cache that it returns"
@@ -215,6 +239,7 @@ def _refuse_slots(cache: KVCache, what: str) -> None:
 def append(cache: KVCache, other: KVCache) -> None:
     """Refuse to join caches that differ, that have a window, or that have empty slots."""
     for each in (cache, other):
+        alive(each)
         if each.layout.stream.window is not None or each.mode != "stream":
             rule = "append() needs caches without a window that are not from extract() or cached()"
             remedy = "use no window, call advance() after extract(), and cached() after append()"
@@ -233,14 +258,35 @@ def append(cache: KVCache, other: KVCache) -> None:
 
 
 def refill(cache: KVCache) -> None:
+    alive(cache)
     if cache.mode != "stream" or cache.stage == "empty":
         rule = "refill() needs a cache that has frames and is not from extract() or cached()"
         raise InputError("refill", repr(cache), rule, "advance it after a block, and refill it")
     _one_frame(cache, "refill")
+    if int(cache.until):
+        rule = "refill() was called on this cache, and its frames are not all recomputed"
+        raise InputError("refill", repr(cache), rule, "run the other kept frames, then refilled()")
 
 
-def refilled(cache: KVCache, stream: Stream, frame: Any) -> None:
+def refilled(cache: KVCache, stream: Any, frame: Any) -> None:
+    """Refuse a stream and a frame that are not those of the cache before `refill`."""
+    alive(cache)
     _one_frame(cache, "refilled")
+    until = int(cache.until)
+    if not until:
+        rule = "refilled() needs a cache that refill() returned, after passes over all kept frames"
+        raise InputError("refilled", repr(cache), rule, "call refill() first")
+    ours = cache.layout.stream
+    fits = isinstance(stream, type(ours)) and stream.ends_block(until)
+    if fits and until > cache.layout.frames:
+        # refill() drops this field if the kept frames begin within a block.
+        ours = replace(ours, first_frame_alone=stream.first_frame_alone)
+    if stream != ours:
+        rule = f"the cache was made for {ours}"
+        raise InputError("stream", repr(stream), rule, "give the stream that made the cache")
+    if whole(frame) != until:
+        rule = f"refill() began at frame {until}, and the video continues there"
+        raise InputError("frame", repr(frame), rule, f"give frame={until}")
     count = len(stream.kept(frame))
     if int(cache.frame) != count:
         rule = f"all {count} frames that the stream keeps before frame {frame} must be recomputed"
@@ -284,6 +330,7 @@ def beside(cache: KVCache, mask: Any, bias: Any) -> None:
 
 def call(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshShape) -> None:
     """Refuse a cache that does not fit the mesh or the keys [B, T, K, H] of a module."""
+    alive(cache)
     _check_arrays(cache, shape, mesh, axes)
     if cache.is_done and cache.mode == "stream":
         _refuse_more(cache)
@@ -319,9 +366,6 @@ def _check_arrays(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshSha
         shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in kept))
         rule = f"keys and values must have one shape and dtype, and the {slots} tokens of all slots"
         raise InputError("cache", shapes, rule, FRESH)
-    if any(isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted() for x in kept):
-        rule = "this cache was donated to a program, so its arrays are deleted"
-        raise InputError("cache", repr(cache), rule, "use the cache that the program returned")
     if not isinstance(mesh, Mesh) or is_tracer(first) or not isinstance(first, jax.Array):
         return
     lies, runs = first.sharding.device_set, set(mesh.devices.flat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -40,6 +40,8 @@ class KVCache:
         k, v: keys and values [L, B, S, K, H]: L layers, S the tokens of all slots. Or a tuple with
             an array [1, B, S, K, H] for each layer, for layers that are not scanned.
         frame: the first frame of the current block: a number, or an array [B] for batch rows.
+        until: while kept frames are recomputed, the frame at which the video continues; else 0.
+            It has the shape of `frame`.
         layout: the stream, the slots, and how they are split over a mesh.
         own: number of frames of the current block.
         stage: "empty" before the first block is done; "filling"; "full" once the current block and
@@ -65,6 +67,7 @@ class KVCache:
     k: Any  # Float[Array, "L B S K H"], or a tuple of Float[Array, "1 B S K H"]
     v: Any
     frame: Int[Array, ""] | Int[Array, " B"]
+    until: Int[Array, ""] | Int[Array, " B"]
     layout: CacheLayout = field(metadata=STATIC)
     own: int = field(default=1, metadata=STATIC)
     stage: Stage = field(default="empty", metadata=STATIC)
@@ -124,8 +127,8 @@ class KVCache:
             made = tuple(layout.zeros((n, *of_layer), name, ".BFK.", mesh) for n in leading)
             return made if per_layer else made[0]
 
-        k, v, frame = zeros(), zeros(), layout.zeros((), "int32", "", mesh)
-        return cls(k, v, frame, layout, stream.first_block)._begun()
+        frame, until = (layout.zeros((), "int32", "", mesh) for _ in range(2))
+        return cls(zeros(), zeros(), frame, until, layout, stream.first_block)._begun()
 
     # ---- arguments of attention ------------------------------------------------------------------
 
@@ -203,7 +206,9 @@ class KVCache:
         """Advance to the next block, after the pass that wrote this block's clean keys and values.
 
         While the cache fills, the stage is computed from `frame`, read from the device. Under `jit`
-        it cannot be read: the stage stays "filling", which is correct for every frame.
+        it cannot be read: the stage stays "filling", which is correct for every frame. A second
+        `advance` is noticed in one program or in none; one in and one after a jitted function are
+        not, since a cache that leaves a program does not know what wrote to it.
 
         Raises:
             InputError: passes only read this cache, no pass has written to it yet (a second
@@ -231,16 +236,18 @@ class KVCache:
         return "full" if least + size >= slots else "filling"
 
     @classmethod
-    def stacked(cls, caches: Sequence[KVCache]) -> KVCache:
+    def stacked(cls, caches: Iterable[KVCache]) -> KVCache:
         """Join caches of one layout along the batch; each batch row continues at its own frame.
 
         Raises:
-            InputError: the caches differ in layout or layers, or a first block is not done.
+            InputError: a value is no cache, the caches differ in layout or layers, a first block is
+                not done, or frames are being recomputed.
         """
-        checks.stacked(caches)
+        caches = checks.stacked(caches)
         k, v = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *((c.k, c.v) for c in caches))
         rows = [jnp.broadcast_to(c.frame, (c.shape[1],)) for c in caches]
-        both = replace(caches[0], k=k, v=v, frame=jnp.concatenate(rows))
+        frame = jnp.concatenate(rows)
+        both = replace(caches[0], k=k, v=v, frame=frame, until=jnp.zeros_like(frame))
         if is_tracer(both.frame):
             stages = {c.stage for c in caches}
             return replace(both, stage=stages.pop() if len(stages) == 1 else "filling")
@@ -263,24 +270,30 @@ class KVCache:
         if int(self.frame) > layout.frames:
             # The kept frames begin within a block, so blocks are counted from their end.
             layout = replace(layout, stream=replace(layout.stream, first_frame_alone=False))
-        frame, own = jnp.zeros_like(self.frame), layout.stream.first_block
-        return replace(self, frame=frame, layout=layout, own=own, stage="empty")._begun()
+        frame, until = jnp.zeros_like(self.frame), jnp.copy(self.frame)
+        how = {"layout": layout, "own": layout.stream.first_block, "stage": "empty"}
+        return replace(self, frame=frame, until=until, **how)._begun()
 
     def refilled(self, stream: Stream, frame: int) -> Self:
         """Mark the recomputed frames as the last ones of `stream` before `frame`.
 
         If the window has dropped frames, the cache is copied, to move frames to their slots.
 
+        Args:
+            stream: the stream that the cache was made for.
+            frame: the frame of the cache before `refill`.
+
         Raises:
-            InputError: not all kept frames are recomputed.
+            InputError: the stream or the frame is another one, the cache is not from `refill`, or
+                not all kept frames are recomputed.
         """
         checks.refilled(self, stream, frame)
         layout = replace(self.layout, stream=stream)
         k, v = self.k, self.v
         if behind := frame - len(stream.kept(frame)):
             k, v = jax.tree.map(lambda x: layout.turned(x, behind), (k, v))
-        at = jnp.full_like(self.frame, frame)
-        return replace(self, k=k, v=v, layout=layout, frame=at)._begun()
+        at, until = jnp.full_like(self.frame, frame), jnp.zeros_like(self.until)
+        return replace(self, k=k, v=v, layout=layout, frame=at, until=until)._begun()
 
     # ---- tokens that never change ----------------------------------------------------------------
 

@@ -38,6 +38,27 @@ def made(stream: ma.Stream = STREAM, **how: Any) -> ma.KVCache:
     return attn()(X, cache=cache.layer(0))[1].advance()
 
 
+def refilling() -> ma.KVCache:
+    return made().refill()
+
+
+def rerun() -> ma.KVCache:
+    """Recompute the frames that the window keeps after nine."""
+    cache = made()
+    for _ in range(2):
+        cache = call(cache)[1].advance()
+    cache = cache.refill()
+    for _ in range(2):
+        cache = call(cache)[1].advance()
+    return cache
+
+
+def donated() -> ma.KVCache:
+    cache = made()
+    jax.jit(lambda c: c, donate_argnums=0)(cache)
+    return cache
+
+
 def bfloat16_made() -> ma.KVCache:
     return replace(made(), k=made().k.astype("bfloat16"), v=made().v.astype("bfloat16"))
 
@@ -156,7 +177,21 @@ BAD: dict[str, Callable[[], Any]] = {
     "stacked_of_two_streams": lambda: ma.KVCache.stacked([made(), made(ma.Stream(4, 3, 3))]),
     "refill_nothing": lambda: empty().refill(),
     "refill_under_jit": lambda: jax.jit(lambda c: c.refill())(made()),
-    "refilled_too_early": lambda: made().refilled(STREAM, 9),
+    "refilled_without_refill": lambda: made().refilled(STREAM, 3),
+    "refilled_too_early": lambda: refilling().refilled(STREAM, 3),
+    "refilled_as_another_stream": lambda: rerun().refilled(ma.Stream(4, 3, 2, sink=1), 9),
+    "refilled_by_no_stream": lambda: rerun().refilled(None, 9),  # pyright: ignore
+    "refilled_at_another_frame": lambda: rerun().refilled(STREAM, 12),
+    "refilled_within_a_block": lambda: rerun().refilled(
+        ma.Stream(4, 3, 2, first_frame_alone=True), 9
+    ),
+    "refill_twice": lambda: rerun().refill(),
+    "stacked_while_refilled": lambda: ma.KVCache.stacked([rerun(), made()]),
+    "stacked_of_a_cache": lambda: ma.KVCache.stacked(made()),  # pyright: ignore
+    "stacked_of_layers": lambda: ma.KVCache.stacked(x for x in (made(), X)),  # pyright: ignore
+    "donated_advanced": lambda: donated().advance(),
+    "donated_stacked": lambda: ma.KVCache.stacked([donated()]),
+    "donated_refilled": lambda: donated().refill(),
     "layer_traced": lambda: jax.jit(empty(per_layer=True).layer)(jnp.int32(0)),
     "per_layer_number": lambda: empty(per_layer=1),
     "stacked_beside_one_array": lambda: ma.KVCache.stacked([made(per_layer=True), made()]),
