@@ -187,36 +187,37 @@ class NotFinite(NamedTuple):
     """Whether the mask hides the key of the first such entry from every query."""
 
 
-def check_finite(operands: dict[str, Any], mask: Mask) -> None:
-    """Refuse NaN and infinity in q, k, v or bias for `check_finite: true`; a bias may be -inf.
+def check_finite(operands: dict[str, Any], mask: Mask | None = None) -> None:
+    """Refuse NaN and infinity in an operand for `check_finite: true`; a bias may be -inf.
 
     A kernel multiplies a hidden key by 0, and 0 * NaN is NaN, so a NaN would reach every query.
     Traced operands are checked when the program runs, and raise the same error.
 
     Args:
-        operands: q [B, T, N, H], k, v [B, S, K, H] and bias [B|1, N|1, T|1, S|1] by name, or None.
-        mask: the bound mask of the call.
+        operands: q [B, T, N, H], k, v [B, S, K, H] and bias [B|1, N|1, T|1, S|1] by name, or None;
+            or numbers of a rotary table, under a name that begins with "rotary_emb".
+        mask: the bound mask of the call; None without keys.
 
     Raises:
         InputError: an operand has NaN or infinity; the error shows their number and first index.
     """
     there = {name: x for name, x in operands.items() if x is not None}
-    found = {name: _count(name, x, there["q"].shape[1], mask) for name, x in there.items()}
+    found = {name: _count(name, x, there.get("q"), mask) for name, x in there.items()}
     if any(is_tracer(x) for x in jax.tree.leaves(found)):
         jax.debug.callback(_refuse, found)
     else:
         _refuse(found)
 
 
-def _count(name: str, x: Array, q_len: int, mask: Mask) -> NotFinite:
+def _count(name: str, x: Array, q: Any, mask: Mask | None) -> NotFinite:
     bad = jnp.isnan(x) | (x == jnp.inf) if name == "bias" else ~jnp.isfinite(x)
     count, index = bad.sum(dtype=jnp.int32), []
     while bad.ndim:  # axis by axis: a flat index may exceed int32
         index.append(jnp.argmax(bad.any(axis=tuple(range(1, bad.ndim)))))
         bad = bad[index[-1]]
     first, is_hidden = jnp.stack(index), jnp.array(False)
-    if name in ("k", "v"):
-        seen = mask.allowed(jnp.arange(q_len), first[1:2])  # [B|1, N|1, T|1, 1]
+    if name in ("k", "v") and mask is not None:
+        seen = mask.allowed(jnp.arange(q.shape[1]), first[1:2])  # [B|1, N|1, T|1, 1]
         is_hidden = ~jnp.any(seen[jnp.minimum(first[0], seen.shape[0] - 1)])
     return NotFinite(count, first, is_hidden)
 
@@ -228,4 +229,11 @@ def _refuse(found: dict[str, NotFinite]) -> None:
             hidden = ", a key that the mask hides" if is_hidden else ""
             value = f"NaN or infinity {int(count)} times, first at [{where}]{hidden}"
             rule = "check_finite: true needs finite numbers, also in hidden keys, as 0 * NaN is NaN"
-            raise InputError(name, value, rule, f"replace them, e.g. jnp.nan_to_num({name})")
+            remedy = f"replace them, e.g. jnp.nan_to_num({name})"
+            if name.startswith("rotary_emb"):
+                rule = (
+                    "check_finite: true needs finite angles; under jit a pair (cos, sin) as wide as"
+                    " the head dim becomes NaN if its numbers are not c0, c0, c1, c1, ..."
+                )
+                remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half')"
+            raise InputError(name, value, rule, remedy)

@@ -19,6 +19,7 @@ from maxattn import sharding
 from maxattn.attention import Prepared, attend, prepare
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import checked_config
+from maxattn.masks.operands import check_finite
 from maxattn.modules import checks
 from maxattn.modules.heads import merge_heads, split_heads
 from maxattn.modules.norm_rope import NormRope, decide, norm_rotary
@@ -182,7 +183,10 @@ class AttentionBase(nnx.Module):
         """Read a rotary table, and check that it fits the queries, or keys with `heads` heads."""
         if rotary is None:
             return None
-        return as_rotary(rotary, (batch, length, heads or self.heads, self.dim_head), name)
+        table = as_rotary(rotary, (batch, length, heads or self.heads, self.dim_head), name)
+        if self.config is not None and self.config.check_finite:
+            check_finite({f"{name} {x}": jnp.asarray(getattr(table, x)) for x in ("cos", "sin")})
+        return table
 
     # ---- the steps of a call ---------------------------------------------------------------------
 

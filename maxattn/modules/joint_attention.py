@@ -152,7 +152,7 @@ class JointAttention(FlaxAttention):
         if not self.text_out:
             return picture, None
         y, left = self._unbiased(of_text, "to_add_out", "B.")
-        return picture, y if left is None else y + left.astype(y.dtype)
+        return picture, y if left is None else y + left.astype(y.dtype).reshape(1, 1, -1)
 
     @over_explicit_axes(like_both_without_bias)
     def without_out_bias(

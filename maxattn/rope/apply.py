@@ -135,7 +135,8 @@ def _rotate_interleaved(x: Array, cos: Array, sin: Array) -> Array:
     # Each pair is swapped in place: XLA writes a stack of two halves at under half of a GPU's
     # memory bandwidth.
     pairs = x.reshape(*x.shape[:-1], -1, 2)
-    signed = sin[..., None] * jnp.array([-1.0, 1.0], jnp.float32)
+    signs = jnp.array([-1.0, 1.0], jnp.float32).reshape((1,) * sin.ndim + (2,))
+    signed = sin[..., None] * signs
     return (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(x.shape)
 
 

@@ -167,7 +167,8 @@ def merged_over_devices(
 def turned_own(cache: KVCache, table: Rotary) -> Rotary:
     """Return the angles of a block's own tokens; in a full window, its last angles."""
     start = jnp.minimum(cache.frame, cache.layout.frames - cache.own)
-    return _at(table, start[..., None] + jnp.arange(cache.own))
+    own = jnp.arange(cache.own).reshape((1,) * start.ndim + (-1,))
+    return _at(table, start[..., None] + own)
 
 
 def _at(table: Rotary, places: Any) -> Rotary:

@@ -70,8 +70,8 @@ class CacheLayout:
 
         `end` is the frame after the last one written: a number, or one for each batch row.
         """
-        slot, ring = jnp.arange(self.frames), self.frames - self.sink
-        end = jnp.asarray(end)[..., None]
+        end, ring = jnp.asarray(end)[..., None], self.frames - self.sink
+        slot = jnp.arange(self.frames).reshape((1,) * (end.ndim - 1) + (-1,))
         oldest = (end - self.sink) % ring
         turned = self.sink + (slot - self.sink - oldest) % ring
         rolled = (end > self.frames) & (slot >= self.sink)

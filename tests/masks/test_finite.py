@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax._src import dispatch
 
 import maxattn as ma
@@ -87,6 +88,18 @@ def test_a_mesh_is_checked_as_a_whole() -> None:
     x = operands(v=((0, 5, 1, 3), np.nan))
     compute = jax.jit(lambda x: ma.attention(**x, mask=LENGTHS, config=config, mesh=mesh))
     assert "v: NaN or infinity 1 times, first at [0, 5, 1, 3], a key" in refusal(compute, x)
+
+
+def test_a_rotary_table_in_another_order_is_named_under_jit() -> None:
+    attn = ma.FlaxAttention(8, heads=2, dim_head=4, config=CHECKED, rngs=nnx.Rngs(0))
+    angles = np.outer(np.arange(6.0), [1.0, 0.1])
+    half = tuple(f(np.concatenate([angles, angles], 1)) for f in (np.cos, np.sin))
+    twice = tuple(f(np.repeat(angles, 2, 1)) for f in (np.cos, np.sin))
+    run = jax.jit(lambda x, table: attn(x, rotary_emb=table))
+    x = jnp.ones((1, 6, 8))
+    assert np.isfinite(run(x, twice)).all()
+    text = refusal(run, x, half)
+    assert "rotary_emb cos: NaN or infinity 12 times" in text and "style='half'" in text
 
 
 def test_what_is_finite_computes_the_same() -> None:
