@@ -117,7 +117,7 @@ def sinusoids(
     exponents = np.float32(-np.log(max_period)) * np.arange(half, dtype=np.float32)
     exponents = (exponents / np.float32(half)).astype(np.float64)
     frequencies = jnp.asarray(np.exp(exponents).astype(np.float32))
-    angles = t.astype(jnp.float32)[..., None] * frequencies
+    angles = jnp.multiply.outer(t.astype(jnp.float32), frequencies)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 

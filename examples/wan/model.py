@@ -228,7 +228,7 @@ class WanTransformer3D(nnx.Module):
         kernel, bias = self.patch_embedding.kernel, self.patch_embedding.bias
         assert bias is not None, "it is built with one"
         kernel, bias = (p.get_value().astype(self.dtype) for p in (kernel, bias))
-        return x @ kernel.reshape(-1, kernel.shape[-1]) + bias
+        return x @ kernel.reshape(-1, kernel.shape[-1]) + bias.reshape(1, 1, -1)
 
     def _layers(
         self, x: Tokens, time: Time, kv: Any, view: View

@@ -124,6 +124,15 @@ def test_a_whole_model_is_diffusers_live(case: str) -> None:
     compare(model, theirs, CASES[case].call)
 
 
+@pytest.mark.parametrize("case", but(CASES, ["wan_i2v_model", "flux_dev"]))
+def test_a_model_promotes_no_rank(case: str) -> None:
+    theirs = fixture(case)
+    given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
+    x = channels_last(theirs["in.x"])
+    with jax.numpy_rank_promotion("raise"):
+        nnx.eval_shape(lambda model: CASES[case].call(model, x, given), shapes(case))
+
+
 CONTEXT = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 2, "attention": "ring"}
 ON_MESHES = {
     "wan_t2v": {"ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
