@@ -10,14 +10,17 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
+from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked
 from maxattn.config.rules import AXES, Role
 from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.jax_private.vmapped import identity
+from maxattn.masks.operands import SWAP
 from maxattn.plan import Plan
 from maxattn.sharding import surrounding_manual_axes
 
+MANY_HEADS = 64  # more than the heads of most models
 log = logging.getLogger("maxattn")
 _logged: set[Plan | str] = set()
 
@@ -30,6 +33,16 @@ def announce(plan: Plan) -> None:
     """
     warns = plan.warns or (plan.fell_back and plan.fallback == "warn")
     _log_once(logging.WARNING if warns else logging.INFO, plan)
+
+
+def warn_of_layout(call: Call) -> None:
+    """Warn once of a call with so many heads and few tokens that the two may be swapped."""
+    if call.heads >= MANY_HEADS and call.heads > call.q_len:
+        _log_once(
+            logging.WARNING,
+            f"q has {call.q_len} tokens and {call.heads} heads: axes are [B, T, N, H], tokens"
+            f" before heads. {SWAP[0].upper()}{SWAP[1:]}.",
+        )
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from maxattn.announce import announce, say_when_compiled, warn_of_other_mesh
+from maxattn.announce import announce, say_when_compiled, warn_of_layout, warn_of_other_mesh
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
@@ -137,6 +137,7 @@ def attention(
     if v is None:
         rule, remedy = "v must be an array [B, S, K, V]", "pass the values as v"
         raise InputError("v", "None", rule, remedy)
+    warn_of_layout(prepared.call)
     given = {"q": q, "k": k, "v": v, "bias": bias}
     out, lse = attend(prepared, *(as_array(x, name) for name, x in given.items()))
     return (out, lse) if return_lse else out

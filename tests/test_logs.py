@@ -30,6 +30,16 @@ def test_each_distinct_plan_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     assert "T=S=23" in caplog.records[0].getMessage()
 
 
+def test_heads_before_tokens_are_logged_once(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["maxattn.announce"], "_logged", set())
+    torchs, ours = jnp.ones((2, 4, 96, 8)), jnp.ones((2, 96, 4, 8))
+    with caplog.at_level(logging.WARNING, logger="maxattn"):
+        for x in (ours, torchs, torchs, jnp.ones((1, 1, 40, 8))):
+            ma.attention(x, x, x)
+    (record,) = caplog.records
+    check_golden("logs/heads_before_tokens", record.getMessage())
+
+
 def _no_mesh(config: ma.AttentionConfig) -> None:
     ma.attention(*qkv(t=24), config=config)
 

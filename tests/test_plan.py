@@ -101,6 +101,9 @@ HALF_OF_THE_DEVICES = {"ici_data_parallelism": 2, "ici_context_parallelism": 2}
 CUDNN = config(cross_attention="cudnn")
 REFUSED = {
     "q_rank": lambda: attend(q=zeros(2, 8, 64)),
+    "q_rank_5": lambda: attend(q=zeros(2, 3, 8, 4, 16)),
+    "k_in_torchs_layout": lambda: attend(q=zeros(2, 4, 96, 16), kv=zeros(2, 4, 77, 16)),
+    "v_in_torchs_layout": lambda: attend(v=zeros(2, 4, 8, 16)),
     "k_batch": lambda: attend(kv=zeros(1, 8, 4, 16)),
     "k_head_dim": lambda: attend(kv=zeros(2, 8, 4, 32)),
     "v_shape": lambda: attend(v=zeros(2, 9, 4, 16)),

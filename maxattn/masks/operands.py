@@ -16,6 +16,8 @@ from maxattn.masks.base import Mask
 from maxattn.masks.data import Dense
 
 DTYPES = ("float32", "bfloat16", "float16")
+AXES = "q is [B, T, N, H] and k is [B, S, K, H], tokens before heads"
+SWAP = "if heads come before tokens, as in torch, pass jnp.swapaxes(x, 1, 2)"
 
 
 def _is_array(x: Any) -> bool:
@@ -34,14 +36,17 @@ def check_operands(q: Any, k: Any, v: Any = None) -> None:
         _check_one("v", v, "[B, S, K, V]")
     (b, _, n, h), (kb, _, kn, kh) = q.shape, k.shape
     if kb != b:
-        rule = f"q has batch {b}, and both batch sizes must be equal"
+        rule = f"q has batch {b}, and both batch sizes must be equal; {AXES}"
         raise InputError("k", f"batch {kb}", rule, "give q, k and v one batch size")
     if kh != h:
-        rule = f"q has head dim {h}, and both head dims must be equal"
+        rule = f"q has head dim {h}, and both head dims must be equal; {AXES}"
         raise InputError("k", f"head dim {kh}", rule, "project both to one size")
-    check_heads(n, kn)
+    if n % kn:
+        rule = f"{AXES}, so q has {n} heads, which must be a multiple of the {kn} key heads"
+        remedy = f"use a number of key heads that divides {n}; {SWAP}"
+        raise InputError("k", f"shape {tuple(k.shape)}", rule, remedy)
     if v is not None and tuple(v.shape[:3]) != tuple(k.shape[:3]):
-        rule = f"batch, tokens and heads of v must be those of k, {tuple(k.shape[:3])}"
+        rule = f"v is [B, S, K, V], and its B, S and K must be those of k, {tuple(k.shape[:3])}"
         remedy = "pass k and v of one shape; the last axis of v may differ"
         raise InputError("v", tuple(v.shape), rule, remedy)
     check_dtypes(q, k, v)
@@ -80,7 +85,12 @@ def _check_one(name: str, x: Any, axes: str) -> None:
     shape = tuple(x.shape)
     if len(shape) != 4:
         rule = f"{name} must be {axes}, four axes"
-        remedy = "split the heads first, e.g. with maxattn.modules.split_heads(x, heads)"
+        remedy = f"reshape it to {axes}, such as by joining frames and tokens"
+        if len(shape) == 3:
+            remedy = (
+                "add a batch axis to [T, N, H] by x[None], or split the heads of [B, T, N*H] by"
+                " maxattn.modules.split_heads(x, heads)"
+            )
     elif not all(isinstance(size, int) for size in shape):
         rule = "every size must be a fixed number, since sizes decide which kernel runs"
         remedy = "export or trace with fixed shapes"
