@@ -24,9 +24,10 @@ from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private import differentiated
+from maxattn.jax_private.linear import forward_alone, linear_call
 from maxattn.jax_private.varying import vary_alike
 from maxattn.jax_private.vmapped import batched_alike, some_examples
-from maxattn.kernels.base import Bias, Inputs, Kernel, Rows
+from maxattn.kernels.base import Bias, Inputs, Kernel, Result, Rows, Tangents
 from maxattn.kernels.bias_level import Level, bias_level
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
@@ -228,7 +229,7 @@ def run(
         if "forward-mode" not in str(error):
             raise
         rule = "attention has a custom backward (custom_vjp), which forward mode cannot use"
-        remedy = "use reverse mode: jax.vjp, jax.grad or jax.jacrev"
+        remedy = "set attention: dot_product, or use reverse mode: jax.vjp, jax.grad or jax.jacrev"
         raise Unsupported("derivative", "forward mode (jvp)", rule, remedy) from error
 
 
@@ -242,7 +243,8 @@ def _run(
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
     level = None if bias is None else _bias_level(plan, mesh, jax.lax.stop_gradient(bias), mask)
-    out, lse = cast(Any, _attend(plan, mesh, q, k, v, bias, mask, level))
+    attend = _attend if plan.kernel.computes.tangent is None else _attend_both_modes
+    out, lse = cast(Any, attend(plan, mesh, q, k, v, bias, mask, level))
     return out, lse if level is None else lse + level[:, :, : plan.call.q_len, 0]
 
 
@@ -272,8 +274,7 @@ def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
 def _attend_fwd(plan: Plan, mesh: Any, *given: Any) -> Any:
     operands = differentiated.plain_values(given)
     has_dbias = differentiated.is_differentiated(given[3])
-    result = _once(plan, partial(_forward, plan, plan.kernel, mesh), *operands)
-    result = batched_alike(*result)
+    result = batched_alike(*_once(plan, partial(_forward, plan, plan.kernel, mesh), *operands))
     if plan.target.platform == "gpu":
         # In a scan over layers XLA merges a custom call with the store of its result for the
         # backward, and runs it once more for other readers of the result (jax 0.11.2; 287 of 2,132
@@ -301,6 +302,8 @@ def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
         remedy = "set attention: dot_product, whose second derivatives jax computes"
         raise Unsupported("derivative", "second", rule, remedy)
 
+    if plan.kernel.computes.tangent is not None:
+        return forward_alone(compute, refuse)(*operands)
     once = jax.custom_jvp(compute)
     once.defjvp(refuse)
     return once(*operands)
@@ -358,3 +361,35 @@ def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Arr
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+# ---- kernels with forward mode -------------------------------------------------------------------
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _attend_both_modes(plan: Plan, mesh: Any, *operands: Any) -> Any:
+    return _attend(plan, mesh, *operands)
+
+
+@partial(_attend_both_modes.defjvp, symbolic_zeros=True)
+def _attend_jvp(plan: Plan, mesh: Any, operands: Any, tangents: Any) -> Any:
+    """Return (out, lse) and their tangents, whose transpose is the kernel's backward."""
+    out, lse = _attend_both_modes(plan, mesh, *operands)
+    result = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
+    moved = {i: x for i, x in enumerate(tangents[:4]) if differentiated.is_array(x)}
+    kernel = plan.kernel if 3 in moved else plan.kernel.without_dbias()
+
+    def tangent(residuals: Any, moved: dict[int, Array]) -> Any:
+        *arrays, mask, level, out, lse = residuals
+        inputs = Inputs(*arrays, mask, bias_level=level)
+        given = Tangents(*(moved.get(i) for i in range(4)))
+        return tuple(plan.kernel.computes.tangent(inputs, Result(out, lse), given))
+
+    def transposed(residuals: Any, cotangents: Any) -> dict[int, Array]:
+        grads = _once(plan, partial(_backward, plan, kernel, mesh), residuals, cotangents)
+        return {i: grads[i] for i in moved}
+
+    if not moved:
+        return result, tuple(map(jnp.zeros_like, result))
+    compute = partial(_once, plan, tangent)
+    return result, linear_call(compute, transposed, (*operands, *result), moved)

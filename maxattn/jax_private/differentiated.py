@@ -32,6 +32,11 @@ def is_differentiated(operand: Any) -> IsDifferentiated:
     return IsDifferentiated(any(x.perturbed for x in leaves))
 
 
+def is_array(tangent: Any) -> bool:
+    """Check whether a tangent or cotangent is an array, and no symbolic zero or None."""
+    return tangent is not None and not isinstance(tangent, SymbolicZero)
+
+
 def whole_cotangents(cotangents: Any) -> Any:
     """Replace symbolic zeros by arrays of zeros."""
 

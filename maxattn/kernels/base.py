@@ -48,6 +48,7 @@ __all__ = [
     "Packed",
     "Result",
     "Rows",
+    "Tangents",
     "gathered",
     "padded_heads",
     "padded_rows",
@@ -128,6 +129,25 @@ class Grads(NamedTuple):
     dk: Float[Array, "B S K H"]
     dv: Float[Array, "B S K V"]
     dbias: Bias = None
+
+
+class Tangents(NamedTuple):
+    """The tangents of a call's operands in forward mode; None for an operand without one."""
+
+    q: Float[Array, "B T N H"] | None = None
+    k: Float[Array, "B S K H"] | None = None
+    v: Float[Array, "B S K V"] | None = None
+    bias: Bias = None
+
+    def whole(self, inputs: Inputs) -> Tangents:
+        """Return the tangents with zeros in the place of None; without a bias, that stays None."""
+        given = inputs.q, inputs.k, inputs.v, inputs.bias
+        return Tangents(
+            *(
+                jnp.zeros_like(x) if t is None and x is not None else t
+                for x, t in zip(given, self, strict=True)
+            )
+        )
 
 
 def gathered(x: Float[Array, "B S K H"], order: Int[Array, "B S"]) -> Float[Array, "B S K H"]:
@@ -217,6 +237,9 @@ class Kernel:
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return the gradients from these queries and keys, given the LSE over all keys."""
         raise NotImplementedError
+
+    tangent: Any = None
+    """(inputs, result, tangents) -> tangents of out and LSE, for kernels with forward mode."""
 
     # ---- texts for plans, and times for `auto` ---------------------------------------------------
 

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows, Tangents
 from maxattn.target import Target
 
 
@@ -70,6 +70,22 @@ class DotProduct(Kernel):
             dbias = softmax.fold_like(full, bias.shape)
         dq = self._merge_queries(dq, q).astype(q.dtype)
         return Grads(dq, self._merge_keys(dk, k), self._merge_keys(dv, k), dbias)
+
+    def tangent(self, inputs: Inputs, result: Result, moved: Tangents) -> Result:
+        q, kv_heads = inputs.q, inputs.k.shape[2]
+        qs, ks, vs = self._split(inputs)
+        dq = None if moved.q is None else self._fold(softmax.split_queries(moved.q, kv_heads))
+        dk, dv = (
+            None if x is None else self._fold(softmax.split_keys(x)) for x in (moved.k, moved.v)
+        )
+        dbias = None if moved.bias is None else self._fold_mask(moved.bias, inputs)
+        lse = jnp.where(result.lse == softmax.NEG_INF, softmax.BIG_LSE, result.lse)
+        lse = self._fold(softmax.split_stats(lse, kv_heads))
+        ds = softmax.score_tangent(qs, ks, dq, dk, dbias, self.scale)
+        dlse, acc = softmax.tile_tangent(self._scores(qs, ks, inputs), ds, lse, vs, dv)
+        out = self._fold(softmax.split_queries(result.out, kv_heads)).astype(jnp.float32)
+        dout = self._merge_queries(acc - out * dlse[..., None], q).astype(q.dtype)
+        return Result(dout, dlse.reshape(result.lse.shape))
 
     def microseconds(self, call: Call, target: Target) -> None:
         """Return None: XLA's matmuls reach neither the peak FLOP/s nor the peak bandwidth."""

@@ -25,7 +25,7 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.kernels import softmax
-from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Rows
+from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Lines, Result, Rows, Tangents
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.blockwise.tiles import (
     ChunkedInputs,
@@ -116,6 +116,35 @@ class MemoryEfficient(Kernel):
         out, lse = jax.lax.map(query_chunk, _rows(tiles))
         out, lse = join(out, 3, length), join(lse, 3, length)
         return Result(softmax.merge_queries(out), softmax.merge_stats(lse))
+
+    def tangent(self, inputs: Inputs, result: Result, moved: Tangents) -> Result:
+        q, kv_heads = inputs.q, inputs.k.shape[2]
+        tiles = self._tiles(inputs)
+        whole = moved.whole(inputs)
+        dots = self._tiles(inputs.replace(**whole._asdict(), bias_level=None))
+        lse = jnp.where(result.lse == softmax.NEG_INF, softmax.BIG_LSE, result.lse)
+        lse = cut(softmax.split_stats(lse, kv_heads), 3, tiles.q.shape[4], softmax.BIG_LSE)
+
+        def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array]:
+            i, q_i, *row = xs[:5]
+
+            def step(j: Any, mixed: Any, state: Any) -> Any:
+                dk = None if moved.k is None else dots.k[j]
+                dv = None if moved.v is None else dots.v[j]
+                dbias = None if moved.bias is None else dots.bias_tile(dots.bias, i, j)
+                dq = None if moved.q is None else xs[6]
+                ds = softmax.score_tangent(q_i, tiles.k[j], dq, dk, dbias, tiles.scale)
+                s = tiles.scores(i, q_i, j, mixed)
+                found = softmax.tile_tangent(s, ds, xs[5], tiles.v[j], dv)
+                return tuple(a + b for a, b in zip(state, found, strict=True))
+
+            return for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i, tiles.v)[1:])
+
+        dlse, acc = jax.lax.map(query_chunk, (*_rows(tiles), lse, dots.q))
+        dlse = softmax.merge_stats(join(dlse, 3, q.shape[1]))
+        acc = softmax.merge_queries(join(acc, 3, q.shape[1]))
+        dout = acc - result.out.astype(jnp.float32) * softmax.column(dlse)
+        return Result(dout.astype(q.dtype), dlse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         if self.by_row and has_own_rows(inputs):

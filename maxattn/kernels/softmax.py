@@ -134,6 +134,30 @@ def tile_gradient(
     return dq, dk, dv, ds
 
 
+def tile_tangent(
+    s: Scores, ds: Scores, lse: Stats, v: Keys, dv: Keys | None
+) -> tuple[Stats, Queries]:
+    """Compute a tile's part of (rowsum(P dS), (P dS) v + P dv) in float32: dS, dv are tangents."""
+    p = jnp.exp(s - lse[..., None])
+    moved = p * ds
+    # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
+    acc = matmul("bkgts,bksh->bkgth", moved.astype(v.dtype), v)
+    if dv is not None:
+        acc = acc + matmul("bkgts,bksh->bkgth", p.astype(v.dtype), dv)
+    return jnp.sum(moved, axis=-1), acc
+
+
+def score_tangent(
+    q: Queries, k: Keys, dq: Queries | None, dk: Keys | None, dbias: Array | None, scale: float
+) -> Array:
+    """Compute the tangent of the scores, scale * (dq k^T + q dk^T) + dbias, in float32."""
+    parts = [jnp.zeros((), jnp.float32)] if dbias is None else [dbias.astype(jnp.float32)]
+    # [B, K, G, T, H], [B, K, S, H] -> [B, K, G, T, S]
+    parts += [matmul("bkgth,bksh->bkgts", dq, k) * scale] if dq is not None else []
+    parts += [matmul("bkgth,bksh->bkgts", q, dk) * scale] if dk is not None else []
+    return reduce(add, parts)
+
+
 def fold_like(x: Array, shape: tuple[int, ...]) -> Array:
     """Sum a gradient over the axes along which its operand of `shape` was broadcast."""
     sizes = enumerate(zip(x.shape, shape, strict=True))
