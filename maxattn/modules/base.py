@@ -273,8 +273,8 @@ def linear_on_mesh(
         width_in,
         width_out,
         use_bias=bias,
-        kernel_metadata=sharding.on_axes(*axes),
-        bias_metadata=sharding.on_axes(bias_axis),
+        kernel_metadata=sharding.on_axes(*axes, dims=(width_in, width_out)),
+        bias_metadata=sharding.on_axes(bias_axis, dims=(width_out,)),
         **build._asdict(),
     )
 

@@ -78,7 +78,8 @@ def make_qk_norm(
     if kind is None:
         return None
     is_across = kind == "rms_norm_across_heads"
-    axis = on_axes("tensor" if is_across else None)
+    width = heads * dim_head if is_across else dim_head
+    axis = on_axes("tensor" if is_across else None, dims=(width,))
     how: dict[str, Any] = {"epsilon": eps, "param_dtype": param_dtype, "scale_metadata": axis}
     if kind == "zero_centred_rms_norm":
         return ZeroCentredRMSNorm(dim_head, **how)
@@ -86,7 +87,7 @@ def make_qk_norm(
     if kind == "layer_norm":
         # The one-pass variance E[x^2] - E[x]^2 cancels where the mean is large.
         return nnx.LayerNorm(dim_head, use_fast_variance=False, bias_metadata=axis, **how)
-    return nnx.RMSNorm(heads * dim_head if is_across else dim_head, **how)
+    return nnx.RMSNorm(width, **how)
 
 
 def normalise(norm: QKNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:

@@ -31,6 +31,7 @@ from maxattn.sharding.parameters import (
     parameter_shardings,
     parameter_spec,
     place,
+    variable_sharding,
 )
 from maxattn.sharding.shards import (
     Layout,
@@ -50,4 +51,4 @@ __all__ = ["AXES", "BATCH_AXES", "LETTERS", "Layout", "MeshShape", "axis_offset"
            "mesh_shape", "on_axes", "on_shards", "over_auto_axes", "over_shards", "pad_axis",
            "parameter_shardings", "parameter_spec", "partition_spec", "place", "program_mesh",
            "spec_of", "spec_of_type", "sum_over", "surrounding_manual_axes", "usable_mesh",
-           "ways"]  # fmt: skip
+           "variable_sharding", "ways"]  # fmt: skip

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -13,6 +16,11 @@ from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.sharding.axes import AXES
 from maxattn.sharding.mesh import check_mesh, mesh_shape
 from maxattn.sharding.shards import spec_of, ways
+
+log = logging.getLogger("maxattn")
+
+LAYER_DIMS = "layer_dims"
+"""Key of a parameter's metadata: its shape in one layer, with None for an unknown size."""
 
 
 def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
@@ -40,16 +48,20 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes, *(None,) * (ndim - 1)))
 
 
-def on_axes(*axes: str | None) -> dict[str, Any]:
+def on_axes(*axes: str | None, dims: tuple[int, ...] | None = None) -> dict[str, Any]:
     """Return flax's metadata with a parameter's mesh axes, one name or None per array axis.
 
     Under `jax.set_mesh`, flax looks up every name, so names that the mesh lacks are left out.
+
+    Args:
+        dims: the parameter's shape. If layers are stacked, it shows which axis is the stacked one;
+            default unknown, for which the stacked axes are the first ones.
     """
     ambient = ambient_mesh()
     known = AXES if ambient is None else ambient.axis_names
     there = tuple(axis if axis in known else None for axis in axes)
     # Without eager_sharding=False, flax requires a mesh for parameters with axis names.
-    return {"out_sharding": there, "eager_sharding": False}
+    return {"out_sharding": there, "eager_sharding": False, LAYER_DIMS: dims or (None,) * len(axes)}
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
@@ -60,25 +72,75 @@ def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh)
     return PartitionSpec(*(n if n in sizes and d % sizes[n] == 0 else None for n, d in pairs))
 
 
+def variable_sharding(path: Sequence[Any], variable: Any, mesh: Mesh) -> NamedSharding:
+    """Return the sharding of the variable at a path of an NNX state, by its axis names.
+
+    Axes that `nnx.vmap` stacked without a name are not split.
+    """
+    metadata, dims = variable.get_metadata(), tuple(variable.get_value().shape)
+    names = tuple(metadata.get("sharding_names", metadata.get("out_sharding")) or ())
+    own: tuple[int | None, ...] | None = metadata.get(LAYER_DIMS)
+    if own is not None and len(dims) == len(own):
+        names = names[-len(own) :]  # a layer that was taken out of a stack with a named axis
+    elif 0 < len(names) < len(dims):
+        names = _names_of_stack(path, names, dims, own)
+    return NamedSharding(mesh, parameter_spec(names, dims, mesh))
+
+
+def _names_of_stack(
+    path: Sequence[Any], names: tuple[Any, ...], dims: tuple[int, ...], own: Any
+) -> tuple[Any, ...]:
+    """Return a name or None for each axis of a parameter with more axes than names."""
+    if own is None:
+        if len(dims) == 2 and path[-1] in ("kernel", "embedding"):
+            return names  # not stacked: as in a PartitionSpec, the last names may be left out
+        _warn_of_unnamed_axes(".".join(map(str, path)), names, dims)
+    own = (None,) * len(names) if own is None else own
+    own = (None,) * (len(names) - len(own)) + tuple(own)[-len(names) :]
+    fits = [
+        axes
+        for axes in combinations(range(len(dims)), len(names))
+        if all(n in (None, dims[axis]) for n, axis in zip(own, axes, strict=True))
+    ]
+    # The last of the combinations has the stacked axes first.
+    last = fits[-1] if fits else range(len(dims) - len(names), len(dims))
+    at = dict(zip(last, names, strict=True))
+    return tuple(at.get(axis) for axis in range(len(dims)))
+
+
+@cache
+def _warn_of_unnamed_axes(path: str, names: tuple[Any, ...], dims: tuple[int, ...]) -> None:
+    log.warning(
+        "%s has shape %s and the axis names %s: the names are taken for the last axes, as in layers"
+        " that nnx.vmap stacks. Name every axis, with None for one that is not split; nnx.vmap does"
+        " so with transform_metadata={nnx.PARTITION_NAME: None}.",
+        path, list(dims), names,
+    )  # fmt: skip
+
+
 def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     """Return a tree with the `NamedSharding` of each array, by the axis names in an NNX state.
 
     The state may be abstract, or the state of an optimiser. Arrays without names are replicated.
+    An axis over which `nnx.vmap` stacked layers is not split, so that `nnx.scan` can take slices.
     """
     from flax import nnx
 
-    def place(variable: Any) -> Any:
-        metadata, shape = variable.get_metadata(), variable.get_value().shape
-        names = metadata.get("sharding_names", metadata.get("out_sharding"))
-        return variable.replace(NamedSharding(mesh, parameter_spec(names, shape, mesh)))
+    def place(path: Any, variable: Any) -> Any:
+        keys = [getattr(key, "key", getattr(key, "idx", key)) for key in path]
+        return variable.replace(variable_sharding(keys, variable, mesh))
 
-    return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(
+        place, state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+
 
 
 def place(module: Any, mesh: Mesh | None) -> None:
     """Move the parameters of an NNX module or optimiser onto a mesh, in place.
 
-    Kernels are split over fsdp and tensor by their axis names; other parameters are replicated.
+    Kernels are split over fsdp and tensor by their axis names; other parameters are replicated. The
+    axis of layers that `nnx.vmap` stacked is not split.
 
     Args:
         module: the module, with arrays.

@@ -76,7 +76,7 @@ def load_diffusers(
         variable = variable_at(module, path)
         old = variable.get_value()
         read: Any = partial(_slice, parts, held, old.dtype)
-        where = _sharding(variable, old, mesh)
+        where = _sharding(path, variable, old, mesh)
         arrays[path] = jax.make_array_from_callback(old.shape, where, read)
     for path, array in arrays.items():
         variable_at(module, path).set_value(array)
@@ -202,14 +202,12 @@ def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
 # ---- one parameter -------------------------------------------------------------------------------
 
 
-def _sharding(variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
+def _sharding(path: Any, variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
     if isinstance(old, jax.Array):
         return old.sharding
     if mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    metadata = variable.get_metadata()
-    names = metadata.get("sharding_names", metadata.get("out_sharding"))
-    return jax.sharding.NamedSharding(mesh, sharding.parameter_spec(names, old.shape, mesh))
+    return sharding.variable_sharding(path, variable, mesh)
 
 
 def _slice(
