@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -11,10 +11,11 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
+from maxattn.config.errors import plain
 from maxattn.config.target_names import read_target
 from maxattn.devices import DEVICES, Device, Platform, device_kind, device_of
 from maxattn.devices.families import read_capability
-from maxattn.errors import Reason
+from maxattn.errors import ConfigError, Reason
 from maxattn.jax_private.versions import CUDNN, CUTLASS, TESTED, Versions, aiter_in_jax
 from maxattn.kernels import table
 from maxattn.tuned import Tuned, table_of
@@ -31,7 +32,7 @@ ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 class Target:
     """The machine that a plan is made for: this machine, or one that need not be available.
 
-    >>> ma.Target.named("NVIDIA H200", packages=(("fa4-jax", "0.1.0"),)).version("fa4-jax")
+    >>> ma.Target.named("NVIDIA H200", packages={"fa4-jax": "0.1.0"}).version("fa4-jax")
     '0.1.0'
     >>> ma.Target.named("TPU v5p").device.memory / 2**30
     95.74
@@ -61,6 +62,13 @@ class Target:
     kernel_times: tuple[CallTimes, ...] = ()
     sms: int = 0
 
+    def __post_init__(self) -> None:
+        # A target is hashed, so mappings and lists become tuples.
+        for setting in ("packages", "env"):
+            object.__setattr__(self, setting, _pairs(setting, getattr(self, setting)))
+        for setting in ("tuned", "kernel_times"):
+            object.__setattr__(self, setting, tuple(getattr(self, setting)))
+
     @staticmethod
     def here() -> Target:
         """Return this machine, or the target of a surrounding `assumed()`.
@@ -75,19 +83,23 @@ class Target:
         return _with_tuned(here, sizes, times_of(here.device_kind))
 
     @staticmethod
-    def named(kind: str, packages: Pairs = ()) -> Target:
+    def named(kind: str, packages: Mapping[str, str] | Sequence[Sequence[str]] = ()) -> Target:
         """Return a machine by name; it need not be available.
 
         Args:
             kind: a name in `devices.DEVICES` ("TPU v5p", "NVIDIA H200", "cpu"), a short name
                 ("v5p", "H200"), or a platform ("tpu", "gpu") for its usual device.
-            packages: optional packages that the machine has, as (name, version); default none.
+            packages: optional packages that the machine has, as {name: version} or pairs (name,
+                version); default none.
 
         Raises:
-            ConfigError: the name is unknown.
+            ConfigError: the name is unknown, or `packages` are no names and versions.
+
+        >>> ma.Target.named("H200", packages={"fa4-jax": "0.1.0"}).packages
+        (('fa4-jax', '0.1.0'),)
         """
         kind = read_target(kind).kind
-        return Target(DEVICES[kind].platform, kind, packages)
+        return Target(DEVICES[kind].platform, kind, _pairs("packages", packages))
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
@@ -142,6 +154,23 @@ class Target:
             return "pip install " + (f'"maxattn[{extra}]"' if extra else package)
         named = f"{package}={version}" if version else package
         return f"add --with {named}, in Python packages= of Target.named"
+
+
+def _pairs(setting: str, given: Any) -> Pairs:
+    """Return the pairs of text of a mapping or of a sequence of pairs; refuse any other value."""
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    if isinstance(pairs, list | tuple):
+        found = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
+        if all(isinstance(p, tuple) and len(p) == 2 for p in found) and all(
+            isinstance(text, str) for pair in found for text in pair
+        ):
+            return found
+    if setting == "env":
+        rule, remedy = "it must have text as names and values", "pass env={name: value}"
+    else:
+        rule = "it must have names and versions of packages, both as text"
+        remedy = 'pass packages={name: version}, such as {"fa4-jax": "0.1.0"}'
+    raise ConfigError(setting, plain(given), rule, remedy)
 
 
 _ASSUMED: ContextVar[Target | None] = ContextVar("the target of assumed()", default=None)

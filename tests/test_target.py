@@ -19,6 +19,7 @@ from maxattn import devices
 from maxattn.block_sizes.sizes import CHIPS
 from maxattn.config import target_names
 from maxattn.devices import DEVICES, GIB, device_of, families, machine_of, memory_of
+from maxattn.errors import ConfigError
 from maxattn.jax_private import versions
 from maxattn.jax_private.versions import TESTED, numbers
 from maxattn.kernels.auto import choose
@@ -44,6 +45,39 @@ def test_an_assumed_target_is_what_is_here_in_its_thread_until_an_error():
         other.join()
         raise ZeroDivisionError
     assert [*seen, Target.here()] == [here, here]
+
+
+PACKAGES: list[Any] = [
+    {"fa4-jax": "0.1.0"}, [("fa4-jax", "0.1.0")], [["fa4-jax", "0.1.0"]], (("fa4-jax", "0.1.0"),)
+]  # fmt: skip
+FLASH = ma.AttentionConfig(attention="flash")
+
+
+@pytest.mark.parametrize("packages", PACKAGES, ids=str)
+def test_packages_are_a_mapping_or_pairs(packages: Any) -> None:
+    call = ma.Call(1, 256, 256, 2, 2, 128, "bfloat16")
+    target = Target.named("H200", packages)
+    assert ma.plan(call, FLASH, None, target).kernel.name == "flash"
+    assert target == Target("gpu", "NVIDIA H200", packages) == Target.named("H200", PACKAGES[3])
+    env = Target("gpu", "NVIDIA H200", env=packages, tuned=[], kernel_times=[])  # type: ignore[arg-type]
+    assert hash(env) == hash(Target("gpu", "NVIDIA H200", env=PACKAGES[3]))
+
+
+OTHERS = [
+    "fa4-jax", ["fa4-jax"], {"fa4-jax": 0.1}, [("a", "b", "c")], {("a", "b")}, None, 3,
+    [[["a"], "b"]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("packages", OTHERS, ids=str)
+def test_what_names_no_packages_is_refused(packages: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Target.named("H200", packages)
+    assert caught.value.setting == "packages"
+    assert caught.value.rule == "it must have names and versions of packages, both as text"
+    assert caught.value.remedy == ('pass packages={name: version}, such as {"fa4-jax": "0.1.0"}')
+    with pytest.raises(ConfigError, match="it must have text as names and values"):
+        Target("gpu", "NVIDIA H200", env=packages)
 
 
 def test_attention_is_traced_for_it():

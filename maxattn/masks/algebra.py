@@ -19,7 +19,7 @@ from maxattn.masks.base import Mask, Spots
 from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.spans import MOST_SPANS, WHOLE, Span, Spans, complement, intersection, union
 from maxattn.masks.tile_kinds import TileBounds, Tiles
-from maxattn.masks.tree import leaf, mask_type
+from maxattn.masks.tree import leaf, mask_type, text
 
 MOST_MASKS, MOST_LEVELS = 1024, 128
 
@@ -71,6 +71,14 @@ class _Joined(Mask):
     join: ClassVar[Callable[[Any, Any], Any]]
     sign: ClassVar[str]
     args: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        given = tuple(self.args) if isinstance(self.args, list | tuple) else self.args
+        if not isinstance(given, tuple) or not given or not _are_masks(given):
+            name, rule = type(self).__name__, "it must be a tuple of masks, at least one"
+            remedy = f"write {name}((a, b)), or a {self.sign} b"
+            raise InputError(f"{name}.args", text(self.args), rule, remedy)
+        object.__setattr__(self, "args", given)
 
     def parts(self) -> tuple[Mask, ...]:
         return self.args
@@ -171,6 +179,11 @@ class Not(Mask):
 
     arg: Mask = leaf()
 
+    def __post_init__(self) -> None:
+        if not _are_masks((self.arg,)):
+            rule, remedy = "it must be a mask", "write Not(a), or ~a"
+            raise InputError("Not.arg", text(self.arg), rule, remedy)
+
     def parts(self) -> tuple[Mask, ...]:
         return (self.arg,)
 
@@ -192,6 +205,11 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.arg})" if isinstance(self.arg, _Joined) else f"~{self.arg}"
+
+
+def _are_masks(given: tuple[Any, ...]) -> bool:
+    # By kinds, of which there are few, since a union may join thousands of masks.
+    return all(issubclass(kind, Mask) for kind in set(map(type, given)))
 
 
 def canonical(mask: Mask, negated: bool = False) -> Mask:

@@ -135,7 +135,6 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     )
 
 
-
 def place(module: Any, mesh: Mesh | None) -> None:
     """Move the parameters of an NNX module or optimiser onto a mesh, in place.
 

@@ -68,6 +68,10 @@ BAD: dict[str, Callable[[], object]] = {
     "dense_wrong_shape": lambda: M.Dense(np.ones((6, 4), bool)).bind(4, 6),
     "dense_wrong_heads": lambda: M.Dense(np.ones((2, 3, 4, 6), bool)).bind(4, 6, batch=2, heads=8),
     "array_without_dense": lambda: M.Causal() & np.ones((4, 6), bool),  # pyright: ignore[reportOperatorIssue]
+    "and_of_text": lambda: M.And((M.Causal(), "causal")),  # type: ignore[arg-type]
+    "or_of_one_mask": lambda: M.Or(M.Causal()),  # type: ignore[arg-type]
+    "or_of_nothing": lambda: M.Or(()),
+    "not_of_a_list": lambda: M.Not([M.Causal()]),  # type: ignore[arg-type]
     "python_and": lambda: M.Causal() and M.KeyPadding([3]),
     "block_map_of_no_tokens": lambda: M.Causal().block_map(0, 128, 4, 6),
     "show_too_narrow": lambda: M.Causal().show(4, 4, width=3),

@@ -53,6 +53,13 @@ def test_forms_differ_where_they_should() -> None:
     assert len(set(forms)) == len(forms)
 
 
+def test_a_list_of_joined_masks_becomes_a_tuple() -> None:
+    pair = (M.Causal(0), M.KeyLimit(2))
+    for kind in (M.And, M.Or):
+        assert kind([*pair]) == kind(pair)  # type: ignore[arg-type]
+        assert hash(jax.tree.structure(kind([*pair]))) == hash(jax.tree.structure(kind(pair)))  # type: ignore[arg-type]
+
+
 def test_arrays_are_not_hashed() -> None:
     with pytest.raises(TypeError, match=r"hash its form\(\)"):
         hash(M.KeyPadding(LENGTHS))
