@@ -98,8 +98,22 @@ def _check_one(name: str, x: Any, axes: str) -> None:
         rule = "every size must be at least 1"
         remedy = "skip the call when an operand is empty"
     else:
-        return
+        return check_values(name, x)
     raise InputError(name, f"shape {shape}", rule, remedy)
+
+
+def check_values(name: str, given: Any) -> None:
+    """Refuse deleted arrays of jax, and masked arrays of numpy, among an argument's arrays."""
+    for x in jax.tree.leaves(given):
+        if isinstance(x, np.ma.MaskedArray):
+            rule = "a masked array of numpy is not read, since its mask would be lost"
+            remedy = "pass x.filled(0), and leave keys out with mask=masks.KeyPadding(flags)"
+        elif isinstance(x, jax.Array) and not is_tracer(x) and x.is_deleted():
+            rule = "the array was deleted, as arrays are that a program took by donation"
+            remedy = "use what that program returned, or do not donate the array"
+        else:
+            continue
+        raise InputError(name, f"{x.dtype}{list(x.shape)}", rule, remedy)
 
 
 def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
@@ -120,6 +134,7 @@ def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, in
         raise InputError("bias", found, f"it must broadcast to [B, N, T, S] = {full}", remedy)
     check_not_torch("bias", str(bias.dtype))
     check_bias_dtype(str(bias.dtype))
+    check_values("bias", bias)
     return shape  # type: ignore[return-value]
 
 
@@ -158,6 +173,7 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
     """
     if mask is None:
         return Full()
+    check_values("mask", mask)
     if isinstance(mask, Mask):
         return mask
     if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):

@@ -14,7 +14,7 @@ from maxattn import sharding
 from maxattn.call import static_scale
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError, did_you_mean
-from maxattn.masks.operands import DTYPES, check_not_torch
+from maxattn.masks.operands import DTYPES, check_not_torch, check_values
 
 
 def positive(setting: str, value: Any) -> None:
@@ -140,6 +140,7 @@ def rank_3(name: str, x: Any) -> None:
     if shape is None or len(shape) != 3:
         remedy = "add or fold axes until there are three"
         raise InputError(name, described(x), "it must be an array [B, T, channels]", remedy)
+    check_values(name, x)
 
 
 def states(name: str, x: Any, width: int, width_name: str, batch: int | None = None) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
+from maxattn.masks.operands import check_values
 from maxattn.modules import checks
 from maxattn.modules.base import (
     BIAS_INIT,
@@ -249,6 +250,7 @@ class CrossAttention(AttentionBase):
         if not isinstance(kv, KV):
             remedy = "make it with module.compute_kv(text)"
             raise InputError("kv", type(kv).__name__, "it must be a KV", remedy)
+        check_values("kv", kv)
         width, has_image = self.added_kv_proj_dim, kv[2:] != (None, None)
         if has_image != (width is not None):
             found = "with an image" if has_image else "without an image"

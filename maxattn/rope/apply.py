@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from maxattn.errors import InputError
 from maxattn.jax_private.mesh import is_tracer
+from maxattn.masks.operands import check_values
 from maxattn.rope.tables import Rotary
 
 
@@ -43,6 +44,7 @@ def apply_rotary(
     >>> ma.apply_rotary(q, ma.rope_1d(8, length=16)).shape
     (1, 16, 2, 8)
     """
+    check_values("x", x)
     table = as_rotary(rotary, x.shape, name)
     both = (jnp.asarray(part, jnp.float32) for part in (table.cos, table.sin))
     # [T, D] or [B, T, D] -> [B, T, 1, D]; [B, T, N, D] is kept
@@ -69,6 +71,7 @@ def as_rotary(value: Any, shape: Sequence[int], name: str = "rotary_emb") -> Rot
     if shape[-1] % 2:
         rule = f"{name} rotates pairs of channels, so dim_head must be even"
         raise InputError("dim_head", shape[-1], rule, "use an even dim_head")
+    check_values(name, value)
     table = _read(value, shape[-1], name)
     cos, sin = (_fitting(part, shape, name, table.partial) for part in (table.cos, table.sin))
     return replace(table, cos=cos, sin=sin)

@@ -134,12 +134,19 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
 
 
 def check_devices(mesh: Any, q: Any) -> None:
-    """Refuse a mesh without devices, or whose devices differ from those of an untraced q."""
-    if not mesh_shape(mesh) or is_tracer(q):
+    """Refuse a mesh whose devices differ from those of q, or an `AbstractMesh` if q is on no mesh.
+
+    A traced q shows whether it is on a mesh, but not on which devices.
+    """
+    if not mesh_shape(mesh):
         return
     if ambient_mesh() is None and isinstance(mesh, AbstractMesh):
+        if is_tracer(q) and not jax.typeof(q).sharding.mesh.empty:
+            return
         rule, remedy = "it has sizes but no devices", "pass a Mesh; only plan() needs no devices"
         raise MeshError("mesh", "AbstractMesh", rule, remedy)
+    if is_tracer(q):
+        return
     committed = isinstance(mesh, Mesh) and getattr(q, "committed", False)
     if committed and q.sharding.device_set != set(mesh.devices.flat):
         rule = "q must be on the devices of the mesh, and is on others"

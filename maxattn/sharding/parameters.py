@@ -12,9 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxattn.errors import InputError, MeshError
-from maxattn.jax_private.mesh import ambient_mesh
+from maxattn.jax_private.mesh import ambient_mesh, with_auto_axes
 from maxattn.sharding.axes import AXES
-from maxattn.sharding.mesh import check_mesh, mesh_shape
+from maxattn.sharding.mesh import check_devices, check_mesh, mesh_shape
 from maxattn.sharding.shards import spec_of, ways
 
 log = logging.getLogger("maxattn")
@@ -37,8 +37,10 @@ def constrain(x: jax.Array, mesh: Any, letters: str) -> jax.Array:
     free = PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(*(axes if axes is None or fits else free for axes, fits in cut))
     ambient = ambient_mesh()
-    target = mesh if ambient is None else ambient
-    where = NamedSharding(target, spec) if isinstance(target, Mesh) else spec
+    target = with_auto_axes(mesh) if ambient is None else ambient
+    if isinstance(target, AbstractMesh):
+        check_devices(target, x)
+    where = spec if isinstance(ambient, AbstractMesh) else NamedSharding(target, spec)
     return jax.lax.with_sharding_constraint(x, where)
 
 
@@ -166,5 +168,9 @@ def place(module: Any, mesh: Mesh | None) -> None:
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         rule = "the module's parameters are shapes without numbers, as from nnx.eval_shape"
         remedy = "load weights with mesh=, which puts them on the mesh"
+        raise InputError("module", type(module).__name__, rule, remedy)
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+        rule = "some parameters were deleted, as arrays are that a program took by donation"
+        remedy = "use what that program returned, or do not donate the array"
         raise InputError("module", type(module).__name__, rule, remedy)
     nnx.update(module, jax.tree.map(jax.device_put, state, parameter_shardings(state, mesh)))

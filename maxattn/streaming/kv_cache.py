@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxattn.jax_private.mesh import is_tracer
-from maxattn.sharding import mesh_shape, usable_mesh
+from maxattn.sharding import check_devices, mesh_shape, usable_mesh
 from maxattn.streaming import checks
 from maxattn.streaming.layout import CacheLayout
 
@@ -117,6 +117,7 @@ class KVCache:
             layers=layers, batch=batch, kv_heads=kv_heads, dim_head=dim_head
         )
         name, mesh = checks.dtype(dtype), usable_mesh(mesh)
+        check_devices(mesh, None)
         slots = checks.slots(stream, frames)
         layout = CacheLayout(stream, slots, positions, mesh_shape(mesh), context)
         layout.check_sizes(batch, kv_heads)
