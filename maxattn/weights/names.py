@@ -101,6 +101,8 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
         owner = variable_at(owner, tuple(rest[:taken]))
         rest = rest[taken:]
     shape = tuple(variable.get_value().shape)
+    if rest[0] == "kernel":
+        _check_stack(owner, shape, stacked, prefix + ".".join(names))
     end, axes = _parameter(owner, rest[0], len(shape) - (stacked is not None))
     for layer in (None,) if stacked is None else range(shape[0]):
         full, theirs = [*names, end], shape
@@ -109,6 +111,30 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
         fused = tuple(_places(owners, names, full, prefix))
         theirs = tuple(theirs[axes.index(axis)] for axis in range(len(axes)))
         yield Entry(prefix + ".".join(full), path, theirs, axes, layer, fused)
+
+
+def _check_stack(owner: Any, shape: tuple[int, ...], stacked: int | None, name: str) -> None:
+    """Refuse the kernel of stacked layers that no class lists, or whose layers come not first."""
+    if isinstance(owner, nnx.Linear):
+        own: tuple[int, ...] = (owner.in_features, owner.out_features)
+    elif isinstance(owner, nnx.Conv):
+        own = tuple(owner.kernel_shape)
+    else:
+        return
+    first = int(stacked is not None)
+    found = f"kernel {list(shape)} of {name or 'the module'}"
+    if len(shape) > len(own) + first:
+        which = "along several axes" if first else "along an axis that no class names"
+        rule = f"its layers are stacked {which}, but files have a tensor for each layer"
+        remedy = "stack all layers by one nnx.vmap"
+        if not first:
+            remedy = "in the class whose attribute is the stack, name the attribute, such as"
+            remedy += ' diffusers_stacked = ("blocks",)'
+        raise WeightsError("module", found, rule, remedy)
+    drops = [shape[:at] + shape[at + 1 :] for at in range(len(shape))]
+    if first and shape[1:] != own and own in drops[1:]:
+        rule = f"a layer's kernel is {list(own)}, so the axis of layers is not the first one"
+        raise WeightsError("module", found, rule, "stack layers by nnx.vmap(..., out_axes=0)")
 
 
 def _places(

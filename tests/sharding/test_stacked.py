@@ -21,7 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import maxattn as ma
 from maxattn import weights
+from maxattn.errors import WeightsError
 from maxattn.sharding import on_axes, parameter_shardings, place
+from tests.golden_text import check_golden
 from tests.modules.reference import called, params_of
 from tests.reference import error
 
@@ -105,18 +107,50 @@ def test_one_layer_that_is_taken_from_a_stack(case: str) -> None:
 
 
 def test_weights_are_loaded_to_where_place_puts_them() -> None:
-    class Model(nnx.Module):
-        diffusers_stacked = ("blocks",)
-
-        def __init__(self) -> None:
-            self.blocks = stacked(layer, LAYERS)(nnx.Rngs(0))
-
-    tensors = weights.to_diffusers(Model())
-    loaded, mesh = nnx.eval_shape(Model), mesh_of()
+    tensors = weights.to_diffusers(Named(LAYERS))
+    loaded, mesh = nnx.eval_shape(lambda: Named(LAYERS)), mesh_of()
     weights.load_diffusers(loaded, tensors, mesh=mesh)
     assert spec(loaded.blocks.to_q.kernel) == P(None, "fsdp", "tensor")
     for name, tensor in weights.to_diffusers(loaded).items():
         np.testing.assert_array_equal(tensor, tensors[name], err_msg=name)
+
+
+class Stack(nnx.Module):
+    """A stack that no class names, or that is stacked twice or along another axis."""
+
+    def __init__(self, *sizes: int, axis: int = 0) -> None:
+        self.blocks = stacked(layer, *sizes, axis=axis)(nnx.Rngs(0))
+
+
+class Named(Stack):
+    diffusers_stacked = ("blocks",)
+
+
+class Convolutions(nnx.Module):
+    def __init__(self) -> None:
+        make = lambda rngs: nnx.Conv(2, 4, (3, 3), rngs=rngs)  # noqa: E731
+        self.blocks = stacked(make, LAYERS)(nnx.Rngs(0))
+
+
+UNREADABLE: dict[str, Callable[[], nnx.Module]] = {
+    "stack_without_a_name": lambda: Stack(LAYERS),
+    "stack_of_convolutions": Convolutions,
+    "stack_alone": lambda: Stack(LAYERS).blocks,
+    "stack_of_stacks": lambda: Named(2, LAYERS),
+    "stack_along_the_last_axis": lambda: Named(LAYERS, axis=-1),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_stack_that_files_cannot_number_is_refused(name: str) -> None:
+    module, tensors = UNREADABLE[name](), weights.to_diffusers(Named(LAYERS))
+    messages = set()
+    for call in (weights.to_diffusers, lambda m: weights.load_diffusers(m, tensors, strict=False)):
+        with pytest.raises(WeightsError) as caught:
+            call(module)
+        messages.add(str(caught.value))
+    (message,) = messages
+    check_golden(f"weights/{name}", message)
 
 
 # ---- layers of others, whose shape in one layer is unknown ---------------------------------------
