@@ -178,7 +178,8 @@ def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) ->
     if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):
         return
     by_train = deterministic is None
-    why = f"dropout={dropout.rate} " + ("after train()" if by_train else "with deterministic=False")
+    when = "unless eval() was called" if by_train else "with deterministic=False"
+    why = f"dropout={dropout.rate} {when}"
     off_by = "call eval()" if by_train else "deterministic=True"
     remedy = f"pass rngs=nnx.Rngs(dropout=seed), or {off_by}"
     if not isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array):

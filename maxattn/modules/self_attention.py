@@ -151,7 +151,7 @@ class FlaxAttention(AttentionBase):
             mask: a mask of `maxattn.masks`; default all pairs.
             bias: added to the scores; each axis of [B, N, T, T] is full or 1.
             deterministic: False drops output channels at random. The default is the mode that
-                train() or eval() set last, and True if neither was called.
+                train() or eval() set last, and as in `nnx.Dropout` False if neither was called.
             rngs: random source of the dropout.
             rotary_emb_k: rotary embedding of the keys; default rotary_emb.
             cache: `kv_cache.layer(i)`, which keys and values of these tokens are written into.

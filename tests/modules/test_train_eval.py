@@ -1,4 +1,4 @@
-"""`train()` turns a module's dropout on and `eval()` off; a call's `deterministic` goes first."""
+"""Dropout is on until `eval()`, as in NNX; a call's `deterministic` goes first."""
 
 from __future__ import annotations
 
@@ -43,15 +43,17 @@ def seed() -> nnx.Rngs:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_modules_state_decides_where_the_call_does_not(kind: str) -> None:
     block = Block(kind)
-    fresh = block(X)
+    fresh = block(X, deterministic=True)
     assert zeros(fresh) == 0
-    np.testing.assert_array_equal(block(X, seed()), fresh)
-    block.train()
-    dropped = block(X, seed())
+    dropped = block(X, seed())  # neither train() nor eval() was called
     assert zeros(dropped) > 20
+    with pytest.raises(InputError, match=r"unless eval\(\) was called"):
+        block(X)
+    block.train()
+    np.testing.assert_array_equal(dropped, block(X, seed()))
     np.testing.assert_array_equal(dropped, block(X, seed(), deterministic=False))
     np.testing.assert_array_equal(block(X, deterministic=True), fresh)
-    with pytest.raises(InputError, match=r"after train\(\)"):
+    with pytest.raises(InputError, match=r"unless eval\(\) was called"):
         block(X)
     block.eval()
     np.testing.assert_array_equal(block(X), fresh)
@@ -62,6 +64,7 @@ def test_it_goes_through_jit_split_and_merge() -> None:
     block = Block("self")
     call = nnx.jit(lambda m, rngs: m(X, rngs))
     names = [path for path, _ in nnx.to_flat_state(nnx.state(block))]
+    block.eval()
     assert zeros(call(block, seed())) == 0
     block.train()
     assert zeros(call(block, seed())) > 20
