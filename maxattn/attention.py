@@ -20,6 +20,7 @@ from maxattn.announce import announce, say_when_compiled, warn_of_layout, warn_o
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
+from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
@@ -85,6 +86,7 @@ def attention(
     *,
     return_lse: Literal[True],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]: ...
+@answers_names
 def attention(
     q: Query,
     k: Key,

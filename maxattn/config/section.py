@@ -10,7 +10,17 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from maxattn.config.errors import ConfigErrors, Locate, defaults, located, section_type, translated
+from maxattn.config.errors import (
+    ConfigErrors,
+    Locate,
+    close,
+    defaults,
+    located,
+    plain,
+    refused,
+    section_type,
+    translated,
+)
 from maxattn.config.numbers import DEEPEST
 from maxattn.errors import ConfigError
 
@@ -68,6 +78,15 @@ class Section(BaseModel):
         if problems := tuple(self.contradictions(self.__dict__)):
             raise ConfigErrors(problems)
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        keys = type(self).model_fields
+        if name not in keys:
+            remedy = close(name, keys) or "change a key with replace(key=value)"
+            raise refused(name, plain(value), f"{type(self).__name__} has no key '{name}'", remedy)
+        rule = f"{type(self).__name__} is frozen: a setting changes in a copy"
+        remedy = f"write changed = settings.replace({name}={value!r}), and pass the copy on"
+        raise refused(name, plain(value), rule, remedy)
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some keys changed, validated as a whole.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from maxattn.masks.algebra import And, Full
 from maxattn.masks.base import Mask
 from maxattn.masks.data import Dense
 
+log = logging.getLogger("maxattn")
 DTYPES = ("float32", "bfloat16", "float16")
 AXES = "q is [B, T, N, H] and k is [B, S, K, H], tokens before heads"
 SWAP = "if heads come before tokens, as in torch, pass jnp.swapaxes(x, 1, 2)"
@@ -217,7 +219,8 @@ def check_finite(operands: dict[str, Any], mask: Mask | None = None) -> None:
     """Refuse NaN and infinity in an operand for `check_finite: true`; a bias may be -inf.
 
     A kernel multiplies a hidden key by 0, and 0 * NaN is NaN, so a NaN would reach every query.
-    Traced operands are checked when the program runs, and raise the same error.
+    Traced operands are checked when the program runs. Then the error is logged, since jax raises it
+    inside the text of an error of its own.
 
     Args:
         operands: q [B, T, N, H], k, v [B, S, K, H] and bias [B|1, N|1, T|1, S|1] by name, or None;
@@ -230,7 +233,7 @@ def check_finite(operands: dict[str, Any], mask: Mask | None = None) -> None:
     there = {name: x for name, x in operands.items() if x is not None}
     found = {name: _count(name, x, there.get("q"), mask) for name, x in there.items()}
     if any(is_tracer(x) for x in jax.tree.leaves(found)):
-        jax.debug.callback(_refuse, found)
+        jax.debug.callback(_refuse_and_log, found)
     else:
         _refuse(found)
 
@@ -246,6 +249,14 @@ def _count(name: str, x: Array, q: Any, mask: Mask | None) -> NotFinite:
         seen = mask.allowed(jnp.arange(q.shape[1]), first[1:2])  # [B|1, N|1, T|1, 1]
         is_hidden = ~jnp.any(seen[jnp.minimum(first[0], seen.shape[0] - 1)])
     return NotFinite(count, first, is_hidden)
+
+
+def _refuse_and_log(found: dict[str, NotFinite]) -> None:
+    try:
+        _refuse(found)
+    except InputError as error:
+        log.error("%s", error)
+        raise
 
 
 def _refuse(found: dict[str, NotFinite]) -> None:

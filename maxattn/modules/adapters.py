@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Num
 from maxattn import masks
 from maxattn.attention import attention
 from maxattn.config import AttentionConfig
+from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config
 from maxattn.errors import InputError, Unsupported
 from maxattn.modules import checks
@@ -23,6 +24,7 @@ from maxattn.modules.mha_rope import Rope, check_rope, fold, turn
 log = logging.getLogger("maxattn")
 
 
+@answers_names
 def attention_fn(
     config: AttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -76,6 +78,7 @@ class AttentionFn:
     role: Literal["self", "cross"]
     rope: Rope | None = None
 
+    @answers_names
     def __call__(
         self,
         query: Float[Array, "*b T N H"],

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn.config import AttentionConfig
+from maxattn.config.arguments import answers_names
 from maxattn.errors import InputError
 from maxattn.masks.operands import check_values
 from maxattn.modules import checks
@@ -73,6 +74,7 @@ class CrossAttention(AttentionBase):
 
     role: ClassVar[Literal["self", "cross"]] = "cross"
 
+    @answers_names
     def __init__(
         self,
         query_dim: int,
@@ -116,6 +118,7 @@ class CrossAttention(AttentionBase):
             self.add_v_proj: nnx.Linear = linear_on_mesh(width, v_inner, bias, IN, build)
             self.norm_added_k = self._norm(self.kv_heads, build)
 
+    @answers_names
     @over_explicit_axes(like_states)
     def __call__(
         self,
@@ -171,6 +174,7 @@ class CrossAttention(AttentionBase):
             out = out + self._run_attention(of_image, q, kv.image_k, kv.image_v)
         return self._output(out, hidden_states, deterministic, rngs)
 
+    @answers_names
     @over_explicit_axes(like_text)
     def compute_kv(
         self,

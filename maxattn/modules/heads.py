@@ -8,6 +8,7 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from maxattn.attention import attention
+from maxattn.config.arguments import answers_names
 from maxattn.errors import InputError
 from maxattn.modules import checks
 
@@ -35,6 +36,7 @@ def merge_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B T NH"]:
     return rearrange(x, "b t n h -> b t (n h)")
 
 
+@answers_names
 def attention_flat(
     q: Float[Array, "B T NH"],
     k: Float[Array, "B S KH"],

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn.config import AttentionConfig
+from maxattn.config.arguments import answers_names
 from maxattn.modules import checks
 from maxattn.modules.base import (
     BIAS_INIT,
@@ -70,6 +71,7 @@ class JointAttention(FlaxAttention):
     ((1, 10, 64), (1, 7, 32))
     """
 
+    @answers_names
     def __init__(
         self,
         query_dim: int,
@@ -117,6 +119,7 @@ class JointAttention(FlaxAttention):
         self.norm_added_q = self._norm(self.heads, build)
         self.norm_added_k = self._norm(self.kv_heads, build)
 
+    @answers_names
     @over_explicit_axes(like_both)
     def __call__(  # type: ignore[override]
         self,

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn.config import AttentionConfig
+from maxattn.config.arguments import answers_names
 from maxattn.modules import checks
 from maxattn.modules.base import (
     BIAS_INIT,
@@ -71,6 +72,7 @@ class FlaxAttention(AttentionBase):
 
     role: ClassVar[Literal["self", "cross"]] = "self"
 
+    @answers_names
     def __init__(
         self,
         query_dim: int,
@@ -128,6 +130,7 @@ class FlaxAttention(AttentionBase):
         rotary_emb_k: Any = None,
         cache: CacheLayer,
     ) -> tuple[Float[Array, "B T out_dim"], KVCache]: ...
+    @answers_names
     @over_explicit_axes(like_states_without_cache)
     def __call__(
         self,

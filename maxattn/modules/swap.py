@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from maxattn.config import AttentionConfig
+from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config
 from maxattn.errors import InputError
 from maxattn.modules import checks
@@ -61,6 +62,7 @@ class SwapTable:
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
+@answers_names
 def swap(
     model: nnx.Module, config: AttentionConfig | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> SwapTable:

@@ -106,3 +106,9 @@ def test_what_is_finite_computes_the_same() -> None:
     x, plain = operands(), CHECKED.replace(check_finite=False)
     np.testing.assert_array_equal(attend(x), attend(x, config=plain))
     np.testing.assert_array_equal(jax.jit(attend)(x), attend(x))
+
+
+def test_under_jit_the_error_is_logged_first(caplog: pytest.LogCaptureFixture) -> None:
+    refusal(jax.jit(attend), operands(v=((0, 0, 0, 0), np.nan)))
+    first = caplog.records[0]
+    assert first.name == "maxattn" and first.getMessage().startswith("v: NaN or infinity 1 times")

@@ -1,0 +1,105 @@
+"""Answers arguments that a function does not have: names of flax, jax, torch and diffusers.
+
+A decorated function refuses them all at once, each with maxattn's own name or with what to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
+
+from maxattn.errors import InputError, did_you_mean
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Our name -> names that other libraries have for it. A function's own names go first.
+RENAMED = {
+    "query_dim": "in_features embed_dim hidden_size features dim channels model_dim d_model",
+    "heads": "num_heads n_heads num_attention_heads nhead num_query_heads",
+    "kv_heads": "num_kv_heads n_kv_heads num_key_value_heads",
+    "dim_head": "head_dim attention_head_dim dim_heads head_size",
+    "out_dim": "out_features output_dim",
+    "cross_attention_dim": "context_dim kv_dim kdim in_kv_features encoder_hidden_size",
+    "dropout": "dropout_rate dropout_p attn_drop attention_dropout",
+    "bias": "use_bias qkv_bias attn_bias attention_bias",
+    "eps": "epsilon norm_eps",
+    "qk_norm": "normalize_qk qk_normalization",
+    "param_dtype": "weights_dtype weight_dtype params_dtype",
+    "gate": "gated gating",
+    "mask": "attention_mask attn_mask key_padding_mask padding_mask encoder_attention_mask",
+    "rotary_emb": "image_rotary_emb freqs_cis freqs rope rotary rotary_embedding pos_emb",
+    "hidden_states": "inputs_q inputs x q query",
+    "encoder_hidden_states": "inputs_k inputs_kv inputs_v context kv key encoder_states text",
+    "rngs": "dropout_rng rng key dropout_key",
+    "q": "query", "k": "key", "v": "value", "query": "q", "key": "k", "value": "v",
+    "scale": "sm_scale softmax_scale qk_scale",
+    "return_lse": "return_residual return_logsumexp return_softmax_lse return_attn_probs",
+    "deterministic": "train training is_training eval",
+}  # fmt: skip
+WITHOUT = "leave it out"
+NO_DROPOUT = f"{WITHOUT}, as no probability is dropped: drop the output with nnx.Dropout"
+KERNEL = "name the kernel in the config, as in config=ma.AttentionConfig(attention='flash')"
+PROBABILITIES = f"{WITHOUT}, as no kernel makes the probabilities; attention_fn sows them for nnx"
+MODE = f"{WITHOUT}: only modules drop, by train(), eval() or deterministic in their call"
+SEGMENTS = "pass mask=ma.masks.Segments(q_ids, kv_ids)"
+# The names of others that are no argument of ours -> what to write.
+ADVICE = {
+    "is_causal": "pass mask=ma.masks.Causal(0), in which query i sees the keys 0 to i",
+    "causal": "pass mask=ma.masks.Causal(), in which the last query sees every key",
+    "key_value_seq_lengths": "pass mask=ma.masks.KeyPadding(lengths)",
+    "query_seq_lengths": f"{WITHOUT}, and ignore the output of queries that are padding",
+    "local_window_size": "pass mask=ma.masks.LocalWindow(left, right, 0)",
+    "window_size": "pass mask=ma.masks.LocalWindow(left, right)",
+    "segment_ids": SEGMENTS, "q_segment_ids": SEGMENTS, "kv_segment_ids": SEGMENTS,
+    "implementation": KERNEL, "attention_kernel": KERNEL, "attention": KERNEL,
+    "attention_fn": KERNEL, "processor": KERNEL, "block_sizes": f"{KERNEL}, and flash_block_sizes",
+    "enable_gqa": f"{WITHOUT}: there may be fewer key heads than query heads",
+    "qkv_features": "set heads and dim_head, whose product it is",
+    "dropout": NO_DROPOUT, "dropout_rate": NO_DROPOUT, "dropout_p": NO_DROPOUT,
+    "dropout_rng": NO_DROPOUT, "broadcast_dropout": NO_DROPOUT,
+    "deterministic": MODE, "train": MODE, "training": MODE,
+    "decode": "make a cache with ma.KVCache.empty, and pass cache=cache.layer(i) in the call",
+    "sow_weights": PROBABILITIES, "need_weights": PROBABILITIES, "module": PROBABILITIES,
+    "output_attentions": PROBABILITIES,
+    "rotary_emb": "rotate q and k before the call with ma.apply_rotary",
+    "image_rotary_emb": "rotate q and k before the call with ma.apply_rotary",
+}  # fmt: skip
+_OURS = {theirs: [o for o in RENAMED if theirs in RENAMED[o].split()]
+         for names in RENAMED.values() for theirs in names.split()}  # fmt: skip
+_OPPOSITE = {"train", "training", "is_training"}  # of `deterministic`
+
+
+class ArgumentError(InputError, TypeError):
+    """A call has arguments that the function does not have."""
+
+
+def answers_names(function: Function) -> Function:
+    """Decorate a function so that it answers unknown arguments in maxattn's words."""
+    known = tuple(name for name in signature(function).parameters if name != "self")
+    names = frozenset(known)
+    owner, _, own = function.__qualname__.rpartition(".")
+    title = owner if own == "__init__" else f"{owner}(...)" if own == "__call__" else own
+
+    @wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        if not given.keys() <= names:
+            raise _refused(title, known, [name for name in given if name not in names])
+        return function(*args, **given)
+
+    return cast(Function, checked)
+
+
+def _refused(title: str, known: tuple[str, ...], unknown: list[str]) -> ArgumentError:
+    rule = f"{title} has the arguments {', '.join(known)}"
+    answers = [(name, _answer(name, known)) for name in unknown]
+    remedy = "; ".join(f"{name}: {it}" if len(answers) > 1 else it for name, it in answers)
+    return ArgumentError(", ".join(unknown), "unknown argument", rule, remedy)
+
+
+def _answer(name: str, known: Iterable[str]) -> str:
+    for ours in _OURS.get(name, ()):
+        if ours in known:
+            return f"write {ours}=" + (f"not {name}" if name in _OPPOSITE else "")
+    return ADVICE.get(name) or did_you_mean(name, known) or WITHOUT

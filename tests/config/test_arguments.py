@@ -1,0 +1,82 @@
+"""Arguments of flax, jax, torch and diffusers are answered with maxattn's, all at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxattn as ma
+from maxattn.config.arguments import _OURS, ADVICE, RENAMED, ArgumentError
+from maxattn.errors import InputError
+from maxattn.modules import attention_flat
+
+X = np.ones((1, 4, 2, 8), np.float32)
+STATES = np.ones((1, 4, 16), np.float32)
+SIZES: dict[str, Any] = {"query_dim": 16, "heads": 2, "dim_head": 8, "rngs": nnx.Rngs(0)}
+LAYER = ma.FlaxAttention(**SIZES)
+
+ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "nnx module": (
+        lambda **how: ma.FlaxAttention(rngs=nnx.Rngs(0), **how),
+        {"num_heads": 2, "in_features": 16, "qkv_features": 16, "out_features": 4},
+        "num_heads: write heads=; in_features: write query_dim=; qkv_features: set heads and"
+        " dim_head, whose product it is; out_features: write out_dim=",
+    ),
+    "head_dim": (lambda **how: ma.CrossAttention(16, **how), {"head_dim": 8}, "write dim_head="),
+    "joint": (lambda **how: ma.JointAttention(16, **how), {"dropout_rate": 0.1}, "write dropout="),
+    "mode": (lambda **how: ma.FlaxAttention(16, **how), {"deterministic": True}, "leave it out"),
+    "call": (lambda **how: LAYER(STATES, **how), {"image_rotary_emb": 0}, "write rotary_emb="),
+    "mask": (lambda **how: LAYER(STATES, **how), {"attention_mask": None}, "write mask="),
+    "train": (lambda **how: LAYER(STATES, **how), {"train": True}, "write deterministic=not train"),
+    "causal": (lambda **how: ma.attention(X, X, X, **how), {"is_causal": True}, "Causal(0)"),
+    "keys": (lambda **how: ma.attention(**how), {"query": X, "key": X, "value": X}, "key: write k"),
+    "lengths": (
+        lambda **how: ma.attention(X, X, X, **how),
+        {"key_value_seq_lengths": 3, "local_window_size": 1},
+        "pass mask=ma.masks.LocalWindow(left, right, 0)",
+    ),
+    "dropout": (lambda **how: ma.attention(X, X, X, **how), {"dropout_rate": 0.1}, "nnx.Dropout"),
+    "adapter": (lambda **how: ma.attention_fn()(X, X, X, **how), {"sm_scale": 1}, "leave it out"),
+    "its config": (ma.attention_fn, {"implementation": "cudnn"}, "AttentionConfig(attention="),
+    "swap": (lambda **how: ma.swap(LAYER, **how), {"confg": None}, "did you mean 'config'?"),
+    "flat": (lambda **how: attention_flat(X, X, X, **how), {"num_heads": 2}, "write heads="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_foreign_name_is_answered_with_ours(asked: str) -> None:
+    function, given, remedy = ASKED[asked]
+    with pytest.raises(ArgumentError) as caught:
+        function(**given)
+    assert isinstance(caught.value, TypeError) and isinstance(caught.value, InputError)
+    assert caught.value.setting == ", ".join(given) and remedy in caught.value.remedy
+
+
+def test_answers_are_arguments_that_exist() -> None:
+    functions = (
+        ma.FlaxAttention.__init__, ma.CrossAttention.__init__, ma.attention,
+        ma.FlaxAttention.__call__, ma.CrossAttention.__call__, type(ma.attention_fn()).__call__,
+    )  # fmt: skip
+    known = {name for each in functions for name in inspect.signature(each).parameters}
+    assert set(RENAMED) <= known
+    assert all(ours for ours in _OURS.values())
+    assert all(" " in remedy for remedy in ADVICE.values())
+
+
+def test_remedies_followed_work_as_jax_nn() -> None:
+    q, k = (np.random.default_rng(i).standard_normal((1, t, 2, 8)) for i, t in ((0, 6), (1, 9)))
+    q, k = q.astype(np.float32), k.astype(np.float32)
+    masks, lengths = ma.masks, np.array([5])
+    for theirs, ours in (
+        ({"is_causal": True}, masks.Causal(0)),
+        ({"local_window_size": (2, 1)}, masks.LocalWindow(2, 1, 0)),
+        ({"key_value_seq_lengths": lengths}, masks.KeyPadding(lengths)),
+    ):
+        want = jax.nn.dot_product_attention(q, k, k, **theirs)  # type: ignore[arg-type]
+        np.testing.assert_allclose(ma.attention(q, k, k, mask=ours), want, rtol=0, atol=2e-6)
