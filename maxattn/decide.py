@@ -149,13 +149,14 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
         rule = f"the batch must be a multiple of {batch}, the product of the mesh axes {axes}"
         fits = -(-call.batch // batch) * batch
-        remedy = f"use a batch of {fits}, or fewer devices on data and fsdp; or pass mesh=False"
+        fewer = "fewer devices on data and fsdp, or in Python mesh=False"
+        remedy = f"use a batch of {fits}, or {fewer}"
         raise MeshError("batch", call.batch, rule, remedy)
     if call.heads % tensor:
         least = min(call.heads, 4096)
         fits = ", ".join(str(n) for n in range(1, least + 1) if call.heads % n == 0)
         rule = f"heads must be a multiple of the mesh axis tensor={tensor}"
-        remedy = f"set ici_tensor_parallelism to one of {fits}"
+        remedy = f"set the axis tensor (ici_tensor_parallelism) to one of {fits}"
         raise MeshError("heads", call.heads, rule, remedy)
 
 

@@ -129,7 +129,7 @@ def _too_large(setting: str, value: str, where: str = "") -> ConfigErrors:
 def _nearby(folder: FilePath, name: str) -> str:
     """Suggest the folder's YAML file with the closest name, else all its YAML files."""
     is_there = os.path.isdir(folder)  # False also for a folder without permission
-    found = sorted(p.name for p in folder.glob("*.y*ml")) if is_there else []
+    found = sorted(p.name for p in folder.glob("[!.]*.y*ml")) if is_there else []
     like = get_close_matches(name, found, n=1)
     if like:
         return f"did you mean '{folder / like[0]}'?"

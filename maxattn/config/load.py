@@ -87,19 +87,14 @@ def yaml_of(config: AttentionConfig) -> str:
 def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
-    """If another program wrote the file, replace the errors of its keys by one that says so."""
-    from maxattn.config.maxdiffusion import BLOCK_SIZES, CUSTOM_SIZES, recognised
+    """If another program wrote the file, replace the errors of the file by one that says so."""
+    from maxattn.config.maxdiffusion import BLOCK_SIZES, recognised
     from maxattn.config.self_forcing import recognised_rollout
 
-    if (theirs := recognised_rollout(data, source)) is not None:
-        return [theirs, *(p for p in problems if p.where.startswith("override"))]
-    unknown = {key for key in data if key not in model.model_fields}
-    foreign = recognised({k: v for k, v in data.items() if k in {*unknown, BLOCK_SIZES}}, source)
-    if foreign is None:
-        return problems
-    names = unknown | {f"{BLOCK_SIZES}.{key}" for key in CUSTOM_SIZES}
-    ours = (p for p in problems if p.setting not in names or p.where.startswith("override"))
-    return [foreign, *ours]
+    unknown = {k: v for k, v in data.items() if k not in model.model_fields or k == BLOCK_SIZES}
+    theirs = recognised_rollout(data, source) or recognised(unknown, source)
+    overrides = (p for p in problems if p.where.startswith("override"))
+    return problems if theirs is None else [theirs, *overrides]
 
 
 def _without_program_sections(

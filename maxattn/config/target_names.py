@@ -74,14 +74,20 @@ def read_target(text: str) -> TargetName:
     name, colon, layout = str(text).partition(":")
     kind = _SPELLINGS.get(_bare(name)) or USUAL.get(name)
     if kind is None:
-        spelling = closest(_bare(name), _SPELLINGS)
-        # Names that differ only in digits are different machines: TPU v3 is no misspelt TPU v4.
-        written, meant = (re.sub(r"\d", "#", word) for word in (_bare(name), spelling))
-        is_meant = spelling and written != meant
-        guess = f"did you mean '{_SPELLINGS[spelling]}'?" if is_meant else ""
         rule = f"it must be one of {', '.join(DEVICES)}"
-        raise ConfigError("target", str(text), rule, guess or "use a name from that list")
+        raise ConfigError("target", str(text), rule, _guess(_bare(name)))
     return TargetName(kind, _sides(str(text), kind, layout) if colon else ())
+
+
+def _guess(bare: str) -> str:
+    spelling = closest(bare, _SPELLINGS)
+    # Names that differ only in digits are different machines: TPU v3 is no misspelt TPU v4.
+    family, meant = (re.sub(r"\d", "#", word) for word in (bare, spelling))
+    if spelling and family != meant:
+        return f"did you mean '{_SPELLINGS[spelling]}'?"
+    alike = {kind: None for each, kind in _SPELLINGS.items() if re.sub(r"\d", "#", each) == family}
+    one_of = f"; names like it are {', '.join(alike)}" if alike else ""
+    return f"use a name from that list{one_of}"
 
 
 def _sides(text: str, kind: str, layout: str) -> tuple[int, ...]:

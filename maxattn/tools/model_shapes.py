@@ -77,7 +77,14 @@ def read(text: str) -> Shape:
     words[4:5] = [head_dim, *([values] if has_values else [])]
     numbers = [number for word in words if (number := whole_in(word))]
     if len(numbers) != len(words) or len(numbers) - bool(has_values) not in (5, 6):
-        rule = f"it must be B,T,S,N,H[/V][,K] in whole numbers, or one of {', '.join(SHAPES)}"
+        form = "it must be B,T,S,N,H[/V][,K]: batch, queries, keys, heads and head dim"
+        given, wrong = text.count(",") + 1, [word for word in words if not whole_in(word)]
+        if given == 1:
+            rule = f"{form}, or one of {', '.join(SHAPES)}"
+        elif given not in (5, 6):
+            rule = f"{form}, five numbers or six with the key heads, and {given} are given"
+        else:
+            rule = f"{form}, whole numbers up to {LARGEST}, and {plain(wrong[0])} is none"
         remedy = did_you_mean(text, SHAPES) or "write for example 1,32760,32760,12,128"
         raise InputError("shape", plain(text) if text else "(nothing)", rule, remedy)
     value_dim = numbers.pop(5) if has_values else 0

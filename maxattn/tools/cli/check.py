@@ -17,7 +17,7 @@ from maxattn.config.numbers import whole_in
 from maxattn.context_parallel.base import readable
 from maxattn.decide import kernel_call
 from maxattn.devices import memory_of
-from maxattn.errors import InputError, MaxattnError
+from maxattn.errors import InputError, MaxattnError, MeshError
 from maxattn.explain import explain
 from maxattn.kernels import as_batch_rows, scores_of
 from maxattn.plan import Plan, plan
@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{source.path or 'the settings'}: valid\n{resolved(source.config, args.all)}")
     for note in source.notes:
         print(f"  note    {note}")
+    for line in _of_this_machine(args, source.config):
+        print(f"  advice  {line}")
     if not shapes:
         print(f"\n{_NO_SHAPE}")
         return 0
@@ -70,6 +72,20 @@ def _plans(
         if most is not None and total(estimate(made, training)) > most:
             status = 1
     return status
+
+
+def _of_this_machine(args: argparse.Namespace, config: AttentionConfig) -> Iterator[str]:
+    """Yield advice if the config's mesh is for this machine, and its devices do not suffice."""
+    is_one = all(n in (1, -1) for pair in config.axis_parallelism().values() for n in pair)
+    if is_one or args.target or args.mesh or args.devices or config.hardware:
+        return
+    try:
+        config.make_mesh()
+    except MeshError as error:
+        misfit = f"this machine does not fit the config's mesh, {error.value}: {error.rule}"
+        yield f"{misfit}. For another machine add --target KIND"
+    except RuntimeError:  # another process uses the devices
+        return
 
 
 def resolved(config: AttentionConfig, every: bool) -> str:

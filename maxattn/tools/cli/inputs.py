@@ -54,6 +54,9 @@ def read_source(args: argparse.Namespace) -> Source:
     if not path or ("=" in path and not os.path.exists(path)):
         overrides = tuple(text for text in (path, *overrides) if text)
         return Source(AttentionConfig.from_overrides(overrides), {}, "")
+    if not os.path.exists(path) and (guess := did_you_mean(path, model_shapes.SHAPES)):
+        rule = "it must be a YAML file that exists, a key=value, or the name of a shape"
+        raise ConfigError(plain(path), "not found", rule, guess)
     config = AttentionConfig.from_yaml(path, overrides)
     sections = dict(read(path).data)
     apply_overrides(AttentionConfig, sections, overrides)

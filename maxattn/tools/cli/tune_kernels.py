@@ -35,6 +35,7 @@ from maxattn.tools.tune.kernel_times import PassTimes, time_pass
 from maxattn.tuned import in_ms
 from maxattn.tuned.kernels import (
     call_times,
+    is_as_fast,
     key_of_kernels,
     milliseconds_of,
     settings_of,
@@ -139,7 +140,7 @@ def tune(
         print("  measured before; --again measures again")
     own, taken = (tuning.planned(r).kernel.name for r in (None, record))
     its = _outcome(tuning.shape.name, record, own, taken)
-    print("\n".join(_winner(its, record, local.role, not kept.problem)))
+    print("\n".join(_winner(its, record, tuning, not kept.problem)))
     return its
 
 
@@ -220,18 +221,19 @@ def _table(record: Record, found: KernelCandidates) -> list[str]:
     return [f"  {line}" + (f"  does not run: {why}" if why else "") for line, why in table]
 
 
-def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> list[str]:
+def _winner(its: KernelOutcome, record: Record, tuning: KernelTuning, is_kept: bool) -> list[str]:
     if its.now is None:
         return ["  no kernel runs"]
     passes = "forward and backward" if record["backward_ms"] else "forward"
+    because, role = tuning.planned().because, tuning.shape.role
     without = f"  without times auto takes {its.own}"
     if its.own == its.taken:
-        without = "  without times auto takes the same"
+        without = f"  without times auto takes the same: {because}"
     elif its.before is None:
         without += ", which was not timed"
     else:
         without += f": {in_ms(its.before)}, {its.before / its.now:.2f} times as long"
-    lines = [f"  fastest {its.taken}: {in_ms(its.now)} {passes}", without]
+    lines = [*_taken(its, record, its.now, passes), without]
     lines += ["  plans on this machine take it under attention: auto"] if is_kept else []
     # Several processes do not read measurements: for them the config must name the kernel.
     totals = {name: ms for name in record["forward_ms"] if (ms := _total(record, name))}
@@ -242,6 +244,21 @@ def _winner(its: KernelOutcome, record: Record, role: str, is_kept: bool) -> lis
         where = "for several processes, " if is_kept else ""
         lines.append(f"  {where}to name one kernel: {', '.join(yaml_of(config).splitlines())}")
     return lines
+
+
+def _taken(its: KernelOutcome, record: Record, now: float, passes: str) -> list[str]:
+    """Name the kernels that `auto` takes, and if others were faster, why it does not take them."""
+    fastest = [min(ms, key=lambda name: ms[name]) for ms in _times(record).values()]
+    best, ms = joined(fastest[0], fastest[-1]), f"{in_ms(now)} {passes}"
+    least = _total(record, best)
+    if least is None or least >= now:
+        return [f"  fastest {its.taken}: {ms}"]
+    own = its.taken.split("/")
+    rounds = [record[PASSES[what]] for what in _times(record)]
+    pairs = zip(rounds, (own[0], own[-1]), fastest, strict=False)
+    alike = all(is_as_fast(tuple(all_[a]), tuple(all_[b])) for all_, a, b in pairs)
+    why = "no faster than the noise" if alike else "it cannot run here"
+    return [f"  auto takes {its.taken}: {ms}", f"  not {best}, {in_ms(least)}: {why}"]
 
 
 def changes(outcomes: Sequence[KernelOutcome]) -> list[str]:

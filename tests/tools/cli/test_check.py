@@ -188,3 +188,20 @@ def test_values_are_counted_by_their_own_channels(strategy: str) -> None:
     assert len(mixed) >= 4
     for what, size in mixed.items():
         assert 2 * size == narrow[what] + wide[what] == 2 * turned[what], what
+
+
+@pytest.mark.parametrize(
+    ("words", "is_advised"),
+    [
+        ("ici_context_parallelism=16", True),
+        ("ici_context_parallelism=3", True),
+        ("ici_context_parallelism=4 ici_data_parallelism=1", True),
+        ("ici_context_parallelism=4", False),
+        ("ici_context_parallelism=16 --target v5p", False),
+        ("ici_context_parallelism=16 --mesh context=16", False),
+    ],
+)
+def test_a_mesh_of_other_devices_than_this_machines_is_advised(capsys, words, is_advised):
+    ran = run(capsys, "check", "attention=ring", *words.split())
+    assert ran.status == 0
+    assert ("  advice  this machine does not fit the config's mesh, " in ran.out) == is_advised

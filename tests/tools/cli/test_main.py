@@ -137,6 +137,19 @@ def test_what_was_converted_is_ours(capsys, tmp_path):
     assert "a maxattn config" in run(capsys, "convert", str(tmp_path / "ours.yml")).err
 
 
+def test_a_maxdiffusion_file_is_one_problem_however_many_keys_it_has(capsys, tmp_path):
+    path, text = tmp_path / "base.yml", (THEIRS / "video.yml").read_text(encoding="utf-8")
+    path.write_text(text + "".join(f"key_{i}: 1\n" for i in range(150)), encoding="utf-8")
+    ran = run(capsys, "check", str(path))
+    assert ran.status == 1 and ran.err.startswith(f"{path}: a MaxDiffusion file\n")
+    assert ran.err.count("  remedy  ") == 1
+
+
+def test_a_misspelt_shape_is_no_missing_file(capsys):
+    ran = run(capsys, "tune", "wan-14b-480")
+    assert ran.status == 1 and "did you mean 'wan-14b-480p'?" in ran.err
+
+
 @pytest.mark.parametrize("text", ["cross_attention: flash\n", "model: {dim: 96}\n"])
 def test_a_maxdiffusion_file_with_a_key_of_ours_is_still_theirs(capsys, tmp_path, text):
     (tmp_path / "base.yml").write_text((THEIRS / "video.yml").read_text() + text)

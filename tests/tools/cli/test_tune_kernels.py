@@ -58,8 +58,10 @@ def small(**changes: object) -> ma.Call:
 def without_times(text: str, cache: Path) -> str:
     """Put # in the place of what differs from run to run, and name one winner."""
     text = re.sub(r" +\d[\d.,]*(?=[ \n])", " #", text.replace(str(cache), "tuned.json"))
-    text = re.sub(r"fastest [\w/]+", "fastest KERNEL", text)
-    text = re.sub(r"  (without it|auto takes the same).*\n", "  WITHOUT IT\n", text)
+    text = re.sub(
+        r"  (fastest|auto takes) [\w/]+(:.*\n)(  not .*noise\n)?", r"  fastest KERNEL\2", text
+    )
+    text = re.sub(r"  without times auto takes .*\n", "  WITHOUT TIMES\n", text)
     return re.sub(r"to name one kernel: .*\n", "to name one kernel: YAML\n", text)
 
 
@@ -76,6 +78,17 @@ def test_a_shape_that_the_rule_mispredicts_is_one_command_from_right(capsys, qui
     q = jax.random.normal(jax.random.key(0), (1, 1400, 2, 16))
     dense = ma.attention(q, q, q, shape.mask, config=ma.AttentionConfig(attention="dot_product"))
     np.testing.assert_allclose(ma.attention(q, q, q, shape.mask), dense, atol=2e-6)
+
+
+def test_what_is_faster_by_less_than_the_noise_is_named(capsys, quick, monkeypatch):
+    monkeypatch.setitem(MS, "dot_product", 1.004)
+    out = run(capsys, "tune", *SMALL).out
+    assert "fastest" not in out
+    assert (
+        "  auto takes dot_product: 2.01 ms forward and backward\n"
+        "  not memory_efficient, 2 ms: no faster than the noise\n"
+        "  without times auto takes the same: dense, since "
+    ) in out
 
 
 def test_what_it_prints_of_real_times(capsys, cache):
