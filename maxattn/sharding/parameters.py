@@ -77,37 +77,41 @@ def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh)
 def variable_sharding(path: Sequence[Any], variable: Any, mesh: Mesh) -> NamedSharding:
     """Return the sharding of the variable at a path of an NNX state, by its axis names.
 
-    Axes that `nnx.vmap` stacked without a name are not split.
+    Axes that `nnx.vmap` stacked without a name are not split. Optimiser states whose shape is not
+    their parameter's, such as adafactor's sums of rows, are replicated.
     """
+    from flax import nnx
+
     metadata, dims = variable.get_metadata(), tuple(variable.get_value().shape)
     names = tuple(metadata.get("sharding_names", metadata.get("out_sharding")) or ())
     own: tuple[int | None, ...] | None = metadata.get(LAYER_DIMS)
-    if own is not None and len(dims) == len(own):
+    at = _axes_of_layer((None,) * len(names) if own is None else own, dims)
+    if at is None and isinstance(variable, nnx.OptState):
+        names = ()
+    elif own is not None and len(dims) == len(own):
         names = names[-len(own) :]  # a layer that was taken out of a stack with a named axis
     elif 0 < len(names) < len(dims):
-        names = _names_of_stack(path, names, dims, own)
+        if own is None and len(dims) == 2 and path[-1] in ("kernel", "embedding"):
+            at = (0,)  # not stacked: as in a PartitionSpec, the last names may be left out
+        elif own is None:
+            _warn_of_unnamed_axes(".".join(map(str, path)), names, dims)
+        first = len(dims) - len(names)
+        named = dict(zip(at or range(first, len(dims)), names[-len(at or names) :], strict=False))
+        names = tuple(named.get(axis) for axis in range(len(dims)))
     return NamedSharding(mesh, parameter_spec(names, dims, mesh))
 
 
-def _names_of_stack(
-    path: Sequence[Any], names: tuple[Any, ...], dims: tuple[int, ...], own: Any
-) -> tuple[Any, ...]:
-    """Return a name or None for each axis of a parameter with more axes than names."""
-    if own is None:
-        if len(dims) == 2 and path[-1] in ("kernel", "embedding"):
-            return names  # not stacked: as in a PartitionSpec, the last names may be left out
-        _warn_of_unnamed_axes(".".join(map(str, path)), names, dims)
-    own = (None,) * len(names) if own is None else own
-    own = (None,) * (len(names) - len(own)) + tuple(own)[-len(names) :]
+def _axes_of_layer(own: Sequence[int | None], dims: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the axes of an array that have a layer's sizes, None if there are none.
+
+    Of several choices, the one whose stacked axes are the first ones.
+    """
     fits = [
         axes
-        for axes in combinations(range(len(dims)), len(names))
+        for axes in combinations(range(len(dims)), len(own))
         if all(n in (None, dims[axis]) for n, axis in zip(own, axes, strict=True))
     ]
-    # The last of the combinations has the stacked axes first.
-    last = fits[-1] if fits else range(len(dims) - len(names), len(dims))
-    at = dict(zip(last, names, strict=True))
-    return tuple(at.get(axis) for axis in range(len(dims)))
+    return fits[-1] if fits else None
 
 
 @cache
@@ -129,6 +133,8 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     from flax import nnx
 
     def place(path: Any, variable: Any) -> Any:
+        if not hasattr(variable.get_value(), "shape"):
+            return variable  # optax's place of a parameter that has no state
         keys = [getattr(key, "key", getattr(key, "idx", key)) for key in path]
         return variable.replace(variable_sharding(keys, variable, mesh))
 

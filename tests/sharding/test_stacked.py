@@ -89,6 +89,36 @@ def test_the_axis_of_layers_is_not_split(case: str, kind: AxisType) -> None:
         assert found["norm_q"]["scale"] == P(*first, "tensor")
 
 
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "masked": optax.multi_transform(
+        {True: optax.adam(1e-3), False: optax.sgd(1e-3)},
+        lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree),
+    ),
+}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("sizes", [pytest.param((), marks=SLOW), (4,)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_other_shapes_than_their_parameters(name: str, sizes: tuple[int, ...]) -> None:
+    def update(place_on: Mesh | None) -> list[np.ndarray]:
+        module = stacked(layer, *sizes)(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(module, OPTIMIZERS[name], wrt=nnx.Param)
+        place(module, place_on)
+        place(optimizer, place_on)
+        gradients = jax.tree.map(lambda x: x * x, nnx.state(module, nnx.Param))
+        nnx.jit(lambda o, m, g: o.update(m, g))(optimizer, module, gradients)
+        return [np.asarray(x) for x in jax.tree.leaves(nnx.state(module, nnx.Param))]
+
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+        got = update(mesh)
+    for found, want in zip(got, update(None), strict=True):
+        np.testing.assert_allclose(found, want, atol=1e-6)
+
+
 def test_layers_that_are_stacked_at_the_end() -> None:
     module = stacked(layer, LAYERS, axis=-1)(nnx.Rngs(0))
     place(module, mesh_of())
