@@ -175,7 +175,7 @@ def _remedy_for_key(model: Model, path: Path) -> str:
     inner = {key: f"{name}.{key}" for name in model.model_fields for key in keys_of(model, name)}
     if same := closest(word, inner):
         return f"did you mean '{inner[same]}'?"
-    return "remove it; configs/attention.yml lists every key"
+    return "remove it; `maxattn config` lists every key"
 
 
 # ---- values --------------------------------------------------------------------------------------

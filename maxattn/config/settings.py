@@ -50,7 +50,7 @@ class FlashBlockSizes(Section):
 
 
 class AttentionConfig(Section):
-    """Every setting of attention; `configs/attention.yml` documents each key.
+    """Every setting of attention; `maxattn config` explains each key.
 
     Raises:
         ConfigErrors: with every wrong key and value at once.

@@ -28,6 +28,8 @@ COMMANDS = {
     "bench": "measure kernels on this machine: device time, TFLOP/s, memory, error",
     "tune": "time kernels or block sizes on this machine and keep the fastest",
     "convert": "print another program's YAML (MaxDiffusion, Self-Forcing) as maxattn's",
+    "config": "list the keys of a config, or explain one: values, default, meaning",
+    "completion": "print a script with which bash, zsh or fish completes command lines",
 }
 STOPPED, TERMINATED = 130, 143  # exit status that shells report after Ctrl-C or TERM
 
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def overview() -> str:
     usage = "usage: maxattn COMMAND ...   (maxattn COMMAND --help lists options)"
-    return "\n".join((usage, "", *(f"  {name:<9}{does}" for name, does in COMMANDS.items())))
+    return "\n".join((usage, "", *(f"  {name:<12}{does}" for name, does in COMMANDS.items())))
 
 
 def _run(name: str, words: Sequence[str]) -> int:

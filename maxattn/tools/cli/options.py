@@ -167,6 +167,28 @@ def convert(parser: Parser) -> None:
     parser.add_argument("overrides", **overrides, help="settings to change, by maxattn's names")
 
 
+def config(parser: Parser) -> None:
+    """List every key of a config with its default and its meaning, or explain the named keys.
+
+    maxattn config
+    maxattn config attention fallback
+    maxattn config flash_block_sizes
+    """
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="a key, or a section: all its keys")
+
+
+def completion(parser: Parser) -> None:
+    """Print a script with which a shell completes commands, options, keys, values and shapes.
+
+      maxattn completion bash > ~/.local/share/bash-completion/completions/maxattn
+      maxattn completion zsh > ~/.maxattn.zsh     (then in .zshrc: source ~/.maxattn.zsh)
+      maxattn completion fish > ~/.config/fish/completions/maxattn.fish
+
+    Print it again after an update of maxattn.
+    """
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+
+
 def bench(parser: Parser) -> None:
     """Measure attention on this machine: every kernel that can run, both passes, and auto.
 
@@ -210,7 +232,8 @@ def bench(parser: Parser) -> None:
 
 
 OPTIONS: dict[str, Callable[[Parser], None]] = {
-    each.__name__: each for each in (explain, check, compile, tune, convert, bench)
+    each.__name__: each
+    for each in (explain, check, compile, tune, convert, config, completion, bench)
 }
 
 
