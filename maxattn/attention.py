@@ -30,6 +30,7 @@ from maxattn.jax_private.varying import vary_alike
 from maxattn.jax_private.vmapped import batched_alike, some_examples
 from maxattn.kernels.base import Bias, Inputs, Kernel, Result, Rows, Tangents
 from maxattn.kernels.bias_level import Level, bias_level
+from maxattn.kernels.gradient_scale import backward_in_range
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.masks.operands import check_finite
@@ -319,8 +320,8 @@ def _backward(
 
     def of_shard(*operands: Any) -> tuple[Array, Array, Array, Bias]:
         *arrays, level = operands[:6]
-        inputs = Inputs(*arrays, bias_level=level)
-        dq, dk, dv, dbias = plan.strategy.backward(kernel, inputs, Rows(*operands[6:]))
+        given = Inputs(*arrays, bias_level=level), Rows(*operands[6:]), plan.call, plan.token_axes
+        dq, dk, dv, dbias = backward_in_range(partial(plan.strategy.backward, kernel), *given)
         return dq, dk, dv, None if dbias is None else sum_over(dbias, plan.bias_axes, plan.mesh)
 
     letters, specs, lse_spec = plan.strategy.operand_specs(plan.padded_call, mask)

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from maxattn.call import Call, Reason
 from maxattn.context_parallel import Collective, Strategy
-from maxattn.context_parallel.base import bias_axes, bias_collectives, itemsize
+from maxattn.context_parallel.base import (
+    bias_axes,
+    bias_collectives,
+    itemsize,
+    range_collectives,
+)
 from maxattn.kernels import Kernel
 from maxattn.masks import KeyLimit, Mask
-from maxattn.sharding import MeshShape, ways
+from maxattn.sharding import LETTERS, MeshShape, ways
 from maxattn.target import Target
 
 if TYPE_CHECKING:
@@ -95,6 +100,7 @@ class Plan:
         moved = (
             *self.strategy.collectives(call),
             *bias_collectives(call, self.mesh, self.strategy),
+            *range_collectives(self.strategy.local_call(call), self.token_axes),
         )
         if self.call.kv_heads % tensor == 0:
             return moved
@@ -111,6 +117,11 @@ class Plan:
     def bias_axes(self) -> tuple[str, ...]:
         """The mesh axes that the gradient of the bias is summed over."""
         return bias_axes(self.call.bias, self.mesh, self.strategy)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the tokens of a batch row."""
+        return tuple(a for a, _ in self.mesh if a in LETTERS["T"])
 
     def with_notes(self, notes: tuple[str, ...]) -> Plan:
         """Return the plan with additional notes."""

@@ -38,7 +38,7 @@ class Collective:
     """One transfer of a plan.
 
     Args:
-        kind: "all_gather", "psum", "psum_scatter", "ppermute" or "all_to_all".
+        kind: "all_gather", "psum", "pmax", "psum_scatter", "ppermute" or "all_to_all".
         axes: the mesh axes that the transfer runs over.
         what: names of the arrays that move, joined by commas.
         when: "forward" or "backward".
@@ -220,6 +220,13 @@ def bias_collectives(call: Call, shape: MeshShape, strategy: Strategy) -> tuple[
     split = zip(call.bias or (), strategy.mask_letters(bias_letters(call.bias)), strict=False)
     share = prod(-(-n // ways(letter, shape)) for n, letter in split)
     return (Collective("psum", axes, "dbias", "backward", FLOAT * share),) if axes else ()
+
+
+def range_collectives(call: Call, axes: tuple[str, ...]) -> tuple[Collective, ...]:
+    """Return the maximum over `axes` that float16 gradients need (kernels/gradient_scale.py)."""
+    if not axes or call.dtype != "float16":
+        return ()
+    return (Collective("pmax", axes, "range of dS", "backward", 6 * FLOAT * call.batch),)
 
 
 def itemsize(dtype: str) -> int:

@@ -1,0 +1,139 @@
+"""float16 gradients at both ends of float16's range, where scores' gradients leave it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from tests.cases import RESULTS, TOLERANCE, both
+from tests.kernels.test_surroundings import needs_tokamax
+from tests.reference import attention64, error
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {"attention": "dot_product"},
+    "blockwise": {
+        "attention": "dot_product", "use_memory_efficient_attention": True,
+        "query_chunk_size": 2, "key_chunk_size": 3,
+    },
+    "flash": {"attention": "flash"},
+    "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True}},
+    "tokamax_flash": {"attention": "tokamax_flash"},
+    "tpu_flash": {"attention": "tpu_flash"},
+}  # fmt: skip
+EACH = [
+    *("dense", "blockwise", "tpu_flash"),
+    pytest.param("flash", marks=pytest.mark.slow),
+    pytest.param("flash fused", marks=pytest.mark.slow),
+    pytest.param("tokamax_flash", marks=[needs_tokamax, pytest.mark.slow]),
+]
+
+
+def operands(size: float, bias: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Draw float16 operands with cotangents of a size.
+
+    At 10,000, dS exceeds 65,504. At 1e-6, dS is some multiples of 2**-24, and dQ is 20 times as
+    large.
+    """
+    rng, b, t, n, k, h = np.random.default_rng(0), 2, 4, 4, 2, 32
+    x = {"q": (b, t, n, h), "k": (b, t, k, h), "v": (b, t, k, h), "dout": (b, t, n, h)}
+    factors = {"q": 0.02, "k": 0.02, "v": 8.0} if size > 1 else {"q": 0.02, "k": 50.0, "v": 1.0}
+    factors["dout"] = size
+    found = {
+        name: (factors[name] * rng.normal(size=shape).clip(-2, 2)).astype(np.float16)
+        for name, shape in x.items()
+    }
+    found["bias"] = None if bias is None else rng.normal(size=bias).astype(np.float32)
+    return found | {"dlse": (size * rng.normal(size=(b, n, t))).astype(np.float32)}
+
+
+def judge(x: dict[str, Any], settings: dict[str, Any], mask: Any = None, **more: Any) -> None:
+    ok = None if mask is None else np.asarray(mask.bind(4, 4).allowed(np.arange(4), np.arange(4)))
+    given = x["q"], x["k"], x["v"], x["bias"]
+    want = attention64(*given[:3], ok, x["bias"], dout=x["dout"], dlse=x["dlse"])
+    config = ma.AttentionConfig(**settings)
+    attend = partial(ma.attention, config=config, mask=mask, return_lse=True, **more)
+    call = partial(both, lambda q, k, v, bias: attend(q, k, v, bias=bias), x)
+    check(jax.jit(call)(*given), want)
+
+
+def check(got: Any, want: Any) -> None:
+    """Hold gradients to float16's own rounding: 2**-25 at least."""
+    for name, g, w in list(zip(RESULTS, got, want, strict=False))[2:]:
+        if w is not None:
+            assert np.abs(w).max() < 65_504 or g.dtype == jnp.float32, "the true gradient fits"
+            off = np.abs(np.asarray(g, np.float64) - w).max()
+            assert off <= TOLERANCE["float16"] * np.abs(w).max() + 2**-24, (name, off, w.max())
+
+
+@pytest.mark.parametrize("size", [10_000.0, 1e-6])
+@pytest.mark.parametrize("name", EACH)
+def test_gradients_are_right_at_both_ends_of_the_range(name: str, size: float) -> None:
+    judge(operands(size), SETTINGS[name], M.Causal())
+
+
+@pytest.mark.parametrize("size", [10_000.0, 1e-6])
+@pytest.mark.parametrize("shape", [(2, 4, 4, 4), (1, 4, 1, 4), (2, 1, 4, 1)])
+def test_the_gradient_of_a_bias(shape: tuple[int, ...], size: float) -> None:
+    judge(operands(size, shape), SETTINGS["dense"])
+
+
+@pytest.mark.parametrize("strategy", ["none", "all_gather", "ring", "ulysses"])
+def test_over_devices_that_share_a_batch_row(strategy: str) -> None:
+    """Devices whose tokens have other sizes take one scale: partial sums of dK and dV are added."""
+    x = operands(10_000.0)
+    x["dout"][:, :2] *= np.float16(2**-9)
+    sizes = {"ici_data_parallelism": 2, "ici_context_parallelism": 2}
+    mesh = ma.AttentionConfig(**sizes).make_mesh(jax.devices()[:4])
+    judge(x, SETTINGS["dense"] | {"context_parallel": strategy}, mesh=mesh)
+
+
+def test_a_batch_row_that_is_not_finite_leaves_the_others_alone() -> None:
+    x, config = operands(10_000.0), ma.AttentionConfig(**SETTINGS["dense"])
+    want = attention64(x["q"], x["k"], x["v"], dout=x["dout"], dlse=x["dlse"])
+    x["dout"][1, 0, 0, 0] = np.inf
+    attend = partial(ma.attention, config=config, return_lse=True)
+    got = both(attend, x, x["q"], x["k"], x["v"])
+    check([y[:1] for y in got], [None if y is None else y[:1] for y in want])
+    assert all(not np.isfinite(np.asarray(y[1])).all() for y in got[2:])
+
+
+def test_second_derivatives_equal_those_of_float32() -> None:
+    rng = np.random.default_rng(1)
+    x = [rng.normal(size=(2, 4, n, 32)).astype(np.float16) for n in (4, 2, 2)]
+
+    def penalty(*x: Any) -> Any:
+        attend = partial(ma.attention, config=ma.AttentionConfig(**SETTINGS["dense"]))
+        loss = jax.grad(lambda *y: (attend(*y).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+        return sum((y.astype(jnp.float32) ** 2).sum() for y in loss(*x))
+
+    run = jax.jit(jax.grad(penalty, (0, 1, 2)))
+    for g, w in zip(run(*x), run(*(y.astype(np.float32) for y in x)), strict=True):
+        assert error(g, w) < 5e-3
+
+
+@pytest.mark.parametrize("mode", ["strict", "64 bits"])
+def test_without_promotion_and_in_64_bit_mode(mode: str) -> None:
+    with ExitStack() as stack:
+        if mode == "strict":
+            stack.enter_context(jax.numpy_rank_promotion("raise"))
+            stack.enter_context(jax.numpy_dtype_promotion("strict"))
+        else:
+            stack.enter_context(jax.enable_x64(True))
+        judge(operands(10_000.0), SETTINGS["dense"])
+
+
+def test_the_plan_names_the_maximum_over_devices() -> None:
+    x, mesh = operands(1.0), {"data": 2, "context": 2}
+    q, k = x["q"], x["k"]
+    for dtype, named in (("float16", 1), ("bfloat16", 0)):
+        call = ma.Call.of(q.astype(dtype), k.astype(dtype))
+        kinds = [c.kind for c in ma.plan(call, ma.AttentionConfig(), mesh).collectives]
+        assert kinds.count("pmax") == named
