@@ -6,8 +6,9 @@ was decided for one call (scale, chunk sizes, flags), and the methods compute wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ __all__ = [
     "Rows",
     "Tangents",
     "gathered",
+    "in_default_modes",
     "padded_heads",
     "padded_rows",
     "refuse_call",
@@ -60,6 +62,7 @@ __all__ = [
 
 Bias = Float[Array, "#B #N #T #S"] | None
 Pass = Literal["forward", "backward"]
+Out = TypeVar("Out")
 
 
 @jax.tree_util.register_dataclass
@@ -165,6 +168,17 @@ def padded_rows(rows: Rows, q: Array) -> Rows:
     """Pad the head dims of out and dout to q's head dim, and cast both arrays to q's dtype."""
     out, dout = (widened(x, q.shape[3]).astype(q.dtype) for x in (rows.out, rows.dout))
     return Rows(out, rows.lse, dout, rows.dlse)
+
+
+def in_default_modes(kernel: Callable[..., Out]) -> Callable[..., Out]:
+    """Wrap a library's kernel to run without x64 and strict promotion, which break its indices."""
+
+    def run(*operands: Any) -> Out:
+        promotes = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+        with jax.enable_x64(False), promotes[0], promotes[1]:
+            return kernel(*operands)
+
+    return run
 
 
 class Lines(NamedTuple):

@@ -30,6 +30,7 @@ from maxattn.kernels.base import (
     Lines,
     Result,
     Rows,
+    in_default_modes,
     refuse_call,
     refuse_mask,
 )
@@ -117,23 +118,33 @@ class TokamaxMosaic(Fused):
         return Grads(dq.astype(dtype), dk, dv)
 
     def piece_forward(self, inputs: PieceInputs) -> Result:
-        op = _configured(inputs, self.scale)
-        out, (top, total) = op.op(*op.args, **op.kwargs | {"return_residuals": True})
+        out, (top, total) = in_default_modes(_forward)(inputs, self.scale)
         return Result(out, top + jnp.log(total))
 
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        bound = _configured(inputs, self.scale)
-        settings = {name: x for name, x in bound.kwargs.items() if name != "return_residuals"}
-        # tokamax computes P = exp(s - top) / total: pass the LSE as top, with a total of 1.
-        operands = ((rows.lse, jnp.ones_like(rows.lse)), rows.out, rows.dout, *bound.args)
-        op = backward_module().PallasMosaicGpuFlashAttentionVjp()
-        config = op._get_heuristics_config(op.bind(*operands, **settings))
-        grads = replace(op, config=config)(*operands, **settings)
+        grads = in_default_modes(_backward)(inputs, rows, self.scale)
         return Grads(grads["q"], grads["k"], grads["v"])
 
 
 def _tokamax(module: str) -> Any:
     return import_module(f"tokamax._src.ops.attention.{module}")  # optional, and slow to import
+
+
+def _forward(inputs: PieceInputs, scale: float) -> Any:
+    """Return tokamax's (out, (maximum, sum)) of one rectangle."""
+    bound = _configured(inputs, scale)
+    return bound.op(*bound.args, **bound.kwargs | {"return_residuals": True})
+
+
+def _backward(inputs: PieceInputs, rows: Rows, scale: float) -> Any:
+    """Return tokamax's gradients of one rectangle, by name."""
+    bound = _configured(inputs, scale)
+    settings = {name: x for name, x in bound.kwargs.items() if name != "return_residuals"}
+    # tokamax computes P = exp(s - top) / total: pass the LSE as top, with a total of 1.
+    operands = ((rows.lse, jnp.ones_like(rows.lse)), rows.out, rows.dout, *bound.args)
+    op = backward_module().PallasMosaicGpuFlashAttentionVjp()
+    config = op._get_heuristics_config(op.bind(*operands, **settings))
+    return replace(op, config=config)(*operands, **settings)
 
 
 def _configured(inputs: PieceInputs, scale: float) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
-from maxattn.kernels.base import Offset
+from maxattn.kernels.base import Offset, in_default_modes
 from maxattn.kernels.softmax import BIG_LSE
 from maxattn.kernels.splash.mask_codes import Codes
 from maxattn.kernels.splash.mask_info import codes_of
@@ -106,7 +106,7 @@ class SplashProblem:
     def forward_of(self, blocks: Blocks) -> tuple[Array, Array]:
         """Return (out, lse), padded to whole tiles."""
         setup = self._setup(blocks)
-        run = jax.vmap(_usually(lambda row: self.library.forward(row, setup, blocks)))
+        run = jax.vmap(in_default_modes(lambda row: self.library.forward(row, setup, blocks)))
         return run(setup.operands(self))
 
     def backward(self, sizes: BlockSizes, stats: Stats) -> tuple[Array, Array, Array]:
@@ -120,13 +120,14 @@ class SplashProblem:
     def dkv(self, blocks: Blocks, stats: Stats, fused: bool) -> tuple[Array | None, Array, Array]:
         """Return (dq if fused else None, dk, dv), padded to whole tiles."""
         setup = self._setup(blocks)
-        run = _usually(lambda row, stats: self.library.dkv(row, stats, setup, blocks, fused))
+        dkv = self.library.dkv
+        run = in_default_modes(lambda row, stats: dkv(row, stats, setup, blocks, fused))
         return self._over_cores(run if self.rows_at_once else jax.vmap(run), setup, stats)
 
     def dq(self, blocks: Blocks, stats: Stats) -> Array:
         """Return the dq of the separate backward, padded to whole tiles."""
         setup = self._setup(blocks)
-        run = _usually(lambda row, stats: self.library.dq(row, stats, setup, blocks))
+        run = in_default_modes(lambda row, stats: self.library.dq(row, stats, setup, blocks))
         return self._over_cores(jax.vmap(run), setup, stats)
 
     def _over_cores(self, run: Callable[..., Any], setup: Setup, stats: Stats) -> Any:
@@ -227,17 +228,6 @@ def _regrouped(arrays: Any, groups: int, batch: int) -> Any:
     """Split the heads of each array [b, n, ...], in order, into groups that become batch rows."""
     rows = batch * groups
     return jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[2:]), arrays)
-
-
-def _usually(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel to run without x64 and strict promotion, which break its index arithmetic."""
-
-    def run(*operands: Any) -> Any:
-        promotes = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
-        with jax.enable_x64(False), promotes[0], promotes[1]:
-            return kernel(*operands)
-
-    return run
 
 
 def _of(sizes: BlockSizes, keys: tuple[str, ...]) -> Blocks:
