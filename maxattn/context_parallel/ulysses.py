@@ -202,7 +202,9 @@ class Exchange:
         """Add the gradient of a sliced bias to the same slice of `total`."""
         if total is None or part is None:
             return None
-        starts = [self.spans.get(letter, (0,))[0] for letter in bias_letters(total.shape)]
+        # Equal dtypes, in 64-bit mode too.
+        firsts = (self.spans.get(letter, (0,))[0] for letter in bias_letters(total.shape))
+        starts = [jnp.asarray(first, jnp.int32) for first in firsts]
         old = jax.lax.dynamic_slice(total, starts, part.shape)
         return jax.lax.dynamic_update_slice(total, old + part, starts)
 

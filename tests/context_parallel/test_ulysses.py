@@ -116,6 +116,19 @@ def planned(heads: int, shards: int, mesh: dict[str, int]) -> ma.Plan:
     return ma.plan(ma.Call.of(*qkv(heads=heads, kv_heads=heads)[:2]), asked, mesh)
 
 
+def test_a_bias_in_64_bit_mode() -> None:
+    """Slices begin at int32 and at Python integers, which are int64 there."""
+    (cfg, _), x = CASES["2 x 2 beside data"], qkv(2, 12, 4, 4)
+    bias = np.random.default_rng(1).normal(size=(1, 4, 12, 12)).astype(np.float32)
+    with jax.enable_x64(True):
+        attend = partial(ma.attention, config=cfg, mesh=cfg.make_mesh())
+        got = jax.jit(jax.grad(lambda *x: attend(*x[:3], bias=x[3]).sum(), (0, 1, 2, 3)))(*x, bias)
+    want = attention64(*x, bias=bias, dout=np.ones((2, 12, 4, 8)))
+    for g, w in zip(got, want[2:], strict=True):
+        assert g.dtype == jnp.float32
+        np.testing.assert_allclose(g, w, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_groups_that_do_not_divide_are_refused(name: str) -> None:
     heads, shards, mesh, rule, remedy = REFUSED[name]

@@ -71,6 +71,13 @@ def test_around_a_dense_library(case: dict) -> None:
     assert BIASES[case["bias"]] is None and max(errors.values()) < 2e-5, errors
 
 
+def test_rectangles_in_64_bit_mode() -> None:
+    """Every shift of traced offsets has results of equal dtypes, those without keys too."""
+    case = {name: values[0] for name, values in AXES.items()}
+    with jax.enable_x64(True):
+        test_around_a_dense_library(case | {"mask": "causal", "traced": True})
+
+
 @pytest.mark.parametrize(
     "band",
     [Band(), Band(None, 0), Band(4, 0), Band(3, 5), Band(2, None)],

@@ -219,7 +219,9 @@ class RingPass:
 def unseen(queries: Array, value_dim: int) -> Result:
     """Return the result of queries [B, T, N, H] before their first key; out is [B, T, N, V]."""
     b, t, n, _ = queries.shape
-    return Result(jnp.zeros((b, t, n, value_dim), jnp.float32), jnp.full((b, n, t), NEG_INF))
+    return Result(
+        jnp.zeros((b, t, n, value_dim), jnp.float32), jnp.full((b, n, t), NEG_INF, jnp.float32)
+    )
 
 
 def hop_collectives(

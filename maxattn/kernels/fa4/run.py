@@ -207,7 +207,8 @@ def backward(
     flags = [jnp.zeros((p.batch, p.heads, tiles), jnp.int32)] if launch.writes_first else []
     padded = -(-p.kv_len // tile.keys) * tile.keys
     of_keys = _like((p.batch, p.kv_heads, padded * sums_width(p.head_dim)))
-    sums = (*zeros, *flags, *((jnp.zeros(of_keys.shape), jnp.zeros(of_keys.shape)) * shared))
+    shared_sums = [jnp.zeros(of_keys.shape, jnp.float32) for _ in range(2 * shared)]
+    sums = (*zeros, *flags, *shared_sums)
     start = 0 if tail in (0, ALL) else padded - tail * tile.keys
     last = _like((splits * p.batch, p.kv_len - start, *k.shape[2:]), k.dtype)
     grads = [of_keys] * 2 if shared else [_like(k.shape, k.dtype)] * (2 * bool(start)) + [last] * 2

@@ -103,7 +103,8 @@ def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
         out = jnp.pad(part.out.astype(jnp.float32), (*around, (0, 0), (0, 0)))
         return out, jnp.pad(part.lse, ((0, 0), *around), constant_values=NEG_INF)
 
-    nothing = jnp.zeros(q.shape), jnp.full((q.shape[0], q.shape[2], q.shape[1]), NEG_INF)
+    stats = q.shape[0], q.shape[2], q.shape[1]
+    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(stats, NEG_INF, jnp.float32)
     out, lse = merge_by_lse([among_all(p, part) for p, part in found] or [nothing])
     return Result(out.astype(q.dtype), lse)
 
