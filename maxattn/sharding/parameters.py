@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import jax
@@ -67,11 +69,21 @@ def on_axes(*axes: str | None, dims: tuple[int, ...] | None = None) -> dict[str,
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Return a parameter's spec without axes that the mesh lacks or cannot split evenly."""
+    """Return a parameter's spec without axes that the mesh lacks or cannot split evenly.
+
+    An entry of `names` is a mesh axis, a tuple of mesh axes, or None.
+    """
     sizes = dict(mesh_shape(mesh))
+
+    def entry(name: Any, dim: int) -> Any:
+        axes = name if isinstance(name, tuple | list) else (name,)
+        there = tuple(axis for axis in axes if axis in sizes)
+        if not there or dim % prod(sizes[axis] for axis in there):
+            return None
+        return there[0] if len(there) == 1 else there
+
     names = tuple(names or ()) + (None,) * (len(dims) - len(names or ()))
-    pairs = zip(names, dims, strict=False)
-    return PartitionSpec(*(n if n in sizes and d % sizes[n] == 0 else None for n, d in pairs))
+    return PartitionSpec(*(entry(n, d) for n, d in zip(names, dims, strict=False)))
 
 
 def variable_sharding(path: Sequence[Any], variable: Any, mesh: Mesh) -> NamedSharding:
@@ -98,7 +110,13 @@ def variable_sharding(path: Sequence[Any], variable: Any, mesh: Mesh) -> NamedSh
         first = len(dims) - len(names)
         named = dict(zip(at or range(first, len(dims)), names[-len(at or names) :], strict=False))
         names = tuple(named.get(axis) for axis in range(len(dims)))
-    return NamedSharding(mesh, parameter_spec(names, dims, mesh))
+    spec = parameter_spec(names, dims, mesh)
+    used = Counter(axis for e in spec for axis in (e if isinstance(e, tuple) else (e,)) if axis)
+    if twice := [axis for axis, count in used.items() if count > 1]:
+        rule = f"a mesh axis splits one axis of an array, and {twice[0]} would split two"
+        remedy = 'name the axis of stacked layers otherwise, such as {nnx.PARTITION_NAME: "layers"}'
+        raise MeshError(".".join(map(str, path)), f"axis names {names}", rule, remedy)
+    return NamedSharding(mesh, spec)
 
 
 def _axes_of_layer(own: Sequence[int | None], dims: Sequence[int]) -> tuple[int, ...] | None:

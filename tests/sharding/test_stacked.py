@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import maxattn as ma
 from maxattn import weights
-from maxattn.errors import WeightsError
+from maxattn.errors import MeshError, WeightsError
 from maxattn.sharding import on_axes, parameter_shardings, place
 from tests.golden_text import check_golden
 from tests.modules.reference import called, params_of
@@ -183,6 +183,14 @@ def test_a_stack_that_files_cannot_number_is_refused(name: str) -> None:
     check_golden(f"weights/{name}", message)
 
 
+def test_a_mesh_axis_that_would_split_two_axes_is_refused_and_the_remedy_works() -> None:
+    twice = {"transform_metadata": {nnx.PARTITION_NAME: "fsdp"}}
+    with pytest.raises(MeshError) as caught:
+        place(stacked(layer, 4, how=twice)(nnx.Rngs(0)), mesh_of())
+    check_golden("place/layers_over_an_axis_of_the_kernel", str(caught.value))
+    place(stacked(layer, 4, how=NAMED)(nnx.Rngs(0)), mesh_of())
+
+
 # ---- layers of others, whose shape in one layer is unknown ---------------------------------------
 
 
@@ -214,6 +222,13 @@ def test_named_layers_give_no_warning(module: Any, caplog: Any) -> None:
         place(built := module(nnx.Rngs(0)), mesh_of())
     assert spec(built.kernel) == P(None, "fsdp", "tensor")
     assert not caplog.records
+
+
+def test_several_mesh_axes_split_one_axis() -> None:
+    for layers in (0, LAYERS):
+        make = dense(out_sharding=(None, ("fsdp", "tensor")), layer_dims=(8, 16))
+        place(module := stacked(make, *(layers,) * bool(layers))(nnx.Rngs(0)), mesh_of())
+        assert spec(module.kernel)[-1] == ("fsdp", "tensor")
 
 
 def test_the_last_names_of_a_layer_may_be_left_out() -> None:
