@@ -69,8 +69,8 @@ def validated(
 
 
 def check_path(path: object) -> None:
-    """Refuse a value that is not a path."""
-    if not isinstance(path, str | os.PathLike):
+    """Refuse a value that is not a path, and an empty one."""
+    if not isinstance(path, str | os.PathLike) or path == "":
         remedy = "pass the path of a file, or call from_overrides(...), which needs none"
         raise refused("path", repr(path), "it must be the path of a YAML file", remedy)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from maxattn.jax_private.mesh import is_tracer
 from maxattn.sharding import check_devices, mesh_shape, usable_mesh
 from maxattn.streaming import checks
+from maxattn.streaming.begun import register_cache
 from maxattn.streaming.layout import CacheLayout
 
 if TYPE_CHECKING:
@@ -23,10 +24,7 @@ if TYPE_CHECKING:
 Stage = Literal["empty", "filling", "full", "done", "complete"]
 Mode = Literal["stream", "extract", "cached"]
 
-STATIC = {"static": True}  # static in the pytree: part of jit's cache key
 
-
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
     """Keys and values of the frames that a block sees, for all layers.
@@ -68,12 +66,12 @@ class KVCache:
     v: Any
     frame: Int[Array, ""] | Int[Array, " B"]
     until: Int[Array, ""] | Int[Array, " B"]
-    layout: CacheLayout = field(metadata=STATIC)
-    own: int = field(default=1, metadata=STATIC)
-    stage: Stage = field(default="empty", metadata=STATIC)
-    mode: Mode = field(default="stream", metadata=STATIC)
-    start: int = field(default=0, metadata=STATIC)
-    keeps: bool = field(default=True, metadata=STATIC)
+    layout: CacheLayout
+    own: int = 1
+    stage: Stage = "empty"
+    mode: Mode = "stream"
+    start: int = 0
+    keeps: bool = True
     is_begun: ClassVar[bool] = False
 
     @classmethod
@@ -208,8 +206,8 @@ class KVCache:
 
         While the cache fills, the stage is computed from `frame`, read from the device. Under `jit`
         it cannot be read: the stage stays "filling", which is correct for every frame. A second
-        `advance` is noticed in one program or in none; one in and one after a jitted function are
-        not, since a cache that leaves a program does not know what wrote to it.
+        `advance` is refused, also after a jitted function that ended with one. It is not refused
+        inside the next jitted function, which runs the same program for both caches.
 
         Raises:
             InputError: passes only read this cache, no pass has written to it yet (a second
@@ -249,10 +247,11 @@ class KVCache:
         rows = [jnp.broadcast_to(c.frame, (c.shape[1],)) for c in caches]
         frame = jnp.concatenate(rows)
         both = replace(caches[0], k=k, v=v, frame=frame, until=jnp.zeros_like(frame))
-        if is_tracer(both.frame):
-            stages = {c.stage for c in caches}
-            return replace(both, stage=stages.pop() if len(stages) == 1 else "filling")
-        return replace(both, stage=both._stage_at(*_ends(both.frame)))
+        stages, waits = {c.stage for c in caches}, any(c.is_begun for c in caches)
+        if not is_tracer(frame):
+            stages = {both._stage_at(*_ends(frame))}
+        both = replace(both, stage=stages.pop() if len(stages) == 1 else "filling")
+        return both._begun() if waits else both
 
     # ---- recompute the kept frames ---------------------------------------------------------------
 
@@ -348,6 +347,9 @@ class KVCache:
         mode += "" if self.keeps else ", unwritten"
         of = f"frame {frame}, {self.layout.frames} slots, {self.stage}{mode}"
         return f"KVCache({dtype}[{shape}], {of})"
+
+
+register_cache(KVCache, static=("layout", "own", "stage", "mode", "start", "keeps"))
 
 
 class CacheLayer(NamedTuple):

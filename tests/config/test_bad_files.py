@@ -87,6 +87,7 @@ OTHERS: dict[str, Callable[[], object]] = {
     "file_missing": lambda: AttentionConfig.from_yaml("bad/kernel_mispelt.yml"),
     "folder_missing": lambda: AttentionConfig.from_yaml("baad/kernel.yml"),
     "file_none": lambda: AttentionConfig.from_yaml(None),  # type: ignore[arg-type]
+    "file_without_name": lambda: AttentionConfig.from_yaml(""),
     "file_is_a_folder": lambda: AttentionConfig.from_yaml("../golden"),
     "file_and_override": lambda: AttentionConfig.from_yaml("bad/everything_at_once.yml", MIXED),
     "constructor": lambda: AttentionConfig(atention="flash", flash_block_sizes={"block_q": 0}),

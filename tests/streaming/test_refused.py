@@ -168,6 +168,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "frames_that_skip_at_first": lambda: empty().advance(),
     "frames_that_skip_in_a_prefix": lambda: empty().prefix(6).advance(),
     "frames_that_skip_under_jit": lambda: jax.jit(lambda c: c.advance().advance())(made()),
+    "frames_that_skip_after_jit": lambda: jax.jit(lambda c: call(c)[1].advance())(made()).advance(),
+    "frames_that_skip_elsewhere": lambda: jax.device_put(made(), jax.devices()[0]).advance(),
+    "frames_that_skip_stacked": lambda: ma.KVCache.stacked([made(), call(made())[1]]).advance(),
     "kept_before_no_frame": lambda: STREAM.kept(-3),
     "kept_before_half_a_frame": lambda: STREAM.kept(4.5),  # pyright: ignore
     "stacked_empty": lambda: ma.KVCache.stacked([made(), empty()]),
@@ -260,6 +263,19 @@ def test_what_is_refused_changes_nothing() -> None:
         jax.jit(lambda x, c: attn()(x, cache=c.layer(0)), donate_argnums=1)(X[:, :4], cache)
     assert not cache.k.is_deleted()
     call(cache)
+
+
+def test_one_program_passes_over_caches_that_are_written_and_not() -> None:
+    """A pass in a scan changes whether the cache is written to, which is no part of jit's key."""
+
+    @jax.jit
+    def passes(cache: ma.KVCache) -> ma.KVCache:
+        return jax.lax.scan(lambda c, _: (call(c)[1], None), cache, length=2)[0]
+
+    cache = call(made())[1].advance()
+    written = passes(passes(cache))
+    assert passes._cache_size() == 1
+    assert int(jax.tree.map(jnp.copy, written).advance().frame) == 9
 
 
 def test_frames_beyond_the_slots_of_a_traced_cache_are_nan() -> None:
