@@ -1,4 +1,4 @@
-"""The pytree of a cache, which remembers whether a pass wrote to the cache since it was advanced."""
+"""The pytree of a cache, which remembers whether a pass wrote since the cache was advanced."""
 
 from __future__ import annotations
 
