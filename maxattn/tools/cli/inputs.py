@@ -17,6 +17,7 @@ from maxattn.config.document import read
 from maxattn.config.errors import plain
 from maxattn.config.load import apply_overrides
 from maxattn.config.numbers import LARGEST, MOST_DEVICES, whole, whole_in
+from maxattn.config.rules import attentions
 from maxattn.config.target_names import read_target
 from maxattn.decide import default_target
 from maxattn.errors import ConfigError, InputError, MeshError, did_you_mean
@@ -54,13 +55,22 @@ def read_source(args: argparse.Namespace) -> Source:
     if not path or ("=" in path and not os.path.exists(path)):
         overrides = tuple(text for text in (path, *overrides) if text)
         return Source(AttentionConfig.from_overrides(overrides), {}, "")
-    if not os.path.exists(path) and (guess := did_you_mean(path, model_shapes.SHAPES)):
+    if not os.path.exists(path) and (guess := _guess(path)):
         rule = "it must be a YAML file that exists, a key=value, or the name of a shape"
         raise ConfigError(plain(path), "not found", rule, guess)
     config = AttentionConfig.from_yaml(path, overrides)
     sections = dict(read(path).data)
     apply_overrides(AttentionConfig, sections, overrides)
     return Source(config, sections, path)
+
+
+def _guess(word: str) -> str:
+    """Return what a word that is no file was meant to be; "" if it is not known."""
+    if word in AttentionConfig.model_fields:
+        return f"write {word}=VALUE; `maxattn config {word}` lists the values"
+    if word in attentions():
+        return f"write attention={word}"
+    return did_you_mean(word, model_shapes.SHAPES)
 
 
 def shapes_of(args: argparse.Namespace, source: Source) -> tuple[Shape, ...]:

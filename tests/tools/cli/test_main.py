@@ -145,9 +145,17 @@ def test_a_maxdiffusion_file_is_one_problem_however_many_keys_it_has(capsys, tmp
     assert ran.err.count("  remedy  ") == 1
 
 
-def test_a_misspelt_shape_is_no_missing_file(capsys):
-    ran = run(capsys, "tune", "wan-14b-480")
-    assert ran.status == 1 and "did you mean 'wan-14b-480p'?" in ran.err
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("wan-14b-480", "did you mean 'wan-14b-480p'?"),
+        ("ring", "write attention=ring"),
+        ("fallback", "write fallback=VALUE; `maxattn config fallback` lists the values"),
+    ],
+)
+def test_a_word_that_is_no_file_is_what_it_resembles(capsys, word, remedy):
+    ran = run(capsys, "check", word)
+    assert ran.status == 1 and remedy in ran.err
 
 
 @pytest.mark.parametrize("text", ["cross_attention: flash\n", "model: {dim: 96}\n"])
