@@ -80,7 +80,7 @@ def answers_names(function: Function) -> Function:
     known = tuple(name for name in signature(function).parameters if name != "self")
     names = frozenset(known)
     owner, _, own = function.__qualname__.rpartition(".")
-    title = owner if own == "__init__" else f"{owner}(...)" if own == "__call__" else own
+    title = owner if own == "__init__" else f"a call of {owner}" if own == "__call__" else own
 
     @wraps(function)
     def checked(*args: Any, **given: Any) -> Any:

@@ -132,7 +132,7 @@ class AttentionBase(nnx.Module):
             self.to_gate = linear_on_mesh(query_dim, joined, bias, IN, build)
         self.norm_q = self._norm(heads, build)
         self.norm_k = self._norm(self.kv_heads, build)
-        self.dropout = nnx.Dropout(dropout)
+        self.dropout = nnx.Dropout(dropout, deterministic=False)
 
     def _check(self, dropout: float, build: Build) -> None:
         for setting in ("query_dim", "dim_head", "dim_head_v", "out_dim"):
