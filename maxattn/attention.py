@@ -384,7 +384,7 @@ def _attend_jvp(plan: Plan, mesh: Any, operands: Any, tangents: Any) -> Any:
 
     def tangent(residuals: Any, moved: dict[int, Array]) -> Any:
         *arrays, mask, level, out, lse = residuals
-        inputs = Inputs(*arrays, mask, bias_level=level)
+        inputs = Inputs(*arrays, mask=mask, bias_level=level)
         given = Tangents(*(moved.get(i) for i in range(4)))
         return tuple(plan.kernel.computes.tangent(inputs, Result(out, lse), given))
 

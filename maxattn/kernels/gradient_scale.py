@@ -63,7 +63,7 @@ def backward_in_range(
 
 
 def _exponent(inputs: Inputs, rows: Rows, call: Call, axes: tuple[str, ...]) -> Int[Array, " B"]:
-    """Return log2 of each batch row's factor; 0 if operands are not finite."""
+    """Return log2 of each batch row's factor; 0 if cotangents are 0 or not finite."""
 
     def largest(x: Array) -> Array:
         return jnp.abs(x).astype(jnp.float32).max(axis=tuple(range(1, x.ndim)), initial=0)
@@ -83,4 +83,4 @@ def _exponent(inputs: Inputs, rows: Rows, call: Call, axes: tuple[str, ...]) -> 
     whole = jnp.maximum(product, dout) * count
     single, summed = (LIMIT - jnp.frexp(x)[1] for x in (product, whole))
     exponent = jnp.minimum(single, summed.clip(0, MOST))
-    return jnp.where(jnp.isfinite(whole), exponent, 0)
+    return jnp.where(jnp.isfinite(whole) & (whole > 0), exponent, 0)

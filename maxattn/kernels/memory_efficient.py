@@ -122,6 +122,7 @@ class MemoryEfficient(Kernel):
         tiles = self._tiles(inputs)
         whole = moved.whole(inputs)
         dots = self._tiles(inputs.replace(**whole._asdict(), bias_level=None))
+        bias = None if moved.bias is None else dots.bias
         lse = jnp.where(result.lse == softmax.NEG_INF, softmax.BIG_LSE, result.lse)
         lse = cut(softmax.split_stats(lse, kv_heads), 3, tiles.q.shape[4], softmax.BIG_LSE)
 
@@ -131,7 +132,7 @@ class MemoryEfficient(Kernel):
             def step(j: Any, mixed: Any, state: Any) -> Any:
                 dk = None if moved.k is None else dots.k[j]
                 dv = None if moved.v is None else dots.v[j]
-                dbias = None if moved.bias is None else dots.bias_tile(dots.bias, i, j)
+                dbias = None if bias is None else dots.bias_tile(bias, i, j)
                 dq = None if moved.q is None else xs[6]
                 ds = softmax.score_tangent(q_i, tiles.k[j], dq, dk, dbias, tiles.scale)
                 s = tiles.scores(i, q_i, j, mixed)

@@ -140,8 +140,9 @@ def tile_tangent(
     """Compute a tile's part of (rowsum(P dS), (P dS) v + P dv) in float32: dS, dv are tangents."""
     p = jnp.exp(s - lse[..., None])
     moved = p * ds
+    wide = jnp.float32 if v.dtype == jnp.float16 else v.dtype  # P dS may leave float16's range
     # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
-    acc = matmul("bkgts,bksh->bkgth", moved.astype(v.dtype), v)
+    acc = matmul("bkgts,bksh->bkgth", moved.astype(wide), v.astype(wide))
     if dv is not None:
         acc = acc + matmul("bkgts,bksh->bkgth", p.astype(v.dtype), dv)
     return jnp.sum(moved, axis=-1), acc

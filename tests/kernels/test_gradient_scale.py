@@ -119,6 +119,25 @@ def test_second_derivatives_equal_those_of_float32() -> None:
         assert error(g, w) < 5e-3
 
 
+@pytest.mark.parametrize("name", ["dense", "blockwise"])
+@pytest.mark.parametrize("size", [30_000.0, 1e-6])
+def test_forward_mode(name: str, size: float) -> None:
+    """With tangents of 30,000 the scores' tangents exceed 65,504, and the output's do not."""
+    x = operands(1e-6)
+    primals = [x["q"], (x["k"] / 5).astype(np.float16), (x["v"] / 40).astype(np.float16)]
+    dq = (size * np.sign(x["q"])).astype(np.float16)
+    attend = partial(ma.attention, config=ma.AttentionConfig(**SETTINGS[name]), return_lse=False)
+
+    def tangent(dtype: Any) -> Any:
+        q, k, v = (y.astype(dtype) for y in primals)
+        return jax.jvp(lambda q: attend(q, k, v), (q,), (dq.astype(dtype),))[1]
+
+    want = np.asarray(tangent(np.float32))
+    assert np.abs(want).max() < 65_504
+    off = np.abs(np.asarray(tangent(np.float16), np.float32) - want).max()
+    assert off <= TOLERANCE["float16"] * np.abs(want).max() + 2**-24
+
+
 @pytest.mark.parametrize("mode", ["strict", "64 bits"])
 def test_without_promotion_and_in_64_bit_mode(mode: str) -> None:
     with ExitStack() as stack:
