@@ -32,6 +32,7 @@ RENAMED = {
     "rotary_emb": "image_rotary_emb freqs_cis freqs rope rotary rotary_embedding pos_emb",
     "hidden_states": "inputs_q inputs x q query",
     "encoder_hidden_states": "inputs_k inputs_kv inputs_v context kv key encoder_states text",
+    "text": "encoder_hidden_states hidden_states context x",
     "rngs": "dropout_rng rng key dropout_key",
     "q": "query", "k": "key", "v": "value", "query": "q", "key": "k", "value": "v",
     "scale": "sm_scale softmax_scale qk_scale",
@@ -102,4 +103,4 @@ def _answer(name: str, known: Iterable[str]) -> str:
     for ours in _OURS.get(name, ()):
         if ours in known:
             return f"write {ours}=" + (f"not {name}" if name in _OPPOSITE else "")
-    return ADVICE.get(name) or did_you_mean(name, known) or WITHOUT
+    return ADVICE.get(name) or did_you_mean(name, known) or f"{WITHOUT}, or use one of these"

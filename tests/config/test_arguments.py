@@ -42,7 +42,7 @@ ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "pass mask=ma.masks.LocalWindow(left, right, 0)",
     ),
     "dropout": (lambda **how: ma.attention(X, X, X, **how), {"dropout_rate": 0.1}, "nnx.Dropout"),
-    "adapter": (lambda **how: ma.attention_fn()(X, X, X, **how), {"sm_scale": 1}, "leave it out"),
+    "adapter": (lambda **how: ma.attention_fn()(X, X, X, **how), {"sm_scale": 1}, "or use one"),
     "its config": (ma.attention_fn, {"implementation": "cudnn"}, "AttentionConfig(attention="),
     "swap": (lambda **how: ma.swap(LAYER, **how), {"confg": None}, "did you mean 'config'?"),
     "flat": (lambda **how: attention_flat(X, X, X, **how), {"num_heads": 2}, "write heads="),
@@ -62,6 +62,7 @@ def test_answers_are_arguments_that_exist() -> None:
     functions = (
         ma.FlaxAttention.__init__, ma.CrossAttention.__init__, ma.attention,
         ma.FlaxAttention.__call__, ma.CrossAttention.__call__, type(ma.attention_fn()).__call__,
+        ma.CrossAttention.compute_kv,
     )  # fmt: skip
     known = {name for each in functions for name in inspect.signature(each).parameters}
     assert set(RENAMED) <= known
