@@ -1,6 +1,6 @@
 """`attention()`: check a call, let decide.py make its plan, and execute the plan.
 
-There is one `custom_vjp`, outside `shard_map`; forward and backward each map over shards.
+There is one `custom_jvp`, outside `shard_map`; forward and backward each map over shards.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
-from maxattn.jax_private import differentiated
-from maxattn.jax_private.linear import forward_alone, linear_call
+from maxattn.jax_private.linear import forward_alone, is_array, linear_call
 from maxattn.jax_private.varying import vary_alike
 from maxattn.jax_private.vmapped import batched_alike, some_examples
 from maxattn.kernels.base import Bias, Inputs, Kernel, Result, Rows, Tangents
@@ -226,14 +225,7 @@ def run(
     """
     if bias is not None:
         bias = jnp.reshape(bias, plan.call.bias or bias.shape)
-    try:
-        return _run(plan, mesh if plan.mesh else None, q, k, v, bias, mask)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        rule = "attention has a custom backward (custom_vjp), which forward mode cannot use"
-        remedy = "set attention: dot_product, or use reverse mode: jax.vjp, jax.grad or jax.jacrev"
-        raise Unsupported("derivative", "forward mode (jvp)", rule, remedy) from error
+    return _run(plan, mesh if plan.mesh else None, q, k, v, bias, mask)
 
 
 # ---- execution -----------------------------------------------------------------------------------
@@ -246,8 +238,7 @@ def _run(
     if plan.kv_repeat > 1:
         k, v = (jnp.repeat(x, plan.kv_repeat, axis=2) for x in (k, v))
     level = None if bias is None else _bias_level(plan, mesh, jax.lax.stop_gradient(bias), mask)
-    attend = _attend if plan.kernel.computes.tangent is None else _attend_both_modes
-    out, lse = cast(Any, attend(plan, mesh, q, k, v, bias, mask, level))
+    out, lse = cast(Any, _attend(plan, mesh, False, q, k, v, bias, mask, level))
     return out, lse if level is None else lse + level[:, :, : plan.call.q_len, 0]
 
 
@@ -267,36 +258,51 @@ def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
     return on_shards(of_shard, layout, (bias, mask), letters[3:5], specs[3:5], specs[5])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(plan: Plan, mesh: Any, *operands: Any) -> Any:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _attend(plan: Plan, mesh: Any, is_differentiated: bool, *operands: Any) -> Any:
     # Here and in the backward, the LSE excludes the level of the bias (bias_level.py).
-    # If anything is differentiated, _attend_fwd runs instead.
-    return batched_alike(*_forward(plan, plan.kernel.for_inference(), mesh, *operands))
+    kernel = plan.kernel if is_differentiated else plan.kernel.for_inference()
+    return batched_alike(*_forward(plan, kernel, mesh, *operands))
 
 
-def _attend_fwd(plan: Plan, mesh: Any, *given: Any) -> Any:
-    operands = differentiated.plain_values(given)
-    has_dbias = differentiated.is_differentiated(given[3])
-    result = batched_alike(*_once(plan, partial(_forward, plan, plan.kernel, mesh), *operands))
+@partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(plan: Plan, mesh: Any, _: bool, operands: Any, tangents: Any) -> Any:
+    """Return (out, lse) and their tangents, whose transpose is the kernel's backward."""
+    result = _attend(plan, mesh, True, *operands)
     if plan.target.platform == "gpu":
         # In a scan over layers XLA merges a custom call with the store of its result for the
         # backward, and runs it once more for other readers of the result (jax 0.11.2; 287 of 2,132
         # ms per step of Wan 1.3B). A barrier prevents the merge.
         result = jax.lax.optimization_barrier(result)
     # Named inside the rule: a policy that saves both names has all that the backward needs.
-    out, lse = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
-    return (out, lse), (has_dbias, *operands, out, lse)
+    result = checkpoint_name(result[0], "attn_out"), checkpoint_name(result[1], "attn_lse")
+    moved = {i: x for i, x in enumerate(tangents[:4]) if is_array(x)}
+    kernel = plan.kernel if 3 in moved else plan.kernel.without_dbias()
+
+    def transposed(residuals: Any, cotangents: Any) -> dict[int, Array]:
+        grads = _once(plan, partial(_backward, plan, kernel, mesh), residuals, cotangents)
+        return {i: grads[i] for i in moved}
+
+    tangent = partial(_once, plan, partial(_tangent, plan))
+    return result, linear_call(tangent, transposed, (*operands, *result), moved, result)
 
 
-def _attend_bwd(plan: Plan, mesh: Any, residuals: Any, cotangents: Any) -> Any:
-    has_dbias, *others = residuals
-    kernel = plan.kernel if has_dbias.value else plan.kernel.without_dbias()
-    cotangents = differentiated.whole_cotangents(cotangents)
-    return _once(plan, partial(_backward, plan, kernel, mesh), others, cotangents)
+def _tangent(plan: Plan, residuals: Any, moved: dict[int, Array]) -> tuple[Array, Array]:
+    """Return the tangents of (out, lse); a mesh leaves their layout to the compiler."""
+    tangent = plan.kernel.computes.tangent
+    if tangent is None:
+        name = plan.kernel.name
+        rule = f"{name} has a backward, and no forward mode (jvp, linearize, jacfwd)"
+        remedy = "set attention: dot_product, or use reverse mode: jax.vjp, jax.grad or jax.jacrev"
+        raise Unsupported("derivative", "forward mode (jvp)", rule, remedy)
+    q, k, v, bias, mask, level, out, lse = residuals
+    inputs = Inputs(q, k, v, bias, mask, bias_level=level)
+    given = Tangents(*(moved.get(i) for i in range(4)))
+    return tuple(tangent(inputs, Result(out, lse), given))
 
 
 def _once(plan: Plan, compute: Callable[..., Any], *operands: Any) -> Any:
-    """Run a forward or backward pass; refuse second derivatives that the kernel does not have."""
+    """Run a pass over a first derivative; refuse second ones that the kernel does not have."""
     if plan.kernel.differentiates_twice:
         return compute(*operands)
 
@@ -337,7 +343,7 @@ def _backward(
     dbias = grads[3]
     if bias is not None:
         dbias = dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    return dq, dk, dv, dbias, None, None  # mask and level have no gradient
+    return dq, dk, dv, dbias
 
 
 def _layout(plan: Plan, mesh: Any) -> Layout:
@@ -361,38 +367,3 @@ def _forward(plan: Plan, kernel: Kernel, mesh: Any, *operands: Any) -> tuple[Arr
     given, results = (q, *arrays, mask, level), (specs[0], lse_spec)
     out, lse = on_shards(of_shard, _layout(plan, mesh), given, letters, specs, results)
     return out[:, : plan.call.q_len], lse[:, :, : plan.call.q_len]
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
-
-
-# ---- kernels with forward mode -------------------------------------------------------------------
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _attend_both_modes(plan: Plan, mesh: Any, *operands: Any) -> Any:
-    return _attend(plan, mesh, *operands)
-
-
-@partial(_attend_both_modes.defjvp, symbolic_zeros=True)
-def _attend_jvp(plan: Plan, mesh: Any, operands: Any, tangents: Any) -> Any:
-    """Return (out, lse) and their tangents, whose transpose is the kernel's backward."""
-    out, lse = _attend_both_modes(plan, mesh, *operands)
-    result = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
-    moved = {i: x for i, x in enumerate(tangents[:4]) if differentiated.is_array(x)}
-    kernel = plan.kernel if 3 in moved else plan.kernel.without_dbias()
-
-    def tangent(residuals: Any, moved: dict[int, Array]) -> Any:
-        *arrays, mask, level, out, lse = residuals
-        inputs = Inputs(*arrays, mask=mask, bias_level=level)
-        given = Tangents(*(moved.get(i) for i in range(4)))
-        return tuple(plan.kernel.computes.tangent(inputs, Result(out, lse), given))
-
-    def transposed(residuals: Any, cotangents: Any) -> dict[int, Array]:
-        grads = _once(plan, partial(_backward, plan, kernel, mesh), residuals, cotangents)
-        return {i: grads[i] for i in moved}
-
-    if not moved:
-        return result, tuple(map(jnp.zeros_like, result))
-    compute = partial(_once, plan, tangent)
-    return result, linear_call(compute, transposed, (*operands, *result), moved)

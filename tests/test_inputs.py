@@ -69,6 +69,9 @@ def attend_q(q: Any, **settings: Any) -> Any:
     return ma.attention(q, Q, Q, config=ma.AttentionConfig(**settings))
 
 
+FLASH = partial(attend_q, attention="flash")
+
+
 def second_derivative(**settings: Any) -> Any:
     slope = jax.grad(lambda q: (attend_q(q, **settings) ** 2).sum())
     return jax.jit(jax.grad(lambda q: (slope(q) ** 2).sum()))(Q)
@@ -106,8 +109,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "mask_of_queries_or_examples": lambda: attend(q=Q[:, :2], mask=jnp.ones((2, 8), bool)),
     "mask_of_torch": lambda: attend(mask=torch_tensor((8, 8), "bool")),
     "bias_of_torch": lambda: attend(bias=torch_tensor((8, 8))),
-    "forward_mode": lambda: jax.jvp(attend_q, (Q,), (Q,)),
-    "forward_mode_under_jit": lambda: jax.jit(jax.jacfwd(attend_q))(Q),
+    "forward_mode": lambda: jax.jvp(FLASH, (Q,), (Q,)),
+    "forward_mode_under_jit": lambda: jax.jit(jax.jacfwd(FLASH))(Q),
+    "forward_mode_outside_jit": lambda: jax.jacfwd(jax.jit(FLASH))(Q),
+    "linearized": lambda: jax.linearize(FLASH, Q)[1](Q),
     "second_derivative": lambda: second_derivative(use_memory_efficient_attention=True),
     "second_derivative_of_flash": lambda: second_derivative(attention="flash"),
     "forward_over_reverse": lambda: jax.hessian(lambda q: attend_q(q, attention="flash").sum())(Q),

@@ -16,9 +16,8 @@ from maxattn.errors import InputError
 def batched_alike(*arrays: Any) -> tuple[Any, ...]:
     """Return the arrays; under `vmap`, map all of them if any one is mapped.
 
-    If `vmap` maps one result of a `jax.custom_vjp` and not another, jax (0.11) gives each example
-    the sum of the other result's gradients, and adds the examples' results: the gradient of a
-    shared operand is then too large by a factor of the number of examples.
+    Every result of a linear call (linear.py) is mapped if any is, and the results that it is the
+    tangent of must be mapped alike.
     """
     return tuple(alike_p.bind(*arrays))
 

@@ -210,15 +210,14 @@ def decide(
     return launch if launch.fits() and not call.why_not(target, mesh) else None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fused(launch: RowLaunch, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tokens, ...]:
     return tuple(call.norm_rows(launch, rows, parts, name="adaptive_norm"))
 
 
 # The gradient needs the residuals of XLA's steps, which then compute the forward too.
-_fused.defvjp(
-    lambda launch, rows, parts: jax.vjp(partial(in_steps, launch.work), rows, parts),
-    lambda launch, pull, gradients: pull(gradients),
+_fused.defjvp(
+    lambda launch, given, moved: jax.jvp(partial(in_steps, launch.work), given, moved),
 )
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn import sharding
+from maxattn.jax_private.linear import linear_call
 from maxattn.modules.qk_norm import QKNorm, ZeroCentredRMSNorm, scale_of
 from maxattn.modules.row_kernel import call
 from maxattn.modules.row_kernel.work import RowLaunch, RowWork, VectorParts
@@ -156,7 +157,7 @@ def norm_rotary(
 # ---- one device ----------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def on_shard(
     how: NormRope, x: Float[Array, "B T N H"], vectors: Vectors, tables: Tables
 ) -> Float[Array, "B T N H"]:
@@ -167,22 +168,25 @@ def on_shard(
     return call.norm_rows(launch, (rows,), parts, angles)[0].reshape(x.shape)
 
 
-def _on_shard_fwd(how: NormRope, x: Array, vectors: Vectors, tables: Tables) -> Any:
+@on_shard.defjvp
+def _on_shard_jvp(how: NormRope, primals: Any, tangents: Any) -> Any:
+    assert how.work is not None
+    x, vectors, tables = primals
     # In a scan over layers XLA fuses the projection's matmul with the store of its result for the
     # backward, and runs the matmul again for the kernel (jax 0.11.2). The barrier prevents that.
     x = jax.lax.optimization_barrier(x)
-    y = on_shard(how, x, vectors, tables)
-    return jax.lax.optimization_barrier(y), (x, vectors, tables)
+    y = jax.lax.optimization_barrier(on_shard(how, x, vectors, tables))
+    steps = partial(in_steps, how.work)
 
+    def tangent(kept: Any, moved: Any) -> Array:
+        return jax.jvp(steps, kept, moved)[1]
 
-def _on_shard_bwd(how: NormRope, kept: Any, dy: Array) -> tuple[Array, Vectors, Tables]:
-    # XLA computes the steps again: keeping their float32 results would take twice the memory of x.
-    assert how.work is not None
-    _, pull = jax.vjp(partial(in_steps, how.work), *kept)
-    return pull(dy)
+    def transposed(kept: Any, dy: Array) -> Any:
+        # XLA computes the steps again: keeping their float32 results would take twice the memory
+        # of x.
+        return jax.vjp(steps, *kept)[1](dy)
 
-
-on_shard.defvjp(_on_shard_fwd, _on_shard_bwd)
+    return y, linear_call(tangent, transposed, (x, vectors, tables), tangents, y)
 
 
 def in_steps(

@@ -108,7 +108,7 @@ class ChunkedInputs:
         allowed = softmax.split_heads(allowed, self.k.shape[2])
         return allowed & (kv_idx < self.kv_len)[None, None, None, None] if self.ragged else allowed
 
-    def bias_tile(self, bias: Array, i: Any, j: Any) -> Array:
+    def bias_tile(self, bias: Any, i: Any, j: Any) -> Array:
         """Slice the bias, or its level, for one pair of chunks; axes of size 1 are kept."""
         starts, sizes = self._bias_window(bias, i, j)
         return jax.lax.dynamic_slice(bias, starts, sizes)
