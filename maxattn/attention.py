@@ -296,6 +296,7 @@ def _tangent(plan: Plan, residuals: Any, moved: dict[int, Array]) -> tuple[Array
         remedy = "set attention: dot_product, or use reverse mode: jax.vjp, jax.grad or jax.jacrev"
         raise Unsupported("derivative", "forward mode (jvp)", rule, remedy)
     q, k, v, bias, mask, level, out, lse = residuals
+    level = None if level is None else level[:, :, : q.shape[1]]  # padded to whole shards
     inputs = Inputs(q, k, v, bias, mask, bias_level=level)
     given = Tangents(*(moved.get(i) for i in range(4)))
     return tuple(tangent(inputs, Result(out, lse), given))

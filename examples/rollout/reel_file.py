@@ -23,6 +23,7 @@ from common.json_file import read_mapping
 
 from maxattn.errors import InputError
 from maxattn.weights import SafeTensors
+from maxattn.weights.replacing import only_writer, replacing
 
 from . import checks
 from .reel import Reel
@@ -100,13 +101,13 @@ def _write(folder: Path, held: str, arrays: Mapping[str, Any], said: Mapping[str
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, folder / held)
-    partial = folder / f"{NAME}.partial"
-    partial.write_text(json.dumps(said, indent=2) + "\n")
-    partial.replace(folder / NAME)
-    for earlier in folder.glob("reel-*.safetensors"):
-        if earlier.name != held:
-            earlier.unlink()
+    with only_writer(folder):
+        save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, folder / held)
+        with replacing(folder / NAME) as partial:
+            partial.write_text(json.dumps(said, indent=2) + "\n")
+        for earlier in folder.glob("reel-*.safetensors"):
+            if earlier.name != held:
+                earlier.unlink()
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from common.shapes import Form, Shapes, fits
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.weights.replacing import replacing
 
 from .task import Arrays
 
@@ -67,10 +68,9 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], model: str) -> Path:
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    save_file(whole, partial, metadata={"model": model, "scaled": "true"})
-    partial.replace(path)
+    with replacing(path) as partial:
+        save_file(whole, partial, metadata={"model": model, "scaled": "true"})
     return path
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from samplers.read import CLASSES
 
 from maxattn import weights
+from maxattn.weights.replacing import replacing
 
 from . import lora
 from .task import Task
@@ -55,25 +56,22 @@ def _lora(task: Task, model: nnx.Module, path: Path) -> Path:
     prefix = FIRST if task.part == SECOND else task.part
     tensors = lora.to_diffusers(model, f"{prefix}.")  # every process takes part in gathering
     if hosts.is_first():
-        beside = path.with_name(f"{path.name}.partial")
-        save_file(tensors, beside, metadata={"format": "pt"})
-        beside.replace(path)
+        with replacing(path) as beside:
+            save_file(tensors, beside, metadata={"format": "pt"})
     return path
 
 
 def _config(task: Task, whole: Path) -> None:
     """Write the sizes, those of the folder that training began from, and the blocks."""
-    beside = whole / f"{CONFIG}.partial"
     given = task.folder
     said = task.sizes.config() if given is None else read_mapping(given / CONFIG)
-    beside.write_text(json.dumps(saying(said, task.frames_per_block), indent=2) + "\n")
-    beside.replace(whole / CONFIG)
+    with replacing(whole / CONFIG) as beside:
+        beside.write_text(json.dumps(saying(said, task.frames_per_block), indent=2) + "\n")
 
 
 def _scheduler(task: Task, folder: Path) -> None:
     """Write the sampler's options, so that the folder is sampled as the model was trained."""
     folder.mkdir(exist_ok=True)
     said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
-    beside = folder / "scheduler_config.json.partial"
-    beside.write_text(json.dumps(said, indent=2) + "\n")
-    beside.replace(folder / "scheduler_config.json")
+    with replacing(folder / "scheduler_config.json") as beside:
+        beside.write_text(json.dumps(said, indent=2) + "\n")

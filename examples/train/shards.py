@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from common.shapes import Shapes
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.weights.replacing import own_ending
 
 from .latents import EMPTY, LatentFolder
 
@@ -45,22 +47,19 @@ def write(
     if folder.exists():
         remedy = "name another, or remove it"
         raise ConfigErrors([ConfigError("folder", folder, "it is made anew", remedy)])
-    partial = _empty_folder(folder.with_name(f"{folder.name}.partial"))
+    partial = folder.with_name(f"{folder.name}{own_ending()}")
+    partial.mkdir(parents=True)
     metadata = {"model": model, "scaled": "true", "source": source}
-    for number, shard in enumerate(_shards(batches, per_shard)):
-        save_file(shard, partial / f"latents-{number:05}.safetensors", metadata=metadata)
-    if empty:
-        save_file(dict(empty), partial / EMPTY, metadata=metadata)
-    _ = LatentFolder(str(partial)).empty  # a run would refuse the same
-    partial.replace(folder)
+    try:
+        for number, shard in enumerate(_shards(batches, per_shard)):
+            save_file(shard, partial / f"latents-{number:05}.safetensors", metadata=metadata)
+        if empty:
+            save_file(dict(empty), partial / EMPTY, metadata=metadata)
+        _ = LatentFolder(str(partial)).empty  # a run would refuse the same
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return LatentFolder(str(folder))
-
-
-def _empty_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.iterdir():
-        left_over.unlink()
-    return folder
 
 
 def _shards(batches: Iterable[Batch], per_shard: int) -> Iterator[dict[str, np.ndarray]]:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from maxattn.errors import ConfigError
+from maxattn.weights.replacing import replacing
 
 
 def unwritable(setting: str, path: str | Path, folder: bool = False) -> ConfigError | None:
@@ -27,12 +28,8 @@ def check_writable(setting: str, path: str | Path, folder: bool = False) -> None
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file by a rename, so that a killed process leaves the earlier file intact."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as beside:
         beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _problem(setting: str, path: Path, folder: bool) -> ConfigError | None:

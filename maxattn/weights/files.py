@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -25,6 +26,7 @@ DTYPES: dict[str, str] = {code: name for name, code in NAMES.items()} | {
     "F8_E5M2": "float8_e5m2",
 }
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5}\.safetensors")
+TRIES = 100  # how often a folder is opened while others save into it
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -40,7 +42,7 @@ class SafeTensors(Mapping[str, "SafeTensor"]):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._where = _places(_entry_file(self.path))
+        self._where = _places_of_one_save(self.path)
 
     def __getitem__(self, name: str) -> SafeTensor:
         return SafeTensor(self._where[name], name)
@@ -154,6 +156,33 @@ def _pickled(path: Path) -> WeightsError:
     rule = "weights must be safetensors, since loading a pickle can run any code"
     remedy = "save them with safe_serialization=True, or with safetensors.torch.save_file"
     return WeightsError("weights", str(path), rule, remedy)
+
+
+def _places_of_one_save(path: Path) -> dict[str, OpenFile]:
+    """Open a path's files; if a save replaced the index in the meantime, open them again."""
+    for tried in range(TRIES):
+        time.sleep(tried / 1000)
+        entry = _entry_file(path)
+        before = _stamp(entry)
+        try:
+            found, problem = _places(entry), None
+        except WeightsError as error:
+            found, problem = {}, error
+        if _stamp(entry) == before and _entry_file(path) == entry:
+            if problem is not None:
+                raise problem
+            return found
+    rule = "a folder must be read between two saves, and others save into it all the time"
+    raise WeightsError("weights", printable(str(path), 400), rule, "wait for the other saves")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return numbers that change when a file is replaced."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _places(path: Path) -> dict[str, OpenFile]:

@@ -2,6 +2,7 @@
 
 Readers follow the index if there is one, so a save takes effect by one rename: of the index, or of
 the single file if there is none. A file that an index names is not overwritten before the index is.
+A second save into the folder waits for the first (replacing.py).
 
 A file is eight bytes with the length of its header, a JSON header with dtype, shape and place of
 each tensor, and the numbers, wider dtypes first so that all are aligned.
@@ -26,10 +27,9 @@ from maxattn.config.document import read_json
 from maxattn.config.errors import printable
 from maxattn.errors import WeightsError
 from maxattn.weights.files import INDEX, NAMES
+from maxattn.weights.replacing import PARTIAL, only_writer, own_ending, replacing
 
 SHARD_BYTES = 5 * 2**30  # a larger tensor gets a separate file
-# Two, since an interrupted save may have left an index that names files with one ending.
-ENDINGS = (".partial", ".partial2")
 METADATA = {"format": "pt"}  # diffusers refuses files without it
 Read = Callable[[str], np.ndarray]
 
@@ -75,17 +75,17 @@ def save_tensors(
     with _errors_of(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_another_index(folder, name)
-        there = _named_by(folder / f"{name}{INDEX}")
-        ending = next(e for e in ENDINGS if not any(file.endswith(e) for file in there))
-        _write_beside(folder, named, read, ending)
-        if len(files) == 1:
-            (folder / f"{files[0]}{ending}").replace(folder / files[0])
-            kept = files
-        else:
-            covered = not there.isdisjoint(files)
-            _switch(folder / f"{name}{INDEX}", files, index, ending, covered=covered)
-            kept = [*files, f"{name}{INDEX}"]
-        _remove_earlier(folder, name, set(kept))
+        with only_writer(folder):
+            there, ending = _named_by(folder / f"{name}{INDEX}"), own_ending()
+            _write_beside(folder, named, read, ending)
+            if len(files) == 1:
+                (folder / f"{files[0]}{ending}").replace(folder / files[0])
+                kept = files
+            else:
+                covered = not there.isdisjoint(files)
+                _switch(folder / f"{name}{INDEX}", files, index, ending, covered=covered)
+                kept = [*files, f"{name}{INDEX}"]
+            _remove_earlier(folder, name, set(kept))
     return tuple(folder / file for file in kept)
 
 
@@ -135,8 +135,6 @@ def _write_beside(
 ) -> None:
     try:
         for file, forms in named.items():
-            # Do not write into an existing file: it may be a link to a file that an index names.
-            (folder / f"{file}{ending}").unlink(missing_ok=True)
             write(folder / f"{file}{ending}", forms, read)
     except BaseException:
         for file in named:
@@ -151,7 +149,7 @@ def _switch(
 
     If the old index names the same files (`covered`), a temporary index names the new ones first.
     """
-    for_copies = ENDINGS[ending == ENDINGS[0]]
+    for_copies = own_ending()
     if covered:
         where = {tensor: f"{file}{ending}" for tensor, file in index["weight_map"].items()}
         _put_index(path, {**index, "weight_map": where})
@@ -161,7 +159,6 @@ def _switch(
             new.replace(name)
             continue
         beside = path.with_name(f"{file}{for_copies}")
-        beside.unlink(missing_ok=True)
         try:
             os.link(new, beside)
         except OSError:  # a file system without hard links
@@ -171,15 +168,15 @@ def _switch(
 
 
 def _put_index(path: Path, index: Mapping[str, Any]) -> None:
-    beside = path.with_name(f"{path.name}{ENDINGS[0]}")
-    beside.write_text(json.dumps(index, indent=2) + "\n")
-    beside.replace(path)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
     """Remove the files of earlier saves under `name` that are not in `kept`, the index first."""
     ours = re.compile(
-        rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?(\.partial2?)?"
+        rf"{re.escape(name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?"
+        rf"(\.\d+-[0-9a-f]+{re.escape(PARTIAL)})?"
     )
     old = [
         f for f in folder.iterdir() if f.name not in kept and ours.fullmatch(f.name) and f.is_file()
