@@ -283,6 +283,8 @@ def _attend_jvp(plan: Plan, mesh: Any, _: bool, operands: Any, tangents: Any) ->
         grads = _once(plan, partial(_backward, plan, kernel, mesh), residuals, cotangents)
         return {i: grads[i] for i in moved}
 
+    if not moved:
+        return result, jax.tree.map(jnp.zeros_like, result)
     tangent = partial(_once, plan, partial(_tangent, plan))
     return result, linear_call(tangent, transposed, (*operands, *result), moved, result)
 
