@@ -39,6 +39,7 @@ FILES = {
     ),
     "lora": "LoRA weights to merge",
     "lora-2": "the same, for the second transformer of Wan 2.2's A14B",
+    "lora-names": "YAML with the names of LoRA's layers, and the model's: docs/guide/weights.md",
     "latents": "where to write latents",
     "out": "the folder for what they show, decoded with torch",
 }
@@ -94,6 +95,8 @@ def arguments_of(
         add(f"--{name}", type=Path, metavar=metavar, help=shown(name, told))
     told = "multiplies LoRA weights; default 1"
     add("--lora-scale", type=float, metavar="X", help=told)
+    told = "leave out LoRA weights that do not fit the model, and list them"
+    add("--lora-lenient", action="store_true", default=None, help=told)
     add = parser.add_argument_group("short names of keys").add_argument
     for option, (key, kind, told) in KEYS.items():
         metavar = "TEXT" if kind is str else "N"
@@ -132,4 +135,5 @@ def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
         raise ConfigErrors([ConfigError("model.folder", "null", rule, remedy)])
     names = (name.replace("-", "_") for name in FILES)
     files = {name: getattr(found, name) for name in names}
-    return Paths(Path(folder), **files, lora_scale=found.lora_scale)
+    how = {"lora_scale": found.lora_scale, "lora_lenient": found.lora_lenient}
+    return Paths(Path(folder), **files, **how)

@@ -16,6 +16,7 @@ from maxattn.errors import ConfigError, MaxattnError, WeightsError
 from .paths import Paths
 from .task import SamplingTask
 
+LEAVE_OUT = "pass strict=False"  # begins the remedy for weights of which some fit
 # How diffusers, the models' own code and kohya's programs name the layers of a family, with
 # underscores for dots. The first that fits counts: SDXL's blocks hold blocks named as others' are.
 LAYERS = {
@@ -33,27 +34,42 @@ def lora_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     for option, path in given.items():
         if path is not None:
             yield from _file_errors(task, option, path)
-    if (scale := paths.lora_scale) is None:
-        return
-    if not math.isfinite(scale):
+    if (scale := paths.lora_scale) is not None and not math.isfinite(scale):
         remedy = "use 1 for the change as it is"
         yield ConfigError("--lora-scale", scale, "it is a finite number", remedy)
-    if not any(given.values()):
-        rule = "it multiplies LoRA weights, and none are given"
-        yield ConfigError("--lora-scale", scale, rule, "give --lora FILE, or leave it out")
+    if any(given.values()):
+        return
+    alone = {
+        "--lora-scale": (paths.lora_scale, "multiplies"),
+        "--lora-names": (paths.lora_names, "names the layers of"),
+        "--lora-lenient": (paths.lora_lenient, "leaves out some"),
+    }
+    for option, (value, does) in alone.items():
+        if value is not None:
+            rule = f"it {does} LoRA weights, and none are given"
+            yield ConfigError(option, value, rule, "give --lora FILE, or leave it out")
 
 
-def check_lora(task: SamplingTask, model: nnx.Module, option: str, path: Path) -> None:
+def check_lora(
+    task: SamplingTask, model: nnx.Module, option: str, path: Path, paths: Paths
+) -> None:
     """Refuse LoRA weights that do not fit the task's model.
 
     Raises:
         ConfigError: naming the option that gave them.
     """
+    names, strict = paths.lora_names, not paths.lora_lenient
     try:
-        weights.check_lora(model, path, prefix=weights.lora_prefix(model, path))
+        prefix = weights.lora_prefix(model, path, names)
+        weights.check_lora(model, path, prefix=prefix, strict=strict, names=names)
     except WeightsError as error:
         remedy, name = error.remedy, NAMES[task.family]
-        if family_of(sorted(weights.SafeTensors(path))) is None:
+        if error.setting == "names":
+            raise ConfigError("--lora-names", error.value, error.rule, remedy) from None
+        if LEAVE_OUT in remedy:
+            remedy = remedy.replace("pass strict=False", "give --lora-lenient")
+            remedy = remedy.replace("pass the module with these layers", f"weights of this {name}")
+        elif family_of(sorted(weights.SafeTensors(path))) is None:
             by = "diffusers, ComfyUI or kohya's programs name them"
             remedy = f"give LoRA weights of {name}, with its layers as {by}"
         elif "prefix=" in remedy:

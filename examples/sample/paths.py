@@ -21,7 +21,9 @@ class Paths:
         noise: where to begin, instead of noise of the seed.
         lora: weights that are merged.
         lora_2: weights that are merged into a pipeline's second transformer.
+        lora_names: a YAML file with names of their layers, and the model's.
         lora_scale: multiplies them; None is 1.
+        lora_lenient: leave out what does not fit the model.
         latents: where latents are written.
         out: the folder where what they show is written, decoded with torch.
     """
@@ -33,7 +35,9 @@ class Paths:
     noise: Path | None = None
     lora: Path | None = None
     lora_2: Path | None = None
+    lora_names: Path | None = None
     lora_scale: float | None = None
+    lora_lenient: bool | None = None
     latents: Path | None = None
     out: Path | None = None
 

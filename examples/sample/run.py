@@ -84,7 +84,7 @@ def check_weights(task: SamplingTask, paths: Paths) -> None:
         _check_part(model, paths, part)
     for option, lora in (("--lora", paths.lora), ("--lora-2", paths.lora_2)):
         if lora is not None:
-            check_lora(task, model, option, lora)
+            check_lora(task, model, option, lora, paths)
 
 
 def _check_part(model: nnx.Module, paths: Paths, part: str) -> None:
@@ -112,13 +112,15 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
     began = time.perf_counter()
     model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0)))
     lora = paths.lora_of(part or task.part)
-    prefix = weights.lora_prefix(model, lora) if lora else ""
+    names = paths.lora_names
+    prefix = weights.lora_prefix(model, lora, names) if lora else ""
     weights.load_diffusers(model, paths.weights_of(part or task.part), mesh=mesh)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
     if lora is not None:
         scale = 1.0 if paths.lora_scale is None else paths.lora_scale
-        changed = weights.merge_lora(model, lora, scale, prefix=prefix)
+        how = {"prefix": prefix, "strict": not paths.lora_lenient, "names": names}
+        changed = weights.merge_lora(model, lora, scale, **how)
         others = _passed_over(lora, prefix)
         print(f"LoRA weights of {len(changed)} layers merged, times {scale:g}{others}")
     return model

@@ -4,11 +4,12 @@ from maxattn.weights.checks import Loaded
 from maxattn.weights.files import SafeTensors
 from maxattn.weights.fused import fuse_lora
 from maxattn.weights.load import check_diffusers, load_diffusers, save_diffusers, to_diffusers
-from maxattn.weights.lora import check_lora, lora_prefix, merge_lora
+from maxattn.weights.lora import LoraLayers, check_lora, lora_prefix, merge_lora
 from maxattn.weights.names import entries
 
 __all__ = [
     "Loaded",
+    "LoraLayers",
     "SafeTensors",
     "check_diffusers",
     "check_lora",

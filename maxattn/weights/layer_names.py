@@ -8,14 +8,14 @@ inserts "_fsdp_wrapped_module.".
 Sources: Wan 2.1, https://github.com/Wan-Video/Wan2.1 (wan/modules/model.py), whose names ComfyUI,
 lightx2v, diffusion-pipe and musubi-tuner write; Stability's generative-models,
 https://github.com/Stability-AI/generative-models (openaimodel.py), whose names kohya's sd-scripts
-write for LoRA of SDXL.
+write for LoRA of SDXL. `name_tables` has the other models.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from flax import nnx
 
 from maxattn.errors import WeightsError
 from maxattn.weights.fused import Shown, grouped
+from maxattn.weights.name_tables import PUBLISHED, checked_table, written_names
 from maxattn.weights.names import Entry, entries, variable_at
 
 log = logging.getLogger("maxattn")
@@ -44,12 +45,14 @@ class ModuleNames:
         kernels: kernels of Linear and Conv layers, by the layers' names.
         layers: diffusers' name of a layer, by each of its names.
         fused: the kernels of a layer that a file stores fused, in the order of their rows.
+        own: the names of a user's table.
     """
 
     entries: Mapping[str, Entry]
     kernels: Mapping[str, Entry]
     layers: Mapping[str, str]
     fused: Mapping[str, tuple[Entry, ...]]
+    own: tuple[str, ...] = ()
 
     def parameter(self, layer: str, end: str) -> Entry | None:
         """Return a layer's parameter; a weight may have the layer's name without `.weight`."""
@@ -57,15 +60,37 @@ class ModuleNames:
         return self.entries.get(layer) if found is None and end == "weight" else found
 
 
-def names_of(module: nnx.Module) -> ModuleNames:
-    """List the names of parameters and layers of a module, with or without arrays."""
+def names_of(module: nnx.Module, table: Any = None) -> ModuleNames:
+    """List the names of parameters and layers of a module, with or without arrays.
+
+    `table` is a user's table of names, which go before all others; None is none.
+    """
     every = {entry.name: entry for entry in entries(module)}
     kernels = {entry.owner: entry for entry in every.values() if _is_kernel(module, entry)}
     whole = grouped((place, entry) for entry in kernels.values() for place in entry.fused)
     fused = {n.removesuffix(".weight"): tuple(parts) for n, parts in whole.items()}
     fused = {name: parts for name, parts in fused.items() if len(parts) > 1}
     layers = dict.fromkeys((*(entry.owner for entry in every.values()), *fused))
-    return ModuleNames(every, kernels, _all_names(list(layers)), fused)
+    tables = [written_names(names, layers) for names in PUBLISHED.values()]
+    users = {} if table is None else checked_table(table, layers)
+    for names in (*tables, users):
+        joint = {n: those for n, those in names.items() if len(those) > 1 and n not in layers}
+        fused |= {
+            name: tuple(kernels[one] for one in those)
+            for name, those in joint.items()
+            if all(one in kernels for one in those)
+        }
+    theirs = [_singles(names, fused) for names in tables]
+    all_names = _all_names(list(layers), theirs)
+    for name, layer in _singles(users, fused):
+        all_names |= {name: layer, name.replace(".", "_"): layer}
+    return ModuleNames(every, kernels, all_names, fused, tuple(users))
+
+
+def _singles(names: Mapping[str, tuple[str, ...]], fused: Collection[str]) -> list[tuple[str, str]]:
+    """Return pairs of a file's name and the layer; a fused layer is its own."""
+    singles = [(name, those[0]) for name, those in names.items() if len(those) == 1]
+    return singles + [(name, name) for name in names if name in fused and len(names[name]) > 1]
 
 
 def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
@@ -76,15 +101,24 @@ def _is_kernel(module: nnx.Module, entry: Entry) -> bool:
     return getattr(owner, "feature_group_count", 1) == 1
 
 
-def _all_names(layers: list[str]) -> dict[str, str]:
+def _all_names(layers: list[str], tables: list[list[tuple[str, str]]]) -> dict[str, str]:
     """Map every name to its layer, except names that two layers share."""
     own = {layer: layer for layer in layers}
-    dotted = (*wan(layers).items(), *unet(layers).items(), *own.items())
+    old = [(layer, name) for name, layer in (pair for table in tables for pair in table)]
+    processed = [(layer, name) for layer in layers if (name := _processor(layer))]
+    dotted = (*wan(layers).items(), *unet(layers).items(), *old, *processed, *own.items())
     meant: dict[str, set[str]] = {}
     for layer, name in dotted:
         for written in (name, name.replace(".", "_")):
             meant.setdefault(written, set()).add(layer)
     return {name: min(those) for name, those in meant.items() if len(those) == 1} | own
+
+
+def _processor(layer: str) -> str:
+    """Return the name of a projection in LoRA files of diffusers before 0.22, "" for others."""
+    begin, _, end = layer.removesuffix(".0").rpartition(".")
+    is_one = begin and end in ("to_q", "to_k", "to_v", "to_out")
+    return f"{begin}.processor.{end}_lora" if is_one else ""
 
 
 # ---- weights under the names of the model's own code ---------------------------------------------

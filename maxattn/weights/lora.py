@@ -24,13 +24,20 @@ from maxattn.errors import WeightsError
 from maxattn.weights import checks, lora_names
 from maxattn.weights.checks import FLOATING, dtype_name, first_of
 from maxattn.weights.files import read_slice
-from maxattn.weights.layer_names import names_of
+from maxattn.weights.layer_names import ModuleNames, names_of
 from maxattn.weights.lora_settings import read_strength
+from maxattn.weights.name_tables import check_used
 from maxattn.weights.names import Entry, variable_at
 
 log = logging.getLogger("maxattn")
 _INTEGER = re.compile(r"u?int(8|16|32|64)")
 _BEYOND = np.errstate(over="ignore", invalid="ignore")  # `_check_sum` refuses an overflow
+
+
+class LoraLayers(tuple[str, ...]):
+    """The layers that LoRA weights change; `left_out` names what `strict=False` left out."""
+
+    left_out: tuple[str, ...] = ()
 
 
 def merge_lora(
@@ -40,7 +47,8 @@ def merge_lora(
     *,
     prefix: str | None = None,
     strict: bool = True,
-) -> tuple[str, ...]:
+    names: Mapping[str, Any] | str | Path | None = None,
+) -> LoraLayers:
     """Add LoRA weights to their kernels, in place; return the layers that changed.
 
     Args:
@@ -48,9 +56,10 @@ def merge_lora(
         tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank,
             in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up).
             A convolution has [rank, in, *window] and [out, rank, 1, ...]. `<layer>.diff` and
-            `<layer>.diff_b` are added to weight and bias, multiplied only by `scale`. Layers may
-            have diffusers' names, names of Wan's or Stability's code, or either with underscores
-            for dots.
+            `<layer>.diff_b` are added to weight and bias, multiplied only by `scale`;
+            `<layer>.lora_B.bias` is added to the bias as the matrices are to the weight. Layers may
+            have diffusers' names, names of their model's own code (Wan, Stability's UNets, Flux.1,
+            Z-Image, LTX-2), or either with underscores for dots.
             The alpha of a layer is `<layer>.alpha`; else alpha_pattern or lora_alpha in the
             metadata; else the rank. The metadata are `lora_adapter_metadata` in the header, which
             diffusers writes, or peft's adapter_config.json in the folder or beside
@@ -60,14 +69,18 @@ def merge_lora(
         prefix: prefix of the names in `tensors`, such as "transformer."; it also selects that part
             of the metadata. None finds the prefix that diffusers, peft, ComfyUI or kohya's programs
             write, and logs it if the file has other parts.
-        strict: True refuses layers that the module lacks; False leaves them out and logs them.
+        strict: True refuses layers that the module lacks or that have other shapes, and names that
+            are not LoRA's; False leaves such layers out whole, logs the first and returns all.
+        names: names of layers in `tensors` -> names in the module, for a model of your own; or the
+            path of a YAML file with this mapping. `*` is a number. A list of layers is one tensor
+            with their rows: {"b.*.qkv": ["blocks.*.to_q", "blocks.*.to_k", "blocks.*.to_v"]}.
 
     Raises:
-        WeightsError: a name is not LoRA's or not a layer of the module, several prefixes fit, a
-            layer has one matrix or two pairs, a shape or dtype is wrong, the rank is 0, a scale or
-            alpha is not finite, the metadata are broken, are only for other parts or are for
-            another method such as DoRA, or the sum overflows the kernel's dtype. The module then
-            does not change.
+        WeightsError: a name is not LoRA's or not a layer of the module, `names` does not fit the
+            module or the file, several prefixes fit, a layer has one matrix or two pairs, a shape
+            or dtype is wrong, the rank is 0, a scale or alpha is not finite, the metadata are
+            broken, are only for other parts or are for another method such as DoRA, or the sum
+            overflows the kernel's dtype. The module then does not change.
 
     Example:
         >>> import numpy as np
@@ -85,7 +98,7 @@ def merge_lora(
         True
     """
     _check_scale(scale)
-    layers, read = _read_lora(module, tensors, prefix, strict)
+    layers, read = _read_lora(module, tensors, prefix, strict, names)
 
     # All changes are read and checked before the module changes, so that an error changes nothing.
     changes = [(entry, change._replace(factor=scale * change.factor)) for entry, change in read]
@@ -93,6 +106,9 @@ def merge_lora(
         _check_sum(module, entry, change)
     for entry, change in changes:
         _add(module, entry, change)
+    if left_out := layers.left_out:
+        count, listed = len(layers) + len(left_out), ", ".join(first_of(left_out))
+        log.warning("LoRA: %d of %d layers are left out: %s", len(left_out), count, listed)
     return layers
 
 
@@ -102,7 +118,8 @@ def check_lora(
     *,
     prefix: str | None = None,
     strict: bool = True,
-) -> tuple[str, ...]:
+    names: Mapping[str, Any] | str | Path | None = None,
+) -> LoraLayers:
     """Check LoRA weights against a module, which may lack arrays; return their layers.
 
     The arguments are as for `merge_lora`.
@@ -110,19 +127,23 @@ def check_lora(
     Raises:
         WeightsError: as for `merge_lora`, except for overflow.
     """
-    layers, changes = _read_lora(module, tensors, prefix, strict)
+    layers, changes = _read_lora(module, tensors, prefix, strict, names)
     for _ in changes:  # each is checked as it is read
         pass
     return layers
 
 
-def lora_prefix(module: nnx.Module, tensors: Mapping[str, Any] | str | Path) -> str:
+def lora_prefix(
+    module: nnx.Module,
+    tensors: Mapping[str, Any] | str | Path,
+    names: Mapping[str, Any] | str | Path | None = None,
+) -> str:
     """Return the prefix that `merge_lora` finds for a module, which may lack arrays.
 
     Raises:
         WeightsError: layers of the module have several prefixes.
     """
-    return lora_names.find_prefix(checks.tensors(tensors), names_of(module))
+    return lora_names.find_prefix(checks.tensors(tensors), names_of(module, names))
 
 
 # ---- reading and checks --------------------------------------------------------------------------
@@ -149,42 +170,46 @@ class LoraChange(NamedTuple):
 
 
 def _read_lora(
-    module: nnx.Module, tensors: Mapping[str, Any] | str | Path, prefix: str | None, strict: bool
-) -> tuple[tuple[str, ...], Iterator[tuple[Entry, LoraChange]]]:
+    module: nnx.Module,
+    tensors: Mapping[str, Any] | str | Path,
+    prefix: str | None,
+    strict: bool,
+    table: Mapping[str, Any] | str | Path | None,
+) -> tuple[LoraLayers, Iterator[tuple[Entry, LoraChange]]]:
     """Check names, shapes and dtypes; return the layers, and the changes, read on demand."""
-    known, held = names_of(module), checks.tensors(tensors)
+    known, held = names_of(module, table), checks.tensors(tensors)
     if prefix is None:
         prefix = lora_names.find_prefix(held, known)
         lora_names.log_part(prefix, held)
     checks.prefix(prefix)
     strength = read_strength(held, prefix)
-    held, split = lora_names.split_lora(held, prefix, known)
+    if table is not None:
+        written = (
+            lora_names.layer_of(n.removeprefix(prefix)) for n in held if n.startswith(prefix)
+        )
+        check_used(known.own, dict.fromkeys(filter(None, written)), prefix)
+    held, split = lora_names.split_lora(held, prefix, known, strict)
     names = [name for name in held if name.startswith(prefix)]
-    layers, unknown = lora_names.layers_of(names, prefix, known)
+    layers, unknown = lora_names.layers_of(names, prefix, known, strict)
     checks.arrays(names, held)
     if unknown or not layers:
-        few = bool(layers) or len(unknown) == 1
-        help_ = lora_names.remedy(unknown, prefix, list(held), known, few) if unknown else ""
-        _refuse_unknown(unknown, len(layers), strict, help_)
+        help_ = (
+            lora_names.remedy(unknown, prefix, list(held), known, len(layers)) if unknown else ""
+        )
+        _check_unknown(unknown, len(layers), strict, help_)
+    misfits = {layer: wrong for layer in layers if (wrong := _misfit(layer, layers, known, held))}
+    if misfits and (strict or len(misfits) == len(layers)):
+        raise next(iter(misfits.values()))
+    left_out = (*unknown, *(layers.pop(layer).written for layer in misfits))
 
     factors = {}
     for layer, (written, its) in layers.items():
         if "down" in its:
-            rank = _checked_rank(layer, its["down"], its["up"], known.kernels[layer], held)
+            rank = held[its["down"]].shape[0]
             if "alpha" in its:  # divided by the rank, also with rsLoRA in the metadata
                 factors[layer] = _checked_alpha(its["alpha"], held) / rank
             else:  # the metadata name layers as the file does
                 factors[layer] = strength.of(split.get(layer, written), rank)
-    differences = [
-        (its.tensors[kind], entry)
-        for layer, its in layers.items()
-        for kind, end in lora_names.DIFFERENCES.items()
-        if kind in its.tensors and (entry := known.parameter(layer, end)) is not None
-    ]
-    for name, entry in differences:
-        if _trimmed(shape := tuple(held[name].shape)) != _trimmed(entry.shape):
-            rule = f"it must have the shape of {entry.name}, to which it is added: {entry.shape}"
-            raise WeightsError("LoRA", f"{name}: {shape}", rule, lora_names.OTHER_MODEL)
     used = (its.tensors.items() for its in layers.values())
     checks.dtypes([name for its in used for kind, name in its if kind != "alpha"], held)
 
@@ -194,10 +219,44 @@ def _read_lora(
             down, up = (_finite(its[kind], held) for kind in ("down", "up"))
             down, up = down.reshape(len(down), -1), up.reshape(len(up), -1)
             yield known.kernels[layer], LoraChange(up, down, factor)
-        for name, entry in differences:
-            yield entry, LoraChange(_finite(name, held), None, 1.0)
+        for layer, its in layers.items():
+            for kind, name, entry in _differences(layer, its, known):
+                factor = factors[layer] if kind == "up_b" else 1.0
+                yield entry, LoraChange(_finite(name, held), None, factor)
 
-    return tuple(layers), changes()
+    found = LoraLayers(layers)
+    found.left_out = left_out
+    return found, changes()
+
+
+def _differences(
+    layer: str, its: lora_names.LoraLayer, known: ModuleNames
+) -> list[tuple[str, str, Entry]]:
+    """Return the kinds and names of tensors that are added whole, and their parameters."""
+    return [
+        (kind, its.tensors[kind], entry)
+        for kind, end in lora_names.DIFFERENCES.items()
+        if kind in its.tensors and (entry := known.parameter(layer, end)) is not None
+    ]
+
+
+def _misfit(
+    layer: str,
+    layers: Mapping[str, lora_names.LoraLayer],
+    known: ModuleNames,
+    held: Mapping[str, Any],
+) -> WeightsError | None:
+    """Return the error of a layer whose tensors have other shapes than the module's, or None."""
+    its = layers[layer]
+    if "down" in its.tensors:
+        names = its.tensors["down"], its.tensors["up"]
+        if wrong := _wrong_pair(layer, *names, known.kernels[layer], held):
+            return wrong
+    for _, name, entry in _differences(layer, its, known):
+        if _trimmed(shape := tuple(held[name].shape)) != _trimmed(entry.shape):
+            rule = f"it must have the shape of {entry.name}, to which it is added: {entry.shape}"
+            return WeightsError("LoRA", f"{name}: {shape}", rule, lora_names.OTHER_MODEL)
+    return None
 
 
 def _check_scale(scale: Any) -> None:
@@ -208,32 +267,32 @@ def _check_scale(scale: Any) -> None:
         raise WeightsError("scale", shown, "it must be a finite number", remedy)
 
 
-def _refuse_unknown(unknown: list[str], known: int, strict: bool, remedy: str) -> None:
-    """Refuse layers that the module lacks, or log that they are left out."""
+def _check_unknown(unknown: list[str], known: int, strict: bool, remedy: str) -> None:
+    """Refuse layers that the module lacks, if `strict` or if it has no other."""
     count = len(unknown) + known
     if not count:
         rule = "it must have <layer>.lora_A.weight and <layer>.lora_B.weight"
         raise WeightsError("LoRA", "no weights", rule, "pass another file or another prefix")
-    listed = ", ".join(first_of(unknown))
     if strict or not known:
         not_there = f"{len(unknown)} of {count} are not"
         rule = f"each name must be a Linear or Conv layer of the module, and {not_there}"
-        raise WeightsError("LoRA", listed, rule, remedy)
-    log.warning("LoRA: %d of %d layers are left out: %s", len(unknown), count, listed)
+        raise WeightsError("LoRA", ", ".join(first_of(unknown)), rule, remedy)
 
 
-def _checked_rank(layer: str, down: str, up: str, entry: Entry, held: Mapping[str, Any]) -> int:
+def _wrong_pair(
+    layer: str, down: str, up: str, entry: Entry, held: Mapping[str, Any]
+) -> WeightsError | None:
     a, b = tuple(held[down].shape), tuple(held[up].shape)
     shapes, (out_size, *inner) = f"{layer}: {a} and {b}", entry.shape
     if a[:1] == (0,) or b[1:] == (0,):
-        raise WeightsError("LoRA", shapes, "the rank must be at least 1", "leave this layer out")
+        return WeightsError("LoRA", shapes, "the rank must be at least 1", "leave this layer out")
     rank = a[0] if a else 0
     if _trimmed(a) != _trimmed((rank, *inner)) or _trimmed(b) != (out_size, rank):
         ones = ", 1" * (len(inner) - 1)
         first = f"lora_A must be [rank, {', '.join(map(str, inner))}]"
         rule = f"{first} and lora_B [{out_size}, rank{ones}]"
-        raise WeightsError("LoRA", shapes, rule, lora_names.OTHER_MODEL)
-    return rank
+        return WeightsError("LoRA", shapes, rule, lora_names.OTHER_MODEL)
+    return None
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,14 +2,15 @@
 
 A name has a prefix, the layer's name and the matrix. The prefix is a pipeline's part in diffusers,
 the wrapper's name in peft, "diffusion_model." in ComfyUI and in programs with the model's original
-code, and "lora_unet_" in kohya's sd-scripts and musubi-tuner.
+code, and "lora_unet_" in kohya's sd-scripts and musubi-tuner. LightX2V writes the change of
+`X.modulation` as `X.diff_m`.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from maxattn.errors import WeightsError, did_you_mean
@@ -19,15 +20,19 @@ from maxattn.weights.names import Entry
 
 log = logging.getLogger("maxattn")
 
-DOWN: Final = ("lora_A", "lora.down", "lora_down")
-UP: Final = ("lora_B", "lora.up", "lora_up")
-DIFFERENCES: Final = {"diff": "weight", "diff_b": "bias"}  # kind of tensor -> changed parameter
-_MATRIX = "|".join(map(re.escape, (*DOWN, *UP)))
+DOWN: Final = ("lora_A", "lora.down", "lora_down", "down")
+UP: Final = ("lora_B", "lora.up", "lora_up", "up")
+# Kind of tensor -> changed parameter; "up_b" is the bias of B, multiplied by alpha / rank.
+DIFFERENCES: Final = {"diff": "weight", "diff_b": "bias", "up_b": "bias"}
+_UP = "|".join(map(re.escape, UP))
 _NAME = re.compile(
-    rf"(?P<layer>.+)\.(?:(?P<matrix>{_MATRIX})(?:\.default)?\.weight|(?P<other>alpha|diff|diff_b))"
+    rf"(?P<layer>.+?)\.(?:(?P<down>{'|'.join(map(re.escape, DOWN))})(?:\.default)?\.weight"
+    rf"|(?:{_UP})(?:\.default)?\.(?P<up>weight|bias)|(?P<other>alpha|diff|diff_b|diff_m))"
 )
+_MODULATION = ".modulation"
 _MERGE = "merge it with the program that trained it, and load the merged model"
 OTHER_MODEL = "pass LoRA weights of this model"
+LEAVE_OUT = "pass strict=False to leave out what does not fit"
 OTHER_METHODS: Final = {
     r".+\.hada_\w+": "LoHa, whose change multiplies two LoRA elementwise",
     r".+\.lokr_\w+": "LoKr, whose change is a Kronecker product",
@@ -39,10 +44,10 @@ OTHER_METHODS: Final = {
 PREFIXES: Final = (
     "", "transformer.", "unet.", "diffusion_model.", "model.diffusion_model.", "base_model.model.",
     "base_model.model.transformer.", "base_model.model.unet.", "base_model.model.diffusion_model.",
-    "lora_unet_", "lora_transformer_", "lycoris_",
+    "pipe.dit.", "lora_unet_", "lora_transformer_", "lycoris_",
 )  # fmt: skip
 # Name endings of the tensors that have one row per output channel.
-BY_ROW: Final = (".lora_B", ".lora.up", ".lora_up", ".diff", ".diff_b")
+BY_ROW: Final = (".lora_B", ".lora.up", ".lora_up", ".up", ".diff", ".diff_b")
 LONGEST: Final = 1000  # most characters of a name in which prefixes are searched
 TEXT: Final = ("text_encoder", "lora_te", "text_model", "conditioner.")  # prefixes of text encoders
 # Parts of names that diffusers does not write.
@@ -54,34 +59,43 @@ _CONVERT = "load it in diffusers (load_lora_weights) and save it with save_lora_
 
 
 class LoraLayer(NamedTuple):
-    """A layer's name in the file, and its tensors: "down", "up", "alpha", "diff", "diff_b"."""
+    """A layer's name in the file, and its tensors by kind: alpha, down, up or `DIFFERENCES`."""
 
     written: str
     tensors: dict[str, str]
 
 
 def layers_of(
-    names: Iterable[str], prefix: str, module: ModuleNames
+    names: Iterable[str], prefix: str, module: ModuleNames, strict: bool
 ) -> tuple[dict[str, LoraLayer], list[str]]:
     """Group tensors by the module's layers; list names of layers that the module lacks.
 
+    If not `strict`, also list names that are not LoRA's, with the layers to which they belong.
+
     Raises:
-        WeightsError: a name is not LoRA's, a pair is incomplete, or a matrix occurs twice.
+        WeightsError: a name is not LoRA's and `strict`, a pair is incomplete, or a matrix occurs
+            twice.
     """
     parts: dict[str, dict[str, str]] = {}
+    unknown: list[str] = []
     for name in names:
         bare = name.removeprefix(prefix)
-        found = _NAME.fullmatch(bare)
-        if found is None:
-            raise _no_lora(name, bare)
-        kind = found["other"] or ("down" if found["matrix"] in DOWN else "up")
-        tensors = parts.setdefault(found["layer"], {})
-        _check_once(found["layer"], tensors.setdefault(kind, name), name)
-    for written, tensors in parts.items():
-        _check_halves(written, tensors)
+        if (found := _parsed(bare)) is None:
+            if strict:
+                raise _no_lora(name, bare)
+            unknown.append(name)
+            continue
+        layer, kind = found
+        tensors = parts.setdefault(layer, {})
+        _check_once(layer, tensors.setdefault(kind, name), name)
+    # Without one of its tensors, a layer's change would be another one.
+    partial = {begin for name in unknown for begin in _owners(name.removeprefix(prefix))}
     layers: dict[str, LoraLayer] = {}
-    unknown: list[str] = []
     for written, tensors in parts.items():
+        if written in partial:
+            unknown.append(written)
+            continue
+        _check_halves(written, tensors)
         layer = module.layers.get(written)
         if layer is None or not _has_all(layer, tensors, module):
             unknown.append(written)
@@ -91,10 +105,29 @@ def layers_of(
     return layers, unknown
 
 
+def _owners(name: str) -> Iterator[str]:
+    """Yield the names of layers that a tensor may belong to: its own without its last parts."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _parsed(name: str) -> tuple[str, str] | None:
+    """Return the layer and the kind of a LoRA tensor; None for other tensors."""
+    if (found := _NAME.fullmatch(name)) is None:
+        return None
+    if found["other"] == "diff_m":
+        return found["layer"] + _MODULATION, "diff"
+    kind = found["other"] or (
+        "down" if found["down"] else {"weight": "up", "bias": "up_b"}[found["up"]]
+    )
+    return found["layer"], kind
+
+
 def layer_of(name: str) -> str | None:
     """Return the layer in the name of a LoRA tensor; None for other tensors."""
-    found = _NAME.fullmatch(name)
-    return found["layer"] if found else None
+    found = _parsed(name)
+    return found[0] if found else None
 
 
 def _has_all(layer: str, tensors: Mapping[str, str], module: ModuleNames) -> bool:
@@ -109,7 +142,7 @@ def _no_lora(name: str, bare: str) -> WeightsError:
         if re.fullmatch(pattern, bare):
             return WeightsError("LoRA", name, f"it must be LoRA, and this is {method}", _MERGE)
     rule = "it must be <layer>.lora_A.weight, <layer>.lora_B.weight or <layer>.alpha"
-    return WeightsError("LoRA", name, rule, "save LoRA with diffusers' save_lora_weights")
+    return WeightsError("LoRA", name, rule, f"{LEAVE_OUT}, or remove it from the file")
 
 
 def _check_once(layer: str, first: str, name: str) -> None:
@@ -124,37 +157,48 @@ def _check_halves(layer: str, tensors: Mapping[str, str]) -> None:
     if len(half) == 1:
         rule = f"each layer must have two matrices, and its {half.pop()} matrix is missing"
         raise WeightsError("LoRA", layer, rule, "download the file again")
-    if "alpha" in tensors and half:
-        rule = "an alpha needs two matrices, and its layer has none"
-        raise WeightsError("LoRA", tensors["alpha"], rule, "remove the alpha")
+    for kind, told in (("alpha", "an alpha"), ("up_b", "a bias of lora_B")):
+        if kind in tensors and half:
+            rule = f"{told} needs two matrices, and its layer has none"
+            raise WeightsError("LoRA", tensors[kind], rule, f"remove the {told.split()[1]}")
     if "diff" in tensors and not half:
         rule = "a layer must have two matrices or a .diff, not both"
         raise WeightsError("LoRA", tensors["diff"], rule, "remove the matrices or the .diff")
+    if "diff_b" in tensors and "up_b" in tensors:
+        rule = "a layer must have a bias of lora_B or a .diff_b, not both"
+        raise WeightsError("LoRA", tensors["diff_b"], rule, "remove one of the two")
 
 
 # ---- tensors of several layers -------------------------------------------------------------------
 
 
 def split_lora(
-    held: Mapping[str, Any], prefix: str, module: ModuleNames
+    held: Mapping[str, Any], prefix: str, module: ModuleNames, strict: bool
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
     """Replace fused tensors by their layers; return the layers' names in the file.
+
+    If not `strict`, layers of which a tensor has another number of rows stay as they are.
 
     W' = [W_1; W_2] + B A  is  W_1' = W_1 + B_1 A,  W_2' = W_2 + B_2 A
     """
     where: dict[str, tuple[str, slice | None]] = {}
     written_as: dict[str, str] = {}
-    for name in held if module.fused else ():
-        bare = name.removeprefix(prefix)
-        layer = (layer_of(bare) if name.startswith(prefix) else None) or ""
-        parts = module.fused.get(module.layers.get(layer, ""), ())
-        if not parts:
+    layers = {n: layer_of(n.removeprefix(prefix)) or "" for n in held if n.startswith(prefix)}
+    fused = {n: module.fused.get(module.layers.get(layer, ""), ()) for n, layer in layers.items()}
+    misfits = set()
+    for name, parts in fused.items():
+        if parts and name.removeprefix(prefix).removeprefix(layers[name]).startswith(BY_ROW):
+            if strict:
+                _check_rows(name, held[name], parts)
+            elif not _has_rows(held[name], parts):
+                misfits.add(layers[name])
+    for name in held if any(fused.values()) else ():
+        layer, parts = layers.get(name, ""), fused.get(name, ())
+        if not parts or layer in misfits:
             where[name] = name, None
             continue
-        end, start = bare.removeprefix(layer), 0
+        end, start = name.removeprefix(prefix).removeprefix(layer), 0
         by_row = end.startswith(BY_ROW)
-        if by_row:
-            _check_rows(name, tuple(held[name].shape), parts)
         for entry in parts:
             own = entry.owner
             new, stop = f"{prefix}{own}{end}", start + entry.shape[0]
@@ -166,12 +210,18 @@ def split_lora(
     return (Shown(held, where) if written_as else held), written_as
 
 
-def _check_rows(name: str, shape: tuple[int, ...], parts: tuple[Entry, ...]) -> None:
-    total = sum(entry.shape[0] for entry in parts)
-    if shape[:1] != (total,):
+def _has_rows(tensor: Any, parts: tuple[Entry, ...]) -> bool:
+    shape = tuple(getattr(tensor, "shape", None) or ())
+    return shape[:1] == (sum(entry.shape[0] for entry in parts),)
+
+
+def _check_rows(name: str, tensor: Any, parts: tuple[Entry, ...]) -> None:
+    if not _has_rows(tensor, parts):
         layers = ", ".join(entry.owner for entry in parts)
+        total = sum(entry.shape[0] for entry in parts)
         rule = f"it must have {total} rows, as many as {layers} together"
-        raise WeightsError("LoRA", f"{name}: {shape}", rule, OTHER_MODEL)
+        found = f"{name}: {tuple(getattr(tensor, 'shape', None) or ())}"
+        raise WeightsError("LoRA", found, rule, OTHER_MODEL)
 
 
 # ---- prefixes ------------------------------------------------------------------------------------
@@ -201,33 +251,69 @@ def log_part(prefix: str, held: Mapping[str, Any]) -> None:
 
 
 def remedy(
-    unknown: list[str], prefix: str, names: list[str], module: ModuleNames, few: bool
+    unknown: list[str], prefix: str, names: list[str], module: ModuleNames, known: int
 ) -> str:
     """Return the remedy for a file with `unknown` layers, which the module lacks.
 
-    If `few` (some layers are known, or only one is unknown), a name may be misspelt.
+    If layers are `known`, or only one is unknown, a name may be misspelt.
     """
     layer = next((layer for layer in unknown if not layer.startswith(TEXT)), None)
     if layer is None:
         return "pass the LoRA of this module; these weights are for a text encoder"
     ends = _ends(layer)
-    if begin := next((layer[:end] for end in ends if layer[end:] in module.layers), ""):
+    begin = next((layer[:end] for end in ends if layer[end:] in module.layers), "")
+    if begin and not known:
         whole = prefix + begin
         count = sum(name.startswith(whole) for name in names)
         some = f"all {count}" if count == len(names) else f"{count} of {len(names)}"
         return f'{some} names begin with "{whole}": pass prefix="{whole}"'
-    numberless = {re.sub(r"\d+", "#", name) for name in module.layers}
-    if any(re.sub(r"\d+", "#", layer[end:]) in numberless for end in (0, *ends)):
-        close = did_you_mean(layer, module.kernels)
-        return close or f"{OTHER_MODEL}; these are for another number of layers"
-    if _FOREIGN.search(prefix + layer):
+    if range_ := next(filter(None, (_ranges(x, prefix, names, module) for x in unknown)), ""):
+        return f"{OTHER_MODEL}; {range_}"
+    if not known and _FOREIGN.search(prefix + layer):
         return _CONVERT
-    if not few:
+    if not known and len(unknown) > 1:
         return f"{OTHER_MODEL}; these weights have none of its layers, with any prefix"
     last = {name.rpartition(".")[2] for name in module.kernels}
     is_close = did_you_mean(layer.rpartition(".")[2], last)
     close = did_you_mean(layer, module.kernels) if is_close else ""
+    if known:
+        return f"{LEAVE_OUT}, or pass the module with these layers" + (close and f"; {close}")
     return close or "pass prefix= if all names have one, or pass the module with these layers"
+
+
+def _ranges(layer: str, prefix: str, names: list[str], module: ModuleNames) -> str:
+    """Compare the numbers of a file's blocks with the module's, if the module lacks some.
+
+    Returns "the file has blocks 0 to 39, and the module blocks 0 to 29", "" for other layers.
+    """
+    numberless = {_numberless(name) for name in module.layers}
+    for end in (0, *_ends(layer)):
+        if _numberless(layer[end:]) not in numberless:
+            continue
+        for number in re.finditer(r"(?<=[._])\d+(?=[._])", layer[end:]):
+            stem, begin = layer[end : end + number.start()], prefix + layer[:end]
+            ours = _numbers(stem, module.layers)
+            if ours and int(number[0]) not in ours:
+                theirs = _numbers(begin + stem, names)
+                what = stem.rstrip("._").rpartition(".")[2]
+                there, here = (_span(what, numbers) for numbers in (theirs, ours))
+                return f"the file has {there}, and the module {here}"
+    return ""
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _numbers(stem: str, names: Iterable[str]) -> set[int]:
+    """Return the numbers right after a stem, in all names that begin with it."""
+    rests = (name[len(stem) :] for name in names if name.startswith(stem))
+    return {int(found[0]) for rest in rests if (found := re.match(r"\d{1,9}(?=[._])", rest))}
+
+
+def _span(what: str, numbers: set[int]) -> str:
+    first, last = min(numbers, default=0), max(numbers, default=0)
+    return f"{what} {first}" + (f" to {last}" if last > first else "")
 
 
 def _ends(layer: str) -> list[int]:

@@ -86,6 +86,27 @@ def test_differences_are_added_as_they_are() -> None:
         np.testing.assert_allclose(array, want, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_a_bias_of_lora_b_is_scaled_as_its_matrices() -> None:
+    model, before = model_of(0), weights.to_diffusers(model_of(0))
+    bias = np.arange(16, dtype=np.float32)
+    given = pair(Q, (2, 16), (16, 2)) | {f"{Q}.lora_B.bias": bias, f"{Q}.alpha": np.float32(3)}
+    a, b = (x.astype(np.float64) for x in list(given.values())[:2])
+    assert weights.merge_lora(model, given, 0.7) == (Q,)
+    want = {f"{Q}.weight": 0.7 * 3 / 2 * (b @ a), f"{Q}.bias": 0.7 * 3 / 2 * bias}
+    for name, array in weights.to_diffusers(model).items():
+        np.testing.assert_allclose(array, before[name] + want.get(name, 0), atol=1e-5, err_msg=name)
+
+
+def test_changes_of_a_modulation_as_lightx2v_saves_them() -> None:
+    model, before = model_of(0), weights.to_diffusers(model_of(0))
+    change = np.random.default_rng(2).normal(size=(1, 6, 16)).astype(np.float32)
+    given = {"diffusion_model.blocks.1.diff_m": change}
+    assert weights.merge_lora(model, given, 0.5) == ("blocks.1.scale_shift_table",)
+    name = "blocks.1.scale_shift_table"
+    want = before[name].astype(np.float64) + 0.5 * change
+    np.testing.assert_allclose(weights.to_diffusers(model)[name], want, atol=1e-6)
+
+
 def test_a_window_is_merged() -> None:
     model, before = model_of(0), weights.to_diffusers(model_of(0))
     given = pair("patch", (2, 3, 1, 2, 4), (16, 2, 1, 1, 1))
@@ -124,6 +145,10 @@ WRONG = {
     "integers": {**lora(), "blocks.1.attn1.to_q.lora_A.weight": np.ones((2, 16), np.int8)},
     "lists": {**lora(), "blocks.1.attn1.to_q.lora_A.weight": [[1.0] * 16]},
     "no tensors": None,
+    "bias alone": {f"{Q}.lora_B.bias": np.ones(16, np.float32)},
+    "bias shape": pair(Q, (2, 16), (16, 2)) | {f"{Q}.lora_B.bias": np.ones(15, np.float32)},
+    "two biases": pair(Q, (2, 16), (16, 2))
+    | {f"{Q}.{end}": np.ones(16, np.float32) for end in ("lora_B.bias", "diff_b")},
 }
 
 

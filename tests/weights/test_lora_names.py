@@ -148,6 +148,51 @@ def test_layers_are_left_out_where_that_is_asked(caplog: pytest.LogCaptureFixtur
             weights.merge_lora(model, wrong, strict=False)
 
 
+ODD = {
+    "full weight": {"blocks.1.attn1.to_k.weight": np.ones((16, 16), np.float32)},
+    "LoHa": {f"lora_unet_blocks_1_attn1_to_k.hada_w1_{x}": np.ones((16, 2)) for x in "ab"}
+    | {"lora_unet_blocks_1_attn1_to_k.alpha": np.float32(1)},
+    "DoRA": pair("blocks.1.attn1.to_k") | {"blocks.1.attn1.to_k.dora_scale": np.ones(16)},
+    "three matrices": pair("blocks.1.attn1.to_k")
+    | {"blocks.1.attn1.to_k.lora_mid.weight": np.ones((2, 2, 3, 3))},
+    "another width": pair("blocks.1.attn1.to_k", a=(2, 8)),
+    "rank zero": pair("blocks.1.attn1.to_k", a=(0, 16), b=(16, 0)),
+    "difference": {"blocks.1.attn1.to_k.diff_b": np.ones(7, np.float32)},
+    "rows": pair("blocks.1.attn1.to_qkv", b=(40, 2)),
+    "absent bias": pair("stacked.0.attn9.to_k") | {"stacked.0.attn9.to_k.lora_B.bias": np.ones(16)},
+    "absent modulation": {"head.diff_m": np.ones((1, 2, 16), np.float32)},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_does_not_fit_is_left_out_whole(kind: str) -> None:
+    begin = "lora_unet_" if kind == "LoHa" else ""
+    model, given = model_of(0), file(begin, FLAT if begin else LAYERS) | ODD[kind]
+    refused(model, lambda: weights.merge_lora(model, given))
+    found = weights.merge_lora(model, given, strict=False)
+    assert set(found) == set(LAYERS) and found.left_out
+    assert set(weights.check_lora(model, given, strict=False).left_out) == set(found.left_out)
+    equal(model, plain())
+    with pytest.raises(WeightsError):  # nothing is left
+        weights.merge_lora(model, ODD[kind], strict=False, prefix=begin)
+
+
+def test_every_name_that_is_left_out_is_returned() -> None:
+    given = file() | {k: x for i in range(40) for k, x in pair(f"other.{i}.to_q").items()}
+    found = weights.merge_lora(model_of(0), given, strict=False)
+    assert found.left_out == tuple(f"other.{i}.to_q" for i in range(40))
+
+
+def test_a_deeper_model_is_told_by_its_blocks() -> None:
+    for begin, end in (
+        ("transformer.blocks.", ".attn1.to_q"),
+        ("lora_unet_blocks_", "_attn1_to_q"),
+    ):
+        given = {k: x for i in range(40) for k, x in pair(f"{begin}{i}{end}").items()}
+        error = refused(model_of(0), lambda: weights.merge_lora(model_of(0), given))  # noqa: B023
+        assert "the file has blocks 0 to 39, and the module blocks 0 to 1" in error.remedy
+
+
 class Two(nnx.Module):
     """Two layers that are one name once dots are underscores."""
 

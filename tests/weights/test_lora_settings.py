@@ -250,8 +250,6 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "header_not_json": (lambda: header(json.dumps(of_part())[:-9]), PART),
     "alpha_missing": (lambda: header({"transformer.r": 4}), PART),
     "config_list": (lambda: peft("[1]"), PEFT),
-    "bias": (lambda: header(of_part(lora_bias=True), more={
-        "transformer.blocks.0.to_q.lora_B.bias": np.ones(6, np.float32)}), PART),
 }  # fmt: skip
 
 

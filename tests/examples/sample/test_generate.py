@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from maxattn.errors import ConfigError
 from tests.fixtures import make_pipelines as runs
 from tests.waiting import but
 
@@ -54,6 +55,32 @@ def test_many_samples_with_merged_lora(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "trained").mkdir()
     save_file(merged, tmp_path / "trained" / "model.safetensors")
     check(run(folder, "wan", *no_noise, "--weights", tmp_path / "trained")[0], many[0])
+
+
+@pytest.mark.slow
+def test_lora_of_image_to_video_and_names_of_ones_own(tmp_path: Path) -> None:
+    """The remedies of the refusals are followed to the merged model."""
+    _, options = told(tmp_path, "wan")
+    folder, file = pipeline(tmp_path, "wan", "unipc"), tmp_path / "lora.safetensors"
+    merged = lora(file, folder)
+    (tmp_path / "trained").mkdir()
+    save_file(merged, tmp_path / "trained" / "model.safetensors")
+    want = run(folder, "wan", *options, "--weights", tmp_path / "trained")
+    how = (*options, "--lora", file, "--lora-scale", 0.5)
+    image = {
+        f"transformer.blocks.1.attn2.add_k_proj.lora_{x}.weight": np.ones((2, 2)) for x in "AB"
+    }
+    save_file(load_file(file) | image, file)
+    with pytest.raises(ConfigError) as error:
+        run(folder, "wan", *how)
+    assert error.value.remedy.startswith("give --lora-lenient to leave out what does not fit")
+    check(run(folder, "wan", *how, "--lora-lenient"), want)
+    renamed = {
+        n.replace("blocks.1.attn1.to_q", "mine.1.query"): x for n, x in load_file(file).items()
+    }
+    save_file({n: x for n, x in renamed.items() if "attn2" not in n}, file)
+    (tmp_path / "names.yml").write_text("mine.*.query: blocks.*.attn1.to_q\n")
+    check(run(folder, "wan", *how, "--lora-names", tmp_path / "names.yml"), want)
 
 
 LINES = (

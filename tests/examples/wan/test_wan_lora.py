@@ -9,6 +9,7 @@ from wan.model import WanTransformer3D
 from wan.sizes import Sizes
 
 from maxattn import weights
+from maxattn.errors import WeightsError
 from maxattn.weights import layer_names
 from tests.examples.published_lora import SCALE, Names, check, check_names, drawn, filled
 from tests.examples.wan.test_original_names import THEIRS
@@ -47,7 +48,15 @@ def test_published_names_are_merged(style: str) -> None:
     check(video, before, want)
 
 
-ENDS = {".weight": ".diff", ".bias": ".diff_b", "": ".diff"}
+def lightx2v(name: str) -> str:
+    """Return the name under which LightX2V's extractor saves the change of a tensor of Wan."""
+    for end, theirs in ((".weight", ".diff"), (".bias", ".diff_b"), (".modulation", ".diff_m")):
+        if name.endswith(end):
+            return name.removesuffix(end) + theirs
+    return f"{name}.diff"
+
+
+ENDS = (".weight", ".bias", "")
 
 
 def test_differences_of_lightx2v_are_added() -> None:
@@ -55,14 +64,39 @@ def test_differences_of_lightx2v_are_added() -> None:
     video, rng = model(), np.random.default_rng(1)
     before, given, want = weights.to_diffusers(video), {}, {}
     named = (
-        (f"{x}{end}", f"diffusion_model.{THEIRS[x]}{ENDS[end]}") for x in THEIRS for end in ENDS
+        (f"{x}{end}", f"diffusion_model.{lightx2v(THEIRS[x] + end)}")
+        for x in THEIRS
+        for end in ENDS
     )
     for theirs, own in (both for both in named if both[0] in before):
         given[own] = rng.normal(size=before[theirs].shape).astype(np.float32)
         want[theirs] = before[theirs].astype(np.float64) + 0.5 * given[own].astype(np.float64)
     assert want.keys() == before.keys()
+    assert {"diffusion_model.blocks.0.diff_m", "diffusion_model.head.diff_m"} < given.keys()
     weights.merge_lora(video, given, 0.5)
     check(video, before, want)
+
+
+@pytest.mark.parametrize("style", ["comfy", "musubi", "diffusers"])
+def test_image_to_video_lora_without_image_keys(style: str) -> None:
+    """The remedy for a model without image keys is followed: the rest is merged, and listed."""
+    video = filled(nnx.eval_shape(lambda: WanTransformer3D(Sizes(**made.MODEL), rngs=nnx.Rngs(0))))
+    before = weights.to_diffusers(video)
+    names = ("attn1.to_q", "attn2.to_k", "attn2.add_k_proj", "attn2.add_v_proj")
+    layers = [f"blocks.{i}.{x}" for i in range(2) for x in names]
+    named = {layer: names_in(style, THEIRS[layer], layer)[0] for layer in layers}
+    shapes = {
+        layer: before[f"{layer.replace('add_', 'to_').removesuffix('_proj')}.weight"]
+        for layer in layers
+    }
+    given, want = drawn({f"{layer}.weight": x for layer, x in shapes.items()}, named, 2, None)
+    with pytest.raises(WeightsError, match="strict=False") as error:
+        weights.merge_lora(video, given, SCALE)
+    assert "did you mean" not in str(error.value)
+    found = weights.merge_lora(video, given, SCALE, strict=False)
+    assert set(found) == {layer for layer in layers if "add" not in layer}
+    assert len(found.left_out) == 4 and all("img" in x or "add" in x for x in found.left_out)
+    check(video, before, {x: y for x, y in want.items() if "add" not in x})
 
 
 def test_every_name_is_of_one_layer() -> None:
