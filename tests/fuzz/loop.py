@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from random import Random
 from typing import Any
 
-from tests.fuzz import calls, commands, configs, modules, plans, saved, transforms, weights
+from tests.fuzz import calls, commands, configs, modules, plans, saved, streams, transforms, weights
 from tests.fuzz.case import Case, Machine, Outcome
 from tests.fuzz.run import run, set_up
 
@@ -21,6 +21,7 @@ CATEGORIES: dict[str, tuple[Callable[[Random, Machine], Case], int]] = {
     "meshes": (calls.draw_on_mesh, 4),
     "transforms": (transforms.draw, 5),
     "modules": (modules.draw, 3),
+    "streams": (streams.draw, 3),
     "plans": (plans.draw, 12),
     "commands": (commands.draw, 20),
     "yaml": (configs.draw, 50),

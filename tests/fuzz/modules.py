@@ -145,11 +145,11 @@ def check_of(built: Built) -> Check:
             n: None if names[n] is None else np.asarray(names[n], np.float64)
             for n in ("x", "text", "image", "bias", "way")
         }
-        values = _numbers(nnx.state(names["layer"], nnx.Param)) | {"x": given["x"]}
+        values = numbers_of(nnx.state(names["layer"], nnx.Param)) | {"x": given["x"]}
         want = reference(built, values, given)
         bound = np.full(want.shape, loose * max(float(abs(want).max(initial=0)), 1.0))
         compare("out", names["out"], Bounded(want, bound), built.dtype, 1.0)
-        rng, grads = np.random.default_rng(0), _numbers(names["grads"])
+        rng, grads = np.random.default_rng(0), numbers_of(names["grads"])
         grads["x"] = np.asarray(names["dx"], np.float64)
         for name, start in values.items():
             ahead = rng.standard_normal(start.shape)
@@ -163,7 +163,7 @@ def check_of(built: Built) -> Check:
     return check
 
 
-def _numbers(state: Any) -> dict[str, np.ndarray]:
+def numbers_of(state: Any) -> dict[str, np.ndarray]:
     """Return every array of a state by its dotted path, in float64."""
     leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))[0]
     return {".".join(str(k.key) for k in path): np.asarray(x, np.float64) for path, x in leaves}
@@ -193,7 +193,7 @@ def reference(built: Built, p: Params, given: Names) -> np.ndarray:
     allowed = built.tree.allowed(s) if built.tree else np.ones((1, 1, 1, 1), bool)
 
     def project(layer: str, norm: str, tokens: Any, heads: int) -> np.ndarray:
-        return _normed(built, p, norm, _linear(p, layer, tokens), heads)
+        return _normed(built, p, norm, linear(p, layer, tokens), heads)
 
     if built.kind == "JointAttention":  # the text's tokens come first
         layers = (
@@ -207,7 +207,7 @@ def reference(built: Built, p: Params, given: Names) -> np.ndarray:
         )
         out = _attend(built, _rotated(built, q), _rotated(built, k), v, allowed, given["bias"])
         n = text.shape[1]
-        picture, words = _linear(p, "to_out", out[:, n:]), _linear(p, "to_add_out", out[:, :n])
+        picture, words = linear(p, "to_out", out[:, n:]), linear(p, "to_add_out", out[:, :n])
         return np.concatenate([picture.ravel(), words.ravel()])
     keys = x if text is None else text
     q, k = project("to_q", "norm_q", x, s.n), project("to_k", "norm_k", keys, s.k)
@@ -219,10 +219,10 @@ def reference(built: Built, p: Params, given: Names) -> np.ndarray:
         k = project("add_k_proj", "norm_added_k", image, s.k)
         every = np.ones((1, 1, 1, 1), bool)
         out = out + _attend(built, q, k, project("add_v_proj", "", image, s.k), every, None)
-    return _linear(p, "to_out", out)
+    return linear(p, "to_out", out)
 
 
-def _linear(p: Params, name: str, x: Any) -> np.ndarray:
+def linear(p: Params, name: str, x: Any) -> np.ndarray:
     return x @ p[f"{name}.kernel"] + p.get(f"{name}.bias", 0.0)
 
 

@@ -11,11 +11,12 @@ from tests.fuzz.run import TimeIsUp, describe, run, time_limit
 
 SEED = 24
 CASES = {
-    "attention": 3, "meshes": 3, "transforms": 1, "modules": 2, "plans": 30, "commands": 60,
-    "yaml": 80, "weights": 60, "lora": 60, "latents": 30, "checkpoints": 12, "tuned": 6,
+    "attention": 3, "meshes": 3, "transforms": 1, "modules": 2, "streams": 1, "plans": 30,
+    "commands": 60, "yaml": 80, "weights": 60, "lora": 60, "latents": 30, "checkpoints": 12,
+    "tuned": 6,
 }  # fmt: skip
 # Of what compiles, as many again are drawn by make test-all.
-MORE = [pytest.param(x, 1, marks=pytest.mark.slow) for x in list(CASES)[:4]]
+MORE = [pytest.param(x, 1, marks=pytest.mark.slow) for x in list(CASES)[:5]]
 
 
 @pytest.mark.parametrize(("name", "part"), [*((name, 0) for name in CATEGORIES), *MORE])

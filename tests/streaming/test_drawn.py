@@ -1,0 +1,18 @@
+"""Drawn streams beside a video in float64 that keeps every key: tests/fuzz/streams.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.loop import draw
+from tests.fuzz.run import describe, run
+from tests.waiting import but
+
+# Batch rows on a mesh, x64, and recomputed frames of a window that dropped some, with a sink.
+QUICK = (0, 15, 24)
+
+
+@pytest.mark.parametrize("seed", but(range(40), QUICK))
+def test_passes_are_those_of_a_video_that_keeps_every_key(seed: int) -> None:
+    outcome = run(draw(f"streams:{seed}", describe()))
+    assert outcome.kind == "right", f"{outcome.what}\n{outcome.snippet}"
