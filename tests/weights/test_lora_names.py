@@ -5,6 +5,7 @@ translated, and what is left out was asked for.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,19 @@ def test_names_that_do_not_fit(kind: str) -> None:
     model, (given, prefix) = model_of(0), WRONG[kind]
     load = lambda: weights.merge_lora(model, given, prefix=prefix)  # noqa: E731
     refused(model, load, f"lora_names_{kind}")
+
+
+FOLLOWED = ("given_prefix", "unknown_prefix", "unknown_prefix_beside_others", "two_prefixes")
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_a_remedy_with_a_prefix_is_followed(kind: str) -> None:
+    given, prefix = WRONG[kind]
+    error = refused(model_of(0), lambda: weights.merge_lora(model_of(0), given, prefix=prefix))
+    for named in re.findall(r'prefix="([^"]+)"', error.remedy):
+        model = model_of(0)
+        assert set(weights.merge_lora(model, given, prefix=named)) == set(LAYERS)
+        equal(model, plain())
 
 
 def test_layers_are_left_out_where_that_is_asked(caplog: pytest.LogCaptureFixture) -> None:

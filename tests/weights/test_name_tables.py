@@ -187,6 +187,30 @@ def test_processors_of_old_diffusers() -> None:
     check_merged(names | {f"{at}.processor.to_out_lora": f"{at}.to_out.0"}, "unet.", XLABS)
 
 
+def test_control_lora_of_bfl_is_taken_without_its_scales() -> None:
+    """Its scales of norms and the layer of the last shift and scale are left out, when asked."""
+    layers = [f"transformer_blocks.0.attn.{x}" for x in ADDED] + ["norm_out.linear"]
+    model, rng, begin = model_of(layers), np.random.default_rng(0), "double_blocks.0.txt_attn"
+    shapes = {"lora_A.weight": (2, C), "lora_B.weight": (3 * C + 3, 2), "lora_B.bias": (3 * C + 3,)}
+    given = {f"{begin}.qkv.{x}": rng.normal(size=shape) for x, shape in shapes.items()}
+    given[f"{begin}.norm.key_norm.scale"] = np.ones(C)
+    last = "final_layer.adaLN_modulation.1"
+    given |= {
+        f"{last}.lora_A.weight": np.ones((2, C)),
+        f"{last}.lora_B.weight": np.ones((C + 1, 2)),
+    }
+    assert "strict=False" in refused(model, lambda: weights.merge_lora(model, given)).remedy
+    before = weights.to_diffusers(model)
+    found = weights.merge_lora(model, given, strict=False)
+    assert found.left_out == (f"{begin}.norm.key_norm.scale", last)
+    a, b, bias = (given[f"{begin}.qkv.{x}"] for x in shapes)
+    after = weights.to_diffusers(model)
+    for layer, rows, more in zip(layers, np.split(b @ a, 3), np.split(bias, 3), strict=False):
+        for end, change in (("weight", rows), ("bias", more)):
+            want = before[f"{layer}.{end}"] + change
+            np.testing.assert_allclose(after[f"{layer}.{end}"], want, atol=1e-6)
+
+
 # ---- a user's table ------------------------------------------------------------------------------
 
 OWN: dict[str, Any] = {
