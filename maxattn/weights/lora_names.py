@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 from maxattn.errors import WeightsError, did_you_mean
@@ -48,6 +49,7 @@ PREFIXES: Final = (
 )  # fmt: skip
 # Name endings of the tensors that have one row per output channel.
 BY_ROW: Final = (".lora_B", ".lora.up", ".lora_up", ".up", ".diff", ".diff_b")
+MOST_COMPARED: Final = 1000  # most layers of which the numbers of blocks are compared
 LONGEST: Final = 1000  # most characters of a name in which prefixes are searched
 TEXT: Final = ("text_encoder", "lora_te", "text_model", "conditioner.")  # prefixes of text encoders
 # Parts of names that diffusers does not write.
@@ -267,8 +269,8 @@ def remedy(
         count = sum(name.startswith(whole) for name in names)
         some = f"all {count}" if count == len(names) else f"{count} of {len(names)}"
         return f'{some} names begin with "{whole}": pass prefix="{whole}"'
-    if range_ := next(filter(None, (_ranges(x, prefix, names, module) for x in unknown)), ""):
-        return f"{OTHER_MODEL}; {range_}"
+    if blocks := _ranges(unknown[:MOST_COMPARED], prefix, names, module):
+        return f"{OTHER_MODEL}; {blocks}"
     if not known and _FOREIGN.search(prefix + layer):
         return _CONVERT
     if not known and len(unknown) > 1:
@@ -281,22 +283,22 @@ def remedy(
     return close or "pass prefix= if all names have one, or pass the module with these layers"
 
 
-def _ranges(layer: str, prefix: str, names: list[str], module: ModuleNames) -> str:
+def _ranges(unknown: list[str], prefix: str, names: list[str], module: ModuleNames) -> str:
     """Compare the numbers of a file's blocks with the module's, if the module lacks some.
 
     Returns "the file has blocks 0 to 39, and the module blocks 0 to 29", "" for other layers.
     """
     numberless = {_numberless(name) for name in module.layers}
-    for end in (0, *_ends(layer)):
+    ours = cache(lambda stem: _numbers(stem, module.layers))
+    for layer, end in ((x, end) for x in unknown for end in (0, *_ends(x))):
         if _numberless(layer[end:]) not in numberless:
             continue
         for number in re.finditer(r"(?<=[._])\d+(?=[._])", layer[end:]):
             stem, begin = layer[end : end + number.start()], prefix + layer[:end]
-            ours = _numbers(stem, module.layers)
-            if ours and int(number[0]) not in ours:
+            if ours(stem) and number[0] not in map(str, ours(stem)):
                 theirs = _numbers(begin + stem, names)
                 what = stem.rstrip("._").rpartition(".")[2]
-                there, here = (_span(what, numbers) for numbers in (theirs, ours))
+                there, here = (_span(what, numbers) for numbers in (theirs, ours(stem)))
                 return f"the file has {there}, and the module {here}"
     return ""
 
