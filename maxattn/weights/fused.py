@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from flax import nnx
@@ -45,17 +45,26 @@ class TensorRows:
         return self.tensor[(slice(self.start + start, self.start + stop), *index[1:])]
 
 
+SWAPPED: Final = "swapped halves"
+
+
 class Shown(Mapping[str, Any]):
-    """A state dict under other names; a name maps to a tensor, or to some rows of a tensor."""
+    """A state dict under other names; a name maps to a tensor, or to some rows of a tensor.
+
+    Of rows that are `SWAPPED`, the tensor's second half is first.
+    """
 
     def __init__(
-        self, held: Mapping[str, Any], where: Mapping[str, tuple[str, slice | None]]
+        self, held: Mapping[str, Any], where: Mapping[str, tuple[str, slice | str | None]]
     ) -> None:
         self._held, self._where = held, where
 
     def __getitem__(self, name: str) -> Any:
         whole, rows = self._where[name]
         tensor = self._held[whole]
+        if isinstance(rows, str):
+            found = read_slice(self._held, whole, (slice(None),) * len(tensor.shape))
+            return np.roll(found, len(found) // 2, axis=0)
         return tensor if rows is None else TensorRows(tensor, rows.start, rows.stop)
 
     def __iter__(self) -> Iterator[str]:

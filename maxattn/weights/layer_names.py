@@ -23,7 +23,7 @@ from flax import nnx
 
 from maxattn.errors import WeightsError
 from maxattn.weights.fused import Shown, grouped
-from maxattn.weights.name_tables import PUBLISHED, checked_table, written_names
+from maxattn.weights.name_tables import FLUX_SWAPPED, PUBLISHED, checked_table, written_names
 from maxattn.weights.names import Entry, entries, variable_at
 
 log = logging.getLogger("maxattn")
@@ -68,11 +68,12 @@ def names_of(module: nnx.Module, table: Any = None) -> ModuleNames:
     every = {entry.name: entry for entry in entries(module)}
     kernels = {entry.owner: entry for entry in every.values() if _is_kernel(module, entry)}
     whole = grouped((place, entry) for entry in kernels.values() for place in entry.fused)
-    fused = {n.removesuffix(".weight"): tuple(parts) for n, parts in whole.items()}
-    fused = {name: parts for name, parts in fused.items() if len(parts) > 1}
+    placed = {n.removesuffix(".weight"): tuple(parts) for n, parts in whole.items()}
+    fused: dict[str, tuple[Entry, ...]] = {n: x for n, x in placed.items() if len(x) > 1}
     layers = dict.fromkeys((*(entry.owner for entry in every.values()), *fused))
     tables = [written_names(names, layers) for names in PUBLISHED.values()]
     users = {} if table is None else checked_table(table, layers)
+    swapped: dict[str, tuple[str, ...]] = {}
     for names in (*tables, users):
         joint = {n: those for n, those in names.items() if len(those) > 1 and n not in layers}
         fused |= {
@@ -80,7 +81,10 @@ def names_of(module: nnx.Module, table: Any = None) -> ModuleNames:
             for name, those in joint.items()
             if all(one in kernels for one in those)
         }
-    theirs = [_singles(names, fused) for names in tables]
+    for name, layer in FLUX_SWAPPED.items():
+        if layer in kernels and name not in layers:
+            fused[name], swapped[name] = (kernels[layer],), (layer, layer)
+    theirs = [_singles(names, fused) for names in (*tables, swapped)]
     all_names = _all_names(list(layers), theirs)
     for name, layer in _singles(users, fused):
         all_names |= {name: layer, name.replace(".", "_"): layer}

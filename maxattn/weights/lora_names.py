@@ -15,8 +15,9 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from maxattn.errors import WeightsError, did_you_mean
-from maxattn.weights.fused import Shown
+from maxattn.weights.fused import SWAPPED, Shown
 from maxattn.weights.layer_names import ModuleNames
+from maxattn.weights.name_tables import FLUX_SWAPPED
 from maxattn.weights.names import Entry
 
 log = logging.getLogger("maxattn")
@@ -183,7 +184,7 @@ def split_lora(
 
     W' = [W_1; W_2] + B A  is  W_1' = W_1 + B_1 A,  W_2' = W_2 + B_2 A
     """
-    where: dict[str, tuple[str, slice | None]] = {}
+    where: dict[str, tuple[str, slice | str | None]] = {}
     written_as: dict[str, str] = {}
     layers = {n: layer_of(n.removeprefix(prefix)) or "" for n in held if n.startswith(prefix)}
     fused = {n: module.fused.get(module.layers.get(layer, ""), ()) for n, layer in layers.items()}
@@ -207,7 +208,8 @@ def split_lora(
             if new in held or new in where:
                 rule = f"each layer must have one pair of matrices, and {name} is for {own} too"
                 raise WeightsError("LoRA", new, rule, "remove the wrong one of the two")
-            where[new] = name, slice(start, stop) if by_row else None
+            rows = SWAPPED if module.layers[layer] in FLUX_SWAPPED else slice(start, stop)
+            where[new] = name, rows if by_row else None
             written_as[own], start = layer, stop
     return (Shown(held, where) if written_as else held), written_as
 

@@ -161,7 +161,6 @@ def _flux() -> dict[str, str | tuple[str, ...]]:
     for name, embedder in embedders.items():
         for end, linear in (("in_layer", "linear_1"), ("out_layer", "linear_2")):
             table[f"{name}.{end}"] = f"time_text_embed.{embedder}_embedder.{linear}"
-    # `final_layer.adaLN_modulation.1` is absent: its shift is before its scale.
     outside = {"img_in": "x_embedder", "txt_in": "context_embedder"}
     return table | outside | {"final_layer.linear": "proj_out"}
 
@@ -206,5 +205,7 @@ def _ltx2() -> dict[str, str | tuple[str, ...]]:
     return table
 
 
+FLUX_SWAPPED: Final = {"final_layer.adaLN_modulation.1": "norm_out.linear"}
+"""A layer of Flux.1's own code with its shift before its scale, which diffusers has behind it."""
 PUBLISHED: Final[dict[str, Table]] = {"flux": _flux(), "z_image": _z_image(), "ltx2": _ltx2()}
 """Tables by family; Wan's and Stability's names are in `layer_names`."""

@@ -187,16 +187,37 @@ def test_processors_of_old_diffusers() -> None:
     check_merged(names | {f"{at}.processor.to_out_lora": f"{at}.to_out.0"}, "unet.", XLABS)
 
 
+@pytest.mark.parametrize(
+    "last", ["final_layer.adaLN_modulation.1", "final_layer_adaLN_modulation_1"]
+)
+def test_the_last_shift_and_scale_of_flux_are_exchanged(last: str) -> None:
+    model: Any = model_of(["norm_out.linear", "proj_out"])
+    rng = np.random.default_rng(0)
+    model.norm_out.linear = nnx.Linear(C, 2 * C, rngs=nnx.Rngs(0))
+    before, begin = weights.to_diffusers(model), "lora_unet_" if "_1" in last else ""
+    a, b, bias = rng.normal(size=(2, C)), rng.normal(size=(2 * C, 2)), rng.normal(size=2 * C)
+    named = {"lora_A.weight": a, "lora_B.weight": b, "lora_B.bias": bias, "alpha": np.float32(1)}
+    given = {f"{begin}{last}.{end}": x for end, x in named.items()}
+    assert weights.merge_lora(model, given) == ("norm_out.linear",)
+    after = weights.to_diffusers(model)
+    for end, change in (("weight", b @ a / 2), ("bias", bias / 2)):
+        shift, scale = np.split(change, 2)
+        want = before[f"norm_out.linear.{end}"] + np.concatenate([scale, shift])
+        np.testing.assert_allclose(after[f"norm_out.linear.{end}"], want, atol=1e-6)
+    given = {n: x[1:] if "lora_B" in n else x for n, x in given.items()}
+    refused(model, lambda: weights.merge_lora(model, given))
+
+
 def test_control_lora_of_bfl_is_taken_without_its_scales() -> None:
-    """Its scales of norms and the layer of the last shift and scale are left out, when asked."""
-    layers = [f"transformer_blocks.0.attn.{x}" for x in ADDED] + ["norm_out.linear"]
+    """Its scales of norms and a layer of another width are left out, when asked."""
+    layers = [f"transformer_blocks.0.attn.{x}" for x in ADDED] + ["x_embedder"]
     model, rng, begin = model_of(layers), np.random.default_rng(0), "double_blocks.0.txt_attn"
     shapes = {"lora_A.weight": (2, C), "lora_B.weight": (3 * C + 3, 2), "lora_B.bias": (3 * C + 3,)}
     given = {f"{begin}.qkv.{x}": rng.normal(size=shape) for x, shape in shapes.items()}
     given[f"{begin}.norm.key_norm.scale"] = np.ones(C)
-    last = "final_layer.adaLN_modulation.1"
+    last = "img_in"
     given |= {
-        f"{last}.lora_A.weight": np.ones((2, C)),
+        f"{last}.lora_A.weight": np.ones((2, 2 * C)),
         f"{last}.lora_B.weight": np.ones((C + 1, 2)),
     }
     assert "strict=False" in refused(model, lambda: weights.merge_lora(model, given)).remedy
