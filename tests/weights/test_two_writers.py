@@ -15,6 +15,7 @@ import pytest
 
 from maxattn import weights
 from maxattn.errors import WeightsError
+from maxattn.weights.saves import Form, save_tensors
 from tests.waiting import but
 
 NAMES = "abcdef"
@@ -67,10 +68,8 @@ def read(folder: Path) -> float:
 
 
 def save_here(folder: Path, value: int, shards: int) -> set[str]:
-    forms = {name: weights.saves.Form((64,), np.dtype("float32")) for name in NAMES}
-    files = weights.saves.save_tensors(
-        forms, lambda _: np.full(64, value, "f"), folder, "model", 256 * shards
-    )
+    forms = {name: Form((64,), np.dtype("float32")) for name in NAMES}
+    files = save_tensors(forms, lambda _: np.full(64, value, "f"), folder, "model", 256 * shards)
     return {file.name for file in files}
 
 
