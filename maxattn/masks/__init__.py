@@ -17,6 +17,7 @@ from maxattn.masks.positions import (
     PositionMask,
     Rectangle,
 )
+from maxattn.masks.rectangles import Rectangles
 from maxattn.masks.tree import mask_type
 from maxattn.masks.video import TeacherForcing, VideoMask
 
@@ -41,6 +42,7 @@ __all__ = [
     "Or",
     "PositionMask",
     "Rectangle",
+    "Rectangles",
     "SegmentLengths",
     "Segments",
     "TeacherForcing",

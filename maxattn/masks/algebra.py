@@ -240,7 +240,11 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
     absurd = any(identity in flat for identity in negated)
     if absurd or any(isinstance(part, zero) for part in flat.values()):
         return zero()
+    from maxattn.masks import rectangles
+
     kept = _without_absorbed(list(flat.values()), other)
+    if len(kept) > MOST_SPANS or rectangles.has_rectangles(kept):
+        kept = rectangles.folded(kind, kept)
     if len(kept) < 2:
         return kept[0] if kept else unit()
     joined = kind(tuple(sorted(kept, key=lambda part: part.order)))

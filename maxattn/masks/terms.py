@@ -135,7 +135,8 @@ def split_mask(mask: Mask) -> SplitMask | Reason:
         return Reason("flash", "mask Segments & Segments", rule, remedy)
     if not positions.has_exact_intervals:
         what = f"mask of {positions.extent.masks} masks"
-        rule = f"it tests up to {MOST_SPANS} intervals of keys per query, and the mask has more"
+        most = len(positions.spans(np.zeros(1, np.int32), np, True))
+        rule = f"it tests up to {MOST_SPANS} intervals of keys per query, and the mask has {most}"
         return Reason("flash", what, rule, USE_BLOCKWISE)
     return SplitMask(positions, segments[0] if segments else None, tuple(padding))
 

@@ -5,6 +5,8 @@ Each is compared with a table of pairs that was written from what its name says.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import jax
@@ -108,6 +110,12 @@ PICTURES = (100, 228), (300, 500)
 CAUSAL_OR_PICTURE = M.Causal() | M.Rectangle(*PICTURES[0] * 2) | M.Rectangle(*PICTURES[1] * 2)
 PICTURE = np.sum([i * ((a <= AT) & (b > AT)) for i, (a, b) in enumerate(PICTURES, 1)], axis=0)
 
+# More rectangles than a kernel takes intervals: steps of ten with a sink, and blocks of ten.
+STEPS = M.Rectangle(0, 500, 0, 7) | M.Or(
+    tuple(M.Rectangle(i, i + 10, max(i - 90, 0), i + 10) for i in range(0, LENGTH, 10))
+)
+TALL = reduce(or_, (M.Rectangle(i, i + 10, i, i + 10) for i in range(0, LENGTH, 10)))
+
 # Block diffusion: blocks of a clean sequence, then the same blocks noisy, each of which sees itself
 # and the clean blocks before its own.
 HALF, BLOCK = LENGTH // 2, 32
@@ -163,6 +171,12 @@ CASES = {
     "clean and noisy blocks": Case(CLEAN | BEFORE | ITSELF, CLEAN_AND_NOISY),
     "causal by segment": Case(
         BY_SEGMENT, np.searchsorted(ENDS, K, "right") <= np.searchsorted(ENDS, Q, "right"), ()
+    ),
+    "many rectangles": Case(
+        STEPS, (K < Q // 10 * 10 + 10) & (K >= Q // 10 * 10 - 90) | (K < 7) & (Q < 500), FLASH
+    ),
+    "many rectangles, causal": Case(
+        TALL & M.Causal(), (K // 10 == Q // 10) & (K <= Q), tuple(KERNELS)
     ),
     "one rectangle": Case(
         M.Rectangle(130, 300, 7, 260), (Q >= 130) & (Q < 300) & (K >= 7) & (K < 260), ()

@@ -163,8 +163,8 @@ def too_many_steps(mask: Mask, shard: int) -> str | None:
     if mask.looked_up <= MOST_STEPS or one_interval(mask, shard) is not None:
         return None
     return (
-        f"it compares at most {MOST_STEPS} segments if both ends of a query's keys do not fit one"
-        f" int32, and {mask} has {mask.looked_up}"
+        f"it compares at most {MOST_STEPS} segments or bands of queries if both ends of a query's"
+        f" keys do not fit one int32, and {mask} has {mask.looked_up}"
     )
 
 

@@ -1,0 +1,114 @@
+"""Unions of many rectangles: their pairs by brute force, their intervals, and their forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from operator import and_, or_
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxattn as ma
+from maxattn import masks as M
+from maxattn.errors import InputError
+
+Made = tuple[list[M.Rectangle], np.ndarray]
+
+
+def drawn(count: int, length: int) -> Made:
+    rng = np.random.default_rng(count)
+    ends = np.sort(rng.integers(0, length + 1, (count, 2, 2)), axis=2)
+    corners = ends.reshape(count, 4).tolist()
+    table = np.zeros((length, length), bool)
+    for q0, q1, k0, k1 in corners:
+        table[q0:q1, k0:k1] = True
+    return [M.Rectangle(*corner) for corner in corners], table
+
+
+def scattered(count: int, length: int) -> Made:
+    """Draw small rectangles, of which a query sees several intervals."""
+    rng = np.random.default_rng(count)
+    table, found = np.zeros((length, length), bool), []
+    for q, k in rng.integers(0, length, (count, 2)):
+        found.append(M.Rectangle(int(q), int(q) + 3, int(k), int(k) + 2))
+        table[q : q + 3, k : k + 2] = True
+    return found, table
+
+
+CASES: dict[str, Made] = {
+    "33 drawn": drawn(33, 60),
+    "200 drawn": drawn(200, 64),
+    "300 small": scattered(300, 100),
+    "40 small": scattered(40, 50),
+}
+JOINED: dict[str, Callable[[list[M.Rectangle]], M.Mask]] = {
+    "one by one": lambda some: reduce(or_, some),
+    "at once": lambda some: M.Or(tuple(some)),
+    "backwards": lambda some: reduce(or_, some[::-1]),
+    "negated twice": lambda some: ~reduce(and_, (~each for each in some)),
+    "under causal, apart": lambda some: reduce(or_, (each & M.Causal() for each in some)),
+    "under causal": lambda some: reduce(or_, some) & M.Causal(),
+    "beside causal": lambda some: reduce(or_, [M.Causal(), *some]),
+    "but not": lambda some: M.LocalWindow(20, 20) & ~reduce(or_, some),
+}
+
+
+def expected(how: str, table: np.ndarray) -> np.ndarray:
+    q, k = np.mgrid[: len(table), : len(table)]
+    if how.startswith("under causal"):
+        return table & (k <= q)
+    if how == "beside causal":
+        return table | (k <= q)
+    return ~table & (abs(q - k) <= 20) if how == "but not" else table
+
+
+@pytest.mark.parametrize("how", JOINED)
+@pytest.mark.parametrize("name", CASES)
+def test_the_pairs_are_those_of_the_rectangles(name: str, how: str) -> None:
+    some, table = CASES[name]
+    want, size = expected(how, table), len(table)
+    mask = JOINED[how](some).bind(size, size)
+    at = np.arange(size)
+    np.testing.assert_array_equal(np.asarray(mask.allowed(at, at))[0, 0], want)
+    traced = jax.jit(lambda at: mask.allowed(at, at))(jnp.arange(size))
+    np.testing.assert_array_equal(np.asarray(traced)[0, 0], want)
+    assert mask.has_exact_intervals and mask.allowed_pairs(size, size) == want.sum()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_union_is_one_value(name: str) -> None:
+    some, table = CASES[name]
+    ways = ("one by one", "at once", "backwards", "negated twice")
+    made = {JOINED[how](some).bind(len(table), len(table)) for how in ways}
+    assert len(made) == 1
+
+
+def test_more_intervals_than_a_kernel_takes_are_counted_and_refused() -> None:
+    """Every second key for the first rows, and one key for the others."""
+    comb = M.Or(tuple(M.Rectangle(0, 8, k, k + 1) for k in range(0, 80, 2)))
+    call = ma.Call(1, 80, 80, 4, 4, 64, "bfloat16", mask=comb | M.Rectangle(8, 80, 0, 1))
+    target = ma.Target.named("NVIDIA H200", packages={"fa4-jax": "0.1.0"})
+    config = ma.AttentionConfig(attention="flash", fallback="warn")
+    text = ma.plan(call, config, None, target).explain()
+    assert "32 intervals of keys per query, and the mask has 40" in text
+
+
+@pytest.mark.parametrize("count", [33, 3000])
+def test_auto_takes_flash_for_many_rectangles(count: int) -> None:
+    rows = M.Or(tuple(M.Rectangle(128 * i, 128 * i + 128, 0, 128 * i + 128) for i in range(count)))
+    call = ma.Call(1, count * 128, count * 128, 12, 12, 128, "bfloat16", mask=rows)
+    target = ma.Target.named("NVIDIA H200", packages={"fa4-jax": "0.1.0"})
+    plan = ma.plan(call, ma.AttentionConfig(attention="auto"), None, target)
+    assert plan.kernel.name == "flash"
+    assert call.mask.allowed_pairs(call.q_len, call.kv_len) == 128 * 128 * count * (count + 1) // 2
+
+
+def test_corners_are_checked() -> None:
+    with pytest.raises(InputError, match=r"Rectangle\.q_stop"):
+        M.Rectangles(((3, 1, 0, 2),))
+    with pytest.raises(InputError, match=r"join masks\.Rectangle"):
+        M.Rectangles((1, 2, 3, 4))  # type: ignore[arg-type]
+    assert M.Rectangles(((1, 1, 0, 2),)).bind(4, 4) == M.Empty()
