@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from maxattn.config.errors import plain, printable
 from maxattn.config.numbers import whole
@@ -223,3 +224,18 @@ def _largest(tensor: np.ndarray) -> np.ndarray:
 def _is_finite_in(value: Any, dtype: Any) -> bool:
     with np.errstate(over="ignore"):
         return bool(np.isfinite(np.asarray(value).astype(dtype)))
+
+
+def only_weights(module: nnx.Module, names: list[str]) -> None:
+    """Refuse parameters that readers of a model's folder would leave out."""
+    if lora := [name for name in names if ".lora_" in name]:
+        rule = "a reader of a model's folder leaves LoRA out, and has the model without it"
+        remedy = (
+            "write the two parts of to_diffusers(module) by safetensors.numpy.save_file: the names"
+            " with .lora_ as a LoRA file, the others as the model"
+        )
+        raise WeightsError("module", f"{lora[0]} and {len(lora) - 1} more", rule, remedy)
+    if stats := nnx.to_flat_state(nnx.state(module, nnx.BatchStat)):
+        found = ".".join(map(str, next(iter(stats))[0]))
+        rule = "diffusers' models have no BatchNorm, so its running statistics would be lost"
+        raise WeightsError("module", found, rule, "use nnx.GroupNorm, or save the state with orbax")

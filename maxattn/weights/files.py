@@ -27,6 +27,7 @@ DTYPES: dict[str, str] = {code: name for name, code in NAMES.items()} | {
 }
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-\d{5}\.safetensors")
 TRIES = 100  # how often a folder is opened while others save into it
+WAIT = 0.02  # seconds after which an error must be the same as before
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -160,18 +161,20 @@ def _pickled(path: Path) -> WeightsError:
 
 def _places_of_one_save(path: Path) -> dict[str, OpenFile]:
     """Open a path's files; if a save replaced the index in the meantime, open them again."""
+    last = ""
     for tried in range(TRIES):
         time.sleep(tried / 1000)
-        entry = _entry_file(path)
-        before = _stamp(entry)
         try:
-            found, problem = _places(entry), None
+            entry = _entry_file(path)
+            before = _stamp(entry)
+            found = _places(entry)
+            if _stamp(entry) == before and _entry_file(path) == entry:
+                return found
         except WeightsError as error:
-            found, problem = {}, error
-        if _stamp(entry) == before and _entry_file(path) == entry:
-            if problem is not None:
-                raise problem
-            return found
+            if str(error) == last:  # the same twice: no save is under way
+                raise
+            last = str(error)
+            time.sleep(WAIT)
     rule = "a folder must be read between two saves, and others save into it all the time"
     raise WeightsError("weights", printable(str(path), 400), rule, "wait for the other saves")
 

@@ -133,11 +133,13 @@ def _fitting(
 def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
     """Return a module's parameters in diffusers' names and layouts, bit for bit, on the host.
 
-    `prefix` is put before every name.
+    `prefix` is put before every name. The matrices of an `nnx.LoRA` are `lora_A.weight` and
+    `lora_B.weight` of the layer that it adapts, as in files of peft and diffusers.
     """
     checks.prefix(prefix)
     every = written(entries(module, prefix))
-    return {name: _joined(module, parts) for name, parts in every.items()}
+    # safetensors' save_file writes the memory of a transposed array in the wrong order.
+    return {name: np.ascontiguousarray(_joined(module, parts)) for name, parts in every.items()}
 
 
 def save_diffusers(
@@ -154,7 +156,8 @@ def save_diffusers(
         shard_bytes: the most bytes of a file, unless one tensor has more.
 
     Raises:
-        WeightsError: the folder cannot be written, or has the index of another model.
+        WeightsError: the folder cannot be written, or has the index of another model; or the module
+            has parameters that the files of a model do not have, such as LoRA.
 
     Example:
         >>> import tempfile
@@ -173,6 +176,7 @@ def save_diffusers(
     """
     folder, shard_bytes = checks.folder(folder), checks.shard_bytes(shard_bytes)
     every = written(entries(module))
+    checks.only_weights(module, list(every))
     forms = {}
     for name, parts in every.items():
         rows = sum(entry.shape[0] for entry in parts) if len(parts) > 1 else None

@@ -23,6 +23,8 @@ from flax import nnx
 from maxattn.errors import WeightsError
 
 Path = tuple[Any, ...]
+LORA = {"lora_a": "lora_A", "lora_b": "lora_B"}  # nnx's names of the matrices, and peft's
+WRAPPERS: Mapping[str, type[nnx.Module]] = {"lora": nnx.LoRALinear, "base_module": nnx.LoRA}
 
 
 class FusedPlace(NamedTuple):
@@ -91,6 +93,10 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
     stacked: int | None = None
     rest = list(path)
     while len(rest) > 1:
+        if isinstance(owner, WRAPPERS.get(str(rest[0]), ())):
+            # A LoRA of nnx, and the layer under it, have the name of the layer that they adapt.
+            owner, rest = getattr(owner, rest[0]), rest[1:]
+            continue
         owners.append((len(names), type(owner)))
         taken, name = _step(owner, rest)
         # The name means a stacked module, unless the attribute is an `nnx.List`.
@@ -163,10 +169,19 @@ def _step(owner: Any, rest: list[Any]) -> tuple[int, str]:
 
 def _parameter(owner: Any, name: str, ndim: int) -> tuple[str, tuple[int, ...]]:
     """Return torch's name of a parameter, and the axes of its tensor."""
-    same = tuple(range(ndim))
+    same, renamed = tuple(range(ndim)), getattr(type(owner), "diffusers_names", {})
+    # flax [in, out] is torch [out, in]; [*spatial, in, out] is [out, in, *spatial].
     if name == "kernel" and isinstance(owner, nnx.Linear | nnx.Conv):
-        # flax [in, out] is torch [out, in]; [*spatial, in, out] is [out, in, *spatial].
         return "weight", (*same[2:], 1, 0)
+    if isinstance(owner, nnx.LoRA) and name in LORA:
+        return f"{LORA[name]}.weight", (*same[2:], 1, 0)
     if name in ("scale", "embedding"):
         return "weight", same
-    return getattr(type(owner), "diffusers_names", {}).get(name, name), same
+    if name == "kernel" and name not in renamed:
+        kind = type(owner).__name__
+        rule = (
+            f"files have kernels of nnx.Linear and nnx.Conv, and the axes of {kind}'s are unknown"
+        )
+        remedy = 'use nnx.Linear, or a subclass with diffusers_names = {"kernel": "weight"}'
+        raise WeightsError("module", f"a kernel of {kind}", rule, remedy)
+    return renamed.get(name, name), same

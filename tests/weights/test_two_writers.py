@@ -83,7 +83,7 @@ def tensors_of(text: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("shards", but(SHARDS, ["2, 2", "6, 2"]))
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_read_is_one_save(shards: str, count: int, tmp_path: Path) -> None:
     each = tensors_of(shards)
     save_here(tmp_path, 0, each[0])
@@ -93,7 +93,7 @@ def test_every_read_is_one_save(shards: str, count: int, tmp_path: Path) -> None
             values.add(read(tmp_path))
         assert [process.returncode for process in both] == [0, 0]
     last = int(read(tmp_path))
-    assert len(values) > 1 and last in (2 * count, 2 * count + 1)
+    assert values <= set(map(float, range(2 * count + 2))) and last >= 2 * count
     assert {f.name for f in tmp_path.iterdir()} == save_here(tmp_path, 1, each[last % 2])
 
 
