@@ -1,0 +1,64 @@
+"""Unions of many rectangles by FlashAttention-4, and forward mode of a module (`make test-gpu`)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import maxattn as ma
+from maxattn import masks as M
+from tests.gpu.requirements import skip_unless_available
+from tests.reference import attention64, error
+
+pytestmark = pytest.mark.gpu
+
+LENGTH = 1500
+MADE = {
+    "small steps": [M.Rectangle(i, i + 10, max(0, i - 90), i + 10) for i in range(0, LENGTH, 10)],
+    "several intervals": [
+        M.Rectangle(i, i + 50, j, j + 20)
+        for i in range(0, LENGTH, 50)
+        for j in range(i % 7, i, 200)
+    ],
+    "whole tiles": [M.Rectangle(i, i + 128, 0, i + 128) for i in range(0, LENGTH - 127, 128)]
+    + [M.Rectangle(i, i + 3, i, i + 3) for i in range(0, LENGTH, 30)],
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_many_rectangles(name: str) -> None:
+    skip_unless_available("flash")
+    mask, rng = M.Or(tuple(MADE[name])), np.random.default_rng(0)
+    q, k, v, dout = (rng.normal(size=(1, LENGTH, 2, 64)).astype("f") for _ in range(4))
+    halves = [jnp.asarray(x, "bfloat16") for x in (q, k, v)]
+    allowed = np.zeros((LENGTH, LENGTH), bool)
+    for one in MADE[name]:
+        allowed[one.q_start : one.q_stop, one.kv_start : one.kv_stop] = True
+    config = ma.AttentionConfig(attention="flash")
+
+    @jax.jit
+    def both(*x: jax.Array):
+        out, pull = jax.vjp(lambda *x: ma.attention(*x, mask=mask, config=config), *x)
+        return out, *pull(jnp.asarray(dout, "bfloat16"))
+
+    got = both(*halves)
+    want = attention64(*(np.asarray(x, "f") for x in halves), allowed[None, None], dout=dout)
+    assert all(error(g, w) < 2e-2 for g, w in zip(got, want[:1] + want[2:5], strict=True))
+
+
+def test_forward_mode_of_a_module() -> None:
+    """Its tangent is the slope between two points near it."""
+    config = ma.AttentionConfig(attention="dot_product")
+    attn = ma.FlaxAttention(
+        128, heads=2, dim_head=64, qk_norm="rms_norm", bias=True, config=config, rngs=nnx.Rngs(0)
+    )
+    x = jax.random.normal(jax.random.key(0), (2, 60, 128))
+
+    def run(x: jax.Array) -> jax.Array:
+        return attn(x, rotary_emb=ma.rope_1d(64, 60))
+
+    slope = (run(1.01 * x) - run(0.99 * x)) / 0.02
+    assert error(jax.jit(lambda x: jax.jvp(run, (x,), (x,)))(x)[1], slope) < 2e-2
