@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from common import hosts
 from common.json_file import read_mapping
+from common.replacing import only_writer, replacing
 
 from maxattn.errors import InputError
 from maxattn.weights import SafeTensors
-from maxattn.weights.replacing import only_writer, replacing
 
 from . import checks
 from .reel import Reel

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.replacing import replacing
 from common.shapes import Form, Shapes, fits
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.weights.replacing import replacing
 
 from .task import Arrays
 

@@ -9,12 +9,12 @@ import jax
 from common import hosts
 from common.json_file import read_mapping
 from common.pipeline_folder import FIRST, SECOND
+from common.replacing import replacing
 from common.trained_blocks import saying
 from flax import nnx
 from samplers.read import CLASSES
 
 from maxattn import weights
-from maxattn.weights.replacing import replacing
 
 from . import lora
 from .task import Task

@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from common.replacing import own_ending
 from common.shapes import Shapes
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.weights.replacing import own_ending
 
 from .latents import EMPTY, LatentFolder
 

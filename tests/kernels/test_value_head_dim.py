@@ -310,5 +310,5 @@ def test_a_call_says_its_head_dims() -> None:
     assert call.shape_text == "B=1 T=S=4 N=2 H=8 V=6 f32"
     with pytest.raises(InputError, match="value_head_dim"):
         ma.Call(1, 4, 4, 2, 2, 8, value_head_dim=-1)
-    with pytest.raises(InputError, match="batch, tokens and heads of v"):
+    with pytest.raises(InputError, match="its B, S and K must be those of k"):
         ma.attention(q, q, v[:, :3])
