@@ -5,6 +5,7 @@ This file raises no error, and depends on no other file of maxattn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,9 +28,8 @@ class MaxattnError(Exception):
         self.setting, self.value, self.where = setting, value, where
         self.rule, self.remedy = rule, remedy
         location = f"{where}: " if where else ""
-        super().__init__(
-            f"{location}{setting}: {brief(value, str)}\n  rule    {rule}\n  remedy  {remedy}"
-        )
+        what = f"{location}{setting}: {brief(value, str)}"
+        super().__init__(escaped(f"{what}\n  rule    {rule}\n  remedy  {remedy}"))
 
 
 class ConfigError(MaxattnError, ValueError):
@@ -70,6 +70,19 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.who}: {self.rule}" + (f" ({self.remedy})" if self.remedy else "")
+
+
+def escaped(text: str) -> str:
+    """Escape what a terminal cannot print or would obey, as JSON does; line breaks stay.
+
+    These are control characters, marks that turn the direction of text, and halves of characters.
+
+    >>> print(escaped("a\\x9bb\\u202ec\\ud800"))
+    a\\u009bb\\u202ec\\ud800
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from maxattn.config.numbers import LONGEST
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -90,7 +90,7 @@ def plain(value: object) -> str:
 def show(value: object) -> str:
     """Write a value as YAML, shortened; text is quoted, so that "512" and 512 differ."""
     try:
-        return _short(json.dumps(value, ensure_ascii=False, default=str))
+        return escaped(_short(json.dumps(value, ensure_ascii=False, default=str)))
     except (TypeError, ValueError, RecursionError):  # circular, too deep, or with too many digits
         return f"({type(value).__name__}, too long to show)"
 
@@ -101,7 +101,7 @@ def _short(text: str, most: int = SHOWN) -> str:
 
 def printable(text: str, most: int = SHOWN) -> str:
     """Shorten a text, and escape unprintable characters, such as NUL, as JSON does."""
-    odd = "" if text.isprintable() else json.dumps(text[:most], ensure_ascii=False)
+    odd = "" if text.isprintable() else escaped(json.dumps(text[:most], ensure_ascii=False))
     return _short(odd or text, most)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxattn.errors import InputError
+from maxattn.jax_private.mesh import is_tracer
 from maxattn.masks.base import Lengths, Mask, Spots
 from maxattn.masks.packed import SegmentLengths
 from maxattn.masks.row_runs import RowBlocks
@@ -46,7 +47,9 @@ class KeyPadding(DataMask):
         keys: lengths `int[B]`, or flags `bool[B, S]` with True for a real key.
 
     Raises:
-        InputError: `keys` is neither lengths nor flags.
+        InputError: `keys` is neither lengths nor flags; or, when the mask is bound, a length is
+            below 0 or above S. Under `jit` values cannot be checked: a length below 0 counts as 0,
+            one above S as S.
 
     >>> from maxattn import masks
     >>> print(masks.KeyPadding([2]).show(3, 4))
@@ -85,6 +88,8 @@ class KeyPadding(DataMask):
         flags = is_bool(self.keys)
         keys = reshaped(self.keys, (-1, self.keys.shape[-1]) if flags else (-1,))
         check_dims("KeyPadding.keys", keys, "BS" if flags else "B", lengths)
+        if not flags:
+            _check_lengths(keys, lengths.kv_len)
         return self if keys is self.keys else replace(self, keys=keys)
 
     def axes(self) -> tuple[str, ...]:
@@ -108,6 +113,20 @@ class KeyPadding(DataMask):
 
     def key_limit(self) -> Any:
         return None if is_bool(self.keys) else self.keys
+
+
+def _check_lengths(keys: Any, most: int) -> None:
+    """Refuse lengths that no sequence of `most` keys has, if their values can be read."""
+    if is_tracer(keys) or not isinstance(keys, np.ndarray | jax.Array):
+        return
+    if isinstance(keys, jax.Array) and not keys.is_fully_addressable:
+        return
+    numbers = np.asarray(keys)
+    if (wrong := np.flatnonzero((numbers < 0) | (numbers > most))).size:
+        row = int(wrong[0])
+        rule = f"a length must be from 0 to the {most} keys of the call"
+        remedy = f"give jnp.clip(lengths, 0, {most}), or flags [B, S] of real keys"
+        raise InputError(f"KeyPadding.keys[{row}]", int(numbers[row]), rule, remedy)
 
 
 @mask_type

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError
 from tests.golden_text import check_golden, golden_texts
@@ -108,3 +110,14 @@ def test_what_is_legal_beside_each_edge() -> None:
     M.Dense(np.ones((1, 6), bool)).bind(4, 6, batch=3, heads=2)
     M.KeyPadding(np.ones((1, 6), bool)).bind(4, 6, batch=3)
     M.VideoMask(21, 1560).bind(4680, 32_760)
+
+
+@pytest.mark.parametrize("make", [np.array, jnp.array])
+@pytest.mark.parametrize("lengths", [[3, 65], [-4, 64]])
+def test_lengths_that_no_sequence_has_are_refused(lengths: list[int], make: Any) -> None:
+    x = jnp.ones((2, 64, 1, 8))
+    with pytest.raises(InputError, match=r"KeyPadding\.keys\[[01]\]: (65|-4)"):
+        ma.attention(x, x, x, mask=M.KeyPadding(make(lengths)))
+    run = jax.jit(lambda n: ma.attention(x, x, x, mask=M.KeyPadding(n)))
+    clipped = np.clip(lengths, 0, 64)
+    np.testing.assert_array_equal(run(jnp.array(lengths)), run(jnp.array(clipped)))

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -71,13 +72,22 @@ def put_aside(path: Path) -> tuple[str, Path] | None:
     damage = read_kept(path).damage
     if not damage:
         return None
-    beside = path.with_suffix(".damaged.json")
     with _locked(path.with_suffix(".lock")):
+        beside = _free_name(path)
         try:
             shutil.copyfile(path, beside)
         except OSError:  # it cannot be read
             os.replace(path, beside)
     return damage, beside
+
+
+def _free_name(path: Path) -> Path:
+    """Return the name of a copy: of one that is equal, or a new one, so that no copy is lost."""
+    for number in count(1):
+        beside = path.with_suffix(f".damaged{f'-{number}' if number > 1 else ''}.json")
+        if not beside.exists() or beside.read_bytes() == path.read_bytes():
+            return beside
+    raise AssertionError("unreachable")
 
 
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
