@@ -110,6 +110,13 @@ def _video(
     return table[np.minimum(at // tokens, frames - 1), key // tokens]
 
 
+def _rectangles(at: Any, key: Any, corners: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    out = np.zeros(np.broadcast(at, key).shape, bool)
+    for q_start, q_stop, kv_start, kv_stop in corners:
+        out |= (at >= q_start) & (at < q_stop) & (key >= kv_start) & (key < kv_stop)
+    return out
+
+
 def _limit(at: Any, key: Any, count: int) -> np.ndarray:
     return np.broadcast_to(key < count, np.broadcast(at, key).shape)
 
@@ -139,6 +146,7 @@ MEANING: dict[str, Callable[..., np.ndarray]] = {
     "Causal": _causal, "LocalWindow": _window, "BlockCausal": _block_causal,
     "BlockSlidingWindow": _block_window, "VideoMask": _video, "KeyLimit": _limit,
     "KeyPadding": _lengths, "KeyPadding flags": _flags, "Segments": _segments, "Dense": _dense,
+    "Rectangles": _rectangles,
 }  # fmt: skip
 WITH_OFFSET = ("Causal", "LocalWindow", "BlockCausal", "BlockSlidingWindow", "VideoMask")
 
@@ -152,6 +160,7 @@ def draw_tree(rng: Random, sizes: Sizes, depth: int = 3, data: bool = True) -> T
     """Draw a tree of at most `depth` signs above each other; without `data`, of positions alone."""
     if depth == 0 or rng.random() < 0.5:
         kinds = [_draw_positions] * 3 + [_draw_limit, _draw_video, _draw_own_blocks]
+        kinds += [_draw_rectangles]
         kinds += [_draw_lengths, _draw_flags, _draw_segments, _draw_dense] if data else []
         return rng.choice(kinds)(rng, sizes)
     sign = rng.choice("&&||~")
@@ -183,6 +192,16 @@ def _draw_limit(rng: Random, sizes: Sizes) -> Leaf:
     return Leaf("KeyLimit", (rng.choice([0, 1, sizes.s, sizes.s + 3, rng.randint(0, sizes.s)]),))
 
 
+def _draw_rectangles(rng: Random, sizes: Sizes) -> Leaf:
+    """Draw a union of few or of many rectangles, small or of any size."""
+    corners = []
+    for _ in range(rng.choice([1, 3, 33, 100])):
+        q, kv = rng.randint(0, sizes.t), rng.randint(0, sizes.s)
+        most = rng.choice([1, 3, 20, sizes.t + sizes.s])
+        corners.append((q, q + rng.randint(0, most), kv, kv + rng.randint(0, most)))
+    return Leaf("Rectangles", (tuple(corners),), 0)
+
+
 def _draw_video(rng: Random, sizes: Sizes) -> Leaf:
     """Draw a video whose tokens are the keys, with its queries inside."""
     if sizes.t > sizes.s:
@@ -197,8 +216,9 @@ def _draw_video(rng: Random, sizes: Sizes) -> Leaf:
 def _draw_lengths(rng: Random, sizes: Sizes) -> Leaf:
     dtype = rng.choice([*SIGNED, *UNSIGNED, "int32", "int32", "uint64"])
     most = int(np.iinfo(dtype).max)
-    odd = [0, 1, min(sizes.s, most), min(sizes.s + 9, most), most]
-    odd += [-1] if dtype in SIGNED else []
+    odd = [0, 1, min(sizes.s, most)]
+    if rng.random() < 0.1:  # refused, if the call reads them
+        odd += [min(sizes.s + 9, most), most, *[-1] * (dtype in SIGNED)]
     counts = [
         rng.choice(odd) if rng.random() < 0.3 else min(rng.randint(1, sizes.s), most)
         for _ in range(rng.choice([sizes.b, sizes.b, 1]))
