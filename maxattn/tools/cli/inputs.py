@@ -99,6 +99,7 @@ def read_batch(value: int | None) -> int | None:
 
 
 def _check_mask(shape: Shape, mask: str) -> None:
+    check_fits(mask, shape.q_len, shape.kv_len, shape.name)
     try:
         shape.call()
     except InputError as error:
@@ -106,7 +107,6 @@ def _check_mask(shape: Shape, mask: str) -> None:
             raise
         remedy = f"leave --mask out for {shape.name}, or give a shape with T at most S"
         raise InputError("--mask", error.value, error.rule, remedy) from None
-    check_fits(mask, shape.q_len, shape.kv_len, shape.name)
 
 
 # ---- the machine ---------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def read_mask(text: str) -> Mask:
 
 
 def check_fits(text: str, q_len: int, kv_len: int, where: str) -> None:
-    """Refuse numbers beyond the last query or key, which masks themselves would clip."""
+    """Refuse numbers beyond the last query or key, in the words of a command line."""
     for part in text.split("+"):
         name, _, rest = part.strip().partition(":")
         numbers = [int(word) for word in rest.split(",")] if rest else []

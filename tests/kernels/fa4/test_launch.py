@@ -125,7 +125,10 @@ def test_a_window_that_hides_nothing_is_dense() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
-@pytest.mark.parametrize("mask", [M.Segments(IDS[:2, :37], IDS[:2, :37]), M.Causal(), LENGTHS])
+@pytest.mark.parametrize(
+    "mask",
+    [M.Segments(IDS[:2, :37], IDS[:2, :37]), M.Causal(), M.KeyPadding(np.array([20, 37]))],
+)
 def test_a_padded_shard_has_a_plan(strategy: str, mask: M.Mask) -> None:
     call = ma.Call(2, 37, 37, 4, 4, 64, "bfloat16", mask)
     config = ma.AttentionConfig(attention="flash", context_parallel=strategy)  # pyright: ignore
