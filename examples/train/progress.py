@@ -55,7 +55,16 @@ class Progress(AbstractContextManager["Progress"]):
         step, facts = len(losses), f"loss {recent(losses):.4f}  {self.cost.speed(self.seconds)}"
         self._bar.update(self._task, completed=step, facts=facts)
         if not self.console.is_terminal and (step % self.every == 0 or step == self.steps):
-            print(f"step {step:>{len(str(self.steps))}}/{self.steps}  {facts}", flush=True)
+            left = "" if step == self.steps else self._time_left(step)
+            print(f"step {step:>{len(str(self.steps))}}/{self.steps}  {facts}{left}", flush=True)
+
+    def _time_left(self, step: int) -> str:
+        """Return how long the other steps take at the speed of the last ones."""
+        if self.seconds is None:
+            return ""
+        minutes, seconds = divmod(round((self.steps - step) * self.seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"  {hours}:{minutes:02}:{seconds:02} left"
 
     @property
     def seconds(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -176,4 +177,6 @@ def test_lines_without_a_terminal(small: Settings, capsys: pytest.CaptureFixture
     assert [line.split()[1] for line in lines] == ["100/250", "200/250", "250/250"]
     assert "loss 0.9000" in lines[0]
     assert "loss 0.5000" in lines[1]
-    assert all(line.endswith("tokens/s") for line in lines)
+    timed = [line for line in lines if line.endswith(" left")]
+    assert all(re.search(r"tokens/s  \d+:\d\d:\d\d left$", line) for line in timed)
+    assert timed == lines[:2] and lines[2].endswith("tokens/s")
