@@ -123,7 +123,7 @@ def _read(
     def on_device(
         k: Array, v: Array, frame: Array, index: Array, q: Array, own: Own, table: Rotary | None
     ) -> Array:
-        end = frame if own is not None else frame + cache.own
+        end, fits = frame if own is not None else frame + cache.own, _is_layer(index, k)
         # An array of one layer is taken whole, without a copy.
         k, v = (
             x[0] if len(x) == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
@@ -133,10 +133,11 @@ def _read(
             k = apply_rotary(k, _at(table, layout.places(end)))
         filled, seen = jnp.minimum(end, layout.frames) * layout.tokens, mask
         if own is not None:
+            new_k, new_v = _nan_unless(fits, own)
             # If slots are empty, own tokens come first, so that real keys precede empty slots.
             order = 1 if cache.stage == "full" else -1
-            k, v = (jnp.concatenate(x[::order], 1) for x in ((k, own[0]), (v, own[1])))
-            filled = filled + own[0].shape[1]
+            k, v = (jnp.concatenate(x[::order], 1) for x in ((k, new_k), (v, new_v)))
+            filled = filled + new_k.shape[1]
         if cache.stage != "full":
             seen = KeyPadding(jnp.broadcast_to(filled, q.shape[:1]))
         attend = partial(attention, scale=how.scale, config=how.config, mesh=False)
@@ -178,6 +179,16 @@ def _at(table: Rotary, places: Any) -> Rotary:
     )
 
 
+def _is_layer(index: Array, kept: Array) -> Array:
+    """Return whether [L, B, S, K, H] has the layer, since a traced index cannot be refused."""
+    return (index >= 0) & (index < len(kept))
+
+
+def _nan_unless(fits: Array, new: Any) -> Any:
+    """Return arrays, or NaN if they do not fit: jax would clamp the index to other frames."""
+    return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), new)
+
+
 # ---- writing -------------------------------------------------------------------------------------
 
 
@@ -189,7 +200,7 @@ def _write(
     layout, kept = cache.layout, {frame: frame for frame in range(cache.own)}
     is_first = cache.stage == "empty"
     if is_first:  # slots are known; if frames share a slot, the last one is kept
-        kept = {layout.stream.slots(frame): frame for frame in kept}
+        kept = {layout.stream.slot_of(frame): frame for frame in kept}
     new = [x.reshape(x.shape[0], cache.own, -1, *x.shape[2:]) for x in (k, v)]
     rows, old = layout.spec("B" if cache.frame.ndim else ""), layout.spec(".BFK.")
     in_specs = (old, old, layout.spec("B.FK."), layout.spec("B.FK."), rows, layout.spec(""))
@@ -197,12 +208,12 @@ def _write(
     def on_device(
         k: Array, v: Array, new_k: Array, new_v: Array, frame: Array, index: Array
     ) -> tuple[Array, Array]:
+        fits = _is_layer(index, k)
         if layout.stream.window is None and not is_first:
-            # jax clamps a slice's start to fit the array, which would overwrite other frames.
-            fits = (frame + new_k.shape[1] <= layout.frames).reshape(-1, 1, 1, 1, 1)
-            new_k, new_v = (jnp.where(fits, x, jnp.nan) for x in (new_k, new_v))
+            fits &= (frame + new_k.shape[1] <= layout.frames).reshape(-1, 1, 1, 1, 1)
+        new_k, new_v = _nan_unless(fits, (new_k, new_v))
         for slot, i in kept.items():
-            slot = slot if is_first else layout.stream.slots(frame + i)
+            slot = slot if is_first else layout.stream.slot_of(frame + i)
             token = jnp.asarray(slot, jnp.int32) * layout.tokens
             k, v = (_put(x, new[:, i], index, token) for x, new in ((k, new_k), (v, new_v)))
         return k, v

@@ -27,12 +27,12 @@ FRESH = "make a new cache with KVCache.empty"
 
 
 def frames_from_zero(frame: Any) -> Any:
-    """Check a frame number, or an array of frame numbers; jax arrays may have any values."""
+    """Check a frame number, or an array of frame numbers; traced ones may have any values."""
     if (number := whole(frame, least=0)) is not None:
         return number
     is_array = isinstance(frame, jax.Array | np.ndarray)
     is_integer = is_array and np.issubdtype(frame.dtype, np.integer)
-    if is_integer and (isinstance(frame, jax.Array) or (frame >= 0).all()):
+    if is_integer and (is_tracer(frame) or (frame >= 0).all()):
         return frame
     rule = "frame numbers must be integers of at least 0"
     raise InputError("frame", repr(frame), rule, "give a number, or an array of integers")
@@ -246,7 +246,7 @@ def append(cache: KVCache, other: KVCache) -> None:
             raise InputError("append", repr(each), rule, remedy)
         frames = each.layout.frames
         known = not is_tracer(each.frame)  # otherwise the stage decides
-        if bool((each.frame != frames).any()) if known else not each.is_done:
+        if bool((each.frame != frames).any()) if known else each.stage != "complete":
             rule = f"all of its {frames} slots must be filled before append()"
             raise InputError("append", repr(each), rule, "make it with as many frames= as it keeps")
     a, b = (
@@ -359,6 +359,9 @@ def _check_arrays(cache: KVCache, shape: Sequence[int], mesh: Any, axes: MeshSha
     if (cache.shape[1], *cache.shape[3:]) != (batch, heads, width):
         rule = f"the module needs [L, B, S, K, H] with B={batch}, K={heads} key heads and H={width}"
         raise InputError("cache.k", f"shape {cache.shape}", rule, FRESH)
+    if cache.frame.shape not in ((), (batch,)):
+        rule = f"it must be one number, or one for each of the {batch} batch rows"
+        raise InputError("cache.frame", f"shape {cache.frame.shape}", rule, FRESH)
     kept = jax.tree.leaves((cache.k, cache.v))
     slots, first = cache.layout.frames * cache.layout.stream.tokens_per_frame, kept[0]
     alike = all((x.shape, x.dtype) == (first.shape, first.dtype) for x in kept)

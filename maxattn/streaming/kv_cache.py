@@ -135,7 +135,7 @@ class KVCache:
         """Return a layer for `FlaxAttention(..., cache=)`.
 
         `index` may be traced, in a scan over layers that carries the cache; with `per_layer=True`
-        it must be a number.
+        it must be a number. A traced index of no layer makes the pass's keys and values NaN.
         """
         checks.layer(index, self.shape[0], self.is_per_layer)
         return CacheLayer(self, index)
@@ -240,10 +240,10 @@ class KVCache:
 
         Raises:
             InputError: a value is no cache, the caches differ in layout or layers, a first block is
-                not done, or frames are being recomputed.
+                not done, or frames are being recomputed; under `jit` such rows become NaN.
         """
         caches = checks.stacked(caches)
-        k, v = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *((c.k, c.v) for c in caches))
+        k, v = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *map(_complete, caches))
         rows = [jnp.broadcast_to(c.frame, (c.shape[1],)) for c in caches]
         frame = jnp.concatenate(rows)
         both = replace(caches[0], k=k, v=v, frame=frame, until=jnp.zeros_like(frame))
@@ -373,6 +373,14 @@ class CacheLayer(NamedTuple):
             return replace(cache, k=k, v=v)
         both = [(*old[:i], new, *old[i + 1 :]) for old, new in ((cache.k, k), (cache.v, v))]
         return replace(cache, k=both[0], v=both[1])
+
+
+def _complete(cache: KVCache) -> tuple[Any, Any]:
+    """Return keys and values; where a traced `until` shows a recomputation, they are NaN."""
+    if not is_tracer(cache.until):
+        return cache.k, cache.v
+    fits = (cache.until == 0).reshape(1, -1, 1, 1, 1)
+    return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), (cache.k, cache.v))
 
 
 def _ends(frame: Array) -> tuple[int, int]:

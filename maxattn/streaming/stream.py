@@ -203,9 +203,13 @@ class Stream:
             frame: a number from 0, or an array of them; may be traced.
 
         Raises:
-            InputError: a frame is not a whole number, or a known one is below 0.
+            InputError: a frame is not a whole number, or is below 0. Under `jit` a number below 0
+                cannot be refused, and has no slot: the result is below 0, or another frame's.
         """
-        frame = checks.frames_from_zero(frame)
+        return self.slot_of(checks.frames_from_zero(frame))
+
+    def slot_of(self, frame: Any) -> Any:
+        """Return the slot of a frame as `slots` does, without a look at the frame's value."""
         if self.budget is None:
             return frame
         ring = self.budget - self.sink

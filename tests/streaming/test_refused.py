@@ -138,6 +138,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "sink_without_window": lambda: ma.Stream(4, 3, sink=2),
     "slot_below_zero": lambda: STREAM.slots(-1),
     "slots_below_zero": lambda: STREAM.slots(np.array([3, -1])),
+    "slots_of_jax_below_zero": lambda: STREAM.slots(jnp.array([3, -1])),
     "slot_of_half_a_frame": lambda: STREAM.slots(1.5),  # pyright: ignore
     "slots_of_a_list": lambda: STREAM.slots([1, 2]),  # pyright: ignore
     # an empty cache
@@ -207,6 +208,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "cached_empty": lambda: empty().cached(),
     "append_to_a_window": lambda: made().append(made()),
     "append_with_empty_slots": lambda: not_whole().append(not_whole()),
+    "append_with_an_empty_slot_under_jit": lambda: jax.jit(lambda a, b: a.append(b))(
+        made(ENDLESS, frames=4), made(ENDLESS, frames=3)
+    ),
     "append_of_another_batch": lambda: made(ENDLESS, frames=3).append(
         call(empty(ENDLESS, frames=3, batch=2), jnp.zeros((2, 12, 16)))[1].advance()
     ),
@@ -235,6 +239,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "another_batch": lambda: call(empty(batch=2)),
     "other_heads": lambda: call(empty(kv_heads=1)),
     "another_width": lambda: call(empty(dim_head=16)),
+    "frames_of_other_rows": lambda: call(replace(made(), frame=jnp.array([3, 3]))),
     "another_dtype": lambda: call(empty(dtype="bfloat16")),
     "values_of_another_dtype": lambda: call(replace(empty(), v=empty(dtype="bfloat16").v)),
     "values_of_another_shape": lambda: call(replace(empty(), v=empty(dim_head=4).v)),
@@ -255,6 +260,23 @@ def test_refusals_say_what_and_why_and_what_to_do(name: str) -> None:
     with pytest.raises(MaxattnError) as caught:
         BAD[name]()
     check_golden(f"streaming/{name}", str(caught.value))
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_traced_index_of_no_layer_gives_nan(index: int) -> None:
+    """It cannot be refused, and jax would take the last layer in its place."""
+    cache = made()
+    with pytest.raises(MaxattnError):
+        cache.layer(index)
+    for this in (cache, cache.cached()):
+        run = jax.jit(lambda cache, i: attn()(X + 1, cache=cache.layer(i))[0])
+        assert np.isnan(run(this, index)).all() and np.isfinite(run(this, 1)).all()
+
+
+def test_rows_that_are_recomputed_are_nan_if_stacked_under_jit() -> None:
+    cache = jax.jit(lambda *caches: ma.KVCache.stacked(caches))(rerun(), made())
+    assert np.isnan(cache.k[:, 0]).all() and np.isnan(cache.v[:, 0]).all()
+    assert np.isfinite(cache.k[:, 1]).all() and np.isfinite(cache.v[:, 1]).all()
 
 
 def test_what_is_refused_changes_nothing() -> None:
