@@ -124,6 +124,19 @@ def test_numbers_that_are_read_are_those_of_a_count() -> None:
         np.testing.assert_array_equal(got.sin, want.sin[4 * 6 :])
 
 
+def test_a_traced_frame_below_0_is_nan() -> None:
+    """It cannot be refused as `frames_negative` is."""
+    got = jax.jit(frames)(jnp.array([-1, 1]))
+    for part, want in ((got.cos, frames(2).cos), (got.sin, frames(2).sin)):
+        assert np.isnan(part[:6, :22]).all()  # the channels of time
+        np.testing.assert_array_equal(part[6:], want[6:])
+
+
+def test_frames_are_a_list_of_traced_numbers() -> None:
+    got = jax.jit(lambda first: frames([first, first + 1]).cos)(4)
+    np.testing.assert_array_equal(got, frames(6).cos[4 * 6 :])
+
+
 @pytest.mark.parametrize("make", [frames, jax.jit(frames)])
 def test_rows_have_frames_of_their_own(make: Any) -> None:
     rows = np.asarray([[0, 1], [7, 30]])
@@ -213,6 +226,17 @@ BAD = {
     "rope_3d_theta": (lambda x: rope_3d(12, 2, 2, 2, theta=np.float32("nan")), "theta"),
     "rope_nd_theta": (lambda x: rope_nd((4, 4), np.zeros((6, 2)), theta=-1), "theta"),
     "rope_positions": (lambda x: rope_nd((4, 4), np.zeros((6, 3))), "positions"),
+    "positions_traced": (
+        lambda x: jax.jit(lambda at: rope_nd((8,), at).cos)(jnp.ones((6, 1))),
+        "positions",
+    ),
+    "positions_of_unequal_rows": (lambda x: rope_nd((8,), [[0.0], [1.0, 2.0]]), "positions"),  # pyright: ignore
+    "length_of_half_a_token": (lambda x: rope_1d(8, 2.5), "length"),  # pyright: ignore
+    "length_traced": (lambda x: jax.jit(lambda n: rope_1d(8, n).cos)(6), "length"),
+    "frames_a_bool": (lambda x: frames(True), "frames"),
+    "split_beyond": (lambda x: TABLE.split(7), "tokens"),
+    "split_from_the_end": (lambda x: TABLE.split(-1), "tokens"),
+    "frames_of_unequal_rows": (lambda x: frames([[1], [2, 3]]), "frames"),
     "frames_of_floats": (lambda x: frames(np.arange(3.0)), "frames"),
     "frames_none": (lambda x: frames(np.arange(0)), "frames"),
     "frames_a_number": (lambda x: frames(jnp.int32(3)), "frames"),
@@ -228,7 +252,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         call(jnp.ones((2, 6, 1, 8)))
     assert caught.value.setting == setting
     assert caught.value.rule and caught.value.remedy
-    if name == "theta_nan" or name.startswith("frames"):
+    if name == "theta_nan" or name.startswith(("frames", "positions", "length_of", "split")):
         check_golden(f"rope/{name.replace('theta_nan', 'theta')}", str(caught.value))
 
 

@@ -298,7 +298,8 @@ def four_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
 def as_array(mask: Mask, name: str) -> Any:
     """Store a field as an array: numpy for a list, int32 for int4, with native byte order."""
     value = getattr(mask, name)
-    array = value if hasattr(value, "dtype") else np.asarray(value)
+    where = f"{type(mask).__name__}.{name}"
+    array = value if hasattr(value, "dtype") else of_list(value, where)
     if not isinstance(array, jax.ShapeDtypeStruct) and is_int(array):
         if jnp.iinfo(array.dtype).bits < 8:
             array = array.astype(np.int32)
@@ -307,6 +308,20 @@ def as_array(mask: Mask, name: str) -> Any:
     if array is not value:
         object.__setattr__(mask, name, array)
     return array
+
+
+def of_list(value: Any, where: str) -> Any:
+    """Convert a list to an array of numpy, or of jax if it has traced numbers."""
+    try:
+        try:
+            return np.asarray(value)
+        except jax.errors.TracerArrayConversionError:
+            return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        rule, remedy = "its rows must be equally long", "pad the rows to one length"
+        raise InputError(
+            where, f"a {type(value).__name__} of unequal rows", rule, remedy
+        ) from error
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:

@@ -270,7 +270,8 @@ def _refuse(found: dict[str, NotFinite]) -> None:
             if name.startswith("rotary_emb"):
                 rule = (
                     "check_finite: true needs finite angles; under jit a pair (cos, sin) as wide as"
-                    " the head dim becomes NaN if its numbers are not c0, c0, c1, c1, ..."
+                    " the head dim becomes NaN if its numbers are not c0, c0, c1, c1, ..., and so"
+                    " do the angles of a frame below 0"
                 )
                 remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half')"
             raise InputError(name, value, rule, remedy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxattn.config.numbers import is_number
-from maxattn.errors import InputError, did_you_mean
+from maxattn.config.numbers import is_number, whole
+from maxattn.errors import InputError, brief, did_you_mean
 from maxattn.jax_private.mesh import is_tracer
+from maxattn.masks.data import of_list
 
 STYLES = ("interleaved", "half")
 BITS, DIGITS = 8, 4  # four digits of 8 bits give every int32 of at least 0
@@ -64,12 +66,19 @@ class Rotary:
         """Split the table into a table of the first tokens and a table of the other tokens.
 
         Args:
-            tokens: the number of first tokens.
+            tokens: the number of first tokens, 0 to T.
+
+        Raises:
+            InputError: if the table does not have so many tokens.
 
         >>> text, picture = ma.rope_1d(8, length=10).split(3)
         >>> text.cos.shape, picture.cos.shape
         ((3, 4), (7, 4))
         """
+        length = self.cos.shape[0 if self.cos.ndim == 2 else 1]
+        if whole(tokens, 0, length) is None:
+            rule = f"the table has {length} tokens"
+            raise InputError("tokens", brief(tokens), rule, f"give 0 to {length}")
         return self._tokens(slice(tokens)), self._tokens(slice(tokens, None))
 
     def _tokens(self, some: slice) -> Rotary:
@@ -145,7 +154,8 @@ def rope_3d(
             has all other channels.
         frames: the number of frames; or an integer array of frame numbers, 0 or more, [F], or
             [B, F] if examples differ. Frame numbers may be traced: one program then computes every
-            block of a video, with angles as exact at frame 1,000,000 as at frame 0.
+            block of a video, with angles as exact at frame 1,000,000 as at frame 0. A traced number
+            below 0 cannot be refused: its angles are NaN.
         height, width: number of a frame's patches in each direction; T = frames * height * width.
         theta: base of the frequencies, default 10,000.
         style: "interleaved" (default) or "half".
@@ -162,16 +172,15 @@ def rope_3d(
     (4680, 64)
     """
     if isinstance(frames, int | np.integer):
-        grid = _grid(frames=int(frames), height=height, width=width)
+        grid = _grid(frames=frames, height=height, width=width)
         return rope_nd(split_3d(head_dim), grid, theta, style=style)
-    traced = is_tracer(frames)
-    numbers: Any = frames if traced else np.asarray(frames)
+    numbers = of_list(frames, "frames")
     rule = "it must be the number of frames, or frame numbers: integers >= 0, [F] or [B, F]"
     remedy = "give an integer, or an array of integers such as cache.frame + jnp.arange(3)"
     if numbers.ndim not in (1, 2) or not numbers.size or numbers.dtype.kind not in "iu":
         found = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
         raise InputError("frames", found, rule, remedy)
-    if traced:
+    if is_tracer(numbers):
         return _of_traced_frames(head_dim, numbers, (height, width), theta, style)
     if numbers.min() < 0:
         raise InputError("frames", int(numbers.min()), rule, remedy)
@@ -191,8 +200,9 @@ def _of_traced_frames(
     frequencies = _angles(np.ones(()), channels, _checked_theta(theta))
     still = rope_3d(head_dim, 1, *sides, theta, style=style)  # the table of frame 0
     parts: list[Array] = []
-    for turned, whole in zip(cos_sin(numbers, frequencies), (still.cos, still.sin), strict=True):
-        space = whole[:, channels // 2 :]
+    for turned, full in zip(cos_sin(numbers, frequencies), (still.cos, still.sin), strict=True):
+        turned = jnp.where(numbers[..., None] >= 0, turned, jnp.nan)
+        space = full[:, channels // 2 :]
         shape = (*numbers.shape, len(space))
         time = jnp.broadcast_to(turned[..., None, :], (*shape, channels // 2))
         both = [time, jnp.broadcast_to(space, (*shape, space.shape[1]))]
@@ -268,6 +278,10 @@ def rope_nd(
 
 
 def _checked_positions(positions: Any, axes: int) -> np.ndarray:
+    if is_tracer(positions := of_list(positions, "positions")):
+        rule = "positions are read on the host, and these are traced"
+        remedy = "make the table outside of jit and pass it in, or use rope_3d for traced frames"
+        raise InputError("positions", f"traced, of shape {positions.shape}", rule, remedy)
     positions = np.asarray(positions, np.float64)
     if positions.ndim not in (2, 3) or positions.shape[-1] != axes:
         rule = f"it must be [T, {axes}] or [B, T, {axes}], one column per axis"
@@ -295,11 +309,15 @@ def _angles(positions: np.ndarray, channels: int, theta: float) -> np.ndarray:
         return positions[..., None] * frequencies
 
 
-def _grid(**sizes: int) -> np.ndarray:
+def _grid(**sizes: Any) -> np.ndarray:
     """List the positions of a grid in raster order: [T, axes]."""
     for name, size in sizes.items():
-        if size < 1:
-            remedy = "give every axis at least one position"
-            raise InputError(name, size, "it must be at least 1", remedy)
+        try:
+            sizes[name] = 0 if isinstance(size, bool) else index(size)
+        except (TypeError, jax.errors.JAXTypeError):
+            sizes[name] = 0
+        if sizes[name] < 1:
+            rule = "it must be a whole number of at least 1, known before tracing"
+            raise InputError(name, brief(size), rule, "give every axis at least one position")
     axes = np.meshgrid(*(np.arange(n) for n in sizes.values()), indexing="ij")
     return np.stack(axes, -1).reshape(-1, len(sizes))

@@ -35,6 +35,7 @@ BAD: dict[str, Callable[[], object]] = {
     "video_wrong_length": lambda: M.VideoMask(21, 1560).bind(32_760, 32_768),
     "lengths_float": lambda: M.KeyPadding(np.array([3.0, 4.0])),
     "lengths_2d": lambda: M.KeyPadding(np.array([[3, 4]])),
+    "lengths_of_unequal_rows": lambda: M.KeyPadding([[3], [4, 5]]),
     "flags_1d": lambda: M.KeyPadding(np.array([True, False])),
     "flags_4d": lambda: M.KeyPadding(np.ones((2, 1, 1, 5), bool)),
     "flags_wrong_length": lambda: M.KeyPadding(np.ones((2, 5), bool)).bind(4, 6),
@@ -110,6 +111,16 @@ def test_what_is_legal_beside_each_edge() -> None:
     M.Dense(np.ones((1, 6), bool)).bind(4, 6, batch=3, heads=2)
     M.KeyPadding(np.ones((1, 6), bool)).bind(4, 6, batch=3)
     M.VideoMask(21, 1560).bind(4680, 32_760)
+
+
+def test_lists_may_have_traced_numbers() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 4, 1, 8))
+
+    def attend(n: jax.Array) -> jax.Array:
+        mask = M.KeyPadding([n, 4]) & M.Segments([[n, n, 0, 0]], [[n, n, 0, 0]])
+        return ma.attention(x, x, x, mask=mask)
+
+    np.testing.assert_allclose(jax.jit(attend)(3), attend(np.int32(3)), atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [np.array, jnp.array])

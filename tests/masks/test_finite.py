@@ -102,6 +102,14 @@ def test_a_rotary_table_in_another_order_is_named_under_jit() -> None:
     assert "rotary_emb cos: NaN or infinity 12 times" in text and "style='half'" in text
 
 
+def test_a_frame_below_0_is_named_under_jit() -> None:
+    attn = ma.FlaxAttention(12, heads=2, dim_head=6, config=CHECKED, rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 2, 12))
+    run = jax.jit(lambda first: attn(x, rotary_emb=ma.rope_3d(6, first + jnp.arange(2), 1, 1)))
+    text = refusal(run, -1)
+    assert "rotary_emb cos: NaN or infinity 1 times" in text and "a frame below 0" in text
+
+
 def test_what_is_finite_computes_the_same() -> None:
     x, plain = operands(), CHECKED.replace(check_finite=False)
     np.testing.assert_array_equal(attend(x), attend(x, config=plain))
