@@ -15,7 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn import sharding
-from maxattn.errors import InputError
+from maxattn.config.numbers import whole
+from maxattn.errors import InputError, brief
 from maxattn.modules.row_kernel import call
 from maxattn.modules.row_kernel.work import OCTET, RowLaunch, RowWork, VectorParts
 from maxattn.target import Target
@@ -53,7 +54,15 @@ class ModulationRow:
 
     @property
     def parts(self) -> Parts:
-        return (self.table,) if self.base is None else (self.base, self.table)
+        found = (self.table,) if self.base is None else (self.base, self.table)
+        for part in found:
+            if part.ndim != 4 or whole(self.row, 0, part.shape[2] - 1) is None:
+                rule = (
+                    "table and base must be [B, F, R, D], and row a static number from 0 to R - 1"
+                )
+                value = f"row {brief(self.row)} of shape {tuple(part.shape)}"
+                raise InputError("ModulationRow", value, rule, "give a row that each table has")
+        return found
 
 
 class GatedBranch(NamedTuple):
@@ -98,7 +107,8 @@ def adaptive_norm(
         x' and y', in the dtype of x.
 
     Raises:
-        InputError: if a vector or the branch has another width than x, or if F does not divide T.
+        InputError: if a vector or the branch has another width than x, if F does not divide T, or
+            if a table does not have the row.
 
     >>> x, rows = jnp.ones((1, 12, 64)), jnp.zeros((1, 3, 2, 64))
     >>> norm = nnx.LayerNorm(64, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))
@@ -111,11 +121,7 @@ def adaptive_norm(
             raise InputError(
                 name, row, "it must be a ModulationRow", "write ModulationRow(rows, n)"
             )
-    vectors = _of_norm(norm, scale, shift)
-    if branch is not None and branch.gate is not None:
-        vectors["gate"] = _parts(branch.gate)
-    if branch is not None and branch.bias is not None:
-        vectors["bias"] = _whole(branch.bias)
+    vectors = _of_norm(norm, scale, shift) | _of_branch(branch)
     rows = (x,) if branch is None else (x, branch.y)
     _check(rows, vectors)
     named = tuple((name, vector) for name, (vector, _) in vectors.items())
@@ -135,7 +141,12 @@ def adaptive_norm(
 
 
 def gated_sum(x: Tokens, branch: GatedBranch) -> Tokens:
-    """Compute x + gate * (y + bias) in float32; keep the dtype of x."""
+    """Compute x + gate * (y + bias) in float32; keep the dtype of x.
+
+    Raises:
+        InputError: if the branch, or a vector of it, does not fit x.
+    """
+    _check((x, branch.y), _of_branch(branch))
     gate = None if branch.gate is None else _of_tokens(branch.gate.value(), x.shape[1])
     bias = None if branch.bias is None else branch.bias.astype(jnp.float32)
     return _gated(x, branch.y, gate, bias)
@@ -156,6 +167,15 @@ def _of_norm(
         found["shift"] = _whole(more if shift is None else more + shift.value())
     if learned is not None:
         found["scale"] = _whole(learned if scale is None else (1 + scale.value()) * learned)
+    return found
+
+
+def _of_branch(branch: GatedBranch | None) -> Vectors:
+    found: Vectors = {}
+    if branch is not None and branch.gate is not None:
+        found["gate"] = _parts(branch.gate)
+    if branch is not None and branch.bias is not None:
+        found["bias"] = _whole(branch.bias)
     return found
 
 

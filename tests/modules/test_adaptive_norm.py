@@ -196,6 +196,14 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "frames": lambda x: adaptive_norm(x, norm(), row(5, 1)),
     "batch": lambda x: adaptive_norm(x, norm(), row(3, 1, 3)),
     "branch": lambda x: adaptive_norm(x, norm(), branch=GatedBranch(x[:, :3])),
+    "branch_of_one_row": lambda x: gated_sum(x, GatedBranch(x[:1])),
+    "frames_of_a_gate": lambda x: gated_sum(x, GatedBranch(x, row(5, 1))),
+    "row_beyond": lambda x: adaptive_norm(x, norm(), row(3, 3)),
+    "row_from_the_end": lambda x: adaptive_norm(x, norm(), branch=GatedBranch(x, row(3, -1))),
+    "row_of_a_smaller_base": lambda x: ModulationRow(
+        drawn(2, 1, 6, D), 4, drawn(1, 1, 3, D)
+    ).value(),
+    "row_of_three_axes": lambda x: adaptive_norm(x, norm(), ModulationRow(drawn(2, 3, D), 1)),
 }
 
 
