@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 
+from .schedule import check
+
 Curve = Literal["linear", "scaled_linear"]
 Spacing = Literal["leading", "trailing", "linspace"]
 Prediction = Literal["epsilon", "v_prediction"]
@@ -60,6 +62,7 @@ class Betas:
     def times(self, steps: int) -> Float[np.ndarray, " n"]:
         """Choose the times of so many steps, the noisiest first; "linspace" gives fractions."""
         count = self.num_train_timesteps
+        check(num_train_timesteps=count, steps=(steps, count))
         if self.timestep_spacing == "leading":
             return np.arange(steps)[::-1] * (count // steps) + float(self.steps_offset)
         if self.timestep_spacing == "trailing":

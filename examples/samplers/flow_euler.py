@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .schedule import Schedule, one_step
+from maxattn.errors import InputError
+
+from .schedule import Schedule, check, one_step
 
 
 def shifted(sigma: Any, shift: float) -> Any:
@@ -32,6 +34,7 @@ def schedule(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Sche
         shift: above 1: more of the steps near the noise. Wan 2.1: 3 at 480p, 5 at 720p.
         train_steps: what sigma 1 is called as a time.
     """
+    check(shift, steps=steps, train_steps=train_steps)
     first, last = shifted(np.array([1.0, 1.0 / train_steps]), shift)
     sigmas = shifted(np.linspace(first, last, steps), shift)
     return over(np.append(sigmas, 0.0), train_steps=train_steps)
@@ -45,6 +48,7 @@ def even(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Schedule
         shift: above 1: more of the steps near the noise.
         train_steps: what sigma 1 is called as a time.
     """
+    check(shift, steps=steps, train_steps=train_steps)
     sigmas = shifted(np.linspace(1.0, 1.0 / steps, steps), shift)
     return over(np.append(sigmas, 0.0), train_steps=train_steps)
 
@@ -74,8 +78,17 @@ def over(sigmas: Float[np.ndarray, " n"], *, train_steps: int = 1000) -> Schedul
     Args:
         sigmas: falling from 1 to 0, one more than there are steps.
         train_steps: what sigma 1 is called as a time.
+
+    Raises:
+        InputError: the sigmas do not fall, or are not from 0 to 1.
     """
+    falls = sigmas.ndim == 1 and len(sigmas) > 1 and bool((np.diff(sigmas) < 0).all())
     sigmas = sigmas.astype(np.float32)  # the model gets these very times
+    if not falls or not 0 <= sigmas[-1] <= sigmas[0] <= 1:
+        rule = "sigmas must fall, from at most 1 to at least 0, one more than there are steps"
+        raise InputError(
+            "sigmas", np.array2string(sigmas), rule, "give np.linspace(1, 0, steps + 1)"
+        )
     change = np.diff(sigmas.astype(np.float64))
     predict = np.stack([np.ones_like(change), change], -1)
     return one_step(sigmas[:-1] * np.float32(train_steps), predict)

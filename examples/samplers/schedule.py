@@ -15,12 +15,15 @@ the host; the sums are float32, whatever the model computes in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from maxattn.config.numbers import finite, whole
+from maxattn.errors import InputError, brief
 
 Predict = Callable[[Array, Array], Array]
 
@@ -57,6 +60,24 @@ class State(NamedTuple):
     x: Array
     last: Array | None
     memory: tuple[Array, ...]
+
+
+def check(shift: Any = 1.0, **counts: Any) -> None:
+    """Refuse a shift that is not positive, and counts that are no whole numbers from 1.
+
+    Args:
+        shift: of sigmas towards the noise.
+        counts: by name; a pair is a count and the most that it may be.
+    """
+    for name, value in counts.items():
+        number, most = value if isinstance(value, tuple) else (value, None)
+        if whole(number) is None or (most is not None and number > most):
+            rule = f"it must be a whole number from 1{'' if most is None else f' to {most}'}"
+            remedy = f"give 1 {'or more' if most is None else f'to {most}'}"
+            raise InputError(name, brief(number), rule, remedy)
+    if not (finite(shift) or 0.0) > 0:
+        rule = "it multiplies the odds of noise, so it must be a positive number"
+        raise InputError("shift", brief(shift), rule, "give 1 for no shift")
 
 
 def one_step(
@@ -102,12 +123,19 @@ def step(schedule: Schedule, i: int | Int[Array, ""], state: State, predict: Pre
 
     Args:
         schedule: of the sampler.
-        i: 0 to n - 1; may be traced.
+        i: 0 to n - 1; may be traced. A traced one beyond these gives NaN.
         state: from `start` or the step before.
         predict: the model, from a sample and a time to its output.
+
+    Raises:
+        InputError: the schedule does not have the step.
     """
-    row = Schedule(schedule.noise_scale, *(a[i] for a in schedule[1:]))
-    return _step(row, state, predict)
+    n = len(schedule.times)
+    if isinstance(i, int) and not 0 <= i < n:
+        raise InputError("i", i, f"the schedule has {n} steps", f"give 0 to {n - 1}")
+    how: dict[str, Any] = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
+    row = (jnp.asarray(a).at[i].get(**how) for a in schedule[1:])
+    return _step(Schedule(schedule.noise_scale, *row), state, predict)
 
 
 def sample(predict: Predict, noise: Float[Array, "..."], schedule: Schedule) -> Float[Array, "..."]:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .flow_euler import shifted
-from .schedule import Schedule, schedule_of
+from .schedule import Schedule, check, schedule_of
 
 Numbers = Float[np.ndarray, "..."]
 NOT_ONE = 1e-6  # the first sigma lies this far from 1, where lambda would be infinite
@@ -45,6 +45,7 @@ def schedule(
         uncorrected: steps whose result is not corrected.
         train_steps: what sigma 1 is called as a time.
     """
+    check(shift, steps=steps, order=(order, 3), train_steps=train_steps)
     sigmas = _sigmas(steps, shift, train_steps)
     times = np.trunc(sigmas[:-1] * train_steps)
     # Sigmas are float32 numbers; near 1, 1 - sigma depends on it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ import pytest
 from flux.settings import SamplingSettings
 from flux.sizes import SIZES as FLUX_SIZES
 from safetensors.numpy import load_file
-from samplers import Schedule, sample, start, step
+from samplers import Schedule, ddim, euler, flow_euler, sample, start, step, unipc
 from samplers.read import NAMES, read
 
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, InputError
 from tests.closeness import distance
 from tests.examples.parity import part
 from tests.fixtures import make_samplers as made
@@ -182,6 +183,43 @@ def test_what_is_not_supported_is_said(
     with pytest.raises(ConfigError) as error:
         read(".", family, **how)
     check_golden(f"samplers/{case}", str(error.value))
+
+
+LINE = np.linspace(1.0, 0.0, 5)
+BAD = {
+    "no_step": lambda: flow_euler.schedule(0),
+    "half_a_step": lambda: unipc.schedule(2.5),  # pyright: ignore[reportArgumentType]
+    "steps_below_0": lambda: ddim.schedule(-1),
+    "more_steps_than_times": lambda: euler.schedule(1001),
+    "shift_of_0": lambda: flow_euler.even(4, 0.0),
+    "shift_nan": lambda: unipc.schedule(4, float("nan")),
+    "order": lambda: unipc.schedule(8, order=4),
+    "no_times": lambda: flow_euler.schedule(4, train_steps=0),
+    "sigmas_that_rise": lambda: flow_euler.over(LINE[::-1]),
+    "sigmas_nan": lambda: flow_euler.over(np.array([1.0, np.nan, 0.0])),
+    "sigmas_above_1": lambda: flow_euler.over(2 * LINE),
+    "one_sigma": lambda: flow_euler.over(LINE[:1]),
+    "step_beyond": lambda: taken(4),
+    "step_from_the_end": lambda: taken(-1),
+}
+
+
+def taken(i: Any) -> Any:
+    """Take step i of four."""
+    state = start(flow_euler.over(LINE), jnp.ones(2))
+    return step(flow_euler.over(LINE), i, state, lambda x, t: x + t).x
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_has_no_schedule_is_refused(case: str) -> None:
+    with pytest.raises(InputError) as error:
+        BAD[case]()
+    check_golden(f"samplers/schedule_{case}", str(error.value))
+
+
+def test_a_traced_step_beyond_the_last_is_nan() -> None:
+    np.testing.assert_array_equal(jax.jit(taken)(3), taken(3))
+    assert np.isnan(jax.jit(taken)(4)).all() and np.isnan(jax.jit(taken)(-1)).all()
 
 
 def test_without_a_file_each_flux_model_has_its_own_times() -> None:
