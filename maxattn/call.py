@@ -158,6 +158,7 @@ def bound_call(
     v is None if there are no values yet; `mask_padding=False` drops key padding from the mask.
     """
     check_operands(q, k, v)
+    _check_choice("return_lse", return_lse, (False, True))
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
     bias_sizes, number = bias_shape(bias, (b, n, t, s)), static_scale(scale, h)
     bound = bind_mask(mask, q, k, mask_padding=mask_padding)

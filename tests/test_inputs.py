@@ -95,6 +95,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "v_none": lambda: attend(v=None),
     "bias_number": lambda: attend(bias=1.0),
     "bias_mask": lambda: attend(bias=M.Causal()),
+    "return_lse_text": lambda: attend(return_lse="yes"),
     "scale_text": lambda: attend(scale="half"),
     "scale_text_of_a_number": lambda: attend(scale="0.1"),
     "scale_true": lambda: attend(scale=True),

@@ -208,6 +208,22 @@ BAD = {
         lambda x: apply_rotary(x, (np.tile(TABLE.cos, 2),) * 2),
         "rotary_emb",
     ),
+    "rotary_pair_of_complex": (
+        lambda x: apply_rotary(x, (TABLE.cos + 1j, TABLE.sin + 1j)),
+        "rotary_emb",
+    ),
+    "rotary_traced_pair_of_complex": (
+        lambda x: jax.jit(lambda c: apply_rotary(x, (c, c)))(TABLE.cos + 1j),
+        "rotary_emb",
+    ),
+    "rotary_of_positions": (
+        lambda x: apply_rotary(x, Rotary(*np.ones((2, 6, 4), int))),
+        "rotary_emb",
+    ),
+    "rotary_of_lists": (
+        lambda x: apply_rotary(x, Rotary(TABLE.cos.tolist(), TABLE.sin.tolist())),
+        "rotary_emb",
+    ),
     "rotary_batch": (lambda x: apply_rotary(x, np.ones((3, 6, 4), np.complex64)), "rotary_emb"),
     "rotary_real_array": (lambda x: apply_rotary(x, TABLE.cos, "rotary_emb_k"), "rotary_emb_k"),
     "rotary_tuple_of_three": (lambda x: apply_rotary(x, (TABLE.cos,) * 3), "rotary_emb"),
@@ -252,7 +268,9 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         call(jnp.ones((2, 6, 1, 8)))
     assert caught.value.setting == setting
     assert caught.value.rule and caught.value.remedy
-    if name == "theta_nan" or name.startswith(("frames", "positions", "length_of", "split")):
+    if name == "theta_nan" or name.startswith(
+        ("frames", "positions", "length_of", "split", "rotary_pair_of_c", "rotary_of")
+    ):
         check_golden(f"rope/{name.replace('theta_nan', 'theta')}", str(caught.value))
 
 

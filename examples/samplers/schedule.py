@@ -14,6 +14,7 @@ the host; the sums are float32, whatever the model computes in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxattn.config.numbers import finite, whole
 from maxattn.errors import InputError, brief
 
 Predict = Callable[[Array, Array], Array]
@@ -71,11 +71,11 @@ def check(shift: Any = 1.0, **counts: Any) -> None:
     """
     for name, value in counts.items():
         number, most = value if isinstance(value, tuple) else (value, None)
-        if whole(number) is None or (most is not None and number > most):
+        if not isinstance(number, int) or not 1 <= number <= (most or math.inf):
             rule = f"it must be a whole number from 1{'' if most is None else f' to {most}'}"
             remedy = f"give 1 {'or more' if most is None else f'to {most}'}"
             raise InputError(name, brief(number), rule, remedy)
-    if not (finite(shift) or 0.0) > 0:
+    if not 0 < shift < math.inf:
         rule = "it multiplies the odds of noise, so it must be a positive number"
         raise InputError("shift", brief(shift), rule, "give 1 for no shift")
 

@@ -14,6 +14,7 @@ from maxattn import sharding
 from maxattn.call import static_scale
 from maxattn.config.numbers import is_number
 from maxattn.errors import InputError, MeshError, did_you_mean
+from maxattn.jax_private.mesh import is_tracer
 from maxattn.masks.operands import DTYPES, check_not_torch, check_values
 
 
@@ -168,12 +169,18 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
 
 
 def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) -> None:
-    """Refuse random dropout without a source of randomness.
+    """Refuse random dropout without a source of randomness, and a mode that is no known bool.
 
     Args:
         dropout: the module's dropout layer.
         deterministic, rngs: arguments of the call; deterministic=None keeps the module's mode.
     """
+    is_bool = str(getattr(deterministic, "dtype", type(deterministic).__name__)) == "bool"
+    if deterministic is not None and (is_tracer(deterministic) or not is_bool):
+        value = "traced" if is_tracer(deterministic) else repr(deterministic)
+        rule = "it must be True, False or None, known before tracing"
+        remedy = "make it a static argument of jit, or call module.eval() and leave it out"
+        raise InputError("deterministic", value, rule, remedy)
     off = dropout.deterministic if deterministic is None else deterministic
     if off or dropout.rate == 0.0 or (rngs is None and dropout.rngs is not None):
         return

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from maxattn.errors import InputError
 from maxattn.jax_private.mesh import is_tracer
-from maxattn.masks.operands import check_values
+from maxattn.masks.operands import check_not_torch, check_values
 from maxattn.rope.tables import Rotary
 
 
@@ -121,6 +121,12 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
 def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
     """Drop a heads axis of size 1 from a cos or sin, and refuse a table that does not fit."""
     b, t, n, h = shape
+    dtype = getattr(part, "dtype", type(part).__name__)
+    check_not_torch(name, str(dtype))
+    if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.floating):
+        rule = "cos and sin must be floating arrays, not angles, positions or complex numbers"
+        remedy = "make it with maxattn.rope, or pass cos + i sin as one complex array"
+        raise InputError(name, f"cos or sin of {dtype}", rule, remedy)
     if part.ndim == 4 and 1 in (of := part.shape[1:3]) and (of != (t, n) or n == 1):
         part = part.reshape(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
     *dims, width = part.shape or (0,)

@@ -99,6 +99,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "cross_states_of_torch": lambda: cross()(X, torch_tensor(TEXT.shape, "bfloat16")),
     "states_integer": lambda: attn()(X.astype(np.int32)),
     "dropout_without_rngs": lambda: dropping(deterministic=False),
+    "deterministic_text": lambda: dropping(deterministic="no"),
+    "deterministic_traced": lambda: nnx.jit(lambda m, off: m(X, deterministic=off))(attn(), True),
     "rotary_odd_head": lambda: attn(dim_head=5)(X, rope_1d(4, 5)),
     "rotary_length": lambda: attn()(X, rope_1d(4, 6)),
     "rotary_of_other_heads": lambda: attn()(X, Rotary(*np.ones((2, 1, 5, 3, 2)))),
