@@ -82,7 +82,8 @@ class Terms:
             return count + jnp.zeros(batch, jnp.int32)
         limits = [jnp.asarray(term.key_limit()) for term in (*self.limits, *self.keys)]
         ends = [jnp.broadcast_to(limit.astype(jnp.int32), (batch,)) for limit in limits]
-        return jnp.clip(reduce(jnp.minimum, ends) - kv_offset, 0, kv_len)
+        # A traced length below 0 counts as 0; less the offset, it could wrap around.
+        return jnp.clip(jnp.maximum(reduce(jnp.minimum, ends), 0) - kv_offset, 0, kv_len)
 
 
 def sort_terms(mask: Mask) -> Terms:

@@ -16,6 +16,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError
+from maxattn.masks.terms import sort_terms
 from tests.cases import XLA_KERNELS
 from tests.waiting import but
 
@@ -97,6 +98,12 @@ def test_lengths_beyond_int32_hide_nothing_under_jit(name: str, made: str) -> No
                 run(lengths)
             if made != "numpy":
                 np.testing.assert_allclose(jax.jit(run)(lengths), wanted(allowed), atol=2e-5)
+
+
+def test_the_least_length_counts_as_none_on_every_shard() -> None:
+    mask = M.KeyPadding(jnp.array([-(2**31), 11]))
+    for shard, real in ((0, [0, 8]), (8, [0, 3])):
+        np.testing.assert_array_equal(sort_terms(mask).lengths(2, 8, shard), real)
 
 
 IDS = {
