@@ -29,6 +29,7 @@ from maxattn.kernels import KERNELS, build, refusal, scores_of
 from maxattn.kernels.auto.choose import order
 from maxattn.target import Target
 from maxattn.tools.tune.kernel_times import compile_pass, random_sets, time_programs
+from maxattn.tools.writable import write_whole
 
 HERE = Path(__file__).resolve()
 TREE = HERE.parents[1]
@@ -148,7 +149,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, An
                     continue
                 rows.append({"call": calls[i], **row})
                 if args.json:
-                    args.json.write_text(as_file(machine, rows))
+                    write_whole(args.json, as_file(machine, rows))
         return machine, rows
     finally:
         for remote in remotes:
@@ -260,7 +261,7 @@ def main() -> None:
     if args.seeds:
         machine, rows = measure(args)
         path = args.json or Path("rows.json")
-        path.write_text(as_file(machine, rows))
+        write_whole(path, as_file(machine, rows))
         args.against = (path,)
     print(report(judged(read_files(args.against))))
 

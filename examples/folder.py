@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.json_file import read_mapping
+from common.json_file import read_mapping, write_json
 from common.pipeline_folder import SECOND
+from common.replacing import replacing
 from flax import nnx
 from flux.model import FluxTransformer2D
 from flux.sizes import SIZES as FLUX_SIZES
@@ -158,7 +159,8 @@ def save_random(
         file = f"{NAME}-{i + 1:05}-of-{len(shards):05}" if len(shards) > 1 else NAME
         where |= dict.fromkeys(names, f"{file}.safetensors")
         tensors = {name: random(seed + name, forms[name]) for name in names}
-        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
+        with replacing(folder / f"{file}.safetensors") as beside:
+            save_file(tensors, beside, metadata={"format": "pt"})
     files = [folder / file for file in dict.fromkeys(where.values())]
     if len(shards) > 1:
         total = sum(form.bytes for form in forms.values())
@@ -264,12 +266,6 @@ def own_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in lines if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file of options."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def parser() -> argparse.ArgumentParser:

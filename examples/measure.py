@@ -19,7 +19,6 @@ peak rate (MFU), and with --profile how long attention, matrix products and the 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +29,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from common import flops
+from common.json_file import write_json
+from common.replacing import replacing
 from common.scan import scan_here
+from common.writable import check_writable
 from common.xla_options import sampling_options, xla_options
 from flux.sizes import Sizes
 from measuring import breakdown, clock, workloads
@@ -49,6 +51,9 @@ DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 def main(said: argparse.Namespace) -> None:
     """Compile, wait where that was asked for, run, and say what was seen."""
     config = ma.AttentionConfig.from_overrides(said.overrides)
+    for option, folder in {"hlo": False, "json": False, "profile": True}.items():
+        if path := getattr(said, option):
+            check_writable(f"--{option}", path, folder)
     if said.target:
         return compile_for(said, config)
     work, blocks = workload(said, config), None
@@ -84,7 +89,8 @@ def say_compiled(
     needs = f"compiled in {took}, needs {compiler_bytes(compiled) / 2**30:.1f} GiB"
     print(f"{work.name}: {said.what}, {said.dtype}; {needs}", flush=True)
     if said.hlo:
-        Path(said.hlo).write_text(compiled.as_text())
+        with replacing(Path(said.hlo)) as beside:
+            beside.write_text(compiled.as_text())
 
 
 def step_of(said: argparse.Namespace, work: workloads.Workload, blocks: Blocks | None) -> Step:
@@ -125,7 +131,7 @@ def run(
     facts |= {} if blocks is None else blocks.facts(step, times.median)
     print("\n".join(lines(facts)), flush=True)
     if said.json:
-        Path(said.json).write_text(json.dumps(facts, indent=1) + "\n")
+        write_json(Path(said.json), facts)
 
 
 def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.Workload:

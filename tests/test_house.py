@@ -44,6 +44,7 @@ LEVELS = (
     ("maxattn.kernels.table",),
     ("maxattn.devices",),
     ("maxattn.jax_private",),
+    ("maxattn.weights.replacing",),
     ("maxattn.errors",),
 )
 # Names that are looked up when they are asked for: `maxattn.plan.plan`.

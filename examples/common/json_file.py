@@ -1,12 +1,15 @@
-"""JSON files of somebody else's folders: read whole, or refused by name."""
+"""JSON files: read whole, or refused by name, and written whole."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maxattn.errors import ConfigError
+
+from .replacing import replacing
 
 MOST_BYTES = 2**24  # settings have some thousand
 
@@ -32,3 +35,10 @@ def read_mapping(path: Path, setting: str = "model.folder") -> dict[str, Any]:
         rule = f"the file is a JSON object of settings, and this is a {type(found).__name__}"
         raise ConfigError(setting, path, rule, "fetch the folder again")
     return found
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file, whose folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(values, indent=2) + "\n")

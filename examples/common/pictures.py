@@ -12,6 +12,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from .ink import INK
+from .replacing import replacing
 
 Videos = Float[np.ndarray, "n F H W"]
 
@@ -34,7 +35,8 @@ def loss_curve(losses: Sequence[float], path: Path) -> Path:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     _draw_losses(axes, losses)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=120)
     plt.close(figure)
     return path
 
@@ -65,7 +67,8 @@ def contact_sheet(
         scale: screen pixels of one pixel.
     """
     strips = np.stack([np.concatenate(list(_framed(video, scale)), axis=1) for video in videos])
-    _sheet(strips, prompts, marked).save(path)
+    with replacing(path) as beside:
+        _sheet(strips, prompts, marked).save(beside)
     return path
 
 
@@ -90,7 +93,9 @@ def moving(
     sheets = [sheet.quantize(64) for sheet in (*first, *second)]
     # The last frame stays a little longer, so that the jump back to the first is seen as one.
     durations = [200] * (len(sheets) - 1) + [600]
-    sheets[0].save(path, save_all=True, append_images=sheets[1:], duration=durations, loop=0)
+    how: dict[str, Any] = {"append_images": sheets[1:], "duration": durations, "loop": 0}
+    with replacing(path) as beside:
+        sheets[0].save(beside, save_all=True, **how)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from common import hosts, pictures
 from common.ink import from_model
+from common.json_file import write_json
 from jaxtyping import Float
 
 from maxattn import sharding
@@ -67,7 +67,7 @@ def draw_all(model: WanTransformer, settings: Settings) -> dict[str, evaluate.Sc
     print("right, as a classifier of real digits and the centre of ink see it")
     print(evaluate.as_text(every))
     figures = Path(settings.training.output_dir) / "figures.json"
-    figures.write_text(json.dumps(evaluate.as_values(every), indent=2) + "\n")
+    write_json(figures, evaluate.as_values(every))
     return found
 
 

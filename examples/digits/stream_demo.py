@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from common import pictures
+from common.json_file import write_json
 
 from . import drift, stream_pictures, stream_switch
 from .drawing import draw as draw_clips
@@ -125,7 +125,7 @@ class Demo:
     def write(self) -> None:
         """Write the figures, and quality against block."""
         figures, at = self.folder / "figures.json", self.said.switch_block
-        figures.write_text(json.dumps(drift.as_values(self.found), indent=2) + "\n")
+        write_json(figures, drift.as_values(self.found))
         print(f"  {stream_pictures.quality(self.found, self.folder / 'quality.png', at)}")
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.replacing import replacing
+
 from .drift import Drift
 
 NAMES = {
@@ -35,7 +37,8 @@ def quality(found: Mapping[str, Drift], path: Path, switch: int = 0) -> Path:
         if switch:
             panel.axvline(switch + 0.5, ls=":", color="black", label="another prompt")
     panels.flat[0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=110)
     plt.close(figure)
     return path
 

@@ -8,7 +8,6 @@ The JSON file names the other one and is written last, so a folder holds one who
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import hosts
-from common.json_file import read_mapping
+from common.json_file import read_mapping, write_json
 from common.replacing import only_writer, replacing
 
 from maxattn.errors import InputError
@@ -102,9 +101,9 @@ def _write(folder: Path, held: str, arrays: Mapping[str, Any], said: Mapping[str
 
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
-        save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, folder / held)
-        with replacing(folder / NAME) as partial:
-            partial.write_text(json.dumps(said, indent=2) + "\n")
+        with replacing(folder / held) as beside:
+            save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, beside)
+        write_json(folder / NAME, said)
         for earlier in folder.glob("reel-*.safetensors"):
             if earlier.name != held:
                 earlier.unlink()

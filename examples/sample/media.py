@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+from common.replacing import replacing
 from jaxtyping import UInt8
 
 
@@ -19,7 +20,8 @@ def picture(pixels: UInt8[np.ndarray, "h w 3"], path: Path) -> Path:
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
+    with replacing(path) as beside:
+        Image.fromarray(pixels).save(beside)
     return path
 
 
@@ -59,11 +61,15 @@ def _encode(ffmpeg: str, frames: np.ndarray, file: Path, fps: int) -> str:
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps))
     # 4:2:0, which every player takes, halves both sizes: an odd one is padded.
     even = ("-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2")
-    out = (*even, "-c:v", "libx264", "-crf", "10", "-pix_fmt", "yuv420p", str(file))
-    command = [ffmpeg, "-y", "-loglevel", "error", *raw, "-i", "-", *out]
-    run = subprocess.run(command, input=frames.tobytes(), capture_output=True, check=False)
-    said = run.stderr.decode(errors="replace").strip().partition("\n")[0]
-    return f"{ffmpeg} ends with {run.returncode}: {said}" if run.returncode else ""
+    out = (*even, "-c:v", "libx264", "-crf", "10", "-pix_fmt", "yuv420p")
+    try:
+        with replacing(file) as beside:
+            command = [ffmpeg, "-y", "-loglevel", "error", *raw, "-i", "-", *out, str(beside)]
+            subprocess.run(command, input=frames.tobytes(), capture_output=True, check=True)
+    except subprocess.CalledProcessError as failed:
+        said = failed.stderr.decode(errors="replace").strip().partition("\n")[0]
+        return f"{ffmpeg} ends with {failed.returncode}: {said}"
+    return ""
 
 
 def to_pixels(values: np.ndarray) -> UInt8[np.ndarray, "..."]:

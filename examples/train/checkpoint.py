@@ -12,6 +12,7 @@ ones aside, and deletes them when its own is whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 from common import hosts
+from common.replacing import locked
 
 import maxattn as ma
 from maxattn.config import ConfigErrors
@@ -42,9 +44,11 @@ class Checkpoints:
         fixed: which settings may not change.
         more: facts beside the settings that must not change either, by the key that an error names.
         start_again: begin at step 0, and replace what is there by the first that is saved.
+        writes: whether a run saves here; else the last checkpoint is read, while a run may save.
 
     Raises:
-        ConfigErrors: the last checkpoint was made with other values of these.
+        ConfigErrors: the last checkpoint was made with other values of these, or another run writes
+            to output_dir.
     """
 
     def __init__(
@@ -54,12 +58,15 @@ class Checkpoints:
         fixed: Fixed,
         more: Mapping[str, Any] | None = None,
         start_again: bool = False,
+        writes: bool = True,
     ) -> None:
+        self._writes = writes
         self.settings, self.more = settings, dict(more or {})
         self.folder = Path(training.output_dir).absolute() / "checkpoints"
         self._keep = training.keep_checkpoints
         self._open: ocp.CheckpointManager | None = None
-        self._by_first(earlier.bring_back, "earlier checkpoints back")
+        self._held = ExitStack()
+        self._by_first(self._claim, "earlier checkpoints back")
         self.replaced = earlier.steps_in(self.folder) if start_again else []
         self.step, self.facts = 0, NOTHING
         if start_again:
@@ -79,9 +86,23 @@ class Checkpoints:
             self._open = ocp.CheckpointManager(self.folder, options=options)
         return self._open
 
+    def _claim(self, folder: Path) -> None:
+        """Lock the run's folder, to write; bring earlier checkpoints back if no other run does."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        is_free = self._held.enter_context(locked(folder.parent, wait=False))
+        if is_free is False and self._writes:
+            rule = "one run at a time writes to it, and another does"
+            remedy = "wait until that one ends, or give another training.output_dir"
+            raise ConfigErrors([ConfigError("training.output_dir", folder.parent, rule, remedy)])
+        if is_free is not False:
+            earlier.bring_back(folder)
+        if not self._writes:
+            self._held.close()
+
     def _close(self) -> None:
         if self._open is not None:
             self._open.close()
+        self._held.close()
 
     def _by_first(self, change: Callable[[Path], None], done: str) -> None:
         """Change folders in one process, while the others wait."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
 from common import hosts
-from common.json_file import read_mapping
+from common.json_file import read_mapping, write_json
 from common.pipeline_folder import FIRST, SECOND
 from common.replacing import replacing
 from common.trained_blocks import saying
@@ -65,13 +64,10 @@ def _config(task: Task, whole: Path) -> None:
     """Write the sizes, those of the folder that training began from, and the blocks."""
     given = task.folder
     said = task.sizes.config() if given is None else read_mapping(given / CONFIG)
-    with replacing(whole / CONFIG) as beside:
-        beside.write_text(json.dumps(saying(said, task.frames_per_block), indent=2) + "\n")
+    write_json(whole / CONFIG, saying(said, task.frames_per_block))
 
 
 def _scheduler(task: Task, folder: Path) -> None:
     """Write the sampler's options, so that the folder is sampled as the model was trained."""
-    folder.mkdir(exist_ok=True)
     said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
-    with replacing(folder / "scheduler_config.json") as beside:
-        beside.write_text(json.dumps(said, indent=2) + "\n")
+    write_json(folder / "scheduler_config.json", said)

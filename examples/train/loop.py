@@ -118,15 +118,16 @@ class Training:
         Raises:
             ConfigError: there is no checkpoint, or it belongs to other settings.
         """
-        if not earlier.is_there(self.folder / "checkpoints"):
-            remedy = "train with the same config first (examples/train_wan.py, train_sdxl.py)"
-            raise ConfigError("training.output_dir", self.folder, "a checkpoint is in it", remedy)
-        with self._checkpoints() as checkpoints:
-            return self._begin(checkpoints)
+        if earlier.is_there(self.folder / "checkpoints"):
+            with self._checkpoints(writes=False) as checkpoints:
+                if checkpoints.step:
+                    return self._begin(checkpoints)
+        remedy = "train with the same config first (examples/train_wan.py, train_sdxl.py)"
+        raise ConfigError("training.output_dir", self.folder, "a checkpoint is in it", remedy)
 
-    def _checkpoints(self, start_again: bool = False) -> Checkpoints:
-        more = {"data.folder": self.source.fingerprint}
-        return Checkpoints(self.task.settings, self.training, self.task.fixed, more, start_again)
+    def _checkpoints(self, start_again: bool = False, writes: bool = True) -> Checkpoints:
+        more, how = {"data.folder": self.source.fingerprint}, (start_again, writes)
+        return Checkpoints(self.task.settings, self.training, self.task.fixed, more, *how)
 
     def _begin(self, checkpoints: Checkpoints) -> tuple[Parts, State, Any]:
         """Make the state, or load it; nothing is made that a checkpoint replaces."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import hosts, ink, pictures
+from common.replacing import replacing
 from common.xla_options import xla_options
 from jaxtyping import Float
 from PIL import Image
@@ -103,7 +104,8 @@ class Samples:
             labels = [f"example {i}" for i in range(self.count)]
             pictures.contact_sheet(np.stack([ink.from_latents(v) for v in videos]), labels, path)
         else:
-            Image.fromarray(channels(videos)).save(path)
+            with replacing(path) as beside:
+                Image.fromarray(channels(videos)).save(beside)
 
 
 def channels(videos: Latents) -> np.ndarray:
@@ -146,4 +148,5 @@ def _save(latents: np.ndarray, path: Path, source: Examples) -> None:
     from safetensors.numpy import save_file
 
     metadata = {"model": source.model, "scaled": "true", "source": source.kind}
-    save_file({"latents": np.ascontiguousarray(latents)}, path, metadata=metadata)
+    with replacing(path) as beside:
+        save_file({"latents": np.ascontiguousarray(latents)}, beside, metadata=metadata)

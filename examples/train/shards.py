@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from common.replacing import own_ending
+from common.replacing import replacing
 from common.shapes import Shapes
 
 from maxattn.config import ConfigErrors
@@ -47,18 +46,15 @@ def write(
     if folder.exists():
         remedy = "name another, or remove it"
         raise ConfigErrors([ConfigError("folder", folder, "it is made anew", remedy)])
-    partial = folder.with_name(f"{folder.name}{own_ending()}")
-    partial.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"model": model, "scaled": "true", "source": source}
-    try:
+    with replacing(folder) as partial:
+        partial.mkdir()
         for number, shard in enumerate(_shards(batches, per_shard)):
             save_file(shard, partial / f"latents-{number:05}.safetensors", metadata=metadata)
         if empty:
             save_file(dict(empty), partial / EMPTY, metadata=metadata)
         _ = LatentFolder(str(partial)).empty  # a run would refuse the same
-        partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return LatentFolder(str(folder))
 
 

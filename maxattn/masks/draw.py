@@ -58,6 +58,8 @@ def _on_grid(cell: int, period: int | None) -> bool:
 
 def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int) -> Path:
     """Draw a bound mask into a PNG file, with at most 512 cells per side at any length."""
+    from maxattn.weights.replacing import replacing
+
     _check_lengths(q_len, kv_len)
     if path.suffix.lower() != ".png":
         raise InputError("path", path, "the path must end in .png", "give a name that ends in .png")
@@ -77,7 +79,8 @@ def plot(mask: Mask, path: Path, q_len: int, kv_len: int, batch: int, head: int)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(f"{mask!r}{_caution(mask)}", fontsize=9, wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=120, format="png")
     return path
 
 

@@ -27,7 +27,7 @@ from maxattn.config.document import read_json
 from maxattn.config.errors import printable
 from maxattn.errors import WeightsError
 from maxattn.weights.files import INDEX, NAMES
-from maxattn.weights.replacing import PARTIAL, only_writer, own_ending, replacing
+from maxattn.weights.replacing import PARTIAL, only_writer, own_ending
 
 SHARD_BYTES = 5 * 2**30  # a larger tensor gets a separate file
 METADATA = {"format": "pt"}  # diffusers refuses files without it
@@ -168,8 +168,12 @@ def _switch(
 
 
 def _put_index(path: Path, index: Mapping[str, Any]) -> None:
-    with replacing(path) as beside:
+    beside = path.with_name(f"{path.name}{own_ending()}")
+    try:
         beside.write_text(json.dumps(index, indent=2) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:

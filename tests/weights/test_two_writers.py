@@ -118,5 +118,9 @@ def test_a_killed_writer_leaves_a_whole_save(shards: str, kills: int, tmp_path: 
 
 
 def test_a_folder_without_a_save_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="it must be an existing"):
-        read(tmp_path)
+    left = tmp_path / "model.safetensors.1-abcdef01.partial"
+    for half in (b"", b"half"):  # of a first save that goes on, or was killed
+        with pytest.raises(WeightsError, match="it must be an existing"):
+            read(tmp_path)
+        left.write_bytes(half)
+    assert save_here(tmp_path, 1, 6) == {f.name for f in tmp_path.iterdir()}

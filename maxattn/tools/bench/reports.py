@@ -21,6 +21,7 @@ from maxattn.tools.bench.module import bench_module
 from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow
 from maxattn.tools.columns import columns
 from maxattn.tools.model_shapes import SHAPES, Shape, read
+from maxattn.weights.replacing import replacing
 
 NAIVE, TILED = "dot_product", "memory_efficient"
 MIB, GIB = 2**20, 2**30
@@ -165,5 +166,6 @@ def draw(report: Report, device: str, path: Path) -> None:
     figure.suptitle(f"{report.name}, {device}", fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=DPI)
     plt.close(figure)

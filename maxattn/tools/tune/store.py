@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from maxattn.config.measurements import VERSION, is_estimated, is_of_sizes, read_kept
 from maxattn.tools.writable import unwritable, write_whole
 from maxattn.tuned import VARIABLE, cache_path
+from maxattn.weights.replacing import only_writer, replacing
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
 OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
@@ -28,7 +29,7 @@ def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
 def add(path: Path, measurement: dict[str, Any]) -> None:
     """Write a measurement to the file; replace an earlier measurement of the same call."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_suffix(".lock")):
+    with only_writer(path.parent):
         kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]
         text = json.dumps({"version": VERSION, "measurements": [*kept, measurement]}, indent=1)
         write_whole(path, text)
@@ -72,12 +73,16 @@ def put_aside(path: Path) -> tuple[str, Path] | None:
     damage = read_kept(path).damage
     if not damage:
         return None
-    with _locked(path.with_suffix(".lock")):
-        beside = _free_name(path)
+    path = path.resolve()  # a link stays, and the copy is beside its file
+    with only_writer(path.parent):
         try:
-            shutil.copyfile(path, beside)
+            beside = _free_name(path)
+            with replacing(beside) as whole:
+                shutil.copyfile(path, whole)
         except OSError:  # it cannot be read
-            os.replace(path, beside)
+            beside = path.with_name(f"{path.stem}.unreadable-{os.getpid()}{path.suffix}")
+            path.replace(beside)
+            write_whole(path, json.dumps({"version": VERSION, "measurements": []}))
     return damage, beside
 
 
@@ -94,12 +99,3 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     if is_of_sizes(one) != is_of_sizes(other) or is_estimated(one) != is_estimated(other):
         return False
     return all(one[key] == other[key] for key in (IDENTITY if is_of_sizes(one) else OF_KERNELS))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    import fcntl
-
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

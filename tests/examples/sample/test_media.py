@@ -11,11 +11,11 @@ import pytest
 
 from tests.examples.conftest import ROOT
 
-# Keeps what comes in as the file that the last argument names, and its arguments beside it.
+# Keeps what comes in as the file that the last argument names, and its arguments beside itself.
 FFMPEG = """#!/bin/sh
 for last; do :; done
 cat > "$last"
-echo "$@" > "$last.said"
+echo "$@" > "$0.said"
 """
 WRITE = """
 import os, sys
@@ -66,7 +66,7 @@ def test_the_machines_ffmpeg_gets_every_frame_or_the_frames_are_pictures(tmp_pat
     taken, lacking, failed = write("own", paths)
     file = takes / "a" / "000.mp4"
     assert taken == str(file) and file.read_bytes() == RAW
-    assert " -s 8x6 -r 4 " in file.with_suffix(".mp4.said").read_text()
+    assert " -s 8x6 -r 4 " in fine.with_suffix(".said").read_text()
     assert "pip install imageio-ffmpeg" in lacking
     assert f"frames as pictures: {failing} ends with 3: no such codec" in failed
     assert all(len(list((folder / "a" / "000").iterdir())) == 5 for folder in (lacks, fails))

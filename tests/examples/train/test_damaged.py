@@ -21,9 +21,9 @@ STATE = {"w": jnp.arange(6.0).reshape(2, 3), "n": jnp.int32(3)}
 SETTINGS: Any = SimpleNamespace(resolved=lambda: {"model": {"dim": 8}})
 
 
-def opened(folder: Path) -> Checkpoints:
+def opened(folder: Path, **how: Any) -> Checkpoints:
     training: Any = SimpleNamespace(output_dir=str(folder), keep_checkpoints=2)
-    return Checkpoints(SETTINGS, training, Fixed(("model",)))
+    return Checkpoints(SETTINGS, training, Fixed(("model",)), **how)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from digits.training import train
 from train import earlier
 from train.loop import Diverged
 
+from maxattn.config import ConfigErrors
 from tests.golden_text import check_golden
 
 from .conftest import Ran
@@ -67,3 +68,22 @@ def test_a_run_killed_in_its_first_checkpoint_has_lost_none(made: Path, tmp_path
     with opened(tmp_path / "run") as checkpoints:
         assert checkpoints.step == 2, "the new one is whole, so the earlier one is old"
     assert holds(folder) == [2]
+
+
+def test_two_runs_do_not_save_into_one_folder(made: Path, tmp_path: Path) -> None:
+    """The second is refused; who reads meanwhile brings nothing back under the first one."""
+    folder = tmp_path / "run"
+    shutil.copytree(made, folder)
+    with opened(folder, start_again=True):
+        for again in (False, True):
+            with pytest.raises(ConfigErrors) as caught:
+                opened(folder, start_again=again)
+        check_golden("training/two_runs", str(caught.value).replace(str(tmp_path), "FOLDER"))
+        with opened(folder, writes=False) as reader:
+            assert reader.step == 2
+        earlier.set_aside(folder / "checkpoints")
+        with opened(folder, writes=False) as reader:
+            assert reader.step == 0
+        assert earlier.steps_in(earlier.beside(folder / "checkpoints")) == [2]
+    with opened(folder) as checkpoints:
+        assert checkpoints.step == 2

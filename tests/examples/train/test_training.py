@@ -148,6 +148,10 @@ def test_drawing_before_training_is_refused(small: Settings):
     with pytest.raises(ConfigError, match="train with the same config first"):
         trained(small)
     assert not Path(small.training.output_dir).exists()
+    # As a run leaves it that ends before its first checkpoint is whole.
+    (Path(small.training.output_dir) / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="train with the same config first"):
+        trained(small)
 
 
 def test_a_half_written_checkpoint_is_never_read(copied: Settings):

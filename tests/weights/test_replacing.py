@@ -1,0 +1,172 @@
+"""Files that take their names when they are whole: after kills, on full disks, without locks."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxattn.errors import InputError
+from maxattn.weights import replacing as ours
+from tests.golden_text import check_golden
+
+ROOT = Path(__file__).parents[2]
+SPEC = util.spec_from_file_location("theirs", ROOT / "examples" / "common" / "replacing.py")
+assert SPEC is not None and SPEC.loader is not None
+theirs = util.module_from_spec(SPEC)
+SPEC.loader.exec_module(theirs)
+
+both = pytest.mark.parametrize("module", [ours, theirs], ids=["maxattn", "examples"])
+WRITE = """
+import sys
+from pathlib import Path
+from maxattn.weights.replacing import replacing
+
+with replacing(Path(sys.argv[1])) as beside:
+    if sys.argv[2] == "folder":
+        beside.mkdir()
+    (beside / "one" if sys.argv[2] == "folder" else beside).write_text("half")
+    print("half written", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def half_written(path: Path, kind: str) -> Iterator[subprocess.Popen]:
+    """Run a process that writes half of a file or folder; kill it at the end."""
+    command = [sys.executable, "-c", WRITE, str(path), kind]
+    pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, cwd=ROOT, **pipe)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half written\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def write(module: Any, path: Path, text: str) -> None:
+    with module.replacing(path) as beside:
+        assert beside.name == path.name
+        beside.write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@both
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_a_kill_left_goes_with_the_next_writer(module: Any, kind: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    with half_written(path, kind) as process:
+        write(module, path, "second")  # while the first writer lives
+        assert path.read_text() == "second" and len(names(tmp_path)) == 2
+        process.kill()
+        process.wait()
+        write(module, other, "another")
+        assert len(names(tmp_path)) == 3, "what is left of one file is another file's no more"
+        write(module, path, "third")
+    assert names(tmp_path) == ["a.txt", "b.txt"] and path.read_text() == "third"
+
+
+@both
+def test_two_writers_both_end(module: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with half_written(path, "file") as process:
+        write(module, path, "second")
+        process.communicate("go\n")
+        assert process.returncode == 0
+    assert names(tmp_path) == ["a.txt"] and path.read_text() == "half"
+
+
+@both
+def test_a_block_that_raises_changes_nothing(module: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write(module, path, "first")
+    with pytest.raises(FileNotFoundError, match="source"), module.replacing(path) as beside:
+        beside.write_text("half")
+        (tmp_path / "source").read_text()  # this error is the block's, and stays as it is
+    assert names(tmp_path) == ["a.txt"] and path.read_text() == "first"
+    with pytest.raises(InputError) as caught:
+        write(module, tmp_path / "absent" / "a.txt", "first")
+    check_golden("weights/file_not_written", str(caught.value).replace(str(tmp_path), "FOLDER"))
+
+
+@both
+@pytest.mark.parametrize("lacks", ["the system", "the file system"])
+def test_without_locks_files_are_written_and_one_warning_says_so(
+    module: Any, lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    module._warn_of_no_locks.cache_clear()
+    if lacks == "the system":  # Windows has no fcntl
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    else:
+        refused = OSError(errno.ENOLCK, "No locks available")
+        monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(refused))
+    left = tmp_path / "a.txt.1-abcdef01.partial"
+    left.mkdir()  # whether its writer lives is not known
+    for text in ("first", "second"):
+        with module.only_writer(tmp_path):
+            write(module, tmp_path / "a.txt", text)
+    assert names(tmp_path) == ["a.txt", left.name]
+    (said,) = caplog.messages
+    assert "has no locks (flock)" in said and "*.partial" in said
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, "examples")
+import matplotlib, numpy as np
+matplotlib.use("Agg")
+from flax import nnx
+from common import pictures
+from common.json_file import write_json
+from sample import files, media
+import maxattn as ma
+from maxattn.tools.writable import write_whole
+from maxattn.tools.tune import store
+
+folder, noise = Path(sys.argv[1]), np.random.default_rng(0).integers(0, 255, (64, 64, 3), "u1")
+layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+ways = {
+    "text": lambda path: write_whole(path, "x" * 9000),
+    "json": lambda path: write_json(path, {"x": "x" * 9000}),
+    "safetensors": lambda path: files.write(path, {"x": np.zeros(9000, "f")}, ""),
+    "png": lambda path: media.picture(noise, path),
+    "gif": lambda path: pictures.moving(noise[None, :, :, :1].repeat(64, -1) / 16.0, ["a"], path),
+    "curve.png": lambda path: pictures.loss_curve([1.0, 0.5], path),
+    "mask.png": lambda path: ma.masks.Causal().plot(path, 64, 64),
+    "folder": lambda path: ma.weights.save_diffusers(layer, path),
+}
+if sys.argv[2:] == ["full"]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for name, write in ways.items():
+    path = folder / f"a.{name}"
+    try:
+        write(path)
+    except ma.errors.MaxattnError as error:
+        assert str(path) in str(error) and "the system reports:" in str(error), error
+        print(name, flush=True)
+"""
+
+
+def test_a_full_disk_leaves_the_earlier_file_and_is_said_with_the_path(tmp_path: Path) -> None:
+    """Every kind of writer, in a process whose files may have 1,000 bytes."""
+    before = {}
+    for words in ([], ["full"]):
+        command = [sys.executable, "-c", FULL, str(tmp_path), *words]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert run.returncode == 0, run.stderr
+        held = {p.relative_to(tmp_path): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        before = before or held
+    assert held == before and len(held) == len(run.stdout.split()) == 8
