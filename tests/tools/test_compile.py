@@ -291,6 +291,10 @@ def attention(q, k, v, config):
     q, k, v = (x.transpose(HEADS_FIRST) for x in (q, k, v))
     return flash_attention(q, k, v).transpose(HEADS_FIRST)
 
+def flat(q, k, v, config):
+    split = lambda x: x.reshape(*x.shape[:2], 2, 128)
+    return attention(split(q), split(k), split(v), config).reshape(q.shape)
+
 def turned(q, k, v, config):
     return q.transpose(0, 2, 1, 3)
 
@@ -345,10 +349,24 @@ def test_what_a_file_does_not_hold(path: Path) -> None:
 
 def test_what_a_function_does_not_compute(path: Path) -> None:
     masked = replace(SHAPE, mask=masks.Causal())
-    changes: list[dict[str, Any]] = [{"module": True}, {"shape": masked}, {"topology": "v6e:2x2"}]
+    changes: list[dict[str, Any]] = [
+        {"module": True},
+        {"shape": masked, "training": True},
+        {"visited": (3, 1), "estimate": False},
+        {"topology": "v6e:2x2"},
+    ]
     jobs = [of_file("theirs.py:attention", **change) for change in changes]
     found = refusals(path, *(lambda job=job: check_kernel_job(job, 4) for job in jobs))
     check_golden("cli/compile/kernel_file_computes", found)
+
+
+def test_flat_arrays_of_a_function(path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    traced = traced_file(of_file(f"{path}/theirs.py:flat", flat=True), mesh)
+    (out,) = jax.tree.leaves(traced.out_info)
+    assert out.shape == (1, 1024, 256)
+    job = of_file("theirs.py:flat", flat=True, visited=(28, 8))
+    assert job_of(json.loads(json.dumps(values_of(job)))) == job
 
 
 @needs_libtpu

@@ -23,7 +23,7 @@ from maxattn.devices import DEVICES, Machine, device_of, memory_of
 from maxattn.errors import ConfigError, InputError, MeshError
 from maxattn.tools.cli.inputs import read_source, shapes_of
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
-from maxattn.tools.compile.kernel_file import name_of, read_kernel_file
+from maxattn.tools.compile.kernel_file import name_of, read_kernel_file, read_visited
 from maxattn.tools.estimate.bundles import FILLS, SPILLS
 from maxattn.tools.estimate.kernel import KernelEstimate
 
@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
         rule = "it must be at least 1, and with several slices all devices are used"
         raise MeshError("slices", plain(args.slices), rule, "write --slices 2 without --devices")
     _check_block(args)
-    file = read_kernel_file(args.kernel_file) if args.kernel_file else ""
+    file = _kernel_file(args)
     how = args.train, args.module, args.devices, args.slices, args.estimate, args.block, args.layers
     outcomes = []
     for shape in shapes_of(args, source):
-        job = CompileJob(topology, source.config, shape, *how, file)
+        job = CompileJob(topology, source.config, shape, *how, *file)
         outcomes.append(run_in_child(job, args.time_limit))
         if not args.json:
             blank = "\n" if len(outcomes) > 1 else ""
@@ -56,6 +56,16 @@ def _check_block(args: argparse.Namespace) -> None:
     if whole(args.layers) is None or (args.layers > 1 and not args.estimate):
         rule = "it must be at least 1, and it applies only with --estimate"
         raise InputError("--layers", plain(args.layers), rule, "write --layers 40 --estimate")
+
+
+def _kernel_file(args: argparse.Namespace) -> tuple[str, bool, tuple[int, ...]]:
+    """Read the options of a kernel file: its name, whether its arrays are flat, visited tiles."""
+    given = "--visited" if args.visited else "--layout" if args.layout == "flat" else ""
+    if given and not args.kernel_file:
+        rule = "it describes the function of --kernel-file, and none is given"
+        raise InputError(given, plain(args.visited or args.layout), rule, f"leave {given} out")
+    file = read_kernel_file(args.kernel_file) if args.kernel_file else ""
+    return file, args.layout == "flat", read_visited(args.visited) if args.visited else ()
 
 
 def topology_of(target: str) -> str:
@@ -240,9 +250,9 @@ def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
 
 
 def _tiles(kernel: KernelEstimate) -> str:
-    if not kernel.block:
+    if not kernel.block and kernel.full == 1:
         return "; every step is priced in full"
-    tiles = "; tiles of {} x {}".format(*kernel.block)
+    tiles = "; tiles of {} x {}".format(*kernel.block) if kernel.block else "; tiles"
     if kernel.is_bound:
         return f"{tiles}, all priced with the mask, since the visited ones are not known"
     skipped = max(0.0, 1 - kernel.full - kernel.masked)

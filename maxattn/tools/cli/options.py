@@ -101,7 +101,12 @@ def compile(parser: Parser) -> None:
     block = "a whole transformer block as in Wan, with a feed-forward of this width"
     file = (
         "compile FUNCTION(q, k, v, config) of a file in place of maxattn's attention, on one"
-        " device: arrays [B, T, N, H]; every query sees every key"
+        " device: arrays [B, T, N, H]; it gets every key, and --mask only counts its tiles"
+    )
+    layout = "arrays of that function: heads for [B, T, N, H] (default), flat for [B, T, N*H]"
+    visited = (
+        "tiles that it visits for one head, without and with a test of the mask; default counted"
+        " from --mask and the blocks of its kernel"
     )
     add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--target", required=True, help=target)
@@ -113,6 +118,8 @@ def compile(parser: Parser) -> None:
     add("--layers", type=int, default=1, metavar="N", help="with --estimate: layers of a model")
     switch("--estimate", help="estimate times by libtpu's schedule")
     add("--kernel-file", default="", metavar="PATH:FUNCTION", help=file)
+    add("--layout", choices=("heads", "flat"), default="heads", help=layout)
+    add("--visited", default="", metavar="FULL,MASKED", help=visited)
     limit = "most seconds for each compile; default 600"
     add("--time-limit", type=float, default=600.0, metavar="S", help=limit)
     switch("--json", help="print everything as JSON")

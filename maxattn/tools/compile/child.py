@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from maxattn.plan import Plan
     from maxattn.target import Target
+    from maxattn.tools.estimate.kernel import KernelDump, KernelTiles
 
 FLAGS = "LIBTPU_INIT_ARGS"
 Priced = Callable[[str], dict[str, Any]]
@@ -127,21 +128,33 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
     def priced(text: str) -> dict[str, Any]:
         if job.block:
             return block_estimate(text, device, decided, training, job.config.remat_policy)
-        return estimate_of(text, folder, device, tiles_of(decided, training))
+        tiles = tiles_of(decided, training)
+
+        def of_pass(dump: KernelDump) -> KernelTiles | None:
+            return tiles.get(dump.phase) if dump.phase else None
+
+        return estimate_of(text, folder, device, of_pass)
 
     return _ended(job, traced, mesh, facts, priced)
 
 
 def _compiled_file(job: CompileJob, target: Target, mesh: Mesh, folder: Path) -> Outcome:
     from maxattn.tools.compile import kernel_file as of_file
+    from maxattn.tools.estimate.file_tiles import counted
     from maxattn.tools.estimate.program import estimate_of
 
     of_file.check_kernel_job(job, len(mesh.devices.flat))
     traced = of_file.traced_file(job, mesh)
     facts = {"device_kind": target.device_kind, "mesh": dict(mesh.shape)}
-    flops = 0.0 if job.training else job.shape.operations
+    # Tiles given without a mask do not show how many pairs the function computes.
+    is_unknown = job.training or (job.visited and job.shape.mask.is_full)
+    flops = 0.0 if is_unknown else job.shape.operations
     priced = partial(
-        estimate_of, folder=folder, device=target.device, tiles={}, forward_flops=flops
+        estimate_of,
+        folder=folder,
+        device=target.device,
+        tiles_of=(lambda _: None) if job.training else counted(job.shape, job.visited),
+        forward_flops=flops,
     )
     return _ended(job, traced, mesh, facts, priced)
 

@@ -34,6 +34,9 @@ class CompileJob:
         block: width of the feed-forward of a whole transformer block; 0 for none.
         layers: number of layers of the model; the estimate of a step is multiplied by it.
         kernel_file: PATH:FUNCTION of an attention to compile in place of maxattn's; "" for none.
+        flat: whether that function takes and returns arrays [B, T, N*H].
+        visited: tiles that it visits for one head, without and with a test of the mask; () to
+            count them from the shape's mask.
     """
 
     topology: str
@@ -47,6 +50,8 @@ class CompileJob:
     block: int = 0
     layers: int = 1
     kernel_file: str = ""
+    flat: bool = False
+    visited: tuple[int, ...] = ()
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -119,7 +124,9 @@ def values_of(job: CompileJob) -> dict[str, Any]:
 def job_of(values: dict[str, Any]) -> CompileJob:
     """Make the job from the result of `values_of`."""
     shape = Shape(**values["shape"] | {"mask": _read(values["shape"]["mask"])})
-    return CompileJob(**values | {"config": AttentionConfig(**values["config"]), "shape": shape})
+    read: dict[str, Any] = {"config": AttentionConfig(**values["config"]), "shape": shape}
+    read["visited"] = tuple(values["visited"])
+    return CompileJob(**values | read)
 
 
 def _fields(value: Any) -> dict[str, Any]:

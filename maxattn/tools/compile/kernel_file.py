@@ -1,7 +1,8 @@
 """A user's attention function, read from a file, to compile in place of maxattn's.
 
 FUNCTION(q, k, v, config) takes arrays [B, T, N, H], [B, S, K, H] and [B, S, K, H] and the config of
-the command, and returns [B, T, N, H]. It runs on one device; every query attends to every key.
+the command, and returns [B, T, N, H]; with `--layout flat` [B, T, N*H], [B, S, K*H] and so on. It
+runs on one device, and gets every key: a mask only counts the tiles that an estimate prices.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from maxattn.config.errors import plain
+from maxattn.config.numbers import whole_in
 from maxattn.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -35,12 +38,23 @@ def read_kernel_file(text: str) -> str:
     return f"{Path(path).resolve()}:{function}"
 
 
+def read_visited(text: str) -> tuple[int, ...]:
+    """Read FULL,MASKED: the tiles of one head without and with a test of the mask."""
+    found = [number for word in text.split(",") if (number := whole_in(word, 0)) is not None]
+    if len(found) != 2 or text.count(",") != 1 or not sum(found):
+        rule = "it must be FULL,MASKED: the tiles of one head without and with a test of the mask"
+        raise InputError("--visited", plain(text), rule, "write for example --visited 28,8")
+    return tuple(found)
+
+
 def check_kernel_job(job: CompileJob, devices: int) -> None:
     """Refuse a job that a user's function cannot run: modules, masks, several devices."""
     if job.module or job.block:
         _refuse(job, "the function is compiled alone", "leave --module and --block out")
-    if not job.shape.mask.is_full:
-        _refuse(job, "the function gets no mask: every query sees every key", "leave --mask out")
+    counts = bool(job.visited) or not job.shape.mask.is_full
+    if counts and (job.training or not job.estimate):
+        rule = "the function gets no mask: --mask and --visited count the tiles of its forward"
+        _refuse(job, rule, "add --estimate without --train, or leave --mask and --visited out")
     if devices != 1:
         rule = f"the function runs on one device, and {job.topology} has {devices}"
         _refuse(job, rule, "add --devices 1, and give the shape that one device computes")
@@ -58,16 +72,18 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
     # Kernel libraries look up the TPU in the mesh of a shard_map.
     specs: dict[str, Any] = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
     function = jax.shard_map(own, mesh=mesh, **specs, check_vma=False)
+    letters = "BT." if job.flat else "BTNH"
     q, k = (
-        operand((call.batch, length, heads, call.head_dim), "BTNH", call.dtype, mesh)
+        operand((call.batch, length, *dims), letters, call.dtype, mesh)
         for length, heads in ((call.q_len, call.heads), (call.kv_len, call.kv_heads))
+        for dims in [(heads * call.head_dim,) if job.flat else (heads, call.head_dim)]
     )
 
     def run(*operands: Any) -> Any:
         out = function(*operands)
         if out.shape != q.shape:
             rule = f"it must return q's shape, {list(q.shape)}, and returns {list(out.shape)}"
-            _refuse(job, rule, "return [B, T, N, H]")
+            _refuse(job, rule, f"return [B, T, {'N*H' if job.flat else 'N, H'}]")
         return out
 
     try:

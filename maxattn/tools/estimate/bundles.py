@@ -202,12 +202,16 @@ GRANULE = 32  # bytes
 
 
 class Window(NamedTuple):
-    """One operand: whether it is in HBM, the bytes of a block, and the number of blocks."""
+    """One operand: whether it is in HBM, the bytes of a block, the number of blocks, and the sides
+    of a block and of the operand.
+    """
 
     in_hbm: bool
     is_output: bool
     size: int
     blocks: int
+    block: tuple[int, ...]
+    whole: tuple[int, ...]
 
 
 def windows_of(bundles: Bundles) -> tuple[Window, ...]:
@@ -215,9 +219,10 @@ def windows_of(bundles: Bundles) -> tuple[Window, ...]:
     found = []
     rows = _WINDOW.findall(bundles.rows[0].text)
     for memory, kind, _, item, block, whole in sorted(rows, key=lambda row: (row[1], int(row[2]))):
-        blocks = prod(-(-n // part) for n, part in zip(sides(whole), sides(block), strict=True))
+        parts, every = tuple(sides(block)), tuple(sides(whole))
+        blocks = prod(-(-n // part) for n, part in zip(every, parts, strict=True))
         size = bytes_of(f"{item}[{block}]")
-        found.append(Window(memory == "hbm", kind == "output", size, blocks))
+        found.append(Window(memory == "hbm", kind == "output", size, blocks, parts, every))
     if not any(window.is_output for window in found):
         raise unknown(bundles.who, "its first bundle names no block of an output")
     return tuple(found)

@@ -129,7 +129,8 @@ class KernelDump:
         """Return the cost of a step, for a grid of `steps` steps with `row` steps in each tile row.
 
         K and V are fetched at every step, and the other inputs once in a tile row. In the backward
-        of K and V, the other inputs are fetched at every step, and K and V once in a tile row.
+        of K and V, the other inputs are fetched at every step, and K and V once in a tile row. If
+        a tile row has a single step, K and V stay until another of their blocks is needed.
         """
         step, bodies = self.step, self.step.bodies
         inputs = [w for w in self.windows if not w.is_output]
@@ -139,7 +140,7 @@ class KernelDump:
         in_row = 0.0
         for window, is_each in zip(self.windows, at_each, strict=True):
             if window.in_hbm and is_each:
-                in_step += window.size
+                in_step += window.size * (min(1, window.blocks / steps) if row == 1 else 1)
             elif window.in_hbm:
                 in_row += window.size * (window.blocks * row / steps if window.is_output else 1)
         spills = step.used(BodyShares(1.0, 0.0, row))[SPILLS]
@@ -185,7 +186,8 @@ class KernelDump:
             return loop.steps * self.cores
         if tiles is None:
             rule = "the number of its grid steps is known only on the device"
-            raise Unsupported("estimate", self.name, rule, "leave --estimate out")
+            remedy = "write --mask or --visited for a --kernel-file, or leave --estimate out"
+            raise Unsupported("estimate", self.name, rule, remedy)
         return tiles.heads * (tiles.grids[0] if tiles.is_bound else tiles.visited)
 
     def _shares(self, tiles: KernelTiles | None, steps: int) -> BodyShares:
@@ -251,7 +253,7 @@ class KernelTiles(NamedTuple):
     """The tiles that one call of a kernel computes.
 
     Args:
-        block: queries and keys of a tile.
+        block: queries and keys of a tile; () if unknown.
         full, masked: number of visited tiles of one head, without and with a test of the mask.
         grids: possible numbers of steps for one head: all tiles, or the tile rows (columns) times
             the most visited tiles of a tile row (column).
@@ -260,7 +262,7 @@ class KernelTiles(NamedTuple):
         is_bound: whether the visited tiles differ by rank; then `full` and `masked` mean nothing.
     """
 
-    block: tuple[int, int]
+    block: tuple[int, ...]
     full: int
     masked: int
     grids: tuple[int, ...]

@@ -7,7 +7,7 @@ is priced by schedules that ship with maxattn.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from math import prod
@@ -30,7 +30,7 @@ from maxattn.sharding import ways
 from maxattn.target import Target
 from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.bundles import unknown
-from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, KernelTiles, Phase, core_of
+from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, KernelTiles, core_of
 
 NOT_COUNTED = 2**63 - 1  # libtpu's cycles for an operation without an estimate
 LONGEST = 3  # most of XLA's own operations that an estimate names
@@ -54,7 +54,7 @@ def estimate_of(
     text: str,
     folder: Path,
     device: Device,
-    tiles: Mapping[Phase, KernelTiles],
+    tiles_of: Callable[[KernelDump], KernelTiles | None],
     forward_flops: float = 0.0,
 ) -> dict[str, Any]:
     """Estimate the time of a compiled program.
@@ -63,7 +63,7 @@ def estimate_of(
         text: `compiled.as_text()`.
         folder: where libtpu wrote its dumps.
         device: the device that the program is compiled for.
-        tiles: the plan's tiles of each kernel, by pass.
+        tiles_of: counts the tiles that a kernel visits; None if they are not known.
         forward_flops: FLOPs of a program without a plan; used if it has a single kernel.
 
     Returns:
@@ -76,7 +76,7 @@ def estimate_of(
     dumps = Dumps.of(folder, version)
     for call in pallas_calls(HloProgram.read(text)):
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
-        kernels.append(dump.estimate(tiles.get(dump.phase) if dump.phase else None, call.times))
+        kernels.append(dump.estimate(tiles_of(dump), call.times))
     if forward_flops and len(kernels) == 1:
         kernels = [kernels[0]._replace(flops=forward_flops / kernels[0].calls)]
     return _how(version) | {"kernels": [k._asdict() for k in kernels]} | _xla(text, device)

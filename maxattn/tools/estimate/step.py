@@ -1,8 +1,8 @@
 """The cost of one step of a kernel's grid: which bundles run, and how often.
 
 A step that visits its tile runs a body (the bundles with matmuls); another step skips it. Of two
-bodies, the shorter is for tiles without a mask. A span without matmuls that steps can skip begins
-or ends a tile row, and runs once in each tile row.
+bodies, the one with more matmuls is for tiles without a mask, or with as many the shorter. A span
+without matmuls that steps can skip begins or ends a tile row, and runs once in each tile row.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class GridStep:
         return self.bodies_of(0)
 
     def bodies_of(self, form: int) -> tuple[Span, ...]:
-        """Return the bodies of a form, the shortest first."""
+        """Return the bodies of a form, the one for tiles without a mask first."""
         count = len(self._every_body) // self.forms
         found = self._every_body[form * count : (form + 1) * count]
-        return tuple(sorted(found, key=lambda s: s.end - s.start))
+        return tuple(sorted(found, key=lambda s: (-self._count(range(*s)), s.end - s.start)))
 
     @cached_property
     def edges(self) -> int:
@@ -112,9 +112,7 @@ class GridStep:
 
         Every step is assumed to run the body with most matmuls; another is for a partial last tile.
         """
-        counts = [self._count(range(*body)) for body in self.bodies]
-        is_first = not counts or counts[0] == max(counts)
-        return BodyShares(1.0, 0.0, row) if is_first else BodyShares(0.0, 1.0, row)
+        return BodyShares(1.0, 0.0, row)
 
     def use(self, shares: BodyShares) -> dict[str, float]:
         """Return by unit the share of slots that the part of a step with the matmuls fills."""

@@ -116,3 +116,9 @@ def test_a_report_names_what_waits():
     assert fits(outcome) and text.endswith("fits")
     full = Outcome("compiled", "TPU v5e", "the plan", memory=memory | {"temp": 2**34})
     assert not fits(full) and "does not fit" in report(job, full)
+
+
+@pytest.mark.parametrize("option", ["--visited 28,8", "--layout flat"])
+def test_options_of_a_kernel_file_need_one(option, capsys):
+    ran = run(capsys, *split(f"compile --target v6e --shape sdxl-64 --estimate {option}"))
+    assert ran.status == 1 and "none is given" in ran.err and f"leave {option[:8]}" in ran.err
