@@ -25,6 +25,8 @@ from maxattn.weights.names import Entry, variable_at
 log = logging.getLogger("maxattn")
 
 FLOATING = ("float64", "float32", "bfloat16", "float16")
+# Variables that a model makes anew where it runs.
+TRANSIENT = (nnx.RngState, nnx.Intermediate, nnx.Perturbation, nnx.Cache)
 LISTED = 12  # most names of one kind in an error
 
 
@@ -226,16 +228,43 @@ def _is_finite_in(value: Any, dtype: Any) -> bool:
         return bool(np.isfinite(np.asarray(value).astype(dtype)))
 
 
-def only_weights(module: nnx.Module, names: list[str]) -> None:
-    """Refuse parameters that readers of a model's folder would leave out."""
-    if lora := [name for name in names if ".lora_" in name]:
+def no_lora(module: nnx.Module, every: Mapping[str, Sequence[Entry]]) -> None:
+    """Refuse LoRA, which readers of a model's folder would leave out."""
+    variables = {name: variable_at(module, parts[0].path) for name, parts in every.items()}
+    lora = [n for n, x in variables.items() if ".lora_" in n or isinstance(x, nnx.LoRAParam)]
+    if lora:
         rule = "a reader of a model's folder leaves LoRA out, and has the model without it"
         remedy = (
             "write the two parts of to_diffusers(module) by safetensors.numpy.save_file: the names"
             " with .lora_ as a LoRA file, the others as the model"
         )
-        raise WeightsError("module", f"{lora[0]} and {len(lora) - 1} more", rule, remedy)
-    if stats := nnx.to_flat_state(nnx.state(module, nnx.BatchStat)):
-        found = ".".join(map(str, next(iter(stats))[0]))
-        rule = "diffusers' models have no BatchNorm, so its running statistics would be lost"
-        raise WeightsError("module", found, rule, "use nnx.GroupNorm, or save the state with orbax")
+        if ".lora_" not in lora[0]:
+            remedy = "use nnx.LoRA, whose names readers know, or merge the matrices into the kernel"
+        found = _of_class(variables[lora[0]], every[lora[0]][0].path)
+        more = f" and {len(lora) - 1} more" if lora[1:] else ""
+        raise WeightsError("module", found + more, rule, remedy)
+
+
+def savable(module: nnx.Module, every: Mapping[str, Sequence[Entry]]) -> None:
+    """Refuse variables that files do not have, and kernels of whole numbers or 8 bits."""
+    other = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, *TRANSIENT)))
+    for path, variable in nnx.to_flat_state(nnx.state(module, other)):
+        found = _of_class(variable, path)
+        rule = "files of models have nnx.Param alone, so its numbers would be lost"
+        remedy = "make it an nnx.Param, or an nnx.Cache if a reader computes it"
+        if isinstance(variable, nnx.BatchStat):
+            rule = "diffusers' models have no BatchNorm, so its running statistics would be lost"
+            remedy = "use nnx.GroupNorm, or save the state with orbax"
+        raise WeightsError("module", found, rule, remedy)
+    for name, parts in every.items():
+        variable = variable_at(module, parts[0].path)
+        dtype = dtype_name(variable.get_value().dtype)
+        if name.endswith(".weight") and dtype not in FLOATING:
+            found = f"{_of_class(variable, parts[0].path)}, {dtype}"
+            rule = f"a kernel must be one of {', '.join(FLOATING)}: files have no scales for others"
+            remedy = "put the product of the kernel and its scales there"
+            raise WeightsError("module", found, rule, remedy)
+
+
+def _of_class(variable: Any, path: Sequence[Any]) -> str:
+    return f"{type(variable).__name__} {'.'.join(map(str, path))}"

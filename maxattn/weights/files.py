@@ -161,9 +161,10 @@ def _pickled(path: Path) -> WeightsError:
 
 def _places_of_one_save(path: Path) -> dict[str, OpenFile]:
     """Open a path's files; if a save replaced the index in the meantime, open them again."""
-    last = ""
+    last: tuple[Any, ...] = ()
     for tried in range(TRIES):
         time.sleep(tried / 1000)
+        before: tuple[int, ...] = ()
         try:
             entry = _entry_file(path)
             before = _stamp(entry)
@@ -171,9 +172,9 @@ def _places_of_one_save(path: Path) -> dict[str, OpenFile]:
             if _stamp(entry) == before and _entry_file(path) == entry:
                 return found
         except WeightsError as error:
-            if str(error) == last:  # the same twice: no save is under way
+            if (before, str(error)) == last:  # the same file and error twice: no save is under way
                 raise
-            last = str(error)
+            last = before, str(error)
             time.sleep(WAIT)
     rule = "a folder must be read between two saves, and others save into it all the time"
     raise WeightsError("weights", printable(str(path), 400), rule, "wait for the other saves")

@@ -135,9 +135,14 @@ def to_diffusers(module: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
 
     `prefix` is put before every name. The matrices of an `nnx.LoRA` are `lora_A.weight` and
     `lora_B.weight` of the layer that it adapts, as in files of peft and diffusers.
+
+    Raises:
+        WeightsError: the module has variables that files do not have, such as running statistics,
+            or kernels of whole numbers or 8 bits.
     """
     checks.prefix(prefix)
     every = written(entries(module, prefix))
+    checks.savable(module, every)
     # safetensors' save_file writes the memory of a transposed array in the wrong order.
     return {name: np.ascontiguousarray(_joined(module, parts)) for name, parts in every.items()}
 
@@ -176,7 +181,8 @@ def save_diffusers(
     """
     folder, shard_bytes = checks.folder(folder), checks.shard_bytes(shard_bytes)
     every = written(entries(module))
-    checks.only_weights(module, list(every))
+    checks.savable(module, every)
+    checks.no_lora(module, every)
     forms = {}
     for name, parts in every.items():
         rows = sum(entry.shape[0] for entry in parts) if len(parts) > 1 else None

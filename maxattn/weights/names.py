@@ -69,13 +69,23 @@ def entries(module: nnx.Module, prefix: str = "") -> tuple[Entry, ...]:
         prefix: put before every name, such as "transformer.".
 
     Raises:
-        WeightsError: `module` is no NNX module.
+        WeightsError: `module` is no NNX module, has a parameter that is no array, or two of one
+            name.
     """
     if not isinstance(module, nnx.Module):
         kind, rule = type(module).__name__, "it must be an NNX module"
         raise WeightsError("module", kind, rule, "pass an nnx.Module")
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return tuple(e for path, variable in flat for e in _entries_of(module, path, variable, prefix))
+    arrays = ((path, v) for path, v in flat if v.get_value() is not None)
+    every = tuple(e for path, v in arrays for e in _entries_of(module, path, v, prefix))
+    paths: dict[str, Path] = {}
+    for e in every:
+        if (other := paths.setdefault(e.name, e.path)) != e.path:
+            found = " and ".join(".".join(map(str, path)) for path in (other, e.path))
+            rule = f"parameters must have different names in files, and both have {e.name}"
+            remedy = 'list another name in their class, such as diffusers_names = {"scale": "by"}'
+            raise WeightsError("module", found, rule, remedy)
+    return every
 
 
 def variable_at(module: nnx.Module, path: Path) -> Any:
@@ -106,7 +116,12 @@ def _entries_of(module: nnx.Module, path: Path, variable: Any, prefix: str) -> I
         names.append(name)
         owner = variable_at(owner, tuple(rest[:taken]))
         rest = rest[taken:]
-    shape = tuple(variable.get_value().shape)
+    value = variable.get_value()
+    if not hasattr(value, "shape"):
+        found = f"{type(variable).__name__} {'.'.join(map(str, path))}"
+        rule = f"parameters must be arrays, and this one is a {type(value).__name__}"
+        raise WeightsError("module", found, rule, "put an array there, without scales")
+    shape = tuple(value.shape)
     if rest[0] == "kernel":
         _check_stack(owner, shape, stacked, prefix + ".".join(names))
     end, axes = _parameter(owner, rest[0], len(shape) - (stacked is not None))
@@ -175,7 +190,7 @@ def _parameter(owner: Any, name: str, ndim: int) -> tuple[str, tuple[int, ...]]:
         return "weight", (*same[2:], 1, 0)
     if isinstance(owner, nnx.LoRA) and name in LORA:
         return f"{LORA[name]}.weight", (*same[2:], 1, 0)
-    if name in ("scale", "embedding"):
+    if name in ("scale", "embedding") and name not in renamed:
         return "weight", same
     if name == "kernel" and name not in renamed:
         kind = type(owner).__name__

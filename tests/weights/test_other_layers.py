@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from safetensors.numpy import save_file
 
 from maxattn import weights
@@ -65,7 +66,7 @@ def test_a_folder_refuses_it_and_the_remedy_loads(kind: str, tmp_path: Path) -> 
     model = Model(ADAPTED[kind])
     with pytest.raises(WeightsError) as caught:
         weights.save_diffusers(model, tmp_path)
-    check_golden("weights/save_with_lora", str(caught.value))
+    check_golden(f"weights/save_with_{kind}", str(caught.value))
     assert not list(tmp_path.iterdir())
     tensors = weights.to_diffusers(model)
     lora = {name: x for name, x in tensors.items() if ".lora_" in name}
@@ -85,7 +86,52 @@ def test_the_file_of_a_model_is_loaded_under_its_lora() -> None:
     np.testing.assert_array_equal(model.to_q.base_module.kernel, plain.to_q.kernel)
 
 
+class Quantised(nnx.Linear):
+    """A layer of whole numbers and a scale for each output."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.int8) -> None:
+        super().__init__(6, 4, rngs=rngs)
+        self.kernel = nnx.Param(jnp.ones((6, 4), dtype))
+        self.scale = nnx.Param(jnp.ones(4))
+
+
+class Renamed(Quantised):
+    diffusers_names = {"scale": "weight_scale"}  # noqa: RUF012
+
+
+@struct.dataclass
+class Pair:
+    """A quantised array as other libraries have it."""
+
+    numbers: Any
+    scales: Any
+
+
+class Buffer(nnx.Variable):
+    """A variable that is no parameter."""
+
+
+class Own(nnx.Param):
+    """A parameter of one's own."""
+
+
+def with_one(name: str, variable: nnx.Variable) -> Callable[[nnx.Rngs], nnx.Module]:
+    def made(rngs: nnx.Rngs) -> nnx.Module:
+        layer = nnx.Linear(6, 4, rngs=rngs)
+        setattr(layer, name, variable)
+        return layer
+
+    return made
+
+
+PAIR: Any = Pair(jnp.ones((6, 4), jnp.int8), jnp.ones(4))
 REFUSED: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
+    "two_of_one_name": Quantised,
+    "whole_numbers": Renamed,
+    "8_bits": lambda rngs: Renamed(rngs, jnp.float8_e4m3fn),
+    "no_array": with_one("kernel", nnx.Param(PAIR)),
+    "buffer": with_one("table", Buffer(jnp.ones(4))),
+    "lora_of_its_own": with_one("down", nnx.LoRAParam(jnp.ones((6, 2)))),
     "kernel_of_linear_general": lambda rngs: nnx.LinearGeneral(6, (2, 2), rngs=rngs),
     "kernel_of_einsum": lambda rngs: nnx.Einsum("ab,bc->ac", (6, 4), rngs=rngs),
     "batch_norm": lambda rngs: nnx.BatchNorm(6, rngs=rngs),
@@ -94,10 +140,45 @@ REFUSED: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_no_reader_knows_is_refused(kind: str, tmp_path: Path) -> None:
+    model = Model(REFUSED[kind])
     with pytest.raises(WeightsError) as caught:
-        weights.save_diffusers(Model(REFUSED[kind]), tmp_path)
+        weights.save_diffusers(model, tmp_path)
     check_golden(f"weights/save_{kind}", str(caught.value))
     assert not list(tmp_path.iterdir())
+    if kind == "lora_of_its_own":  # a caller who takes the names may know them
+        assert weights.to_diffusers(model).keys() == PLAIN | {"to_q.down"}
+        return
+    with pytest.raises(WeightsError) as again:
+        weights.to_diffusers(model)
+    assert str(again.value) == str(caught.value)
+
+
+SAVED: dict[str, tuple[Callable[[nnx.Rngs], nnx.Module], set[str]]] = {
+    "a Param of its own class": (with_one("kernel", Own(jnp.ones((6, 4)))), set()),
+    "a Param under its own name": (with_one("gate", Own(jnp.ones(4))), {"to_q.gate"}),
+    "whole numbers that are no kernel": (
+        with_one("places", nnx.Param(jnp.arange(4))),
+        {"to_q.places"},
+    ),
+    "a scale with a name in its class": (
+        lambda rngs: Renamed(rngs, jnp.float32),
+        {"to_q.weight_scale"},
+    ),
+    "nothing": (with_one("gate", nnx.Param(None)), set()),
+    "a cache": (with_one("table", nnx.Cache(jnp.ones(4))), set()),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_every_other_parameter_is_saved_and_loads(kind: str, tmp_path: Path) -> None:
+    make, more = SAVED[kind]
+    model, other = Model(make), Model(make)
+    weights.save_diffusers(model, tmp_path)
+    assert weights.SafeTensors(tmp_path).keys() == PLAIN | more
+    nnx.update(other, nnx.map_state(lambda _, x: jax.tree.map(jnp.zeros_like, x), nnx.state(other)))
+    weights.load_diffusers(other, tmp_path)
+    for name, tensor in weights.to_diffusers(model).items():
+        np.testing.assert_array_equal(weights.to_diffusers(other)[name], tensor)
 
 
 def test_a_class_names_its_kernel() -> None:
