@@ -6,6 +6,7 @@ executes that plan and chooses nothing itself, so `explain` prints what runs.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -196,6 +197,8 @@ def _refuse_if_asked(question: _Question, key: str, reason: Reason) -> None:
     if question.asked.fallback != "error":
         return
     first = reason.remedy.replace("attention: auto", f"{key}: auto")
+    if key == "cross_attention":  # kernels name the setting of self-attention
+        first = re.sub(r"(?<!cross_)attention: ", "cross_attention: ", first)
     instead = "set fallback: warn to run another kernel or strategy"
     remedy = f"{first}; or {instead}" if first else instead
     raise Unsupported(key, getattr(question.config, key), reason.rule, remedy)

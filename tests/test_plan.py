@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -205,3 +207,26 @@ def test_an_error_policy_refuses_and_the_others_run_something_else() -> None:
         plan = ma.plan(call(), config(**named, fallback=policy), target=CPU)
         assert plan.fell_back
         assert [r.who for r in plan.refused] == ["cudnn"]
+
+
+WITH_TE = ma.Target.named("NVIDIA H200", packages={"transformer-engine-jax": "2.20.2"})
+KEY_BIAS = jax.ShapeDtypeStruct((1, 1, 1, 1024), jnp.bfloat16)
+OF_CROSS: dict[str, tuple[str, ma.Target, Any, Any]] = {
+    "a bias": ("flash", V5P, None, KEY_BIAS),
+    "a mask on shards": ("cudnn_flash_te", WITH_TE, M.Causal(offset=64), None),
+}
+
+
+@pytest.mark.parametrize("name", OF_CROSS)
+def test_a_remedy_of_cross_attention_is_followed(name: str) -> None:
+    """It names `cross_attention`, and no strategy that cross-attention does not run."""
+    kernel, target, mask, bias = OF_CROSS[name]
+    asked = call(1, 1024, mask=mask, bias=bias, role="cross")
+    plan = partial(ma.plan, asked, mesh={"context": 2}, target=target)
+    with pytest.raises(Unsupported) as refused:
+        plan(config(cross_attention=kernel, context_parallel="ring"))
+    assert "context_parallel" not in refused.value.remedy
+    settings = r"\b(cross_attention|use_memory_efficient_attention): (\w+)"
+    said = re.findall(settings, refused.value.remedy)
+    assert said[0][0] == "cross_attention"
+    plan(config(**{key: value if value != "true" else True for key, value in said}))

@@ -72,7 +72,9 @@ def _softmax(g: Given) -> _Soft:
     x = np.einsum("btnh,bsnh->bnts", g.q, g.k) * g.scale + rest
     size = np.einsum("btnh,bsnh->bnts", abs(g.q), abs(g.k)) * abs(g.scale)
     eps = F32 * (g.q.shape[3] + 8) + (0 if g.dtype == "float32" else EPS[g.dtype])
-    loose = size * eps + (abs(rest) + np.minimum(abs(level), LEVEL)) * 4 * F32
+    # A scaled query is rounded to its dtype, and so are parts of it that are nearly 0.
+    least = TINY[g.dtype] * abs(g.k).sum(-1).transpose(0, 2, 1)[:, :, None]  # [B,N,1,S]
+    loose = size * eps + least + (abs(rest) + np.minimum(abs(level), LEVEL)) * 4 * F32
     allowed = np.broadcast_to(g.allowed & (bias != -np.inf), x.shape)
     p, top = softmax(x, allowed)
     row = (p * loose).sum(-1, keepdims=True) + F32 * (x.shape[-1] + 8 + 4 * abs(top))

@@ -11,7 +11,21 @@ from multiprocessing import get_context
 from random import Random
 from typing import Any
 
-from tests.fuzz import calls, commands, configs, modules, plans, saved, streams, transforms, weights
+from tests.fuzz import (
+    calls,
+    commands,
+    configs,
+    modules,
+    plans,
+    published,
+    remedies,
+    saved,
+    stacked,
+    streams,
+    transforms,
+    weights,
+    writers,
+)  # fmt: skip
 from tests.fuzz.case import Case, Machine, Outcome
 from tests.fuzz.run import run, set_up
 
@@ -21,16 +35,26 @@ CATEGORIES: dict[str, tuple[Callable[[Random, Machine], Case], int]] = {
     "meshes": (calls.draw_on_mesh, 4),
     "transforms": (transforms.draw, 5),
     "modules": (modules.draw, 3),
+    "stacked": (stacked.draw, 2),
     "streams": (streams.draw, 3),
     "plans": (plans.draw, 12),
+    "remedies": (remedies.draw, 12),
     "commands": (commands.draw, 20),
     "yaml": (configs.draw, 50),
     "weights": (weights.draw_weights, 25),
     "lora": (weights.draw_lora, 25),
+    "published": (published.draw, 10),
     "latents": (saved.draw_latents, 12),
     "checkpoints": (saved.draw_checkpoint, 2),
     "tuned": (saved.draw_tuned, 8),
+    "writers": (writers.draw, 1),
 }
+# What a program may set before it calls maxattn, and the categories whose cases also run so.
+SWITCHES = {
+    "jax.config.update('jax_numpy_rank_promotion', 'raise')\n": 0.1,
+    "jax.config.update('jax_enable_x64', True)\n": 0.1,
+}
+SWITCHED = ("attention", "meshes", "transforms", "modules", "stacked", "streams")
 LIFE = 300.0  # seconds of cases for one worker: programs that it compiled stay in its memory
 LATEST = 240.0  # seconds without an answer after which a worker is taken to hang
 COLUMNS = ("cases", "right", "refused", "known", "failed", "seconds")
@@ -65,8 +89,13 @@ def _order(names: Sequence[str], seed: int) -> Iterator[str]:
 
 def draw(name: str, machine: Machine) -> Case:
     """Draw the case of a name, `category:seed`: on one machine always the same."""
-    make, _ = CATEGORIES[name.partition(":")[0]]
-    return replace(make(Random(name), machine), name=name)
+    category = name.partition(":")[0]
+    make, _ = CATEGORIES[category]
+    case = make(Random(name), machine)
+    switches = Random(f"switches of {name}")  # apart, so that they change no other draw
+    some = [line for line, chance in SWITCHES.items() if switches.random() < chance]
+    before = "".join(some) if category in SWITCHED else ""
+    return replace(case, name=name, source=before + case.source)
 
 
 class Worker:

@@ -158,7 +158,7 @@ def check_of(built: Built) -> Check:
                 for moved in (start + STEP * ahead, start - STEP * ahead)
             )
             slope = (plus - minus) / (2 * STEP)
-            _compare_slope(name, grads.get(name), ahead, slope, given["way"], built.dtype, loose)
+            compare_slope(name, grads.get(name), ahead, slope, given["way"], built.dtype, loose)
 
     return check
 
@@ -169,10 +169,20 @@ def numbers_of(state: Any) -> dict[str, np.ndarray]:
     return {".".join(str(k.key) for k in path): np.asarray(x, np.float64) for path, x in leaves}
 
 
-def _compare_slope(
+def compare_slope(
     name: str, grad: Any, ahead: Any, want: float, way: Any, dtype: str, loose: float
 ) -> None:
-    """Compare sum(gradient * ahead) with the difference of the reference."""
+    """Compare sum(gradient * ahead) with the difference of the reference.
+
+    Args:
+        name: of what was moved.
+        grad: its gradient.
+        ahead: the way along which it was moved.
+        want: the difference of the reference.
+        way: the gradient of the output.
+        dtype: of the module.
+        loose: its relative error.
+    """
     if grad is None or grad.shape != ahead.shape:
         raise Wrong(f"the gradient of {name} is {None if grad is None else grad.shape}")
     got = float((grad * ahead).sum())

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from tests.fuzz.case import Wrong
@@ -88,6 +89,7 @@ def _head_and_body(
 ) -> tuple[dict[str, Any], bytes]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     codes, body = {np.dtype(t): code for code, t in CODES.items()}, b""
+    codes[np.dtype(ml_dtypes.bfloat16)] = "BF16"
     for name, array in tensors.items():
         data = np.ascontiguousarray(array).tobytes()
         offsets = [len(body), len(body) + len(data)]

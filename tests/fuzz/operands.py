@@ -12,6 +12,8 @@ LENGTHS = (1, 2, 3, 7, 8, 16, 17, 31, 32, 40, 64, 65, 100, 127, 128, 129, 130)
 HEAD_DIMS = (1, 2, 7, 8, 16, 16, 32, 33, 64, 64, 80, 96, 128, 130)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 2), (4, 4))
 VALUES = ("normal", "normal", "normal", "normal", "large", "ties", "small", "ones")
+# Of float16: from its least numbers to its largest. They are drawn when the text is written.
+EDGES = (1e-7, 1e-7, 1e-4, 1.0, 1.0, 200.0, 2e4)
 LARGEST = {"float32": 30.0, "bfloat16": 30.0, "float16": 8.0}
 
 
@@ -35,12 +37,17 @@ class Operands(NamedTuple):
         q, kv = (s.b, s.t, s.n, s.h), (s.b, s.s, s.k, s.h)
         large = LARGEST[self.dtype] if self.values == "large" else 1.0
         factor = {"small": 1e-3, "large": large}.get(self.values, 1.0)
+        of_q, of_k, of_v, of_dout = factor, factor, 1.0, 1.0
+        if self.values == "edges":
+            of_q, of_k, of_v, of_dout = Random(self.seed).choices(EDGES, k=4)
+        numbers = "rng.standard_normal(shape) * factor"
+        numbers = f"np.clip({numbers}, -65504, 65504)" if self.values == "edges" else numbers
         lines = [
             f"rng = np.random.default_rng({self.seed})",
             f"def draw(shape, factor={factor}, dtype={self.dtype!r}):",
-            "    return jnp.asarray(rng.standard_normal(shape) * factor, dtype)",
-            f"q, k = draw({q}), draw({kv})",
-            f"v, dout = draw({kv}, 1.0), draw({q}, 1.0)",
+            f"    return jnp.asarray({numbers}, dtype)",
+            f"q, k = draw({q}, {of_q}), draw({kv}, {of_k})",
+            f"v, dout = draw({kv}, {of_v}), draw({q}, {of_dout})",
             f"dlse = draw({(s.b, s.n, s.t)}, 1.0, 'float32')",
             *self._odd(),
             *self._bias(),
@@ -94,6 +101,8 @@ def draw_operands(rng: Random, machine: Machine, sizes: Sizes | None = None) -> 
         tree = limit if tree is None else Node("&", (tree, limit))
     scale = rng.choice([None, None, None, 1.0, 0.3, -0.2, 1e-3])
     values, seed = rng.choice(VALUES), rng.randrange(10**6)
+    if dtype == "float16" and rng.random() < 0.3:
+        values = "edges"
     return Operands(sizes, dtype, values, tree, bias, kind, bias_dtype, hidden, scale, seed)
 
 

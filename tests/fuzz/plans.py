@@ -53,14 +53,14 @@ Words = Mapping[str, Any]
 
 def draw(rng: Random, machine: Machine) -> Case:
     """Draw a call, a config, a mesh and a target."""
-    axes = _draw_mesh(rng)
-    sizes, settings = _draw_sizes(rng, axes or {}), {"attention": rng.choice(("auto", *KERNELS))}
+    axes = draw_mesh(rng)
+    sizes, settings = draw_sizes(rng, axes or {}), {"attention": rng.choice(("auto", *KERNELS))}
     settings |= {"context_parallel": rng.choice(STRATEGIES)} | draw_some(rng, SETTINGS, 0.12)
     if rng.random() < 0.12:
         settings["flash_block_sizes"] = draw_blocks(rng, BLOCK_SIZES)
     packages = tuple(p for p in PACKAGES if rng.random() < 0.6)
     words = {"target": rng.choice(TARGETS), "packages": packages, "mesh": axes}
-    words |= {"mask": _draw_mask(rng, sizes), "dtype": rng.choice(DTYPES)}
+    words |= {"mask": draw_mask(rng, sizes), "dtype": rng.choice(DTYPES)}
     words |= {"role": rng.choice(ROLES), "bias": "None"} | sizes._asdict()
     bias = (1, rng.choice([1, sizes.n]), 1, sizes.s)
     if rng.random() < 0.1:
@@ -69,7 +69,7 @@ def draw(rng: Random, machine: Machine) -> Case:
     return Case(config_text(settings) + SOURCE.format(**words), check_of(words), seconds=10)
 
 
-def _draw_mesh(rng: Random) -> dict[str, int] | None:
+def draw_mesh(rng: Random) -> dict[str, int] | None:
     """Draw sizes of axes, up to thousands of devices and in few draws absurd ones."""
     if rng.random() < 0.25:
         return None
@@ -80,7 +80,8 @@ def _draw_mesh(rng: Random) -> dict[str, int] | None:
     return axes
 
 
-def _draw_sizes(rng: Random, axes: Mapping[str, int]) -> Sizes:
+def draw_sizes(rng: Random, axes: Mapping[str, int]) -> Sizes:
+    """Draw sizes whose batch mostly divides over the axes."""
     batch = axes.get("data", 1) * axes.get("fsdp", 1) * rng.choice([1, 1, 2])
     (heads, kv), many = rng.choice(HEADS), axes.get("tensor", 1)
     t = rng.choice([*LENGTHS, rng.randint(1, 10_000_000), rng.randint(1, 5000)])
@@ -90,7 +91,7 @@ def _draw_sizes(rng: Random, axes: Mapping[str, int]) -> Sizes:
     return Sizes(batch, t, s, heads * many, kv * many, head_dim)
 
 
-def _draw_mask(rng: Random, sizes: Sizes) -> str:
+def draw_mask(rng: Random, sizes: Sizes) -> str:
     """Draw a mask that needs no large array."""
     if rng.random() < 0.35:
         return "None"

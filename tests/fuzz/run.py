@@ -21,6 +21,7 @@ from maxattn.errors import MaxattnError
 from maxattn.target import installed
 from tests.fuzz.case import HEADER, Case, Check, Machine, Names, Outcome, Wrong
 
+SETTINGS = ("jax_numpy_rank_promotion", "jax_enable_x64")
 LATEST = 200.0  # seconds on the clock, for a case that waits and does not compute
 # Faults that are known and not yet mended are counted apart: (letter, and patterns of the case's
 # name, of its source and of the fault). What comes back after the entry is gone is a failure.
@@ -37,7 +38,7 @@ ON_CPU = (
 def run(case: Case) -> Outcome:
     """Run a case; what it prints and logs is kept from the terminal."""
     start = time.monotonic()
-    with _quiet():
+    with _quiet(), _settings_kept():
         kind, what, show = _outcome(case)
     letter = snippet = ""
     if kind == "failed":
@@ -135,6 +136,17 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextlib.contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Undo what a case sets in jax.config."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def set_up() -> Machine:

@@ -107,8 +107,8 @@ def _refuse_shards(who: str, terms: Terms, call: Call) -> Reason | None:
     rule = f"for {what} on shards it needs as many queries as keys, and {has}"
     if call.q_len == call.kv_len:
         rule = f"{what} may reach over at most {MOST_SHIFTS - 2} shards, and {has}"
-    remedy = f"set context_parallel: ring or ulysses, or {USE_AUTO}"
-    return Reason(who, f"mask {what}", rule, remedy)
+    over = "" if call.role == "cross" else "set context_parallel: ring or ulysses, or "
+    return Reason(who, f"mask {what}", rule, f"{over}{USE_AUTO}")
 
 
 def _refuse_window(who: str, terms: Terms, call: Call, ends_at_query: bool) -> Reason | None:
