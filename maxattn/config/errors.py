@@ -109,7 +109,7 @@ def printable(text: str, most: int = SHOWN) -> str:
 
 MOST_PROBLEMS = 100  # most problems in an error, since looking for similar keys takes time
 EMPTY = "remove the line, or give it a value"
-NAMED = 9  # most choices that a rule lists; it gives the number of further choices
+NAMED = 10  # most choices that a rule lists; it gives the number of further choices
 # pydantic's name of an error -> (its name of the bound, our rule, our remedy)
 LIMITS = {
     "greater_than": ("gt", "above {}", "write more than {}"),

@@ -43,6 +43,7 @@ TESTED = {
     "nvidia-cutlass-dsl": Versions("4.8", "4.9"),
     "transformer-engine-jax": Versions("2.20", "2.21"),
 }
+LIBTPU = Versions("0.0.42", "0.0.53")  # the TPU's compiler, whose dumps of schedules are read
 CUTLASS = "nvidia-cutlass-dsl"  # pip's name of CuTe, which fa4-jax depends on
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # pip's names of cuDNN, which XLA calls
 TOKAMAX_SPLASH = Versions("0.0.12", "0.0.19")  # tokamax's TPU kernels, which 0.0.18 only moves

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from maxattn.kernels.flash import Flash
     from maxattn.kernels.memory_efficient import MemoryEfficient
     from maxattn.kernels.tokamax_flash import TokamaxFlash
+    from maxattn.kernels.tpu_few_keys import TpuFewKeys
     from maxattn.kernels.tpu_flash import TpuFlash
     from maxattn.target import Target
 
@@ -37,6 +38,7 @@ __all__ = [
     "Kernel",
     "MemoryEfficient",
     "TokamaxFlash",
+    "TpuFewKeys",
     "TpuFlash",
     "as_batch_rows",
     "build",

@@ -7,6 +7,7 @@ was decided for one call (scale, chunk sizes, flags), and the methods compute wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -50,6 +51,7 @@ __all__ = [
     "Result",
     "Rows",
     "Tangents",
+    "exact_products",
     "gathered",
     "in_default_modes",
     "padded_heads",
@@ -179,6 +181,11 @@ def in_default_modes(kernel: Callable[..., Out]) -> Callable[..., Out]:
             return kernel(*operands)
 
     return run
+
+
+def exact_products(dtype: Any) -> Any:
+    """Return a context for exact float32 matmuls; a TPU would round operands to bfloat16."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
 
 
 class Lines(NamedTuple):

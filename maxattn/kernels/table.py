@@ -73,6 +73,10 @@ _ROWS = (
         reads=("flash_block_sizes",), custom_calls=("tpu_custom_call",),
     ),
     KernelRow(
+        "tpu_few_keys", "maxattn.kernels.tpu_few_keys:TpuFewKeys", ("cpu", "tpu"),
+        custom_calls=("tpu_custom_call",),
+    ),
+    KernelRow(
         "cudnn_flash_te", "maxattn.kernels.cudnn_flash_te:CudnnFlashTe", ("gpu",), _NVIDIA,
         package="transformer-engine-jax", switch="NVTE_FUSED_ATTN", custom_calls=("te_",),
     ),

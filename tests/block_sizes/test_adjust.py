@@ -184,7 +184,7 @@ def test_what_others_publish_and_the_compiler_takes_is_not_changed():
 def test_padding_above_a_tenth_is_a_note_in_the_plan():
     """Shards of 576 tokens, Flux over eight devices, are no multiple of 128."""
     asked = {"block_q": 640, "block_kv": 640}
-    config = ma.AttentionConfig(attention="ring", flash_block_sizes=asked)
+    config = ma.AttentionConfig(attention="ring", attention_kernel="flash", flash_block_sizes=asked)
     plan = ma.plan(ma.Call(1, 4608, 4608, 24, 24, 128, "bfloat16"), config, {"context": 8}, V5P)
     pads = "640 pads 576 tokens to 640 (11%); no multiple of 128 up to 1,280 pads less"
     notes = tuple(note for note in plan.notes if "pads" in note)

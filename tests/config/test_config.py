@@ -17,7 +17,8 @@ from tests.config.settings import FOREIGN, ModelSettings, Settings, TrainingSett
 
 SPELLINGS = FOREIGN | {
     **{name: (name, "auto") for name in ("auto", "dot_product", "flash", "tokamax_flash",
-                                         "tpu_flash", "cudnn_flash_te", "cudnn")},
+                                         "tpu_flash", "tpu_few_keys", "cudnn_flash_te",
+                                         "cudnn")},
     **{name: ("auto", name) for name in ("ring", "ulysses", "ulysses_ring")},
 }  # fmt: skip
 

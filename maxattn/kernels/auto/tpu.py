@@ -3,6 +3,7 @@
 Times are intervals, estimated from compiled schedules and not from runs: if two intervals overlap,
 neither kernel is surely faster. `tpu_flash` has a fast softmax for small scores and an online one:
 its forward must be surely faster with the fast softmax, and not surely slower with the online one.
+If there are few keys, `tpu_few_keys` comes first, unless another kernel's estimates are shorter.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from maxattn.block_sizes.estimated.choose import (
     in_ms,
     not_estimated,
 )
+from maxattn.block_sizes.estimated.few_keys import NAME as FEW_KEYS
+from maxattn.block_sizes.estimated.few_keys import few_keys_seconds
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.sizes import KernelKind, are_parts_small, fused_partials_bytes
 from maxattn.call import Call
+from maxattn.kernels import KERNELS
 from maxattn.target import Target
 
 OTHERS: tuple[KernelKind, ...] = ("tpu_flash", "tokamax_flash")
@@ -51,6 +55,8 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     """
     flash = _passes("flash", call, target)
     others = [one for name in OTHERS if (one := _passes(name, call, target))]
+    if KERNELS[FEW_KEYS].supports(call, target) is None:
+        return _few_keys_first(call, target, [*others, *([flash] if flash else [])])
     if flash is None or not others:
         kernel = OTHERS[0] if flash else "flash"
         tiles = f"{kernel} has none for tiles that split both queries and keys"
@@ -66,6 +72,22 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     every = "; ".join(map(str, dict.fromkeys((forward, backward, flash, *others))))
     names = dict.fromkeys("/".join(dict.fromkeys(one.name for one in both)) for both in choices)
     return tuple(names), f"{_said(flash, others, forward, backward)}: {every} ({how_estimated()})"
+
+
+def _few_keys_first(
+    call: Call, target: Target, others: list[_Passes]
+) -> tuple[tuple[str, ...], str]:
+    """Order the kernels of a call with few keys, by the slow ends of a forward and a backward."""
+    few = few_keys_seconds(call, target)
+    if few is None:
+        why = f"no schedules of it ship for head dim {call.head_dim} in {call.dtype}"
+        return (FEW_KEYS, "flash"), f"{FEW_KEYS} by a rule, since the keys are few: {why}"
+    every = "; ".join((f"{FEW_KEYS} {few}", *map(str, others)))
+    times = {one.name: one.forward.longest.slow + one.backward.slow for one in others}
+    faster = [name for name in times if times[name] < few.forward.slow + few.backward.slow]
+    names = (*sorted(faster, key=times.__getitem__), FEW_KEYS, "flash")
+    lacks = "" if others else "; the others have no estimates with all keys in one tile"
+    return names, f"{names[0]}, which is fastest: {every}{lacks} ({how_estimated()})"
 
 
 def seconds_taken(names: str, call: Call, target: Target, training: bool) -> Seconds | None:

@@ -11,11 +11,9 @@ and handles queries that see no key.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
-import jax
 import jax.numpy as jnp
 
 from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust, padding_notes
@@ -24,7 +22,7 @@ from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.devices import Platform
-from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows, exact_products
 from maxattn.kernels.softmax import NEG_INF, row_gradient
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, SplashProblem, Stats
@@ -136,7 +134,7 @@ class Splash(Kernel):
 
     def forward(self, inputs: Inputs) -> Result:
         dtype = self._compute_dtype(inputs)
-        with _precision(dtype):
+        with exact_products(dtype):
             problem = self._problem(inputs, self.library.query_factor(dtype))
             out, lse = problem.forward(self.blocks)
         empty = lse < NOTHING_SEEN
@@ -152,7 +150,7 @@ class Splash(Kernel):
         # Queries that see no key get a finite LSE and no gradient: splash never gets -inf.
         lse, delta, dout = row_gradient(out, dout, rows.lse, rows.dlse)
         dtype = self._compute_dtype(inputs)
-        with _precision(dtype):
+        with exact_products(dtype):
             problem = self._problem(inputs, self.library.query_factor(dtype))
             stats = Stats(lse, dout.astype(problem.q.dtype), delta)
             dq, dk, dv = problem.backward(self.blocks, stats)
@@ -215,8 +213,3 @@ def refusal(name: str, call: Call, target: Target) -> Reason | None:
 
 def _changed(changes: tuple[Change, ...]) -> str:
     return "".join(f"; changed {change} ({change.reason})" for change in changes)
-
-
-def _precision(dtype: Any) -> Any:
-    """Return a context for exact float32 matmuls; a TPU would round operands to bfloat16."""
-    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()

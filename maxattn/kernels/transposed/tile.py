@@ -91,7 +91,7 @@ def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
     acc, l = sums.acc[...], sums.l[...]
     for start in range(0, s.shape[0], INNER):
         p = jnp.exp2(s[start : start + INNER])
-        l = l + _by_sublane(p, jnp.sum)
+        l = l + by_sublane(p, jnp.sum)
         acc = acc + v.weighted(start, p)
     sums.acc[...], sums.l[...] = acc, l
 
@@ -101,9 +101,9 @@ def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
     acc, l, m = sums.acc[...], sums.l[...], sums.m[...]
     for start in range(0, s.shape[0], INNER):
         part = s[start : start + INNER]
-        new = jnp.maximum(m, _by_sublane(part, jnp.max).max(axis=0, keepdims=True))
+        new = jnp.maximum(m, by_sublane(part, jnp.max).max(axis=0, keepdims=True))
         factor, p = jnp.exp2(m - new), jnp.exp2(part - new)
-        l = l * factor + _by_sublane(p, jnp.sum)
+        l = l * factor + by_sublane(p, jnp.sum)
         acc, m = acc * factor + v.weighted(start, p), new
     sums.acc[...], sums.l[...], sums.m[...] = acc, l, m
 
@@ -112,7 +112,7 @@ def hide(s: Float[Array, "C q"], allowed: Bool[Array, "C q"]) -> Float[Array, "C
     return jnp.where(allowed, s, MASKED)
 
 
-def _by_sublane(x: Float[Array, "C q"], reduce: Any) -> Float[Array, "8 q"]:
+def by_sublane(x: Float[Array, "C q"], reduce: Any) -> Float[Array, "8 q"]:
     return reduce(x.reshape(-1, SUBLANES, x.shape[1]), axis=0)
 
 

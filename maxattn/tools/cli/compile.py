@@ -26,6 +26,7 @@ from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.kernel_file import name_of, read_kernel_file, read_visited
 from maxattn.tools.estimate.bundles import FILLS, SPILLS
 from maxattn.tools.estimate.kernel import KernelEstimate
+from maxattn.tools.estimate.xla import PRODUCTS, WORDS
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,7 +159,12 @@ def _failure(outcome: Outcome) -> str:
 
 # ---- estimates -----------------------------------------------------------------------------------
 
-FULLEST = 3  # most slots, and most operations without a time, that a line names
+FULLEST = 3  # most slots that a line names
+LARGE = 41_000
+LARGE_NOTE = (
+    f"; MaxDiffusion measured a program of more than {LARGE:,} as 2.1 times slower, and others"
+    " measured one of 46,626 on v7x at full speed: time it, or set smaller flash_block_sizes"
+)
 _MOVES = FILLS, SPILLS  # VLOAD and VSTORE count these slots too
 
 
@@ -172,22 +178,17 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
     lines = [line for alike in _alike(kernels) for line in _kernel(*alike)]
     for one in attention:
         calls = f" a call, {one['calls']} calls" if one["calls"] > 1 else ""
-        lines.append(
-            f"kernel  self-attention's {one['name']}: {in_ms(Seconds(*one['seconds']))}{calls}"
-        )
+        lines.append(f"kernel  {one['name']}: {in_ms(Seconds(*one['seconds']))}{calls}")
     passages = _passages(outcome)
     # The longest transfer of each kind and axes.
     longest = {(p.kind, p.axes): p for p in sorted(passages, key=lambda p: p.seconds)}
     lines += [_link(passage, kernels) for passage in longest.values()]
-    if each := ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in made["xla_longest"]):
-        lines.append(f"xla     XLA's longest operations, in ms: {each}")
+    lines += [_of_xla(one) for one in made["xla"] if one["seconds"]]
     spans = [(k.calls, k.seconds) for k in kernels]
     spans += [(one["calls"], one["seconds"]) for one in attention]
-    lacks = ["transfers", *(["cross-attention's kernel"] if "attention" in made else [])]
-    if names := made["xla_unknown"]:
-        more = f" and {len(names) - FULLEST} more" if len(names) > FULLEST else ""
-        listed = f"{', '.join(names[:FULLEST])}{more}"
-        lacks.append(f"operations without a time from libtpu ({listed})")
+    lacks = ["transfers"]
+    if attention and not any(one["name"].startswith("cross") for one in attention):
+        lacks.append("cross-attention's kernel")
     fast, slow = (sum(calls * seconds[end] for calls, seconds in spans) for end in (0, 1))
     own = (
         f"kernels {in_ms(Seconds(fast, slow)).removesuffix(' ms')}" if spans else "no Pallas kernel"
@@ -247,6 +248,8 @@ def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
         share = kernel.hbm / kernel.hbm_rate / kernel.seconds[0]
         hbm = f"; HBM {readable(kernel.hbm)} a call, {share:.0%} of its rate"
     yield f"binds   {slots}; a step spills {kernel.spills} registers{hbm}"
+    large = LARGE_NOTE if kernel.bundles > LARGE else ""
+    yield f"program {kernel.bundles:,} bundles, at most {kernel.longest:,} in a step{large}"
 
 
 def _tiles(kernel: KernelEstimate) -> str:
@@ -258,6 +261,18 @@ def _tiles(kernel: KernelEstimate) -> str:
     skipped = max(0.0, 1 - kernel.full - kernel.masked)
     shares = {"full": kernel.full, "masked": kernel.masked, "skipped": skipped}
     return f"{tiles}, " + ", ".join(f"{share:.0%} {what}" for what, share in shares.items())
+
+
+def _of_xla(kind: dict[str, Any]) -> str:
+    """Write the time of one kind of XLA's operations, and XLA's own cycles beside it."""
+    what = f"{kind['bytes'] / 1e9:.3g} GB"
+    if kind["flops"]:
+        what = f"{kind['flops'] / 1e12:.3g} TFLOP at {PRODUCTS:.0%} of the peak"
+    lacks = f", {kind['without_cycles']} operations without" if kind["without_cycles"] else ""
+    longest = ", ".join(f"{what} {name} {1e3 * each:.3g}" for name, what, each in kind["longest"])
+    cycles = f"{1e3 * kind['by_cycles']:.3g} ms by XLA's own cycles{lacks}"
+    words = f"{WORDS[kind['kind']]}: {1e3 * kind['seconds']:.3g} ms, {what} ({cycles})"
+    return f"xla     {words}; longest, in ms: {longest}"
 
 
 # ---- transfers -----------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def target_of(kind: str) -> Target:
 def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outcome:
     import jax
 
-    from maxattn.tools.compile.programs import program_of
+    from maxattn.tools.compile.programs import cross_plan, program_of
     from maxattn.tools.estimate.kernel import tiles_of
     from maxattn.tools.estimate.program import block_estimate, estimate_of
 
@@ -127,7 +127,8 @@ def _compiled(job: CompileJob, decided: Plan, mesh: Mesh, folder: Path) -> Outco
 
     def priced(text: str) -> dict[str, Any]:
         if job.block:
-            return block_estimate(text, device, decided, training, job.config.remat_policy)
+            plans = decided, cross_plan(job, decided, mesh)
+            return block_estimate(text, device, plans, training, job.config.remat_policy)
         tiles = tiles_of(decided, training)
 
         def of_pass(dump: KernelDump) -> KernelTiles | None:

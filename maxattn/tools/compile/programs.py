@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,8 +22,9 @@ from maxattn.attention import attention
 from maxattn.call import Call
 from maxattn.config.errors import plain
 from maxattn.errors import ConfigError, MeshError, Unsupported
+from maxattn.masks import Full
 from maxattn.modules import CrossAttention, FlaxAttention
-from maxattn.plan import Plan
+from maxattn.plan import Plan, plan
 from maxattn.remat import remat
 from maxattn.rope import Rotary, rope_1d
 from maxattn.sharding import constrain, mesh_shape, on_axes, parameter_shardings, spec_of, ways
@@ -191,6 +193,12 @@ def attention_settings(job: CompileJob, mesh: Any) -> dict[str, Any]:
     norm = {"bias": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     where = {"config": job.config, "mesh": mesh, "dtype": call.dtype}
     return heads | norm | where | {"rngs": nnx.Rngs(0)}
+
+
+def cross_plan(job: CompileJob, of_self: Plan, mesh: Any) -> Plan:
+    """Return the plan of the block's cross-attention."""
+    call = replace(of_self.call, kv_len=TEXT, mask=Full(), role="cross")
+    return plan(call, job.config, mesh, of_self.target)
 
 
 def run_block(block: TransformerBlock, job: CompileJob, *operands: Any) -> Any:

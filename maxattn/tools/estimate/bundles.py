@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from maxattn.devices import TensorCore
 from maxattn.errors import Unsupported
+from maxattn.jax_private.versions import LIBTPU
 from maxattn.tools.compile.hlo import bytes_of
 
-UNDERSTOOD = "libtpu 0.0.42 to 0.0.50"
 _HEAD = re.compile(r"\s*(0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[ ,]*)*):")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _REGION = re.compile(r"\bregion (\d+)")
@@ -37,7 +37,7 @@ PIPELINE = 2  # loop trips before and after the steps, which only fetch or write
 
 def unknown(who: str, rule: str) -> Unsupported:
     """Return the error for an unreadable dump; `who` is like "libtpu 0.0.60's dump of k"."""
-    remedy = f"install {UNDERSTOOD}, whose dumps are supported, or leave --estimate out"
+    remedy = f"install libtpu{LIBTPU}, whose dumps are supported, or leave --estimate out"
     return Unsupported("estimate", who, rule, remedy)
 
 

@@ -36,6 +36,7 @@ from maxattn.tools.estimate.step import BodyShares, GridStep
 
 _PHASE = re.compile(r"_(fwd|dkv|dq)(?:_|\.|$)")
 _TWO_FORMS = "tpu_flash_fwd"  # its second form of each body computes the online softmax
+_RECOMPUTES = "few_keys_fwd"  # it computes a step again, with a maximum, if scores are large
 _CORE_ID = re.compile(r"(%\w+) = sld \[smem:\[[^\]]*\]\] /\* (?:megacore core id :: )?core id\b")
 KEYS = 1, 2  # the inputs K and V
 
@@ -59,6 +60,8 @@ class KernelEstimate(NamedTuple):
         hbm: bytes between the kernel and HBM; 0 if unknown.
         hbm_rate: bytes/s of HBM.
         is_bound: whether the visited tiles are unknown, so that all are priced with the mask.
+        bundles: bundles of the program, whatever a step runs.
+        longest: most bundles that a step runs.
     """
 
     name: str
@@ -78,6 +81,8 @@ class KernelEstimate(NamedTuple):
     hbm: float
     hbm_rate: float
     is_bound: bool
+    bundles: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,8 @@ class KernelDump:
     def step(self) -> GridStep:
         """The loop over the grid; for `tpu_flash`, the form without a running maximum."""
         forms = 2 if _TWO_FORMS in self.name else 1
-        return GridStep(self.bundles, self.slots, core_of(self.device), forms)
+        again = _RECOMPUTES in self.name
+        return GridStep(self.bundles, self.slots, core_of(self.device), forms, again)
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
@@ -178,6 +184,8 @@ class KernelDump:
             hbm=cost.moved(grid),
             hbm_rate=machine.hbm,
             is_bound=is_bound,
+            bundles=len(self.bundles.rows),
+            longest=self.step.longest,
         )
 
     def _steps(self, tiles: KernelTiles | None) -> int:
@@ -225,7 +233,7 @@ def step_cost_of(dump: KernelDump, columns: int, steps: int) -> StepCost:
 
 def online_cost_of(dump: KernelDump, cost: StepCost) -> StepCost | None:
     """Return a step's cost with the online softmax; None if the kernel has only one form."""
-    if dump.step.forms == 1:
+    if dump.step.forms == 1 and not dump.step.recomputes:
         return None
     full, masked = dump.step.costs(1)
     spills = dump.slots.used([*range(*dump.step.bodies_of(1)[0])])[SPILLS]

@@ -1,7 +1,7 @@
 """Estimate the time of a compiled program: its kernels, and XLA's own operations.
 
-libtpu takes long to write the schedules of a whole transformer block. So a block's self-attention
-is priced by schedules that ship with maxattn.
+libtpu takes long to write the schedules of a whole transformer block. So a block's attention is
+priced by schedules that ship with maxattn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from maxattn.block_sizes.estimated.choose import seconds_of
+from maxattn.block_sizes.estimated.few_keys import NAME as FEW_KEYS
+from maxattn.block_sizes.estimated.few_keys import few_keys_seconds
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.estimated.table import shipped_costs
 from maxattn.block_sizes.sizes import FORWARD, BlockSizes, KernelKind
@@ -22,6 +24,7 @@ from maxattn.call import Call
 from maxattn.decide import kernel_call
 from maxattn.devices import Device
 from maxattn.errors import Unsupported
+from maxattn.jax_private.versions import LIBTPU
 from maxattn.kernels import Kernel, computed_call
 from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.kernel import Splash
@@ -31,14 +34,13 @@ from maxattn.target import Target
 from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, KernelTiles, core_of
+from maxattn.tools.estimate.xla import WORDS, operations
 
-NOT_COUNTED = 2**63 - 1  # libtpu's cycles for an operation without an estimate
-LONGEST = 3  # most of XLA's own operations that an estimate names
+LONGEST = 3  # most of XLA's own operations that an estimate names for each kind
 RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
 """Policies of rematerialisation under which attention runs a second time."""
 _PALLAS = 'custom_call_target="tpu_custom_call"'
 _BODY = re.compile(r'"body":"([^"]*)"')
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _BUNDLES = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 _SLOTS = re.compile(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization\.txt")
 
@@ -68,8 +70,9 @@ def estimate_of(
 
     Returns:
         JSON values: `how` (the source of the numbers, in words), `libtpu` (its version), `kernels`
-        (the fields of each `KernelEstimate`), and of XLA's own operations `xla_seconds` (the sum),
-        `xla_longest` (names and seconds) and `xla_unknown` (names of operations without a time).
+        (the fields of each `KernelEstimate`), and of XLA's own operations `xla_seconds` (the sum)
+        and `xla`: for each kind its seconds, FLOPs, bytes, seconds by XLA's own cycles, how many
+        operations have no such cycles, and name, jax's name and seconds of the longest.
     """
     version = metadata.version("libtpu")
     kernels = list[KernelEstimate]()
@@ -83,18 +86,26 @@ def estimate_of(
 
 
 def _how(version: str) -> dict[str, str]:
-    return {"how": f"estimated by libtpu {version}'s schedule, not run", "libtpu": version}
+    tested = "" if LIBTPU.hold(version) else f" (tested: {LIBTPU})"
+    return {"how": f"estimated by libtpu {version}'s schedule{tested}, not run", "libtpu": version}
 
 
 def _xla(text: str, device: Device) -> dict[str, Any]:
-    core = core_of(device)
-    every = sorted(_xla_cycles(HloProgram.read(text)), key=lambda pair: -pair[1])
-    own = [pair for pair in every if pair[1] < NOT_COUNTED]
-    return {
-        "xla_seconds": sum(cycles for _, cycles in own) / core.clock,
-        "xla_longest": [(name, cycles / core.clock) for name, cycles in own[:LONGEST]],
-        "xla_unknown": [name for name, cycles in every if cycles >= NOT_COUNTED],
-    }
+    clock, every = core_of(device).clock, list(operations(HloProgram.read(text), device))
+    kinds = []
+    for kind in WORDS:
+        of_kind = [one for one in every if one.kind == kind]
+        longest = sorted(of_kind, key=lambda one: -one.times * one.seconds)[:LONGEST]
+        kinds.append({
+            "kind": kind,
+            "seconds": sum(one.times * one.seconds for one in of_kind),
+            "flops": sum(one.times * one.flops for one in of_kind),
+            "bytes": sum(one.times * one.moved for one in of_kind),
+            "by_cycles": sum(one.times * (one.cycles or 0) for one in of_kind) / clock,
+            "without_cycles": sum(one.cycles is None for one in of_kind),
+            "longest": [(one.name, one.what, one.times * one.seconds) for one in longest],
+        })  # fmt: skip
+    return {"xla_seconds": sum(one["seconds"] for one in kinds), "xla": kinds}
 
 
 class PallasCall(NamedTuple):
@@ -153,24 +164,11 @@ class Dumps:
         raise unknown(f"libtpu {self.libtpu}'s dump", rule)
 
 
-def _xla_cycles(program: HloProgram) -> Iterator[tuple[str, int]]:
-    """Yield the name and the estimated cycles of each operation of XLA's own.
-
-    A fusion counts as one operation, and a loop's operations as often as they run.
-    """
-    every = [i for body in program.computations.values() for i in body]
-    fused = {name for i in every if i.opcode == "fusion" for name in i.called}
-    for name, body in program.computations.items():
-        for one in body if name not in fused else ():
-            if found := _CYCLES.search(one.rest):
-                yield one.name, program.times(name) * int(found.group(1))
-
-
 # ---- a transformer block -------------------------------------------------------------------------
 
 
 class PricedPass(NamedTuple):
-    """A pass of self-attention on one device: its calls in a block, and seconds of a call."""
+    """A pass of self- or cross-attention on one device: calls in a block, and seconds of a call."""
 
     name: str
     calls: int
@@ -178,17 +176,22 @@ class PricedPass(NamedTuple):
 
 
 def block_estimate(
-    text: str, device: Device, plan: Plan, training: bool, policy: str
+    text: str, device: Device, plans: tuple[Plan, Plan], training: bool, policy: str
 ) -> dict[str, Any]:
-    """Estimate the time of a compiled transformer block."""
-    passes = [one._asdict() for one in attention_passes(plan, training, policy)]
-    return (
-        _how(metadata.version("libtpu")) | {"kernels": [], "attention": passes} | _xla(text, device)
-    )
+    """Estimate the time of a compiled transformer block with these plans, of self and cross."""
+    of_self, of_cross = plans
+    passes = attention_passes(of_self, training, policy)
+    if not passes:
+        rule = f"maxattn ships no schedules of {of_self.kernel.name} for this call"
+        remedy = "set attention_kernel=flash or tpu_flash, or leave --block out"
+        raise Unsupported("estimate", of_self.call.shape_text, rule, remedy)
+    passes += attention_passes(of_cross, training, policy)
+    kernels = {"kernels": [], "attention": [one._asdict() for one in passes]}
+    return _how(metadata.version("libtpu")) | kernels | _xla(text, device)
 
 
 def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:
-    """Price a plan's self-attention by the schedules that ship with maxattn."""
+    """Price a plan's kernels by the schedules that ship; () if these do not cover the call."""
     local, target = kernel_call(plan.padded_call, plan.strategy), plan.target
     forward, backward = (
         _priced(kernel, computed_call(kernel.name, local, target.platform), target, training)
@@ -198,18 +201,21 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
     padded, devices = plan.padded_call, prod(ways(axis, plan.strategy.shape) for axis in "BTN")
     hops = _pairs(padded) // (devices * _pairs(local))
     if forward is None or backward is None or (hops > 1 and not plan.call.mask.is_full):
-        rule = f"maxattn ships no schedules of {plan.kernel.name} for this call"
-        remedy = "set attention_kernel=flash or tpu_flash, or leave --block out"
-        raise Unsupported("estimate", plan.call.shape_text, rule, remedy)
-    runs = 1 + (training and policy in RECOMPUTED)
-    found = PricedPass("forward", hops * runs, forward[0])
-    return (found, PricedPass("backward", hops, backward[1])) if training else (found,)
+        return ()
+    runs, role = 1 + (training and policy in RECOMPUTED), plan.call.role
+    found = PricedPass(f"{role}-attention's forward", hops * runs, forward[0])
+    if not training:
+        return (found,)
+    return found, PricedPass(f"{role}-attention's backward", hops, backward[1])
 
 
 def _priced(
     kernel: Kernel, local: Call, target: Target, training: bool
 ) -> tuple[Seconds, Seconds] | None:
     """Price a forward and a backward (0 in inference); None if no shipped schedule fits."""
+    if kernel.name == FEW_KEYS:
+        found = few_keys_seconds(local, target)
+        return found and (found.forward, found.backward)
     kernel = kernel.computes if training else kernel.computes.for_inference()
     if not isinstance(kernel, Splash):
         return None

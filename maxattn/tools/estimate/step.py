@@ -24,6 +24,7 @@ from maxattn.tools.estimate.bundles import (
     waits,
 )
 
+OF_MXU = "MATMUL", "MATPUSH"  # libtpu 0.0.52's slots of the matrix units, counted as MXU
 BODIES = 2  # most bodies: for tiles without a mask, and for masked tiles
 BodyCost = tuple[float, float, float]  # bundles, waits and busy cycles of a step with a body
 
@@ -41,13 +42,15 @@ class GridStep:
     """The loop over a kernel's grid.
 
     The program has `forms` variants of its bodies, one after the other, for different operands.
-    By default the first form is priced.
+    By default the first form is priced. If `recomputes`, every step computes its tile, and a body
+    computes the tile again for unusual operands: this is the second form.
     """
 
     bundles: Bundles
     slots: SlotTable
     core: TensorCore
     forms: int = 1
+    recomputes: bool = False
 
     @cached_property
     def loop(self) -> Loop:
@@ -81,6 +84,8 @@ class GridStep:
 
     def bodies_of(self, form: int) -> tuple[Span, ...]:
         """Return the bodies of a form, the one for tiles without a mask first."""
+        if self.recomputes:
+            return self._every_body if form else ()
         count = len(self._every_body) // self.forms
         found = self._every_body[form * count : (form + 1) * count]
         return tuple(sorted(found, key=lambda s: (-self._count(range(*s)), s.end - s.start)))
@@ -95,6 +100,12 @@ class GridStep:
         """The addresses of the bundles that every step runs."""
         skipped = {i for s in self._skipped for i in range(*s)}
         return [i for i in range(*self.loop.span) if i not in skipped]
+
+    @property
+    def longest(self) -> int:
+        """The number of bundles of a step that runs the longest body, and begins and ends a row."""
+        bodies = (body.end - body.start for body in self._every_body)
+        return len(self.always) + self.edges + max(bodies, default=0)
 
     def costs(self, form: int = 0) -> tuple[BodyCost, BodyCost]:
         """Price a form's bodies for tiles without and with a mask; a single body is for both."""
@@ -118,7 +129,8 @@ class GridStep:
         """Return by unit the share of slots that the part of a step with the matmuls fills."""
         rows = self._products_part(shares)
         used = self.slots.used(rows)
-        filled = {name: used[name] / n / len(rows) for name, n in self.slots.capacity.items()}
+        units = {name: n for name, n in self.slots.capacity.items() if name not in OF_MXU}
+        filled = {name: used[name] / n / len(rows) for name, n in units.items()}
         return filled | {"MXU": busy_cycles(self.bundles, rows, self.core) / len(rows)}
 
     def used(self, shares: BodyShares) -> dict[str, int]:

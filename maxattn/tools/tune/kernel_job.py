@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Tile
 from maxattn.block_sizes.sizes import ITEMSIZE, LANES, KernelKind
 from maxattn.devices import DEVICES
 from maxattn.errors import MaxattnError
 
+FEW_KEYS = "tpu_few_keys"
 ROWS, COLUMNS = 2, 4  # tile rows and columns of a head: more give the same schedule
 # The largest VMEM of a TPU. The compiler would keep a smaller operand in VMEM, and the kernel
 # would have no transfers.
@@ -40,13 +41,14 @@ class KernelJob:
         device_kind: such as "TPU v6e".
         kernel: name of the attention kernel.
         kind: its Pallas kernel: "fwd", "dkv", "fused" or "dq".
-        tile: queries, keys, and keys computed at once (not for "dq").
+        tile: queries, keys, and keys computed at once (not for "dq"); of `tpu_few_keys` queries,
+            keys, and heads.
         head_dim, dtype: H, and the dtype of q, k and v.
         masked: the test of the mask that the kernel evaluates.
     """
 
     device_kind: str
-    kernel: KernelKind
+    kernel: KernelKind | Literal["tpu_few_keys"]
     kind: Kind
     tile: Tile
     head_dim: int
@@ -56,8 +58,14 @@ class KernelJob:
     @property
     def lengths(self) -> tuple[int, int]:
         """Numbers of queries and keys of the compiled call."""
+        if self.has_few_keys:
+            return COLUMNS * self.tile[0], self.tile[1] - self._padding
         rows, columns = (COLUMNS, ROWS) if self.by_key else (ROWS, COLUMNS)
         return rows * self.tile[0], columns * self.tile[1] - self._padding
+
+    @property
+    def has_few_keys(self) -> bool:
+        return self.kernel == FEW_KEYS
 
     @property
     def _padding(self) -> int:
@@ -90,12 +98,15 @@ class KernelJob:
     @property
     def heads(self) -> int:
         """Heads of a batch row: an even number, large enough that every operand stays in HBM."""
-        shortest = min(self.lengths) * self.head_dim * ITEMSIZE[self.dtype] * self.batch
-        return 2 * -(-OPERAND // (2 * shortest))
+        lengths, unit = (self.lengths[:1], self.tile[2]) if self.has_few_keys else (self.lengths, 1)
+        shortest = min(lengths) * self.head_dim * ITEMSIZE[self.dtype] * self.batch * unit
+        return 2 * unit * -(-OPERAND // (2 * shortest))
 
     @property
     def steps(self) -> int:
         """Number of steps of the grid."""
+        if self.has_few_keys:
+            return self.batch * self.heads // self.tile[2] * COLUMNS
         return self.batch * self.heads * ROWS * COLUMNS
 
     def values(self) -> dict[str, Any]:
@@ -145,7 +156,7 @@ def _costs(job: KernelJob, folder: Path) -> dict[str, Any]:
     (call,) = pallas_calls(HloProgram.read(compiled.as_text()))
     texts = Dumps.of(folder, version).texts(call.twins)
     dump = KernelDump.read(call.name, *texts, DEVICES[job.device_kind], version)
-    cost = step_cost_of(dump, COLUMNS, job.steps)
+    cost = step_cost_of(dump, 1 if job.has_few_keys else COLUMNS, job.steps)
     online = online_cost_of(dump, cost)
     return {"cost": list(cost)} | ({"online": list(online)} if online else {})
 
@@ -173,7 +184,28 @@ def _device(kind: str) -> Any:
     return devices_of(TOPOLOGIES[kind])[0]
 
 
+def _few_keys_function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    from maxattn.block_sizes.few_keys import FewKeysTile
+    from maxattn.kernels.transposed import few_keys
+
+    q, k = ((job.batch, n, job.heads, job.head_dim) for n in job.lengths)
+    rows = (job.batch, job.heads, q[1]), "float32"
+    shapes = [(q, job.dtype), (k, job.dtype), (k, job.dtype), rows, (q, job.dtype), rows]
+
+    def run(q: Any, k: Any, v: Any, *given: Any) -> Any:
+        tile = FewKeysTile(job.tile[0], job.tile[2])
+        call = few_keys.FewKeysCall.of(q, k, v, None, 1.0, tile)
+        if job.kind == "fwd":
+            return few_keys.forward(call, False)
+        lse, dout, delta = given
+        return few_keys.backward(call, lse, delta, dout, False)
+
+    return run, tuple(shapes[:3] if job.kind == "fwd" else shapes)
+
+
 def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if job.has_few_keys:
+        return _few_keys_function(job)
     from maxattn.kernels.splash.calls import SplashProblem, Stats
     from maxattn.masks import Full, LocalWindow
     from maxattn.masks.terms import supported_split

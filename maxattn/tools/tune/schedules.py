@@ -34,7 +34,7 @@ from maxattn.errors import Unsupported
 from maxattn.target import Target
 from maxattn.tools.compile.process import INSTALL, CompilerProcess, CompilerStopped
 from maxattn.tools.tune.candidates import tile_choices, without_likes
-from maxattn.tools.tune.kernel_job import KernelJob
+from maxattn.tools.tune.kernel_job import FEW_KEYS, KernelJob
 
 START_SECONDS = 300.0
 
@@ -54,6 +54,7 @@ _OWN_SOURCES = (
     "kernels/splash/mask_codes.py",
     "kernels/splash/mask_info.py",
 )  # fmt: skip
+_FEW_KEYS_SOURCES = ("kernels/transposed/few_keys.py",)
 
 
 class ScheduleCompiler:
@@ -131,7 +132,7 @@ def versions_text(kernel: str, versions: dict[str, str]) -> str:
 @cache
 def source_digest(kernel: str) -> str:
     """Return eight hex digits that change if the sources of a kernel's programs change."""
-    sources = _OWN_SOURCES if kernel == "tpu_flash" else _SOURCES
+    sources = {"tpu_flash": _OWN_SOURCES, FEW_KEYS: _FEW_KEYS_SOURCES}.get(kernel, _SOURCES)
     root = Path(maxattn.__file__).parent
     text = b"".join((root / name).read_bytes() for name in sources)
     return hashlib.sha256(text).hexdigest()[:8]

@@ -75,6 +75,19 @@ def test_a_step_is_not_faster_than_its_matrix_units():
     assert slow == 9.5 + 3 * 8  # in order, on one
 
 
+def test_slots_of_the_matrix_units_are_one_unit():
+    """libtpu 0.0.52 names them MATMUL and MATPUSH."""
+    bundles, slots = small()
+    renamed = slots.replace("MXU,", "MATMUL, MATPUSH,").splitlines()
+    lines = [
+        x if i in (0, 1, 3) else " ".join((x.split()[0], *x.split())) for i, x in enumerate(renamed)
+    ]
+    read = KernelDump.read("small_fwd", bundles, "\n".join(lines), V6E, "x")
+    old = KernelDump.read("small_fwd", *small(), V6E, "x")
+    shares = BodyShares(1.0, 0.0, 4.0)
+    assert read.step.use(shares) == old.step.use(shares)
+
+
 def test_a_grid_of_one_step_has_no_loop():
     bundles, slots = small()
     for word in ("LB:", "sbr.rel (!%p3) target = $region10", "loop exit test"):

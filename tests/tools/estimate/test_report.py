@@ -25,7 +25,7 @@ from maxattn.tools.cli.compile import estimate_lines, report
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.compile.programs import PARTS, TEXT, TransformerBlock, run_block
-from maxattn.tools.estimate.program import attention_passes, estimate_of
+from maxattn.tools.estimate.program import attention_passes, block_estimate, estimate_of
 from maxattn.tools.model_shapes import read
 from tests.block_sizes.small_costs import CLOCK, HEAD_DIM, KIND, costs, own_costs, shipping
 from tests.golden_text import check_golden
@@ -39,7 +39,12 @@ needs_libtpu = pytest.mark.skipif(
 CONFIG = AttentionConfig(attention="flash")
 WORDS = "estimated by libtpu 0.0.50.1's schedule, not run"
 MEMORY = {"argument": 2**20, "temp": 0, "output": 2**20, "alias": 0, "generated_code": 0}
-LONGEST = {"xla_longest": [("copy.24", 6e-6), ("fusion.1", 4e-6)], "xla_unknown": []}
+PRODUCTS = {"kind": "products", "seconds": 6e-6, "flops": 2e9, "bytes": 10**6, "by_cycles": 1e-5}
+PRODUCTS |= {"without_cycles": 0, "longest": [("fusion.1", "dot_general", 4e-6)]}
+LAYOUTS = {"kind": "layouts", "seconds": 4e-6, "flops": 0.0, "bytes": 10**7, "by_cycles": 2e-5}
+LAYOUTS |= {"without_cycles": 2, "longest": [("copy.24", "mul", 3e-6), ("copy.2", "copy", 1e-6)]}
+OTHERS = {"kind": "others", "seconds": 0.0, "flops": 0.0, "bytes": 0, "by_cycles": 0.0}
+OTHERS |= {"without_cycles": 0, "longest": []}
 HOP = {"kind": "ppermute", "axes": ["context"], "bytes": 9 * 10**5, "times": 3}
 HOP |= {"is_async": True, "is_overlapped": True, "kernels": [BACKWARD]}
 
@@ -53,7 +58,9 @@ def test_the_report():
     kernels = [dump("v5p", FORWARD).estimate(ALL, 3)._asdict()]
     backward = dump("v5p", BACKWARD).estimate(ALL)
     kernels += [backward._replace(name=f"{BACKWARD[:-1]}{i}")._asdict() for i in (1, 2)]
-    made = outcome({"how": WORDS, "kernels": kernels, "xla_seconds": 1e-5} | LONGEST)
+    made = outcome(
+        {"how": WORDS, "kernels": kernels, "xla_seconds": 1e-5, "xla": [PRODUCTS, LAYOUTS, OTHERS]}
+    )
     lines = estimate_lines(made)
     assert all(line.endswith(WORDS) for line in lines)  # beside every number
     check_golden("cli/estimate/report", "\n".join(lines))
@@ -65,8 +72,7 @@ def test_the_report_of_masks_and_of_what_is_not_known():
     bound = tiles_of(causal_plan("flash", "ring", 4), True)["dkv"]
     kernels += [dump("v5p", BACKWARD).estimate(each)._asdict() for each in (bound, None)]
     made = outcome(
-        {"how": WORDS, "kernels": kernels, "xla_seconds": 0.0, "xla_longest": []}
-        | {"xla_unknown": ["copy.7", "copy.8", "copy.9", "copy.10"]},
+        {"how": WORDS, "kernels": kernels, "xla_seconds": 0.0, "xla": []},
         "TPU v6e",
     )
     check_golden("cli/estimate/report_of_masks", "\n".join(estimate_lines(made)))
@@ -109,18 +115,36 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 )
 
 
-def test_a_program_is_its_kernels_and_xlas_cycles(monkeypatch):
+def test_a_program_is_its_kernels_and_xlas_operations(monkeypatch):
     monkeypatch.setattr("maxattn.tools.estimate.program.metadata.version", lambda _: "0.0.50.1")
     made = estimate_of(HLO, FOLDER / "v5p", V6E, lambda dump: ALL if dump.phase else None)
     assert (made["libtpu"], made["how"]) == ("0.0.50.1", WORDS)
-    assert made["xla_seconds"] == (700 + 6 * 50) / 1.75e9  # a fusion's inside counts once
-    assert made["xla_longest"] == [("a", 700 / 1.75e9), ("again", 300 / 1.75e9)]
-    assert made["xla_unknown"] == ["never"]  # the largest int64 is no number of cycles
+    _, layouts, _ = made["xla"]
+    # Eight reads and writes of 32 bytes: the loop's copy runs six times, a fusion's inside counts
+    # once. The largest int64 is no number of cycles.
+    assert made["xla_seconds"] == layouts["seconds"] == pytest.approx(8 * 64 / 1.64e12)
+    assert layouts["by_cycles"] == (700 + 6 * 50) / 1.75e9
+    assert (layouts["without_cycles"], layouts["longest"][0][:2]) == (1, ("again", "copy"))
     names = [kernel["name"] for kernel in made["kernels"]]
     assert names == [FORWARD, "other.7", BACKWARD]
     # The kernel without a file is the same as the first; its name says no phase.
     first, twin, _ = made["kernels"]
     assert twin["steps"] == first["steps"] and (twin["flops"], twin["hbm"]) == (0.0, 0.0)
+
+
+def test_a_libtpu_that_was_not_tested_is_named(monkeypatch):
+    monkeypatch.setattr("maxattn.tools.estimate.program.metadata.version", lambda _: "0.0.99")
+    made = estimate_of(HLO, FOLDER / "v5p", V6E, {"fwd": ALL, "dkv": ALL})
+    assert (
+        made["how"] == "estimated by libtpu 0.0.99's schedule (tested: >=0.0.42,<0.0.53), not run"
+    )
+
+
+def test_a_program_beyond_the_instruction_memory_is_named():
+    large = dump("v5p", FORWARD).estimate(ALL)._replace(bundles=66_545, longest=14_300)
+    made = {"how": WORDS, "kernels": [large._asdict()], "xla_seconds": 0.0, "xla": []}
+    (line,) = (x for x in estimate_lines(outcome(made)) if "program" in x)
+    check_golden("cli/estimate/large_program", line)
 
 
 @needs_libtpu
@@ -180,8 +204,7 @@ def test_a_ring_calls_the_kernel_in_every_hop(monkeypatch):
     with shipping(monkeypatch, flash=costs(100, 350)):
         forward, backward = attention_passes(plan_of(call, "ring", **mesh), True, "FULL")
         gathered, _ = attention_passes(plan_of(call, "all_gather", **mesh), True, "NONE")
-        with pytest.raises(Unsupported, match="ships no schedules"):
-            attention_passes(plan_of(masked, "ring", **mesh), True, "FULL")
+        assert attention_passes(plan_of(masked, "ring", **mesh), True, "FULL") == ()
     a_hop = 4 * 2 * 2 * 350 / CLOCK  # of four heads, with tiles of 1,024
     assert (forward.calls, backward.calls, gathered.calls) == (8, 4, 1)
     assert forward.seconds == pytest.approx((a_hop, a_hop))
@@ -189,21 +212,30 @@ def test_a_ring_calls_the_kernel_in_every_hop(monkeypatch):
 
 
 def test_what_has_no_schedules_is_refused(monkeypatch):
+    cross = plan_of(replace(CALL, kv_len=TEXT, role="cross"))
     dense = ma.plan(CALL, ma.AttentionConfig(attention="dot_product"), None, Target.named(KIND))
     with shipping(monkeypatch, flash=costs(100, 350)):
         short = plan_of(replace(CALL, q_len=512, kv_len=512))
         for plan in (dense, short):
             with pytest.raises(Unsupported, match="ships no schedules"):
-                attention_passes(plan, True, "NONE")
+                block_estimate("", V6E, (plan, cross), True, "NONE")
+
+
+def test_cross_attention_is_priced_too() -> None:
+    call = read("wan-14b-cross").call()
+    plan = ma.plan(call, ma.AttentionConfig(), None, Target.named("TPU v6e"))
+    forward, backward = attention_passes(plan, True, "FULL")
+    assert (forward.name, forward.calls) == ("cross-attention's forward", 2)
+    assert 0 < forward.seconds.slow < backward.seconds.fast
 
 
 def test_a_step_is_its_layers_and_what_waits_for_links():
     attention: list[dict[str, Any]] = [
-        {"name": "forward", "calls": 2, "seconds": [0.003, 0.004]},
-        {"name": "backward", "calls": 1, "seconds": [0.008, 0.009]},
+        {"name": "self-attention's forward", "calls": 2, "seconds": [0.003, 0.004]},
+        {"name": "self-attention's backward", "calls": 1, "seconds": [0.008, 0.009]},
     ]
     made = {"how": "estimated by libtpu 0.0.99's schedule, not run", "kernels": []}
-    made |= {"attention": attention, "xla_seconds": 0.010, "xla_longest": [], "xla_unknown": []}
+    made |= {"attention": attention, "xla_seconds": 0.010, "xla": []}
     found = [SENT | {"is_overlapped": hidden} for hidden in (True, False)]
     outcome = Outcome("compiled", "TPU v5p", mesh={"context": 4}, found=found)
     text = "\n".join(estimate_lines(replace(outcome, estimate=json.loads(json.dumps(made))), 40))

@@ -1,0 +1,127 @@
+"""`tpu_few_keys`: attention to at most 1,024 keys on TPUs, such as cross-attention to a text.
+
+One tile has all keys. The kernels read q and write the output as projections leave them, so no pass
+over the queries stands around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from maxattn.block_sizes.estimated.choose import how_estimated
+from maxattn.block_sizes.estimated.few_keys import few_keys_seconds
+from maxattn.block_sizes.few_keys import MOST_KEYS, FewKeysTile, tile_of
+from maxattn.call import Call, Reason
+from maxattn.config import AttentionConfig
+from maxattn.kernels.base import (
+    Grads,
+    Inputs,
+    Kernel,
+    Lines,
+    Result,
+    Rows,
+    exact_products,
+    gathered,
+)
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF
+from maxattn.kernels.transposed import few_keys
+from maxattn.masks.terms import USE_BLOCKWISE, sort_terms
+from maxattn.target import Target
+
+USE_OTHER = "set attention: tpu_flash or auto"
+
+
+@dataclass(frozen=True)
+class TpuFewKeys(Kernel):
+    """Compute out = softmax(scale * q k^T) v with one tile of all keys.
+
+    The backward is bitwise repeatable. K is multiplied by the scale in float32, and then rounded to
+    its dtype.
+
+    Args:
+        scale: factor of the scores.
+        of_forward, of_backward: the tiles.
+        interpret: whether the kernels run in Pallas' interpreter, on a CPU.
+    """
+
+    name: ClassVar[str] = "tpu_few_keys"
+    is_pallas: ClassVar[bool] = True
+    needs_an_example: ClassVar[bool] = True
+    scale: float
+    of_forward: FewKeysTile
+    of_backward: FewKeysTile
+    interpret: bool = False
+
+    @staticmethod
+    def supports(call: Call, target: Target) -> Reason | None:
+        if (reason := target.refuse_untested("tpu_few_keys", "jax")) is not None:
+            return reason
+        if call.bias is not None:
+            return Reason("tpu_few_keys", "bias", "it takes no additive bias", USE_BLOCKWISE)
+        if target.platform == "tpu" and call.dtype == "float16":
+            rule = "the TPU's compiler cannot compile this kernel in float16"
+            return Reason(
+                "tpu_few_keys", "dtype float16", rule, f"use bfloat16, or {USE_BLOCKWISE}"
+            )
+        if call.kv_len > MOST_KEYS:
+            rule = f"it takes at most {MOST_KEYS:,} keys, and this call has {call.kv_len:,}"
+            return Reason("tpu_few_keys", "keys", rule, USE_OTHER)
+        terms = sort_terms(call.mask)
+        if terms.positions or terms.rest:
+            rule = "it takes masks that depend on keys alone, such as KeyPadding"
+            return Reason("tpu_few_keys", f"mask {call.mask}", rule, USE_OTHER)
+        if tile_of(call, target, backward=True) is None:
+            rule = f"a step has all heads that share registers, here too many: {call.heads} query"
+            rule += f" and {call.kv_heads} key heads of dim {call.head_dim}"
+            return Reason("tpu_few_keys", "heads", rule, USE_OTHER)
+        return None
+
+    @staticmethod
+    def build(call: Call, config: AttentionConfig, target: Target) -> TpuFewKeys:
+        forward, backward = (tile_of(call, target, backward=each) for each in (False, True))
+        assert forward and backward, call  # `supports` refuses the call otherwise
+        return TpuFewKeys(call.scale, forward, backward, target.platform == "cpu")
+
+    def lines(self, call: Call) -> Lines:
+        how = "interpret mode: for tests" if self.interpret else "Pallas"
+        return Lines(f"tpu_few_keys ({how})", str(self.of_forward), str(self.of_backward))
+
+    def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
+        found = few_keys_seconds(call, target)
+        if found is None:
+            return ()
+        return (f"a device's call takes {found}, {how_estimated()}",)
+
+    def forward(self, inputs: Inputs) -> Result:
+        call, _ = self._call(inputs, self.of_forward)
+        with exact_products(inputs.q.dtype):
+            return Result(*few_keys.forward(call, self.interpret))
+
+    def backward(self, inputs: Inputs, rows: Rows) -> Grads:
+        call, order = self._call(inputs, self.of_backward)
+        empty = rows.lse == NEG_INF
+        products = rows.dout.astype(jnp.float32) * rows.out.astype(jnp.float32)
+        delta = products.sum(axis=3).swapaxes(1, 2) - rows.dlse
+        lse, delta = jnp.where(empty, BIG_LSE, rows.lse), jnp.where(empty, 0.0, delta)
+        with exact_products(inputs.q.dtype):
+            given = lse, delta, rows.dout.astype(inputs.q.dtype)
+            dq, dk, dv = few_keys.backward(call, *given, self.interpret)
+        if order is not None:
+            dk, dv = (gathered(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
+        return Grads(dq, dk * self.scale, dv)
+
+    def _call(
+        self, inputs: Inputs, tile: FewKeysTile
+    ) -> tuple[few_keys.FewKeysCall, Int[Array, "B S"] | None]:
+        """Return the kernels' call, and the order that puts real keys first if flags mark them."""
+        terms, (batch, kv_len) = sort_terms(inputs.mask), inputs.k.shape[:2]
+        lengths, order = terms.lengths(batch, kv_len, inputs.kv_offset), None
+        k, v = inputs.k, inputs.v
+        if terms.has_flags:
+            order = terms.real_keys_first(batch, kv_len, inputs.kv_offset)
+            k, v = gathered(k, order), gathered(v, order)
+        return few_keys.FewKeysCall.of(inputs.q, k, v, lengths, self.scale, tile), order

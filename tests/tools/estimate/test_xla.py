@@ -1,0 +1,84 @@
+"""The time of XLA's operations: products by FLOPs, the rest by the bytes between them and HBM."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxattn.devices import DEVICES
+from maxattn.tools.compile.hlo import HloProgram
+from maxattn.tools.estimate.xla import PRODUCTS, Operation, operations
+
+V6E = DEVICES["TPU v6e"]
+PROGRAM = """HloModule jit_f
+
+ENTRY %main (x: bf16[64,32], y: bf16[32,16]) -> bf16[64,16] {{
+  %x = bf16[64,32]{{1,0}} parameter(0)
+  %y = bf16[32,16]{{1,0:T(8,128)(2,1)S(1)}} parameter(1)
+  %z = bf16[8,64,32]{{2,1,0}} parameter(2)
+  %w = bf16[8,16,32]{{2,1,0}} parameter(3)
+  %one = bf16[64,1,32]{{2,1,0}} parameter(4)
+  {line}
+}}
+"""
+
+
+def read(line: str) -> Operation:
+    (found,) = operations(HloProgram.read(PROGRAM.format(line=line)), V6E)
+    return found
+
+
+OUT = "ROOT %p = bf16[64,16]{1,0}"
+MATMUL = 2 * 64 * 32 * 16
+BATCH = "window={size=8 stride=7 pad=0_0 lhs_dilate=8}"
+
+
+@pytest.mark.parametrize(
+    ("line", "flops"),
+    [
+        (f"{OUT} dot(%x, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}", MATMUL),
+        (f"{OUT} convolution(%x, %y), dim_labels=bf_io->bf", MATMUL),
+        # A batch of eight, written as a window that meets one element each.
+        (
+            f"ROOT %p = bf16[8,64,16]{{2,1,0}} convolution(%z, %w), {BATCH}, "
+            "dim_labels=0bf_0oi->0bf",
+            8 * MATMUL,
+        ),
+        # Eight heads, each with the only element of the input.
+        (
+            "ROOT %p = bf16[64,8,16]{2,1,0} convolution(%one, %w), "
+            "window={size=8 pad=7_7 rhs_reversal=1}, dim_labels=b0f_0oi->b0f",
+            8 * MATMUL,
+        ),
+        # A window of three with padding: 8 + 7 + 7 of 24 meet an element.
+        (
+            "ROOT %p = bf16[64,8,32]{2,1,0} convolution(%z, %k), window={size=3 pad=1_1}, "
+            "dim_labels=0bf_0oi->b0f",
+            None,
+        ),
+    ],
+)
+def test_products_count_what_is_contracted(line: str, flops: int | None) -> None:
+    if flops is None:
+        line = "%k = bf16[3,16,32]{2,1,0} parameter(5)\n  " + line
+        flops = 2 * 64 * 32 * 32 * 22
+        line = line.replace("bf16[64,8,32]", "bf16[64,8,16]").replace("2,1,0} conv", "2,1,0} conv")
+        flops = 2 * 64 * 16 * 32 * 22
+    found = read(line)
+    assert (found.kind, found.flops) == ("products", flops)
+    assert found.seconds >= flops / (PRODUCTS * V6E.peak)
+
+
+def test_an_array_in_vmem_moves_no_bytes() -> None:
+    found = read("ROOT %c = bf16[32,16]{1,0} copy(%y)")
+    assert (found.kind, found.moved) == ("layouts", 2 * 32 * 16)
+    assert found.seconds == pytest.approx(found.moved / V6E.machine.hbm)
+
+
+def test_an_asynchronous_copy_counts_once() -> None:
+    line = "%s = (bf16[64,32]{1,0:S(1)}, bf16[64,32]{1,0}, u32[]) copy-start(%x)\n  ROOT %d = "
+    assert read(line + "bf16[64,32]{1,0:S(1)} copy-done(%s)").moved == 2 * 64 * 32
+
+
+def test_jaxs_name_stands_beside_the_time() -> None:
+    line = 'ROOT %c = bf16[64,32]{1,0} multiply(%x, %x), metadata={op_name="jit(f)/block/mul"}'
+    assert (read(line).what, read(line).kind) == ("mul", "others")
