@@ -9,6 +9,7 @@ from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.xla import PRODUCTS, Operation, operations
 
 V6E = DEVICES["TPU v6e"]
+PEAK, HBM = 918e12, 1.64e12
 PROGRAM = """HloModule jit_f
 
 ENTRY %main (x: bf16[64,32], y: bf16[32,16]) -> bf16[64,16] {{
@@ -16,6 +17,7 @@ ENTRY %main (x: bf16[64,32], y: bf16[32,16]) -> bf16[64,16] {{
   %y = bf16[32,16]{{1,0:T(8,128)(2,1)S(1)}} parameter(1)
   %z = bf16[8,64,32]{{2,1,0}} parameter(2)
   %w = bf16[8,16,32]{{2,1,0}} parameter(3)
+  %k = bf16[3,16,32]{{2,1,0}} parameter(5)
   %one = bf16[64,1,32]{{2,1,0}} parameter(4)
   {line}
 }}
@@ -51,27 +53,22 @@ BATCH = "window={size=8 stride=7 pad=0_0 lhs_dilate=8}"
         ),
         # A window of three with padding: 8 + 7 + 7 of 24 meet an element.
         (
-            "ROOT %p = bf16[64,8,32]{2,1,0} convolution(%z, %k), window={size=3 pad=1_1}, "
+            "ROOT %p = bf16[64,8,16]{2,1,0} convolution(%z, %k), window={size=3 pad=1_1}, "
             "dim_labels=0bf_0oi->b0f",
-            None,
+            2 * 64 * 16 * 32 * 22,
         ),
     ],
 )
-def test_products_count_what_is_contracted(line: str, flops: int | None) -> None:
-    if flops is None:
-        line = "%k = bf16[3,16,32]{2,1,0} parameter(5)\n  " + line
-        flops = 2 * 64 * 32 * 32 * 22
-        line = line.replace("bf16[64,8,32]", "bf16[64,8,16]").replace("2,1,0} conv", "2,1,0} conv")
-        flops = 2 * 64 * 16 * 32 * 22
+def test_products_count_what_is_contracted(line: str, flops: int) -> None:
     found = read(line)
     assert (found.kind, found.flops) == ("products", flops)
-    assert found.seconds >= flops / (PRODUCTS * V6E.peak)
+    assert found.seconds >= flops / (PRODUCTS * 1.01 * PEAK)
 
 
 def test_an_array_in_vmem_moves_no_bytes() -> None:
     found = read("ROOT %c = bf16[32,16]{1,0} copy(%y)")
     assert (found.kind, found.moved) == ("layouts", 2 * 32 * 16)
-    assert found.seconds == pytest.approx(found.moved / V6E.machine.hbm)
+    assert found.seconds == pytest.approx(found.moved / HBM)
 
 
 def test_an_asynchronous_copy_counts_once() -> None:
