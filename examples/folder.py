@@ -40,7 +40,7 @@ from wan.model import WanTransformer3D
 from wan.sizes import BOUNDARIES, CLASS_NAME, SIZES, Sizes
 
 from maxattn import weights
-from maxattn.errors import MaxattnError
+from maxattn.errors import MaxattnError, escaped_output
 
 UNIPC = {
     "_class_name": "UniPCMultistepScheduler",
@@ -307,6 +307,7 @@ def main(said: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     try:
-        main(parser().parse_args())
+        with escaped_output():
+            main(parser().parse_args())
     except MaxattnError as error:
         sys.exit(f"error: {error}")

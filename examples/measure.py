@@ -43,7 +43,7 @@ from wan.sizes import SIZES
 
 import maxattn as ma
 from maxattn.devices import peak_flops
-from maxattn.errors import ConfigError, MaxattnError
+from maxattn.errors import ConfigError, MaxattnError, escaped_output
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -321,6 +321,7 @@ def _add_timing(found: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     try:
-        main(parser().parse_args())
+        with escaped_output():
+            main(parser().parse_args())
     except MaxattnError as error:
         sys.exit(f"error: {error}")

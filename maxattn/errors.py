@@ -6,9 +6,13 @@ This file raises no error, and depends on no other file of maxattn.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 
 class MaxattnError(Exception):
@@ -83,6 +87,39 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+
+
+class EscapedStream:
+    """A text stream that writes what `escaped` returns; `stream` writes codes for terminals."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(escaped(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def escaped_output() -> Iterator[None]:
+    """Escape what is printed inside of the block, on both standard streams."""
+    out: Any = EscapedStream(sys.stdout)
+    err: Any = EscapedStream(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
+
+
+def escape_record(record: logging.LogRecord) -> bool:
+    """Escape the text of a log record, if it needs that; a filter that keeps every record."""
+    if (text := escaped(record.getMessage())) != record.getMessage():
+        record.msg, record.args = text, None
+    return True
+
+
+for _name in ("maxattn", "maxattn.tools.bench"):  # a filter is not inherited
+    logging.getLogger(_name).addFilter(escape_record)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

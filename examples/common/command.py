@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import maxattn as ma
-from maxattn.errors import MaxattnError
+from maxattn.errors import MaxattnError, escaped_output
 
 from . import hosts
 from .pipeline_folder import Family
@@ -103,10 +103,14 @@ def read_settings(
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print the library's warnings; end on a user's mistake, or Ctrl-C, with a message alone."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    """Print the library's warnings; end on a user's mistake, or Ctrl-C, with a message alone.
+
+    What a terminal would obey in a file's name, or in its text, is printed escaped.
+    """
     try:
-        yield
+        with escaped_output():
+            logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+            yield
     except MaxattnError as error:
         sys.exit(f"{hosts.name()}error: {error}")
     except KeyboardInterrupt:

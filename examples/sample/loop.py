@@ -5,6 +5,7 @@ A step is queued while the one before it runs, so that the device never waits fo
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -133,7 +134,8 @@ class Bar:
     """
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        self.steps, self.done, self.console = steps, 0, console or Console()
+        self.steps, self.done = steps, 0
+        self.console = console or Console(file=getattr(sys.stdout, "stream", None))
         self._spent = 0.0
         facts = TextColumn("{task.fields[facts]}")
         columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), facts)

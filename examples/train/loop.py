@@ -18,7 +18,7 @@ from common.xla_options import xla_options
 
 from maxattn import sharding
 from maxattn.config import ConfigErrors
-from maxattn.errors import ConfigError, MaxattnError
+from maxattn.errors import ConfigError, MaxattnError, escaped
 
 from . import earlier
 from . import state as states
@@ -234,7 +234,7 @@ class Steps:
             self.checkpoints.save(self.state, position, self.losses, self.parent.plans)
         if self._samples is not None and done % training.picture_every == 0:
             path = self._samples(self.state.best, self.fixed, done)
-            print(f"samples after {done} steps: {path}")
+            print(escaped(f"samples after {done} steps: {path}"))
             self._progress.pause()
 
     def _write(self, facts: Facts) -> None:

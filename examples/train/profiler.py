@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 import maxattn as ma
+from maxattn.errors import escaped
 
 
 class Profiler:
@@ -35,4 +36,5 @@ class Profiler:
             yield
         if step in self.steps[-1:]:
             jax.profiler.stop_trace()
-            print(f"profile of steps {self.steps[0]} to {self.steps[-1]} in {self.folder}")
+            where = escaped(str(self.folder))
+            print(f"profile of steps {self.steps[0]} to {self.steps[-1]} in {where}")

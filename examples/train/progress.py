@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from contextlib import AbstractContextManager
@@ -32,7 +33,7 @@ class Progress(AbstractContextManager["Progress"]):
         self, training: TrainingSettings, cost: Cost, first: int, console: Console | None = None
     ) -> None:
         self.steps, self.every, self.cost = training.steps, training.log_every, cost
-        self.console = console or Console()
+        self.console = console or Console(file=getattr(sys.stdout, "stream", None))
         self._times: deque[float] = deque(maxlen=WINDOW + 1)
         facts = TextColumn("{task.fields[facts]}")
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), facts)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import maxattn as ma
-from maxattn.errors import InputError, MaxattnError
+from maxattn.errors import InputError, MaxattnError, escaped_output
+from maxattn.tools.cli import main
+from maxattn.tools.tune.store import opened
 
 ODD = {
     "C1": "\x9b31m",
@@ -36,6 +43,52 @@ def test_messages_are_printable(odd: str, tmp_path: Path) -> None:
     for name, call in calls.items():
         with pytest.raises(MaxattnError) as caught:
             call()
-        text = str(caught.value)
-        assert all(c.isprintable() or c == "\n" for c in text), (name, text)
-        text.encode()
+        hold_printable(str(caught.value), name)
+
+
+def hold_printable(text: str, name: str = "") -> None:
+    assert text and all(c.isprintable() or c == "\n" for c in text), (name, text)
+    text.encode()
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_log_records_are_printable(odd: str, caplog: pytest.LogCaptureFixture) -> None:
+    word, layer = ODD[odd], nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    weights = {"kernel": np.ones((2, 2), "f"), f"a{word}": np.ones(2, "f")}
+    with caplog.at_level(logging.INFO):
+        ma.weights.load_diffusers(layer, weights, strict=False)
+        logging.getLogger("maxattn.tools.bench").info("compiling %s", word)
+    assert len(caplog.messages) == 2
+    for text in caplog.messages:
+        hold_printable(text)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_commands_print_what_is_printable(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    word = ODD[odd]
+    for words in ([word], ["check", f"--{word}"], ["explain", f"--shape={word}"]):
+        assert main(words) in (1, 2)
+        hold_printable("".join(capsys.readouterr()))
+    if odd in ("half", "NUL"):  # no file has such a name
+        return
+    (tmp_path / word).mkdir()
+    config = tmp_path / word / "a.yml"
+    config.write_text("attention: flash\n")
+    assert main(["check", str(config)]) == 0
+    hold_printable(capsys.readouterr().out)
+    monkeypatch.setenv("MAXATTN_CACHE", str(tmp_path / word))
+    (tmp_path / word / "tuned.json").write_text("{")
+    with escaped_output(), opened() as kept:
+        kept.say(word)
+    said = capsys.readouterr().out
+    assert "is damaged" in said
+    hold_printable(said)
+
+
+def test_a_bar_still_drives_the_terminal(capsys: Any) -> None:
+    with escaped_output():
+        print("\x1b[2K", end="")
+        print("\x1b[2K", end="", file=getattr(sys.stdout, "stream", sys.stdout))
+    assert capsys.readouterr().out == "\\u001b[2K\x1b[2K"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from maxattn import __version__
-from maxattn.errors import MaxattnError, did_you_mean
+from maxattn.errors import MaxattnError, did_you_mean, escaped_output
 from maxattn.tools.cli.options import parser_of
 
 COMMANDS = {
@@ -40,6 +40,11 @@ class Terminated(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    with escaped_output():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())

@@ -17,6 +17,11 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _on_terminal(text: str) -> None:
+    """Print text with codes for a terminal; log records in it are escaped."""
+    print(text, end="", file=getattr(sys.stderr, "stream", sys.stderr), flush=True)
+
+
 def say_where(what: str, target: Target) -> None:
     """Print what is measured on which device; on a CPU, warn of long times."""
     slow = ": no accelerator is here, and long shapes take minutes to hours"
@@ -37,7 +42,7 @@ class _ProgressLines(logging.Handler):
         self.done = min(self.done + 1, self.steps)
         filled = BAR * self.done // self.steps
         line = f"  {'█' * filled}{'·' * (BAR - filled)} {record.getMessage()}"
-        print(f"{CLEAR}{line}", end="", file=sys.stderr, flush=True)
+        _on_terminal(f"{CLEAR}{line}")
 
 
 @contextmanager
@@ -55,4 +60,4 @@ def progress(steps: int = 0) -> Iterator[None]:
         log.setLevel(before[0])
         log.propagate = before[1]
         if lines.steps:
-            print(CLEAR, end="", file=sys.stderr, flush=True)
+            _on_terminal(CLEAR)

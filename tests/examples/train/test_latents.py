@@ -9,6 +9,7 @@ import make_latents
 import ml_dtypes
 import numpy as np
 import pytest
+from common.command import user_errors
 from common.ink import from_latents, from_model
 from digits import latents as digit_latents
 from digits.settings import DataSettings
@@ -33,6 +34,15 @@ def test_written_examples_are_read_whatever_the_shards(tmp_path: Path) -> None:
     for i in range(8):
         for name, array in made[i].items():
             np.testing.assert_array_equal(array, examples[name][i])
+
+
+def test_a_folders_name_is_printed_escaped(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    save_file(drawn("wan", 2), tmp_path / "some.safetensors")
+    with user_errors():
+        make_latents.main(
+            [str(tmp_path / "a\x1b[2Jb"), "--from", str(tmp_path / "some.safetensors")]
+        )
+    assert "2 examples in" in (said := capsys.readouterr().out) and "a\\u001b[2Jb" in said
 
 
 def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
