@@ -9,7 +9,8 @@ Since P <= 1, with the norm |.| of a head,
 
 Kernels round products of dS with an entry of q or k too, and sums of such products. The power of
 two is above 1 only if the largest possible sum fits. It is below 1 only if a product might not fit;
-a gradient that fits in float16 then fits too.
+a gradient that fits in float16 then fits too. A factor below 1 is shared by dout and v (with out),
+so that the larger of them gets most of it: dV is a sum of dout, and keeps its digits.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def backward_in_range(
         return backward(inputs, rows)
     dlse = jnp.where(rows.lse == NEG_INF, 0, rows.dlse)
     rows = replace(rows, dout=cleared(rows.dout, rows.lse), dlse=dlse)
-    exponent = _exponent(inputs, rows, call, axes)
+    exponent, lead = _exponent(inputs, rows, call, axes)
     if inputs.bias is not None and inputs.bias.shape[0] == 1:
         exponent = exponent.min(keepdims=True)  # dbias is summed over batch rows
 
@@ -58,12 +59,18 @@ def backward_in_range(
         factor = jnp.ldexp(jnp.float32(1), exponent).reshape(-1, *(1,) * (x.ndim - 1))
         return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
-    rows = replace(rows, dout=times(rows.dout, exponent), dlse=times(rows.dlse, exponent))
-    return jax.tree.map(lambda x: times(x, -exponent), backward(inputs, rows))
+    of_v = jnp.clip((exponent + lead) // 2, jnp.minimum(exponent, 0), 0)
+    out, dout = times(rows.out, of_v), times(rows.dout, exponent - of_v)
+    rows = replace(rows, out=out, dout=dout, dlse=times(rows.dlse, exponent))
+    grads = backward(replace(inputs, v=times(inputs.v, of_v)), rows)
+    dv = times(grads.dv, of_v - exponent)
+    return jax.tree.map(lambda x: times(x, -exponent), grads._replace(dv=None))._replace(dv=dv)
 
 
-def _exponent(inputs: Inputs, rows: Rows, call: Call, axes: tuple[str, ...]) -> Int[Array, " B"]:
-    """Return log2 of each batch row's factor; 0 if cotangents are 0 or not finite."""
+def _exponent(
+    inputs: Inputs, rows: Rows, call: Call, axes: tuple[str, ...]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Return log2 of each batch row's factor (0 for cotangents of 0 or inf), and of dout / v."""
 
     def largest(x: Array) -> Array:
         return jnp.abs(x).astype(jnp.float32).max(axis=tuple(range(1, x.ndim)), initial=0)
@@ -83,4 +90,5 @@ def _exponent(inputs: Inputs, rows: Rows, call: Call, axes: tuple[str, ...]) -> 
     whole = jnp.maximum(product, dout) * count
     single, summed = (LIMIT - jnp.frexp(x)[1] for x in (product, whole))
     exponent = jnp.minimum(single, summed.clip(0, MOST))
-    return jnp.where(jnp.isfinite(whole) & (whole > 0), exponent, 0)
+    lead = jnp.frexp(dout_norm)[1] - jnp.frexp(v)[1]
+    return jnp.where(jnp.isfinite(whole) & (whole > 0), exponent, 0), lead

@@ -57,7 +57,8 @@ def operands(size: float, bias: tuple[int, ...] | None = None) -> dict[str, Any]
 def judge(x: dict[str, Any], settings: dict[str, Any], mask: Any = None, **more: Any) -> None:
     ok = None if mask is None else np.asarray(mask.bind(4, 4).allowed(np.arange(4), np.arange(4)))
     given = x["q"], x["k"], x["v"], x["bias"]
-    want = attention64(*given[:3], ok, x["bias"], dout=x["dout"], dlse=x["dlse"])
+    scale = more.get("scale")
+    want = attention64(*given[:3], ok, x["bias"], scale, dout=x["dout"], dlse=x["dlse"])
     config = ma.AttentionConfig(**settings)
     attend = partial(ma.attention, config=config, mask=mask, return_lse=True, **more)
     call = partial(both, lambda q, k, v, bias: attend(q, k, v, bias=bias), x)
@@ -77,6 +78,17 @@ def check(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("name", EACH)
 def test_gradients_are_right_at_both_ends_of_the_range(name: str, size: float) -> None:
     judge(operands(size), SETTINGS[name], M.Causal())
+
+
+@pytest.mark.parametrize("large", ["v", "dout"])
+@pytest.mark.parametrize("name", EACH[:2])
+def test_gradients_of_values_keep_their_digits_beside_large_operands(name: str, large: str) -> None:
+    """Products of q and dS might not fit, and one of v and dout is nearly 0."""
+    x = operands(1.0)
+    for key, size in {"q": 2e4, "k": 2e-6, "v": 1e-4, "dout": 1e-4, large: 2e4}.items():
+        exact = x[key].astype(np.float64)
+        x[key] = (exact / np.abs(exact).max() * size).astype(np.float16)
+    judge(x, SETTINGS[name], scale=1e-3)
 
 
 @pytest.mark.parametrize("size", [10_000.0, 1e-6])
