@@ -30,6 +30,12 @@ def online_scheduled(q: Any, k: Any, v: Any, config: Any) -> Any:
     return _run("_splash_attention_forward", q, k, v, config, use_experimental_scheduler=True)
 
 
+def ring_scheduled(q: Any, k: Any, v: Any, config: Any) -> Any:
+    """Compute a hop of its ring with a running maximum and the experimental scheduler."""
+    name = "_splash_attention_forward_ring"
+    return _run(name, q, k, v, config, use_experimental_scheduler=True)
+
+
 def bounded(q: Any, k: Any, v: Any, config: Any) -> Any:
     """Compute attention with a bound in place of the maximum, as its ring does."""
     flags = {"use_fixed_m": True, "uniform_fixed_m": True}

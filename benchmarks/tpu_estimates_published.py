@@ -1,9 +1,13 @@
-"""Estimates beside figures that others published, one line each:
+"""Estimates beside what others measured on TPUs, a line each, and how far they are off:
 
-    python -m benchmarks.tpu_estimates_published --maxdiffusion .../custom_splash_attention.py
+    MAXDIFFUSION_KERNEL=custom_splash_attention.py MAXDIFFUSION_CROSS=cross_attention_pallas.py \\
+        python -m benchmarks.tpu_estimates_published --log points.jsonl --write
 
-It needs libtpu, and minutes. The figures are of real TPUs, from the pages named beside them.
-MaxDiffusion's kernel is compiled from its own source, which is given by a path.
+The points are in tests/tools/estimate/published, with source, tile and measured time. Each kernel
+is compiled by `maxattn compile --estimate --kernel-file`, which needs libtpu and minutes; calls
+with the same tile share a compile. A stopped run goes on where it was. Where MaxDiffusion's
+sources are not named, and with --kept everywhere, the estimates of the files are printed. --write
+puts new ones into the files; maxattn/block_sizes/estimated/measured.py must then follow.
 """
 
 from __future__ import annotations
@@ -11,49 +15,175 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
-from importlib import util
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+from maxattn.block_sizes.estimated.measured import MEASURED
+from maxattn.block_sizes.estimated.step_cost import StepCost, StepGrid
 from maxattn.config import AttentionConfig, FlashBlockSizes
+from maxattn.devices import DEVICES
+from maxattn.masks import FULL, MIXED
+from maxattn.tools.cli.masks import read_mask
 from maxattn.tools.compile.job import CompileJob, run_in_child
-from maxattn.tools.compile.process import ENVIRONMENT, tpu_python
-from maxattn.tools.model_shapes import read
+from maxattn.tools.model_shapes import Shape, read
+
+HERE = Path(__file__).parent
+FOLDER = HERE.parent / "tests" / "tools" / "estimate" / "published"
+Point = dict[str, Any]
+
+
+def main() -> None:
+    """Print a line for each point, then the errors."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kept", action="store_true", help="compile nothing")
+    parser.add_argument("--log", type=Path, help="keep each compiled kernel there")
+    parser.add_argument("--write", action="store_true", help="put the estimates into the files")
+    parser.add_argument("--only", default="", help="part of the names of the files to compile")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="of one compile")
+    parser.add_argument("--rankings", action="store_true", help="pairs of tiles instead")
+    args = parser.parse_args()
+    if args.rankings:
+        for ranking in RANKINGS:
+            print(_ranking(ranking, args.seconds), flush=True)
+        return
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        table = json.loads(path.read_text(encoding="utf-8"))
+        print(f"{path.stem}: {table['kind']}, {table['chip']}, {table['source']}")
+        compiles = not args.kept and args.only in path.name and _has_source(table)
+        points = _estimated(table, args) if compiles else table["points"]
+        for point in points:
+            print(_line(point, table), flush=True)
+            if table["same_tile"]:
+                errors.setdefault(f"{table['kind']}, {table['chip']}", []).append(
+                    _errors(point, table)
+                )
+        if compiles and args.write:
+            path.write_text(_text(table), encoding="utf-8")
+    errors["all"] = [pair for pairs in errors.values() for pair in pairs]
+    for kind, pairs in errors.items():
+        words = (
+            f"median {median(map(abs, each)):.1%}, worst {max(each, key=abs):+.1%}"
+            for each in zip(*pairs, strict=True)
+        )
+        print(f"{kind}, {len(pairs)} points: slow end {', after the factor '.join(words)}")
+
+
+def _has_source(table: dict[str, Any]) -> bool:
+    name = table["environment"]
+    if name and name not in os.environ:
+        print(f"  kept estimates: {name} names no source")
+        return False
+    return True
+
+
+def _errors(point: Point, table: dict[str, Any]) -> tuple[float, float]:
+    """Return by how much the slow end's rate exceeds the measured one, before and after."""
+    ratio = point["measured_ms"] / point["estimate_ms"][1]
+    return ratio - 1, ratio / MEASURED[table["chip"]].usual - 1
+
+
+def _line(point: Point, table: dict[str, Any]) -> str:
+    (fast, slow), measured = point["estimate_ms"], point["measured_ms"]
+    before, after = _errors(point, table)
+    tile = "/".join(map(str, point["tile"]))
+    return (
+        f"  {point['shape']}  {point['function']} {tile}: {fast:.4g} to {slow:.4g} ms estimated by"
+        f" libtpu {table['libtpu']}'s schedule, {measured:.4g} measured ({point['published']}),"
+        f" {1 + before:.3f} times the slow end, {after:+.1%} after the factor"
+    )
+
+
+def _text(table: dict[str, Any]) -> str:
+    head = "\n".join(
+        f"  {json.dumps(key)}: {json.dumps(value)},"
+        for key, value in table.items()
+        if key != "points"
+    )
+    points = ",\n".join(f"    {json.dumps(point)}" for point in table["points"])
+    return f'{{\n{head}\n  "points": [\n{points}\n  ]\n}}\n'
+
+
+# ---- estimates -----------------------------------------------------------------------------------
+
+
+def _estimated(table: dict[str, Any], args: argparse.Namespace) -> Iterator[Point]:
+    """Yield the points with new estimates."""
+    compiled: dict[tuple[Any, ...], tuple[Shape, dict[str, Any]]] = {}
+    for point in table["points"]:
+        shape = _shape(point["shape"], table)
+        # A grid of a single tile has another program.
+        is_single = (shape.q_len, shape.kv_len) == tuple(point["tile"][:2])
+        key = point["function"], *point["tile"], shape.kv_heads, is_single
+        if key not in compiled:
+            made = _shape(point.get("compiled", point["shape"]), table)
+            compiled[key] = made, _kernel(table, point, made, args)
+        made, kernel = compiled[key]
+        point["estimate_ms"] = _milliseconds(kernel, made, shape, table["chip"])
+        yield point
+
+
+def _shape(text: str, table: dict[str, Any]) -> Shape:
+    return replace(read(text), mask=read_mask(table["mask"]))
+
+
+def _kernel(
+    table: dict[str, Any], point: Point, shape: Shape, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Compile a point's function for a shape, and return its kernel's estimate."""
+    q, kv, compute = point["tile"]
+    sizes = FlashBlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute)
+    config = AttentionConfig(attention="flash", flash_block_sizes=sizes)
+    file = f"{HERE / table['file']}:{point['function']}"
+    is_flat = table["layout"] == "flat"
+    how: dict[str, Any] = {"estimate": True, "kernel_file": file, "flat": is_flat}
+    job = CompileJob(table["target"], config, shape, devices=1, **how)
+    key = [table["target"], point["function"], *point["tile"], shape.name]
+    for line in args.log.read_text().splitlines() if args.log and args.log.exists() else ():
+        kept = json.loads(line)
+        if kept["key"] == key:
+            return kept["kernel"]
+    outcome = run_in_child(job, args.seconds)
+    made = outcome.estimate
+    assert outcome.ending == "compiled" and "refused" not in made, (key, outcome.message, made)
+    (kernel,) = made["kernels"]
+    table["libtpu"] = made["libtpu"]
+    if args.log:
+        with args.log.open("a") as file_of_log:
+            file_of_log.write(json.dumps({"key": key, "kernel": kernel}) + "\n")
+    return kernel
+
+
+def _milliseconds(kernel: dict[str, Any], made: Shape, shape: Shape, chip: str) -> list[float]:
+    """Price a call by the cost of a step that was compiled for another number of tiles."""
+    if made == shape:
+        seconds = kernel["seconds"]
+    else:
+        block = kernel["block"]
+        full, masked = _visited(made, block)
+        lanes = kernel["steps"] / (full + masked)
+        full, masked = _visited(shape, block)
+        rows, visited = shape.q_len / block[0], full + masked
+        grid = StepGrid(round(lanes), rows, visited / rows, masked / visited)
+        seconds = StepCost.of(kernel["cost"]).seconds(grid, DEVICES[chip])
+    return [float(f"{1e3 * end:.4g}") for end in seconds]
+
+
+def _visited(shape: Shape, block: list[int]) -> tuple[float, float]:
+    """Return a head's tiles without and with a test of the mask; parts of a tile count as such."""
+    if shape.mask.is_full:
+        return shape.q_len / block[0] * shape.kv_len / block[1], 0.0
+    kinds = shape.mask.block_map(block[0], block[1], shape.q_len, shape.kv_len)
+    return float((kinds == FULL).sum()), float((kinds == MIXED).sum())
+
+
+# ---- rankings ------------------------------------------------------------------------------------
 
 VMEM = "--xla_tpu_scoped_vmem_limit_kib=61440"
-HEAD_DIM = 128
 SHAPE = "1,32768,32768,12,128"  # no padding, so that no mask is evaluated
-KV_BLOCKS = 37  # of 1,024 keys: the 37,800 of the published hop
-
-
-class Anchor(NamedTuple):
-    """Hold a kernel of MaxDiffusion's and what its pull request says of it.
-
-    Args:
-        fixed: a bound in place of a running maximum.
-        scheduler: the compiler's experimental scheduler.
-        blocks: q, kv, compute, compute_in; smaller than the published tile.
-        published: TFLOP/s a core; None where there is none.
-        source: where from.
-    """
-
-    fixed: bool
-    scheduler: bool
-    blocks: tuple[int, int, int, int]
-    published: float | None
-    source: str
-
-
-_TILE = 2304, 1024, 1024, 1024
-ANCHORS = (
-    Anchor(False, True, _TILE, 646, "MaxDiffusion #452: 22.65 ms, tile 9472/1024, v7x"),
-    Anchor(True, True, _TILE, 692, "MaxDiffusion #452: 21.15 ms, tile 6400/2048, v7x"),
-    Anchor(False, False, _TILE, None, "the same without its scheduler"),
-    Anchor(True, False, _TILE, None, "the same without its scheduler"),
-)
 
 
 class Ranking(NamedTuple):
@@ -74,97 +204,6 @@ RANKINGS = (
     Ranking("v5p:2x2x1", "flash", (512, 512, 512), (2048, 2048, 1024),
             "MaxDiffusion's YAMLs: 3024/2048/1024 in place of 512 on v5p"),
 )  # fmt: skip
-
-
-def main() -> None:
-    """Print the table, a line as soon as it is known."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--maxdiffusion", type=Path, help="its custom_splash_attention.py")
-    parser.add_argument("--skip-rankings", action="store_true")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of one compile")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child is not None:
-        print(json.dumps(_compile(ANCHORS[args.child], args.maxdiffusion, args.folder)))
-        return
-    for i, anchor in enumerate(ANCHORS if args.maxdiffusion else ()):
-        print(_anchor(i, anchor, args), flush=True)
-    for ranking in () if args.skip_rankings else RANKINGS:
-        print(_ranking(ranking, args.seconds), flush=True)
-
-
-def _anchor(i: int, anchor: Anchor, args: argparse.Namespace) -> str:
-    """Compile in a process of its own, and write the estimate beside the figure."""
-    what = "fixed-m" if anchor.fixed else "online"
-    head = f"tpu7x {what}{', LP' if anchor.scheduler else ''} {'/'.join(map(str, anchor.blocks))}"
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["--maxdiffusion", str(args.maxdiffusion), "--child", str(i), "--folder", folder]
-        python = [tpu_python() or sys.executable, "-m", "benchmarks.tpu_estimates_published"]
-        try:
-            done = subprocess.run(
-                [*python, *words], capture_output=True, timeout=args.seconds, check=True, text=True
-            )
-        except (subprocess.SubprocessError, OSError) as error:
-            return f"{head}: no estimate ({type(error).__name__})"
-    slow, fast, libtpu = json.loads(done.stdout.splitlines()[-1])
-    words = f"estimated by libtpu {libtpu}'s schedule, not run"
-    return f"{head}: {slow:.0f} to {fast:.0f} TFLOP/s, {words}{_beside(anchor, slow, fast)}"
-
-
-def _beside(anchor: Anchor, slow: float, fast: float) -> str:
-    if anchor.published is None:
-        return f" ({anchor.source})"
-    ratios = f"{slow / anchor.published:.2f} to {fast / anchor.published:.2f} of it"
-    return f"; published {anchor.published:g}, {ratios} ({anchor.source})"
-
-
-def _compile(anchor: Anchor, source: Path, folder: Path) -> tuple[float, float, str]:
-    """Return TFLOP/s, slow and fast end, of full tiles."""
-    from maxattn.devices import DEVICES
-    from maxattn.tools.estimate.program import dump_flags, estimate_of
-
-    os.environ.update(ENVIRONMENT)
-    os.environ["LIBTPU_INIT_ARGS"] = f"{VMEM} {dump_flags(folder)}"
-    text = _lowered(anchor, source)
-    made = estimate_of(text, folder, DEVICES["TPU v7x"], {})
-    (kernel,) = made["kernels"]
-    core = DEVICES["TPU v7x"].core
-    assert core is not None
-    work = 4.0 * anchor.blocks[0] * anchor.blocks[1] * HEAD_DIM * core.clock
-    fast, slow = (work / cycles / 1e12 for cycles in kernel["cycles"])
-    return slow, fast, made["libtpu"]
-
-
-def _lowered(anchor: Anchor, source: Path) -> str:
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    spec = util.spec_from_file_location("custom_splash_attention", source)
-    assert spec and spec.loader, source
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    devices = topologies.get_topology_desc("tpu7x:2x2x1", "tpu").devices
-    mesh = Mesh(devices[:1], ("x",))
-    bq, bkv = anchor.blocks[:2]
-    whole = NamedSharding(mesh, PartitionSpec())
-    q, k = (jax.ShapeDtypeStruct((2, n, HEAD_DIM), jnp.bfloat16, sharding=whole)
-            for n in (2 * bq, KV_BLOCKS * bkv))  # fmt: skip
-
-    def run(q: Any, k: Any, v: Any) -> Any:
-        return module._splash_attention_forward_ring(
-            q, k, v, module._BlockSizes(*anchor.blocks),
-            use_experimental_scheduler=anchor.scheduler, vmem_limit_bytes=60 * 2**20,
-            use_fixed_m=anchor.fixed, uniform_fixed_m=anchor.fixed,
-        )  # fmt: skip
-
-    with jax.set_mesh(mesh):
-        traced = jax.jit(run).trace(q, k, k)
-    text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
-    assert text is not None
-    return text
 
 
 def _ranking(ranking: Ranking, seconds: float) -> str:

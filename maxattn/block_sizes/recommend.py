@@ -57,7 +57,7 @@ def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, 
         note = f"{found.sizes}; {gain:.2f} times as fast as the default"
         if parts := fused_partials_bytes(call, found.sizes):
             note += f"; partial dQ take {parts / GIB:.2f} GiB per head"
-        rows.append((f"fastest {what}, {how_estimated()}", found.sizes, note))
+        rows.append((f"fastest {what}, {how_estimated(target.device_kind)}", found.sizes, note))
     default, _ = adjust(FlashBlockSizes(), call, "flash", target, True)
     rows.append(("default of the rules", default, ""))
     squares: dict[int, BlockSizes] = {}

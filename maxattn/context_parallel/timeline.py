@@ -148,7 +148,7 @@ def timeline_of(
     forward, backward = work / TRAINING, work * (TRAINING - 1) / TRAINING
     if config is not None and (found := _scheduled(hop.derived(bias=None), config, target)):
         forward, backward = (np.full(len(hops), seconds) for seconds in found)
-        source = how_estimated()
+        source = how_estimated(target.device_kind)
 
     traffic = ring.schedule.traffic(len(hops), share, hop)
     # Ranks from each hop to the next; after the last hop, from there back to the keys' owner.

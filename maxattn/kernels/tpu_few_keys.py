@@ -94,7 +94,7 @@ class TpuFewKeys(Kernel):
         found = few_keys_seconds(call, target)
         if found is None:
             return ()
-        return (f"a device's call takes {found}, {how_estimated()}",)
+        return (f"a device's call takes {found}, {how_estimated(target.device_kind)}",)
 
     def forward(self, inputs: Inputs) -> Result:
         call, _ = self._call(inputs, self.of_forward)

@@ -178,7 +178,8 @@ def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
     if target.platform == "tpu" and kernel.name in get_args(KernelKind):
         its = computed_call(kernel.name, call, "tpu")
         found = estimated_sizes(cast(KernelKind, kernel.name), its, target, False)
-        return Predicted(found.seconds, how_estimated()) if found else None
+        how = how_estimated(target.device_kind)
+        return Predicted(found.seconds, how) if found else None
     if (estimate := kernel.microseconds(call, target)) is None:
         return None
     seconds = Seconds(estimate[0] / 1e6, estimate[0] / 1e6)

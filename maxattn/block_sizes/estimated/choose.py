@@ -14,6 +14,7 @@ from maxattn.block_sizes.estimated.grids import (
     step_grid,
     tile_shares,
 )
+from maxattn.block_sizes.estimated.measured import beside_measured
 from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, Tile
 from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
 from maxattn.block_sizes.sizes import (
@@ -256,8 +257,12 @@ def divides(kind: Kind, tile: Tile, forward: Tile) -> bool:
 # ---- in words ------------------------------------------------------------------------------------
 
 
-def how_estimated() -> str:
-    """Return the source of the shipped estimates as text."""
+def how_estimated(device_kind: str) -> str:
+    """Return the source of a device's shipped estimates, and how far off these are, as text."""
+    return f"{_source()}; {beside_measured(device_kind)}"
+
+
+def _source() -> str:
     return f"estimated by libtpu {shipped().libtpu}'s schedule, not run"
 
 
@@ -297,4 +302,5 @@ def estimate_note(
         whole, masked = tile_shares(call, (forward.sizes.block_q, forward.sizes.block_kv))
         text += f"; forward tiles: {whole:.0%} without a mask test, {masked:.0%} with one,"
         text += f" {1 - whole - masked:.0%} skipped"
-    return (f"block sizes {how_estimated()}: a device's call takes {text}",)
+    text += f"; {beside_measured(target.device_kind)}"
+    return (f"block sizes {_source()}: a device's call takes {text}",)

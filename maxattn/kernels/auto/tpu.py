@@ -71,7 +71,8 @@ def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
     forward, backward = choices[0]
     every = "; ".join(map(str, dict.fromkeys((forward, backward, flash, *others))))
     names = dict.fromkeys("/".join(dict.fromkeys(one.name for one in both)) for both in choices)
-    return tuple(names), f"{_said(flash, others, forward, backward)}: {every} ({how_estimated()})"
+    how = how_estimated(target.device_kind)
+    return tuple(names), f"{_said(flash, others, forward, backward)}: {every} ({how})"
 
 
 def _few_keys_first(
@@ -87,7 +88,8 @@ def _few_keys_first(
     faster = [name for name in times if times[name] < few.forward.slow + few.backward.slow]
     names = (*sorted(faster, key=times.__getitem__), FEW_KEYS, "flash")
     lacks = "" if others else "; the others have no estimates with all keys in one tile"
-    return names, f"{names[0]}, which is fastest: {every}{lacks} ({how_estimated()})"
+    how = how_estimated(target.device_kind)
+    return names, f"{names[0]}, which is fastest: {every}{lacks} ({how})"
 
 
 def seconds_taken(names: str, call: Call, target: Target, training: bool) -> Seconds | None:

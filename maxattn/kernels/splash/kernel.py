@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from maxattn.block_sizes import FORWARD, BlockSizes, Change, adjust, padding_notes
 from maxattn.block_sizes.estimated.choose import estimate_note, estimated_sizes
+from maxattn.block_sizes.estimated.measured import beside_measured
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
@@ -28,7 +29,7 @@ from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, SplashProblem, Stats
 from maxattn.masks.terms import USE_BLOCKWISE, split_mask, supported_split
 from maxattn.target import Target
-from maxattn.tuned import leaves_open, tuned_config, tuned_note
+from maxattn.tuned import leaves_open, tuned_config, tuned_for, tuned_note
 
 NOTHING_SEEN = -1e37  # a query without keys has LSE -2.4e38, or -inf if no tile was visited
 SHORTEST_ROW = 48  # tokens of a batch row: blocks of 16 tokens took up to 3.4 times as long
@@ -105,6 +106,8 @@ class Splash(Kernel):
         kind, fused = cast(KernelKind, self.name), config.flash_block_sizes.use_fused_bwd_kernel
         if not source and not self.float32_qk_product and _leaves_tiles_open(config, kind):
             source = estimate_note(kind, call, target, what, fused)
+        elif (tuned := tuned_for(config, self.name, call, target)) and tuned.estimated:
+            source = *source, beside_measured(target.device_kind)
         return (*padding_notes(call, self.blocks), *source)
 
     def for_inference(self) -> Self:

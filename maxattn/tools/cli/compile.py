@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from maxattn.block_sizes.estimated.choose import in_ms
+from maxattn.block_sizes.estimated.measured import beside_measured
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.config.errors import plain
 from maxattn.config.numbers import MOST_DEVICES, whole
@@ -196,6 +197,8 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
     parts = f"{own}, XLA's own operations {1e3 * xla:.3g}"
     total = in_ms(Seconds(fast + xla, slow + xla))
     lines.append(f"whole   {total}: {parts}; {' and '.join(lacks)} are not in it")
+    if spans:
+        lines.append(f"error   {beside_measured(outcome.device_kind)}")
     if layers > 1:
         waiting = (p.times * p.seconds for p in passages if not p.is_overlapped)
         lines.append(_step(fast + xla, slow + xla, sum(waiting), layers))

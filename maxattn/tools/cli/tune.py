@@ -16,6 +16,7 @@ from typing import Any, cast
 from maxattn.block_sizes import adjust
 from maxattn.block_sizes.estimated.choose import TIE, Estimate, in_ms, ranked, seconds_of
 from maxattn.block_sizes.estimated.grids import not_priced
+from maxattn.block_sizes.estimated.measured import beside_measured
 from maxattn.block_sizes.estimated.step_cost import Costs
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
@@ -268,6 +269,7 @@ def _rank(
     sizes, _ = adjust(FlashBlockSizes(), local, kernel, target, tuning.training)
     default = seconds_of(costs, sizes, local, kernel, target)
     how = f"estimated by libtpu {compiler.versions['libtpu']}'s schedule, not run"
+    how += f"; {beside_measured(target.device_kind)}"
     unset = Estimate(sizes, default) if default else None
     print("\n".join(ranking_lines(found, unset, how)))
     for one in () if kept.problem else _ties(found):

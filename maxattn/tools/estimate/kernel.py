@@ -62,6 +62,7 @@ class KernelEstimate(NamedTuple):
         is_bound: whether the visited tiles are unknown, so that all are priced with the mask.
         bundles: bundles of the program, whatever a step runs.
         longest: most bundles that a step runs.
+        cost: cost of a step, from which the time of a call with another grid follows.
     """
 
     name: str
@@ -83,6 +84,7 @@ class KernelEstimate(NamedTuple):
     is_bound: bool
     bundles: int
     longest: int
+    cost: StepCost
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class KernelDump:
             is_bound=is_bound,
             bundles=len(self.bundles.rows),
             longest=self.step.longest,
+            cost=cost,
         )
 
     def _steps(self, tiles: KernelTiles | None) -> int:
