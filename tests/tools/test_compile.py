@@ -85,6 +85,13 @@ def test_a_python_that_cannot_be_run_is_refused(kind, tmp_path, monkeypatch):
         check_golden("cli/compile/no_python", str(error.value))
 
 
+def test_a_long_compile_shows_its_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("maxattn.tools.compile.process.EVERY", 0.05)
+    stands_in(tmp_path, monkeypatch, "sleep 0.3", 'echo \'{"ending": "failed"}\' >&9')
+    ran = run(capsys, "compile", "attention=flash", *WORDS)
+    assert ran.err.count("  compiling for 0 s, at most 600 (--time-limit)\n") >= 2
+
+
 def test_a_python_without_libtpu_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)

@@ -23,6 +23,7 @@ from maxattn.context_parallel.base import readable
 from maxattn.devices import DEVICES, Machine, device_of, memory_of
 from maxattn.errors import ConfigError, InputError, MeshError
 from maxattn.tools.cli.inputs import read_source, shapes_of
+from maxattn.tools.cli.progress import progress
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.kernel_file import name_of, read_kernel_file, read_visited
 from maxattn.tools.estimate.bundles import FILLS, SPILLS
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     outcomes = []
     for shape in shapes_of(args, source):
         job = CompileJob(topology, source.config, shape, *how, *file)
-        outcomes.append(run_in_child(job, args.time_limit))
+        with progress():
+            outcomes.append(run_in_child(job, args.time_limit))
         if not args.json:
             blank = "\n" if len(outcomes) > 1 else ""
             print(blank + report(job, outcomes[-1]), flush=True)
@@ -242,8 +244,8 @@ def _kernel(kernel: KernelEstimate, calls: int) -> Iterator[str]:
         rate = f", {rates} TFLOP/s, {shares}% of the peak"
     yield f"kernel  {kernel.name}: {in_ms(Seconds(*kernel.seconds))}{runs}{rate}"
     cores = f" on {kernel.cores} of {kernel.of_cores} cores" if kernel.of_cores > 1 else ""
-    cycles = _ends(*(f"{end:.0f}" for end in kernel.cycles))
-    yield f"steps   {kernel.steps}{cores}, {cycles} cycles each{_tiles(kernel)}"
+    cycles = cycles_text(kernel.cycles)
+    yield f"steps   {kernel.steps}{cores}, {cycles}{_tiles(kernel)}"
     own = {name: share for name, share in kernel.slots if name not in _MOVES}
     order = sorted(own, key=lambda name: -own[name])[:FULLEST]
     slots = ", ".join(f"{name} {own[name]:.0%}" for name in order)
@@ -326,6 +328,11 @@ def _step(fast: float, slow: float, waits: float, layers: int) -> str:
     times = _ends(*(f"{layers * each:.3g}" for each in (fast, slow + waits)))
     links = f"at most {layers * waits:.3g} s of it for transfers"
     return f"step    {times} s: {layers} times the whole, {links}; other work is not counted"
+
+
+def cycles_text(cycles: tuple[float, float]) -> str:
+    """Write an interval of cycles of a step."""
+    return f"{_ends(*(f'{end:,.0f}' for end in cycles))} cycles a step"
 
 
 def _ends(low: str, high: str) -> str:

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from maxattn.block_sizes import adjust
 from maxattn.block_sizes.estimated.choose import TIE, Estimate, in_ms, ranked, seconds_of
-from maxattn.block_sizes.estimated.grids import not_priced
+from maxattn.block_sizes.estimated.grids import not_priced, step_grid
 from maxattn.block_sizes.estimated.measured import beside_measured
-from maxattn.block_sizes.estimated.step_cost import Costs
+from maxattn.block_sizes.estimated.step_cost import Costs, StepCost, StepGrid
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import AttentionConfig, FlashBlockSizes
@@ -33,8 +33,9 @@ from maxattn.kernels import build, computed_call
 from maxattn.plan import Plan
 from maxattn.target import Target
 from maxattn.tools.cli import tune_kernels
+from maxattn.tools.cli.compile import cycles_text
 from maxattn.tools.cli.inputs import Source, mesh_of, read_source, shapes_of, target_of
-from maxattn.tools.cli.progress import say, say_where
+from maxattn.tools.cli.progress import progress, say, say_where
 from maxattn.tools.columns import columns
 from maxattn.tools.compile.job import MOST_SECONDS
 from maxattn.tools.estimate.kernel import core_of
@@ -213,7 +214,7 @@ def _offline(args: argparse.Namespace, source: Source) -> int:
     if not finite(args.time_limit, 0, MOST_SECONDS):
         rule = f"it must be a number of seconds above 0, at most {MOST_SECONDS}"
         raise ConfigError("--time-limit", plain(args.time_limit), rule, "write --time-limit 120")
-    with ScheduleCompiler(args.time_limit) as compiler, store.opened() as kept:
+    with progress(), ScheduleCompiler(args.time_limit) as compiler, store.opened() as kept:
         versions = compiler.versions
         packages = tuple((name, v) for name, v in versions.items() if name != "libtpu")
         log = ScheduleLog(kept.path.with_name("schedules.jsonl"), versions)
@@ -259,7 +260,12 @@ def _rank(
 ) -> None:
     local, target, kernel = tuning.as_computed, tuning.target, cast(KernelKind, tuning.kernel)
     print(f"{tuning.name}: {kernel}, {tuning.what}, {target.device_kind}", flush=True)
-    search = OfflineSearch(compiler, log, kernel, local, target, limit, _say_answer)
+
+    def say_cost(job: KernelJob, answer: dict[str, Any], is_known: bool) -> None:
+        if not is_known:
+            say(f"  {job.kind} {' x '.join(map(str, job.tile))}: {_cost_text(tuning, job, answer)}")
+
+    search = OfflineSearch(compiler, log, kernel, local, target, limit, say_cost)
     costs = search.run(tuning.training)
     found = ranked_sizes(tuning, costs)
     if not found:
@@ -296,13 +302,13 @@ def ranked_sizes(tuning: SizeTuning, costs: Costs) -> list[Estimate]:
     return sorted(found, key=lambda one: one.seconds.slow)
 
 
-def _say_answer(job: KernelJob, answer: dict[str, Any], is_known: bool) -> None:
-    if is_known:
-        return
-    tile = " x ".join(map(str, job.tile))
-    cost = answer.get("cost")
-    words = f"{cost[0] + cost[2][0]:,} bundles a step" if cost else answer["failed"]
-    say(f"  {job.kind} {tile}: {words}")
+def _cost_text(tuning: SizeTuning, job: KernelJob, answer: dict[str, Any]) -> str:
+    """Write the cycles of a step in the call's grid, as `maxattn compile --estimate` does."""
+    if not (cost := answer.get("cost")):
+        return answer["failed"]
+    kernel = cast(KernelKind, tuning.kernel)
+    grid = step_grid(job.kind, job.tile, tuning.as_computed, kernel)
+    return cycles_text(StepCost.of(cost).cycles(grid or StepGrid(1, 1, 1, 0.0)))
 
 
 def _ties(found: Sequence[Estimate]) -> list[Estimate]:

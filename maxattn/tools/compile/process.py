@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import selectors
 import signal
@@ -26,6 +27,7 @@ from maxattn.config.document import parse_json
 from maxattn.config.errors import plain
 from maxattn.errors import ConfigError, Unsupported
 
+log = logging.getLogger("maxattn.tools.compile")
 # libtpu's settings without a TPU: a query of the metadata server would wait for minutes.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -38,6 +40,7 @@ INSTALL = (
     f'pip install "maxattn[tpu]", or set {PYTHON_VARIABLE} to a python with libtpu and maxattn'
 )
 MOST_LOG = 2**16  # last bytes of the process's log that are read for errors
+EVERY = 30.0  # seconds between records of a compile that goes on
 PART = 2**16  # most bytes of an answer per read
 HELD = signal.SIGINT, signal.SIGTERM
 
@@ -95,7 +98,12 @@ class CompilerProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             while not text.endswith(b"\n"):
-                if not selector.select(max(0.0, until - time.monotonic())):
+                left = until - time.monotonic()
+                if not selector.select(max(0.0, min(left, EVERY))):
+                    if left > EVERY:
+                        took = seconds - left + EVERY
+                        log.info("compiling for %.0f s, at most %.0f (--time-limit)", took, seconds)
+                        continue
                     self.stop()
                     raise CompilerStopped(f"no result after {seconds:g} s", is_timeout=True)
                 if not (part := self._answers.read(PART)):

@@ -310,7 +310,7 @@ def test_a_real_ranking(capsys, cache):
     words = [*WORDS, "--target", "v6e", "--forward", "--limit", "1"]
     first, again = (run(capsys, "tune", *words) for _ in range(2))
     assert first.status == again.status == 0 and first.out == again.out
-    assert "bundles a step" in first.err and "bundles a step" not in again.err
+    assert "cycles a step" in first.err and "cycles a step" not in again.err
     kept = read_kept(cache).measurements
     assert kept and all(m["source"] == ESTIMATED and m["forward_ms"] > 0 for m in kept)
 
