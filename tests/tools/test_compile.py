@@ -302,6 +302,9 @@ def flat(q, k, v, config):
     split = lambda x: x.reshape(*x.shape[:2], 2, 128)
     return attention(split(q), split(k), split(v), config).reshape(q.shape)
 
+def weighed(q, k, v, config):
+    return q[..., :1] + v
+
 def turned(q, k, v, config):
     return q.transpose(0, 2, 1, 3)
 
@@ -372,6 +375,9 @@ def test_flat_arrays_of_a_function(path: Path) -> None:
     traced = traced_file(of_file(f"{path}/theirs.py:flat", flat=True), mesh)
     (out,) = jax.tree.leaves(traced.out_info)
     assert out.shape == (1, 1024, 256)
+    narrow = replace(SHAPE, value_dim=64)
+    traced = traced_file(of_file(f"{path}/theirs.py:weighed", shape=narrow), mesh)
+    assert jax.tree.leaves(traced.out_info)[0].shape == (1, 1024, 2, 64)
     job = of_file("theirs.py:flat", flat=True, visited=(28, 8))
     assert job_of(json.loads(json.dumps(values_of(job)))) == job
 

@@ -1,7 +1,7 @@
 """A user's attention function, read from a file, to compile in place of maxattn's.
 
-FUNCTION(q, k, v, config) takes arrays [B, T, N, H], [B, S, K, H] and [B, S, K, H] and the config of
-the command, and returns [B, T, N, H]; with `--layout flat` [B, T, N*H], [B, S, K*H] and so on. It
+FUNCTION(q, k, v, config) takes arrays [B, T, N, H], [B, S, K, H] and [B, S, K, V] and the config of
+the command, and returns [B, T, N, V]; with `--layout flat` [B, T, N*H], [B, S, K*H] and so on. It
 runs on one device, and gets every key: a mask only counts the tiles that an estimate prices.
 """
 
@@ -72,24 +72,29 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
     # Kernel libraries look up the TPU in the mesh of a shard_map.
     specs: dict[str, Any] = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
     function = jax.shard_map(own, mesh=mesh, **specs, check_vma=False)
-    letters = "BT." if job.flat else "BTNH"
-    q, k = (
+    letters, values = "BT." if job.flat else "BTNH", job.shape.value_dim or call.head_dim
+    q, k, v, dout = (
         operand((call.batch, length, *dims), letters, call.dtype, mesh)
-        for length, heads in ((call.q_len, call.heads), (call.kv_len, call.kv_heads))
-        for dims in [(heads * call.head_dim,) if job.flat else (heads, call.head_dim)]
+        for length, heads, dim in (
+            (call.q_len, call.heads, call.head_dim),
+            (call.kv_len, call.kv_heads, call.head_dim),
+            (call.kv_len, call.kv_heads, values),
+            (call.q_len, call.heads, values),
+        )
+        for dims in [(heads * dim,) if job.flat else (heads, dim)]
     )
 
     def run(*operands: Any) -> Any:
         out = function(*operands)
-        if out.shape != q.shape:
-            rule = f"it must return q's shape, {list(q.shape)}, and returns {list(out.shape)}"
-            _refuse(job, rule, f"return [B, T, {'N*H' if job.flat else 'N, H'}]")
+        if out.shape != dout.shape:
+            rule = f"it must return the shape {list(dout.shape)}, and returns {list(out.shape)}"
+            _refuse(job, rule, f"return [B, T, {'N*V' if job.flat else 'N, V'}]")
         return out
 
     try:
         if job.training:
-            return jax.jit(with_gradient(run)).trace(q, k, k, q)
-        return jax.jit(run).trace(q, k, k)
+            return jax.jit(with_gradient(run)).trace(q, k, v, dout)
+        return jax.jit(run).trace(q, k, v)
     except InputError:
         raise
     except Exception as error:  # whatever the user's own code raises

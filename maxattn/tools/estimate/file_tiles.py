@@ -32,18 +32,19 @@ def counted(shape: Shape, visited: tuple[int, ...]) -> Callable[[KernelDump], Ke
         shape: the call; its mask is used for counting alone.
         visited: tiles of one head without and with a test of the mask; () to count them.
 
-    Its result is None for a full mask if the kernel's blocks do not show its tiles, or if its
-    grid has another number of steps.
+    Its result is None if the kernel's blocks do not show its tiles, or if its grid has another
+    number of steps: then every step is priced in full. A grid that only the device knows is refused
+    in place of the first.
     """
     return lambda dump: _tiles(dump, shape, visited)
 
 
 def _tiles(dump: KernelDump, shape: Shape, visited: tuple[int, ...]) -> KernelTiles | None:
-    q, k = _lengths(dump, shape)
+    (q, k), steps = _lengths(dump, shape), dump.step.loop.steps
     if q is None or k is None:
         if visited:
             return _given(dump, (), 0, shape.batch * shape.heads, visited)
-        if shape.mask.is_full:
+        if shape.mask.is_full or steps is not None:
             return None
         rule = f"its blocks do not show which axis has the tokens of {shape.name}"
         raise Unsupported("estimate", dump.name, rule, "count the visited tiles: --visited 28,8")
@@ -58,15 +59,8 @@ def _tiles(dump: KernelDump, shape: Shape, visited: tuple[int, ...]) -> KernelTi
     grids = q.count * k.count, q.count * widest, tallest * k.count
     a_tile = shape.operations / max(1, some * q.heads)
     found = KernelTiles(block, full, some - full, grids, q.heads, a_tile, False)
-    steps = dump.step.loop.steps
-    if steps is None or steps * dump.cores in {q.heads * n for n in grids}:
-        return found
-    if shape.mask.is_full:
-        return None
-    most = " or ".join(str(q.heads * n) for n in sorted({*grids}))
-    tiles = f"with tiles of {q.size} x {k.size} and {q.heads} heads it would have {most}"
-    rule = f"its grid has {steps * dump.cores} steps, and {tiles}"
-    raise Unsupported("estimate", dump.name, rule, "count the visited tiles: --visited 28,8")
+    is_like = steps is None or steps * dump.cores in {q.heads * n for n in grids}
+    return found if is_like else None
 
 
 def _given(

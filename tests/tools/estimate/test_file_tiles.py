@@ -94,6 +94,12 @@ def test_the_body_with_fewer_products_is_the_masked_one():
     assert (full, masked) == (2, 2) and busy == 2 * less
 
 
+def test_every_step_of_another_grid_is_priced_in_full():
+    dump = kernel(dynamic=False)  # 4 steps, where the mask would leave 2 * 10
+    assert counted(CAUSAL, ())(dump) is None
+    assert counted(CAUSAL, ())(kernel((("8,8", "64,64"),), dynamic=False)) is None
+
+
 def refusal(shape: Shape, visited: tuple[int, ...], dump: KernelDump) -> str:
     with pytest.raises(MaxattnError) as error:
         dump.estimate(counted(shape, visited)(dump))
@@ -103,7 +109,6 @@ def refusal(shape: Shape, visited: tuple[int, ...], dump: KernelDump) -> str:
 def test_what_cannot_be_counted():
     texts = [
         refusal(CAUSAL, (), kernel((("8,8", "64,64"), ("8,8", "64,64")))),
-        refusal(CAUSAL, (), kernel(dynamic=False)),
         refusal(CAUSAL, (12, 5), kernel()),
         refusal(read("1,512,512,2,128"), (), kernel((("8,8", "64,64"),))),
     ]
