@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from maxattn import masks, weights
+    from maxattn import errors, masks, sharding, weights
     from maxattn.attention import attention
     from maxattn.config import AttentionConfig
     from maxattn.decide import plan
@@ -36,6 +36,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "attention_fn",
+    "errors",
     "masks",
     "plan",
     "remat",
@@ -43,6 +44,7 @@ __all__ = [
     "rope_1d",
     "rope_2d",
     "rope_3d",
+    "sharding",
     "swap",
     "weights",
 ]
@@ -59,13 +61,14 @@ _HOMES = {
     "rope": "Rotary apply_rotary rope_1d rope_2d rope_3d",
     "streaming": "KVCache Stream",
 }
+_PARTS = ("config", "errors", "masks", "modules", "rope", "sharding", "streaming", "weights")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    elif name in ("masks", "weights"):
+    elif name in _PARTS:
         found = import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

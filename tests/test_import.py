@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -45,6 +46,14 @@ def test_every_public_name_is_there_and_documented() -> None:
     assert {*ma.__all__, "__version__"} <= {*dir(ma)}
     with pytest.raises(AttributeError, match="has no attribute 'flash'"):
         assert ma.flash  # type: ignore[attr-defined]
+
+
+def test_parts_with_pages_need_no_import_of_their_own() -> None:
+    pages = (ROOT / "docs/api").glob("*.md")
+    parts = {p for page in pages for p in re.findall(r"e:: maxattn\.(\w+)", page.read_text())}
+    assert len(parts) > 5
+    for part in parts:  # asked as after a fresh import, before another file imported the part
+        assert ma.__getattr__(part) is importlib.import_module(f"maxattn.{part}")
 
 
 def test_a_function_is_not_replaced_by_the_file_of_its_name() -> None:

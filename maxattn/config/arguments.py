@@ -23,7 +23,7 @@ RENAMED = {
     "out_dim": "out_features output_dim",
     "cross_attention_dim": "context_dim kv_dim kdim in_kv_features encoder_hidden_size",
     "dropout": "dropout_rate dropout_p attn_drop attention_dropout",
-    "bias": "use_bias qkv_bias attn_bias attention_bias",
+    "bias": "qkv_bias attn_bias attention_bias", "out_bias": "use_bias",
     "eps": "epsilon norm_eps",
     "qk_norm": "normalize_qk qk_normalization",
     "param_dtype": "weights_dtype weight_dtype params_dtype",
@@ -31,9 +31,10 @@ RENAMED = {
     "mask": "attention_mask attn_mask key_padding_mask padding_mask encoder_attention_mask",
     "rotary_emb": "image_rotary_emb freqs_cis freqs rope rotary rotary_embedding pos_emb",
     "hidden_states": "inputs_q inputs x q query",
-    "encoder_hidden_states": "inputs_k inputs_kv inputs_v context kv key encoder_states text",
+    "encoder_hidden_states": "inputs_k inputs_kv inputs_v context kv key value encoder_states"
+                             " text",
     "text": "encoder_hidden_states hidden_states context x",
-    "rngs": "dropout_rng rng key dropout_key",
+    "rngs": "dropout_rng rng dropout_key",
     "q": "query", "k": "key", "v": "value", "query": "q", "key": "k", "value": "v",
     "scale": "sm_scale softmax_scale qk_scale",
     "return_lse": "return_residual return_logsumexp return_softmax_lse return_attn_probs",
@@ -44,6 +45,10 @@ NO_DROPOUT = f"{WITHOUT}, as no probability is dropped: drop the output with nnx
 KERNEL = "name the kernel in the config, as in config=ma.AttentionConfig(attention='flash')"
 PROBABILITIES = f"{WITHOUT}, as no kernel makes the probabilities; attention_fn sows them for nnx"
 MODE = f"{WITHOUT}: only modules drop, by train(), eval() or deterministic in their call"
+CROSS = "use ma.CrossAttention for keys of another sequence, ma.JointAttention if both attend"
+NORM = f"{WITHOUT}, and normalise what the call gets, as with nnx.GroupNorm or nnx.LayerNorm"
+# What to write if it is more than the name of one argument.
+WRITTEN = {"use_bias": "bias= and out_bias=", "normalize_qk": "qk_norm='layer_norm'"}
 SEGMENTS = "pass mask=ma.masks.Segments(q_ids, kv_ids)"
 # The names of others that are no argument of ours -> what to write.
 ADVICE = {
@@ -64,6 +69,16 @@ ADVICE = {
     "decode": "make a cache with ma.KVCache.empty, and pass cache=cache.layer(i) in the call",
     "sow_weights": PROBABILITIES, "need_weights": PROBABILITIES, "module": PROBABILITIES,
     "output_attentions": PROBABILITIES,
+    "encoder_hidden_states": CROSS, "inputs_k": CROSS, "inputs_kv": CROSS, "inputs_v": CROSS,
+    "context": CROSS, "key": CROSS, "value": CROSS, "cross_attention_dim": CROSS,
+    "added_kv_proj_dim": CROSS, "only_cross_attention": CROSS,
+    "pre_only": "pass out_proj=False",
+    "context_pre_only": "pass text_out=False to ma.JointAttention",
+    "upcast_attention": "set float32_qk_product=True in the config",
+    "upcast_softmax": f"{WITHOUT}: every kernel has its softmax in float32",
+    "residual_connection": f"{WITHOUT}, and add the input to the output",
+    "rescale_output_factor": f"{WITHOUT}, and divide the output by it",
+    "norm_num_groups": NORM, "spatial_norm_dim": NORM, "cross_attention_norm": NORM,
     "rotary_emb": "rotate q and k before the call with ma.apply_rotary",
     "image_rotary_emb": "rotate q and k before the call with ma.apply_rotary",
 }  # fmt: skip
@@ -94,13 +109,17 @@ def answers_names(function: Function) -> Function:
 
 def _refused(title: str, known: tuple[str, ...], unknown: list[str]) -> ArgumentError:
     rule = f"{title} has the arguments {', '.join(known)}"
-    answers = [(name, _answer(name, known)) for name in unknown]
-    remedy = "; ".join(f"{name}: {it}" if len(answers) > 1 else it for name, it in answers)
+    answers: dict[str, list[str]] = {}
+    for name in unknown:
+        answers.setdefault(_answer(name, known), []).append(name)
+    each = (f"{', '.join(names)}: {it}" for it, names in answers.items())
+    remedy = "; ".join(answers if len(answers) == 1 else each)
     return ArgumentError(", ".join(unknown), "unknown argument", rule, remedy)
 
 
 def _answer(name: str, known: Iterable[str]) -> str:
     for ours in _OURS.get(name, ()):
         if ours in known:
-            return f"write {ours}=" + (f"not {name}" if name in _OPPOSITE else "")
+            value = f"not {name}" if name in _OPPOSITE else ""
+            return f"write {WRITTEN.get(name, f'{ours}={value}')}"
     return ADVICE.get(name) or did_you_mean(name, known) or f"{WITHOUT}, or use one of these"

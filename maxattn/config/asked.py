@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from maxattn.config.errors import plain
-from maxattn.config.rules import Role
+from maxattn.config.rules import Role, attentions
 from maxattn.config.settings import AttentionConfig
 from maxattn.errors import ConfigError
 
@@ -47,4 +49,10 @@ def checked_config(config: AttentionConfig | None) -> AttentionConfig:
         return config
     makers = "AttentionConfig(...), AttentionConfig.from_yaml or AttentionConfig.from_overrides"
     rule, remedy = "it must be an AttentionConfig", f"make one with {makers}"
+    if isinstance(config, Mapping):
+        remedy = "pass AttentionConfig(**config)"
+    elif isinstance(config, str | Path) and Path(config).suffix in (".yml", ".yaml"):
+        remedy = f"pass AttentionConfig.from_yaml({str(config)!r})"
+    elif isinstance(config, str) and config in attentions():
+        remedy = f"pass AttentionConfig(attention={config!r})"
     raise ConfigError("config", type(config).__name__, rule, remedy)

@@ -109,6 +109,15 @@ def printable(text: str, most: int = SHOWN) -> str:
 
 MOST_PROBLEMS = 100  # most problems in an error, since looking for similar keys takes time
 EMPTY = "remove the line, or give it a value"
+# Names of kernels in torch, diffusers and transformers, by what to write for them.
+_KERNELS = {
+    "write auto, or dot_product for plain XLA": "native sdpa default",
+    "write dot_product": "_native_math math eager xla vanilla",
+    "write auto, or flash": "_native_flash _native_efficient efficient _flash_3 _flash_3_hub sage"
+    " flash_hub flash_attention flash_attention_2 flash_attention_3 flash_varlen xformers flex",
+    "write cudnn": "_native_cudnn",
+}
+_FOREIGN = {name: remedy for remedy, names in _KERNELS.items() for name in names.split()}
 NAMED = 10  # most choices that a rule lists; it gives the number of further choices
 # pydantic's name of an error -> (its name of the bound, our rule, our remedy)
 LIMITS = {
@@ -222,7 +231,10 @@ def _one_of(value: Any, expected: str) -> tuple[str, str]:
     rule = f"it must be one of {', '.join(known[:NAMED])}{more}"
     if isinstance(value, bool):
         return rule, "YAML reads on, off, yes and no as true and false: write one of the names"
-    return rule, EMPTY if value is None else close(plain(value), known) or "write one of them"
+    if value is None:
+        return rule, EMPTY
+    foreign = _FOREIGN.get(plain(value)) if "dot_product" in known else None
+    return rule, foreign or close(plain(value), known) or "write one of them"
 
 
 def _as_integer(value: Any) -> str:

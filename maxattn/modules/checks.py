@@ -74,6 +74,8 @@ def optional_name(setting: str, value: Any, names: tuple[str, ...]) -> None:
     """Refuse a value that is neither None nor one of the names."""
     if value is not None and value not in names:
         remedy = did_you_mean(str(value), names) or f"use None for no {setting}"
+        if value is True:
+            remedy = f"write {setting}={names[0]!r}, or another of them"
         rule = f"it must be None or one of {', '.join(names)}"
         raise InputError(setting, repr(value), rule, remedy)
 

@@ -27,6 +27,7 @@ from maxattn.sharding.mesh import (
 from maxattn.sharding.parameters import (
     batch_sharding,
     constrain,
+    log_replicated,
     on_axes,
     parameter_shardings,
     parameter_spec,
@@ -47,8 +48,9 @@ from maxattn.sharding.shards import (
 
 __all__ = ["AXES", "BATCH_AXES", "LETTERS", "Layout", "MeshShape", "axis_offset",
            "batch_sharding", "check_devices", "check_layouts", "check_mesh", "check_names",
-           "check_unchecked", "constrain", "explicit_mesh", "inside_auto_axes", "make_mesh",
-           "mesh_shape", "on_axes", "on_shards", "over_auto_axes", "over_shards", "pad_axis",
+           "check_unchecked", "constrain", "explicit_mesh", "inside_auto_axes", "log_replicated",
+           "make_mesh", "mesh_shape", "on_axes", "on_shards", "over_auto_axes", "over_shards",
+           "pad_axis",
            "parameter_shardings", "parameter_spec", "partition_spec", "place", "program_mesh",
            "spec_of", "spec_of_type", "sum_over", "surrounding_manual_axes", "usable_mesh",
            "variable_sharding", "ways"]  # fmt: skip

@@ -198,3 +198,34 @@ def place(module: Any, mesh: Mesh | None) -> None:
         remedy = "use what that program returned, or do not donate the array"
         raise InputError("module", type(module).__name__, rule, remedy)
     nnx.update(module, jax.tree.map(jax.device_put, state, parameter_shardings(state, mesh)))
+    log_replicated(state, mesh)
+
+
+def log_replicated(state: Any, mesh: Mesh) -> None:
+    """Warn once if kernels without axis names take more of a device than those that are split."""
+    from flax import nnx
+
+    sizes = dict(mesh_shape(mesh))
+    if max(sizes.get("fsdp", 1), sizes.get("tensor", 1)) == 1:
+        return
+    whole, split = {}, 0
+    for path, variable in nnx.to_flat_state(state):
+        if isinstance(variable, nnx.Param) and hasattr(value := variable.get_value(), "dtype"):
+            shard = variable_sharding(path, variable, mesh).shard_shape(value.shape)
+            metadata, size = variable.get_metadata(), prod(shard) * value.dtype.itemsize
+            if metadata.get("sharding_names", metadata.get("out_sharding")):
+                split += size
+            elif len(shard) > 1:
+                whole[".".join(map(str, path))] = size
+    if sum(whole.values()) > split:
+        _warn_of_replicated(tuple(whole), sum(whole.values()))
+
+
+@cache
+def _warn_of_replicated(names: tuple[str, ...], size: int) -> None:
+    log.warning(
+        "%d parameters without axis names are whole on every device of the mesh, %.1f MiB a device:"
+        " %s%s. To split a layer's kernel, build it with"
+        ' kernel_metadata=maxattn.sharding.on_axes("fsdp", "tensor").',
+        len(names), size / 2**20, ", ".join(names[:3]), ", ..." if len(names) > 3 else "",
+    )  # fmt: skip

@@ -27,6 +27,7 @@ log = logging.getLogger("maxattn")
 FLOATING = ("float64", "float32", "bfloat16", "float16")
 # Variables that a model makes anew where it runs.
 TRANSIENT = (nnx.RngState, nnx.Intermediate, nnx.Perturbation, nnx.Cache)
+NORMS = {"norm_q", "norm_k", "norm_added_q", "norm_added_k"}  # of queries and keys
 LISTED = 12  # most names of one kind in an error
 
 
@@ -151,9 +152,8 @@ def names(
 ) -> None:
     """Refuse tensors of wrong shapes and, if `strict`, missing or unexpected tensors."""
     shapes = ((e, tuple(held[e.name].shape)) for e in wanted if e.name in held)
-    wrong = [
-        f"{e.name} is {got}, and the module has {e.shape}" for e, got in shapes if got != e.shape
-    ]
+    misfits = [(e, got) for e, got in shapes if got != e.shape]
+    wrong = [f"{e.name} is {got}, and the module has {e.shape}" for e, got in misfits]
     named = result if strict else Loaded()
     if not strict and result.lines():
         log.warning("weights: %s", "; ".join(result.lines()))
@@ -162,18 +162,24 @@ def names(
         sizes = {"misshapen": wrong, "missing": named.missing, "unexpected": named.unexpected}
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in sizes.items() if names)
         rule = "\n          ".join(["names and shapes must equal the module's", *lines])
-        raise WeightsError("weights", counts, rule, _remedy(result, prefix))
+        raise WeightsError("weights", counts, rule, _remedy(result, prefix, misfits))
 
 
-def _remedy(result: Loaded, prefix: str) -> str:
-    """Suggest the prefix with which the file has the first missing name, if there is one."""
+def _remedy(result: Loaded, prefix: str, misfits: list[tuple[Entry, tuple[int, ...]]]) -> str:
+    """Suggest the prefix with which the file has the first missing name, or the norm it has."""
     for name in result.missing[:1]:
         bare = name.removeprefix(prefix)
         for other in result.unexpected:
             if other.endswith(f".{bare}"):
                 begin = repr(other.removesuffix(bare))
                 return f"the names begin with {begin}: pass prefix={begin}"
-    return "build the module with the weights' sizes, or skip unmatched names with strict=False"
+    for entry, got in misfits:
+        if len(got) == 1 and NORMS.intersection(entry.name.split(".")):
+            kind = "rms_norm_across_heads" if got > entry.shape else "rms_norm"
+            return f"build the module with the weights' sizes, its norms with qk_norm={kind!r}"
+    if misfits:
+        return "build the module with the weights' sizes"
+    return "build the module with the weights' layers, or skip unmatched names with strict=False"
 
 
 # ---- dtypes --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ def load_diffusers(
             shapes are always refused.
         prefix: prefix of the module's tensors in the file, such as "transformer."; other tensors
             are ignored.
-        mesh: device mesh for parameters without arrays; default one device.
+        mesh: device mesh onto which all parameters go, as `maxattn.sharding.place` puts them.
+            Without it, each stays where it is, and those without arrays go to one device.
 
     Raises:
         WeightsError: tensors are missing, unexpected or misshapen (all are listed), are not
@@ -78,8 +79,12 @@ def load_diffusers(
         read: Any = partial(_slice, parts, held, old.dtype)
         where = _sharding(path, variable, old, mesh)
         arrays[path] = jax.make_array_from_callback(old.shape, where, read)
+    moved = None if mesh is None else _others_on(mesh, module, arrays)
     for path, array in arrays.items():
         variable_at(module, path).set_value(array)
+    if mesh is not None:
+        nnx.update(module, moved)
+        sharding.log_replicated(nnx.state(module), mesh)
     return result
 
 
@@ -213,11 +218,21 @@ def _read(module: nnx.Module, entry: Entry) -> np.ndarray:
 
 
 def _sharding(path: Any, variable: Any, old: Any, mesh: Any) -> jax.sharding.Sharding:
+    if mesh is not None:
+        return sharding.variable_sharding(path, variable, mesh)
     if isinstance(old, jax.Array):
         return old.sharding
-    if mesh is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return sharding.variable_sharding(path, variable, mesh)
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _others_on(mesh: jax.sharding.Mesh, module: nnx.Module, loaded: Collection[Any]) -> Any:
+    """Return the state of the variables with arrays that were not loaded, on a mesh."""
+
+    def is_other(path: Any, variable: Any) -> bool:
+        return path not in loaded and isinstance(variable.get_value(), jax.Array)
+
+    state = nnx.state(module, is_other)
+    return jax.tree.map(jax.device_put, state, sharding.parameter_shardings(state, mesh))
 
 
 def _slice(

@@ -8,6 +8,7 @@ Source: Hu et al., https://arxiv.org/abs/2106.09685.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite, prod
@@ -23,21 +24,27 @@ from maxattn.config.numbers import finite
 from maxattn.errors import WeightsError
 from maxattn.weights import checks, lora_names
 from maxattn.weights.checks import FLOATING, dtype_name, first_of
-from maxattn.weights.files import read_slice
+from maxattn.weights.files import SafeTensors, read_slice
 from maxattn.weights.layer_names import ModuleNames, names_of
-from maxattn.weights.lora_settings import read_strength
+from maxattn.weights.lora_settings import Strength, read_strength
 from maxattn.weights.name_tables import check_used
 from maxattn.weights.names import Entry, variable_at
 
 log = logging.getLogger("maxattn")
+NO_ALPHA = "LoRA: no alpha found, so it is the rank, and B A has the factor 1"
+_PASS_A_FILE = "a state dict of peft or diffusers has lost alpha, so pass the file or folder"
 _INTEGER = re.compile(r"u?int(8|16|32|64)")
 _BEYOND = np.errstate(over="ignore", invalid="ignore")  # `_check_sum` refuses an overflow
 
 
 class LoraLayers(tuple[str, ...]):
-    """The layers that LoRA weights change; `left_out` names what `strict=False` left out."""
+    """The layers that LoRA weights change; `left_out` names what `strict=False` left out.
+
+    `lacks_alpha`: neither the tensors nor metadata have the alpha of some layer.
+    """
 
     left_out: tuple[str, ...] = ()
+    lacks_alpha: bool = False
 
 
 def merge_lora(
@@ -106,6 +113,10 @@ def merge_lora(
         _check_sum(module, entry, change)
     for entry, change in changes:
         _add(module, entry, change)
+    if layers.lacks_alpha and isinstance(tensors, str | os.PathLike | SafeTensors):
+        log.info(NO_ALPHA)
+    elif layers.lacks_alpha:
+        log.warning("%s; %s", NO_ALPHA, _PASS_A_FILE)
     if left_out := layers.left_out:
         count, listed = len(layers) + len(left_out), ", ".join(first_of(left_out))
         log.warning("LoRA: %d of %d layers are left out: %s", len(left_out), count, listed)
@@ -226,6 +237,8 @@ def _read_lora(
 
     found = LoraLayers(layers)
     found.left_out = left_out
+    pairs = [its.tensors for its in layers.values() if "down" in its.tensors]
+    found.lacks_alpha = strength == Strength() and not all("alpha" in its for its in pairs)
     return found, changes()
 
 
@@ -312,7 +325,7 @@ def _checked_alpha(name: str, held: Mapping[str, Any]) -> float:
         wrong, rule = str(alpha), "an alpha must be a finite number"
     else:
         return alpha
-    remedy = "leave it out if it equals the rank, or download the file again"
+    remedy = "leave it out if it equals the rank; download a broken file again"
     raise WeightsError("LoRA", f"{name}: {wrong}", rule, remedy)
 
 
@@ -320,7 +333,7 @@ def _finite(name: str, held: Mapping[str, Any]) -> np.ndarray:
     """Return a tensor on the host in float32; refuse infinities and NaN."""
     found = _in_float32(name, held)
     if not np.isfinite(found).all():
-        remedy = "download the file again, or train at a lower learning rate"
+        remedy = "train at a lower learning rate; download a broken file again"
         raise WeightsError("LoRA", name, "its numbers must be finite", remedy)
     return found
 

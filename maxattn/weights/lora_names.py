@@ -159,7 +159,8 @@ def _check_halves(layer: str, tensors: Mapping[str, str]) -> None:
     half = {"down", "up"} - tensors.keys()
     if len(half) == 1:
         rule = f"each layer must have two matrices, and its {half.pop()} matrix is missing"
-        raise WeightsError("LoRA", layer, rule, "download the file again")
+        remedy = "pass lora_A and lora_B of each layer; download a file again that lacks one"
+        raise WeightsError("LoRA", layer, rule, remedy)
     for kind, told in (("alpha", "an alpha"), ("up_b", "a bias of lora_B")):
         if kind in tensors and half:
             rule = f"{told} needs two matrices, and its layer has none"

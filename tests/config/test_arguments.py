@@ -19,7 +19,7 @@ from maxattn.modules import attention_flat
 X = np.ones((1, 4, 2, 8), np.float32)
 STATES = np.ones((1, 4, 16), np.float32)
 SIZES: dict[str, Any] = {"query_dim": 16, "heads": 2, "dim_head": 8, "rngs": nnx.Rngs(0)}
-LAYER = ma.FlaxAttention(**SIZES)
+LAYER, CROSS = ma.FlaxAttention(**SIZES), ma.CrossAttention(**SIZES)
 
 ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "nnx module": (
@@ -44,6 +44,24 @@ ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "dropout": (lambda **how: ma.attention(X, X, X, **how), {"dropout_rate": 0.1}, "nnx.Dropout"),
     "adapter": (lambda **how: ma.attention_fn()(X, X, X, **how), {"sm_scale": 1}, "or use one"),
     "its config": (ma.attention_fn, {"implementation": "cudnn"}, "AttentionConfig(attention="),
+    "two sequences": (
+        lambda **how: LAYER(**how),
+        {"query": STATES, "key": STATES, "value": STATES},
+        "query: write hidden_states=; key, value: use ma.CrossAttention for keys of another",
+    ),
+    "diffusers call": (lambda **how: LAYER(STATES, **how), {"encoder_hidden_states": 0}, "use ma"),
+    "of torch": (lambda **how: CROSS(STATES, **how), {"key": 0, "value": 0}, "write encoder_"),
+    "diffusers": (
+        lambda **how: ma.FlaxAttention(16, **how),
+        {"cross_attention_dim": 8, "added_kv_proj_dim": 8, "pre_only": 1, "upcast_softmax": 1},
+        "cross_attention_dim, added_kv_proj_dim: use ma.CrossAttention for keys of another"
+        " sequence, ma.JointAttention if both attend; pre_only: pass out_proj=False; upcast_soft",
+    ),
+    "flax": (
+        lambda **how: ma.FlaxAttention(16, **how),
+        {"use_bias": True, "normalize_qk": True},
+        "use_bias: write bias= and out_bias=; normalize_qk: write qk_norm='layer_norm'",
+    ),
     "swap": (lambda **how: ma.swap(LAYER, **how), {"confg": None}, "did you mean 'config'?"),
     "flat": (lambda **how: attention_flat(X, X, X, **how), {"num_heads": 2}, "write heads="),
 }  # fmt: skip
@@ -56,6 +74,35 @@ def test_a_foreign_name_is_answered_with_ours(asked: str) -> None:
         function(**given)
     assert isinstance(caught.value, TypeError) and isinstance(caught.value, InputError)
     assert caught.value.setting == ", ".join(given) and remedy in caught.value.remedy
+
+
+KERNELS = {
+    "native": "write auto, or dot_product for plain XLA", "eager": "write dot_product",
+    "_native_flash": "write auto, or flash", "_native_cudnn": "write cudnn",
+    "tpu_falsh": "did you mean 'tpu_flash'?",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_torch_are_answered_with_ours(name: str) -> None:
+    for key in ("attention", "cross_attention"):
+        with pytest.raises(ma.errors.ConfigError) as caught:
+            ma.AttentionConfig.from_overrides([f"{key}={name}"])
+        assert KERNELS[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["flash", "a.yml", {"attention": "flash"}, "flsh"], ids=str)
+def test_what_is_no_config_is_answered_with_how_to_make_it(config: Any) -> None:
+    remedies = {
+        "flash": "pass AttentionConfig(attention='flash')",
+        "a.yml": "pass AttentionConfig.from_yaml('a.yml')",
+        "{'attention': 'flash'}": "pass AttentionConfig(**config)",
+        "flsh": "make one with AttentionConfig(...)",
+    }
+    for call in (lambda: ma.attention(X, X, X, config=config), lambda: ma.swap(LAYER, config)):
+        with pytest.raises(ma.errors.ConfigError) as caught:
+            call()
+        assert caught.value.remedy.startswith(remedies[str(config)])
 
 
 def test_answers_are_arguments_that_exist() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
+import maxattn as ma
 from maxattn.config import AttentionConfig
 from maxattn.errors import MaxattnError
-from maxattn.sharding import place
+from maxattn.sharding import on_axes, place
 from tests.golden_text import check_golden
 
 MESH = AttentionConfig(ici_data_parallelism=1, ici_fsdp_parallelism=8).make_mesh
@@ -42,6 +44,23 @@ def test_refused(name: str) -> None:
     with pytest.raises(MaxattnError) as caught:
         REFUSED[name]()
     check_golden(f"place/{name}", str(caught.value))
+
+
+def test_kernels_that_stay_whole_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    names = on_axes("fsdp", "tensor")
+
+    def model(**how: Any) -> nnx.Dict:
+        up = nnx.Linear(32, 64, **how, rngs=nnx.Rngs(0))
+        return nnx.Dict(attn=ma.FlaxAttention(32, 2, dim_head=8, rngs=nnx.Rngs(0)), up=up)
+
+    small = ma.AttentionConfig(ici_context_parallelism=8).make_mesh()
+    place(model(kernel_metadata=names), MESH())
+    place(model(), small)  # nothing is split over context
+    assert not caplog.records
+    place(model(), MESH())
+    place(model(), MESH())
+    ma.weights.load_diffusers(nnx.eval_shape(model), ma.weights.to_diffusers(model()), mesh=MESH())
+    assert len(caplog.records) == 1 and "up.kernel" in caplog.text and "on_axes" in caplog.text
 
 
 def test_without_a_mesh_nothing_moves() -> None:

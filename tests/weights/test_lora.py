@@ -56,6 +56,24 @@ def test_lora_is_added_to_its_projections_alone(alpha: float | None, share: floa
         np.testing.assert_allclose(array, want, atol=1e-5, err_msg=name)
 
 
+def test_an_alpha_that_a_dict_has_lost_is_logged(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO")
+    weights.merge_lora(model_of(0), lora(alpha=2.0))
+    weights.merge_lora(model_of(0), {f"{Q}.diff": np.zeros((16, 16), np.float32)})
+    assert not caplog.records
+    weights.merge_lora(model_of(0), lora())
+    save_file(lora(), tmp_path / "adapter_model.safetensors")
+    weights.merge_lora(model_of(0), tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "no alpha found, so it is the rank" in caplog.text
+    caplog.clear()
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 4}')
+    weights.merge_lora(model_of(0), tmp_path)
+    assert not caplog.records
+
+
 def test_older_names_in_a_file_and_alphas_of_one_axis(tmp_path: Path):
     one, other = model_of(0), model_of(0)
     given = lora(alpha=4.0, names=("lora.down", "lora.up"))

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+import maxattn as ma
 from maxattn import weights
 from maxattn.errors import WeightsError
 from tests.golden_text import check_golden
@@ -32,6 +33,22 @@ def test_everything_that_does_not_fit_is_said_at_once_and_nothing_changes():
     }
     for read in (weights.check_diffusers, weights.load_diffusers):
         refused(model, partial(read, model, state), "does_not_fit")
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "rms_norm_across_heads", None])
+def test_a_remedy_for_shapes_is_followed(kind: str | None):
+    """`strict=False` takes no wrong shape, so no remedy names it; norms name their setting."""
+
+    def attention(size: int, norm: str | None) -> ma.FlaxAttention:
+        return ma.FlaxAttention(size, 2, dim_head=8, qk_norm=norm, rngs=nnx.Rngs(0))
+
+    other = {"rms_norm": "rms_norm_across_heads", "rms_norm_across_heads": "rms_norm", None: None}
+    state = weights.to_diffusers(attention(16, kind))
+    module = attention(16 if kind else 24, other[kind])
+    for strict in (True, False):
+        load = partial(weights.load_diffusers, module, state, strict=strict)
+        refused(module, load, f"misshapen_{kind}")
+    weights.load_diffusers(attention(16, kind), state)
 
 
 def test_weights_are_checked_without_reading_a_number():

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from flax import nnx
 
 from maxattn import sharding, weights
+from maxattn.errors import WeightsError
 from tests.golden_text import check_golden
 from tests.weights.models import Model, equal, mesh, model_of, values
 
@@ -72,6 +74,28 @@ def test_onto_a_mesh_without_arrays_before(tmp_path: Path):
     weights.load_diffusers(placed, tmp_path)
     equal(one, placed)
     assert placed.blocks[1].attn1.to_q.kernel[...].sharding == kernel.sharding
+
+
+def test_a_mesh_takes_arrays_that_are_there_too():
+    """Nothing stays on one device, so that a jit under the mesh runs; an error moves nothing."""
+    want, inner = model_of(0), model_of(9)
+    model = nnx.Dict(model=inner, dropout=nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
+    state = weights.to_diffusers(want, "model.")
+    bad = state | {"model.norm.bias": np.zeros(3)}
+    with pytest.raises(WeightsError):
+        weights.load_diffusers(model, bad, mesh=mesh())
+    assert len(inner.words.embedding.get_value().devices()) == 1
+    del state["model.norm.bias"]
+    weights.load_diffusers(model, state, strict=False, mesh=mesh())
+    devices = set(mesh().devices.flat)
+    assert all(x.sharding.device_set == devices for x in jax.tree.leaves(nnx.state(model)))
+    placed = model_of(0)
+    sharding.place(placed, mesh())
+    kernel = inner.blocks[1].attn1.to_q.kernel.get_value()
+    assert kernel.sharding == placed.blocks[1].attn1.to_q.kernel.get_value().sharding
+    np.testing.assert_array_equal(kernel, want.blocks[1].attn1.to_q.kernel.get_value())
+    with jax.set_mesh(mesh()):
+        nnx.jit(lambda m: m.norm(jnp.ones((2, 16))))(inner)
 
 
 def test_a_parameter_keeps_its_dtype():
