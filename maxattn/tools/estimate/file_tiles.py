@@ -33,14 +33,16 @@ def counted(shape: Shape, visited: tuple[int, ...]) -> Callable[[KernelDump], Ke
         visited: tiles of one head without and with a test of the mask; () to count them.
 
     Its result is None if the kernel's blocks do not show its tiles, or if its grid has another
-    number of steps: then every step is priced in full. A grid that only the device knows is refused
-    in place of the first.
+    number of steps: then every step is priced in full. A grid that only the device knows must have
+    a mask or given tiles.
     """
     return lambda dump: _tiles(dump, shape, visited)
 
 
 def _tiles(dump: KernelDump, shape: Shape, visited: tuple[int, ...]) -> KernelTiles | None:
     (q, k), steps = _lengths(dump, shape), dump.step.loop.steps
+    if shape.mask.is_full and steps is None and not visited:
+        return None  # such a kernel skips tiles; the default mask does not show which
     if q is None or k is None:
         if visited:
             return _given(dump, (), 0, shape.batch * shape.heads, visited)
