@@ -215,7 +215,7 @@ def log_replicated(state: Any, mesh: Mesh) -> None:
             metadata, size = variable.get_metadata(), prod(shard) * value.dtype.itemsize
             if metadata.get("sharding_names", metadata.get("out_sharding")):
                 split += size
-            elif len(shard) > 1:
+            elif path[-1] in ("kernel", "embedding"):
                 whole[".".join(map(str, path))] = size
     if sum(whole.values()) > split:
         _warn_of_replicated(tuple(whole), sum(whole.values()))
@@ -224,7 +224,7 @@ def log_replicated(state: Any, mesh: Mesh) -> None:
 @cache
 def _warn_of_replicated(names: tuple[str, ...], size: int) -> None:
     log.warning(
-        "%d parameters without axis names are whole on every device of the mesh, %.1f MiB a device:"
+        "%d kernels without axis names are whole on every device of the mesh, %.1f MiB a device:"
         " %s%s. To split a layer's kernel, build it with"
         ' kernel_metadata=maxattn.sharding.on_axes("fsdp", "tensor").',
         len(names), size / 2**20, ", ".join(names[:3]), ", ..." if len(names) > 3 else "",
