@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 from jaxtyping import Array, Float, Num
 
 from maxattn import masks
@@ -92,9 +92,13 @@ class AttentionFn:
         deterministic: bool = False,
         dtype: Any = None,
         precision: Any = None,
-        module: nnx.Module | None = None,
+        module: nnx.Module | linen.Module | None = None,
         is_causal: bool = False,
         input_positions: Num[Array, "*b T"] | None = None,
+        *,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
     ) -> Float[Array, "*b T N H"]:
         """Attend over any number of batch axes.
 
@@ -109,21 +113,26 @@ class AttentionFn:
             dtype: computation dtype; default the operands' common dtype.
             precision: matmul precision if `module` is given; kernels always multiply float32 in
                 full precision.
-            module: module that stores the probabilities as `attention_weights`; default none. If
-                given, attention is computed densely, with a warning.
+            module: module of NNX or Linen that stores the probabilities as `attention_weights`;
+                default none. If given, attention is computed densely, with a warning.
             is_causal: if True, query i sees the keys 0 to i, as in `jax.nn.dot_product_attention`;
                 a single query is one new token, which sees the whole cache.
             input_positions: positions of the tokens for the rope, [T] or broadcasting to [..., T];
                 default 0, 1, 2, ... They need a rope, and T = S.
+            force_fp32_for_softmax: whether stored probabilities are float32, as in Linen; default
+                False. Every softmax is computed in float32.
+            qk_attn_weights_einsum, attn_weights_value_einsum: Linen's own products; refused.
 
         Raises:
-            Unsupported: if probabilities would be dropped.
+            Unsupported: if probabilities would be dropped, or a product is another's.
             InputError: if shapes or dtypes of the operands do not match.
         """
         if not deterministic and dropout_rate > 0.0:
             rule = "no kernel of maxattn drops attention probabilities"
             off = "set dropout_rate=0.0 (drop the module's output instead), or deterministic=True"
             raise Unsupported("dropout_rate", dropout_rate, rule, off)
+        _refuse_product("qk_attn_weights_einsum", qk_attn_weights_einsum)
+        _refuse_product("attn_weights_value_einsum", attn_weights_value_einsum)
         batch = _batch_dims(query, key, value)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         q, k = turn(self.rope, input_positions, q, k, batch)
@@ -132,7 +141,8 @@ class AttentionFn:
         where = _mask(mask, is_causal, q.shape[1], batch)
         bias = None if bias is None else fold(bias, batch, "bias")
         if module is not None:
-            out = _dense_and_sow(q, k, v, bias, where, batch, precision, module)
+            sown = jnp.float32 if force_fp32_for_softmax else dtype
+            out = _dense_and_sow(q, k, v, bias, where, batch, precision, module, sown)
         else:
             out = attention(
                 q, k, v, mask=where, bias=bias, config=self.config, mesh=self.mesh, role=self.role
@@ -148,6 +158,13 @@ def _batch_dims(q: Array, k: Array, v: Array) -> tuple[int, ...]:
             remedy = "give query, key and value the same batch axes"
             raise InputError(name, f"shape {tuple(x.shape)}", rule, remedy)
     return tuple(q.shape[:-3])
+
+
+def _refuse_product(name: str, product: Any) -> None:
+    if product is not None:
+        rule = "kernels compute the products of attention themselves"
+        remedy = f"leave {name}_cls out, or keep nn.dot_product_attention in this module"
+        raise Unsupported(name, "given", rule, remedy)
 
 
 def _mask(
@@ -170,7 +187,8 @@ def _dense_and_sow(
     mask: masks.Mask | None,
     batch: tuple[int, ...],
     precision: Any,
-    module: nnx.Module,
+    module: nnx.Module | linen.Module,
+    sown: Any,
 ) -> Array:
     """Attend with a float32 softmax and sow the probabilities: 0 for queries without keys."""
     t, s, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -186,8 +204,10 @@ def _dense_and_sow(
         allowed = mask.bind(t, s).allowed(jnp.arange(t), jnp.arange(s))
         scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
         weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
+    collection: Any = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+    shown = weights.astype(sown).reshape(*batch, *weights.shape[1:])
+    module.sow(collection, "attention_weights", shown)
     weights = weights.astype(q.dtype)
-    module.sow(nnx.Intermediate, "attention_weights", weights.reshape(*batch, *weights.shape[1:]))
     # [B, N, T, S], [B, S, N, H] -> [B, T, N, H]
     return jnp.einsum("bnts,bsnh->btnh", weights, v, precision=precision)
 

@@ -256,6 +256,15 @@ def test_keys_get_float32_gradients() -> None:
         assert (np.asarray(y) != np.asarray(y.astype(jnp.bfloat16), np.float32)).any()
 
 
+def test_a_grid_of_one_step_runs_on_a_cpu() -> None:
+    """XLA then moves the keys' transposition into a product of bfloat16."""
+    q, k, v, dout = (normal(n, 1, 8, 1, 16).astype(jnp.bfloat16) for n in range(4))
+    out, pull = jax.vjp(partial(ma.attention, config=CONFIG), q, k, v)
+    want = attention64(q, k, v, dout=dout)
+    for have, wanted in zip((out, *pull(dout)), (want.out, want.dq, want.dk, want.dv), strict=True):
+        np.testing.assert_allclose(np.asarray(have, np.float32), wanted, atol=0.02)
+
+
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_values_are_transposed_before_or_inside(is_turned: bool) -> None:
     x, _ = HARD["loud head"]

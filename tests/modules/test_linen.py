@@ -113,3 +113,31 @@ def test_linen_s_attention_over_maxattn_is_linen_s():
     how: dict[str, Any] = {"decode": False, "rngs": nnx.Rngs(0)}
     twin = nnx.MultiHeadAttention(4, 32, attention_fn=ma.attention_fn(CHUNKS), **how)
     np.testing.assert_allclose(updated(twin, variables["params"])(X, mask=mask), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_weights_are_sown_into_linen_s_collection(in_float32: bool):
+    how: dict[str, Any] = {
+        "num_heads": 4, "dtype": jnp.bfloat16, "force_fp32_for_softmax": in_float32,
+    }  # fmt: skip
+    theirs = nn.MultiHeadDotProductAttention(**how)
+    ours = nn.MultiHeadDotProductAttention(**how, attention_fn=ma.attention_fn(CHUNKS))
+    variables = theirs.init(jax.random.key(0), X)
+    (out, got), (wanted_out, wanted) = (
+        module.apply(variables, X, sow_weights=True, mutable=["intermediates"])
+        for module in (ours, theirs)
+    )
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, wanted)
+    wide = (
+        jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in ((got, out), (wanted, wanted_out))
+    )
+    same(*wide, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum"])
+def test_products_of_quantisation_are_refused(name: str):
+    given: dict[str, Any] = {f"{name}_cls": lambda: jnp.einsum}
+    module = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=ma.attention_fn(), **given)
+    with pytest.raises(ma.errors.Unsupported) as caught:
+        module.init(jax.random.key(0), X)
+    assert caught.value.setting == name and f"leave {name}_cls out" in caught.value.remedy

@@ -184,7 +184,8 @@ def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: b
             out_specs=[in_hbm, _of_keys(form), _of_keys(form)],
             scratch_shapes=[
                 *(pltpu.VMEM((h, block_kv), dtype) for dtype in (jnp.float32,) * 2),
-                pltpu.VMEM((h, block_kv), form.dtype),
+                # XLA on a CPU cannot multiply bfloat16 arrays whose layout is transposed.
+                pltpu.VMEM((h, block_kv), jnp.float32 if interpret else form.dtype),
                 *(pltpu.VMEM((h, block_q), jnp.float32) for _ in range(2)),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),

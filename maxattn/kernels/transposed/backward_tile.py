@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
 
     Args:
         dk, dv: the sums, [H, block_kv] float32.
-        k: [H, block_kv], the keys transposed.
+        k: [H, block_kv], the keys transposed; float32 in interpret mode.
     """
 
     dk: Any
@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
         """Begin a key block: set the sums to 0 and transpose its keys."""
         self.dk[...] = jnp.zeros(self.dk.shape, jnp.float32)
         self.dv[...] = jnp.zeros(self.dv.shape, jnp.float32)
-        self.k[...] = k.T
+        self.k[...] = k.T.astype(self.k.dtype)
 
 
 class Queries(NamedTuple):
@@ -69,7 +69,7 @@ def add_keys(
     ds = (p * (_product(v, queries.dout, 1, 0) - queries.delta)).astype(dtype)
     sums.dv[:, keys] += _product(queries.dout, p.astype(dtype), 1, 1)
     sums.dk[:, keys] += _product(queries.q, ds, 1, 1)
-    return _product(sums.k[:, keys], ds, 1, 0)
+    return _product(sums.k[:, keys], ds.astype(sums.k.dtype), 1, 0)
 
 
 def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
