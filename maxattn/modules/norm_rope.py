@@ -1,7 +1,8 @@
-"""Bias, norm and rotary embedding of queries and keys, as one kernel on NVIDIA GPUs.
+"""Bias, norm and rotary embedding of queries and keys, as one kernel on NVIDIA GPUs and TPUs.
 
-XLA computes the kernel's gradient. Elsewhere `qk_norm.py` and `maxattn.rope` compute the same
-steps. Both paths take the projection's result, compute in float32, and round once.
+XLA computes the gradient on GPUs, a second kernel on TPUs. Elsewhere `qk_norm.py` and
+`maxattn.rope` compute the same steps. All paths take the projection's result, compute in float32,
+and round once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float
 
 from maxattn import sharding
 from maxattn.jax_private.linear import linear_call
+from maxattn.modules import norm_rope_tpu
 from maxattn.modules.qk_norm import QKNorm, ZeroCentredRMSNorm, scale_of
 from maxattn.modules.row_kernel import call
 from maxattn.modules.row_kernel.work import RowLaunch, RowWork, VectorParts
@@ -40,19 +42,23 @@ class NormRope:
 
     Args:
         work: the kernel's work on one row of a shard; None if XLA computes the steps.
-        sms: streaming multiprocessors of the GPU.
+        sms: streaming multiprocessors of the GPU; 0 on a TPU, which runs norm_rope_tpu.py.
         shared: bytes of shared memory of an SM.
         reason: why XLA computes the steps; "" if the kernel runs, or is not for this machine.
+        interpret: whether Pallas' interpreter runs a TPU's kernel, for tests.
     """
 
     work: RowWork | None = None
     sms: int = 0
     shared: int = 0
     reason: str = ""
+    interpret: bool = False
 
     @property
     def note(self) -> str:
         """Return the plan's line about the decision; "" if the kernel is not for this machine."""
+        if self.work is not None and not self.sms:
+            return "norm, rotary embedding and transpose of the heads in one kernel"
         if self.work is not None:
             shared = f"{self.work.threads} threads share a token"
             return f"norm and rotary embedding in one kernel, written in CuTe: {shared}"
@@ -79,7 +85,8 @@ def decide(
 ) -> NormRope:
     """Decide how queries or keys are normalised and rotated.
 
-    The kernel runs on NVIDIA GPUs with fa4-jax, if batch, tokens and heads divide over the mesh.
+    The kernel runs on TPUs, and on NVIDIA GPUs with fa4-jax, if batch, tokens and heads divide over
+    the mesh.
 
     Args:
         target: the machine.
@@ -90,7 +97,9 @@ def decide(
         mesh: device mesh of the call.
         letters: axis letters of the result, for its sharding.
     """
-    if target.device.vendor != "NVIDIA" or (norm is None and rotary is None):
+    on_tpu = target.platform == "tpu"
+    has_kernel = on_tpu or target.device.vendor == "NVIDIA"
+    if not has_kernel or (norm is None and rotary is None):
         return NormRope()
     shape, kind = sharding.mesh_shape(mesh), KINDS.get(qk_norm) if norm is not None else None
     sizes = zip(letters, (*x.shape[:2], heads), strict=False)
@@ -106,11 +115,14 @@ def decide(
     elif odd:
         why = f"axis {odd[0]} does not divide over the mesh"
     else:
-        why = call.why_not(target, mesh)
+        why = call.why_not_here(mesh) if on_tpu else call.why_not(target, mesh)
     if why:
         return NormRope(reason=why)
     eps, style = 0.0 if norm is None else norm.epsilon, None if rotary is None else rotary.style
     work = RowWork(heads // sharding.ways(letters[2], shape), head_dim, kind, eps, style)
+    if on_tpu:
+        why = norm_rope_tpu.why_not(work)
+        return NormRope(reason=why) if why else NormRope(work)
     found = NormRope(work, target.device.sms, target.device.family.shared_memory)
     if not found.launch(x.dtype.itemsize, ("bias", "scale")).fits():
         return NormRope(reason=f"the kernel cannot take {heads} heads of dim {head_dim}")
@@ -162,6 +174,9 @@ def on_shard(
     how: NormRope, x: Float[Array, "B T N H"], vectors: Vectors, tables: Tables
 ) -> Float[Array, "B T N H"]:
     """Normalise and rotate the heads of one device; tables are [B or 1, T, H/2]."""
+    assert how.work is not None
+    if not how.sms:
+        return norm_rope_tpu.forward(how.work, x, vectors, tables, how.interpret)
     launch, rows = how.launch(x.dtype.itemsize, vectors), x.reshape(*x.shape[:2], -1)
     parts = tuple(v.reshape(1, 1, 1, -1) for v in vectors.values())
     angles = tuple(a.reshape(-1, a.shape[-1]) for a in tables)
@@ -174,8 +189,9 @@ def _on_shard_jvp(how: NormRope, primals: Any, tangents: Any) -> Any:
     x, vectors, tables = primals
     # In a scan over layers XLA fuses the projection's matmul with the store of its result for the
     # backward, and runs the matmul again for the kernel (jax 0.11.2). The barrier prevents that.
-    x = jax.lax.optimization_barrier(x)
-    y = jax.lax.optimization_barrier(on_shard(how, x, vectors, tables))
+    kept = jax.lax.optimization_barrier if how.sms else lambda x: x
+    x = kept(x)
+    y = kept(on_shard(how, x, vectors, tables))
     steps = partial(in_steps, how.work)
 
     def tangent(kept: Any, moved: Any) -> Array:
@@ -183,10 +199,30 @@ def _on_shard_jvp(how: NormRope, primals: Any, tangents: Any) -> Any:
 
     def transposed(kept: Any, dy: Array) -> Any:
         # XLA computes the steps again: keeping their float32 results would take twice the memory
-        # of x.
-        return jax.vjp(steps, *kept)[1](dy)
+        # of x. The gradient of the tables is seldom read, and then not computed.
+        found = _gradients_in_steps(how.work, (*kept, dy))
+        return found if how.sms else (*_gradients(how, *kept, dy), found[2])
 
     return y, linear_call(tangent, transposed, (x, vectors, tables), tangents, y)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(how: NormRope, *operands: Any) -> tuple[Array, Vectors]:
+    """Return the gradients of x and of the vectors, by a TPU's kernel."""
+    assert how.work is not None
+    x, vectors, tables, dy = operands
+    return norm_rope_tpu.backward(how.work, x, vectors, tables, dy, how.interpret)
+
+
+@_gradients.defjvp
+def _gradients_jvp(how: NormRope, primals: Any, tangents: Any) -> Any:
+    steps = partial(_gradients_in_steps, how.work)
+    return _gradients(how, *primals), jax.jvp(steps, (primals,), (tangents,))[1][:2]
+
+
+def _gradients_in_steps(work: Any, operands: Any) -> Any:
+    x, vectors, tables, dy = operands
+    return jax.vjp(partial(in_steps, work), x, vectors, tables)[1](dy)
 
 
 def in_steps(

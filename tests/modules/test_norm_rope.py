@@ -157,8 +157,7 @@ def test_where_it_runs(runs: Any) -> None:
         assert decided(**how).work is not None
     work = decided(mesh=by_head).work
     assert work is not None and work.heads == 2
-    for target in (ma.Target.named("TPU v5p"), ma.Target.named("cpu")):
-        assert decided(target=target) == NormRope()
+    assert decided(target=ma.Target.named("cpu")) == NormRope()
     assert decided(qk_norm=None, rotary=None) == NormRope()
 
 

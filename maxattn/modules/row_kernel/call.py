@@ -28,6 +28,11 @@ def why_not(target: Target, mesh: Any) -> str:
     for package in ("fa4-jax", "nvidia-cutlass-dsl"):
         if reason := target.refuse_untested("norm and rotary embedding", package):
             return reason.rule
+    return why_not_here(mesh)
+
+
+def why_not_here(mesh: Any) -> str:
+    """Return why no kernel can run in the surrounding function, or "" if one can."""
     ambient, manual = ambient_mesh(), surrounding_manual_axes()
     if checked_axes(manual):
         return "the surrounding shard_map has check_vma=True"

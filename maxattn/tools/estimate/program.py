@@ -90,8 +90,9 @@ def _how(version: str) -> dict[str, str]:
     return {"how": f"estimated by libtpu {version}'s schedule{tested}, not run", "libtpu": version}
 
 
-def _xla(text: str, device: Device) -> dict[str, Any]:
-    clock, every = core_of(device).clock, list(operations(HloProgram.read(text), device))
+def _xla(text: str, device: Device, is_block: bool = False) -> dict[str, Any]:
+    program, clock = HloProgram.read(text), core_of(device).clock
+    every = list(operations(program, device, with_row_kernels=is_block))
     kinds = []
     for kind in WORDS:
         of_kind = [one for one in every if one.kind == kind]
@@ -187,7 +188,7 @@ def block_estimate(
         raise Unsupported("estimate", of_self.call.shape_text, rule, remedy)
     passes += attention_passes(of_cross, training, policy)
     kernels = {"kernels": [], "attention": [one._asdict() for one in passes]}
-    return _how(metadata.version("libtpu")) | kernels | _xla(text, device)
+    return _how(metadata.version("libtpu")) | kernels | _xla(text, device, is_block=True)
 
 
 def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:

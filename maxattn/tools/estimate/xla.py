@@ -32,6 +32,7 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "while", "call", "conditional", "custom-call", "iota",
 }  # fmt: skip
+ROW_KERNELS = "norm_rotary"
 _ENDS = ("-done", "-update")
 _LAYOUTS = {
     "parameter", "constant", "copy", "transpose", "reshape", "bitcast", "bitcast-convert",
@@ -64,8 +65,13 @@ class Operation(NamedTuple):
     cycles: int | None
 
 
-def operations(program: HloProgram, device: Device) -> Iterator[Operation]:
-    """Yield the operations of a program that run on a core and are no Pallas kernels."""
+def operations(
+    program: HloProgram, device: Device, with_row_kernels: bool = False
+) -> Iterator[Operation]:
+    """Yield the operations of a program that run on a core and are no Pallas kernels.
+
+    `with_row_kernels` adds kernels of norm and rotary embedding, which wait for HBM as XLA's norms.
+    """
     core, machine = core_of(device), device.machine
     assert machine is not None, device.kind
     every = [i for body in program.computations.values() for i in body]
@@ -76,7 +82,12 @@ def operations(program: HloProgram, device: Device) -> Iterator[Operation]:
             continue
         types = {i.name: i.type for i in body}
         for one in body:
-            if one.opcode in _FREE or one.opcode.endswith(_ENDS) or program.collective(one):
+            is_row_kernel = with_row_kernels and one.name.startswith(ROW_KERNELS)
+            if (
+                (one.opcode in _FREE and not is_row_kernel)
+                or one.opcode.endswith(_ENDS)
+                or program.collective(one)
+            ):
                 continue
             moved = _moved(one, types)
             flops = sum(_products(program, one, types))
