@@ -53,11 +53,11 @@ def plan(
         ConfigError: `hardware` is not the target's platform, or `config` or `target` has a wrong
             type.
 
-    >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
+    >>> x = jax.ShapeDtypeStruct((1, 8192, 8, 64), "bfloat16")
     >>> config = ma.AttentionConfig(attention="ring")
     >>> plan = ma.plan(ma.Call.of(x, x), config, {"context": 4}, ma.Target.named("TPU v5p"))
     >>> plan.kernel.name, plan.strategy.name
-    ('flash', 'ring')
+    ('tpu_flash', 'ring')
     """
     config = checked_config(config)
     if not isinstance(call, Call):

@@ -34,17 +34,17 @@ def tile_of(call: Call, target: Target, backward: bool = False) -> FewKeysTile |
     limit = PAIRS * (1.0 if chip is None else min(1.0, chip.limit / ROOM))
     limit /= 4 if ITEMSIZE[call.dtype] == FLOAT else 1  # six products for one
     limit /= 2 if backward else 1  # five products in the place of two
-    every = _legal_heads(call)
+    every = _legal_heads(call, int(limit / (keys * LANES)))
+    if not every:
+        return None
     fewest = next((n for n in every if n >= HEADS), every[-1])
     longest = min(LONGEST, int(limit / (keys * fewest)) // LANES * LANES)
-    if longest < LANES:
-        return None
     queries = round_up(-(-call.q_len // -(-call.q_len // longest)), LANES)
     most = limit / (keys * queries)
     return FewKeysTile(queries, max(n for n in every if n <= max(most, fewest)))
 
 
-def _legal_heads(call: Call) -> list[int]:
+def _legal_heads(call: Call, most: int) -> list[int]:
     """List the numbers of heads of a step: whole groups of a key head, and whole registers."""
     group = call.heads // call.kv_heads
 
@@ -52,5 +52,5 @@ def _legal_heads(call: Call) -> list[int]:
         sides = (heads, call.heads), (heads // group, call.kv_heads)
         return all(n == every or n * call.head_dim % LANES == 0 for n, every in sides)
 
-    fitting = (n for n in range(group, call.heads + 1, group) if call.heads % n == 0)
+    fitting = (n for n in range(group, min(call.heads, most) + 1, group) if call.heads % n == 0)
     return [n for n in fitting if is_whole(n)]

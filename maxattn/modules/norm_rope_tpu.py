@@ -40,7 +40,7 @@ def why_not(work: RowWork) -> str:
     return ""
 
 
-class RowBlocks(NamedTuple):
+class RowTiles(NamedTuple):
     """The static facts of a kernel.
 
     Args:
@@ -171,9 +171,9 @@ def _over_heads(x: Float[Array, "N H"], rows: int) -> Float[Array, "#N H"]:
 # ---- operands ------------------------------------------------------------------------------------
 
 
-def _blocks(work: RowWork, x: Array, tables: Tables, interpret: bool) -> RowBlocks:
+def _blocks(work: RowWork, x: Array, tables: Tables, interpret: bool) -> RowTiles:
     own = bool(tables) and tables[0].shape[0] == x.shape[0] > 1
-    return RowBlocks(work, x.shape[0], x.shape[1], own, interpret)
+    return RowTiles(work, x.shape[0], x.shape[1], own, interpret)
 
 
 def _operands(work: RowWork, vectors: Vectors, tables: Tables) -> dict[str, Array]:
@@ -197,7 +197,7 @@ def _operands(work: RowWork, vectors: Vectors, tables: Tables) -> dict[str, Arra
     }
 
 
-def _specs(blocks: RowBlocks, operands: dict[str, Array]) -> list[Any]:
+def _specs(blocks: RowTiles, operands: dict[str, Array]) -> list[Any]:
     return [
         blocks.of_table() if name in ("cos", "sin") else blocks.of_vector() for name in operands
     ]
@@ -209,7 +209,7 @@ def _specs(blocks: RowBlocks, operands: dict[str, Array]) -> list[Any]:
 class _Chunk(NamedTuple):
     """Reads one chunk of a step's rows, in float32."""
 
-    blocks: RowBlocks
+    blocks: RowTiles
     read: dict[str, Any]
     columns: slice
 
@@ -248,7 +248,7 @@ def _swap(x: Float[Array, "q W"], work: RowWork) -> Float[Array, "q W"]:
     return jnp.where(is_first, pltpu.roll(x, width - apart, 1), pltpu.roll(x, apart, 1))
 
 
-def _chunks(blocks: RowBlocks, read: dict[str, Any]) -> list[_Chunk]:
+def _chunks(blocks: RowTiles, read: dict[str, Any]) -> list[_Chunk]:
     return [_Chunk(blocks, read, columns) for columns in blocks.chunks]
 
 
@@ -261,7 +261,7 @@ def _mean_across(work: RowWork, parts: Any) -> Array:
     return reduce(add, parts).sum(axis=1, keepdims=True) * (1.0 / work.channels)
 
 
-def _forward(blocks: RowBlocks, names: tuple[str, ...], x: Any, *refs: Any) -> None:
+def _forward(blocks: RowTiles, names: tuple[str, ...], x: Any, *refs: Any) -> None:
     *operands, out = refs
     read, work = dict(zip(names, operands, strict=True)) | {"x": x}, blocks.work
     chunks = _chunks(blocks, read)
@@ -279,7 +279,7 @@ def _forward(blocks: RowBlocks, names: tuple[str, ...], x: Any, *refs: Any) -> N
 
 
 def _backward(
-    blocks: RowBlocks, names: tuple[str, ...], vectors: tuple[str, ...], x: Any, dy: Any, *refs: Any
+    blocks: RowTiles, names: tuple[str, ...], vectors: tuple[str, ...], x: Any, dy: Any, *refs: Any
 ) -> None:
     from jax.experimental import pallas as pl
 

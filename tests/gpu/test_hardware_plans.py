@@ -90,13 +90,14 @@ def chosen(target: ma.Target, call: ma.Call = WAN) -> tuple[str, str]:
 
 
 NVIDIA_S = ("flash", "tokamax_flash", "cudnn", "cudnn_flash_te")
+PLAIN_AND_TPU = "dot_product", "memory_efficient", "tpu_flash", "tpu_few_keys"
 CALLS = (WAN, WINDOW, HEADS_256, replace(WAN, dtype="float32"), replace(WAN, kv_len=77))
 
 
 @pytest.mark.parametrize("kind", ["AMD Instinct MI300X", "AMD Radeon RX 7900 XTX", "AMD Graphics"])
 def test_amd_gpus_run_plain_jax_and_the_plan_says_so(kind: str) -> None:
     target = ma.Target("gpu", kind, (*FA4, TE, ("tokamax", "0.0.17")))
-    assert {*NVIDIA_S} | {"dot_product", "memory_efficient", "tpu_flash"} == {*KERNELS}
+    assert {*NVIDIA_S} | {*PLAIN_AND_TPU} == {*KERNELS}
     for call in CALLS:
         for kernel in NVIDIA_S:
             reason = refusal(kernel, call, target)
