@@ -5,11 +5,13 @@ A decorated function refuses them all at once, each with maxattn's own name or w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
 
+from maxattn.config.settings import AttentionConfig
 from maxattn.errors import InputError, did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -49,6 +51,9 @@ CROSS = "use ma.CrossAttention for keys of another sequence, ma.JointAttention i
 NORM = f"{WITHOUT}, and normalise what the call gets, as with nnx.GroupNorm or nnx.LayerNorm"
 # What to write if it is more than the name of one argument.
 WRITTEN = {"use_bias": "bias= and out_bias=", "normalize_qk": "qk_norm='layer_norm'"}
+NOT_HERE = (
+    "keep this layer's own attention: maxattn does not have it, and results differ without it"
+)
 SEGMENTS = "pass mask=ma.masks.Segments(q_ids, kv_ids)"
 # The names of others that are no argument of ours -> what to write.
 ADVICE = {
@@ -79,6 +84,11 @@ ADVICE = {
     "residual_connection": f"{WITHOUT}, and add the input to the output",
     "rescale_output_factor": f"{WITHOUT}, and divide the output by it",
     "norm_num_groups": NORM, "spatial_norm_dim": NORM, "cross_attention_norm": NORM,
+    **dict.fromkeys((
+        "attn_logits_soft_cap", "attn_logit_softcapping", "logits_soft_cap", "logit_cap", "softcap",
+        "soft_cap", "sinks", "attention_sinks", "softmax_aux", "s_aux", "head_mask",
+    ), NOT_HERE),
+    "alibi_slopes": "pass bias=-slopes[:, None, None] * abs(i - j), for query i and key j",
     "rotary_emb": "rotate q and k before the call with ma.apply_rotary",
     "image_rotary_emb": "rotate q and k before the call with ma.apply_rotary",
 }  # fmt: skip
@@ -98,8 +108,14 @@ def answers_names(function: Function) -> Function:
     owner, _, own = function.__qualname__.rpartition(".")
     title = owner if own == "__init__" else f"a call of {owner}" if own == "__call__" else own
 
+    first_named = known.index("kv_heads") if own == "__init__" and "kv_heads" in names else None
+
     @wraps(function)
     def checked(*args: Any, **given: Any) -> Any:
+        if first_named is not None and len(args) - 1 > first_named:
+            passed = ", ".join(f"{name}=" for name in known[first_named : len(args) - 1])
+            why = f"{title}: pass {passed} by name, since other libraries have dim_head there"
+            warnings.warn(why, DeprecationWarning, stacklevel=5)  # the line behind frames of nnx
         if not given.keys() <= names:
             raise _refused(title, known, [name for name in given if name not in names])
         return function(*args, **given)
@@ -122,4 +138,9 @@ def _answer(name: str, known: Iterable[str]) -> str:
         if ours in known:
             value = f"not {name}" if name in _OPPOSITE else ""
             return f"write {WRITTEN.get(name, f'{ours}={value}')}"
-    return ADVICE.get(name) or did_you_mean(name, known) or f"{WITHOUT}, or use one of these"
+    if advice := ADVICE.get(name):
+        return advice
+    if name in AttentionConfig.model_fields:
+        return f"set it in the config: ma.AttentionConfig({name}=...)"
+    unknown = f"{WITHOUT} if no result depends on it, or use one of these"
+    return did_you_mean(name, known) or unknown

@@ -73,6 +73,10 @@ class KeyPadding(DataMask):
             rule = "keys must be integer lengths [B], or bool flags [B, S] with True for a real key"
             remedy = "for 0/1 numbers use keys != 0, for one batch row add a batch dim,"
             remedy += " for [B, N, T, S] use Dense"
+            if jnp.issubdtype(keys.dtype, jnp.floating):  # a 0 keeps its key: != 0 would hide it
+                added = "bias=keys[:, None, None]" if keys.ndim == 2 else "bias=keys"
+                remedy = f"pass an additive mask as {added}, and 0/1 numbers as keys != 0"
+                remedy = remedy if keys.ndim > 1 else "cast lengths to int32"
             raise InputError("KeyPadding.keys", text(keys), rule, remedy)
         if is_wide(keys):  # lengths are clipped to int32, which no sequence exceeds
             object.__setattr__(self, "keys", narrow(keys))
@@ -258,6 +262,8 @@ class Dense(DataMask):
         if not is_bool(table):
             rule = "the table must be bool, True where a query may attend"
             remedy = "for 0/1 numbers use table != 0, pass an additive mask as bias="
+            if jnp.issubdtype(table.dtype, jnp.floating):  # a 0 keeps its pair
+                remedy = "pass an additive mask as bias=, and 0/1 numbers as table != 0"
             raise InputError("Dense.table", text(table), rule, remedy)
         if not 2 <= table.ndim <= 4:
             rule = "the dims must be [T, S], [B, T, S] or [B, N, T, S]"

@@ -145,8 +145,10 @@ def check_bias_dtype(dtype: str) -> None:
     if dtype in DTYPES:
         return
     rule = "a bias must be floating: float32, bfloat16 or float16"
-    to_mask = "a boolean mask goes to mask=, as masks.Dense(mask)"
-    remedy = to_mask if dtype == "bool" else "cast it, e.g. to float32"
+    remedy = "a boolean mask goes to mask=, as masks.Dense(mask)"
+    if dtype != "bool":
+        remedy = "cast it, e.g. to float32"
+        remedy += "; a mask of 0 and 1 goes to mask=, as mask != 0" if "int" in dtype else ""
     raise InputError("bias", dtype, rule, remedy)
 
 
@@ -188,10 +190,16 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
     if shape != (b, k.shape[1]) or b == 1:  # [1, S] means the same either way
         return Dense(mask)
     rule = "a mask array of two axes must be [T, S], but this shape looks like [B, S]"
-    remedy = "write masks.KeyPadding(mask) for keys that are padding"
+    flags, pairs = ("mask", "mask") if mask.dtype == bool else ("mask != 0", "(mask != 0)")
+    remedy, added = f"write masks.KeyPadding({flags}) for keys that are padding", ""
     if b == q.shape[1]:
         rule = f"a mask array of two axes is [T, S], but with B = T = {b} it may also be [B, S]"
-        remedy = "write mask[None] for [T, S]; masks.KeyPadding(mask) for [B, S], True = a real key"
+        remedy = f"write {pairs}[None] for [T, S]; masks.KeyPadding({flags}) for [B, S]"
+        remedy, added = f"{remedy}, True = a real key", " for [B, S], bias=mask for [T, S]"
+    if jnp.issubdtype(mask.dtype, jnp.floating):  # 0 keeps a key, and != 0 would hide it
+        remedy = (
+            f"pass an additive mask as bias=mask[:, None, None]{added}; for 0/1 numbers {remedy}"
+        )
     raise InputError("mask", f"shape {shape}", rule, remedy)
 
 

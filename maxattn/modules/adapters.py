@@ -137,6 +137,7 @@ class AttentionFn:
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         q, k = turn(self.rope, input_positions, q, k, batch)
         dtype = jnp.result_type(q, k, v) if dtype is None else dtype
+        checks.computation_dtype(dtype)
         q, k, v = (x.astype(dtype) for x in (q, k, v))
         where = _mask(mask, is_causal, q.shape[1], batch)
         bias = None if bias is None else fold(bias, batch, "bias")

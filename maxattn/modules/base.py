@@ -239,6 +239,7 @@ class AttentionBase(nnx.Module):
     def _run_attention(
         self, prepared: Prepared, q: Heads, k: Heads, v: Heads, bias: Any = None
     ) -> Heads:
+        checks.computation_dtype(jnp.result_type(q, k, v))
         call = prepared.call.of_dtype(q, k, v)
         return attend(prepared._replace(call=call), q, k, v, bias)[0]
 

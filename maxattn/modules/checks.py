@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.dtypes import canonicalize_dtype
 
 from maxattn import sharding
 from maxattn.call import static_scale
@@ -31,6 +32,7 @@ def head_counts(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         rule = f"the {heads} query heads must be a multiple of the key heads"
         remedy = f"use a number of key heads that divides {heads}"
+        remedy += "; the channels of a head are dim_head="
         raise InputError("kv_heads", kv_heads, rule, remedy)
 
 
@@ -97,6 +99,13 @@ def dtype(setting: str, value: Any, *, optional: bool = False) -> None:
     if name not in DTYPES:
         rule = f"dtype must be one of {', '.join(DTYPES)}"
         raise InputError(setting, name, rule, f"set {setting}=jnp.float32")
+
+
+def computation_dtype(value: Any) -> None:
+    """Refuse a dtype in which no kernel computes, of a module that another library built."""
+    if (name := canonicalize_dtype(value).name) not in DTYPES:
+        rule = f"the module attends in this dtype, which must be one of {', '.join(DTYPES)}"
+        raise InputError("dtype", name, rule, "build the module with dtype=jnp.float32")
 
 
 def precision(value: Any) -> None:

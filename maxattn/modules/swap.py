@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.dtypes import canonicalize_dtype
 
 from maxattn.config import AttentionConfig
 from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config
 from maxattn.errors import InputError
+from maxattn.masks.operands import DTYPES
 from maxattn.modules import checks
 from maxattn.modules.adapters import AttentionFn, attention_fn
 from maxattn.modules.attention_op import exchange, is_attention_op, why_op_stays
@@ -145,6 +147,12 @@ def _reason_to_leave(module: Any) -> str | None:
     if module.dropout_rate > 0.0 and not module.deterministic:
         remedy = "set 0.0, or deterministic=True"
         return f"dropout_rate={module.dropout_rate}: no kernel drops probabilities ({remedy})"
+    by_default = "param_dtype" if module.dtype is None else "dtype"
+    dtype = canonicalize_dtype(getattr(module, by_default))
+    if dtype.name not in DTYPES:
+        return (
+            f"{by_default}={dtype}: kernels compute in {', '.join(DTYPES)} (set dtype=jnp.float32)"
+        )
     fn = module.attention_fn
     if fn is nnx.dot_product_attention or isinstance(fn, AttentionFn) or bound_rope(fn) is not None:
         return None

@@ -62,6 +62,16 @@ ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"use_bias": True, "normalize_qk": True},
         "use_bias: write bias= and out_bias=; normalize_qk: write qk_norm='layer_norm'",
     ),
+    "settings": (
+        lambda **how: ma.FlaxAttention(16, **how),
+        {"flash_block_sizes": {}, "attention_kernel": "flash"},
+        "flash_block_sizes: set it in the config: ma.AttentionConfig(flash_block_sizes=...)",
+    ),
+    "changes of scores": (
+        lambda **how: ma.attention(X, X, X, **how),
+        {"attn_logits_soft_cap": 20.0, "sinks": 1},
+        "keep this layer's own attention",
+    ),
     "swap": (lambda **how: ma.swap(LAYER, **how), {"confg": None}, "did you mean 'config'?"),
     "flat": (lambda **how: attention_flat(X, X, X, **how), {"num_heads": 2}, "write heads="),
 }  # fmt: skip
@@ -74,6 +84,15 @@ def test_a_foreign_name_is_answered_with_ours(asked: str) -> None:
         function(**given)
     assert isinstance(caught.value, TypeError) and isinstance(caught.value, InputError)
     assert caught.value.setting == ", ".join(given) and remedy in caught.value.remedy
+
+
+def test_sizes_that_others_put_elsewhere_are_passed_by_name() -> None:
+    for module in (ma.FlaxAttention, lambda *sizes, **how: ma.CrossAttention(16, *sizes, **how)):
+        with pytest.warns(DeprecationWarning, match="pass kv_heads= by name"):
+            assert module(16, 8, 8, rngs=nnx.Rngs(0)).dim_head == 64
+        with pytest.warns(DeprecationWarning), pytest.raises(InputError) as caught:
+            module(16, 2, 64, rngs=nnx.Rngs(0))
+        assert "dim_head=" in caught.value.remedy
 
 
 KERNELS = {
@@ -128,3 +147,6 @@ def test_remedies_followed_work_as_jax_nn() -> None:
     ):
         want = jax.nn.dot_product_attention(q, k, k, **theirs)  # type: ignore[arg-type]
         np.testing.assert_allclose(ma.attention(q, k, k, mask=ours), want, rtol=0, atol=2e-6)
+    add = np.where(np.arange(9) < 5, 0.0, -1e9).astype(np.float32)[None]  # [B, S]
+    want = jax.nn.dot_product_attention(q, k, k, key_value_seq_lengths=lengths)
+    np.testing.assert_allclose(ma.attention(q, k, k, bias=add[:, None, None]), want, atol=2e-6)

@@ -37,6 +37,8 @@ BAD: dict[str, Callable[[], object]] = {
     "lengths_2d": lambda: M.KeyPadding(np.array([[3, 4]])),
     "lengths_of_unequal_rows": lambda: M.KeyPadding([[3], [4, 5]]),
     "flags_1d": lambda: M.KeyPadding(np.array([True, False])),
+    "flags_additive": lambda: M.KeyPadding(np.zeros((2, 5), np.float32)),
+    "flags_0_and_1": lambda: M.KeyPadding(np.zeros((2, 5), np.int32)),
     "flags_4d": lambda: M.KeyPadding(np.ones((2, 1, 1, 5), bool)),
     "flags_wrong_length": lambda: M.KeyPadding(np.ones((2, 5), bool)).bind(4, 6),
     "flags_of_one_key": lambda: M.KeyPadding(np.ones((2, 1), bool)).bind(4, 6),

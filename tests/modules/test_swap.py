@@ -127,3 +127,19 @@ def test_what_is_left_says_why():
 def test_only_nnx_modules_are_swapped():
     with pytest.raises(InputError, match="model: dict"):
         ma.swap({})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+def test_modules_of_float64_are_left_and_answered_with_the_modules_dtype(name: str):
+    with jax.enable_x64(True):
+        how: dict[str, Any] = {"decode": False, "rngs": nnx.Rngs(0), name: jnp.float64}
+        table = ma.swap(nnx.MultiHeadAttention(HEADS, C, **how))
+        assert not table.swapped and table.left[0].why.startswith(f"{name}=float64: kernels")
+        module = nnx.MultiHeadAttention(HEADS, C, attention_fn=ma.attention_fn(), **how)
+        with pytest.raises(InputError) as caught:
+            module(jnp.ones((1, 4, C)))
+        assert caught.value.remedy == "build the module with dtype=jnp.float32"
+        built = nnx.MultiHeadAttention(
+            HEADS, C, attention_fn=ma.attention_fn(), **how | {"dtype": jnp.float32}
+        )
+        assert built(jnp.ones((1, 4, C))).dtype == jnp.float32
