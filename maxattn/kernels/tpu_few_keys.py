@@ -17,6 +17,7 @@ from maxattn.block_sizes.estimated.few_keys import few_keys_seconds
 from maxattn.block_sizes.few_keys import MOST_KEYS, FewKeysTile, tile_of
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
+from maxattn.errors import Unsupported
 from maxattn.kernels.base import (
     Grads,
     Inputs,
@@ -46,6 +47,7 @@ class TpuFewKeys(Kernel):
         scale: factor of the scores.
         of_forward, of_backward: the tiles.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
+        float32_qk_product: whether to cast q, k and v to float32 before the kernels.
     """
 
     name: ClassVar[str] = "tpu_few_keys"
@@ -55,6 +57,7 @@ class TpuFewKeys(Kernel):
     of_forward: FewKeysTile
     of_backward: FewKeysTile
     interpret: bool = False
+    float32_qk_product: bool = False
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
@@ -82,24 +85,31 @@ class TpuFewKeys(Kernel):
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> TpuFewKeys:
-        forward, backward = (tile_of(call, target, backward=each) for each in (False, True))
-        assert forward and backward, call  # `supports` refuses the call otherwise
-        return TpuFewKeys(call.scale, forward, backward, target.platform == "cpu")
+        local = _as_computed(call, config)
+        if (reason := TpuFewKeys.supports(local, target)) is not None:
+            key = "attention" if call.role == "self" else "cross_attention"
+            remedy = f"set {key}: tpu_flash or auto, or float32_qk_product: false"
+            raise Unsupported("float32_qk_product", "true", f"{reason.rule}, in float32", remedy)
+        forward, backward = (tile_of(local, target, backward=each) for each in (False, True))
+        assert forward and backward, local  # `supports` refuses the call otherwise
+        interpret, float32 = target.platform == "cpu", config.float32_qk_product
+        return TpuFewKeys(call.scale, forward, backward, interpret, float32)
 
     def lines(self, call: Call) -> Lines:
         how = "interpret mode: for tests" if self.interpret else "Pallas"
         return Lines(f"tpu_few_keys ({how})", str(self.of_forward), str(self.of_backward))
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        found = few_keys_seconds(call, target)
+        found = few_keys_seconds(_as_computed(call, config), target)
         if found is None:
             return ()
         return (f"a device's call takes {found}, {how_estimated(target.device_kind)}",)
 
     def forward(self, inputs: Inputs) -> Result:
         call, _ = self._call(inputs, self.of_forward)
-        with exact_products(inputs.q.dtype):
-            return Result(*few_keys.forward(call, self.interpret))
+        with exact_products(call.q.dtype):
+            out, lse = few_keys.forward(call, self.interpret)
+        return Result(out.astype(inputs.q.dtype), lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         call, order = self._call(inputs, self.of_backward)
@@ -107,12 +117,12 @@ class TpuFewKeys(Kernel):
         products = rows.dout.astype(jnp.float32) * rows.out.astype(jnp.float32)
         delta = products.sum(axis=3).swapaxes(1, 2) - rows.dlse
         lse, delta = jnp.where(empty, BIG_LSE, rows.lse), jnp.where(empty, 0.0, delta)
-        with exact_products(inputs.q.dtype):
-            given = lse, delta, rows.dout.astype(inputs.q.dtype)
+        with exact_products(call.q.dtype):
+            given = lse, delta, rows.dout.astype(call.q.dtype)
             dq, dk, dv = few_keys.backward(call, *given, self.interpret)
         if order is not None:
             dk, dv = (gathered(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
-        return Grads(dq, dk * self.scale, dv)
+        return Grads(dq.astype(inputs.q.dtype), dk * self.scale, dv)
 
     def _call(
         self, inputs: Inputs, tile: FewKeysTile
@@ -120,8 +130,14 @@ class TpuFewKeys(Kernel):
         """Return the kernels' call, and the order that puts real keys first if flags mark them."""
         terms, (batch, kv_len) = sort_terms(inputs.mask), inputs.k.shape[:2]
         lengths, order = terms.lengths(batch, kv_len, inputs.kv_offset), None
-        k, v = inputs.k, inputs.v
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if self.float32_qk_product:
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         if terms.has_flags:
             order = terms.real_keys_first(batch, kv_len, inputs.kv_offset)
             k, v = gathered(k, order), gathered(v, order)
-        return few_keys.FewKeysCall.of(inputs.q, k, v, lengths, self.scale, tile), order
+        return few_keys.FewKeysCall.of(q, k, v, lengths, self.scale, tile), order
+
+
+def _as_computed(call: Call, config: AttentionConfig) -> Call:
+    return call.derived(dtype="float32") if config.float32_qk_product else call

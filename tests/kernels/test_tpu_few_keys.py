@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,6 +71,30 @@ def test_forward_and_gradients(name: str) -> None:
     for got, one in zip(run(q, k, v, dout), exact, strict=True):
         error = np.abs(np.asarray(got, np.float64) - one).max()
         assert error < digits * max(1.0, case.size**2 * np.abs(one).max())
+
+
+def test_float32_products_of_large_scores_in_bfloat16() -> None:
+    """K times the scale is not rounded then; rounded, it changes the output by 0.2."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        jnp.asarray(rng.normal(size=(1, n, 2, 128)) * size, jnp.bfloat16)
+        for n, size in ((140, 6.0), (200, 6.0), (200, 1.0), (140, 1.0))
+    )
+    config = ma.AttentionConfig(attention="tpu_few_keys", float32_qk_product=True)
+    out, pull = jax.vjp(partial(ma.attention, config=config), q, k, v)
+    want = attention64(q, k, v, dout=dout)
+    exact = want.out, want.dq, want.dk, want.dv
+    for got, one, given in zip((out, *pull(dout)), exact, (q, q, k, v), strict=True):
+        assert got.dtype == given.dtype
+        assert np.abs(np.asarray(got, np.float64) - one).max() < 1e-2 * np.abs(one).max()
+
+
+def test_float32_products_with_a_step_too_large_are_refused() -> None:
+    config = ma.AttentionConfig(attention="tpu_few_keys", float32_qk_product=True)
+    call = ma.Call(1, 4096, 1024, 4, 1, 128, "bfloat16")
+    for settings, refused in ((config, True), (CONFIG, False)):
+        with pytest.raises(Unsupported) if refused else nullcontext():
+            ma.plan(call, settings, target=ma.Target.named("TPU v6e"))
 
 
 def test_lse_and_its_gradient() -> None:
