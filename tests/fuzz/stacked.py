@@ -29,7 +29,7 @@ x, mask, bias = rng.standard_normal({x}).astype({dtype!r}), {mask}, None
 text = image = None
 rotary = {rotary}
 def step(x, layer):
-    return x + layer(x, rotary_emb=rotary, mask=mask)
+    return x + 0.25 * layer(x, rotary_emb=rotary, mask=mask)
 def run(stack, x):
     way = step
     for _ in {stack}:
@@ -131,7 +131,7 @@ def _check_of(built: Built, stack: tuple[int, ...], axis: int, axes: dict[str, i
         for i in range(count):
             at = np.unravel_index(i, stack)
             one = {n: _taken(v, at, axis) for n, v in values.items() if n != "x"}
-            x = x + reference(built, one | {"x": x}, given)
+            x = x + 0.25 * reference(built, one | {"x": x}, given)
         return x
 
     def check(names: Names) -> None:
