@@ -45,7 +45,7 @@ RENAMED = {
 WITHOUT = "leave it out"
 NO_DROPOUT = f"{WITHOUT}, as no probability is dropped: drop the output with nnx.Dropout"
 KERNEL = "name the kernel in the config, as in config=ma.AttentionConfig(attention='flash')"
-PROBABILITIES = f"{WITHOUT}, as no kernel makes the probabilities; attention_fn sows them for nnx"
+PROBABILITIES = f"{WITHOUT}, as no kernel makes the probabilities; attention_fn sows them for flax"
 MODE = f"{WITHOUT}: only modules drop, by train(), eval() or deterministic in their call"
 CROSS = "use ma.CrossAttention for keys of another sequence, ma.JointAttention if both attend"
 NORM = f"{WITHOUT}, and normalise what the call gets, as with nnx.GroupNorm or nnx.LayerNorm"
