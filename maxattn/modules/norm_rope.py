@@ -229,6 +229,8 @@ def in_steps(
     work: RowWork, x: Float[Array, "B T N H"], vectors: Vectors, tables: Tables
 ) -> Float[Array, "B T N H"]:
     """Compute the steps of the kernel with XLA."""
+    # [N or 1, H] -> [1, 1, N or 1, H]
+    vectors = {name: v[None, None] for name, v in vectors.items()}
     z = jnp.asarray(x, jnp.float32) + vectors.get("bias", 0.0)
     if work.norm is not None:
         axes = (2, 3) if work.norm == "across" else 3

@@ -117,3 +117,14 @@ def test_aiter_is_found_where_jax_has_it(tmp_path: Path, monkeypatch: pytest.Mon
     inside = import_module("jax._src")
     monkeypatch.setattr(inside, "__path__", [*inside.__path__, str(tmp_path)])
     assert aiter_in_jax() == (("aiter", "in jax"),)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "cudnn_flash_te"])
+def test_cudnn_refuses_one_query_with_one_key(kernel: str) -> None:
+    """cuDNN fails on it when it runs; a longer side is taken."""
+    target = ma.Target.named("NVIDIA H200", (*FA4, TE))
+    short = replace(WAN, q_len=1, kv_len=1)
+    reason = refusal(kernel, short, target)
+    assert reason is not None and "one query and one key" in reason.rule
+    assert refusal(kernel, replace(short, kv_len=2), target) is None
+    assert choose_kernel(short, target).name not in ("cudnn", "cudnn_flash_te")

@@ -82,6 +82,13 @@ def test_a_derivative_of_the_gradient() -> None:
     assert np.allclose(found, want, atol=1e-4)
 
 
+def test_ranks_are_not_promoted() -> None:
+    work, operands, dy = _operands(CASES["wan"])
+    with jax.numpy_rank_promotion("raise"):
+        for compute in (partial(on_shard, NormRope(work, interpret=True)), partial(in_steps, work)):
+            jax.vjp(compute, *operands)[1](dy)
+
+
 def test_where_it_runs() -> None:
     def decided(heads: int, head_dim: int, norm: str = "rms_norm", **how: Any) -> NormRope:
         layer = ma.FlaxAttention(64, heads, dim_head=head_dim, qk_norm=norm, rngs=nnx.Rngs(0))

@@ -41,6 +41,8 @@ def refuse(who: str, call: Call, target: Target, ends_at_query: bool = False) ->
     reason = _refuse_device(who, target) or refuse_call(who, call, most, where)
     if reason is not None:
         return reason
+    if call.q_len == call.kv_len == 1:
+        return Reason(who, "length", "it cannot compute one query and one key", USE_AUTO)
     if call.bias is not None:
         return _refuse_bias(who, call, target)
     terms = sort_terms(call.mask)
