@@ -99,7 +99,9 @@ def decide(
     """
     on_tpu = target.platform == "tpu"
     has_kernel = on_tpu or target.device.vendor == "NVIDIA"
-    if not has_kernel or (norm is None and rotary is None):
+    # On a TPU XLA computes a norm alone in the projection's matmul, and `tpu_few_keys`, which
+    # cross-attention calls, reads its rows without a transpose.
+    if not has_kernel or (rotary is None and (norm is None or on_tpu)):
         return NormRope()
     shape, kind = sharding.mesh_shape(mesh), KINDS.get(qk_norm) if norm is not None else None
     sizes = zip(letters, (*x.shape[:2], heads), strict=False)

@@ -104,6 +104,7 @@ def test_where_it_runs() -> None:
         assert "cannot take 5 heads of dim 80" in decided(5, 80).reason
         assert decided(8, 80).work is not None
         assert "needs an RMS norm" in decided(2, 128, "layer_norm").note
+        assert decided(2, 128, rotary=None) == NormRope()
     assert "the module has no mesh=" in decided(2, 128).reason
 
 

@@ -34,7 +34,7 @@ from maxattn.target import Target
 from maxattn.tools.compile.hlo import HloProgram
 from maxattn.tools.estimate.bundles import unknown
 from maxattn.tools.estimate.kernel import KernelDump, KernelEstimate, KernelTiles, core_of
-from maxattn.tools.estimate.xla import WORDS, operations
+from maxattn.tools.estimate.xla import ROW_KERNELS, WORDS, operations
 
 LONGEST = 3  # most of XLA's own operations that an estimate names for each kind
 RECOMPUTED = "FULL", "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH"
@@ -78,6 +78,8 @@ def estimate_of(
     kernels = list[KernelEstimate]()
     dumps = Dumps.of(folder, version)
     for call in pallas_calls(HloProgram.read(text)):
+        if call.name.startswith(ROW_KERNELS):
+            continue  # these wait for HBM: `_xla` has them
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
         kernels.append(dump.estimate(tiles_of(dump), call.times))
     if forward_flops and len(kernels) == 1:
@@ -90,9 +92,9 @@ def _how(version: str) -> dict[str, str]:
     return {"how": f"estimated by libtpu {version}'s schedule{tested}, not run", "libtpu": version}
 
 
-def _xla(text: str, device: Device, is_block: bool = False) -> dict[str, Any]:
+def _xla(text: str, device: Device) -> dict[str, Any]:
     program, clock = HloProgram.read(text), core_of(device).clock
-    every = list(operations(program, device, with_row_kernels=is_block))
+    every = list(operations(program, device))
     kinds = []
     for kind in WORDS:
         of_kind = [one for one in every if one.kind == kind]
@@ -188,7 +190,7 @@ def block_estimate(
         raise Unsupported("estimate", of_self.call.shape_text, rule, remedy)
     passes += attention_passes(of_cross, training, policy)
     kernels = {"kernels": [], "attention": [one._asdict() for one in passes]}
-    return _how(metadata.version("libtpu")) | kernels | _xla(text, device, is_block=True)
+    return _how(metadata.version("libtpu")) | kernels | _xla(text, device)
 
 
 def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:

@@ -65,12 +65,10 @@ class Operation(NamedTuple):
     cycles: int | None
 
 
-def operations(
-    program: HloProgram, device: Device, with_row_kernels: bool = False
-) -> Iterator[Operation]:
-    """Yield the operations of a program that run on a core and are no Pallas kernels.
+def operations(program: HloProgram, device: Device) -> Iterator[Operation]:
+    """Yield the operations of a program that run on a core and are no Pallas kernels of attention.
 
-    `with_row_kernels` adds kernels of norm and rotary embedding, which wait for HBM as XLA's norms.
+    Kernels of norm and rotary embedding are among them: they wait for HBM, as XLA's norms do.
     """
     core, machine = core_of(device), device.machine
     assert machine is not None, device.kind
@@ -82,7 +80,7 @@ def operations(
             continue
         types = {i.name: i.type for i in body}
         for one in body:
-            is_row_kernel = with_row_kernels and one.name.startswith(ROW_KERNELS)
+            is_row_kernel = one.name.startswith(ROW_KERNELS)
             if (
                 (one.opcode in _FREE and not is_row_kernel)
                 or one.opcode.endswith(_ENDS)

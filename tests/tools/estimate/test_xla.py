@@ -79,3 +79,9 @@ def test_an_asynchronous_copy_counts_once() -> None:
 def test_jaxs_name_stands_beside_the_time() -> None:
     line = 'ROOT %c = bf16[64,32]{1,0} multiply(%x, %x), metadata={op_name="jit(f)/block/mul"}'
     assert (read(line).what, read(line).kind) == ("mul", "others")
+
+
+def test_a_kernel_of_norm_and_rotary_embedding_waits_for_hbm() -> None:
+    call = 'custom-call(%x), custom_call_target="tpu_custom_call"'
+    found = read(f"ROOT %norm_rotary_fwd.1 = bf16[64,32]{{1,0}} {call}")
+    assert (found.kind, found.moved) == ("others", 2 * 2 * 64 * 32)
