@@ -51,21 +51,29 @@ class Strength:
 def names_layer(key: str, layer: str) -> bool:
     """Check whether a key of peft's alpha_pattern matches a layer's name.
 
-    peft writes the name or its end, diffusers `^` and the whole name; `.*` matches any text. Unlike
-    in peft's `(.*\\.)?(key)$`, `.` matches only a dot, and the search does not backtrack.
+    peft writes the name or its end, diffusers `^` and the whole name. As in peft's
+    `(.*\\.)?(key)$`, `.` matches any character and `.*` any text; the search does not backtrack.
 
-    >>> keys = ("to_q", "0.to_q", "^to_q", "^blocks.*_q")
+    >>> keys = ("to_q", "0.to_q", "^to_q", "^blocks.*_q", "to_.")
     >>> [names_layer(key, "blocks.10.to_q") for key in keys]
-    [True, False, False, True]
+    [True, False, False, True, True]
     """
-    begin = "^." if key.startswith("^") else "."
-    *parts, end = (begin + key.strip("^$").replace("\\.", ".")).split(".*")
+    begin = "^\0" if key.startswith("^") else "\0"  # \0 is a dot that matches only a dot
+    *parts, end = (begin + key.strip("^$").replace("\\.", "\0")).split(".*")
     rest = f"^.{layer}"
     for part in filter(None, parts):
-        _, found, rest = rest.partition(part)
-        if not found:
+        starts = (i for i in range(len(rest)) if _fits(part, rest[i : i + len(part)]))
+        if (start := next(starts, None)) is None:
             return False
-    return rest.endswith(end)
+        rest = rest[start + len(part) :]
+    return not end or _fits(end, rest[-len(end) :])
+
+
+def _fits(part: str, text: str) -> bool:
+    def same(a: str, b: str) -> bool:
+        return a in (".", b) or (a == "\0" and b == ".")
+
+    return len(part) == len(text) and all(map(same, part, text))
 
 
 def read_strength(held: Mapping[str, Any], prefix: str) -> Strength:
