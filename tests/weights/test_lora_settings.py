@@ -185,8 +185,7 @@ def test_an_alpha_is_a_real_number(alpha: Any, factor: float | None):
 
 
 def theirs(key: str, layer: str) -> bool:
-    """Match as peft does, but for the dots."""
-    key = re.sub(r"(?<!\\)\.(?!\*)", r"\.", key)
+    """Match as peft does."""
     return re.match(rf"(.*\.)?({key})$", layer) is not None
 
 
