@@ -8,12 +8,13 @@ from maxattn.block_sizes.sizes import FLOAT, ITEMSIZE, LANES, chip_of, round_up
 from maxattn.call import Call
 from maxattn.target import Target
 
+FEW_KEYS = "tpu_few_keys"  # the kernel's name
 MOST_KEYS = 1024
 HEADS = 2  # a second head fills the waits of the first; more heads gain little
 LONGEST = 4096  # queries
 PAIRS = 2**21
 """Most (query, key, head) triples of a step in bfloat16. By libtpu's schedules, larger steps are no
-faster: the kernel does not loop, so a step has up to 10,000 bundles."""
+faster: the kernel does not loop, so its program has up to 16,000 bundles."""
 ROOM = 32 * 2**20  # bytes of VMEM for which `PAIRS` holds: half of it, half of the pairs
 
 

@@ -25,7 +25,7 @@ from maxattn.block_sizes.sizes import LANES
 from maxattn.kernels.base import in_default_modes
 from maxattn.modules.row_kernel.work import RowWork
 
-NUMBERS = 2**19  # most numbers of a step: 10,000 bundles, and 8 MiB of VMEM for blocks and sums
+NUMBERS = 2**19  # most numbers of a step: some 4,000 bundles, and 8 MiB of VMEM
 LEAST = 16  # tokens: the rows of a register in bfloat16
 FORWARD, BACKWARD = "norm_rotary_fwd", "norm_rotary_bwd"
 Vectors = dict[str, Float[Array, "#N H"]]
@@ -34,10 +34,14 @@ Tables = tuple[Array, ...]
 
 def why_not(work: RowWork) -> str:
     """Return why the kernel cannot take these heads, or ""."""
-    width = lcm(work.head_dim, LANES)
-    if work.channels % width or LEAST * work.channels > NUMBERS:
+    if work.channels % _width(work) or LEAST * work.channels > NUMBERS:
         return f"the kernel cannot take {work.heads} heads of dim {work.head_dim}"
     return ""
+
+
+def _width(work: RowWork) -> int:
+    """Return the channels of a chunk: whole heads that are whole registers."""
+    return lcm(work.head_dim, LANES)
 
 
 class RowTiles(NamedTuple):
@@ -65,8 +69,8 @@ class RowTiles(NamedTuple):
 
     @property
     def chunks(self) -> list[slice]:
-        """Cut a row into whole heads that are whole registers."""
-        width = lcm(self.work.head_dim, LANES)
+        """Cut a row into chunks."""
+        width = _width(self.work)
         return [slice(i, i + width) for i in range(0, self.work.channels, width)]
 
     def heads_of(self, chunk: slice) -> list[tuple[int, slice]]:
@@ -98,10 +102,8 @@ class RowTiles(NamedTuple):
     def of_table(self) -> Any:
         from jax.experimental import pallas as pl
 
-        width = self.chunks[0].stop
-        return pl.BlockSpec(
-            (None, self.tokens, width), lambda b, i: (b if self.example_tables else 0, i, 0)
-        )
+        block = None, self.tokens, _width(self.work)
+        return pl.BlockSpec(block, lambda b, i: (b if self.example_tables else 0, i, 0))
 
     def run(self, kernel: Any, name: str, **how: Any) -> Any:
         from jax.experimental import pallas as pl
@@ -157,15 +159,12 @@ def backward(
         scratch_shapes=[pltpu.VMEM((blocks.tokens, n * h), jnp.float32)],
     )
     dx, *sums = run(x.reshape(b, t, n * h), dy.swapaxes(1, 2), *operands.values())
+    # A vector that all heads share has one row, [1, H]: its gradient is summed over the heads.
     of_vectors = {
-        name: _over_heads(found.reshape(n, h), v.shape[0]).astype(v.dtype)
+        name: found.reshape(v.shape[0], -1, h).sum(axis=1).astype(v.dtype)
         for (name, v), found in zip(vectors.items(), sums, strict=True)
     }
     return dx.reshape(x.shape), of_vectors
-
-
-def _over_heads(x: Float[Array, "N H"], rows: int) -> Float[Array, "#N H"]:
-    return x if rows == x.shape[0] else x.sum(axis=0, keepdims=True)
 
 
 # ---- operands ------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def _operands(work: RowWork, vectors: Vectors, tables: Tables) -> dict[str, Arra
     if not tables:
         return found
     cos, sin = tables
-    copies = lcm(work.head_dim, LANES) // work.head_dim
+    copies = _width(work) // work.head_dim
     if work.style == "half":
         whole = jnp.concatenate([cos, cos], axis=2), jnp.concatenate([-sin, sin], axis=2)
     else:

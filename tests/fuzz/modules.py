@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, NamedTuple
 
@@ -143,24 +143,39 @@ def check_of(built: Built) -> Check:
     def check(names: Names) -> None:
         given: Names = {
             n: None if names[n] is None else np.asarray(names[n], np.float64)
-            for n in ("x", "text", "image", "bias", "way")
+            for n in ("text", "image", "bias")
         }
-        values = numbers_of(nnx.state(names["layer"], nnx.Param)) | {"x": given["x"]}
-        want = reference(built, values, given)
-        bound = np.full(want.shape, loose * max(float(abs(want).max(initial=0)), 1.0))
-        compare("out", names["out"], Bounded(want, bound), built.dtype, 1.0)
-        rng, grads = np.random.default_rng(0), numbers_of(names["grads"])
-        grads["x"] = np.asarray(names["dx"], np.float64)
-        for name, start in values.items():
-            ahead = rng.standard_normal(start.shape)
-            plus, minus = (
-                float((reference(built, values | {name: moved}, given) * given["way"]).sum())
-                for moved in (start + STEP * ahead, start - STEP * ahead)
-            )
-            slope = (plus - minus) / (2 * STEP)
-            compare_slope(name, grads.get(name), ahead, slope, given["way"], built.dtype, loose)
+        compare_layer(names, lambda values: reference(built, values, given), built.dtype, loose)
 
     return check
+
+
+def compare_layer(
+    names: Names, run: Callable[[dict[str, np.ndarray]], np.ndarray], dtype: str, loose: float
+) -> None:
+    """Compare a layer's output, and its gradients along random ways, with float64.
+
+    Args:
+        names: `layer`, the input `x`, the output `out`, its gradient `way`, and `grads` and `dx`.
+        run: computes the output from the parameters and x.
+        dtype: of the layer.
+        loose: the relative error.
+    """
+    values = numbers_of(nnx.state(names["layer"], nnx.Param))
+    values["x"] = np.asarray(names["x"], np.float64)
+    way, want = np.asarray(names["way"], np.float64), run(values)
+    bound = np.full(want.shape, loose * max(float(abs(want).max(initial=0)), 1.0))
+    compare("out", names["out"], Bounded(want, bound), dtype, 1.0)
+    rng, grads = np.random.default_rng(0), numbers_of(names["grads"])
+    grads["x"] = np.asarray(names["dx"], np.float64)
+    for name, start in values.items():
+        ahead = rng.standard_normal(start.shape)
+        plus, minus = (
+            float((run(values | {name: start + step * ahead}) * way).sum())
+            for step in (STEP, -STEP)
+        )
+        slope = (plus - minus) / (2 * STEP)
+        compare_slope(name, grads.get(name), ahead, slope, way, dtype, loose)
 
 
 def numbers_of(state: Any) -> dict[str, np.ndarray]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
-from flax import nnx
 
 from tests.fuzz.case import Case, Check, Machine, Names, Wrong
-from tests.fuzz.float64 import EPS, Bounded, compare
+from tests.fuzz.float64 import EPS
 from tests.fuzz.masks import Sizes, draw_tree
-from tests.fuzz.modules import NORMS, STEP, Built, compare_slope, numbers_of, reference
+from tests.fuzz.modules import NORMS, Built, compare_layer, reference
 from tests.fuzz.settings import config_text, draw_axes, draw_settings
 
 SETUP = """\
@@ -125,7 +124,9 @@ def _check_of(built: Built, stack: tuple[int, ...], axis: int, axes: dict[str, i
     count = int(np.prod(stack))
     loose = (200 if built.dtype == "float32" else 12) * (1 + count) * EPS[built.dtype]
 
-    def loop(values: dict[str, np.ndarray], given: Names) -> np.ndarray:
+    given: Names = {"text": None, "image": None, "bias": None}
+
+    def loop(values: dict[str, np.ndarray]) -> np.ndarray:
         """Run one layer after the other, the first axis of the stack outermost."""
         x = values["x"]
         for i in range(count):
@@ -136,23 +137,7 @@ def _check_of(built: Built, stack: tuple[int, ...], axis: int, axes: dict[str, i
 
     def check(names: Names) -> None:
         _check_specs(names["specs"], len(stack), axis, axes)
-        given: Names = {"text": None, "image": None, "bias": None}
-        values = numbers_of(nnx.state(names["layer"], nnx.Param))
-        values["x"] = np.asarray(names["x"], np.float64)
-        way = np.asarray(names["way"], np.float64)
-        want = loop(values, given)
-        bound = np.full(want.shape, loose * max(float(abs(want).max(initial=0)), 1.0))
-        compare("out", names["out"], Bounded(want, bound), built.dtype, 1.0)
-        rng, grads = np.random.default_rng(0), numbers_of(names["grads"])
-        grads["x"] = np.asarray(names["dx"], np.float64)
-        for name, start in values.items():
-            ahead = rng.standard_normal(start.shape)
-            plus, minus = (
-                float((loop(values | {name: start + step * ahead}, given) * way).sum())
-                for step in (STEP, -STEP)
-            )
-            slope = (plus - minus) / (2 * STEP)
-            compare_slope(name, grads.get(name), ahead, slope, way, built.dtype, loose)
+        compare_layer(names, loop, built.dtype, loose)
 
     return check
 

@@ -15,12 +15,11 @@ from maxattn.block_sizes.estimated.step_cost import (
     Tile,
 )
 from maxattn.block_sizes.estimated.table import shipped_costs
-from maxattn.block_sizes.few_keys import FewKeysTile, tile_of
+from maxattn.block_sizes.few_keys import FEW_KEYS, FewKeysTile, tile_of
 from maxattn.block_sizes.sizes import ITEMSIZE, LANES, round_up
 from maxattn.call import Call
 from maxattn.target import Target
 
-NAME = "tpu_few_keys"
 KINDS: tuple[Kind, ...] = ("fwd", "fused", "online")
 
 
@@ -38,7 +37,7 @@ class FewKeysTimes(NamedTuple):
 
 def few_keys_seconds(call: Call, target: Target) -> FewKeysTimes | None:
     """Estimate a call of `tpu_few_keys`; None if no schedules of its head dim and dtype ship."""
-    costs = shipped_costs(target.device_kind, NAME, call.head_dim, call.dtype)
+    costs = shipped_costs(target.device_kind, FEW_KEYS, call.head_dim, call.dtype)
     passes = []
     for kind in KINDS:
         tile = tile_of(call, target, backward=kind == "fused")

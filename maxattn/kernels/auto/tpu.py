@@ -18,9 +18,9 @@ from maxattn.block_sizes.estimated.choose import (
     in_ms,
     not_estimated,
 )
-from maxattn.block_sizes.estimated.few_keys import NAME as FEW_KEYS
 from maxattn.block_sizes.estimated.few_keys import few_keys_seconds
 from maxattn.block_sizes.estimated.step_cost import Seconds
+from maxattn.block_sizes.few_keys import FEW_KEYS
 from maxattn.block_sizes.sizes import KernelKind, are_parts_small, fused_partials_bytes
 from maxattn.call import Call
 from maxattn.kernels import KERNELS

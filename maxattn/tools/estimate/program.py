@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from maxattn.block_sizes.estimated.choose import seconds_of
-from maxattn.block_sizes.estimated.few_keys import NAME as FEW_KEYS
 from maxattn.block_sizes.estimated.few_keys import few_keys_seconds
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.estimated.table import shipped_costs
+from maxattn.block_sizes.few_keys import FEW_KEYS
 from maxattn.block_sizes.sizes import FORWARD, BlockSizes, KernelKind
 from maxattn.call import Call
 from maxattn.decide import kernel_call
@@ -76,15 +76,15 @@ def estimate_of(
     """
     version = metadata.version("libtpu")
     kernels = list[KernelEstimate]()
-    dumps = Dumps.of(folder, version)
-    for call in pallas_calls(HloProgram.read(text)):
+    dumps, program = Dumps.of(folder, version), HloProgram.read(text)
+    for call in pallas_calls(program):
         if call.name.startswith(ROW_KERNELS):
             continue  # these wait for HBM: `_xla` has them
         dump = KernelDump.read(call.name, *dumps.texts(call.twins), device, version)
         kernels.append(dump.estimate(tiles_of(dump), call.times))
     if forward_flops and len(kernels) == 1:
         kernels = [kernels[0]._replace(flops=forward_flops / kernels[0].calls)]
-    return _how(version) | {"kernels": [k._asdict() for k in kernels]} | _xla(text, device)
+    return _how(version) | {"kernels": [k._asdict() for k in kernels]} | _xla(program, device)
 
 
 def _how(version: str) -> dict[str, str]:
@@ -92,9 +92,8 @@ def _how(version: str) -> dict[str, str]:
     return {"how": f"estimated by libtpu {version}'s schedule{tested}, not run", "libtpu": version}
 
 
-def _xla(text: str, device: Device) -> dict[str, Any]:
-    program, clock = HloProgram.read(text), core_of(device).clock
-    every = list(operations(program, device))
+def _xla(program: HloProgram, device: Device) -> dict[str, Any]:
+    clock, every = core_of(device).clock, list(operations(program, device))
     kinds = []
     for kind in WORDS:
         of_kind = [one for one in every if one.kind == kind]
@@ -190,7 +189,7 @@ def block_estimate(
         raise Unsupported("estimate", of_self.call.shape_text, rule, remedy)
     passes += attention_passes(of_cross, training, policy)
     kernels = {"kernels": [], "attention": [one._asdict() for one in passes]}
-    return _how(metadata.version("libtpu")) | kernels | _xla(text, device)
+    return _how(metadata.version("libtpu")) | kernels | _xla(HloProgram.read(text), device)
 
 
 def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPass, ...]:

@@ -23,14 +23,15 @@ from maxattn.tools.estimate.kernel import core_of
 
 PRODUCTS = 0.8
 """The share of the peak that XLA's matmuls reach: with it two published steps of Wan 14B, on v6e
-and v7x, are within 3% (docs/guide/tpu_estimates.md)."""
+and v7x, are within 10% (docs/results.md)."""
 WORDS = {"products": "matmuls", "layouts": "copies and layouts", "others": "norms and other passes"}
 """The kinds of operations, and what a line calls them."""
 Kind = Literal["products", "layouts", "others"]
 NOT_COUNTED = 2**63 - 1  # libtpu's cycles for an operation without an estimate
-_FREE = {
+_RUNNING = {"while", "call", "conditional"}  # their operations are counted where they stand
+_FREE = _RUNNING | {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-    "replica-id", "opt-barrier", "while", "call", "conditional", "custom-call", "iota",
+    "replica-id", "opt-barrier", "custom-call", "iota",
 }  # fmt: skip
 ROW_KERNELS = "norm_rotary"
 _ENDS = ("-done", "-update")
@@ -73,8 +74,7 @@ def operations(program: HloProgram, device: Device) -> Iterator[Operation]:
     core, machine = core_of(device), device.machine
     assert machine is not None, device.kind
     every = [i for body in program.computations.values() for i in body]
-    running = ("while", "call", "conditional")
-    inner = {name for i in every if i.opcode not in running for name in i.called}
+    inner = {name for i in every if i.opcode not in _RUNNING for name in i.called}
     for name, body in program.computations.items():
         if name in inner:
             continue
@@ -108,10 +108,8 @@ def _kind(program: HloProgram, one: Instruction, flops: float) -> Kind:
 def _what(program: HloProgram, one: Instruction) -> str:
     """Return jax's name of an operation: of a fusion with a product, that of the product."""
     inside = program.inside(one)
-    named = [i for i in (*inside, one) if i.opcode in ("dot", "convolution")] or [
-        one,
-        *inside[::-1],
-    ]
+    of_products = [i for i in (*inside, one) if i.opcode in DOTS]
+    named = of_products or [one, *inside[::-1]]
     names = (i.attribute(r'op_name="([^"]*)"') for i in named)
     return next(filter(None, names), one.opcode).rpartition("/")[2]
 
@@ -139,7 +137,7 @@ def _products(program: HloProgram, one: Instruction, types: dict[str, str]) -> I
     """Yield the FLOPs of each product of an operation, inside its fusions too."""
     if one.opcode in DOTS:
         yield _flops(one, types)
-    elif one.opcode not in ("while", "call", "conditional"):
+    elif one.opcode not in _RUNNING:
         for name in one.called:
             body = program.computations.get(name, [])
             inner = {i.name: i.type for i in body}

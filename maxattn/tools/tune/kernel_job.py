@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxattn.block_sizes.estimated.step_cost import Evaluates, Kind, Tile
+from maxattn.block_sizes.few_keys import FEW_KEYS, FewKeysTile
 from maxattn.block_sizes.sizes import ITEMSIZE, LANES, KernelKind
 from maxattn.devices import DEVICES
 from maxattn.errors import MaxattnError
 
-FEW_KEYS = "tpu_few_keys"
 ROWS, COLUMNS = 2, 4  # tile rows and columns of a head: more give the same schedule
 # The largest VMEM of a TPU. The compiler would keep a smaller operand in VMEM, and the kernel
 # would have no transfers.
@@ -185,7 +185,6 @@ def _device(kind: str) -> Any:
 
 
 def _few_keys_function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    from maxattn.block_sizes.few_keys import FewKeysTile
     from maxattn.kernels.transposed import few_keys
 
     q, k = ((job.batch, n, job.heads, job.head_dim) for n in job.lengths)

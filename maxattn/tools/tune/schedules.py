@@ -26,6 +26,7 @@ from maxattn.block_sizes.estimated.choose import (
 )
 from maxattn.block_sizes.estimated.grids import evaluates
 from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, StepCost, Tile
+from maxattn.block_sizes.few_keys import FEW_KEYS
 from maxattn.block_sizes.sizes import KernelKind
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes
@@ -34,7 +35,7 @@ from maxattn.errors import Unsupported
 from maxattn.target import Target
 from maxattn.tools.compile.process import INSTALL, CompilerProcess, CompilerStopped
 from maxattn.tools.tune.candidates import tile_choices, without_likes
-from maxattn.tools.tune.kernel_job import FEW_KEYS, KernelJob
+from maxattn.tools.tune.kernel_job import KernelJob
 
 START_SECONDS = 300.0
 
@@ -54,7 +55,7 @@ _OWN_SOURCES = (
     "kernels/splash/mask_codes.py",
     "kernels/splash/mask_info.py",
 )  # fmt: skip
-_FEW_KEYS_SOURCES = ("kernels/transposed/few_keys.py",)
+_FEW_KEYS_SOURCES = "kernels/transposed/few_keys.py", "kernels/transposed/tile.py"
 
 
 class ScheduleCompiler:
