@@ -28,7 +28,7 @@ from maxattn.kernels.base import (
     exact_products,
     gathered,
 )
-from maxattn.kernels.softmax import row_gradient
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF
 from maxattn.kernels.transposed import few_keys
 from maxattn.masks.terms import USE_BLOCKWISE, sort_terms
 from maxattn.target import Target
@@ -113,9 +113,11 @@ class TpuFewKeys(Kernel):
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         call, order = self._call(inputs, self.of_backward)
-        out, dout = rows.out.swapaxes(1, 2), rows.dout.swapaxes(1, 2)
-        # Weights are 0 with such an LSE, so the kernel reads dout as it is.
-        lse, delta, _ = row_gradient(out, dout, rows.lse, rows.dlse)
+        # Not `row_gradient`, which reads heads first: XLA then lays out the kernels' operands anew.
+        empty = rows.lse == NEG_INF
+        products = rows.dout.astype(jnp.float32) * rows.out.astype(jnp.float32)
+        delta = products.sum(axis=3).swapaxes(1, 2) - rows.dlse
+        lse, delta = jnp.where(empty, BIG_LSE, rows.lse), jnp.where(empty, 0.0, delta)
         with exact_products(call.q.dtype):
             given = lse, delta, rows.dout.astype(call.q.dtype)
             dq, dk, dv = few_keys.backward(call, *given, self.interpret)
