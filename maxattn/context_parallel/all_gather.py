@@ -17,6 +17,7 @@ from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import CONTEXT, Collective, Strategy, itemsize, kv_bytes
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
+from maxattn.kernels.softmax import gradient_dtype
 from maxattn.sharding import MeshShape, axis_offset, sum_over, ways
 from maxattn.target import Target
 
@@ -45,7 +46,7 @@ class ReplicatedKeys(Strategy):
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
         dq, dk, dv, dbias = kernel.backward(self._whole_inputs(inputs), rows)
-        dk, dv = (self._sum(x).astype(inputs.k.dtype) for x in (dk, dv))
+        dk, dv = (self._sum(x).astype(gradient_dtype(inputs.k)) for x in (dk, dv))
         return Grads(dq, dk, dv, dbias)
 
     def _whole_inputs(self, inputs: Inputs) -> Inputs:

@@ -233,6 +233,11 @@ def itemsize(dtype: str) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
+def gradient_itemsize(dtype: str) -> int:
+    """Return the bytes of an element of dQ, dK and dV (`gradient_dtype` of kernels/base.py)."""
+    return FLOAT if dtype == "float16" else itemsize(dtype)
+
+
 def kv_bytes(call: Call, size: int = FLOAT) -> int:
     """Return the bytes of K and V of a call, in elements of `size` bytes; default float32."""
     return call.batch * call.kv_len * call.kv_heads * (call.head_dim + call.value_dim) * size
@@ -245,4 +250,6 @@ def array_bytes(call: Call) -> dict[str, int]:
     q, out = queries * item * call.head_dim, queries * item * call.value_dim
     k, v, lse = keys * call.head_dim, keys * call.value_dim, FLOAT * queries
     sizes = {"Q": q, "K": k, "V": v, "out": out, "LSE": lse}
-    return sizes | {f"d{name}": size for name, size in sizes.items()}
+    wider = gradient_itemsize(call.dtype) // item
+    grads = {f"d{name}": sizes[name] * wider for name in "QKV"}
+    return sizes | grads | {"dout": out, "dLSE": lse}

@@ -128,7 +128,10 @@ class Rows:
 
 
 class Grads(NamedTuple):
-    """The gradients; dk, dv and dbias are float32, so that callers can sum them over calls."""
+    """The gradients; dk, dv and dbias are float32, so that callers can sum them over calls.
+
+    dq is in `gradient_dtype(q)`.
+    """
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]

@@ -68,7 +68,7 @@ class DotProduct(Kernel):
         if bias is not None:
             full = ds.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
             dbias = softmax.fold_like(full, bias.shape)
-        dq = self._merge_queries(dq, q).astype(q.dtype)
+        dq = self._merge_queries(dq, q).astype(softmax.gradient_dtype(q))
         return Grads(dq, self._merge_keys(dk, k), self._merge_keys(dv, k), dbias)
 
     def tangent(self, inputs: Inputs, result: Result, moved: Tangents) -> Result:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxattn.kernels.softmax import gradient_dtype
+
 if TYPE_CHECKING:
     from maxattn.kernels.base import Grads, Inputs, Rows
 
@@ -89,7 +91,7 @@ class DqAccumulator:
         raise NotImplementedError
 
     def dq(self) -> Array:
-        """Return dQ over all blocks so far, in q's dtype."""
+        """Return dQ over all blocks so far, in `gradient_dtype(q)`."""
         raise NotImplementedError
 
 
@@ -107,7 +109,7 @@ class SumOfParts(DqAccumulator):
         k, v = (slice_one(keys, which, key_range, dim) for which, dim in enumerate(dims))
         dq, dk, dv, _ = self._backward(self._inputs.replace(k=k, v=v), self._rows)
         self.state = added(self.state, dq)
-        found = pack(dk.astype(k.dtype), dv.astype(k.dtype))
+        found = pack(*(x.astype(gradient_dtype(k)) for x in (dk, dv)))
         start, end = key_range.bounds(keys.shape[2])
         if grads is None:
             return jnp.pad(found, ((0, 0), (0, 0), (start, keys.shape[2] - end), (0, 0), (0, 0)))
@@ -115,7 +117,7 @@ class SumOfParts(DqAccumulator):
 
     def dq(self) -> Array:
         q = self._inputs.q
-        return total(self.state, q).astype(q.dtype)
+        return total(self.state, q).astype(gradient_dtype(q))
 
 
 def added(parts: list[Array], part: Array) -> list[Array]:

@@ -165,7 +165,7 @@ class MemoryEfficient(Kernel):
 
             zero = jnp.zeros_like(q_i, jnp.float32)
             dq_i, *carry = for_visits(tiles.lists, tuple(row), step, (zero, *carry))
-            return tuple(carry), dq_i.astype(q.dtype)
+            return tuple(carry), dq_i.astype(softmax.gradient_dtype(q))
 
         sums = _zero_gradients(tiles)
         given = _stats_of_chunks(rows, tiles)

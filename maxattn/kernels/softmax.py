@@ -109,6 +109,15 @@ def finish(m: Stats, l: Stats, acc: Queries) -> tuple[Queries, Stats]:
     return out, lse
 
 
+def gradient_dtype(x: Array) -> Any:
+    """Return the dtype of dQ for queries `x`, or of the dK and dV that a ring sends for keys `x`.
+
+    It is that of x, but float32 for float16: gradient_scale.py divides the gradients by a power of
+    two, and what was rounded to float16 before that has lost its digits.
+    """
+    return jnp.float32 if x.dtype == jnp.float16 else x.dtype
+
+
 def row_gradient(
     out: Queries, dout: Queries, lse: Stats, dlse: Stats
 ) -> tuple[Stats, Stats, Queries]:

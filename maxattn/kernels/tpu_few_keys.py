@@ -28,7 +28,7 @@ from maxattn.kernels.base import (
     exact_products,
     gathered,
 )
-from maxattn.kernels.softmax import BIG_LSE, NEG_INF
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF, gradient_dtype
 from maxattn.kernels.transposed import few_keys
 from maxattn.masks.terms import USE_BLOCKWISE, sort_terms
 from maxattn.target import Target
@@ -123,7 +123,7 @@ class TpuFewKeys(Kernel):
             dq, dk, dv = few_keys.backward(call, *given, self.interpret)
         if order is not None:
             dk, dv = (gathered(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
-        return Grads(dq.astype(inputs.q.dtype), dk * self.scale, dv)
+        return Grads(dq.astype(gradient_dtype(inputs.q)), dk * self.scale, dv)
 
     def _call(
         self, inputs: Inputs, tile: FewKeysTile

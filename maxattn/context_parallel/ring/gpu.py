@@ -2,9 +2,9 @@
 
 XLA keeps one collective in flight on a GPU: a second one beside the same kernel would be exposed.
 So K and V travel as one array. Gradients of a hop's keys travel straight to the keys' owner, in
-the dtype of K, while the next hop is computed; the owner sums them in float32. Partial results
-stay as the kernel wrote them until one pass merges or sums them. If every query sees every key,
-`gpu_full_mask.py` puts a kernel beside each transfer of the backward.
+the dtype of K (float32 for float16), while the next hop is computed; the owner sums them in
+float32. Partial results stay as the kernel wrote them until one pass merges or sums them. If every
+query sees every key, `gpu_full_mask.py` puts a kernel beside each transfer of the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.context_parallel.base import FLOAT, Collective, itemsize
+from maxattn.context_parallel.base import FLOAT, Collective, gradient_itemsize, itemsize
 from maxattn.context_parallel.ring import gpu_full_mask
 from maxattn.context_parallel.ring.hops import (
     Keys,
@@ -32,7 +32,7 @@ from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels import KERNELS, computed_call
 from maxattn.kernels.base import Bias, Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.kv_block import MOST_PARTS, Packed, added, pack, total, widened
-from maxattn.kernels.softmax import merge_by_lse
+from maxattn.kernels.softmax import gradient_dtype, merge_by_lse
 from maxattn.target import Target
 
 MODE = "xla_gpu_collective_permute_mode"
@@ -72,11 +72,12 @@ class GpuSchedule:
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
         """List the hops; K and V are padded to one width; gradients of local keys do not travel."""
         widest = max(hop.head_dim, hop.value_dim)
-        block = 2 * hop.batch * hop.kv_len * hop.kv_heads * widest * itemsize(hop.dtype)
-        return hop_collectives(sends, block, (sends, block), arrays=1)
+        elements = 2 * hop.batch * hop.kv_len * hop.kv_heads * widest
+        block, grads = (elements * size(hop.dtype) for size in (itemsize, gradient_itemsize))
+        return hop_collectives(sends, block, (sends, grads), arrays=1)
 
     def traffic(self, hops: int, share: Share, hop: Call) -> Traffic:
-        """Return the traffic and memory of `hops` hops; gradients travel in the dtype of K.
+        """Return the traffic and memory of `hops` hops; gradients travel in `gradient_dtype` of K.
 
         If every query sees every key, memory has three blocks of K and V (local, current, next)
         and four of gradients (local, current, sent, received).
@@ -99,7 +100,7 @@ class GpuSchedule:
         )
         if not may_keep:
             merged += (hops + 1) * q + 2 * hops * kv
-        return Traffic(item, True, dense, held, merged)
+        return Traffic(gradient_itemsize(hop.dtype), True, dense, held, merged)
 
     # ---- inside `shard_map` ----------------------------------------------------------------------
 
@@ -157,17 +158,18 @@ class GpuSchedule:
         back = ring_pass.order.from_zigzag
         summed = _unpacked(total(home, home[0]).astype(home[0].dtype), dims)
         dk, dv = (back([pair[which] for pair in summed], 1) for which in (0, 1))
-        dq = [total(parts, x).astype(x.dtype) for parts, x in zip(dqs, queries, strict=True)]
-        return Grads(back(dq, 1), dk, dv, ring_pass.whole_bias(dbias))
+        found = [total(parts, x) for parts, x in zip(dqs, queries, strict=True)]
+        dq = back([x.astype(gradient_dtype(inputs.q)) for x in found], 1)
+        return Grads(dq, dk, dv, ring_pass.whole_bias(dbias))
 
 
 def _gradients_of_keys(ring_pass: RingPass, found: dict[Piece, Any], like: Packed) -> Packed:
-    """Sum the gradients of K and V over query chunks, and round them to the dtype of K."""
+    """Sum the gradients of K and V over query chunks, and round them to `gradient_dtype`."""
     sums = [
         widened(total([g[p] for (_, j), g in found.items() if j == chunk], like[0]), like.shape[4])
         for chunk in ring_pass.chunks for p in (1, 2)
     ]  # fmt: skip
-    return jnp.stack([x.astype(like.dtype) for x in sums])
+    return jnp.stack([x.astype(gradient_dtype(like)) for x in sums])
 
 
 def _packed(keys: Keys) -> Packed:

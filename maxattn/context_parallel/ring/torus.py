@@ -29,7 +29,7 @@ from maxattn.context_parallel.ring.hops import (
 )
 from maxattn.context_parallel.timeline import Share, Traffic
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
-from maxattn.kernels.softmax import merge_by_lse
+from maxattn.kernels.softmax import gradient_dtype, merge_by_lse
 
 # If a device's queries have this many bytes, halves of q, out and dout are sliced when they are
 # read: slices from before the first hop left the TPU's compiler no memory to overlap transfers with
@@ -233,6 +233,6 @@ class _BackwardLane(_Lane):
     def grads(self) -> Grads:
         """Return all gradients in contiguous order."""
         back, q, k = self.ring_pass.order.from_zigzag, self.inputs.q, self.inputs.k
-        dk, dv = (back([x[p].astype(k.dtype) for x in self.dkv], 1) for p in (0, 1))
-        dq = back([x.astype(q.dtype) for x in self.dq], 1)
+        dk, dv = (back([x[p].astype(gradient_dtype(k)) for x in self.dkv], 1) for p in (0, 1))
+        dq = back([x.astype(gradient_dtype(q)) for x in self.dq], 1)
         return Grads(dq, dk, dv, self.ring_pass.whole_bias(self.dbias))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from maxattn.kernels.base import Grads, Inputs, Result, Rows, padded_heads, padded_rows
 from maxattn.kernels.fused import rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.softmax import NEG_INF, cleared, column, fold_like
+from maxattn.kernels.softmax import NEG_INF, cleared, column, fold_like, gradient_dtype
 from maxattn.masks.band_pieces import Piece, pieces
 from maxattn.masks.terms import sort_terms
 from maxattn.sharding import pad_axis
@@ -88,7 +88,7 @@ class Biased:
         """Return the gradients without padding, and dbias in the shape of the caller's bias."""
         width, bias = self.head_dim, inputs.bias
         assert bias is not None
-        dq = found.dq[:, : self.queries, :, :width].astype(inputs.q.dtype)
+        dq = found.dq[:, : self.queries, :, :width].astype(gradient_dtype(inputs.q))
         dk, dv = (x[:, : self.keys, :, :width] for x in (found.dk, found.dv))
         if found.dbias is None:
             return Grads(dq, dk, dv, jnp.zeros(bias.shape, jnp.float32))

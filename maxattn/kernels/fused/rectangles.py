@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxattn.kernels.base import Grads, Result, Rows
-from maxattn.kernels.softmax import BIG_LSE, NEG_INF, cleared, merge_by_lse
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF, cleared, gradient_dtype, merge_by_lse
 from maxattn.masks.band_pieces import Piece
 
 
@@ -110,13 +110,13 @@ def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:
 
 
 def summed(found: list[tuple[Piece, Grads]], q: Array, k: Array) -> Grads:
-    """Add up the rectangles' gradients at their tokens: dq in q's dtype, dk and dv in float32."""
+    """Add up the rectangles' gradients at their tokens: dk and dv in float32."""
     if len(found) == 1 and found[0][0][:4] == (0, q.shape[1], 0, k.shape[1]):
         dq, dk, dv, _ = found[0][1]
-        return Grads(dq.astype(q.dtype), dk, dv)
+        return Grads(dq.astype(gradient_dtype(q)), dk, dv)
     dq = jnp.zeros(q.shape, jnp.float32)
     dk = dv = jnp.zeros(k.shape, jnp.float32)
     for p, part in found:
         dq = dq.at[:, p.q0 : p.q1].add(part.dq)
         dk, dv = dk.at[:, p.k0 : p.k1].add(part.dk), dv.at[:, p.k0 : p.k1].add(part.dv)
-    return Grads(dq.astype(q.dtype), dk, dv)
+    return Grads(dq.astype(gradient_dtype(q)), dk, dv)

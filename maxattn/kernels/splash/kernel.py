@@ -24,7 +24,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.devices import Platform
 from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows, exact_products
-from maxattn.kernels.softmax import NEG_INF, row_gradient
+from maxattn.kernels.softmax import NEG_INF, gradient_dtype, row_gradient
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, SplashProblem, Stats
 from maxattn.masks.terms import USE_BLOCKWISE, split_mask, supported_split
@@ -157,7 +157,7 @@ class Splash(Kernel):
             problem = self._problem(inputs, self.library.query_factor(dtype))
             stats = Stats(lse, dout.astype(problem.q.dtype), delta)
             dq, dk, dv = problem.backward(self.blocks, stats)
-        dq = (dq.astype(jnp.float32) * self.scale).astype(inputs.q.dtype)
+        dq = (dq.astype(jnp.float32) * self.scale).astype(gradient_dtype(inputs.q))
         dk, dv = (x.swapaxes(1, 2).astype(jnp.float32) for x in (dk, dv))
         dk = dk / self.library.query_factor(problem.q.dtype)
         return Grads(problem.checked(dq.swapaxes(1, 2)), dk, dv)
