@@ -75,18 +75,24 @@ def known(kinds: np.ndarray) -> Lists:
     side_by_side = bool(((counts[1] == 0) | (last - first + 1 == counts[1])).all())
     work = (counts[0] + counts[1]).astype(np.int32)
     most = max(1, int(counts[0].max(initial=0)))
-    tiles = _ascending(mixed)[:, :most]
+    tiles = _ascending(mixed, most)
     if side_by_side and most <= MOST_MIXED:
         found = np.concatenate([np.stack([*counts, first], axis=1), tiles], axis=1)
         return Lists(found.astype(np.int32), work)
     most = max(most, int(counts[1].max(initial=0)))
-    halves = zip(counts, (_ascending(mixed), _ascending(full)), strict=True)
-    found = np.stack([np.concatenate([c[:, None], t[:, :most]], axis=1) for c, t in halves])
+    halves = zip(counts, (mixed, full), strict=True)
+    found = np.stack([np.column_stack([c, _ascending(x, most)]) for c, x in halves])
     return Lists(found.astype(np.int32), work)
 
 
-def _ascending(chosen: np.ndarray) -> np.ndarray:
-    return np.argsort(~chosen, axis=1, stable=True)
+def _ascending(chosen: np.ndarray, most: int) -> np.ndarray:
+    """List the chosen columns of each row [rows, columns] in the first of `most` places, then 0."""
+    row, column = np.nonzero(chosen)
+    counts = chosen.sum(axis=1)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    out = np.zeros((len(chosen), most), np.int32)
+    out[row, place] = column
+    return out
 
 
 def traced(kinds: Array) -> Lists:
