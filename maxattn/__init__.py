@@ -48,7 +48,7 @@ __all__ = [
     "swap",
     "weights",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Each public name is imported when it is first used, so that `maxattn --version` needs no jax.
 _HOMES = {
