@@ -13,7 +13,10 @@
         --prompt ... --image FILE --out DIR
     # the digits
     python examples/generate_wan.py configs/wan_tiny.yml prompt="a seven moving left"
-    # the same, streamed
+    # several digits, of a model that train_wan.py trained
+    python examples/generate_wan.py configs/digits_large.yml --model out/digits_large \\
+        --prompt "a red three leaving left and a blue seven bouncing up" --out DIR
+    # the small one, streamed
     python examples/generate_wan.py configs/wan_tiny_stream.yml prompt="a seven moving left"
 
 FOLDER is in diffusers' format. Text encoders and the VAE are torch's (pip install
@@ -31,6 +34,9 @@ from digits import stream_demo, text
 from digits.drawing import draw_all, draw_prompt
 from digits.settings import Settings as DigitsSettings
 from digits.training import trained
+from digits_large.sampling_task import ClipSamplingTask
+from digits_large.settings import Settings as ClipSettings
+from digits_large.settings import describes_clips
 from sample.command import FILES, command, draw, settings_of
 from wan.sampling_task import WanSamplingTask
 from wan.settings import Settings, describes_wan
@@ -63,12 +69,16 @@ def digits(settings: DigitsSettings) -> None:
 
 def settings_class(path: str, overrides: Sequence[str]) -> type[DigitsSettings] | type[Settings]:
     """Choose the class that reads a file with these overrides."""
+    if describes_clips(path, overrides):
+        return ClipSettings
     return Settings if describes_wan(path, overrides) else DigitsSettings
 
 
 def main(found: argparse.Namespace) -> None:
     """Draw what the arguments say."""
     settings = settings_of(found, settings_class)
+    if isinstance(settings, ClipSettings):
+        return draw(found, ClipSamplingTask, settings)
     if isinstance(settings, Settings):
         return draw(found, WanSamplingTask, settings)
     with hosts.first_speaks():

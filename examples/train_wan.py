@@ -10,6 +10,8 @@
     python examples/train_wan.py configs/wan_tiny.yml
     # digits that are streamed, block by block
     python examples/train_wan.py configs/wan_tiny_stream.yml
+    # several digits that cross, leave and come back
+    python examples/train_wan.py configs/digits_large.yml
 
 examples/make_latents.py makes the folder. The same command goes on after a kill, from the last
 checkpoint, bit for bit.
@@ -26,6 +28,9 @@ from digits.drawing import draw_all
 from digits.settings import Settings as DigitsSettings
 from digits.stream_demo import Demo
 from digits.training import train as train_digits
+from digits_large.settings import Settings as ClipSettings
+from digits_large.settings import describes_clips
+from digits_large.task import ClipTask
 from train.command import command, train
 from wan.settings import Settings, describes_wan
 from wan.task import WanTask
@@ -49,12 +54,16 @@ def digits(settings: DigitsSettings) -> None:
 
 def settings_class(path: str, overrides: Sequence[str]) -> type[DigitsSettings] | type[Settings]:
     """Choose the class that reads a file with these overrides."""
+    if describes_clips(path, overrides):
+        return ClipSettings
     return Settings if describes_wan(path, overrides) else DigitsSettings
 
 
 def main(settings: DigitsSettings | Settings) -> None:
     """Train what the settings describe."""
-    if isinstance(settings, Settings):
+    if isinstance(settings, ClipSettings):
+        train(ClipTask, settings)
+    elif isinstance(settings, Settings):
         train(WanTask, settings)
     else:
         digits(settings)

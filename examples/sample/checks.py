@@ -39,7 +39,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
         *pipeline_errors(paths.model, task.family),
         *size_errors,
         *_input_errors(task, paths, sizes_fit),
-        *_output_errors(paths),
+        *_output_errors(task, paths),
         *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
         *_expert_errors(paths),
         *weights_errors(task, paths),
@@ -123,6 +123,8 @@ def _input_errors(task: SamplingTask, paths: Paths, sizes_fit: bool) -> Iterator
     else:
         yield from _guidance_errors(task)
         yield from _image_errors(task, paths.image)
+        if not task.needs_torch:
+            return
         needs = Needs(task.needs_torch, "transformers", "give --embeddings FILE instead")
         yield from without_torch("--prompt", "encoding a prompt", paths.model, needs)
 
@@ -214,14 +216,14 @@ def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator
 # ---- what is written, and where sampling begins --------------------------------------------------
 
 
-def _output_errors(paths: Paths) -> Iterator[ConfigError]:
+def _output_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     if paths.out is None and paths.latents is None:
         remedy = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
         yield ConfigError("--out", "(none)", "a folder or a file takes what is drawn", remedy)
     for option, path in (("--out", paths.out), ("--latents", paths.latents)):
         if path is not None and (problem := unwritable(option, path, option == "--out")):
             yield problem
-    if paths.out is not None:
+    if paths.out is not None and task.needs_torch:
         needs = Needs(("vae",), "diffusers", "give --latents FILE instead")
         yield from without_torch("--out", "decoding latents", paths.model, needs)
 

@@ -50,7 +50,7 @@ class SamplingTask(Protocol):
 
     @property
     def needs_torch(self) -> tuple[str, ...]:
-        """The parts of a pipeline's folder that encode a prompt."""
+        """The parts of a pipeline's folder that encode a prompt; none where torch does nothing."""
         ...
 
     @property

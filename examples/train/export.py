@@ -43,10 +43,22 @@ def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
     if jax.process_count() > 1:
         return None
     whole = folder / task.part
+    if task.training.export_dtype is not None:
+        model = _stored(model, task.training.export_dtype)
     weights.save_diffusers(model, whole)
     _config(task, whole)
     _scheduler(task, folder / "scheduler")
     return whole
+
+
+def _stored(model: nnx.Module, dtype: str) -> nnx.Module:
+    """Return the model with matrices of this dtype; norms, biases and tables stay as they are."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    flat = [
+        (path, param.replace(param.get_value().astype(dtype)) if path[-1] == "kernel" else param)
+        for path, param in nnx.to_flat_state(params)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat), rest)
 
 
 def _lora(task: Task, model: nnx.Module, path: Path) -> Path:

@@ -69,6 +69,8 @@ class TrainingSettings(Section):
     """Write scalars to output_dir/tensorboard."""
     export: bool = True
     """Write the result to output_dir as diffusers reads it: a folder, or the LoRA's file."""
+    export_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the matrices that are written; null: as they are trained."""
     seed: Whole = 0
     """Of new parameters, order of examples, times and noise."""
     resume: bool = True

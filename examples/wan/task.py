@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class WanTask(LatentTask):
     )
 
     @classmethod
-    def of(cls, settings: Settings) -> WanTask:
+    def of(cls, settings: Settings) -> Self:
         """Take the sizes from the settings, or from the model's folder; raises as `found`.
 
         Raises:

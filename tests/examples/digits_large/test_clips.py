@@ -1,0 +1,123 @@
+"""Clips of several digits: they leave and return, they cross, and the prompt says what is seen."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from digits_large import clips, scenes, words
+from digits_large.scenes import BOUNCING, CROSSING, LEAVING, STEPS, Scans, Scene, Size
+
+from maxattn.errors import InputError
+
+SIZE = Size(13, 48, 80, 16)
+SCANS = Scans.of("train")
+NUMBERS = jnp.arange(96)
+SCENE = scenes.draw(3, NUMBERS, SCANS, SIZE)
+
+
+def one_at_a_time(scene: Scene) -> np.ndarray:
+    """Render each digit of each clip alone: [B, K, F, H, W, 3]."""
+    alone = [scene._replace(there=scene.there & (jnp.arange(3) == k)) for k in range(3)]
+    return np.stack([rendered(x) for x in alone], 1)
+
+
+def rendered(scene: Scene) -> np.ndarray:
+    return np.asarray(clips.render(scene, clips.scans_here(SCANS), SIZE))
+
+
+def ink_and_centre(alone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    ink = alone.max(-1)
+    total = ink.sum((-1, -2)) + 1e-9
+    rows, columns = ink.sum(-1) @ np.arange(48), ink.sum(-2) @ np.arange(80)
+    return total, np.stack([rows, columns], -1) / total[..., None]
+
+
+ALONE = one_at_a_time(SCENE)
+TOTAL, CENTRE = ink_and_centre(ALONE)
+THERE, PATH, WAY = (np.asarray(x) for x in (SCENE.there, SCENE.path, SCENE.way))
+
+
+def test_digits_that_leave_are_gone_in_the_middle_and_come_back():
+    chosen = THERE & (PATH == LEAVING)
+    assert chosen.sum() > 50
+    ink = TOTAL[chosen] / TOTAL[chosen][:, :1]
+    assert (ink[:, 5:8] < 1e-6).all()  # gone for three frames
+    assert (ink[:, [0, 12]] > 0.99).all()
+    np.testing.assert_allclose(CENTRE[chosen][:, 12], CENTRE[chosen][:, 0], atol=1e-3)
+
+
+def test_digits_that_bounce_or_cross_stay_in_the_picture():
+    chosen = THERE & (PATH != LEAVING)
+    ink = TOTAL[chosen]
+    assert (ink > 0.9 * ink[:, :1]).all()
+    turned = np.diff(CENTRE[THERE & (PATH == BOUNCING)], axis=1)
+    assert (np.sign(turned[:, 0]) != np.sign(turned[:, -1])).any(-1).mean() > 0.5
+
+
+def test_digits_begin_in_the_direction_of_their_prompt():
+    moved = (CENTRE[:, :, 2] - CENTRE[:, :, 0]) * STEPS[WAY]
+    assert (moved.sum(-1)[THERE] > 0).all()
+
+
+def test_two_that_cross_meet_in_one_lane_and_the_first_hides_the_second():
+    chosen = PATH[:, 0] == CROSSING
+    first, second = CENTRE[chosen, 0], CENTRE[chosen, 1]
+    apart = np.linalg.norm(first - second, axis=-1)
+    assert (apart.min(1) < 8).all() and (apart[:, [0, 12]] > 16).all()
+    alone, scene = ALONE[chosen], rendered(SCENE)[chosen]
+    covered = alone[:, 0].max(-1) == 1
+    np.testing.assert_allclose(scene[covered], alone[:, 0][covered], atol=1e-6)
+
+
+def test_colours_and_digits_are_those_of_the_prompt():
+    said = [words.read(prompt) for prompt in SCENE.prompts()]
+    colours = np.array(list(words.COLOURS.values()))
+    labels = np.searchsorted(SCANS.first, np.asarray(SCENE.scan), side="right") - 1
+    for clip, phrases in enumerate(said):
+        assert len(phrases) == THERE[clip].sum() >= 2
+        assert len({p.colour for p in phrases}) == len({p.digit for p in phrases}) == len(phrases)
+        for k, phrase in enumerate(phrases):
+            shown = ALONE[clip, k, 0]
+            np.testing.assert_allclose(shown, shown.max(-1, keepdims=True) * colours[phrase.colour])
+            assert phrase.digit == labels[clip, k] and phrase.path == PATH[clip, k]
+
+
+def test_a_clip_depends_on_its_number_and_the_seed_alone():
+    again = rendered(scenes.draw(3, NUMBERS + 10, SCANS, SIZE))
+    np.testing.assert_array_equal(again[:10], rendered(SCENE)[10:20])
+    other = rendered(scenes.draw(4, NUMBERS + 10, SCANS, SIZE))
+    assert (np.abs(other - again).max((1, 2, 3, 4)) > 0.5).all()
+
+
+def test_a_frame_equals_interpolation_in_numpy():
+    at = np.asarray(scenes.corners(SCENE, SIZE))
+    scan = np.pad(SCANS.ink[np.asarray(SCENE.scan)[2, 0]].astype(np.float64), 1)
+    places = [(np.arange(n) + 0.5 - at[2, 0, 4, a]) / 2 - 0.5 for a, n in ((0, 48), (1, 80))]
+    nodes = np.arange(-1, 9)
+    wide = np.stack([np.interp(places[1], nodes, line, 0, 0) for line in scan])
+    full = np.stack([np.interp(places[0], nodes, column, 0, 0) for column in wide.T], 1)
+    np.testing.assert_allclose(ALONE[2, 0, 4].max(-1), np.clip(1.3 * full, 0, 1), atol=1e-5)
+
+
+def test_prompts_are_read_and_encoded_as_the_device_encodes_them():
+    prompts = SCENE.prompts()
+    assert [words.prompt_of(words.read(prompt)) for prompt in prompts] == prompts
+    states = words.encode(prompts)
+    np.testing.assert_array_equal(states, words.states(SCENE.numbers))
+    assert states.shape == (96, words.LENGTH, words.WIDTH)
+    assert not words.encode([""]).any()
+    assert len(np.unique(states.reshape(96, -1), axis=0)) == len(set(prompts))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("a red three leaving", "a digit has a colour, a name, a path and a direction"),
+        ("a red tree leaving left", "'tree' is in the place of one of zero, one"),
+        (" and ".join(["a red two leaving up"] * 4), "names at most 3 digits, and this names 4"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_refused(prompt: str, said: str):
+    with pytest.raises(InputError, match=said):
+        words.read(prompt)
