@@ -11,7 +11,8 @@ scan refuses that, since it writes back into the layers; these layers only read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -19,6 +20,29 @@ from flax import nnx
 import maxattn as ma
 
 Layer = TypeVar("Layer", bound=nnx.Module)
+
+
+class Layers(NamedTuple):
+    """The layers of a model's call, for a function that decides which of them run.
+
+    Args:
+        count: how many.
+        run: runs the layers of a range on what the layer before it gave.
+        add: whether layers add to what they take, so that what they added can be reused; else what
+            they give can.
+    """
+
+    count: int
+    run: Callable[[Any, range], Any]
+    add: bool = True
+
+    def all(self, x: Any) -> Any:
+        """Run every layer."""
+        return self.run(x, range(self.count))
+
+
+# Stands around the layers of a call: from them and what the first one takes to what the last gives.
+Around = Callable[[Layers, Any], Any]
 
 
 def make_layers(
@@ -54,7 +78,18 @@ def scan_here(said: bool | None) -> bool:
     return ma.Target.here().platform != "gpu" if said is None else said
 
 
-def run_layers(run: Callable[[Any, Any, Any, Any], Any], layers: Any, x: Any, each: Any) -> Any:
+def count_layers(layers: Any) -> int:
+    """Return how many layers `make_layers` made."""
+    return len(jax.tree.leaves(nnx.state(layers))[0]) if are_scanned(layers) else len(layers)
+
+
+def run_layers(
+    run: Callable[[Any, Any, Any, Any], Any],
+    layers: Any,
+    x: Any,
+    each: Any,
+    span: range | None = None,
+) -> Any:
     """Run layers in their order.
 
     Args:
@@ -63,21 +98,30 @@ def run_layers(run: Callable[[Any, Any, Any, Any], Any], layers: Any, x: Any, ea
         layers: from `make_layers`.
         x: what the first layer takes.
         each: from `map_layers`, or None.
+        span: numbers of the layers that run; default all.
 
     Returns:
         What the last layer gives.
     """
+    span = range(count_layers(layers)) if span is None else span
     if not are_scanned(layers):
-        for number, layer in enumerate(layers):
-            x = run(layer, x, None if each is None else each[number], number)
+        for number in span:
+            x = run(layers[number], x, None if each is None else each[number], number)
         return x
     graph, states = nnx.split(layers)
+    numbers = jax.numpy.arange(span.start, span.stop)
 
     def step(x: Any, own: tuple[Any, Any, Any]) -> tuple[Any, None]:
         state, part, number = own
         return run(nnx.merge(graph, state), x, part, number), None
 
-    numbers = jax.numpy.arange(len(jax.tree.leaves(states)[0]))
+    def part_of(x: Any, number: Any) -> tuple[Any, None]:
+        # Sliced where it is read: a slice of all would be a copy of the weights.
+        at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+        return step(x, (*jax.tree.map(at, (states, each)), number))
+
+    if len(span) < count_layers(layers):
+        return jax.lax.scan(part_of, x, numbers)[0]
     return jax.lax.scan(step, x, (states, each, numbers))[0]
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from common.layers import Embedding, on_mesh, sinusoids
 from common.residual import left_open, residual
-from common.scan import make_layers, run_layers
+from common.scan import Around, Layers, count_layers, make_layers, run_layers
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -131,6 +131,7 @@ class FluxTransformer2D(nnx.Module):
         text: Float[Array, "B S K"],
         pooled: Float[Array, "B P"],
         guidance: Float[Array, " B"] | None = None,
+        around: Around | None = None,
     ) -> Latents:
         """Predict the velocity.
 
@@ -140,6 +141,8 @@ class FluxTransformer2D(nnx.Module):
             text: states of the T5 encoder, [B, S, joint_attention_dim].
             pooled: the CLIP encoder's one vector, [B, pooled_projection_dim].
             guidance: of each picture, where the model takes one; 3.5 is usual.
+            around: decides which layers run, the double blocks and then the single ones; default
+                all. They take and give the tokens of picture and text, apart.
         """
         self._check(latents, text, pooled, guidance)
         _, height, width, _ = latents.shape
@@ -149,15 +152,16 @@ class FluxTransformer2D(nnx.Module):
         patches = "B (H h) (W w) C -> B (H W) (C h w)"
         x = rearrange(latents.astype(self.dtype), patches, h=PATCH, w=PATCH)
         x = sharding.constrain(self.x_embedder(x), self.mesh, "BT.")
-        x = self._blocks(x, self.context_embedder(text.astype(self.dtype)), e, rotary)
+        c = self.context_embedder(text.astype(self.dtype))
+        x, _ = (around or Layers.all)(self._layers(e, rotary), (x, c))
         scale, shift = self.norm_out(e)
-        _, x = adaptive_norm(x[:, s:], self.norm_out.norm, scale, shift, mesh=self.mesh)
+        _, x = adaptive_norm(x, self.norm_out.norm, scale, shift, mesh=self.mesh)
         x = self.proj_out(x)
         grid = {"H": rows, "W": columns, "h": PATCH, "w": PATCH}
         return rearrange(x, "B (H W) (C h w) -> B (H h) (W w) C", **grid)
 
-    def _blocks(self, x: Tokens, c: Tokens, e: Array, rotary: ma.Rotary) -> Tokens:
-        """Run all blocks; return the tokens of the text, then those of the picture."""
+    def _layers(self, e: Array, rotary: ma.Rotary) -> Layers:
+        """Return the double blocks, and then the single ones, as one row of layers."""
         double = ma.remat(FluxBlock.__call__, self.config)
         single = ma.remat(FluxSingleBlock.__call__, self.config)
 
@@ -169,10 +173,24 @@ class FluxTransformer2D(nnx.Module):
         def on_one(block: FluxSingleBlock, both: Any, *_: Any) -> Any:
             return single(block, both, e, rotary, add)
 
-        x, c = run_layers(on_two, self.transformer_blocks, (x, c), None)
-        x, c = residual(x).total, residual(c).total
-        both = sharding.constrain(jnp.concatenate([c, x], axis=1), self.mesh, "BT.")
-        return residual(run_layers(on_one, self.single_transformer_blocks, both, None)).total
+        doubles = count_layers(self.transformer_blocks)
+        singles = count_layers(self.single_transformer_blocks)
+
+        def part(both: tuple[Tokens, Tokens], span: range) -> tuple[Tokens, Tokens]:
+            first = range(span.start, min(span.stop, doubles))
+            rest = range(max(span.start, doubles) - doubles, span.stop - doubles)
+            if first:
+                x, c = run_layers(on_two, self.transformer_blocks, both, None, first)
+                both = residual(x).total, residual(c).total
+            if rest:
+                x, c = both
+                joined = sharding.constrain(jnp.concatenate([c, x], axis=1), self.mesh, "BT.")
+                run = run_layers(on_one, self.single_transformer_blocks, joined, None, rest)
+                c, x = jnp.split(residual(run).total, [c.shape[1]], axis=1)
+                both = x, c
+            return both
+
+        return Layers(doubles + singles, part)
 
     def _check(self, latents: Any, text: Any, pooled: Any, guidance: Any) -> None:
         sizes = self.sizes

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
-from common.scan import scan_here
+from common.scan import Around, scan_here
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -47,6 +47,11 @@ class FluxSamplingTask(PictureTask):
     def of(cls, settings: Settings, folder: Path) -> Self:
         """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
         return cls(settings, sizes_of(settings.model), folder)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the transformer has, double and single ones."""
+        return self.sizes.num_layers + self.sizes.num_single_layers
 
     @property
     def latents(self) -> tuple[int, ...]:
@@ -102,10 +107,15 @@ class FluxSamplingTask(PictureTask):
         return text, pooled, jnp.full(len(text), GUIDANCE if scale is None else scale)
 
     def predict(
-        self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any
+        self,
+        model: Any,
+        x: Float[Array, "B H W C"],
+        t: Float[Array, " B"],
+        told: Any,
+        around: Around | None = None,
     ) -> Array:
         """Predict the velocity."""
-        return model(x, t, *told)
+        return model(x, t, *told, around=around)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan the attention of text and picture together."""

@@ -7,36 +7,41 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from common.split import Leaves, Structure, split
+from fast.program import Inputs, Made, Memory, take
+from fast.settings import GuidanceSettings
+from fast.steps import Planned, Step
 from flax import nnx
 from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from samplers import Schedule, State, start, step
-from samplers.guidance import guided
+from samplers import Schedule, State, start
 
 from .checks import options
 from .task import Expert, SamplingTask
 
+Program = Callable[[Leaves, Inputs], tuple[State, Made, Array]]
 LINES = 10  # of a run without a terminal
 
 
 class Walk(AbstractContextManager["Walk"]):
     """Walk from noise to a sample, channels last, with one model after the other.
 
-    Models of the same structure share one compiled step.
+    Models of the same structure share compiled steps, one for each kind of step.
 
     Args:
         task: how the models are called.
         told: arrays for each call of a step, as `rows.told_in_rows` arranges them.
         noise: standard normal.
         schedule: of the sampler.
+        planned: what each step computes.
         console: where the bar is drawn; default standard output.
     """
 
@@ -46,14 +51,15 @@ class Walk(AbstractContextManager["Walk"]):
         told: tuple[dict[str, Array], ...],
         noise: Float[Array, "B ... C"],
         schedule: Schedule,
+        planned: Sequence[Planned],
         console: Console | None = None,
     ) -> None:
-        self.task, self.told, self.schedule = task, told, schedule
+        self.task, self.told, self.schedule, self.planned = task, told, schedule, planned
         self.state: State = jax.jit(start)(schedule, noise)
         self.bar = Bar(len(schedule.times), console)
         self._structure: Structure | None = None
         self._once: Callable[..., Any]
-        self._step: Callable[..., tuple[State, Array]] | None = None
+        self._programs: dict[Any, Program] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -65,52 +71,55 @@ class Walk(AbstractContextManager["Walk"]):
         """Take an expert's steps with its model."""
         structure, parameters = split(model)
         if structure != self._structure:
-            self._structure, self._step = structure, None
+            self._structure, self._programs = structure, {}
             self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
-        known, scale = (
-            tuple(self._once(parameters, what) for what in self.told),
-            jnp.float32(expert.guidance_scale),
-        )
-        if self._step is None:
-            first = parameters, self.schedule, jnp.int32(0), self.state, known, scale
-            self._step = _compiled(self.task, structure, first)
-        self.bar.begin()
+        known = tuple(self._once(parameters, what) for what in self.told)
+        memory = Memory(1 if any(len(x.weights) > 1 for x in self.planned) else 0)
         queued: list[Array] = []
         for i in range(self.bar.done, self.bar.done + expert.steps):
-            given = parameters, self.schedule, jnp.int32(i), self.state, known, scale
-            self.state, done = self._step(*given)
+            step, kept = self.planned[i].step, memory.before(self.planned[i])
+            told = known if step.guidance == "guided" else known[-1:]
+            scale = jnp.float32(expert.guidance_scale)
+            given = Inputs(self.schedule, jnp.int32(i), self.state, told, scale, kept)
+            key = step, len(kept.added)
+            if key not in self._programs:
+                self._wait(queued, 0)
+                self.bar.pause()
+                self._programs[key] = _compiled(self.task, structure, step, (parameters, given))
+            self.bar.begin()
+            self.state, made, done = self._programs[key](parameters, given)
+            memory.after(made)
             queued.append(done)
-            if len(queued) > 1:
-                self._wait(queued.pop(0))
-        for done in queued:
-            self._wait(done)
+            self._wait(queued, 1)
+        self._wait(queued, 0)
+        self.bar.pause()
 
-    def _wait(self, done: Array) -> None:
-        """Wait for a step, and count it."""
-        jax.block_until_ready(done)
-        self.bar.advance()
+    def _wait(self, queued: list[Array], most: int) -> None:
+        """Wait until at most so many steps are queued, and count the others."""
+        while len(queued) > most:
+            jax.block_until_ready(queued.pop(0))
+            self.bar.advance()
 
 
 def _compiled(
-    task: SamplingTask, structure: Structure, args: tuple[Any, ...]
-) -> Callable[..., tuple[State, Array]]:
-    """Compile a step for these arguments, and print how long that took.
+    task: SamplingTask, structure: Structure, step: Step, args: tuple[Leaves, Inputs]
+) -> Program:
+    """Compile a kind of step for these arguments, and print how long that took.
 
-    Its second result is what to wait for: the state is given up to the step after it.
+    Its last result is what to wait for.
     """
-    guides = task.settings.sampling.cfg_scale != 1
+    fast = task.settings.sampling.fast
+    how = (None if fast is None else fast.guidance) or GuidanceSettings()
 
-    def one(
-        parameters: Leaves, schedule: Schedule, i: Array, state: State, known: Any, scale: Array
-    ) -> tuple[State, Array]:
-        model = structure.merge(parameters)
-        call = lambda x, t, what: task.predict(model, x, t, what)  # noqa: E731
-        state = step(schedule, i, state, guided(call, known, scale if guides else 1))
-        return state, i + 1  # i itself jax would hand back before the step has run
+    def one(parameters: Leaves, given: Inputs) -> tuple[State, Made, Array]:
+        model = partial(task.predict, structure.merge(parameters))
+        state, made = take(model, step, how, given)
+        # i itself jax would hand back before the step has run.
+        return state, made, given.i + 1
 
-    shardings = jax.tree.map(lambda x: x.sharding, args[3])
+    shardings = jax.tree.map(lambda x: x.sharding, args[1].state)
     began = time.perf_counter()
-    jitted = jax.jit(one, donate_argnums=3, out_shardings=(shardings, None))
+    jitted = jax.jit(one, out_shardings=(shardings, None, None))
     compiled = jitted.lower(*args).compile(options(task))
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     return compiled
@@ -137,6 +146,7 @@ class Bar:
         self.steps, self.done = steps, 0
         self.console = console or Console(file=getattr(sys.stdout, "stream", None))
         self._spent = 0.0
+        self._began: float | None = None
         facts = TextColumn("{task.fields[facts]}")
         columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), facts)
         more: dict[str, Any] = {"console": self.console, "disable": not self._live}
@@ -149,8 +159,13 @@ class Bar:
 
     def begin(self) -> None:
         """Start the clock, or go on after a pause that does not count."""
-        self._bar.start()
-        self._began = time.perf_counter() - self._spent
+        if self._began is None:
+            self._bar.start()
+            self._began = time.perf_counter() - self._spent
+
+    def pause(self) -> None:
+        """Stop the clock at the last step that was counted."""
+        self._began = None
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
@@ -159,6 +174,7 @@ class Bar:
     def advance(self) -> None:
         """Count one step more."""
         self.done += 1
+        assert self._began is not None, "begin comes first"
         self._spent = time.perf_counter() - self._began
         each = self._spent / self.done
         facts = f"{1 / each:.2f} steps/s" if each < 1 else f"{each:.2f} s a step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import hosts
+from fast.steps import lines
 from flax import nnx
 from samplers.read import Sampler
 
@@ -22,6 +24,7 @@ from .checks import check
 from .loop import Walk
 from .lora_checks import check_lora
 from .paths import Paths
+from .planned import planned_steps, predicts_both
 from .rows import Rows, batch_ways, noise, place, told_in_rows
 from .task import Arrays, SamplingTask
 from .weights_checks import parts_of
@@ -137,7 +140,7 @@ def _start(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
     if not guided:
         arrays = {name: x for name, x in arrays.items() if not name.startswith("negative_")}
     texts = max(len(x) for x in arrays.values())
-    calls = 2 if guided and sampling.guidance_batched else 1
+    calls = 2 if guided and predicts_both(task) else 1
     rows = Rows(texts, sampling.per_prompt, calls, batch_ways(mesh))
     told = told_in_rows(task.completed(arrays), rows, guided)
     return Start(told, rows, _noise(paths, rows, task))
@@ -177,6 +180,7 @@ def _opening(
     guided = sampling.cfg_scale != 1
     yield f"guidance  {f'{sampling.cfg_scale:g}, {how}' if guided else 'none'}"
     yield from _experts_lines(task, sampler)
+    yield from _fast_lines(task, sampler)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
 
@@ -193,6 +197,14 @@ def _experts_lines(task: SamplingTask, sampler: Sampler) -> Iterator[str]:
         yield "          one at a time on the devices, each read when its turn comes"
 
 
+def _fast_lines(task: SamplingTask, sampler: Sampler) -> Iterator[str]:
+    """Say what steps compute and what they reuse, where they reuse anything."""
+    guided = task.settings.sampling.cfg_scale != 1
+    found = lines(planned_steps(task, sampler), task.layers, guided)
+    for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):
+        yield f"{heading:<10}{line}"
+
+
 def _sampled(
     task: SamplingTask, paths: Paths, start: Start, sampler: Sampler, mesh: Mesh | None
 ) -> np.ndarray:
@@ -200,7 +212,7 @@ def _sampled(
     schedule = sampler.schedule(task.settings.sampling.num_inference_steps)
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
     first, spent = place(np.moveaxis(start.noise, 1, -1), mesh), 0.0
-    with Walk(task, told, first, schedule) as walk:
+    with Walk(task, told, first, schedule, planned_steps(task, sampler)) as walk:
         for expert in (e for e in task.experts(schedule.times) if e.steps):
             model = load(task, paths, mesh, expert.part)
             began = time.perf_counter()

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 from common.settings import Count, Dtype, Whole
+from fast.settings import FastSettings
 
 from maxattn.config import Section
 
@@ -36,6 +37,8 @@ class SamplingSettings(Section):
     xla_gpu_dot_merger_threshold_mb=0, xla_gpu_enable_triton_gemm=false."""
     seed: Whole = 0
     """Of the noise."""
+    fast: FastSettings | None = None
+    """Fewer forwards, approximately; null computes all of them."""
 
     @property
     def cfg_scale(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import numpy as np
 from common.pipeline_folder import Family
+from common.scan import Around
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -64,6 +65,11 @@ class SamplingTask(Protocol):
         ...
 
     @property
+    def layers(self) -> int:
+        """How many layers a model has, which `fast` counts."""
+        ...
+
+    @property
     def takes_image(self) -> bool:
         """Whether the model can be told an image."""
         ...
@@ -106,9 +112,14 @@ class SamplingTask(Protocol):
         ...
 
     def predict(
-        self, model: Any, x: Float[Array, "B ... C"], t: Float[Array, " B"], told: Any
+        self,
+        model: Any,
+        x: Float[Array, "B ... C"],
+        t: Float[Array, " B"],
+        told: Any,
+        around: Around | None = None,
     ) -> Array:
-        """Call the model on latents, channels last."""
+        """Call the model on latents, channels last; `around` decides which of its layers run."""
         ...
 
     def finished(

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.scan import scan_here
+from common.scan import Around, scan_here
 from common.shapes import Form
 from flax import nnx
 from jaxtyping import Array, Float
@@ -48,6 +48,11 @@ class SdxlSamplingTask(PictureTask):
     def of(cls, settings: Settings, folder: Path) -> Self:
         """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
         return cls(settings, sizes_of(settings.model), folder)
+
+    @property
+    def layers(self) -> int:
+        """One: all but the outermost residual blocks."""
+        return 1
 
     @property
     def latents(self) -> tuple[int, ...]:
@@ -106,11 +111,16 @@ class SdxlSamplingTask(PictureTask):
         return model.encode(arrays["text"]), arrays["pooled"], picture
 
     def predict(
-        self, model: Any, x: Float[Array, "B H W C"], t: Float[Array, " B"], told: Any
+        self,
+        model: Any,
+        x: Float[Array, "B H W C"],
+        t: Float[Array, " B"],
+        told: Any,
+        around: Around | None = None,
     ) -> Array:
         """Predict the noise, or v."""
         kv, pooled, picture = told
-        return model(x, t, None, pooled, picture, kv)
+        return model(x, t, None, pooled, picture, kv, around)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of every resolution that attends."""

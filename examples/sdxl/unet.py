@@ -9,13 +9,14 @@ Source: Podell et al., https://arxiv.org/abs/2307.01952
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import repeat, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from common.layers import sinusoids
+from common.scan import Around, Layers
 from common.shapes import fits
 from flax import nnx
 from jaxtyping import Array, Float
@@ -53,16 +54,17 @@ class Told(NamedTuple):
     Args:
         e: embedding of time, picture and pooled text.
         text: states of the text; or else None, and
-        kv: keys and values of it, for one attention after the other.
+        kv: keys and values of it, by the `id` of the attention to it.
     """
 
     e: Float[Array, "B E"]
     text: Text | None
-    kv: Iterator[LayersKV | None]
+    kv: Mapping[int, LayersKV]
 
-    def attend(self, attention: Transformer | None, x: Image) -> Image:
-        """Run an attention, where there is one."""
-        return x if attention is None else attention(x, self.text, next(self.kv))
+    def run(self, resnet: ResnetBlock, attention: Transformer | None, x: Image) -> Image:
+        """Run a residual block, and the attention after it, where there is one."""
+        x = resnet(x, self.e)
+        return x if attention is None else attention(x, self.text, self.kv.get(id(attention)))
 
 
 class UNet(nnx.Module):
@@ -130,6 +132,7 @@ class UNet(nnx.Module):
         pooled: Float[Array, "B P"],
         picture: Float[Array, "B 6"],
         kv: tuple[LayersKV, ...] | None = None,
+        around: Around | None = None,
     ) -> Image:
         """Predict.
 
@@ -142,35 +145,39 @@ class UNet(nnx.Module):
             pooled: pooled states of the second, [B, P].
             picture: original height and width, top and left of the crop, wanted height and width,
                 in pixels.
+            around: decides whether the deep part runs, which is one layer: all but the first block
+                on the way down and its counterparts on the way up; default it does.
         """
         self._check(latents, pooled, picture)
         self._check_text(text, kv)
         e = self._embed(t, pooled, picture)
         text = None if text is None else text.astype(self.dtype)
-        told = Told(e, text, repeat(None) if kv is None else iter(kv))
-        x, kept = self._down(self.conv_in(latents.astype(self.dtype)), told)
-        first, second = self.mid_block.resnets
-        x = second(told.attend(self.mid_block.attentions[0], first(x, e)), e)
-        return self.conv_out(activated(self.conv_norm_out, self._up(x, kept, told)))
+        told = Told(e, text, dict(zip(map(id, self._transformers()), kv or (), strict=False)))
+        x = self.conv_in(latents.astype(self.dtype))
+        kept = [x, told.run(*_places(self.down_blocks[0])[0], x)]
+        deep = Layers(1, lambda x, _: self._deep(x, list(kept), told), add=False)
+        x = (around or Layers.all)(deep, kept[-1])
+        for resnet, attention in _places(self.up_blocks[-1])[-len(kept) :]:
+            x = told.run(resnet, attention, jnp.concatenate([x, kept.pop()], axis=-1))
+        return self.conv_out(activated(self.conv_norm_out, x))
 
-    def _down(self, x: Image, told: Told) -> tuple[Image, list[Image]]:
-        """Run the way down; return its output, and the arrays that the way up concatenates."""
-        kept = [x]
-        for level in self.down_blocks:
-            for resnet, attention in zip_longest(level.resnets, level.attentions):
-                x = told.attend(attention, resnet(x, told.e))
+    def _deep(self, x: Image, kept: list[Image], told: Told) -> Image:
+        """Run what lies between the first block on the way down and its counterparts."""
+        outer = len(kept)
+        for n, level in enumerate(self.down_blocks):
+            for place in _places(level)[0 if n else 1 :]:
+                x = told.run(*place, x)
                 kept.append(x)
             for down in level.downsamplers:
                 x = down(x)
                 kept.append(x)
-        return x, kept
-
-    def _up(self, x: Image, kept: list[Image], told: Told) -> Image:
-        """Run the way up."""
+        first, second = self.mid_block.resnets
+        x = second(told.run(first, self.mid_block.attentions[0], x), told.e)
         for level in self.up_blocks:
-            for resnet, attention in zip_longest(level.resnets, level.attentions):
-                x = resnet(jnp.concatenate([x, kept.pop()], axis=-1), told.e)
-                x = told.attend(attention, x)
+            for resnet, attention in _places(level):
+                if len(kept) == outer:
+                    return x
+                x = told.run(resnet, attention, jnp.concatenate([x, kept.pop()], axis=-1))
             for up in level.upsamplers:
                 x = up(x)
         return x
@@ -211,6 +218,11 @@ class UNet(nnx.Module):
                 rule = f"it is [B, {width}], with the B of the latents"
                 value, remedy = f"shape {tuple(x.shape)}", "give one row for each example"
                 raise InputError(name, value, rule, remedy)
+
+
+def _places(level: Level) -> list[tuple[ResnetBlock, Transformer | None]]:
+    """List the residual blocks of a level, each with the attention after it."""
+    return list(zip_longest(level.resnets, level.attentions))
 
 
 def _transformer(

@@ -28,7 +28,15 @@ import jax.numpy as jnp
 from common.forcing import Forcing, View, check_call, view_of
 from common.layers import norm32
 from common.residual import left_open, residual, rows_of
-from common.scan import are_scanned, make_layers, map_layers, run_layers
+from common.scan import (
+    Around,
+    Layers,
+    are_scanned,
+    count_layers,
+    make_layers,
+    map_layers,
+    run_layers,
+)
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -146,6 +154,7 @@ class WanTransformer3D(nnx.Module):
         cache: None = None,
         forcing: Forcing | None = None,
         positions: Int[Array, "*b F"] | None = None,
+        around: Around | None = None,
     ) -> Latents: ...
     @overload
     def __call__(
@@ -171,6 +180,7 @@ class WanTransformer3D(nnx.Module):
         cache: ma.KVCache | None = None,
         forcing: Forcing | None = None,
         positions: Int[Array, "*b F"] | None = None,
+        around: Around | None = None,
     ) -> Any:
         """Predict the velocity.
 
@@ -186,6 +196,7 @@ class WanTransformer3D(nnx.Module):
             forcing: a stream whose mask the clip is under; with a clean clip beside it the
                 velocity is that of the noisy one.
             positions: numbers of the frames of tokens; default those from `cache.frame` on.
+            around: decides which layers run, in a call without a cache; default all.
 
         Raises:
             InputError: an argument does not fit the model or the others.
@@ -197,7 +208,7 @@ class WanTransformer3D(nnx.Module):
         rope = partial(self._rope, grid[1:])
         view = view_of(grid[0], rope, cache, forcing, self.mesh, positions)
         x, time = self._tokens(latents, _times(t, grid[0]), view, forcing)
-        x, cache = self._layers(x, time, kv, view)
+        x, cache = self._layers(x, time, kv, view, around)
         e = view.noisy(time.embedding)
         velocity = self._head(view.noisy(x), e, grid)
         return velocity if cache is None else (velocity, cache)
@@ -231,7 +242,7 @@ class WanTransformer3D(nnx.Module):
         return x @ kernel.reshape(-1, kernel.shape[-1]) + bias.reshape(1, 1, -1)
 
     def _layers(
-        self, x: Tokens, time: Time, kv: Any, view: View
+        self, x: Tokens, time: Time, kv: Any, view: View, around: Around | None
     ) -> tuple[Tokens, ma.KVCache | None]:
         """Run the blocks; a cache that is written is their carry, and one that is read is not."""
         cache = view.cache
@@ -252,7 +263,11 @@ class WanTransformer3D(nnx.Module):
             out = run(block, x, time.modulation, rotary, kv, mask, layer, add)
             return out if cache is None else out[0]
 
-        return residual(run_layers(step, self.blocks, x, kv)).total, cache
+        def part(x: Tokens, span: range) -> Tokens:
+            return residual(run_layers(step, self.blocks, x, kv, span)).total
+
+        layers = Layers(count_layers(self.blocks), part)
+        return (around or Layers.all)(layers, x), cache
 
     def _head(self, x: Tokens, e: Float[Array, "B F D"], grid: tuple[int, int, int]) -> Latents:
         times = e.astype(jnp.float32)[:, :, None]

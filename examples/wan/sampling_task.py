@@ -24,7 +24,7 @@ from common.pipeline_folder import (
     continues_images,
     index_of,
 )
-from common.scan import scan_here
+from common.scan import Around, scan_here
 from common.shapes import Form
 from common.size_types import size_of
 from flax import nnx
@@ -77,6 +77,11 @@ class WanSamplingTask:
     def boundary(self) -> float | None:
         """Above which share of the times the first of two transformers takes the steps."""
         return boundary_of(self.folder)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the transformer has."""
+        return self.sizes.num_layers
 
     @property
     def needs_image(self) -> bool:
@@ -212,7 +217,12 @@ class WanSamplingTask:
         return kv, _last(arrays.get("condition")), _last(arrays.get("first"))
 
     def predict(
-        self, model: Any, x: Float[Array, "B F H W C"], t: Float[Array, " B"], told: Any
+        self,
+        model: Any,
+        x: Float[Array, "B F H W C"],
+        t: Float[Array, " B"],
+        told: Any,
+        around: Around | None = None,
     ) -> Array:
         """Predict the velocity: a condition's channels behind the noise's, a first frame before
         the others, at time 0.
@@ -220,10 +230,10 @@ class WanSamplingTask:
         kv, condition, first = told
         x = x if condition is None else jnp.concatenate([x, condition], axis=-1)
         if first is None:
-            return model(x, t, kv=kv)
+            return model(x, t, kv=kv, around=around)
         frames = x.shape[1] // self.sizes.patch_size[0]
         times = jnp.where(jnp.arange(frames) > 0, t[:, None], 0.0)
-        return model(_begun(first, x), times, kv=kv)
+        return model(_begun(first, x), times, kv=kv, around=around)
 
     def finished(
         self, x: Float[Array, "B F H W C"], told: Mapping[str, Array]

@@ -87,6 +87,6 @@ def test_thirty_blocks_in_bfloat16_stay_within_its_error() -> None:
 
 def test_modulations_of_frames_are_never_those_of_all_tokens_at_once() -> None:
     """[B, T, 6, D] would be the largest array of a block: six rows where one is used at a time."""
-    x, t, cache = clips(3)[0], times(3), empty(STREAM, 3)
-    made = str(jax.make_jaxpr(lambda x, t, c: plain()(x, t, text(), cache=c))(x, t, cache))
+    x, t, cache, model = clips(3)[0], times(3), empty(STREAM, 3), plain()
+    made = str(jax.make_jaxpr(lambda x, t, c: model(x, t, text(), cache=c))(x, t, cache))
     assert "f32[1,3,6,24]" in made and "f32[1,6,6,24]" not in made

@@ -1,0 +1,9 @@
+"""Fewer forwards in sampling: what each step computes, and what it takes from an earlier one.
+
+All of it is approximate, off unless `sampling.fast` asks for it, and named in what a run prints.
+
+    settings.py   the section `sampling.fast`
+    steps.py      settings -> one `Step` for each step of a run, before anything runs
+    reuse.py      a step's layers: computed, or what they added in an earlier step
+    program.py    one step as a program for each kind of step
+"""

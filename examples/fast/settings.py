@@ -1,0 +1,72 @@
+"""The section `sampling.fast`: which steps compute, and which take results from earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+from common.settings import Count, Whole
+
+from maxattn.config import Section
+from maxattn.errors import ConfigError
+
+COMPUTE, REUSE = "X", "."
+
+
+class CacheSettings(Section):
+    """Reuse of what layers added in an earlier step (approximate)."""
+
+    schedule: str | None = None
+    """One letter a step: X computes, . reuses what the layers added in the last computed step."""
+    order: Literal[0, 1] = 0
+    """0 reuses it as it was; 1 follows the line through the last two computed steps."""
+    layers: tuple[Whole, Count] | None = None
+    """The first layer that is reused, and the first one after them; null: all layers."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse schedules of other letters, or that reuse before anything was computed."""
+        schedule, layers = values["schedule"], values["layers"]
+        if schedule is not None and (not schedule or set(schedule) - {COMPUTE, REUSE}):
+            rule = f"it has a letter for each step, {COMPUTE} (compute) or {REUSE} (reuse)"
+            yield ConfigError("schedule", repr(schedule), rule, "write one such as XX.X.")
+        elif schedule and schedule[0] != COMPUTE:
+            rule = "the first step has nothing to reuse"
+            yield ConfigError("schedule", schedule, rule, f"begin it with {COMPUTE}")
+        if layers is not None and layers[0] >= layers[1]:
+            rule = "they are the first layer that is reused, and the first one after them"
+            yield ConfigError("layers", list(layers), rule, "write the smaller number first")
+
+
+class GuidanceSettings(Section):
+    """Which steps are guided, and how their two predictions are mixed."""
+
+    start: Annotated[float, Ge(0), Le(1)] = 0.0
+    """A share of the steps: those before it predict with the text alone."""
+    stop: Annotated[float, Ge(0), Le(1)] = 1.0
+    """A share of the steps: those from it on are not guided by two predictions."""
+    after: Literal["text", "gate"] = "text"
+    """From stop on: the prediction with the text alone, or the last difference added to it."""
+    zero_star: bool = False
+    """Fit the prediction without the text to the other before they are mixed (CFG-Zero*)."""
+    zero_steps: Whole = 0
+    """First steps whose prediction is zero, which computes no forward (CFG-Zero*)."""
+    rescale: Annotated[float, Ge(0), Le(1)] = 0.0
+    """The share of the standard deviation that the prediction with the text has."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse an interval without steps that a gate could take its difference from."""
+        if values["start"] >= values["stop"] and values["after"] == "gate":
+            rule = f"a gate reuses the difference of a guided step, and stop={values['stop']:g}"
+            yield ConfigError("start", values["start"], rule, "set start below stop")
+
+
+class FastSettings(Section):
+    """Fewer forwards in sampling; everything here is approximate."""
+
+    cache: CacheSettings | None = None
+    """Which steps reuse the work of earlier ones."""
+    guidance: GuidanceSettings | None = None
+    """Which steps are guided."""

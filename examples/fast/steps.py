@@ -1,0 +1,180 @@
+"""What each step of a run computes: decided before the run, from settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from maxattn.errors import ConfigError
+
+from .settings import REUSE, CacheSettings, FastSettings, GuidanceSettings
+
+Guidance = Literal["none", "guided", "gate", "zero"]
+SAID = {
+    "none": "one prediction",
+    "guided": "two predictions",
+    "gate": "one prediction, guided by the last difference",
+    "zero": "the prediction is zero",
+}
+
+
+class Step(NamedTuple):
+    """Say what a step computes; steps of one kind share a compiled program.
+
+    Args:
+        layers: "compute", or "reuse" what the layers added in an earlier step.
+        guidance: "none": a prediction with the text; "guided": one without it too; "gate": with the
+            difference of an earlier step; "zero": no prediction, but zeros.
+        keeps: whether what the layers add is kept for later steps.
+        span: the first layer that is reused, and the first one after them; None for all.
+        keeps_difference: whether the difference of the two predictions is kept for a gate.
+    """
+
+    layers: Literal["compute", "reuse"] = "compute"
+    guidance: Guidance = "none"
+    keeps: bool = False
+    span: tuple[int, int] | None = None
+    keeps_difference: bool = False
+
+    @property
+    def calls(self) -> int:
+        """Predictions that the step combines."""
+        return {"guided": 2, "zero": 0}.get(self.guidance, 1)
+
+    def forwards(self, layers: int) -> float:
+        """Count the forwards of a model with so many layers that the step computes."""
+        if self.layers == "compute":
+            return float(self.calls)
+        first, last = self.span or (0, layers)
+        return self.calls * (1 - (last - first) / layers)
+
+    def said(self) -> str:
+        """Say it in a few words."""
+        if self.guidance == "zero":
+            return SAID["zero"]
+        span = "all layers" if self.span is None else f"layers {self.span[0]} to {self.span[1] - 1}"
+        what = "computed" if self.layers == "compute" else f"{span} reused"
+        return f"{what}, {SAID[self.guidance]}"
+
+
+class Planned(NamedTuple):
+    """A step, and how it combines what earlier steps kept.
+
+    Args:
+        step: what it computes.
+        weights: of what was kept, the newest first; empty for a step that reuses nothing.
+    """
+
+    step: Step
+    weights: tuple[float, ...] = ()
+
+
+def plan_steps(
+    fast: FastSettings | None, experts: Sequence[int], guided: bool, layers: int
+) -> tuple[Planned, ...]:
+    """Decide what each step computes.
+
+    A step computes, whatever the schedule says, if nothing that it needs was kept: the first step
+    of a model, whose layers are not those of the model before, and the first guided step after
+    steps that were not.
+
+    Args:
+        fast: `sampling.fast`.
+        experts: numbers of the steps of each model, in their order.
+        guided: whether the run has classifier-free guidance.
+        layers: of a model.
+
+    Raises:
+        ConfigError: settings that do not fit the run.
+    """
+    steps, fast = sum(experts), fast or FastSettings()
+    guidance = list(_guidance(fast.guidance, experts, guided))
+    schedule = _schedule(fast.cache, steps, layers)
+    begins = {sum(experts[:n]) for n in range(len(experts))}
+    gates = "gate" in guidance
+    planned: list[Planned] = []
+    computed: list[int] = []
+    for i, (letter, kind) in enumerate(zip(schedule, guidance, strict=True)):
+        span = None if fast.cache is None else fast.cache.layers
+        keeps = REUSE in schedule[i + 1 :]
+        step = Step("compute", kind, keeps, span if keeps else None, gates and kind == "guided")
+        if kind == "zero":
+            planned.append(Planned(Step(guidance="zero")))
+            continue
+        if i in begins or (kind == "guided" and planned and planned[-1].step.calls < 2):
+            computed = []
+        weights = ()
+        if letter == REUSE and computed:
+            weights = _line(i, computed[: 1 + (fast.cache.order if fast.cache else 0)])
+            step = step._replace(layers="reuse", keeps=False, span=span)
+        else:
+            computed = [i, *computed]
+        planned.append(Planned(step, weights))
+    return tuple(planned)
+
+
+def _schedule(cache: CacheSettings | None, steps: int, layers: int) -> str:
+    """Return a letter for each step."""
+    if cache is None or cache.schedule is None:
+        return "X" * steps
+    schedule = cache.schedule
+    if len(schedule) != steps:
+        rule = f"it has a letter for each of the {steps} steps, and has {len(schedule)}"
+        remedy = f"write {steps} letters, or set num_inference_steps={len(schedule)}"
+        raise ConfigError("sampling.fast.cache.schedule", schedule, rule, remedy)
+    if cache.layers is not None and cache.layers[1] > layers:
+        rule = f"the model has the layers 0 to {layers - 1}"
+        remedy = f"write at most {layers} for the second number"
+        raise ConfigError("sampling.fast.cache.layers", list(cache.layers), rule, remedy)
+    return schedule
+
+
+def _guidance(
+    how: GuidanceSettings | None, experts: Sequence[int], guided: bool
+) -> Iterator[Guidance]:
+    """Yield the guidance of each step."""
+    steps, how = sum(experts), how or GuidanceSettings()
+    begins = {sum(experts[:n]) for n in range(len(experts))}
+    begin, end = int(how.start * steps), int(how.stop * steps)
+    for i in range(steps):
+        if i < how.zero_steps:
+            yield "zero"
+        elif not guided or i < begin:
+            yield "none"
+        elif i < end:
+            yield "guided"
+        elif how.after == "gate":
+            # The difference of another model is not this one's.
+            yield "guided" if i in begins else "gate"
+        else:
+            yield "none"
+
+
+def _line(i: int, computed: Sequence[int]) -> tuple[float, ...]:
+    """Weigh the last computed steps, the newest first, so that a line through them is at step i."""
+    if len(computed) == 1:
+        return (1.0,)
+    last, before = computed
+    share = (i - last) / (last - before)
+    return (1.0 + share, -share)
+
+
+def forwards(planned: Sequence[Planned], layers: int, guided: bool) -> tuple[float, int]:
+    """Count the forwards that a run computes, and those of the same run without shortcuts."""
+    computed = sum(x.step.forwards(layers) for x in planned)
+    return computed, len(planned) * (2 if guided else 1)
+
+
+def lines(planned: Sequence[Planned], layers: int, guided: bool) -> Iterator[str]:
+    """Say what the steps of a run compute; nothing if all compute everything."""
+    computed, whole = forwards(planned, layers, guided)
+    if computed == whole:
+        return
+    yield f"approximate: {computed:g} of {whole} forwards are computed"
+    done = 0
+    for step, same in groupby(x.step for x in planned):
+        count = len(list(same))
+        name = f"step {done + 1}" if count == 1 else f"steps {done + 1} to {done + count}"
+        yield f"{name}: {step.said()}"
+        done += count

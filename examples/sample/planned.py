@@ -1,0 +1,30 @@
+"""What each step of a run computes, as its task and settings say."""
+
+from __future__ import annotations
+
+from fast.steps import Planned, plan_steps
+from samplers.read import Sampler
+
+from .task import SamplingTask
+
+
+def planned_steps(task: SamplingTask, sampler: Sampler) -> tuple[Planned, ...]:
+    """Decide what each step computes.
+
+    Raises:
+        ConfigError: `sampling.fast` does not fit the run.
+    """
+    sampling = task.settings.sampling
+    schedule = sampler.schedule(sampling.num_inference_steps)
+    experts = [expert.steps for expert in task.experts(schedule.times)]
+    return plan_steps(sampling.fast, experts, sampling.cfg_scale != 1, task.layers)
+
+
+def predicts_both(task: SamplingTask) -> bool:
+    """Check whether both predictions of a step are rows of one call.
+
+    They are not if some steps predict once: what layers added is then kept for each.
+    """
+    sampling = task.settings.sampling
+    how = None if sampling.fast is None else sampling.fast.guidance
+    return sampling.guidance_batched and (how is None or (how.start, how.stop) == (0, 1))

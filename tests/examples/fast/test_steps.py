@@ -1,0 +1,105 @@
+"""What each step computes, decided from settings alone."""
+
+from __future__ import annotations
+
+import pytest
+from fast.settings import CacheSettings, FastSettings, GuidanceSettings
+from fast.steps import forwards, lines, plan_steps
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+
+LAYERS = 4
+
+
+def planned(experts=(6,), guided=True, **fast):
+    return plan_steps(FastSettings(**fast), experts, guided, LAYERS)
+
+
+def written(found):
+    """Write a letter for each step: X computes, . reuses, 0 predicts zero; small: once."""
+    letters = {"compute": "X", "reuse": "."}
+    return "".join(
+        "0" if x.step.guidance == "zero" else letters[x.step.layers] + str(x.step.calls)
+        for x in found
+    )
+
+
+def test_without_settings_every_step_computes_both():
+    found = plan_steps(None, (3, 2), True, LAYERS)
+    assert written(found) == "X2" * 5
+    assert not any(x.step.keeps or x.weights for x in found)
+    assert not list(lines(found, LAYERS, True))
+    assert forwards(found, LAYERS, True) == (10, 10)
+
+
+def test_a_schedule_is_what_is_written():
+    found = planned(cache=CacheSettings(schedule="XX..X."))
+    assert written(found) == "X2X2.2.2X2.2"
+    assert [x.weights for x in found] == [(), (), (1.0,), (1.0,), (), (1.0,)]
+    assert forwards(found, LAYERS, True) == (6, 12)
+
+
+def test_order_one_is_the_line_through_the_last_two_computed_steps():
+    found = planned(cache=CacheSettings(schedule="X.X..X", order=1))
+    assert [x.weights for x in found] == [(), (1.0,), (), (1.5, -0.5), (2.0, -1.0), ()]
+
+
+def test_layers_outside_of_the_span_are_computed():
+    found = planned(cache=CacheSettings(schedule="X.....", layers=(1, 3)))
+    assert forwards(found, LAYERS, True) == (2 + 5 * 2 * 0.5, 12)
+
+
+def test_each_model_of_a_pipeline_computes_its_first_step():
+    found = planned((3, 3), cache=CacheSettings(schedule="X.....", order=1))
+    assert written(found) == "X2.2.2X2.2.2"
+    gate = GuidanceSettings(stop=0.5, after="gate")
+    assert [x.step.guidance for x in planned((4, 2), guidance=gate)] == [
+        *["guided"] * 3, "gate", "guided", "gate",
+    ]  # fmt: skip
+
+
+def test_a_step_that_is_guided_again_computes():
+    """The steps before it predicted once: nothing was kept of the prediction without the text."""
+    found = planned(
+        cache=CacheSettings(schedule="X....."), guidance=GuidanceSettings(start=0.5, stop=1.0)
+    )
+    assert written(found) == "X1.1.1X2.2.2"
+
+
+def test_zero_steps_compute_nothing_and_keep_nothing():
+    found = planned(cache=CacheSettings(schedule="X....."), guidance=GuidanceSettings(zero_steps=2))
+    assert written(found) == "00X2.2.2.2"
+    assert forwards(found, LAYERS, True) == (2, 12)
+
+
+def test_a_gate_keeps_the_difference_of_each_guided_step():
+    found = planned(guidance=GuidanceSettings(stop=0.5, after="gate"))
+    assert [x.step.keeps_difference for x in found] == [True] * 3 + [False] * 3
+    assert forwards(found, LAYERS, True) == (9, 12)
+    assert list(lines(found, LAYERS, True)) == [
+        "approximate: 9 of 12 forwards are computed",
+        "steps 1 to 3: computed, two predictions",
+        "steps 4 to 6: computed, one prediction, guided by the last difference",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        ({"schedule": "XX.."}, "it has a letter for each of the 6 steps, and has 4"),
+        ({"schedule": "XX....", "layers": (2, 9)}, "the model has the layers 0 to 3"),
+        ({"schedule": ".XXXXX"}, "the first step has nothing to reuse"),
+        ({"schedule": "XXabXX"}, "it has a letter for each step, X (compute) or . (reuse)"),
+        ({"layers": (3, 3)}, "the first layer that is reused, and the first one after them"),
+    ],
+)
+def test_what_does_not_fit_is_refused(cache, says):
+    with pytest.raises((ConfigError, ConfigErrors)) as error:
+        planned(cache=CacheSettings(**cache))
+    assert says in str(error.value)
+
+
+def test_a_gate_without_a_guided_step_is_refused():
+    with pytest.raises(ConfigErrors, match="a gate reuses the difference of a guided step"):
+        GuidanceSettings(start=0.0, stop=0.0, after="gate")
