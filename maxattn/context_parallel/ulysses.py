@@ -69,8 +69,8 @@ class Ulysses(Ring):
         fits = " or ".join(str(u) for u in sizes if u > 1)
         axes = f"{group} devices that exchange heads, times the tensor axis of {tensor}"
         rule = f"the {call.heads} query heads must be a multiple of {group * tensor}: {axes}"
-        groups = f", or ulysses_ring with ulysses_shards: {fits}" if fits else ""
-        return Reason(self.name, "heads", rule, f"use ring{groups}")
+        groups = f", or context_parallel: ulysses_ring with ulysses_shards: {fits}" if fits else ""
+        return Reason(self.name, "heads", rule, f"set context_parallel: ring{groups}")
 
     # ---- the layout, besides the ring's part -----------------------------------------------------
 

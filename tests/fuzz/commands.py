@@ -89,6 +89,6 @@ def _check(names: Names) -> None:
     if names["status"] not in (0, 1, 2):
         raise Wrong(f"exit status {names['status']!r}", show)
     if "Traceback" in out + err:
-        raise Wrong("a traceback is printed", show)
+        raise Wrong(f"a traceback is printed: {(out + err)[-2000:]}", show)
     if names["status"] == 0 and (absurd := ABSURD.search(out)):
         raise Wrong(f"a status of 0, and it prints {absurd.group()}", show)
