@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ from common.scan import Around
 from jaxtyping import Array
 from samplers import Schedule, State, step
 
-from .guidance import Both, gated
+from .guidance import Predictions
 from .reuse import Added, hook_of
 from .settings import GuidanceSettings
-from .steps import Planned, Step
+from .steps import THIRD, Planned, Step
 
 # The model: of samples, times, what it is told, and a hook around its layers.
 Model = Callable[[Array, Array, Any, Around | None], Array]
@@ -25,11 +25,11 @@ class Made(NamedTuple):
     """What a step makes beside the sample.
 
     Args:
-        added: what the layers added, in each of its calls; empty if it keeps nothing.
+        added: what the layers added, by the name of the call; empty if it keeps nothing.
         difference: of its two predictions, where it is kept for a gate.
     """
 
-    added: tuple[Added, ...] = ()
+    added: Mapping[str, Added]
     difference: Array | None = None
 
 
@@ -38,12 +38,12 @@ class Kept(NamedTuple):
 
     Args:
         weights: of `added`.
-        added: by the layers, the newest step first, in each of its calls.
+        added: by the layers, the newest step first, by the name of the call.
         difference: of the two predictions of a guided step, for a gate.
     """
 
     weights: tuple[Array, ...] = ()
-    added: tuple[tuple[Added, ...], ...] = ()
+    added: tuple[Mapping[str, Added], ...] = ()
     difference: Array | None = None
 
 
@@ -58,7 +58,7 @@ class Memory:
     """
 
     order: int = 0
-    added: list[tuple[Added, ...]] = field(default_factory=list)
+    added: list[Mapping[str, Added]] = field(default_factory=list)
     difference: Array | None = None
 
     def before(self, planned: Planned) -> Kept:
@@ -85,7 +85,7 @@ class Inputs(NamedTuple):
         i: the number of the step.
         state: of the sampler.
         told: what the model is told, for each call: of both rows, or without the text and with it.
-            A step that predicts once takes the last.
+            A prediction with the text takes the last.
         scale: of guidance.
         kept: by earlier steps.
     """
@@ -102,42 +102,48 @@ def take(model: Model, kind: Step, how: GuidanceSettings, given: Inputs) -> tupl
     """Take a step of a kind.
 
     Args:
-        model: called once or twice.
+        model: called for each prediction, or once for both.
         kind: of the step.
-        how: two predictions are mixed.
+        how: predictions are mixed.
         given: the operands.
     """
-    kept: list[Added] = []
+    kept: dict[str, Added] = {}
     differences: list[Array] = []
 
     def predict(x: Array, t: Array) -> Array:
         if kind.guidance == "zero":
             return jnp.zeros_like(x)
-        if kind.guidance != "guided":
-            with_ = _call(model, kind, kept, given, (x, t, given.told[-1], -1))
-            if given.kept.difference is None:
-                return with_
-            return gated(with_, given.kept.difference, given.scale, how.rescale)
-        if len(given.told) == 2:
-            ats = ((x, t, what, number) for number, what in enumerate(given.told))
-            both = Both(*(_call(model, kind, kept, given, at) for at in ats))
-        else:
-            rows = _call(model, kind, kept, given, (jnp.concatenate([x, x]), t, given.told[0], 0))
-            both = Both(*jnp.split(rows, 2))
+        found = _predictions(model, kind, kept, given, (x, t)).fitted(how)
         if kind.keeps_difference:
-            differences.append(both.with_ - both.without)
-        return both.mixed(given.scale, how)
+            differences.append(found.difference)
+        return found.mixed(given.scale, how, given.kept.difference)
 
     state = step(given.schedule, given.i, given.state, predict)
-    return state, Made(tuple(kept), differences[0] if differences else None)
+    return state, Made(kept, differences[0] if differences else None)
 
 
-def _call(
-    model: Model, kind: Step, kept: list[Added], given: Inputs, at: tuple[Array, Array, Any, int]
-) -> Array:
-    """Call the model; `at` has samples, a time, what it is told, and the number of the call."""
-    x, t, what, number = at
-    # A step that predicts once may follow one of both: the last rows are those with the text.
-    rows = [jax.tree.map(lambda a: a[-len(x) :], each[number]) for each in given.kept.added]
-    around = hook_of(kind, kept, rows, given.kept.weights)
-    return model(x, jnp.broadcast_to(t, x.shape[:1]), what, around).astype(jnp.float32)
+def _predictions(
+    model: Model, kind: Step, kept: dict[str, Added], given: Inputs, at: tuple[Array, Array]
+) -> Predictions:
+    """Call the model for the predictions of a step, at samples and a time."""
+    (x, t), names, told = at, kind.predictions, given.told
+
+    def call(name: str, x: Array, what: Any) -> Array:
+        added = [_kept_of(name, each, len(x)) for each in given.kept.added]
+        around = hook_of(kind, name, kept, added, given.kept.weights)
+        return model(x, jnp.broadcast_to(t, x.shape[:1]), what, around).astype(jnp.float32)
+
+    without = None
+    if kind.guidance == "guided" and len(told) == 1:
+        without, with_ = jnp.split(call("both", jnp.concatenate([x, x]), told[0]), 2)
+    else:
+        without = call(names[0], x, told[0]) if kind.guidance == "guided" else None
+        with_ = call("with", x, told[-1])
+    return Predictions(with_, without, call(THIRD, x, told[-1]) if THIRD in names else None)
+
+
+def _kept_of(name: str, added: Mapping[str, Added], rows: int) -> Added:
+    """Return what a call takes of what layers added; the last rows of both are with the text."""
+    if name in added:
+        return added[name]
+    return jax.tree.map(lambda x: x[-rows:], added["both"])

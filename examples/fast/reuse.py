@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from common.scan import Around, Layers
 
-from .steps import Step
+from .steps import SKIPPING, Step
 
 Added = Any  # what layers added, or what they gave if they do not add: arrays
 
 
-def keeping(step: Step, kept: list[Added]) -> Around:
-    """Return a hook that runs all layers, and appends what those of the span added."""
+def keeping(step: Step, kept: dict[str, Added], name: str) -> Around:
+    """Return a hook that runs all layers, and keeps what those of the span added, by a name."""
 
     def around(layers: Layers, x: Any) -> Any:
         first, last = step.span or (0, layers.count)
         before = layers.run(x, range(first)) if first else x
         after = layers.run(before, range(first, last))
-        kept.append(jax.tree.map(jnp.subtract, after, before) if layers.add else after)
+        kept[name] = jax.tree.map(jnp.subtract, after, before) if layers.add else after
         return layers.run(after, range(last, layers.count)) if last < layers.count else after
 
     return around
@@ -51,10 +51,28 @@ def reusing(step: Step, added: Sequence[Added], weights: Sequence[Any]) -> Aroun
     return around
 
 
+def skipping(numbers: Sequence[int], around: Around | None) -> Around:
+    """Return a hook that leaves layers out, inside another hook."""
+
+    def without(layers: Layers, x: Any) -> Any:
+        def run(x: Any, span: range) -> Any:
+            start = span.start
+            for stop in (*(n for n in sorted(set(numbers)) if n in span), span.stop):
+                x = layers.run(x, range(start, stop)) if stop > start else x
+                start = stop + 1
+            return x
+
+        return (around or Layers.all)(layers._replace(run=run), x)
+
+    return without
+
+
 def hook_of(
-    step: Step, kept: list[Added], added: Sequence[Added], weights: Sequence[Any]
+    step: Step, name: str, kept: dict[str, Added], added: Sequence[Added], weights: Sequence[Any]
 ) -> Around | None:
-    """Return the hook of a call in a step of this kind; None for a call without one."""
+    """Return the hook of a prediction in a step of this kind; None for one without a hook."""
     if step.layers == "reuse":
-        return reusing(step, added, weights)
-    return keeping(step, kept) if step.keeps else None
+        hook = reusing(step, added, weights)
+    else:
+        hook = keeping(step, kept, name) if step.keeps else None
+    return skipping(step.skip, hook) if step.skip and name in SKIPPING else hook

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le
-from common.settings import Count, Whole
+from annotated_types import Ge, Le, Len
+from common.settings import Count, NotNegative, Whole
 
 from maxattn.config import Section
 from maxattn.errors import ConfigError
@@ -39,6 +39,36 @@ class CacheSettings(Section):
             yield ConfigError("layers", list(layers), rule, "write the smaller number first")
 
 
+class SkipSettings(Section):
+    """Layers that one prediction skips, so that the guided one is led away from it."""
+
+    layers: Annotated[tuple[Whole, ...], Len(1)]
+    """Their numbers; of Flux the double blocks come first."""
+    prediction: Literal["third", "negative"] = "third"
+    """A third prediction, with the text; or the one with the negative prompt, as for Wan."""
+    scale: NotNegative | None = None
+    """How far a third prediction leads away; null is 2.8."""
+    start: Annotated[float, Ge(0), Le(1)] = 0.01
+    """A share of the steps: layers are skipped after the step that is there."""
+    stop: Annotated[float, Ge(0), Le(1)] = 0.2
+    """A share of the steps: from it on no layer is skipped."""
+
+    @property
+    def third_scale(self) -> float:
+        """How far a third prediction leads away."""
+        return 2.8 if self.scale is None else self.scale
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse a scale without a third prediction, and steps that are none."""
+        if values["scale"] is not None and values["prediction"] == "negative":
+            rule = "it is a third prediction's, and prediction is negative"
+            yield ConfigError("scale", values["scale"], rule, "leave it out: guidance has a scale")
+        if values["start"] >= values["stop"]:
+            rule = f"layers are skipped from start to stop, and stop={values['stop']:g}"
+            yield ConfigError("start", values["start"], rule, "set start below stop")
+
+
 class GuidanceSettings(Section):
     """Which steps are guided, and how their two predictions are mixed."""
 
@@ -54,12 +84,17 @@ class GuidanceSettings(Section):
     """First steps whose prediction is zero, which computes no forward (CFG-Zero*)."""
     rescale: Annotated[float, Ge(0), Le(1)] = 0.0
     """The share of the standard deviation that the prediction with the text has."""
+    skip: SkipSettings | None = None
+    """Layers that one of the predictions skips."""
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse an interval without steps that a gate could take its difference from."""
+        """Refuse an interval without steps, from which a gate could take no difference either."""
         if values["start"] >= values["stop"] and values["after"] == "gate":
             rule = f"a gate reuses the difference of a guided step, and stop={values['stop']:g}"
+            yield ConfigError("start", values["start"], rule, "set start below stop")
+        elif values["start"] > values["stop"]:
+            rule = f"steps from start to stop are guided, and stop={values['stop']:g}"
             yield ConfigError("start", values["start"], rule, "set start below stop")
 
 

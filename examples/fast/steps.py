@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from maxattn.errors import ConfigError
 
 from .settings import REUSE, CacheSettings, FastSettings, GuidanceSettings
 
 Guidance = Literal["none", "guided", "gate", "zero"]
+# Predictions in which layers are skipped: a third one, or the one without the text.
+SKIPPING = THIRD, WITHOUT = "third", "without_skipping"
 SAID = {
     "none": "one prediction",
     "guided": "two predictions",
@@ -29,6 +31,8 @@ class Step(NamedTuple):
         keeps: whether what the layers add is kept for later steps.
         span: the first layer that is reused, and the first one after them; None for all.
         keeps_difference: whether the difference of the two predictions is kept for a gate.
+        skip: numbers of layers that one prediction skips.
+        skip_in: that prediction.
     """
 
     layers: Literal["compute", "reuse"] = "compute"
@@ -37,17 +41,29 @@ class Step(NamedTuple):
     span: tuple[int, int] | None = None
     keeps_difference: bool = False
 
+    skip: tuple[int, ...] = ()
+    skip_in: Literal["third", "negative"] = "third"
+
+    @property
+    def predictions(self) -> tuple[str, ...]:
+        """The names of the predictions that the step combines, in their order."""
+        if self.guidance == "zero":
+            return ()
+        without = WITHOUT if self.skip and self.skip_in == "negative" else "without"
+        third = (THIRD,) if self.skip and self.skip_in == "third" else ()
+        return (*((without,) if self.guidance == "guided" else ()), "with", *third)
+
     @property
     def calls(self) -> int:
         """Predictions that the step combines."""
-        return {"guided": 2, "zero": 0}.get(self.guidance, 1)
+        return len(self.predictions)
 
     def forwards(self, layers: int) -> float:
         """Count the forwards of a model with so many layers that the step computes."""
-        if self.layers == "compute":
-            return float(self.calls)
-        first, last = self.span or (0, layers)
-        return self.calls * (1 - (last - first) / layers)
+        first, last = (0, 0) if self.layers == "compute" else self.span or (0, layers)
+        reused = set(range(first, last))
+        left_out = (reused | set(self.skip if x in SKIPPING else ()) for x in self.predictions)
+        return sum(1 - len(x) / layers for x in left_out)
 
     def said(self) -> str:
         """Say it in a few words."""
@@ -55,7 +71,15 @@ class Step(NamedTuple):
             return SAID["zero"]
         span = "all layers" if self.span is None else f"layers {self.span[0]} to {self.span[1] - 1}"
         what = "computed" if self.layers == "compute" else f"{span} reused"
-        return f"{what}, {SAID[self.guidance]}"
+        return f"{what}, {SAID[self.guidance]}{self._skip_said()}"
+
+    def _skip_said(self) -> str:
+        if not set(SKIPPING) & set(self.predictions):
+            return ""
+        layers = f"layer{'s' * (len(self.skip) > 1)} {', '.join(map(str, self.skip))}"
+        if self.skip_in == "negative":
+            return f", the one without the text skips {layers}"
+        return f", one more skips {layers}"
 
 
 class Planned(NamedTuple):
@@ -76,8 +100,8 @@ def plan_steps(
     """Decide what each step computes.
 
     A step computes, whatever the schedule says, if nothing that it needs was kept: the first step
-    of a model, whose layers are not those of the model before, and the first guided step after
-    steps that were not.
+    of a model, whose layers are not those of the model before, and the first one of a prediction
+    that the step before did not have.
 
     Args:
         fast: `sampling.fast`.
@@ -90,6 +114,7 @@ def plan_steps(
     """
     steps, fast = sum(experts), fast or FastSettings()
     guidance = list(_guidance(fast.guidance, experts, guided))
+    skips = _skips(fast.guidance, steps, layers)
     schedule = _schedule(fast.cache, steps, layers)
     begins = {sum(experts[:n]) for n in range(len(experts))}
     gates = "gate" in guidance
@@ -99,10 +124,11 @@ def plan_steps(
         span = None if fast.cache is None else fast.cache.layers
         keeps = REUSE in schedule[i + 1 :]
         step = Step("compute", kind, keeps, span if keeps else None, gates and kind == "guided")
+        step = step._replace(**skips.get(i, {}))
         if kind == "zero":
             planned.append(Planned(Step(guidance="zero")))
             continue
-        if i in begins or (kind == "guided" and planned and planned[-1].step.calls < 2):
+        if i in begins or set(step.predictions) - set(planned[-1].step.predictions):
             computed = []
         weights = ()
         if letter == REUSE and computed:
@@ -134,21 +160,55 @@ def _guidance(
     how: GuidanceSettings | None, experts: Sequence[int], guided: bool
 ) -> Iterator[Guidance]:
     """Yield the guidance of each step."""
+    if how is not None and not guided:
+        _check_one(how)
     steps, how = sum(experts), how or GuidanceSettings()
     begins = {sum(experts[:n]) for n in range(len(experts))}
     begin, end = int(how.start * steps), int(how.stop * steps)
+    has_difference = False
     for i in range(steps):
+        # The difference of another model is not this one's.
+        has_difference = has_difference and i not in begins
         if i < how.zero_steps:
             yield "zero"
         elif not guided or i < begin:
             yield "none"
-        elif i < end:
+        elif i < end or (how.after == "gate" and not has_difference):
+            has_difference = True
             yield "guided"
-        elif how.after == "gate":
-            # The difference of another model is not this one's.
-            yield "guided" if i in begins else "gate"
         else:
-            yield "none"
+            yield "gate" if how.after == "gate" else "none"
+
+
+def _check_one(how: GuidanceSettings) -> None:
+    """Refuse what needs two predictions in a run that has one."""
+    values: dict[str, Any] = {key: getattr(how, key) for key in ("start", "stop", "zero_star")}
+    if how.skip is None:
+        values["rescale"] = how.rescale
+    else:
+        values["skip.prediction"] = how.skip.prediction
+    usual = (0.0, 1.0, False, "third")
+    for key, value in values.items():
+        if value not in usual:
+            rule = "it is about two predictions, and a run without guidance has one"
+            remedy = "raise sampling.guidance_scale above 1 (Flux.1: true_cfg_scale), or remove it"
+            raise ConfigError(f"sampling.fast.guidance.{key}", value, rule, remedy)
+
+
+def _skips(how: GuidanceSettings | None, steps: int, layers: int) -> dict[int, dict[str, Any]]:
+    """Return the layers that the steps skip, by the number of the step."""
+    skip = None if how is None else how.skip
+    if skip is None:
+        return {}
+    if max(skip.layers) >= layers or len(set(skip.layers)) >= layers:
+        rule = f"the model has layers 0 to {layers - 1}, and at least one of them is computed"
+        raise ConfigError(
+            "sampling.fast.guidance.skip.layers", list(skip.layers), rule, "name others"
+        )
+    # As diffusers' SkipLayerGuidance: the step at `start` itself skips nothing.
+    after, end = int(skip.start * steps), int(skip.stop * steps)
+    found = {"skip": tuple(sorted(set(skip.layers))), "skip_in": skip.prediction}
+    return dict.fromkeys(range(after + 1, end), found)
 
 
 def _line(i: int, computed: Sequence[int]) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ from maxattn.errors import ConfigError, MaxattnError
 from . import files
 from .lora_checks import lora_errors
 from .paths import Paths
+from .planned import planned_steps
 from .task import SamplingTask
 from .torch_device import device_errors
 from .weights_checks import parts_of, weights_errors
@@ -64,7 +65,7 @@ def options(task: SamplingTask) -> dict[str, Any]:
 def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     """Yield why the scheduler's file, those of the weights or compiler options are refused."""
     opened: list[Callable[[], Any]] = [
-        lambda: task.sampler().schedule(task.settings.sampling.num_inference_steps),
+        lambda: planned_steps(task, task.sampler()),
         lambda: options(task),
     ]
     if paths.weights is None or paths.weights.exists():

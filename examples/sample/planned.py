@@ -23,8 +23,14 @@ def planned_steps(task: SamplingTask, sampler: Sampler) -> tuple[Planned, ...]:
 def predicts_both(task: SamplingTask) -> bool:
     """Check whether both predictions of a step are rows of one call.
 
-    They are not if some steps predict once: what layers added is then kept for each.
+    They are not if some steps predict once, or skip layers in one prediction: each then has a call.
     """
     sampling = task.settings.sampling
-    how = None if sampling.fast is None else sampling.fast.guidance
-    return sampling.guidance_batched and (how is None or (how.start, how.stop) == (0, 1))
+    return sampling.guidance_batched and not predicts_apart(task)
+
+
+def predicts_apart(task: SamplingTask) -> bool:
+    """Check whether `sampling.fast` asks for predictions that cannot share a call."""
+    fast = task.settings.sampling.fast
+    how = None if fast is None else fast.guidance
+    return how is not None and ((how.start, how.stop) != (0, 1) or how.skip is not None)

@@ -176,13 +176,25 @@ def _opening(
     for plan in task.plans(rows.samples * rows.calls, lengths, mesh).values():
         yield plan.explain()
     yield f"sampler   {sampler}, {sampling.num_inference_steps} steps"
-    how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
-    guided = sampling.cfg_scale != 1
-    yield f"guidance  {f'{sampling.cfg_scale:g}, {how}' if guided else 'none'}"
+    yield from _guidance_lines(task, rows)
     yield from _experts_lines(task, sampler)
     yield from _fast_lines(task, sampler)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
+
+
+def _guidance_lines(task: SamplingTask, rows: Rows) -> Iterator[str]:
+    """Say how a step calls the model for its two predictions."""
+    sampling = task.settings.sampling
+    if sampling.cfg_scale == 1:
+        yield "guidance  none"
+        return
+    how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
+    if rows.calls == 2 and rows.ways % 2 == 0:
+        how += f", each on half of the {rows.ways} devices of data and fsdp"
+    yield f"guidance  {sampling.cfg_scale:g}, {how}"
+    if sampling.guidance_batched and rows.calls == 1:
+        yield "          not in one call: steps of sampling.fast differ between the predictions"
 
 
 def _experts_lines(task: SamplingTask, sampler: Sampler) -> Iterator[str]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common.scan import Layers
-from fast.guidance import Both
+from fast.guidance import Predictions
 from fast.program import Inputs, Memory, take
 from fast.settings import CacheSettings, FastSettings, GuidanceSettings
 from fast.steps import plan_steps
@@ -120,7 +120,8 @@ def test_a_gate_at_the_end_changes_nothing() -> None:
 
 def test_zero_star_is_the_projection_of_one_prediction_on_the_other() -> None:
     u, c = jax.random.normal(jax.random.key(3), (2, 5, 7, 3))
-    got = Both(u, c).mixed(3.0, GuidanceSettings(zero_star=True))
+    how = GuidanceSettings(zero_star=True)
+    got = Predictions(c, u).fitted(how).mixed(3.0, how)
     wide = [np.asarray(x, np.float64) for x in (u, c)]
     for n in range(5):
         u64, c64 = wide[0][n], wide[1][n]
@@ -130,7 +131,7 @@ def test_zero_star_is_the_projection_of_one_prediction_on_the_other() -> None:
 
 def test_a_rescaled_prediction_has_the_deviation_of_the_one_with_the_text() -> None:
     u, c = jax.random.normal(jax.random.key(3), (2, 5, 7, 3))
-    got = Both(u, c).mixed(6.0, GuidanceSettings(rescale=1.0))
+    got = Predictions(c, u).mixed(6.0, GuidanceSettings(rescale=1.0))
     np.testing.assert_allclose(np.std(got, axis=(1, 2)), np.std(c, axis=(1, 2)), rtol=1e-5)
 
 
