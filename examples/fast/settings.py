@@ -6,37 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Len
-from common.settings import Count, NotNegative, Whole
+from common.settings import NotNegative, Whole
 
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 
-COMPUTE, REUSE = "X", "."
-
-
-class CacheSettings(Section):
-    """Reuse of what layers added in an earlier step (approximate)."""
-
-    schedule: str | None = None
-    """One letter a step: X computes, . reuses what the layers added in the last computed step."""
-    order: Literal[0, 1] = 0
-    """0 reuses it as it was; 1 follows the line through the last two computed steps."""
-    layers: tuple[Whole, Count] | None = None
-    """The first layer that is reused, and the first one after them; null: all layers."""
-
-    @classmethod
-    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse schedules of other letters, or that reuse before anything was computed."""
-        schedule, layers = values["schedule"], values["layers"]
-        if schedule is not None and (not schedule or set(schedule) - {COMPUTE, REUSE}):
-            rule = f"it has a letter for each step, {COMPUTE} (compute) or {REUSE} (reuse)"
-            yield ConfigError("schedule", repr(schedule), rule, "write one such as XX.X.")
-        elif schedule and schedule[0] != COMPUTE:
-            rule = "the first step has nothing to reuse"
-            yield ConfigError("schedule", schedule, rule, f"begin it with {COMPUTE}")
-        if layers is not None and layers[0] >= layers[1]:
-            rule = "they are the first layer that is reused, and the first one after them"
-            yield ConfigError("layers", list(layers), rule, "write the smaller number first")
+from .cache_settings import CacheSettings
 
 
 class SkipSettings(Section):

@@ -8,7 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from maxattn.errors import ConfigError
 
-from .settings import REUSE, CacheSettings, FastSettings, GuidanceSettings
+from .cache_settings import COMPUTE, REUSE
+from .curves import Facts
+from .schedules import letters_of
+from .settings import FastSettings, GuidanceSettings
 
 Guidance = Literal["none", "guided", "gate", "zero"]
 # Predictions in which layers are skipped: a third one, or the one without the text.
@@ -93,9 +96,18 @@ class Planned(NamedTuple):
     step: Step
     weights: tuple[float, ...] = ()
 
+    @property
+    def letter(self) -> str:
+        """As in a schedule: X computes, . reuses."""
+        return COMPUTE if self.step.layers == "compute" else REUSE
+
 
 def plan_steps(
-    fast: FastSettings | None, experts: Sequence[int], guided: bool, layers: int
+    fast: FastSettings | None,
+    experts: Sequence[int],
+    guided: bool,
+    layers: int,
+    facts: Facts | None = None,
 ) -> tuple[Planned, ...]:
     """Decide what each step computes.
 
@@ -108,14 +120,16 @@ def plan_steps(
         experts: numbers of the steps of each model, in their order.
         guided: whether the run has classifier-free guidance.
         layers: of a model.
+        facts: of the run, which a curve is of.
 
     Raises:
         ConfigError: settings that do not fit the run.
+        ConfigErrors: a curve that does not.
     """
-    steps, fast = sum(experts), fast or FastSettings()
+    fast = fast or FastSettings()
     guidance = list(_guidance(fast.guidance, experts, guided))
-    skips = _skips(fast.guidance, steps, layers)
-    schedule = _schedule(fast.cache, steps, layers)
+    skips = _skips(fast.guidance, sum(experts), layers)
+    schedule = letters_of(fast.cache, experts, layers, facts)
     begins = {sum(experts[:n]) for n in range(len(experts))}
     gates = "gate" in guidance
     planned: list[Planned] = []
@@ -138,22 +152,6 @@ def plan_steps(
             computed = [i, *computed]
         planned.append(Planned(step, weights))
     return tuple(planned)
-
-
-def _schedule(cache: CacheSettings | None, steps: int, layers: int) -> str:
-    """Return a letter for each step."""
-    if cache is None or cache.schedule is None:
-        return "X" * steps
-    schedule = cache.schedule
-    if len(schedule) != steps:
-        rule = f"it has a letter for each of the {steps} steps, and has {len(schedule)}"
-        remedy = f"write {steps} letters, or set num_inference_steps={len(schedule)}"
-        raise ConfigError("sampling.fast.cache.schedule", schedule, rule, remedy)
-    if cache.layers is not None and cache.layers[1] > layers:
-        rule = f"the model has the layers 0 to {layers - 1}"
-        remedy = f"write at most {layers} for the second number"
-        raise ConfigError("sampling.fast.cache.layers", list(cache.layers), rule, remedy)
-    return schedule
 
 
 def _guidance(

@@ -65,7 +65,7 @@ def options(task: SamplingTask) -> dict[str, Any]:
 def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     """Yield why the scheduler's file, those of the weights or compiler options are refused."""
     opened: list[Callable[[], Any]] = [
-        lambda: planned_steps(task, task.sampler()),
+        lambda: planned_steps(task, task.sampler(), paths),
         lambda: options(task),
     ]
     if paths.weights is None or paths.weights.exists():

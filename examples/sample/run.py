@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import hosts
-from fast.steps import lines
+from fast.schedules import schedule_lines
+from fast.steps import Planned, lines
 from flax import nnx
 from samplers.read import Sampler
 
@@ -64,10 +65,11 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     check(task, paths)
     check_weights(task, paths)
     sampler = task.sampler()
+    planned = planned_steps(task, sampler, paths)
     start = _start(task, paths, mesh)
-    for line in _opening(task, start, sampler, mesh):
+    for line in _opening(task, start, sampler, planned, mesh):
         print(line)
-    latents = _sampled(task, paths, start, sampler, mesh)
+    latents = _sampled(task, paths, start, (sampler, planned), mesh)
     _check_finite(latents)
     if hosts.is_first():
         _write(task, paths, latents)
@@ -168,7 +170,11 @@ def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
 
 
 def _opening(
-    task: SamplingTask, start: Start, sampler: Sampler, mesh: Mesh | None
+    task: SamplingTask,
+    start: Start,
+    sampler: Sampler,
+    planned: Sequence[Planned],
+    mesh: Mesh | None,
 ) -> Iterator[str]:
     """Say what will run."""
     sampling, told, rows = task.settings.sampling, start.told[0], start.rows
@@ -178,7 +184,7 @@ def _opening(
     yield f"sampler   {sampler}, {sampling.num_inference_steps} steps"
     yield from _guidance_lines(task, rows)
     yield from _experts_lines(task, sampler)
-    yield from _fast_lines(task, sampler)
+    yield from _fast_lines(task, planned)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
 
@@ -209,22 +215,30 @@ def _experts_lines(task: SamplingTask, sampler: Sampler) -> Iterator[str]:
         yield "          one at a time on the devices, each read when its turn comes"
 
 
-def _fast_lines(task: SamplingTask, sampler: Sampler) -> Iterator[str]:
+def _fast_lines(task: SamplingTask, planned: Sequence[Planned]) -> Iterator[str]:
     """Say what steps compute and what they reuse, where they reuse anything."""
-    guided = task.settings.sampling.cfg_scale != 1
-    found = lines(planned_steps(task, sampler), task.layers, guided)
+    sampling = task.settings.sampling
+    found = lines(planned, task.layers, sampling.cfg_scale != 1)
+    if sampling.fast is not None:
+        letters = "".join(x.letter for x in planned)
+        found = chain(found, schedule_lines(sampling.fast.cache, letters))
     for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):
         yield f"{heading:<10}{line}"
 
 
 def _sampled(
-    task: SamplingTask, paths: Paths, start: Start, sampler: Sampler, mesh: Mesh | None
+    task: SamplingTask,
+    paths: Paths,
+    start: Start,
+    steps: tuple[Sampler, Sequence[Planned]],
+    mesh: Mesh | None,
 ) -> np.ndarray:
     """Take the steps of one model after the other; each is loaded when its turn comes."""
+    sampler, planned = steps
     schedule = sampler.schedule(task.settings.sampling.num_inference_steps)
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
     first, spent = place(np.moveaxis(start.noise, 1, -1), mesh), 0.0
-    with Walk(task, told, first, schedule, planned_steps(task, sampler)) as walk:
+    with Walk(task, told, first, schedule, planned) as walk:
         for expert in (e for e in task.experts(schedule.times) if e.steps):
             model = load(task, paths, mesh, expert.part)
             began = time.perf_counter()

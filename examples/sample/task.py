@@ -60,6 +60,11 @@ class SamplingTask(Protocol):
         ...
 
     @property
+    def sizes(self) -> Any:
+        """Those of the model, under diffusers' names."""
+        ...
+
+    @property
     def latents(self) -> tuple[int, ...]:
         """The shape of one sample's latents, channels first."""
         ...

@@ -1,0 +1,68 @@
+"""The section `sampling.fast.cache`: which steps reuse what an earlier step computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from common.settings import Count, NotNegative, Share, Whole
+
+from maxattn.config import Section
+from maxattn.errors import ConfigError
+
+COMPUTE, REUSE = "X", "."
+# Keys of which one says the schedule.
+KINDS = ("schedule", "interval", "magcache")
+
+
+class MagCacheSettings(Section):
+    """A schedule from how what the layers add grows, measured once on these weights (MagCache)."""
+
+    ratios: str | tuple[float | tuple[float, float], ...]
+    """A curve's YAML file, or its ratios: one a step, or a pair, with the text and without."""
+    threshold: NotNegative = 0.12
+    """Steps reuse while their summed error is below it; 0 computes all."""
+    most: Count = 2
+    """Steps that reuse in a row, at most (K)."""
+    retained: Share = 0.2
+    """The share of each model's steps, its first ones, that compute."""
+    interpolate: bool = False
+    """Take a curve of another number of steps, at the nearest of its steps."""
+
+
+class CacheSettings(Section):
+    """Reuse of what layers added in an earlier step (approximate); one key says in which steps."""
+
+    schedule: str | None = None
+    """One letter a step: X computes, . reuses what the layers added in the last computed step."""
+    interval: Count | None = None
+    """Every so many steps compute, from the first on; for SDXL it is DeepCache's, usually 3."""
+    magcache: MagCacheSettings | None = None
+    """A schedule computed from a curve of these weights."""
+    order: Literal[0, 1] = 0
+    """0 reuses it as it was; 1 follows the line through the last two computed steps."""
+    layers: tuple[Whole, Count] | None = None
+    """The first layer that is reused, and the first one after them; null: all layers."""
+
+    @property
+    def kind(self) -> str | None:
+        """The key that says the schedule; None where none does."""
+        return next((key for key in KINDS if getattr(self, key, None) is not None), None)
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse schedules of other letters, or that reuse before anything was computed."""
+        given = [key for key in KINDS if values.get(key) is not None]
+        for key in given[1:]:
+            rule = f"{given[0]} says which steps compute, and one key does"
+            yield ConfigError(key, "given", rule, f"remove {key} or {given[0]}")
+        schedule, layers = values["schedule"], values["layers"]
+        if schedule is not None and (not schedule or set(schedule) - {COMPUTE, REUSE}):
+            rule = f"it has a letter for each step, {COMPUTE} (compute) or {REUSE} (reuse)"
+            yield ConfigError("schedule", repr(schedule), rule, "write one such as XX.X.")
+        elif schedule and schedule[0] != COMPUTE:
+            rule = "the first step has nothing to reuse"
+            yield ConfigError("schedule", schedule, rule, f"begin it with {COMPUTE}")
+        if layers is not None and layers[0] >= layers[1]:
+            rule = "they are the first layer that is reused, and the first one after them"
+            yield ConfigError("layers", list(layers), rule, "write the smaller number first")

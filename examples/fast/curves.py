@@ -1,0 +1,153 @@
+"""Files of curves, which were measured once on a model: read, and refused for another run.
+
+A curve is of weights, a sampler, its shift and a number of steps. A file says of which, and what it
+does not say is not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from maxattn.config import ConfigErrors, Section
+from maxattn.config.load import load
+from maxattn.errors import ConfigError
+
+PIECE, PIECES = 2**16, 8  # of a file of weights that its hash reads
+Ratio = float | tuple[float, float]
+
+
+class CurveFile(Section):
+    """A curve, and what it was measured on."""
+
+    kind: Literal["magcache"] = "magcache"
+    """What it is for."""
+    ratios: tuple[Ratio, ...]
+    """Of each step: |what the layers added| over that of the step before, the first one 1."""
+    sampler: str | None = None
+    """The sampler's name: unipc, flow_euler, euler or ddim."""
+    shift: float | None = None
+    """Of its times."""
+    sizes: Mapping[str, int] | None = None
+    """Some of the model's sizes, such as num_layers."""
+    experts: int | None = None
+    """How many transformers the pipeline has."""
+    checkpoint: str | None = None
+    """Hash of the weights, as `checkpoint_hash` computes it."""
+    source: str | None = None
+    """Where it was read or measured."""
+    machine: str | None = None
+    """What it was measured on."""
+    date: str | None = None
+    """When."""
+
+
+class Facts(NamedTuple):
+    """What a curve is of: the facts of a run.
+
+    Args:
+        sampler: its name.
+        shift: of its times; None where it has none.
+        sizes: of the model.
+        weights: its folder or file.
+        experts: transformers of the pipeline.
+    """
+
+    sampler: str | None = None
+    shift: float | None = None
+    sizes: Mapping[str, Any] = {}
+    weights: Path | None = None
+    experts: int = 1
+
+
+def ratios_of(
+    given: str | tuple[Ratio, ...], steps: int, facts: Facts, interpolate: bool
+) -> Float[np.ndarray, "n b"]:
+    """Return the ratios of each step of a run, a column for each prediction.
+
+    Args:
+        given: a file, or ratios.
+        steps: of the run.
+        facts: of the run.
+        interpolate: whether a curve of another number of steps is taken at its nearest steps.
+
+    Raises:
+        ConfigErrors: the file cannot be read, or is of another run.
+    """
+    setting, where = "sampling.fast.cache.magcache.ratios", f"{len(given)} ratios"
+    if isinstance(given, str):
+        file, where = _read(setting, given), given
+        if problems := list(_differences(file, facts, setting, given)):
+            raise ConfigErrors(problems)
+        given = file.ratios
+    curve = np.array([x if isinstance(x, tuple) else (x, x) for x in given], np.float64)
+    if not len(curve) or (curve <= 0).any():
+        rule = "each is a positive number, and there is one for each step"
+        raise ConfigError(setting, where, rule, "write those that were measured")
+    if len(curve) == steps:
+        return curve
+    if not interpolate:
+        rule = f"it is a curve of {len(curve)} steps, and the run has {steps}"
+        remedy = (
+            f"set num_inference_steps={len(curve)}, measure one for {steps} steps, or set"
+            " sampling.fast.cache.magcache.interpolate=true"
+        )
+        raise ConfigError(setting, where, rule, remedy)
+    # The first and the last step of one are those of the other.
+    places = np.round(np.linspace(0, len(curve) - 1, steps)) if steps > 1 else [len(curve) - 1]
+    return curve[np.asarray(places, int)]
+
+
+def checkpoint_hash(path: Path) -> str:
+    """Hash the weights of a folder or file: sizes of files, and bytes from places in each.
+
+    Args:
+        path: a folder with safetensors files, or one of them.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    found = sha256()
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            for place in np.linspace(0, max(0, size - PIECE), PIECES).astype(int):
+                opened.seek(int(place))
+                found.update(opened.read(PIECE))
+    return found.hexdigest()[:16]
+
+
+def _read(setting: str, name: str) -> CurveFile:
+    if not Path(name).is_file():
+        rule = "it names the YAML file of a curve, and there is none"
+        remedy = "name one, such as configs/curves/magcache_wan_2_1_t2v_1_3b.yml"
+        raise ConfigError(setting, name, rule, remedy)
+    return load(CurveFile, name, ())
+
+
+def _differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iterator[ConfigError]:
+    """Yield what a curve was measured on that the run is not."""
+    remedy = "give a curve of this run, or write a schedule (sampling.fast.cache.schedule)"
+    value = f"{name}: {{}}"
+    if file.sampler not in (None, facts.sampler):
+        rule = f"it was measured with this sampler, and the run has {facts.sampler}"
+        yield ConfigError(setting, value.format(f"sampler {file.sampler}"), rule, remedy)
+    if file.shift is not None and (facts.shift is None or abs(file.shift - facts.shift) > 1e-6):
+        shown = "none" if facts.shift is None else f"{facts.shift:g}"
+        rule = f"it was measured with this shift of times, and the run has {shown}"
+        yield ConfigError(setting, value.format(f"shift {file.shift:g}"), rule, remedy)
+    sizes = {**facts.sizes, "experts": facts.experts}
+    wanted = {**(file.sizes or {}), **({"experts": file.experts} if file.experts else {})}
+    for key, size in wanted.items():
+        if sizes.get(key) != size:
+            rule = f"it was measured on a model of this size, and this one has {sizes.get(key)}"
+            yield ConfigError(setting, value.format(f"{key} {size}"), rule, remedy)
+    if file.checkpoint is not None and facts.weights is not None:
+        found = checkpoint_hash(facts.weights)
+        if found != file.checkpoint:
+            rule = f"it was measured on these weights, and those of {facts.weights} are {found}"
+            yield ConfigError(setting, value.format(f"checkpoint {file.checkpoint}"), rule, remedy)

@@ -1,0 +1,116 @@
+"""A letter for each step of a run: X computes, . reuses.
+
+Each model of a pipeline has a schedule of its own: what one added is not what another would.
+
+Sources: MagCache, Ma et al. 2025, https://arxiv.org/abs/2506.09045; intervals: DeepCache, Ma et al.
+2023, https://arxiv.org/abs/2312.00858.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from common.settings import Count
+from jaxtyping import Float
+
+from maxattn.errors import ConfigError
+
+from .cache_settings import COMPUTE, REUSE, CacheSettings, MagCacheSettings
+from .curves import Facts, ratios_of
+
+FEW = 8  # steps: with fewer, what must be computed leaves next to nothing
+SETTING = "sampling.fast.cache"
+
+
+def letters_of(
+    cache: CacheSettings | None, experts: Sequence[int], layers: int, facts: Facts | None = None
+) -> str:
+    """Return a letter for each step.
+
+    Args:
+        cache: `sampling.fast.cache`.
+        experts: numbers of the steps of each model, in their order.
+        layers: of a model.
+        facts: of the run, for curves.
+
+    Raises:
+        ConfigError: settings that do not fit the run.
+        ConfigErrors: a curve that does not.
+    """
+    steps, kind = sum(experts), None if cache is None else cache.kind
+    if cache is None or kind is None:
+        return COMPUTE * steps
+    if cache.layers is not None and cache.layers[1] > layers:
+        rule = f"the model has the layers 0 to {layers - 1}"
+        remedy = f"write at most {layers} for the second number"
+        raise ConfigError(f"{SETTING}.layers", list(cache.layers), rule, remedy)
+    if cache.schedule is not None:
+        return _as_written(cache.schedule, steps)
+    if steps < FEW:
+        rule = f"{kind} gains next to nothing in fewer than {FEW} steps"
+        remedy = f"leave {SETTING}.{kind} out, or write the letters: {SETTING}.schedule"
+        raise ConfigError("sampling.num_inference_steps", steps, rule, remedy)
+    if cache.interval is not None:
+        return "".join(_every(cache.interval, n) for n in experts)
+    how = cache.magcache
+    assert how is not None, "it is the last kind"
+    ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
+    parts = np.split(ratios, np.cumsum(experts)[:-1])
+    return "".join(magcache(part, how) for part in parts)
+
+
+def magcache(ratios: Float[np.ndarray, "n b"], how: MagCacheSettings) -> str:
+    """Return MagCache's schedule of a model.
+
+    The ratios since the last computed step multiply to how much smaller what the layers add has
+    become; its distance from 1 is the error of a step that reuses, and errors add up. A step with
+    two predictions reuses if both may.
+
+    Args:
+        ratios: of each step, a column for each prediction.
+        how: thresholds.
+    """
+    letters = ""
+    product, error, row = np.ones(ratios.shape[1]), np.zeros(ratios.shape[1]), 0
+    for i, ratio in enumerate(ratios):
+        if i < max(1, int(how.retained * len(ratios) + 0.5)):
+            letters += COMPUTE
+            continue
+        product = product * ratio
+        error, row = error + np.abs(1 - product), row + 1
+        reuse = bool((error < how.threshold).all()) and row <= how.most
+        letters += REUSE if reuse else COMPUTE
+        if not reuse:
+            product, error, row = np.ones_like(product), np.zeros_like(error), 0
+    return letters
+
+
+def _as_written(schedule: str, steps: int) -> str:
+    if len(schedule) != steps:
+        rule = f"it has a letter for each of the {steps} steps, and has {len(schedule)}"
+        remedy = f"write {steps} letters, or set num_inference_steps={len(schedule)}"
+        raise ConfigError(f"{SETTING}.schedule", schedule, rule, remedy)
+    return schedule
+
+
+def _every(interval: Count, steps: int) -> str:
+    return "".join(COMPUTE if i % interval == 0 else REUSE for i in range(steps))
+
+
+def schedule_lines(cache: CacheSettings | None, letters: str) -> Iterator[str]:
+    """Say the schedule, so that it can be written as `schedule`, and that all steps are computed.
+
+    Args:
+        cache: `sampling.fast.cache`.
+        letters: of the steps, as they are planned.
+    """
+    if cache is None or cache.kind is None:
+        return
+    found = getattr(cache, cache.kind)
+    threshold = getattr(found, "threshold", None)
+    how = cache.kind if threshold is None else f"{cache.kind}, threshold {threshold:g}"
+    if set(letters) == {COMPUTE}:
+        yield f"all {len(letters)} steps are computed: {how} reuses nothing"
+    else:
+        yield f"schedule {letters} ({how})"

@@ -1,0 +1,150 @@
+"""Schedules that are computed before a run, and curves that are refused for another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from fast.cache_settings import CacheSettings, MagCacheSettings
+from fast.curves import Facts, checkpoint_hash
+from fast.schedules import letters_of, schedule_lines
+from safetensors.numpy import save_file
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+from tests.examples.conftest import ROOT
+
+T2V, I2V = {"num_layers": 30, "num_attention_heads": 12, "in_channels": 16}, 36
+LARGE = {"num_layers": 40, "num_attention_heads": 40}
+CURVES = {
+    "t2v_1_3b": (50, 5.0, T2V),
+    "t2v_14b": (50, 5.0, LARGE | {"in_channels": 16}),
+    "i2v_480p": (40, 3.0, LARGE | {"in_channels": I2V}),
+    "i2v_720p": (40, 5.0, LARGE | {"in_channels": I2V}),
+}
+
+
+def curve(name: str) -> str:
+    return str(ROOT / "configs" / "curves" / f"magcache_wan_2_1_{name}.yml")
+
+
+def magcache(ratios: Any, steps: Any, facts: Facts | None = None, **how: Any) -> str:
+    experts = (steps,) if isinstance(steps, int) else steps
+    cache = CacheSettings(magcache=MagCacheSettings(ratios=ratios, **how))
+    return letters_of(cache, experts, 4, facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "forwards"),
+    [
+        ("t2v_14b", (56, 50, 42, 36)),
+        ("t2v_1_3b", (54, 50, 42, 36)),
+        ("i2v_480p", (46, 38, 34, 30)),
+        ("i2v_720p", (44, 40, 34, 28)),
+    ],
+)
+def test_published_curves_leave_the_forwards_that_their_code_computes(
+    name: str, forwards: tuple[int, ...]
+) -> None:
+    """Counted by replaying the published code, whose branches are counted apart."""
+    steps, shift, sizes = CURVES[name]
+    facts = Facts("unipc", shift, sizes)
+    settings = ((0.06, 2), (0.12, 2), (0.12, 4), (0.24, 6))
+    found = [magcache(curve(name), steps, facts, threshold=t, most=k) for t, k in settings]
+    assert tuple(2 * letters.count("X") for letters in found) == forwards
+    if name == "t2v_14b":
+        assert found[1] == "XXXXXXXXXX..X..X..X..X..X..X..X..X..X..X..X.X.X.XX"
+
+
+def test_magcache_counts_errors_of_each_prediction() -> None:
+    """The second prediction alone reaches the threshold, in the second step that would reuse."""
+    ratios = ((1.0, 0.9), *((1.0, 0.9),) * 9)
+    assert magcache(ratios, 10, threshold=0.25, most=5, retained=0.1) == "X.X.X.X.X."
+    assert magcache(ratios, 10, threshold=0.30, most=5, retained=0.1) == "X..X..X..X"
+    assert magcache(ratios, 10, threshold=9.0, most=3, retained=0.25) == "XXX...X..."
+
+
+def test_each_model_retains_its_own_first_steps() -> None:
+    assert magcache((1.0,) * 20, (10, 10), retained=0.3, most=9) == "XXX.......XXX......."
+    assert letters_of(CacheSettings(interval=3), (5, 4), 4) == "X..X.X..X"
+
+
+def test_a_curve_is_taken_at_its_nearest_steps_if_asked() -> None:
+    ratios = (1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.4)
+    with pytest.raises(ConfigError, match="interpolate=true") as error:
+        magcache(ratios, 19)
+    assert "a curve of 10 steps, and the run has 19" in str(error.value)
+    found = magcache(ratios, 19, threshold=0.4, most=99, retained=0.05, interpolate=True)
+    assert found == "X.X...............X", "the 9 gaps of the curve are 18 of the run"
+
+
+def test_a_threshold_that_reuses_nothing_is_said() -> None:
+    cache = CacheSettings(magcache=MagCacheSettings(ratios=(1.0,) * 10, threshold=0))
+    letters = letters_of(cache, (10,), 4)
+    said = list(schedule_lines(cache, letters))
+    assert said == ["all 10 steps are computed: magcache, threshold 0 reuses nothing"]
+    cache = CacheSettings(interval=5)
+    assert list(schedule_lines(cache, letters_of(cache, (8,), 4))) == [
+        "schedule X....X.. (interval)"
+    ]
+
+
+def test_a_schedule_that_was_printed_can_be_written() -> None:
+    letters = magcache((1.0,) * 12, 12)
+    assert letters_of(CacheSettings(schedule=letters), (12,), 4) == letters
+
+
+def written(folder: Path, **more: Any) -> str:
+    path = folder / "curve.yml"
+    path.write_text(yaml.safe_dump({"ratios": [1.0] * 10, **more}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"sampler": "euler"}, "measured with this sampler, and the run has unipc"),
+        ({"shift": 3.0}, "measured with this shift of times, and the run has 5"),
+        ({"sizes": {"num_layers": 40}}, "a model of this size, and this one has 30"),
+        ({"experts": 2}, "a model of this size, and this one has 1"),
+        ({"checkpoint": "0" * 16}, "it was measured on these weights, and those of"),
+        ({"samler": "unipc"}, "did you mean 'sampler'"),
+        ({"ratios": [1.0, 0.0] * 5}, "each is a positive number"),
+    ],
+)
+def test_a_curve_of_another_run_is_refused(tmp_path: Path, more: Any, says: str) -> None:
+    save_file({"x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    facts = Facts("unipc", 5.0, T2V, tmp_path)
+    with pytest.raises((ConfigError, ConfigErrors)) as error:
+        magcache(written(tmp_path, **more), 10, facts)
+    assert says in str(error.value)
+    right = {"sampler": "unipc", "shift": 5, "sizes": T2V, "checkpoint": checkpoint_hash(tmp_path)}
+    assert magcache(written(tmp_path, **right), 10, facts) == "XX..X..X.."
+
+
+def test_a_hash_is_of_the_weights(tmp_path: Path) -> None:
+    x, found = np.zeros(10**6, np.float32), set()
+    for change in (None, 0, 10**6 - 1):
+        if change is not None:
+            x[change] += 1
+        save_file({"x": x}, tmp_path / "model.safetensors")
+        found.add(checkpoint_hash(tmp_path))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("cache", "steps", "says"),
+    [
+        ({"interval": 2}, 6, "interval gains next to nothing in fewer than 8 steps"),
+        ({"interval": 2, "schedule": "X."}, 8, "schedule says which steps compute, and one key"),
+        ({"interval": 2, "layers": (0, 9)}, 8, "the model has the layers 0 to 3"),
+        ({"magcache": {"ratios": "none.yml"}}, 8, "it names the YAML file of a curve"),
+    ],
+)
+def test_what_does_not_fit_is_refused(cache: Any, steps: int, says: str) -> None:
+    with pytest.raises((ConfigError, ConfigErrors)) as error:
+        letters_of(CacheSettings(**cache), (steps,), 4)
+    assert says in str(error.value)
