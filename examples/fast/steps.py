@@ -180,14 +180,13 @@ def _guidance(
 
 def _check_one(how: GuidanceSettings) -> None:
     """Refuse what needs two predictions in a run that has one."""
-    values: dict[str, Any] = {key: getattr(how, key) for key in ("start", "stop", "zero_star")}
-    if how.skip is None:
-        values["rescale"] = how.rescale
-    else:
-        values["skip.prediction"] = how.skip.prediction
-    usual = (0.0, 1.0, False, "third")
-    for key, value in values.items():
-        if value not in usual:
+    usual: dict[str, Any] = {"start": 0, "stop": 1, "zero_star": False, "rescale": 0}
+    found = {key: getattr(how, key) for key in usual}
+    if how.skip is not None:  # which makes two predictions of one
+        found |= {"rescale": 0, "skip.prediction": how.skip.prediction}
+        usual["skip.prediction"] = "third"
+    for key, value in found.items():
+        if value != usual[key]:
             rule = "it is about two predictions, and a run without guidance has one"
             remedy = "raise sampling.guidance_scale above 1 (Flux.1: true_cfg_scale), or remove it"
             raise ConfigError(f"sampling.fast.guidance.{key}", value, rule, remedy)

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from common.scan import Layers
 from fast.guidance import Predictions
-from fast.program import Inputs, Memory, take
-from fast.settings import CacheSettings, FastSettings, GuidanceSettings
-from fast.steps import plan_steps
+from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSettings
 from samplers import sample, start, unipc
 from samplers import step as take_step
 
-from tests.examples.sample.pipelines import pipeline, run, told
+from tests.examples.fast.walks import Run
+from tests.examples.sample.pipelines import check, pipeline, run, told
 
 STEPS, SHIFT = 4, 3.0
 WEIGHTS = jax.random.normal(jax.random.key(1), (3, 6, 6)) / 3
@@ -43,15 +42,8 @@ def model(x: Any, t: Any, what: Any, around: Any = None) -> Any:
 def walked(fast: FastSettings, told: tuple[Any, ...], scale: float) -> Any:
     """Take the steps of a run as a program does."""
     schedule, noise = unipc.schedule(STEPS, SHIFT), jax.random.normal(jax.random.key(0), (2, 6))
-    state, memory = start(schedule, noise), Memory(1)
-    for i, planned in enumerate(plan_steps(fast, (STEPS,), scale != 1, 3)):
-        what = told if planned.step.guidance == "guided" else told[-1:]
-        kept = memory.before(planned)
-        given = Inputs(schedule, jnp.int32(i), state, what, jnp.float32(scale), kept)
-        how = fast.guidance or GuidanceSettings()
-        state, made = jax.jit(lambda g, s=planned.step, how=how: take(model, s, how, g))(given)
-        memory.after(made)
-    return state.x
+    *_, last = Run(model, 3, told).samples(fast, schedule, noise, scale)
+    return last
 
 
 CALLS = jnp.full((2, 6), 0.3), jnp.full((2, 6), -0.4)
@@ -118,6 +110,58 @@ def test_a_gate_at_the_end_changes_nothing() -> None:
     assert np.array_equal(walked(never, CALLS, 4.0), plain)
 
 
+@pytest.mark.parametrize("zero_star", [False, True])
+def test_a_gate_adds_the_last_difference(zero_star: bool) -> None:
+    """Against a loop that keeps the difference by itself."""
+    schedule, noise = unipc.schedule(STEPS, SHIFT), jax.random.normal(jax.random.key(0), (2, 6))
+    state, difference = start(schedule, noise), jnp.zeros_like(noise)
+    for i in range(STEPS):
+
+        def guided(x: Any, t: Any, i: int = i) -> Any:
+            nonlocal difference
+            u, c = (model(x, jnp.broadcast_to(t, 2), what) for what in CALLS)
+            if i < 2:
+                if zero_star:
+                    u *= jnp.sum(u * c, 1, keepdims=True) / jnp.sum(u * u, 1, keepdims=True)
+                difference = c - u
+            return c + 3.0 * difference
+
+        state = take_step(schedule, i, state, guided)
+    how = GuidanceSettings(stop=0.5, after="gate", zero_star=zero_star)
+    np.testing.assert_allclose(walked(FastSettings(guidance=how), CALLS, 4.0), state.x, atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction", ["third", "negative"])
+def test_a_skipped_layer_is_reused_where_it_was_kept(prediction: Any) -> None:
+    """Layers 0 and 1 are reused, and 1 is skipped in one prediction, in a loop of its own."""
+    schedule, noise = unipc.schedule(STEPS, SHIFT), jax.random.normal(jax.random.key(0), (2, 6))
+    state, kept = start(schedule, noise), {}
+    skipping = "third" if prediction == "third" else "u"
+
+    def one(x: Any, t: Any, name: str, i: int) -> Any:
+        tt, what = jnp.broadcast_to(t, (2, 1)), CALLS[0 if name == "u" else 1]
+        x = jnp.sin(x)
+        skips = name == skipping and i > 0
+        if i in (0, 1, 3):  # 1: nothing was kept of a prediction that skips
+            y = layer(x, 0, tt, what)
+            kept[name] = (y if skips else layer(y, 1, tt, what)) - x
+        return layer(x + kept[name], 2, tt, what) * jnp.cos(tt)
+
+    for i in range(STEPS):
+
+        def guided(x: Any, t: Any, i: int = i) -> Any:
+            u, c = (one(x, t, name, i) for name in "uc")
+            third = 1.5 * (c - one(x, t, "third", i)) if prediction == "third" and i else 0
+            return u + 4.0 * (c - u) + third
+
+        state = take_step(schedule, i, state, guided)
+    scale = 1.5 if prediction == "third" else None
+    skip = SkipSettings(layers=(1,), prediction=prediction, scale=scale, start=0.0, stop=1.0)
+    cache = CacheSettings(schedule="X..X", layers=(0, 2))
+    fast = FastSettings(cache=cache, guidance=GuidanceSettings(skip=skip))
+    np.testing.assert_allclose(walked(fast, CALLS, 4.0), state.x, rtol=1e-4, atol=1e-5)
+
+
 def test_zero_star_is_the_projection_of_one_prediction_on_the_other() -> None:
     u, c = jax.random.normal(jax.random.key(3), (2, 5, 7, 3))
     how = GuidanceSettings(zero_star=True)
@@ -152,4 +196,21 @@ def test_a_pipeline_reuses_on_a_mesh(
     printed = capsys.readouterr().out
     assert "approximate: 5 of 8 forwards are computed" in printed
     assert "step 3: all layers reused, two predictions" in printed
+    assert "not in one call: steps of sampling.fast differ between the predictions" in printed
     assert 0 < np.abs(fewer - plain).max() < np.abs(plain).max()
+
+
+def test_each_prediction_has_devices_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    one = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8", "guidance_batched=false")
+    apart = run(folder, "wan", *options, *one)
+    capsys.readouterr()
+    two = ("ici_data_parallelism=2", "ici_fsdp_parallelism=1", "ici_context_parallelism=4")
+    spread = run(folder, "wan", *options, *two)
+    printed = capsys.readouterr().out
+    assert "one call of the model for both, each on half of the 2 devices of data" in printed
+    assert "1 samples in 2 rows of the model" in printed
+    check(spread, apart)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fast.settings import CacheSettings, FastSettings, GuidanceSettings
+from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSettings
 from fast.steps import forwards, lines, plan_steps
 
 from maxattn.config import ConfigErrors
@@ -97,6 +97,55 @@ def test_a_gate_keeps_the_difference_of_each_guided_step():
 def test_what_does_not_fit_is_refused(cache, says):
     with pytest.raises((ConfigError, ConfigErrors)) as error:
         planned(cache=CacheSettings(**cache))
+    assert says in str(error.value)
+
+
+def test_a_gate_guides_until_there_is_a_difference():
+    found = planned((3, 3), guidance=GuidanceSettings(stop=0.1, after="gate", zero_steps=1))
+    assert [x.step.guidance for x in found] == ["zero", "guided", "gate", "guided", "gate", "gate"]
+
+
+def test_skipped_layers_are_not_forwards():
+    third = SkipSettings(layers=(1,), start=0.0, stop=0.5)
+    found = planned(guidance=GuidanceSettings(skip=third))
+    assert [x.step.calls for x in found] == [2, 3, 3, 2, 2, 2]
+    assert forwards(found, LAYERS, True) == (12 + 2 * 0.75, 12)
+    negative = SkipSettings(layers=(3, 1), prediction="negative", start=0.0, stop=0.5)
+    found = planned(guidance=GuidanceSettings(skip=negative))
+    assert forwards(found, LAYERS, True) == (11, 12)
+    assert list(lines(found, LAYERS, True))[2] == (
+        "steps 2 to 3: computed, two predictions, the one without the text skips layers 1, 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"stop": 0.5}, "guidance.stop"),
+        ({"zero_star": True}, "guidance.zero_star"),
+        ({"rescale": 0.5}, "guidance.rescale"),
+        ({"skip": {"layers": (1,), "prediction": "negative"}}, "guidance.skip.prediction"),
+    ],
+)
+def test_a_run_without_guidance_takes_no_schedule_of_it(how, says):
+    with pytest.raises(ConfigError, match=says):
+        planned(guided=False, guidance=GuidanceSettings(**how))
+    planned(guided=False, guidance=GuidanceSettings(zero_steps=1, skip=SkipSettings(layers=(1,))))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"layers": (4,)}, "the model has layers 0 to 3, and at least one of them is computed"),
+        ({"layers": (0, 1, 2, 3)}, "at least one of them is computed"),
+        ({"layers": ()}, "layers"),
+        ({"layers": (1,), "prediction": "negative", "scale": 2.0}, "it is a third prediction's"),
+        ({"layers": (1,), "start": 0.5}, "layers are skipped from start to stop, and stop=0.2"),
+    ],
+)
+def test_skipped_layers_that_do_not_fit_are_refused(how, says):
+    with pytest.raises((ConfigError, ConfigErrors)) as error:
+        planned(guidance=GuidanceSettings(skip=SkipSettings(**how)))
     assert says in str(error.value)
 
 
