@@ -105,7 +105,7 @@ class Planned(NamedTuple):
 def plan_steps(
     fast: FastSettings | None,
     experts: Sequence[int],
-    guided: bool,
+    guided: bool | Sequence[bool],
     layers: int,
     facts: Facts | None = None,
 ) -> tuple[Planned, ...]:
@@ -118,7 +118,7 @@ def plan_steps(
     Args:
         fast: `sampling.fast`.
         experts: numbers of the steps of each model, in their order.
-        guided: whether the run has classifier-free guidance.
+        guided: whether the run has classifier-free guidance, or each model has.
         layers: of a model.
         facts: of the run, which a curve is of.
 
@@ -127,7 +127,9 @@ def plan_steps(
         ConfigErrors: a curve that does not.
     """
     fast = fast or FastSettings()
-    guidance = list(_guidance(fast.guidance, experts, guided))
+    each = [guided] * len(experts) if isinstance(guided, bool) else guided
+    guides = [guides for steps, guides in zip(experts, each, strict=True) for _ in range(steps)]
+    guidance = list(_guidance(fast.guidance, experts, guides))
     skips = _skips(fast.guidance, sum(experts), layers)
     schedule = letters_of(fast.cache, experts, layers, facts)
     begins = {sum(experts[:n]) for n in range(len(experts))}
@@ -155,10 +157,10 @@ def plan_steps(
 
 
 def _guidance(
-    how: GuidanceSettings | None, experts: Sequence[int], guided: bool
+    how: GuidanceSettings | None, experts: Sequence[int], guides: Sequence[bool]
 ) -> Iterator[Guidance]:
-    """Yield the guidance of each step."""
-    if how is not None and not guided:
+    """Yield the guidance of each step; `guides` says which may have any."""
+    if how is not None and not any(guides):
         _check_one(how)
     steps, how = sum(experts), how or GuidanceSettings()
     begins = {sum(experts[:n]) for n in range(len(experts))}
@@ -169,7 +171,7 @@ def _guidance(
         has_difference = has_difference and i not in begins
         if i < how.zero_steps:
             yield "zero"
-        elif not guided or i < begin:
+        elif not guides[i] or i < begin:
             yield "none"
         elif i < end or (how.after == "gate" and not has_difference):
             has_difference = True
@@ -217,14 +219,27 @@ def _line(i: int, computed: Sequence[int]) -> tuple[float, ...]:
     return (1.0 + share, -share)
 
 
-def forwards(planned: Sequence[Planned], layers: int, guided: bool) -> tuple[float, int]:
-    """Count the forwards that a run computes, and those of the same run without shortcuts."""
+def forwards(
+    planned: Sequence[Planned], layers: int, guided: bool | Sequence[bool]
+) -> tuple[float, int]:
+    """Count the forwards that a run computes, and those of the same run without shortcuts.
+
+    Args:
+        planned: the steps.
+        layers: of a model.
+        guided: whether all steps have guidance, or each has.
+    """
     computed = sum(x.step.forwards(layers) for x in planned)
-    return computed, len(planned) * (2 if guided else 1)
+    twice = len(planned) * guided if isinstance(guided, bool) else sum(guided)
+    return computed, len(planned) + twice
 
 
-def lines(planned: Sequence[Planned], layers: int, guided: bool) -> Iterator[str]:
-    """Say what the steps of a run compute; nothing if all compute everything."""
+def lines(planned: Sequence[Planned], layers: int, guided: bool | Sequence[bool]) -> Iterator[str]:
+    """Say what the steps of a run compute; nothing if all compute everything.
+
+    Args:
+        planned, layers, guided: as of `forwards`.
+    """
     computed, whole = forwards(planned, layers, guided)
     if computed == whole:
         return

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from common.named_model import NamedModel
+from common.pipeline_folder import Family
 from common.settings import Count, NotNegative, Positive
-from sample.settings import SamplingSettings as CommonSampling
+from sample.settings import FlowSampling
 from samplers.read import NO_FILE, Sampler, read
 from train.flow_settings import FlowTraining
 from train.settings import DataSettings
@@ -52,17 +53,21 @@ class TrainingSettings(FlowTraining):
     """The guidance that is an input of FLUX.1-dev in training; schnell has no such input."""
 
 
-class SamplingSettings(CommonSampling):
+class SamplingSettings(FlowSampling):
     """Sampling of pictures."""
 
-    sampler: Literal["flow_euler"] | None = None
-    """Euler steps over even sigmas; null: the same, or the folder is refused."""
+    family: ClassVar[Family] = "flux"
+    cfg_key: ClassVar[str] = "true_cfg_scale"
+
+    sampler: Literal["flow_euler", "flow_lcm"] | None = None
+    """Euler steps over even sigmas, or steps that re-noise (flow_lcm), for models distilled for
+    these; null: as the folder's scheduler_config.json says, else Euler steps."""
     num_inference_steps: Count = 28
     """Steps from noise to picture; schnell takes 4."""
     guidance_scale: NotNegative | None = None
     """The guidance that is an input of FLUX.1-dev; null is 3.5. schnell has no such input."""
     true_cfg_scale: NotNegative = 1.0
-    """Classifier-free guidance away from the negative prompt; 1 is none, in half the time."""
+    """Classifier-free guidance away from the negative prompt; up to 1 is none, in half the time."""
     timestep_shift: Positive | None = None
     """Above 1: smaller steps near the noise; null: as the folder says, by the tokens of dev."""
     height: Count = 1024
@@ -72,14 +77,12 @@ class SamplingSettings(CommonSampling):
     text_tokens: Count = 512
     """Tokens of a prompt for the T5 encoder; schnell was trained with 256."""
 
-    @property
-    def cfg_scale(self) -> float:
-        """The scale of classifier-free guidance; 1 is none."""
-        return self.true_cfg_scale
-
     def sampler_of(self, folder: str | None, sizes: Sizes, tokens: int = 0) -> Sampler:
         """Choose the sampler of a picture with so many tokens; the model's usual without a file."""
-        found = read(folder, "even_flow", self.sampler, self.timestep_shift).of_tokens(tokens)
+        how = self.sampler_changes
+        found = read(folder, "even_flow", self.sampler, self.timestep_shift, **how).of_tokens(
+            tokens
+        )
         if found.said_by != NO_FILE or self.timestep_shift is not None or sizes.guidance_embeds:
             return found
         return replace(found, options={**found.options, **UNSHIFTED})

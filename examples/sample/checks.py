@@ -147,16 +147,16 @@ def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 def _guidance_errors(task: SamplingTask) -> Iterator[ConfigError]:
     """Yield a negative prompt that nothing leads away from."""
     sampling = task.settings.sampling
-    if sampling.negative_prompt is not None and sampling.cfg_scale == 1:
-        key = "true_cfg_scale" if hasattr(sampling, "true_cfg_scale") else "guidance_scale"
-        rule = f"guidance leads away from it, and sampling.{key} is 1, which is none"
+    if sampling.negative_prompt is not None and not sampling.guided:
+        key = sampling.cfg_key
+        rule = f"guidance leads away from it, and sampling.{key} is at most 1, which is none"
         remedy = f"raise sampling.{key}, or leave it out"
         yield ConfigError("--negative-prompt", repr(sampling.negative_prompt), rule, remedy)
 
 
 def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
     sampling = task.settings.sampling
-    guided = sampling.cfg_scale != 1
+    guided = sampling.guided
     found = files.shapes(path, "--embeddings")
     yield from files.shape_errors(found, task.expected(guided), path, "--embeddings")
     lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]

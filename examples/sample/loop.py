@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from samplers import Schedule, State, start
+from samplers.noise import Keys
 
 from .checks import options
 from .task import Expert, SamplingTask
@@ -43,6 +44,7 @@ class Walk(AbstractContextManager["Walk"]):
         schedule: of the sampler.
         planned: what each step computes.
         console: where the bar is drawn; default standard output.
+        keys: of the new noise of each sample, for a sampler that re-noises.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Walk(AbstractContextManager["Walk"]):
         schedule: Schedule,
         planned: Sequence[Planned],
         console: Console | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.task, self.told, self.schedule, self.planned = task, told, schedule, planned
-        self.state: State = jax.jit(start)(schedule, noise)
+        self.state: State = jax.jit(start)(schedule, noise, keys)
         self.bar = Bar(len(schedule.times), console)
         self._structure: Structure | None = None
         self._once: Callable[..., Any]
@@ -73,7 +76,7 @@ class Walk(AbstractContextManager["Walk"]):
         if structure != self._structure:
             self._structure, self._programs = structure, {}
             self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
-        known = tuple(self._once(parameters, what) for what in self.told)
+        known = tuple(self._once(parameters, what) for what in self._told_to(expert))
         memory = Memory(1 if any(len(x.weights) > 1 for x in self.planned) else 0)
         queued: list[Array] = []
         for i in range(self.bar.done, self.bar.done + expert.steps):
@@ -93,6 +96,13 @@ class Walk(AbstractContextManager["Walk"]):
             self._wait(queued, 1)
         self._wait(queued, 0)
         self.bar.pause()
+
+    def _told_to(self, expert: Expert) -> tuple[dict[str, Array], ...]:
+        """Leave out the negative prompt for the one of two experts that has no guidance."""
+        if expert.guided or not self.task.settings.sampling.guided:
+            return self.told
+        samples, last = self.state.x.shape[0], self.told[-1]
+        return ({name: x[-samples:] for name, x in last.items()},)
 
     def _wait(self, queued: list[Array], most: int) -> None:
         """Wait until at most so many steps are queued, and count the others."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.pipeline_folder import NAMES
 from flax import nnx
+from samplers.distilled import named_by
 
 from maxattn import weights
 from maxattn.errors import ConfigError, MaxattnError, WeightsError
@@ -87,6 +88,21 @@ def family_of(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
+def _distilled_errors(task: SamplingTask, option: str, path: Path) -> Iterator[ConfigError]:
+    """Yield LoRA weights that are named as ones of few steps, and are not sampled so."""
+    sampling, row = task.settings.sampling, named_by(path)
+    if row is None or row.family != task.family:
+        return
+    steps, taken = re.search(r"(\d+)-?steps?", path.name.lower()), sampling.num_inference_steps
+    if sampling.distilled != row.name:
+        rule = f"its name is of {row.of}, and sampling.distilled is {sampling.distilled or 'null'}"
+        remedy = f"set sampling.distilled={row.name}, or rename the file if it is another's"
+        yield ConfigError(option, path, rule, remedy)
+    elif steps is not None and int(steps[1]) != taken:
+        rule = f"its name says for how many steps it was distilled, and {taken} are taken"
+        yield ConfigError(option, path, rule, f"set sampling.num_inference_steps={steps[1]}")
+
+
 def _file_errors(task: SamplingTask, option: str, path: Path) -> Iterator[ConfigError]:
     if not path.exists():
         rule = "it names LoRA weights, a file or a folder, and there is none"
@@ -100,7 +116,9 @@ def _file_errors(task: SamplingTask, option: str, path: Path) -> Iterator[Config
         )
         return
     family, name = family_of(names) or (task.family, "")
-    if family != task.family:
+    if family == task.family:
+        yield from _distilled_errors(task, option, path)
+    else:
         rule = f"its layers are named as those of {NAMES[family]}, and this is {NAMES[task.family]}"
         remedy = f"give LoRA weights of {NAMES[task.family]}, or use examples/generate_{family}.py"
         yield ConfigError(option, f"{path}: {name}", rule, remedy)

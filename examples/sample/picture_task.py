@@ -68,7 +68,8 @@ class PictureTask:
 
     def experts(self, times: Any) -> tuple[Expert, ...]:
         """Take all steps with one model."""
-        return (Expert(self.part, len(times), self.settings.sampling.cfg_scale),)
+        sampling = self.settings.sampling
+        return (Expert(self.part, len(times), sampling.cfg_scale, sampling.guided),)
 
     def finished(
         self, x: Float[Array, "B H W C"], told: Mapping[str, Array]

@@ -8,26 +8,43 @@ from samplers import flow_euler
 from samplers.read import Sampler
 
 from .paths import Paths
-from .task import SamplingTask
+from .task import Expert, SamplingTask
 
 
-def planned_steps(task: SamplingTask, sampler: Sampler, paths: Paths) -> tuple[Planned, ...]:
+def planned_steps(
+    task: SamplingTask, sampler: Sampler, paths: Paths, divides: bool = True
+) -> tuple[Planned, ...]:
     """Decide what each step computes.
 
     Args:
         task: the model's.
         sampler: of the run.
         paths: of its weights.
+        divides: as of `experts_of`.
 
     Raises:
         ConfigError: `sampling.fast` does not fit the run.
     """
     sampling = task.settings.sampling
-    schedule = sampler.schedule(sampling.num_inference_steps)
-    experts = [expert.steps for expert in task.experts(schedule.times)]
+    found = experts_of(task, sampler, divides)
+    experts, guided = [x.steps for x in found], [x.guided for x in found]
     weights, count = paths.weights_of(task.part), len(experts)
     facts = Facts(sampler.name, _shift_of(sampler), vars(task.sizes), weights, count)
-    return plan_steps(sampling.fast, experts, sampling.cfg_scale != 1, task.layers, facts)
+    return plan_steps(sampling.fast, experts, guided, task.layers, facts)
+
+
+def experts_of(task: SamplingTask, sampler: Sampler, divides: bool) -> tuple[Expert, ...]:
+    """Return the models of a run, and their steps.
+
+    Args:
+        task: the model's.
+        sampler: of the run.
+        divides: whether the rows of the prompts alone divide over the devices. Else one of two
+            models that has no guidance is called with the rows of both prompts.
+    """
+    sampling = task.settings.sampling
+    experts = task.experts(sampler.schedule(sampling.num_inference_steps).times)
+    return tuple(x if divides else x._replace(guided=sampling.guided) for x in experts)
 
 
 def predicts_both(task: SamplingTask) -> bool:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from common import hosts
 from fast.schedules import schedule_lines
-from fast.steps import Planned, lines
+from fast.steps import Planned, forwards, lines
 from flax import nnx
+from samplers.noise import keys_of
 from samplers.read import Sampler
 
 from maxattn import sharding, weights
@@ -25,9 +26,9 @@ from .checks import check
 from .loop import Walk
 from .lora_checks import check_lora
 from .paths import Paths
-from .planned import planned_steps, predicts_both
+from .planned import experts_of, planned_steps, predicts_both
 from .rows import Rows, batch_ways, noise, place, told_in_rows
-from .task import Arrays, SamplingTask
+from .task import Arrays, Expert, SamplingTask
 from .weights_checks import parts_of
 
 Mesh = jax.sharding.Mesh
@@ -45,6 +46,20 @@ class Start(NamedTuple):
     told: tuple[Arrays, ...]
     rows: Rows
     noise: np.ndarray
+
+
+class Steps(NamedTuple):
+    """Hold the steps of a run.
+
+    Args:
+        sampler: that takes them.
+        experts: the models, in their order.
+        planned: what each step computes.
+    """
+
+    sampler: Sampler
+    experts: tuple[Expert, ...]
+    planned: Sequence[Planned]
 
 
 @sharding.inside_auto_axes()
@@ -65,11 +80,13 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     check(task, paths)
     check_weights(task, paths)
     sampler = task.sampler()
-    planned = planned_steps(task, sampler, paths)
     start = _start(task, paths, mesh)
-    for line in _opening(task, start, sampler, planned, mesh):
+    divides = start.rows.samples % start.rows.ways == 0
+    planned = planned_steps(task, sampler, paths, divides)
+    steps = Steps(sampler, experts_of(task, sampler, divides), planned)
+    for line in _opening(task, start, steps, mesh):
         print(line)
-    latents = _sampled(task, paths, start, (sampler, planned), mesh)
+    latents = _sampled(task, paths, start, steps, mesh)
     _check_finite(latents)
     if hosts.is_first():
         _write(task, paths, latents)
@@ -123,7 +140,9 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
     if lora is not None:
-        scale = 1.0 if paths.lora_scale is None else paths.lora_scale
+        row = task.settings.sampling.distilled_as
+        usual = 1.0 if row is None else row.lora_scale
+        scale = usual if paths.lora_scale is None else paths.lora_scale
         how = {"prefix": prefix, "strict": not paths.lora_lenient, "names": names}
         changed = weights.merge_lora(model, lora, scale, **how)
         others = _passed_over(lora, prefix)
@@ -138,7 +157,7 @@ def _start(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
     """Read or encode what the model is told, arrange it in rows, and draw the noise."""
     sampling = task.settings.sampling
     arrays = _arrays(task, paths)
-    guided = sampling.cfg_scale != 1
+    guided = sampling.guided
     if not guided:
         arrays = {name: x for name, x in arrays.items() if not name.startswith("negative_")}
     texts = max(len(x) for x in arrays.values())
@@ -169,31 +188,27 @@ def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
     return given[np.resize(np.arange(rows.wanted), rows.samples)]
 
 
-def _opening(
-    task: SamplingTask,
-    start: Start,
-    sampler: Sampler,
-    planned: Sequence[Planned],
-    mesh: Mesh | None,
-) -> Iterator[str]:
+def _opening(task: SamplingTask, start: Start, steps: Steps, mesh: Mesh | None) -> Iterator[str]:
     """Say what will run."""
     sampling, told, rows = task.settings.sampling, start.told[0], start.rows
     lengths = {name: told[name].shape[1] for name in ("text", "image") if name in told}
     for plan in task.plans(rows.samples * rows.calls, lengths, mesh).values():
         yield plan.explain()
-    yield f"sampler   {sampler}, {sampling.num_inference_steps} steps"
-    yield from _guidance_lines(task, rows)
-    yield from _experts_lines(task, sampler)
-    yield from _fast_lines(task, planned)
+    if (row := sampling.distilled_as) is not None:
+        yield f"distilled {row.name}: {row.of}"
+    yield f"sampler   {steps.sampler}, {sampling.num_inference_steps} steps"
+    yield from _guidance_lines(task, rows, steps)
+    yield from _experts_lines(steps.experts)
+    yield from _fast_lines(task, steps)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
 
 
-def _guidance_lines(task: SamplingTask, rows: Rows) -> Iterator[str]:
+def _guidance_lines(task: SamplingTask, rows: Rows, steps: Steps) -> Iterator[str]:
     """Say how a step calls the model for its two predictions."""
     sampling = task.settings.sampling
-    if sampling.cfg_scale == 1:
-        yield "guidance  none"
+    if not sampling.guided:
+        yield f"guidance  none: {forwards(steps.planned, task.layers, False)[0]:g} forwards"
         return
     how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
     if rows.calls == 2 and rows.ways % 2 == 0:
@@ -203,22 +218,23 @@ def _guidance_lines(task: SamplingTask, rows: Rows) -> Iterator[str]:
         yield "          not in one call: steps of sampling.fast differ between the predictions"
 
 
-def _experts_lines(task: SamplingTask, sampler: Sampler) -> Iterator[str]:
+def _experts_lines(experts: Sequence[Expert]) -> Iterator[str]:
     """Say which model takes which steps, where there are several."""
-    schedule = sampler.schedule(task.settings.sampling.num_inference_steps)
-    experts, done = task.experts(schedule.times), 0
+    done = 0
     for expert in experts if len(experts) > 1 else ():
         steps = f"steps {done + 1} to {done + expert.steps}" if expert.steps else "no step"
-        yield f"expert    {expert.part}, {steps}, guidance {expert.guidance_scale:g}"
+        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {expert.steps} forwards"
+        yield f"expert    {expert.part}, {steps}, guidance {scale}"
         done += expert.steps
     if len(experts) > 1:
         yield "          one at a time on the devices, each read when its turn comes"
 
 
-def _fast_lines(task: SamplingTask, planned: Sequence[Planned]) -> Iterator[str]:
+def _fast_lines(task: SamplingTask, steps: Steps) -> Iterator[str]:
     """Say what steps compute and what they reuse, where they reuse anything."""
-    sampling = task.settings.sampling
-    found = lines(planned, task.layers, sampling.cfg_scale != 1)
+    sampling, planned = task.settings.sampling, steps.planned
+    guided = [expert.guided for expert in steps.experts for _ in range(expert.steps)]
+    found = lines(planned, task.layers, guided)
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
         found = chain(found, schedule_lines(sampling.fast.cache, letters))
@@ -230,16 +246,17 @@ def _sampled(
     task: SamplingTask,
     paths: Paths,
     start: Start,
-    steps: tuple[Sampler, Sequence[Planned]],
+    steps: Steps,
     mesh: Mesh | None,
 ) -> np.ndarray:
     """Take the steps of one model after the other; each is loaded when its turn comes."""
-    sampler, planned = steps
-    schedule = sampler.schedule(task.settings.sampling.num_inference_steps)
+    seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
+    schedule, renoises = steps.sampler.schedule(count), steps.sampler.renoises
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
     first, spent = place(np.moveaxis(start.noise, 1, -1), mesh), 0.0
-    with Walk(task, told, first, schedule, planned) as walk:
-        for expert in (e for e in task.experts(schedule.times) if e.steps):
+    keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
+    with Walk(task, told, first, schedule, steps.planned, keys=keys) as walk:
+        for expert in (e for e in steps.experts if e.steps):
             model = load(task, paths, mesh, expert.part)
             began = time.perf_counter()
             walk.take(model, expert)

@@ -29,11 +29,13 @@ class Expert(NamedTuple):
         part: the folder of a pipeline that holds it.
         steps: how many, after those of the expert before.
         guidance_scale: of these steps.
+        guided: whether the model is also called with the negative prompt.
     """
 
     part: str
     steps: int
     guidance_scale: float
+    guided: bool
 
 
 class SamplingTask(Protocol):

@@ -6,10 +6,26 @@
     predict = lambda x, t: model(x, jnp.broadcast_to(t, x.shape[:1]), kv=kv)
     latents = sample(predict, noise, schedule)
 
-`read.read(folder, "flow")` makes the sampler that a folder in diffusers' format asks for.
+`lcm` and `flow_lcm` re-noise: they also take `keys_of(seed, rows)`, from which each sample's new
+noise is drawn. `read.read(folder, "flow")` makes the sampler that a folder in diffusers' format
+asks for.
 """
 
-from . import ddim, euler, flow_euler, unipc
+from . import ddim, euler, flow_euler, flow_lcm, lcm, unipc
+from .noise import keys_of
 from .schedule import Schedule, State, sample, start, step
 
-__all__ = ["Schedule", "State", "ddim", "euler", "flow_euler", "sample", "start", "step", "unipc"]
+__all__ = [
+    "Schedule",
+    "State",
+    "ddim",
+    "euler",
+    "flow_euler",
+    "flow_lcm",
+    "keys_of",
+    "lcm",
+    "sample",
+    "start",
+    "step",
+    "unipc",
+]

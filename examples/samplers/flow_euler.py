@@ -34,10 +34,7 @@ def schedule(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Sche
         shift: above 1: more of the steps near the noise. Wan 2.1: 3 at 480p, 5 at 720p.
         train_steps: what sigma 1 is called as a time.
     """
-    check(shift, steps=steps, train_steps=train_steps)
-    first, last = shifted(np.array([1.0, 1.0 / train_steps]), shift)
-    sigmas = shifted(np.linspace(first, last, steps), shift)
-    return over(np.append(sigmas, 0.0), train_steps=train_steps)
+    return over(usual_sigmas(steps, shift, train_steps), train_steps=train_steps)
 
 
 def even(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Schedule:
@@ -48,9 +45,20 @@ def even(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Schedule
         shift: above 1: more of the steps near the noise.
         train_steps: what sigma 1 is called as a time.
     """
+    return over(even_sigmas(steps, shift, train_steps), train_steps=train_steps)
+
+
+def usual_sigmas(steps: int, shift: float, train_steps: int) -> Float[np.ndarray, " n+1"]:
+    """Return the grid of diffusers' schedulers of flow matching; arguments as in `schedule`."""
     check(shift, steps=steps, train_steps=train_steps)
-    sigmas = shifted(np.linspace(1.0, 1.0 / steps, steps), shift)
-    return over(np.append(sigmas, 0.0), train_steps=train_steps)
+    first, last = shifted(np.array([1.0, 1.0 / train_steps]), shift)
+    return np.append(shifted(np.linspace(first, last, steps), shift), 0.0)
+
+
+def even_sigmas(steps: int, shift: float, train_steps: int) -> Float[np.ndarray, " n+1"]:
+    """Return the grid that FluxPipeline gives to its scheduler; arguments as in `even`."""
+    check(shift, steps=steps, train_steps=train_steps)
+    return np.append(shifted(np.linspace(1.0, 1.0 / steps, steps), shift), 0.0)
 
 
 def shift_of(options: Mapping[str, Any], tokens: int) -> float:
@@ -82,13 +90,23 @@ def over(sigmas: Float[np.ndarray, " n"], *, train_steps: int = 1000) -> Schedul
     Raises:
         InputError: the sigmas do not fall, or are not from 0 to 1.
     """
+    sigmas = checked(sigmas)
+    change = np.diff(sigmas.astype(np.float64))
+    predict = np.stack([np.ones_like(change), change], -1)
+    return one_step(sigmas[:-1] * np.float32(train_steps), predict)
+
+
+def checked(sigmas: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """Return a grid in float32, the very sigmas that the model is told.
+
+    Raises:
+        InputError: the sigmas do not fall, or are not from 0 to 1.
+    """
     falls = sigmas.ndim == 1 and len(sigmas) > 1 and bool((np.diff(sigmas) < 0).all())
-    sigmas = sigmas.astype(np.float32)  # the model gets these very times
+    sigmas = sigmas.astype(np.float32)
     if not falls or not 0 <= sigmas[-1] <= sigmas[0] <= 1:
         rule = "sigmas must fall, from at most 1 to at least 0, one more than there are steps"
         raise InputError(
             "sigmas", np.array2string(sigmas), rule, "give np.linspace(1, 0, steps + 1)"
         )
-    change = np.diff(sigmas.astype(np.float64))
-    predict = np.stack([np.ones_like(change), change], -1)
-    return one_step(sigmas[:-1] * np.float32(train_steps), predict)
+    return sigmas

@@ -41,6 +41,15 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
         "shift_terminal": UNSET,
         "stochastic_sampling": OFF,
     },
+    "FlowMatchLCMScheduler": NO_OTHER_SIGMAS
+    | {
+        "num_train_timesteps": Option(1000),
+        "shift": Option(1.0),
+        "use_dynamic_shifting": OFF,
+        "invert_sigmas": OFF,
+        "shift_terminal": UNSET,
+        "scale_factors": UNSET,
+    },
     "UniPCMultistepScheduler": NO_OTHER_SIGMAS
     | {
         "num_train_timesteps": Option(1000),
@@ -75,18 +84,27 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
         "clip_sample": Option(True, (False,)),
         "thresholding": OFF,
     },
+    "LCMScheduler": DISCRETE
+    | {
+        "beta_start": Option(0.00085),
+        "beta_end": Option(0.012),
+        "beta_schedule": Option("scaled_linear", ("scaled_linear", "linear")),
+        "timestep_spacing": Option("leading", SPACINGS),
+        "original_inference_steps": Option(50),
+        "timestep_scaling": Option(10.0),
+        "clip_sample": OFF,
+        "thresholding": OFF,
+    },
 }
 
 # What a pipeline that knows the size of the sample adds to its scheduler.
-BY_SIZE: Mapping[str, Mapping[str, Option]] = {
-    "FlowMatchEulerDiscreteScheduler": {
-        "use_dynamic_shifting": Option(False, BOTH),
-        "base_shift": Option(0.5),
-        "max_shift": Option(1.15),
-        "base_image_seq_len": Option(256),
-        "max_image_seq_len": Option(4096),
-        "time_shift_type": Option("exponential", ("exponential", "linear")),
-    },
+BY_SIZE: Mapping[str, Option] = {
+    "use_dynamic_shifting": Option(False, BOTH),
+    "base_shift": Option(0.5),
+    "max_shift": Option(1.15),
+    "base_image_seq_len": Option(256),
+    "max_image_seq_len": Option(4096),
+    "time_shift_type": Option("exponential", ("exponential", "linear")),
 }
 
 # Options that change nothing: they belong to what is not supported, or files have them from other
@@ -94,6 +112,7 @@ BY_SIZE: Mapping[str, Mapping[str, Option]] = {
 UNREAD = {
     "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type",
     "clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value", "skip_prk_steps",
-    "variance_type", "algorithm_type", "euler_at_final", "use_lu_lambdas", "lambda_min_clipped",
+    "variance_type", "upscale_mode", "algorithm_type", "euler_at_final", "use_lu_lambdas",
+    "lambda_min_clipped",
 }  # fmt: skip
 KNOWN = UNREAD.union(*OPTIONS.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from common.json_file import read_mapping
@@ -12,8 +13,9 @@ from common.json_file import read_mapping
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, did_you_mean
 
-from . import ddim, euler, flow_euler, unipc
+from . import ddim, euler, flow_euler, flow_lcm, lcm, unipc
 from .betas import Betas
+from .given import Given, taken_by
 from .options import BY_SIZE, KNOWN, OPTIONS
 from .schedule import Schedule
 
@@ -21,12 +23,14 @@ Family = Literal["flow", "even_flow", "discrete"]
 CLASSES = {
     "flow_euler": "FlowMatchEulerDiscreteScheduler", "unipc": "UniPCMultistepScheduler",
     "euler": "EulerDiscreteScheduler", "ddim": "DDIMScheduler",
+    "flow_lcm": "FlowMatchLCMScheduler", "lcm": "LCMScheduler",
 }  # fmt: skip
+RENOISING = ("flow_lcm", "lcm")  # the others are deterministic
 NAMES = {name: short for short, name in CLASSES.items()}
 FAMILIES: Mapping[Family, tuple[str, ...]] = {
-    "flow": ("unipc", "flow_euler"),
-    "even_flow": ("flow_euler",),
-    "discrete": ("euler", "ddim"),
+    "flow": ("unipc", "flow_euler", "flow_lcm"),
+    "even_flow": ("flow_euler", "flow_lcm"),
+    "discrete": ("euler", "ddim", "lcm"),
 }
 # One option under the names of two classes.
 SAME = {"shift": "flow_shift", "flow_shift": "shift"}
@@ -51,11 +55,13 @@ class Sampler:
     """Hold a sampler and its options, checked.
 
     Args:
-        name: flow_euler, unipc, euler or ddim.
+        name: of `CLASSES`.
         options: of diffusers' class, all of them.
         said_by: where they were read.
         family: of the model.
         tokens: of a sample, where its size says how times are shifted.
+        given: times or sigmas in the place of the sampler's own.
+        scales_noise: whether the first sample of a list of sigmas is noise times the first of them.
     """
 
     name: str
@@ -63,6 +69,13 @@ class Sampler:
     said_by: str
     family: Family = "flow"
     tokens: int = 0
+    given: Given | None = None
+    scales_noise: bool = False
+
+    @property
+    def renoises(self) -> bool:
+        """Whether each step mixes in new noise."""
+        return self.name in RENOISING
 
     def of_tokens(self, tokens: int) -> Self:
         """Return the sampler of samples with so many tokens."""
@@ -75,30 +88,58 @@ class Sampler:
             ConfigError: more steps than the model has times.
         """
         o, most = self.options, self.options["num_train_timesteps"]
-        if steps > most and self.name in FAMILIES["discrete"]:
+        if self.family != "discrete":
+            return self._flow(steps, most)
+        if steps > most:
             rule = f"the model was trained at {most} times, and no time is used twice"
             raise ConfigError("sampling.num_inference_steps", steps, rule, f"use at most {most}")
-        if self.family == "even_flow":
-            shift = flow_euler.shift_of(o, self.tokens)
-            return flow_euler.even(steps, shift, train_steps=most)
-        if self.name == "flow_euler":
-            return flow_euler.schedule(steps, o["shift"], train_steps=most)
+        betas = Betas(**{key: o[key] for key in Betas.__dataclass_fields__})
+        if self.name == "ddim":
+            return ddim.schedule(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
+        how: dict[str, Any] = {} if self.given is None else self.given.discrete(self.name, betas)
+        if self.name == "euler":
+            return euler.schedule(steps, betas, **how)
+        how |= {key: o[key] for key in ("original_inference_steps", "timestep_scaling")}
+        if self.given is None and steps > (known := how["original_inference_steps"]):
+            rule = f"lcm chooses among the {known} times of original_inference_steps"
+            remedy = f"use at most {known}, or write sampling.timesteps"
+            raise ConfigError("sampling.num_inference_steps", steps, rule, remedy)
+        return lcm.schedule(steps, betas, **how)
+
+    def _flow(self, steps: int, most: int) -> Schedule:
+        """Make the schedule of a model that predicts velocities."""
+        o = self.options
         if self.name == "unipc":
             how: dict[str, Any] = {"order": o["solver_order"], "train_steps": most}
-            skipped = tuple(o["disable_corrector"])
-            return unipc.schedule(steps, o["flow_shift"], uncorrected=skipped, **how)
-        betas = Betas(**{key: o[key] for key in Betas.__dataclass_fields__})
-        if self.name == "euler":
-            return euler.schedule(steps, betas)
-        return ddim.schedule(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
+            return unipc.schedule(
+                steps, o["flow_shift"], uncorrected=tuple(o["disable_corrector"]), **how
+            )
+        by_size = self.family == "even_flow"
+        shift = flow_euler.shift_of(o, self.tokens) if by_size else o["shift"]
+        if self.given is not None:
+            sigmas = self.given.flow(shift, most)
+        else:
+            grid = flow_euler.even_sigmas if by_size else flow_euler.usual_sigmas
+            sigmas = grid(steps, shift, most)
+        if self.name == "flow_euler":
+            return flow_euler.over(sigmas, train_steps=most)
+        scale = float(sigmas[0]) if self.scales_noise else 1.0
+        return flow_lcm.over(sigmas, train_steps=most, noise_scale=scale)
 
     def __str__(self) -> str:
         options = dict(self.options)
         if options.get("use_dynamic_shifting"):
             shift = flow_euler.shift_of(options, self.tokens)
             options["shift"] = f"{shift:.3g} by {self.tokens} tokens"
-        shown = (f"{key} {options[key]}" for key in SHOWN if key in options)
-        return f"{self.name}, {', '.join(shown)} ({self.said_by})"
+        shown = [f"{key} {options[key]}" for key in SHOWN if key in options]
+        if self.given is not None or self.name == "lcm":
+            shown = [text for text in shown if not text.startswith("timestep_spacing")]
+        if self.given is not None:
+            shown = [x for x in shown if not (self.given.warped and x.startswith("shift"))]
+            times = self.schedule(len(self.given.values)).times
+            shown.append(f"times {' '.join(f'{t:.4g}' for t in times)}")
+        kind = ["re-noising"] if self.renoises else []
+        return f"{', '.join([self.name, *kind, *shown])} ({self.said_by})"
 
 
 SHOWN = (
@@ -117,6 +158,10 @@ def read(
     sampler: str | None = None,
     flow_shift: float | None = None,
     prediction_type: str | None = None,
+    *,
+    given: Given | None = None,
+    replaced: Mapping[str, Any] = MappingProxyType({}),
+    scales_noise: bool = False,
 ) -> Sampler:
     """Read the sampler of a pipeline's folder.
 
@@ -128,6 +173,9 @@ def read(
         sampler: another one than the file's, with the file's options where both have them.
         flow_shift: another one than the file's.
         prediction_type: what the model predicts, where no file says it.
+        given: times or sigmas in the place of the sampler's own.
+        replaced: options that are not taken from the file.
+        scales_noise: as of `Sampler`.
 
     Raises:
         ConfigErrors: everything that is unknown or not supported, at once.
@@ -146,11 +194,12 @@ def read(
     if flow_shift is not None:
         options |= {key: flow_shift for key in SAME if key in options}
         options |= {"use_dynamic_shifting": False} if "use_dynamic_shifting" in options else {}
-    problems += _contradictions(options, str(path))
+    options |= replaced
+    problems += [*_contradictions(options, str(path)), *taken_by(name, given)]
     if problems:
         raise ConfigErrors(problems)
     said_by = f"{path.parent.name}/{path.name}" if there else NO_FILE
-    return Sampler(name, options, said_by, family)
+    return Sampler(name, options, said_by, family, given=given, scales_noise=scales_noise)
 
 
 def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) -> ConfigError:
@@ -176,7 +225,7 @@ def _options(
         other: the file is about another class: what it does not say is then what is supported.
     """
     (family, kind), found, problems = of, {}, [*_unknown(said, where)]
-    by_size = BY_SIZE[kind] if family == "even_flow" else {}
+    by_size = BY_SIZE if family == "even_flow" else {}
     for key, option in {**OPTIONS[kind], **by_size}.items():
         spelt = key if key in said or SAME.get(key) not in said else SAME[key]
         default = option.supported[0] if other and option.supported else option.default
@@ -208,7 +257,8 @@ def _unsupported(
     wanted = " or ".join(map(repr, option.supported)) or f"a number like {option.default!r}"
     by = "" if said else ", its default where the file does not say"
     rule = f"{kind} is supported with {wanted}{by}"
-    remedy = f"write {key} as {wanted} there, or set sampling.sampler"
+    other = "=flow_lcm, which re-noises" if key == "stochastic_sampling" else ""
+    remedy = f"write {key} as {wanted} there, or set sampling.sampler{other}"
     return ConfigError(f"{where}: {key}", repr(value), rule, remedy)
 
 
@@ -218,11 +268,14 @@ def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]
         rule = f"the shift grows from base_image_seq_len, {least}, to it"
         setting, remedy = f"{where}: max_image_seq_len", f"write more than {least}, such as 4096"
         return [] if most > least else [ConfigError(setting, most, rule, remedy)]
-    is_ddim = "set_alpha_to_one" in options
-    if not is_ddim or not options["rescale_betas_zero_snr"]:
+    divides = {"set_alpha_to_one": "DDIM", "timestep_scaling": "LCM"}
+    name = next((named for key, named in divides.items() if key in options), None)
+    if name is None or not options["rescale_betas_zero_snr"]:
         return []
     if options["prediction_type"] != "epsilon":
         return []
-    rule = "where nothing is left of the sample, DDIM cannot find it from the noise alone (0 / 0)"
+    rule = (
+        f"where nothing is left of the sample, {name} cannot find it from the noise alone (0 / 0)"
+    )
     setting, remedy = f"{where}: rescale_betas_zero_snr", "set sampling.sampler=euler"
     return [ConfigError(setting, True, rule, remedy)]

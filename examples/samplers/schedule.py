@@ -6,10 +6,11 @@ before:
 
     m  = remember . (x, y)
     c  = correct  . (x, last, m, m1..mK)     the sample, corrected by the model's output for it
-    x' = predict  . (c, m, m1..mK)
+    x' = predict  . (c, m, m1..mK) + fresh z
 
-A sampler of one step has K = 0 and corrects nothing. The coefficients are computed in float64 on
-the host; the sums are float32, whatever the model computes in.
+A sampler of one step has K = 0 and corrects nothing. One that re-noises adds new noise z in every
+step but the last; a deterministic one has no column `fresh`. The coefficients are computed in
+float64 on the host; the sums are float32, whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from jaxtyping import Array, Float, Int
 
 from maxattn.errors import InputError, brief
 
+from .noise import Keys, drawn
+
 Predict = Callable[[Array, Array], Array]
 
 
@@ -38,6 +41,7 @@ class Schedule(NamedTuple):
         remember: of sample and output, [n, 2].
         correct: of sample, last sample, m and m1..mK, [n, 3 + K].
         predict: of the corrected sample, m and m1..mK, [n, 2 + K].
+        fresh: of new noise, [n]; None for a deterministic sampler.
     """
 
     noise_scale: Float[Array, ""]
@@ -46,6 +50,7 @@ class Schedule(NamedTuple):
     remember: Float[Array, "n 2"]
     correct: Float[Array, "n c"]
     predict: Float[Array, "n p"]
+    fresh: Float[Array, " n"] | None = None
 
 
 class State(NamedTuple):
@@ -55,11 +60,13 @@ class State(NamedTuple):
         x: the sample, float32.
         last: the corrected sample of the step before, where K > 0.
         memory: m1..mK.
+        keys: of the new noise of each sample.
     """
 
     x: Array
     last: Array | None
     memory: tuple[Array, ...]
+    keys: Keys | None = None
 
 
 def check(shift: Any = 1.0, **counts: Any) -> None:
@@ -85,18 +92,21 @@ def one_step(
     predict: np.ndarray,
     scale: np.ndarray | float = 1.0,
     noise_scale: float = 1.0,
+    fresh: np.ndarray | None = None,
 ) -> Schedule:
-    """Make the schedule of a sampler that remembers nothing: x' = predict . (x, y).
+    """Make the schedule of a sampler that remembers nothing: x' = predict . (x, y) + fresh z.
 
     Args:
         times: [n].
         predict: of sample and output, [n, 2].
         scale: of the sample before the model sees it; one number, or [n].
         noise_scale: of the first sample.
+        fresh: of new noise, [n]; None for a deterministic sampler.
     """
     n = len(times)
     remember, correct = np.tile([0.0, 1.0], (n, 1)), np.tile([1.0, 0.0, 0.0], (n, 1))
-    return schedule_of(noise_scale, times, np.broadcast_to(scale, n), remember, correct, predict)
+    tables = times, np.broadcast_to(scale, n), remember, correct, predict
+    return schedule_of(noise_scale, *tables, *(() if fresh is None else (fresh,)))
 
 
 def schedule_of(noise_scale: float, *arrays: np.ndarray) -> Schedule:
@@ -105,20 +115,28 @@ def schedule_of(noise_scale: float, *arrays: np.ndarray) -> Schedule:
     return Schedule(jnp.float32(noise_scale), *tables)
 
 
-def start(schedule: Schedule, noise: Float[Array, "..."]) -> State:
+def start(schedule: Schedule, noise: Float[Array, "B ..."], keys: Keys | None = None) -> State:
     """Make the state before the first step.
 
     Args:
         schedule: of the sampler.
         noise: standard normal.
+        keys: from `keys_of`, for a sampler that re-noises.
     """
     x = schedule.noise_scale * noise.astype(jnp.float32)
     # Each its own array: a donated buffer must not be in the state twice.
     nothing = [jnp.zeros_like(x) for _ in range(schedule.predict.shape[1] - 1)]
-    return State(x, nothing[0] if len(nothing) > 1 else None, tuple(nothing[1:]))
+    kept = None if schedule.fresh is None else keys
+    return State(x, nothing[0] if len(nothing) > 1 else None, tuple(nothing[1:]), kept)
 
 
-def step(schedule: Schedule, i: int | Int[Array, ""], state: State, predict: Predict) -> State:
+def step(
+    schedule: Schedule,
+    i: int | Int[Array, ""],
+    state: State,
+    predict: Predict,
+    fresh: Float[Array, "B ..."] | None = None,
+) -> State:
     """Take step i.
 
     Args:
@@ -126,41 +144,70 @@ def step(schedule: Schedule, i: int | Int[Array, ""], state: State, predict: Pre
         i: 0 to n - 1; may be traced. A traced one beyond these gives NaN.
         state: from `start` or the step before.
         predict: the model, from a sample and a time to its output.
+        fresh: the step's standard normal noise, for a sampler that re-noises; default drawn from
+            the state's keys.
 
     Raises:
-        InputError: the schedule does not have the step.
+        InputError: the schedule does not have the step, or a sampler that re-noises has no noise.
     """
     n = len(schedule.times)
     if isinstance(i, int) and not 0 <= i < n:
         raise InputError("i", i, f"the schedule has {n} steps", f"give 0 to {n - 1}")
     how: dict[str, Any] = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
-    row = (jnp.asarray(a).at[i].get(**how) for a in schedule[1:])
-    return _step(Schedule(schedule.noise_scale, *row), state, predict)
+    row = jax.tree.map(lambda a: jnp.asarray(a).at[i].get(**how), tuple(schedule[1:]))
+    return _step(Schedule(schedule.noise_scale, *row), i, state, predict, fresh)
 
 
-def sample(predict: Predict, noise: Float[Array, "..."], schedule: Schedule) -> Float[Array, "..."]:
+def sample(
+    predict: Predict,
+    noise: Float[Array, "B ..."],
+    schedule: Schedule,
+    keys: Keys | None = None,
+) -> Float[Array, "B ..."]:
     """Walk from noise to a sample, in one `lax.scan`.
 
     Args:
         predict: the model, from a sample and a time to its output.
         noise: standard normal.
         schedule: of the sampler.
+        keys: from `keys_of`, for a sampler that re-noises.
+
+    Raises:
+        InputError: the sampler re-noises, and there are no keys.
     """
 
-    def one(state: State, row: tuple[Array, ...]) -> tuple[State, None]:
-        return _step(Schedule(schedule.noise_scale, *row), state, predict), None
+    def one(state: State, at: Any) -> tuple[State, None]:
+        i, row = at
+        return _step(Schedule(schedule.noise_scale, *row), i, state, predict), None
 
-    return jax.lax.scan(one, start(schedule, noise), tuple(schedule[1:]))[0].x
+    rows: Any = jnp.arange(len(schedule.times)), tuple(schedule[1:])
+    return jax.lax.scan(one, start(schedule, noise, keys), rows)[0].x
 
 
-def _step(row: Schedule, state: State, predict: Predict) -> State:
+def _step(
+    row: Schedule, i: Any, state: State, predict: Predict, fresh: Array | None = None
+) -> State:
     y = predict(row.scale * state.x, row.times).astype(jnp.float32)
     if state.last is None:
-        return State(_dot(row.predict, (state.x, y)), None, ())
+        return State(
+            _renewed(_dot(row.predict, (state.x, y)), row, i, state, fresh), None, (), state.keys
+        )
     m = _dot(row.remember, (state.x, y))
     corrected = _dot(row.correct, (state.x, state.last, m, *state.memory))
-    x = _dot(row.predict, (corrected, m, *state.memory))
-    return State(x, corrected, (m, *state.memory[:-1]))
+    x = _renewed(_dot(row.predict, (corrected, m, *state.memory)), row, i, state, fresh)
+    return State(x, corrected, (m, *state.memory[:-1]), state.keys)
+
+
+def _renewed(x: Array, row: Schedule, i: Any, state: State, fresh: Array | None) -> Array:
+    """Add a step's new noise, where the sampler does."""
+    if row.fresh is None:
+        return x
+    if fresh is not None:
+        return x + row.fresh * fresh
+    if state.keys is None:
+        rule = "the sampler mixes new noise into its steps, and draws it from keys"
+        raise InputError("keys", None, rule, "give keys=samplers.keys_of(seed, rows)")
+    return x + row.fresh * drawn(state.keys, i, x.shape[1:])
 
 
 def _dot(numbers: Float[Array, " n"], arrays: Sequence[Array]) -> Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from common.pipeline_folder import Family
 from common.settings import Count, Positive
 from common.sized_model import SizedModel
 from sample.settings import SamplingSettings as CommonSampling
@@ -51,8 +52,11 @@ class TrainingSettings(CommonTraining):
 class SamplingSettings(CommonSampling):
     """Sampling of pictures."""
 
-    sampler: Literal["euler", "ddim"] | None = None
-    """Euler steps, or DDIM; null: as the folder's scheduler_config.json says, else Euler."""
+    family: ClassVar[Family] = "sdxl"
+
+    sampler: Literal["euler", "ddim", "lcm"] | None = None
+    """Euler steps, DDIM, or steps that re-noise (lcm), for models distilled for these; null: as the
+    folder's scheduler_config.json says, else Euler."""
     height: Count = 1024
     """Rows of pixels."""
     width: Count = 1024
@@ -64,7 +68,8 @@ class SamplingSettings(CommonSampling):
 
     def sampler_of(self, folder: str | None, prediction_type: Prediction | None = None) -> Sampler:
         """Choose the sampler; the prediction type is that of the folder, else of these settings."""
-        return read(folder, "discrete", self.sampler, prediction_type=prediction_type)
+        how = {"prediction_type": prediction_type, **self.sampler_changes}
+        return read(folder, "discrete", self.sampler, **how)
 
 
 class Settings(ma.AttentionConfig):

@@ -18,7 +18,7 @@ from common.replacing import replacing
 from common.xla_options import xla_options
 from jaxtyping import Float
 from PIL import Image
-from samplers import sample
+from samplers import keys_of, sample
 from samplers.guidance import guided
 
 from maxattn import sharding
@@ -50,6 +50,7 @@ class Samples:
         given = self._given(sharding.ways("B", sharding.mesh_shape(mesh)))
         latents = given.pop("latents").shape
         self.noise = _noise(latents, self.sampling.seed)
+        self.keys = keys_of(self.sampling.seed, latents[0])
         self.told = self._with_empty(given) if self.guided else given
         sampler = task.sampler.of_tokens(task.tokens(source.shapes))
         self.schedule = sampler.schedule(self.sampling.num_inference_steps)
@@ -59,7 +60,7 @@ class Samples:
     @property
     def guided(self) -> bool:
         """Whether the empty text is computed beside each text."""
-        return self.sampling.cfg_scale != 1
+        return self.sampling.guided
 
     def _given(self, ways: int) -> dict[str, np.ndarray]:
         """Stack the first examples, as many as divide over the devices."""
@@ -86,7 +87,8 @@ class Samples:
             # model is put together anew.
             return task.predict(self.parts.model(trained, fixed), x, t, what)
 
-        return sample(guided(predict, known, self.sampling.cfg_scale), noise, self.schedule)
+        call = guided(predict, known, self.sampling.cfg_scale if self.guided else 1)
+        return sample(call, noise, self.schedule, self.keys)
 
     def __call__(self, trained: Tree, fixed: Tree, step: int) -> Path:
         """Draw with these parameters; return the picture."""

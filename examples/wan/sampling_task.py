@@ -122,11 +122,12 @@ class WanSamplingTask:
         """Divide the steps at the pipeline's boundary, where it has one."""
         s, boundary = self.settings.sampling, self.boundary
         if boundary is None:
-            return (Expert(self.part, len(times), s.guidance_scale),)
+            return (Expert(self.part, len(times), s.guidance_scale, s.guided),)
         above = int((np.asarray(times) >= boundary * TRAINING_TIMES).sum())
         low = s.guidance_scale if s.guidance_scale_2 is None else s.guidance_scale_2
-        rest = Expert(SECOND, len(times) - above, low)
-        return Expert(self.part, above, s.guidance_scale), rest
+        # With guidance for the first, diffusers mixes at any scale of the second; 1 adds nothing.
+        rest = Expert(SECOND, len(times) - above, low, s.guided and low != 1)
+        return Expert(self.part, above, s.guidance_scale, s.guided), rest
 
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield sizes that tokens do not divide, and settings that a pipeline does not have."""
@@ -158,8 +159,8 @@ class WanSamplingTask:
         if boundary is None and scale is not None and not second.is_dir():
             rule = "it is the second transformer's, and this pipeline has one"
             yield ConfigError("sampling.guidance_scale_2", scale, rule, "set guidance_scale")
-        if scale not in (None, 1) and self.settings.sampling.guidance_scale == 1:
-            rule = "guidance is for both transformers or for none, and guidance_scale is 1"
+        if scale is not None and scale > 1 and not self.settings.sampling.guided:
+            rule = "guidance is for both transformers or for none, and guidance_scale is at most 1"
             remedy = "set guidance_scale too, 1.001 for next to none"
             yield ConfigError("sampling.guidance_scale_2", scale, rule, remedy)
         if boundary is not None and second.is_dir() and Sizes.of_folder(second) != self.sizes:

@@ -12,9 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from annotated_types import Ge, Gt, Lt
 from common.named_model import NamedModel
+from common.pipeline_folder import Family
 from common.rollout_settings import RolloutSettings
 from common.settings import Count, Positive
-from sample.settings import SamplingSettings as CommonSampling
+from sample.settings import FlowSampling
 from samplers import Schedule
 from samplers.read import Sampler, read
 from train.forcing_settings import ForcedTraining
@@ -75,11 +76,14 @@ class TrainingSettings(ForcedTraining):
             yield ConfigError("boundary_ratio", at, rule, remedy)
 
 
-class SamplingSettings(CommonSampling):
+class SamplingSettings(FlowSampling):
     """Sampling of videos."""
 
-    sampler: Literal["unipc", "flow_euler"] | None = None
-    """UniPC, or Euler steps; null: as the folder's scheduler_config.json says, else UniPC."""
+    family: ClassVar[Family] = "wan"
+
+    sampler: Literal["unipc", "flow_euler", "flow_lcm"] | None = None
+    """UniPC, Euler steps, or steps that re-noise (flow_lcm), for models distilled for these; null:
+    as the folder's scheduler_config.json says, else UniPC."""
     timestep_shift: Positive | None = None
     """Above 1: smaller steps near the noise (480p: 3, 720p: 5); null: the folder's, else 3."""
     height: Count = 480
@@ -101,7 +105,7 @@ class SamplingSettings(CommonSampling):
 
     def sampler_of(self, folder: str | None) -> Sampler:
         """Choose the sampler."""
-        return read(folder, "flow", self.sampler, self.timestep_shift)
+        return read(folder, "flow", self.sampler, self.timestep_shift, **self.sampler_changes)
 
 
 class Settings(ma.AttentionConfig):

@@ -1,0 +1,198 @@
+"""How models and LoRA of few steps are sampled: `sampling.distilled` names a row of distilled.yml.
+
+Such a model was trained for one kind of step, at its own times, with guidance in its weights. With
+others it draws soft or broken samples, and no error says so; here they are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from maxattn.errors import ConfigError, did_you_mean
+
+from .flow_euler import shifted
+from .given import KEYS, Given
+from .read import RENOISING
+
+TABLE = Path(__file__).with_suffix(".yml")
+UNSAID = -1.0
+ALIKE = 1e-3  # two sigmas that differ by less are one
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A row of the table, which says what each field is."""
+
+    name: str
+    family: str
+    of: str
+    sampler: str
+    steps: tuple[int, ...]
+    guidance: float
+    source: str
+    lora: tuple[str, ...] = ()
+    timesteps: tuple[float, ...] = ()
+    sigmas: tuple[float, ...] = ()
+    warped: bool | None = None
+    shift: float | None = None
+    embedded: float | None = UNSAID
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scales_noise: bool = False
+    lora_scale: float = 1.0
+
+    def given(self, steps: int) -> Given | None:
+        """Return the list of so many steps; None for the sampler's own."""
+        for key in KEYS:
+            if values := getattr(self, key):
+                return Given(key, values[: steps if steps in self.steps else None], self.warped)
+        return None
+
+    def settled(self, values: Mapping[str, Any], given: Set[str], cfg: str) -> dict[str, Any]:
+        """Return the values of settings that are not given.
+
+        Args:
+            values: of the section `sampling`, all of them.
+            given: the keys that are set.
+            cfg: the key of classifier-free guidance.
+        """
+        found: dict[str, Any] = {} if cfg in given else {cfg: 1.0}
+        if "num_inference_steps" not in given:
+            own = Given.of(values)
+            found["num_inference_steps"] = len(own.values) if own else self.steps[0]
+        unset = {"sampler": self.sampler, "timestep_shift": self.shift}
+        if cfg != "guidance_scale" and self.embedded != UNSAID:
+            unset["guidance_scale"] = self.embedded
+        found |= {key: x for key, x in unset.items() if key in values and values[key] is None}
+        steps = found.get("num_inference_steps", values["num_inference_steps"])
+        ours = self.given(steps) if steps in self.steps else None
+        if ours is not None and all(values[key] is None for key in KEYS):
+            found[ours.key] = ours.values
+            if "warped" in values and values["warped"] is None:
+                found["warped"] = ours.warped
+        return found
+
+    def errors(self, values: Mapping[str, Any], cfg: str) -> Iterator[ConfigError]:
+        """Yield the settings that are not what the model was distilled for.
+
+        Args:
+            values: of the section `sampling`, settled.
+            cfg: the key of classifier-free guidance.
+        """
+        if (theirs := values["sampler"]) != self.sampler:
+            kinds = [
+                "re-noise" if x in RENOISING else "are deterministic" for x in self._and(theirs)
+            ]
+            rule = f"{self.name} takes the steps of {self.sampler}, which {kinds[0]}"
+            rule += f"; those of {theirs} {kinds[1]}" if kinds[0] != kinds[1] else ""
+            yield self._error("sampler", theirs, rule, self.sampler)
+        problems = [*self._list_errors(values)]
+        yield from problems or self._count_errors(values)
+        if self.shift is not None and values["timestep_shift"] != self.shift:
+            rule = f"{self.name} was distilled with shift {self.shift:g}"
+            yield self._error("timestep_shift", values["timestep_shift"], rule, f"{self.shift:g}")
+        yield from self._guidance_errors(values, cfg)
+
+    def _and(self, sampler: str) -> tuple[str, str]:
+        return self.sampler, sampler
+
+    def _error(self, key: str, value: Any, rule: str, instead: Any) -> ConfigError:
+        return ConfigError(key, value, rule, f"set sampling.{key}={instead}, or leave it out")
+
+    def _count_errors(self, values: Mapping[str, Any]) -> Iterator[ConfigError]:
+        if (steps := values["num_inference_steps"]) not in self.steps:
+            *others, last = sorted(self.steps)
+            known = f"{', '.join(map(str, others))} or {last}" if others else last
+            rule = f"{self.name} is of {known} steps"
+            yield self._error("num_inference_steps", steps, rule, self.steps[0])
+
+    def _list_errors(self, values: Mapping[str, Any]) -> Iterator[ConfigError]:
+        theirs, ours = Given.of(values), self.given(values["num_inference_steps"])
+        if theirs is None or (ours is not None and self._alike(theirs, ours)):
+            return
+        if ours is None:
+            times = ", ".join(
+                [f"{self.sampler}'s own times", *(f"{k} {x}" for k, x in self.options.items())]
+            )
+            rule = f"{self.name} takes its steps at {times}"
+            yield ConfigError(theirs.key, theirs, rule, "leave it out")
+            return
+        how = {None: "", True: ", final values", False: f", before shift {self.shift or 1:g}"}
+        rule = f"{self.name} was distilled at {ours.key} {ours}{how[ours.warped]}"
+        if (theirs.key, theirs.values) == (ours.key, ours.values):
+            written = "true" if ours.warped else "false"
+            yield self._error("warped", "false" if ours.warped else "true", rule, written)
+            return
+        remedy = "leave out sampling.timesteps, sigmas and warped: distilled sets them"
+        yield ConfigError(theirs.key, theirs, rule, remedy)
+
+    def _alike(self, theirs: Given, ours: Given) -> bool:
+        if self.family == "sdxl":
+            return theirs == ours
+        one, other = (self._final(x) for x in (theirs, ours))
+        return len(one) == len(other) and bool((abs(one - other) < ALIKE).all())
+
+    def _final(self, given: Given) -> np.ndarray:
+        """Return the sigmas of a list, moved by the shift if they are to be."""
+        sigmas = np.array(given.values) / (1000 if given.key == "timesteps" else 1)
+        return sigmas if given.warped or self.shift is None else shifted(sigmas, self.shift)
+
+    def _guidance_errors(self, values: Mapping[str, Any], cfg: str) -> Iterator[ConfigError]:
+        for key in (cfg, f"{cfg}_2"):
+            value = values.get(key)
+            if value is not None and value > self.guidance:
+                rule = f"{self.name} has guidance in its weights: at most {self.guidance:g}"
+                rule += ", which is none" if self.guidance <= 1 else ""
+                yield self._error(key, value, rule, 1)
+        told = values["guidance_scale"]
+        if cfg == "guidance_scale" or self.embedded in (UNSAID, told):
+            return
+        rule = (
+            f"{self.name} is told {f'a guidance of {self.embedded}' if self.embedded else 'none'}"
+        )
+        value = "null" if self.embedded is None else self.embedded
+        yield self._error("guidance_scale", told, rule, value)
+
+
+@cache
+def table() -> Mapping[str, Distilled]:
+    """Read the table, by name."""
+    found = yaml.safe_load(TABLE.read_text("utf-8"))
+    lists: dict[str, dict[str, Any]] = {
+        name: {k: tuple(x) if isinstance(x, list) else x for k, x in row.items()}
+        for name, row in found.items()
+    }
+    return {name: Distilled(name, **row) for name, row in lists.items()}
+
+
+def of(name: str | None) -> Distilled | None:
+    """Return a row of the table; None for no name, or one that is not there."""
+    return table().get(name or "")
+
+
+def name_errors(name: str | None, family: str) -> Iterator[ConfigError]:
+    """Yield a name that is not in the table, or is of another family."""
+    if name is None:
+        return
+    names = [x.name for x in table().values() if x.family == family]
+    if name not in names:
+        found = of(name)
+        rule = f"it is one of {', '.join(names)}"
+        rule += f", and {name} is {found.of}" if found else ""
+        remedy = did_you_mean(name, names) or f"set sampling.distilled={names[0]}, or leave it out"
+        remedy = f"use examples/generate_{found.family}.py" if found else remedy
+        yield ConfigError("distilled", name, rule, remedy)
+
+
+def named_by(lora: Path) -> Distilled | None:
+    """Return the row whose LoRA files are named so."""
+    name = "/".join(lora.parts[-2:]).lower()
+    rows = table().values()
+    return next((row for row in rows if any(fnmatch(name, x) for x in row.lora)), None)
