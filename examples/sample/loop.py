@@ -57,12 +57,29 @@ class Walk(AbstractContextManager["Walk"]):
         console: Console | None = None,
         keys: Keys | None = None,
     ) -> None:
-        self.task, self.told, self.schedule, self.planned = task, told, schedule, planned
-        self.state: State = jax.jit(start)(schedule, noise, keys)
-        self.bar = Bar(len(schedule.times), console)
+        self.task, self.schedule, self.planned = task, schedule, planned
         self._structure: Structure | None = None
         self._once: Callable[..., Any]
         self._programs: dict[Any, Program] = {}
+        self._console = console
+        self.begin(told, noise, keys)
+
+    def begin(
+        self,
+        told: tuple[dict[str, Array], ...],
+        noise: Float[Array, "B ... C"],
+        keys: Keys | None = None,
+    ) -> None:
+        """Go to the first step, with rows of the shapes that were given before.
+
+        Args:
+            told: arrays for each call of a step.
+            noise: standard normal.
+            keys: of the noise that steps add, one for each row.
+        """
+        self.told = told
+        self.state: State = jax.jit(start)(self.schedule, noise, keys)
+        self.bar = Bar(len(self.schedule.times), self._console)
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +179,11 @@ class Bar:
         more: dict[str, Any] = {"console": self.console, "disable": not self._live}
         self._bar = Progress(*columns, TimeRemainingColumn(), **more)
         self._task = self._bar.add_task("", total=steps, facts="")
+
+    @property
+    def seconds(self) -> float:
+        """How long the steps so far took, without compiling."""
+        return self._spent
 
     @property
     def _live(self) -> bool:

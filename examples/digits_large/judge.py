@@ -1,0 +1,117 @@
+"""What can be seen in a clip: where each digit of its prompt is, which digit it is, how it moves.
+
+Digits of a clip have different colours: a pixel belongs to the digit whose colour it is most like.
+Around the centre of a digit's ink a square is cut out, which a classifier names. Nothing here knows
+where the digits should be, so clips that a model drew and real ones are judged alike.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from .clips import Clips
+from .scenes import BOUNCING, CROSSING, GONE, LEAVING, STEPS, Scene, Size
+from .words import COLOURS
+
+CUT = 16  # samples along a side of what is cut out
+WIDE = 1.25  # sides of a digit along a side of it
+LIKE = 0.85  # cosine of a pixel and the colour that it belongs to
+DARK = 0.2  # brightness of a pixel that belongs to nothing
+LEAST = 0.06  # ink of a digit that is there, of its square
+VISIBLE = 0.5  # of its most ink, in a frame where a digit is seen whole
+ENDS = 2  # frames at each end, where a digit is before and after it was hidden
+
+
+class Seen(NamedTuple):
+    """The digits of clips, as they are seen.
+
+    Args:
+        ink: of each digit in each frame, in pixels.
+        centre: row and column of its middle.
+        cut: the square around it.
+        stray: ink of other colours than the prompt's, of all ink.
+    """
+
+    ink: Float[Array, "B K F"]
+    centre: Float[Array, "B K F 2"]
+    cut: Float[Array, "B K F 16 16"]
+    stray: Float[Array, " B"]
+
+
+@partial(jax.jit, static_argnames="size")
+def look(clips: Clips, scene: Scene, size: Size) -> Seen:
+    """Find the digits of the prompts in clips.
+
+    Args:
+        clips: colours from 0 to 1.
+        scene: whose colours are looked for.
+        size: of a clip.
+    """
+    colours = jnp.asarray(np.array(list(COLOURS.values()), np.float32))[scene.colour]
+    bright = clips.max(-1) * (clips.max(-1) > DARK)
+    unit = clips / (jnp.linalg.norm(clips, axis=-1, keepdims=True) + 1e-6)
+    to = colours / jnp.linalg.norm(colours, axis=-1, keepdims=True)
+    like = jnp.einsum("bfhwc,bkc->bkfhw", unit, to, precision=jax.lax.Precision.HIGHEST)
+    like = jnp.where(scene.there[..., None, None, None], like, -1.0)
+    own = (like == like.max(1, keepdims=True)) & (like > LIKE)
+    ink = own * bright[:, None]
+    total = ink.sum((-1, -2))
+    middles = [
+        (ink.sum(axis) * jnp.arange(n)).sum(-1) / (total + 1e-6)
+        for axis, n in ((-1, size.height), (-2, size.width))
+    ]
+    every = bright.sum((1, 2, 3))
+    stray = (every - ink.sum((1, 2, 3, 4))) / (every + 1e-6)
+    return Seen(total, jnp.stack(middles, -1), _cut(ink, middles, size), stray)
+
+
+def _cut(
+    ink: Float[Array, "B K F H W"], middles: list[Array], size: Size
+) -> Float[Array, "B K F 16 16"]:
+    """Sample the squares around the middles, between pixels along straight lines."""
+    offsets = (jnp.arange(CUT) - (CUT - 1) / 2) * WIDE * size.digit / CUT
+    weights = [
+        jnp.maximum(0, 1 - jnp.abs((middle[..., None] + offsets)[..., None] - jnp.arange(n)))
+        for middle, n in zip(middles, (size.height, size.width), strict=True)
+    ]
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bkfih,bkfhw,bkfjw->bkfij", weights[0], ink, weights[1], precision=exact)
+
+
+def visible(ink: Float[np.ndarray, "B K F"], size: Size) -> Bool[np.ndarray, "B K F"]:
+    """Return in which frames each digit is seen, nearly whole."""
+    most = ink.max(-1, keepdims=True)
+    return (ink >= VISIBLE * most) & (most > LEAST * size.digit**2)
+
+
+def moves_as_told(
+    seen: Seen, shown: Bool[np.ndarray, "B K F"], scene: Scene, size: Size
+) -> Bool[np.ndarray, "B K"]:
+    """Return which digits take the path of the prompt, in its direction.
+
+    One that leaves is gone in the middle of the clip and seen at both ends; one that crosses ends
+    far from its first place; one that bounces is seen in the middle.
+    """
+    ink, centre = np.asarray(seen.ink), np.asarray(seen.centre)
+    path, step = np.asarray(scene.path), STEPS[np.asarray(scene.way)]
+    t, middle = np.arange(size.frames), (size.frames - 1) / 2
+    gone = np.abs(t - middle) < GONE * middle
+    share = ink[..., gone].mean(-1) / (ink.max(-1) + 1e-6)
+    ends = shown[..., 0] & shown[..., -1]
+    early = np.maximum(1, (shown & (t < middle)).cumprod(-1).sum(-1) - 1)
+    later = np.take_along_axis(centre, early[..., None, None], axis=2)[:, :, 0]
+    begun = ((later - centre[:, :, 0]) * step).sum(-1)
+    across = ((centre[:, :, -1] - centre[:, :, 0]) * step).sum(-1)
+    far = (np.abs(step) * size.room).sum(-1)
+    right = {
+        LEAVING: ends & (share < 0.25) & (begun > 0),
+        CROSSING: ends & (across > 0.5 * far),
+        BOUNCING: shown[..., 0] & (share > 0.25) & (begun > 0),
+    }
+    return np.select([path == kind for kind in right], list(right.values()), False)
