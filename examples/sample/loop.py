@@ -26,6 +26,7 @@ from samplers import Schedule, State, start
 from samplers.noise import Keys
 
 from .checks import options
+from .not_finite import not_finite
 from .task import Expert, SamplingTask
 
 Program = Callable[[Leaves, Inputs], tuple[State, Made, Array]]
@@ -95,7 +96,8 @@ class Walk(AbstractContextManager["Walk"]):
             self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
         known = tuple(self._once(parameters, what) for what in self._told_to(expert))
         memory = Memory(1 if any(len(x.weights) > 1 for x in self.planned) else 0)
-        queued: list[Array] = []
+        queued: list[tuple[Array, Step, Inputs]] = []
+        wait = partial(self._wait, queued, structure, parameters)
         for i in range(self.bar.done, self.bar.done + expert.steps):
             step, kept = self.planned[i].step, memory.before(self.planned[i])
             told = known if step.guidance == "guided" else known[-1:]
@@ -103,15 +105,15 @@ class Walk(AbstractContextManager["Walk"]):
             given = Inputs(self.schedule, jnp.int32(i), self.state, told, scale, kept)
             key = step, len(kept.added)
             if key not in self._programs:
-                self._wait(queued, 0)
+                wait(0)
                 self.bar.pause()
                 self._programs[key] = _compiled(self.task, structure, step, (parameters, given))
             self.bar.begin()
-            self.state, made, done = self._programs[key](parameters, given)
+            self.state, made, finite = self._programs[key](parameters, given)
             memory.after(made)
-            queued.append(done)
-            self._wait(queued, 1)
-        self._wait(queued, 0)
+            queued.append((finite, step, given))
+            wait(1)
+        wait(0)
         self.bar.pause()
 
     def _told_to(self, expert: Expert) -> tuple[dict[str, Array], ...]:
@@ -121,10 +123,24 @@ class Walk(AbstractContextManager["Walk"]):
         samples, last = self.state.x.shape[0], self.told[-1]
         return ({name: x[-samples:] for name, x in last.items()},)
 
-    def _wait(self, queued: list[Array], most: int) -> None:
-        """Wait until at most so many steps are queued, and count the others."""
+    def _wait(
+        self,
+        queued: list[tuple[Array, Step, Inputs]],
+        structure: Structure,
+        parameters: Leaves,
+        most: int,
+    ) -> None:
+        """Wait until at most so many steps are queued, and count the others.
+
+        Raises:
+            InputError: a sample is not finite, at this step and layer.
+        """
         while len(queued) > most:
-            jax.block_until_ready(queued.pop(0))
+            finite, step, given = queued.pop(0)
+            if not finite:
+                model = partial(self.task.predict, structure.merge(parameters))
+                how = guidance_of(self.task)
+                raise not_finite(model, step, how, given, len(self.planned))
             self.bar.advance()
 
 
@@ -133,16 +149,14 @@ def _compiled(
 ) -> Program:
     """Compile a kind of step for these arguments, and print how long that took.
 
-    Its last result is what to wait for.
+    Its last result is whether the sample is finite.
     """
-    fast = task.settings.sampling.fast
-    how = (None if fast is None else fast.guidance) or GuidanceSettings()
+    how = guidance_of(task)
 
     def one(parameters: Leaves, given: Inputs) -> tuple[State, Made, Array]:
         model = partial(task.predict, structure.merge(parameters))
         state, made = take(model, step, how, given)
-        # i itself jax would hand back before the step has run.
-        return state, made, given.i + 1
+        return state, made, jnp.isfinite(state.x).all()
 
     shardings = jax.tree.map(lambda x: x.sharding, args[1].state)
     began = time.perf_counter()
@@ -150,6 +164,12 @@ def _compiled(
     compiled = jitted.lower(*args).compile(options(task))
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     return compiled
+
+
+def guidance_of(task: SamplingTask) -> GuidanceSettings:
+    """Return how a run mixes the predictions of a step."""
+    fast = task.settings.sampling.fast
+    return (None if fast is None else fast.guidance) or GuidanceSettings()
 
 
 def _memory(compiled: Any) -> str:
