@@ -223,6 +223,11 @@ class Bar:
         """Leave the terminal as it was."""
         self._bar.stop()
 
+    @property
+    def spent(self) -> float:
+        """Seconds of the steps so far, without what was compiled between them."""
+        return self._spent
+
     def advance(self) -> None:
         """Count one step more."""
         self.done += 1

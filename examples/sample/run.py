@@ -253,17 +253,15 @@ def _sampled(
     seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
     schedule, renoises = steps.sampler.schedule(count), steps.sampler.renoises
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
-    first, spent = place(np.moveaxis(start.noise, 1, -1), mesh), 0.0
+    first = place(np.moveaxis(start.noise, 1, -1), mesh)
     keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
     with Walk(task, told, first, schedule, steps.planned, keys=keys) as walk:
         for expert in (e for e in steps.experts if e.steps):
             model = load(task, paths, mesh, expert.part)
-            began = time.perf_counter()
             walk.take(model, expert)
-            spent += time.perf_counter() - began
             del model  # before the next is loaded: a device may have room for one
     latents = hosts.whole(task.finished(walk.state.x, told[-1]))
-    print(f"{start.rows.wanted} samples in {spent:.1f} s")
+    print(f"{start.rows.wanted} samples in {walk.bar.spent:.1f} s of {count} steps")
     return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
 
 
