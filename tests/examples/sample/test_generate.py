@@ -86,7 +86,7 @@ def test_lora_of_image_to_video_and_names_of_ones_own(tmp_path: Path) -> None:
 LINES = (
     "self-attention  B=1 T=S=18 N=2 H=12 f32   mesh context=8",
     "sampler   unipc, flow_shift 3.0, solver_order 2, prediction_type flow_prediction (scheduler/",
-    "guidance  none",
+    "guidance  none: 4 forwards\n",
     "latents   [4, 3, 4, 6]",
     "rows      1 samples in 1 rows of the model\n",
     "step 4/4  ",

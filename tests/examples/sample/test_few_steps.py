@@ -1,0 +1,135 @@
+"""Runs of few steps: their latents are diffusers'; meshes agree; what does not fit is refused."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from maxattn.errors import ConfigError
+from tests.examples.conftest import ROOT
+from tests.fixtures import make_few_step_runs as made
+from tests.fixtures import make_pipelines as runs
+from tests.golden_text import check_golden
+from tests.waiting import but
+
+from .pipelines import FIXTURES, check, lora, pipeline, run, told
+
+FILE = "diffusion_pytorch_model.safetensors"
+
+
+def ours(name: str, path: Path) -> np.ndarray:
+    """Draw a case from a folder whose scheduler's file names another sampler."""
+    case = made.CASES[name]
+    _, options = told(path, case.pipeline)
+    folder = pipeline(path, case.pipeline, next(iter(runs.SCHEDULERS[case.pipeline])))
+    return run(folder, case.pipeline, *options, f"guidance_scale={case.guidance}", *case.ours)
+
+
+@pytest.mark.parametrize("name", but(made.CASES, ("self_forcing",)))
+def test_a_whole_run_is_diffusers(name: str, tmp_path: Path) -> None:
+    check(ours(name, tmp_path), load_file(FIXTURES / "diffusers_run_few_steps.safetensors")[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", made.CASES)
+def test_a_whole_run_is_diffusers_live(name: str, tmp_path: Path) -> None:
+    for package in ("torch", "diffusers", "transformers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    case = made.CASES[name]
+    check(ours(name, tmp_path), made.run(case, made.inputs(case.pipeline)).numpy())
+
+
+@pytest.mark.slow
+def test_meshes_and_batches_draw_the_same(tmp_path: Path) -> None:
+    _, options = told(tmp_path, "wan")
+    folder, told_alone = pipeline(tmp_path, "wan", "unipc"), options[:2]
+    how = (*told_alone, "sampler=flow_lcm", "guidance_scale=1", "--seed", 3)
+    ring = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8")
+    many = run(folder, "wan", *how, "--per-prompt", 8, "ici_fsdp_parallelism=8")
+    check(run(folder, "wan", *how, "--per-prompt", 3, *ring), many[:3])
+    # All eight places again, in the rows of one sample and what fills up the devices.
+    check(run(folder, "wan", *how, "ici_fsdp_parallelism=8"), many[:1])
+    assert len({x.tobytes() for x in many}) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batched", ["true", "false"])
+def test_the_second_transformer_without_guidance_has_one_branch(
+    batched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its latents are those of guidance that adds next to nothing, in half the forwards."""
+    _, options = told(tmp_path, "wan_a14b")
+    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    mesh = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8")
+    how = (*options, f"guidance_batched={batched}", *mesh)
+    got = run(folder, "wan_a14b", *how, "guidance_scale_2=1")
+    printed = capsys.readouterr().out
+    assert "expert    transformer, steps 1 to 2, guidance 4\n" in printed
+    assert "expert    transformer_2, steps 3 to 4, guidance none: 2 forwards\n" in printed
+    assert "approximate" not in printed
+    check(got, run(folder, "wan_a14b", *how, "guidance_scale_2=1.000001"))
+    assert "guidance 1\n" in capsys.readouterr().out
+
+
+def test_lora_of_few_steps_is_refused_with_other_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedies, followed, lead to a run."""
+    monkeypatch.chdir(tmp_path)
+    _, options = told(Path(), "wan")
+    folder = pipeline(Path(), "wan", "unipc")
+    file = Path("wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors")
+    lora(file, folder)
+    how = (*options, "--lora", file, "--steps", 50)
+    with pytest.raises(ConfigError) as error:
+        run(folder, "wan", *how)
+    check_golden("generate/lora_of_few_steps", str(error.value))
+    assert error.value.remedy.startswith("set sampling.distilled=lightx2v")
+    with pytest.raises(ConfigError) as error:
+        run(folder, "wan", *how, "sampling.distilled=lightx2v")
+    text = str(error.value).replace(f"{ROOT}/", "")
+    check_golden("generate/distilled_with_guidance", text)
+    remedies = ("sampling.num_inference_steps=4", "sampling.guidance_scale=1")
+    assert all(f"set {remedy}, or leave it out" in str(error.value) for remedy in remedies)
+    run(folder, "wan", *how, "sampling.distilled=lightx2v", "--steps", 4, *remedies[1:])
+    printed = capsys.readouterr().out
+    assert (
+        "distilled lightx2v: LightX2V's 4-step models and LoRA of Wan 2.1 and 2.2 14B\n" in printed
+    )
+    wanted = "sampler   flow_euler, shift 5.0, times 1000 937.5 833.3 625 (scheduler/"
+    assert wanted in printed and "guidance  none: 4 forwards\n" in printed
+
+
+def test_lora_of_another_count_of_steps(tmp_path: Path) -> None:
+    _, options = told(tmp_path, "flux")
+    folder, file = (
+        pipeline(tmp_path, "flux", "flow_euler"),
+        "Hyper-FLUX.1-dev-16steps-lora.safetensors",
+    )
+    layer = "transformer_blocks.0.attn.to_q"
+    wide = len(load_file(folder / "transformer" / FILE)[f"{layer}.weight"])
+    sides = {"A": np.ones((2, wide), np.float32), "B": np.ones((wide, 2), np.float32)}
+    tensors = {f"transformer.{layer}.lora_{side}.weight": x for side, x in sides.items()}
+    save_file(tensors, tmp_path / file)
+    how = (*options, "--lora", tmp_path / file, "guidance_scale=3.5", "true_cfg_scale=1")
+    with pytest.raises(ConfigError, match=r"16steps.*\n.* 8 are taken\n.*num_inference_steps=16"):
+        run(folder, "flux", *how, "distilled=hyper_flux", "num_inference_steps=8")
+
+
+@pytest.mark.parametrize("scale", but([0, 0.5], [0.5]))
+def test_guidance_below_one_is_none(
+    scale: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in diffusers' pipelines, whose guidance begins above 1."""
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    alone = load_file(options[1])
+    save_file({"text": alone["text"]}, options[1])
+    found = run(folder, "wan", *options, f"guidance_scale={scale}")
+    assert "guidance  none: 4 forwards\n" in capsys.readouterr().out
+    check(found, run(folder, "wan", *options, "guidance_scale=1"))
