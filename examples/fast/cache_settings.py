@@ -10,9 +10,10 @@ from common.settings import Count, NotNegative, Share, Whole
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 
-COMPUTE, REUSE = "X", "."
+COMPUTE, REUSE, DECIDE = "X", ".", "?"
 # Keys of which one says the schedule.
-KINDS = ("schedule", "interval", "magcache")
+KINDS = ("schedule", "interval", "magcache", "first_block", "easycache")
+DECIDING = ("first_block", "easycache")
 
 
 class MagCacheSettings(Section):
@@ -30,6 +31,33 @@ class MagCacheSettings(Section):
     """Take a curve of another number of steps, at the nearest of its steps."""
 
 
+class FirstBlockSettings(Section):
+    """Each step runs its first layers, and reuses the rest if these added what they had added."""
+
+    threshold: NotNegative = 0.05
+    """Of the mean change of what they added, relative to its mean; 0 computes all steps."""
+    blocks: Count = 1
+    """First layers, which every step runs."""
+    first: Count = 1
+    """First steps, which compute."""
+    last: Whole = 0
+    """Last steps, which compute."""
+
+
+class EasyCacheSettings(Section):
+    """Each step reuses the prediction if its sample moved little since the last computed one."""
+
+    threshold: NotNegative = 0.05
+    """Of the summed change that is expected of the prediction; 0 computes all steps."""
+    first: Count = 10
+    """First steps, which compute."""
+    last: Whole = 1
+    """Last steps, which compute."""
+
+
+Dynamic = FirstBlockSettings | EasyCacheSettings
+
+
 class CacheSettings(Section):
     """Reuse of what layers added in an earlier step (approximate); one key says in which steps."""
 
@@ -39,6 +67,10 @@ class CacheSettings(Section):
     """Every so many steps compute, from the first on; for SDXL it is DeepCache's, usually 3."""
     magcache: MagCacheSettings | None = None
     """A schedule computed from a curve of these weights."""
+    first_block: FirstBlockSettings | None = None
+    """Decided in each step by what its first layers add."""
+    easycache: EasyCacheSettings | None = None
+    """Decided in each step by how far the sample moved."""
     order: Literal[0, 1] = 0
     """0 reuses it as it was; 1 follows the line through the last two computed steps."""
     layers: tuple[Whole, Count] | None = None
@@ -48,6 +80,12 @@ class CacheSettings(Section):
     def kind(self) -> str | None:
         """The key that says the schedule; None where none does."""
         return next((key for key in KINDS if getattr(self, key, None) is not None), None)
+
+    @property
+    def dynamic(self) -> Dynamic | None:
+        """Settings of a cache whose steps decide as they run, if it has a threshold."""
+        found = self.first_block or self.easycache
+        return found if found is not None and found.threshold > 0 else None
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
@@ -66,3 +104,13 @@ class CacheSettings(Section):
         if layers is not None and layers[0] >= layers[1]:
             rule = "they are the first layer that is reused, and the first one after them"
             yield ConfigError("layers", list(layers), rule, "write the smaller number first")
+        dynamic = next((key for key in given if key in DECIDING), None)
+        if dynamic is None:
+            return
+        if layers is not None:
+            instead = "first_block.blocks" if dynamic == "first_block" else "schedule"
+            rule = f"{dynamic} reuses {'the rest' if dynamic == 'first_block' else 'predictions'}"
+            yield ConfigError("layers", list(layers), rule, f"leave it out, or set {instead}")
+        if values["order"]:
+            rule = f"{dynamic} reuses what the last computed step had, as it was"
+            yield ConfigError("order", values["order"], rule, "leave it out, or write a schedule")

@@ -12,8 +12,10 @@ from common.scan import Around
 from jaxtyping import Array
 from samplers import Schedule, State, step
 
+from .cache_settings import EasyCacheSettings
+from .deciding import EASYCACHE, Easy, easycache
 from .guidance import Predictions
-from .reuse import Added, hook_of
+from .reuse import Added, Notes, hook_of
 from .settings import GuidanceSettings
 from .steps import THIRD, Planned, Step
 
@@ -27,10 +29,12 @@ class Made(NamedTuple):
     Args:
         added: what the layers added, by the name of the call; empty if it keeps nothing.
         difference: of its two predictions, where it is kept for a gate.
+        computed: whether a call computed, by its name, where that was decided.
     """
 
     added: Mapping[str, Added]
     difference: Array | None = None
+    computed: Mapping[str, Array] = {}
 
 
 class Kept(NamedTuple):
@@ -40,11 +44,13 @@ class Kept(NamedTuple):
         weights: of `added`.
         added: by the layers, the newest step first, by the name of the call.
         difference: of the two predictions of a guided step, for a gate.
+        threshold: of a decision; below 0 it is to compute.
     """
 
     weights: tuple[Array, ...] = ()
     added: tuple[Mapping[str, Added], ...] = ()
     difference: Array | None = None
+    threshold: Array | None = None
 
 
 @dataclass
@@ -63,11 +69,16 @@ class Memory:
 
     def before(self, planned: Planned) -> Kept:
         """Return what a step takes, and forget what neither it nor a later one takes."""
+        decides = planned.step.layers == "decide"
         if planned.step.layers == "compute":
             del self.added[self.order :]
         weights = tuple(jnp.float32(x) for x in planned.weights)
         difference = self.difference if planned.step.guidance == "gate" else None
-        return Kept(weights, tuple(self.added[: len(weights)]), difference)
+        added = tuple(self.added[: len(weights)])
+        if decides:
+            self.added.clear()
+        threshold = jnp.float32(planned.threshold) if decides else None
+        return Kept(weights, added, difference, threshold)
 
     def after(self, made: Made) -> None:
         """Keep what a step made."""
@@ -107,30 +118,54 @@ def take(model: Model, kind: Step, how: GuidanceSettings, given: Inputs) -> tupl
         how: predictions are mixed.
         given: the operands.
     """
-    kept: dict[str, Added] = {}
+    notes = Notes()
     differences: list[Array] = []
 
     def predict(x: Array, t: Array) -> Array:
         if kind.guidance == "zero":
             return jnp.zeros_like(x)
-        found = _predictions(model, kind, kept, given, (x, t)).fitted(how)
+        found = _decided(model, kind, notes, given, (x, t)).fitted(how)
         if kind.keeps_difference:
             differences.append(found.difference)
         return found.mixed(given.scale, how, given.kept.difference)
 
     state = step(given.schedule, given.i, given.state, predict)
-    return state, Made(kept, differences[0] if differences else None)
+    return state, Made(notes.added, differences[0] if differences else None, notes.computed)
+
+
+def _decided(
+    model: Model, kind: Step, notes: Notes, given: Inputs, at: tuple[Array, Array]
+) -> Predictions:
+    """Return predictions: those of the model, or what EasyCache kept, as it decides."""
+
+    def predict() -> Predictions:
+        return _predictions(model, kind, notes, given, at)
+
+    if not isinstance(kind.decides, EasyCacheSettings):
+        return predict()
+    before: Easy | None = given.kept.added[0][EASYCACHE] if kind.layers == "decide" else None
+    if before is not None:
+        # Guidance may have ended since.
+        _, without, skipping = before.added
+        without = without if kind.guidance == "guided" else None
+        skipping = skipping if THIRD in kind.predictions else None
+        parts = before.added._replace(without=without, skipping=skipping)
+        before = before._replace(added=parts)
+    found, kept, computed = easycache(at[0], predict, before, given.kept.threshold)
+    notes.keep(EASYCACHE, kept, computed)
+    return found
 
 
 def _predictions(
-    model: Model, kind: Step, kept: dict[str, Added], given: Inputs, at: tuple[Array, Array]
+    model: Model, kind: Step, notes: Notes, given: Inputs, at: tuple[Array, Array]
 ) -> Predictions:
     """Call the model for the predictions of a step, at samples and a time."""
     (x, t), names, told = at, kind.predictions, given.told
+    earlier = () if isinstance(kind.decides, EasyCacheSettings) else given.kept.added
 
     def call(name: str, x: Array, what: Any) -> Array:
-        added = [_kept_of(name, each, len(x)) for each in given.kept.added]
-        around = hook_of(kind, name, kept, added, given.kept.weights)
+        added = [_kept_of(name, each, len(x)) for each in earlier]
+        around = hook_of(kind, name, notes, (added, given.kept.weights, given.kept.threshold))
         return model(x, jnp.broadcast_to(t, x.shape[:1]), what, around).astype(jnp.float32)
 
     without = None

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from common.scan import Around, Layers
+from jaxtyping import Array
 
+from .cache_settings import FirstBlockSettings
+from .deciding import first_block
 from .steps import SKIPPING, Step
 
 Added = Any  # what layers added, or what they gave if they do not add: arrays
+
+
+@dataclass
+class Notes:
+    """What the calls of a step leave for later steps, by their names.
+
+    Args:
+        added: by layers.
+        computed: whether a call computed, if it decided that.
+    """
+
+    added: dict[str, Added] = field(default_factory=dict)
+    computed: dict[str, Array] = field(default_factory=dict)
+
+    def keep(self, name: str, added: Added, computed: Array | None) -> None:
+        """Keep what a call leaves."""
+        self.added[name] = added
+        if computed is not None:
+            self.computed[name] = computed
 
 
 def keeping(step: Step, kept: dict[str, Added], name: str) -> Around:
@@ -68,11 +92,24 @@ def skipping(numbers: Sequence[int], around: Around | None) -> Around:
 
 
 def hook_of(
-    step: Step, name: str, kept: dict[str, Added], added: Sequence[Added], weights: Sequence[Any]
+    step: Step, name: str, notes: Notes, kept: tuple[Sequence[Added], Sequence[Any], Any]
 ) -> Around | None:
-    """Return the hook of a prediction in a step of this kind; None for one without a hook."""
-    if step.layers == "reuse":
+    """Return the hook of a prediction in a step of this kind; None for one without a hook.
+
+    Args:
+        step: the kind.
+        name: of the prediction.
+        notes: take what it leaves.
+        kept: what layers added, the newest first; weights of it; the threshold of a decision.
+    """
+    added, weights, threshold = kept
+    hook = None
+    if isinstance(step.decides, FirstBlockSettings):
+        before = added[0] if step.layers == "decide" else None
+        keep = partial(notes.keep, name)
+        hook = first_block(step.decides.blocks, before, threshold, keep)
+    elif step.layers == "reuse":
         hook = reusing(step, added, weights)
-    else:
-        hook = keeping(step, kept, name) if step.keeps else None
+    elif step.layers == "compute" and step.keeps and step.decides is None:
+        hook = keeping(step, notes.added, name)
     return skipping(step.skip, hook) if step.skip and name in SKIPPING else hook

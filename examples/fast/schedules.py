@@ -1,4 +1,4 @@
-"""A letter for each step of a run: X computes, . reuses.
+"""A letter for each step of a run: X computes, . reuses, ? decides as it runs.
 
 Each model of a pipeline has a schedule of its own: what one added is not what another would.
 
@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from maxattn.errors import ConfigError
 
-from .cache_settings import COMPUTE, REUSE, CacheSettings, MagCacheSettings
+from .cache_settings import COMPUTE, DECIDE, REUSE, CacheSettings, MagCacheSettings
 from .curves import Facts, ratios_of
 
 FEW = 8  # steps: with fewer, what must be computed leaves next to nothing
@@ -53,11 +53,11 @@ def letters_of(
         raise ConfigError("sampling.num_inference_steps", steps, rule, remedy)
     if cache.interval is not None:
         return "".join(_every(cache.interval, n) for n in experts)
-    how = cache.magcache
-    assert how is not None, "it is the last kind"
-    ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
-    parts = np.split(ratios, np.cumsum(experts)[:-1])
-    return "".join(magcache(part, how) for part in parts)
+    if (how := cache.magcache) is not None:
+        ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
+        parts = np.split(ratios, np.cumsum(experts)[:-1])
+        return "".join(magcache(part, how) for part in parts)
+    return "".join(_decided(cache, n, layers) for n in experts)
 
 
 def magcache(ratios: Float[np.ndarray, "n b"], how: MagCacheSettings) -> str:
@@ -98,6 +98,20 @@ def _every(interval: Count, steps: int) -> str:
     return "".join(COMPUTE if i % interval == 0 else REUSE for i in range(steps))
 
 
+def _decided(cache: CacheSettings, steps: int, layers: int) -> str:
+    """Return a model's letters where steps decide: all but the first and the last ones."""
+    how, blocks = cache.first_block or cache.easycache, cache.first_block
+    assert how is not None, "it is the last kind"
+    if blocks is not None and blocks.blocks >= layers:
+        rule = f"some layers come after the first ones, and the model has {layers} that it can skip"
+        remedy = f"set it below {layers}" if layers > 1 else f"set {SETTING}.interval instead"
+        raise ConfigError(f"{SETTING}.first_block.blocks", blocks.blocks, rule, remedy)
+    if how.threshold == 0:
+        return COMPUTE * steps
+    between = max(0, steps - how.first - how.last)
+    return (COMPUTE * how.first + DECIDE * between + COMPUTE * how.last)[:steps]
+
+
 def schedule_lines(cache: CacheSettings | None, letters: str) -> Iterator[str]:
     """Say the schedule, so that it can be written as `schedule`, and that all steps are computed.
 
@@ -112,5 +126,7 @@ def schedule_lines(cache: CacheSettings | None, letters: str) -> Iterator[str]:
     how = cache.kind if threshold is None else f"{cache.kind}, threshold {threshold:g}"
     if set(letters) == {COMPUTE}:
         yield f"all {len(letters)} steps are computed: {how} reuses nothing"
+    elif DECIDE in letters:
+        yield f"schedule {letters}, {DECIDE} decided in the run ({how})"
     else:
         yield f"schedule {letters} ({how})"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from maxattn.errors import ConfigError
 
-from .cache_settings import COMPUTE, REUSE
+from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings
 from .curves import Facts
 from .schedules import letters_of
 from .settings import FastSettings, GuidanceSettings
@@ -16,6 +16,9 @@ from .settings import FastSettings, GuidanceSettings
 Guidance = Literal["none", "guided", "gate", "zero"]
 # Predictions in which layers are skipped: a third one, or the one without the text.
 SKIPPING = THIRD, WITHOUT = "third", "without_skipping"
+# What decided, where calls decide apart.
+CALLS = {"with": " with the text", THIRD: " that skip layers"}
+CALLS |= dict.fromkeys(("without", WITHOUT), " without the text")
 SAID = {
     "none": "one prediction",
     "guided": "two predictions",
@@ -28,7 +31,7 @@ class Step(NamedTuple):
     """Say what a step computes; steps of one kind share a compiled program.
 
     Args:
-        layers: "compute", or "reuse" what the layers added in an earlier step.
+        layers: "compute", or "reuse" what the layers added in an earlier step, or "decide" which.
         guidance: "none": a prediction with the text; "guided": one without it too; "gate": with the
             difference of an earlier step; "zero": no prediction, but zeros.
         keeps: whether what the layers add is kept for later steps.
@@ -36,9 +39,10 @@ class Step(NamedTuple):
         keeps_difference: whether the difference of the two predictions is kept for a gate.
         skip: numbers of layers that one prediction skips.
         skip_in: that prediction.
+        decides: how a step decides; of one that computes, what it keeps for those that do.
     """
 
-    layers: Literal["compute", "reuse"] = "compute"
+    layers: Literal["compute", "reuse", "decide"] = "compute"
     guidance: Guidance = "none"
     keeps: bool = False
     span: tuple[int, int] | None = None
@@ -46,6 +50,7 @@ class Step(NamedTuple):
 
     skip: tuple[int, ...] = ()
     skip_in: Literal["third", "negative"] = "third"
+    decides: Dynamic | None = None
 
     @property
     def predictions(self) -> tuple[str, ...]:
@@ -62,8 +67,8 @@ class Step(NamedTuple):
         return len(self.predictions)
 
     def forwards(self, layers: int) -> float:
-        """Count the forwards of a model with so many layers that the step computes."""
-        first, last = (0, 0) if self.layers == "compute" else self.span or (0, layers)
+        """Count the forwards of a model with so many layers that the step computes, at most."""
+        first, last = self.span or (0, layers) if self.layers == "reuse" else (0, 0)
         reused = set(range(first, last))
         left_out = (reused | set(self.skip if x in SKIPPING else ()) for x in self.predictions)
         return sum(1 - len(x) / layers for x in left_out)
@@ -73,7 +78,7 @@ class Step(NamedTuple):
         if self.guidance == "zero":
             return SAID["zero"]
         span = "all layers" if self.span is None else f"layers {self.span[0]} to {self.span[1] - 1}"
-        what = "computed" if self.layers == "compute" else f"{span} reused"
+        what = {"compute": "computed", "reuse": f"{span} reused"}.get(self.layers, "decided")
         return f"{what}, {SAID[self.guidance]}{self._skip_said()}"
 
     def _skip_said(self) -> str:
@@ -91,15 +96,19 @@ class Planned(NamedTuple):
     Args:
         step: what it computes.
         weights: of what was kept, the newest first; empty for a step that reuses nothing.
+        threshold: of a step that decides; below 0 it is to compute.
     """
 
     step: Step
     weights: tuple[float, ...] = ()
+    threshold: float = 0.0
 
     @property
     def letter(self) -> str:
-        """As in a schedule: X computes, . reuses."""
-        return COMPUTE if self.step.layers == "compute" else REUSE
+        """As in a schedule: X computes, . reuses, ? decides."""
+        if self.step.layers == "decide" and self.threshold >= 0:
+            return DECIDE
+        return REUSE if self.step.layers == "reuse" else COMPUTE
 
 
 def plan_steps(
@@ -136,9 +145,10 @@ def plan_steps(
     gates = "gate" in guidance
     planned: list[Planned] = []
     computed: list[int] = []
+    dynamic = None if fast.cache is None else fast.cache.dynamic
     for i, (letter, kind) in enumerate(zip(schedule, guidance, strict=True)):
         span = None if fast.cache is None else fast.cache.layers
-        keeps = REUSE in schedule[i + 1 :]
+        keeps = bool({REUSE, DECIDE} & set(schedule[i + 1 :]))
         step = Step("compute", kind, keeps, span if keeps else None, gates and kind == "guided")
         step = step._replace(**skips.get(i, {}))
         if kind == "zero":
@@ -146,14 +156,27 @@ def plan_steps(
             continue
         if i in begins or set(step.predictions) - set(planned[-1].step.predictions):
             computed = []
-        weights = ()
-        if letter == REUSE and computed:
+        if dynamic is not None:
+            planned.append(_deciding(dynamic, letter, step, bool(computed)))
+            computed = [i]
+        elif letter == REUSE and computed:
             weights = _line(i, computed[: 1 + (fast.cache.order if fast.cache else 0)])
             step = step._replace(layers="reuse", keeps=False, span=span)
+            planned.append(Planned(step, weights))
         else:
+            planned.append(Planned(step))
             computed = [i, *computed]
-        planned.append(Planned(step, weights))
     return tuple(planned)
+
+
+def _deciding(how: Dynamic, letter: str, step: Step, kept: bool) -> Planned:
+    """Plan a step of a cache whose steps decide, if something was kept; else one that computes."""
+    # EasyCache measures how fast predictions change in steps that are to compute, too.
+    measures = step.keeps and isinstance(how, EasyCacheSettings)
+    if kept and (letter == DECIDE or measures):
+        step = step._replace(layers="decide", keeps=True, decides=how)
+        return Planned(step, (1.0,), how.threshold if letter == DECIDE else -1.0)
+    return Planned(step._replace(decides=how if step.keeps else None))
 
 
 def _guidance(
@@ -241,12 +264,32 @@ def lines(planned: Sequence[Planned], layers: int, guided: bool | Sequence[bool]
         planned, layers, guided: as of `forwards`.
     """
     computed, whole = forwards(planned, layers, guided)
-    if computed == whole:
+    decided = any(x.letter == DECIDE for x in planned)
+    if computed == whole and not decided:
         return
-    yield f"approximate: {computed:g} of {whole} forwards are computed"
+    most = "at most " * decided
+    yield f"approximate: {most}{computed:g} of {whole} forwards are computed"
     done = 0
     for step, same in groupby(x.step for x in planned):
         count = len(list(same))
         name = f"step {done + 1}" if count == 1 else f"steps {done + 1} to {done + count}"
         yield f"{name}: {step.said()}"
         done += count
+
+
+def decided_lines(
+    planned: Sequence[Planned], computed: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Say which steps of a run computed, if some decided that, for each of their calls.
+
+    Args:
+        planned: the steps.
+        computed: of each step, whether its calls computed, by their names.
+    """
+    for name in dict.fromkeys(name for each in computed for name in each):
+        letters = "".join(
+            (COMPUTE if made[name] else REUSE) if name in made else step.letter
+            for step, made in zip(planned, computed, strict=True)
+        )
+        call = CALLS.get(name, "")
+        yield f"computed {letters.count(COMPUTE)} of {len(letters)} steps{call}: {letters}"

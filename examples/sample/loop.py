@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from common.split import Leaves, Structure, split
 from fast.program import Inputs, Made, Memory, take
 from fast.settings import GuidanceSettings
-from fast.steps import Planned, Step
+from fast.steps import Planned, Step, decided_lines
 from flax import nnx
 from jaxtyping import Array, Float
 from rich.console import Console
@@ -81,6 +81,7 @@ class Walk(AbstractContextManager["Walk"]):
         self.told = told
         self.state: State = jax.jit(start)(self.schedule, noise, keys)
         self.bar = Bar(len(self.schedule.times), self._console)
+        self._computed: list[Mapping[str, Array]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +104,8 @@ class Walk(AbstractContextManager["Walk"]):
             told = known if step.guidance == "guided" else known[-1:]
             scale = jnp.float32(expert.guidance_scale)
             given = Inputs(self.schedule, jnp.int32(i), self.state, told, scale, kept)
-            key = step, len(kept.added)
+            arrays, structure_of_kept = jax.tree.flatten(kept)
+            key = step, structure_of_kept, tuple(x.sharding for x in arrays)
             if key not in self._programs:
                 wait(0)
                 self.bar.pause()
@@ -111,10 +113,15 @@ class Walk(AbstractContextManager["Walk"]):
             self.bar.begin()
             self.state, made, finite = self._programs[key](parameters, given)
             memory.after(made)
+            self._computed.append(made.computed)
             queued.append((finite, step, given))
             wait(1)
         wait(0)
         self.bar.pause()
+
+    def outcome(self) -> Iterator[str]:
+        """Say which steps computed, if they decided that; call it after the last one."""
+        return decided_lines(self.planned, jax.device_get(self._computed))
 
     def _told_to(self, expert: Expert) -> tuple[dict[str, Array], ...]:
         """Leave out the negative prompt for the one of two experts that has no guidance."""
@@ -152,15 +159,17 @@ def _compiled(
     Its last result is whether the sample is finite.
     """
     how = guidance_of(task)
+    shardings = jax.tree.map(lambda x: x.sharding, args[1])
 
     def one(parameters: Leaves, given: Inputs) -> tuple[State, Made, Array]:
         model = partial(task.predict, structure.merge(parameters))
         state, made = take(model, step, how, given)
+        if step.layers == "decide":
+            made = made._replace(added=_placed(made.added, shardings.kept.added[0]))
         return state, made, jnp.isfinite(state.x).all()
 
-    shardings = jax.tree.map(lambda x: x.sharding, args[1].state)
     began = time.perf_counter()
-    jitted = jax.jit(one, out_shardings=(shardings, None, None))
+    jitted = jax.jit(one, out_shardings=(shardings.state, None, None))
     compiled = jitted.lower(*args).compile(options(task))
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     return compiled
@@ -170,6 +179,19 @@ def guidance_of(task: SamplingTask) -> GuidanceSettings:
     """Return how a run mixes the predictions of a step."""
     fast = task.settings.sampling.fast
     return (None if fast is None else fast.guidance) or GuidanceSettings()
+
+
+def _placed(added: Mapping[str, Any], shardings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Place what a step keeps as what it takes, so that the next step runs the same program."""
+
+    def one(name: str, part: Any) -> Any:
+        where = shardings.get(name)
+        if where is None or jax.tree.structure(part) != jax.tree.structure(where):
+            return part
+        return jax.lax.with_sharding_constraint(part, where)
+
+    on_many = any(len(x.device_set) > 1 for x in jax.tree.leaves(shardings))
+    return {name: one(name, part) for name, part in added.items()} if on_many else added
 
 
 def _memory(compiled: Any) -> str:

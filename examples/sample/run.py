@@ -260,6 +260,8 @@ def _sampled(
             model = load(task, paths, mesh, expert.part)
             walk.take(model, expert)
             del model  # before the next is loaded: a device may have room for one
+        for line in walk.outcome():
+            print(line)
     latents = hosts.whole(task.finished(walk.state.x, told[-1]))
     print(f"{start.rows.wanted} samples in {walk.bar.spent:.1f} s of {count} steps")
     return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
