@@ -45,6 +45,11 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
         rule = "a block is made in few steps, or in Euler steps"
         remedy = "leave it out for few steps, or write flow_euler"
         yield ConfigError("sampling.sampler", "unipc", rule, remedy)
+    for key in ("timesteps", "sigmas", "distilled"):
+        if key in sampling.model_fields_set and (value := getattr(sampling, key)) is not None:
+            rule = "a block takes its steps at rollout.denoising_steps"
+            remedy = "write the times there, with rollout.warp_steps and rollout.timestep_shift"
+            yield ConfigError(f"sampling.{key}", value, rule, remedy)
     try:
         options(run.task)
     except ConfigError as problem:

@@ -141,6 +141,7 @@ PROMPTED = {
     "no_blocks_at_all": ("--blocks", "0"),
     "weights_without_a_model": ("--weights", "model"),
     "unipc": ("sampling.sampler=unipc",),
+    "distilled": ("sampling.distilled=self_forcing",),
     "an_image_model": ("model.in_channels=8",),
 }
 BAD: dict[str, Any] = {
