@@ -115,23 +115,23 @@ class ClipTask(WanTask):
         x = clips.to_model(clips.render(scene, clips.scans_here(self.scans), self.size))
         more: Arrays = {}
         if self.seen < self.size.frames:
-            more["positions"] = frames = some_frames(for_frames, len(x), self.size, self.seen)
-            x = jnp.take_along_axis(x, frames[..., None, None, None], axis=1)
+            frames = some_frames(for_frames, self.size, self.seen)
+            x, more["positions"] = x[:, frames], jnp.tile(frames, (len(x), 1))
         made = {"latents": jnp.moveaxis(x, -1, 1), "text": words.states(scene.numbers)}
         return super().noised(made, empty, for_noise) | more
 
     def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
         """Return the mean squared error of the predicted velocity."""
         at = 1000.0 * examples["times"]
-        frames = examples.get("positions")
+        # All clips of a step show the same frames: one table of positions serves them.
+        frames = examples["positions"][0] if "positions" in examples else None
         velocity = model(examples["mixed"], at, examples["text"], positions=frames)
         return jnp.mean((velocity.astype(jnp.float32) - examples["velocity"]) ** 2)
 
 
-def some_frames(key: Array, count: int, size: Size, seen: int) -> Array:
-    """Draw the numbers [B, seen] of some frames of each clip, in their order."""
-    shuffled = jax.vmap(lambda k: jax.random.permutation(k, size.frames))
-    return jnp.sort(shuffled(jax.random.split(key, count))[:, :seen], axis=-1)
+def some_frames(key: Array, size: Size, seen: int) -> Array:
+    """Draw the numbers of some frames of a clip, in their order."""
+    return jnp.sort(jax.random.permutation(key, size.frames)[:seen])
 
 
 def clip_errors(settings: Settings, size: Size) -> Iterable[ConfigError]:

@@ -102,7 +102,8 @@ def test_a_step_sees_the_clip_of_its_number_at_the_positions_that_it_says(tmp_pa
 
 
 def test_frames_are_drawn_without_repeats_and_each_as_often():
-    drawn = np.asarray(some_frames(jax.random.key(0), 4000, Size(13, 8, 8, 4), 5))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    drawn = np.asarray(jax.vmap(lambda key: some_frames(key, Size(13, 8, 8, 4), 5))(keys))
     assert drawn.shape == (4000, 5) and (np.diff(drawn) > 0).all()
     counts = np.bincount(drawn.ravel(), minlength=13) / 4000
     np.testing.assert_allclose(counts, 5 / 13, atol=0.03)
