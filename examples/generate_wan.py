@@ -82,9 +82,8 @@ def main(found: argparse.Namespace) -> None:
     if isinstance(settings, Settings):
         return draw(found, WanSamplingTask, settings)
     with hosts.first_speaks():
-        values = {
-            x: getattr(found, x.replace("-", "_")) for x in (*FILES, "lora-scale", "lora-lenient")
-        }
+        options = (*FILES, "lora-scale", "lora-lenient", "plan")
+        values = {x: getattr(found, x.replace("-", "_")) for x in options}
         given = {name: value for name, value in values.items() if value is not None}
         rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
         if given:

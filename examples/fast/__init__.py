@@ -10,4 +10,6 @@ All of it is approximate, off unless `sampling.fast` asks for it, and named in w
     deciding.py   steps that decide as they run: first-block cache, EasyCache
     reuse.py      a step's layers: computed, or what they added in an earlier step
     program.py    one step as a program for each kind of step
+    guidance.py   predictions that are mixed
+    table.py      the steps of a run as a table
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Len
-from common.settings import NotNegative, Whole
+from common.settings import Count, NotNegative, Whole
 
 from maxattn.config import Section
+from maxattn.config.rules import KernelName
 from maxattn.errors import ConfigError
 
 from .cache_settings import CacheSettings
@@ -73,6 +75,28 @@ class GuidanceSettings(Section):
             yield ConfigError("start", values["start"], rule, "set start below stop")
 
 
+class KernelSettings(Section):
+    """The kernel of some steps: the same weights under another attention."""
+
+    steps: tuple[Whole, Count]
+    """The first step that has it, counted from 0, and the first one after them."""
+    attention: KernelName
+    """The kernel of self-attention, as the config's `attention`."""
+    layers: tuple[Whole, Count] | None = None
+    """Not supported: a step's kernel is that of all its layers."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse steps that are none, and some of the layers."""
+        if values["steps"][0] >= values["steps"][1]:
+            rule = "they are the first step that has the kernel, and the first one after them"
+            remedy = "write the smaller number first"
+            yield ConfigError("steps", list(values["steps"]), rule, remedy)
+        if values["layers"] is not None:
+            rule = "a step's kernel is that of all its layers"
+            yield ConfigError("layers", list(values["layers"]), rule, "leave it out")
+
+
 class FastSettings(Section):
     """Fewer forwards in sampling; everything here is approximate."""
 
@@ -80,3 +104,15 @@ class FastSettings(Section):
     """Which steps reuse the work of earlier ones."""
     guidance: GuidanceSettings | None = None
     """Which steps are guided."""
+    kernels: tuple[KernelSettings, ...] = ()
+    """Which steps have a kernel of their own; the others have the config's."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse steps of two kernels."""
+        ordered = sorted(values["kernels"], key=lambda x: x.steps)
+        for one, other in pairwise(ordered):
+            if other.steps[0] < one.steps[1]:
+                rule = f"steps {list(one.steps)} have the kernel {one.attention}"
+                remedy = "give each step one kernel"
+                yield ConfigError("kernels", f"steps {list(other.steps)}", rule, remedy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from maxattn.errors import ConfigError
@@ -11,7 +10,7 @@ from maxattn.errors import ConfigError
 from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings
 from .curves import Facts
 from .schedules import letters_of
-from .settings import FastSettings, GuidanceSettings
+from .settings import FastSettings, GuidanceSettings, KernelSettings
 
 Guidance = Literal["none", "guided", "gate", "zero"]
 # Predictions in which layers are skipped: a third one, or the one without the text.
@@ -19,12 +18,6 @@ SKIPPING = THIRD, WITHOUT = "third", "without_skipping"
 # What decided, where calls decide apart.
 CALLS = {"with": " with the text", THIRD: " that skip layers"}
 CALLS |= dict.fromkeys(("without", WITHOUT), " without the text")
-SAID = {
-    "none": "one prediction",
-    "guided": "two predictions",
-    "gate": "one prediction, guided by the last difference",
-    "zero": "the prediction is zero",
-}
 
 
 class Step(NamedTuple):
@@ -40,6 +33,7 @@ class Step(NamedTuple):
         skip: numbers of layers that one prediction skips.
         skip_in: that prediction.
         decides: how a step decides; of one that computes, what it keeps for those that do.
+        kernel: of self-attention; None for the config's.
     """
 
     layers: Literal["compute", "reuse", "decide"] = "compute"
@@ -51,6 +45,7 @@ class Step(NamedTuple):
     skip: tuple[int, ...] = ()
     skip_in: Literal["third", "negative"] = "third"
     decides: Dynamic | None = None
+    kernel: str | None = None
 
     @property
     def predictions(self) -> tuple[str, ...]:
@@ -72,22 +67,6 @@ class Step(NamedTuple):
         reused = set(range(first, last))
         left_out = (reused | set(self.skip if x in SKIPPING else ()) for x in self.predictions)
         return sum(1 - len(x) / layers for x in left_out)
-
-    def said(self) -> str:
-        """Say it in a few words."""
-        if self.guidance == "zero":
-            return SAID["zero"]
-        span = "all layers" if self.span is None else f"layers {self.span[0]} to {self.span[1] - 1}"
-        what = {"compute": "computed", "reuse": f"{span} reused"}.get(self.layers, "decided")
-        return f"{what}, {SAID[self.guidance]}{self._skip_said()}"
-
-    def _skip_said(self) -> str:
-        if not set(SKIPPING) & set(self.predictions):
-            return ""
-        layers = f"layer{'s' * (len(self.skip) > 1)} {', '.join(map(str, self.skip))}"
-        if self.skip_in == "negative":
-            return f", the one without the text skips {layers}"
-        return f", one more skips {layers}"
 
 
 class Planned(NamedTuple):
@@ -140,6 +119,7 @@ def plan_steps(
     guides = [guides for steps, guides in zip(experts, each, strict=True) for _ in range(steps)]
     guidance = list(_guidance(fast.guidance, experts, guides))
     skips = _skips(fast.guidance, sum(experts), layers)
+    kernels = _kernels(fast.kernels, sum(experts))
     schedule = letters_of(fast.cache, experts, layers, facts)
     begins = {sum(experts[:n]) for n in range(len(experts))}
     gates = "gate" in guidance
@@ -150,7 +130,7 @@ def plan_steps(
         span = None if fast.cache is None else fast.cache.layers
         keeps = bool({REUSE, DECIDE} & set(schedule[i + 1 :]))
         step = Step("compute", kind, keeps, span if keeps else None, gates and kind == "guided")
-        step = step._replace(**skips.get(i, {}))
+        step = step._replace(**skips.get(i, {}), kernel=kernels.get(i))
         if kind == "zero":
             planned.append(Planned(Step(guidance="zero")))
             continue
@@ -233,6 +213,18 @@ def _skips(how: GuidanceSettings | None, steps: int, layers: int) -> dict[int, d
     return dict.fromkeys(range(after + 1, end), found)
 
 
+def _kernels(said: Sequence[KernelSettings], steps: int) -> dict[int, str]:
+    """Return the kernels of the steps that have one of their own, by the number of the step."""
+    found: dict[int, str] = {}
+    for n, (first, last) in enumerate(each.steps for each in said):
+        if last > steps:
+            rule = f"the run has the steps 0 to {steps - 1}"
+            remedy = f"write at most {steps} for the second number"
+            raise ConfigError(f"sampling.fast.kernels[{n}].steps", [first, last], rule, remedy)
+        found |= dict.fromkeys(range(first, last), said[n].attention)
+    return found
+
+
 def _line(i: int, computed: Sequence[int]) -> tuple[float, ...]:
     """Weigh the last computed steps, the newest first, so that a line through them is at step i."""
     if len(computed) == 1:
@@ -255,26 +247,6 @@ def forwards(
     computed = sum(x.step.forwards(layers) for x in planned)
     twice = len(planned) * guided if isinstance(guided, bool) else sum(guided)
     return computed, len(planned) + twice
-
-
-def lines(planned: Sequence[Planned], layers: int, guided: bool | Sequence[bool]) -> Iterator[str]:
-    """Say what the steps of a run compute; nothing if all compute everything.
-
-    Args:
-        planned, layers, guided: as of `forwards`.
-    """
-    computed, whole = forwards(planned, layers, guided)
-    decided = any(x.letter == DECIDE for x in planned)
-    if computed == whole and not decided:
-        return
-    most = "at most " * decided
-    yield f"approximate: {most}{computed:g} of {whole} forwards are computed"
-    done = 0
-    for step, same in groupby(x.step for x in planned):
-        count = len(list(same))
-        name = f"step {done + 1}" if count == 1 else f"steps {done + 1} to {done + count}"
-        yield f"{name}: {step.said()}"
-        done += count
 
 
 def decided_lines(

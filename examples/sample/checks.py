@@ -53,6 +53,24 @@ def check(task: SamplingTask, paths: Paths) -> None:
         raise ConfigErrors([problem for error in problems for problem in _flat(error)])
 
 
+def check_plan(task: SamplingTask, paths: Paths) -> None:
+    """Refuse what stands in the way of a plan, at once.
+
+    Raises:
+        ConfigErrors: with all of it.
+    """
+    size_errors = list(task.size_errors())
+    given = paths.embeddings
+    problems = [
+        *pipeline_errors(paths.model, task.family),
+        *size_errors,
+        *(_embeddings_errors(task, given) if given is not None and not size_errors else ()),
+        *_read_errors([lambda: planned_steps(task, task.sampler(), paths)]),
+    ]
+    if problems:
+        raise ConfigErrors([problem for error in problems for problem in _flat(error)])
+
+
 def options(task: SamplingTask) -> dict[str, Any]:
     """Read the compiler's options for a step.
 
@@ -71,6 +89,11 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     if paths.weights is None or paths.weights.exists():
         parts = parts_of(task, paths)
         opened += [partial(weights.SafeTensors, paths.weights_of(x)) for x in parts]
+    yield from _read_errors(opened)
+
+
+def _read_errors(opened: Iterable[Callable[[], Any]]) -> Iterator[MaxattnError]:
+    """Yield the errors of what is called."""
     for read in opened:
         try:
             read()

@@ -15,7 +15,7 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .paths import Paths
-from .run import generate
+from .run import explain, generate
 
 # Options that set a key: its name below `sampling`, type and help.
 KEYS: dict[str, tuple[str, type, str]] = {
@@ -71,7 +71,12 @@ def draw(found: argparse.Namespace, kind: Any, settings: Any) -> None:
     """
     with hosts.first_speaks():
         paths = paths_of(found, settings.model.folder)
-        generate(kind.of(settings, paths.model), paths, settings.make_mesh())
+        task, mesh = kind.of(settings, paths.model), settings.make_mesh()
+        if not found.plan:
+            generate(task, paths, mesh)
+            return
+        for line in explain(task, paths, mesh):
+            print(line)
 
 
 def arguments_of(
@@ -98,6 +103,8 @@ def arguments_of(
     add("--lora-scale", type=float, metavar="X", help=told)
     told = "leave out LoRA weights that do not fit the model, and list them"
     add("--lora-lenient", action="store_true", default=None, help=told)
+    told = "print what would run, and end: no weight is read, and no prompt is encoded"
+    add("--plan", action="store_true", default=None, help=told)
     add = parser.add_argument_group("short names of keys").add_argument
     for option, (key, kind, told) in KEYS.items():
         metavar = "TEXT" if kind is str else "N"

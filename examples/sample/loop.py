@@ -26,6 +26,7 @@ from samplers import Schedule, State, start
 from samplers.noise import Keys
 
 from .checks import options
+from .kernels import structure_with
 from .not_finite import not_finite
 from .task import Expert, SamplingTask
 
@@ -46,6 +47,7 @@ class Walk(AbstractContextManager["Walk"]):
         planned: what each step computes.
         console: where the bar is drawn; default standard output.
         keys: of the new noise of each sample, for a sampler that re-noises.
+        mesh: that the models are on.
     """
 
     def __init__(
@@ -57,11 +59,14 @@ class Walk(AbstractContextManager["Walk"]):
         planned: Sequence[Planned],
         console: Console | None = None,
         keys: Keys | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ) -> None:
+        self.mesh = mesh
         self.task, self.schedule, self.planned = task, schedule, planned
         self._structure: Structure | None = None
         self._once: Callable[..., Any]
         self._programs: dict[Any, Program] = {}
+        self._with: dict[str | None, Structure] = {}
         self._console = console
         self.begin(told, noise, keys)
 
@@ -93,7 +98,7 @@ class Walk(AbstractContextManager["Walk"]):
         """Take an expert's steps with its model."""
         structure, parameters = split(model)
         if structure != self._structure:
-            self._structure, self._programs = structure, {}
+            self._structure, self._programs, self._with = structure, {}, {}
             self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
         known = tuple(self._once(parameters, what) for what in self._told_to(expert))
         memory = Memory(1 if any(len(x.weights) > 1 for x in self.planned) else 0)
@@ -109,7 +114,8 @@ class Walk(AbstractContextManager["Walk"]):
             if key not in self._programs:
                 wait(0)
                 self.bar.pause()
-                self._programs[key] = _compiled(self.task, structure, step, (parameters, given))
+                own = self._structure_of(step.kernel, structure)
+                self._programs[key] = _compiled(self.task, own, step, (parameters, given))
             self.bar.begin()
             self.state, made, finite = self._programs[key](parameters, given)
             memory.after(made)
@@ -122,6 +128,12 @@ class Walk(AbstractContextManager["Walk"]):
     def outcome(self) -> Iterator[str]:
         """Say which steps computed, if they decided that; call it after the last one."""
         return decided_lines(self.planned, jax.device_get(self._computed))
+
+    def _structure_of(self, kernel: str | None, model: Structure) -> Structure:
+        """Return the structure that takes the model's arrays, with a kernel."""
+        if kernel not in self._with:
+            self._with[kernel] = structure_with(self.task, kernel, model, self.mesh)
+        return self._with[kernel]
 
     def _told_to(self, expert: Expert) -> tuple[dict[str, Array], ...]:
         """Leave out the negative prompt for the one of two experts that has no guidance."""

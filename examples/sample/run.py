@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from common import hosts
 from fast.schedules import schedule_lines
-from fast.steps import Planned, forwards, lines
+from fast.steps import Planned, forwards
+from fast.table import table
 from flax import nnx
 from samplers.noise import keys_of
 from samplers.read import Sampler
@@ -22,7 +23,10 @@ from maxattn import sharding, weights
 from maxattn.errors import ConfigError, InputError, WeightsError
 
 from . import files
-from .checks import check
+from .assumed import assumed, assumed_lengths
+from .checks import check, check_plan
+from .kept import kept_bytes
+from .kernels import kernel_names, plans_of
 from .loop import Walk
 from .lora_checks import check_lora
 from .paths import Paths
@@ -40,12 +44,10 @@ class Start(NamedTuple):
     Args:
         told: what the model is told, for each call of a step.
         rows: of the batch.
-        noise: one row a sample, channels second.
     """
 
     told: tuple[Arrays, ...]
     rows: Rows
-    noise: np.ndarray
 
 
 class Steps(NamedTuple):
@@ -79,11 +81,10 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     mesh = sharding.program_mesh(mesh)
     check(task, paths)
     check_weights(task, paths)
-    sampler = task.sampler()
-    start = _start(task, paths, mesh)
-    divides = start.rows.samples % start.rows.ways == 0
-    planned = planned_steps(task, sampler, paths, divides)
-    steps = Steps(sampler, experts_of(task, sampler, divides), planned)
+    usual, planned = assumed_lengths(task), planned_steps(task, task.sampler(), paths)
+    kernel_names(task, planned, batch_ways(mesh), usual, mesh)  # or refuse them
+    start = _told(task, _arrays(task, paths), mesh)
+    steps = _steps(task, paths, start.rows)
     for line in _opening(task, start, steps, mesh):
         print(line)
     latents = _sampled(task, paths, start, steps, mesh)
@@ -91,6 +92,28 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     if hosts.is_first():
         _write(task, paths, latents)
     return latents
+
+
+@sharding.inside_auto_axes()
+def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[str]:
+    """Return the lines that a run begins with, without its weights and its text encoders.
+
+    Without an embeddings file a prompt is as long as the settings make it.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        mesh: devices to draw on; default the one there is.
+
+    Raises:
+        ConfigErrors: what is wrong with settings and sizes.
+    """
+    mesh = sharding.program_mesh(mesh)
+    check_plan(task, paths)
+    given = paths.embeddings
+    arrays = assumed(task) if given is None else files.read(given, "--embeddings")
+    start = _told(task, arrays, mesh)
+    return [*_opening(task, start, _steps(task, paths, start.rows), mesh)]
 
 
 def check_weights(task: SamplingTask, paths: Paths) -> None:
@@ -153,10 +176,16 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
 # ---- the parts of a run --------------------------------------------------------------------------
 
 
-def _start(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
-    """Read or encode what the model is told, arrange it in rows, and draw the noise."""
+def _steps(task: SamplingTask, paths: Paths, rows: Rows) -> Steps:
+    """Plan the steps of a batch."""
+    sampler, divides = task.sampler(), rows.samples % rows.ways == 0
+    planned = planned_steps(task, sampler, paths, divides)
+    return Steps(sampler, experts_of(task, sampler, divides), planned)
+
+
+def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
+    """Arrange what the model is told in rows."""
     sampling = task.settings.sampling
-    arrays = _arrays(task, paths)
     guided = sampling.guided
     if not guided:
         arrays = {name: x for name, x in arrays.items() if not name.startswith("negative_")}
@@ -164,7 +193,7 @@ def _start(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
     calls = 2 if guided and predicts_both(task) else 1
     rows = Rows(texts, sampling.per_prompt, calls, batch_ways(mesh))
     told = told_in_rows(task.completed(arrays), rows, guided)
-    return Start(told, rows, _noise(paths, rows, task))
+    return Start(told, rows)
 
 
 def _arrays(task: SamplingTask, paths: Paths) -> Arrays:
@@ -192,14 +221,16 @@ def _opening(task: SamplingTask, start: Start, steps: Steps, mesh: Mesh | None) 
     """Say what will run."""
     sampling, told, rows = task.settings.sampling, start.told[0], start.rows
     lengths = {name: told[name].shape[1] for name in ("text", "image") if name in told}
-    for plan in task.plans(rows.samples * rows.calls, lengths, mesh).values():
+    calls = rows.samples * rows.calls
+    for plan in plans_of(task, steps.planned, calls, lengths, mesh):
         yield plan.explain()
     if (row := sampling.distilled_as) is not None:
         yield f"distilled {row.name}: {row.of}"
     yield f"sampler   {steps.sampler}, {sampling.num_inference_steps} steps"
     yield from _guidance_lines(task, rows, steps)
     yield from _experts_lines(steps.experts)
-    yield from _fast_lines(task, steps)
+    kernels = kernel_names(task, steps.planned, calls, lengths, mesh)
+    yield from _fast_lines(task, start, steps, kernels)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
 
@@ -230,11 +261,15 @@ def _experts_lines(experts: Sequence[Expert]) -> Iterator[str]:
         yield "          one at a time on the devices, each read when its turn comes"
 
 
-def _fast_lines(task: SamplingTask, steps: Steps) -> Iterator[str]:
+def _fast_lines(
+    task: SamplingTask, start: Start, steps: Steps, kernels: Mapping[str | None, str]
+) -> Iterator[str]:
     """Say what steps compute and what they reuse, where they reuse anything."""
     sampling, planned = task.settings.sampling, steps.planned
     guided = [expert.guided for expert in steps.experts for _ in range(expert.steps)]
-    found = lines(planned, task.layers, guided)
+    schedule = steps.sampler.schedule(sampling.num_inference_steps)
+    kept = kept_bytes(task, planned, schedule, start.told, start.rows)
+    found = table(planned, task.layers, guided, kernels, kept)
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
         found = chain(found, schedule_lines(sampling.fast.cache, letters))
@@ -253,9 +288,9 @@ def _sampled(
     seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
     schedule, renoises = steps.sampler.schedule(count), steps.sampler.renoises
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
-    first = place(np.moveaxis(start.noise, 1, -1), mesh)
+    first = place(np.moveaxis(_noise(paths, start.rows, task), 1, -1), mesh)
     keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
-    with Walk(task, told, first, schedule, steps.planned, keys=keys) as walk:
+    with Walk(task, told, first, schedule, steps.planned, keys=keys, mesh=mesh) as walk:
         for expert in (e for e in steps.experts if e.steps):
             model = load(task, paths, mesh, expert.part)
             walk.take(model, expert)

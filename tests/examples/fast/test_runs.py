@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSet
 from samplers import sample, start, unipc
 from samplers import step as take_step
 
+from maxattn.config import ConfigErrors
 from tests.examples.fast.walks import Run
-from tests.examples.sample.pipelines import check, pipeline, run, told
+from tests.examples.sample.pipelines import EXACT, MORE, check, draw, pipeline, run, sizes_of, told
 
 STEPS, SHIFT = 4, 3.0
 WEIGHTS = jax.random.normal(jax.random.key(1), (3, 6, 6)) / 3
@@ -194,8 +196,9 @@ def test_a_pipeline_reuses_on_a_mesh(
     capsys.readouterr()
     fewer = run(folder, name, *options, "fast.cache.schedule=XX.X", "fast.guidance.stop=0.75")
     printed = capsys.readouterr().out
-    assert "approximate: 5 of 8 forwards are computed" in printed
-    assert "step 3: all layers reused, two predictions" in printed
+    assert "approximate: 5 of 8 forwards are computed, 62%; " in printed
+    assert re.search(r" kept between steps\n", printed)
+    assert re.search(r" 3 +reused +two +dot_product +0\n", printed)
     assert "not in one call: steps of sampling.fast differ between the predictions" in printed
     assert 0 < np.abs(fewer - plain).max() < np.abs(plain).max()
 
@@ -214,3 +217,37 @@ def test_each_prediction_has_devices_of_its_own(
     assert "one call of the model for both, each on half of the 2 devices of data" in printed
     assert "1 samples in 2 rows of the model" in printed
     check(spread, apart)
+
+
+def test_some_steps_have_another_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same weights under tpu_flash, which rounds otherwise; the rest has dot_product."""
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    plain, named = (
+        run(folder, "wan", *options, *more)
+        for more in ((), ("fast.kernels=[{steps: [0, 2], attention: dot_product}]",))
+    )
+    assert np.array_equal(named, plain)
+    capsys.readouterr()
+    other = run(folder, "wan", *options, "fast.kernels=[{steps: [1, 3], attention: tpu_flash}]")
+    printed = capsys.readouterr().out
+    assert "2 to 3   computed   two           tpu_flash     4" in printed
+    assert not np.array_equal(other, plain)
+    check(other, plain)
+    with pytest.raises(ConfigErrors, match=r"sampling.fast.kernels: attention cudnn\n"):
+        run(folder, "wan", *options, "fast.kernels=[{steps: [1, 3], attention: cudnn}]")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_plan_is_what_a_run_begins_with(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without weights, embeddings or torch."""
+    folder = pipeline(tmp_path, name, {"wan": "unipc", "sdxl": "euler", "flux": "flow_euler"}[name])
+    for file in folder.rglob("*.safetensors"):
+        file.unlink()
+    schedule = ("fast.cache.schedule=XX.X", "fast.guidance.stop=0.75")
+    draw(name, "--model", folder, "--plan", *EXACT, *MORE.get(name, ()), *sizes_of(name), *schedule)
+    printed = capsys.readouterr().out
+    assert "approximate: 5 of 8 forwards are computed, 62%; " in printed
+    assert not list(folder.rglob("*.safetensors"))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSettings
-from fast.steps import forwards, lines, plan_steps
+from fast.settings import (
+    CacheSettings,
+    FastSettings,
+    GuidanceSettings,
+    KernelSettings,
+    SkipSettings,
+)
+from fast.steps import forwards, plan_steps
+from fast.table import ranges, table
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from tests.golden_text import check_golden
 
 LAYERS = 4
 
@@ -29,7 +37,7 @@ def test_without_settings_every_step_computes_both():
     found = plan_steps(None, (3, 2), True, LAYERS)
     assert written(found) == "X2" * 5
     assert not any(x.step.keeps or x.weights for x in found)
-    assert not list(lines(found, LAYERS, True))
+    assert not list(table(found, LAYERS, True, {}))
     assert forwards(found, LAYERS, True) == (10, 10)
 
 
@@ -77,11 +85,6 @@ def test_a_gate_keeps_the_difference_of_each_guided_step():
     found = planned(guidance=GuidanceSettings(stop=0.5, after="gate"))
     assert [x.step.keeps_difference for x in found] == [True] * 3 + [False] * 3
     assert forwards(found, LAYERS, True) == (9, 12)
-    assert list(lines(found, LAYERS, True)) == [
-        "approximate: 9 of 12 forwards are computed",
-        "steps 1 to 3: computed, two predictions",
-        "steps 4 to 6: computed, one prediction, guided by the last difference",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,59 @@ def test_a_gate_guides_until_there_is_a_difference():
     assert [x.step.guidance for x in found] == ["zero", "guided", "gate", "guided", "gate", "gate"]
 
 
+def test_what_steps_compute_is_one_table():
+    """Golden: a row for each kind of step, wherever it is in the run."""
+    cache = CacheSettings(schedule="XXXX.X.X.X.X.X..X.XX", layers=(1, 4))
+    skip = SkipSettings(layers=(1, 2), prediction="negative", start=0.1, stop=0.2)
+    guidance = GuidanceSettings(stop=0.7, after="gate", zero_steps=1, skip=skip)
+    kernels = (KernelSettings(steps=(0, 4), attention="dot_product"),)
+    found = planned((20,), cache=cache, guidance=guidance, kernels=kernels)
+    lines = table(found, LAYERS, True, {None: "flash", "dot_product": "dot_product"}, 3 << 28)
+    check_golden("fast/table", "\n".join(lines))
+    only = planned(kernels=kernels)
+    check_golden("fast/table_of_kernels", "\n".join(table(only, LAYERS, True, {None: "flash"})))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ([1], "1"),
+        ([1, 2, 3, 5], "1 to 3, 5"),
+        ([2, 4, 6], "2, 4, 6"),
+        ([2, 4, 6, 8, 9, 10], "2 to 8 by 2, 9 to 10"),
+        ([1, 4, 7, 10, 20], "1 to 10 by 3, 20"),
+    ],
+)
+def test_step_numbers_are_few_words(numbers, said):
+    assert ranges(numbers) == said
+
+
+def test_steps_have_the_kernels_that_are_named():
+    some = (KernelSettings(steps=(0, 2), attention="dot_product"),)
+    assert [x.step.kernel for x in planned(kernels=some)] == ["dot_product"] * 2 + [None] * 4
+    late = (KernelSettings(steps=(4, 9), attention="flash"),)
+    with pytest.raises(ConfigError, match=r"kernels\[0\].steps.*\n.*the run has the steps 0 to 5"):
+        planned(kernels=late)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "says"),
+    [
+        ([{"steps": [3, 3], "attention": "flash"}], "the first step that has the kernel"),
+        ([{"steps": [0, 3], "attention": "flash", "layers": [0, 2]}], "all its layers"),
+        ([{"steps": [0, 3], "attention": "ring"}], "attention"),
+        (
+            [{"steps": [2, 4], "attention": "flash"}, {"steps": [0, 3], "attention": "cudnn"}],
+            "steps [0, 3] have the kernel cudnn",
+        ),
+    ],
+)
+def test_kernels_that_contradict_are_refused(kernels, says):
+    with pytest.raises(ConfigErrors) as error:
+        FastSettings(kernels=kernels)
+    assert says in str(error.value)
+
+
 def test_skipped_layers_are_not_forwards():
     third = SkipSettings(layers=(1,), start=0.0, stop=0.5)
     found = planned(guidance=GuidanceSettings(skip=third))
@@ -113,9 +169,6 @@ def test_skipped_layers_are_not_forwards():
     negative = SkipSettings(layers=(3, 1), prediction="negative", start=0.0, stop=0.5)
     found = planned(guidance=GuidanceSettings(skip=negative))
     assert forwards(found, LAYERS, True) == (11, 12)
-    assert list(lines(found, LAYERS, True))[2] == (
-        "steps 2 to 3: computed, two predictions, the one without the text skips layers 1, 3"
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""The memory that a run keeps between its steps, from the shapes of what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from common.split import split
+from fast.program import Inputs, Kept, Made, Memory, take
+from fast.settings import GuidanceSettings
+from fast.steps import Planned, Step
+from flax import nnx
+from samplers import Schedule, start
+from samplers.noise import keys_of
+
+from .rows import Rows
+from .task import Arrays, SamplingTask
+
+
+def kept_bytes(
+    task: SamplingTask,
+    planned: Sequence[Planned],
+    schedule: Schedule,
+    told: tuple[Arrays, ...],
+    rows: Rows,
+) -> int:
+    """Return the most bytes that a run keeps between two steps, of all devices together.
+
+    Args:
+        task: of the run.
+        planned: its steps.
+        schedule: of its sampler.
+        told: what the model is told, for each call of a step.
+        rows: of the batch.
+    """
+    if not any(x.step.keeps or x.step.keeps_difference for x in planned):
+        return 0
+    makes = _Makes(task, schedule, told, rows)
+    order = 1 if any(len(x.weights) > 1 for x in planned) else 0
+    memory, most, made = Memory(order), 0, {}
+    for each in planned:
+        kept, kind = memory.before(each), each.step
+        if kind not in made:
+            made[kind] = makes(kind, kept)
+        memory.after(made[kind])
+        held = jax.tree.leaves((memory.added, memory.difference))
+        most = max(most, sum(x.size * x.dtype.itemsize for x in held))
+    return most
+
+
+class _Makes:
+    """What a kind of step makes, in shapes.
+
+    Args:
+        task: of the run.
+        schedule: of its sampler.
+        told: what the model is told.
+        rows: of the batch.
+    """
+
+    def __init__(
+        self, task: SamplingTask, schedule: Schedule, told: tuple[Arrays, ...], rows: Rows
+    ) -> None:
+        settings: Any = task.settings
+        # Scanned layers are traced once.
+        scanned = settings.replace(model=settings.model.replace(scan_layers=True))
+        changed: Any = task
+        self.task: SamplingTask = replace(changed, settings=scanned)
+        model = nnx.eval_shape(lambda: self.task.build(None, nnx.Rngs(0)))
+        self.structure, self.leaves = split(model)
+        self.told = told
+        shape = rows.samples, *task.latents[1:], task.latents[0]
+        noise = jax.ShapeDtypeStruct(shape, jnp.float32)
+        keys = None if schedule.fresh is None else keys_of(0, rows.samples)
+        state = jax.eval_shape(start, schedule, noise, keys)
+        self.given = Inputs(schedule, jnp.int32(0), state, told, jnp.float32(1), Kept())
+
+    def __call__(self, kind: Step, kept: Kept) -> Made:
+        fast = self.task.settings.sampling.fast
+        how = (None if fast is None else fast.guidance) or GuidanceSettings()
+        told, rows = self.told, self.given.state.x.shape[0]
+        if kind.guidance != "guided":
+            told = ({name: x[-rows:] for name, x in told[-1].items()},)
+
+        def one(leaves: Any, given: Inputs) -> Made:
+            model = self.structure.merge(leaves)
+            known = tuple(self.task.told(model, what) for what in given.told)
+            return take(partial(self.task.predict, model), kind, how, given._replace(told=known))[1]
+
+        return jax.eval_shape(one, self.leaves, self.given._replace(told=told, kept=kept))

@@ -1,0 +1,114 @@
+"""Steps with a kernel of their own: the task and the model under another attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from common.split import Structure, split
+from fast.steps import Planned
+from flax import nnx
+
+import maxattn as ma
+from maxattn.config import ConfigErrors
+from maxattn.config.rules import kernel_and_strategy
+from maxattn.errors import ConfigError, MaxattnError
+
+from .task import SamplingTask
+
+Kernel = str | None
+
+
+def kernels_of(planned: Sequence[Planned]) -> tuple[Kernel, ...]:
+    """Return the kernels of a run's steps, each once, in the order of the steps."""
+    return tuple(dict.fromkeys(x.step.kernel for x in planned))
+
+
+def with_kernel(task: SamplingTask, kernel: Kernel) -> SamplingTask:
+    """Return the task whose self-attention has a kernel, and the strategy that it had.
+
+    Args:
+        task: of the run.
+        kernel: its name; None is that of the settings.
+
+    Raises:
+        ConfigErrors: the settings do not go with the kernel.
+    """
+    if kernel is None:
+        return task
+    settings = task.settings
+    _, strategy = kernel_and_strategy(settings.attention)
+    key = "attention" if strategy == "auto" else "attention_kernel"
+    changed: Any = task
+    return replace(changed, settings=settings.replace(**{key: kernel}))
+
+
+def structure_with(
+    task: SamplingTask, kernel: Kernel, model: Structure, mesh: jax.sharding.Mesh | None
+) -> Structure:
+    """Return the structure of the model whose steps have a kernel; it takes the same arrays."""
+    if kernel is None:
+        return model
+    other = nnx.eval_shape(lambda: with_kernel(task, kernel).build(mesh, nnx.Rngs(0)))
+    found, _ = split(other)
+    assert found.tree == model.tree, "a kernel has no parameters"
+    return found
+
+
+def plans_of(
+    task: SamplingTask,
+    planned: Sequence[Planned],
+    rows: int,
+    lengths: Mapping[str, int],
+    mesh: jax.sharding.Mesh | None,
+) -> Iterator[ma.Plan]:
+    """Yield the plans of a run: all with the settings' kernel, self-attention with the others.
+
+    The arguments are those of `kernel_names`.
+    """
+    yield from task.plans(rows, lengths, mesh).values()
+    for kernel in kernels_of(planned):
+        if kernel is not None:
+            plans = with_kernel(task, kernel).plans(rows, lengths, mesh)
+            yield from (plan for plan in plans.values() if plan.call.role == "self")
+
+
+def kernel_names(
+    task: SamplingTask,
+    planned: Sequence[Planned],
+    rows: int,
+    lengths: Mapping[str, int],
+    mesh: jax.sharding.Mesh | None,
+) -> dict[Kernel, str]:
+    """Name the kernel that runs in self-attention, for each that the steps ask for.
+
+    Args:
+        task: of the run.
+        planned: its steps.
+        rows: of the model in a call.
+        lengths: of text and image, in tokens.
+        mesh: that it runs on.
+
+    Raises:
+        ConfigErrors: a kernel cannot run.
+    """
+    found: dict[Kernel, str] = {}
+    for kernel in kernels_of(planned):
+        try:
+            plans = with_kernel(task, kernel).plans(rows, lengths, mesh)
+        except MaxattnError as error:
+            if kernel is None:
+                raise
+            raise ConfigErrors(list(_renamed(error, kernel))) from None
+        names = (plan.kernel.name for plan in plans.values() if plan.call.role == "self")
+        found[kernel] = ", ".join(dict.fromkeys(names))
+    return found
+
+
+def _renamed(error: MaxattnError, kernel: str) -> Iterator[ConfigError]:
+    """Yield the problems of a kernel as those of `sampling.fast.kernels`."""
+    for problem in error.problems if isinstance(error, ConfigErrors) else [error]:
+        rule, remedy = problem.rule, "name another kernel, or leave it out"
+        yield ConfigError("sampling.fast.kernels", f"attention {kernel}", rule, remedy)
