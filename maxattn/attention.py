@@ -25,6 +25,7 @@ from maxattn.config.asked import checked_config
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.linear import forward_alone, is_array, linear_call
+from maxattn.jax_private.observed import marked
 from maxattn.jax_private.varying import vary_alike
 from maxattn.jax_private.vmapped import batched_alike, some_examples
 from maxattn.kernels.base import Bias, Inputs, Kernel, Result, Rows, Tangents
@@ -159,7 +160,8 @@ def as_array(x: Any, name: str) -> Any:
 class Prepared(NamedTuple):
     """A checked call with its bound mask, config and mesh, and notes to add to the plan.
 
-    `wants_mesh` is False after `mesh=False`: then no mesh is missing.
+    `wants_mesh` is False after `mesh=False`: then no mesh is missing. An audit prints `name`, the
+    module's, and reads the grid of the tokens from `rotary`.
     """
 
     call: Call
@@ -168,6 +170,8 @@ class Prepared(NamedTuple):
     mesh: Any
     notes: tuple[str, ...] = ()
     wants_mesh: bool = True
+    name: str = ""
+    rotary: Any = None
 
 
 def prepare(
@@ -190,7 +194,7 @@ def attend(
     prepared: Prepared, q: Query, k: Key, v: Value, bias: Array | None = None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Plan a prepared call, and run the plan on arrays of the call's shapes."""
-    call, mask, config, mesh, notes, wants_mesh = prepared
+    call, mask, config, mesh, notes, wants_mesh, name, rotary = prepared
     check_devices(mesh, q)
     decided = decide(call, config, mesh_shape(mesh), Target.here()).with_notes(notes)
     if decided.kernel.is_pallas:
@@ -203,6 +207,7 @@ def attend(
         check_layouts({"q": q, "k": k, "v": v}, {"q": "BTNH", "k": "BSKH", "v": "BSKH"})
 
     def run_checked(*operands: Any) -> Any:
+        operands = marked(operands, decided, config, mesh, name, rotary)
         q, k, v, bias, mask = operands
         if config.check_finite:
             check_finite({"q": q, "k": k, "v": v, "bias": bias}, mask)

@@ -76,6 +76,7 @@ class AttentionBase(nnx.Module):
     """
 
     role: ClassVar[Literal["self", "cross"]]
+    audit_name = ""  # an audit names the modules of its own copy of a model
     diffusers_names: ClassVar[dict[str, str]] = {"to_out": "to_out.0"}
     diffusers_may_fuse: ClassVar[dict[str, tuple[str, ...]]] = {
         "to_qkv": ("to_q", "to_k", "to_v"),
@@ -211,7 +212,8 @@ class AttentionBase(nnx.Module):
 
     def _noted(self, prepared: Prepared, to: Projection) -> Prepared:
         """Add the decision about norm and rotary embedding to the plan."""
-        return prepared._replace(notes=(to.how.note,)) if to.how.note else prepared
+        notes = (to.how.note,) if to.how.note else ()
+        return prepared._replace(notes=notes, rotary=to.rotary)
 
     def _project(self, x: Array, to: Projection) -> Heads:
         """Project to heads, normalise and rotate; the steps after the matmul are rounded once."""
@@ -241,7 +243,7 @@ class AttentionBase(nnx.Module):
     ) -> Heads:
         checks.computation_dtype(jnp.result_type(q, k, v))
         call = prepared.call.of_dtype(q, k, v)
-        return attend(prepared._replace(call=call), q, k, v, bias)[0]
+        return attend(prepared._replace(call=call, name=self.audit_name), q, k, v, bias)[0]
 
     def _output(
         self, out: Heads, x: Array, deterministic: bool | None, rngs: Any

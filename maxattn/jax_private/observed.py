@@ -1,0 +1,71 @@
+"""Marks on attention calls in programs that are traced for an audit; other programs have none.
+
+`jit` keeps separate traces for both values of `auditing`, so that an audit neither uses nor changes
+the traces of a model's own steps. A mark is a primitive that returns its operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from maxattn.jax_private.mesh import is_tracer
+from maxattn.jax_private.vmapped import identity
+
+auditing = jax.make_user_context(False)
+"""Whether programs are traced for an audit. It is made at import: a new context ends all traces."""
+
+
+@dataclass(frozen=True, eq=False)
+class MarkedCall:
+    """What is known of a marked call while it is traced.
+
+    Args:
+        plan: the call's plan.
+        config, mesh: as `attention` got them.
+        name: name of the module that calls, or "".
+        rotary: the rotary table of the queries, if its numbers are known; else None.
+        structure: structure of the marked operands (q, k, v, bias, mask).
+    """
+
+    plan: Any
+    config: Any
+    mesh: Any
+    name: str
+    rotary: Any
+    structure: Any
+
+
+def marked(operands: Any, plan: Any, config: Any, mesh: Any, name: str, rotary: Any) -> Any:
+    """Return a call's operands; while a program is traced for an audit, with a mark on them."""
+    if not auditing.value:
+        return operands
+    leaves, structure = jax.tree.flatten(operands)
+    if any(map(is_tracer, jax.tree.leaves(rotary))):
+        rotary = None
+    call = MarkedCall(plan, config, mesh, name, rotary, structure)
+    leaves = call_p.bind(*map(jnp.asarray, leaves), call=call, mapped=(0,) * len(leaves))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def operands_of(leaves: Any, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
+    """Return (q, k, v, bias, mask) of a mark; of examples that `vmap` maps, the first."""
+    first = [x[(0,) * n] if n else x for x, n in zip(leaves, mapped, strict=True)]
+    return jax.tree.unflatten(call.structure, first)
+
+
+def _batch(args: Any, axes: Any, *, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
+    moved = [
+        x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)
+    ]
+    counts = tuple(n + (axis is not None) for n, axis in zip(mapped, axes, strict=True))
+    kept = [None if axis is None else 0 for axis in axes]
+    return call_p.bind(*moved, call=call, mapped=counts), kept
+
+
+call_p = identity("attention_call", _batch)
+ad.primitive_jvps[call_p] = lambda args, tangents, **how: (call_p.bind(*args, **how), tangents)
