@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from maxattn.remat import remat, remat_policy
     from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
     from maxattn.streaming import KVCache, Stream
+    from maxattn.tools.audit import Audit, AuditSample, audit
 
 __all__ = [
     "AttentionConfig",
+    "Audit",
+    "AuditSample",
     "Call",
     "CrossAttention",
     "FlaxAttention",
@@ -36,6 +39,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "attention_fn",
+    "audit",
     "errors",
     "masks",
     "plan",
@@ -60,6 +64,7 @@ _HOMES = {
     "remat": "remat remat_policy",
     "rope": "Rotary apply_rotary rope_1d rope_2d rope_3d",
     "streaming": "KVCache Stream",
+    "tools.audit": "Audit AuditSample audit",
 }
 _PARTS = ("config", "errors", "masks", "modules", "rope", "sharding", "streaming", "weights")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

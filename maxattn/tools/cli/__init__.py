@@ -26,6 +26,7 @@ COMMANDS = {
     "check": "validate a config; print what it sets, its plans, memory and advice",
     "compile": "compile for a TPU without having one: memory, time, transfers, whether it fits",
     "bench": "measure kernels on this machine: device time, TFLOP/s, memory, error",
+    "audit": "measure a model's own activations by layer and head; name what is unsafe",
     "tune": "time kernels or block sizes on this machine and keep the fastest",
     "convert": "print another program's YAML (MaxDiffusion, Self-Forcing) as maxattn's",
     "config": "list the keys of a config, or explain one: values, default, meaning",

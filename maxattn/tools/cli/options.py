@@ -238,9 +238,47 @@ def bench(parser: Parser) -> None:
     add("--seconds", type=float, default=0.5, help="seconds per measurement; default 0.5")
 
 
+def audit(parser: Parser) -> None:
+    """Measure what a model's own activations do to attention, by layer and head; name the unsafe.
+
+      maxattn audit --call my_model:audited --picture audit.png
+          audited() returns (model, inputs): a module or function, and its arguments
+      maxattn audit configs/wan_14b.yml attention=flash --call my_model:audited
+          audited(config) gets the settings
+      maxattn audit --tensors calls.safetensors --grid 21,30,52 --by-head
+          q, k and v that maxattn.tools.audit.save_calls wrote
+      maxattn audit --call my_model:audited --light --queries 32 --calls 4 --cost
+          a sample, and how much longer a run takes with its measures in it
+
+    The model runs once. Each call is measured on its own q, k and v: scores, norms, offsets,
+    entropy, masses, and for each kernel that can run here the error against float32, time, memory.
+    """
+    _config(parser)
+    parser.set_defaults(shape=[])
+    add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
+    add("--call", default="", metavar="MODULE:FUNCTION", help="what is run and audited")
+    add("--tensors", type=Path, metavar="FILE", help="a safetensors file of q, k and v")
+    add("--mask", help="with --tensors: the mask of every call, such as causal; see explain")
+    grid = "the grid of the last tokens; default read from rotary tables"
+    add("--grid", metavar="FRAMES,HEIGHT,WIDTH", help=grid)
+    add("--queries", default="64", metavar="N|all", help="queries of a call to sample; default 64")
+    add("--heads", type=int, metavar="N", help="heads of a call to sample; default all")
+    add("--calls", type=int, metavar="N", help="calls, such as layers, to sample; default all")
+    add("--seed", type=int, default=0, metavar="N", help="seeds the samples; default 0")
+    several = {"action": "append", "default": [], "metavar": "KERNEL"}
+    add("--kernel", **several, help="compare this kernel; repeatable; default all that can run")
+    switch("--light", help="compute no outputs: no errors of 8 bits and of kernels")
+    switch("--cost", help="time a run alone, and with the measures in it")
+    switch("--by-head", help="print a line for each head")
+    add("--picture", type=Path, metavar="FILE", help="draw measures by layer and head, as a PNG")
+    add("--json", type=Path, metavar="FILE", help="write what is found")
+    seconds = "seconds to time each kernel; default 0.2, 0 for no times"
+    add("--seconds", type=float, default=0.2, metavar="S", help=seconds)
+
+
 OPTIONS: dict[str, Callable[[Parser], None]] = {
     each.__name__: each
-    for each in (explain, check, compile, tune, convert, config, completion, bench)
+    for each in (explain, check, compile, tune, convert, config, completion, bench, audit)
 }
 
 

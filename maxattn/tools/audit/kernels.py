@@ -1,0 +1,123 @@
+"""What each kernel would do for a marked call: its error in the program, its time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxattn import sharding
+from maxattn.attention import run
+from maxattn.decide import kernel_call
+from maxattn.errors import InputError, brief, did_you_mean
+from maxattn.jax_private.observed import MarkedCall
+from maxattn.kernels import KERNELS, build, refusal, scores_of
+from maxattn.kernels.table import TABLE
+from maxattn.masks import Mask
+from maxattn.plan import Plan
+from maxattn.tools.audit.measures import AuditSample, relative_error, sampled
+from maxattn.tools.bench.kernels import TOO_MANY_SCORES
+from maxattn.tools.bench.timing import TimedFunction, measure
+from maxattn.tools.passes import random_inputs
+
+INTERPRETED = "left out: a CPU interprets it; name it to include it"
+LARGE = "left out: its scores take too much memory; name it to include it"
+
+
+class Candidate(NamedTuple):
+    """A kernel for a call: the plan with that kernel, or the reason why it is left out."""
+
+    name: str
+    plan: Plan | None
+    note: str = ""
+
+
+def candidates(call: MarkedCall, named: Sequence[str] | None) -> list[Candidate]:
+    """Return the kernels to compare for a call: the named ones, by default all that can run here.
+
+    The strategy stays that of the plan. Refused kernels have the reason as a note; kernels of other
+    machines are left out.
+    """
+    plan = call.plan
+    names = tuple(KERNELS) if named is None else tuple(named)
+    for name in names:
+        if name not in KERNELS:
+            remedy = did_you_mean(name, KERNELS) or "write one of these names"
+            rule = f"it must be one of {', '.join(KERNELS)}"
+            raise InputError("kernels", brief(name), rule, remedy)
+    return [_candidate(call, name, named is not None) for name in names if _is_of_here(plan, name)]
+
+
+def _is_of_here(plan: Plan, name: str) -> bool:
+    return name not in TABLE or plan.target.platform in TABLE[name].platforms
+
+
+def _candidate(call: MarkedCall, name: str, is_named: bool) -> Candidate:
+    plan = call.plan
+    if name == plan.kernel.name:
+        return Candidate(name, plan)
+    local = kernel_call(plan.padded_call, plan.strategy)
+    reason = refusal(name, local, plan.target)
+    if reason is not None:
+        return Candidate(name, None, reason.rule)
+    kernel = build(name, local, call.config, plan.target)
+    if not is_named and getattr(kernel.computes, "interpret", False):
+        return Candidate(name, None, INTERPRETED)
+    if not is_named and name == "dot_product" and scores_of(local) > TOO_MANY_SCORES:
+        return Candidate(name, None, LARGE)
+    return Candidate(name, replace(plan, kernel=kernel))
+
+
+def errors_of(
+    call: MarkedCall, operands: Any, sample: AuditSample, kernels: Sequence[Candidate]
+) -> dict[str, Float[Array, " N"]]:
+    """Return each kernel's relative L2 error by head, against float32, for the sampled queries."""
+    q, k, v, bias, mask = operands
+    rows = sampled(call, operands, sample)
+    want, heads = rows.wanted, sample.heads_of(q.shape[2])
+    found: dict[str, Array] = {}
+    for name, plan, _ in kernels:
+        if plan is not None:
+            out, _ = run(plan, q, k, v, bias, mask, call.mesh)
+            found[f"error {name}"] = relative_error(out[rows.batch_row][rows.rows][:, heads], want)
+    return found
+
+
+class Cost(NamedTuple):
+    """Seconds of a call; bytes of arguments, results and temporaries; why they are missing."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    failed: str = ""
+
+
+def costs_of(call: MarkedCall, kernels: Sequence[Candidate], budget: float) -> dict[str, Cost]:
+    """Time the kernels of one call in turns, on random operands of its shape and layout.
+
+    Arrays of a mask are 1. `budget` is about the seconds spent on each kernel.
+    """
+    plan = call.plan
+    q, k, v, _ = random_inputs(plan.call, 1)[0]
+    bias = None if plan.call.bias is None else jnp.zeros(plan.call.bias, plan.call.bias_dtype)
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), plan.call.mask)
+    if isinstance(call.mesh, jax.sharding.Mesh) and plan.mesh:
+
+        def put(x: Array, letters: str) -> Array:
+            return sharding.constrain(x, call.mesh, letters)
+
+        q, k, v = jax.jit(lambda q, k, v: (put(q, "BTNH"), put(k, "BSKH"), put(v, "BSKH")))(q, k, v)
+    operands = q, k, v, bias, ones
+
+    def work(name: str, plan: Plan) -> TimedFunction:
+        def attend(q: Array, k: Array, v: Array, bias: Any, mask: Mask) -> Array:
+            return run(plan, q, k, v, bias, mask, call.mesh)[0]
+
+        return TimedFunction(attend, lambda: [operands], name=name)
+
+    jobs = [work(name, plan) for name, plan, _ in kernels if plan is not None]
+    timed = measure(jobs, budget)
+    return {j.name: Cost(t.seconds, t.peak, t.failed) for j, t in zip(jobs, timed, strict=True)}

@@ -1,0 +1,294 @@
+"""Measure one attention call on its own operands, head by head, inside a traced program.
+
+Norms, offsets and the bound of `tpu_flash` are of all tokens. Scores, entropy, masses and errors
+are of sampled queries: some query tiles, and some queries of each, against all keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from maxattn.block_sizes.few_keys import MOST_KEYS
+from maxattn.block_sizes.transposed import forward_tile
+from maxattn.config import FlashBlockSizes
+from maxattn.config.numbers import whole
+from maxattn.errors import InputError, brief
+from maxattn.jax_private.observed import MarkedCall
+from maxattn.kernels.transposed.few_keys import FLOAT16_SUMS, LOG2E, SUMS
+from maxattn.kernels.transposed.tile import small_scores
+from maxattn.sharding import pad_axis
+
+TILE, TILES, SHARE = 128, 8, 0.25
+"""Tokens of a tile; how many query tiles are sampled; the share of key tiles that are the top."""
+WINDOW = 8  # a window reaches 1/8 of an axis to both sides
+TINY = 1e-30
+AXES = ("time", "height", "width")
+
+
+@dataclass(frozen=True)
+class AuditSample:
+    """What of a program is audited; the seed chooses.
+
+    Args:
+        queries: number of queries of a call whose scores are computed, in 8 query tiles of one
+            batch row; None for all queries of that batch row. Default 64.
+        heads: number of heads of a call; default all.
+        calls: number of calls in the program, such as layers; default all.
+        seed: seeds the choice; default 0.
+        outputs: whether errors of outputs are computed too, of 8 bits and of kernels; default True.
+
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 8, 16))
+    >>> sample = ma.AuditSample(queries=32, heads=2, outputs=False)
+    >>> len(ma.audit(ma.attention, q, k, v, sample=sample).layers[0].heads)
+    2
+    """
+
+    queries: int | None = 64
+    heads: int | None = None
+    calls: int | None = None
+    seed: int = 0
+    outputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("queries", 1), ("heads", 1), ("calls", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if whole(value, least) is None and (value is not None or name == "seed"):
+                rule = f"it must be a whole number of at least {least}"
+                remedy = f"give {name}=8, or leave {name} out"
+                raise InputError(f"sample.{name}", brief(value), rule, remedy)
+
+    def some(self, most: int, wanted: int | None, salt: int) -> np.ndarray:
+        """Choose `wanted` of `most` numbers, sorted; all if it is None or larger."""
+        if wanted is None or wanted >= most:
+            return np.arange(most)
+        return np.sort(np.random.default_rng((self.seed, salt)).choice(most, wanted, False))
+
+    def heads_of(self, heads: int) -> np.ndarray:
+        return self.some(heads, self.heads, salt=0)
+
+    def rows(self, length: int) -> np.ndarray:
+        """Choose queries of a sequence."""
+        if self.queries is None or self.queries >= length:
+            return np.arange(length)
+        tiles = self.some(ceil(length / TILE), min(TILES, self.queries), salt=1)
+        each = max(1, self.queries // len(tiles))
+        sizes = (min(TILE, length - t * TILE) for t in tiles)
+        found = [t * TILE + self.some(n, each, 3 + t) for t, n in zip(tiles, sizes, strict=True)]
+        return np.concatenate(found)
+
+
+class SampledRows(NamedTuple):
+    """Sampled queries of one batch row, and their softmax in float32, for the chosen heads.
+
+    Args:
+        q, k, v: operands; k and v of each query head's key head.
+        s: scores, with scale and bias; -inf where the mask hides a key.
+        p: weights; 0 for a query that sees no key.
+        rows: the sampled queries.
+        batch_row: the batch row.
+    """
+
+    q: Float[Array, "R N H"]
+    k: Float[Array, "S N H"]
+    v: Float[Array, "S N V"]
+    s: Float[Array, "N R S"]
+    p: Float[Array, "N R S"]
+    rows: np.ndarray
+    batch_row: int
+
+    def mean(self, x: Float[Array, "N R"], live: Bool[Array, "N R"]) -> Float[Array, " N"]:
+        """Average over live queries."""
+        return jnp.where(live, x, 0).sum(axis=1) / jnp.maximum(live.sum(axis=1), 1)
+
+    @property
+    def wanted(self) -> Float[Array, "R N V"]:
+        """The output in float32."""
+        return weighted(self.p, self.v)
+
+
+def measures(
+    call: MarkedCall, operands: Any, sample: AuditSample, grid: tuple[int, ...] | None
+) -> dict[str, Float[Array, " N"]]:
+    """Return each measure by name, a number for each chosen head; NaN where it does not apply.
+
+    Args:
+        call, operands: a mark's call, and its (q, k, v, bias, mask).
+        sample: what is measured.
+        grid: the grid of the last tokens, if it is known.
+    """
+    q, k, v, _, _ = operands
+    heads = sample.heads_of(q.shape[2])
+    of_keys = heads // (q.shape[2] // k.shape[2])
+    found = _of_all_tokens(call, q[:, :, heads], k[:, :, of_keys], v[:, :, of_keys])
+    rows = sampled(call, operands, sample)
+    found |= _of_softmax(rows) | _of_windows(rows, grid) | {"again": _again(call, rows)}
+    if sample.outputs:
+        found |= _of_8_bits(call, rows)
+    return {"ran": jnp.ones(len(heads))} | {n: x.astype(jnp.float32) for n, x in found.items()}
+
+
+def sampled(call: MarkedCall, operands: Any, sample: AuditSample) -> SampledRows:
+    """Compute the softmax of the sampled queries."""
+    q, k, v, bias, mask = operands
+    b, rows = int(sample.some(q.shape[0], 1, salt=2)[0]), sample.rows(q.shape[1])
+    heads = sample.heads_of(q.shape[2])
+    of_keys = heads // (q.shape[2] // k.shape[2])
+    q, k, v = q[b][rows][:, heads], k[b][:, of_keys], v[b][:, of_keys]
+    s = products(q, k) * call.plan.call.scale
+
+    def of_row(x: Any) -> Any:
+        x = x[b if x.shape[0] > 1 else 0]
+        return x[heads] if x.shape[0] > 1 else x
+
+    if bias is not None:
+        s = s + of_row(bias[:, :, rows] if bias.shape[2] > 1 else bias).astype(jnp.float32)
+    s = jnp.where(of_row(mask.allowed(rows, np.arange(len(k)))), s, -jnp.inf)
+    return SampledRows(q, k, v, s, softmax(s), rows, b)
+
+
+def products(q: Float[Array, "R N H"], k: Float[Array, "S N H"]) -> Float[Array, "N R S"]:
+    exact = "highest" if q.dtype == jnp.float32 else None
+    return jnp.einsum("rnh,snh->nrs", q, k, precision=exact, preferred_element_type=jnp.float32)
+
+
+def softmax(s: Float[Array, "N R S"]) -> Float[Array, "N R S"]:
+    top = s.max(axis=2, keepdims=True)
+    p = jnp.exp(s - jnp.where(jnp.isneginf(top), 0, top))
+    return p / jnp.maximum(p.sum(axis=2, keepdims=True), TINY)
+
+
+def weighted(p: Float[Array, "N R S"], v: Float[Array, "S N V"]) -> Float[Array, "R N V"]:
+    return jnp.einsum("nrs,snv->rnv", p, v.astype(jnp.float32), precision="highest")
+
+
+def relative_error(got: Float[Array, "R N V"], want: Float[Array, "R N V"]) -> Float[Array, " N"]:
+    """Return the L2 norm of each head's error over the norm of what is wanted."""
+    error, size = (jnp.square(x).sum(axis=(0, 2)) for x in (got.astype(jnp.float32) - want, want))
+    return jnp.sqrt(error / jnp.where(size == 0, 1, size))
+
+
+# ---- all tokens ----------------------------------------------------------------------------------
+
+
+def _of_all_tokens(
+    call: MarkedCall, q: Float[Array, "B T N H"], k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
+) -> dict[str, Array]:  # fmt: skip
+    q_norm, k_norm = (jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(axis=3)) for x in (q, k))
+    q_norm, k_norm = q_norm.max(axis=1), k_norm.max(axis=1)
+    found = {"q_norm": q_norm.max(axis=0), "k_norm": k_norm.max(axis=0)}
+    found["bound"] = abs(call.plan.call.scale) * (q_norm * k_norm).max(axis=0)
+    for name, x in (("bad_q", q), ("bad_k", k), ("bad_v", v)):
+        found[name] = (~jnp.isfinite(x)).sum(axis=(0, 1, 3))
+    return found | {"outside": _outside(call, q, k, v)} | _of_channels(k)
+
+
+def _outside(call: MarkedCall, q: Array, k: Array, v: Array) -> Array:
+    """Return the share of queries in blocks that `tpu_flash` gives a running maximum."""
+    plan, tokens = call.plan, q.shape[1]
+    if plan.kernel.name == "tpu_flash":
+        block = plan.kernel.for_inference().blocks.block_q
+    else:
+        local = plan.strategy.local_call(plan.padded_call)
+        block = forward_tile(FlashBlockSizes(), local, plan.target)[0][0]
+    scaled = (q.astype(jnp.float32) * (plan.call.scale * LOG2E)).astype(q.dtype)
+    padded = pad_axis(scaled, 1, ceil(tokens / block) * block)
+    heads_first = (x.swapaxes(1, 2) for x in (padded, k, v))
+    small = jax.vmap(lambda q, k, v: small_scores(q, k, v, block))(*heads_first)
+    large = 1 - small.reshape(q.shape[0], q.shape[2], -1)
+    sizes = np.minimum(block, tokens - np.arange(0, tokens, block))
+    return (large * sizes).sum(axis=(0, 2)) / (tokens * q.shape[0])
+
+
+def _of_channels(k: Float[Array, "B S N H"]) -> dict[str, Array]:
+    """Return the largest mean of a channel in standard deviations over tokens, and outliers."""
+    x = k.astype(jnp.float32)
+    mean = x.mean(axis=1)
+    deviation = jnp.sqrt(jnp.maximum(jnp.square(x).mean(axis=1) - jnp.square(mean), 0))
+    # A channel that is constant counts as 1e4 deviations.
+    offset = (jnp.abs(mean) / jnp.maximum(deviation, 1e-4 * jnp.abs(mean) + TINY)).max(axis=0)
+    largest = jnp.abs(x).max(axis=(0, 1))
+    outlier = largest.max(axis=1) / jnp.maximum(jnp.median(largest, axis=1), TINY)
+    return {"k_offset": offset.max(1), "k_channel": offset.argmax(1), "k_outlier": outlier}
+
+
+# ---- sampled queries -----------------------------------------------------------------------------
+
+
+def _of_softmax(sampled: SampledRows) -> dict[str, Array]:
+    s, p, tiles = sampled.s, sampled.p, sampled.rows // TILE
+    entropy = -(p * jnp.log(jnp.where(p > 0, p, 1))).sum(axis=2)
+    numbers, counts = np.unique(tiles, return_counts=True)
+    member = ((tiles == numbers[:, None]) / counts[:, None]).astype(np.float32)  # [tiles, R]
+    keys = ceil(s.shape[2] / TILE)
+    mass = pad_axis(p, 2, keys * TILE).reshape(*p.shape[:2], keys, TILE).sum(axis=3)
+    mass = jnp.einsum("tr,nrk->ntk", member, mass, precision="highest")
+    top = jax.lax.top_k(mass, ceil(SHARE * keys))[0].sum(axis=2).mean(axis=1)
+    return {
+        "score": jnp.where(jnp.isneginf(s), 0, jnp.abs(s)).max(axis=(1, 2)),
+        "entropy": sampled.mean(entropy, ~jnp.isneginf(s).all(axis=2)),
+        "top_tiles": top if SHARE * keys >= 1 else jnp.full_like(top, jnp.nan),
+    }
+
+
+def reach(size: int) -> int:
+    """Return how far a window reaches to both sides on an axis of a grid."""
+    return max(1, size // WINDOW)
+
+
+def _of_windows(sampled: SampledRows, grid: tuple[int, ...] | None) -> dict[str, Array]:
+    """Return the mass within a window of each axis, of all mass on the tokens of the grid."""
+    nothing = jnp.full(sampled.p.shape[0], jnp.nan)
+    found: dict[str, Array] = dict.fromkeys(AXES, nothing)
+    if grid is None:
+        return found
+    first = sampled.p.shape[2] - int(np.prod(grid))
+    inside = np.flatnonzero(sampled.rows >= first)
+    p = sampled.p[:, inside, first:]
+    total = p.sum(axis=2)
+    q_at, k_at = (np.unravel_index(i - first, grid) for i in (
+        sampled.rows[inside], np.arange(first, sampled.p.shape[2])
+    ))  # fmt: skip
+    for name, q, k, size in zip(AXES[-len(grid) :], q_at, k_at, grid, strict=True):
+        near = jnp.abs(jnp.asarray(q)[:, None] - jnp.asarray(k)) <= reach(size)
+        mass = jnp.where(near, p, 0).sum(axis=2) / jnp.maximum(total, TINY)
+        found[name] = sampled.mean(mass, total > 0) if len(inside) else nothing
+    return found
+
+
+def _again(call: MarkedCall, sampled: SampledRows) -> Array:
+    """Return the share of queries whose sums of weights leave the bounds of `tpu_few_keys`."""
+    s = sampled.s
+    if s.shape[2] > MOST_KEYS or call.plan.call.bias is not None:
+        return jnp.full(s.shape[0], jnp.nan)
+    least, most = map(log, FLOAT16_SUMS if sampled.q.dtype == jnp.float16 else SUMS)
+    lse = jax.nn.logsumexp(s, axis=2)
+    return sampled.mean(~((lse >= least) & (lse <= most)) * 1.0, ~jnp.isneginf(lse))
+
+
+def _of_8_bits(call: MarkedCall, sampled: SampledRows) -> dict[str, Array]:
+    """Return the error of the output if Q and K are int8, K as it is or centred.
+
+    Each has one scale for all chosen heads of the batch row; Q's is of the sampled queries.
+    """
+    scale, want = call.plan.call.scale, sampled.wanted
+    q, k = sampled.q.astype(jnp.float32), sampled.k.astype(jnp.float32)
+    rest = sampled.s - products(sampled.q, sampled.k) * scale  # bias and mask
+
+    def error(k: Array) -> Array:
+        s = products(_int8(q), _int8(k)) * scale + rest
+        return relative_error(weighted(softmax(s), sampled.v), want)
+
+    return {"int8": error(k), "int8_centred": error(k - k.mean(axis=0))}
+
+
+def _int8(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    step = jnp.maximum(jnp.abs(x).max(), TINY) / 127
+    return jnp.round(x / step) * step

@@ -1,0 +1,278 @@
+"""`ma.audit` finds calls wherever they are, names what is unsafe, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import maxattn as ma
+from maxattn.errors import InputError, MaxattnError
+from maxattn.kernels import table
+from maxattn.tools.audit import KernelAudit, LayerAudit, audited, cost_of, grid_of_table, trace
+from maxattn.tools.audit.unsafe import findings
+from tests.golden_text import check_golden
+from tests.tools.audit import models
+from tests.tools.audit.models import Stack, angles, faulty, states, with_bad_value
+
+quick = partial(ma.audit, kernels=(), seconds=0)
+
+
+def same_numbers(found: ma.Audit, other: ma.Audit) -> None:
+    assert len(found.layers) == len(other.layers)
+    for a, b in zip(found.layers, other.layers, strict=True):
+        same_layers(a, b)
+
+
+def same_layers(a: LayerAudit, b: LayerAudit) -> None:
+    for name in set(b.measures) - {"k_channel"}:
+        np.testing.assert_allclose(a.measures[name], b.measures[name], 2e-3, 2e-4, err_msg=name)
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+
+def test_planted_faults_are_named():
+    found = quick(faulty(), states(), angles())
+    by_kind = {each.kind: each for each in found.findings}
+    offset, dominant = by_kind["offset"], by_kind["dominant"]
+    assert (offset.layer, offset.heads) == ("blocks.attn[1]", (models.OFFSET_HEAD,))
+    assert "half rotary" in offset.why and "8 bits would lose" in offset.why
+    assert (dominant.layer, dominant.heads) == ("blocks.attn[2]", (models.DOMINANT_HEAD,))
+    norms = {(each.layer, each.why[:10]) for each in found.findings if each.kind == "norms"}
+    assert norms == {("blocks.attn[2]", "norms of q"), ("blocks.attn[3]", "norms of k")}
+    bound = {(each.layer, each.heads) for each in found.findings if each.kind == "bound"}
+    assert bound == {("blocks.attn[2]", (1,)), ("blocks.attn[3]", (0, 1, 2, 3))}
+    assert "blocks.attn[0]" not in {each.layer for each in found.findings}
+
+
+SOUND = {"score": 5.5, "bound": 9.0, "outside": 0.0, "again": 0.0, "q_norm": 6.0, "k_norm": 7.0}
+SOUND |= {"k_offset": 0.2, "k_channel": 2.0, "k_outlier": 1.4, "entropy": 4.5, "top_tiles": 0.4}
+SOUND |= {"int8": 0.012, "int8_centred": 0.011, "bad_q": 0.0, "bad_k": 0.0, "bad_v": 0.0}
+FAULTS = (
+    {},
+    {"k_offset": 10.2, "int8": 0.34, "int8_centred": 0.012},
+    {"k_outlier": 31.0, "int8_centred": 0.081},
+    {"score": 3e4, "bound": 5e4, "outside": 0.875, "again": 0.5, "entropy": 0.01},
+    {"q_norm": 900.0, "error flash": 0.2},
+    {"bad_q": 3.0, "bad_v": 1.0},
+)
+
+
+def test_what_is_said_of_each_fault():
+    layers = []
+    for i, fault in enumerate(FAULTS):
+        values = SOUND | {"error flash": 0.003} | fault
+        heads = {n: (SOUND.get(n, 0.003), x, SOUND.get(n, 0.003)) for n, x in values.items()}
+        facts = "B=1 T=S=4096 N=3 H=64 bf16", "self", "flash", "bfloat16", "half"
+        layers.append(LayerAudit(f"blocks.{i}.attn", *facts, (0, 4, 7), heads))
+    without_8_bits = {n: x for n, x in layers[1].measures.items() if "int8" not in n}
+    layers.append(replace(layers[1], name="blocks.6.attn", measures=without_8_bits))
+    call = layers[0].call
+    kernels = (
+        KernelAudit(call, "flash", True, 0.2, "blocks.4.attn, head 4", 1.25, 2**20),
+        KernelAudit(call, "cudnn", False, note="it takes no such mask"),
+    )
+    found = ma.Audit("cpu", "64 queries", "", tuple(layers), kernels, findings(layers))
+    check_golden("audit/findings", str(found))
+    check_golden("audit/by_head", found.table(by_head=True).split("unsafe:")[0])
+
+
+def test_a_sound_model_has_no_findings():
+    found = quick(Stack(), states(), angles())
+    assert not found.findings and "unsafe: nothing was found" in str(found)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_named(bad):
+    first = quick(with_bad_value(bad), states(), angles()).findings[0]
+    assert (first.kind, first.layer, first.heads) == ("non-finite", "blocks.attn[2]", (1,))
+    assert f"{2 * models.TOKENS} in v" in first.why
+
+
+# ---- where calls are -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runs", ["nnx.scan", "lax.scan"])
+def test_scanned_layers_are_measured_as_a_loop_s(runs):
+    loop, found = (quick(Stack(way), states(), angles()) for way in ("loop", runs))
+    same_numbers(found, loop)
+    assert [layer.name for layer in found.layers] == [f"blocks.attn[{i}]" for i in range(4)]
+    assert [layer.name for layer in loop.layers[:2]] == ["blocks.attn", "blocks.attn (2)"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(kind):
+    model, x = Stack(), states(2)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind, kind))
+    alone = quick(model, x, angles())
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        how = {"kernels": ["dot_product"], "seconds": 0.01}
+        found = ma.audit(model, spread, angles(), grid=models.GRID, **how)
+    same_numbers(found, alone)
+    row = found.kernels[0]
+    assert row.is_planned and row.error < 1e-5 and row.ms > 0
+
+
+def test_modules_calls_and_methods():
+    joint = ma.JointAttention(64, added_kv_proj_dim=64, heads=4, dim_head=16, rngs=nnx.Rngs(0))
+    cross = ma.CrossAttention(64, cross_attention_dim=32, heads=4, dim_head=16, rngs=nnx.Rngs(0))
+    x, text = states(1), jnp.ones((1, 20, 64))
+    (of_joint,) = quick(joint, x, text).layers
+    (of_cross,) = quick(cross, x, text[..., :32]).layers
+    assert (of_joint.name, of_cross.name) == ("JointAttention", "CrossAttention")
+    assert (of_joint.role, of_cross.role) == ("self", "cross")
+    (of_method,) = quick(joint.without_out_bias, x, text).layers
+    same_layers(of_method, of_joint)
+    q = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 16))
+    (of_vmap,) = quick(jax.vmap(lambda q: ma.attention(q, q, q)), q).layers
+    (of_call,) = quick(ma.attention, q[0], q[0], q[0]).layers
+    same_layers(of_vmap, of_call)
+    loss = jax.grad(lambda q: ma.attention(q, q, q).sum())
+    same_layers(quick(loss, q[0]).layers[0], of_call)
+
+
+def test_some_layers_of_a_scan():
+    whole, some = (
+        quick(Stack(), states(), angles(), sample=ma.AuditSample(calls=n)) for n in (None, 2)
+    )
+    assert len(some.layers) == 2
+    of = {layer.name: layer for layer in whole.layers}
+    for layer in some.layers:
+        np.testing.assert_allclose(layer.measures["score"], of[layer.name].measures["score"], 1e-4)
+
+
+def test_grids_are_read_from_tables():
+    assert grid_of_table(ma.rope_3d(128, 5, 6, 7)) == (5, 6, 7)
+    assert grid_of_table(ma.rope_3d(16, 2, 8, 12, style="half")) == (2, 8, 12)
+    assert grid_of_table(ma.rope_2d(64, 9, 5)) == (9, 5)
+    assert grid_of_table(ma.rope_3d(64, np.array([3, 4, 5]), 4, 6)) == (3, 4, 6)
+    for other in (ma.rope_1d(64, 24), ma.rope_3d(64, 2, 3, 4).split(7)[1]):
+        assert grid_of_table(other) is None
+    found = quick(Stack(), states(), angles())
+    assert found.grid == "2 x 8 x 12, windows time ±1, height ±1, width ±1"
+
+
+# ---- nothing is left behind ----------------------------------------------------------------------
+
+
+def test_results_and_traces_of_the_model_stay():
+    model, x, table = faulty(), states(), angles()
+    traces = []
+
+    @jax.jit
+    def step(state, x):
+        traces.append(1)
+        return nnx.merge(graph, state)(x, table)
+
+    graph, state = nnx.split(model)
+    before, written = step(state, x), str(jax.make_jaxpr(step)(state, x))
+    quick(step, state, x)
+    count = len(traces)
+    assert "attention_call" not in written == str(jax.make_jaxpr(step)(state, x))
+    assert (step(state, x) == before).all() and len(traces) == count
+    assert nnx.split(model)[0] == graph
+
+
+def test_the_measured_program_computes_the_model_s_result():
+    model, x = Stack(), states()
+    program = trace(model, x, angles())
+    places = [np.ones(place.lengths, bool) for place in program.places]
+    run = jax.jit(program.measured(lambda _, operands: operands[0].max(), places))
+    (out,), (largest,) = run(*program.inputs)
+    assert (out == nnx.jit(lambda model, x: model(x, angles()))(model, x)).all()
+    assert largest.shape == (models.LAYERS,)
+
+
+def test_the_cost_of_a_sample_is_timed():
+    program = trace(Stack(), states(), angles())
+    alone, beside = cost_of(program, ma.AuditSample(calls=1, outputs=False), budget=0.01)
+    assert min(alone, beside) > 0
+
+
+# ---- kernels, values, pictures -------------------------------------------------------------------
+
+
+def test_kernels_are_compared():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 2, 64)).astype(jnp.bfloat16)
+    names = ["dot_product", "memory_efficient", "flash", "tpu_few_keys"]
+    found = ma.audit(ma.attention, q, k, v, ma.masks.Causal(), kernels=names, seconds=0.01)
+    rows = {row.kernel: row for row in found.kernels}
+    assert rows["dot_product"].is_planned and rows["dot_product"].ms > 0
+    assert all(1e-4 < rows[name].error < 1e-2 for name in names[:3])
+    assert rows["flash"].where.startswith("call 1, head ")
+    assert rows["tpu_few_keys"].note.startswith("it takes masks that depend on keys alone")
+    left = {row.kernel: row.note for row in ma.audit(ma.attention, q, k, v, seconds=0).kernels}
+    assert left["flash"].startswith("left out: a CPU interprets it") and "cudnn" not in left
+
+
+def test_a_wrong_kernel_is_named():
+    table.add(table.KernelRow("rough", "tests.tools.audit.models:Rough"))
+    try:
+        found = ma.audit(Stack(), states(), angles(), kernels=["rough", "dot_product"], seconds=0)
+    finally:
+        table.remove("rough")
+    errors = [each for each in found.findings if each.kind == "kernel error"]
+    assert len(errors) == models.LAYERS and all(len(each.heads) == models.HEADS for each in errors)
+    assert errors[0].why.startswith("rough has an error of 0.25 against float32, more than 0.001")
+    assert found.kernels[0].error == pytest.approx(0.25, abs=1e-4)
+
+
+def test_as_json_and_as_a_picture(tmp_path):
+    found = quick(with_bad_value(np.inf), states(), angles())
+    values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert values["layers"][3]["name"] == "blocks.attn[3]"
+    assert values["layers"][0]["measures"]["score"] == list(found.layers[0].measures["score"])
+    assert values["findings"][0]["kind"] == "non-finite"
+    path = found.picture(tmp_path / "new" / "audit.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_needs_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match=r"maxattn\[plot\]"):
+        quick(Stack(), states(), angles()).picture(tmp_path / "audit.png")
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def in_a_while_loop(x):
+    return jax.lax.fori_loop(
+        0, x.shape[1] + jnp.int32(x[0, 0, 0, 0]), lambda _, x: ma.attention(x, x, x), x
+    )
+
+
+X = jax.random.normal(jax.random.key(0), (1, 48, 2, 8))
+WRONG = {
+    "no_call": lambda: ma.audit(jnp.sin, X),
+    "while_loop": lambda: ma.audit(in_a_while_loop, X),
+    "large_grid": lambda: quick(ma.attention, X, X, X, grid=(3, 4, 5)),
+    "wrong_grid": lambda: quick(ma.attention, X, X, X, grid=(48,)),
+    "no_queries": lambda: ma.AuditSample(queries=0),
+    "text_as_heads": lambda: ma.AuditSample(heads="all"),  # type: ignore[arg-type]
+    "unknown_kernel": lambda: ma.audit(ma.attention, X, X, X, kernels=["flahs"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_said_of_bad_input(name):
+    with pytest.raises(MaxattnError) as error:
+        WRONG[name]()
+    check_golden(f"audit/{name}", str(error.value))
+
+
+def test_a_name_for_each_call_of_a_function():
+    program = trace(lambda x: ma.attention(ma.attention(x, x, x), x, x), X)
+    found = audited(program, ma.AuditSample(outputs=False))
+    assert [layer.name for layer in found.layers] == ["call 1", "call 2"]
+    assert not found.kernels
