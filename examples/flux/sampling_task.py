@@ -69,8 +69,14 @@ class FluxSamplingTask(PictureTask):
         yield from self._guidance_errors()
 
     def _guidance_errors(self) -> Iterator[ConfigError]:
-        scale = self.settings.sampling.guidance_scale
-        if scale is not None and not self.sizes.guidance_embeds:
+        scale, row = self.settings.sampling.guidance_scale, self.settings.sampling.distilled_as
+        told, embeds = row is not None and row.embedded is not None, self.sizes.guidance_embeds
+        if row is not None and told != embeds:
+            ours = "a guidance, as FLUX.1-dev" if embeds else "no guidance, as FLUX.1-schnell"
+            rule = f"this model is told {ours}, and the name is of {row.of}"
+            remedy = f"give FLUX.1-{'dev' if told else 'schnell'} as --model, or leave it out"
+            yield ConfigError("sampling.distilled", row.name, rule, remedy)
+        elif scale is not None and not embeds:
             rule = "models with guidance_embeds take it, such as FLUX.1-dev, and this has none"
             remedy = "set it to null; classifier-free guidance is true_cfg_scale"
             yield ConfigError("sampling.guidance_scale", scale, rule, remedy)

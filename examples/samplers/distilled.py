@@ -23,7 +23,6 @@ from .given import KEYS, Given
 from .read import RENOISING
 
 TABLE = Path(__file__).with_suffix(".yml")
-UNSAID = -1.0
 ALIKE = 1e-3  # two sigmas that differ by less are one
 
 
@@ -43,7 +42,7 @@ class Distilled:
     sigmas: tuple[float, ...] = ()
     warped: bool | None = None
     shift: float | None = None
-    embedded: float | None = UNSAID
+    embedded: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     scales_noise: bool = False
     lora_scale: float = 1.0
@@ -68,7 +67,7 @@ class Distilled:
             own = Given.of(values)
             found["num_inference_steps"] = len(own.values) if own else self.steps[0]
         unset = {"sampler": self.sampler, "timestep_shift": self.shift}
-        if cfg != "guidance_scale" and self.embedded != UNSAID:
+        if cfg != "guidance_scale":
             unset["guidance_scale"] = self.embedded
         found |= {key: x for key, x in unset.items() if key in values and values[key] is None}
         steps = found.get("num_inference_steps", values["num_inference_steps"])
@@ -87,11 +86,9 @@ class Distilled:
             cfg: the key of classifier-free guidance.
         """
         if (theirs := values["sampler"]) != self.sampler:
-            kinds = [
-                "re-noise" if x in RENOISING else "are deterministic" for x in self._and(theirs)
-            ]
-            rule = f"{self.name} takes the steps of {self.sampler}, which {kinds[0]}"
-            rule += f"; those of {theirs} {kinds[1]}" if kinds[0] != kinds[1] else ""
+            ours, other = (_kind(x) for x in (self.sampler, theirs))
+            rule = f"{self.name} takes the steps of {self.sampler}, which {ours}"
+            rule += f"; those of {theirs} {other}" if ours != other else ""
             yield self._error("sampler", theirs, rule, self.sampler)
         problems = [*self._list_errors(values)]
         yield from problems or self._count_errors(values)
@@ -99,9 +96,6 @@ class Distilled:
             rule = f"{self.name} was distilled with shift {self.shift:g}"
             yield self._error("timestep_shift", values["timestep_shift"], rule, f"{self.shift:g}")
         yield from self._guidance_errors(values, cfg)
-
-    def _and(self, sampler: str) -> tuple[str, str]:
-        return self.sampler, sampler
 
     def _error(self, key: str, value: Any, rule: str, instead: Any) -> ConfigError:
         return ConfigError(key, value, rule, f"set sampling.{key}={instead}, or leave it out")
@@ -118,10 +112,8 @@ class Distilled:
         if theirs is None or (ours is not None and self._alike(theirs, ours)):
             return
         if ours is None:
-            times = ", ".join(
-                [f"{self.sampler}'s own times", *(f"{k} {x}" for k, x in self.options.items())]
-            )
-            rule = f"{self.name} takes its steps at {times}"
+            options = (f", {key} {value}" for key, value in self.options.items())
+            rule = f"{self.name} takes its steps at {self.sampler}'s own times{''.join(options)}"
             yield ConfigError(theirs.key, theirs, rule, "leave it out")
             return
         how = {None: "", True: ", final values", False: f", before shift {self.shift or 1:g}"}
@@ -134,7 +126,8 @@ class Distilled:
         yield ConfigError(theirs.key, theirs, rule, remedy)
 
     def _alike(self, theirs: Given, ours: Given) -> bool:
-        if self.family == "sdxl":
+        # Without a shift of the model's own, a list before a shift is another one.
+        if self.family == "sdxl" or (self.shift is None and not theirs.warped):
             return theirs == ours
         one, other = (self._final(x) for x in (theirs, ours))
         return len(one) == len(other) and bool((abs(one - other) < ALIKE).all())
@@ -152,13 +145,14 @@ class Distilled:
                 rule += ", which is none" if self.guidance <= 1 else ""
                 yield self._error(key, value, rule, 1)
         told = values["guidance_scale"]
-        if cfg == "guidance_scale" or self.embedded in (UNSAID, told):
-            return
-        rule = (
-            f"{self.name} is told {f'a guidance of {self.embedded}' if self.embedded else 'none'}"
-        )
-        value = "null" if self.embedded is None else self.embedded
-        yield self._error("guidance_scale", told, rule, value)
+        if cfg != "guidance_scale" and told != self.embedded:
+            value = "no guidance" if self.embedded is None else f"a guidance of {self.embedded}"
+            instead = "null" if self.embedded is None else self.embedded
+            yield self._error("guidance_scale", told, f"{self.name} is told {value}", instead)
+
+
+def _kind(sampler: str) -> str:
+    return "re-noise" if sampler in RENOISING else "are deterministic"
 
 
 @cache

@@ -138,6 +138,8 @@ class Sampler:
             shown = [x for x in shown if not (self.given.warped and x.startswith("shift"))]
             times = self.schedule(len(self.given.values)).times
             shown.append(f"times {' '.join(f'{t:.4g}' for t in times)}")
+        if self.scales_noise and self.given is not None:
+            shown.append(f"first noise times {times[0] / self.options['num_train_timesteps']:.4g}")
         kind = ["re-noising"] if self.renoises else []
         return f"{', '.join([self.name, *kind, *shown])} ({self.said_by})"
 

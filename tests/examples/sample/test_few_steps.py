@@ -29,6 +29,15 @@ def ours(name: str, path: Path) -> np.ndarray:
     return run(folder, case.pipeline, *options, f"guidance_scale={case.guidance}", *case.ours)
 
 
+def lora_of_flux(path: Path, model: Path) -> None:
+    """Write LoRA weights for one layer of a Flux model."""
+    layer = "transformer_blocks.0.attn.to_q"
+    wide = len(load_file(model / "transformer" / FILE)[f"{layer}.weight"])
+    sides = {"A": np.ones((2, wide), np.float32), "B": np.ones((wide, 2), np.float32)}
+    tensors = {f"transformer.{layer}.lora_{side}.weight": x for side, x in sides.items()}
+    save_file(tensors, path)
+
+
 @pytest.mark.parametrize("name", but(made.CASES, ("self_forcing",)))
 def test_a_whole_run_is_diffusers(name: str, tmp_path: Path) -> None:
     check(ours(name, tmp_path), load_file(FIXTURES / "diffusers_run_few_steps.safetensors")[name])
@@ -111,14 +120,36 @@ def test_lora_of_another_count_of_steps(tmp_path: Path) -> None:
         pipeline(tmp_path, "flux", "flow_euler"),
         "Hyper-FLUX.1-dev-16steps-lora.safetensors",
     )
-    layer = "transformer_blocks.0.attn.to_q"
-    wide = len(load_file(folder / "transformer" / FILE)[f"{layer}.weight"])
-    sides = {"A": np.ones((2, wide), np.float32), "B": np.ones((wide, 2), np.float32)}
-    tensors = {f"transformer.{layer}.lora_{side}.weight": x for side, x in sides.items()}
-    save_file(tensors, tmp_path / file)
+    lora_of_flux(tmp_path / file, folder)
     how = (*options, "--lora", tmp_path / file, "guidance_scale=3.5", "true_cfg_scale=1")
     with pytest.raises(ConfigError, match=r"16steps.*\n.* 8 are taken\n.*num_inference_steps=16"):
         run(folder, "flux", *how, "distilled=hyper_flux", "num_inference_steps=8")
+
+
+@pytest.mark.slow
+def test_lora_has_the_scale_of_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, options = told(tmp_path, "flux")
+    folder, file = pipeline(tmp_path, "flux", "flow_euler"), tmp_path / "lora.safetensors"
+    lora_of_flux(file, folder)
+    how = (*options, "--lora", file, "guidance_scale=3.5", "true_cfg_scale=1", "--steps", 8)
+    run(folder, "flux", *how, "distilled=hyper_flux")
+    assert "layers merged, times 0.125" in capsys.readouterr().out
+    run(folder, "flux", *how, "distilled=hyper_flux", "--lora-scale", 0.5)
+    assert "layers merged, times 0.5" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_transformers_share_the_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, options = told(tmp_path, "wan_a14b")
+    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    run(
+        folder, "wan_a14b", *options, "distilled=lightx2v", "guidance_scale=1", "guidance_scale_2=1"
+    )
+    printed = capsys.readouterr().out
+    for part, steps in (("transformer", "1 to 2"), ("transformer_2", "3 to 4")):
+        assert f"expert    {part}, steps {steps}, guidance none: 2 forwards\n" in printed
 
 
 @pytest.mark.parametrize("scale", but([0, 0.5], [0.5]))

@@ -24,6 +24,7 @@ FILE, INDEX = "diffusion_pytorch_model.safetensors", Path("model_index.json")
 OUT, TOLD = ("--latents", "out.safetensors"), ("--embeddings", "told.safetensors")
 BOTH, PROMPT = (*TOLD, *OUT), ("--prompt", "a fox")
 SMALL = [f"model.{key}={value}" for key, value in made.MODEL.items()]
+HYPER = ("num_inference_steps=8", "guidance_scale=3.5", "true_cfg_scale=1")
 TWO = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
 
 
@@ -175,6 +176,8 @@ REFUSED = {
     "flux_sizes": Case("flux", (*BOTH, "--width", "18")),
     "flux_guidance": Case("flux_schnell", (*BOTH, "guidance_scale=2")),
     "flux_true_cfg": Case("flux_schnell", (*BOTH, "guidance_scale=null", "true_cfg_scale=2")),
+    "schnell_that_is_dev": Case("flux", (*BOTH, "distilled=schnell", "guidance_scale=null")),
+    "hyper_flux_that_is_schnell": Case("flux_schnell", (*BOTH, "distilled=hyper_flux", *HYPER)),
     # two transformers
     "one_of_two": indexed("wan_a14b", boundary_ratio=None),
     "second_guidance": Case("wan", (*BOTH, "sampling.guidance_scale_2=3")),

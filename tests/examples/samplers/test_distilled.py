@@ -68,6 +68,8 @@ def test_rcm_begins_with_noise_times_its_first_sigma() -> None:
     sigmas = np.sin(turns) / (np.sin(turns) + np.cos(turns))
     np.testing.assert_allclose(schedule.times, 1000 * sigmas, rtol=1e-6)
     np.testing.assert_allclose(schedule.noise_scale, sigmas[0], rtol=1e-6)
+    printed = str(sampler_of(Wan(distilled="rcm")))
+    assert "flow_lcm, re-noising, times 987.7 933.8 852.9 609, first noise times 0.9877" in printed
 
 
 def test_lightning_begins_with_noise_of_the_largest_sigma() -> None:
@@ -123,6 +125,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "other_list": (Wan, {"distilled": "lightx2v", "timesteps": (1000, 500), "warped": False}),
     "own_list_not_warped": (Wan, {"distilled": "lightx2v", "timesteps": LIST, "warped": True}),
+    "final_list_moved": (
+        Wan,
+        {"distilled": "fastwan", "timesteps": (1000, 757, 522), "warped": False},
+    ),
     "default_list_of_lcm": (Sdxl, {"distilled": "dmd2", "timesteps": (999, 759, 499, 259)}),
     "list_of_lightning": (Sdxl, {"distilled": "lightning", "timesteps": (999, 749, 499, 249)}),
     "steps_of_lightning": (Sdxl, {"distilled": "lightning", "num_inference_steps": 6}),
