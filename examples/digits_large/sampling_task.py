@@ -42,12 +42,10 @@ class ClipSamplingTask(WanSamplingTask):
         prompts = {"text": s.prompt or "", "negative_text": s.negative_prompt or ""}
         return {name: words.encode([prompt]) for name, prompt in prompts.items()}
 
-    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
-        """Write videos."""
+    def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
+        """Return videos: the latents are pixels."""
         del folder
-        pixels = media.to_pixels(np.moveaxis(latents, 1, -1)).repeat(SCALE, 2).repeat(SCALE, 3)
-        fps = self.settings.sampling.fps
-        return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(pixels)]
+        return list(media.to_pixels(np.moveaxis(latents, 1, -1)).repeat(SCALE, 2).repeat(SCALE, 3))
 
 
 def size_of_clips(settings: Settings, sizes: Sizes) -> Size:

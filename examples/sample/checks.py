@@ -28,8 +28,13 @@ from .weights_checks import parts_of, weights_errors
 INSTALL = 'pip install "maxattn[torch]"'
 
 
-def check(task: SamplingTask, paths: Paths) -> None:
+def check(task: SamplingTask, paths: Paths, writes: bool = True) -> None:
     """Refuse everything that cannot work, at once.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        writes: whether a run has to write what it draws.
 
     Raises:
         ConfigErrors: with all of it.
@@ -40,7 +45,7 @@ def check(task: SamplingTask, paths: Paths) -> None:
         *pipeline_errors(paths.model, task.family),
         *size_errors,
         *_input_errors(task, paths, sizes_fit),
-        *_output_errors(task, paths),
+        *_output_errors(task, paths, writes),
         *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
         *_expert_errors(paths),
         *weights_errors(task, paths),
@@ -240,8 +245,8 @@ def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator
 # ---- what is written, and where sampling begins --------------------------------------------------
 
 
-def _output_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
-    if paths.out is None and paths.latents is None:
+def _output_errors(task: SamplingTask, paths: Paths, writes: bool) -> Iterator[ConfigError]:
+    if writes and paths.out is None and paths.latents is None:
         remedy = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
         yield ConfigError("--out", "(none)", "a folder or a file takes what is drawn", remedy)
     for option, path in (("--out", paths.out), ("--latents", paths.latents)):

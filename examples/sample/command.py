@@ -49,16 +49,25 @@ OF_WAN = ("image", "lora-2", "frames")
 TOLD = {("flux", "guidance"): "what FLUX.1-dev is told; schnell is told none"}
 
 
-def command(description: str | None, family: Family, main: Callable[[Any], None]) -> None:
+AddOptions = Callable[[argparse.ArgumentParser], None]
+
+
+def command(
+    description: str | None,
+    family: Family,
+    main: Callable[[Any], None],
+    more: AddOptions | None = None,
+) -> None:
     """Run a command, and end on a user's mistake with a message alone.
 
     Args:
         description: what it does.
         family: of its models.
         main: is given the arguments of the process.
+        more: adds options.
     """
     with user_errors():
-        main(arguments_of(description, family=family))
+        main(arguments_of(description, family=family, more=more))
 
 
 def draw(found: argparse.Namespace, kind: Any, settings: Any) -> None:
@@ -80,7 +89,10 @@ def draw(found: argparse.Namespace, kind: Any, settings: Any) -> None:
 
 
 def arguments_of(
-    description: str | None, arguments: Sequence[str] | None = None, family: Family = "wan"
+    description: str | None,
+    arguments: Sequence[str] | None = None,
+    family: Family = "wan",
+    more: AddOptions | None = None,
 ) -> argparse.Namespace:
     """Parse the command line.
 
@@ -88,6 +100,7 @@ def arguments_of(
         description: what the command does.
         arguments: default those of the process.
         family: of the models; the help shows their options.
+        more: adds options.
     """
 
     def shown(option: str, told: str) -> str:
@@ -111,6 +124,8 @@ def arguments_of(
         told = shown(option, told)
         told = told if told == argparse.SUPPRESS else f"sampling.{key}: {told}"
         add(f"--{option}", type=kind, metavar=metavar, help=told)
+    if more is not None:
+        more(parser)
     return parser.parse_intermixed_args(arguments)
 
 

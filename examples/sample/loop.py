@@ -48,6 +48,10 @@ class Walk(AbstractContextManager["Walk"]):
         console: where the bar is drawn; default standard output.
         keys: of the new noise of each sample, for a sampler that re-noises.
         mesh: that the models are on.
+
+    Attributes:
+        observe: is given the number and the state of each step that was taken; the run goes on from
+            what it returns.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Walk(AbstractContextManager["Walk"]):
         self._programs: dict[Any, Program] = {}
         self._with: dict[str | None, Structure] = {}
         self._console = console
+        self.observe: Callable[[int, State], State] | None = None
         self.begin(told, noise, keys)
 
     def begin(
@@ -83,7 +88,7 @@ class Walk(AbstractContextManager["Walk"]):
             noise: standard normal.
             keys: of the noise that steps add, one for each row.
         """
-        self.told = told
+        self.told, self.given = told, (told, noise, keys)
         self.state: State = jax.jit(start)(self.schedule, noise, keys)
         self.bar = Bar(len(self.schedule.times), self._console)
         self._computed: list[Mapping[str, Array]] = []
@@ -120,6 +125,8 @@ class Walk(AbstractContextManager["Walk"]):
             self.state, made, finite = self._programs[key](parameters, given)
             memory.after(made)
             self._computed.append(made.computed)
+            if self.observe is not None:
+                self.state = self.observe(i, self.state)
             queued.append((finite, step, given))
             wait(1)
         wait(0)
@@ -256,11 +263,6 @@ class Bar:
     def stop(self) -> None:
         """Leave the terminal as it was."""
         self._bar.stop()
-
-    @property
-    def spent(self) -> float:
-        """Seconds of the steps so far, without what was compiled between them."""
-        return self._spent
 
     def advance(self) -> None:
         """Count one step more."""

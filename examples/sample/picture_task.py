@@ -77,7 +77,11 @@ class PictureTask:
         """Return the sample as it is."""
         return x
 
+    def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
+        """Decode latents into pictures."""
+        return torch_pictures.decode(folder, latents, self.settings.sampling.torch_device)
+
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
         """Decode latents and write pictures."""
-        pictures = torch_pictures.decode(folder, latents, self.settings.sampling.torch_device)
+        pictures = self.pixels(folder, latents)
         return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(pictures)]

@@ -83,8 +83,8 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     check_weights(task, paths)
     usual, planned = assumed_lengths(task), planned_steps(task, task.sampler(), paths)
     kernel_names(task, planned, batch_ways(mesh), usual, mesh)  # or refuse them
-    start = _told(task, _arrays(task, paths), mesh)
-    steps = _steps(task, paths, start.rows)
+    start = start_of(task, paths, mesh)
+    steps = steps_of(task, paths, start.rows)
     for line in _opening(task, start, steps, mesh):
         print(line)
     latents = _sampled(task, paths, start, steps, mesh)
@@ -113,7 +113,7 @@ def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[
     given = paths.embeddings
     arrays = assumed(task) if given is None else files.read(given, "--embeddings")
     start = _told(task, arrays, mesh)
-    return [*_opening(task, start, _steps(task, paths, start.rows), mesh)]
+    return [*_opening(task, start, steps_of(task, paths, start.rows), mesh)]
 
 
 def check_weights(task: SamplingTask, paths: Paths) -> None:
@@ -176,11 +176,16 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
 # ---- the parts of a run --------------------------------------------------------------------------
 
 
-def _steps(task: SamplingTask, paths: Paths, rows: Rows) -> Steps:
+def steps_of(task: SamplingTask, paths: Paths, rows: Rows) -> Steps:
     """Plan the steps of a batch."""
     sampler, divides = task.sampler(), rows.samples % rows.ways == 0
     planned = planned_steps(task, sampler, paths, divides)
     return Steps(sampler, experts_of(task, sampler, divides), planned)
+
+
+def start_of(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
+    """Read or encode what the models are told, and draw the noise."""
+    return _told(task, _arrays(task, paths), mesh)
 
 
 def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
@@ -277,6 +282,18 @@ def _fast_lines(
         yield f"{heading:<10}{line}"
 
 
+def walk_of(
+    task: SamplingTask, paths: Paths, start: Start, steps: Steps, mesh: Mesh | None
+) -> Walk:
+    """Put what a run begins with on the devices."""
+    seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
+    schedule, renoises = steps.sampler.schedule(count), steps.sampler.renoises
+    told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
+    first = place(np.moveaxis(_noise(paths, start.rows, task), 1, -1), mesh)
+    keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
+    return Walk(task, told, first, schedule, steps.planned, keys=keys, mesh=mesh)
+
+
 def _sampled(
     task: SamplingTask,
     paths: Paths,
@@ -285,20 +302,15 @@ def _sampled(
     mesh: Mesh | None,
 ) -> np.ndarray:
     """Take the steps of one model after the other; each is loaded when its turn comes."""
-    seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
-    schedule, renoises = steps.sampler.schedule(count), steps.sampler.renoises
-    told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
-    first = place(np.moveaxis(_noise(paths, start.rows, task), 1, -1), mesh)
-    keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
-    with Walk(task, told, first, schedule, steps.planned, keys=keys, mesh=mesh) as walk:
+    with walk_of(task, paths, start, steps, mesh) as walk:
         for expert in (e for e in steps.experts if e.steps):
             model = load(task, paths, mesh, expert.part)
             walk.take(model, expert)
             del model  # before the next is loaded: a device may have room for one
         for line in walk.outcome():
             print(line)
-    latents = hosts.whole(task.finished(walk.state.x, told[-1]))
-    print(f"{start.rows.wanted} samples in {walk.bar.spent:.1f} s of {count} steps")
+    latents = hosts.whole(task.finished(walk.state.x, walk.told[-1]))
+    print(f"{start.rows.wanted} samples in {walk.bar.seconds:.1f} s of {walk.bar.steps} steps")
     return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
 
 

@@ -139,6 +139,10 @@ class SamplingTask(Protocol):
         """Plan the attention of a step of `rows` rows; `lengths` are tokens of text and image."""
         ...
 
+    def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
+        """Decode latents, channels second, with torch's VAE into pictures or videos."""
+        ...
+
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
         """Decode latents with torch's VAE and write what they show; return the files."""
         ...

@@ -247,10 +247,13 @@ class WanSamplingTask:
         """Plan self- and cross-attention, the image's too."""
         return plans(self.settings, self.sizes, rows, self.latents, lengths, mesh)
 
+    def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
+        """Decode latents into videos."""
+        return torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
+
     def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
         """Decode latents and write videos."""
-        videos = torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
-        fps = self.settings.sampling.fps
+        videos, fps = self.pixels(folder, latents), self.settings.sampling.fps
         return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(videos)]
 
 

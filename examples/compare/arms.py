@@ -1,0 +1,136 @@
+"""Ways of sampling that are compared: changes of one config, and plain runs of the same cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from fast import steps
+from sample.paths import Paths
+from sample.planned import planned_steps
+from sample.task import SamplingTask
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+
+DENSE, FLOOR = "dense", "floor"
+FORM = "write lines such as `half: {num_inference_steps: 25}`"
+MakeTask = Callable[[Sequence[str]], SamplingTask]
+
+
+class Arm(NamedTuple):
+    """One way of sampling.
+
+    Args:
+        name: in tables.
+        changes: of the keys of `sampling`, or of any other by its dotted name.
+        same_cost: the name of plain sampling in fewer steps that computes as many forwards.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    same_cost: str | None = None
+
+    def overrides(self, keys: Any) -> list[str]:
+        """Return the changes as the command line writes them; `keys` are those of `sampling`."""
+        named = ((f"sampling.{k}" if k in keys else k, v) for k, v in self.changes.items())
+        return [f"{key}={json.dumps(value)}" for key, value in named]
+
+
+class Count(NamedTuple):
+    """The forwards of a run.
+
+    Args:
+        computed: that are computed, counted in layers where some are not.
+        whole: of the same run without shortcuts.
+    """
+
+    computed: float
+    whole: int
+
+
+def read_arms(path: Path | None, given: Sequence[Sequence[str]]) -> list[Arm]:
+    """Read ways of sampling, the dense one first.
+
+    Args:
+        path: of a YAML file: a mapping of keys of `sampling` by name.
+        given: more, each a name and changes KEY=VALUE.
+
+    Raises:
+        ConfigErrors: the file is no such mapping, or a change is not written so.
+    """
+    said: dict[str, Any] = {DENSE: {"fast": None}}
+    if path is not None:
+        said |= _mapping(path)
+    for name, *changes in given:
+        pairs = [change.partition("=") for change in changes]
+        if wrong := [key for key, between, _ in pairs if not between]:
+            rule = "a change of a way of sampling is KEY=VALUE"
+            remedy = "write num_inference_steps=25"
+            raise ConfigErrors([ConfigError("--setting", wrong[0], rule, remedy)])
+        said[name] = {key: yaml.safe_load(value) for key, _, value in pairs}
+    return [Arm(name, changes or {}) for name, changes in said.items()]
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        said = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        rule = "it names a YAML file of ways of sampling"
+        raise ConfigErrors([ConfigError("--settings", f"{path}: {error}", rule, FORM)]) from None
+    whole = isinstance(said, dict) and all(isinstance(x, dict | None) for x in said.values())
+    if not whole:
+        rule = "it has a mapping of keys of `sampling` for each name"
+        raise ConfigErrors([ConfigError("--settings", path, rule, FORM)])
+    return said
+
+
+def forwards(task: SamplingTask, paths: Paths) -> Count:
+    """Count the forwards of a run of these settings.
+
+    Raises:
+        ConfigError: `sampling.fast` does not fit the run.
+    """
+    planned = planned_steps(task, task.sampler(), paths)
+    return Count(*steps.forwards(planned, task.layers, task.settings.sampling.guided))
+
+
+def with_same_cost(arms: Sequence[Arm], make: MakeTask, paths: Paths) -> list[Arm]:
+    """Add to each way of sampling with a section `fast` plain sampling in fewer steps.
+
+    Args:
+        arms: ways of sampling.
+        make: a task of overrides.
+        paths: of the weights.
+    """
+    found: dict[str, Arm] = {}
+    for arm in arms:
+        if not arm.changes.get("fast"):
+            found[arm.name] = arm
+            continue
+        task = task_of(arm, make)
+        count, number = forwards(task, paths), task.settings.sampling.num_inference_steps
+        fewer = max(1, round(count.computed / count.whole * number))
+        plain = {key: value for key, value in arm.changes.items() if key != "fast"}
+        plain |= {"fast": None, "num_inference_steps": fewer}
+        others = (f"{k}={v}" for k, v in plain.items() if k not in ("fast", "num_inference_steps"))
+        name = ", ".join([f"{fewer} plain steps", *others])
+        found[arm.name] = arm._replace(same_cost=name)
+        found.setdefault(name, Arm(name, plain))
+    return list(found.values())
+
+
+def task_of(arm: Arm, make: MakeTask) -> SamplingTask:
+    """Return the task of a way of sampling.
+
+    Raises:
+        ConfigErrors: its settings do not fit.
+    """
+    plain = make(())
+    task = make(arm.overrides(type(plain.settings.sampling).model_fields))
+    if problems := list(task.size_errors()):
+        raise ConfigErrors(problems)
+    return task

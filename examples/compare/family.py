@@ -1,0 +1,82 @@
+"""Which models a command is about: those of the folder that it is given."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.json_file import read_mapping
+from common.pipeline_folder import PIPELINES, Family, index_of
+from sample.command import settings_of
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+
+MODELS: dict[str, Family] = {
+    "WanTransformer3DModel": "wan",
+    "FluxTransformer2DModel": "flux",
+    "UNet2DConditionModel": "sdxl",
+}
+ReadSettings = Callable[[argparse.Namespace, Sequence[str]], Any]
+
+
+def family_of(found: argparse.Namespace) -> Family:
+    """Return the family of the model in the folder that the arguments name.
+
+    Raises:
+        ConfigErrors: no folder is named, or it does not say of which family it is.
+    """
+    if found.model is None:
+        rule, remedy = "weights are in a folder in diffusers' format", "give --model FOLDER"
+        raise ConfigErrors([ConfigError("--model", "(none)", rule, remedy)])
+    folder = Path(found.model)
+    kind = index_of(folder).get("_class_name")
+    by_pipeline: list[Family] = [name for name, kinds in PIPELINES.items() if kind in kinds]
+    if by_pipeline:
+        return by_pipeline[0]
+    for part in (".", "transformer", "unet"):
+        file = folder / part / "config.json"
+        if file.is_file() and (name := MODELS.get(read_mapping(file).get("_class_name", ""))):
+            return name
+    rule = "model_index.json or config.json says which model it is: Wan, SDXL or Flux.1"
+    remedy = "give a folder in diffusers' format"
+    raise ConfigErrors([ConfigError("--model", folder, rule, remedy)])
+
+
+def task_class(family: Family) -> tuple[Any, ReadSettings]:
+    """Return the sampling task of a family, and what reads its settings with more overrides."""
+    if family == "wan":
+        import generate_wan
+        from digits_large.sampling_task import ClipSamplingTask
+        from digits_large.settings import Settings as ClipSettings
+        from wan.sampling_task import WanSamplingTask
+
+        def read_wan(found: argparse.Namespace, more: Sequence[str]) -> Any:
+            return settings_of(_with(found, more), generate_wan.settings_class)
+
+        class AnyWan:
+            """Wan's task, or that of the model of several digits."""
+
+            @staticmethod
+            def of(settings: Any, folder: Path) -> Any:
+                kind = ClipSamplingTask if isinstance(settings, ClipSettings) else WanSamplingTask
+                return kind.of(settings, folder)
+
+        return AnyWan, read_wan
+    if family == "flux":
+        from flux.sampling_task import FluxSamplingTask as Task
+        from flux.settings import Settings
+    else:
+        from sdxl.sampling_task import SdxlSamplingTask as Task
+        from sdxl.settings import Settings
+
+    def read(found: argparse.Namespace, more: Sequence[str]) -> Any:
+        return settings_of(_with(found, more), Settings)
+
+    return Task, read
+
+
+def _with(found: argparse.Namespace, more: Sequence[str]) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(found), "overrides": [*found.overrides, *more]})

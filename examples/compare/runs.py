@@ -1,0 +1,142 @@
+"""One way of sampling: its samples, and how far single steps are from those of the dense run.
+
+From the same noise two runs drift apart for two reasons: a step computes something else, and what
+earlier steps changed grows. Both are measured. With x the dense run's samples, x' those of another,
+
+    drift                  |x'_n - x_n| / |x_n|                          at the end
+    error of a step        |x'_(i+1) - x_(i+1)| / |x_(i+1) - x_i|        from the dense run's x_i
+
+where the second run keeps what its own layers added before, and goes on from the dense samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from sample.paths import Paths
+from sample.run import Start, load, steps_of, walk_of
+from sample.task import SamplingTask
+from samplers import State
+
+from maxattn import sharding
+
+Samples = Float[np.ndarray, "B ..."]
+
+
+@dataclass
+class Trajectory:
+    """The states of a dense run, on the host.
+
+    Args:
+        states: before the first step, and after each.
+    """
+
+    states: list[State] = field(default_factory=list)
+
+    def at(self, i: int) -> Samples:
+        """Return the samples after step i; -1 is before the first one."""
+        return np.asarray(self.states[i + 1].x)
+
+
+@dataclass
+class Run:
+    """What one way of sampling gave.
+
+    Args:
+        latents: at the end, channels last.
+        seconds: of the steps, without compiling.
+        steps: the error of each step from the dense run's samples, [steps, B]; empty where it was
+            not asked for.
+    """
+
+    latents: Samples
+    seconds: float
+    steps: list[Float[np.ndarray, " B"]] = field(default_factory=list)
+
+
+class Runner:
+    """Runs one way of sampling, with its weights on the devices.
+
+    Args:
+        task: of the way.
+        paths: of the weights.
+        start: what the models are told, and noise.
+        mesh: devices; default the one there is.
+    """
+
+    @sharding.inside_auto_axes()
+    def __init__(
+        self, task: SamplingTask, paths: Paths, start: Start, mesh: jax.sharding.Mesh | None
+    ) -> None:
+        self.task, self.paths, self.start = task, paths, start
+        self.mesh = sharding.program_mesh(mesh)
+        self.steps = steps_of(task, paths, start.rows)
+        self.walk = walk_of(task, paths, start, self.steps, self.mesh)
+        self._begin = partial(self.walk.begin, *self.walk.given)
+        self._models: dict[str, Any] = {}
+
+    def run(self) -> Run:
+        """Draw."""
+        return self._taken()
+
+    def dense(self) -> tuple[Run, Trajectory]:
+        """Draw, and keep the state after every step."""
+        self._begin()
+        kept = Trajectory([jax.device_get(self.walk.state)])
+
+        def observe(i: int, state: State) -> State:
+            kept.states.append(jax.device_get(state))
+            return state
+
+        return self._taken(observe), kept
+
+    def errors(self, dense: Trajectory) -> list[Float[np.ndarray, " B"]]:
+        """Take every step from the dense run's samples; return how far each ends from theirs."""
+        found: list[Float[np.ndarray, " B"]] = []
+
+        def observe(i: int, state: State) -> State:
+            before, after, ours = dense.at(i - 1), dense.at(i), np.asarray(state.x)
+            found.append(_norm(ours - after) / np.maximum(_norm(after - before), 1e-30))
+            return _placed(dense.states[i + 1], state)
+
+        self._taken(observe)
+        return found
+
+    def _taken(self, observe: Any = None) -> Run:
+        self._begin()
+        self.walk.observe = observe
+        with self.walk as walk:
+            for expert in (e for e in self.steps.experts if e.steps):
+                if expert.part not in self._models:
+                    self._models.clear()  # a device may have room for one
+                    model = load(self.task, self.paths, self.mesh, expert.part)
+                    self._models[expert.part] = model
+                walk.take(self._models[expert.part], expert)
+        latents = np.asarray(walk.state.x)[: self.start.rows.wanted]
+        return Run(latents, walk.bar.seconds)
+
+
+def drift(x: Samples, of: Samples) -> Float[np.ndarray, " B"]:
+    """Return |x - of| / |of| of each sample."""
+    return _norm(x - of) / np.maximum(_norm(of), 1e-30)
+
+
+def psnr(x: Samples, of: Samples) -> Float[np.ndarray, " B"]:
+    """Return the peak signal-to-noise ratio in dB, the peak being the range of the dense sample."""
+    inner = tuple(range(1, x.ndim))
+    error = np.square(x.astype(np.float64) - of).mean(axis=inner)
+    peak = of.max(axis=inner) - of.min(axis=inner)
+    return 10 * np.log10(np.maximum(peak, 1e-30) ** 2 / np.maximum(error, 1e-30))
+
+
+def _norm(x: Samples) -> Float[np.ndarray, " B"]:
+    return np.sqrt(np.square(x.astype(np.float64)).sum(axis=tuple(range(1, x.ndim))))
+
+
+def _placed(state: State, like: State) -> State:
+    return jax.tree.map(lambda x, other: jax.device_put(x, other.sharding), state, like)

@@ -1,0 +1,133 @@
+"""Measure what shortcuts of sampling cost on your own model, prompts and machine.
+
+    python examples/drift.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
+        --settings configs/drift/presets.yml --report out/drift.yml
+    # one more way of sampling, by name
+    python examples/drift.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
+        --setting half fast.cache.schedule=... --report out/drift.yml
+
+Every way of sampling draws the same prompts from the same noise. Its row says how many forwards are
+computed and how long they took, without compiling; how far its samples end from the dense ones, in
+multiples of the floor too, which is dense sampling with another kernel of attention; and the error
+of single steps from the dense run's samples. A way with a section `fast` has a row of plain
+sampling in fewer steps beside it, which computes as many forwards. With --out the samples are
+decoded, and PSNR, SSIM (and LPIPS, where the package lpips is there) are of their pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from compare import arms, pictures
+from compare.arms import DENSE, FLOOR, Arm
+from compare.family import family_of, task_class
+from compare.report import Report, Row, machine_facts
+from compare.runs import Runner, Trajectory, drift, psnr
+from fast.curves import checkpoint_hash
+from sample.checks import check
+from sample.command import command, paths_of
+from sample.paths import Paths
+from sample.run import check_weights, start_of
+from sample.task import SamplingTask
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+
+KERNELS = {"gpu": "cudnn", "cpu": "flash", "tpu": "flash"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add = parser.add_argument_group("what is compared").add_argument
+    add("--settings", type=Path, metavar="FILE", help="YAML: keys of sampling by name")
+    told = "one more way of sampling: a name, then KEY=VALUE"
+    add("--setting", nargs="+", action="append", default=[], metavar="NAME", help=told)
+    told = "another kernel of attention, for the floor; default cudnn on a GPU, else flash; or none"
+    add("--floor", metavar="KERNEL", help=told)
+    told = "where the rows are written, as YAML"
+    add("--report", type=Path, default=Path("out/drift.yml"), metavar="FILE", help=told)
+
+
+def ways_of(found: argparse.Namespace, make: arms.MakeTask, paths: Paths) -> list[Arm]:
+    """Return the ways of sampling that are compared, the dense one and the floor first.
+
+    Raises:
+        ConfigErrors: there is nothing to compare with the dense one.
+    """
+    said = arms.read_arms(found.settings, found.setting)
+    fast = make(()).settings.sampling.fast
+    if fast is not None:
+        said.append(
+            Arm("as configured", {"fast": fast.model_dump(mode="json", exclude_unset=True)})
+        )
+    if len(said) == 1:
+        rule = "a way of sampling is compared with the dense one"
+        remedy = "give --settings FILE or --setting NAME KEY=VALUE, or write sampling.fast"
+        raise ConfigErrors([ConfigError("--settings", "(none)", rule, remedy)])
+    kernel = found.floor or KERNELS.get(jax.default_backend(), "flash")
+    if kernel != "none":
+        said.insert(1, Arm(FLOOR, {"fast": None, "attention": kernel}))
+    return arms.with_same_cost(said, make, paths)
+
+
+def main(found: argparse.Namespace) -> None:
+    """Run every way of sampling, and write what is known after each."""
+    kind, settings = task_class(family_of(found))
+    paths = paths_of(found, settings(found, ()).model.folder)
+
+    def make(changes: Sequence[str]) -> SamplingTask:
+        return kind.of(settings(found, changes), paths.model)
+
+    ways = ways_of(found, make, paths)
+    tasks = {arm.name: arms.task_of(arm, make) for arm in ways}
+    plain = tasks[DENSE]
+    mesh = plain.settings.make_mesh()
+    check(plain, paths, writes=False)
+    check_weights(plain, paths)
+    facts = {
+        "config": str(found.config),
+        "checkpoint": checkpoint_hash(paths.weights_of(plain.part)),
+    }
+    report = Report({**facts, **machine_facts(), "clips": 0})
+    dense: tuple[np.ndarray, Trajectory] | None = None
+    decoded: list[np.ndarray] = []
+    for arm in ways:
+        task = tasks[arm.name]
+        count = arms.forwards(task, paths)
+        print(f"\n{arm.name}: {count.computed:g} of {count.whole} forwards")
+        runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
+        row, latents, dense = _measured(arm, count, runner, dense)
+        if paths.out is not None:
+            shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
+            decoded = decoded or shown
+            row.pictures = {} if shown is decoded else pictures.scores(shown, decoded)
+        report.facts = {**report.facts, "clips": len(dense[0])}
+        report.rows.append(row)
+        report.write(found.report)
+    print(f"\n{report.text()}\n{found.report}")
+
+
+def _measured(
+    arm: Arm, count: arms.Count, runner: Runner, dense: tuple[np.ndarray, Trajectory] | None
+) -> tuple[Row, np.ndarray, tuple[np.ndarray, Trajectory]]:
+    """Run a way of sampling; the first one is the dense run that others are held against."""
+    if dense is None:
+        run, kept = runner.dense()
+        dense = run.latents, kept
+    else:
+        run = runner.run()
+    at_end = drift(run.latents, dense[0]), psnr(run.latents, dense[0])
+    row = Row(arm, count, run.seconds, *at_end)
+    same_steps = len(runner.walk.schedule.times) == len(dense[1].states) - 1
+    if arm.name != DENSE and same_steps:
+        errors = np.stack(runner.errors(dense[1]))[:, : len(run.latents)]
+        row.steps = np.median(errors, axis=0)
+    return row, run.latents, dense
+
+
+if __name__ == "__main__":
+    command(__doc__, "wan", main, add_options)

@@ -1,0 +1,77 @@
+"""The command that measures what shortcuts cost: its figures are those of the runs themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import drift as command
+import numpy as np
+import pytest
+import yaml
+from compare import pictures
+from sample.command import arguments_of
+
+from maxattn.config import ConfigErrors
+from tests.examples.conftest import ROOT
+from tests.examples.sample.pipelines import CONFIGS, EXACT, pipeline, run, sizes_of, told
+
+
+def measured(folder: Path, name: str, options: list[str], *words: str) -> dict[str, Any]:
+    """Run the command on a pipeline of fixtures; return what it wrote."""
+    report = folder / "drift.yml"
+    given = [str(ROOT / "configs" / CONFIGS[name]), "model.sizes=null", *EXACT, *sizes_of(name)]
+    given += ["sampling.timestep_shift=null", "--model", str(folder), *options]
+    found = arguments_of("", [*given, *words, "--report", str(report)], more=command.add_options)
+    command.main(found)
+    return yaml.safe_load(report.read_text())
+
+
+def test_drift_is_of_whole_runs_and_of_single_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    words = ["--setting", "all", "fast={cache: {schedule: XXXX}}"]
+    words += ["--setting", "late", "fast={cache: {schedule: XXX.}}"]
+    words += ["--setting", "early", "fast={cache: {schedule: X..X}}"]
+    found = measured(folder, "wan", options, *words)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["dense", "floor", "all", "4 plain steps", "late", "3 plain steps",
+                          "early", "2 plain steps"]  # fmt: skip
+    assert rows["all"]["drift"] == [0.0] and rows["all"]["step_error"] == [0.0]
+    assert rows["late"]["forwards"] == [6, 8] and rows["early"]["forwards"] == [4, 8]
+    assert 0 < rows["floor"]["drift"][0] < 1e-3 < rows["late"]["drift"][0]
+    assert rows["late"]["same_cost"] == "3 plain steps"
+    dense = run(folder, "wan", *options)
+    for name, how in (("late", "XXX."), ("early", "X..X")):
+        ours = run(folder, "wan", *options, f"fast.cache.schedule={how}")
+        apart = np.linalg.norm(ours - dense) / np.linalg.norm(dense)
+        np.testing.assert_allclose(rows[name]["drift"], [apart], rtol=1e-3)
+    # The last step alone reuses: its error is the run's.
+    assert rows["late"]["step_error"] == [0.0] and len(found["checkpoint"]) == 16
+    printed = capsys.readouterr().out
+    assert "| late " in printed and "of the final latents, median of the clips" in printed
+
+
+def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    with pytest.raises(ConfigErrors, match="a way of sampling is compared with the dense one"):
+        measured(folder, "wan", options)
+
+
+def test_a_folder_of_no_known_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match="says which model it is"):
+        measured(tmp_path, "wan", [], "--setting", "a", "num_inference_steps=2")
+
+
+def test_scores_of_pictures() -> None:
+    numbers = np.random.default_rng(0)
+    smooth = np.linspace(0, 200, 32)[:, None, None] + np.zeros((32, 40, 3))
+    one = (smooth + numbers.normal(0, 8, smooth.shape)).clip(0, 255).astype(np.uint8)
+    other = (smooth + numbers.normal(0, 8, smooth.shape)).clip(0, 255).astype(np.uint8)
+    error = np.square(one.astype(float) - other).mean()
+    assert pictures.psnr(one, other) == pytest.approx(20 * np.log10(255) - 10 * np.log10(error))
+    assert pictures.ssim(one, one) == pytest.approx(1.0)
+    assert 0.1 < pictures.ssim(one, other) < pictures.ssim(one, smooth.astype(np.uint8)) < 1
