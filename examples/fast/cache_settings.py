@@ -12,8 +12,27 @@ from maxattn.errors import ConfigError
 
 COMPUTE, REUSE, DECIDE = "X", ".", "?"
 # Keys of which one says the schedule.
-KINDS = ("schedule", "interval", "magcache", "first_block", "easycache")
+KINDS = ("schedule", "interval", "shape", "magcache", "first_block", "easycache")
 DECIDING = ("first_block", "easycache")
+
+
+class ShapeSettings(Section):
+    """A schedule for any number of steps: the first ones compute, and then letters repeat."""
+
+    first: Share = 0.2
+    """The share of each model's steps, its first ones, that compute, rounded up."""
+    then: str = ".X"
+    """Letters that repeat after them: X computes, . reuses."""
+    last: Share = 0.0
+    """The share of each model's steps, its last ones, that compute, rounded up."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse other letters."""
+        then = values["then"]
+        if not then or set(then) - {COMPUTE, REUSE}:
+            rule = f"its letters are {COMPUTE} (compute) and {REUSE} (reuse)"
+            yield ConfigError("then", repr(then), rule, "write letters such as ..X")
 
 
 class MagCacheSettings(Section):
@@ -65,6 +84,8 @@ class CacheSettings(Section):
     """One letter a step: X computes, . reuses what the layers added in the last computed step."""
     interval: Count | None = None
     """Every so many steps compute, from the first on; for SDXL it is DeepCache's, usually 3."""
+    shape: ShapeSettings | None = None
+    """Shares of the steps, and letters that repeat."""
     magcache: MagCacheSettings | None = None
     """A schedule computed from a curve of these weights."""
     first_block: FirstBlockSettings | None = None

@@ -9,6 +9,7 @@ Sources: MagCache, Ma et al. 2025, https://arxiv.org/abs/2506.09045; intervals: 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 import numpy as np
 from common.settings import Count
@@ -16,7 +17,7 @@ from jaxtyping import Float
 
 from maxattn.errors import ConfigError
 
-from .cache_settings import COMPUTE, DECIDE, REUSE, CacheSettings, MagCacheSettings
+from .cache_settings import COMPUTE, DECIDE, REUSE, CacheSettings, MagCacheSettings, ShapeSettings
 from .curves import Facts, ratios_of
 
 FEW = 8  # steps: with fewer, what must be computed leaves next to nothing
@@ -53,6 +54,8 @@ def letters_of(
         raise ConfigError("sampling.num_inference_steps", steps, rule, remedy)
     if cache.interval is not None:
         return "".join(_every(cache.interval, n) for n in experts)
+    if cache.shape is not None:
+        return "".join(_shaped(cache.shape, n) for n in experts)
     if (how := cache.magcache) is not None:
         ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
         parts = np.split(ratios, np.cumsum(experts)[:-1])
@@ -96,6 +99,13 @@ def _as_written(schedule: str, steps: int) -> str:
 
 def _every(interval: Count, steps: int) -> str:
     return "".join(COMPUTE if i % interval == 0 else REUSE for i in range(steps))
+
+
+def _shaped(shape: ShapeSettings, steps: int) -> str:
+    first, last = (ceil(share * steps - 1e-9) for share in (shape.first, shape.last))
+    first = max(1, first)
+    letters = COMPUTE * first + shape.then * steps
+    return (letters[: max(0, steps - last)] + COMPUTE * last)[:steps]
 
 
 def _decided(cache: CacheSettings, steps: int, layers: int) -> str:

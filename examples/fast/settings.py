@@ -100,6 +100,8 @@ class KernelSettings(Section):
 class FastSettings(Section):
     """Fewer forwards in sampling; everything here is approximate."""
 
+    preset: Literal["gentle", "balanced", "fast"] | None = None
+    """Settings of examples/fast/presets.yml for the model's family, which other keys replace."""
     cache: CacheSettings | None = None
     """Which steps reuse the work of earlier ones."""
     guidance: GuidanceSettings | None = None

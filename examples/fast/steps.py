@@ -9,7 +9,7 @@ from maxattn.errors import ConfigError
 
 from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings
 from .curves import Facts
-from .schedules import letters_of
+from .schedules import FEW, letters_of
 from .settings import FastSettings, GuidanceSettings, KernelSettings
 
 Guidance = Literal["none", "guided", "gate", "zero"]
@@ -117,7 +117,13 @@ def plan_steps(
     fast = fast or FastSettings()
     each = [guided] * len(experts) if isinstance(guided, bool) else guided
     guides = [guides for steps, guides in zip(experts, each, strict=True) for _ in range(steps)]
-    guidance = list(_guidance(fast.guidance, experts, guides))
+    if fast.preset is not None and sum(experts) < FEW:
+        rule = f"it gains next to nothing in fewer than {FEW} steps, and the run has {sum(experts)}"
+        raise ConfigError("sampling.fast.preset", fast.preset, rule, "leave it out")
+    how = fast.guidance
+    if how is not None and not any(guides) and fast.preset is None:
+        _check_one(how)
+    guidance = list(_guidance(how, experts, guides))
     skips = _skips(fast.guidance, sum(experts), layers)
     kernels = _kernels(fast.kernels, sum(experts))
     schedule = letters_of(fast.cache, experts, layers, facts)
@@ -163,8 +169,6 @@ def _guidance(
     how: GuidanceSettings | None, experts: Sequence[int], guides: Sequence[bool]
 ) -> Iterator[Guidance]:
     """Yield the guidance of each step; `guides` says which may have any."""
-    if how is not None and not any(guides):
-        _check_one(how)
     steps, how = sum(experts), how or GuidanceSettings()
     begins = {sum(experts[:n]) for n in range(len(experts))}
     begin, end = int(how.start * steps), int(how.stop * steps)

@@ -13,6 +13,7 @@ PREDICTIONS = {
     "gate": "one and the last difference",
     "zero": "zeros",
 }
+MOST = 4  # ranges of steps in a cell
 
 
 def table(
@@ -57,7 +58,7 @@ def table(
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Write ascending numbers in a few words: 1 to 5, 7, 9, ... 15 (every 2)."""
+    """Write ascending numbers in a few words: 1 to 5, 7 to 15 by 2; of many parts the ends."""
     parts: list[str] = []
     while numbers:
         step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
@@ -72,7 +73,7 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append(f"{first} to {last}" + (f" by {step}" if step > 1 else ""))
         numbers = numbers[regular:]
-    return ", ".join(parts)
+    return ", ".join(parts if len(parts) <= MOST else [*parts[:2], f"... {parts[-1]}"])
 
 
 def _layers(step: Step) -> str:

@@ -24,6 +24,7 @@ KEYS: dict[str, tuple[str, type, str]] = {
     "steps": ("num_inference_steps", int, "calls of the sampler"),
     "distilled": ("distilled", str, "a model or LoRA of few steps, such as lightx2v or lcm_lora"),
     "guidance": ("guidance_scale", float, "classifier-free; up to 1 is the model as it is"),
+    "fast": ("fast.preset", str, "gentle, balanced or fast: fewer forwards, approximately"),
     "seed": ("seed", int, "of the noise"),
     "per-prompt": ("per_prompt", int, "samples of each prompt"),
     "height": ("height", int, "pixels"),

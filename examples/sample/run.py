@@ -278,6 +278,9 @@ def _fast_lines(
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
         found = chain(found, schedule_lines(sampling.fast.cache, letters))
+        if sampling.fast.preset is not None:
+            preset = f"preset {sampling.fast.preset} of examples/fast/presets.yml"
+            found = chain(found, [f"{preset}: not measured on this checkpoint"])
     for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):
         yield f"{heading:<10}{line}"
 

@@ -129,6 +129,7 @@ def test_what_steps_compute_is_one_table():
         ([2, 4, 6], "2, 4, 6"),
         ([2, 4, 6, 8, 9, 10], "2 to 8 by 2, 9 to 10"),
         ([1, 4, 7, 10, 20], "1 to 10 by 3, 20"),
+        ([1, 2, 4, 5, 7, 8, 10, 11, 13, 14], "1 to 2, 4 to 5, ... 13 to 14"),
     ],
 )
 def test_step_numbers_are_few_words(numbers, said):

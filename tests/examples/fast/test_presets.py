@@ -1,0 +1,109 @@
+"""Presets are settings in a file, for any number of steps, which a user's own keys replace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fast.cache_settings import CacheSettings, ShapeSettings
+from fast.presets import presets
+from fast.schedules import letters_of
+from fast.settings import FastSettings, GuidanceSettings
+from fast.steps import forwards, plan_steps
+from flux.settings import SamplingSettings as FluxSampling
+from sdxl.settings import SamplingSettings as SDXLSampling
+from wan.settings import SamplingSettings as WanSampling
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+from tests.examples.sample.pipelines import pipeline, run, told
+from tests.golden_text import check_golden
+
+FAMILIES: dict[str, Any] = {"wan": WanSampling, "flux": FluxSampling, "sdxl": SDXLSampling}
+NAMES = "gentle", "balanced", "fast"
+
+
+def shares(family: str, steps: int, guided: bool = True) -> list[float]:
+    """Return the share of the forwards that each preset computes."""
+    found: list[float] = []
+    for name in NAMES:
+        fast = FAMILIES[family](fast=FastSettings(preset=name)).fast
+        planned = plan_steps(fast, (steps,), guided, 1)
+        computed, whole = forwards(planned, 1, guided)
+        found.append(computed / whole)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [8, 20, 28, 50])
+def test_a_preset_is_a_plan_of_any_number_of_steps(family: str, steps: int) -> None:
+    assert tuple(presets()[family]) == NAMES
+    for guided in (True, False):
+        gentle, balanced, fast = shares(family, steps, guided)
+        assert 0.15 <= fast <= balanced < gentle < 0.9
+
+
+def test_of_fifty_steps_of_wan_so_many_forwards_are_computed() -> None:
+    assert shares("wan", 50) == [0.58, 0.39, 0.3]
+    assert shares("wan", 50, guided=False) == [0.66, 0.48, 0.36]
+
+
+def test_own_keys_replace_those_of_a_preset() -> None:
+    def settled(**fast: Any) -> FastSettings:
+        found = WanSampling(fast=FastSettings(preset="balanced", **fast)).fast
+        assert found is not None and found.preset == "balanced"
+        return found
+
+    usual = settled()
+    assert usual.cache == CacheSettings(shape=ShapeSettings(first=0.2, then="..X", last=0.04))
+    assert usual.guidance == GuidanceSettings(stop=0.5, after="gate")
+    own = settled(cache=CacheSettings(order=1), guidance=GuidanceSettings(stop=0.8))
+    assert own.cache == CacheSettings(shape=usual.cache and usual.cache.shape, order=1)
+    assert own.guidance == GuidanceSettings(stop=0.8, after="gate")
+    assert settled(cache=CacheSettings(interval=3)).cache == CacheSettings(interval=3)
+    assert settled(cache=None).cache is None
+    less = settled(cache=CacheSettings(shape=ShapeSettings(first=0.5)))
+    assert less.cache == CacheSettings(shape=ShapeSettings(first=0.5, then="..X", last=0.04))
+    sampling = WanSampling(fast=FastSettings(preset="gentle"))
+    assert sampling.replace(seed=1).replace(seed=0) == sampling
+
+
+def test_keys_that_contradict_a_preset_are_refused() -> None:
+    with pytest.raises(ConfigErrors) as error:
+        WanSampling(fast=FastSettings(preset="fast", guidance=GuidanceSettings(start=0.6)))
+    assert "fast.guidance.start: 0.6" in str(error.value)
+    assert "other keys are those of the preset fast" in str(error.value)
+
+
+def test_a_preset_of_few_steps_is_refused() -> None:
+    fast = WanSampling(fast=FastSettings(preset="fast")).fast
+    with pytest.raises(ConfigError, match=r"fast.preset: fast\n.*in fewer than 8 steps"):
+        plan_steps(fast, (4,), True, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "letters"),
+    [
+        ({"first": 0.3, "then": ".X"}, "XXX.X.X.X."),
+        ({"first": 0.0, "then": "..X", "last": 0.11}, "X..X..X.XX"),
+        ({"first": 0.5, "then": "....X", "last": 0.6}, "XXXXXXXXXX"),
+    ],
+)
+def test_a_shape_is_a_schedule(shape: Any, letters: str) -> None:
+    cache = CacheSettings(shape=ShapeSettings(**shape))
+    assert letters_of(cache, (10, 10), 4) == letters * 2
+
+
+def test_a_shape_of_other_letters_is_refused() -> None:
+    with pytest.raises(ConfigErrors, match="its letters are X"):
+        ShapeSettings(then="..?")
+
+
+def test_a_run_says_its_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    run(folder, "wan", *options, "--steps", "10", "--fast", "gentle")
+    printed = capsys.readouterr().out
+    fast = printed[printed.index("fast      ") : printed.index("latents   ")]
+    check_golden("fast/run", fast)
