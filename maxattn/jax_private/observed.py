@@ -25,8 +25,7 @@ class MarkedCall:
     """What is known of a marked call while it is traced.
 
     Args:
-        plan: the call's plan.
-        config, mesh: as `attention` got them.
+        plan, config, mesh: the call's plan, config and mesh.
         name: name of the module that calls, or "".
         rotary: the rotary table of the queries, if its numbers are known; else None.
         structure: structure of the marked operands (q, k, v, bias, mask).
@@ -45,9 +44,8 @@ def marked(operands: Any, plan: Any, config: Any, mesh: Any, name: str, rotary: 
     if not auditing.value:
         return operands
     leaves, structure = jax.tree.flatten(operands)
-    if any(map(is_tracer, jax.tree.leaves(rotary))):
-        rotary = None
-    call = MarkedCall(plan, config, mesh, name, rotary, structure)
+    is_known = not any(map(is_tracer, jax.tree.leaves(rotary)))
+    call = MarkedCall(plan, config, mesh, name, rotary if is_known else None, structure)
     leaves = call_p.bind(*map(jnp.asarray, leaves), call=call, mapped=(0,) * len(leaves))
     return jax.tree.unflatten(structure, leaves)
 
@@ -59,12 +57,10 @@ def operands_of(leaves: Any, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
 
 
 def _batch(args: Any, axes: Any, *, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
-    moved = [
-        x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)
-    ]
+    pairs = list(zip(args, axes, strict=True))
+    moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
     counts = tuple(n + (axis is not None) for n, axis in zip(mapped, axes, strict=True))
-    kept = [None if axis is None else 0 for axis in axes]
-    return call_p.bind(*moved, call=call, mapped=counts), kept
+    return call_p.bind(*moved, call=call, mapped=counts), [axis and 0 for axis in axes]
 
 
 call_p = identity("attention_call", _batch)

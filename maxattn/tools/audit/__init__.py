@@ -7,12 +7,15 @@ compares kernels, unsafe.py has the rules, and report.py the result.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
@@ -27,7 +30,7 @@ from maxattn.rope import Rotary
 from maxattn.tools.audit.kernels import Candidate, Cost, candidates, costs_of, errors_of
 from maxattn.tools.audit.measures import AXES, AuditSample, measures, reach
 from maxattn.tools.audit.report import Audit, Finding, KernelAudit, LayerAudit
-from maxattn.tools.audit.trace import CallPlace, Traced, traced
+from maxattn.tools.audit.trace import Traced, traced
 from maxattn.tools.audit.unsafe import findings
 from maxattn.tools.bench.timing import TimedFunction
 from maxattn.tools.bench.timing import measure as timed
@@ -49,22 +52,20 @@ def audit(
 ) -> Audit:
     """Run a model once, and measure every attention call in it by layer and head.
 
-    Calls are found wherever they are: in modules, under `jit`, `nnx.scan`, `lax.scan`
-    and remat, and on a mesh. The measures are computed in the traced program. The model, its traces
-    and its results stay as they are.
+    Calls are found in modules, under `jit`, `nnx.scan`, `lax.scan` and remat, and on a mesh. The
+    measures are computed in the traced program. The model, its traces and results stay as they are.
 
     Args:
-        what: a module, or a function of arrays that calls attention: `ma.attention` itself too.
+        what: a module, or a function that calls attention, such as `ma.attention`.
         inputs, named: its arguments.
         sample: the queries, heads and calls that are measured; default 64 queries of each call.
-        kernels: kernels to compare; default all that can run the calls on this machine; () for
-            none.
-        grid: (frames, height, width) or (height, width) of the last tokens; default read from the
-            rotary tables of `rope_3d` and `rope_2d`, if a module of maxattn gets one.
+        kernels: kernels to compare; default all that can run here; () for none.
+        grid: (frames, height, width) or (height, width) of the last tokens; default read from
+            tables of `rope_3d` and `rope_2d`.
         seconds: about how long each kernel is timed; 0 for no times.
 
     Returns:
-        an `Audit`, which prints as a table.
+        An `Audit`, which prints as a table.
 
     Raises:
         InputError: no attention is called, or the grid does not fit.
@@ -75,8 +76,7 @@ def audit(
     >>> [str(each) for each in found.findings]
     []
     """
-    program = trace(what, *inputs, **named)
-    return audited(program, sample, kernels, grid, seconds)
+    return audited(trace(what, *inputs, **named), sample, kernels, grid, seconds)
 
 
 def audited(
@@ -88,49 +88,55 @@ def audited(
     names: Sequence[str] = (),
 ) -> Audit:
     """Run a traced program and return its audit; `names` are those of its calls, if known."""
-    if kernels is None and not sample.outputs:
-        kernels = ()
-    grids = [_grid_of(place.call, _checked_grid(grid)) for place in program.places]
-    compared = [candidates(place.call, kernels) for place in program.places]
-    calls = [place.call for place in program.places]
-    of_call = dict(zip(calls, zip(grids, compared, strict=True), strict=True))
+    kernels = () if kernels is None and not sample.outputs else kernels
+    grid, calls = _checked_grid(grid), [place.call for place in program.places]
+    grids = [_grid_of(call, grid) for call in calls]
+    compared = dict(zip(calls, (candidates(call, kernels) for call in calls), strict=True))
+    of_grid = dict(zip(calls, grids, strict=True))
 
     def measure(call: MarkedCall, operands: Any) -> Any:
-        own_grid, own_kernels = of_call[call]
-        found = measures(call, operands, sample, own_grid)
-        return found | errors_of(call, operands, sample, own_kernels)
+        found = measures(call, operands, sample, of_grid[call])
+        return found | errors_of(call, operands, sample, compared[call])
 
+    layers: dict[str, LayerAudit] = {}
+    shapes: dict[Any, tuple[MarkedCall, list[LayerAudit]]] = {}
+    for i, at, place, values in _ran(program, measure, sample):
+        if all(values.pop("ran")):
+            name = str(names[i] if names else place.call.name or f"call {i + 1}")
+            layer = _layer(_own_name(name, at, layers), place.call, values, sample)
+            layers[layer.name] = layer
+            shapes.setdefault(place.call.plan.call, (place.call, []))[1].append(layer)
+    rows = [_kernels(call, compared[call], of, seconds) for call, of in shapes.values()]
+    windows = "; ".join(_windows(each) for each in dict.fromkeys(g for g in grids if g))
+    found = tuple(layers.values())
+    return Audit(calls[0].plan.target.device_kind, _in_words(sample), windows, found,
+                 tuple(chain(*rows)), findings(found))  # fmt: skip
+
+
+def _ran(program: Traced, measure: Any, sample: AuditSample) -> Iterator[Any]:
+    """Run a program; yield each call's number, steps of scans, place and measures by name."""
     chosen = chosen_calls(program, sample)
     run = jax.jit(lambda *arrays: program.measured(measure, chosen)(*arrays)[1])
-    found = jax.device_get(run(*program.inputs))
-    layers: list[LayerAudit] = []
-    by_call: dict[Any, Any] = {}
-    for i, (place, its, own) in enumerate(zip(program.places, found, compared, strict=True)):
-        name = names[i] if names else place.call.name or f"call {i + 1}"
-        new = _layers(place, name, its, sample, {layer.name for layer in layers})
-        layers += new
-        by_call.setdefault(place.call.plan.call, (place.call, own, []))[2].extend(new)
-    rows = [row for call, own, of in by_call.values() for row in _kernels(call, own, of, seconds)]
-    windows = "; ".join(_windows(each) for each in dict.fromkeys(g for g in grids if g))
-    device = program.places[0].call.plan.target.device_kind
-    found = tuple(layers), tuple(rows), findings(layers)
-    return Audit(device, _in_words(sample), windows, *found)
+    every = jax.device_get(run(*program.inputs))
+    for i, (place, found) in enumerate(zip(program.places, every, strict=True)):
+        for at in np.ndindex(place.lengths):
+            yield i, at, place, {name: x[at] for name, x in found.items()}
 
 
 def cost_of(program: Traced, sample: AuditSample, budget: float = 2.0) -> tuple[float, float]:
     """Return the seconds of a program alone, and with the measures of a sample in it."""
-    chosen = chosen_calls(program, sample)
 
     def measure(call: MarkedCall, operands: Any) -> Any:
         return measures(call, operands, sample, _grid_of(call, None))
 
-    jobs = {"alone": jaxpr_as_fun(program.jaxpr), "audited": program.measured(measure, chosen)}
+    beside = program.measured(measure, chosen_calls(program, sample))
+    jobs = {"alone": jaxpr_as_fun(program.jaxpr), "audited": beside}
     works = [TimedFunction(f, lambda: [program.inputs], name=name) for name, f in jobs.items()]
-    alone, beside = timed(works, budget)
-    if failed := alone.failed or beside.failed:
+    times = timed(works, budget)
+    if failed := times[0].failed or times[1].failed:
         remedy = "run the model by itself, or audit a smaller input"
         raise InputError("cost", "not timed", f"the program did not run: {failed}", remedy)
-    return alone.seconds, beside.seconds
+    return times[0].seconds, times[1].seconds
 
 
 def save_calls(path: str | Path, what: Callable[..., Any], *inputs: Any, **named: Any) -> None:
@@ -145,14 +151,14 @@ def save_calls(path: str | Path, what: Callable[..., Any], *inputs: Any, **named
     """
     from safetensors.flax import save_file
 
-    program = trace(what, *inputs, **named)
-    chosen = chosen_calls(program, AuditSample())
-    run = jax.jit(lambda *x: program.measured(lambda _, operands: operands[:3], chosen)(*x)[1])
-    tensors: dict[str, Any] = {}
-    for i, (place, found) in enumerate(zip(program.places, run(*program.inputs), strict=True)):
-        for at in np.ndindex(place.lengths):
-            own = _own_name(place.call.name or f"call {i + 1}", at, {x[:-2] for x in tensors})
-            tensors |= {f"{own}.{n}": x[at] for n, x in zip("qkv", found, strict=True)}
+    program, tensors = trace(what, *inputs, **named), dict[str, Any]()
+
+    def measure(_: MarkedCall, operands: Any) -> dict[str, Any]:
+        return dict(zip("qkv", operands[:3], strict=True))
+
+    for i, at, place, found in _ran(program, measure, EVERYTHING):
+        own = _own_name(place.call.name or f"call {i + 1}", at, {x[:-2] for x in tensors})
+        tensors |= {f"{own}.{n}": jnp.asarray(x) for n, x in found.items()}
     with replacing(Path(path)) as beside:
         save_file(tensors, beside)
 
@@ -178,21 +184,14 @@ def trace(what: Callable[..., Any], *inputs: Any, **named: Any) -> Traced:
         whole = [next(rest) if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
         return jax.tree.unflatten(structure, whole)
 
-    if not isinstance(of, nnx.Module):
+    graph, state = nnx.split(_with_names(of)) if isinstance(of, nnx.Module) else (None, None)
 
-        def call(*arrays: Any) -> Any:
-            args, kwargs = arguments(arrays)
-            return of(*args, **kwargs)
-
-        return traced(call, arrays, name)
-    graph, state = nnx.split(_with_names(of))
-
-    def call_module(state: Any, *arrays: Any) -> Any:
+    def call(state: Any, *arrays: Any) -> Any:
         args, kwargs = arguments(arrays)
-        module = nnx.merge(graph, state)
-        return module(*args, **kwargs) if method is None else method(module, *args, **kwargs)
+        f: Any = of if graph is None else nnx.merge(graph, cast(Any, state))
+        return f(*args, **kwargs) if method is None else method(f, *args, **kwargs)
 
-    return traced(call_module, [state, *arrays], name)
+    return traced(call, [state, *arrays], name)
 
 
 def _is_constant(x: Any) -> bool:
@@ -211,7 +210,7 @@ def _with_names(model: nnx.Module) -> nnx.Module:
 
 def chosen_calls(program: Traced, sample: AuditSample) -> list[np.ndarray]:
     """Choose the calls to measure: for each place, a bool for each step of the scans around it."""
-    counts = [place.count for place in program.places]
+    counts = [prod(place.lengths) for place in program.places]
     taken = np.zeros(sum(counts), bool)
     taken[sample.some(sum(counts), sample.calls, salt=3)] = True
     parts = np.split(taken, np.cumsum(counts)[:-1])
@@ -252,29 +251,23 @@ def grid_of_table(rotary: Rotary) -> tuple[int, ...] | None:
     table = np.asarray(rotary.cos) + 1j * np.asarray(rotary.sin)
     tokens, pairs = table.shape
     space = 2 * pairs // 6
-    for parts in ((pairs - 2 * space, space, space), (pairs // 2, pairs - pairs // 2)):
-        starts = np.cumsum((0, *parts))[:-1]
+    for parts in ((pairs - 2 * space, space, space), (pairs - pairs // 2, pairs // 2)):
+        starts = np.cumsum((0, *parts))
         if min(parts) < 1:
             continue
         # An axis keeps its first angle while all axes inside it run through once.
-        firsts = [table[:, start] for start in starts[:-1]]
-        inner = [int(np.argmax(x != x[0])) or tokens for x in firsts]
-        sizes = [*(a // b for a, b in zip([tokens, *inner[:-1]], inner, strict=True)), inner[-1]]
-        if int(np.prod(sizes)) == tokens and _runs_over(table, starts, parts, sizes):
-            return tuple(sizes)
+        runs = [int(np.argmax(x != x[0])) or tokens for x in table.T[starts[:-2]]]
+        sizes = *(a // b for a, b in zip([tokens, *runs], runs, strict=False)), runs[-1]
+        each = [table[:, a:b] for a, b in pairwise(starts)]
+        if prod(sizes) == tokens and all(_is_of_axis(x, i, sizes) for i, x in enumerate(each)):
+            return sizes
     return None
 
 
-def _runs_over(table: np.ndarray, starts: Any, parts: Any, sizes: list[int]) -> bool:
-    """Tell whether the channels of each axis depend on that axis alone, and change along it."""
-    cells = table.reshape(*sizes, -1)
-    for axis, (start, width) in enumerate(zip(starts, parts, strict=True)):
-        own = cells[..., start : start + width]
-        others = tuple(i for i in range(len(sizes)) if i != axis)
-        line = own[tuple(slice(None) if i == axis else slice(1) for i in range(len(sizes)))]
-        if not np.array_equal(own, np.broadcast_to(line, own.shape)) or not others:
-            return False
-    return True
+def _is_of_axis(channels: np.ndarray, axis: int, sizes: tuple[int, ...]) -> bool:
+    cells = channels.reshape(*sizes, -1)
+    line = cells[tuple(slice(None) if i == axis else slice(1) for i in range(len(sizes)))]
+    return np.array_equal(cells, np.broadcast_to(line, cells.shape))
 
 
 def _windows(grid: tuple[int, ...]) -> str:
@@ -285,26 +278,14 @@ def _windows(grid: tuple[int, ...]) -> str:
 # ---- the result ----------------------------------------------------------------------------------
 
 
-def _layers(
-    place: CallPlace,
-    name: str,
-    found: Mapping[str, np.ndarray],
-    sample: AuditSample,
-    taken: set[str],
-) -> list[LayerAudit]:
-    call, plan = place.call.plan.call, place.call.plan
-    style = "" if place.call.rotary is None else place.call.rotary.style
-    facts = call.shape_text, call.role, plan.kernel.name, call.dtype, style
-    heads = tuple(int(h) for h in sample.heads_of(call.heads))
-    made: list[LayerAudit] = []
-    for at in np.ndindex(place.lengths):
-        values = {key: tuple(map(float, x[at])) for key, x in found.items()}
-        if all(values.pop("ran")):  # else it is not chosen, or another branch of a cond ran
-            made.append(LayerAudit(_own_name(name, at, taken), *facts, heads, values))
-    return made
+def _layer(name: str, call: MarkedCall, values: Any, sample: AuditSample) -> LayerAudit:
+    its, style = call.plan.call, "" if call.rotary is None else call.rotary.style
+    facts = its.shape_text, its.role, call.plan.kernel.name, its.dtype, style
+    heads = tuple(map(int, sample.heads_of(its.heads)))
+    return LayerAudit(name, *facts, heads, {n: tuple(map(float, x)) for n, x in values.items()})
 
 
-def _own_name(name: str, at: tuple[int, ...], taken: set[str]) -> str:
+def _own_name(name: str, at: tuple[int, ...], taken: Collection[str]) -> str:
     """Add the steps of scans to a name, and a number if another call has the name already."""
     own = name + "".join(f"[{i}]" for i in at)
     count = sum(other == own or other.startswith(f"{own} (") for other in taken)

@@ -37,10 +37,9 @@ class Candidate(NamedTuple):
 
 
 def candidates(call: MarkedCall, named: Sequence[str] | None) -> list[Candidate]:
-    """Return the kernels to compare for a call: the named ones, by default all that can run here.
+    """Return the kernels to compare for a call: the named ones, by default all of this platform.
 
-    The strategy stays that of the plan. Refused kernels have the reason as a note; kernels of other
-    machines are left out.
+    The strategy stays that of the plan.
     """
     plan = call.plan
     names = tuple(KERNELS) if named is None else tuple(named)

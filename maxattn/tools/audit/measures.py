@@ -7,7 +7,7 @@ are of sampled queries: some query tiles, and some queries of each, against all 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log
+from math import ceil
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from maxattn.block_sizes.few_keys import MOST_KEYS
 from maxattn.block_sizes.transposed import forward_tile
 from maxattn.config import FlashBlockSizes
 from maxattn.config.numbers import whole
 from maxattn.errors import InputError, brief
 from maxattn.jax_private.observed import MarkedCall
-from maxattn.kernels.transposed.few_keys import FLOAT16_SUMS, LOG2E, SUMS
+from maxattn.kernels.transposed.few_keys import LOG2E
 from maxattn.kernels.transposed.tile import small_scores
 from maxattn.sharding import pad_axis
 
@@ -87,12 +86,8 @@ class AuditSample:
 class SampledRows(NamedTuple):
     """Sampled queries of one batch row, and their softmax in float32, for the chosen heads.
 
-    Args:
-        q, k, v: operands; k and v of each query head's key head.
-        s: scores, with scale and bias; -inf where the mask hides a key.
-        p: weights; 0 for a query that sees no key.
-        rows: the sampled queries.
-        batch_row: the batch row.
+    k and v are of each query head's key head. Scores s have scale and bias, and are -inf where the
+    mask hides a key; weights p are 0 for a query that sees no key.
     """
 
     q: Float[Array, "R N H"]
@@ -102,10 +97,6 @@ class SampledRows(NamedTuple):
     p: Float[Array, "N R S"]
     rows: np.ndarray
     batch_row: int
-
-    def mean(self, x: Float[Array, "N R"], live: Bool[Array, "N R"]) -> Float[Array, " N"]:
-        """Average over live queries."""
-        return jnp.where(live, x, 0).sum(axis=1) / jnp.maximum(live.sum(axis=1), 1)
 
     @property
     def wanted(self) -> Float[Array, "R N V"]:
@@ -118,17 +109,14 @@ def measures(
 ) -> dict[str, Float[Array, " N"]]:
     """Return each measure by name, a number for each chosen head; NaN where it does not apply.
 
-    Args:
-        call, operands: a mark's call, and its (q, k, v, bias, mask).
-        sample: what is measured.
-        grid: the grid of the last tokens, if it is known.
+    The operands are (q, k, v, bias, mask), and the grid is that of the last tokens, if known.
     """
     q, k, v, _, _ = operands
     heads = sample.heads_of(q.shape[2])
     of_keys = heads // (q.shape[2] // k.shape[2])
     found = _of_all_tokens(call, q[:, :, heads], k[:, :, of_keys], v[:, :, of_keys])
     rows = sampled(call, operands, sample)
-    found |= _of_softmax(rows) | _of_windows(rows, grid) | {"again": _again(call, rows)}
+    found |= _of_softmax(rows) | _of_windows(rows, grid)
     if sample.outputs:
         found |= _of_8_bits(call, rows)
     return {"ran": jnp.ones(len(heads))} | {n: x.astype(jnp.float32) for n, x in found.items()}
@@ -166,6 +154,10 @@ def softmax(s: Float[Array, "N R S"]) -> Float[Array, "N R S"]:
 
 def weighted(p: Float[Array, "N R S"], v: Float[Array, "S N V"]) -> Float[Array, "R N V"]:
     return jnp.einsum("nrs,snv->rnv", p, v.astype(jnp.float32), precision="highest")
+
+
+def mean_of(x: Float[Array, "N R"], live: Bool[Array, "N R"]) -> Float[Array, " N"]:
+    return jnp.where(live, x, 0).sum(axis=1) / jnp.maximum(live.sum(axis=1), 1)
 
 
 def relative_error(got: Float[Array, "R N V"], want: Float[Array, "R N V"]) -> Float[Array, " N"]:
@@ -233,7 +225,7 @@ def _of_softmax(sampled: SampledRows) -> dict[str, Array]:
     top = jax.lax.top_k(mass, ceil(SHARE * keys))[0].sum(axis=2).mean(axis=1)
     return {
         "score": jnp.where(jnp.isneginf(s), 0, jnp.abs(s)).max(axis=(1, 2)),
-        "entropy": sampled.mean(entropy, ~jnp.isneginf(s).all(axis=2)),
+        "entropy": mean_of(entropy, ~jnp.isneginf(s).all(axis=2)),
         "top_tiles": top if SHARE * keys >= 1 else jnp.full_like(top, jnp.nan),
     }
 
@@ -253,24 +245,13 @@ def _of_windows(sampled: SampledRows, grid: tuple[int, ...] | None) -> dict[str,
     inside = np.flatnonzero(sampled.rows >= first)
     p = sampled.p[:, inside, first:]
     total = p.sum(axis=2)
-    q_at, k_at = (np.unravel_index(i - first, grid) for i in (
-        sampled.rows[inside], np.arange(first, sampled.p.shape[2])
-    ))  # fmt: skip
+    tokens = sampled.rows[inside] - first, np.arange(p.shape[2])
+    q_at, k_at = (np.unravel_index(each, grid) for each in tokens)
     for name, q, k, size in zip(AXES[-len(grid) :], q_at, k_at, grid, strict=True):
         near = jnp.abs(jnp.asarray(q)[:, None] - jnp.asarray(k)) <= reach(size)
         mass = jnp.where(near, p, 0).sum(axis=2) / jnp.maximum(total, TINY)
-        found[name] = sampled.mean(mass, total > 0) if len(inside) else nothing
+        found[name] = mean_of(mass, total > 0) if len(inside) else nothing
     return found
-
-
-def _again(call: MarkedCall, sampled: SampledRows) -> Array:
-    """Return the share of queries whose sums of weights leave the bounds of `tpu_few_keys`."""
-    s = sampled.s
-    if s.shape[2] > MOST_KEYS or call.plan.call.bias is not None:
-        return jnp.full(s.shape[0], jnp.nan)
-    least, most = map(log, FLOAT16_SUMS if sampled.q.dtype == jnp.float16 else SUMS)
-    lse = jax.nn.logsumexp(s, axis=2)
-    return sampled.mean(~((lse >= least) & (lse <= most)) * 1.0, ~jnp.isneginf(lse))
 
 
 def _of_8_bits(call: MarkedCall, sampled: SampledRows) -> dict[str, Array]:

@@ -25,37 +25,23 @@ class Column(NamedTuple):
 
 
 MEASURES = {
-    "score": Column("score"),
-    "bound": Column("bound"),
-    "outside": Column("outside", True),
-    "again": Column("again", True),
-    "q_norm": Column("|q|"),
-    "k_norm": Column("|k|"),
-    "k_offset": Column("offset"),
-    "k_outlier": Column("outlier"),
-    "entropy": Column("entropy", False, "mean"),
-    "top_tiles": Column("top 25%", True, "mean"),
-    "time": Column("time", True, "mean"),
-    "height": Column("height", True, "mean"),
-    "width": Column("width", True, "mean"),
-    "int8": Column("8 bits", True),
-    "int8_centred": Column("centred", True),
-}
+    "score": Column("score"), "bound": Column("bound"), "outside": Column("outside", True),
+    "q_norm": Column("|q|"), "k_norm": Column("|k|"), "k_offset": Column("offset"),
+    "k_outlier": Column("outlier"), "entropy": Column("entropy", False, "mean"),
+    "top_tiles": Column("top 25%", True, "mean"), "time": Column("time", True, "mean"),
+    "height": Column("height", True, "mean"), "width": Column("width", True, "mean"),
+    "int8": Column("8 bits", True), "int8_centred": Column("centred", True),
+}  # fmt: skip
 PANELS = ("score", "k_offset", "k_outlier", "entropy", "top_tiles", "int8")
 
 
 @dataclass(frozen=True)
 class LayerAudit:
-    """One attention call of a program.
+    """One attention call of a program, by the module's path, or "call 1"; [i] is a scan's step.
 
-    Args:
-        name: the module's path in the model, with the step of a scan in brackets; else "call 1".
-        call: text of the call's shape.
-        role, kernel, dtype: role, planned kernel, and dtype of the operands.
-        rotary: style of the rotary embedding, or "".
-        heads: the audited query heads.
-        measures: by name (docs/guide/audit.md), a number for each of these heads; NaN where a
-            measure does not apply. "error NAME" is a kernel's relative error against float32.
+    `call` is its shape as text, `rotary` the style of its rotary embedding or "", and `heads` are
+    the audited query heads. `measures` (docs/guide/audit.md) has a number for each of these heads,
+    NaN where a measure does not apply; "error NAME" is a kernel's error against float32.
     """
 
     name: str
@@ -78,14 +64,11 @@ class LayerAudit:
 
 @dataclass(frozen=True)
 class KernelAudit:
-    """What a kernel does for all audited calls of one shape.
+    """What a kernel does for all audited calls of one shape, and whether their plan takes it.
 
-    Args:
-        call, kernel: text of the shape, and the kernel.
-        is_planned: whether the plan of these calls takes it.
-        error, where: largest relative L2 error of a head against float32, and that layer and head.
-        ms, bytes: time of a call on random operands; its arguments, results and temporaries.
-        note: why numbers are missing, or "".
+    `error` is the largest relative L2 error of a head against float32. `ms` is the time of a call
+    on random operands, and `bytes` its arguments, results and temporaries. If they are missing,
+    `note` says why.
     """
 
     call: str
@@ -115,13 +98,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found; it prints as a table.
+    """What `audit` found: calls in the order in which they run, kernels, and what is unsafe.
 
-    Args:
-        device, sample, grid: kind of the device, what was sampled, and grid and windows, as text.
-        layers: the audited calls, in the order in which they run.
-        kernels: the kernels, by shape of the call.
-        findings: what is unsafe.
+    It prints as a table. Device, sample, and the grid with its windows are text.
     """
 
     device: str

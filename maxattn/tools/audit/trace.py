@@ -7,7 +7,6 @@ layers of a stack keep their numbers; nothing is sent to the host while the prog
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +17,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.observed import MarkedCall, auditing, call_p, operands_of
 
-INLINED = {
-    "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr",
-}  # fmt: skip
+INLINED = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "checkpoint",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
 Measure = Callable[[MarkedCall, Any], Any]
 """Function of a marked call and its operands (q, k, v, bias, mask); returns a tree of arrays."""
 
@@ -32,19 +36,9 @@ class CallPlace(NamedTuple):
     call: MarkedCall
     lengths: tuple[int, ...] = ()
 
-    @property
-    def count(self) -> int:
-        return prod(self.lengths)
-
 
 class Traced(NamedTuple):
-    """A function, traced for an audit.
-
-    Args:
-        jaxpr: the program.
-        inputs: the arrays that the program takes.
-        places: the marked calls in the order in which they run.
-    """
+    """A program that is traced for an audit, its inputs, and its marked calls in their order."""
 
     jaxpr: Any
     inputs: tuple[Any, ...]
@@ -91,12 +85,9 @@ def _inner(eqn: Any) -> list[Any]:
     return found
 
 
-def _has_marks(jaxpr: Any) -> bool:
-    return any(_is_marked(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
-
-
 def _is_marked(eqn: Any) -> bool:
-    return eqn.primitive is call_p or any(map(_has_marks, _inner(eqn)))
+    inner = (each for x in _inner(eqn) for each in getattr(x, "jaxpr", x).eqns)
+    return eqn.primitive is call_p or any(map(_is_marked, inner))
 
 
 def _places(jaxpr: Any, lengths: tuple[int, ...]) -> Iterator[CallPlace]:
@@ -152,18 +143,18 @@ class _Walk:
         return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given, at)
 
     def _measured(self, params: Any, given: list[Any], at: tuple[Any, ...]) -> Any:
-        chosen = next(self.chosen)
+        chosen, call = next(self.chosen), params["call"]
 
         def measure(given: list[Any]) -> Any:
-            operands = operands_of(given, params["call"], params["mapped"])
-            return self.measure(params["call"], operands)
+            return self.measure(call, operands_of(given, call, params["mapped"]))
 
-        if chosen.all():
-            return measure(given)
-        if not chosen.any():
-            return _zeros_of(measure, given)
-        take = jnp.asarray(chosen)[at]
-        return jax.lax.cond(take, measure, lambda given: _zeros_of(measure, given), given)
+        def zeros(given: list[Any]) -> Any:
+            shapes = jax.eval_shape(measure, given)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        if chosen.all() or not chosen.any():
+            return measure(given) if chosen.all() else zeros(given)
+        return jax.lax.cond(jnp.asarray(chosen)[at], measure, zeros, given)
 
     def _scan(self, params: Any, given: list[Any], at: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         n, c, inner = params["num_consts"], params["num_carry"], params["jaxpr"]
@@ -178,10 +169,6 @@ class _Walk:
         how = {name: params[name] for name in ("length", "reverse", "unroll")}
         carry, (ys, found) = jax.lax.scan(body, carry, (numbers, xs), **how)
         return [*carry, *ys], found
-
-
-def _zeros_of(f: Callable[..., Any], given: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, given))
 
 
 def _segments(jaxpr: Any) -> list[tuple[list[Any], list[Any]]]:

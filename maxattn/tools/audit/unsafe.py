@@ -12,7 +12,7 @@ from maxattn.kernels.transposed.tile import LARGEST, LARGEST_FLOAT16
 from maxattn.tools.audit.report import Finding, LayerAudit
 
 OFFSET = 3.0  # standard deviations
-LOSS, LOSS_BY_OFFSET = 0.05, 0.02  # relative error of the output that 8 bits may cost
+LOSS, LITTLE = 0.05, 0.02  # of the output that 8 bits may lose; beside an offset
 OUTLIER = 20.0  # 8 bits leave the median channel of K 127 / 20 = 6 steps
 DOMINANT, LARGE = 8.0, 20.0  # times the median head's score; exp(-20) is below bfloat16's rounding
 NORMS = 8.0  # times the median layer's
@@ -21,13 +21,9 @@ Values = Mapping[str, Any]
 
 
 class HeadRule(NamedTuple):
-    """A rule about heads.
+    """A rule about heads: its kind, which heads break it by the measures of all, and the reason.
 
-    Args:
-        kind: names the rule.
-        by: the measure by which one head is the worst.
-        breaks: whether each head breaks the rule, from the measures of all heads.
-        why: the reason, with the worst head's measures in braces.
+    The reason is about the head whose measure `by` is the largest, with its measures in braces.
     """
 
     kind: str
@@ -36,55 +32,24 @@ class HeadRule(NamedTuple):
     why: str
 
 
-OFFSETS = "channel {k_channel:.0f} of K has an offset of {k_offset:.3g} sigma{rotary}"
+_OFFSET = "channel {k_channel:.0f} of K has an offset of {k_offset:.3g} sigma{rotary}"
 RULES = (
-    HeadRule(
-        "offset",
-        "k_offset",
-        lambda x: (x["k_offset"] >= OFFSET) & (x["int8"] >= LOSS_BY_OFFSET),
-        OFFSETS + ": per-tensor 8 bits would lose {int8:.1%} of the output, {int8_centred:.1%} if"
-        " K is centred",
-    ),
-    HeadRule(
-        "offset",
-        "k_offset",
-        lambda x: (x["k_offset"] >= OFFSET) & np.isnan(x["int8"]),
-        OFFSETS + ": centre K before 8 bits",
-    ),
-    HeadRule(
-        "outlier",
-        "k_outlier",
-        lambda x: x["k_outlier"] >= OUTLIER,
-        "a channel of K is {k_outlier:.3g} times as large as the median channel",
-    ),
-    HeadRule(
-        "8 bits",
-        "int8_centred",
-        lambda x: x["int8_centred"] >= LOSS,
-        "per-tensor 8 bits would lose {int8_centred:.1%} of the output, even if K is centred",
-    ),
-    HeadRule(
-        "bound",
-        "outside",
-        lambda x: x["outside"] > 0,
+    HeadRule("offset", "k_offset", lambda x: (x["k_offset"] >= OFFSET) & (x["int8"] >= LITTLE),
+        _OFFSET + ": per-tensor 8 bits would lose {int8:.1%} of the output, {int8_centred:.1%} if"
+        " K is centred"),
+    HeadRule("offset", "k_offset", lambda x: (x["k_offset"] >= OFFSET) & np.isnan(x["int8"]),
+        _OFFSET + ": centre K before 8 bits"),
+    HeadRule("outlier", "k_outlier", lambda x: x["k_outlier"] >= OUTLIER,
+        "a channel of K is {k_outlier:.3g} times as large as the median channel"),
+    HeadRule("8 bits", "int8_centred", lambda x: x["int8_centred"] >= LOSS,
+        "per-tensor 8 bits would lose {int8_centred:.1%} of the output, even if K is centred"),
+    HeadRule("bound", "outside", lambda x: x["outside"] > 0,
         "scores up to {score:.3g}, at most {bound:.3g}, leave the bound of tpu_flash, {limit:.3g}:"
-        " {outside:.1%} of the queries take its running maximum on a TPU",
-    ),
-    HeadRule(
-        "again",
-        "again",
-        lambda x: x["again"] > 0,
-        "scores up to {score:.3g}: tpu_few_keys computes at least {again:.1%} of the sampled"
-        " queries again on a TPU",
-    ),
-    HeadRule(
-        "dominant",
-        "score",
-        lambda x: x["score"] >= np.maximum(LARGE, DOMINANT * x["usual"]),
+        " {outside:.1%} of the queries take its running maximum on a TPU"),
+    HeadRule("dominant", "score", lambda x: x["score"] >= np.maximum(LARGE, DOMINANT * x["usual"]),
         "it dominates with scores up to {score:.3g}, the median head's {usual:.3g}; its entropy is"
-        " {entropy:.3g} nats",
-    ),
-)
+        " {entropy:.3g} nats"),
+)  # fmt: skip
 
 
 def findings(layers: Sequence[LayerAudit]) -> tuple[Finding, ...]:

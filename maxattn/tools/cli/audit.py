@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from re import split
 from typing import Any
 
 from maxattn.config import AttentionConfig
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--mask", args.mask, rule, "leave it out, or audit --tensors")
     from maxattn.tools.audit import AuditSample, audited, cost_of, trace
 
-    queries = None if args.queries == "all" else _whole("--queries", args.queries)
+    queries = None if args.queries == "all" else whole_in(args.queries) or 0
     sample = AuditSample(queries, args.heads, args.calls, args.seed, not args.light)
     what, inputs, names = _of_tensors(args, config) if args.tensors else _of_call(args.call, config)
     positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
@@ -57,13 +58,6 @@ def run(args: argparse.Namespace) -> int:
     if args.picture:
         found.picture(args.picture)
     return 0
-
-
-def _whole(option: str, text: str) -> int:
-    if (number := whole_in(text)) is None:
-        rule = "it must be a whole number of at least 1, or all"
-        raise InputError(option, plain(text), rule, f"write {option} 64")
-    return number
 
 
 def _grid(text: str | None) -> tuple[int, ...] | None:
@@ -91,14 +85,12 @@ def _of_tensors(args: argparse.Namespace, config: AttentionConfig) -> Any:
     except (OSError, SafetensorError) as error:
         rule = f"it must be a safetensors file: {plain(str(error))}"
         raise InputError("--tensors", str(args.tensors), rule, WRITTEN) from None
-    names = sorted({key.rpartition(".")[0] for key in tensors})
+    found = {key.rpartition(".")[0] for key in tensors}
+    names = sorted(found, key=lambda x: [int(n) if n.isdigit() else n for n in split(r"(\d+)", x)])
     calls = [[tensors.get(f"{name}.{n}".lstrip(".")) for n in "qkv"] for name in names]
     if len(tensors) != 3 * len(names) or any(x is None for call in calls for x in call):
-        found, rule = (
-            ", ".join(sorted(tensors)[:6]),
-            "it must have NAME.q, NAME.k and NAME.v, or q, k and v",
-        )
-        raise InputError("--tensors", found, rule, WRITTEN)
+        rule = "it must have NAME.q, NAME.k and NAME.v, or q, k and v"
+        raise InputError("--tensors", ", ".join(sorted(tensors)[:6]), rule, WRITTEN)
     mask = None if args.mask is None else read_mask(args.mask)
 
     def attend(calls: Any) -> Any:
@@ -118,11 +110,9 @@ def _of_call(text: str, config: AttentionConfig) -> Any:
     try:
         make: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        rule = f"it must be package.module:function: {plain(str(error))}"
+        rule = "it must be package.module:function" + (f": {plain(str(error))}" if colon else "")
         remedy = "name a function that can be imported from this folder"
-        raise InputError(
-            "--call", plain(text), rule if colon else rule.partition(": ")[0], remedy
-        ) from None
+        raise InputError("--call", plain(text), rule, remedy) from None
     finally:
         sys.path.remove(os.getcwd())
     takes_config = bool(inspect.signature(make).parameters)

@@ -54,14 +54,14 @@ def test_planted_faults_are_named():
     assert "blocks.attn[0]" not in {each.layer for each in found.findings}
 
 
-SOUND = {"score": 5.5, "bound": 9.0, "outside": 0.0, "again": 0.0, "q_norm": 6.0, "k_norm": 7.0}
+SOUND = {"score": 5.5, "bound": 9.0, "outside": 0.0, "q_norm": 6.0, "k_norm": 7.0}
 SOUND |= {"k_offset": 0.2, "k_channel": 2.0, "k_outlier": 1.4, "entropy": 4.5, "top_tiles": 0.4}
 SOUND |= {"int8": 0.012, "int8_centred": 0.011, "bad_q": 0.0, "bad_k": 0.0, "bad_v": 0.0}
 FAULTS = (
     {},
     {"k_offset": 10.2, "int8": 0.34, "int8_centred": 0.012},
     {"k_outlier": 31.0, "int8_centred": 0.081},
-    {"score": 3e4, "bound": 5e4, "outside": 0.875, "again": 0.5, "entropy": 0.01},
+    {"score": 3e4, "bound": 5e4, "outside": 0.875, "entropy": 0.01},
     {"q_norm": 900.0, "error flash": 0.2},
     {"bad_q": 3.0, "bad_v": 1.0},
 )

@@ -127,17 +127,6 @@ def test_the_share_outside_of_the_bound_is_that_of_a_run(monkeypatch):
 SMALL = tile.small_scores
 
 
-def test_few_keys_are_computed_again_if_weights_leave_its_bounds():
-    q, k, v = drawn()
-    q = q.at[:, :, 2].multiply(100.0)
-    layer = one(q[:, :50], k[:, :64], v[:, :64], role="cross", sample=EXACT, kernels=())
-    s = np.einsum("tnh,snh->nts", np.asarray(q[0, :50]), np.repeat(np.asarray(k[0, :64]), 2, 1))
-    sums = np.exp2(s.astype(np.float64) * DIM**-0.5 * np.log2(np.e)).sum(axis=2)
-    again = ((sums < 2.0**-60) | (sums > 2.0**60)).mean(axis=1)
-    np.testing.assert_allclose(layer.measures["again"], again, atol=1e-6)
-    assert again[2] > 0.5 > again[0] == 0
-
-
 def test_bias_and_lengths_are_in_the_scores():
     q, k, v = drawn(64)
     bias = jnp.zeros((1, 1, 64, 64)).at[..., 40].set(50.0)
