@@ -5,8 +5,8 @@ All of it is approximate, off unless `sampling.fast` asks for it, and named in w
     settings.py   the section `sampling.fast`
     schedules.py  a cache's settings (cache_settings.py) -> one letter for each step
     curves.py     files of curves, which some schedules are computed from
+    teacache.py   a schedule from how a model's embedding of the time changes
     steps.py      settings -> one `Step` for each step of a run, before anything runs
-    deciding.py   steps that decide as they run: first-block cache, EasyCache
     deciding.py   steps that decide as they run: first-block cache, EasyCache
     reuse.py      a step's layers: computed, or what they added in an earlier step
     program.py    one step as a program for each kind of step

@@ -10,9 +10,10 @@ from common.settings import Count, NotNegative, Share, Whole
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 
+Published = Literal["wan-2.1-t2v-1.3b", "wan-2.1-t2v-14b", "wan-2.1-i2v-480p", "wan-2.1-i2v-720p"]
 COMPUTE, REUSE, DECIDE = "X", ".", "?"
 # Keys of which one says the schedule.
-KINDS = ("schedule", "interval", "shape", "magcache", "first_block", "easycache")
+KINDS = ("schedule", "interval", "shape", "magcache", "teacache", "first_block", "easycache")
 DECIDING = ("first_block", "easycache")
 
 
@@ -48,6 +49,21 @@ class MagCacheSettings(Section):
     """The share of each model's steps, its first ones, that compute."""
     interpolate: bool = False
     """Take a curve of another number of steps, at the nearest of its steps."""
+
+
+class TeaCacheSettings(Section):
+    """A schedule from how a model's embedding of the time changes, step by step (TeaCache)."""
+
+    polynomial: Published | tuple[float, ...]
+    """Of a published model, or its coefficients, of the highest power first."""
+    threshold: NotNegative = 0.05
+    """Steps reuse while the summed change is below it; 0 computes all."""
+    input: Literal["embedding", "modulation"] = "embedding"
+    """What the polynomial is of: the embedding of the time, or the modulation made of it."""
+    first: Count | None = None
+    """First steps, which compute; null is 1 for the embedding, 5 for the modulation."""
+    last: Whole | None = None
+    """Last steps, which compute; null is 1 for the embedding, 0 for the modulation."""
 
 
 class FirstBlockSettings(Section):
@@ -88,6 +104,8 @@ class CacheSettings(Section):
     """Shares of the steps, and letters that repeat."""
     magcache: MagCacheSettings | None = None
     """A schedule computed from a curve of these weights."""
+    teacache: TeaCacheSettings | None = None
+    """A schedule computed from these weights, of a model of Wan."""
     first_block: FirstBlockSettings | None = None
     """Decided in each step by what its first layers add."""
     easycache: EasyCacheSettings | None = None

@@ -6,7 +6,7 @@ does not say is not checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from maxattn.config import ConfigErrors, Section
 from maxattn.config.load import load
 from maxattn.errors import ConfigError
 
+ANOTHER = "give one that was measured so, or write a schedule (sampling.fast.cache.schedule)"
 PIECE, PIECES = 2**16, 8  # of a file of weights that its hash reads
 Ratio = float | tuple[float, float]
 
@@ -56,6 +57,8 @@ class Facts(NamedTuple):
         sizes: of the model.
         weights: its folder or file.
         experts: transformers of the pipeline.
+        states: gives those of the times of each transformer's steps, of a kind; None if what
+            modulates the model is not of the time alone.
     """
 
     sampler: str | None = None
@@ -63,6 +66,7 @@ class Facts(NamedTuple):
     sizes: Mapping[str, Any] = {}
     weights: Path | None = None
     experts: int = 1
+    states: Callable[[Any], Sequence[Float[np.ndarray, "n d"]] | None] | None = None
 
 
 def ratios_of(
@@ -131,8 +135,7 @@ def _read(setting: str, name: str) -> CurveFile:
 
 def _differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iterator[ConfigError]:
     """Yield what a curve was measured on that the run is not."""
-    remedy = "give a curve of this run, or write a schedule (sampling.fast.cache.schedule)"
-    value = f"{name}: {{}}"
+    remedy, value = ANOTHER, f"{name}: {{}}"
     if file.sampler not in (None, facts.sampler):
         rule = f"it was measured with this sampler, and the run has {facts.sampler}"
         yield ConfigError(setting, value.format(f"sampler {file.sampler}"), rule, remedy)
@@ -140,14 +143,28 @@ def _differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iter
         shown = "none" if facts.shift is None else f"{facts.shift:g}"
         rule = f"it was measured with this shift of times, and the run has {shown}"
         yield ConfigError(setting, value.format(f"shift {file.shift:g}"), rule, remedy)
-    sizes = {**facts.sizes, "experts": facts.experts}
-    wanted = {**(file.sizes or {}), **({"experts": file.experts} if file.experts else {})}
-    for key, size in wanted.items():
-        if sizes.get(key) != size:
-            rule = f"it was measured on a model of this size, and this one has {sizes.get(key)}"
-            yield ConfigError(setting, value.format(f"{key} {size}"), rule, remedy)
+    sizes = {**(file.sizes or {}), **({"experts": file.experts} if file.experts else {})}
+    yield from size_errors(sizes, facts, setting, name)
     if file.checkpoint is not None and facts.weights is not None:
         found = checkpoint_hash(facts.weights)
         if found != file.checkpoint:
             rule = f"it was measured on these weights, and those of {facts.weights} are {found}"
             yield ConfigError(setting, value.format(f"checkpoint {file.checkpoint}"), rule, remedy)
+
+
+def size_errors(
+    sizes: Mapping[str, int], facts: Facts, setting: str, name: str
+) -> Iterator[ConfigError]:
+    """Yield sizes that the run's model does not have.
+
+    Args:
+        sizes: of the model that something was measured on.
+        facts: of the run.
+        setting: that names it.
+        name: its own.
+    """
+    found = {**facts.sizes, "experts": facts.experts}
+    for key, size in sizes.items():
+        if found.get(key) != size:
+            rule = f"it was measured on a model of this size, and this one has {found.get(key)}"
+            yield ConfigError(setting, f"{name}: {key} {size}", rule, ANOTHER)

@@ -15,10 +15,20 @@ import numpy as np
 from common.settings import Count
 from jaxtyping import Float
 
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
-from .cache_settings import COMPUTE, DECIDE, REUSE, CacheSettings, MagCacheSettings, ShapeSettings
-from .curves import Facts, ratios_of
+from .cache_settings import (
+    COMPUTE,
+    DECIDE,
+    REUSE,
+    CacheSettings,
+    MagCacheSettings,
+    ShapeSettings,
+    TeaCacheSettings,
+)
+from .curves import Facts, ratios_of, size_errors
+from .teacache import SIZES, teacache
 
 FEW = 8  # steps: with fewer, what must be computed leaves next to nothing
 SETTING = "sampling.fast.cache"
@@ -60,6 +70,8 @@ def letters_of(
         ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
         parts = np.split(ratios, np.cumsum(experts)[:-1])
         return "".join(magcache(part, how) for part in parts)
+    if cache.teacache is not None:
+        return "".join(_of_times(cache.teacache, facts or Facts()))
     return "".join(_decided(cache, n, layers) for n in experts)
 
 
@@ -87,6 +99,21 @@ def magcache(ratios: Float[np.ndarray, "n b"], how: MagCacheSettings) -> str:
         if not reuse:
             product, error, row = np.ones_like(product), np.zeros_like(error), 0
     return letters
+
+
+def _of_times(how: TeaCacheSettings, facts: Facts) -> Iterator[str]:
+    """Yield TeaCache's schedule of each model."""
+    states = None if facts.states is None else facts.states(how.input)
+    if states is None:
+        rule = "it is computed from a model whose modulation is of the time alone, as Wan's is"
+        remedy = f"set {SETTING}.first_block or {SETTING}.interval instead"
+        raise ConfigError(f"{SETTING}.teacache", "given", rule, remedy)
+    if isinstance(name := how.polynomial, str):
+        setting = f"{SETTING}.teacache.polynomial"
+        if problems := list(size_errors(SIZES[name], facts, setting, name)):
+            raise ConfigErrors(problems)
+    for own in states:
+        yield teacache(own, how)
 
 
 def _as_written(schedule: str, steps: int) -> str:

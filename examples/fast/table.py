@@ -32,7 +32,7 @@ def table(
         layers: of the model.
         guided: whether the run has classifier-free guidance, or each step has.
         kernels: names of what runs, by what the steps ask for; empty: those that they ask for.
-        kept: bytes that the run keeps between steps.
+        kept: bytes that the run keeps between steps, on a device.
     """
     computed, whole = forwards(planned, layers, guided)
     decides = any(x.step.layers not in ("compute", "reuse") for x in planned)
@@ -50,7 +50,10 @@ def table(
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield "   ".join(cells).rstrip()
-    most, memory = "at most " * decides, f"; {_size(kept)} kept between steps" if kept else ""
+    most, memory = (
+        "at most " * decides,
+        f"; {_size(kept)} kept between steps on each device" if kept else "",
+    )
     share = f"{most}{computed:g} of {whole} forwards are computed"
     share += f", {most}{computed / whole:.0%}"
     same_work = "the same forwards, by other kernels"

@@ -17,6 +17,8 @@ from flax import nnx
 from samplers import Schedule, start
 from samplers.noise import keys_of
 
+from maxattn import sharding
+
 from .rows import Rows
 from .task import Arrays, SamplingTask
 
@@ -27,8 +29,9 @@ def kept_bytes(
     schedule: Schedule,
     told: tuple[Arrays, ...],
     rows: Rows,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> int:
-    """Return the most bytes that a run keeps between two steps, of all devices together.
+    """Return the most bytes that a run keeps between two steps, on a device.
 
     Args:
         task: of the run.
@@ -36,6 +39,7 @@ def kept_bytes(
         schedule: of its sampler.
         told: what the model is told, for each call of a step.
         rows: of the batch.
+        mesh: devices to draw on.
     """
     if not any(x.step.keeps or x.step.keeps_difference for x in planned):
         return 0
@@ -48,8 +52,17 @@ def kept_bytes(
             made[kind] = makes(kind, kept)
         memory.after(made[kind])
         held = jax.tree.leaves((memory.added, memory.difference))
-        most = max(most, sum(x.size * x.dtype.itemsize for x in held))
+        most = max(most, sum(_on_device(x, mesh) for x in held))
     return most
+
+
+def _on_device(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh | None) -> int:
+    """Count the bytes of an array that a device has: some rows, and some tokens of [B, T, D]."""
+    parts, size = sharding.mesh_shape(mesh), x.size * x.dtype.itemsize
+    for n, letter in zip(x.shape, "BT" if x.ndim == 3 else "B", strict=False):
+        ways = sharding.ways(letter, parts)
+        size //= ways if n % ways == 0 else 1
+    return size
 
 
 class _Makes:

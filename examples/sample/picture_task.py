@@ -71,6 +71,9 @@ class PictureTask:
         sampling = self.settings.sampling
         return (Expert(self.part, len(times), sampling.cfg_scale, sampling.guided),)
 
+    def time_states(self, weights: Path, times: np.ndarray, which: str) -> None:
+        """Say that the model makes nothing of a time alone."""
+
     def finished(
         self, x: Float[Array, "B H W C"], told: Mapping[str, Array]
     ) -> Float[Array, "B H W C"]:

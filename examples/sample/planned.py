@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 from fast.curves import Facts
 from fast.steps import Planned, plan_steps
 from samplers import flow_euler
 from samplers.read import Sampler
+
+from maxattn import weights
+from maxattn.errors import ConfigError
 
 from .paths import Paths
 from .task import Expert, SamplingTask
@@ -28,8 +35,12 @@ def planned_steps(
     sampling = task.settings.sampling
     found = experts_of(task, sampler, divides)
     experts, guided = [x.steps for x in found], [x.guided for x in found]
-    weights, count = paths.weights_of(task.part), len(experts)
-    facts = Facts(sampler.name, _shift_of(sampler), vars(task.sizes), weights, count)
+
+    def states(which: Any) -> list[np.ndarray] | None:
+        return _states(task, found, sampler, paths, which)
+
+    path, shift = paths.weights_of(task.part), _shift_of(sampler)
+    facts = Facts(sampler.name, shift, vars(task.sizes), path, len(experts), states)
     return plan_steps(sampling.fast, experts, guided, task.layers, facts)
 
 
@@ -69,3 +80,27 @@ def _shift_of(sampler: Sampler) -> float | None:
     if sampler.family == "even_flow":
         return flow_euler.shift_of(options, sampler.tokens)
     return options.get("flow_shift", options.get("shift"))
+
+
+def _states(
+    task: SamplingTask, experts: Sequence[Expert], sampler: Sampler, paths: Paths, which: Any
+) -> list[np.ndarray] | None:
+    """Return what each expert makes of the times of its steps, if it makes it of these alone.
+
+    Raises:
+        ConfigError: LoRA weights would change it.
+    """
+    times = np.asarray(sampler.schedule(task.settings.sampling.num_inference_steps).times)
+    found, done = [], 0
+    for expert in experts:
+        own, done = times[done : done + expert.steps], done + expert.steps
+        lora = paths.lora_of(expert.part)
+        if lora is not None and any("time_" in name for name in weights.SafeTensors(lora)):
+            rule = "TeaCache's schedule is of the embedding of times, which this LoRA changes"
+            remedy = "write a schedule (sampling.fast.cache.schedule), or merge it into the weights"
+            raise ConfigError("--lora", lora, rule, remedy)
+        state = task.time_states(paths.weights_of(expert.part), own, which)
+        if state is None:
+            return None
+        found.append(state)
+    return found

@@ -235,7 +235,7 @@ def _opening(task: SamplingTask, start: Start, steps: Steps, mesh: Mesh | None) 
     yield from _guidance_lines(task, rows, steps)
     yield from _experts_lines(steps.experts)
     kernels = kernel_names(task, steps.planned, calls, lengths, mesh)
-    yield from _fast_lines(task, start, steps, kernels)
+    yield from _fast_lines(task, start, steps, kernels, mesh)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
 
@@ -267,13 +267,17 @@ def _experts_lines(experts: Sequence[Expert]) -> Iterator[str]:
 
 
 def _fast_lines(
-    task: SamplingTask, start: Start, steps: Steps, kernels: Mapping[str | None, str]
+    task: SamplingTask,
+    start: Start,
+    steps: Steps,
+    kernels: Mapping[str | None, str],
+    mesh: Mesh | None,
 ) -> Iterator[str]:
     """Say what steps compute and what they reuse, where they reuse anything."""
     sampling, planned = task.settings.sampling, steps.planned
     guided = [expert.guided for expert in steps.experts for _ in range(expert.steps)]
     schedule = steps.sampler.schedule(sampling.num_inference_steps)
-    kept = kept_bytes(task, planned, schedule, start.told, start.rows)
+    kept = kept_bytes(task, planned, schedule, start.told, start.rows, mesh)
     found = table(planned, task.layers, guided, kernels, kept)
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)

@@ -129,6 +129,12 @@ class SamplingTask(Protocol):
         """Call the model on latents, channels last; `around` decides which of its layers run."""
         ...
 
+    def time_states(
+        self, weights: Path, times: np.ndarray, which: Literal["embedding", "modulation"]
+    ) -> np.ndarray | None:
+        """Return what the model makes of each time, from its weights; None if not of it alone."""
+        ...
+
     def finished(
         self, x: Float[Array, "B ... C"], told: Mapping[str, Array]
     ) -> Float[Array, "B ... C"]:

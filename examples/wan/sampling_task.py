@@ -41,6 +41,7 @@ from .model import WanTransformer3D
 from .plans import plans
 from .settings import Settings
 from .sizes import Sizes
+from .time_states import time_states
 
 TRAINING_TIMES = 1000  # a boundary is a share of them
 
@@ -235,6 +236,12 @@ class WanSamplingTask:
         frames = x.shape[1] // self.sizes.patch_size[0]
         times = jnp.where(jnp.arange(frames) > 0, t[:, None], 0.0)
         return model(_begun(first, x), times, kv=kv, around=around)
+
+    def time_states(
+        self, weights: Path, times: np.ndarray, which: Literal["embedding", "modulation"]
+    ) -> np.ndarray:
+        """Return what the transformer makes of each time, from its weights."""
+        return time_states(weights, self.sizes, times, which)
 
     def finished(
         self, x: Float[Array, "B F H W C"], told: Mapping[str, Array]

@@ -50,6 +50,10 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
             rule = "a block takes its steps at rollout.denoising_steps"
             remedy = "write the times there, with rollout.warp_steps and rollout.timestep_shift"
             yield ConfigError(f"sampling.{key}", value, rule, remedy)
+    if sampling.fast is not None:
+        rule = "it is of whole videos, whose steps are many; a block is made in few steps"
+        remedy = "remove sampling.fast; rollout.denoising_steps says the steps of a block"
+        yield ConfigError("sampling.fast", "given", rule, remedy)
     try:
         options(run.task)
     except ConfigError as problem:

@@ -142,6 +142,7 @@ PROMPTED = {
     "weights_without_a_model": ("--weights", "model"),
     "unipc": ("sampling.sampler=unipc",),
     "distilled": ("sampling.distilled=self_forcing",),
+    "a_cache_of_steps": ("sampling.fast.cache.interval=3",),
     "an_image_model": ("model.in_channels=8",),
 }
 BAD: dict[str, Any] = {

@@ -197,7 +197,7 @@ def test_a_pipeline_reuses_on_a_mesh(
     fewer = run(folder, name, *options, "fast.cache.schedule=XX.X", "fast.guidance.stop=0.75")
     printed = capsys.readouterr().out
     assert "approximate: 5 of 8 forwards are computed, 62%; " in printed
-    assert re.search(r" kept between steps\n", printed)
+    assert re.search(r" kept between steps on each device\n", printed)
     assert re.search(r" 3 +reused +two +dot_product +0\n", printed)
     assert "not in one call: steps of sampling.fast differ between the predictions" in printed
     assert 0 < np.abs(fewer - plain).max() < np.abs(plain).max()
