@@ -103,4 +103,7 @@ def _predictions(step: Step) -> str:
 
 def _size(count: int) -> str:
     """Write a number of bytes."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.2f} MiB"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= unit / 10:
+            return f"{count / unit:.2f} {name}"
+    return f"{count / 2**10:.2f} KiB"
