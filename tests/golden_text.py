@@ -9,7 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 HEADING = re.compile(r"^\[(\w+)\]\n", re.MULTILINE)
@@ -28,6 +32,13 @@ def check_golden(name: str, text: str) -> None:
         "read what it writes"
     )
     assert text == found[name]
+
+
+def check_refused(name: str, error: type[Exception], call: Callable[[], Any]) -> None:
+    """Fail unless a call ends in this error, whose text is the golden one."""
+    with pytest.raises(error) as caught:
+        call()
+    check_golden(name, str(caught.value))
 
 
 def golden_texts(group: str) -> dict[str, str]:

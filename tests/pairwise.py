@@ -15,6 +15,11 @@ def product(axes: Mapping[str, Sequence], legal: Callable[[dict], bool]) -> list
     return [c for c in cases if legal(c)]
 
 
+def name_of(case: dict) -> str:
+    """Name a case by its values."""
+    return "-".join(str(value).replace(" ", "_") for value in case.values())
+
+
 def pairwise(
     axes: Mapping[str, Sequence],
     legal: Callable[[dict], bool],

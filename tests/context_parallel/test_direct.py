@@ -23,7 +23,7 @@ from maxattn.masks import Full
 from tests.cases import HEADS, allowed, arrays, judge
 from tests.gpu.dense import DenseLibrary
 from tests.jaxprs import count_primitive, equations
-from tests.pairwise import pairwise
+from tests.pairwise import name_of, pairwise
 from tests.reference import attention64, error
 from tests.waiting import few
 
@@ -58,13 +58,11 @@ def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
     return replace(plan, strategy=replace(ring, schedule=GpuSchedule())), mesh
 
 
-def name(case: dict) -> str:
-    return "-".join(map(str, case.values()))
-
-
 # Masks and biases meet each other inside of the kernels, whose tests pair them.
 @pytest.mark.parametrize(
-    "case", few(pairwise(AXES, legal, core=("strategy", "dtype")), ("strategy", "dtype")), ids=name
+    "case",
+    few(pairwise(AXES, legal, core=("strategy", "dtype")), ("strategy", "dtype")),
+    ids=name_of,
 )
 def test_against_float64(case: dict) -> None:
     """Compare with float64; count the permutes of the program."""

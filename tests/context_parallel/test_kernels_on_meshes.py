@@ -11,7 +11,7 @@ import pytest
 
 import maxattn as ma
 from tests.cases import MASKS, judge, run_case
-from tests.pairwise import product
+from tests.pairwise import name_of, product
 from tests.reference import mean_error
 from tests.waiting import but
 
@@ -50,10 +50,6 @@ def legal(case: dict) -> bool:
     return several and not (pallas and case["mask"] in REFUSED)
 
 
-def name(case: dict) -> str:
-    return "-".join(str(v).replace(" ", "_") for v in case.values())
-
-
 def config(case: dict, context: int) -> ma.AttentionConfig:
     kernel = "dot_product" if case["kernel"] == "memory_efficient" else case["kernel"]
     return ma.AttentionConfig(
@@ -69,7 +65,7 @@ ROUNDED = [case | {"dtype": "bfloat16"} for case in CASES if case["dtype"] == "f
 ALL = [*CASES, *ROUNDED, *(case for case in product(PRODUCT, legal) if case not in CASES)]
 
 
-@pytest.mark.parametrize("case", but(ALL, CASES), ids=name)
+@pytest.mark.parametrize("case", but(ALL, CASES), ids=name_of)
 def test_product(case: dict) -> None:
     if case["kernel"] == "tokamax_flash":
         pytest.importorskip("tokamax")

@@ -18,7 +18,7 @@ from maxattn.errors import MeshError, Unsupported
 from maxattn.sharding import batch_sharding, place
 from maxattn.tools.compile.hlo import transfers
 from tests.cases import BIASES, MASKS, judge, run_case
-from tests.pairwise import pairwise
+from tests.pairwise import name_of, pairwise
 from tests.waiting import but
 
 MESHES = {
@@ -48,10 +48,6 @@ AXES = {
     "role": ["self", "cross"],
 }
 FIXED = {"dtype": "float32", "head_dim": 16}
-
-
-def name(case: dict) -> str:
-    return "-".join(str(v).replace(" ", "_") for v in case.values())
 
 
 def make_config(case: dict) -> ma.AttentionConfig:
@@ -86,7 +82,9 @@ SMALL = (
 CASES = [dict(zip(AXES, row, strict=True)) for row in SMALL]
 
 
-@pytest.mark.parametrize("case", but([*CASES, *pairwise(AXES, lambda case: True)], CASES), ids=name)
+@pytest.mark.parametrize(
+    "case", but([*CASES, *pairwise(AXES, lambda case: True)], CASES), ids=name_of
+)
 def test_pairs(case: dict) -> None:
     config, sizes = make_config(case), MESHES[case["mesh"]]
     case = case | FIXED | {"batch": 8 if "data" in sizes or "fsdp" in sizes else 2}

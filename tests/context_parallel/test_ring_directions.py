@@ -17,7 +17,7 @@ from maxattn import masks as M
 from maxattn.context_parallel.timeline import HopSteps, Timeline
 from maxattn.errors import MaxattnError
 from tests.cases import allowed
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 from tests.jaxprs import of_primitive
 from tests.reference import attention64, error
 from tests.waiting import but
@@ -158,9 +158,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    with pytest.raises(MaxattnError) as caught:
-        REFUSED[name]()
-    check_golden(f"ring_direction/refused_{name}", str(caught.value))
+    check_refused(f"ring_direction/refused_{name}", MaxattnError, REFUSED[name])
 
 
 def test_it_has_no_effect_without_a_ring() -> None:

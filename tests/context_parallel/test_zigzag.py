@@ -17,7 +17,7 @@ from maxattn.context_parallel.ring.zigzag import ChunkLayout
 from maxattn.decide import decide
 from tests.cases import BIASES, MASKS, judge, run_case
 from tests.jaxprs import of_primitive
-from tests.pairwise import pairwise
+from tests.pairwise import name_of, pairwise
 from tests.waiting import but
 
 TPU = ma.Target.named("TPU v5p")
@@ -140,10 +140,6 @@ def legal(case: dict) -> bool:
     return case["kernel"] != "flash" or (case["bias"] == "none" and case["mask"] != "not segments")
 
 
-def name(case: dict) -> str:
-    return "-".join(str(v).replace(" ", "_") for v in case.values())
-
-
 SMALL = (
     ("ring", 4, "dense", "causal", "8 of 2", "cross", "keys", "float32"),
     ("2 x ring 2", 4, "dense", "causal & lengths", "8 of 2", "odd", "full", "float32"),
@@ -154,7 +150,7 @@ CASES = [dict(zip(AXES, row, strict=True)) for row in SMALL]
 ALL = pairwise(AXES | {"context": [4, 8], "kernel": list(KERNELS)}, legal)
 
 
-@pytest.mark.parametrize("case", but([*CASES, *ALL], CASES), ids=name)
+@pytest.mark.parametrize("case", but([*CASES, *ALL], CASES), ids=name_of)
 def test_against_float64(case: dict, free_permutes: None) -> None:
     kernel = KERNELS[case["kernel"]]
     shards = {} if case["strategy"] == "ring" else {"ulysses_shards": 2}

@@ -17,7 +17,7 @@ from maxattn import masks as M
 from maxattn.errors import Unsupported
 from tests.cases import MASKS, judge, run_case
 from tests.gpu.requirements import skip_unless_available
-from tests.pairwise import pairwise
+from tests.pairwise import name_of, pairwise
 from tests.reference import attention64, error
 
 pytestmark = pytest.mark.gpu
@@ -36,17 +36,13 @@ AXES = {
 }
 
 
-def name(case: dict) -> str:
-    return "-".join(map(str, case.values()))
-
-
 def of_dtype(case: dict) -> dict:
     same = case["bias_dtype"] == "that of q"
     return case | {"bias_dtype": case["dtype"] if same else case["bias_dtype"]}
 
 
 @pytest.mark.parametrize(
-    "case", pairwise(AXES, lambda case: True, core=("kernel", "bias", "bias_dtype")), ids=name
+    "case", pairwise(AXES, lambda case: True, core=("kernel", "bias", "bias_dtype")), ids=name_of
 )
 def test_pairs(case: dict, record_property: Any) -> None:
     skip_unless_available(case["kernel"])

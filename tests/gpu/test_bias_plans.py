@@ -13,7 +13,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.announce import announce
 from maxattn.errors import Unsupported
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 
 EXTRAS = (("tokamax", "0.0.17"), ("fa4-jax", "0.1.0"), ("transformer-engine-jax", "2.20.2"))
 H200, A100 = (ma.Target("gpu", f"NVIDIA {name}", EXTRAS) for name in ("H200", "A100"))
@@ -72,9 +72,7 @@ def test_explain(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    with pytest.raises(Unsupported) as refused:
-        REFUSED[name]()
-    check_golden(f"gpu_bias/refused_{name}", str(refused.value))
+    check_refused(f"gpu_bias/refused_{name}", Unsupported, REFUSED[name])
 
 
 @pytest.mark.parametrize("name", EXPLAINED)

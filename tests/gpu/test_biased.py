@@ -22,7 +22,7 @@ from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.biased import Biased
 from tests.cases import KINDS, MASKS, arrays, judge, run_case
 from tests.gpu.dense import DenseLibrary
-from tests.pairwise import pairwise
+from tests.pairwise import name_of, pairwise
 from tests.reference import attention64, error
 from tests.waiting import few
 
@@ -52,10 +52,6 @@ def library() -> Iterator[None]:
     table.remove("dense_library")
 
 
-def name(case: dict) -> str:
-    return "-".join(map(str, case.values()))
-
-
 CORE = ("mask", "bias")
 # Masks of the same kind are written into a bias alike: one of each kind meets every bias.
 REST = {"mask": [mask for mask in MASKS if mask not in KINDS], "bias": ["full"], "heads": ["gqa"],
@@ -67,13 +63,13 @@ FEW += pairwise(AXES | REST, lambda case: True)
 
 
 # Every mask and every bias; each mask beside each bias is in make test-all, below.
-@pytest.mark.parametrize("case", few(FEW), ids=name)
+@pytest.mark.parametrize("case", few(FEW), ids=name_of)
 def test_pairs_of_masks_and_biases(case: dict) -> None:
     judge(case, run_case(case, ma.AttentionConfig(attention="dense_library")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True, core=CORE), ids=name)
+@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True, core=CORE), ids=name_of)
 def test_every_mask_beside_every_bias(case: dict) -> None:
     judge(case, run_case(case, ma.AttentionConfig(attention="dense_library")))
 
@@ -82,7 +78,7 @@ def test_every_mask_beside_every_bias(case: dict) -> None:
 @pytest.mark.parametrize(
     "case",
     few(pairwise(SHARDED, lambda case: True, core=("strategy", "length"))),
-    ids=name,
+    ids=name_of,
 )
 def test_strategies(case: dict) -> None:
     config = ma.AttentionConfig(

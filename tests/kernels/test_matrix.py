@@ -8,7 +8,7 @@ import pytest
 
 import maxattn as ma
 from tests.cases import BIASES, KINDS, LENGTHS, MASKS, judge, run_case
-from tests.pairwise import pairwise, product
+from tests.pairwise import name_of, pairwise, product
 from tests.waiting import few, slow
 
 BLOCKWISE = {"attention": "dot_product", "use_memory_efficient_attention": True}
@@ -48,10 +48,6 @@ AXES = {
 def legal(case: dict) -> bool:
     """Every combination is: no kernel here refuses anything."""
     return True
-
-
-def name(case: dict) -> str:
-    return "-".join(str(v).replace(" ", "_") for v in case.values())
 
 
 # What a kernel's code depends on; sizes and heads meet every kernel, and each other only in
@@ -105,7 +101,7 @@ ALL = [case for axes in (AXES, FLASH_AXES, TOKAMAX_AXES) for case in pairwise(ax
 ALL += [*product(AXES | ODD, legal), *product(AXES | SPLASH | SHORT, legal)]
 
 
-@pytest.mark.parametrize("case", [*FEW, *slow(ALL)], ids=name)
+@pytest.mark.parametrize("case", [*FEW, *slow(ALL)], ids=name_of)
 def test_against_float64(case: dict) -> None:
     if case["kernel"] in OF_TOKAMAX:
         pytest.importorskip("tokamax")

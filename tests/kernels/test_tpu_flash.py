@@ -33,7 +33,7 @@ from maxattn.kernels.transposed.tile import small_scores
 from maxattn.masks.terms import KEY_PAD, QUERY_PAD
 from tests.cases import HEADS, KINDS, TOLERANCE, allowed, compare, judge, run_case
 from tests.jaxprs import count_primitive, of_primitive
-from tests.pairwise import pairwise
+from tests.pairwise import name_of, pairwise
 from tests.reference import attention64
 from tests.waiting import but, few
 
@@ -52,16 +52,14 @@ AXES = {
 B, T, S, N, K, H = 2, 130, 260, 4, 2, 32
 
 
-def name(case: dict) -> str:
-    return "-".join(str(v).replace(" ", "_") for v in case.values())
-
-
 def plain_or_float32(case: dict) -> bool:
     """Masks of one kind share their code: in bfloat16 one of each."""
     return case["dtype"] == "float32" or case["mask"] in KINDS
 
 
-@pytest.mark.parametrize("case", few(pairwise(AXES, plain_or_float32, core=("dtype",))), ids=name)
+@pytest.mark.parametrize(
+    "case", few(pairwise(AXES, plain_or_float32, core=("dtype",))), ids=name_of
+)
 def test_pairs(case: dict) -> None:
     judge(case, run_case(case, CONFIG))
 

@@ -29,7 +29,7 @@ from tests.cases import arrays as same_dims
 from tests.context_parallel.test_zigzag import free_permutes as free_permutes
 from tests.golden_text import check_golden
 from tests.jaxprs import count_primitive
-from tests.pairwise import pairwise, plainly
+from tests.pairwise import name_of, pairwise, plainly
 from tests.reference import attention64, error
 from tests.waiting import but, few
 
@@ -87,10 +87,6 @@ def judge(case: dict, x: dict[str, Any], got: tuple[Any, ...]) -> None:
     given = x["q"], x["k"], x["v"], x["ok"], x["bias"]
     want = attention64(*given, dout=x["dout"], dlse=x["dlse"])
     compare(got, want, TOLERANCE[case["dtype"]])
-
-
-def name_of(case: dict) -> str:
-    return "-".join(map(str, case.values()))
 
 
 # Masks, lengths and biases have no channels; a kernel sees padded heads as any others.

@@ -22,7 +22,7 @@ from maxattn.sharding import mesh_shape, partition_spec
 from maxattn.tools.compile.hlo import transfers
 from tests import waiting
 from tests.cases import BIASES, allowed, arrays, judge
-from tests.pairwise import pairwise, plainly
+from tests.pairwise import name_of, pairwise, plainly
 from tests.reference import attention64, error
 
 P = PartitionSpec
@@ -77,10 +77,6 @@ def few() -> list[dict]:
     return cases
 
 
-def name(case: dict) -> str:
-    return "-".join(map(str, case.values()))
-
-
 FEW = few()
 # Chunks in rings, which compile for seconds, wait: what lies how is the same with them. Each
 # strategy meets Explicit and Auto axes in what its program moves, below.
@@ -88,14 +84,14 @@ QUICK = [case for case in FEW if not (case["chunks"] and "ring" in case["strateg
 
 
 @pytest.mark.parametrize(
-    "case", waiting.but(FEW, waiting.enough(QUICK, ("mesh", "axes"))), ids=name
+    "case", waiting.but(FEW, waiting.enough(QUICK, ("mesh", "axes"))), ids=name_of
 )
 def test_pairs(case: dict) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=name)
+@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=name_of)
 def test_all_pairs(case: dict) -> None:
     check(case)
 

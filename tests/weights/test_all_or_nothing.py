@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from maxattn import weights
 from maxattn.errors import WeightsError
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 from tests.weights import models
 from tests.within import within
 
@@ -214,9 +214,7 @@ def test_numpy_parameters_are_read_saved_loaded_and_merged(tmp_path):
 def test_deleted_parameters_are_refused(tmp_path):
     model = Model(jnp.float32)
     model.a.kernel.get_value().delete()
-    with pytest.raises(WeightsError) as error:
-        weights.to_diffusers(model)
-    check_golden("weights/deleted_parameter", str(error.value))
+    check_refused("weights/deleted_parameter", WeightsError, lambda: weights.to_diffusers(model))
     with pytest.raises(WeightsError):
         weights.save_diffusers(model, tmp_path)
     with pytest.raises(WeightsError):

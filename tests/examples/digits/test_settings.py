@@ -19,7 +19,7 @@ from yaml import safe_load
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from tests.examples.conftest import ROOT
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 
 SHIPPED = ROOT / "configs" / "wan_tiny.yml"
 STREAMED = ROOT / "configs" / "wan_tiny_stream.yml"
@@ -129,6 +129,4 @@ def test_streams_that_cannot_be_are_refused(case: str):
 
 def test_forcing_without_blocks_is_refused_before_training():
     settings = Settings.from_yaml(STREAMED, ["rollout=null"])
-    with pytest.raises(ConfigErrors) as error:
-        Training(DigitsTask(settings))
-    check_golden("digits/no_rollout", str(error.value))
+    check_refused("digits/no_rollout", ConfigErrors, lambda: Training(DigitsTask(settings)))
