@@ -28,6 +28,7 @@ from digits.drawing import draw_all
 from digits.settings import Settings as DigitsSettings
 from digits.stream_demo import Demo
 from digits.training import train as train_digits
+from digits_large.distil import DistilTask
 from digits_large.settings import Settings as ClipSettings
 from digits_large.settings import describes_clips
 from digits_large.task import ClipTask
@@ -62,7 +63,7 @@ def settings_class(path: str, overrides: Sequence[str]) -> type[DigitsSettings] 
 def main(settings: DigitsSettings | Settings) -> None:
     """Train what the settings describe."""
     if isinstance(settings, ClipSettings):
-        train(ClipTask, settings)
+        train(ClipTask if settings.training.distil is None else DistilTask, settings)
     elif isinstance(settings, Settings):
         train(WanTask, settings)
     else:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import wan.settings
 import yaml
+from annotated_types import Ge
 from common.settings import Count, Whole
 
 from maxattn.config import Section
@@ -30,11 +31,29 @@ class ClipData(Section):
     """There is none: nothing is read."""
 
 
+class Distil(Section):
+    """A student of few steps, which learns from the model of `model.folder`."""
+
+    substeps: Count = 4
+    """Euler steps of the teacher in one of the student's, which are those of `sampling`."""
+    guidance_scale: Annotated[float, Ge(0)] = 2.5
+    """Of the teacher; the student needs none."""
+
+
+class ClipTraining(wan.settings.TrainingSettings):
+    """Training on clips, or by a teacher."""
+
+    distil: Distil | None = None
+    """Learn few steps from a teacher; null: learn from the clips."""
+
+
 class Settings(wan.settings.Settings):
     """Wan's settings, with `data` that says how clips are made."""
 
     data: ClipData = ClipData()  # pyright: ignore[reportIncompatibleVariableOverride]
     """The clips."""
+    training: ClipTraining = ClipTraining()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """How the model learns."""
 
 
 def describes_clips(path: str, overrides: Sequence[str]) -> bool:

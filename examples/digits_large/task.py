@@ -108,16 +108,20 @@ class ClipTask(WanTask):
         yield from super().shape_errors(shapes)
         yield from clip_errors(self.settings, self.size)
 
-    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
-        """Make the clips; draw times and noise; replace some prompts by the empty one."""
-        for_frames, for_noise = jax.random.split(key)
+    def made(self, batch: Arrays, key: Array) -> tuple[Arrays, Arrays]:
+        """Make the clips of a batch, and their texts; return beside them positions, if any."""
         scene = scenes.draw(self.settings.training.seed, batch["clip"], self.scans, self.size)
         x = clips.to_model(clips.render(scene, clips.scans_here(self.scans), self.size))
         more: Arrays = {}
         if self.seen < self.size.frames:
-            frames = some_frames(for_frames, self.size, self.seen)
+            frames = some_frames(key, self.size, self.seen)
             x, more["positions"] = x[:, frames], jnp.tile(frames, (len(x), 1))
-        made = {"latents": jnp.moveaxis(x, -1, 1), "text": words.states(scene.numbers)}
+        return {"latents": jnp.moveaxis(x, -1, 1), "text": words.states(scene.numbers)}, more
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Make the clips; draw times and noise; replace some prompts by the empty one."""
+        for_frames, for_noise = jax.random.split(key)
+        made, more = self.made(batch, for_frames)
         return super().noised(made, empty, for_noise) | more
 
     def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:

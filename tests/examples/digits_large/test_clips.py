@@ -90,6 +90,13 @@ def test_a_clip_depends_on_its_number_and_the_seed_alone():
     assert (np.abs(other - again).max((1, 2, 3, 4)) > 0.5).all()
 
 
+def test_what_the_model_learns_is_turned_back_into_colours():
+    clip = jnp.asarray(rendered(SCENE)[:2])
+    learned = clips.to_model(clip)
+    np.testing.assert_allclose(clips.of_model(learned), clip, atol=1e-6)
+    assert float(clips.of_model(learned + 9).max()) == 1 and float(learned.min()) == -1
+
+
 def test_a_frame_equals_interpolation_in_numpy():
     at = np.asarray(scenes.corners(SCENE, SIZE))
     scan = np.pad(SCANS.ink[np.asarray(SCENE.scan)[2, 0]].astype(np.float64), 1)
