@@ -8,7 +8,8 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.masks import blocks, row_runs
-from tests.pairwise import pairwise, product
+from tests.pairwise import name_of, pairwise, product
+from tests.waiting import but
 
 AXES = {
     "frames": (6, 7, 12, 13),
@@ -67,7 +68,8 @@ def meaning(case: dict) -> np.ndarray:
     return np.array([[allowed(case, q, k) for k in rows] for q in rows])
 
 
-def check(case: dict) -> None:
+@pytest.mark.parametrize("case", but(product(AXES, fits), pairwise(AXES, fits)), ids=name_of)
+def test_what_is_said_is_allowed(case: dict) -> None:
     want, length = meaning(case), 2 * case["frames"] * case["tokens"]
     mask, at = mask_of(case).bind(length, length), np.arange(length)
     np.testing.assert_array_equal(np.asarray(mask.allowed(at, at))[0, 0], want)
@@ -78,21 +80,6 @@ def check(case: dict) -> None:
     np.testing.assert_array_equal(blocks.count(mask, 5, 3, length, length), count)
 
 
-def name(case: dict) -> str:
-    return "-".join(f"{key}_{value}" for key, value in case.items())
-
-
-@pytest.mark.parametrize("case", pairwise(AXES, fits), ids=name)
-def test_what_is_said_is_allowed(case: dict) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", product(AXES, fits), ids=name)
-def test_what_is_said_is_allowed_in_every_case(case: dict) -> None:
-    check(case)
-
-
 @pytest.mark.parametrize("shards", [1, 4])
 def test_few_rows_are_visited(shards: int) -> None:
     """Plans of long clips ask a handful of the rows."""
@@ -101,7 +88,7 @@ def test_few_rows_are_visited(shards: int) -> None:
     assert sum(r.first.size for r in row_runs.row_runs(bound, length, length)) < 100
 
 
-@pytest.mark.parametrize("case", pairwise(AXES, fits)[::3], ids=name)
+@pytest.mark.parametrize("case", pairwise(AXES, fits)[::3], ids=name_of)
 def test_with_other_masks(case: dict) -> None:
     """Runs of rows of both are those of every row."""
     length, teacher = 2 * case["frames"] * case["tokens"], mask_of(case)

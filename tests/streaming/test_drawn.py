@@ -8,8 +8,9 @@ from tests.fuzz.loop import draw
 from tests.fuzz.run import describe, run
 from tests.waiting import but
 
-# Batch rows on a mesh, x64, and recomputed frames of a window that dropped some, with a sink.
-QUICK = (0, 15, 24)
+# Batch rows of different fill on a mesh; a prefix longer than the window, x64; recomputed frames of
+# a window that dropped some, with a sink; positions by slots with a sink; a first frame alone.
+QUICK = (0, 15, 24, 28, 36)
 
 
 @pytest.mark.parametrize("seed", but(range(40), QUICK))

@@ -21,11 +21,8 @@ from tests.streaming.stack import (
     Stack,
     clips,
     close,
-    programs,
-    rollout,
     skipped,
     table,
-    teacher_forward,
 )
 
 STREAM = ma.Stream(2, 3, 2, sink=1)
@@ -35,26 +32,6 @@ SIZES: Any = {"layers": 1, "kv_heads": HEADS, "dim_head": 8, "dtype": "float32"}
 def layer() -> ma.FlaxAttention:
     sizes = {"heads": HEADS, "dim_head": 8, "qk_norm": "rms_norm"}
     return ma.FlaxAttention(WIDTH, rngs=nnx.Rngs(0), **sizes)
-
-
-@pytest.mark.parametrize(
-    ("stream", "blocks"),
-    [(STREAM, 4), (ma.Stream(2, 3, 2, 1, True), 2), (ma.Stream(2, 1, 4), 2)],
-)
-def test_a_prefix_at_once_is_its_blocks_one_by_one(stream: ma.Stream, blocks: int) -> None:
-    """Longer prefixes than the cache too; the block after it sees the same."""
-    stack = Stack.make()
-    frames = stream.first_block + (blocks - 1) * stream.frames_per_block
-    clean, _ = clips(stream, frames + stream.frames_per_block)
-    tokens = frames * stream.tokens_per_frame
-    one_by_one = rollout(stack, stream, stack.cache(stream), clean, clean)
-    cache = stack.cache(stream).prefix(frames)
-    y, cache = stack.jitted(clean[:, :tokens], 0.0, table(stream, frames), cache)
-    close(y, one_by_one.clean[:, :tokens])
-    cache, angles = cache.advance(), table(stream, stream.frames_per_block, frames)
-    y, cache = stack.jitted(clean[:, tokens:], 0.0, angles, cache)
-    close(y, one_by_one.clean[:, tokens:])
-    close(cache.k, one_by_one.cache.k)
 
 
 @pytest.mark.parametrize("how", [{}, {"positions": "slots_with_sink"}, {"per_layer": True}])
@@ -85,29 +62,6 @@ def test_an_unwritten_cache_lets_gradients_pass() -> None:
         gradient(lambda x: attn(x, rotary_emb=angles, cache=unwritten)[0]),
         gradient(lambda x: attn(x, rotary_emb=angles)),
     )
-
-
-@pytest.mark.slow
-def test_rows_of_different_fill_are_each_alone() -> None:
-    """Rows after one, two and five blocks go on together: each does what it does alone."""
-    stack, stream = Stack.make(), ma.Stream(2, 3, 3, sink=2)
-    done = (3, 6, 15)
-    clean, noisy = clips(stream, 24)
-    alone = [rollout(stack, stream, stack.cache(stream), clean[:, : 2 * n], noisy) for n in done]
-    cache = ma.KVCache.stacked([made.cache for made in alone])
-    assert cache.frame.shape == (3,) and cache.stage == "filling"
-    step = jax.jit(stack.step, donate_argnums=3)
-    want, _ = teacher_forward(stack, stream, clean, noisy)
-    for block in range(3):
-        starts = [2 * (n + 3 * block) for n in done]
-        x = jnp.concatenate([clean[:, s : s + 6] for s in starts])
-        turns = [table(stream, 3, n + 3 * block) for n in done]
-        angles = ma.Rotary(np.stack([t.cos for t in turns]), np.stack([t.sin for t in turns]))
-        y, cache = step(x, 0.0, angles, cache)
-        for row, start in enumerate(starts):
-            close(y[row], want[0, start : start + 6])
-        cache = cache.advance()
-    assert cache.stage == "full" and programs(step) == 2
 
 
 def test_rows_are_read_as_full_once_all_of_them_are() -> None:

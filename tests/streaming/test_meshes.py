@@ -70,24 +70,6 @@ def test_a_rollout_on_a_mesh(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", but(["heads", "tokens"], ["tokens"]))
-def test_rows_of_different_fill_and_slots_on_a_mesh(layout: str) -> None:
-    mesh, stream = mesh_of("context 2"), ma.Stream(4, 3, 2)
-    stack, alone = Stack.make(mesh=mesh), Stack.make()
-    clean, noisy = clips(stream, 12)
-    how = {"positions": "slots", "mesh": mesh, "context": layout}
-    rows = [
-        rollout(stack, stream, stack.cache(stream, **how), clean[:, : 4 * n], noisy).cache
-        for n in (3, 9)
-    ]
-    x = jnp.concatenate([clean[:, 12:24], clean[:, 36:48]])
-    cache = ma.KVCache.stacked(rows)
-    y, _ = stack.jitted(x, 0.0, table(stream, 6), cache)
-    want, _ = teacher_forward(alone, stream, clean, noisy)
-    close(y[0], want[0, 12:24], atol=1e-4)
-    close(y[1], want[0, 36:48], atol=1e-4)
-
-
-@pytest.mark.parametrize("layout", but(["heads", "tokens"], ["tokens"]))
 def test_kept_tokens_are_read_on_a_mesh(layout: str) -> None:
     mesh, stream = mesh_of("context 2"), ma.Stream(4, 1)
     clean, _ = clips(stream, 6, batch=2)

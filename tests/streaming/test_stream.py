@@ -9,13 +9,32 @@ import pytest
 
 import maxattn as ma
 from maxattn.streaming import CacheLayout
-from tests.pairwise import pairwise, product
-from tests.streaming.test_equivalence import AXES, fits, frames_of, name, stream_of
+from tests.pairwise import name_of, pairwise, product
+
+AXES = {"window": (None, 2, 4), "sink": (0, 1, 3), "size": (1, 3, 5), "alone": (False, True)}
+
+
+def fits(case: dict) -> bool:
+    """Return whether the sink is inside of a window, and leaves room for a block."""
+    if case["window"] is None:
+        return case["sink"] == 0
+    return case["sink"] <= (case["window"] - 1) * case["size"]
+
+
+def stream_of(case: dict) -> ma.Stream:
+    return ma.Stream(2, case["size"], case["window"], case["sink"], case["alone"])
+
+
+def frames_of(stream: ma.Stream) -> int:
+    """Make three times as many frames as the cache holds, or seven blocks."""
+    wanted = 3 * (stream.budget or 0) or 7 * stream.frames_per_block
+    return next(n for n in range(wanted, 2 * wanted + 9) if stream.ends_block(n))
+
 
 CASES, PAIRS = product(AXES, fits), pairwise(AXES, fits)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_slots_hold_what_the_masks_allow(case: dict) -> None:
     """After each block its frames and those that its mask lets it see are in the slots."""
     stream = stream_of(case)
@@ -34,7 +53,7 @@ def test_slots_hold_what_the_masks_allow(case: dict) -> None:
             assert noisy == (kept - own) | {frames + i for i in own}
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=name)
+@pytest.mark.parametrize("case", PAIRS, ids=name_of)
 def test_slots_of_numbers_of_arrays_and_under_jit_are_the_same(case: dict) -> None:
     stream, frames = stream_of(case), np.arange(40)
     want = [stream.slots(int(i)) for i in frames]
@@ -42,7 +61,7 @@ def test_slots_of_numbers_of_arrays_and_under_jit_are_the_same(case: dict) -> No
     np.testing.assert_array_equal(jax.jit(stream.slots)(jnp.asarray(frames)), want)
 
 
-@pytest.mark.parametrize("case", [c for c in PAIRS if c["window"]], ids=name)
+@pytest.mark.parametrize("case", [c for c in PAIRS if c["window"]], ids=name_of)
 def test_places_count_frames_of_the_window_in_their_order(case: dict) -> None:
     stream = stream_of(case)
     budget = stream.budget or 0
