@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -37,11 +36,7 @@ class Stack(nnx.Module):
     """Layers stacked by `nnx.vmap`; `runs` says how they run."""
 
     def __init__(self, runs: str = "nnx.scan", config: Any = None) -> None:
-        @nnx.split_rngs(splits=LAYERS)
-        @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Block:
-            return Block(rngs, config)
-
+        stack = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: Block(rngs, config)))
         self.blocks, self.runs = stack(nnx.Rngs(0)), runs
 
     def __call__(self, x: jax.Array, angles: Any) -> jax.Array:
@@ -72,19 +67,15 @@ def by_loop(blocks: Block, x: jax.Array, angles: Any) -> jax.Array:
     return x
 
 
-RUNS: dict[str, Callable[..., jax.Array]] = {
-    "nnx.scan": by_nnx_scan,
-    "lax.scan": by_lax_scan,
-    "loop": by_loop,
-}
+RUNS: dict[str, Any] = {"nnx.scan": by_nnx_scan, "lax.scan": by_lax_scan, "loop": by_loop}
 
 
 def states(batch: int = 2) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (batch, TOKENS, WIDTH))
 
 
-def angles(style: str = "half") -> ma.Rotary:
-    return ma.rope_3d(DIM, *GRID, style=style)
+def angles() -> ma.Rotary:
+    return ma.rope_3d(DIM, *GRID, style="half")
 
 
 def faulty() -> Stack:

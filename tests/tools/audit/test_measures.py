@@ -150,9 +150,8 @@ def test_a_sample_has_its_number_of_queries_and_follows_its_seed(length):
 
 def test_a_sample_of_heads_is_some_of_all():
     q, k, v = drawn()
-    whole, some = one(q, k, v, kernels=()), one(q, k, v, sample=ma.AuditSample(heads=2))
+    whole, some = one(q, k, v), one(q, k, v, sample=ma.AuditSample(heads=2))
     assert len(some.heads) == 2
     for name in ("score", "entropy", "k_norm", "outside", "error dot_product"):
-        for head, value in zip(some.heads, some.measures[name], strict=True):
-            if name in whole.measures:
-                np.testing.assert_allclose(value, whole.measures[name][head], rtol=1e-5)
+        wanted = [whole.measures[name][head] for head in some.heads]
+        np.testing.assert_allclose(some.measures[name], wanted, rtol=1e-3)
