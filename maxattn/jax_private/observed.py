@@ -56,6 +56,17 @@ def operands_of(leaves: Any, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
     return jax.tree.unflatten(call.structure, first)
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many operands of a scan are constants and how many are its carry.
+
+    jax 0.10 has the numbers in the scan's parameters; later versions have the operands' tree.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 def _batch(args: Any, axes: Any, *, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
     pairs = list(zip(args, axes, strict=True))
     moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]

@@ -24,7 +24,6 @@ from maxattn.tools.bench.kernels import TOO_MANY_SCORES
 from maxattn.tools.bench.timing import TimedFunction, measure
 from maxattn.tools.passes import random_inputs
 
-INTERPRETED = "left out: a CPU interprets it; name it to include it"
 LARGE = "left out: its scores take too much memory; name it to include it"
 
 
@@ -48,14 +47,16 @@ def candidates(call: MarkedCall, named: Sequence[str] | None) -> list[Candidate]
             remedy = did_you_mean(name, KERNELS) or "write one of these names"
             rule = f"it must be one of {', '.join(KERNELS)}"
             raise InputError("kernels", brief(name), rule, remedy)
-    return [_candidate(call, name, named is not None) for name in names if _is_of_here(plan, name)]
+    found = [_candidate(call, name, named is not None) for name in names if _is_of_here(plan, name)]
+    return [each for each in found if each is not None]
 
 
 def _is_of_here(plan: Plan, name: str) -> bool:
     return name not in TABLE or plan.target.platform in TABLE[name].platforms
 
 
-def _candidate(call: MarkedCall, name: str, is_named: bool) -> Candidate:
+def _candidate(call: MarkedCall, name: str, is_named: bool) -> Candidate | None:
+    """Return a kernel to compare; None if a CPU interprets it, unless it is named."""
     plan = call.plan
     if name == plan.kernel.name:
         return Candidate(name, plan)
@@ -65,7 +66,7 @@ def _candidate(call: MarkedCall, name: str, is_named: bool) -> Candidate:
         return Candidate(name, None, reason.rule)
     kernel = build(name, local, call.config, plan.target)
     if not is_named and getattr(kernel.computes, "interpret", False):
-        return Candidate(name, None, INTERPRETED)
+        return None
     if not is_named and name == "dot_product" and scores_of(local) > TOO_MANY_SCORES:
         return Candidate(name, None, LARGE)
     return Candidate(name, replace(plan, kernel=kernel))
@@ -99,23 +100,24 @@ def costs_of(call: MarkedCall, kernels: Sequence[Candidate], budget: float) -> d
 
     Arrays of a mask are 1. `budget` is about the seconds spent on each kernel.
     """
-    plan = call.plan
-    q, k, v, _ = random_inputs(plan.call, 1)[0]
+    plan, around = call.plan, sharding.inside_auto_axes
+    mesh = call.mesh if isinstance(call.mesh, jax.sharding.Mesh) else sharding.program_mesh()
     bias = None if plan.call.bias is None else jnp.zeros(plan.call.bias, plan.call.bias_dtype)
     ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), plan.call.mask)
-    if isinstance(call.mesh, jax.sharding.Mesh) and plan.mesh:
 
-        def put(x: Array, letters: str) -> Array:
-            return sharding.constrain(x, call.mesh, letters)
+    def laid(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+        letters = {"BTNH": q, "BSKH": k, "BSKV": v}
+        return tuple(sharding.constrain(x, mesh, each) for each, x in letters.items())
 
-        q, k, v = jax.jit(lambda q, k, v: (put(q, "BTNH"), put(k, "BSKH"), put(v, "BSKH")))(q, k, v)
-    operands = q, k, v, bias, ones
+    with around():
+        q, k, v = random_inputs(plan.call, 1)[0][:3]
+        operands = *(jax.jit(laid)(q, k, v) if plan.mesh else (q, k, v)), bias, ones
 
     def work(name: str, plan: Plan) -> TimedFunction:
         def attend(q: Array, k: Array, v: Array, bias: Any, mask: Mask) -> Array:
-            return run(plan, q, k, v, bias, mask, call.mesh)[0]
+            return run(plan, q, k, v, bias, mask, mesh if plan.mesh else None)[0]
 
-        return TimedFunction(attend, lambda: [operands], name=name)
+        return TimedFunction(attend, lambda: [operands], around if plan.mesh else None, name)
 
     jobs = [work(name, plan) for name, plan, _ in kernels if plan is not None]
     timed = measure(jobs, budget)

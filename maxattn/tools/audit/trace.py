@@ -15,12 +15,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from maxattn.errors import InputError, Unsupported
-from maxattn.jax_private.observed import MarkedCall, auditing, call_p, operands_of
+from maxattn.jax_private.observed import MarkedCall, auditing, call_p, operands_of, scan_counts
 
 INLINED = (
     "jit",
-    "pjit",
     "closed_call",
+    "eval_jaxpr",
     "checkpoint",
     "remat2",
     "custom_jvp_call",
@@ -157,7 +157,7 @@ class _Walk:
         return jax.lax.cond(jnp.asarray(chosen)[at], measure, zeros, given)
 
     def _scan(self, params: Any, given: list[Any], at: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        n, c, inner = params["num_consts"], params["num_carry"], params["jaxpr"]
+        (n, c), inner = scan_counts(params), params["jaxpr"]
         consts, carry, xs = given[:n], given[n : n + c], given[n + c :]
 
         def body(carry: Any, x: Any) -> Any:

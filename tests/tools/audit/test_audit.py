@@ -196,8 +196,8 @@ def test_kernels_are_compared():
     assert all(1e-4 < rows[name].error < 1e-2 for name in names[:3])
     assert rows["flash"].where.startswith("call 1, head ")
     assert rows["tpu_few_keys"].note.startswith("it takes masks that depend on keys alone")
-    left = {row.kernel: row.note for row in ma.audit(ma.attention, q, k, v, seconds=0).kernels}
-    assert left["flash"].startswith("left out: a CPU interprets it") and "cudnn" not in left
+    unnamed = [row.kernel for row in ma.audit(ma.attention, q, k, v, seconds=0).kernels]
+    assert unnamed[:2] == names[:2] and "flash" not in unnamed  # a CPU interprets it
 
 
 def test_a_wrong_kernel_is_named():
