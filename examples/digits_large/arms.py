@@ -194,7 +194,7 @@ def draw(task: ClipSamplingTask, told: Conditions, mesh: jax.sharding.Mesh | Non
         rows, noise = _told(task, told.prompts[some], mesh), place(told.noise[some], mesh)
         fresh = None if keys is None else place(keys[some], mesh)
         if walk is None:
-            walk = Walk(task, rows, noise, schedule, planned, keys=fresh)
+            walk = Walk(task, rows, noise, schedule, planned, keys=fresh, mesh=mesh)
         else:
             walk.begin(rows, noise, fresh)
         with walk:

@@ -17,6 +17,7 @@ from flax import nnx
 from samplers import Schedule, start
 from samplers.noise import keys_of
 
+import maxattn as ma
 from maxattn import sharding
 
 from .rows import Rows
@@ -79,8 +80,9 @@ class _Makes:
         self, task: SamplingTask, schedule: Schedule, told: tuple[Arrays, ...], rows: Rows
     ) -> None:
         settings: Any = task.settings
-        # Scanned layers are traced once.
-        scanned = settings.replace(model=settings.model.replace(scan_layers=True))
+        # Scanned layers are traced once, and shapes do not depend on kernels.
+        plain = {"attention": "auto", "attention_kernel": None, "cross_attention": "auto"}
+        scanned = settings.replace(model=settings.model.replace(scan_layers=True), **plain)
         changed: Any = task
         self.task: SamplingTask = replace(changed, settings=scanned)
         model = nnx.eval_shape(lambda: self.task.build(None, nnx.Rngs(0)))
@@ -104,4 +106,5 @@ class _Makes:
             known = tuple(self.task.told(model, what) for what in given.told)
             return take(partial(self.task.predict, model), kind, how, given._replace(told=known))[1]
 
-        return jax.eval_shape(one, self.leaves, self.given._replace(told=told, kept=kept))
+        with ma.Target.named("cpu").assumed():
+            return jax.eval_shape(one, self.leaves, self.given._replace(told=told, kept=kept))

@@ -16,6 +16,7 @@ from maxattn.config import ConfigErrors
 from maxattn.config.rules import kernel_and_strategy
 from maxattn.errors import ConfigError, MaxattnError
 
+from .rows import Rows
 from .task import SamplingTask
 
 Kernel = str | None
@@ -105,6 +106,41 @@ def kernel_names(
         names = (plan.kernel.name for plan in plans.values() if plan.call.role == "self")
         found[kernel] = ", ".join(dict.fromkeys(names))
     return found
+
+
+def attention_seconds(
+    task: SamplingTask,
+    planned: Sequence[Planned],
+    whole: int,
+    rows: Rows,
+    lengths: Mapping[str, int],
+    mesh: jax.sharding.Mesh | None,
+) -> tuple[float, float] | None:
+    """Estimate how long self-attention takes in a run, and in one without shortcuts.
+
+    Args:
+        task: of the run.
+        planned: its steps.
+        whole: forwards without shortcuts.
+        rows: of the batch.
+        lengths, mesh: as of `kernel_names`.
+
+    Returns:
+        Seconds; None if a kernel has no estimate, or layers differ in their attention.
+    """
+    forward: dict[Kernel, float] = {}  # of a forward
+    for kernel in {None, *kernels_of(planned)}:
+        plans = with_kernel(task, kernel).plans(rows.samples * rows.calls, lengths, mesh)
+        found = [plan for plan in plans.values() if plan.call.role == "self"]
+        if len(found) != 1 or found[0].strategy.name != "none":
+            return None
+        local = found[0].strategy.local_call(found[0].padded_call)
+        times = found[0].kernel.microseconds(local, found[0].target)
+        if times is None:
+            return None
+        forward[kernel] = task.layers * times[0] / 1e6 / rows.calls
+    used = sum(x.step.forwards(task.layers) * forward[x.step.kernel] for x in planned)
+    return used, whole * forward[None]
 
 
 def _renamed(error: MaxattnError, kernel: str) -> Iterator[ConfigError]:

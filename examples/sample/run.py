@@ -26,7 +26,7 @@ from . import files
 from .assumed import assumed, assumed_lengths
 from .checks import check, check_plan
 from .kept import kept_bytes
-from .kernels import kernel_names, plans_of
+from .kernels import attention_seconds, kernel_names, plans_of
 from .loop import Walk
 from .lora_checks import check_lora
 from .paths import Paths
@@ -49,6 +49,12 @@ class Start(NamedTuple):
     told: tuple[Arrays, ...]
     rows: Rows
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens of a prompt, and of an image if the model is told one."""
+        told = self.told[0]
+        return {name: told[name].shape[1] for name in ("text", "image") if name in told}
+
 
 class Steps(NamedTuple):
     """Hold the steps of a run.
@@ -62,6 +68,11 @@ class Steps(NamedTuple):
     sampler: Sampler
     experts: tuple[Expert, ...]
     planned: Sequence[Planned]
+
+    @property
+    def guided(self) -> list[bool]:
+        """Whether each step has guidance without shortcuts."""
+        return [expert.guided for expert in self.experts for _ in range(expert.steps)]
 
 
 @sharding.inside_auto_axes()
@@ -224,8 +235,7 @@ def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
 
 def _opening(task: SamplingTask, start: Start, steps: Steps, mesh: Mesh | None) -> Iterator[str]:
     """Say what will run."""
-    sampling, told, rows = task.settings.sampling, start.told[0], start.rows
-    lengths = {name: told[name].shape[1] for name in ("text", "image") if name in told}
+    sampling, rows, lengths = task.settings.sampling, start.rows, start.lengths
     calls = rows.samples * rows.calls
     for plan in plans_of(task, steps.planned, calls, lengths, mesh):
         yield plan.explain()
@@ -275,10 +285,14 @@ def _fast_lines(
 ) -> Iterator[str]:
     """Say what steps compute and what they reuse, where they reuse anything."""
     sampling, planned = task.settings.sampling, steps.planned
-    guided = [expert.guided for expert in steps.experts for _ in range(expert.steps)]
     schedule = steps.sampler.schedule(sampling.num_inference_steps)
     kept = kept_bytes(task, planned, schedule, start.told, start.rows, mesh)
-    found = table(planned, task.layers, guided, kernels, kept)
+    found = [*table(planned, task.layers, steps.guided, kernels, kept)]
+    whole = forwards(planned, task.layers, steps.guided)[1]
+    seconds = attention_seconds(task, planned, whole, start.rows, start.lengths, mesh)
+    if found and seconds is not None:
+        used, usual = seconds
+        found.append(f"self-attention takes {used:.3g} s instead of {usual:.3g} s, by estimates")
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
         found = chain(found, schedule_lines(sampling.fast.cache, letters))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import generate_wan
 import pytest
 from fast.cache_settings import CacheSettings, ShapeSettings
 from fast.presets import presets
@@ -12,11 +14,15 @@ from fast.schedules import letters_of
 from fast.settings import FastSettings, GuidanceSettings
 from fast.steps import forwards, plan_steps
 from flux.settings import SamplingSettings as FluxSampling
+from sample.command import arguments_of
 from sdxl.settings import SamplingSettings as SDXLSampling
 from wan.settings import SamplingSettings as WanSampling
+from wan.sizes import SIZES
 
+import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from tests.examples.conftest import ROOT
 from tests.examples.sample.pipelines import pipeline, run, told
 from tests.golden_text import check_golden
 
@@ -107,3 +113,17 @@ def test_a_run_says_its_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     fast = printed[printed.index("fast      ") : printed.index("latents   ")]
     check_golden("fast/run", fast)
+
+
+def test_a_plan_for_another_machine_has_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Golden: Wan 1.3B at 480p on an H200, without its weights."""
+    sizes = vars(SIZES["wan-2.1-t2v-1.3b"]) | {"_class_name": "WanTransformer3DModel"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    words = [str(ROOT / "configs/wan_1_3b.yml"), "--model", str(tmp_path), "--plan"]
+    words += ["--fast", "balanced", "fast.kernels=[{steps: [0, 10], attention: cudnn}]"]
+    with ma.Target.named("H200", packages={"fa4-jax": "0.1.0"}).assumed():
+        generate_wan.main(arguments_of("", words))
+    printed = capsys.readouterr().out
+    check_golden("fast/plan", printed[printed.index("guidance  ") :])

@@ -10,15 +10,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common.pipeline_folder import Family
 from common.scan import Layers
+from compare.family import task_class
 from fast.guidance import Predictions
 from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSettings
+from sample.command import arguments_of
+from sample.paths import Paths
+from sample.run import load
 from samplers import sample, start, unipc
 from samplers import step as take_step
 
 from maxattn.config import ConfigErrors
+from tests.examples.conftest import ROOT
 from tests.examples.fast.walks import Run
-from tests.examples.sample.pipelines import EXACT, MORE, check, draw, pipeline, run, sizes_of, told
+from tests.examples.sample.pipelines import (
+    CONFIGS,
+    EXACT,
+    MORE,
+    check,
+    draw,
+    pipeline,
+    run,
+    sizes_of,
+    told,
+)
 
 STEPS, SHIFT = 4, 3.0
 WEIGHTS = jax.random.normal(jax.random.key(1), (3, 6, 6)) / 3
@@ -251,3 +267,50 @@ def test_a_plan_is_what_a_run_begins_with(
     printed = capsys.readouterr().out
     assert "approximate: 5 of 8 forwards are computed, 62%; " in printed
     assert not list(folder.rglob("*.safetensors"))
+
+
+def task_of(name: Family, folder: Path) -> Any:
+    """Return the sampling task of a fixture's pipeline, as `run` has it."""
+    kind, read = task_class(name)
+    null = () if name == "sdxl" else ("model.sizes=null", "sampling.timestep_shift=null")
+    settings = (*null, *EXACT, *MORE.get(name, ()), *sizes_of(name))
+    config = str(ROOT / "configs" / CONFIGS[name])
+    found = arguments_of("", [config, "--model", str(folder), *settings])
+    return kind.of(read(found, ()), folder)
+
+
+GATED = ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "sdxl"))]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_gated_pipeline_adds_the_last_difference(name: Family, tmp_path: Path) -> None:
+    """Against a loop of its own over the model: two steps are guided, two reuse c - u."""
+    arrays, options = told(tmp_path, name)
+    which = {"wan": "unipc", "sdxl": "euler", "flux": "flow_euler"}[name]
+    folder = pipeline(tmp_path, name, which)
+    plain = run(folder, name, *options)
+    gate = "fast.guidance={stop: 1.0, after: gate}"
+    assert np.array_equal(run(folder, name, *options, gate), plain)
+    gated = run(folder, name, *options, gate.replace("1.0", "0.5"))
+
+    task = task_of(name, folder)
+    model = load(task, Paths(folder), None)
+    given = task.completed({k: x for k, x in arrays.items() if not k.startswith("out.")})
+    noise = jnp.moveaxis(given.pop("noise"), 1, -1)
+    negative = {k.removeprefix("negative_"): x for k, x in given.items() if "negative_" in k}
+    meant = {k: x for k, x in given.items() if "negative_" not in k}
+    texts = [task.told(model, x) for x in (meant | negative, meant)]
+    schedule, scale = task.sampler().schedule(STEPS), task.settings.sampling.cfg_scale
+    state, difference = start(schedule, noise), jnp.zeros_like(noise)
+    for i in range(STEPS):
+
+        def guided(x: Any, t: Any, i: int = i) -> Any:
+            nonlocal difference
+            t = jnp.broadcast_to(t, x.shape[:1])
+            u, c = (task.predict(model, x, t, text).astype(jnp.float32) for text in texts)
+            difference = c - u if i < 2 else difference
+            return c + (scale - 1) * difference
+
+        state = take_step(schedule, i, state, guided)
+    check(gated, np.moveaxis(np.asarray(state.x), -1, 1))
+    assert np.abs(gated - plain).max() > 1e-3 * np.abs(plain).max()
