@@ -28,7 +28,7 @@ from . import words
 from .sampling_task import ClipSamplingTask
 from .settings import Settings
 
-DENSE, FLOOR = "dense", "floor"
+DENSE, FLOOR, REAL = "dense", "floor", "real"
 FORM = "write lines such as `half: {num_inference_steps: 25}`"
 
 
@@ -110,6 +110,9 @@ def read_arms(path: Path | None, given: Sequence[Sequence[str]]) -> list[Arm]:
             rule = "a change of a way of sampling is KEY=VALUE"
             raise ConfigErrors([ConfigError("--setting", wrong[0], rule, "write steps as 25")])
         said[name] = {key: yaml.safe_load(value) for key, _, value in pairs}
+    if taken := [name for name in (DENSE, FLOOR, REAL) if said.get(name)]:
+        rule = f"{DENSE} is the file's own sampling, {FLOOR} another kernel's, {REAL} real clips"
+        raise ConfigErrors([ConfigError("--settings", taken[0], rule, "give it another name")])
     return [Arm(name, changes or {}) for name, changes in said.items()]
 
 

@@ -20,8 +20,8 @@ from .scenes import BOUNCING, NONE, Scans, Scene, Size
 from .words import COLOURS, MOST
 
 WIDTHS = (judge.CUT**2, 256, 64, 10)
-PLACES = 6  # of each scan
-STEPS, BATCH, RATE = 600, 256, 3e-3
+PLACES = 4  # of each scan
+STEPS, BATCH, RATE = 400, 256, 3e-3
 SURE = 0.95  # of a label; the others share the rest, so that no frame counts too much
 Layers = list[tuple[Array, Array]]
 

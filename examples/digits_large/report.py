@@ -15,13 +15,13 @@ from common.replacing import replacing
 from jaxtyping import Float
 from PIL import Image
 
-from .arms import DENSE, FLOOR, Arm, Count, Drawn
+from .arms import DENSE, FLOOR, REAL, Arm, Count, Drawn
 from .clips import Clips, of_model
 from .scenes import Scene
 from .scores import BETTER, Judge, Scored, drift
-from .statistics import frechet, paired
+from .statistics import frechet, paired, spearman
 
-REAL = "real"
+LEAST_ROWS = 4  # that an order is told of
 SHOWN = 2  # clips of each way of sampling in the picture
 COLUMNS = {
     "digit": "{:.1%}", "likelihood": "{:.3f}", "margin": "{:.2f}", "identity": "{:.1%}",
@@ -138,6 +138,17 @@ class Report:
                     found = paired(ours, theirs, BETTER.get(score, -1))
                     yield {"name": name, "beside": beside, "score": score, **found._asdict()}
 
+    def orders(self) -> dict[str, float]:
+        """Return by score how well the drift of rows orders them by what they lose (Spearman)."""
+        rows = [self.facts(name) for name in self.rows if name not in (REAL, DENSE, FLOOR)]
+        rows = [row for row in rows if "drift" in row]
+        if len(rows) < LEAST_ROWS:
+            return {}
+        drifts = [row["drift"] for row in rows]
+        lost = {key: [-way * row[key] for row in rows] for key, way in BETTER.items()}
+        lost |= {key: [row[key] for row in rows] for key in ("fd_real", "fd_dense")}
+        return {key: spearman(drifts, values) for key, values in lost.items()}
+
     # ---- files ---------------------------------------------------------------------------------
 
     def text(self) -> str:
@@ -153,7 +164,10 @@ class Report:
             for pair in self.pairs()
         ]  # fmt: skip
         heads = ("", "beside", "score", "mean difference", "clips better / worse", "p")
-        return f"{found}\n{table(heads, tests)}" if tests else found
+        found = f"{found}\n{table(heads, tests)}" if tests else found
+        orders = ", ".join(f"{key} {value:.2f}" for key, value in self.orders().items())
+        said = f"\nDrift orders the rows by what they lose (Spearman): {orders}\n"
+        return found + said if orders else found
 
     def _cells(self, facts: dict[str, Any]) -> Sequence[str]:
         """Return the cells of a row."""
@@ -180,6 +194,7 @@ class Report:
             "floor": self.floor,
             "rows": [self.facts(name) for name in self.rows],
             "pairs": list(self.pairs()),
+            "drift_orders": self.orders(),
             "per_clip": scores,
         }
         texts = {"scores.json": json.dumps(found, indent=1), "scores.md": self.text()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,3 +60,12 @@ def paired(
     mean = float(better * apart.mean())
     p = 1.0 if tested is None else float(tested.pvalue)
     return Paired(mean, int((differ > 0).sum()), int((differ < 0).sum()), p)
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the correlation of ranks, ties at their mean rank; 0 where all are alike."""
+    from scipy.stats import rankdata
+
+    first, second = (rankdata(x) - (len(x) + 1) / 2 for x in (a, b))
+    size = np.linalg.norm(first) * np.linalg.norm(second)
+    return float(first @ second / size) if size else 0.0

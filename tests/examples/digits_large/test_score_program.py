@@ -79,6 +79,7 @@ def test_every_way_is_read_before_one_is_drawn(folder: Path, tmp_path: Path):
         (["--setting", "x", "steps"], "a change of a way of sampling is KEY=VALUE"),
         (["--setting", "x", "fast={cache: {schedule: XX.}}"], "it has a letter for each of the 4"),
         (["--settings", str(tmp_path / "none.yml")], "it names a YAML file"),
+        (["--setting", "floor", "guidance_scale=1"], "give it another name"),
         (["--clips", "12"], "clips are drawn in whole batches of 8"),
         (["--clips", "4", "--batch", "4"], "the 8 devices of data and fsdp have as many clips"),
     ):
