@@ -288,11 +288,12 @@ def _fast_lines(
     schedule = steps.sampler.schedule(sampling.num_inference_steps)
     kept = kept_bytes(task, planned, schedule, start.told, start.rows, mesh)
     found = [*table(planned, task.layers, steps.guided, kernels, kept)]
-    whole = forwards(planned, task.layers, steps.guided)[1]
-    seconds = attention_seconds(task, planned, whole, start.rows, start.lengths, mesh)
-    if found and seconds is not None:
-        used, usual = seconds
-        found.append(f"self-attention takes {used:.3g} s instead of {usual:.3g} s, by estimates")
+    if found:
+        whole = forwards(planned, task.layers, steps.guided)[1]
+        seconds = attention_seconds(task, planned, whole, start.rows, start.lengths, mesh)
+        if seconds is not None:
+            used, usual = (f"{x:.3g} s" for x in seconds)
+            found.append(f"self-attention takes {used} instead of {usual}, by estimates")
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
         found = chain(found, schedule_lines(sampling.fast.cache, letters))
