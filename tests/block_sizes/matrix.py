@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 from tests.block_sizes.compiler import TOPOLOGIES, Compiler
@@ -61,12 +62,12 @@ def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
 def cross_cases(
     kind: str, kernel: str, lengths: tuple[int, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, case) of training with 4,096 queries and texts of many lengths."""
+    """Yield (name, case) of both passes with 4,096 queries and texts of many lengths."""
     name, settings = KERNELS[kernel]
-    for length in lengths:
+    for length, training in product(lengths, (False, True)):
         shape = Shape(4096, length, 10, 64, "padding")
-        case = _case(kind, TOPOLOGIES[kind], name, settings, shape, True)
-        yield f"{kind}, {kernel}, {length} keys", case
+        case = _case(kind, TOPOLOGIES[kind], name, settings, shape, training)
+        yield f"{kind}, {kernel}, {length} keys, {'training' if training else 'forward'}", case
 
 
 def _case(

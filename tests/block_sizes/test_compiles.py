@@ -187,3 +187,31 @@ def test_drawn_requests_of_tpu_flash_compile(compiler):
         if not found["ok"]:
             failed.append((one, found["message"]))
     assert not failed
+
+
+# ---- tpu_few_keys --------------------------------------------------------------------------------
+
+TEXT_SHAPES = {  # keys, heads, head dim, dtype
+    "SDXL": (77, 10, 64, "bfloat16"),
+    "SD 1.5": (77, 8, 40, "bfloat16"),
+    "Wan": (512, 4, 128, "bfloat16"),
+    "PixArt": (120, 16, 72, "bfloat16"),
+    "most keys": (1024, 4, 64, "bfloat16"),
+    "float32": (512, 4, 128, "float32"),
+    "float32 and most keys": (1000, 2, 256, "float32"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("kind", TOPOLOGIES)
+@pytest.mark.parametrize("name", TEXT_SHAPES)
+def test_tpu_few_keys_compiles(name: str, kind: str, training: bool, compiler: Compiler) -> None:
+    kv_len, heads, head_dim, dtype = TEXT_SHAPES[name]
+    case = {
+        "kind": kind, "topology": TOPOLOGIES[kind], "kernel": "tpu_few_keys", "training": training,
+        "role": "cross", "batch": 1, "q_len": 4096, "kv_len": kv_len, "heads": heads,
+        "head_dim": head_dim, "dtype": dtype, "mask": "padding",
+    }  # fmt: skip
+    answer = compiler.compile(case)
+    assert answer["ok"], answer["message"]

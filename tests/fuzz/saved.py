@@ -89,12 +89,16 @@ files = sorted(p for p in pathlib.Path(folder).rglob('*') if p.is_file())
 path = files[{which} % len(files)]
 data = path.read_bytes()
 at = int({at} * len(data))
-path.write_bytes({how})
+{how}
 with Checkpoints(Settings(), training, fixed) as opened:
     losses = opened.losses
     got = opened.load(state) if opened.step else state
 """
-DAMAGES = ("data[:at]", "data[at:]", "b''", "data[:at] + bytes([255]) + data[at + 1:]", "data")
+BYTES = ("data[:at]", "data[at:]", "b''", "data[:at] + bytes([255]) + data[at + 1:]", "data")
+DAMAGES = (
+    *(f"path.write_bytes({x})" for x in (*BYTES, "bytes([255]) * len(data)")),
+    "path.unlink()",
+)
 
 
 def draw_checkpoint(rng: Random, machine: Machine) -> Case:

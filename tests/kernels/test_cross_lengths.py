@@ -1,10 +1,9 @@
-"""Cross-attention to texts of every length that the models have: forward and gradients, and the
-TPU's own compiler.
+"""Cross-attention to texts of every length that the models have: forward and gradients. That TPUs'
+compiler takes them is in tests/block_sizes/test_compiles.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -15,7 +14,6 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
 from tests.reference import attention64
 from tests.waiting import but
 
@@ -50,29 +48,3 @@ def test_forward_and_gradients(kernel: str, length: int) -> None:
     for got, exact in zip(run(q, k, v), (want.out, want.dq, want.dk, want.dv), strict=True):
         # One key's dQ and dK are 0, so rounding is measured against 1 where a gradient is smaller.
         assert np.abs(np.asarray(got) - exact).max() < 2e-5 * max(1.0, np.abs(exact).max())
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
-    with Compiler() as compiler:
-        yield compiler
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    PYTHON is None, reason="neither libtpu here nor MAXATTN_TPU_PYTHON: the TPU's compiler"
-)
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("kind", ["TPU v5p", "TPU v6e"])
-@pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_the_tpus_compiler_takes_it(
-    length: int, kernel: str, kind: str, training: bool, compiler: Compiler
-) -> None:
-    case = {
-        "kind": kind, "topology": TOPOLOGIES[kind], "kernel": kernel, "training": training,
-        "role": "cross", "batch": 1, "q_len": 4096, "kv_len": length, "heads": 2,
-        "head_dim": 128, "dtype": "bfloat16", "mask": "padding",
-    }  # fmt: skip
-    answer = compiler.compile(case)
-    assert answer["ok"], answer["message"]

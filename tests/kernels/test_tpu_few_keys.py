@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import Unsupported
-from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
 from tests.reference import attention64
 from tests.waiting import but
 
@@ -158,42 +156,3 @@ def _mask(case: Case) -> tuple[Any, Any]:
         real = np.random.default_rng(3).permuted(real, axis=1)
         return M.KeyPadding(real), real[:, None, None]
     return M.KeyPadding(lengths), real[:, None, None]
-
-
-# ---- the TPU's own compiler ----------------------------------------------------------------------
-
-SHAPES = {  # keys, heads, head dim, dtype
-    "SDXL": (77, 10, 64, "bfloat16"),
-    "SD 1.5": (77, 8, 40, "bfloat16"),
-    "Wan": (512, 4, 128, "bfloat16"),
-    "PixArt": (120, 16, 72, "bfloat16"),
-    "most keys": (1024, 4, 64, "bfloat16"),
-    "float32": (512, 4, 128, "float32"),
-    "float32 and most keys": (1000, 2, 256, "float32"),
-}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
-    with Compiler() as compiler:
-        yield compiler
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    PYTHON is None, reason="neither libtpu here nor MAXATTN_TPU_PYTHON: the TPU's compiler"
-)
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("kind", TOPOLOGIES)
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_tpus_compiler_takes_it(
-    name: str, kind: str, training: bool, compiler: Compiler
-) -> None:
-    kv_len, heads, head_dim, dtype = SHAPES[name]
-    case = {
-        "kind": kind, "topology": TOPOLOGIES[kind], "kernel": "tpu_few_keys", "training": training,
-        "role": "cross", "batch": 1, "q_len": 4096, "kv_len": kv_len, "heads": heads,
-        "head_dim": head_dim, "dtype": dtype, "mask": "padding",
-    }  # fmt: skip
-    answer = compiler.compile(case)
-    assert answer["ok"], answer["message"]

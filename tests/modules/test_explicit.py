@@ -92,25 +92,6 @@ def test_eager_modules_draw_new_dropout_each_time() -> None:
     np.testing.assert_array_equal(drawn[0], drawn[2])
 
 
-def test_scanned_layers() -> None:
-    """Layers stacked by `nnx.vmap` and run by `nnx.scan`, as models of videos have them."""
-
-    @nnx.vmap
-    def stack(key: Any) -> ma.FlaxAttention:
-        return ma.FlaxAttention(32, **HEADS, rngs=nnx.Rngs(key))
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def run(x: Any, layer: ma.FlaxAttention) -> Any:
-        return x + layer(x)
-
-    layers = stack(jax.random.split(jax.random.key(0), 2))
-    want, mesh = run(jnp.asarray(X), layers), mesh_of()
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
-        got = nnx.jit(run)(x, layers)
-    assert error(got, np.asarray(want)) < 2e-5
-
-
 @pytest.mark.parametrize("axes", list(KINDS))
 def test_flax_attention_equals_one_device(axes: str) -> None:
     mesh = mesh_of(KINDS[axes])
@@ -134,9 +115,3 @@ def test_modules_are_made_under_a_mesh_without_some_of_their_axes(names: tuple[s
     with jax.set_mesh(mesh):
         shapes, built = nnx.eval_shape(build), nnx.jit(build)()
     assert built.to_q.kernel.get_value().shape == shapes.to_q.kernel.get_value().shape
-
-
-def test_weights_are_placed_on_explicit_axes() -> None:
-    module = ma.FlaxAttention(32, **HEADS, rngs=nnx.Rngs(0))
-    place(module, mesh_of())
-    assert jax.typeof(module.to_q.kernel.get_value()).sharding.spec == P("fsdp", "tensor")

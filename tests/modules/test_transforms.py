@@ -15,7 +15,6 @@ from jax.sharding import AxisType, PartitionSpec
 from maxattn import masks, sharding
 from maxattn.config import AttentionConfig
 from maxattn.modules import CrossAttention, FlaxAttention, attention_fn
-from maxattn.remat import remat
 from maxattn.rope import rope_1d
 from tests.steps import lines_run
 
@@ -93,38 +92,6 @@ def test_vmap_over_inputs_and_over_modules() -> None:
     ys = nnx.jit(nnx.vmap(lambda m, x: m(x), in_axes=(0, None), out_axes=0))(many, X)
     for i in (0, 2):
         np.testing.assert_allclose(ys[i], one_of(many, i)(X), atol=1e-5)
-
-
-def test_layers_in_a_scan_are_layers_in_a_loop() -> None:
-    """With remat, in gradients too; the axis of the layers is on no mesh axis."""
-    config = AttentionConfig(remat_policy="SAVE_ATTENTION")
-    named = {nnx.PARTITION_NAME: None}
-
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=named)
-    def build(rngs: nnx.Rngs) -> FlaxAttention:
-        return FlaxAttention(C, **SIZES, config=config, rngs=rngs)
-
-    layers = build(nnx.Rngs(jax.random.split(jax.random.key(0), 3)))
-    assert layers.to_q.kernel.get_metadata()["out_sharding"] == (None, "fsdp", "tensor")
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=named)
-    def scanned(x: jax.Array, layer: FlaxAttention) -> jax.Array:
-        return remat(lambda m, x: x + m(x, ROPE), config)(layer, x)
-
-    def loop(state: Any, x: jax.Array) -> jax.Array:
-        for i in range(3):
-            x = x + one_of(nnx.merge(graphdef, state), i)(x, ROPE)
-        return jnp.sum(jnp.sin(x))
-
-    graphdef, state = nnx.split(layers)
-    run = nnx.value_and_grad(lambda layers, x: jnp.sum(jnp.sin(scanned(x, layers))))
-    got, got_grad = nnx.jit(run)(layers, X)
-    want, want_grad = jax.jit(jax.value_and_grad(loop))(state, X)
-    np.testing.assert_allclose(got, want, rtol=1e-4)
-    got_leaves, want_leaves = (jax.tree.leaves(nnx.to_pure_dict(g)) for g in (got_grad, want_grad))
-    assert len(got_leaves) == len(want_leaves) == 5
-    for a, b in zip(got_leaves, want_leaves, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-3, rtol=1e-3)
 
 
 # ---- meshes --------------------------------------------------------------------------------------

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import maxattn as ma
 from maxattn import tuned
@@ -22,7 +19,6 @@ from maxattn.tuned.kernels import CallTimes
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of, memory_efficient
 from tests.tools.tune.small import plan_here
-from tests.tries import tries
 
 
 def test_sizes_reach_a_plan_inside_its_target():
@@ -142,26 +138,3 @@ def test_what_is_no_file_is_ignored(cache):
     cache.unlink()
     cache.mkdir()
     plan_here()
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from([*SOUND, "x"]), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@tries(40)
-@given(st.dictionaries(st.sampled_from([*SOUND, "error"]), JSON, max_size=3))
-def test_whatever_a_measurement_says_a_target_is_described(changes):
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(tuned.VARIABLE, folder)
-        here = Target.here()
-        facts = {"versions": tuned.versions_of(tuned.CHUNKS, here.packages)}
-        text = json.dumps({"version": 1, "measurements": [SOUND | facts | changes]})
-        Path(folder, "tuned.json").write_text(text)
-        assert hash(Target.here())
-        plan_here()

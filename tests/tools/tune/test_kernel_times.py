@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import maxattn as ma
-from maxattn import tuned
 from maxattn.config.measurements import is_sound
 from maxattn.kernels import KERNELS
 from maxattn.masks import KeyPadding
@@ -27,7 +21,6 @@ from maxattn.tools.passes import backward, forward
 from maxattn.tools.tune import kernel_times
 from maxattn.tools.tune.candidates import kernel_candidates
 from maxattn.tools.tune.kernel_times import time_pass, time_programs, time_sizes
-from maxattn.tuned.kernels import key_of_kernels, versions_text
 
 CONFIG = ma.AttentionConfig()
 
@@ -159,26 +152,3 @@ def test_a_damaged_measurement_of_kernels_is_ignored(wrong):
 @pytest.mark.parametrize("missing", SOUND)
 def test_a_measurement_of_kernels_says_everything(missing):
     assert not is_sound({key: value for key, value in SOUND.items() if key != missing})
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from(["dot_product", "flash", "", "x"]), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.sampled_from([*SOUND]), JSON, max_size=3))
-def test_whatever_is_said_of_kernels_a_plan_is_made(changes):
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(tuned.VARIABLE, folder)
-        call, here = small("1,30,30,2,8"), Target.here()
-        facts = {"versions": versions_text(here.packages), "call": key_of_kernels(call)}
-        text = json.dumps({"version": 1, "measurements": [SOUND | facts | changes]})
-        Path(folder, "tuned.json").write_text(text)
-        # whose forward was timed, and whose backward failed, may be half of a pair
-        assert {*ma.plan(call).kernel.name.split("/")} <= {"dot_product", "memory_efficient"}
