@@ -15,6 +15,7 @@ from .settings import FastSettings, GuidanceSettings, KernelSettings
 Guidance = Literal["none", "guided", "gate", "zero"]
 # Predictions in which layers are skipped: a third one, or the one without the text.
 SKIPPING = THIRD, WITHOUT = "third", "without_skipping"
+NONE = "-"  # of a step without a prediction
 # What decided, where calls decide apart.
 CALLS = {"with": " with the text", THIRD: " that skip layers"}
 CALLS |= dict.fromkeys(("without", WITHOUT), " without the text")
@@ -258,14 +259,20 @@ def decided_lines(
 ) -> Iterator[str]:
     """Say which steps of a run computed, if some decided that, for each of their calls.
 
+    A call that a step does not have is a dash.
+
     Args:
         planned: the steps.
         computed: of each step, whether its calls computed, by their names.
     """
     for name in dict.fromkeys(name for each in computed for name in each):
-        letters = "".join(
-            (COMPUTE if made[name] else REUSE) if name in made else step.letter
-            for step, made in zip(planned, computed, strict=True)
-        )
+        letters = ""
+        for each, made in zip(planned, computed, strict=True):
+            if name in made:
+                letters += COMPUTE if made[name] else REUSE
+            else:
+                there = name not in CALLS or name in each.step.predictions
+                letters += each.letter if there else NONE
+        steps = len(letters) - letters.count(NONE)
         call = CALLS.get(name, "")
-        yield f"computed {letters.count(COMPUTE)} of {len(letters)} steps{call}: {letters}"
+        yield f"computed {letters.count(COMPUTE)} of {steps} steps{call}: {letters}"

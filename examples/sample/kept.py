@@ -44,7 +44,7 @@ def kept_bytes(
     """
     if not any(x.step.keeps or x.step.keeps_difference for x in planned):
         return 0
-    makes = _Makes(task, schedule, told, rows)
+    makes = _Makes(task, schedule, told, rows, mesh)
     order = 1 if any(len(x.weights) > 1 for x in planned) else 0
     memory, most, made = Memory(order), 0, {}
     for each in planned:
@@ -74,10 +74,16 @@ class _Makes:
         schedule: of its sampler.
         told: what the model is told.
         rows: of the batch.
+        mesh: devices to draw on.
     """
 
     def __init__(
-        self, task: SamplingTask, schedule: Schedule, told: tuple[Arrays, ...], rows: Rows
+        self,
+        task: SamplingTask,
+        schedule: Schedule,
+        told: tuple[Arrays, ...],
+        rows: Rows,
+        mesh: jax.sharding.Mesh | None,
     ) -> None:
         settings: Any = task.settings
         # Scanned layers are traced once, and shapes do not depend on kernels.
@@ -85,7 +91,7 @@ class _Makes:
         scanned = settings.replace(model=settings.model.replace(scan_layers=True), **plain)
         changed: Any = task
         self.task: SamplingTask = replace(changed, settings=scanned)
-        model = nnx.eval_shape(lambda: self.task.build(None, nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: self.task.build(mesh, nnx.Rngs(0)))
         self.structure, self.leaves = split(model)
         self.told = told
         shape = rows.samples, *task.latents[1:], task.latents[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,9 @@ def test_decisions_go_on_when_guidance_ends(kind: str) -> None:
     # The step that is guided first computes: nothing was kept of the prediction without the text.
     letters = said[0].rsplit(" ", 1)[1]
     assert len(letters) == STEPS and letters[3] == "X" and "." in letters[6:]
+    if kind == "first_block":
+        assert " of 12 steps with the text: " in said[0]
+        assert re.search(r" of 3 steps without the text: ---X[X.]{2}------$", said[1])
 
 
 def test_what_may_be_computed_is_said() -> None:

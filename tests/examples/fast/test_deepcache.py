@@ -79,12 +79,10 @@ def predicted(net: UNet, x: Any, t: Any, text: Any, cached: Any = None) -> tuple
     return net.conv_out(activated(net.conv_norm_out, h)), cached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "letters"),
-    [
-        ({"interval": 3}, "X..X..X.."),
-        pytest.param({"schedule": "XX.X...XX"}, "XX.X...XX", marks=pytest.mark.slow),
-    ],
+    [({"interval": 3}, "X..X..X.."), ({"schedule": "XX.X...XX"}, "XX.X...XX")],
 )
 def test_an_interval_is_deepcache(cache: Any, letters: str) -> None:
     net, kept = unet(), {}

