@@ -24,12 +24,16 @@ import jax
 import jax.numpy as jnp
 from common import hosts
 from common.command import parser_of, user_errors
-from digits_large import arms, clips, scenes
-from digits_large.arms import DENSE, FLOOR, Arm, Conditions
-from digits_large.report import Report
+from compare import arms
+from compare.arms import DENSE, FLOOR, Arm
+from digits_large import clips, scenes
+from digits_large.drawing import Conditions, draw
+from digits_large.report import REAL, Report
 from digits_large.sampling_task import ClipSamplingTask, size_of_clips
 from digits_large.scenes import Scans, Scene, Size
 from digits_large.scores import Judge
+from digits_large.settings import Settings
+from sample.paths import Paths
 from sample.rows import Rows, batch_ways, noise
 
 from maxattn.config import ConfigErrors
@@ -56,7 +60,7 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def tasks_of(found: argparse.Namespace) -> list[tuple[Arm, ClipSamplingTask]]:
+def tasks_of(found: argparse.Namespace) -> list[tuple[Arm, Any]]:
     """Read every way of sampling before the first is drawn.
 
     Raises:
@@ -69,19 +73,34 @@ def tasks_of(found: argparse.Namespace) -> list[tuple[Arm, ClipSamplingTask]]:
         rule = f"clips are drawn in whole batches of {found.batch}"
         remedy = f"use {max(1, found.clips // found.batch) * found.batch}, or another --batch"
         raise ConfigErrors([ConfigError("--clips", found.clips, rule, remedy)])
-    said = arms.read_arms(found.settings, found.setting)
-    kernel = found.floor or KERNELS.get(jax.default_backend(), "flash")
-    if kernel != "none":
-        said.insert(1, Arm(FLOOR, {"attention": kernel}))
-    common = [*found.overrides, f"model.folder={found.model}"]
-    read = {arm.name: arms.task_of(arm, found.config, common, Path(found.model)) for arm in said}
-    every = arms.with_same_cost(said, read)
-    ways = batch_ways(read[DENSE].settings.make_mesh())
+    folder, common = Path(found.model), [*found.overrides, f"model.folder={found.model}"]
+
+    def make(changes: Sequence[str]) -> ClipSamplingTask:
+        settings = Settings.from_yaml(found.config, [*common, *changes])
+        return ClipSamplingTask.of(settings, folder)
+
+    every = arms.with_same_cost(ways_of(found), make, Paths(folder))
+    ways = batch_ways(make(()).settings.make_mesh())
     if found.batch % ways:
         rule = f"the {ways} devices of data and fsdp have as many clips each"
         raise ConfigErrors([ConfigError("--batch", found.batch, rule, f"use a multiple of {ways}")])
-    new = {x.name: arms.task_of(x, found.config, common, Path(found.model)) for x in every}
-    return [(arm, new[arm.name]) for arm in every]
+    return [(arm, arms.task_of(arm, make)) for arm in every]
+
+
+def ways_of(found: argparse.Namespace) -> list[Arm]:
+    """Read ways of sampling, the dense one and the floor first.
+
+    Raises:
+        ConfigErrors: one has a name that is taken.
+    """
+    said = arms.read_arms(found.settings, found.setting)
+    if taken := [arm.name for arm in said[1:] if arm.name in (DENSE, FLOOR, REAL)]:
+        rule = f"{DENSE} is sampling without shortcuts, {FLOOR} another kernel's, {REAL} real clips"
+        raise ConfigErrors([ConfigError("--settings", taken[0], rule, "give it another name")])
+    kernel = found.floor or KERNELS.get(jax.default_backend(), "flash")
+    if kernel != "none":
+        said.insert(1, Arm(FLOOR, {"fast": None, "attention": kernel}))
+    return said
 
 
 def scene_of(first: int, count: int, size: Size, scans: Scans) -> tuple[Scene, Any]:
@@ -105,9 +124,9 @@ def main(found: argparse.Namespace) -> None:
     start = noise(SEED, rows, (*plain.latents[1:], plain.latents[0]))[found.first :]
     told = Conditions(scene.prompts(), start, found.batch)
     for arm, task in tasks:
-        count = arms.forwards(task)
+        count = arms.forwards(task, Paths(task.folder))
         print(f"\n{arm.name}: {count.computed:g} of {count.whole} forwards")
-        drawn = arms.draw(task, told, task.settings.make_mesh())
+        drawn = draw(task, told, task.settings.make_mesh())
         report.add(arm, count, drawn)
         report.write()
     print(f"\n{report.text()}")

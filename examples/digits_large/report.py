@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common.replacing import replacing
+from compare.arms import DENSE, FLOOR, Arm, Count
 from jaxtyping import Float
 from PIL import Image
 
-from .arms import DENSE, FLOOR, REAL, Arm, Count, Drawn
 from .clips import Clips, of_model
+from .drawing import Drawn
 from .scenes import Scene
 from .scores import BETTER, Judge, Scored, drift
 from .statistics import frechet, paired, spearman
 
+REAL = "real"
 LEAST_ROWS = 4  # that an order is told of
 SHOWN = 2  # clips of each way of sampling in the picture
 COLUMNS = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from digits_large import arms
-from digits_large.arms import Arm, Conditions
+from digits_large.drawing import Conditions, draw
 from digits_large.scores import drift
 from digits_large.task import ClipTask
 from flax import nnx
@@ -69,33 +68,17 @@ def test_batches_change_no_clip(folder: Path, tmp_path: Path):
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(4, *task.latents[1:], 3)).astype(np.float32)
     prompts = ["a red two leaving up", "a blue one bouncing left", "", "a pink six leaving down"]
-    whole, halves = (arms.draw(task, Conditions(prompts, noise, n)).clips for n in (4, 2))
+    whole, halves = (draw(task, Conditions(prompts, noise, n)).clips for n in (4, 2))
     assert drift(whole, halves).max() < 1e-5 and drift(whole[1:], whole[:-1]).min() > 0.1
 
 
 def test_every_way_is_read_before_one_is_drawn(folder: Path, tmp_path: Path):
     for more, said in (
         (["--setting", "x", "num_inference_step=3"], "num_inference_step"),
-        (["--setting", "x", "steps"], "a change of a way of sampling is KEY=VALUE"),
         (["--setting", "x", "fast={cache: {schedule: XX.}}"], "it has a letter for each of the 4"),
-        (["--settings", str(tmp_path / "none.yml")], "it names a YAML file"),
         (["--setting", "floor", "guidance_scale=1"], "give it another name"),
         (["--clips", "12"], "clips are drawn in whole batches of 8"),
         (["--clips", "4", "--batch", "4"], "the 8 devices of data and fsdp have as many clips"),
     ):
         with pytest.raises((ConfigError, ConfigErrors), match=said):
             tasks_of(found(folder, tmp_path, "--floor", "none", *more))
-
-
-def test_a_file_names_ways_and_plain_steps_are_added_once(tmp_path: Path):
-    path = tmp_path / "ways.yml"
-    path.write_text("dense:\na: {fast: {guidance: {stop: 0.5}}}\nb: {num_inference_steps: 3}\n")
-    said = arms.read_arms(path, [["c", "guidance_scale=1", "attention=flash"]])
-    assert said == [
-        Arm("dense", {}), Arm("a", {"fast": {"guidance": {"stop": 0.5}}}),
-        Arm("b", {"num_inference_steps": 3}), Arm("c", {"guidance_scale": 1, "attention": "flash"}),
-    ]  # fmt: skip
-    assert said[3].overrides() == ["sampling.guidance_scale=1", 'attention="flash"']
-    path.write_text("- dense\n")
-    with pytest.raises(ConfigErrors, match="it has a mapping of keys"):
-        arms.read_arms(path, [])
