@@ -1,7 +1,6 @@
 """Several coloured digits that cross, leave the picture and come back: a video model that can fail.
 
 `words.py` writes and encodes prompts, `scenes.py` draws what happens in a clip, `clips.py` renders
-it on the device, `settings.py` and `task.py` train Wan's transformer on it, `distil.py` a
-student of few steps. `scores.py` is what
-examples/score_digits.py prints.
+it on the device. `settings.py` and `task.py` train Wan's transformer on it, `distil.py` a student
+of few steps. `drawing.py`, `scores.py` and `report.py` are what examples/score_digits.py runs.
 """
