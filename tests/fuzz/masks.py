@@ -131,6 +131,12 @@ def _flags(at: Any, key: Any, real: np.ndarray) -> np.ndarray:
     return real[:, None, None, :]
 
 
+def _packed(at: Any, key: Any, *lengths: tuple[int, ...]) -> np.ndarray:
+    """Segments one after the other, of these lengths in queries and in keys."""
+    q_ids, kv_ids = (np.repeat(np.arange(len(each)), each) for each in lengths)
+    return q_ids[:, None] == kv_ids
+
+
 def _segments(at: Any, key: Any, q_ids: Any, kv_ids: Any) -> np.ndarray:
     """The keys of the query's own segment; a negative id belongs to none."""
     mine, theirs = (np.asarray(x).astype(np.int64) for x in (q_ids, kv_ids))
@@ -146,7 +152,9 @@ MEANING: dict[str, Callable[..., np.ndarray]] = {
     "Causal": _causal, "LocalWindow": _window, "BlockCausal": _block_causal,
     "BlockSlidingWindow": _block_window, "VideoMask": _video, "KeyLimit": _limit,
     "KeyPadding": _lengths, "KeyPadding flags": _flags, "Segments": _segments, "Dense": _dense,
-    "Rectangles": _rectangles,
+    "Rectangles": _rectangles, "Segments.of_lengths": _packed,
+    "Full": lambda at, key: np.ones(np.broadcast(at, key).shape, bool),
+    "Empty": lambda at, key: np.zeros(np.broadcast(at, key).shape, bool),
 }  # fmt: skip
 WITH_OFFSET = ("Causal", "LocalWindow", "BlockCausal", "BlockSlidingWindow", "VideoMask")
 
@@ -160,7 +168,7 @@ def draw_tree(rng: Random, sizes: Sizes, depth: int = 3, data: bool = True) -> T
     """Draw a tree of at most `depth` signs above each other; without `data`, of positions alone."""
     if depth == 0 or rng.random() < 0.5:
         kinds = [_draw_positions] * 3 + [_draw_limit, _draw_video, _draw_own_blocks]
-        kinds += [_draw_rectangles]
+        kinds += [_draw_rectangles, _draw_packed, lambda *_: Leaf(rng.choice(["Full", "Empty"]))]
         kinds += [_draw_lengths, _draw_flags, _draw_segments, _draw_dense] if data else []
         return rng.choice(kinds)(rng, sizes)
     sign = rng.choice("&&||~")
@@ -200,6 +208,13 @@ def _draw_rectangles(rng: Random, sizes: Sizes) -> Leaf:
         most = rng.choice([1, 3, 20, sizes.t + sizes.s])
         corners.append((q, q + rng.randint(0, most), kv, kv + rng.randint(0, most)))
     return Leaf("Rectangles", (tuple(corners),), 0)
+
+
+def _draw_packed(rng: Random, sizes: Sizes) -> Leaf:
+    """Draw segments of all queries and all keys, some of them empty."""
+    cuts = sorted(rng.random() for _ in range(rng.randint(0, 5)))
+    both = (np.diff([0, *(int(n * cut) for cut in cuts), n]) for n in (sizes.t, sizes.s))
+    return Leaf("Segments.of_lengths", tuple(tuple(lengths.tolist()) for lengths in both))
 
 
 def _draw_video(rng: Random, sizes: Sizes) -> Leaf:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from maxattn import masks as M
 from maxattn.kernels.fa4.lists import tally
 from maxattn.masks import blocks
-from tests.masks.definitions import Spec, build, calls, cases, table
+from tests.fuzz.masks import Tree
+from tests.masks.definitions import build, calls, cases, table
 from tests.tries import tries
 
 
@@ -27,9 +28,9 @@ def _blocks_of(pairs: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
 
 @tries(60)
 @given(cases(), st.integers(1, 45), st.integers(1, 45))
-def test_exact_for_positions(case: tuple[Spec, int, int], block_q: int, block_kv: int) -> None:
-    spec, q_len, kv_len = case
-    mask, pairs = build(spec), table(spec, q_len, kv_len)
+def test_exact_for_positions(case: tuple[Tree, int, int], block_q: int, block_kv: int) -> None:
+    tree, q_len, kv_len = case
+    mask, pairs = build(tree), table(tree, q_len, kv_len)
     got = mask.block_map(block_q, block_kv, q_len, kv_len)
     assert got.dtype == np.int8
     np.testing.assert_array_equal(got, _blocks_of(pairs, block_q, block_kv))
@@ -55,13 +56,13 @@ def _data(kind: str, q_len: int, kv_len: int, seed: int) -> M.Mask:
     st.integers(0, 99),
 )
 def test_conservative_with_data(
-    case: tuple[Spec, int, int], kind: str, join: str, block: int, seed: int
+    case: tuple[Tree, int, int], kind: str, join: str, block: int, seed: int
 ) -> None:
     """The truth is within the bounds, whatever the arrays; a form has the same bounds."""
-    spec, q_len, kv_len = case
+    tree, q_len, kv_len = case
     data = _data(kind, q_len, kv_len, seed)
     data = ~data if "not" in join else data
-    mask = (build(spec) & data if "and" in join else build(spec) | data).bind(q_len, kv_len)
+    mask = (build(tree) & data if "and" in join else build(tree) | data).bind(q_len, kv_len)
     truth = np.broadcast_to(
         mask.allowed(np.arange(q_len), np.arange(kv_len)), (2, 3, q_len, kv_len)
     )

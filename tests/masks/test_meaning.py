@@ -10,7 +10,8 @@ from hypothesis import given
 
 import maxattn as ma
 from maxattn import masks as M
-from tests.masks.definitions import Spec, build, cases, specs, table
+from tests.fuzz.masks import Tree
+from tests.masks.definitions import build, cases, table, trees
 from tests.tries import tries
 
 # Those in the docstrings of masks are run by test_docstrings.py.
@@ -73,9 +74,9 @@ def test_picture(name: str) -> None:
 
 @tries(80)
 @given(cases())
-def test_allowed_and_intervals_are_the_definition(case: tuple[Spec, int, int]) -> None:
-    spec, q_len, kv_len = case
-    mask, want = build(spec).bind(q_len, kv_len), table(spec, q_len, kv_len)
+def test_allowed_and_intervals_are_the_definition(case: tuple[Tree, int, int]) -> None:
+    tree, q_len, kv_len = case
+    mask, want = build(tree).bind(q_len, kv_len), table(tree, q_len, kv_len)
     for q, k in ((0, 0), (q_len // 2, kv_len // 3)):  # all pairs, and a part of them
         got = mask.allowed(np.arange(q_len - q), np.arange(kv_len - k), q, k)[0, 0]
         part = want[q:, k:]
@@ -89,11 +90,11 @@ def test_allowed_and_intervals_are_the_definition(case: tuple[Spec, int, int]) -
 
 
 @tries(25)
-@given(specs(7, 10))  # one pair of lengths, so that jax compiles its operations once
-def test_jax_agrees_with_numpy(spec: Spec) -> None:
+@given(trees(7, 10))  # one pair of lengths, so that jax compiles its operations once
+def test_jax_agrees_with_numpy(tree: Tree) -> None:
     q_len, kv_len = 7, 10
-    mask = build(spec).bind(q_len, kv_len)
-    got, want = mask.allowed(jnp.arange(q_len), jnp.arange(kv_len)), table(spec, q_len, kv_len)
+    mask = build(tree).bind(q_len, kv_len)
+    got, want = mask.allowed(jnp.arange(q_len), jnp.arange(kv_len)), table(tree, q_len, kv_len)
     assert not isinstance(got, np.ndarray)
     np.testing.assert_array_equal(np.broadcast_to(np.asarray(got)[0, 0], want.shape), want)
     ours = mask.intervals(jnp.arange(q_len), jnp)
