@@ -28,7 +28,7 @@ from maxattn.masks import Mask
 from maxattn.modules.base import AttentionBase
 from maxattn.rope import Rotary
 from maxattn.tools.audit.kernels import Candidate, Cost, candidates, costs_of, errors_of
-from maxattn.tools.audit.measures import AXES, AuditSample, measures, reach
+from maxattn.tools.audit.measures import AXES, AuditSample, measures_of, reach
 from maxattn.tools.audit.report import Audit, Finding, KernelAudit, LayerAudit
 from maxattn.tools.audit.trace import Traced, traced
 from maxattn.tools.audit.unsafe import findings
@@ -95,7 +95,7 @@ def audited(
     of_grid = dict(zip(calls, grids, strict=True))
 
     def measure(call: MarkedCall, operands: Any) -> Any:
-        found = measures(call, operands, sample, of_grid[call])
+        found = measures_of(call, operands, sample, of_grid[call])
         return found | errors_of(call, operands, sample, compared[call])
 
     layers: dict[str, LayerAudit] = {}
@@ -127,7 +127,7 @@ def cost_of(program: Traced, sample: AuditSample, budget: float = 2.0) -> tuple[
     """Return the seconds of a program alone, and with the measures of a sample in it."""
 
     def measure(call: MarkedCall, operands: Any) -> Any:
-        return measures(call, operands, sample, _grid_of(call, None))
+        return measures_of(call, operands, sample, _grid_of(call, None))
 
     beside = program.measured(measure, chosen_calls(program, sample))
     jobs = {"alone": jaxpr_as_fun(program.jaxpr), "audited": beside}

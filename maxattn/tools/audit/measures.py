@@ -104,30 +104,36 @@ class SampledRows(NamedTuple):
         return weighted(self.p, self.v)
 
 
-def measures(
+def measures_of(
     call: MarkedCall, operands: Any, sample: AuditSample, grid: tuple[int, ...] | None
 ) -> dict[str, Float[Array, " N"]]:
     """Return each measure by name, a number for each chosen head; NaN where it does not apply.
 
     The operands are (q, k, v, bias, mask), and the grid is that of the last tokens, if known.
     """
-    q, k, v, _, _ = operands
-    heads = sample.heads_of(q.shape[2])
-    of_keys = heads // (q.shape[2] // k.shape[2])
-    found = _of_all_tokens(call, q[:, :, heads], k[:, :, of_keys], v[:, :, of_keys])
-    rows = sampled(call, operands, sample)
+    heads, of_keys = _heads(operands, sample)
+    q, (k, v) = operands[0][:, :, heads], (x[:, :, of_keys] for x in operands[1:3])
+    found, rows = _of_all_tokens(call, q, k, v), sampled(call, operands, sample)
     found |= _of_softmax(rows) | _of_windows(rows, grid)
     if sample.outputs:
         found |= _of_8_bits(call, rows)
-    return {"ran": jnp.ones(len(heads))} | {n: x.astype(jnp.float32) for n, x in found.items()}
+    return {"ran": jnp.ones(q.shape[2])} | {n: x.astype(jnp.float32) for n, x in found.items()}
+
+
+def _heads(operands: Any, sample: AuditSample) -> tuple[Any, Any]:
+    """Return indices of the chosen query heads and of their key heads, without a copy for all."""
+    heads, kv_heads = operands[0].shape[2], operands[1].shape[2]
+    chosen = sample.heads_of(heads)
+    if len(chosen) == heads == kv_heads:
+        return slice(None), slice(None)
+    return chosen, chosen // (heads // kv_heads)
 
 
 def sampled(call: MarkedCall, operands: Any, sample: AuditSample) -> SampledRows:
     """Compute the softmax of the sampled queries."""
     q, k, v, bias, mask = operands
     b, rows = int(sample.some(q.shape[0], 1, salt=2)[0]), sample.rows(q.shape[1])
-    heads = sample.heads_of(q.shape[2])
-    of_keys = heads // (q.shape[2] // k.shape[2])
+    heads, of_keys = _heads(operands, sample)
     q, k, v = q[b][rows][:, heads], k[b][:, of_keys], v[b][:, of_keys]
     s = products(q, k) * call.plan.call.scale
 

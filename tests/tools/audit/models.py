@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import maxattn as ma
@@ -15,9 +13,6 @@ from maxattn.kernels.base import Result
 
 LAYERS, HEADS, DIM, GRID = 4, 4, 16, (2, 8, 12)
 WIDTH, TOKENS = HEADS * DIM, 2 * 8 * 12
-OFFSET_LAYER, OFFSET_HEAD = 1, 3
-DOMINANT_LAYER, DOMINANT_HEAD = 2, 1
-LARGE_LAYER = 3
 
 
 class Block(nnx.Module):
@@ -44,20 +39,14 @@ class Stack(nnx.Module):
 
 
 def by_nnx_scan(blocks: Block, x: jax.Array, angles: Any) -> jax.Array:
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def run(x: jax.Array, block: Block) -> jax.Array:
-        return ma.remat(Block.__call__, ma.AttentionConfig())(block, x, angles)
-
+    block = ma.remat(Block.__call__, ma.AttentionConfig())
+    run = nnx.scan(lambda x, own: block(own, x, angles), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     return nnx.jit(run)(x, blocks)
 
 
 def by_lax_scan(blocks: Block, x: jax.Array, angles: Any) -> jax.Array:
     graph, state = nnx.split(blocks)
-
-    def step(x: jax.Array, state: Any) -> Any:
-        return nnx.merge(graph, state)(x, angles), None
-
-    return jax.lax.scan(step, x, state)[0]
+    return jax.lax.scan(lambda x, own: (nnx.merge(graph, own)(x, angles), None), x, state)[0]
 
 
 def by_loop(blocks: Block, x: jax.Array, angles: Any) -> jax.Array:
@@ -79,22 +68,16 @@ def angles() -> ma.Rotary:
 
 
 def faulty() -> Stack:
-    """Plant a K offset of 10 sigma in one head, a dominant head, and a layer of huge norms.
+    """Plant an offset of K in layer 1, head 3; a dominant head 1 in layer 2; huge keys in layer 3.
 
-    The last pair of the table turns slowest: 2 and 10 are pairs of the half style, 10 is of width.
+    The offset, of 10 sigma, is in a pair of the half style that turns slowly: (2, 10).
     """
     model = Stack()
-    attn = model.blocks.attn
-    of_bias: Any = attn.to_k.bias
-    keys, bias, queries = (
-        np.array(x.get_value()) for x in (attn.to_k.kernel, of_bias, attn.to_q.kernel)
-    )
-    bias[OFFSET_LAYER, OFFSET_HEAD * DIM + 2] = 10.0
-    queries[DOMINANT_LAYER, :, DOMINANT_HEAD * DIM : (DOMINANT_HEAD + 1) * DIM] *= 30
-    keys[LARGE_LAYER] *= 60
-    attn.to_k.kernel.set_value(jnp.asarray(keys))
-    of_bias.set_value(jnp.asarray(bias))
-    attn.to_q.kernel.set_value(jnp.asarray(queries))
+    of: Any = model.blocks.attn
+    head = slice(DIM, 2 * DIM)
+    of.to_k.bias.set_value(of.to_k.bias.get_value().at[1, 3 * DIM + 2].set(10.0))
+    of.to_q.kernel.set_value(of.to_q.kernel.get_value().at[2, :, head].multiply(30))
+    of.to_k.kernel.set_value(of.to_k.kernel.get_value().at[3].multiply(60))
     return model
 
 
