@@ -40,7 +40,6 @@ def compare(
     model: nnx.Module,
     theirs: Tensors,
     call: Callable[[Any, jax.Array, dict[str, jax.Array]], jax.Array],
-    channels: bool = True,
 ) -> None:
     """Hold output (2e-5 of its scale) and all gradients (1e-4 of each one's) against theirs.
 
@@ -51,11 +50,9 @@ def compare(
         model: with their weights.
         theirs: a fixture.
         call: from the model, channels-last latents and the other inputs to a channels-last output.
-        channels: False: latents and output are tokens, in the fixture too.
     """
-    last, second = (channels_last, channels_second) if channels else (jnp.asarray, np.asarray)
     given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
-    dout = last(theirs["dout"])
+    dout = channels_last(theirs["dout"])
 
     @nnx.jit
     def both(model: nnx.Module, x: jax.Array):
@@ -66,10 +63,10 @@ def compare(
         (_, out), grads = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(model, x)
         return out, grads
 
-    out, (by_weights, by_x) = both(model, last(theirs["in.x"]))
-    hold("output", {"": second(out)}, {"": theirs["out"]}, 2e-5)
+    out, (by_weights, by_x) = both(model, channels_last(theirs["in.x"]))
+    hold("output", {"": channels_second(out)}, {"": theirs["out"]}, 2e-5)
     nnx.update(model, by_weights)  # so that gradients come out under diffusers' names, too
-    gradients = weights.to_diffusers(model) | {"in.x": second(by_x)}
+    gradients = weights.to_diffusers(model) | {"in.x": channels_second(by_x)}
     wanted = part(theirs, "grad.")
     largest = max(np.abs(x).max() for x in wanted.values())
     hold("gradients", gradients, wanted, 1e-4, least=max(1e-3, 1e-4 * largest))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import maxattn as ma
+from maxattn.errors import InputError
 from maxattn.modules import JointAttention
 from tests.modules.reference import attend, linear, norm, params_of, randomise, turn
 
@@ -88,3 +90,28 @@ def test_outputs_that_are_left_out(how: dict[str, Any], kind: AxisType) -> None:
             assert (bias is None) == ("out_proj" in how)
             np.testing.assert_allclose(got, one, atol=2e-5)
             np.testing.assert_allclose(y if bias is None else y + bias, one, atol=2e-5)
+
+
+def test_a_mask_hides_tokens_of_the_text_from_both() -> None:
+    block = JointAttention(16, 12, heads=2, dim_head=8, config=CONFIG, rngs=nnx.Rngs(0))
+    x, text = (jax.random.normal(jax.random.key(n), (2, n, c)) for n, c in ((6, 16), (4, 12)))
+    seen = jnp.arange(10)[None] != 3
+    mask = ma.masks.KeyPadding(jnp.broadcast_to(seen, (2, 10)))
+    moved = text.at[:, 3].add(1.0)
+    for a, b in zip(block(x, text, mask=mask), block(x, moved, mask=mask), strict=True):
+        np.testing.assert_allclose(a[:, :3], b[:, :3], atol=1e-6)
+    assert not np.allclose(block(x, text)[0], block(x, moved)[0], atol=1e-3)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    block = JointAttention(16, 12, heads=2, dim_head=8, config=CONFIG, rngs=nnx.Rngs(0))
+    x, text = jnp.ones((2, 6, 16)), jnp.ones((2, 4, 12))
+    for arguments, word in (
+        ((x, jnp.ones((2, 4, 16))), "added_kv_proj_dim=12"),
+        ((x, jnp.ones((1, 4, 12))), "batch"),
+        ((x, text, ma.rope_1d(8, 6)), "for 10 tokens"),
+    ):
+        with pytest.raises(InputError, match=word):
+            nnx.eval_shape(lambda m, a=arguments: m(*a), block)
+    with pytest.raises(InputError, match="added_kv_proj_dim"):
+        JointAttention(16, 0, heads=2, dim_head=8, rngs=nnx.Rngs(0))
