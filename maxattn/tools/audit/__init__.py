@@ -32,7 +32,7 @@ from maxattn.tools.audit.measures import AXES, AuditSample, measures_of, reach
 from maxattn.tools.audit.report import Audit, Finding, KernelAudit, LayerAudit
 from maxattn.tools.audit.trace import Traced, traced
 from maxattn.tools.audit.unsafe import findings
-from maxattn.tools.bench.timing import TimedFunction
+from maxattn.tools.bench.timing import TimedFunction, first_line
 from maxattn.tools.bench.timing import measure as timed
 from maxattn.weights.replacing import replacing
 
@@ -98,9 +98,16 @@ def audited(
         found = measures_of(call, operands, sample, of_grid[call])
         return found | errors_of(call, operands, sample, compared[call])
 
+    try:
+        ran = list(_ran(program, measure, sample))
+    except Exception as failed:  # any error of a compiler or a device
+        if not any(compared.values()):
+            raise
+        row = KernelAudit("all calls", "all kernels", False, note=first_line(failed))
+        return replace(audited(program, sample, (), grid, 0.0, names), kernels=(row,))
     layers: dict[str, LayerAudit] = {}
     shapes: dict[Any, tuple[MarkedCall, list[LayerAudit]]] = {}
-    for i, at, place, values in _ran(program, measure, sample):
+    for i, at, place, values in ran:
         if all(values.pop("ran")):
             name = str(names[i] if names else place.call.name or f"call {i + 1}")
             layer = _layer(_own_name(name, at, layers), place.call, values, sample)

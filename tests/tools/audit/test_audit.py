@@ -194,12 +194,15 @@ def test_a_wrong_kernel_is_named():
     table.add(table.KernelRow("rough", "tests.tools.audit.models:Rough"))
     try:
         found = ma.audit(Stack(), states(), angles(), kernels=["rough", "dot_product"], seconds=0)
+        half = X.astype(jnp.float16)
+        fails = ma.audit(ma.attention, half, half, half, kernels=["rough"], seconds=0)
     finally:
         table.remove("rough")
     errors = [each for each in found.findings if each.kind == "kernel error"]
     assert [len(each.heads) for each in errors] == [models.HEADS] * models.LAYERS
     assert errors[0].why.startswith("rough has an error of 0.25 against float32, more than 0.001")
     assert found.kernels[0].error == pytest.approx(0.25, abs=1e-4)
+    assert fails.kernels[0].note == "NotImplementedError: no float16 here" and fails.layers
 
 
 def test_as_json_and_as_a_picture(tmp_path, monkeypatch):
