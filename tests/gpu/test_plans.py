@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
+from maxattn.announce import announce
 from maxattn.errors import Unsupported
 from maxattn.tools.model_shapes import SHAPES, read
 from tests.golden_text import check_golden, check_refused
@@ -155,3 +158,71 @@ def test_deterministic_auto_takes_a_kernel_that_repeats() -> None:
     decided = plan("auto", H200, call(), deterministic=True)
     assert decided.kernel.name == "tokamax_flash"
     assert any("no fixed order" in str(r) for r in decided.refused)
+
+
+# ---- calls with a bias ---------------------------------------------------------------------------
+
+OLD = ma.Target("gpu", "NVIDIA H200", (("nvidia-cudnn-cu13", "9.10.2"),))
+LENGTHS = M.KeyPadding(np.array([9, 7]))
+LONG = 200_000
+
+
+def biased(
+    bias: tuple[int, ...] = (2, 8, 4096, 4096), dtype: str = "bfloat16", **rest: Any
+) -> ma.Call:
+    return call(bias=jax.ShapeDtypeStruct(bias, dtype), **rest)
+
+
+BIASED = {
+    "auto": lambda: plan("auto", H200, biased()),
+    "auto_float32": lambda: plan("auto", H200, biased(dtype="float32")),
+    "auto_float32_no_extras": lambda: plan("auto", BARE, biased(dtype="float32")),
+    "auto_of_keys": lambda: plan("auto", BARE, biased((2, 1, 1, 4096))),
+    "auto_learned": lambda: plan("auto", BARE, biased((1, 8, 4096, 4096), mask=LENGTHS)),
+    "auto_table": lambda: plan(
+        "auto", BARE, biased((1, 1, 4096, 4096), mask=M.Dense(np.ones((2, 1, 4096, 4096), bool)))
+    ),
+    "auto_head_dim": lambda: plan("auto", H200, biased(h=192)),
+    "auto_amd": lambda: plan("auto", MI300X, biased()),
+    "auto_ring": lambda: plan(
+        "auto", BARE, biased(), {"context": 4, "tensor": 2}, context_parallel="ring"
+    ),
+    "flash": lambda: plan("flash", H200, biased((1, 8, 4096, 4096), "float32", mask=M.Causal())),
+    "flash_no_extras": lambda: plan("flash", BARE, biased()),
+    "te": lambda: plan("cudnn_flash_te", H200, biased()),
+}
+REFUSED_BIASED = {
+    "cudnn_float32": lambda: plan("cudnn", H200, biased(dtype="float32")),
+    "te_float16": lambda: plan("cudnn_flash_te", H200, biased(dtype="float16")),
+    "cudnn_head_dim": lambda: plan("cudnn", H200, biased(h=192)),
+    "cudnn_old": lambda: plan("cudnn", OLD, biased()),
+    "cudnn_written_out": lambda: plan("cudnn", BARE, biased((2, 1, 1, LONG), t=LONG)),
+    "flash_a100": lambda: plan("flash", A100, biased()),
+    "flash_written_out": lambda: plan("flash", H200, biased((1, 1, 1, LONG), "float32", t=LONG)),
+    "tokamax": lambda: plan("tokamax_flash", H200, biased()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BIASED)
+def test_a_bias_is_refused(name: str) -> None:
+    check_refused(f"gpu_bias/refused_{name}", Unsupported, REFUSED_BIASED[name])
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_plans_of_a_bias_warn_of_plain_jax(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says what keeps the kernels of an NVIDIA GPU out."""
+    decided = replace(BIASED[name](), asked=f"attention: auto ({name})")
+    check_golden(f"gpu_bias/{name}", BIASED[name]().explain())
+    with caplog.at_level(logging.INFO, "maxattn"):
+        announce(decided)
+    (record,) = caplog.records
+    slow = name in ("auto_float32_no_extras", "auto_head_dim")
+    assert record.levelno == (logging.WARNING if slow else logging.INFO)
+    assert not slow or "cudnn: " in record.getMessage()
+
+
+def test_a_bias_has_the_dtype_of_the_call_where_none_is_said() -> None:
+    made = ma.Call(2, 64, 64, 8, 8, 64, "bfloat16", bias=(1, 1, 64, 64))
+    assert made.bias_dtype == "bfloat16"
+    assert ma.Call(2, 64, 64, 8, 8, 64).bias_dtype == ""
+    assert replace(made, bias_dtype="float32").bias_dtype == "float32"
