@@ -16,13 +16,10 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.context_parallel.timeline import HopSteps, Timeline
 from maxattn.errors import MaxattnError
-from tests.cases import allowed
+from tests.cases import both, draw_operands, judge_call
 from tests.golden_text import check_golden, check_refused
 from tests.jaxprs import of_primitive
-from tests.reference import attention64, error
 from tests.waiting import but
-
-H = 16
 
 
 def config(direction: str, n: int, **more: Any) -> ma.AttentionConfig:
@@ -31,22 +28,10 @@ def config(direction: str, n: int, **more: Any) -> ma.AttentionConfig:
     return ma.AttentionConfig(**usual, **sizes, ring_direction=direction)
 
 
-def operands(length: int, heads: int, kv_heads: int) -> tuple[np.ndarray, ...]:
-    draw, sizes = np.random.default_rng(0), (heads, kv_heads, kv_heads, heads)
-    return tuple(draw.normal(size=(2, length, n, H)).astype(np.float32) for n in sizes)
-
-
-def run(cfg: ma.AttentionConfig, n: int, mask: M.Mask | None, q, k, v, dout) -> Any:
-    """Return out, LSE, dq, dk and dv."""
+def attend(cfg: ma.AttentionConfig, n: int, mask: M.Mask | None = None) -> Any:
+    """Return attention with its LSE over n devices."""
     mesh = cfg.make_mesh(jax.devices()[:n])
-    attend = partial(ma.attention, mask=mask, config=cfg, mesh=mesh, return_lse=True)
-
-    @jax.jit
-    def both(q, k, v, dout):
-        (out, lse), vjp = jax.vjp(attend, q, k, v)
-        return out, lse, *vjp((dout, jnp.zeros_like(lse)))
-
-    return both(q, k, v, dout)
+    return partial(ma.attention, mask=mask, config=cfg, mesh=mesh, return_lse=True)
 
 
 IDS = np.repeat(np.arange(4, dtype=np.int32), 6)[None].repeat(2, 0)
@@ -69,17 +54,15 @@ CASES: dict[str, tuple[int, int, int, int, M.Mask | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", but(CASES, ["segments", "three ranks, causal in zig-zag"]))
 def test_both_ways_against_float64(name: str) -> None:
     n, length, heads, kv_heads, mask, more = CASES[name]
-    q, k, v, dout = operands(length, heads, kv_heads)
-    got = run(config("both_ways", n, **more), n, mask, q, k, v, dout)
-    want = attention64(q, k, v, allowed(mask, length, length), dout=dout)
-    for mine, true in zip(got, want, strict=False):
-        assert error(mine, true) < 2e-5
+    x = draw_operands(2, length, length, heads, kv_heads, h=16)
+    judge_call(attend(config("both_ways", n, **more), n, mask), x, mask)
 
 
 def sends(direction: str, n: int) -> list[Any]:
     """Return the permutes of a forward and its backward."""
-    attend = partial(run, config(direction, n), n, None)
-    return of_primitive(jax.make_jaxpr(attend)(*operands(8 * n, 4, 4)).jaxpr, "ppermute")
+    x = draw_operands(2, 8 * n, 8 * n, 4, 4, h=16)
+    step = partial(both, attend(config(direction, n), n), x)
+    return of_primitive(jax.make_jaxpr(step)(x["q"], x["k"], x["v"]).jaxpr, "ppermute")
 
 
 @pytest.mark.parametrize("n", [3, 4])

@@ -268,13 +268,14 @@ def _normed(built: Built, p: Params, norm: str, y: np.ndarray, heads: int) -> np
 
 
 def _rotated(built: Built, x: np.ndarray) -> np.ndarray:
-    """Turn pairs of channels by t * theta ** (-2 i / H), as complex numbers."""
-    if built.theta is None:
-        return x
+    return x if built.theta is None else rotated(x, np.arange(x.shape[1]), built.theta, built.style)
+
+
+def rotated(x: np.ndarray, positions: np.ndarray, theta: float, style: str) -> np.ndarray:
+    """Turn pairs of channels of [..., T, N, H] by t * theta ** (-2 i / H), as complex numbers."""
     h = x.shape[-1]
-    angle = np.arange(x.shape[1])[:, None] * built.theta ** (-2 * np.arange(h // 2) / h)
-    turn = np.exp(1j * angle)[None, :, None, :]
-    if built.style == "half":
+    turn = np.exp(1j * positions[:, None] * theta ** (-2 * np.arange(h // 2) / h))[:, None]
+    if style == "half":
         z = (x[..., : h // 2] + 1j * x[..., h // 2 :]) * turn
         return np.concatenate([z.real, z.imag], -1)
     z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tests.fuzz.case import Case, Check, Machine, Names
 from tests.fuzz.float64 import EPS, Bounded, compare, softmax
-from tests.fuzz.modules import Params, linear, numbers_of
+from tests.fuzz.modules import Params, linear, numbers_of, rotated
 
 SETUP = """\
 from flax import nnx
@@ -234,12 +234,5 @@ class Video:
 
     def _rotated(self, x: np.ndarray, place: int) -> np.ndarray:
         """Turn the tokens of a frame [t, N, H] by their positions, as complex numbers."""
-        d, h = self.drawn, x.shape[-1]
-        position = place * d.tokens + np.arange(d.tokens)
-        angle = position[:, None] * d.theta ** (-2 * np.arange(h // 2) / h)
-        turn = np.exp(1j * angle)[:, None]
-        if d.style == "half":
-            z = (x[..., : h // 2] + 1j * x[..., h // 2 :]) * turn
-            return np.concatenate([z.real, z.imag], -1)
-        z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
-        return np.stack([z.real, z.imag], -1).reshape(x.shape)
+        d = self.drawn
+        return rotated(x, place * d.tokens + np.arange(d.tokens), d.theta, d.style)

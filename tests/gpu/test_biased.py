@@ -24,7 +24,7 @@ from tests.cases import KINDS, MASKS, arrays, judge, run_case
 from tests.gpu.dense import DenseLibrary
 from tests.pairwise import name_of, pairwise
 from tests.reference import attention64, error
-from tests.waiting import few
+from tests.waiting import few, slow
 
 AXES = {
     "mask": list(MASKS),
@@ -62,15 +62,11 @@ FEW = pairwise(AXES | WRITTEN | {"mask": KINDS}, lambda case: True, core=CORE)
 FEW += pairwise(AXES | REST, lambda case: True)
 
 
-# Every mask and every bias; each mask beside each bias is in make test-all, below.
-@pytest.mark.parametrize("case", few(FEW), ids=name_of)
+# Every mask and every bias; make test-all has each mask beside each bias.
+@pytest.mark.parametrize(
+    "case", [*few(FEW), *slow(pairwise(AXES, lambda case: True, core=CORE))], ids=name_of
+)
 def test_pairs_of_masks_and_biases(case: dict) -> None:
-    judge(case, run_case(case, ma.AttentionConfig(attention="dense_library")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True, core=CORE), ids=name_of)
-def test_every_mask_beside_every_bias(case: dict) -> None:
     judge(case, run_case(case, ma.AttentionConfig(attention="dense_library")))
 
 
