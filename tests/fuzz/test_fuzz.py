@@ -12,12 +12,12 @@ from tests.fuzz.run import TimeIsUp, describe, run, time_limit
 SEED = 24
 CASES = {
     "attention": 3, "meshes": 3, "transforms": 1, "modules": 2, "streams": 1, "plans": 30,
-    "commands": 60, "yaml": 80, "weights": 60, "lora": 60, "latents": 30, "checkpoints": 12,
-    "tuned": 6, "published": 6, "remedies": 40, "stacked": 1, "writers": 1,
+    "commands": 60, "yaml": 80, "weights": 40, "lora": 40, "latents": 30, "checkpoints": 12,
+    "tuned": 6, "published": 3, "remedies": 40, "stacked": 1, "writers": 1,
 }  # fmt: skip
 # Of what compiles, as many again are drawn by make test-all.
 MORE = [pytest.param(x, 1, marks=pytest.mark.slow) for x in list(CASES)[:5]]
-SLOW = ("stacked", "writers")  # their own tests draw less and are quicker
+SLOW = ("stacked", "streams", "writers")  # their own tests draw less and are quicker
 EACH = [
     *(pytest.param(x, 0, marks=pytest.mark.slow) if x in SLOW else (x, 0) for x in CATEGORIES),
     *MORE,

@@ -308,7 +308,7 @@ def compiled(kind: AxisType, how: Any) -> tuple[list[Any], Counter[str]]:
     return jax.tree.leaves(((value, y), (nnx.to_pure_dict(grad), dx))), Counter(moved)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=SLOW), AxisType.Explicit])
 def test_a_scan_equals_a_loop_and_moves_what_named_axes_need(kind: AxisType) -> None:
     got, moved = compiled(kind, UNNAMED)
     for found, want in zip(got, in_float64(), strict=True):

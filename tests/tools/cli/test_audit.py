@@ -6,6 +6,7 @@ import json
 import re
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from maxattn.tools.audit import save_calls
@@ -42,6 +43,7 @@ def test_saved_calls_are_audited_as_in_the_model(capsys, tmp_path):
             np.testing.assert_allclose(mine["measures"][name], theirs["measures"][name], 1e-4, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_light_sample_and_its_cost(capsys):
     words = ("--light", "--calls", "1", "--cost", "--by-head")
     ran = run(capsys, "audit", "--call", f"{MODULE}:without_config", *words)

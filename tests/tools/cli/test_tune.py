@@ -104,6 +104,7 @@ def test_forward_and_training_times_add_up(capsys, quick):
     assert measurements(quick)[0]["training_ms"] > 0 and measurements(quick)[0]["forward_ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_kill_loses_nothing(capsys, cache):
     words = ["tune", *BLOCKWISE, "--forward", "--limit"]
     command = [sys.executable, "-m", "maxattn", *words, "30"]
