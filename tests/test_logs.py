@@ -17,6 +17,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.announce import announce
 from tests.golden_text import check_golden
+from tests.streaming.stack import skipped
 from tests.test_attention import qkv
 
 
@@ -70,14 +71,13 @@ def _none_wanted(config: ma.AttentionConfig) -> None:
 
 
 def _stream(config: ma.AttentionConfig) -> None:
-    """Make two blocks of a stream; the second one attends inside the library's own shard_map."""
+    """Trace two blocks of a stream; the second one attends inside the library's own shard_map."""
     mesh = config.make_mesh(jax.devices()[:4])
     attn = ma.FlaxAttention(16, heads=4, dim_head=4, config=config, mesh=mesh, rngs=nnx.Rngs(0))
     sizes = {"layers": 1, "batch": 1, "kv_heads": 4, "dim_head": 4, "dtype": "float32"}
     cache = ma.Stream(tokens_per_frame=2, window=2).cache(**sizes, mesh=mesh)
-    for _ in range(2):
-        _, cache = attn(jnp.ones((1, 2, 16)), cache=cache.layer(0))
-        cache = cache.advance()
+    for each in (cache, skipped(cache)):  # a plan is logged when it is traced
+        jax.eval_shape(lambda x, kept: attn(x, cache=kept.layer(0)), jnp.ones((1, 2, 16)), each)
 
 
 # What a call logs of a mesh that its config asks for and that is not there: a golden text, or None.

@@ -13,7 +13,7 @@ SEED = 24
 CASES = {
     "attention": 3, "meshes": 3, "transforms": 1, "modules": 2, "streams": 1, "plans": 30,
     "commands": 60, "yaml": 80, "weights": 40, "lora": 40, "latents": 30, "checkpoints": 12,
-    "tuned": 6, "published": 3, "remedies": 40, "stacked": 1, "writers": 1,
+    "tuned": 6, "remedies": 40, "stacked": 1, "writers": 1,
 }  # fmt: skip
 # Of what compiles, as many again are drawn by make test-all.
 MORE = [pytest.param(x, 1, marks=pytest.mark.slow) for x in list(CASES)[:5]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -179,6 +181,27 @@ PUBLISHED = {
 @pytest.mark.parametrize("program", PUBLISHED)
 def test_published_names_are_merged(program: str) -> None:
     check_merged(*PUBLISHED[program])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sum_is_rounded_once_to_the_dtype_of_the_layer(dtype: str) -> None:
+    """Every row of a tensor of three layers; the matrices are of float16."""
+    names = {"double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.{x}" for x in QKV]}
+    (layers,), rng = names.values(), np.random.default_rng(0)
+    model = model_of(layers)
+    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
+    before = weights.to_diffusers(model)
+    a, b = (rng.normal(size=s).astype(np.float16) for s in ((2, C), (3 * C + 3, 2)))
+    given = {f"{name}.{end}.weight": x for name in names for end, x in zip(AB, (a, b), strict=True)}
+    weights.merge_lora(model, given, -2.0)
+    change = -2.0 * b.astype(np.float64) @ a.astype(np.float64)
+    for layer, rows in zip(layers, np.split(change, 3), strict=True):
+        want = before[f"{layer}.weight"].astype(np.float64) + rows
+        got = weights.to_diffusers(model)[f"{layer}.weight"]
+        assert got.dtype == dtype
+        np.testing.assert_allclose(
+            got.astype(np.float64), want, rtol=float(jnp.finfo(dtype).eps), atol=1e-6
+        )
 
 
 def test_processors_of_old_diffusers() -> None:
