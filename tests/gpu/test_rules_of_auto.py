@@ -13,26 +13,14 @@ from maxattn import masks as M
 from maxattn.kernels.auto import gpu
 from maxattn.kernels.auto.choose import choose_kernel, order
 from maxattn.tools.model_shapes import SHAPES, read
+from tests.gpu.test_hardware_plans import CUDNN_913, FA4, TE, WAN, chosen, named
 
-FA4 = (("fa4-jax", "0.1.0"),)
-TE = (("transformer-engine-jax", "2.20.2"),)
-ALL = (*FA4, *TE, ("tokamax", "0.0.17"))
-CUDNN_913 = ("nvidia-cudnn-cu12", "9.13.1")
-WAN = SHAPES["wan-14b-480p"].call()
+ALL = (*FA4, TE, ("tokamax", "0.0.17"))
 WIDE = read("2,4096,4096,8,256").call()
 IDS = np.repeat(np.arange(4, dtype=np.int32), 32)[None]
 
 
-def named(kind: str, *packages: tuple[str, str]) -> ma.Target:
-    return ma.Target.named(kind, packages)
-
-
 H200 = named("H200", *ALL)
-
-
-def chosen(target: ma.Target, call: ma.Call = WAN) -> tuple[str, str]:
-    choice = choose_kernel(call, target)
-    return choice.name, choice.because
 
 
 def masked(call: ma.Call, mask: M.Mask) -> ma.Call:
@@ -87,7 +75,7 @@ def test_few_scores_of_segments_are_dense_forward(sizes: tuple, mask: M.Mask, is
 
 
 def test_without_flash_the_others_run_and_it_says_what_flash_would_bring() -> None:
-    name, because = chosen(named("H200", *TE))
+    name, because = chosen(named("H200", TE))
     assert name == "cudnn_flash_te" and "flash would be faster: add --with fa4-jax" in because
     bare = choose_kernel(WAN, named("H200"))
     assert bare.name == "cudnn" and [reason.who for reason in bare.refused] == ["cudnn_flash_te"]
