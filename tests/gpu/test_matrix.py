@@ -9,7 +9,7 @@ import maxattn as ma
 from maxattn.errors import Unsupported
 from tests.cases import LENGTHS, MASKS, judge, run_case
 from tests.gpu.requirements import skip_unless_available
-from tests.pairwise import pairwise
+from tests.pairwise import name_of, pairwise
 
 pytestmark = pytest.mark.gpu
 
@@ -26,9 +26,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", pairwise(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values()))
-)
+@pytest.mark.parametrize("case", pairwise(AXES, lambda case: True), ids=name_of)
 def test_pairs(case: dict, record_property) -> None:
     skip_unless_available(case["kernel"])
     config = ma.AttentionConfig(attention=case["kernel"])

@@ -21,7 +21,7 @@ from maxattn.errors import MeshError
 from maxattn.sharding import mesh_shape, partition_spec
 from maxattn.tools.compile.hlo import transfers
 from tests import waiting
-from tests.cases import BIASES, allowed, arrays, judge
+from tests.cases import BIASES, RESULTS, allowed, arrays, judge
 from tests.pairwise import name_of, pairwise, plainly
 from tests.reference import attention64, error
 
@@ -128,8 +128,7 @@ def errors_of(case: dict, mesh: Mesh) -> dict[str, float]:
     got = run(on["q"], on["k"], on["v"], x["bias"], on["dout"], on["dlse"])
     assert jax.typeof(got[0]) == jax.typeof(on["q"])  # the output lies as q does
     want = attention64(x["q"], x["k"], x["v"], ok, x["bias"], dout=x["dout"], dlse=dlse)
-    names = ("out", "lse", "dq", "dk", "dv", "dbias")
-    return {n: error(g, w) for n, g, w in zip(names, got, want, strict=True) if w is not None}
+    return {n: error(g, w) for n, g, w in zip(RESULTS, got, want, strict=True) if w is not None}
 
 
 # ---- the compiled program ------------------------------------------------------------------------
