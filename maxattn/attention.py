@@ -267,7 +267,10 @@ def _bias_level(plan: Plan, mesh: Any, bias: Array, mask: Mask) -> Level:
 def _attend(plan: Plan, mesh: Any, is_differentiated: bool, *operands: Any) -> Any:
     # Here and in the backward, the LSE excludes the level of the bias (bias_level.py).
     kernel = plan.kernel if is_differentiated else plan.kernel.for_inference()
-    return batched_alike(*_forward(plan, kernel, mesh, *operands))
+    result = _forward(plan, kernel, mesh, *operands)
+    # If the mask hides every key, the result depends on no operand; its tangent still does.
+    out, lse, *_ = batched_alike(*result, *jax.tree.leaves(operands))
+    return out, lse
 
 
 @partial(_attend.defjvp, symbolic_zeros=True)

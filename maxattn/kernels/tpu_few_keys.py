@@ -132,7 +132,8 @@ class TpuFewKeys(Kernel):
         terms, (batch, kv_len) = sort_terms(inputs.mask), inputs.k.shape[:2]
         lengths, order = terms.lengths(batch, kv_len, inputs.kv_offset), None
         q, k, v = inputs.q, inputs.k, inputs.v
-        if self.float32_qk_product:
+        # Only CPUs run it in float16, which has no digits for small keys times the scale.
+        if self.float32_qk_product or q.dtype == jnp.float16:
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         if terms.has_flags:
             order = terms.real_keys_first(batch, kv_len, inputs.kv_offset)

@@ -170,3 +170,16 @@ def test_vmap_over_groups(axes: Any) -> None:
         for f in (ours, alone)
     )
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), got, want)
+
+
+def test_vmap_of_a_gradient_where_the_mask_hides_every_key() -> None:
+    """The result on a mesh depends on no operand, and its tangent does."""
+    config = ma.AttentionConfig(attention="dot_product", ici_context_parallelism=2)
+    mesh = config.make_mesh(jax.devices()[:2])
+    x = jnp.ones((3, 1, 2, 4, 8))
+
+    def out(x: jax.Array) -> jax.Array:
+        return ma.attention(x, x, x, mask=ma.masks.KeyLimit(0), config=config, mesh=mesh)
+
+    found, pull = jax.vjp(jax.vmap(out), x)
+    assert found.shape == x.shape and not np.any(found) and not np.any(pull(found)[0])

@@ -91,6 +91,16 @@ def test_gradients_of_values_keep_their_digits_beside_large_operands(name: str, 
     judge(x, SETTINGS[name], scale=1e-3)
 
 
+@pytest.mark.parametrize("name", ["dense", "flash", "tpu_flash", "few keys"])
+def test_queries_and_keys_near_zero_keep_their_digits(name: str) -> None:
+    """Times the scale they would be zero in float16; the gradients are not."""
+    x = operands(1.0)
+    x |= {key: (x[key] / np.abs(x[key]).max() * 1e-6).astype(np.float16) for key in "qk"}
+    x |= {key: x[key] * np.float16(500) for key in ("v", "dout")}
+    settings = SETTINGS.get(name, {"attention": "tpu_few_keys"})
+    judge(x, settings, M.KeyPadding(jnp.array([3, 4])), scale=0.01)
+
+
 @pytest.mark.parametrize("size", [10_000.0, 1e-6])
 @pytest.mark.parametrize("shape", [(2, 4, 4, 4), (1, 4, 1, 4), (2, 1, 4, 1)])
 def test_the_gradient_of_a_bias(shape: tuple[int, ...], size: float) -> None:

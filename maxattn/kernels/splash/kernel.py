@@ -163,7 +163,9 @@ class Splash(Kernel):
         return Grads(problem.checked(dq.swapaxes(1, 2)), dk, dv)
 
     def _compute_dtype(self, inputs: Inputs) -> Any:
-        return jnp.dtype(jnp.float32) if self.float32_qk_product else inputs.q.dtype
+        # Only CPUs run it in float16, which has no digits for small queries times the scale.
+        wide = self.float32_qk_product or inputs.q.dtype == jnp.float16
+        return jnp.dtype(jnp.float32) if wide else inputs.q.dtype
 
     def _problem(self, inputs: Inputs, factor: float) -> SplashProblem:
         dtype = self._compute_dtype(inputs)
