@@ -106,7 +106,10 @@ def run_layers(
     span = range(count_layers(layers)) if span is None else span
     if not are_scanned(layers):
         for number in span:
-            x = run(layers[number], x, None if each is None else each[number], number)
+            # Put together anew, since it may run in a branch of a `lax.cond`, another trace.
+            graph, state = nnx.split(layers[number])
+            layer = nnx.merge(graph, jax.tree.map(lambda x: x, state))
+            x = run(layer, x, None if each is None else each[number], number)
         return x
     graph, states = nnx.split(layers)
     numbers = jax.numpy.arange(span.start, span.stop)

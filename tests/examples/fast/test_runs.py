@@ -314,3 +314,18 @@ def test_a_gated_pipeline_adds_the_last_difference(name: Family, tmp_path: Path)
         state = take_step(schedule, i, state, guided)
     check(gated, np.moveaxis(np.asarray(state.x), -1, 1))
     assert np.abs(gated - plain).max() > 1e-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize(
+    "cache",
+    ["first_block.threshold=0.3", pytest.param("easycache.threshold=0.5", marks=pytest.mark.slow)],
+)
+def test_layers_that_are_not_scanned_decide_as_scanned_ones(cache: str, tmp_path: Path) -> None:
+    """As on a GPU: each layer's parameters are read inside a branch of the program."""
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    words = (*options, "num_inference_steps=9", f"fast.cache.{cache}")
+    scanned, apart = (
+        run(folder, "wan", *words, f"model.scan_layers={scan}") for scan in ("true", "false")
+    )
+    np.testing.assert_allclose(apart, scanned, atol=1e-4 * np.abs(scanned).max())
