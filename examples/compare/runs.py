@@ -82,7 +82,7 @@ class Runner:
 
     def run(self) -> Run:
         """Draw."""
-        return self._taken()
+        return self.taken()
 
     def dense(self) -> tuple[Run, Trajectory]:
         """Draw, and keep the state after every step."""
@@ -93,7 +93,7 @@ class Runner:
             kept.states.append(jax.device_get(state))
             return state
 
-        return self._taken(observe), kept
+        return self.taken(observe), kept
 
     def errors(self, dense: Trajectory) -> list[Float[np.ndarray, " B"]]:
         """Take every step from the dense run's samples; return how far each ends from theirs."""
@@ -104,10 +104,11 @@ class Runner:
             found.append(_norm(ours - after) / np.maximum(_norm(after - before), 1e-30))
             return _placed(dense.states[i + 1], state)
 
-        self._taken(observe)
+        self.taken(observe)
         return found
 
-    def _taken(self, observe: Any = None) -> Run:
+    def taken(self, observe: Any = None) -> Run:
+        """Draw; `observe` is given each step, as of `Walk`."""
         self._begin()
         self.walk.observe = observe
         with self.walk as walk:

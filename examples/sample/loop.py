@@ -52,6 +52,7 @@ class Walk(AbstractContextManager["Walk"]):
     Attributes:
         observe: is given the number and the state of each step that was taken; the run goes on from
             what it returns.
+        memory: what the last step kept.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Walk(AbstractContextManager["Walk"]):
         self._with: dict[str | None, Structure] = {}
         self._console = console
         self.observe: Callable[[int, State], State] | None = None
+        self.memory = Memory()
         self.begin(told, noise, keys)
 
     def begin(
@@ -106,7 +108,7 @@ class Walk(AbstractContextManager["Walk"]):
             self._structure, self._programs, self._with = structure, {}, {}
             self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
         known = tuple(self._once(parameters, what) for what in self._told_to(expert))
-        memory = Memory(1 if any(len(x.weights) > 1 for x in self.planned) else 0)
+        memory = self.memory = Memory(1 if any(len(x.weights) > 1 for x in self.planned) else 0)
         queued: list[tuple[Array, Step, Inputs]] = []
         wait = partial(self._wait, queued, structure, parameters)
         for i in range(self.bar.done, self.bar.done + expert.steps):

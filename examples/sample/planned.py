@@ -39,7 +39,7 @@ def planned_steps(
     def states(which: Any) -> list[np.ndarray] | None:
         return _states(task, found, sampler, paths, which)
 
-    path, shift = paths.weights_of(task.part), _shift_of(sampler)
+    path, shift = paths.weights_of(task.part), shift_of(sampler)
     facts = Facts(sampler.name, shift, vars(task.sizes), path, len(experts), states)
     return plan_steps(sampling.fast, experts, guided, task.layers, facts)
 
@@ -74,7 +74,7 @@ def predicts_apart(task: SamplingTask) -> bool:
     return how is not None and ((how.start, how.stop) != (0, 1) or how.skip is not None)
 
 
-def _shift_of(sampler: Sampler) -> float | None:
+def shift_of(sampler: Sampler) -> float | None:
     """Return the shift of a sampler's times, where it has one."""
     options = sampler.options
     if sampler.family == "even_flow":

@@ -1,0 +1,108 @@
+"""Measure on your own model what step caches are computed from, and write it as YAML.
+
+    python examples/calibrate.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
+        --curve out/curve.yml
+    # then
+    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --prompt ... --out DIR \\
+        sampling.fast.cache.magcache.ratios=out/curve.yml
+
+It runs dense sampling once on the prompts, and writes how what the layers add changes from step to
+step, with the hash of the weights, the sampler, the shift of its times, the machine and the date: a
+run that differs in one of them refuses the file. It prints the schedules that thresholds give;
+examples/drift.py measures what each of them costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import yaml
+from common.replacing import replacing
+from common.writable import unwritable
+from compare.curve import Ratios, ratios
+from compare.family import family_of, task_class
+from compare.report import machine_facts, table
+from compare.runs import Runner
+from fast.cache_settings import MagCacheSettings
+from fast.curves import checkpoint_hash
+from fast.schedules import magcache
+from sample.checks import check
+from sample.command import command, paths_of
+from sample.paths import Paths
+from sample.planned import shift_of
+from sample.run import check_weights, start_of
+from sample.task import SamplingTask
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+
+THRESHOLDS = ((0.06, 2), (0.12, 2), (0.12, 4), (0.24, 6))  # and steps that reuse in a row
+DIGITS = 5
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add = parser.add_argument_group("what is measured").add_argument
+    told = "where the curve is written, as YAML"
+    add("--curve", type=Path, default=Path("out/curve.yml"), metavar="FILE", help=told)
+
+
+def facts_of(task: SamplingTask, paths: Paths, experts: int) -> dict[str, object]:
+    """Return what a curve is of."""
+    sampler, sizes = task.sampler(), vars(task.sizes)
+    names = ("num_layers", "num_single_layers", "num_attention_heads", "in_channels")
+    known = {name: sizes[name] for name in names if isinstance(sizes.get(name), int)}
+    return {
+        "kind": "magcache",
+        "source": "examples/calibrate.py",
+        "sampler": sampler.name,
+        "shift": shift_of(sampler),
+        "sizes": known,
+        "experts": experts,
+        "checkpoint": checkpoint_hash(paths.weights_of(task.part)),
+        **{key: value for key, value in machine_facts().items() if key != "versions"},
+    }
+
+
+def schedules(found: Ratios) -> str:
+    """Return a table of the schedules that thresholds give."""
+    rows = [["threshold", "most", "computed", "schedule"]]
+    for threshold, most in THRESHOLDS:
+        how = MagCacheSettings(ratios=(1.0,), threshold=threshold, most=most)
+        letters = magcache(found, how)
+        rows.append(
+            [f"{threshold:g}", f"{most}", f"{letters.count('X')} of {len(letters)}", letters]
+        )
+    return "\n".join(table(rows))
+
+
+def main(found: argparse.Namespace) -> None:
+    """Measure, write and print."""
+    kind, settings = task_class(family_of(found))
+    task_settings = settings(found, ["sampling.fast=null"])
+    paths = paths_of(found, task_settings.model.folder)
+    task = kind.of(task_settings, paths.model)
+    if (problem := unwritable("--curve", found.curve)) is not None:
+        raise ConfigErrors([problem])
+    if task.layers == 1:
+        rule = "a curve is of layers that add to what they take, as a transformer's do"
+        remedy = "set sampling.fast.cache.interval, which needs no curve"
+        raise ConfigErrors([ConfigError("--model", paths.model, rule, remedy)])
+    check(task, paths, writes=False)
+    check_weights(task, paths)
+    mesh = task.settings.make_mesh()
+    runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
+    curve = np.round(ratios(runner), DIGITS)
+    rows = [row if len(row) > 1 else row[0] for row in curve.tolist()]
+    facts = facts_of(task, paths, len(runner.steps.experts))
+    found.curve.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(found.curve) as partial:
+        text = yaml.safe_dump({**facts, "ratios": rows}, sort_keys=False, default_flow_style=None)
+        partial.write_text(text, "utf-8")
+    print(f"\n{schedules(curve)}\n{found.curve}")
+
+
+if __name__ == "__main__":
+    command(__doc__, "wan", main, add_options)
