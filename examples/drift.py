@@ -1,10 +1,11 @@
 """Measure what shortcuts of sampling cost on your own model, prompts and machine.
 
     python examples/drift.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
-        --settings configs/drift/presets.yml --report out/drift.yml
-    # one more way of sampling, by name
+        --setting balanced "fast={preset: balanced}" --setting half num_inference_steps=25 \\
+        --report out/drift.yml
+    # a file of ways, by name
     python examples/drift.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
-        --setting half fast.cache.schedule=... --report out/drift.yml
+        --settings configs/scores/digits_large.yml --report out/drift.yml
 
 Every way of sampling draws the same prompts from the same noise. Its row says how many forwards are
 computed and how long they took, without compiling; how far its samples end from the dense ones, in

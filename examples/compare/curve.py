@@ -1,6 +1,6 @@
-"""How what the layers add changes from step to step: the curve from which MagCache makes schedules.
+"""How what the layers add changes from step to step: the curve that MagCache's schedules are from.
 
-    ratio of step i = mean over tokens and clips of |r_i| / |r_(i-1)|,     r_i = what the layers added
+    ratio of step i = mean over tokens and clips of |r_i| / |r_(i-1)|,  r_i what the layers added
 
 Source: Ma et al. 2025, https://arxiv.org/abs/2506.09045.
 """
@@ -50,7 +50,7 @@ def ratios(runner: Runner) -> Ratios:
 
 
 def _apart(added: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """Return what the layers added in each prediction; a call of both has the text in its last rows."""
+    """Return what the layers added in each prediction; a call of both ends with the text."""
     arrays = {name: jax.tree.leaves(x)[0] for name, x in added.items()}
     if "both" in arrays:
         return {"with": arrays["both"][-samples:], "without": arrays["both"][:samples]}
