@@ -36,7 +36,9 @@ class Arm(NamedTuple):
 
     def overrides(self, keys: Any) -> list[str]:
         """Return the changes as the command line writes them; `keys` are those of `sampling`."""
-        named = ((f"sampling.{k}" if k in keys else k, v) for k, v in self.changes.items())
+        named = (
+            (f"sampling.{k}" if k.split(".")[0] in keys else k, v) for k, v in self.changes.items()
+        )
         return [f"{key}={json.dumps(value)}" for key, value in named]
 
 
@@ -108,15 +110,15 @@ def with_same_cost(arms: Sequence[Arm], make: MakeTask, paths: Paths) -> list[Ar
     """
     found: dict[str, Arm] = {}
     for arm in arms:
-        if not arm.changes.get("fast"):
+        task = task_of(arm, make)
+        if task.settings.sampling.fast is None:
             found[arm.name] = arm
             continue
-        task = task_of(arm, make)
         count, number = forwards(task, paths), task.settings.sampling.num_inference_steps
         fewer = max(1, round(count.computed / count.whole * number))
-        plain = {key: value for key, value in arm.changes.items() if key != "fast"}
-        plain |= {"fast": None, "num_inference_steps": fewer}
-        others = (f"{k}={v}" for k, v in plain.items() if k not in ("fast", "num_inference_steps"))
+        kept = {key: x for key, x in arm.changes.items() if key.split(".")[0] != "fast"}
+        plain = {**kept, "fast": None, "num_inference_steps": fewer}
+        others = (f"{key}={x}" for key, x in kept.items() if key != "num_inference_steps")
         name = ", ".join([f"{fewer} plain steps", *others])
         found[arm.name] = arm._replace(same_cost=name)
         found.setdefault(name, Arm(name, plain))

@@ -34,7 +34,7 @@ def test_drift_is_of_whole_runs_and_of_single_steps(
     folder = pipeline(tmp_path, "wan", "unipc")
     words = ["--setting", "all", "fast={cache: {schedule: XXXX}}"]
     words += ["--setting", "late", "fast={cache: {schedule: XXX.}}"]
-    words += ["--setting", "early", "fast={cache: {schedule: X..X}}"]
+    words += ["--setting", "early", "fast.cache.schedule=X..X"]
     found = measured(folder, "wan", options, *words)
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == ["dense", "floor", "all", "4 plain steps", "late", "3 plain steps",
