@@ -23,12 +23,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from compare import arms, pictures
-from compare.arms import DENSE, FLOOR, Arm
+from compare import pictures
 from compare.family import family_of, task_class
 from compare.report import Report, Row, machine_facts
 from compare.runs import Runner, Trajectory, drift, psnr
 from fast.curves import checkpoint_hash
+from sample import arms
+from sample.arms import DENSE, FLOOR, Arm
 from sample.checks import check
 from sample.command import command, paths_of
 from sample.paths import Paths

@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 from common import hosts
 from common.command import parser_of, user_errors
-from compare import arms
-from compare.arms import DENSE, FLOOR, Arm
 from digits_large import clips, scenes
 from digits_large.drawing import Conditions, draw
 from digits_large.report import REAL, Report
@@ -33,6 +31,8 @@ from digits_large.sampling_task import ClipSamplingTask, size_of_clips
 from digits_large.scenes import Scans, Scene, Size
 from digits_large.scores import Judge
 from digits_large.settings import Settings
+from sample import arms
+from sample.arms import DENSE, FLOOR, Arm
 from sample.paths import Paths
 from sample.rows import Rows, batch_ways, noise
 

@@ -48,13 +48,17 @@ def family_of(found: argparse.Namespace) -> Family:
 def task_class(family: Family) -> tuple[Any, ReadSettings]:
     """Return the sampling task of a family, and what reads its settings with more overrides."""
     if family == "wan":
-        import generate_wan
         from digits_large.sampling_task import ClipSamplingTask
         from digits_large.settings import Settings as ClipSettings
+        from digits_large.settings import describes_clips
         from wan.sampling_task import WanSamplingTask
+        from wan.settings import Settings as WanSettings
+
+        def class_of(path: str, overrides: Sequence[str]) -> Any:
+            return ClipSettings if describes_clips(path, overrides) else WanSettings
 
         def read_wan(found: argparse.Namespace, more: Sequence[str]) -> Any:
-            return settings_of(_with(found, more), generate_wan.settings_class)
+            return settings_of(_with(found, more), class_of)
 
         class AnyWan:
             """Wan's task, or that of the model of several digits."""

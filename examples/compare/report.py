@@ -14,10 +14,9 @@ import yaml
 from common.replacing import replacing
 from digits_large.statistics import paired
 from jaxtyping import Float
+from sample.arms import DENSE, FLOOR, Arm, Count
 
 import maxattn as ma
-
-from .arms import DENSE, FLOOR, Arm, Count
 
 PerClip = Float[np.ndarray, " n"]
 

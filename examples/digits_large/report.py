@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common.replacing import replacing
-from compare.arms import DENSE, FLOOR, Arm, Count
 from jaxtyping import Float
 from PIL import Image
+from sample.arms import DENSE, FLOOR, Arm, Count
 
 from .clips import Clips, of_model
 from .drawing import Drawn

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import yaml
 from jaxtyping import Float
 
 from maxattn.config import ConfigErrors, Section
-from maxattn.config.load import load
 from maxattn.errors import ConfigError
 
 ANOTHER = "give one that was measured so, or write a schedule (sampling.fast.cache.schedule)"
@@ -130,7 +130,15 @@ def _read(setting: str, name: str) -> CurveFile:
         rule = "it names the YAML file of a curve, and there is none"
         remedy = "name one, such as configs/curves/magcache_wan_2_1_t2v_1_3b.yml"
         raise ConfigError(setting, name, rule, remedy)
-    return load(CurveFile, name, ())
+    try:
+        said = yaml.safe_load(Path(name).read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        rule, remedy = f"it is YAML, and reading it failed: {error}", "write it anew"
+        raise ConfigError(setting, name, rule, remedy) from None
+    if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
+        rule = "it has a mapping, with the key ratios"
+        raise ConfigError(setting, name, rule, "write `ratios: [1, 0.99, ...]`")
+    return CurveFile(**said)
 
 
 def _differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iterator[ConfigError]:

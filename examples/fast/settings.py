@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Len
 from common.settings import Count, NotNegative, Whole
 
-from maxattn.config import Section
-from maxattn.config.rules import KernelName
+import maxattn as ma
+from maxattn.config import ConfigErrors, Section
 from maxattn.errors import ConfigError
 
 from .cache_settings import CacheSettings
@@ -80,14 +80,19 @@ class KernelSettings(Section):
 
     steps: tuple[Whole, Count]
     """The first step that has it, counted from 0, and the first one after them."""
-    attention: KernelName
+    attention: str
     """The kernel of self-attention, as the config's `attention`."""
     layers: tuple[Whole, Count] | None = None
     """Not supported: a step's kernel is that of all its layers."""
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse steps that are none, and some of the layers."""
+        """Refuse what is no kernel, steps that are none, and some of the layers."""
+        try:
+            ma.AttentionConfig(attention_kernel=values["attention"])
+        except ConfigErrors as error:
+            found = error.problems[0]
+            yield ConfigError("attention", values["attention"], found.rule, found.remedy)
         if values["steps"][0] >= values["steps"][1]:
             rule = "they are the first step that has the kernel, and the first one after them"
             remedy = "write the smaller number first"

@@ -13,7 +13,6 @@ from flax import nnx
 
 import maxattn as ma
 from maxattn.config import ConfigErrors
-from maxattn.config.rules import kernel_and_strategy
 from maxattn.errors import ConfigError, MaxattnError
 
 from .rows import Rows
@@ -40,10 +39,18 @@ def with_kernel(task: SamplingTask, kernel: Kernel) -> SamplingTask:
     if kernel is None:
         return task
     settings = task.settings
-    _, strategy = kernel_and_strategy(settings.attention)
-    key = "attention" if strategy == "auto" else "attention_kernel"
+    key = "attention" if _is_kernel(settings.attention) else "attention_kernel"
     changed: Any = task
     return replace(changed, settings=settings.replace(**{key: kernel}))
+
+
+def _is_kernel(attention: str) -> bool:
+    """Check whether a value of `attention` names a kernel, and no strategy beside it."""
+    try:
+        ma.AttentionConfig(attention_kernel=attention)
+    except ConfigErrors:
+        return False
+    return True
 
 
 def structure_with(

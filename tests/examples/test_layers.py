@@ -13,10 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # From the top; a part may import parts of the rows below its own, and nothing of its own row.
 LAYERS = (
     ("scripts",),
-    ("measuring",),
+    ("measuring", "compare"),
+    ("digits_large",),
     ("digits", "wan", "sdxl", "flux"),
     ("train", "sample"),
     ("rollout",),
+    ("fast",),
     ("samplers",),
     ("common",),
 )

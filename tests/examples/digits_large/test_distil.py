@@ -38,6 +38,7 @@ def student(folder: Path, out: Path, *more: str) -> DistilTask:
     return DistilTask.of(settings(out, *FEW, f"model.folder={folder}", *more))
 
 
+@pytest.mark.slow
 def test_the_student_learns_the_velocity_of_the_teachers_steps(folder: Path, tmp_path: Path):
     task = student(folder, tmp_path, "data.frames_seen=3")
     np.testing.assert_allclose(task.sigmas, [1, 0.9, 0.5, 0])

@@ -39,6 +39,7 @@ def other_digits(scene: Scene) -> Scene:
     return scene._replace(scan=jnp.asarray(scan))
 
 
+@pytest.mark.slow
 def test_real_clips_score_well(real: dict[str, np.ndarray]):
     assert JUDGE.accuracy > 0.95
     for name, least in {"digit": 0.9, "identity": 0.9, "kept": 0.95, "path": 0.93}.items():

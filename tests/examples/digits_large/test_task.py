@@ -64,6 +64,7 @@ def test_a_run_goes_on_and_equals_one_without_a_break(whole: Any, tmp_path: Path
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_exported_matrices_are_bfloat16_and_training_goes_on_from_them(whole: Any, tmp_path: Path):
     folder, model, _ = whole
     held = SafeTensors(folder / "transformer")

@@ -191,6 +191,7 @@ def computed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [x for x in capsys.readouterr().out.splitlines() if x.startswith("computed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batched"),
     [

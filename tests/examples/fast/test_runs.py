@@ -282,6 +282,7 @@ def task_of(name: Family, folder: Path) -> Any:
 GATED = ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "sdxl"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATED)
 def test_a_gated_pipeline_adds_the_last_difference(name: Family, tmp_path: Path) -> None:
     """Against a loop of its own over the model: two steps are guided, two reuse c - u."""

@@ -89,5 +89,6 @@ def test_published_names_are_merged(style: str, caplog: pytest.LogCaptureFixture
     check(model, before, want)
 
 
+@pytest.mark.slow
 def test_every_name_is_of_one_layer() -> None:
     assert not check_names(shapes(), layer_names.unet)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import yaml
 from fast import steps
-from sample.paths import Paths
-from sample.planned import planned_steps
-from sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from sample.paths import Paths
+from sample.planned import planned_steps
+from sample.task import SamplingTask
 
 DENSE, FLOOR = "dense", "floor"
 FORM = "write lines such as `half: {num_inference_steps: 25}`"
