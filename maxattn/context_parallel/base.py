@@ -14,6 +14,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Result, Rows
 from maxattn.kernels.bias_level import level_shape
+from maxattn.kernels.softmax import gradient_dtype
 from maxattn.masks import KeyLimit, Mask
 from maxattn.sharding import BATCH_AXES, LETTERS, MeshShape, partition_spec, ways
 from maxattn.target import Target
@@ -234,8 +235,8 @@ def itemsize(dtype: str) -> int:
 
 
 def gradient_itemsize(dtype: str) -> int:
-    """Return the bytes of an element of dQ, dK and dV (`gradient_dtype` of kernels/base.py)."""
-    return FLOAT if dtype == "float16" else itemsize(dtype)
+    """Return the bytes of an element of dQ, dK and dV."""
+    return jax.numpy.dtype(gradient_dtype(jax.ShapeDtypeStruct((), dtype))).itemsize
 
 
 def kv_bytes(call: Call, size: int = FLOAT) -> int:

@@ -109,7 +109,7 @@ def finish(m: Stats, l: Stats, acc: Queries) -> tuple[Queries, Stats]:
     return out, lse
 
 
-def gradient_dtype(x: Array) -> Any:
+def gradient_dtype(x: Array | jax.ShapeDtypeStruct) -> Any:
     """Return the dtype of dQ for queries `x`, or of the dK and dV that a ring sends for keys `x`.
 
     It is that of x, but float32 for float16: gradient_scale.py divides the gradients by a power of
