@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from common.markdown import table
 from common.replacing import replacing
 from common.writable import unwritable
 from compare.curve import Ratios, ratios
-from compare.family import family_of, task_class
-from compare.report import machine_facts, table
+from compare.family import family_of, task_of_family
+from compare.report import machine_facts
 from compare.runs import Runner
 from fast.cache_settings import MagCacheSettings
 from fast.curves import checkpoint_hash
@@ -68,22 +69,22 @@ def facts_of(task: SamplingTask, paths: Paths, experts: int) -> dict[str, object
 
 def schedules(found: Ratios) -> str:
     """Return a table of the schedules that thresholds give."""
-    rows = [["threshold", "most", "computed", "schedule"]]
+    rows = []
     for threshold, most in THRESHOLDS:
         how = MagCacheSettings(ratios=(1.0,), threshold=threshold, most=most)
         letters = magcache(found, how)
         rows.append(
             [f"{threshold:g}", f"{most}", f"{letters.count('X')} of {len(letters)}", letters]
         )
-    return "\n".join(table(rows))
+    return table(("threshold", "most", "computed", "schedule"), rows)
 
 
 def main(found: argparse.Namespace) -> None:
     """Measure, write and print."""
-    kind, settings = task_class(family_of(found))
+    make_task, settings = task_of_family(family_of(found))
     task_settings = settings(found, ["sampling.fast=null"])
     paths = paths_of(found, task_settings.model.folder)
-    task = kind.of(task_settings, paths.model)
+    task = make_task(task_settings, paths.model)
     if (problem := unwritable("--curve", found.curve)) is not None:
         raise ConfigErrors([problem])
     if task.layers == 1:

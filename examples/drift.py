@@ -21,15 +21,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
+from common.statistics import drift
 from compare import pictures
-from compare.family import family_of, task_class
+from compare.family import family_of, task_of_family
 from compare.report import Report, Row, machine_facts
-from compare.runs import Runner, Trajectory, drift, psnr
+from compare.runs import Runner, Trajectory, psnr
 from fast.curves import checkpoint_hash
 from sample import arms
-from sample.arms import DENSE, FLOOR, Arm
+from sample.arms import DENSE, Arm
 from sample.checks import check
 from sample.command import command, paths_of
 from sample.paths import Paths
@@ -39,17 +39,10 @@ from sample.task import SamplingTask
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
-KERNELS = {"gpu": "cudnn", "cpu": "flash", "tpu": "flash"}
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    add = parser.add_argument_group("what is compared").add_argument
-    add("--settings", type=Path, metavar="FILE", help="YAML: keys of sampling by name")
-    told = "one more way of sampling: a name, then KEY=VALUE"
-    add("--setting", nargs="+", action="append", default=[], metavar="NAME", help=told)
-    told = "another kernel of attention, for the floor; default cudnn on a GPU, else flash; or none"
-    add("--floor", metavar="KERNEL", help=told)
+    add = arms.add_options(parser)
     told = "where the rows are written, as YAML"
     add("--report", type=Path, default=Path("out/drift.yml"), metavar="FILE", help=told)
 
@@ -70,19 +63,16 @@ def ways_of(found: argparse.Namespace, make: arms.MakeTask, paths: Paths) -> lis
         rule = "a way of sampling is compared with the dense one"
         remedy = "give --settings FILE or --setting NAME KEY=VALUE, or write sampling.fast"
         raise ConfigErrors([ConfigError("--settings", "(none)", rule, remedy)])
-    kernel = found.floor or KERNELS.get(jax.default_backend(), "flash")
-    if kernel != "none":
-        said.insert(1, Arm(FLOOR, {"fast": None, "attention": kernel}))
-    return arms.with_same_cost(said, make, paths)
+    return arms.with_same_cost(arms.with_floor(said, found.floor), make, paths)
 
 
 def main(found: argparse.Namespace) -> None:
     """Run every way of sampling, and write what is known after each."""
-    kind, settings = task_class(family_of(found))
+    make_task, settings = task_of_family(family_of(found))
     paths = paths_of(found, settings(found, ()).model.folder)
 
     def make(changes: Sequence[str]) -> SamplingTask:
-        return kind.of(settings(found, changes), paths.model)
+        return make_task(settings(found, changes), paths.model)
 
     ways = ways_of(found, make, paths)
     tasks = {arm.name: arms.task_of(arm, make) for arm in ways}

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from common import hosts
 from common.command import parser_of, user_errors
@@ -40,18 +39,12 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 SEED = 1_000_003  # of prompts and noise; training counts its clips from another one
-KERNELS = {"gpu": "cudnn", "cpu": "flash", "tpu": "flash"}
 
 
 def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    add = parser.add_argument_group("what is compared").add_argument
-    add("--settings", type=Path, metavar="FILE", help="YAML: keys of sampling by name")
-    told = "one more way of sampling: a name, then KEY=VALUE"
-    add("--setting", nargs="+", action="append", default=[], metavar="NAME", help=told)
-    told = "another kernel of attention, for the floor; default cudnn on a GPU, else flash; or none"
-    add("--floor", metavar="KERNEL", help=told)
+    add = arms.add_options(parser)
     add("--clips", type=int, default=64, metavar="N", help="prompts, each with noise of its own")
     told = "number of the first clip: thresholds are chosen on others than these"
     add("--first", type=int, default=0, metavar="N", help=told)
@@ -97,10 +90,7 @@ def ways_of(found: argparse.Namespace) -> list[Arm]:
     if taken := [arm.name for arm in said[1:] if arm.name in (DENSE, FLOOR, REAL)]:
         rule = f"{DENSE} is sampling without shortcuts, {FLOOR} another kernel's, {REAL} real clips"
         raise ConfigErrors([ConfigError("--settings", taken[0], rule, "give it another name")])
-    kernel = found.floor or KERNELS.get(jax.default_backend(), "flash")
-    if kernel != "none":
-        said.insert(1, Arm(FLOOR, {"fast": None, "attention": kernel}))
-    return said
+    return arms.with_floor(said, found.floor)
 
 
 def scene_of(first: int, count: int, size: Size, scans: Scans) -> tuple[Scene, Any]:

@@ -29,7 +29,7 @@ ALL_THREE = (
 def join(
     coordinator: str | None, num_processes: int | None, process_id: int | None, detect: bool = False
 ) -> None:
-    """Join the processes of a run, before anything asks for a device; alone, do nothing.
+    """Join the processes of a run, before anything asks for a device; alone or joined, do nothing.
 
     Args:
         coordinator: host:port of process 0.
@@ -42,6 +42,8 @@ def join(
         ConfigError: some of the three are missing, or do not fit together.
     """
     told = (coordinator, num_processes, process_id)
+    if jax.distributed.is_initialized():
+        return
     if detect:
         jax.distributed.initialize()
     elif any(value is not None for value in told):

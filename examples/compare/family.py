@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.command import SettingsClass
 from common.json_file import read_mapping
 from common.pipeline_folder import PIPELINES, Family, index_of
 from sample.command import settings_of
+from sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
@@ -19,6 +21,7 @@ MODELS: dict[str, Family] = {
     "FluxTransformer2DModel": "flux",
     "UNet2DConditionModel": "sdxl",
 }
+MakeTask = Callable[[Any, Path], SamplingTask]  # of settings and the folder of the weights
 ReadSettings = Callable[[argparse.Namespace, Sequence[str]], Any]
 
 
@@ -45,8 +48,10 @@ def family_of(found: argparse.Namespace) -> Family:
     raise ConfigErrors([ConfigError("--model", folder, rule, remedy)])
 
 
-def task_class(family: Family) -> tuple[Any, ReadSettings]:
-    """Return the sampling task of a family, and what reads its settings with more overrides."""
+def task_of_family(family: Family) -> tuple[MakeTask, ReadSettings]:
+    """Return what makes a family's sampling task, and what reads its settings with overrides."""
+    make: MakeTask
+    settings_class: SettingsClass
     if family == "wan":
         from digits_large.sampling_task import ClipSamplingTask
         from digits_large.settings import Settings as ClipSettings
@@ -54,33 +59,27 @@ def task_class(family: Family) -> tuple[Any, ReadSettings]:
         from wan.sampling_task import WanSamplingTask
         from wan.settings import Settings as WanSettings
 
-        def class_of(path: str, overrides: Sequence[str]) -> Any:
+        def class_of(path: str, overrides: Sequence[str]) -> type[WanSettings]:
             return ClipSettings if describes_clips(path, overrides) else WanSettings
 
-        def read_wan(found: argparse.Namespace, more: Sequence[str]) -> Any:
-            return settings_of(_with(found, more), class_of)
+        def make_wan(settings: Any, folder: Path) -> SamplingTask:
+            kind = ClipSamplingTask if isinstance(settings, ClipSettings) else WanSamplingTask
+            return kind.of(settings, folder)
 
-        class AnyWan:
-            """Wan's task, or that of the model of several digits."""
+        make, settings_class = make_wan, class_of
+    elif family == "flux":
+        from flux.sampling_task import FluxSamplingTask
+        from flux.settings import Settings as FluxSettings
 
-            @staticmethod
-            def of(settings: Any, folder: Path) -> Any:
-                kind = ClipSamplingTask if isinstance(settings, ClipSettings) else WanSamplingTask
-                return kind.of(settings, folder)
-
-        return AnyWan, read_wan
-    if family == "flux":
-        from flux.sampling_task import FluxSamplingTask as Task
-        from flux.settings import Settings
+        make, settings_class = FluxSamplingTask.of, FluxSettings
     else:
-        from sdxl.sampling_task import SdxlSamplingTask as Task
-        from sdxl.settings import Settings
+        from sdxl.sampling_task import SdxlSamplingTask
+        from sdxl.settings import Settings as SdxlSettings
+
+        make, settings_class = SdxlSamplingTask.of, SdxlSettings
 
     def read(found: argparse.Namespace, more: Sequence[str]) -> Any:
-        return settings_of(_with(found, more), Settings)
+        changed = {**vars(found), "overrides": [*found.overrides, *more]}
+        return settings_of(argparse.Namespace(**changed), settings_class)
 
-    return Task, read
-
-
-def _with(found: argparse.Namespace, more: Sequence[str]) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(found), "overrides": [*found.overrides, *more]})
+    return make, read

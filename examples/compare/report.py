@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
+from common.markdown import table
 from common.replacing import replacing
-from digits_large.statistics import paired
+from common.statistics import paired
 from jaxtyping import Float
 from sample.arms import DENSE, FLOOR, Arm, Count
 
@@ -73,7 +74,7 @@ class Report:
             " the dense samples, as a share of the step; PSNR: of latents, dB. All of them measure"
             " distance from the dense samples, not beauty."
         )
-        return "\n".join([*table([heads, *lines]), "", said])
+        return f"{table(heads, lines)}\n{said}"
 
     def _cells(self, row: Row, more: Sequence[str]) -> list[str]:
         floor = self.floor
@@ -126,16 +127,6 @@ class Report:
         with replacing(path) as partial:
             partial.write_text(yaml.safe_dump(self.plain(), sort_keys=False), "utf-8")
         return path
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    return [lines[0], "|" + "|".join("-" * (n + 2) for n in widths) + "|", *lines[1:]]
 
 
 def machine_facts() -> dict[str, str]:

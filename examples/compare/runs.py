@@ -107,6 +107,7 @@ class Runner:
         self.taken(observe)
         return found
 
+    @sharding.inside_auto_axes()
     def taken(self, observe: Any = None) -> Run:
         """Draw; `observe` is given each step, as of `Walk`."""
         self._begin()
@@ -120,11 +121,6 @@ class Runner:
                 walk.take(self._models[expert.part], expert)
         latents = np.asarray(walk.state.x)[: self.start.rows.wanted]
         return Run(latents, walk.bar.seconds)
-
-
-def drift(x: Samples, of: Samples) -> Float[np.ndarray, " B"]:
-    """Return |x - of| / |of| of each sample."""
-    return _norm(x - of) / np.maximum(_norm(of), 1e-30)
 
 
 def psnr(x: Samples, of: Samples) -> Float[np.ndarray, " B"]:

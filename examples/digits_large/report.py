@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.markdown import table
 from common.replacing import replacing
+from common.statistics import drift, frechet, paired, spearman
 from jaxtyping import Float
 from PIL import Image
 from sample.arms import DENSE, FLOOR, Arm, Count
@@ -19,8 +21,7 @@ from sample.arms import DENSE, FLOOR, Arm, Count
 from .clips import Clips, of_model
 from .drawing import Drawn
 from .scenes import Scene
-from .scores import BETTER, Judge, Scored, drift
-from .statistics import frechet, paired, spearman
+from .scores import BETTER, Judge, Scored
 
 REAL = "real"
 LEAST_ROWS = 4  # that an order is told of
@@ -211,9 +212,3 @@ class Report:
     def _per_clip(self, name: str) -> dict[str, list[float]]:
         found = {key: self.values(name, key) for key in (*COLUMNS, "flicker", "drift")}
         return {k: [round(float(x), 6) for x in v] for k, v in found.items() if v is not None}
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table in Markdown."""
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

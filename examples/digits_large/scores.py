@@ -102,12 +102,6 @@ def flicker(clips: Float[np.ndarray, "B F H W C"]) -> Float[np.ndarray, " B"]:
     return np.abs(np.diff(clips.astype(np.float64), axis=1)).mean((1, 2, 3, 4))
 
 
-def drift(x: Float[np.ndarray, "B ..."], of: Float[np.ndarray, "B ..."]) -> Float[np.ndarray, " B"]:
-    """Return how far samples are from others, of these: |x - of| / |of|."""
-    x, of = (np.asarray(a, np.float64).reshape(len(a), -1) for a in (x, of))
-    return np.linalg.norm(x - of, axis=1) / np.linalg.norm(of, axis=1)
-
-
 def _of_digits(logs: np.ndarray, shown: np.ndarray, digit: np.ndarray, there: np.ndarray) -> Scores:
     """Return digit, likelihood and margin, from logarithms averaged over the frames seen."""
     count = np.maximum(1, shown.sum(-1))[..., None]

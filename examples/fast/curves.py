@@ -138,7 +138,11 @@ def _read(setting: str, name: str) -> CurveFile:
     if not isinstance(said, dict) or not all(isinstance(key, str) for key in said):
         rule = "it has a mapping, with the key ratios"
         raise ConfigError(setting, name, rule, "write `ratios: [1, 0.99, ...]`")
-    return CurveFile(**said)
+    try:
+        return CurveFile(**said)
+    except ConfigErrors as errors:
+        found = ((f"{name}: {x.setting} {x.value}", x.rule, x.remedy) for x in errors.problems)
+        raise ConfigErrors([ConfigError(setting, *each) for each in found]) from None
 
 
 def _differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iterator[ConfigError]:

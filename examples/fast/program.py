@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,11 @@ class Memory:
     order: int = 0
     added: list[Mapping[str, Added]] = field(default_factory=list)
     difference: Array | None = None
+
+    @classmethod
+    def of(cls, planned: Sequence[Planned]) -> Self:
+        """Return the empty memory of a run of these steps."""
+        return cls(1 if any(len(x.weights) > 1 for x in planned) else 0)
 
     def before(self, planned: Planned) -> Kept:
         """Return what a step takes, and forget what neither it nor a later one takes."""

@@ -42,7 +42,6 @@ class Step(NamedTuple):
     keeps: bool = False
     span: tuple[int, int] | None = None
     keeps_difference: bool = False
-
     skip: tuple[int, ...] = ()
     skip_in: Literal["third", "negative"] = "third"
     decides: Dynamic | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import yaml
 from fast import steps
 
@@ -17,6 +19,7 @@ from sample.planned import planned_steps
 from sample.task import SamplingTask
 
 DENSE, FLOOR = "dense", "floor"
+KERNELS = {"gpu": "cudnn", "cpu": "flash", "tpu": "flash"}  # of the floor
 FORM = "write lines such as `half: {num_inference_steps: 25}`"
 MakeTask = Callable[[Sequence[str]], SamplingTask]
 
@@ -52,6 +55,24 @@ class Count(NamedTuple):
 
     computed: float
     whole: int
+
+
+def add_options(parser: argparse.ArgumentParser) -> Any:
+    """Add the options that name ways of sampling; return what adds more beside them."""
+    add = parser.add_argument_group("what is compared").add_argument
+    add("--settings", type=Path, metavar="FILE", help="YAML: keys of sampling by name")
+    told = "one more way of sampling: a name, then KEY=VALUE"
+    add("--setting", nargs="+", action="append", default=[], metavar="NAME", help=told)
+    told = "another kernel of attention, for the floor; default cudnn on a GPU, else flash; or none"
+    add("--floor", metavar="KERNEL", help=told)
+    return add
+
+
+def with_floor(arms: Sequence[Arm], kernel: str | None) -> list[Arm]:
+    """Add dense sampling with another kernel behind the dense one, unless the kernel is "none"."""
+    kernel = kernel or KERNELS.get(jax.default_backend(), "flash")
+    floor = () if kernel == "none" else (Arm(FLOOR, {"fast": None, "attention": kernel}),)
+    return [arms[0], *floor, *arms[1:]]
 
 
 def read_arms(path: Path | None, given: Sequence[Sequence[str]]) -> list[Arm]:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from common.split import split
 from fast.program import Inputs, Kept, Made, Memory, take
-from fast.settings import GuidanceSettings
 from fast.steps import Planned, Step
 from flax import nnx
 from samplers import Schedule, start
@@ -20,6 +19,7 @@ from samplers.noise import keys_of
 import maxattn as ma
 from maxattn import sharding
 
+from .planned import guidance_of
 from .rows import Rows
 from .task import Arrays, SamplingTask
 
@@ -45,8 +45,7 @@ def kept_bytes(
     if not any(x.step.keeps or x.step.keeps_difference for x in planned):
         return 0
     makes = _Makes(task, schedule, told, rows, mesh)
-    order = 1 if any(len(x.weights) > 1 for x in planned) else 0
-    memory, most, made = Memory(order), 0, {}
+    memory, most, made = Memory.of(planned), 0, {}
     for each in planned:
         kept, kind = memory.before(each), each.step
         if kind not in made:
@@ -101,9 +100,7 @@ class _Makes:
         self.given = Inputs(schedule, jnp.int32(0), state, told, jnp.float32(1), Kept())
 
     def __call__(self, kind: Step, kept: Kept) -> Made:
-        fast = self.task.settings.sampling.fast
-        how = (None if fast is None else fast.guidance) or GuidanceSettings()
-        told, rows = self.told, self.given.state.x.shape[0]
+        how, told, rows = guidance_of(self.task), self.told, self.given.state.x.shape[0]
         if kind.guidance != "guided":
             told = ({name: x[-rows:] for name, x in told[-1].items()},)
 

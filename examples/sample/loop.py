@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from common.split import Leaves, Structure, split
 from fast.program import Inputs, Made, Memory, take
-from fast.settings import GuidanceSettings
 from fast.steps import Planned, Step, decided_lines
 from flax import nnx
 from jaxtyping import Array, Float
@@ -28,6 +27,7 @@ from samplers.noise import Keys
 from .checks import options
 from .kernels import structure_with
 from .not_finite import not_finite
+from .planned import guidance_of
 from .task import Expert, SamplingTask
 
 Program = Callable[[Leaves, Inputs], tuple[State, Made, Array]]
@@ -108,7 +108,7 @@ class Walk(AbstractContextManager["Walk"]):
             self._structure, self._programs, self._with = structure, {}, {}
             self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
         known = tuple(self._once(parameters, what) for what in self._told_to(expert))
-        memory = self.memory = Memory(1 if any(len(x.weights) > 1 for x in self.planned) else 0)
+        memory = self.memory = Memory.of(self.planned)
         queued: list[tuple[Array, Step, Inputs]] = []
         wait = partial(self._wait, queued, structure, parameters)
         for i in range(self.bar.done, self.bar.done + expert.steps):
@@ -194,12 +194,6 @@ def _compiled(
     compiled = jitted.lower(*args).compile(options(task))
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     return compiled
-
-
-def guidance_of(task: SamplingTask) -> GuidanceSettings:
-    """Return how a run mixes the predictions of a step."""
-    fast = task.settings.sampling.fast
-    return (None if fast is None else fast.guidance) or GuidanceSettings()
 
 
 def _placed(added: Mapping[str, Any], shardings: Mapping[str, Any]) -> Mapping[str, Any]:

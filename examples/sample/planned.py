@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from fast.curves import Facts
+from fast.settings import GuidanceSettings
 from fast.steps import Planned, plan_steps
 from samplers import flow_euler
 from samplers.read import Sampler
@@ -58,6 +59,12 @@ def experts_of(task: SamplingTask, sampler: Sampler, divides: bool) -> tuple[Exp
     return tuple(x if divides else x._replace(guided=sampling.guided) for x in experts)
 
 
+def guidance_of(task: SamplingTask) -> GuidanceSettings:
+    """Return how a run mixes the predictions of a step."""
+    fast = task.settings.sampling.fast
+    return (None if fast is None else fast.guidance) or GuidanceSettings()
+
+
 def predicts_both(task: SamplingTask) -> bool:
     """Check whether both predictions of a step are rows of one call.
 
@@ -69,9 +76,8 @@ def predicts_both(task: SamplingTask) -> bool:
 
 def predicts_apart(task: SamplingTask) -> bool:
     """Check whether `sampling.fast` asks for predictions that cannot share a call."""
-    fast = task.settings.sampling.fast
-    how = None if fast is None else fast.guidance
-    return how is not None and ((how.start, how.stop) != (0, 1) or how.skip is not None)
+    how = guidance_of(task)
+    return (how.start, how.stop) != (0, 1) or how.skip is not None
 
 
 def shift_of(sampler: Sampler) -> float | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from common.statistics import drift
 from digits_large.drawing import Conditions, draw
-from digits_large.scores import drift
 from digits_large.task import ClipTask
 from flax import nnx
 from score_digits import arguments_of, main, tasks_of

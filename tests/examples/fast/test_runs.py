@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from common.pipeline_folder import Family
 from common.scan import Layers
-from compare.family import task_class
+from compare.family import task_of_family
 from fast.guidance import Predictions
 from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSettings
 from sample.command import arguments_of
@@ -271,12 +271,12 @@ def test_a_plan_is_what_a_run_begins_with(
 
 def task_of(name: Family, folder: Path) -> Any:
     """Return the sampling task of a fixture's pipeline, as `run` has it."""
-    kind, read = task_class(name)
+    make, read = task_of_family(name)
     null = () if name == "sdxl" else ("model.sizes=null", "sampling.timestep_shift=null")
     settings = (*null, *EXACT, *MORE.get(name, ()), *sizes_of(name))
     config = str(ROOT / "configs" / CONFIGS[name])
     found = arguments_of("", [config, "--model", str(folder), *settings])
-    return kind.of(read(found, ()), folder)
+    return make(read(found, ()), folder)
 
 
 GATED = ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "sdxl"))]

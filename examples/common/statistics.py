@@ -1,4 +1,4 @@
-"""Distances of distributions, and tests of pairs."""
+"""Distances of samples and of distributions, and tests of pairs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+
+
+def drift(x: Float[np.ndarray, "B ..."], of: Float[np.ndarray, "B ..."]) -> Float[np.ndarray, " B"]:
+    """Return how far samples are from others, of these: |x - of| / |of|."""
+    x, of = (np.asarray(a, np.float64).reshape(len(a), -1) for a in (x, of))
+    return np.linalg.norm(x - of, axis=1) / np.linalg.norm(of, axis=1)
 
 
 def frechet(a: Float[np.ndarray, "n D"], b: Float[np.ndarray, "m D"]) -> float:
