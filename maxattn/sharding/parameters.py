@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from math import prod
@@ -86,18 +86,28 @@ def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh)
     return PartitionSpec(*(entry(n, d) for n, d in zip(names, dims, strict=False)))
 
 
-def variable_sharding(path: Sequence[Any], variable: Any, mesh: Mesh) -> NamedSharding:
+def variable_sharding(
+    path: Sequence[Any], variable: Any, mesh: Mesh, at_end: Collection[Any] = ()
+) -> NamedSharding:
     """Return the sharding of the variable at a path of an NNX state, by its axis names.
 
     Axes that `nnx.vmap` stacked without a name are not split. Optimiser states whose shape is not
     their parameter's, such as adafactor's sums of rows, are replicated.
+
+    Args:
+        path: its place in the state.
+        variable: a parameter, or what an optimiser holds of one.
+        mesh: the mesh, of devices or of sizes.
+        at_end: modules whose stacked axes are the last ones; see `_stacked_at_end`.
     """
     from flax import nnx
 
     metadata, dims = variable.get_metadata(), tuple(variable.get_value().shape)
     names = tuple(metadata.get("sharding_names", metadata.get("out_sharding")) or ())
     own: tuple[int | None, ...] | None = metadata.get(LAYER_DIMS)
-    at = _axes_of_layer((None,) * len(names) if own is None else own, dims)
+    fits = _axes_of_layer((None,) * len(names) if own is None else own, dims)
+    # Of several choices, the one whose stacked axes are the first ones, or the last ones.
+    at = fits[0 if _module(path) in at_end else -1] if fits else None
     if at is None and isinstance(variable, nnx.OptState):
         names = ()
     elif own is not None and len(dims) == len(own):
@@ -119,17 +129,37 @@ def variable_sharding(path: Sequence[Any], variable: Any, mesh: Mesh) -> NamedSh
     return NamedSharding(mesh, spec)
 
 
-def _axes_of_layer(own: Sequence[int | None], dims: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the axes of an array that have a layer's sizes, None if there are none.
+def _stacked_at_end(variables: Iterable[tuple[Sequence[Any], Any]]) -> set[tuple[Any, ...]]:
+    """List the modules whose layers `nnx.vmap` stacked along the last axes.
 
-    Of several choices, the one whose stacked axes are the first ones.
+    A module is here if a variable's stacked axes cannot be the first ones. Its other variables are
+    stacked alike, also where their sizes leave a choice, as those of a bias of 8 in 8 layers.
+
+    Args:
+        variables: of an NNX state, each behind its path.
     """
-    fits = [
+    found = set()
+    for path, variable in variables:
+        own = variable.get_metadata().get(LAYER_DIMS)
+        dims = getattr(variable.get_value(), "shape", ())
+        fits = _axes_of_layer(own, dims) if own and len(own) < len(dims) else []
+        if fits and fits[0][-1] < len(dims) - 1 and fits[-1][0] == 0:
+            found.add(_module(path))
+    return found
+
+
+def _module(path: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the path of the module around a variable's layer."""
+    return tuple(path[:-2])
+
+
+def _axes_of_layer(own: Sequence[int | None], dims: Sequence[int]) -> list[tuple[int, ...]]:
+    """List the choices of an array's axes that have a layer's sizes, the last axes last."""
+    return [
         axes
         for axes in combinations(range(len(dims)), len(own))
         if all(n in (None, dims[axis]) for n, axis in zip(own, axes, strict=True))
     ]
-    return fits[-1] if fits else None
 
 
 @cache
@@ -150,14 +180,19 @@ def parameter_shardings(state: Any, mesh: Mesh) -> Any:
     """
     from flax import nnx
 
-    def place(path: Any, variable: Any) -> Any:
-        if not hasattr(variable.get_value(), "shape"):
-            return variable  # optax's place of a parameter that has no state
-        keys = [getattr(key, "key", getattr(key, "idx", key)) for key in path]
-        return variable.replace(variable_sharding(keys, variable, mesh))
-
-    return jax.tree_util.tree_map_with_path(
-        place, state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    variables = [
+        ([getattr(key, "key", getattr(key, "idx", key)) for key in path], variable)
+        for path, variable in leaves
+    ]
+    at_end = _stacked_at_end(variables)
+    return tree.unflatten(
+        variable.replace(variable_sharding(path, variable, mesh, at_end))
+        if hasattr(variable.get_value(), "shape")
+        else variable  # optax's place of a parameter that has no state
+        for path, variable in variables
     )
 
 

@@ -119,8 +119,9 @@ def test_states_of_other_shapes_than_their_parameters(name: str, sizes: tuple[in
         np.testing.assert_allclose(found, want, atol=1e-6)
 
 
-def test_layers_that_are_stacked_at_the_end() -> None:
-    module = stacked(layer, LAYERS, axis=-1)(nnx.Rngs(0))
+@pytest.mark.parametrize("layers", [LAYERS, 16, C])  # as many as heads' channels, or as channels
+def test_layers_that_are_stacked_at_the_end(layers: int) -> None:
+    module = stacked(layer, layers, axis=-1)(nnx.Rngs(0))
     place(module, mesh_of())
     assert spec(module.to_q.kernel) == P("fsdp", "tensor", None)
     assert spec(module.to_q.bias) == spec(module.norm_q.scale) == P("tensor", None)

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.masks import FULL, MIXED, Mask
+from maxattn.masks.blocks import stretches
 from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 
 MOST_TILES = 2**27  # most tiles of a mask that is known when tracing
@@ -142,6 +143,27 @@ def of_positions(
         by: "queries" for the lists of a forward, "keys" for those of a backward.
     """
     return known(_by(tile_kinds(mask, *tile, *lengths, *offsets), tile, lengths, by))
+
+
+@lru_cache(maxsize=4096)
+def work(
+    mask: Mask, tile: tuple[int, int], lengths: tuple[int, int], offsets: tuple[int, int], by: str
+) -> np.ndarray:
+    """Return the number of tiles of each tile row; see `of_positions`.
+
+    From position 0 on, no table of tiles is made: plans of millions of tokens ask this.
+    """
+    if offsets != (0, 0):
+        return of_positions(mask, tile, lengths, offsets, by).work
+    found, (rows, columns) = stretches(mask, *tile, *lengths), _shape(tile, lengths)
+    if by == "queries":
+        return np.bincount(found.row, found.end - found.start, rows).astype(np.int32)
+    begun, ended = (np.bincount(x, minlength=columns + 1) for x in (found.start, found.end))
+    return np.cumsum(begun - ended)[:columns].astype(np.int32)
+
+
+def _shape(tile: tuple[int, int], lengths: tuple[int, int]) -> tuple[int, int]:
+    return -(-lengths[0] // tile[0]), -(-lengths[1] // tile[1])
 
 
 def _by(kinds: Any, tile: tuple[int, int], lengths: tuple[int, int], by: str) -> Any:

@@ -76,7 +76,7 @@ class Problem(NamedTuple):
         """
         if self.kind == "known":
             lengths = self.q_len, self.kv_len
-            return lists.of_positions(self.mask, tile, lengths, self.offsets, by).work
+            return lists.work(self.mask, tile, lengths, self.offsets, by)
         sizes = -(-self.q_len // tile.queries), -(-self.kv_len // tile.keys)
         rows, steps = sizes if by == "queries" else sizes[::-1]
         return np.full(rows, max(1, round(steps * UNKNOWN.get(self.kind, 1.0))))
@@ -129,6 +129,9 @@ def _problem(
 def allows_all(problem: Problem) -> bool:
     """Return whether a mask of known positions allows all pairs, as a wide window does."""
     tile, lengths = Tile(128, 128), (problem.q_len, problem.kv_len)
+    if problem.offsets == (0, 0):
+        found = lists.tally(problem.mask, tile, lengths)
+        return not found.mixed and not found.skipped
     if _count(problem, tile) > lists.MOST_TILES:
         return False
     found = lists.of_positions(problem.mask, tile, lengths, problem.offsets, "queries")

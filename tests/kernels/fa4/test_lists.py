@@ -84,6 +84,15 @@ def test_full_tiles_side_by_side_are_ranges(name: str) -> None:
     assert found.is_ranges and found.array.shape[1] <= 3 + lists.MOST_MIXED
 
 
+@pytest.mark.parametrize("by", ["queries", "keys"])
+@pytest.mark.parametrize("name", ["causal", "window", "block window", "three intervals"])
+def test_work_is_counted_without_lists(name: str, by: str) -> None:
+    mask = MASKS[name].bind(300, 300)
+    for offsets in ((0, 0), (40, 30)):
+        told = mask, (64, 48), (300, 300), offsets, by
+        assert (lists.work(*told) == lists.of_positions(*told).work).all()
+
+
 def test_a_tile_that_holds_more_than_keys_is_mixed_for_a_backward() -> None:
     mask = M.LocalWindow(400, 400).bind(300, 300)
     mixed, full = named(lists.of_positions(mask, (64, 128), (300, 300), (0, 0), "keys"), 2)
