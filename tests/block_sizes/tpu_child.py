@@ -1,7 +1,8 @@
 """Compile attention for a TPU that is not there, in a child process: JSON lines in and out.
 
-Needs jax[tpu]; tokamax for its kernel. Usage: tpu_child.py STORE, where STORE is a file of JSON
-lines: what is in it is not compiled again.
+Needs jax[tpu]; tokamax for its kernel. Usage: tpu_child.py STORE SECONDS, where STORE is a file of
+JSON lines: what is in it is not compiled again. A case that takes more than SECONDS of processor
+time ends the process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -53,7 +56,7 @@ VERSIONS = {package: installed(package) for package in PACKAGES}
 VERSIONS["flags"] = os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
-def main(store: Path) -> None:
+def main(store: Path, seconds: int) -> None:
     """Answer every case that arrives, and keep what was compiled."""
     known = {}
     for kept in (MEASURED, store):
@@ -61,6 +64,9 @@ def main(store: Path) -> None:
             found = json.loads(line)
             known[found["key"]] = found
     for line in sys.stdin:
+        spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(spent) + 1 + seconds, most))
         result = answer(json.loads(line), known, store)
         print(json.dumps(result), flush=True)
 
@@ -179,4 +185,5 @@ def mask_of(name: str, lengths: Any) -> masks.Mask:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    main(Path(sys.argv[1]), int(sys.argv[2]))
