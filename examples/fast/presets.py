@@ -29,9 +29,6 @@ def settled(fast: FastSettings, family: str) -> FastSettings:
     Args:
         fast: `sampling.fast`.
         family: of the model.
-
-    Raises:
-        ConfigErrors: they contradict the preset's.
     """
     if fast.preset is None:
         return fast

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
@@ -15,7 +14,7 @@ from samplers import distilled
 from samplers.distilled import Distilled
 from samplers.given import Given, list_errors
 
-from maxattn.config import ConfigErrors, Section
+from maxattn.config import Section
 from maxattn.errors import ConfigError
 
 
@@ -66,28 +65,16 @@ class SamplingSettings(Section):
         if own is not None and "num_inference_steps" not in given:
             found["num_inference_steps"] = len(own.values)
         if (fast := values["fast"]) is not None:
-            with suppress(ConfigErrors):  # which `contradictions` yields
-                found["fast"] = presets.settled(fast, cls.family)
+            found["fast"] = presets.settled(fast, cls.family)
         return found
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
         """Refuse lists that cannot be, and what a distilled model was not made for."""
         yield from list_errors(values)
-        yield from cls._preset_errors(values["fast"])
         yield from distilled.name_errors(values["distilled"], cls.family)
         if (row := cls._row(values)) is not None:
             yield from row.errors(values, cls.cfg_key)
-
-    @classmethod
-    def _preset_errors(cls, fast: FastSettings | None) -> Iterable[ConfigError]:
-        try:
-            if fast is not None:
-                presets.settled(fast, cls.family)
-        except ConfigErrors as errors:
-            for error in errors.problems:
-                rule = f"{error.rule}; other keys are those of the preset {fast and fast.preset}"
-                yield ConfigError(f"fast.{error.setting}", error.value, rule, error.remedy)
 
     @classmethod
     def _row(cls, values: Mapping[str, Any]) -> Distilled | None:
