@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -282,7 +282,9 @@ def refilled(cache: KVCache, stream: Any, frame: Any) -> None:
         # refill() drops this field if the kept frames begin within a block.
         ours = replace(ours, first_frame_alone=stream.first_frame_alone)
     if stream != ours:
-        rule = f"the cache was made for {ours}"
+        made = {field.name: getattr(ours, field.name) for field in fields(ours)}
+        other = [f"{name}={x}" for name, x in made.items() if getattr(stream, name, None) != x]
+        rule = f"the cache was made for a stream with {', '.join(other)}"
         raise InputError("stream", repr(stream), rule, "give the stream that made the cache")
     if whole(frame) != until:
         rule = f"refill() began at frame {until}, and the video continues there"

@@ -62,7 +62,7 @@ def merge_lora(
         module: any NNX module with the Linear and Conv layers that `tensors` names.
         tensors: a safetensors file or folder, or a state dict, with `<layer>.lora_A.weight` [rank,
             in] and `<layer>.lora_B.weight` [out, rank] (or lora.down, lora_down, lora.up, lora_up).
-            A convolution has [rank, in, *window] and [out, rank, 1, ...]. `<layer>.diff` and
+            A convolution has `[rank, in, *window]` and `[out, rank, 1, ...]`. `<layer>.diff` and
             `<layer>.diff_b` are added to weight and bias, multiplied only by `scale`;
             `<layer>.lora_B.bias` is added to the bias as the matrices are to the weight. Layers may
             have diffusers' names, names of their model's own code (Wan, Stability's UNets, Flux.1,

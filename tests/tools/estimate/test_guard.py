@@ -87,6 +87,16 @@ def test_a_pair_of_a_padded_call_costs_no_more(kind):
     check(f"{kind} tpu_flash, padded keys", *padded_costs(kind))
 
 
+@pytest.mark.parametrize("kind", TOPOLOGIES)
+def test_a_training_module_of_few_keys_has_an_estimate(kind):
+    config, shape = AttentionConfig(cross_attention="auto"), read("sdxl-cross")
+    job = CompileJob(TOPOLOGIES[kind], config, shape, True, module=True, devices=1, estimate=True)
+    outcome = run_in_child(job, SECONDS)
+    assert outcome.ending == "compiled", outcome.message
+    found = {k["name"].partition(".")[0] for k in outcome.estimate["kernels"]}
+    assert found == {"tpu_few_keys_fwd", "tpu_few_keys_dkv"}, outcome.estimate
+
+
 def check(name: str, found: dict[str, float], libtpu: str) -> None:
     """Compare with the committed figures, or write them."""
     if os.environ.get("MAXATTN_REGOLD") == "1":
