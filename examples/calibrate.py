@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from common import hosts
 from common.markdown import table
 from common.replacing import replacing
 from common.writable import unwritable
@@ -84,6 +85,7 @@ def main(found: argparse.Namespace) -> None:
     make_task, settings = task_of_family(family_of(found))
     task_settings = settings(found, ["sampling.fast=null"])
     paths = paths_of(found, task_settings.model.folder)
+    hosts.alone("a calibration")
     task = make_task(task_settings, paths.model)
     if (problem := unwritable("--curve", found.curve)) is not None:
         raise ConfigErrors([problem])

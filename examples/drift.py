@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from common import hosts
 from common.statistics import drift
 from compare import pictures
 from compare.family import family_of, task_of_family
@@ -32,6 +33,7 @@ from sample import arms
 from sample.arms import DENSE, Arm
 from sample.checks import check
 from sample.command import command, paths_of
+from sample.measured import facts_of
 from sample.paths import Paths
 from sample.run import check_weights, start_of
 from sample.task import SamplingTask
@@ -70,6 +72,7 @@ def main(found: argparse.Namespace) -> None:
     """Run every way of sampling, and write what is known after each."""
     make_task, settings = task_of_family(family_of(found))
     paths = paths_of(found, settings(found, ()).model.folder)
+    hosts.alone("a comparison")
 
     def make(changes: Sequence[str]) -> SamplingTask:
         return make_task(settings(found, changes), paths.model)
@@ -93,6 +96,7 @@ def main(found: argparse.Namespace) -> None:
         print(f"\n{arm.name}: {count.computed:g} of {count.whole} forwards")
         runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
         row, latents, dense = _measured(arm, count, runner, dense)
+        row.of = facts_of(task, task.sampler(), paths)
         if paths.out is not None:
             shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
             decoded = decoded or shown

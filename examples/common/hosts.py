@@ -135,6 +135,21 @@ def whole(array: Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
+def alone(what: str) -> None:
+    """Refuse to run as one of several processes.
+
+    Args:
+        what: needs all of a run's arrays in one process.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if (count := jax.process_count()) > 1:
+        rule = f"{what} reads whole arrays, which one process has alone"
+        remedy = "run one process, which may have all devices of a machine"
+        raise ConfigError("--num-processes", count, rule, remedy)
+
+
 def name() -> str:
     """Return this process's number for its errors; empty if it is the only one."""
     joined = jax.distributed.is_initialized()

@@ -34,6 +34,7 @@ class Row:
         psnr: of the latents, in dB.
         steps: median error of a step from the dense samples, of each clip; None if not measured.
         pictures: more scores by name, where samples were decoded.
+        of: what its drift depends on beside the weights; sampling compares its run with it.
     """
 
     arm: Arm
@@ -43,6 +44,7 @@ class Row:
     psnr: PerClip
     steps: PerClip | None = None
     pictures: Mapping[str, PerClip] = field(default_factory=dict)
+    of: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,6 +111,7 @@ class Report:
         found: dict[str, Any] = {
             "name": row.arm.name,
             "changes": dict(row.arm.changes),
+            "of": dict(row.of),
             "forwards": [row.count.computed, row.count.whole],
             "seconds": round(row.seconds, 3),
             "drift": [round(float(x), 6) for x in row.drift],

@@ -113,6 +113,8 @@ class FastSettings(Section):
     """Which steps are guided."""
     kernels: tuple[KernelSettings, ...] = ()
     """Which steps have a kernel of their own; the others have the config's."""
+    measured: str | None = None
+    """A report of examples/drift.py: sampling prints which row of it is this run's, if any."""
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:

@@ -19,6 +19,7 @@ from maxattn.errors import ConfigError, MaxattnError
 
 from . import files
 from .lora_checks import lora_errors
+from .measured import report_of
 from .paths import Paths
 from .planned import planned_steps
 from .task import SamplingTask
@@ -70,7 +71,9 @@ def check_plan(task: SamplingTask, paths: Paths) -> None:
         *pipeline_errors(paths.model, task.family),
         *size_errors,
         *(_embeddings_errors(task, given) if given is not None and not size_errors else ()),
-        *_read_errors([lambda: planned_steps(task, task.sampler(), paths)]),
+        *_read_errors(
+            [lambda: planned_steps(task, task.sampler(), paths), lambda: report_of(task)]
+        ),
     ]
     if problems:
         raise ConfigErrors([problem for error in problems for problem in _flat(error)])
@@ -90,6 +93,7 @@ def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     opened: list[Callable[[], Any]] = [
         lambda: planned_steps(task, task.sampler(), paths),
         lambda: options(task),
+        lambda: report_of(task),
     ]
     if paths.weights is None or paths.weights.exists():
         parts = parts_of(task, paths)

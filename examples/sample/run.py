@@ -22,7 +22,7 @@ from samplers.read import Sampler
 from maxattn import sharding, weights
 from maxattn.errors import ConfigError, InputError, WeightsError
 
-from . import files
+from . import files, measured
 from .assumed import assumed, assumed_lengths
 from .checks import check, check_plan
 from .kept import kept_bytes
@@ -96,7 +96,7 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     kernel_names(task, planned, batch_ways(mesh), usual, mesh)  # or refuse them
     start = start_of(task, paths, mesh)
     steps = steps_of(task, paths, start.rows)
-    for line in _opening(task, start, steps, mesh):
+    for line in _opening(task, paths, start, steps, mesh):
         print(line)
     latents = _sampled(task, paths, start, steps, mesh)
     _check_finite(latents)
@@ -124,7 +124,7 @@ def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[
     given = paths.embeddings
     arrays = assumed(task) if given is None else files.read(given, "--embeddings")
     start = _told(task, arrays, mesh)
-    return [*_opening(task, start, steps_of(task, paths, start.rows), mesh)]
+    return [*_opening(task, paths, start, steps_of(task, paths, start.rows), mesh)]
 
 
 def check_weights(task: SamplingTask, paths: Paths) -> None:
@@ -233,7 +233,9 @@ def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
     return given[np.resize(np.arange(rows.wanted), rows.samples)]
 
 
-def _opening(task: SamplingTask, start: Start, steps: Steps, mesh: Mesh | None) -> Iterator[str]:
+def _opening(
+    task: SamplingTask, paths: Paths, start: Start, steps: Steps, mesh: Mesh | None
+) -> Iterator[str]:
     """Say what will run."""
     sampling, rows, lengths = task.settings.sampling, start.rows, start.lengths
     calls = rows.samples * rows.calls
@@ -245,7 +247,7 @@ def _opening(task: SamplingTask, start: Start, steps: Steps, mesh: Mesh | None) 
     yield from _guidance_lines(task, rows, steps)
     yield from _experts_lines(steps.experts)
     kernels = kernel_names(task, steps.planned, calls, lengths, mesh)
-    yield from _fast_lines(task, start, steps, kernels, mesh)
+    yield from _fast_lines(task, paths, start, steps, kernels, mesh)
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
 
@@ -278,6 +280,7 @@ def _experts_lines(experts: Sequence[Expert]) -> Iterator[str]:
 
 def _fast_lines(
     task: SamplingTask,
+    paths: Paths,
     start: Start,
     steps: Steps,
     kernels: Mapping[str | None, str],
@@ -294,12 +297,12 @@ def _fast_lines(
         if seconds is not None:
             used, usual = (f"{x:.3g} s" for x in seconds)
             found.append(f"self-attention takes {used} instead of {usual}, by estimates")
+        found += measured.lines(task, steps.sampler, paths)
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
-        found = chain(found, schedule_lines(sampling.fast.cache, letters))
+        found += schedule_lines(sampling.fast.cache, letters)
         if sampling.fast.preset is not None:
-            preset = f"preset {sampling.fast.preset} of examples/fast/presets.yml"
-            found = chain(found, [f"{preset}: not measured on this checkpoint"])
+            found.append(f"preset {sampling.fast.preset} of examples/fast/presets.yml")
     for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):
         yield f"{heading:<10}{line}"
 

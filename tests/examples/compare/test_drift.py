@@ -54,6 +54,37 @@ def test_drift_is_of_whole_runs_and_of_single_steps(
     assert "| late " in printed and "of the final latents, median of the clips" in printed
 
 
+def test_a_run_names_the_row_that_is_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    late = "fast={cache: {schedule: XXX.}}"
+    found = measured(folder, "wan", options, "--setting", "late", late)
+    report, row = str(folder / "drift.yml"), found["rows"][2]
+    capsys.readouterr()
+
+    def said(*words: str, name: str = report) -> str:
+        run(folder, "wan", *options, f"fast.measured={name}", *words)
+        return capsys.readouterr().out
+
+    printed = said("fast.cache.schedule=XXX.")
+    times = row["drift"][0] / found["floor"]
+    assert f"on this checkpoint: drift {row['drift'][0]:.4f}, {times:.1f} x another" in printed
+    assert f"; beside 3 plain steps {row['against']}" in printed
+    assert f"row late of {report}: " in printed and found["date"] in printed
+    printed = said("fast.cache.schedule=XX.X", "--guidance", "3")
+    assert "late, and differs in guidance, fast\n" in printed
+    assert "drift" not in said("fast.cache.schedule=XXXX")
+    other = tmp_path / "other.yml"
+    other.write_text(yaml.safe_dump(found | {"checkpoint": "0" * 16}))
+    printed = said("fast.cache.schedule=XXX.", name=str(other))
+    assert f"not measured on this checkpoint, {found['checkpoint']}: {other} is of 0000" in printed
+    other.write_text(yaml.safe_dump(found | {"rows": [{"name": "late"}]}))
+    with pytest.raises(ConfigErrors, match="a report has a checkpoint, and rows with name, of"):
+        said("fast.cache.schedule=XXX.", name=str(other))
+
+
 def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")
