@@ -96,7 +96,7 @@ def main(found: argparse.Namespace) -> None:
         print(f"\n{arm.name}: {count.computed:g} of {count.whole} forwards")
         runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
         row, latents, dense = _measured(arm, count, runner, dense)
-        row.of = facts_of(task, task.sampler(), paths)
+        row.of = facts_of(task, task.sampler(), runner.steps.planned, paths)
         if paths.out is not None:
             shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
             decoded = decoded or shown

@@ -101,6 +101,7 @@ def scene_of(first: int, count: int, size: Size, scans: Scans) -> tuple[Scene, A
 
 def main(found: argparse.Namespace) -> None:
     """Draw and score every way of sampling; write what is known after each."""
+    hosts.alone("a comparison")
     tasks = tasks_of(found)
     _, plain = tasks[0]
     size, held_out = size_of_clips(plain.settings, plain.sizes), Scans.of("test")

@@ -1,14 +1,21 @@
-"""What is known of a run's drift: the report of examples/drift.py that it names, if it applies."""
+"""What is known of a run's drift: the report of examples/drift.py that it names, if it applies.
+
+A schedule that is known before the run is compared letter by letter, however the settings say it: a
+curve may have changed in its file, and a preset in its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from fast.cache_settings import COMPUTE
 from fast.curves import checkpoint_hash
+from fast.steps import Planned
 from samplers.read import Sampler
 
 from maxattn.errors import ConfigError
@@ -20,21 +27,35 @@ SETTING = "sampling.fast.measured"
 UNKNOWN = "not measured on this checkpoint"
 
 
-def facts_of(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str, Any]:
+def facts_of(
+    task: SamplingTask, sampler: Sampler, planned: Sequence[Planned], paths: Paths
+) -> dict[str, Any]:
     """Return what the drift of a run depends on, beside its weights, prompts and noise."""
     sampling = task.settings.sampling
     lora = [checkpoint_hash(path) for path in (paths.lora, paths.lora_2) if path is not None]
-    fast = {} if sampling.fast is None else sampling.fast.model_dump(
-        mode="json", exclude={"preset", "measured"}, exclude_defaults=True
-    )  # fmt: skip
     return {
-        "sampler": str(sampler),
+        "sampler": str(replace(sampler, said_by="")).removesuffix(" ()"),
         "steps": sampling.num_inference_steps,
         "guidance": sampling.cfg_scale if sampling.guided else 1.0,
         "latents": list(task.latents),
         "lora": lora and [*lora, paths.lora_scale],
-        "fast": fast,
+        "fast": _shortcuts(task, planned),
     }
+
+
+def _shortcuts(task: SamplingTask, planned: Sequence[Planned]) -> dict[str, Any]:
+    """Return the settings of `sampling.fast` that change what a run computes."""
+    fast, letters = task.settings.sampling.fast, "".join(x.letter for x in planned)
+    if fast is None:
+        return {}
+    other = {"preset", "measured", "cache"}
+    found = fast.model_dump(mode="json", exclude=other, exclude_defaults=True)
+    if fast.cache is not None and set(letters) != {COMPUTE}:
+        dynamic = fast.cache.dynamic is not None
+        kept = {fast.cache.kind} if dynamic else {"order", "layers"}
+        cache = fast.cache.model_dump(mode="json", include=kept)
+        found["cache"] = cache if dynamic else {"schedule": letters, **cache}
+    return {key: value for key, value in found.items() if value}
 
 
 def report_of(task: SamplingTask) -> Mapping[str, Any] | None:
@@ -73,11 +94,16 @@ def _is_report(found: Any) -> bool:
     )
 
 
-def lines(task: SamplingTask, sampler: Sampler, paths: Paths) -> Iterator[str]:
-    """Say how far a run drifts from a dense one, or why that is not known."""
+def lines(
+    task: SamplingTask, sampler: Sampler, planned: Sequence[Planned], paths: Paths
+) -> Iterator[str]:
+    """Say how far a run with shortcuts drifts from a dense one, or why that is not known."""
+    ours = facts_of(task, sampler, planned, paths)
+    if not ours["fast"]:
+        return
     report, weights = report_of(task), paths.weights_of(task.part)
     if report is None:
-        yield f"{UNKNOWN}: examples/drift.py measures it"
+        yield f"{UNKNOWN}: give a report of examples/drift.py as {SETTING}"
         return
     fast = task.settings.sampling.fast
     name = "" if fast is None else fast.measured
@@ -87,7 +113,6 @@ def lines(task: SamplingTask, sampler: Sampler, paths: Paths) -> Iterator[str]:
     if (found := checkpoint_hash(weights)) != report["checkpoint"]:
         yield f"{UNKNOWN}, {found}: {name} is of {report['checkpoint']}"
         return
-    ours = facts_of(task, sampler, paths)
     rows = [row for row in report["rows"] if row["of"].get("fast")]
     if not rows:
         yield f"{UNKNOWN}: {name} has no row with sampling.fast"
@@ -100,17 +125,17 @@ def lines(task: SamplingTask, sampler: Sampler, paths: Paths) -> Iterator[str]:
         yield f"not measured so on this checkpoint: the nearest row of {name} is"
         yield f"{row['name']}, and differs in {keys}"
         return
-    yield _measured(row, report.get("floor"))
-    made = ", ".join(str(report[key]) for key in ("machine", "date") if key in report)
-    yield f"row {row['name']} of {name}{made and ': '}{made}"
+    yield f"measured on this checkpoint: drift {_drift(row, report)}"
+    plain = next((x for x in report["rows"] if x["name"] == row.get("same_cost")), None)
+    if plain is not None:
+        against = f"; {row['against']}" if row.get("against") else ""
+        yield f"{plain['name']}, of the same cost: drift {_drift(plain, report)}{against}"
+    made = [str(report[key]) for key in ("machine", "date") if key in report]
+    samples = f"{len(row['drift'])} samples"
+    yield f"row {row['name']} of {name}: {', '.join([samples, *made])}"
 
 
-def _measured(row: Mapping[str, Any], floor: Any) -> str:
-    drift = float(np.median(row["drift"]))
-    times = (
-        f", {drift / floor:.1f} x another kernel's" if isinstance(floor, float) and floor else ""
-    )
-    beside = ""
-    if "against" in row and "same_cost" in row:
-        beside = f"; beside {row['same_cost']} {row['against']}"
-    return f"measured on this checkpoint: drift {drift:.4f}{times}{beside}"
+def _drift(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    drift, floor = float(np.median(row["drift"])), report.get("floor")
+    times = f", {drift / floor:.1f} x the floor" if isinstance(floor, float) and floor else ""
+    return f"{drift:.4f}{times}"

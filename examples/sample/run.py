@@ -297,7 +297,7 @@ def _fast_lines(
         if seconds is not None:
             used, usual = (f"{x:.3g} s" for x in seconds)
             found.append(f"self-attention takes {used} instead of {usual}, by estimates")
-        found += measured.lines(task, steps.sampler, paths)
+    found += measured.lines(task, steps.sampler, planned, paths)
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
         found += schedule_lines(sampling.fast.cache, letters)

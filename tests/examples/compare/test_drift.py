@@ -59,7 +59,8 @@ def test_a_run_names_the_row_that_is_its_own(
 ) -> None:
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")
-    late = "fast={cache: {schedule: XXX.}}"
+    options.append("num_inference_steps=8")
+    late = "fast={cache: {interval: 3}}"
     found = measured(folder, "wan", options, "--setting", "late", late)
     report, row = str(folder / "drift.yml"), found["rows"][2]
     capsys.readouterr()
@@ -68,21 +69,24 @@ def test_a_run_names_the_row_that_is_its_own(
         run(folder, "wan", *options, f"fast.measured={name}", *words)
         return capsys.readouterr().out
 
-    printed = said("fast.cache.schedule=XXX.")
-    times = row["drift"][0] / found["floor"]
-    assert f"on this checkpoint: drift {row['drift'][0]:.4f}, {times:.1f} x another" in printed
-    assert f"; beside 3 plain steps {row['against']}" in printed
-    assert f"row late of {report}: " in printed and found["date"] in printed
-    printed = said("fast.cache.schedule=XX.X", "--guidance", "3")
+    printed = said("fast.cache.schedule=X..X..X.")
+    drift = [x["drift"][0] for x in found["rows"][2:]]
+    ours, plain = (f"drift {x:.4f}, {x / found['floor']:.1f} x the floor" for x in drift)
+    assert f"on this checkpoint: {ours}\n" in printed
+    assert f"3 plain steps, of the same cost: {plain}; {row['against']}" in printed
+    made = f"1 samples, {found['machine']}, {found['date']}"
+    assert f"row late of {report}: {made}" in printed
+    assert "late, and differs in fast\n" in said("fast.guidance.zero_star=true")
+    printed = said("fast.cache.interval=2", "--guidance", "3")
     assert "late, and differs in guidance, fast\n" in printed
-    assert "drift" not in said("fast.cache.schedule=XXXX")
+    assert "drift" not in said("fast.cache.schedule=XXXXXXXX")
     other = tmp_path / "other.yml"
     other.write_text(yaml.safe_dump(found | {"checkpoint": "0" * 16}))
-    printed = said("fast.cache.schedule=XXX.", name=str(other))
+    printed = said("fast.cache.interval=3", name=str(other))
     assert f"not measured on this checkpoint, {found['checkpoint']}: {other} is of 0000" in printed
     other.write_text(yaml.safe_dump(found | {"rows": [{"name": "late"}]}))
     with pytest.raises(ConfigErrors, match="a report has a checkpoint, and rows with name, of"):
-        said("fast.cache.schedule=XXX.", name=str(other))
+        said("fast.cache.interval=3", name=str(other))
 
 
 def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
