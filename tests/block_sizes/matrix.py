@@ -82,14 +82,21 @@ def _case(
 
 
 def judge(compiler: Compiler, case: dict[str, Any]) -> dict[str, Any]:
-    """Compile a case on one chip, or in a ring of four where it does not fit one chip's HBM."""
+    """Compile a case on one chip; where it does not fit one chip's HBM, in a ring of four.
+
+    Where that does not fit either, it has the longer block of keys that `maxattn check` advises.
+    """
     result = compiler.compile(case)
     if result["ok"] or not out_of_hbm(result["message"]):
         return {**result, "chips": 1}
     four = {**case, "mesh": FOUR_CHIPS, "config": [*case["config"], "context_parallel=ring"]}
     if case["role"] == "cross":  # its keys are whole on every chip: no ring
         four["config"] = case["config"]
-    return {**compiler.compile(four), "chips": 4, "one_chip": result["message"]}
+    found = {**compiler.compile(four), "chips": 4, "one_chip": result["message"]}
+    if found["ok"] or not out_of_hbm(found["message"]) or case["kernel"] != "tokamax_flash":
+        return found
+    longer = {**four, "config": [*four["config"], "flash_block_sizes.block_kv_dkv=2048"]}
+    return {**found, **compiler.compile(longer)}
 
 
 def out_of_hbm(message: str) -> bool:
