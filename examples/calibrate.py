@@ -1,21 +1,27 @@
 """Measure on your own model what step caches are computed from, and write it as YAML.
 
     python examples/calibrate.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
-        --curve out/curve.yml
-    # then
+        --share 0.5 --curve out/curve.yml
+    # then one of
     python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --prompt ... --out DIR \\
-        sampling.fast.cache.magcache.ratios=out/curve.yml
+        sampling.fast.cache.magcache.calibrated=out/curve.yml
+    # teacache.calibrated=, first_block.calibrated=, easycache.calibrated=
 
-It runs dense sampling once on the prompts, and writes how what the layers add changes from step to
-step, with the hash of the weights, the sampler, the shift of its times, the machine and the date: a
-run that differs in one of them refuses the file. It prints the schedules that thresholds give;
+It runs dense sampling twice on the prompts, and writes how what the layers add changes from step to
+step; for each cache the smallest threshold with which a share of the steps computes, at most, and
+its schedule; TeaCache's polynomial of this model; with the hash of the weights, the sampler, the
+shift of its times, the machine and the date: a run that differs in one of them refuses the file.
+Schedules of MagCache and TeaCache are exact. Those of the first-block cache and EasyCache, which
+decide in each step, are expected from the dense run's numbers; the run prints what it computed.
 examples/drift.py measures what each of them costs.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -23,13 +29,14 @@ from common import hosts
 from common.markdown import table
 from common.replacing import replacing
 from common.writable import unwritable
-from compare.curve import Ratios, ratios
+from compare.curve import Ratios, measure
 from compare.family import family_of, task_of_family
 from compare.report import machine_facts
 from compare.runs import Runner
+from compare.thresholds import Found, find
 from fast.cache_settings import MagCacheSettings
 from fast.curves import checkpoint_hash
-from fast.schedules import magcache
+from fast.schedules import FEW, magcache
 from sample.checks import check
 from sample.command import command, paths_of
 from sample.paths import Paths
@@ -49,6 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
     told = "where the curve is written, as YAML"
     add("--curve", type=Path, default=Path("out/curve.yml"), metavar="FILE", help=told)
+    told = "of the steps that compute, at most: thresholds are the smallest that do with so many"
+    add("--share", type=float, default=0.5, metavar="X", help=told)
 
 
 def facts_of(task: SamplingTask, paths: Paths, experts: int) -> dict[str, object]:
@@ -80,6 +89,29 @@ def schedules(found: Ratios) -> str:
     return table(("threshold", "most", "computed", "schedule"), rows)
 
 
+def settings_of(found: Mapping[str, Found], share: float) -> dict[str, Any]:
+    """Return the settings of each cache, and its schedule, as the file has them."""
+    schedules = {kind: each.letters[0] for kind, each in found.items()}
+    return {
+        "share": share,
+        **{kind: each.settings for kind, each in found.items()},
+        "schedules": schedules,
+    }
+
+
+def thresholds(found: Mapping[str, Found], share: float) -> str:
+    """Return a table of the settings that compute a share of the steps, at most."""
+    rows = []
+    for kind, (settings, letters) in found.items():
+        computed = sum(x.count("X") for x in letters), sum(map(len, letters))
+        said = "before the run" if kind in ("magcache", "teacache") else "expected"
+        rows.append(
+            [kind, f"{settings['threshold']:g}", "{} of {}".format(*computed), said, letters[0]]
+        )
+    heads = ("cache", "threshold", "computed", "known", f"schedule for {share:.0%} of the steps")
+    return table(heads, rows)
+
+
 def main(found: argparse.Namespace) -> None:
     """Measure, write and print."""
     make_task, settings = task_of_family(family_of(found))
@@ -89,6 +121,9 @@ def main(found: argparse.Namespace) -> None:
     task = make_task(task_settings, paths.model)
     if (problem := unwritable("--curve", found.curve)) is not None:
         raise ConfigErrors([problem])
+    if not 0 < found.share <= 1:
+        rule = "it is a share of the steps: above 0, and 1 at most"
+        raise ConfigErrors([ConfigError("--share", found.share, rule, "use one such as 0.5")])
     if task.layers == 1:
         rule = "a curve is of layers that add to what they take, as a transformer's do"
         remedy = "set sampling.fast.cache.interval, which needs no curve"
@@ -97,14 +132,19 @@ def main(found: argparse.Namespace) -> None:
     check_weights(task, paths)
     mesh = task.settings.make_mesh()
     runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
-    curve = np.round(ratios(runner), DIGITS)
+    dense = measure(runner)
+    curve = np.round(dense.ratios, DIGITS)
+    few = len(curve) < FEW  # where caches are refused
+    best = {} if few else find(dense._replace(ratios=curve), found.share)
     rows = [row if len(row) > 1 else row[0] for row in curve.tolist()]
     facts = facts_of(task, paths, len(runner.steps.experts))
     found.curve.parent.mkdir(parents=True, exist_ok=True)
     with replacing(found.curve) as partial:
-        text = yaml.safe_dump({**facts, "ratios": rows}, sort_keys=False, default_flow_style=None)
+        said = {**facts, "ratios": rows, **settings_of(best, found.share)}
+        text = yaml.safe_dump(said, sort_keys=False, default_flow_style=None)
         partial.write_text(text, "utf-8")
-    print(f"\n{schedules(curve)}\n{found.curve}")
+    tables = [schedules(curve), *([thresholds(best, found.share)] if best else [])]
+    print("", *tables, found.curve, sep="\n")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class ShapeSettings(Section):
 class MagCacheSettings(Section):
     """A schedule from how what the layers add grows, measured once on these weights (MagCache)."""
 
-    ratios: str | tuple[float | tuple[float, float], ...]
+    ratios: str | tuple[float | tuple[float, float], ...] | None = None
     """A curve's YAML file, or its ratios: one a step, or a pair, with the text and without."""
     threshold: NotNegative = 0.12
     """Steps reuse while their summed error is below it; 0 computes all."""
@@ -49,12 +49,19 @@ class MagCacheSettings(Section):
     """The share of each model's steps, its first ones, that compute."""
     interpolate: bool = False
     """Take a curve of another number of steps, at the nearest of its steps."""
+    calibrated: str | None = None
+    """A file of examples/calibrate.py, whose settings are taken where these are not set."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse a schedule without its curve."""
+        yield from _missing("ratios", values, "a schedule is computed from a curve")
 
 
 class TeaCacheSettings(Section):
     """A schedule from how a model's embedding of the time changes, step by step (TeaCache)."""
 
-    polynomial: Published | tuple[float, ...]
+    polynomial: Published | tuple[float, ...] | None = None
     """Of a published model, or its coefficients, of the highest power first."""
     threshold: NotNegative = 0.05
     """Steps reuse while the summed change is below it; 0 computes all."""
@@ -64,6 +71,19 @@ class TeaCacheSettings(Section):
     """First steps, which compute; null is 1 for the embedding, 5 for the modulation."""
     last: Whole | None = None
     """Last steps, which compute; null is 1 for the embedding, 0 for the modulation."""
+    calibrated: str | None = None
+    """A file of examples/calibrate.py, whose settings are taken where these are not set."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse a schedule without its polynomial."""
+        yield from _missing("polynomial", values, "a schedule is computed from a polynomial")
+
+
+def _missing(key: str, values: Mapping[str, Any], rule: str) -> Iterable[ConfigError]:
+    if values[key] is None and values["calibrated"] is None:
+        remedy = f"set {key}, or name a file of examples/calibrate.py as calibrated"
+        yield ConfigError(key, "null", rule, remedy)
 
 
 class FirstBlockSettings(Section):
@@ -77,6 +97,8 @@ class FirstBlockSettings(Section):
     """First steps, which compute."""
     last: Whole = 0
     """Last steps, which compute."""
+    calibrated: str | None = None
+    """A file of examples/calibrate.py, whose settings are taken where these are not set."""
 
 
 class EasyCacheSettings(Section):
@@ -88,6 +110,8 @@ class EasyCacheSettings(Section):
     """First steps, which compute."""
     last: Whole = 1
     """Last steps, which compute."""
+    calibrated: str | None = None
+    """A file of examples/calibrate.py, whose settings are taken where these are not set."""
 
 
 Dynamic = FirstBlockSettings | EasyCacheSettings

@@ -46,6 +46,18 @@ class CurveFile(Section):
     """What it was measured on."""
     date: str | None = None
     """When."""
+    share: float | None = None
+    """Of the steps that compute with the settings below, at most."""
+    magcache: Mapping[str, Any] | None = None
+    """Settings of sampling.fast.cache.magcache, beside the ratios."""
+    teacache: Mapping[str, Any] | None = None
+    """Settings of sampling.fast.cache.teacache."""
+    first_block: Mapping[str, Any] | None = None
+    """Settings of sampling.fast.cache.first_block."""
+    easycache: Mapping[str, Any] | None = None
+    """Settings of sampling.fast.cache.easycache."""
+    schedules: Mapping[str, str] | None = None
+    """What the settings give; of caches that decide in each step, what they are expected to."""
 
 
 class Facts(NamedTuple):
@@ -85,8 +97,8 @@ def ratios_of(
     """
     setting, where = "sampling.fast.cache.magcache.ratios", f"{len(given)} ratios"
     if isinstance(given, str):
-        file, where = _read(setting, given), given
-        if problems := list(_differences(file, facts, setting, given)):
+        file, where = read_curve(setting, given), given
+        if problems := list(differences(file, facts, setting, given)):
             raise ConfigErrors(problems)
         given = file.ratios
     curve = np.array([x if isinstance(x, tuple) else (x, x) for x in given], np.float64)
@@ -125,7 +137,17 @@ def checkpoint_hash(path: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def _read(setting: str, name: str) -> CurveFile:
+def read_curve(setting: str, name: str) -> CurveFile:
+    """Read a curve's file.
+
+    Args:
+        setting: that names it.
+        name: its path.
+
+    Raises:
+        ConfigError: it cannot be read.
+        ConfigErrors: keys or values of it are wrong.
+    """
     if not Path(name).is_file():
         rule = "it names the YAML file of a curve, and there is none"
         remedy = "name one, such as configs/curves/magcache_wan_2_1_t2v_1_3b.yml"
@@ -145,7 +167,7 @@ def _read(setting: str, name: str) -> CurveFile:
         raise ConfigErrors([ConfigError(setting, *each) for each in found]) from None
 
 
-def _differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iterator[ConfigError]:
+def differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iterator[ConfigError]:
     """Yield what a curve was measured on that the run is not."""
     remedy, value = ANOTHER, f"{name}: {{}}"
     if file.sampler not in (None, facts.sampler):

@@ -67,6 +67,7 @@ def letters_of(
     if cache.shape is not None:
         return "".join(_shaped(cache.shape, n) for n in experts)
     if (how := cache.magcache) is not None:
+        assert how.ratios is not None, "they were filled in"
         ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
         parts = np.split(ratios, np.cumsum(experts)[:-1])
         return "".join(magcache(part, how) for part in parts)

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from maxattn.errors import ConfigError
 
 from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings
+from .calibrated import check_calibrated, filled
 from .curves import Facts
 from .schedules import FEW, letters_of
 from .settings import FastSettings, GuidanceSettings, KernelSettings
@@ -126,14 +127,15 @@ def plan_steps(
     guidance = list(_guidance(how, experts, guides))
     skips = _skips(fast.guidance, sum(experts), layers)
     kernels = _kernels(fast.kernels, sum(experts))
-    schedule = letters_of(fast.cache, experts, layers, facts)
+    check_calibrated(fast.cache, sum(experts), facts)
+    cache = filled(fast.cache)
+    schedule = letters_of(cache, experts, layers, facts)
     begins = {sum(experts[:n]) for n in range(len(experts))}
     gates = "gate" in guidance
     planned: list[Planned] = []
     computed: list[int] = []
-    dynamic = None if fast.cache is None else fast.cache.dynamic
+    dynamic, span = (None, None) if cache is None else (cache.dynamic, cache.layers)
     for i, (letter, kind) in enumerate(zip(schedule, guidance, strict=True)):
-        span = None if fast.cache is None else fast.cache.layers
         keeps = bool({REUSE, DECIDE} & set(schedule[i + 1 :]))
         step = Step("compute", kind, keeps, span if keeps else None, gates and kind == "guided")
         step = step._replace(**skips.get(i, {}), kernel=kernels.get(i))
@@ -146,7 +148,7 @@ def plan_steps(
             planned.append(_deciding(dynamic, letter, step, bool(computed)))
             computed = [i]
         elif letter == REUSE and computed:
-            weights = _line(i, computed[: 1 + (fast.cache.order if fast.cache else 0)])
+            weights = _line(i, computed[: 1 + (cache.order if cache else 0)])
             step = step._replace(layers="reuse", keeps=False, span=span)
             planned.append(Planned(step, weights))
         else:

@@ -57,6 +57,7 @@ def teacache(states: Float[np.ndarray, "n d"], how: TeaCacheSettings) -> str:
         how: polynomial, threshold, and steps that compute.
     """
     polynomial = how.polynomial
+    assert polynomial is not None, "it was filled in"
     if isinstance(polynomial, str):
         polynomial = POLYNOMIALS[polynomial, how.input]
     first, last = ENDS[how.input]

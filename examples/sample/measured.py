@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 from fast.cache_settings import COMPUTE
+from fast.calibrated import filled
 from fast.curves import checkpoint_hash
 from fast.steps import Planned
 from samplers.read import Sampler
@@ -50,11 +51,10 @@ def _shortcuts(task: SamplingTask, planned: Sequence[Planned]) -> dict[str, Any]
         return {}
     other = {"preset", "measured", "cache"}
     found = fast.model_dump(mode="json", exclude=other, exclude_defaults=True)
-    if fast.cache is not None and set(letters) != {COMPUTE}:
-        dynamic = fast.cache.dynamic is not None
-        kept = {fast.cache.kind} if dynamic else {"order", "layers"}
-        cache = fast.cache.model_dump(mode="json", include=kept)
-        found["cache"] = cache if dynamic else {"schedule": letters, **cache}
+    if (cache := filled(fast.cache)) is not None and set(letters) != {COMPUTE}:
+        dynamic, kind = cache.dynamic is not None, str(cache.kind)
+        kept = cache.model_dump(mode="json", include={kind} if dynamic else {"order", "layers"})
+        found["cache"] = kept if dynamic else {"schedule": letters, **kept}
     return {key: value for key, value in found.items() if value}
 
 

@@ -38,7 +38,7 @@ def planned_steps(
     experts, guided = [x.steps for x in found], [x.guided for x in found]
 
     def states(which: Any) -> list[np.ndarray] | None:
-        return _states(task, found, sampler, paths, which)
+        return states_of(task, found, sampler, paths, which)
 
     path, shift = paths.weights_of(task.part), shift_of(sampler)
     facts = Facts(sampler.name, shift, vars(task.sizes), path, len(experts), states)
@@ -88,7 +88,7 @@ def shift_of(sampler: Sampler) -> float | None:
     return options.get("flow_shift", options.get("shift"))
 
 
-def _states(
+def states_of(
     task: SamplingTask, experts: Sequence[Expert], sampler: Sampler, paths: Paths, which: Any
 ) -> list[np.ndarray] | None:
     """Return what each expert makes of the times of its steps, if it makes it of these alone.

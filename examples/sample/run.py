@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import hosts
+from fast.calibrated import filled
 from fast.schedules import schedule_lines
 from fast.steps import Planned, forwards
 from fast.table import table
@@ -300,7 +301,7 @@ def _fast_lines(
     found += measured.lines(task, steps.sampler, planned, paths)
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
-        found += schedule_lines(sampling.fast.cache, letters)
+        found += schedule_lines(filled(sampling.fast.cache), letters)
         if sampling.fast.preset is not None:
             found.append(f"preset {sampling.fast.preset} of examples/fast/presets.yml")
     for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):

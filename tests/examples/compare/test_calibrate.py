@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import yaml
 from compare import curve
+from compare.thresholds import polynomial, smallest
+from safetensors.numpy import load_file, save_file
 from sample.command import arguments_of
 
 from maxattn.config import ConfigErrors
@@ -49,6 +52,89 @@ def test_a_curve_is_measured_and_taken_by_the_same_run(
     assert "forwards are computed" in capsys.readouterr().out
     with pytest.raises(ConfigErrors, match="it was measured with this sampler"):
         run(folder, "wan", *words, "sampler=flow_euler")
+
+
+def test_what_a_share_of_the_steps_needs_is_found_and_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, options = told(tmp_path, "wan")
+    folder = pipeline(tmp_path, "wan", "unipc")
+    batched = "guidance_batched=false"
+    found = measured(folder, options, batched, "num_inference_steps=12", "--share", "0.6")
+    file, caches = folder / "curve.yml", ("magcache", "teacache", "first_block", "easycache")
+    assert set(found["schedules"]) == set(caches) and found["share"] == 0.6
+    words = (*options, batched, "num_inference_steps=12")
+    capsys.readouterr()
+    for kind in caches:
+        letters = found["schedules"][kind]
+        assert letters.count("X") <= 7 and len(letters) == 12
+        run(folder, "wan", *words, f"fast.cache.{kind}.calibrated={file}")
+        printed = capsys.readouterr().out
+        assert f"{kind}, threshold {found[kind]['threshold']:g})" in printed
+        if kind in ("magcache", "teacache"):
+            assert f"schedule {letters} (" in printed
+        else:  # a run is the dense one until its first step that reuses
+            said = re.search(r"computed \d+ of 12 steps(?: with the text)?: (\S+)", printed)
+            same = letters.index(".") + 1
+            assert said is not None and said[1][:same] == letters[:same]
+    own = f"fast.cache.first_block={{calibrated: {file}, threshold: 0}}"
+    run(folder, "wan", *words, own)
+    assert "all 12 steps are computed: first_block, threshold 0" in capsys.readouterr().out
+    check_refused(folder, words, file)
+
+
+def check_refused(folder: Path, words: tuple[str, ...], file: Path) -> None:
+    """Check that thresholds of another run are refused."""
+    takes = f"fast.cache.easycache.calibrated={file}"
+    text, less = file.read_text(), file.with_name("less.yml")
+    said = yaml.safe_load(text.replace("blocks: 1", "blocks: -1"))
+    less.write_text(yaml.safe_dump({key: x for key, x in said.items() if key != "easycache"}))
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    for more, why in (
+        ((takes, "num_inference_steps=10"), "measured in 12 steps, and the run has 10"),
+        ((takes, "sampler=flow_euler"), "measured with this sampler, and the run has flow_euler"),
+        ((f"fast.cache.easycache.calibrated={less}",), "has a section easycache"),
+        ((f"fast.cache.first_block.calibrated={less}",), "less.yml: first_block.blocks -1"),
+        (("fast.cache.teacache.threshold=1",), "name a file of examples/calibrate.py"),
+    ):
+        with pytest.raises(ConfigErrors, match=why):
+            run(folder, "wan", *words, *more)
+    tensors = load_file(weights)
+    save_file({name: x + 1 for name, x in tensors.items()}, weights)
+    with pytest.raises(ConfigErrors, match="it was measured on these weights") as refused:
+        run(folder, "wan", *words, takes)
+    assert "sampling.fast.cache.easycache.calibrated" in str(refused.value)
+
+
+def test_a_polynomial_is_fitted_to_changes_from_step_to_step() -> None:
+    want = (-40.0, 20.0, -3.0, 0.5, 0.01)
+    changes = np.random.default_rng(0).uniform(0.05, 0.3, 20)
+    states = np.cumprod([1.0, *(1 + changes)])[:, None] * np.ones(3)
+    predictions = np.cumprod([1.0, *(1 + np.polyval(want, changes))])[:, None]
+    dense = curve.Dense(np.ones((21, 1)), [range(21)], {}, [], [*predictions], [states])
+    found = polynomial(dense)
+    assert found is not None
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert polynomial(dense._replace(times=None)) is None
+
+
+def test_the_smallest_threshold_is_rounded_up_and_suffices() -> None:
+    at = [0.013579, 0.0271, 0.3, 5.0]  # from which a step reuses
+
+    def letters(threshold: float) -> list[str]:
+        return ["".join("." if threshold > x else "X" for x in at)]
+
+    for share, n in ((0.75, 0), (0.5, 1), (0.3, 2), (0.0, 3)):
+        found = smallest(letters, share)
+        assert found is not None and at[n] < found <= at[n] * 1.003
+    assert smallest(lambda _: ["XX.."], 0.4) is None
+
+
+@pytest.mark.parametrize("share", ["0", "1.5"])
+def test_a_share_that_is_none_is_refused(share: str, tmp_path: Path) -> None:
+    _, options = told(tmp_path, "wan")
+    with pytest.raises(ConfigErrors, match="above 0, and 1 at most"):
+        measured(pipeline(tmp_path, "wan", "unipc"), options, "--share", share)
 
 
 def test_ratios_are_means_over_tokens_and_clips() -> None:
