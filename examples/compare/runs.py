@@ -19,8 +19,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 from sample.paths import Paths
+from sample.rows import place
 from sample.run import Start, load, steps_of, walk_of
-from sample.task import SamplingTask
+from sample.task import Arrays, SamplingTask
 from samplers import State
 
 from maxattn import sharding
@@ -79,6 +80,12 @@ class Runner:
         self.walk = walk_of(task, paths, start, self.steps, self.mesh)
         self._begin = partial(self.walk.begin, *self.walk.given)
         self._models: dict[str, Any] = {}
+
+    def give(self, told: tuple[Arrays, ...], noise: Samples, keys: np.ndarray) -> None:
+        """Give other rows of the same shapes: what they are told, their noise, and keys of more."""
+        parts = tuple({name: place(x, self.mesh) for name, x in part.items()} for part in told)
+        fresh = place(keys, self.mesh) if self.steps.sampler.renoises else None
+        self._begin = partial(self.walk.begin, parts, place(noise, self.mesh), fresh)
 
     def run(self) -> Run:
         """Draw."""

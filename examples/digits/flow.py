@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import samplers
+from fast.program import guided
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from samplers import flow_euler
-from samplers.guidance import guided
 from train import flow, forcing
 from train.task import Arrays
 
@@ -123,7 +123,8 @@ def sample(model: WanTransformer, words: Words, noise: Video, sampling: Sampling
     """
     scale, nothing = sampling.guidance_scale, jnp.full_like(words, PAD)
     told = words if scale == 1.0 else jnp.concatenate([nothing, words])
-    predict = guided(lambda x, t, known: model(x, t, *known), ((told, model.encode(told)),), scale)
+    known = ((told, model.encode(told)),)
+    predict = guided(lambda x, t, what, _: model(x, t, *what), known, scale)
     grid = np.linspace(1.0, 0.0, sampling.num_inference_steps + 1)
     sigmas = flow_euler.shifted(grid, sampling.timestep_shift)
     return samplers.sample(predict, noise, flow_euler.over(sigmas, train_steps=1))

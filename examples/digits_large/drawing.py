@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from compare.runs import Runner
 from jaxtyping import Float
-from sample.loop import Walk
 from sample.paths import Paths
 from sample.planned import predicts_both
-from sample.rows import Rows, batch_ways, place, told_in_rows
-from sample.run import load, steps_of
+from sample.rows import Rows, batch_ways, told_in_rows
+from sample.run import Start
+from sample.task import Arrays
 from samplers.noise import keys_of
 
 from maxattn import sharding
@@ -49,7 +50,6 @@ class Drawn(NamedTuple):
     seconds: float
 
 
-@sharding.inside_auto_axes()
 def draw(task: ClipSamplingTask, told: Conditions, mesh: jax.sharding.Mesh | None = None) -> Drawn:
     """Draw clips.
 
@@ -58,29 +58,18 @@ def draw(task: ClipSamplingTask, told: Conditions, mesh: jax.sharding.Mesh | Non
         told: prompts and noise.
         mesh: devices to draw on; default the one there is.
     """
-    mesh, paths = sharding.program_mesh(mesh), Paths(task.folder)
-    model, sampling = load(task, paths, mesh), task.settings.sampling
-    rows = _rows(task, told.batch, mesh)
-    steps = steps_of(task, paths, rows)
-    schedule = steps.sampler.schedule(sampling.num_inference_steps)
-    keys = keys_of(sampling.seed, len(told.prompts)) if steps.sampler.renoises else None
-    seconds, clips = 0.0, []
-    walk: Walk | None = None
-    for first in range(0, len(told.prompts), told.batch):
+    mesh, count = sharding.program_mesh(mesh), len(told.prompts)
+    rows, keys = _rows(task, told.batch, mesh), keys_of(task.settings.sampling.seed, count)
+    start = Start(_told(task, told.prompts[: told.batch], rows), rows)
+    runner = Runner(task, Paths(task.folder), start, mesh)
+    runs = []
+    for first in range(0, count, told.batch):
         some = slice(first, first + told.batch)
-        arrays = _told(task, told.prompts[some], rows, mesh)
-        noise, fresh = place(told.noise[some], mesh), None if keys is None else keys[some]
-        given = arrays, noise, None if fresh is None else place(fresh, mesh)
-        if walk is None:
-            walk = Walk(task, *given[:2], schedule, steps.planned, keys=given[2], mesh=mesh)
-        else:
-            walk.begin(*given)
-        with walk:
-            for expert in steps.experts:
-                walk.take(model, expert)
-        seconds += walk.bar.seconds
-        clips.append(np.asarray(walk.state.x, np.float32))
-    return Drawn(np.concatenate(clips), seconds)
+        prompts = _told(task, told.prompts[some], rows)
+        runner.give(prompts, told.noise[some], keys[some])
+        runs.append(runner.run())
+    clips = np.concatenate([run.latents for run in runs]).astype(np.float32)
+    return Drawn(clips, sum(run.seconds for run in runs))
 
 
 def _rows(task: ClipSamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> Rows:
@@ -88,12 +77,9 @@ def _rows(task: ClipSamplingTask, batch: int, mesh: jax.sharding.Mesh | None) ->
     return Rows(batch, 1, 2 if both else 1, batch_ways(mesh))
 
 
-def _told(
-    task: ClipSamplingTask, prompts: Sequence[str], rows: Rows, mesh: jax.sharding.Mesh | None
-) -> tuple[dict[str, jax.Array], ...]:
+def _told(task: ClipSamplingTask, prompts: Sequence[str], rows: Rows) -> tuple[Arrays, ...]:
     """Return what the model is told of prompts, for each call of a step."""
     guided, arrays = task.settings.sampling.guided, {"text": words.encode(prompts)}
     if guided:
         arrays["negative_text"] = words.encode([""])
-    parts = told_in_rows(task.completed(arrays), rows, guided)
-    return tuple({name: place(x, mesh) for name, x in part.items()} for part in parts)
+    return told_in_rows(task.completed(arrays), rows, guided)

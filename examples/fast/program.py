@@ -144,7 +144,7 @@ def _decided(
     """Return predictions: those of the model, or what EasyCache kept, as it decides."""
 
     def predict() -> Predictions:
-        return _predictions(model, kind, notes, given, at)
+        return _predictions(model, kind, notes, given.told, given.kept, at)
 
     if not isinstance(kind.decides, EasyCacheSettings):
         return predict()
@@ -162,15 +162,20 @@ def _decided(
 
 
 def _predictions(
-    model: Model, kind: Step, notes: Notes, given: Inputs, at: tuple[Array, Array]
+    model: Model,
+    kind: Step,
+    notes: Notes,
+    told: tuple[Any, ...],
+    kept: Kept,
+    at: tuple[Array, Array],
 ) -> Predictions:
     """Call the model for the predictions of a step, at samples and a time."""
-    (x, t), names, told = at, kind.predictions, given.told
-    earlier = () if isinstance(kind.decides, EasyCacheSettings) else given.kept.added
+    (x, t), names = at, kind.predictions
+    earlier = () if isinstance(kind.decides, EasyCacheSettings) else kept.added
 
     def call(name: str, x: Array, what: Any) -> Array:
         added = [_kept_of(name, each, len(x)) for each in earlier]
-        around = hook_of(kind, name, notes, (added, given.kept.weights, given.kept.threshold))
+        around = hook_of(kind, name, notes, (added, kept.weights, kept.threshold))
         return model(x, jnp.broadcast_to(t, x.shape[:1]), what, around).astype(jnp.float32)
 
     without = None
@@ -187,3 +192,22 @@ def _kept_of(name: str, added: Mapping[str, Added], rows: int) -> Added:
     if name in added:
         return added[name]
     return jax.tree.map(lambda x: x[-rows:], added["both"])
+
+
+def guided(model: Model, told: tuple[Any, ...], scale: Any) -> Callable[[Array, Array], Array]:
+    """Return the guided model as a function of sample and time, of a step without shortcuts.
+
+    Args:
+        model: called for each prediction, or once for both.
+        told: as of `Inputs`.
+        scale: of guidance, a number or traced. The number 1 is the model alone: `told` then has as
+            many rows as there are samples.
+    """
+    alone = not isinstance(scale, Array) and scale == 1
+    kind = Step(guidance="none" if alone else "guided")
+
+    def predict(x: Array, t: Array) -> Array:
+        found = _predictions(model, kind, Notes(), told, Kept(), (x, t))
+        return found.mixed(scale, GuidanceSettings())
+
+    return predict

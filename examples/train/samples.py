@@ -16,10 +16,10 @@ import numpy as np
 from common import hosts, ink, pictures
 from common.replacing import replacing
 from common.xla_options import xla_options
+from fast.program import guided
 from jaxtyping import Float
 from PIL import Image
 from samplers import keys_of, sample
-from samplers.guidance import guided
 
 from maxattn import sharding
 
@@ -82,10 +82,10 @@ class Samples:
         task = self.task.sampling_task()
         known = (task.told(self.parts.model(trained, fixed), told),)
 
-        def predict(x: jax.Array, t: jax.Array, what: Any) -> jax.Array:
+        def predict(x: jax.Array, t: jax.Array, what: Any, around: Any) -> jax.Array:
             # A module of an outer trace may not be used in that of the scan over steps, so the
             # model is put together anew.
-            return task.predict(self.parts.model(trained, fixed), x, t, what)
+            return task.predict(self.parts.model(trained, fixed), x, t, what, around)
 
         call = guided(predict, known, self.sampling.cfg_scale if self.guided else 1)
         return sample(call, noise, self.schedule, self.keys)

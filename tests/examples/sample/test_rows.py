@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fast.program import guided
 from sample.rows import Rows, noise, told_in_rows
-from samplers.guidance import guided
 
 TEXT, NEGATIVE = np.arange(3.0).reshape(3, 1, 1), np.full((1, 1, 1), -1.0)
 
@@ -39,7 +39,7 @@ def test_noise_of_a_row_depends_on_seed_and_row_alone() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
 def test_guidance_leads_away_from_the_negative_prompt(scale: float) -> None:
-    def call(x, t, told):
+    def call(x, t, told, around):
         return x + t[:, None, None] * told
 
     x, t = np.ones((3, 1, 1), np.float32), np.float32(2.0)
