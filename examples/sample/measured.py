@@ -33,7 +33,9 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return what the drift of a run depends on, beside its weights, prompts and noise."""
     sampling = task.settings.sampling
-    lora = [checkpoint_hash(path) for path in (paths.lora, paths.lora_2) if path is not None]
+    given = [path for path in (paths.lora, paths.lora_2) if path is not None]
+    # A plan is printed without weights too.
+    lora = [checkpoint_hash(path) if path.exists() else f"{path} is missing" for path in given]
     return {
         "sampler": str(replace(sampler, said_by="")).removesuffix(" ()"),
         "steps": sampling.num_inference_steps,
@@ -98,8 +100,7 @@ def lines(
     task: SamplingTask, sampler: Sampler, planned: Sequence[Planned], paths: Paths
 ) -> Iterator[str]:
     """Say how far a run with shortcuts drifts from a dense one, or why that is not known."""
-    ours = facts_of(task, sampler, planned, paths)
-    if not ours["fast"]:
+    if not _shortcuts(task, planned):
         return
     report, weights = report_of(task), paths.weights_of(task.part)
     if report is None:
@@ -113,6 +114,7 @@ def lines(
     if (found := checkpoint_hash(weights)) != report["checkpoint"]:
         yield f"{UNKNOWN}, {found}: {name} is of {report['checkpoint']}"
         return
+    ours = facts_of(task, sampler, planned, paths)
     rows = [row for row in report["rows"] if row["of"].get("fast")]
     if not rows:
         yield f"{UNKNOWN}: {name} has no row with sampling.fast"

@@ -80,6 +80,9 @@ def test_a_run_names_the_row_that_is_its_own(
     printed = said("fast.cache.interval=2", "--guidance", "3")
     assert "late, and differs in guidance, fast\n" in printed
     assert "drift" not in said("fast.cache.schedule=XXXXXXXX")
+    assert "late, and differs in lora\n" in said(
+        "fast.cache.interval=3", "--lora", str(tmp_path / "none.safetensors"), "--plan"
+    )
     other = tmp_path / "other.yml"
     other.write_text(yaml.safe_dump(found | {"checkpoint": "0" * 16}))
     printed = said("fast.cache.interval=3", name=str(other))
