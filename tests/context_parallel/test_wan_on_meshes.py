@@ -54,7 +54,15 @@ class Step(NamedTuple):
     largest: int
 
 
-def step_of(config: Settings, mesh: jax.sharding.Mesh | None) -> Step:
+class Program(NamedTuple):
+    """A compiled pass over the model, its operands, and the bytes of its largest parameter."""
+
+    run: jax.stages.Compiled
+    given: tuple[Any, ...]
+    largest: int
+
+
+def program_of(config: Settings, mesh: jax.sharding.Mesh | None, backward: bool = True) -> Program:
     model = WanTransformer(config, mesh, rngs=nnx.Rngs(0))
     # The head starts at zero, and would hide everything below it.
     kernel = model.head.proj_out.kernel
@@ -71,10 +79,15 @@ def step_of(config: Settings, mesh: jax.sharding.Mesh | None) -> Step:
         return loss_of(model, video, words, jax.random.key(2), config.training)
 
     homes = None if mesh is None else (None, jax.tree.map(lambda x: x.sharding, state))
-    step = jax.jit(jax.value_and_grad(loss), out_shardings=homes)
-    program = step.lower(state, video, words).compile()
+    both = jax.jit(jax.value_and_grad(loss), out_shardings=homes)
+    program = (both if backward else jax.jit(loss)).lower(state, video, words).compile()
     largest = max(x.nbytes for x in jax.tree.leaves(state))
-    return Step(*program(state, video, words), str(program.as_text()), largest)
+    return Program(program, (state, video, words), largest)
+
+
+def step_of(config: Settings, mesh: jax.sharding.Mesh | None) -> Step:
+    program, given, largest = program_of(config, mesh)
+    return Step(*program(*given), str(program.as_text()), largest)
 
 
 @cache
@@ -95,7 +108,35 @@ def test_loss_and_gradients_are_those_of_one_device_and_every_transfer_is_named(
     for (path, got), true in leaves:
         scale = max(float(jnp.abs(true).max()), 1e-3)
         np.testing.assert_allclose(got, true, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path))
-    check_transfers(step, config, mesh)
+    check_transfers(step.text, step.largest, config, mesh)
+
+
+# The size of fsdp, that of context, and the strategy.
+EIGHT = [
+    (8, 1, "none"),
+    *((4, 2, name) for name in ("ring", "ulysses")),
+    *((8 // n, n, name) for n in (4, 8) for name in ("ring", "ulysses", "ulysses_ring")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [True, False], ids=["both", "forward"])
+@pytest.mark.parametrize(("fsdp", "context", "strategy"), EIGHT)
+def test_every_transfer_over_eight_devices_is_named(
+    fsdp: int, context: int, strategy: str, backward: bool
+) -> None:
+    sizes = {"ici_fsdp_parallelism": fsdp, "ici_context_parallelism": context}
+    named = {} if strategy == "none" else {"context_parallel": strategy}
+    named |= {"ulysses_shards": 2} if strategy == "ulysses_ring" else {}
+    model = {"layers": LAYERS, "heads": 8, "dim_head": 12}
+    config = Settings(
+        **{"ici_data_parallelism": 1, "attention": "dot_product"} | sizes | named,
+        model=model, data={"canvas": 24},
+    )  # fmt: skip
+    mesh = config.make_mesh()
+    assert plans(config, mesh)[0].strategy.name == strategy
+    program = program_of(config, mesh, backward)
+    check_transfers(str(program.run.as_text()), program.largest, config, mesh, backward)
 
 
 # ---- transfers -----------------------------------------------------------------------------------
@@ -141,24 +182,26 @@ def reason(t: Transfer, axes: set[str], largest: int) -> str | None:
     return MOVED if t.kind in ("ppermute", "all_to_all") else None
 
 
-def check_transfers(step: Step, config: Settings, mesh: jax.sharding.Mesh) -> None:
+def check_transfers(
+    text: str, largest: int, config: Settings, mesh: jax.sharding.Mesh, backward: bool = True
+) -> None:
     sizes = dict(mesh.shape)
     named: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for plan in plans(config, mesh):
-        for c in plan.collectives:
+        for c in (c for c in plan.collectives if backward or c.when == "forward"):
             named[c.kind, c.axes] += LAYERS * c.hops * c.arrays
     inside: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for t in transfers(step.text):
+    for t in transfers(text):
         axes = axes_of(t, sizes)
         if "shard_map" in t.op_name and t.kind != "psum":
             inside[t.kind, axes] += t.times
         else:  # the compiler joins the psum of dK, dV with those of parameters' gradients
             found = f"{t.kind} over {axes}, {t.bytes} bytes: {t.op_name}"
-            assert reason(t, set(axes), step.largest), found
+            assert reason(t, set(axes), largest), found
     # Fewer than named if the backward's hops of K and V are the forward's: without remat the
     # compiler keeps them.
     expected = {key for key in named if key[0] != "psum"}
     assert set(inside) == expected
     assert all(named[key] // 2 <= inside[key] <= named[key] for key in expected), (inside, named)
-    if "context" in sizes and sizes["context"] > 1:
+    if backward and sizes.get("context", 1) > 1:
         assert ("psum", ("context",)) in named, "dK and dV of cross-attention's replicated keys"
