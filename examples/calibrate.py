@@ -32,7 +32,6 @@ from common.writable import unwritable
 from compare.curve import Ratios, measure
 from compare.family import family_of, task_of_family
 from compare.report import machine_facts
-from compare.runs import Runner
 from compare.thresholds import Found, find
 from fast.cache_settings import MagCacheSettings
 from fast.curves import checkpoint_hash
@@ -42,6 +41,7 @@ from sample.command import command, paths_of
 from sample.paths import Paths
 from sample.planned import shift_of
 from sample.run import check_weights, start_of
+from sample.runner import Runner
 from sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors

@@ -27,7 +27,6 @@ from common.statistics import drift
 from compare import pictures
 from compare.family import family_of, task_of_family
 from compare.report import Report, Row, machine_facts
-from compare.runs import Runner, Trajectory, psnr
 from fast.curves import checkpoint_hash
 from sample import arms
 from sample.arms import DENSE, Arm
@@ -36,6 +35,7 @@ from sample.command import command, paths_of
 from sample.measured import facts_of
 from sample.paths import Paths
 from sample.run import check_weights, start_of
+from sample.runner import Runner, Trajectory, psnr
 from sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors

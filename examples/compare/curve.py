@@ -20,11 +20,10 @@ from fast.deciding import EASYCACHE
 from fast.steps import Planned, Step
 from jaxtyping import Float
 from sample.planned import states_of
+from sample.runner import Runner
 from samplers import State
 
 from maxattn.errors import ConfigError
-
-from .runs import Runner
 
 Ratios = Float[np.ndarray, "steps predictions"]
 Some = Float[np.ndarray, " n"]

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from compare.runs import Runner
 from jaxtyping import Float
 from sample.paths import Paths
 from sample.planned import predicts_both
 from sample.rows import Rows, batch_ways, told_in_rows
 from sample.run import Start
+from sample.runner import Runner
 from sample.task import Arrays
 from samplers.noise import keys_of
 

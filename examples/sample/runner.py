@@ -18,13 +18,14 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float
-from sample.paths import Paths
-from sample.rows import place
-from sample.run import Start, load, steps_of, walk_of
-from sample.task import Arrays, SamplingTask
 from samplers import State
 
 from maxattn import sharding
+
+from .paths import Paths
+from .rows import place
+from .run import Start, load, steps_of, walk_of
+from .task import Arrays, SamplingTask
 
 Samples = Float[np.ndarray, "B ..."]
 
