@@ -129,11 +129,11 @@ def _problem(
 def allows_all(problem: Problem) -> bool:
     """Return whether a mask of known positions allows all pairs, as a wide window does."""
     tile, lengths = Tile(128, 128), (problem.q_len, problem.kv_len)
+    if _count(problem, tile) > lists.MOST_TILES:
+        return False
     if problem.offsets == (0, 0):
         found = lists.tally(problem.mask, tile, lengths)
         return not found.mixed and not found.skipped
-    if _count(problem, tile) > lists.MOST_TILES:
-        return False
     found = lists.of_positions(problem.mask, tile, lengths, problem.offsets, "queries")
     return found.work.min() == -(-lengths[1] // tile.keys) and not found.has_mixed
 
