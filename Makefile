@@ -100,8 +100,8 @@ $(CUDA_READY): pyproject.toml
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "jax[cuda13]"
 	@touch $@
 
-test-cuda-compile: $(if $(MAXATTN_CUDA_PYTHON),,$(CUDA_READY))  ## what XLA makes of a model for an H200: no copies of weights, keys and values; no GPU needed
-	$(or $(MAXATTN_CUDA_PYTHON),.venv-cuda/bin/python) -m pytest -n 0 -m "" tests/gpu/test_programs_compile.py $(ARGS)
+test-cuda-compile: $(if $(MAXATTN_CUDA_PYTHON),,$(CUDA_READY))  ## what XLA makes of models for H200s: no copies of weights, transfers of eight beside kernels; no GPU needed
+	$(or $(MAXATTN_CUDA_PYTHON),.venv-cuda/bin/python) -m pytest -n 0 -m "" tests/gpu/test_programs_compile.py tests/gpu/test_meshes_compile.py $(ARGS)
 
 DOCS_READY := .venv-docs/.ready
 
