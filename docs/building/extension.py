@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
 from docs.building import commands, links, marks, references, settings, support_page
 
 DOCS = Path(__file__).parents[1]
@@ -33,8 +35,16 @@ def read_source(app: Any, page: str, source: list[str]) -> None:
     source[0] = filled(links.relinked(source[0], here, here))
 
 
+def forget_overloads(app: Any) -> None:
+    """Let the API's pages show one signature of a function, that of its code."""
+    analyzer = ModuleAnalyzer.for_module("maxattn.attention")
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Register this as an extension of Sphinx."""
+    app.connect("builder-inited", forget_overloads)
     app.connect("source-read", read_source)
     app.connect("autodoc-process-signature", references.signature)
     app.connect("missing-reference", references.find)

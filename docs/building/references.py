@@ -22,6 +22,7 @@ FOREIGN = re.compile(
     r"|(MeshShape|Mode|Stage)\Z"  # without their module: pages import them for types alone
     # Of maxattn's own: what a user is given and looks into, and has no page.
     r"|maxattn(\.\w+)+\.(Kernel|Strategy|Collective|Device|Tuned|CallTimes|Entry|F|C)\Z"
+    r"|maxattn(\.\w+)+\.(LayerAudit|KernelAudit|Finding)\Z"
 )
 ALONE, DOTTED = ("class", "exception", "function"), ("method", "property")
 

@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from common.split import split
 from common.xla_options import FOR_SAMPLING
 from rollout import Denoising, Rollout
 from wan.model import WanTransformer3D
@@ -61,9 +62,9 @@ def program(scan: bool) -> str:
     run = Rollout(model, STREAM, SIDES, Denoising(denoising_steps=(1000, 500)))
     frame = jax.ShapeDtypeStruct((), jnp.int32)
     cache = replace(jax.eval_shape(lambda: model.cache(STREAM)), frame=frame, stage="full", own=3)
-    graph, parameters = nnx.split(model)
+    structure, parameters = split(model)
     text = jax.ShapeDtypeStruct((1, 512, SIZES.text_dim), dtype)
-    told = jax.eval_shape(lambda p, x: nnx.merge(graph, p).encode(x), parameters, text)
+    told = jax.eval_shape(lambda p, x: structure.merge(p).encode(x), parameters, text)
 
     def block(parameters: Any, cache: Any, told: Any, frame: Any) -> Any:
         return run._make_block(parameters, cache, told, frame, 1)
