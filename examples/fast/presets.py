@@ -11,7 +11,6 @@ import yaml
 
 from maxattn.config import Section
 
-from .cache_settings import KINDS
 from .settings import FastSettings
 
 FILE = Path(__file__).with_name("presets.yml")
@@ -34,7 +33,7 @@ def settled(fast: FastSettings, family: str) -> FastSettings:
         return fast
     usual = dict(presets()[family][fast.preset])
     if fast.cache is not None and fast.cache.kind not in (None, "shape"):
-        usual["cache"] = {key: x for key, x in usual["cache"].items() if key not in KINDS}
+        del usual["cache"]  # its order and layers are of its own kind
     return FastSettings(**_over(usual, fast))
 
 

@@ -122,8 +122,11 @@ def plan_steps(
         rule = f"it gains next to nothing in fewer than {FEW} steps, and the run has {sum(experts)}"
         raise ConfigError("sampling.fast.preset", fast.preset, rule, "leave it out")
     how = fast.guidance
-    if how is not None and not any(guides) and fast.preset is None:
+    if how is not None and not any(guides):
         _check_one(how)
+    if how is not None and how.zero_steps >= sum(experts):
+        rule = f"the model is called in at least one of the {sum(experts)} steps"
+        raise ConfigError("sampling.fast.guidance.zero_steps", how.zero_steps, rule, "lower it")
     guidance = list(_guidance(how, experts, guides))
     skips = _skips(fast.guidance, sum(experts), layers)
     kernels = _kernels(fast.kernels, sum(experts))
@@ -215,6 +218,12 @@ def _skips(how: GuidanceSettings | None, steps: int, layers: int) -> dict[int, d
         )
     # As diffusers' SkipLayerGuidance: the step at `start` itself skips nothing.
     after, end = int(skip.start * steps), int(skip.stop * steps)
+    if end <= after + 1:
+        rule = (
+            f"from start {skip.start:g} to stop {skip.stop:g} none of the {steps} steps skips them"
+        )
+        remedy = "lower start or raise stop, or leave skip out"
+        raise ConfigError("sampling.fast.guidance.skip", list(skip.layers), rule, remedy)
     found = {"skip": tuple(sorted(set(skip.layers))), "skip_in": skip.prediction}
     return dict.fromkeys(range(after + 1, end), found)
 

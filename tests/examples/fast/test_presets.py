@@ -8,7 +8,7 @@ from typing import Any
 
 import generate_wan
 import pytest
-from fast.cache_settings import CacheSettings, ShapeSettings
+from fast.cache_settings import CacheSettings, EasyCacheSettings, ShapeSettings
 from fast.presets import presets
 from fast.schedules import letters_of
 from fast.settings import FastSettings, GuidanceSettings
@@ -72,6 +72,9 @@ def test_own_keys_replace_those_of_a_preset() -> None:
     assert settled(cache=None).cache is None
     less = settled(cache=CacheSettings(shape=ShapeSettings(first=0.5)))
     assert less.cache == CacheSettings(shape=ShapeSettings(first=0.5, then="..X", last=0.04))
+    easy = CacheSettings(easycache=EasyCacheSettings())
+    own_kind = WanSampling(fast=FastSettings(preset="gentle", cache=easy)).fast
+    assert own_kind is not None and own_kind.cache == easy, "order is of the preset's own kind"
     sampling = WanSampling(fast=FastSettings(preset="gentle"))
     assert sampling.replace(seed=1).replace(seed=0) == sampling
 

@@ -184,7 +184,20 @@ def test_skipped_layers_are_not_forwards():
 def test_a_run_without_guidance_takes_no_schedule_of_it(how, says):
     with pytest.raises(ConfigError, match=says):
         planned(guided=False, guidance=GuidanceSettings(**how))
-    planned(guided=False, guidance=GuidanceSettings(zero_steps=1, skip=SkipSettings(layers=(1,))))
+    skip = SkipSettings(layers=(1,), stop=0.5)
+    planned(guided=False, guidance=GuidanceSettings(zero_steps=1, skip=skip))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"zero_steps": 6}, "guidance.zero_steps: 6\n.*called in at least one of the 6 steps"),
+        ({"skip": {"layers": (1,)}}, "start 0.01 to stop 0.2 none of the 6 steps skips them"),
+    ],
+)
+def test_guidance_without_any_step_of_its_kind_is_refused(how, says):
+    with pytest.raises(ConfigError, match=says):
+        planned(guidance=GuidanceSettings(**how))
 
 
 @pytest.mark.parametrize(
