@@ -30,11 +30,13 @@ class Layers(NamedTuple):
         run: runs the layers of a range on what the layer before it gave.
         add: whether layers add to what they take, so that what they added can be reused; else what
             they give can.
+        beside: arrays that every layer takes beside it, such as the embedding of the time.
     """
 
     count: int
     run: Callable[[Any, range], Any]
     add: bool = True
+    beside: Any = ()
 
     def all(self, x: Any) -> Any:
         """Run every layer."""

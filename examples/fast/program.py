@@ -114,7 +114,13 @@ class Inputs(NamedTuple):
     kept: Kept
 
 
-def take(model: Model, kind: Step, how: GuidanceSettings, given: Inputs) -> tuple[State, Made]:
+def take(
+    model: Model,
+    kind: Step,
+    how: GuidanceSettings,
+    given: Inputs,
+    watch: Callable[[Array], None] | None = None,
+) -> tuple[State, Made]:
     """Take a step of a kind.
 
     Args:
@@ -122,6 +128,7 @@ def take(model: Model, kind: Step, how: GuidanceSettings, given: Inputs) -> tupl
         kind: of the step.
         how: predictions are mixed.
         given: the operands.
+        watch: is given the prediction that the sampler takes, if the model makes one.
     """
     notes = Notes()
     differences: list[Array] = []
@@ -132,7 +139,10 @@ def take(model: Model, kind: Step, how: GuidanceSettings, given: Inputs) -> tupl
         found = _decided(model, kind, notes, given, (x, t)).fitted(how)
         if kind.keeps_difference:
             differences.append(found.difference)
-        return found.mixed(given.scale, how, given.kept.difference)
+        mixed = found.mixed(given.scale, how, given.kept.difference)
+        if watch is not None:
+            watch(mixed)
+        return mixed
 
     state = step(given.schedule, given.i, given.state, predict)
     return state, Made(notes.added, differences[0] if differences else None, notes.computed)

@@ -190,7 +190,7 @@ class FluxTransformer2D(nnx.Module):
                 both = x, c
             return both
 
-        return Layers(doubles + singles, part)
+        return Layers(doubles + singles, part, beside=e)
 
     def _check(self, latents: Any, text: Any, pooled: Any, guidance: Any) -> None:
         sizes = self.sizes

@@ -166,7 +166,8 @@ class Walk(AbstractContextManager["Walk"]):
         while len(queued) > most:
             finite, step, given = queued.pop(0)
             if not finite:
-                model = partial(self.task.predict, structure.merge(parameters))
+                own = self._structure_of(step.kernel, structure)
+                model = partial(self.task.predict, own.merge(parameters))
                 how = guidance_of(self.task)
                 raise not_finite(model, step, how, given, len(self.planned))
             self.bar.advance()

@@ -155,7 +155,7 @@ class UNet(nnx.Module):
         told = Told(e, text, dict(zip(map(id, self._transformers()), kv or (), strict=False)))
         x = self.conv_in(latents.astype(self.dtype))
         kept = [x, told.run(*_places(self.down_blocks[0])[0], x)]
-        deep = Layers(1, lambda x, _: self._deep(x, list(kept), told), add=False)
+        deep = Layers(1, lambda x, _: self._deep(x, list(kept), told), add=False, beside=e)
         x = (around or Layers.all)(deep, kept[-1])
         for resnet, attention in _places(self.up_blocks[-1])[-len(kept) :]:
             x = told.run(resnet, attention, jnp.concatenate([x, kept.pop()], axis=-1))

@@ -266,7 +266,7 @@ class WanTransformer3D(nnx.Module):
         def part(x: Tokens, span: range) -> Tokens:
             return residual(run_layers(step, self.blocks, x, kv, span)).total
 
-        layers = Layers(count_layers(self.blocks), part)
+        layers = Layers(count_layers(self.blocks), part, beside=time)
         return (around or Layers.all)(layers, x), cache
 
     def _head(self, x: Tokens, e: Float[Array, "B F D"], grid: tuple[int, int, int]) -> Latents:

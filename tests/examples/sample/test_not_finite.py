@@ -1,7 +1,8 @@
-"""A run that stops being finite ends at that step, and says in which layer."""
+"""A run that stops being finite ends at that step, and says in which part of it."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,39 @@ from maxattn.errors import InputError
 from .pipelines import pipeline, run, told
 
 
-def broken(path: Path, name: str, layer: int, which: str) -> tuple[Path, list[Any]]:
-    """Write a pipeline whose weights overflow in one layer."""
+def broken(path: Path, key: str, which: str) -> tuple[Path, list[Any]]:
+    """Write a pipeline some of whose weights are not finite."""
     _, options = told(path, "wan")
     folder = pipeline(path, "wan", "unipc")
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
-    key = f"blocks.{layer}.{name}"
     weights[key] = np.full_like(weights[key], np.nan)
     save_file(weights, file)
     return folder, [*options, which]
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("which", ["guidance_batched=true", "fast.guidance.stop=0.5"])
-def test_the_step_and_the_layer_are_named(layer: int, which: str, tmp_path: Path) -> None:
-    folder, options = broken(tmp_path, "ffn.net.2.bias", layer, which)
+BOTH, ALONE = "guidance_batched=true", "fast.guidance.stop=0.5"
+CACHED = "fast.cache.schedule=XX.X"
+# The weights, how the run is, and the first part that is not finite.
+FIRST = [
+    *(("blocks.0.ffn.net.2.bias", which, "the output of layer 0") for which in (BOTH, ALONE)),
+    *(("blocks.1.ffn.net.2.bias", which, "the output of layer 1") for which in (BOTH, ALONE)),
+    ("patch_embedding.bias", BOTH, "the input of layer 0"),
+    ("condition_embedder.time_embedder.linear_1.bias", BOTH, "the embedding of the time"),
+    ("condition_embedder.text_embedder.linear_1.bias", BOTH, "what the model makes of the prompt"),
+    ("proj_out.weight", CACHED, "the model's output, after its last layer,"),
+]
+
+
+@pytest.mark.parametrize(("key", "which", "part"), FIRST)
+def test_the_step_and_its_first_part_are_named(
+    key: str, which: str, part: str, tmp_path: Path
+) -> None:
+    folder, options = broken(tmp_path, key, which)
     with pytest.raises(InputError) as error:
         run(folder, "wan", *options)
-    said = f"not finite after step 1 of 4: the output of layer {layer}"
-    assert str(error.value.value).startswith(said)
+    assert str(error.value.value).startswith(f"not finite after step 1 of 4: {part}")
+    assert "look at" in error.value.remedy
 
 
 def test_a_guidance_that_overflows_is_named(tmp_path: Path) -> None:
@@ -41,4 +55,6 @@ def test_a_guidance_that_overflows_is_named(tmp_path: Path) -> None:
     folder = pipeline(tmp_path, "wan", "unipc")
     with pytest.raises(InputError) as error:
         run(folder, "wan", *options, "guidance_scale=3.0e+38")
-    assert "what layers give is, and the sum of the sampler is not" in str(error.value.value)
+    said = "(the mix of the predictions|the sum of the sampler) is the first that is not"
+    assert re.search(said, str(error.value.value))
+    assert error.value.remedy == "lower the guidance scale"
