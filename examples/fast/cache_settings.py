@@ -10,7 +10,8 @@ from common.settings import Count, NotNegative, Share, Whole
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 
-Published = Literal["wan-2.1-t2v-1.3b", "wan-2.1-t2v-14b", "wan-2.1-i2v-480p", "wan-2.1-i2v-720p"]
+from .coefficients import Polynomial, RatiosOrFile
+
 COMPUTE, REUSE, DECIDE = "X", ".", "?"
 # Keys of which one says the schedule.
 KINDS = ("schedule", "interval", "shape", "magcache", "teacache", "first_block", "easycache")
@@ -39,7 +40,7 @@ class ShapeSettings(Section):
 class MagCacheSettings(Section):
     """A schedule from how what the layers add grows, measured once on these weights (MagCache)."""
 
-    ratios: str | tuple[float | tuple[float, float], ...] | None = None
+    ratios: RatiosOrFile = None
     """A curve's YAML file, or its ratios: one a step, or a pair, with the text and without."""
     threshold: NotNegative = 0.12
     """Steps reuse while their summed error is below it; 0 computes all."""
@@ -61,7 +62,7 @@ class MagCacheSettings(Section):
 class TeaCacheSettings(Section):
     """A schedule from how a model's embedding of the time changes, step by step (TeaCache)."""
 
-    polynomial: Published | tuple[float, ...] | None = None
+    polynomial: Polynomial = None
     """Of a published model, or its coefficients, of the highest power first."""
     threshold: NotNegative = 0.05
     """Steps reuse while the summed change is below it; 0 computes all."""

@@ -18,9 +18,10 @@ from jaxtyping import Float
 from maxattn.config import ConfigErrors, Section
 from maxattn.errors import ConfigError
 
+from .coefficients import Ratio, Ratios
+
 ANOTHER = "give one that was measured so, or write a schedule (sampling.fast.cache.schedule)"
 PIECE, PIECES = 2**16, 8  # of a file of weights that its hash reads
-Ratio = float | tuple[float, float]
 
 
 class CurveFile(Section):
@@ -28,7 +29,7 @@ class CurveFile(Section):
 
     kind: Literal["magcache"] = "magcache"
     """What it is for."""
-    ratios: tuple[Ratio, ...]
+    ratios: Ratios
     """Of each step: |what the layers added| over that of the step before, the first one 1."""
     sampler: str | None = None
     """The sampler's name: unipc, flow_euler, euler or ddim."""
@@ -102,9 +103,6 @@ def ratios_of(
             raise ConfigErrors(problems)
         given = file.ratios
     curve = np.array([x if isinstance(x, tuple) else (x, x) for x in given], np.float64)
-    if not len(curve) or (curve <= 0).any():
-        rule = "each is a positive number, and there is one for each step"
-        raise ConfigError(setting, where, rule, "write those that were measured")
     if len(curve) == steps:
         return curve
     if not interpolate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,23 @@ def test_what_does_not_fit_is_refused(cache: Any, steps: int, says: str) -> None
     with pytest.raises((ConfigError, ConfigErrors)) as error:
         letters_of(CacheSettings(**cache), (steps,), 4)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("magcache.ratios", [1, math.nan], "; that of step 2 is nan"),
+        ("magcache.ratios", [[1, 0.9], [1, math.inf]], "; that of step 2 is [1, inf]"),
+        ("magcache.ratios", [], "each is a positive number"),
+        ("magcache.ratios", 5, "it is the YAML file of a curve, or a list of its ratios"),
+        ("teacache.polynomial", [math.nan, 0], "is a finite number; number 1 is nan"),
+        ("teacache.polynomial", [], "a polynomial has a coefficient for each power"),
+        ("teacache.polynomial", "wan", "wan-2.1-i2v-720p, or a list of coefficients"),
+    ],
+)
+def test_numbers_that_cannot_be_measured_are_one_problem(key: str, value: Any, says: str) -> None:
+    kind, name = key.split(".")
+    with pytest.raises(ConfigErrors) as error:
+        CacheSettings(**{kind: {name: value}})
+    assert [x.setting for x in error.value.problems] == [key]
+    assert says in error.value.rule
