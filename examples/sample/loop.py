@@ -129,7 +129,9 @@ class Walk(AbstractContextManager["Walk"]):
             self._computed.append(made.computed)
             if self.observe is not None:
                 self.state = self.observe(i, self.state)
-            queued.append((finite, step, given))
+            # A check of the layers does not take what was kept, which is freed now.
+            bare = given._replace(kept=kept._replace(weights=(), added=()))
+            queued.append((finite, step, bare))
             wait(1)
         wait(0)
         self.bar.pause()

@@ -303,7 +303,8 @@ def _fast_lines(
         letters = "".join(x.letter for x in planned)
         found += schedule_lines(filled(sampling.fast.cache), letters)
         if sampling.fast.preset is not None:
-            found.append(f"preset {sampling.fast.preset} of examples/fast/presets.yml")
+            without = "" if sampling.fast.cache else ", without its cache"
+            found.append(f"preset {sampling.fast.preset} of examples/fast/presets.yml{without}")
     for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):
         yield f"{heading:<10}{line}"
 

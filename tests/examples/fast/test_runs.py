@@ -16,6 +16,7 @@ from compare.family import task_of_family
 from fast.guidance import Predictions
 from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSettings
 from sample.command import arguments_of
+from sample.loop import Walk
 from sample.paths import Paths
 from sample.run import load
 from samplers import sample, start, unipc
@@ -217,6 +218,37 @@ def test_a_pipeline_reuses_on_a_mesh(
     assert re.search(r" 3 +reused +two +dot_product +0\n", printed)
     assert "not in one call: steps of sampling.fast differ between the predictions" in printed
     assert 0 < np.abs(fewer - plain).max() < np.abs(plain).max()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_no_more_is_kept_than_is_printed(
+    order: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, options = told(tmp_path, "wan")
+    live: list[int] = []
+
+    def residuals() -> dict[int, int]:
+        arrays = (x for x in jax.live_arrays() if x.shape[1:] == (18, 24))
+        return {id(x): x.nbytes // jax.device_count() for x in arrays}
+
+    def taken(walk: Walk, *args: Any) -> None:
+        others = residuals()
+
+        def observed(_: int, state: Any) -> Any:
+            live.append(sum(size for x, size in residuals().items() if x not in others))
+            return state
+
+        walk.observe = observed
+        take(walk, *args)
+
+    take = Walk.take
+    monkeypatch.setattr(Walk, "take", taken)
+    cache = f"fast.cache={{schedule: XX..X..X.X, order: {order}}}"
+    run(pipeline(tmp_path, "wan", "unipc"), "wan", *options, "--steps", "10", cache)
+    assert f"; {max(live) / 2**10:.2f} KiB kept between steps" in capsys.readouterr().out
 
 
 def test_each_prediction_has_devices_of_its_own(
