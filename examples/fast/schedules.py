@@ -68,11 +68,15 @@ def letters_of(
         return "".join(_shaped(cache.shape, n) for n in experts)
     if (how := cache.magcache) is not None:
         assert how.ratios is not None, "they were filled in"
+        if layers == 1 and isinstance(how.ratios, str):
+            rule = "a curve is of layers that add to what they take, as a transformer's do"
+            remedy = f"set {SETTING}.interval, which needs no curve"
+            raise ConfigError(f"{SETTING}.magcache.ratios", how.ratios, rule, remedy)
         ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
         parts = np.split(ratios, np.cumsum(experts)[:-1])
         return "".join(magcache(part, how) for part in parts)
     if cache.teacache is not None:
-        return "".join(_of_times(cache.teacache, facts or Facts()))
+        return "".join(_of_times(cache.teacache, facts or Facts(), layers))
     return "".join(_decided(cache, n, layers) for n in experts)
 
 
@@ -102,12 +106,13 @@ def magcache(ratios: Float[np.ndarray, "n b"], how: MagCacheSettings) -> str:
     return letters
 
 
-def _of_times(how: TeaCacheSettings, facts: Facts) -> Iterator[str]:
+def _of_times(how: TeaCacheSettings, facts: Facts, layers: int) -> Iterator[str]:
     """Yield TeaCache's schedule of each model."""
     states = None if facts.states is None else facts.states(how.input)
     if states is None:
         rule = "it is computed from a model whose modulation is of the time alone, as Wan's is"
-        remedy = f"set {SETTING}.first_block or {SETTING}.interval instead"
+        others = ("first_block", "interval") if layers > 1 else ("interval",)
+        remedy = f"set {' or '.join(f'{SETTING}.{x}' for x in others)} instead"
         raise ConfigError(f"{SETTING}.teacache", "given", rule, remedy)
     if isinstance(name := how.polynomial, str):
         setting = f"{SETTING}.teacache.polynomial"
@@ -140,9 +145,15 @@ def _decided(cache: CacheSettings, steps: int, layers: int) -> str:
     """Return a model's letters where steps decide: all but the first and the last ones."""
     how, blocks = cache.first_block or cache.easycache, cache.first_block
     assert how is not None, "it is the last kind"
+    if blocks is not None and layers == 1:
+        rule = (
+            "its first layers decide about the rest, and this model has one layer, as SDXL's UNet"
+        )
+        remedy = f"set {SETTING}.interval instead"
+        raise ConfigError(f"{SETTING}.first_block", "given", rule, remedy)
     if blocks is not None and blocks.blocks >= layers:
         rule = f"some layers come after the first ones, and the model has {layers} that it can skip"
-        remedy = f"set it below {layers}" if layers > 1 else f"set {SETTING}.interval instead"
+        remedy = f"set it below {layers}"
         raise ConfigError(f"{SETTING}.first_block.blocks", blocks.blocks, rule, remedy)
     if how.threshold == 0:
         return COMPUTE * steps

@@ -211,6 +211,9 @@ def _skips(how: GuidanceSettings | None, steps: int, layers: int) -> dict[int, d
     skip = None if how is None else how.skip
     if skip is None:
         return {}
+    if layers == 1:
+        rule = "a prediction skips some of the layers, and this model has one, as SDXL's UNet"
+        raise ConfigError("sampling.fast.guidance.skip", "given", rule, "remove it")
     if max(skip.layers) >= layers or len(set(skip.layers)) >= layers:
         rule = f"the model has layers 0 to {layers - 1}, and at least one of them is computed"
         raise ConfigError(

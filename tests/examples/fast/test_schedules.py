@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import yaml
 from fast.cache_settings import CacheSettings, MagCacheSettings
 from fast.curves import Facts, checkpoint_hash
 from fast.schedules import letters_of, schedule_lines
+from fast.settings import FastSettings
+from fast.steps import plan_steps
 from safetensors.numpy import save_file
 
 from maxattn.config import ConfigErrors
@@ -169,3 +172,18 @@ def test_numbers_that_cannot_be_measured_are_one_problem(key: str, value: Any, s
         CacheSettings(**{kind: {name: value}})
     assert [x.setting for x in error.value.problems] == [key]
     assert says in error.value.rule
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [
+        {"cache": {"first_block": {}}},
+        {"cache": {"magcache": {"ratios": "curve.yml"}}},
+        {"guidance": {"skip": {"layers": [0]}}},
+    ],
+)
+def test_a_model_of_one_layer_is_told_what_it_has(fast: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan_steps(FastSettings(**fast), (10,), True, 1)
+    assert re.search("remove it|interval", error.value.remedy)
+    assert plan_steps(FastSettings(cache=CacheSettings(interval=3)), (10,), True, 1)

@@ -78,10 +78,12 @@ def test_teacache_is_refused_for_another_model(tmp_path: Path) -> None:
 
 
 def test_a_model_without_states_of_its_own_times_is_refused() -> None:
-    """Flux.1's modulation is of the text too."""
+    """Flux.1's modulation is of the text too; SDXL's UNet has one layer."""
     cache = CacheSettings(teacache=TeaCacheSettings(polynomial=(1.0, 0.0)))
     with pytest.raises(ConfigError, match=r"set sampling.fast.cache.first_block or .*interval"):
         letters_of(cache, (20,), 57)
+    with pytest.raises(ConfigError, match=r"set sampling.fast.cache.interval instead"):
+        letters_of(cache, (20,), 1)
 
 
 def test_published_polynomials_are_of_degree_four() -> None:
