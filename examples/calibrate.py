@@ -9,11 +9,11 @@
 
 It runs dense sampling twice on the prompts, and writes how what the layers add changes from step to
 step; for each cache the smallest threshold with which a share of the steps computes, at most, and
-its schedule; TeaCache's polynomial of this model; with the hash of the weights, the sampler, the
-shift of its times, the machine and the date: a run that differs in one of them refuses the file.
-Schedules of MagCache and TeaCache are exact. Those of the first-block cache and EasyCache, which
-decide in each step, are expected from the dense run's numbers; the run prints what it computed.
-examples/drift.py measures what each of them costs.
+its schedule; TeaCache's polynomial of this model; with the hashes of the weights (LoRA too), the
+sampler, the shift of its times, the machine and the date: a run that differs in one of the first
+three refuses the file. Schedules of MagCache and TeaCache are exact. Those of the first-block cache
+and EasyCache, which decide in each step, are expected from the dense run's numbers; the run prints
+what it computed. examples/drift.py measures what each of them costs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from compare.family import family_of, task_of_family
 from compare.report import machine_facts
 from compare.thresholds import Found, find
 from fast.cache_settings import MagCacheSettings
-from fast.curves import checkpoint_hash
 from fast.schedules import FEW, magcache
 from sample.checks import check
 from sample.command import command, paths_of
 from sample.paths import Paths
 from sample.planned import shift_of
 from sample.run import check_weights, start_of
+from sample.run_weights import weights_of_run
 from sample.runner import Runner
 from sample.task import SamplingTask
 
@@ -63,6 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def facts_of(task: SamplingTask, paths: Paths, experts: int) -> dict[str, object]:
     """Return what a curve is of."""
     sampler, sizes = task.sampler(), vars(task.sizes)
+    weights = weights_of_run(task, paths)
     names = ("num_layers", "num_single_layers", "num_attention_heads", "in_channels")
     known = {name: sizes[name] for name in names if isinstance(sizes.get(name), int)}
     return {
@@ -72,7 +73,8 @@ def facts_of(task: SamplingTask, paths: Paths, experts: int) -> dict[str, object
         "shift": shift_of(sampler),
         "sizes": known,
         "experts": experts,
-        "checkpoint": checkpoint_hash(paths.weights_of(task.part)),
+        **weights.checkpoints(),
+        "lora": weights.lora_said(),
         **{key: value for key, value in machine_facts().items() if key != "versions"},
     }
 

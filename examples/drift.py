@@ -10,9 +10,10 @@
 Every way of sampling draws the same prompts from the same noise. Its row says how many forwards are
 computed and how long they took, without compiling; how far its samples end from the dense ones, in
 multiples of the floor too, which is dense sampling with another kernel of attention; and the error
-of single steps from the dense run's samples. A way with a section `fast` has a row of plain
-sampling in fewer steps beside it, which computes as many forwards. With --out the samples are
-decoded, and PSNR, SSIM (and LPIPS, where the package lpips is there) are of their pictures.
+of single steps that reuse or approximate, from the dense run's samples. A way with a section `fast`
+has a row of plain sampling in fewer steps beside it, which computes as many forwards. With --out
+the samples are decoded, and PSNR, SSIM (and LPIPS, where the package lpips is there) are of their
+pictures.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from common.statistics import drift
 from compare import pictures
 from compare.family import family_of, task_of_family
 from compare.report import Report, Row, machine_facts
-from fast.curves import checkpoint_hash
 from sample import arms
 from sample.arms import DENSE, Arm
 from sample.checks import check
@@ -35,11 +35,14 @@ from sample.command import command, paths_of
 from sample.measured import facts_of
 from sample.paths import Paths
 from sample.run import check_weights, start_of
+from sample.run_weights import weights_of_run
 from sample.runner import Runner, Trajectory, psnr
 from sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+
+CONFIGURED = "as configured"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +56,14 @@ def ways_of(found: argparse.Namespace, make: arms.MakeTask, paths: Paths) -> lis
     """Return the ways of sampling that are compared, the dense one and the floor first.
 
     Raises:
-        ConfigErrors: there is nothing to compare with the dense one.
+        ConfigErrors: there is nothing to compare with the dense one, or a way draws other samples.
     """
-    said = arms.read_arms(found.settings, found.setting)
+    taken = {**arms.TAKEN, CONFIGURED: "the config's own sampling.fast"}
+    said = arms.read_arms(found.settings, found.setting, taken)
     fast = make(()).settings.sampling.fast
     if fast is not None:
-        said.append(
-            Arm("as configured", {"fast": fast.model_dump(mode="json", exclude_unset=True)})
-        )
+        whole = fast.model_dump(mode="json", exclude_unset=True)
+        said.append(Arm(CONFIGURED, {"fast": whole}))
     if len(said) == 1:
         rule = "a way of sampling is compared with the dense one"
         remedy = "give --settings FILE or --setting NAME KEY=VALUE, or write sampling.fast"
@@ -79,20 +82,17 @@ def main(found: argparse.Namespace) -> None:
 
     ways = ways_of(found, make, paths)
     tasks = {arm.name: arms.task_of(arm, make) for arm in ways}
+    counts = {name: arms.forwards(task, paths) for name, task in tasks.items()}
     plain = tasks[DENSE]
     mesh = plain.settings.make_mesh()
     check(plain, paths, writes=False)
     check_weights(plain, paths)
-    facts = {
-        "config": str(found.config),
-        "checkpoint": checkpoint_hash(paths.weights_of(plain.part)),
-    }
+    facts = {"config": str(found.config), **weights_of_run(plain, paths).checkpoints()}
     report = Report({**facts, **machine_facts(), "clips": 0})
     dense: tuple[np.ndarray, Trajectory] | None = None
     decoded: list[np.ndarray] = []
     for arm in ways:
-        task = tasks[arm.name]
-        count = arms.forwards(task, paths)
+        task, count = tasks[arm.name], counts[arm.name]
         print(f"\n{arm.name}: {count.computed:g} of {count.whole} forwards")
         runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
         row, latents, dense = _measured(arm, count, runner, dense)
@@ -121,7 +121,8 @@ def _measured(
     same_steps = len(runner.walk.schedule.times) == len(dense[1].states) - 1
     if arm.name != DENSE and same_steps:
         errors = np.stack(runner.errors(dense[1]))[:, : len(run.latents)]
-        row.steps = np.median(errors, axis=0)
+        fast_alone = all(key.split(".")[0] == "fast" for key in arm.changes)
+        row.steps = np.median(errors[runner.approximate() if fast_alone else ...], axis=0)
     return row, run.latents, dense
 
 

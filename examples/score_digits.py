@@ -31,7 +31,7 @@ from digits_large.scenes import Scans, Scene, Size
 from digits_large.scores import Judge
 from digits_large.settings import Settings
 from sample import arms
-from sample.arms import DENSE, FLOOR, Arm
+from sample.arms import Arm
 from sample.paths import Paths
 from sample.rows import Rows, batch_ways, noise
 
@@ -86,10 +86,8 @@ def ways_of(found: argparse.Namespace) -> list[Arm]:
     Raises:
         ConfigErrors: one has a name that is taken.
     """
-    said = arms.read_arms(found.settings, found.setting)
-    if taken := [arm.name for arm in said[1:] if arm.name in (DENSE, FLOOR, REAL)]:
-        rule = f"{DENSE} is sampling without shortcuts, {FLOOR} another kernel's, {REAL} real clips"
-        raise ConfigErrors([ConfigError("--settings", taken[0], rule, "give it another name")])
+    taken = {**arms.TAKEN, REAL: "real clips"}
+    said = arms.read_arms(found.settings, found.setting, taken)
     return arms.with_floor(said, found.floor)
 
 

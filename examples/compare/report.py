@@ -32,7 +32,8 @@ class Row:
         seconds: of its steps, for all clips, without compiling.
         drift: at the end.
         psnr: of the latents, in dB.
-        steps: median error of a step from the dense samples, of each clip; None if not measured.
+        steps: median error of the steps that reuse or approximate, from the dense samples, of each
+            clip; None if not measured.
         pictures: more scores by name, where samples were decoded.
         of: what its drift depends on beside the weights; sampling compares its run with it.
     """
@@ -72,9 +73,9 @@ class Report:
         lines = [self._cells(row, more) for row in self.rows]
         said = (
             "drift: |x - dense| / |dense| of the final latents, median of the clips; x floor: in"
-            " multiples of dense sampling with another kernel; a step: median error of a step from"
-            " the dense samples, as a share of the step; PSNR: of latents, dB. All of them measure"
-            " distance from the dense samples, not beauty."
+            " multiples of dense sampling with another kernel; a step: median error of the steps"
+            " that reuse or approximate, from the dense samples, as a share of the step; PSNR: of"
+            " latents, dB. All of them measure distance from the dense samples, not beauty."
         )
         return f"{table(heads, lines)}\n{said}"
 

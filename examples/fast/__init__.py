@@ -5,6 +5,7 @@ All of it is approximate, off unless `sampling.fast` asks for it, and named in w
     settings.py   the section `sampling.fast`
     schedules.py  a cache's settings (cache_settings.py) -> one letter for each step
     curves.py     files of curves, which some schedules are computed from
+    run_weights.py  the transformers and LoRA weights of a run, and whether a file is of them
     calibrated.py settings that were found on these weights, from such a file
     teacache.py   a schedule from how a model's embedding of the time changes
     steps.py      settings -> one `Step` for each step of a run, before anything runs

@@ -1,13 +1,13 @@
 """Files of curves, which were measured once on a model: read, and refused for another run.
 
 A curve is of weights, a sampler, its shift and a number of steps. A file says of which, and what it
-does not say is not checked.
+does not say is not checked, with two exceptions: a file with the hash of one transformer is not of
+two, and without `lora` it is of a run without LoRA weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +19,9 @@ from maxattn.config import ConfigErrors, Section
 from maxattn.errors import ConfigError
 
 from .coefficients import Ratio, Ratios
+from .run_weights import RunWeights
 
 ANOTHER = "give one that was measured so, or write a schedule (sampling.fast.cache.schedule)"
-PIECE, PIECES = 2**16, 8  # of a file of weights that its hash reads
 
 
 class CurveFile(Section):
@@ -41,6 +41,10 @@ class CurveFile(Section):
     """How many transformers the pipeline has."""
     checkpoint: str | None = None
     """Hash of the weights, as `checkpoint_hash` computes it."""
+    checkpoint_2: str | None = None
+    """The same of the second of two transformers."""
+    lora: tuple[str, ...] = ()
+    """LoRA weights that were merged: the transformer, the hash and the scale of each."""
     source: str | None = None
     """Where it was read or measured."""
     machine: str | None = None
@@ -68,7 +72,7 @@ class Facts(NamedTuple):
         sampler: its name.
         shift: of its times; None where it has none.
         sizes: of the model.
-        weights: its folder or file.
+        weights: of all its transformers.
         experts: transformers of the pipeline.
         states: gives those of the times of each transformer's steps, of a kind; None if what
             modulates the model is not of the time alone.
@@ -77,7 +81,7 @@ class Facts(NamedTuple):
     sampler: str | None = None
     shift: float | None = None
     sizes: Mapping[str, Any] = {}
-    weights: Path | None = None
+    weights: RunWeights | None = None
     experts: int = 1
     states: Callable[[Any], Sequence[Float[np.ndarray, "n d"]] | None] | None = None
 
@@ -115,24 +119,6 @@ def ratios_of(
     # The first and the last step of one are those of the other.
     places = np.round(np.linspace(0, len(curve) - 1, steps)) if steps > 1 else [len(curve) - 1]
     return curve[np.asarray(places, int)]
-
-
-def checkpoint_hash(path: Path) -> str:
-    """Hash the weights of a folder or file: sizes of files, and bytes from places in each.
-
-    Args:
-        path: a folder with safetensors files, or one of them.
-    """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    found = sha256()
-    for file in files:
-        size = file.stat().st_size
-        found.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            for place in np.linspace(0, max(0, size - PIECE), PIECES).astype(int):
-                opened.seek(int(place))
-                found.update(opened.read(PIECE))
-    return found.hexdigest()[:16]
 
 
 def read_curve(setting: str, name: str) -> CurveFile:
@@ -178,10 +164,32 @@ def differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Itera
     sizes = {**(file.sizes or {}), **({"experts": file.experts} if file.experts else {})}
     yield from size_errors(sizes, facts, setting, name)
     if file.checkpoint is not None and facts.weights is not None:
-        found = checkpoint_hash(facts.weights)
-        if found != file.checkpoint:
-            rule = f"it was measured on these weights, and those of {facts.weights} are {found}"
-            yield ConfigError(setting, value.format(f"checkpoint {file.checkpoint}"), rule, remedy)
+        yield from _weights_errors(file, facts.weights, setting, name)
+
+
+def _weights_errors(
+    file: CurveFile, weights: RunWeights, setting: str, name: str
+) -> Iterator[ConfigError]:
+    """Yield transformers and LoRA weights of a curve that are not the run's."""
+    anew = "measure it anew on the weights of this run with examples/calibrate.py"
+    for each in weights.apart(file.__dict__):
+        if each.was is None:
+            rule = f"the run has a {each.what}, and the file has no hash of it"
+            yield ConfigError(setting, f"{name}: no {each.key}", rule, anew)
+            continue
+        where = weights.parts.get(each.what, f"a {each.what}")
+        theirs = f"those of {where} are {each.found}" if each.found else f"{where} has none"
+        rule = f"it was measured on these weights, and {theirs}"
+        yield ConfigError(setting, f"{name}: {each.key} {each.was}", rule, ANOTHER)
+    ours, theirs = weights.lora_said(), list(file.lora)
+    if ours != theirs:
+        rule = f"it was measured with this LoRA, and the run has {_listed(ours)}"
+        remedy = f"{anew} and the same --lora and --lora-scale"
+        yield ConfigError(setting, f"{name}: lora {_listed(theirs)}", rule, remedy)
+
+
+def _listed(lora: Sequence[str]) -> str:
+    return ", ".join(lora) or "none"
 
 
 def size_errors(

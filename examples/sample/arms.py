@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,14 @@ from sample.planned import planned_steps
 from sample.task import SamplingTask
 
 DENSE, FLOOR = "dense", "floor"
+# Names that a way of sampling cannot have, and what they mean.
+TAKEN = {DENSE: "sampling without shortcuts", FLOOR: "another kernel's"}
+PLAIN = re.compile(r"\d+ plain steps\b")  # begins the names of those of the same cost
+# Keys of `sampling` that say what is drawn: every way of sampling has the same.
+DRAWN = (
+    *("seed", "height", "width", "frames", "fps", "count", "per_prompt"),
+    *("prompt", "negative_prompt", "text_tokens"),
+)
 KERNELS = {"gpu": "cudnn", "cpu": "flash", "tpu": "flash"}  # of the floor
 FORM = "write lines such as `half: {num_inference_steps: 25}`"
 MakeTask = Callable[[Sequence[str]], SamplingTask]
@@ -42,7 +51,7 @@ class Arm(NamedTuple):
         named = (
             (f"sampling.{k}" if k.split(".")[0] in keys else k, v) for k, v in self.changes.items()
         )
-        return [f"{key}={json.dumps(value)}" for key, value in named]
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in named]
 
 
 class Count(NamedTuple):
@@ -75,33 +84,62 @@ def with_floor(arms: Sequence[Arm], kernel: str | None) -> list[Arm]:
     return [arms[0], *floor, *arms[1:]]
 
 
-def read_arms(path: Path | None, given: Sequence[Sequence[str]]) -> list[Arm]:
+def read_arms(
+    path: Path | None, given: Sequence[Sequence[str]], taken: Mapping[str, str] = TAKEN
+) -> list[Arm]:
     """Read ways of sampling, the dense one first.
 
     Args:
         path: of a YAML file: a mapping of keys of `sampling` by name.
         given: more, each a name and changes KEY=VALUE.
+        taken: names that none of them has, and what these mean.
 
     Raises:
-        ConfigErrors: the file is no such mapping, or a change is not written so.
+        ConfigErrors: the file is no such mapping, a change is not written so, or a name is taken.
     """
-    said: dict[str, Any] = {DENSE: {"fast": None}}
-    if path is not None:
-        said |= _mapping(path)
+    said: dict[str, Any] = {} if path is None else {str(x): y for x, y in _mapping(path).items()}
+    problems = [problem for name in said for problem in _name_errors("--settings", name, taken)]
     for name, *changes in given:
-        pairs = [change.partition("=") for change in changes]
-        if wrong := [key for key, between, _ in pairs if not between]:
-            rule = "a change of a way of sampling is KEY=VALUE"
-            remedy = "write num_inference_steps=25"
-            raise ConfigErrors([ConfigError("--setting", wrong[0], rule, remedy)])
-        said[name] = {key: yaml.safe_load(value) for key, _, value in pairs}
-    return [Arm(name, changes or {}) for name, changes in said.items()]
+        problems += _name_errors("--setting", name, taken)
+        if name in said:
+            rule = "each way of sampling has a name of its own, and two have this one"
+            problems.append(ConfigError("--setting", name, rule, "give it another name"))
+        said[name] = dict(map(_change, changes))
+    if problems:
+        raise ConfigErrors(problems)
+    return [Arm(DENSE, {"fast": None}), *(Arm(name, x or {}) for name, x in said.items())]
+
+
+def _name_errors(setting: str, name: str, taken: Mapping[str, str]) -> Iterator[ConfigError]:
+    meant = ", ".join(f"{key} is {what}" for key, what in taken.items())
+    rule = f"{meant}, and N plain steps are those of the same cost"
+    if name in taken or PLAIN.match(name):
+        yield ConfigError(setting, name, rule, "give it another name")
+
+
+def _change(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE.
+
+    Raises:
+        ConfigErrors: it is not written so, or the value is no YAML.
+    """
+    key, between, value = text.partition("=")
+    if not between:
+        rule = "a change of a way of sampling is KEY=VALUE"
+        raise ConfigErrors([ConfigError("--setting", key, rule, "write num_inference_steps=25")])
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        why = getattr(error, "problem", None) or error
+        rule = f"the value of a key is YAML, and reading it failed: {why}"
+        remedy = 'close each bracket and quote, as in "fast={preset: gentle}"'
+        raise ConfigErrors([ConfigError("--setting", text, rule, remedy)]) from None
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
         said = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         rule = "it names a YAML file of ways of sampling"
         raise ConfigErrors([ConfigError("--settings", f"{path}: {error}", rule, FORM)]) from None
     whole = isinstance(said, dict) and all(isinstance(x, dict | None) for x in said.values())
@@ -150,10 +188,24 @@ def task_of(arm: Arm, make: MakeTask) -> SamplingTask:
     """Return the task of a way of sampling.
 
     Raises:
-        ConfigErrors: its settings do not fit.
+        ConfigErrors: its settings do not fit, or it draws other samples.
     """
     plain = make(())
     task = make(arm.overrides(type(plain.settings.sampling).model_fields))
-    if problems := list(task.size_errors()):
+    if problems := [*_other_samples(arm, task, plain)] or list(task.size_errors()):
         raise ConfigErrors(problems)
     return task
+
+
+def _other_samples(arm: Arm, task: SamplingTask, plain: SamplingTask) -> Iterator[ConfigError]:
+    """Yield what would change the samples that are drawn, and not the way alone."""
+    rule = "every way of sampling draws the same prompts from the same noise, in the same size"
+    ours, theirs = task.settings.sampling, plain.settings.sampling
+    keys = [key for key in DRAWN if getattr(ours, key, None) != getattr(theirs, key, None)]
+    for key in keys:
+        remedy = f"leave {key} out here; before --setting, sampling.{key}=VALUE is for all"
+        yield ConfigError("--setting", f"{arm.name}: {key}={getattr(ours, key)}", rule, remedy)
+    if not keys and task.latents != plain.latents:
+        sizes = f"latents {list(task.latents)}, and without it {list(plain.latents)}"
+        remedy = "leave out the key that changes the size"
+        yield ConfigError("--setting", f"{arm.name}: {sizes}", rule, remedy)

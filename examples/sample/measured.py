@@ -6,6 +6,7 @@ curve may have changed in its file, and a preset in its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,14 @@ import numpy as np
 import yaml
 from fast.cache_settings import COMPUTE
 from fast.calibrated import filled
-from fast.curves import checkpoint_hash
+from fast.run_weights import KEYS, Apart
 from fast.steps import Planned
 from samplers.read import Sampler
 
 from maxattn.errors import ConfigError
 
 from .paths import Paths
+from .run_weights import weights_of_run
 from .task import SamplingTask
 
 SETTING = "sampling.fast.measured"
@@ -33,15 +35,12 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return what the drift of a run depends on, beside its weights, prompts and noise."""
     sampling = task.settings.sampling
-    given = [path for path in (paths.lora, paths.lora_2) if path is not None]
-    # A plan is printed without weights too.
-    lora = [checkpoint_hash(path) if path.exists() else f"{path} is missing" for path in given]
     return {
         "sampler": str(replace(sampler, said_by="")).removesuffix(" ()"),
         "steps": sampling.num_inference_steps,
         "guidance": sampling.cfg_scale if sampling.guided else 1.0,
         "latents": list(task.latents),
-        "lora": lora and [*lora, paths.lora_scale],
+        "lora": weights_of_run(task, paths).lora_said(),
         "fast": _shortcuts(task, planned),
     }
 
@@ -76,7 +75,7 @@ def report_of(task: SamplingTask) -> Mapping[str, Any] | None:
         rule = f"it is a report in YAML, and reading it failed: {error}"
         raise ConfigError(SETTING, fast.measured, rule, remedy) from None
     if not _is_report(found):
-        rule = "a report has a checkpoint, and rows with name, of and drift"
+        rule = "a report has a checkpoint, and rows with name, of and drift, in finite numbers"
         raise ConfigError(SETTING, fast.measured, rule, remedy)
     return found
 
@@ -91,7 +90,7 @@ def _is_report(found: Any) -> bool:
         and isinstance(row.get("of"), dict)
         and isinstance(row.get("drift"), list)
         and len(row["drift"]) > 0
-        and all(isinstance(x, float | int) for x in row["drift"])
+        and all(isinstance(x, float | int) and math.isfinite(x) for x in row["drift"])
         for row in rows
     )
 
@@ -102,28 +101,25 @@ def lines(
     """Say how far a run with shortcuts drifts from a dense one, or why that is not known."""
     if not _shortcuts(task, planned):
         return
-    report, weights = report_of(task), paths.weights_of(task.part)
+    report = report_of(task)
     if report is None:
         yield f"{UNKNOWN}: give a report of examples/drift.py as {SETTING}"
         return
     fast = task.settings.sampling.fast
     name = "" if fast is None else fast.measured
-    if not any(weights.glob("*.safetensors")) and not weights.is_file():
-        yield f"{UNKNOWN}: {name} is of {report['checkpoint']}, and no weights are here"
-        return
-    if (found := checkpoint_hash(weights)) != report["checkpoint"]:
-        yield f"{UNKNOWN}, {found}: {name} is of {report['checkpoint']}"
+    if (apart := next(weights_of_run(task, paths).apart(report), None)) is not None:
+        yield f"{UNKNOWN}{_other_weights(apart, name)}"
         return
     ours = facts_of(task, sampler, planned, paths)
     rows = [row for row in report["rows"] if row["of"].get("fast")]
     if not rows:
         yield f"{UNKNOWN}: {name} has no row with sampling.fast"
         return
-    apart = [[key for key in ours if row["of"].get(key) != ours[key]] for row in rows]
-    nearest = min(range(len(rows)), key=lambda i: len(apart[i]))
+    others = [[key for key in ours if row["of"].get(key) != ours[key]] for row in rows]
+    nearest = min(range(len(rows)), key=lambda i: len(others[i]))
     row = rows[nearest]
-    if apart[nearest]:
-        keys = ", ".join(apart[nearest])
+    if others[nearest]:
+        keys = ", ".join(others[nearest])
         yield f"not measured so on this checkpoint: the nearest row of {name} is"
         yield f"{row['name']}, and differs in {keys}"
         return
@@ -137,7 +133,19 @@ def lines(
     yield f"row {row['name']} of {name}: {', '.join([samples, *made])}"
 
 
+def _other_weights(apart: Apart, name: str | None) -> str:
+    """Say of which weights a report is, behind the words that it is not of these."""
+    if apart.was is None:
+        return f": {name} has no hash of {apart.what}; write it anew with examples/drift.py"
+    part = f"{apart.what} " if apart.key != KEYS[0] else ""
+    if apart.found is None:
+        return f": {name} is of {part}{apart.was}, and no such weights are here"
+    return f", {part}{apart.found}: {name} is of {apart.was}"
+
+
 def _drift(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     drift, floor = float(np.median(row["drift"])), report.get("floor")
-    times = f", {drift / floor:.1f} x the floor" if isinstance(floor, float) and floor else ""
+    if not isinstance(floor, float) or not math.isfinite(floor) or not floor:
+        return f"{drift:.4f}"
+    times = f", {drift / floor:.1f} x the floor"
     return f"{drift:.4f}{times}"

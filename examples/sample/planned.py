@@ -16,6 +16,7 @@ from maxattn import weights
 from maxattn.errors import ConfigError
 
 from .paths import Paths
+from .run_weights import weights_of_run
 from .task import Expert, SamplingTask
 
 
@@ -40,8 +41,8 @@ def planned_steps(
     def states(which: Any) -> list[np.ndarray] | None:
         return states_of(task, found, sampler, paths, which)
 
-    path, shift = paths.weights_of(task.part), shift_of(sampler)
-    facts = Facts(sampler.name, shift, vars(task.sizes), path, len(experts), states)
+    own, shift = weights_of_run(task, paths), shift_of(sampler)
+    facts = Facts(sampler.name, shift, vars(task.sizes), own, len(experts), states)
     return plan_steps(sampling.fast, experts, guided, task.layers, facts)
 
 

@@ -33,6 +33,7 @@ from .lora_checks import check_lora
 from .paths import Paths
 from .planned import experts_of, planned_steps, predicts_both
 from .rows import Rows, batch_ways, noise, place, told_in_rows
+from .run_weights import lora_scale
 from .task import Arrays, Expert, SamplingTask
 from .weights_checks import parts_of
 
@@ -175,9 +176,7 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
     if lora is not None:
-        row = task.settings.sampling.distilled_as
-        usual = 1.0 if row is None else row.lora_scale
-        scale = usual if paths.lora_scale is None else paths.lora_scale
+        scale = lora_scale(task, paths)
         how = {"prefix": prefix, "strict": not paths.lora_lenient, "names": names}
         changed = weights.merge_lora(model, lora, scale, **how)
         others = _passed_over(lora, prefix)

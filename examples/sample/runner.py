@@ -17,12 +17,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from fast.cache_settings import REUSE
+from fast.steps import Planned
 from jaxtyping import Float
 from samplers import State
 
 from maxattn import sharding
 
 from .paths import Paths
+from .planned import guidance_of
 from .rows import place
 from .run import Start, load, steps_of, walk_of
 from .task import Arrays, SamplingTask
@@ -114,6 +117,22 @@ class Runner:
 
         self.taken(observe)
         return found
+
+    def approximate(self) -> list[int]:
+        """Return the steps of the last run that reuse or approximate; all if none does so."""
+        decided = [line.rsplit(" ", 1)[1] for line in self.walk.outcome()]
+        guided, how = self.steps.guided, guidance_of(self.task)
+        corrected = how.zero_star or how.rescale > 0  # in each step with guidance
+
+        def is_so(i: int, planned: Planned) -> bool:
+            step = planned.step
+            own = step.layers == "reuse" or bool(step.skip) or step.kernel is not None
+            other = step.guidance not in (("guided",) if guided[i] else ("none",))
+            mixed = corrected and step.guidance == "guided"
+            return own or other or mixed or any(letters[i] == REUSE for letters in decided)
+
+        found = [i for i, each in enumerate(self.steps.planned) if is_so(i, each)]
+        return found or list(range(len(self.steps.planned)))
 
     @sharding.inside_auto_axes()
     def taken(self, observe: Any = None) -> Run:

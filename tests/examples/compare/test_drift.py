@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def test_drift_is_of_whole_runs_and_of_single_steps(
         ours = run(folder, "wan", *options, f"fast.cache.schedule={how}")
         apart = np.linalg.norm(ours - dense) / np.linalg.norm(dense)
         np.testing.assert_allclose(rows[name]["drift"], [apart], rtol=1e-3)
-    # The last step alone reuses: its error is the run's.
-    assert rows["late"]["step_error"] == [0.0] and len(found["checkpoint"]) == 16
+    # Of the steps that reuse, not of the three that compute.
+    assert rows["late"]["step_error"][0] > 1e-3 and len(found["checkpoint"]) == 16
+    assert rows["floor"]["step_error"][0] < 1e-3 and "checkpoint_2" not in found
     printed = capsys.readouterr().out
     assert "| late " in printed and "of the final latents, median of the clips" in printed
 
@@ -87,9 +89,36 @@ def test_a_run_names_the_row_that_is_its_own(
     other.write_text(yaml.safe_dump(found | {"checkpoint": "0" * 16}))
     printed = said("fast.cache.interval=3", name=str(other))
     assert f"not measured on this checkpoint, {found['checkpoint']}: {other} is of 0000" in printed
-    other.write_text(yaml.safe_dump(found | {"rows": [{"name": "late"}]}))
-    with pytest.raises(ConfigErrors, match="a report has a checkpoint, and rows with name, of"):
-        said("fast.cache.interval=3", name=str(other))
+    other.write_text(yaml.safe_dump(found | {"checkpoint_2": "1" * 16}))
+    printed = said("fast.cache.interval=3", name=str(other))
+    assert f"{other} is of second transformer 1111111111111111, and no such weights" in printed
+    for bad in ({"name": "late"}, row | {"drift": [float("nan")]}):
+        other.write_text(yaml.safe_dump(found | {"rows": [bad]}))
+        with pytest.raises(ConfigErrors, match="a report has a checkpoint, and rows with name, of"):
+            said("fast.cache.interval=3", name=str(other))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("dense", "fast={preset: fast}"), "dense is sampling without shortcuts"),
+        (("floor", "attention=flash"), "give it another name"),
+        (("as configured", "guidance_scale=1"), "the config's own sampling.fast"),
+        (("3 plain steps", "fast={preset: fast}"), "N plain steps are those of the same cost"),
+        (("x", "seed=5"), "x: seed=5"),
+        (("x", "sampling.height=64"), "x: height=64"),
+        (("x", "frames=13"), "leave frames out here; before --setting, sampling.frames=VALUE"),
+        (("x", "fast={preset: "), "the value of a key is YAML, and reading it failed"),
+        (("x", "seed=2020-01-01"), "seed"),
+    ],
+)
+def test_a_way_that_is_no_other_way_of_the_same_samples_is_refused(
+    words: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    _, options = told(tmp_path, "wan")
+    with pytest.raises(ConfigErrors, match=re.escape(says)):
+        measured(pipeline(tmp_path, "wan", "unipc"), "wan", options, "--setting", *words)
+    assert not (tmp_path / "drift.yml").exists()
 
 
 def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:

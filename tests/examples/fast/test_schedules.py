@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import yaml
 from fast.cache_settings import CacheSettings, MagCacheSettings
-from fast.curves import Facts, checkpoint_hash
+from fast.curves import Facts
+from fast.run_weights import RunWeights, checkpoint_hash
 from fast.schedules import letters_of, schedule_lines
 from fast.settings import FastSettings
 from fast.steps import plan_steps
@@ -121,12 +122,41 @@ def written(folder: Path, **more: Any) -> str:
 )
 def test_a_curve_of_another_run_is_refused(tmp_path: Path, more: Any, says: str) -> None:
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
-    facts = Facts("unipc", 5.0, T2V, tmp_path)
+    facts = Facts("unipc", 5.0, T2V, RunWeights({"transformer": tmp_path}))
     with pytest.raises((ConfigError, ConfigErrors)) as error:
         magcache(written(tmp_path, **more), 10, facts)
     assert says in str(error.value)
     right = {"sampler": "unipc", "shift": 5, "sizes": T2V, "checkpoint": checkpoint_hash(tmp_path)}
     assert magcache(written(tmp_path, **right), 10, facts) == "XX..X..X.."
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, None),
+        ({"checkpoint_2": "0" * 16}, "and those of {}/transformer_2 are"),
+        ({"checkpoint_2": None}, "has a transformer_2, and the file has no hash of it"),
+        ({"lora": []}, "measured with this LoRA, and the run has transformer: "),
+        ({"lora": ["transformer: 1 x 1"]}, "lora transformer: 1 x 1"),
+        ({"scale": 50.0}, "x 50"),
+    ],
+)
+def test_a_curve_is_of_every_transformer_and_lora(
+    tmp_path: Path, change: dict[str, Any], says: str | None
+) -> None:
+    parts = {name: tmp_path / name for name in ("transformer", "transformer_2")}
+    lora = tmp_path / "lora.safetensors"
+    for n, file in enumerate((*(x / "model.safetensors" for x in parts.values()), lora)):
+        file.parent.mkdir(exist_ok=True)
+        save_file({"x": np.full(3, n, np.float32)}, file)
+    weights = RunWeights(parts, {"transformer": lora}, 2.0)
+    said = {**weights.checkpoints(), "lora": weights.lora_said(), **change}
+    facts = Facts(experts=2, weights=weights._replace(scale=said.pop("scale", 2.0)))
+    if says is None:
+        assert magcache(written(tmp_path, **said), 10, facts) == "XX..X..X.."
+        return
+    with pytest.raises(ConfigErrors, match=re.escape(says.format(tmp_path))):
+        magcache(written(tmp_path, **said), 10, facts)
 
 
 def test_a_hash_is_of_the_weights(tmp_path: Path) -> None:
