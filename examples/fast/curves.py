@@ -171,7 +171,7 @@ def _weights_errors(
     file: CurveFile, weights: RunWeights, setting: str, name: str
 ) -> Iterator[ConfigError]:
     """Yield transformers and LoRA weights of a curve that are not the run's."""
-    anew = "measure it anew on the weights of this run with examples/calibrate.py"
+    anew = "measure it anew with examples/calibrate.py and the weights of this run"
     for each in weights.apart(file.__dict__):
         if each.was is None:
             rule = f"the run has a {each.what}, and the file has no hash of it"
@@ -180,11 +180,13 @@ def _weights_errors(
         where = weights.parts.get(each.what, f"a {each.what}")
         theirs = f"those of {where} are {each.found}" if each.found else f"{where} has none"
         rule = f"it was measured on these weights, and {theirs}"
-        yield ConfigError(setting, f"{name}: {each.key} {each.was}", rule, ANOTHER)
+        is_away = each.what in weights.parts and each.found is None
+        remedy = "put the weights there" if is_away else ANOTHER
+        yield ConfigError(setting, f"{name}: {each.key} {each.was}", rule, remedy)
     ours, theirs = weights.lora_said(), list(file.lora)
     if ours != theirs:
         rule = f"it was measured with this LoRA, and the run has {_listed(ours)}"
-        remedy = f"{anew} and the same --lora and --lora-scale"
+        remedy = f"{anew}, which are those of --model, --lora and --lora-scale"
         yield ConfigError(setting, f"{name}: lora {_listed(theirs)}", rule, remedy)
 
 
