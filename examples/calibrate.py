@@ -32,8 +32,10 @@ from common.writable import unwritable
 from compare.curve import Ratios, measure
 from compare.family import family_of, task_of_family
 from compare.report import machine_facts
-from compare.thresholds import Found, find
+from compare.thresholds import Found, find, left_out
 from fast.cache_settings import MagCacheSettings
+from fast.calibrated import lacking
+from fast.curves import LeftOut
 from fast.schedules import FEW, magcache
 from sample.checks import check
 from sample.command import command, paths_of
@@ -114,6 +116,14 @@ def thresholds(found: Mapping[str, Found], share: float) -> str:
     return table(heads, rows)
 
 
+def lacking_lines(without: Mapping[str, LeftOut], steps: int, share: float) -> list[str]:
+    """Say which caches have no settings in the file, why, and what would give them some."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for kind, why in without.items():
+        kinds.setdefault(lacking(steps, share, why), []).append(kind)
+    return [f"no settings of {', '.join(x)}: {rule}; {do}" for (rule, do), x in kinds.items()]
+
+
 def main(found: argparse.Namespace) -> None:
     """Measure, write and print."""
     make_task, settings = task_of_family(family_of(found))
@@ -138,15 +148,16 @@ def main(found: argparse.Namespace) -> None:
     curve = np.round(dense.ratios, DIGITS)
     few = len(curve) < FEW  # where caches are refused
     best = {} if few else find(dense._replace(ratios=curve), found.share)
+    without = left_out(dense, best)
     rows = [row if len(row) > 1 else row[0] for row in curve.tolist()]
     facts = facts_of(task, paths, len(runner.steps.experts))
     found.curve.parent.mkdir(parents=True, exist_ok=True)
     with replacing(found.curve) as partial:
-        said = {**facts, "ratios": rows, **settings_of(best, found.share)}
+        said = {**facts, "ratios": rows, **settings_of(best, found.share), "left_out": without}
         text = yaml.safe_dump(said, sort_keys=False, default_flow_style=None)
         partial.write_text(text, "utf-8")
     tables = [schedules(curve), *([thresholds(best, found.share)] if best else [])]
-    print("", *tables, found.curve, sep="\n")
+    print("", *tables, *lacking_lines(without, len(curve), found.share), found.curve, sep="\n")
 
 
 if __name__ == "__main__":

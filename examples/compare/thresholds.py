@@ -7,7 +7,7 @@ changes the samples, and what later steps decide by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,13 @@ from fast.cache_settings import (
     MagCacheSettings,
     TeaCacheSettings,
 )
-from fast.schedules import magcache
+from fast.curves import LeftOut
+from fast.schedules import FEW, magcache
 from fast.teacache import teacache
 
 from .curve import Dense, Some
 
+CALIBRATED = "magcache", "teacache", "first_block", "easycache"
 IN_A_ROW = 2, 4, 6  # steps that MagCache reuses: the first number that suffices
 DEGREE = 4  # of TeaCache's polynomials
 Settings = dict[str, Any]
@@ -56,6 +58,21 @@ def find(dense: Dense, share: float) -> dict[str, Found]:
         if kind not in found and (at := smallest(letters, share)) is not None:
             found[kind] = Found({"threshold": at, **settings}, letters(at))
     return found
+
+
+def left_out(dense: Dense, found: Mapping[str, Found]) -> dict[str, LeftOut]:
+    """Return the caches of which nothing was found, and why.
+
+    Args:
+        dense: numbers of dense runs.
+        found: of them; none in fewer steps than caches take.
+    """
+    why: dict[str, LeftOut] = dict.fromkeys((x for x in CALIBRATED if x not in found), "share")
+    if len(dense.ratios) < FEW:
+        return dict.fromkeys(why, "steps")
+    if "teacache" in why and polynomial(dense) is None:
+        why["teacache"] = "times"
+    return why
 
 
 def smallest(letters: Letters, share: float) -> float | None:

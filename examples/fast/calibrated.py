@@ -9,7 +9,8 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .cache_settings import CacheSettings
-from .curves import Facts, differences, read_curve
+from .curves import Facts, LeftOut, differences, read_curve
+from .schedules import FEW
 
 SETTING = "sampling.fast.cache"
 
@@ -30,8 +31,9 @@ def filled(cache: CacheSettings | None) -> CacheSettings | None:
     file = read_curve(setting, name)
     said: Mapping[str, Any] | None = getattr(file, kind)
     if said is None:
-        rule = f"it has a section {kind}, with a threshold that was found on these weights"
-        raise ConfigError(setting, name, rule, "write it with examples/calibrate.py")
+        why = (file.left_out or {}).get(kind)
+        rule, remedy = lacking(len(file.ratios), file.share, why)
+        raise ConfigError(setting, name, f"it has no section {kind}: {rule}", remedy)
     if kind == "magcache":
         said = {"ratios": file.ratios, **said}
     given = {key: getattr(own, key) for key in own.model_fields_set - {"calibrated"}}
@@ -44,6 +46,27 @@ def filled(cache: CacheSettings | None) -> CacheSettings | None:
             for x in errors.problems
         )
         raise ConfigErrors(list(problems)) from None
+
+
+def lacking(steps: int, share: float | None, why: LeftOut | None = None) -> tuple[str, str]:
+    """Return why a file has no settings of a cache, and the remedy.
+
+    Args:
+        steps: that were measured.
+        share: of them that compute, at most; None of a file that says none.
+        why: it was left out; None of a file that does not say.
+    """
+    if why == "steps" or steps < FEW:
+        rule = f"{steps} steps were measured, and caches gain next to nothing in fewer than {FEW}"
+        return rule, f"run examples/calibrate.py with num_inference_steps={FEW} or more"
+    if why == "times":
+        rule = "the model's embedding is not of the time alone, or LoRA weights change it"
+        return rule, "name another cache, such as magcache or first_block"
+    if share is None:
+        return "the file was not written for it", "write it with examples/calibrate.py"
+    more = 0.5 if share < 0.5 else 1
+    rule = f"no threshold computes at most a share of {share:g} of the {steps} steps"
+    return rule, f"run examples/calibrate.py with a larger --share, such as {more:g}"
 
 
 def check_calibrated(cache: CacheSettings | None, steps: int, facts: Facts | None) -> None:
@@ -66,7 +89,8 @@ def check_calibrated(cache: CacheSettings | None, steps: int, facts: Facts | Non
     problems = [] if facts is None else list(differences(file, facts, setting, name))
     if len(file.ratios) != steps and cache.kind != "magcache":
         rule = f"it was measured in {len(file.ratios)} steps, and the run has {steps}"
-        remedy = f"set num_inference_steps={len(file.ratios)}, or measure in {steps} steps"
+        same = f"set num_inference_steps={len(file.ratios)}, or "
+        remedy = f"{same if len(file.ratios) >= FEW else ''}measure in {steps} steps"
         problems.append(ConfigError(setting, name, rule, remedy))
     if problems:
         raise ConfigErrors(problems)

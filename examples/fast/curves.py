@@ -22,6 +22,7 @@ from .coefficients import Ratio, Ratios
 from .run_weights import RunWeights
 
 ANOTHER = "give one that was measured so, or write a schedule (sampling.fast.cache.schedule)"
+LeftOut = Literal["steps", "share", "times"]
 
 
 class CurveFile(Section):
@@ -61,6 +62,8 @@ class CurveFile(Section):
     """Settings of sampling.fast.cache.first_block."""
     easycache: Mapping[str, Any] | None = None
     """Settings of sampling.fast.cache.easycache."""
+    left_out: Mapping[str, LeftOut] | None = None
+    """Caches without settings, and why: the steps, the share, or the model's embedding of times."""
     schedules: Mapping[str, str] | None = None
     """What the settings give; of caches that decide in each step, what they are expected to."""
 

@@ -93,7 +93,7 @@ def check_refused(folder: Path, words: tuple[str, ...], file: Path) -> None:
     for more, why in (
         ((takes, "num_inference_steps=10"), "measured in 12 steps, and the run has 10"),
         ((takes, "sampler=flow_euler"), "measured with this sampler, and the run has flow_euler"),
-        ((f"fast.cache.easycache.calibrated={less}",), "has a section easycache"),
+        ((f"fast.cache.easycache.calibrated={less}",), "it has no section easycache"),
         ((f"fast.cache.first_block.calibrated={less}",), "less.yml: first_block.blocks -1"),
         (("fast.cache.teacache.threshold=1",), "name a file of examples/calibrate.py"),
     ):
@@ -128,6 +128,25 @@ def test_the_smallest_threshold_is_rounded_up_and_suffices() -> None:
         found = smallest(letters, share)
         assert found is not None and at[n] < found <= at[n] * 1.003
     assert smallest(lambda _: ["XX.."], 0.4) is None
+
+
+WITHOUT = [
+    (9, "0.05", "at most a share of 0.05 of the 9 steps", "--share, such as 0.5"),
+    (4, "0.5", "4 steps were measured", "num_inference_steps=8 or more"),
+]
+
+
+@pytest.mark.parametrize(("steps", "share", "why", "remedy"), WITHOUT)
+def test_a_file_without_caches_says_why(
+    steps: int, share: str, why: str, remedy: str, tmp_path: Path, capsys: Any
+) -> None:
+    _, options = told(tmp_path, "wan")
+    folder, options = pipeline(tmp_path, "wan", "unipc"), [*options, f"num_inference_steps={steps}"]
+    found = measured(folder, [], *options, f"num_inference_steps={steps}", "--share", share)
+    said = capsys.readouterr().out.split("no settings of ")[1]
+    assert len(found["left_out"]) == 4 and why in said and remedy in said
+    with pytest.raises(ConfigErrors, match=why):
+        run(folder, "wan", *options, f"fast.cache.magcache.calibrated={folder / 'curve.yml'}")
 
 
 @pytest.mark.parametrize("share", ["0", "1.5"])
