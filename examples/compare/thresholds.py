@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from fast.cache_settings import (
     COMPUTE,
+    DECIDING,
     REUSE,
     EasyCacheSettings,
     FirstBlockSettings,
@@ -25,7 +26,7 @@ from fast.teacache import teacache
 
 from .curve import Dense, Some
 
-CALIBRATED = "magcache", "teacache", "first_block", "easycache"
+CALIBRATED = "magcache", "teacache", *DECIDING
 IN_A_ROW = 2, 4, 6  # steps that MagCache reuses: the first number that suffices
 DEGREE = 4  # of TeaCache's polynomials
 Settings = dict[str, Any]

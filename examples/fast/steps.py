@@ -267,10 +267,10 @@ def forwards(
     return computed, len(planned) + twice
 
 
-def decided_lines(
+def decided_letters(
     planned: Sequence[Planned], computed: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
-    """Say which steps of a run computed, if some decided that, for each of their calls.
+) -> dict[str, str]:
+    """Return a letter for each step of a run in which some steps decided, by the calls' names.
 
     A call that a step does not have is a dash.
 
@@ -278,6 +278,7 @@ def decided_lines(
         planned: the steps.
         computed: of each step, whether its calls computed, by their names.
     """
+    found: dict[str, str] = {}
     for name in dict.fromkeys(name for each in computed for name in each):
         letters = ""
         for each, made in zip(planned, computed, strict=True):
@@ -286,6 +287,14 @@ def decided_lines(
             else:
                 there = name not in CALLS or name in each.step.predictions
                 letters += each.letter if there else NONE
+        found[name] = letters
+    return found
+
+
+def decided_lines(
+    planned: Sequence[Planned], computed: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Say which steps of a run computed, for each of their calls; as `decided_letters`."""
+    for name, letters in decided_letters(planned, computed).items():
         steps = len(letters) - letters.count(NONE)
-        call = CALLS.get(name, "")
-        yield f"computed {letters.count(COMPUTE)} of {steps} steps{call}: {letters}"
+        yield f"computed {letters.count(COMPUTE)} of {steps} steps{CALLS.get(name, '')}: {letters}"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from common.split import Leaves, Structure, split
 from fast.program import Inputs, Made, Memory, take
-from fast.steps import Planned, Step, decided_lines
+from fast.steps import Planned, Step, decided_letters, decided_lines
 from flax import nnx
 from jaxtyping import Array, Float
 from rich.console import Console
@@ -139,6 +139,11 @@ class Walk(AbstractContextManager["Walk"]):
     def outcome(self) -> Iterator[str]:
         """Say which steps computed, if they decided that; call it after the last one."""
         return decided_lines(self.planned, jax.device_get(self._computed))
+
+    def decided(self) -> list[str]:
+        """Return the steps' letters, as `outcome` says them, of each call that decided some."""
+        computed = jax.device_get(self._computed)
+        return list(decided_letters(self.planned, computed).values())
 
     def _structure_of(self, kernel: str | None, model: Structure) -> Structure:
         """Return the structure that takes the model's arrays, with a kernel."""

@@ -120,7 +120,7 @@ class Runner:
 
     def approximate(self) -> list[int]:
         """Return the steps of the last run that reuse or approximate; all if none does so."""
-        decided = [line.rsplit(" ", 1)[1] for line in self.walk.outcome()]
+        decided = self.walk.decided()
         guided, how = self.steps.guided, guidance_of(self.task)
         corrected = how.zero_star or how.rescale > 0  # in each step with guidance
 

@@ -59,6 +59,7 @@ class Pass:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     def model(self) -> nnx.Module:
+        """Return the model without arrays, each with its sharding, LoRA too if it learns."""
         training = self.settings.training
 
         def build() -> nnx.Module:
@@ -67,14 +68,16 @@ class Pass:
                 lora.add(model, rank, None, training.lora_targets, rngs=nnx.Rngs(1))
             return model
 
-        return nnx.eval_shape(build)
+        model = nnx.eval_shape(build)
+        state = nnx.state(model)
+        nnx.update(model, jax.tree.map(placed, state, parameter_shardings(state, self.mesh)))
+        return model
 
     def train(self) -> str:
         training, model = self.settings.training, self.model()
         parts = states.Parts(model, training.lora_rank)
         form = parts.form(optimizer(training), False, self.mesh)
-        _, _, rest = nnx.split(model, nnx.LoRAParam if training.lora_rank else nnx.Param, ...)
-        fixed = nnx.to_pure_dict(jax.tree.map(placed, rest, parameter_shardings(rest, self.mesh)))
+        _, fixed = states.split(model, training.lora_rank)
         whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         count, of_text = training.batch_size, (WORDS, self.task.sizes.text_dim)
         batch = {"latents": self.array(count, *self.latents), "text": self.array(count, *of_text)}
@@ -84,7 +87,6 @@ class Pass:
 
     def sample(self) -> str:
         graph, state = nnx.split(self.model())
-        state = jax.tree.map(placed, state, parameter_shardings(state, self.mesh))
         (channels, *sides), sizes = self.latents, self.task.sizes
         x = self.array(2, *sides, channels, dtype=jnp.bfloat16)
         text = self.array(2, WORDS, sizes.text_dim, dtype=jnp.bfloat16)

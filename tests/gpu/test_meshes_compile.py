@@ -6,17 +6,14 @@ model's edges. Needs jax's CUDA plugin, and no GPU. Compiling is no measurement:
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.gpu.test_programs_compile import PYTHON, ROOT, pytestmark  # noqa: F401  (skips)
+from tests.gpu.test_programs_compile import printed, pytestmark  # noqa: F401  (skips)
 
 LAYERS, MIB = 40, 2**20
 TIME_PROJECTION = 6 * 5120 * 5120 * 4  # bytes of the largest parameter of one layer, in float32
@@ -49,12 +46,7 @@ def compiled(kind: str, data: int, fsdp: int, context: int, strategy: str) -> di
     said += [f"context_parallel={strategy}"] if context > 1 else []
     said += ["ulysses_shards=2"] if strategy == "ulysses_ring" else []
     said += FULL if fsdp >= 4 else ()
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    command = ["nice", str(PYTHON), "-W", "ignore", "-m", "tests.gpu.meshes_child", kind, *said]
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout)
+    return printed("meshes_child", kind, *said)
 
 
 def of_attention(transfer: dict[str, Any]) -> bool:
@@ -97,16 +89,15 @@ def test_kernels_or_products_run_beside_each_hop_of_a_ring(case: tuple[Any, ...]
 def test_products_run_beside_a_part_of_the_exchanges_of_heads(case: tuple[Any, ...]) -> None:
     """The exchanges of v and of the output have nothing beside them that waits for neither."""
     found = list(moved(compiled(*case), inside=True))
-    beside, every = (sum(t["bytes"] * t["times"] for t in ts) for ts in (covered(found), found))
-    assert beside >= every / 4
+    assert sent(t for t in found if t["kernels"]) >= sent(found) / 4
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c[2] > 1], ids=str)
 def test_products_run_beside_most_of_what_fsdp_moves(case: tuple[Any, ...]) -> None:
     found = [t for t in moved(compiled(*case), inside=False) if t["axes"] == ["fsdp"]]
-    beside, every = (sum(t["bytes"] * t["times"] for t in ts) for ts in (covered(found), found))
-    assert beside >= every / 2 and every > 1000 * MIB
+    assert sent(t for t in found if t["kernels"]) >= sent(found) / 2 and sent(found) > 1000 * MIB
 
 
-def covered(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [t for t in found if t["kernels"]]
+def sent(found: Iterable[dict[str, Any]]) -> int:
+    """Count the bytes of transfers in all their runs."""
+    return sum(t["bytes"] * t["times"] for t in found)

@@ -32,15 +32,20 @@ pytestmark = [
 Written = list[dict[str, Any]]
 
 
+def printed(child: str, *words: str) -> Any:
+    """Run a module of tests.gpu where jax's CUDA plugin is, and read the JSON that it prints."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = ["nice", str(PYTHON), "-W", "ignore", "-m", f"tests.gpu.{child}", *words]
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout)
+
+
 @cache
 def written(layers: str) -> Written:
     """List what the program of a block writes; "scan" has scanned layers and XLA's own options."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    words = ["nice", str(PYTHON), "-W", "ignore", "-m", "tests.gpu.programs_child", layers]
-    ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout)
+    return printed("programs_child", layers)
 
 
 def moved(found: Written) -> list[list[int]]:
