@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 
-from maxattn.config.numbers import whole
+from maxattn.config.numbers import finite, whole
 from maxattn.errors import InputError, brief
 from maxattn.jax_private.mesh import is_tracer
 from maxattn.jax_private.observed import MarkedCall
@@ -68,7 +68,7 @@ def audit(
         An `Audit`, which prints as a table.
 
     Raises:
-        InputError: no attention is called, or the grid does not fit.
+        InputError: no attention is called, the grid does not fit, or it is called under `jit`.
         Unsupported: a call is inside a `cond`, a `while_loop` or a `shard_map` of your own.
 
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 2, 16))
@@ -89,6 +89,9 @@ def audited(
 ) -> Audit:
     """Run a traced program and return its audit; `names` are those of its calls, if known."""
     kernels = () if kernels is None and not sample.outputs else kernels
+    if finite(seconds, 0) is None:
+        rule = "it must be a number of seconds, at least 0"
+        raise InputError("seconds", brief(seconds), rule, "give 0.2, or 0 for no times")
     grid, calls = _checked_grid(grid), [place.call for place in program.places]
     grids = [_grid_of(call, grid) for call in calls]
     compared = dict(zip(calls, (candidates(call, kernels) for call in calls), strict=True))
@@ -116,7 +119,7 @@ def audited(
     rows = [_kernels(call, compared[call], of, seconds) for call, of in shapes.values()]
     windows = "; ".join(_windows(each) for each in dict.fromkeys(g for g in grids if g))
     found = tuple(layers.values())
-    return Audit(calls[0].plan.target.device_kind, _in_words(sample), windows, found,
+    return Audit(calls[0].plan.target.device_kind, _in_words(sample, program), windows, found,
                  tuple(chain(*rows)), findings(found))  # fmt: skip
 
 
@@ -178,6 +181,10 @@ def trace(what: Callable[..., Any], *inputs: Any, **named: Any) -> Traced:
 
     Arrays are inputs of the program. Rotary tables and masks with known numbers stay constants.
     """
+    if is_tracer(jnp.zeros(())):
+        rule = "an audit runs a program, and this one is being traced"
+        remedy = "call ma.audit outside of jit, scan and grad; it follows calls inside them"
+        raise InputError("audit", "called in a function under trace", rule, remedy)
     of, method = what, None
     if inspect.ismethod(what) and isinstance(what.__self__, nnx.Module):
         of, method = what.__self__, what.__func__
@@ -319,8 +326,13 @@ def _errors(layers: Sequence[LayerAudit], name: str) -> Iterator[tuple[float, st
                 yield error, f"{layer.name}, head {head}"
 
 
-def _in_words(sample: AuditSample) -> str:
-    queries = "all queries" if sample.queries is None else f"{sample.queries} queries"
-    heads = "all heads" if sample.heads is None else f"{sample.heads} heads"
-    calls = "all calls" if sample.calls is None else f"{sample.calls} calls"
-    return f"{queries} of a batch row, {heads}, {calls}, seed {sample.seed}"
+def _in_words(sample: AuditSample, program: Traced) -> str:
+    calls = [place.call.plan.call for place in program.places]
+
+    def part(wanted: int | None, most: int, what: str) -> str:
+        return f"all {what}" if wanted is None or wanted >= most else f"{wanted} {what}"
+
+    queries = part(sample.queries, max(call.q_len for call in calls), "queries")
+    heads = part(sample.heads, max(call.heads for call in calls), "heads")
+    every = part(sample.calls, sum(prod(place.lengths) for place in program.places), "calls")
+    return f"{queries} of a batch row, {heads}, {every}, seed {sample.seed}"

@@ -40,14 +40,16 @@ def candidates(call: MarkedCall, named: Sequence[str] | None) -> list[Candidate]
 
     The strategy stays that of the plan.
     """
-    plan = call.plan
-    names = tuple(KERNELS) if named is None else tuple(named)
-    for name in names:
+    if isinstance(named, str):
+        rule = "it must be a list of kernels' names"
+        raise InputError("kernels", brief(named), rule, f"give kernels=[{named!r}]")
+    for name in named or ():
         if name not in KERNELS:
             remedy = did_you_mean(name, KERNELS) or "write one of these names"
             rule = f"it must be one of {', '.join(KERNELS)}"
             raise InputError("kernels", brief(name), rule, remedy)
-    found = [_candidate(call, name, named is not None) for name in names if _is_of_here(plan, name)]
+    names = (x for x in KERNELS if _is_of_here(call.plan, x)) if named is None else named
+    found = [_candidate(call, name, named is not None) for name in names]
     return [each for each in found if each is not None]
 
 

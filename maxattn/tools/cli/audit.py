@@ -41,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--mask", args.mask, rule, "leave it out, or audit --tensors")
     from maxattn.tools.audit import AuditSample, audited, cost_of, trace
 
-    queries = None if args.queries == "all" else whole_in(args.queries) or 0
+    queries = None if args.queries == "all" else whole_in(args.queries)
+    if queries is None and args.queries != "all":
+        rule = "it must be a whole number of at least 1, or all"
+        raise InputError("--queries", plain(args.queries), rule, "write --queries 64")
     sample = AuditSample(queries, args.heads, args.calls, args.seed, not args.light)
     what, inputs, names = _of_tensors(args, config) if args.tensors else _of_call(args.call, config)
     positional, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})

@@ -132,7 +132,7 @@ def test_some_layers_of_a_scan():
     some = quick(Stack(), states(), angles(), sample=ma.AuditSample(calls=2))
     names = [layer.name for layer in some.layers]
     of = tuple(layer for layer in of_stack().layers if layer.name in names)
-    assert len(of) == 2
+    assert len(of) == 2 and some.sample == "64 queries of a batch row, all heads, 2 calls, seed 0"
     same(some, replace(of_stack(), layers=of))
 
 
@@ -166,12 +166,13 @@ def test_results_and_traces_of_the_model_stay():
     assert "attention_call" not in written
 
 
-def test_the_measured_program_computes_the_model_s_result():
+@pytest.mark.parametrize("chosen", [(1, 1, 1, 1), (0, 1, 1, 0)])
+def test_the_measured_program_computes_the_model_s_result(chosen):
     program = trace(Stack(), states(), angles())
-    run = jax.jit(program.measured(lambda _, operands: operands[0].max(), [np.ones(4, bool)]))
+    run = jax.jit(program.measured(lambda _, x: x[0].max(), [np.array(chosen, bool)]))
     (out,), (largest,) = run(*program.inputs)
     assert (out == nnx.jit(lambda model, x: model(x, angles()))(Stack(), states())).all()
-    assert largest.shape == (models.LAYERS,)
+    assert [x > 0 for x in largest] == list(chosen)
 
 
 # ---- kernels, values, pictures -------------------------------------------------------------------
@@ -179,13 +180,14 @@ def test_the_measured_program_computes_the_model_s_result():
 
 def test_kernels_are_compared():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 2, 64)).astype(jnp.bfloat16)
-    names = ["dot_product", "memory_efficient", "flash", "tpu_few_keys"]
+    names = ["dot_product", "memory_efficient", "flash", "tpu_few_keys", "cudnn"]
     found = ma.audit(ma.attention, q, k, v, ma.masks.Causal(), kernels=names, seconds=0.01)
     rows = {row.kernel: row for row in found.kernels}
     assert rows["dot_product"].is_planned and rows["dot_product"].ms > 0
     assert all(1e-4 < rows[name].error < 1e-2 for name in names[:3])
     assert rows["flash"].where.startswith("call 1, head ")
     assert rows["tpu_few_keys"].note.startswith("it takes masks that depend on keys alone")
+    assert rows["cudnn"].note == "it needs an NVIDIA GPU, and this is cpu"
     unnamed = [row.kernel for row in ma.audit(ma.attention, q, k, v, seconds=0).kernels]
     assert unnamed[:2] == names[:2] and "flash" not in unnamed  # a CPU interprets it
 
@@ -230,6 +232,9 @@ WRONG = {
     "wrong_grid": lambda: quick(ma.attention, X, X, X, grid=(48,)),
     "no_queries": lambda: ma.AuditSample(queries=0),
     "text_as_heads": lambda: ma.AuditSample(heads="all"),  # type: ignore[arg-type]
+    "under_jit": lambda: jax.jit(lambda x: quick(ma.attention, x, x, x).grid)(X),
+    "no_seconds": lambda: ma.audit(ma.attention, X, X, X, seconds=np.nan),
+    "kernel_as_text": lambda: ma.audit(ma.attention, X, X, X, kernels="flash"),
     "unknown_kernel": lambda: ma.audit(ma.attention, X, X, X, kernels=["flahs"]),
 }
 
