@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import ceil
 from typing import Any, Literal
 
 from common.settings import Count, NotNegative, Share, Whole
@@ -116,6 +117,27 @@ class EasyCacheSettings(Section):
 
 
 Dynamic = FirstBlockSettings | EasyCacheSettings
+Ended = ShapeSettings | MagCacheSettings | TeaCacheSettings | Dynamic
+# First and last steps that compute with TeaCache, by what its polynomial is of.
+ENDS = {"embedding": (1, 1), "modulation": (5, 0)}
+
+
+def ends_of(how: Ended, steps: int) -> tuple[int, int]:
+    """Count the first and the last of a model's steps that compute in any case.
+
+    Args:
+        how: settings of a cache.
+        steps: of the model.
+    """
+    if isinstance(how, ShapeSettings):
+        first, last = (ceil(share * steps - 1e-9) for share in (how.first, how.last))
+        return max(1, first), last
+    if isinstance(how, MagCacheSettings):
+        return max(1, int(how.retained * steps + 0.5)), 0
+    if isinstance(how, TeaCacheSettings):
+        first, last = ENDS[how.input]
+        return first if how.first is None else how.first, last if how.last is None else how.last
+    return how.first, how.last
 
 
 class CacheSettings(Section):

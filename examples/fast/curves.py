@@ -155,8 +155,12 @@ def read_curve(setting: str, name: str) -> CurveFile:
 
 
 def differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Iterator[ConfigError]:
-    """Yield what a curve was measured on that the run is not."""
+    """Yield what a curve was measured on that the run is not; of another model that alone."""
     remedy, value = ANOTHER, f"{name}: {{}}"
+    sizes = {**(file.sizes or {}), **({"experts": file.experts} if file.experts else {})}
+    if (problem := size_error(sizes, facts, setting, name)) is not None:
+        yield problem
+        return
     if file.sampler not in (None, facts.sampler):
         rule = f"it was measured with this sampler, and the run has {facts.sampler}"
         yield ConfigError(setting, value.format(f"sampler {file.sampler}"), rule, remedy)
@@ -164,8 +168,6 @@ def differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Itera
         shown = "none" if facts.shift is None else f"{facts.shift:g}"
         rule = f"it was measured with this shift of times, and the run has {shown}"
         yield ConfigError(setting, value.format(f"shift {file.shift:g}"), rule, remedy)
-    sizes = {**(file.sizes or {}), **({"experts": file.experts} if file.experts else {})}
-    yield from size_errors(sizes, facts, setting, name)
     if file.checkpoint is not None and facts.weights is not None:
         yield from _weights_errors(file, facts.weights, setting, name)
 
@@ -197,10 +199,10 @@ def _listed(lora: Sequence[str]) -> str:
     return ", ".join(lora) or "none"
 
 
-def size_errors(
+def size_error(
     sizes: Mapping[str, int], facts: Facts, setting: str, name: str
-) -> Iterator[ConfigError]:
-    """Yield sizes that the run's model does not have.
+) -> ConfigError | None:
+    """Return the problem that the run's model has other sizes; None if it has these.
 
     Args:
         sizes: of the model that something was measured on.
@@ -209,7 +211,13 @@ def size_errors(
         name: its own.
     """
     found = {**facts.sizes, "experts": facts.experts}
-    for key, size in sizes.items():
-        if found.get(key) != size:
-            rule = f"it was measured on a model of this size, and this one has {found.get(key)}"
-            yield ConfigError(setting, f"{name}: {key} {size}", rule, ANOTHER)
+    other = [key for key, size in sizes.items() if found.get(key) != size]
+    if not other:
+        return None
+    theirs, ours = (_sizes_said({key: x.get(key) for key in other}) for x in (sizes, found))
+    rule = f"it was measured on a model of this size, and this one has {ours}"
+    return ConfigError(setting, f"{name}: {theirs}", rule, ANOTHER)
+
+
+def _sizes_said(sizes: Mapping[str, Any]) -> str:
+    return ", ".join(f"no {key}" if x is None else f"{key} {x}" for key, x in sizes.items())

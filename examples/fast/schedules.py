@@ -9,13 +9,11 @@ Sources: MagCache, Ma et al. 2025, https://arxiv.org/abs/2506.09045; intervals: 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil
 
 import numpy as np
 from common.settings import Count
 from jaxtyping import Float
 
-from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .cache_settings import (
@@ -23,15 +21,18 @@ from .cache_settings import (
     DECIDE,
     REUSE,
     CacheSettings,
+    Ended,
     MagCacheSettings,
     ShapeSettings,
     TeaCacheSettings,
+    ends_of,
 )
-from .curves import Facts, ratios_of, size_errors
+from .curves import Facts, ratios_of, size_error
 from .teacache import SIZES, teacache
 
 FEW = 8  # steps: with fewer, what must be computed leaves next to nothing
 SETTING = "sampling.fast.cache"
+OF_TIMES = "it is computed from a model whose modulation is of the time alone, as Wan's is"
 
 
 def letters_of(
@@ -68,15 +69,11 @@ def letters_of(
         return "".join(_shaped(cache.shape, n) for n in experts)
     if (how := cache.magcache) is not None:
         assert how.ratios is not None, "they were filled in"
-        if layers == 1 and isinstance(how.ratios, str):
-            rule = "a curve is of layers that add to what they take, as a transformer's do"
-            remedy = f"set {SETTING}.interval, which needs no curve"
-            raise ConfigError(f"{SETTING}.magcache.ratios", how.ratios, rule, remedy)
         ratios = ratios_of(how.ratios, steps, facts or Facts(), how.interpolate)
         parts = np.split(ratios, np.cumsum(experts)[:-1])
         return "".join(magcache(part, how) for part in parts)
     if cache.teacache is not None:
-        return "".join(_of_times(cache.teacache, facts or Facts(), layers))
+        return "".join(_of_times(cache.teacache, facts or Facts()))
     return "".join(_decided(cache, n, layers) for n in experts)
 
 
@@ -93,8 +90,9 @@ def magcache(ratios: Float[np.ndarray, "n b"], how: MagCacheSettings) -> str:
     """
     letters = ""
     product, error, row = np.ones(ratios.shape[1]), np.zeros(ratios.shape[1]), 0
+    first, _ = ends_of(how, len(ratios))
     for i, ratio in enumerate(ratios):
-        if i < max(1, int(how.retained * len(ratios) + 0.5)):
+        if i < first:
             letters += COMPUTE
             continue
         product = product * ratio
@@ -106,18 +104,16 @@ def magcache(ratios: Float[np.ndarray, "n b"], how: MagCacheSettings) -> str:
     return letters
 
 
-def _of_times(how: TeaCacheSettings, facts: Facts, layers: int) -> Iterator[str]:
+def _of_times(how: TeaCacheSettings, facts: Facts) -> Iterator[str]:
     """Yield TeaCache's schedule of each model."""
     states = None if facts.states is None else facts.states(how.input)
     if states is None:
-        rule = "it is computed from a model whose modulation is of the time alone, as Wan's is"
-        others = ("first_block", "interval") if layers > 1 else ("interval",)
-        remedy = f"set {' or '.join(f'{SETTING}.{x}' for x in others)} instead"
-        raise ConfigError(f"{SETTING}.teacache", "given", rule, remedy)
+        remedy = f"set {SETTING}.first_block or {SETTING}.interval instead"
+        raise ConfigError(f"{SETTING}.teacache", "given", OF_TIMES, remedy)
     if isinstance(name := how.polynomial, str):
         setting = f"{SETTING}.teacache.polynomial"
-        if problems := list(size_errors(SIZES[name], facts, setting, name)):
-            raise ConfigErrors(problems)
+        if (problem := size_error(SIZES[name], facts, setting, name)) is not None:
+            raise problem
     for own in states:
         yield teacache(own, how)
 
@@ -135,8 +131,7 @@ def _every(interval: Count, steps: int) -> str:
 
 
 def _shaped(shape: ShapeSettings, steps: int) -> str:
-    first, last = (ceil(share * steps - 1e-9) for share in (shape.first, shape.last))
-    first = max(1, first)
+    first, last = ends_of(shape, steps)
     letters = COMPUTE * first + shape.then * steps
     return (letters[: max(0, steps - last)] + COMPUTE * last)[:steps]
 
@@ -145,12 +140,6 @@ def _decided(cache: CacheSettings, steps: int, layers: int) -> str:
     """Return a model's letters where steps decide: all but the first and the last ones."""
     how, blocks = cache.first_block or cache.easycache, cache.first_block
     assert how is not None, "it is the last kind"
-    if blocks is not None and layers == 1:
-        rule = (
-            "its first layers decide about the rest, and this model has one layer, as SDXL's UNet"
-        )
-        remedy = f"set {SETTING}.interval instead"
-        raise ConfigError(f"{SETTING}.first_block", "given", rule, remedy)
     if blocks is not None and blocks.blocks >= layers:
         rule = f"some layers come after the first ones, and the model has {layers} that it can skip"
         remedy = f"set it below {layers}"
@@ -161,12 +150,74 @@ def _decided(cache: CacheSettings, steps: int, layers: int) -> str:
     return (COMPUTE * how.first + DECIDE * between + COMPUTE * how.last)[:steps]
 
 
-def schedule_lines(cache: CacheSettings | None, letters: str) -> Iterator[str]:
+def check_one_layer(cache: CacheSettings) -> None:
+    """Refuse a cache that takes several layers; SDXL's UNet is one.
+
+    Raises:
+        ConfigError: naming its file, where it has one.
+    """
+    kind = str(cache.kind)
+    own = getattr(cache, kind, None)
+    named = {key: getattr(own, key, None) for key in ("calibrated", "ratios")}
+    key, value = next(((k, x) for k, x in named.items() if isinstance(x, str)), ("", "given"))
+    rules = {
+        "teacache": OF_TIMES,
+        "first_block": "its first layers decide about the rest, and this model has one layer, as"
+        " SDXL's UNet",
+    }
+    if key:
+        rules["magcache"] = "a curve is of layers that add to what they take, as a transformer's do"
+    if kind in rules:
+        remedy = f"set {SETTING}.interval instead, which needs no measurement"
+        setting = f"{SETTING}.{kind}.{key}".rstrip(".")
+        raise ConfigError(setting, value, rules[kind], remedy)
+
+
+def check_reuse(cache: CacheSettings, experts: Sequence[int], letters: str, planned: str) -> None:
+    """Refuse a cache with which no step can reuse anything.
+
+    One that is set so is taken: a threshold of 0, or a schedule of X alone. A threshold that turns
+    out too small is not known to be wrong, and `schedule_lines` says what it gives.
+
+    Args:
+        cache: `sampling.fast.cache`.
+        experts: numbers of the steps of each model.
+        letters: of the cache.
+        planned: those of the steps, as they are planned.
+
+    Raises:
+        ConfigError: naming the cache.
+    """
+    kind = str(cache.kind)
+    own = getattr(cache, kind, None)
+    if own is None or set(planned) != {COMPUTE} or getattr(own, "threshold", None) == 0:
+        return
+    without, experts = f"{SETTING}=null, which draws the same", [n for n in experts if n]
+    if isinstance(own, Ended) and all(sum(ends_of(own, n)) >= n for n in experts):
+        most, parts = max(experts), " and ".join(map(str, experts))
+        rule = "these steps compute, which leaves none to reuse anything: "
+        rule += f"the run has {parts}" if len(experts) == 1 else f"the transformers have {parts}"
+        keys: dict[str, float] = {"first": max(1, most // 5), "last": 1}
+        keys = {"shape": {"first": 0.2, "last": 0}, "magcache": {"retained": 0.2}}.get(kind, keys)
+        lower = " ".join(f"{SETTING}.{kind}.{key}={x:g}" for key, x in keys.items())
+        value = "first {}, last {}".format(*ends_of(own, most))
+        raise ConfigError(f"{SETTING}.{kind}", value, rule, f"set {lower}, or {without}")
+    reuses = set(letters) != {COMPUTE}
+    if reuses or kind in ("interval", "shape"):
+        rule = f"with it no step of {len(letters)} reuses anything"
+        why = ": the first one of each transformer and of each prediction computes, and one that"
+        rule += f"{why} predicts zeros has nothing to reuse" if reuses else ""
+        value = own if isinstance(own, str | int) else "given"
+        raise ConfigError(f"{SETTING}.{kind}", value, rule, f"set {without}")
+
+
+def schedule_lines(cache: CacheSettings | None, letters: str, zeros: int = 0) -> Iterator[str]:
     """Say the schedule, so that it can be written as `schedule`, and that all steps are computed.
 
     Args:
         cache: `sampling.fast.cache`.
         letters: of the steps, as they are planned.
+        zeros: steps that predict zeros, which nothing computes.
     """
     if cache is None or cache.kind is None:
         return
@@ -174,7 +225,9 @@ def schedule_lines(cache: CacheSettings | None, letters: str) -> Iterator[str]:
     threshold = getattr(found, "threshold", None)
     how = cache.kind if threshold is None else f"{cache.kind}, threshold {threshold:g}"
     if set(letters) == {COMPUTE}:
-        yield f"all {len(letters)} steps are computed: {how} reuses nothing"
+        computed = f"{len(letters) - zeros} of {len(letters)} steps are computed, the others zeros"
+        computed = computed if zeros else f"all {len(letters)} steps are computed"
+        yield f"{computed}: {how} reuses nothing"
     elif DECIDE in letters:
         yield f"schedule {letters}, {DECIDE} decided in the run ({how})"
     else:

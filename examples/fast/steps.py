@@ -10,7 +10,7 @@ from maxattn.errors import ConfigError
 from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings
 from .calibrated import check_calibrated, filled
 from .curves import Facts
-from .schedules import FEW, letters_of
+from .schedules import FEW, check_one_layer, check_reuse, letters_of
 from .settings import FastSettings, GuidanceSettings, KernelSettings
 
 Guidance = Literal["none", "guided", "gate", "zero"]
@@ -130,6 +130,8 @@ def plan_steps(
     guidance = list(_guidance(how, experts, guides))
     skips = _skips(fast.guidance, sum(experts), layers)
     kernels = _kernels(fast.kernels, sum(experts))
+    if fast.cache is not None and layers == 1:
+        check_one_layer(fast.cache)
     check_calibrated(fast.cache, sum(experts), facts)
     cache = filled(fast.cache)
     schedule = letters_of(cache, experts, layers, facts)
@@ -157,6 +159,8 @@ def plan_steps(
         else:
             planned.append(Planned(step))
             computed = [i, *computed]
+    if cache is not None:
+        check_reuse(cache, experts, schedule, "".join(x.letter for x in planned))
     return tuple(planned)
 
 
@@ -285,7 +289,8 @@ def decided_letters(
             if name in made:
                 letters += COMPUTE if made[name] else REUSE
             else:
-                there = name not in CALLS or name in each.step.predictions
+                calls = each.step.predictions
+                there = bool(calls) if name not in CALLS else name in calls
                 letters += each.letter if there else NONE
         found[name] = letters
     return found

@@ -23,7 +23,7 @@ def table(
     kernels: Mapping[str | None, str],
     kept: int = 0,
 ) -> Iterator[str]:
-    """Yield the lines of a table, and its sums; none if all steps compute everything alike.
+    """Yield the lines of a table, and its sums; none if all steps compute everything as usual.
 
     Steps that are the same are one row, wherever they are in the run.
 
@@ -31,16 +31,21 @@ def table(
         planned: the steps of a run.
         layers: of the model.
         guided: whether the run has classifier-free guidance, or each step has.
-        kernels: names of what runs, by what the steps ask for; empty: those that they ask for.
+        kernels: names of what runs, by what the steps ask for, with None for the config's; empty:
+            those that they ask for.
         kept: bytes that the run keeps between steps, on a device.
     """
     computed, whole = forwards(planned, layers, guided)
     decides = any(x.step.layers not in ("compute", "reuse") for x in planned)
     same: dict[tuple[str, ...], list[int]] = {}
+    usual = kernels.get(None, "auto")
     for i, (step, *_) in enumerate(planned):
-        cells = _layers(step), _predictions(step), kernels.get(step.kernel, step.kernel or "auto")
-        same.setdefault(cells, []).append(i)
-    if computed == whole and not decides and len(same) == 1:
+        name = kernels.get(step.kernel, step.kernel or "auto")
+        same.setdefault((_layers(step), _predictions(step), name), []).append(i)
+    each = [guided] * len(planned) if isinstance(guided, bool) else guided
+    kinds = {(x.step.guidance, guides) for x, guides in zip(planned, each, strict=True)}
+    as_usual = kinds <= {("guided", True), ("none", False)} and computed == whole
+    if as_usual and not decides and all(cells[::2] == ("computed", usual) for cells in same):
         return
     rows: list[tuple[str, ...]] = [HEADINGS]
     for cells, steps in same.items():

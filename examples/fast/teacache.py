@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float
 
-from .cache_settings import COMPUTE, REUSE, TeaCacheSettings
+from .cache_settings import COMPUTE, REUSE, TeaCacheSettings, ends_of
 
 # Of the highest power first; of the embedding of the time, and of the modulation made of it.
 POLYNOMIALS: Mapping[tuple[str, str], tuple[float, ...]] = {
@@ -41,8 +41,6 @@ SIZES = {
     "wan-2.1-i2v-480p": {"num_layers": 40, "in_channels": 36, "experts": 1},
     "wan-2.1-i2v-720p": {"num_layers": 40, "in_channels": 36, "experts": 1},
 }
-# First and last steps that compute.
-ENDS = {"embedding": (1, 1), "modulation": (5, 0)}
 
 
 def teacache(states: Float[np.ndarray, "n d"], how: TeaCacheSettings) -> str:
@@ -60,9 +58,7 @@ def teacache(states: Float[np.ndarray, "n d"], how: TeaCacheSettings) -> str:
     assert polynomial is not None, "it was filled in"
     if isinstance(polynomial, str):
         polynomial = POLYNOMIALS[polynomial, how.input]
-    first, last = ENDS[how.input]
-    first = first if how.first is None else how.first
-    last = last if how.last is None else how.last
+    first, last = ends_of(how, len(states))
     letters, total = "", 0.0
     for i, state in enumerate(states):
         if i < first or i >= len(states) - last:

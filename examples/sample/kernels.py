@@ -90,7 +90,7 @@ def kernel_names(
     lengths: Mapping[str, int],
     mesh: jax.sharding.Mesh | None,
 ) -> dict[Kernel, str]:
-    """Name the kernel that runs in self-attention, for each that the steps ask for.
+    """Name the kernel that runs in self-attention: the settings', and each that steps ask for.
 
     Args:
         task: of the run.
@@ -103,7 +103,7 @@ def kernel_names(
         ConfigErrors: a kernel cannot run.
     """
     found: dict[Kernel, str] = {}
-    for kernel in kernels_of(planned):
+    for kernel in dict.fromkeys((None, *kernels_of(planned))):
         try:
             plans = with_kernel(task, kernel).plans(rows, lengths, mesh)
         except MaxattnError as error:

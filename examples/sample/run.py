@@ -31,7 +31,7 @@ from .kernels import attention_seconds, kernel_names, plans_of
 from .loop import Walk
 from .lora_checks import check_lora
 from .paths import Paths
-from .planned import experts_of, planned_steps, predicts_both
+from .planned import experts_of, guidance_of, planned_steps, predicts_both
 from .rows import Rows, batch_ways, noise, place, told_in_rows
 from .run_weights import lora_scale
 from .task import Arrays, Expert, SamplingTask
@@ -245,7 +245,7 @@ def _opening(
         yield f"distilled {row.name}: {row.of}"
     yield f"sampler   {steps.sampler}, {sampling.num_inference_steps} steps"
     yield from _guidance_lines(task, rows, steps)
-    yield from _experts_lines(steps.experts)
+    yield from _experts_lines(steps, task.layers)
     kernels = kernel_names(task, steps.planned, calls, lengths, mesh)
     yield from _fast_lines(task, paths, start, steps, kernels, mesh)
     yield f"latents   {list(task.latents)}"
@@ -261,20 +261,24 @@ def _guidance_lines(task: SamplingTask, rows: Rows, steps: Steps) -> Iterator[st
     how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
     if rows.calls == 2 and rows.ways % 2 == 0:
         how += f", each on half of the {rows.ways} devices of data and fsdp"
+    mixed = guidance_of(task)
+    how += ", CFG-Zero*" * mixed.zero_star + f", rescale {mixed.rescale:g}" * (mixed.rescale > 0)
     yield f"guidance  {sampling.cfg_scale:g}, {how}"
     if sampling.guidance_batched and rows.calls == 1:
         yield "          not in one call: steps of sampling.fast differ between the predictions"
 
 
-def _experts_lines(experts: Sequence[Expert]) -> Iterator[str]:
+def _experts_lines(steps: Steps, layers: int) -> Iterator[str]:
     """Say which model takes which steps, where there are several."""
-    done = 0
-    for expert in experts if len(experts) > 1 else ():
-        steps = f"steps {done + 1} to {done + expert.steps}" if expert.steps else "no step"
-        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {expert.steps} forwards"
-        yield f"expert    {expert.part}, {steps}, guidance {scale}"
-        done += expert.steps
-    if len(experts) > 1:
+    done, several = 0, len(steps.experts) > 1
+    for expert in steps.experts if several else ():
+        end = done + expert.steps
+        taken = f"steps {done + 1} to {end}" if expert.steps else "no step"
+        computed = forwards(steps.planned[done:end], layers, False)[0]
+        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {computed:g} forwards"
+        yield f"expert    {expert.part}, {taken}, guidance {scale}"
+        done = end
+    if several:
         yield "          one at a time on the devices, each read when its turn comes"
 
 
@@ -300,7 +304,8 @@ def _fast_lines(
     found += measured.lines(task, steps.sampler, planned, paths)
     if sampling.fast is not None:
         letters = "".join(x.letter for x in planned)
-        found += schedule_lines(filled(sampling.fast.cache), letters)
+        zeros = sum(x.step.guidance == "zero" for x in planned)
+        found += schedule_lines(filled(sampling.fast.cache), letters, zeros)
         if sampling.fast.preset is not None:
             without = "" if sampling.fast.cache else ", without its cache"
             found.append(f"preset {sampling.fast.preset} of examples/fast/presets.yml{without}")

@@ -23,8 +23,6 @@ from samplers import step as take_step
 from wan.sampling_task import WanSamplingTask
 from wan.settings import Settings
 
-from maxattn.config import ConfigErrors
-from maxattn.errors import ConfigError
 from tests.examples.conftest import ROOT
 from tests.examples.sample.pipelines import EXACT, pipeline, run, sizes_of, told
 
@@ -164,21 +162,6 @@ def test_what_may_be_computed_is_said() -> None:
     assert "".join(x.letter for x in found) == "XX??XXX?X"
     *_, last = table(found, 3, True, {})
     assert last == "approximate: at most 18 of 18 forwards are computed, at most 100%"
-
-
-@pytest.mark.parametrize(
-    ("cache", "says"),
-    [
-        ({"first_block": {"blocks": 3}}, "some layers come after the first ones"),
-        ({"first_block": {}, "layers": (0, 2)}, "first_block reuses the rest"),
-        ({"easycache": {}, "order": 1}, "easycache reuses what the last computed step had"),
-        ({"easycache": {}, "first_block": {}}, "first_block says which steps compute"),
-    ],
-)
-def test_what_does_not_fit_is_refused(cache: Any, says: str) -> None:
-    with pytest.raises((ConfigError, ConfigErrors)) as error:
-        plan_steps(FastSettings(cache=CacheSettings(**cache)), (STEPS,), True, 3)
-    assert says in str(error.value)
 
 
 CACHES = {

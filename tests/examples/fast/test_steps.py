@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
+import yaml
+from fast.curves import Facts
 from fast.settings import (
     CacheSettings,
     FastSettings,
@@ -88,19 +93,61 @@ def test_a_gate_keeps_the_difference_of_each_guided_step():
 
 
 @pytest.mark.parametrize(
-    ("cache", "says"),
+    ("steps", "cache", "says"),
     [
-        ({"schedule": "XX.."}, "it has a letter for each of the 6 steps, and has 4"),
-        ({"schedule": "XX....", "layers": (2, 9)}, "the model has the layers 0 to 3"),
-        ({"schedule": ".XXXXX"}, "the first step has nothing to reuse"),
-        ({"schedule": "XXabXX"}, "it has a letter for each step, X (compute) or . (reuse)"),
-        ({"layers": (3, 3)}, "the first layer that is reused, and the first one after them"),
+        (6, {"schedule": "XX.."}, "it has a letter for each of the 6 steps, and has 4"),
+        (6, {"schedule": "XX....", "layers": (2, 9)}, "the model has the layers 0 to 3"),
+        (6, {"schedule": ".XXXXX"}, "the first step has nothing to reuse"),
+        (6, {"schedule": "XXabXX"}, "it has a letter for each step, X (compute) or . (reuse)"),
+        (6, {"layers": (3, 3)}, "the first layer that is reused, and the first one after them"),
+        (6, {"interval": 2}, "interval gains next to nothing in fewer than 8 steps"),
+        (8, {"interval": 2, "schedule": "X."}, "schedule says which steps compute, and one key"),
+        (8, {"magcache": {"ratios": "none.yml"}}, "it names the YAML file of a curve"),
+        (8, {"first_block": {"blocks": 4}}, "some layers come after the first ones"),
+        (8, {"first_block": {}, "layers": (0, 2)}, "first_block reuses the rest"),
+        (8, {"easycache": {}, "order": 1}, "easycache reuses what the last computed step had"),
+        (8, {"easycache": {}, "first_block": {}}, "first_block says which steps compute"),
+        (8, {"interval": 1}, "interval: 1\n  rule    with it no step of 8 reuses anything\n"),
     ],
 )
-def test_what_does_not_fit_is_refused(cache, says):
+def test_what_does_not_fit_is_refused(steps, cache, says):
     with pytest.raises((ConfigError, ConfigErrors)) as error:
-        planned(cache=CacheSettings(**cache))
+        planned((steps,), cache=CacheSettings(**cache))
     assert says in str(error.value)
+
+
+ENDS = [
+    ({"easycache": {}}, (11,), "first 10, last 1"),
+    ({"easycache": {"threshold": 1.0}}, (4, 6), "the transformers have 4 and 6"),
+    ({"first_block": {"first": 4, "last": 6}}, (9,), "the run has 9"),
+    ({"shape": {"first": 0.5, "last": 0.6}}, (0, 9), "first 5, last 6"),
+    ({"magcache": {"ratios": (1.0,) * 9, "retained": 0.99}}, (9,), "first 9, last 0"),
+    ({"teacache": {"polynomial": (0.0, 0.0), "input": "modulation"}}, (5, 4), "first 5, last 0"),
+]
+
+
+@pytest.mark.parametrize(("cache", "experts", "says"), ENDS)
+def test_a_cache_whose_ends_are_all_steps_is_refused(cache, experts, says):
+    """The remedy, followed, leaves steps that may reuse; one of two transformers is enough."""
+    facts = Facts(states=lambda _: [np.ones((n, 1)) for n in experts])
+    with pytest.raises(ConfigError, match=says) as error:
+        plan_steps(FastSettings(cache=cache), experts, True, LAYERS, facts)
+    ((kind, own),) = cache.items()
+    lower = re.findall(r"cache\.\w+\.(\w+)=(\S+?),? ", error.value.remedy)
+    less = {kind: own | {key: yaml.safe_load(value) for key, value in lower}}
+    found = plan_steps(FastSettings(cache=less), experts, True, LAYERS, facts)
+    assert {x.letter for x in found} & {".", "?"}
+    if "threshold" in own:
+        off = {kind: own | {"threshold": 0.0}}
+        assert written(planned(experts, cache=CacheSettings(**off))) == "X2" * sum(experts)
+
+
+def test_a_cache_none_of_whose_steps_is_left_is_refused():
+    """They are the first of a transformer or of a prediction, or predict zeros."""
+    never = CacheSettings(schedule="XXX.XX")
+    for experts, how in (((3, 3), {}), ((6,), {"start": 0.5}), ((6,), {"zero_steps": 4})):
+        with pytest.raises(ConfigError, match=r"schedule: XXX.XX\n.*\n.*fast.cache=null"):
+            planned(experts, cache=never, guidance=GuidanceSettings(**how))
 
 
 def test_a_gate_guides_until_there_is_a_difference():
@@ -119,6 +166,11 @@ def test_what_steps_compute_is_one_table():
     check_golden("fast/table", "\n".join(lines))
     only = planned(kernels=kernels)
     check_golden("fast/table_of_kernels", "\n".join(table(only, LAYERS, True, {None: "flash"})))
+    names = {None: "flash", "dot_product": "dot_product"}
+    *_, row, last = table(planned((4,), kernels=kernels), LAYERS, True, names)
+    assert row.split() == ["1", "to", "4", "computed", "two", "dot_product", "8"]
+    assert last == "approximate: the same forwards, by other kernels"
+    assert not [*table(planned((4,), kernels=kernels), LAYERS, True, {None: "dot_product"})]
 
 
 @pytest.mark.parametrize(
@@ -173,49 +225,40 @@ def test_skipped_layers_are_not_forwards():
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("guided", "how", "says"),
     [
-        ({"stop": 0.5}, "guidance.stop"),
-        ({"zero_star": True}, "guidance.zero_star"),
-        ({"rescale": 0.5}, "guidance.rescale"),
-        ({"skip": {"layers": (1,), "prediction": "negative"}}, "guidance.skip.prediction"),
+        (False, {"stop": 0.5}, "guidance.stop"),
+        (False, {"zero_star": True}, "guidance.zero_star"),
+        (False, {"rescale": 0.5}, "guidance.rescale"),
+        (False, {"skip": {"layers": (1,), "prediction": "negative"}}, "guidance.skip.prediction"),
+        (True, {"zero_steps": 6}, "zero_steps: 6\n  rule    the model is called in at least one"),
+        (True, {"skip": {"layers": (1,)}}, "start 0.01 to stop 0.2 none of the 6 steps skips them"),
+        (True, {"skip": {"layers": (4,)}}, "the model has layers 0 to 3, and at least one of"),
+        (True, {"skip": {"layers": (0, 1, 2, 3)}}, "at least one of them is computed"),
+        (True, {"skip": {"layers": ()}}, "layers"),
+        (
+            True,
+            {"skip": {"layers": (1,), "prediction": "negative", "scale": 2.0}},
+            "it is a third prediction's",
+        ),
+        (
+            True,
+            {"skip": {"layers": (1,), "start": 0.5}},
+            "layers are skipped from start to stop, and stop=0.2",
+        ),
+        (
+            True,
+            {"start": 0.0, "stop": 0.0, "after": "gate"},
+            "a gate reuses the difference of a guided step",
+        ),
     ],
 )
-def test_a_run_without_guidance_takes_no_schedule_of_it(how, says):
-    with pytest.raises(ConfigError, match=says):
-        planned(guided=False, guidance=GuidanceSettings(**how))
-    skip = SkipSettings(layers=(1,), stop=0.5)
-    planned(guided=False, guidance=GuidanceSettings(zero_steps=1, skip=skip))
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ({"zero_steps": 6}, "guidance.zero_steps: 6\n.*called in at least one of the 6 steps"),
-        ({"skip": {"layers": (1,)}}, "start 0.01 to stop 0.2 none of the 6 steps skips them"),
-    ],
-)
-def test_guidance_without_any_step_of_its_kind_is_refused(how, says):
-    with pytest.raises(ConfigError, match=says):
-        planned(guidance=GuidanceSettings(**how))
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ({"layers": (4,)}, "the model has layers 0 to 3, and at least one of them is computed"),
-        ({"layers": (0, 1, 2, 3)}, "at least one of them is computed"),
-        ({"layers": ()}, "layers"),
-        ({"layers": (1,), "prediction": "negative", "scale": 2.0}, "it is a third prediction's"),
-        ({"layers": (1,), "start": 0.5}, "layers are skipped from start to stop, and stop=0.2"),
-    ],
-)
-def test_skipped_layers_that_do_not_fit_are_refused(how, says):
+def test_guidance_that_does_not_fit_is_refused(guided, how, says):
     with pytest.raises((ConfigError, ConfigErrors)) as error:
-        planned(guidance=GuidanceSettings(skip=SkipSettings(**how)))
+        planned(guided=guided, guidance=GuidanceSettings(**how))
     assert says in str(error.value)
 
 
-def test_a_gate_without_a_guided_step_is_refused():
-    with pytest.raises(ConfigErrors, match="a gate reuses the difference of a guided step"):
-        GuidanceSettings(start=0.0, stop=0.0, after="gate")
+def test_a_run_without_guidance_may_skip_layers():
+    skip = SkipSettings(layers=(1,), stop=0.5)
+    planned(guided=False, guidance=GuidanceSettings(zero_steps=1, skip=skip))

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from fast.cache_settings import CacheSettings, TeaCacheSettings
 from fast.schedules import letters_of
+from fast.settings import FastSettings
+from fast.steps import plan_steps
 from fast.teacache import POLYNOMIALS, SIZES, teacache
 from flax import nnx
 from safetensors.numpy import save_file
@@ -68,7 +70,7 @@ def test_teacache_is_refused_for_another_model(tmp_path: Path) -> None:
     folder = pipeline(tmp_path, "wan", "unipc")
     words = (*EXACT, *sizes_of("wan"), *options, "num_inference_steps=8", "--model", folder)
     words = (*words, "--latents", tmp_path / "out.safetensors")
-    with pytest.raises(ConfigErrors, match="a model of this size, and this one has 2"):
+    with pytest.raises(ConfigErrors, match="has num_layers 2, in_channels 4"):
         draw("wan", *words, "fast.cache.teacache.polynomial=wan-2.1-t2v-1.3b")
     lora = {"transformer.condition_embedder.time_embedder.linear_1.lora_A.weight": np.ones((2, 8))}
     save_file({k: x.astype(np.float32) for k, x in lora.items()}, tmp_path / "lora.safetensors")
@@ -83,7 +85,7 @@ def test_a_model_without_states_of_its_own_times_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set sampling.fast.cache.first_block or .*interval"):
         letters_of(cache, (20,), 57)
     with pytest.raises(ConfigError, match=r"set sampling.fast.cache.interval instead"):
-        letters_of(cache, (20,), 1)
+        plan_steps(FastSettings(cache=cache), (20,), True, 1)
 
 
 def test_published_polynomials_are_of_degree_four() -> None:
