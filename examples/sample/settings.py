@@ -12,7 +12,7 @@ from fast import presets
 from fast.settings import FastSettings
 from samplers import distilled
 from samplers.distilled import Distilled
-from samplers.given import Given, list_errors
+from samplers.given import Given, list_errors, unmoved_errors
 
 from maxattn.config import Section
 from maxattn.errors import ConfigError
@@ -73,7 +73,10 @@ class SamplingSettings(Section):
         """Refuse lists that cannot be, and what a distilled model was not made for."""
         yield from list_errors(values)
         yield from distilled.name_errors(values["distilled"], cls.family)
-        if (row := cls._row(values)) is not None:
+        row = cls._row(values)
+        if row is None or row.shift is None:
+            yield from unmoved_errors(values)
+        if row is not None:
             yield from row.errors(values, cls.cfg_key)
 
     @classmethod

@@ -141,6 +141,21 @@ def list_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _warped_errors(values, lists)
 
 
+def unmoved_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield a shift of times that a list of final values leaves unused.
+
+    Args:
+        values: of the section `sampling`, settled, of no model that has a shift of its own.
+    """
+    given, shift = Given.of(values), values.get("timestep_shift")
+    if given is not None and given.warped and shift is not None:
+        by = values["distilled"]
+        rule = f"it moves no final values, and {given.key} {given} are final (warped: true)"
+        rule += f", as distilled={by} sets them" if by else ""
+        remedy = "set sampling.timestep_shift=null, or leave it out"
+        yield ConfigError("timestep_shift", f"{shift:g}", rule, remedy)
+
+
 def _length_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     given, steps = Given.of(values), values["num_inference_steps"]
     if given is not None and given.values and steps != len(given.values):

@@ -21,7 +21,7 @@ FEW = (
     "training.distil={substeps: 3, guidance_scale: 1.5}", "sampling.sampler=flow_euler",
     "sampling.guidance_scale=1", "sampling.num_inference_steps=3", "sampling.warped=true",
     "sampling.sigmas=[1.0, 0.9, 0.5]", "model.dtype=float32", "sampling.weights_dtype=float32",
-    "training.export_dtype=float32",
+    "training.export_dtype=float32", "sampling.timestep_shift=null",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from maxattn.errors import ConfigError
 from tests.golden_text import check_golden
 
 KINDS: dict[str, Any] = {"wan": Wan, "sdxl": Sdxl, "flux": Flux}
-LIST = (1000, 750, 500, 250)
+LIST, FAST = (1000, 750, 500, 250), (1000, 757, 522)
 # The times and the sampler of each, as the model's own repository takes them.
 MOVED = [1000, 937.5, 833.3333, 625]
 TIMES = {
@@ -73,9 +73,8 @@ def test_rcm_begins_with_noise_times_its_first_sigma() -> None:
 
 
 def test_lightning_begins_with_noise_of_the_largest_sigma() -> None:
-    assert float(schedule_of(Sdxl(distilled="lightning")).noise_scale) == pytest.approx(
-        14.6146, 1e-5
-    )
+    scale = schedule_of(Sdxl(distilled="lightning")).noise_scale
+    assert float(scale) == pytest.approx(14.6146, 1e-5)
 
 
 def test_the_one_list_is_written_in_several_ways() -> None:
@@ -90,19 +89,22 @@ def test_the_one_list_is_written_in_several_ways() -> None:
     for how in ways:
         found = schedule_of(Wan(distilled="lightx2v", **how))
         np.testing.assert_allclose(found.times, wanted.times, atol=0.1)
-        alone = schedule_of(Wan(sampler="flow_euler", timestep_shift=5.0, **how))
+        shift = None if how["warped"] else 5.0
+        alone = schedule_of(Wan(sampler="flow_euler", timestep_shift=shift, **how))
         np.testing.assert_array_equal(alone.predict, found.predict)
 
 
 def test_a_list_is_moved_by_the_shift_or_not() -> None:
-    how: dict[str, Any] = {"sampler": "flow_euler", "timestep_shift": 3.0, "timesteps": LIST}
-    moved, final = (schedule_of(Wan(**how, warped=x)).times for x in (False, True))
+    how: dict[str, Any] = {"sampler": "flow_euler", "timesteps": LIST}
+    moved = schedule_of(Wan(**how, warped=False, timestep_shift=3.0)).times
+    final = schedule_of(Wan(**how, warped=True)).times
     np.testing.assert_allclose(final, LIST)
     np.testing.assert_allclose(moved, 1000 * flow_euler.shifted(np.array(LIST) / 1000, 3.0))
     by_size = schedule_of(Flux(timesteps=LIST, warped=False)).times
     assert by_size[1] > 900, "moved by the picture's tokens"
 
 
+CFG = {"true_cfg_scale": 2.0}
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "rising": (Wan, {"timesteps": LIST[::-1], "warped": True}),
     "empty": (Sdxl, {"timesteps": ()}),
@@ -125,18 +127,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "other_list": (Wan, {"distilled": "lightx2v", "timesteps": (1000, 500), "warped": False}),
     "own_list_not_warped": (Wan, {"distilled": "lightx2v", "timesteps": LIST, "warped": True}),
-    "final_list_moved": (
-        Wan,
-        {"distilled": "fastwan", "timesteps": (1000, 757, 522), "warped": False},
-    ),
+    "final_list_moved": (Wan, {"distilled": "fastwan", "timesteps": FAST, "warped": False}),
+    "shift_of_fastwan": (Wan, {"distilled": "fastwan", "timestep_shift": 9.0}),
+    "shift_of_a_final_list": (Flux, {"sigmas": (1.0, 0.5), "warped": True, "timestep_shift": 3.0}),
     "default_list_of_lcm": (Sdxl, {"distilled": "dmd2", "timesteps": (999, 759, 499, 259)}),
     "list_of_lightning": (Sdxl, {"distilled": "lightning", "timesteps": (999, 749, 499, 249)}),
     "steps_of_lightning": (Sdxl, {"distilled": "lightning", "num_inference_steps": 6}),
     "guidance_of_lcm_lora": (Sdxl, {"distilled": "lcm_lora", "guidance_scale": 7.5}),
-    "guidance_of_schnell": (
-        Flux,
-        {"distilled": "schnell", "guidance_scale": 3.5, "true_cfg_scale": 2.0},
-    ),
+    "guidance_of_schnell": (Flux, {"distilled": "schnell", "guidance_scale": 3.5, **CFG}),
     "guidance_of_hyper_flux": (Flux, {"distilled": "hyper_flux", "guidance_scale": 2.0}),
     # What is known once there is a sampler.
     "above_noise": (Wan, {"sigmas": (1.2, 0.5), "warped": True, "sampler": "flow_lcm"}),
