@@ -73,6 +73,7 @@ def facts_of(task: SamplingTask, paths: Paths, experts: int) -> dict[str, object
         "source": "examples/calibrate.py",
         "sampler": sampler.name,
         "shift": shift_of(sampler),
+        "embedded_guidance": task.embedded_guidance,
         "sizes": known,
         "experts": experts,
         **weights.checkpoints(),

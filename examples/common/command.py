@@ -82,7 +82,10 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(
-    found: argparse.Namespace, settings_class: SettingsClass, options: Mapping[str, Any]
+    found: argparse.Namespace,
+    settings_class: SettingsClass,
+    options: Mapping[str, Any],
+    changes: Sequence[str] = (),
 ) -> Any:
     """Read the settings that arguments say, and join the processes of the run.
 
@@ -90,10 +93,11 @@ def read_settings(
         found: what `parser_of` parsed.
         settings_class: reads the file.
         options: values of keys that have an option of their own; None was not given.
+        changes: overrides that come after all of them.
     """
     given = {key: value for key, value in options.items() if value is not None}
     texts = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
-    overrides = [*found.overrides, *texts]
+    overrides = [*found.overrides, *texts, *changes]
     is_class = isinstance(settings_class, type)
     kind = settings_class if is_class else settings_class(found.config, overrides)
     settings = kind.from_yaml(found.config, overrides)

@@ -79,7 +79,6 @@ def task_of_family(family: Family) -> tuple[MakeTask, ReadSettings]:
         make, settings_class = SdxlSamplingTask.of, SdxlSettings
 
     def read(found: argparse.Namespace, more: Sequence[str]) -> Any:
-        changed = {**vars(found), "overrides": [*found.overrides, *more]}
-        return settings_of(argparse.Namespace(**changed), settings_class)
+        return settings_of(found, settings_class, more)
 
     return make, read

@@ -38,6 +38,8 @@ class CurveFile(Section):
     """Of its times."""
     sizes: Mapping[str, int] | None = None
     """Some of the model's sizes, such as num_layers."""
+    embedded_guidance: float | None = None
+    """The guidance that is an input of the model, as of FLUX.1-dev."""
     experts: int | None = None
     """How many transformers the pipeline has."""
     checkpoint: str | None = None
@@ -77,6 +79,7 @@ class Facts(NamedTuple):
         sizes: of the model.
         weights: of all its transformers.
         experts: transformers of the pipeline.
+        embedded_guidance: that is an input of the model.
         states: gives those of the times of each transformer's steps, of a kind; None if what
             modulates the model is not of the time alone.
     """
@@ -86,6 +89,7 @@ class Facts(NamedTuple):
     sizes: Mapping[str, Any] = {}
     weights: RunWeights | None = None
     experts: int = 1
+    embedded_guidance: float | None = None
     states: Callable[[Any], Sequence[Float[np.ndarray, "n d"]] | None] | None = None
 
 
@@ -168,6 +172,10 @@ def differences(file: CurveFile, facts: Facts, setting: str, name: str) -> Itera
         shown = "none" if facts.shift is None else f"{facts.shift:g}"
         rule = f"it was measured with this shift of times, and the run has {shown}"
         yield ConfigError(setting, value.format(f"shift {file.shift:g}"), rule, remedy)
+    if file.embedded_guidance not in (None, facts.embedded_guidance):
+        rule = f"the model was told this guidance, and in the run {facts.embedded_guidance}"
+        told = f"embedded_guidance {file.embedded_guidance:g}"
+        yield ConfigError(setting, value.format(told), rule, remedy)
     if file.checkpoint is not None and facts.weights is not None:
         yield from _weights_errors(file, facts.weights, setting, name)
 

@@ -36,11 +36,13 @@ class RunWeights(NamedTuple):
         parts: folder or file of each transformer, by its name in the pipeline, the first one first.
         lora: file of the LoRA weights of each, where there are some.
         scale: of the LoRA weights.
+        names: file with names of their layers, where there is one.
     """
 
     parts: Mapping[str, Path]
     lora: Mapping[str, Path] = {}
     scale: float = 1.0
+    names: Path | None = None
 
     def checkpoints(self) -> dict[str, str | None]:
         """Return the hash of each transformer by its key; None where no weights are there."""
@@ -48,10 +50,9 @@ class RunWeights(NamedTuple):
 
     def lora_said(self) -> list[str]:
         """Return what is merged, as files of measurements have it; empty if nothing is."""
-        return [
-            f"{part}: {_hash(file) or f'{file} is missing'} x {self.scale:g}"
-            for part, file in self.lora.items()
-        ]
+        names = "" if self.names is None else f", names {_said(self.names)}"
+        lora = self.lora.items()
+        return [f"{part}: {_said(file)} x {self.scale:g}{names}" for part, file in lora]
 
     def apart(self, said: Mapping[str, Any]) -> Iterator[Apart]:
         """Yield the transformers that are not those of a measurement.
@@ -81,6 +82,10 @@ def checkpoint_hash(path: Path) -> str:
                 opened.seek(int(place))
                 found.update(opened.read(PIECE))
     return found.hexdigest()[:16]
+
+
+def _said(path: Path) -> str:
+    return _hash(path) or f"{path} is missing"
 
 
 def _hash(path: Path) -> str | None:

@@ -54,6 +54,13 @@ class FluxSamplingTask(PictureTask):
         return self.sizes.num_layers + self.sizes.num_single_layers
 
     @property
+    def embedded_guidance(self) -> float | None:
+        """The guidance that FLUX.1-dev is told; None of schnell, which is told none."""
+        scale = self.settings.sampling.guidance_scale
+        usual = GUIDANCE if scale is None else scale
+        return usual if self.sizes.guidance_embeds else None
+
+    @property
     def latents(self) -> tuple[int, ...]:
         """[C, h, w] of one picture."""
         return (self.sizes.channels, *self.sides())
@@ -103,14 +110,8 @@ class FluxSamplingTask(PictureTask):
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Return the inputs of every step: the text, the pooled text and the guidance."""
-        text, pooled, scale = (
-            arrays["text"],
-            arrays["pooled"],
-            self.settings.sampling.guidance_scale,
-        )
-        if not self.sizes.guidance_embeds:
-            return text, pooled, None
-        return text, pooled, jnp.full(len(text), GUIDANCE if scale is None else scale)
+        text, pooled, scale = arrays["text"], arrays["pooled"], self.embedded_guidance
+        return text, pooled, None if scale is None else jnp.full(len(text), scale)
 
     def predict(
         self,

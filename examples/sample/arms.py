@@ -22,6 +22,7 @@ from sample.task import SamplingTask
 DENSE, FLOOR = "dense", "floor"
 # Names that a way of sampling cannot have, and what they mean.
 TAKEN = {DENSE: "sampling without shortcuts", FLOOR: "another kernel's"}
+DEVICES = re.compile("ici_|dcn_|mesh_axes")  # begins the keys that say where a run is
 PLAIN = re.compile(r"\d+ plain steps\b")  # begins the names of those of the same cost
 # Keys of `sampling` that say what is drawn: every way of sampling has the same.
 DRAWN = (
@@ -205,6 +206,16 @@ def _other_samples(arm: Arm, task: SamplingTask, plain: SamplingTask) -> Iterato
     for key in keys:
         remedy = f"leave {key} out here; before --setting, sampling.{key}=VALUE is for all"
         yield ConfigError("--setting", f"{arm.name}: {key}={getattr(ours, key)}", rule, remedy)
+    devices = [key for key in vars(task.settings) if DEVICES.match(key)]
+    for key in devices:
+        if (value := getattr(task.settings, key)) != getattr(plain.settings, key):
+            rule = "every way of sampling runs on the same devices, spread in the same way"
+            remedy = f"leave {key} out here; before --setting, {key}=VALUE is for all"
+            yield ConfigError("--setting", f"{arm.name}: {key}={value}", rule, remedy)
+    if (folder := task.settings.model.folder) != plain.settings.model.folder:
+        rule = "every way of sampling has the weights of --model"
+        remedy = "leave it out here, and run the command once for each model"
+        yield ConfigError("--setting", f"{arm.name}: model.folder={folder}", rule, remedy)
     if not keys and task.latents != plain.latents:
         sizes = f"latents {list(task.latents)}, and without it {list(plain.latents)}"
         remedy = "leave out the key that changes the size"

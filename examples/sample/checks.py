@@ -261,9 +261,11 @@ def _output_errors(task: SamplingTask, paths: Paths, writes: bool) -> Iterator[C
         yield from without_torch("--out", "decoding latents", paths.model, needs)
 
 
-def _noise_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
+def _noise_errors(task: SamplingTask, path: Path) -> Iterator[MaxattnError]:
     found = files.shapes(path, "--noise", ("noise",))
     if found.get("noise", ())[1:] != task.latents:
         rule = f"the file contains noise [B, {', '.join(map(str, task.latents))}]"
         remedy = "make it for this height, width and frames"
         yield ConfigError("--noise", f"{path}: {found}", rule, remedy)
+    else:
+        yield from _read_errors([partial(files.read, path, "--noise")])

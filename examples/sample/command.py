@@ -130,17 +130,20 @@ def arguments_of(
     return parser.parse_intermixed_args(arguments)
 
 
-def settings_of(found: argparse.Namespace, settings_class: SettingsClass) -> Any:
+def settings_of(
+    found: argparse.Namespace, settings_class: SettingsClass, changes: Sequence[str] = ()
+) -> Any:
     """Read the settings that arguments say.
 
     Args:
         found: from `arguments_of`.
         settings_class: reads the file.
+        changes: overrides of what the arguments say.
     """
     options = {"model.folder": found.model}
     for option, (key, _, _) in KEYS.items():
         options[f"sampling.{key}"] = getattr(found, option.replace("-", "_"))
-    return read_settings(found, settings_class, options)
+    return read_settings(found, settings_class, options, changes)
 
 
 def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:

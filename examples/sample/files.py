@@ -35,7 +35,7 @@ NO_GUIDANCE = (
 )
 SIZES = "make it for this model and this height, width and frames"
 # Of files that are no embeddings.
-REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file of noise"}
+REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file of finite noise"}
 
 
 def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str, tuple[int, ...]]:
@@ -58,9 +58,24 @@ def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str,
 
 
 def read(path: Path, option: str) -> Arrays:
-    """Read a file whole; bfloat16 stays bfloat16."""
+    """Read a file whole; bfloat16 stays bfloat16.
+
+    Raises:
+        ConfigErrors: it is no safetensors file, or some of its numbers are not finite in float32.
+    """
     file = _open(path, option)
-    return {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    found = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    problems = []
+    for name, array in found.items():
+        with np.errstate(over="ignore"):
+            wrong = array.size - int(np.isfinite(array.astype(np.float32, copy=False)).sum())
+        if wrong:
+            value, rule = f"{path}: {name}", f"its numbers are finite, and {wrong} of {array.size}"
+            remedy = REMEDIES.get(option, MAKE)
+            problems.append(ConfigError(option, value, f"{rule} are not", remedy))
+    if problems:
+        raise ConfigErrors(problems)
+    return found
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], model: str) -> Path:

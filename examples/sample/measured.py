@@ -23,6 +23,7 @@ from samplers.read import Sampler
 from maxattn.errors import ConfigError
 
 from .paths import Paths
+from .planned import experts_of
 from .run_weights import weights_of_run
 from .task import SamplingTask
 
@@ -35,10 +36,13 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return what the drift of a run depends on, beside its weights, prompts and noise."""
     sampling = task.settings.sampling
+    experts = (x for x in experts_of(task, sampler, True) if x.steps)
+    scales = [x.guidance_scale if x.guided else 1.0 for x in experts]
     return {
         "sampler": str(replace(sampler, said_by="")).removesuffix(" ()"),
         "steps": sampling.num_inference_steps,
-        "guidance": sampling.cfg_scale if sampling.guided else 1.0,
+        "guidance": scales[0] if len(scales) == 1 else scales,
+        "embedded_guidance": task.embedded_guidance,
         "latents": list(task.latents),
         "lora": weights_of_run(task, paths).lora_said(),
         "fast": _shortcuts(task, planned),

@@ -38,6 +38,11 @@ class PictureTask:
     needs_image: bool = False
     needs_torch: tuple[str, ...] = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
+    @property
+    def embedded_guidance(self) -> float | None:
+        """The guidance that is an input of the model: none."""
+        return None
+
     @cached_property
     def scale(self) -> int:
         """Pixels along a side of one of latents."""

@@ -42,7 +42,8 @@ def planned_steps(
         return states_of(task, found, sampler, paths, which)
 
     own, shift = weights_of_run(task, paths), shift_of(sampler)
-    facts = Facts(sampler.name, shift, vars(task.sizes), own, len(experts), states)
+    told = task.embedded_guidance
+    facts = Facts(sampler.name, shift, vars(task.sizes), own, len(experts), told, states)
     return plan_steps(sampling.fast, experts, guided, task.layers, facts)
 
 

@@ -15,7 +15,8 @@ def weights_of_run(task: SamplingTask, paths: Paths) -> RunWeights:
     parts = (task.part, SECOND) if has_two else (task.part,)
     given = {part: paths.lora_of(part) for part in parts}
     lora = {part: file for part, file in given.items() if file is not None}
-    return RunWeights({x: paths.weights_of(x) for x in parts}, lora, lora_scale(task, paths))
+    own = {x: paths.weights_of(x) for x in parts}
+    return RunWeights(own, lora, lora_scale(task, paths), paths.lora_names)
 
 
 def lora_scale(task: SamplingTask, paths: Paths) -> float:

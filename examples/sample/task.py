@@ -77,6 +77,11 @@ class SamplingTask(Protocol):
         ...
 
     @property
+    def embedded_guidance(self) -> float | None:
+        """The guidance that is an input of the model; None of a model without it."""
+        ...
+
+    @property
     def takes_image(self) -> bool:
         """Whether the model can be told an image."""
         ...

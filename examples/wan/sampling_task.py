@@ -63,6 +63,7 @@ class WanSamplingTask:
 
     family: Literal["wan"] = "wan"
     part: Literal["transformer"] = "transformer"
+    embedded_guidance: None = None
 
     @classmethod
     def of(cls, settings: Settings, folder: Path) -> Self:

@@ -15,7 +15,7 @@ from sample.command import arguments_of
 
 from maxattn.config import ConfigErrors
 from tests.examples.conftest import ROOT
-from tests.examples.sample.pipelines import CONFIGS, EXACT, pipeline, run, sizes_of, told
+from tests.examples.sample.pipelines import CONFIGS, EXACT, draw, pipeline, run, sizes_of, told
 
 
 def measured(folder: Path, name: str, options: list[str], *words: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def test_drift_is_of_whole_runs_and_of_single_steps(
     folder = pipeline(tmp_path, "wan", "unipc")
     words = ["--setting", "all", "fast={cache: {schedule: XXXX}}"]
     words += ["--setting", "late", "fast={cache: {schedule: XXX.}}"]
-    words += ["--setting", "early", "fast.cache.schedule=X..X"]
+    words += ["--setting", "early", "fast.cache.schedule=X..X", "--steps", "4"]
     found = measured(folder, "wan", options, *words)
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == ["dense", "floor", "all", "4 plain steps", "late", "3 plain steps",
@@ -44,6 +44,7 @@ def test_drift_is_of_whole_runs_and_of_single_steps(
     assert rows["late"]["forwards"] == [6, 8] and rows["early"]["forwards"] == [4, 8]
     assert 0 < rows["floor"]["drift"][0] < 1e-3 < rows["late"]["drift"][0]
     assert rows["late"]["same_cost"] == "3 plain steps"
+    assert rows["3 plain steps"]["forwards"] == [6, 6], "changes come after options"
     dense = run(folder, "wan", *options)
     for name, how in (("late", "XXX."), ("early", "X..X")):
         ours = run(folder, "wan", *options, f"fast.cache.schedule={how}")
@@ -99,6 +100,25 @@ def test_a_run_names_the_row_that_is_its_own(
 
 
 @pytest.mark.parametrize(
+    ("name", "sampler", "of", "other"),
+    [
+        ("wan_a14b", "unipc", ("guidance", [4.0, 3.0]), "guidance_scale_2=2"),
+        ("flux", "flow_euler", ("embedded_guidance", 4.0), "guidance_scale=2"),
+    ],
+)
+def test_a_row_is_of_every_guidance(
+    name: str, sampler: str, of: Any, other: str, tmp_path: Path, capsys: Any
+) -> None:
+    _, options = told(tmp_path, name)
+    folder, late = pipeline(tmp_path, name, sampler), "fast.cache.schedule=X.X."
+    found = measured(folder, name, options, "--floor", "none", "--setting", "late", late)
+    assert found["rows"][1]["of"][of[0]] == of[1]
+    words = (*EXACT, *sizes_of(name), f"fast.measured={folder / 'drift.yml'}", late, other)
+    draw(name, "--model", folder, "--plan", "--embeddings", options[1], *words)
+    assert f"late, and differs in {of[0]}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (("dense", "fast={preset: fast}"), "dense is sampling without shortcuts"),
@@ -110,14 +130,17 @@ def test_a_run_names_the_row_that_is_its_own(
         (("x", "frames=13"), "leave frames out here; before --setting, sampling.frames=VALUE"),
         (("x", "fast={preset: "), "the value of a key is YAML, and reading it failed"),
         (("x", "seed=2020-01-01"), "seed"),
+        (("x", "ici_context_parallelism=2"), "x: ici_context_parallelism=2"),
+        (("x", "model.folder=PATH/transformer"), "run the command once for each model"),
     ],
 )
 def test_a_way_that_is_no_other_way_of_the_same_samples_is_refused(
     words: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     _, options = told(tmp_path, "wan")
+    given = (word.replace("PATH", str(tmp_path)) for word in words)
     with pytest.raises(ConfigErrors, match=re.escape(says)):
-        measured(pipeline(tmp_path, "wan", "unipc"), "wan", options, "--setting", *words)
+        measured(pipeline(tmp_path, "wan", "unipc"), "wan", options, "--setting", *given)
     assert not (tmp_path / "drift.yml").exists()
 
 

@@ -175,15 +175,8 @@ def computed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "batched"),
-    [
-        ("first_block", "false"),
-        pytest.param("first_block", "true", marks=pytest.mark.slow),
-        pytest.param("easycache", "false", marks=pytest.mark.slow),
-        pytest.param("easycache", "true", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("batched", ["true", "false"])
 def test_a_mesh_decides_as_one_device(
     kind: str, batched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def written(folder: Path, **more: Any) -> str:
         ({"sizes": {"num_layers": 40}, "shift": 3.0}, "this size, and this one has num_layers 30"),
         ({"experts": 2}, "a model of this size, and this one has experts 1"),
         ({"checkpoint": "0" * 16}, "it was measured on these weights, and those of"),
+        ({"embedded_guidance": 3.5}, "the model was told this guidance, and in the run None"),
         ({"samler": "unipc"}, "did you mean 'sampler'"),
         ({"ratios": [1.0, 0.0] * 5}, "each is a positive number"),
     ],
@@ -140,6 +141,7 @@ def test_a_curve_of_another_run_is_refused(tmp_path: Path, more: Any, says: str)
         ({"lora": []}, "measured with this LoRA, and the run has transformer: "),
         ({"lora": ["transformer: 1 x 1"]}, "lora transformer: 1 x 1"),
         ({"scale": 50.0}, "x 50"),
+        ({"names": None}, ", names "),
     ],
 )
 def test_a_curve_is_of_every_transformer_and_lora(
@@ -150,9 +152,10 @@ def test_a_curve_is_of_every_transformer_and_lora(
     for n, file in enumerate((*(x / "model.safetensors" for x in parts.values()), lora)):
         file.parent.mkdir(exist_ok=True)
         save_file({"x": np.full(3, n, np.float32)}, file)
-    weights = RunWeights(parts, {"transformer": lora}, 2.0)
+    weights = RunWeights(parts, {"transformer": lora}, 2.0, names=lora)
     said = {**weights.checkpoints(), "lora": weights.lora_said(), **change}
-    facts = Facts(experts=2, weights=weights._replace(scale=said.pop("scale", 2.0)))
+    run = {"scale": said.pop("scale", 2.0), "names": said.pop("names", lora)}
+    facts = Facts(experts=2, weights=weights._replace(**run))
     if says is None:
         assert magcache(written(tmp_path, **said), 10, facts) == "XX..X..X.."
         return

@@ -224,33 +224,24 @@ def test_skipped_layers_are_not_forwards():
     assert forwards(found, LAYERS, True) == (11, 12)
 
 
+NEGATIVE = {"prediction": "negative"}
+
+
 @pytest.mark.parametrize(
     ("guided", "how", "says"),
     [
         (False, {"stop": 0.5}, "guidance.stop"),
         (False, {"zero_star": True}, "guidance.zero_star"),
         (False, {"rescale": 0.5}, "guidance.rescale"),
-        (False, {"skip": {"layers": (1,), "prediction": "negative"}}, "guidance.skip.prediction"),
+        (False, {"skip": {"layers": (1,), **NEGATIVE}}, "guidance.skip.prediction"),
         (True, {"zero_steps": 6}, "zero_steps: 6\n  rule    the model is called in at least one"),
         (True, {"skip": {"layers": (1,)}}, "start 0.01 to stop 0.2 none of the 6 steps skips them"),
         (True, {"skip": {"layers": (4,)}}, "the model has layers 0 to 3, and at least one of"),
         (True, {"skip": {"layers": (0, 1, 2, 3)}}, "at least one of them is computed"),
         (True, {"skip": {"layers": ()}}, "layers"),
-        (
-            True,
-            {"skip": {"layers": (1,), "prediction": "negative", "scale": 2.0}},
-            "it is a third prediction's",
-        ),
-        (
-            True,
-            {"skip": {"layers": (1,), "start": 0.5}},
-            "layers are skipped from start to stop, and stop=0.2",
-        ),
-        (
-            True,
-            {"start": 0.0, "stop": 0.0, "after": "gate"},
-            "a gate reuses the difference of a guided step",
-        ),
+        (True, {"skip": {"layers": (1,), **NEGATIVE, "scale": 2.0}}, "it is a third prediction's"),
+        (True, {"skip": {"layers": (1,), "start": 0.5}}, "from start to stop, and stop=0.2"),
+        (True, {"stop": 0.0, "after": "gate"}, "a gate reuses the difference of a guided step"),
     ],
 )
 def test_guidance_that_does_not_fit_is_refused(guided, how, says):

@@ -22,8 +22,9 @@ from .pipelines import EXACT, draw, pipeline, sizes_of, told
 
 FILE, INDEX = "diffusion_pytorch_model.safetensors", Path("model_index.json")
 OUT, TOLD = ("--latents", "out.safetensors"), ("--embeddings", "told.safetensors")
-BOTH, PROMPT = (*TOLD, *OUT), ("--prompt", "a fox")
+BOTH, PROMPT, NOISE = (*TOLD, *OUT), ("--prompt", "a fox"), "noise.safetensors"
 SMALL = [f"model.{key}={value}" for key, value in made.MODEL.items()]
+RUN, PART = (*BOTH, "--weights", "run"), "transformer"
 HYPER = ("num_inference_steps=8", "guidance_scale=3.5", "true_cfg_scale=1")
 TWO = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
 
@@ -62,11 +63,17 @@ def embeddings_of_another_model() -> None:
     save_file(arrays, "told.safetensors")
 
 
-def without_a_tensor(part: str, to: str) -> None:
+def spoiled(file: str, name: str) -> None:
+    arrays = load_file(file)
+    arrays[name].flat[:2] = np.nan, np.inf
+    save_file(arrays, file)
+
+
+def without_a_tensor(part: str, to: str = "") -> None:
     tensors = load_file(Path(part) / FILE)
     del tensors["blocks.1.attn1.to_q.weight"]
-    Path(to).mkdir(parents=True, exist_ok=True)
-    save_file(tensors, Path(to) / FILE)
+    Path(to, part).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(to, part, FILE))
 
 
 def without_first_part() -> None:
@@ -142,11 +149,7 @@ NAMES = {
         "lora_unet_single_blocks_12_linear1.lora_down.weight",
     ),
 }
-NO_FAMILY = (
-    "text_encoder.layers.0.q.lora_A.weight",
-    "lora_te1_text_model_encoder.alpha",
-    "layers.0.q",
-)
+NO_FAMILY = ("text_encoder.0.q.lora_A.weight", "lora_te1_text_model_encoder.alpha", "layers.0.q")
 
 
 def lora_of_a_family(name: str, given: str) -> Case:
@@ -166,7 +169,9 @@ REFUSED = {
     "image_unwanted": Case("wan", (*PROMPT, *OUT, "--image", "first.png")),
     "file_for_another_model": Case("wan_i2v", change=embeddings_of_another_model),
     "file_missing": Case("wan", ("--embeddings", "gone.safetensors", *OUT)),
-    "noise_of_another_size": Case("wan", (*BOTH, "--noise", "noise.safetensors", "width=64")),
+    "noise_of_another_size": Case("wan", (*BOTH, "--noise", NOISE, "width=64")),
+    "noise_not_finite": Case("wan", (*BOTH, "--noise", NOISE), lambda: spoiled(NOISE, "noise")),
+    "embeddings_not_finite": Case("wan", change=lambda: spoiled("told.safetensors", "text")),
     "nowhere_to_write": Case("wan", (*TOLD, "--latents", f"{TOLD[1]}/x", "--out", TOLD[1])),
     "sampler": Case("sdxl", (*BOTH, "num_inference_steps=2000")),
     "weights_missing": Case("flux", (*BOTH, "--weights", "gone")),
@@ -188,14 +193,8 @@ REFUSED = {
     "named_one": Case("wan_a14b", (*BOTH, "model.sizes=wan-2.1-t2v-14b", *SMALL)),
     "two_transformers": indexed("wan", _class_name="WanPipeline", **TWO),
     # a folder that is not whole
-    "fit_second_lacks_a_tensor": Case(
-        "wan_a14b", change=lambda: without_a_tensor("transformer_2", "transformer_2")
-    ),
-    "fit_weights_lack_a_tensor": Case(
-        "wan_a14b",
-        (*BOTH, "--weights", "run"),
-        lambda: without_a_tensor("transformer", "run/transformer"),
-    ),
+    "fit_second_lacks_a_tensor": Case("wan_a14b", change=lambda: without_a_tensor("transformer_2")),
+    "fit_weights_lack_a_tensor": Case("wan_a14b", RUN, lambda: without_a_tensor(PART, "run")),
     "fit_two_without_an_index": Case("wan_a14b", change=INDEX.unlink),
     "fit_second_is_gone": Case("wan_a14b", change=lambda: shutil.rmtree("transformer_2")),
     "fit_first_is_gone": Case("wan_a14b", change=without_first_part),
@@ -204,7 +203,7 @@ REFUSED = {
     # the folder or the weights of another model
     "two_images": sized("wan", **made.IMAGE, pos_embed_seq_len=10),
     "blocks_of_model": sized("wan", frames_per_block=3),
-    "blocks_of_weights": Case("wan", (*BOTH, "--weights", "run"), weights_of_blocks),
+    "blocks_of_weights": Case("wan", RUN, weights_of_blocks),
     "flux_from_wan": replaced("flux", "wan"),
     "wan_from_flux": replaced("wan", "flux"),
     "flux_from_sdxl": replaced("flux", "sdxl", "StableDiffusionXLPipeline"),
