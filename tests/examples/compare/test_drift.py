@@ -79,7 +79,8 @@ def test_a_run_names_the_row_that_is_its_own(
     assert f"3 plain steps, of the same cost: {plain}; {row['against']}" in printed
     made = f"1 samples, {found['machine']}, {found['date']}"
     assert f"row late of {report}: {made}" in printed
-    assert "late, and differs in fast\n" in said("fast.guidance.zero_star=true")
+    printed = said("fast.guidance.zero_star=true")
+    assert "late, and differs in fast\n" in printed and ", CFG-Zero*\n" in printed
     printed = said("fast.cache.interval=2", "--guidance", "3")
     assert "late, and differs in guidance, fast\n" in printed
     assert "drift" not in said("fast.cache.schedule=XXXXXXXX")
@@ -144,16 +145,11 @@ def test_a_way_that_is_no_other_way_of_the_same_samples_is_refused(
     assert not (tmp_path / "drift.yml").exists()
 
 
-def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
-    with pytest.raises(ConfigErrors, match="a way of sampling is compared with the dense one"):
-        measured(folder, "wan", options)
-
-
-def test_a_folder_of_no_known_model_is_refused(tmp_path: Path) -> None:
+def test_no_known_model_and_nothing_to_compare_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors, match="says which model it is"):
         measured(tmp_path, "wan", [], "--setting", "a", "num_inference_steps=2")
+    with pytest.raises(ConfigErrors, match="a way of sampling is compared with the dense one"):
+        measured(pipeline(tmp_path, "wan", "unipc"), "wan", told(tmp_path, "wan")[1])
 
 
 def test_scores_of_pictures() -> None:

@@ -162,6 +162,10 @@ def test_what_may_be_computed_is_said() -> None:
     assert "".join(x.letter for x in found) == "XX??XXX?X"
     *_, last = table(found, 3, True, {})
     assert last == "approximate: at most 18 of 18 forwards are computed, at most 100%"
+    zeros = FastSettings(cache=cache, guidance=GuidanceSettings(zero_steps=3))
+    made = [{}] * 3 + [{"both": True}] * 6
+    said = [*decided_lines(plan_steps(zeros, (9,), True, 3), made)]
+    assert said == ["computed 6 of 6 steps: ---XXXXXX"]
 
 
 CACHES = {

@@ -216,6 +216,7 @@ def test_kernels_that_contradict_are_refused(kernels, says):
 
 def test_skipped_layers_are_not_forwards():
     third = SkipSettings(layers=(1,), start=0.0, stop=0.5)
+    assert planned(guided=False, guidance=GuidanceSettings(zero_steps=1, skip=third))
     found = planned(guidance=GuidanceSettings(skip=third))
     assert [x.step.calls for x in found] == [2, 3, 3, 2, 2, 2]
     assert forwards(found, LAYERS, True) == (12 + 2 * 0.75, 12)
@@ -248,8 +249,3 @@ def test_guidance_that_does_not_fit_is_refused(guided, how, says):
     with pytest.raises((ConfigError, ConfigErrors)) as error:
         planned(guided=guided, guidance=GuidanceSettings(**how))
     assert says in str(error.value)
-
-
-def test_a_run_without_guidance_may_skip_layers():
-    skip = SkipSettings(layers=(1,), stop=0.5)
-    planned(guided=False, guidance=GuidanceSettings(zero_steps=1, skip=skip))
