@@ -332,7 +332,8 @@ def _in_words(sample: AuditSample, program: Traced) -> str:
     def part(wanted: int | None, most: int, what: str) -> str:
         return f"all {what}" if wanted is None or wanted >= most else f"{wanted} {what}"
 
-    queries = part(sample.queries, max(call.q_len for call in calls), "queries")
+    longest = max(call.q_len for call in calls)
+    queries = part(len(sample.rows(longest)), longest, "queries")
     heads = part(sample.heads, max(call.heads for call in calls), "heads")
     every = part(sample.calls, sum(prod(place.lengths) for place in program.places), "calls")
     return f"{queries} of a batch row, {heads}, {every}, seed {sample.seed}"

@@ -36,8 +36,8 @@ class AuditSample:
     """What of a program is audited; the seed chooses.
 
     Args:
-        queries: number of queries of a call whose scores are computed, in 8 query tiles of one
-            batch row; None for all queries of that batch row. Default 64.
+        queries: number of queries of a call whose scores are computed, spread over 8 or more query
+            tiles of one batch row; None for all queries of that batch row. Default 64.
         heads: number of heads of a call; default all.
         calls: number of calls in the program, such as layers; default all.
         seed: seeds the choice; default 0.
@@ -76,11 +76,15 @@ class AuditSample:
         """Choose queries of a sequence."""
         if self.queries is None or self.queries >= length:
             return np.arange(length)
-        tiles = self.some(ceil(length / TILE), min(TILES, self.queries), salt=1)
-        each = max(1, self.queries // len(tiles))
-        sizes = (min(TILE, length - t * TILE) for t in tiles)
-        found = [t * TILE + self.some(n, each, 3 + t) for t, n in zip(tiles, sizes, strict=True)]
-        return np.concatenate(found)
+        tiles = max(TILES, 1 + ceil(self.queries / TILE))  # one more, since the last may be short
+        chosen = self.some(ceil(length / TILE), min(tiles, self.queries), salt=1)
+        orders = [
+            np.random.default_rng((self.seed, 3 + t)).permutation(min(TILE, length - t * TILE))
+            for t in chosen
+        ]
+        queries = np.concatenate([t * TILE + x for t, x in zip(chosen, orders, strict=True)])
+        ranks = np.concatenate([np.arange(len(x)) for x in orders])
+        return np.sort(queries[np.argsort(ranks, kind="stable")[: self.queries]])
 
 
 class SampledRows(NamedTuple):

@@ -35,6 +35,11 @@ def weights(q, k, allowed=True):
     return np.where(allowed, np.abs(s), 0), e / e.sum(axis=2, keepdims=True)
 
 
+@pytest.mark.parametrize("tokens, queries", [(192, 60), (32760, 2000), (129, 128), (1000, 5)])
+def test_as_many_queries_are_sampled_as_asked(tokens, queries):
+    assert len(set(ma.AuditSample(queries).rows(tokens))) == queries
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_scores_entropy_and_top_tiles(is_causal):
     q, k, v = drawn(TOKENS + 400)
