@@ -32,8 +32,8 @@ from maxattn.sharding import pad_axis
 
 LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 # If a sum of weights is in these bounds, no weight and no product with V has overflowed, and what
-# underflowed is below 2**-32 of the sum (2**-24 in float16, whose weights are rounded to 11 bits).
-SUMS, FLOAT16_SUMS = (2.0**-60, 2.0**60), (1.0, 2.0**14)
+# underflowed is below 2**-32 of the sum.
+SUMS = 2.0**-60, 2.0**60
 FORWARD, BACKWARD = "tpu_few_keys_fwd", "tpu_few_keys_dkv"
 
 
@@ -214,7 +214,7 @@ def _forward(call: FewKeysCall, counts: Any, q: Any, k: Any, v: Any, out: Any, l
         return low, high
 
     low, high = compute(with_maximum=False)
-    least, most = FLOAT16_SUMS if v.dtype == jnp.float16 else SUMS
+    least, most = SUMS
     index = lax.broadcasted_iota(jnp.int32, low.shape, 1) + block * call.tile.queries
     is_exact = ((low >= least) & (high <= most)) | (index >= call.q.shape[1])
 

@@ -30,7 +30,6 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 # 2**24 terms of 2**94 add up to 2**118, and 2**-32 of a term of 2**-94 is still a normal number.
 # The largest value of V shifts both limits by its exponent.
 LARGEST = 94.0
-LARGEST_FLOAT16 = 14.0  # weights are rounded to V's dtype: float16 is normal from 2**-14 to 2**15
 _OVER_HEAD_DIM = (((1,), (1,)), ((), ()))
 _OVER_KEYS = (((1,), (0,)), ((), ()))
 _OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
@@ -136,11 +135,16 @@ def small_scores(
     """
     heads = q.shape[0]
     queries = _norms(q).reshape(heads, -1, block_q).max(axis=2)
+    keys, limit = (
+        jnp.repeat(x, heads // k.shape[0]) for x in (_norms(k).max(axis=1), score_limit(v))
+    )
+    return (queries * keys[:, None] <= limit[:, None]).astype(jnp.int32).reshape(1, -1)
+
+
+def score_limit(v: Float[Array, "K S H"]) -> Float[Array, " K"]:
+    """Return the largest score, in base 2, that needs no running maximum beside these values."""
     largest = jnp.abs(v).astype(jnp.float32).max(axis=(1, 2))
-    most = LARGEST_FLOAT16 if v.dtype == jnp.float16 else LARGEST
-    room = most - jnp.abs(jnp.log2(jnp.where(largest == 0, 1.0, largest)))
-    keys, room = (jnp.repeat(x, heads // k.shape[0]) for x in (_norms(k).max(axis=1), room))
-    return (queries * keys[:, None] <= room[:, None]).astype(jnp.int32).reshape(1, -1)
+    return LARGEST - jnp.abs(jnp.log2(jnp.where(largest == 0, 1.0, largest)))
 
 
 def _norms(x: Float[Array, "N T H"]) -> Float[Array, "N T"]:
