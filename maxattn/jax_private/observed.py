@@ -16,6 +16,8 @@ from jax.interpreters import ad
 from maxattn.jax_private.mesh import is_tracer
 from maxattn.jax_private.vmapped import identity
 
+Mapped = tuple[tuple[bool, ...], ...]
+"""Of each operand of a mark: whether each `vmap` around it maps it, outermost first."""
 auditing = jax.make_user_context(False)
 """Whether programs are traced for an audit. It is made at import: a new context ends all traces."""
 
@@ -46,14 +48,30 @@ def marked(operands: Any, plan: Any, config: Any, mesh: Any, name: str, rotary: 
     leaves, structure = jax.tree.flatten(operands)
     is_known = not any(map(is_tracer, jax.tree.leaves(rotary)))
     call = MarkedCall(plan, config, mesh, name, rotary if is_known else None, structure)
-    leaves = call_p.bind(*map(jnp.asarray, leaves), call=call, mapped=(0,) * len(leaves))
+    leaves = call_p.bind(*map(jnp.asarray, leaves), call=call, mapped=((),) * len(leaves))
     return jax.tree.unflatten(structure, leaves)
 
 
-def operands_of(leaves: Any, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
+def operands_of(leaves: Any, call: MarkedCall, mapped: Mapped) -> Any:
     """Return (q, k, v, bias, mask) of a mark; of examples that `vmap` maps, the first."""
-    first = [x[(0,) * n] if n else x for x, n in zip(leaves, mapped, strict=True)]
+    first = [x[(0,) * sum(own)] if any(own) else x for x, own in zip(leaves, mapped, strict=True)]
     return jax.tree.unflatten(call.structure, first)
+
+
+def with_examples(leaves: Any, mapped: Mapped) -> list[Any]:
+    """Return q, k and v of a mark; examples that `vmap` maps are batch rows."""
+    levels = len(mapped[0])
+    if not levels:
+        return list(leaves[:3])
+    spread = [
+        jnp.expand_dims(x, [i for i, is_mapped in enumerate(own) if not is_mapped])
+        for x, own in zip(leaves, mapped, strict=True)
+    ]
+    examples = jnp.broadcast_shapes(*(x.shape[:levels] for x in spread))
+    return [
+        jnp.broadcast_to(x, (*examples, *x.shape[levels:])).reshape(-1, *x.shape[levels + 1 :])
+        for x in spread[:3]
+    ]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -67,11 +85,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _batch(args: Any, axes: Any, *, call: MarkedCall, mapped: tuple[int, ...]) -> Any:
+def _batch(args: Any, axes: Any, *, call: MarkedCall, mapped: Mapped) -> Any:
     pairs = list(zip(args, axes, strict=True))
     moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
-    counts = tuple(n + (axis is not None) for n, axis in zip(mapped, axes, strict=True))
-    return call_p.bind(*moved, call=call, mapped=counts), [axis and 0 for axis in axes]
+    levels = tuple((axis is not None, *own) for own, axis in zip(mapped, axes, strict=True))
+    return call_p.bind(*moved, call=call, mapped=levels), [axis and 0 for axis in axes]
 
 
 call_p = identity("attention_call", _batch)

@@ -97,8 +97,8 @@ def audited(
     compared = dict(zip(calls, (candidates(call, kernels) for call in calls), strict=True))
     of_grid = dict(zip(calls, grids, strict=True))
 
-    def measure(call: MarkedCall, operands: Any) -> Any:
-        found = measures_of(call, operands, sample, of_grid[call])
+    def measure(call: MarkedCall, operands: Any, every: Any) -> Any:
+        found = measures_of(call, operands, every, sample, of_grid[call])
         return found | errors_of(call, operands, sample, compared[call])
 
     try:
@@ -136,8 +136,8 @@ def _ran(program: Traced, measure: Any, sample: AuditSample) -> Iterator[Any]:
 def cost_of(program: Traced, sample: AuditSample, budget: float = 2.0) -> tuple[float, float]:
     """Return the seconds of a program alone, and with the measures of a sample in it."""
 
-    def measure(call: MarkedCall, operands: Any) -> Any:
-        return measures_of(call, operands, sample, _grid_of(call, None))
+    def measure(call: MarkedCall, operands: Any, every: Any) -> Any:
+        return measures_of(call, operands, every, sample, _grid_of(call, None))
 
     beside = program.measured(measure, chosen_calls(program, sample))
     jobs = {"alone": jaxpr_as_fun(program.jaxpr), "audited": beside}
@@ -152,8 +152,8 @@ def cost_of(program: Traced, sample: AuditSample, budget: float = 2.0) -> tuple[
 def save_calls(path: str | Path, what: Callable[..., Any], *inputs: Any, **named: Any) -> None:
     """Run a model once, and write q, k and v of every attention call into a safetensors file.
 
-    `maxattn audit --tensors FILE` reads the file. Masks and biases are not in it. The file is as
-    large as q, k and v of all calls together.
+    `maxattn audit --tensors FILE` reads the file. Masks and biases are not in it; examples
+    that `vmap` maps are batch rows. The file is as large as q, k and v of all calls together.
 
     Args:
         path: the file.
@@ -163,8 +163,8 @@ def save_calls(path: str | Path, what: Callable[..., Any], *inputs: Any, **named
 
     program, tensors = trace(what, *inputs, **named), dict[str, Any]()
 
-    def measure(_: MarkedCall, operands: Any) -> dict[str, Any]:
-        return dict(zip("qkv", operands[:3], strict=True))
+    def measure(_: MarkedCall, operands: Any, every: Any) -> dict[str, Any]:
+        return dict(zip("qkv", every, strict=True))
 
     for i, at, place, found in _ran(program, measure, EVERYTHING):
         own = _own_name(place.call.name or f"call {i + 1}", at, {x[:-2] for x in tensors})

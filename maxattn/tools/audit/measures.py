@@ -6,6 +6,7 @@ are of sampled queries: some query tiles, and some queries of each, against all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
@@ -20,8 +21,8 @@ from maxattn.config import FlashBlockSizes
 from maxattn.config.numbers import whole
 from maxattn.errors import InputError, brief
 from maxattn.jax_private.observed import MarkedCall
-from maxattn.kernels.transposed.few_keys import LOG2E
-from maxattn.kernels.transposed.tile import small_scores
+from maxattn.kernels.transposed.few_keys import LN2, LOG2E
+from maxattn.kernels.transposed.tile import score_limit, small_scores
 from maxattn.sharding import pad_axis
 
 TILE, TILES, SHARE = 128, 8, 0.25
@@ -109,14 +110,16 @@ class SampledRows(NamedTuple):
 
 
 def measures_of(
-    call: MarkedCall, operands: Any, sample: AuditSample, grid: tuple[int, ...] | None
-) -> dict[str, Float[Array, " N"]]:
+    call: MarkedCall, operands: Any, every: Sequence[Array], sample: AuditSample,
+    grid: tuple[int, ...] | None,
+) -> dict[str, Float[Array, " N"]]:  # fmt: skip
     """Return each measure by name, a number for each chosen head; NaN where it does not apply.
 
-    The operands are (q, k, v, bias, mask), and the grid is that of the last tokens, if known.
+    The operands are (q, k, v, bias, mask), `every` has q, k and v of all examples of a `vmap`, and
+    the grid is that of the last tokens, if known.
     """
     heads, of_keys = _heads(operands, sample)
-    q, (k, v) = operands[0][:, :, heads], (x[:, :, of_keys] for x in operands[1:3])
+    q, (k, v) = every[0][:, :, heads], (x[:, :, of_keys] for x in every[1:])
     found, rows = _of_all_tokens(call, q, k, v), sampled(call, operands, sample)
     found |= _of_softmax(rows) | _of_windows(rows, grid)
     if sample.outputs:
@@ -189,12 +192,17 @@ def _of_all_tokens(
     found["bound"] = abs(call.plan.call.scale) * (q_norm * k_norm).max(axis=0)
     for name, x in (("bad_q", q), ("bad_k", k), ("bad_v", v)):
         found[name] = (~jnp.isfinite(x)).sum(axis=(0, 1, 3))
-    return found | {"outside": _outside(call, q, k, v)} | _of_channels(k)
+    return found | _of_running_maximum(call, q, k, v) | _of_channels(k)
 
 
-def _outside(call: MarkedCall, q: Array, k: Array, v: Array) -> Array:
-    """Return the share of queries in blocks that `tpu_flash` gives a running maximum."""
+def _of_running_maximum(call: MarkedCall, q: Array, k: Array, v: Array) -> dict[str, Array]:
+    """Return the share of queries in blocks that `tpu_flash` gives a running maximum.
+
+    It does so above a limit of scores. It computes float16 in float32.
+    """
     plan, tokens = call.plan, q.shape[1]
+    if q.dtype == jnp.float16:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     if plan.kernel.name == "tpu_flash":
         block = plan.kernel.for_inference().blocks.block_q
     else:
@@ -202,18 +210,20 @@ def _outside(call: MarkedCall, q: Array, k: Array, v: Array) -> Array:
         block = forward_tile(FlashBlockSizes(), local, plan.target)[0][0]
     scaled = (q.astype(jnp.float32) * (plan.call.scale * LOG2E)).astype(q.dtype)
     padded = pad_axis(scaled, 1, ceil(tokens / block) * block)
-    heads_first = (x.swapaxes(1, 2) for x in (padded, k, v))
+    heads_first = *_, values = [x.swapaxes(1, 2) for x in (padded, k, v)]
+    limit = jax.vmap(score_limit)(values).min(axis=0) * LN2
     small = jax.vmap(lambda q, k, v: small_scores(q, k, v, block))(*heads_first)
     large = 1 - small.reshape(q.shape[0], q.shape[2], -1)
     sizes = np.minimum(block, tokens - np.arange(0, tokens, block))
-    return (large * sizes).sum(axis=(0, 2)) / (tokens * q.shape[0])
+    outside = (large * sizes).sum(axis=(0, 2)) / (tokens * q.shape[0])
+    return {"outside": outside, "limit": limit}
 
 
 def _of_channels(k: Float[Array, "B S N H"]) -> dict[str, Array]:
     """Return the largest mean of a channel in standard deviations over tokens, and outliers."""
     x = k.astype(jnp.float32)
     mean = x.mean(axis=1)
-    deviation = jnp.sqrt(jnp.maximum(jnp.square(x).mean(axis=1) - jnp.square(mean), 0))
+    deviation = jnp.sqrt(jnp.square(x - mean[:, None]).mean(axis=1))
     # A channel that is constant counts as 1e4 deviations.
     offset = (jnp.abs(mean) / jnp.maximum(deviation, 1e-4 * jnp.abs(mean) + TINY)).max(axis=0)
     largest = jnp.abs(x).max(axis=(0, 1))
@@ -230,9 +240,14 @@ def _of_softmax(sampled: SampledRows) -> dict[str, Array]:
     numbers, counts = np.unique(tiles, return_counts=True)
     member = ((tiles == numbers[:, None]) / counts[:, None]).astype(np.float32)  # [tiles, R]
     keys = ceil(s.shape[2] / TILE)
+    sizes = jnp.minimum(TILE, s.shape[2] - TILE * np.arange(keys))
     mass = pad_axis(p, 2, keys * TILE).reshape(*p.shape[:2], keys, TILE).sum(axis=3)
     mass = jnp.einsum("tr,nrk->ntk", member, mass, precision="highest")
-    top = jax.lax.top_k(mass, ceil(SHARE * keys))[0].sum(axis=2).mean(axis=1)
+    order = jnp.argsort(-mass, axis=2)
+    ordered, sizes = jnp.take_along_axis(mass, order, axis=2), sizes[order]
+    # The last of the top tiles counts by its share of the keys.
+    left = SHARE * s.shape[2] - (jnp.cumsum(sizes, axis=2) - sizes)
+    top = (ordered * jnp.clip(left / sizes, 0, 1)).sum(axis=2).mean(axis=1)
     return {
         "score": jnp.where(jnp.isneginf(s), 0, jnp.abs(s)).max(axis=(1, 2)),
         "entropy": mean_of(entropy, ~jnp.isneginf(s).all(axis=2)),

@@ -15,7 +15,14 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from maxattn.errors import InputError, Unsupported
-from maxattn.jax_private.observed import MarkedCall, auditing, call_p, operands_of, scan_counts
+from maxattn.jax_private.observed import (
+    MarkedCall,
+    auditing,
+    call_p,
+    operands_of,
+    scan_counts,
+    with_examples,
+)
 
 INLINED = (
     "jit",
@@ -26,8 +33,12 @@ INLINED = (
     "custom_jvp_call",
     "custom_vjp_call",
 )
-Measure = Callable[[MarkedCall, Any], Any]
-"""Function of a marked call and its operands (q, k, v, bias, mask); returns a tree of arrays."""
+Measure = Callable[[MarkedCall, Any, list[Any]], Any]
+"""Function of a marked call, its operands (q, k, v, bias, mask), and q, k and v of all examples.
+
+Of examples that `vmap` maps, the operands are the first's; as batch rows, q, k and v are of all. It
+returns a tree of arrays.
+"""
 
 
 class CallPlace(NamedTuple):
@@ -146,7 +157,10 @@ class _Walk:
         chosen, call = next(self.chosen), params["call"]
 
         def measure(given: list[Any]) -> Any:
-            return self.measure(call, operands_of(given, call, params["mapped"]))
+            mapped = params["mapped"]
+            return self.measure(
+                call, operands_of(given, call, mapped), with_examples(given, mapped)
+            )
 
         def zeros(given: list[Any]) -> Any:
             shapes = jax.eval_shape(measure, given)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxattn.kernels.transposed.tile import LARGEST, LARGEST_FLOAT16
 from maxattn.tools.audit.report import Finding, LayerAudit
 
 OFFSET = 3.0  # standard deviations
@@ -73,10 +71,9 @@ def _of_layer(layer: LayerAudit, layers: Sequence[LayerAudit]) -> Iterator[Findi
         broken = rule.breaks(values) & ~is_bad
         if broken.any():
             worst = int(np.argmax(np.where(broken, values[rule.by], -np.inf)))
-            largest = LARGEST_FLOAT16 if layer.dtype == "float16" else LARGEST
             facts = {name: float(x[worst]) for name, x in values.items()}
             rotary = f", with {layer.rotary} rotary embedding" if layer.rotary else ""
-            why = rule.why.format(**facts, limit=largest * log(2), rotary=rotary)
+            why = rule.why.format(**facts, rotary=rotary)
             which = f" (head {layer.heads[worst]})" if broken.sum() > 1 else ""
             yield _found(rule.kind, layer, broken, why + which)
     peers = [other for other in layers if other.role == layer.role]

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from re import split
 from typing import Any
@@ -89,7 +88,8 @@ def _of_tensors(args: argparse.Namespace, config: AttentionConfig) -> Any:
         rule = f"it must be a safetensors file: {plain(str(error))}"
         raise InputError("--tensors", str(args.tensors), rule, WRITTEN) from None
     found = {key.rpartition(".")[0] for key in tensors}
-    names = sorted(found, key=lambda x: [int(n) if n.isdigit() else n for n in split(r"(\d+)", x)])
+    parts = {x: split(r"(\d+)", x) for x in found}
+    names = sorted(found, key=lambda x: [int(n) if n.isdecimal() else n for n in parts[x]])
     calls = [[tensors.get(f"{name}.{n}".lstrip(".")) for n in "qkv"] for name in names]
     if len(tensors) != 3 * len(names) or any(x is None for call in calls for x in call):
         rule = "it must have NAME.q, NAME.k and NAME.v, or q, k and v"
@@ -111,13 +111,16 @@ def _of_call(text: str, config: AttentionConfig) -> Any:
     module, colon, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        make: Callable[..., Any] = getattr(import_module(module), name)
+        make: Any = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         rule = "it must be package.module:function" + (f": {plain(str(error))}" if colon else "")
         remedy = "name a function that can be imported from this folder"
         raise InputError("--call", plain(text), rule, remedy) from None
     finally:
         sys.path.remove(os.getcwd())
+    if not callable(make):
+        rule, remedy = "it must be a function that returns (model, inputs)", "name a function"
+        raise InputError("--call", plain(text), rule, remedy)
     takes_config = bool(inspect.signature(make).parameters)
     if config.changed and not takes_config:
         rule = "the function takes no config, so settings cannot change its model"

@@ -54,7 +54,7 @@ def test_planted_faults_are_named():
 
 
 KINDS = ("offset", "dominant", "bound", "norms")
-SOUND = {"score": 5.5, "bound": 9.0, "outside": 0.0, "q_norm": 6.0, "k_norm": 7.0}
+SOUND = {"score": 5.5, "bound": 9.0, "outside": 0.0, "limit": 65.2, "q_norm": 6.0, "k_norm": 7.0}
 SOUND |= {"k_offset": 0.2, "k_channel": 2.0, "k_outlier": 1.4, "entropy": 4.5, "top_tiles": 0.4}
 SOUND |= {"int8": 0.012, "int8_centred": 0.011, "bad_q": 0.0, "bad_k": 0.0, "bad_v": 0.0}
 FAULTS = (
@@ -124,8 +124,17 @@ def test_modules_calls_and_methods():
     assert named == [("JointAttention", "self"), ("CrossAttention", "cross")]
     same(quick(joint.without_out_bias, x, text), of_joint)
     of_call, loss = quick(ma.attention, X, X, X), lambda q: ma.attention(q, q, q).sum()
-    same(quick(jax.vmap(lambda q: ma.attention(q, q, q)), jnp.stack([X, 2 * X])), of_call)
     same(quick(jax.grad(loss), X), of_call)
+
+
+def test_all_examples_of_vmap_are_measured():
+    q, k = jnp.stack([X, 2 * X]), jnp.stack([X, X, X.at[..., 1].set(9)])
+    inner = jax.vmap(ma.attention, (None, 0, None))
+    of_examples = quick(jax.vmap(inner, (0, None, None)), q, k, 1e4 * X).layers[0].measures
+    spread = (jnp.broadcast_to(x, (2, 3, *X.shape)) for x in (q[:, None], k, 1e4 * X))
+    of_rows = quick(ma.attention, *(x.reshape(6, *X.shape[1:]) for x in spread)).layers[0].measures
+    for name in ("q_norm", "k_norm", "bound", "limit", "outside", "k_offset", "k_outlier"):
+        np.testing.assert_allclose(of_examples[name], of_rows[name], 1e-6)
 
 
 def test_some_layers_of_a_scan():
@@ -169,7 +178,7 @@ def test_results_and_traces_of_the_model_stay():
 @pytest.mark.parametrize("chosen", [(1, 1, 1, 1), (0, 1, 1, 0)])
 def test_the_measured_program_computes_the_model_s_result(chosen):
     program = trace(Stack(), states(), angles())
-    run = jax.jit(program.measured(lambda _, x: x[0].max(), [np.array(chosen, bool)]))
+    run = jax.jit(program.measured(lambda _, x, every: x[0].max(), [np.array(chosen, bool)]))
     (out,), (largest,) = run(*program.inputs)
     assert (out == nnx.jit(lambda model, x: model(x, angles()))(Stack(), states())).all()
     assert [x > 0 for x in largest] == list(chosen)

@@ -35,11 +35,6 @@ def weights(q, k, allowed=True):
     return np.where(allowed, np.abs(s), 0), e / e.sum(axis=2, keepdims=True)
 
 
-@pytest.mark.parametrize("tokens, queries", [(192, 60), (32760, 2000), (129, 128), (1000, 5)])
-def test_as_many_queries_are_sampled_as_asked(tokens, queries):
-    assert len(set(ma.AuditSample(queries).rows(tokens))) == queries
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_scores_entropy_and_top_tiles(is_causal):
     q, k, v = drawn(TOKENS + 400)
@@ -53,13 +48,13 @@ def test_scores_entropy_and_top_tiles(is_causal):
     edges = range(0, q.shape[1], 128)
     tiles = np.stack([p[:, :, i : i + 128].sum(axis=2) for i in edges], axis=2)  # [N, T, tiles]
     tiles = np.stack([tiles[:, i : i + 128].mean(axis=1) for i in edges], axis=1)
-    top = np.sort(tiles)[:, :, -2:].sum(axis=2).mean(axis=1)  # 6 tiles of keys: 2 are the top
-    np.testing.assert_allclose(found["top_tiles"], top, rtol=1e-4)
+    top = np.sort(tiles)[:, :, ::-1] @ [1, 177.5 / 128 - 1, 0, 0, 0, 0]  # a quarter of 710 keys
+    np.testing.assert_allclose(found["top_tiles"], top.mean(axis=1), rtol=1e-4)
 
 
 def test_norms_offset_and_outliers():
     q, k, v = drawn()
-    k = k.at[..., 3].add(7.0).at[..., 5].multiply(40.0)
+    k = k.at[..., 3].add(7e3).at[..., 5].multiply(40.0)
     found = one(q, k, v, kernels=()).measures
     keys = np.repeat(np.asarray(k, np.float64)[0], HEADS // KV_HEADS, axis=1)
     q_norm, k_norm = (np.linalg.norm(x, axis=2).max(axis=0) for x in (np.asarray(q)[0], keys))
@@ -70,9 +65,8 @@ def test_norms_offset_and_outliers():
     np.testing.assert_allclose(found["k_offset"], offset.max(axis=1), rtol=1e-3)
     assert set(found["k_channel"]) == {3.0}
     largest = np.abs(keys).max(axis=0)
-    np.testing.assert_allclose(
-        found["k_outlier"], largest.max(axis=1) / np.median(largest, axis=1), rtol=1e-5
-    )
+    outlier = largest.max(axis=1) / np.median(largest, axis=1)
+    np.testing.assert_allclose(found["k_outlier"], outlier, rtol=1e-5)
 
 
 def test_mass_in_windows_of_a_grid_after_other_tokens():
@@ -139,12 +133,13 @@ def test_bias_and_lengths_are_in_the_scores():
 
 
 def test_a_sample_has_its_number_of_queries_and_follows_its_seed():
-    for length in (1000, 1024, 100):
-        rows = ma.AuditSample(queries=64).rows(length)
-        assert len(set(rows)) == 64 and min(rows) >= 0 and max(rows) < length
-        assert (rows != ma.AuditSample(queries=64, seed=1).rows(length)).any()
+    for length, count in (1000, 64), (1024, 60), (100, 64), (32760, 2000), (129, 128):
+        rows = ma.AuditSample(count).rows(length)
+        assert len(set(rows)) == count and min(rows) >= 0 and max(rows) < length
+        assert (rows != ma.AuditSample(count, seed=1).rows(length)).any()
         tiles = np.unique(rows // 128, return_counts=True)[1]
-        assert len(tiles) <= 8 and set(tiles) == {64 // len(tiles)}
+        assert len(tiles) <= max(8, 2 + count // 128)
+        assert tiles[0] - min(tiles[:-1], default=tiles[0]) in (0, 1)
 
 
 def test_a_sample_of_heads_is_some_of_all():

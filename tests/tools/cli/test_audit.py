@@ -72,6 +72,7 @@ def test_what_is_said_of_bad_input(capsys, tmp_path, monkeypatch):
         ("--call", "no_such_module:model"),
         ("--call", f"{MODULE}:no_such_function"),
         ("--call", f"{MODULE}:wrong"),
+        ("--call", f"{MODULE}:LAYERS"),
     ]
     said = [
         f"$ maxattn audit {' '.join(words)}\n{run(capsys, 'audit', *words).text}" for words in tried
