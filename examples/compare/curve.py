@@ -74,13 +74,14 @@ def _of_layers(
     before: dict[str, Any] = {}
     found: list[dict[str, float]] = []
     first: dict[str, list[Some | None]] = {}
+    wanted = runner.start.rows.wanted
 
     def observe(i: int, state: State) -> State:
-        kept = runner.walk.memory.added[0]
+        kept = _wanted(len(state.x), wanted, runner.walk.memory.added[0])
         for name, call in kept.items():
             first.setdefault(name, [None] * i).append(_some(call.first))
         whole = {name: _sum(jax.tree.leaves(x.added)[0], x.first) for name, x in kept.items()}
-        here, last = _apart(whole, len(state.x)), {} if i in begins else before
+        here, last = _apart(whole), {} if i in begins else before
         found.append({k: float(_ratio(x, last[k])) if k in last else 1.0 for k, x in here.items()})
         before.clear()
         before.update(here)
@@ -92,10 +93,10 @@ def _of_layers(
 
 def _of_model(runner: Runner) -> tuple[list[Some], list[Some]]:
     """Return what the model was given in each step, and its prediction with the text."""
-    samples, predictions = [], []
+    samples, predictions, wanted = [], [], runner.start.rows.wanted
 
     def observe(i: int, state: State) -> State:
-        kept = runner.walk.memory.added[0][EASYCACHE]
+        kept = _wanted(len(state.x), wanted, runner.walk.memory.added[0][EASYCACHE])
         samples.append(_some(kept.at))
         predictions.append(_some(kept.with_))
         return state
@@ -114,10 +115,21 @@ def _run(runner: Runner, keeps: Dynamic, observe: Any) -> None:
     runner.taken(observe)
 
 
-def _apart(added: Mapping[str, Any], samples: int) -> dict[str, Any]:
+def _wanted(drawn: int, wanted: int, kept: Any) -> Any:
+    """Leave out the rows that only fill up the devices, of each prediction of a call."""
+
+    def one(x: Any) -> Any:
+        if not x.ndim or drawn == wanted:
+            return x
+        return jnp.concatenate([x[i : i + wanted] for i in range(0, len(x), drawn)])
+
+    return jax.tree.map(one, kept)
+
+
+def _apart(added: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the layers added in each prediction; a call of both ends with the text."""
     if "both" in added:
-        return {"with": added["both"][-samples:], "without": added["both"][:samples]}
+        return dict(zip(("without", "with"), jnp.split(added["both"], 2), strict=True))
     return dict(added)
 
 

@@ -1,7 +1,8 @@
 """Steps that decide as they run whether they compute: one `lax.cond` in a step's program.
 
-The predicate is a mean over the whole array, so that it is the same on every device of a mesh, and
-collectives in the branch that runs have all their devices.
+The predicate is of means over all devices of a mesh, so that it is the same on each of them, and
+collectives in the branch that runs have all their devices. Rows that fill up the devices do not
+count.
 
 Sources: first-block cache, https://github.com/chengzeyi/ParaAttention; EasyCache, Zhou et al. 2025,
 https://arxiv.org/abs/2507.02860.
@@ -20,6 +21,9 @@ from jaxtyping import Array, Bool, Float
 from .guidance import Predictions
 
 EASYCACHE = "easycache"
+
+
+Mean = Callable[[Array], Float[Array, ""]]
 
 
 class FirstBlock(NamedTuple):
@@ -55,7 +59,11 @@ class Easy(NamedTuple):
 
 
 def first_block(
-    blocks: int, before: FirstBlock | None, threshold: Array | None, keep: Callable[..., None]
+    blocks: int,
+    before: FirstBlock | None,
+    threshold: Array | None,
+    keep: Callable[..., None],
+    mean: Mean,
 ) -> Around:
     """Return a hook that runs the first layers, and reuses the others where these changed little.
 
@@ -64,6 +72,7 @@ def first_block(
         before: what an earlier step kept; None computes.
         threshold: of the change, relative to what the first layers had added.
         keep: is given what later steps take, and whether this one computed.
+        mean: of a change.
     """
 
     def around(layers: Layers, x: Any) -> Any:
@@ -78,7 +87,7 @@ def first_block(
             y, kept = compute()
             keep(kept, None)
             return y
-        reuse = _mean(first - before.first) / _mean(before.first) < threshold
+        reuse = mean(first - before.first) / mean(before.first) < threshold
         again = jax.tree.map(jnp.add, head, before.added), before
         y, kept = jax.lax.cond(reuse, lambda: again, compute)
         keep(kept, ~reuse)
@@ -88,7 +97,11 @@ def first_block(
 
 
 def easycache(
-    x: Array, predict: Callable[[], Predictions], before: Easy | None, threshold: Array | None
+    x: Array,
+    predict: Callable[[], Predictions],
+    before: Easy | None,
+    threshold: Array | None,
+    mean: Mean,
 ) -> tuple[Predictions, Easy, Bool[Array, ""] | None]:
     """Return predictions, computed or those of an earlier step; what is kept; if they are computed.
 
@@ -99,13 +112,14 @@ def easycache(
         predict: computes.
         before: what the step before kept; None computes.
         threshold: of the summed change; one below 0 computes.
+        mean: of a change.
     """
     infinite = jnp.float32(jnp.inf)
     if before is None or threshold is None:
         found = predict()
         added = jax.tree.map(lambda y: y - x, found)
         return found, Easy(added, found.with_, x, x, jnp.float32(0), infinite), None
-    error = before.error + before.rate * _mean(x - before.x) / _mean(before.with_)
+    error = before.error + before.rate * mean(x - before.x) / mean(before.with_)
     reuse = error < threshold
 
     def again() -> tuple[Predictions, Easy]:
@@ -113,7 +127,7 @@ def easycache(
 
     def compute() -> tuple[Predictions, Easy]:
         found = predict()
-        rate = _mean(found.with_ - before.with_) / _mean(x - before.at)
+        rate = mean(found.with_ - before.with_) / mean(x - before.at)
         added = jax.tree.map(lambda y: y - x, found)
         return found, Easy(added, found.with_, x, x, jnp.float32(0), rate)
 
@@ -121,5 +135,14 @@ def easycache(
     return found, kept, ~reuse
 
 
-def _mean(x: Array) -> Float[Array, ""]:
-    return jnp.mean(jnp.abs(x.astype(jnp.float32)))
+def mean_size(samples: int, wanted: Array | None, x: Array) -> Float[Array, ""]:
+    """Return the mean size of an array's numbers, over the rows of the wanted samples.
+
+    Args:
+        samples: that are drawn; a call of both predictions has two rows for each.
+        wanted: how many of them, the first ones; None for all.
+        x: rows of a call.
+    """
+    rows = jnp.mean(jnp.abs(x.astype(jnp.float32)), axis=range(1, x.ndim))
+    where = None if wanted is None else jnp.arange(len(rows)) % samples < wanted
+    return jnp.mean(rows, where=where)

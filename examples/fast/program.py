@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array
 from samplers import Schedule, State, step
 
 from .cache_settings import EasyCacheSettings
-from .deciding import EASYCACHE, Easy, easycache
+from .deciding import EASYCACHE, Easy, easycache, mean_size
 from .guidance import Predictions
 from .reuse import Added, Notes, hook_of
 from .settings import GuidanceSettings
@@ -104,6 +105,7 @@ class Inputs(NamedTuple):
             A prediction with the text takes the last.
         scale: of guidance.
         kept: by earlier steps.
+        wanted: samples, the first ones, which decide; the others fill up devices. None: all.
     """
 
     schedule: Schedule
@@ -112,6 +114,7 @@ class Inputs(NamedTuple):
     told: tuple[Any, ...]
     scale: Array
     kept: Kept
+    wanted: Array | None = None
 
 
 def take(
@@ -154,7 +157,7 @@ def _decided(
     """Return predictions: those of the model, or what EasyCache kept, as it decides."""
 
     def predict() -> Predictions:
-        return _predictions(model, kind, notes, given.told, given.kept, at)
+        return _predictions(model, kind, notes, given.told, given.kept, at, given.wanted)
 
     if not isinstance(kind.decides, EasyCacheSettings):
         return predict()
@@ -166,7 +169,8 @@ def _decided(
         skipping = skipping if THIRD in kind.predictions else None
         parts = before.added._replace(without=without, skipping=skipping)
         before = before._replace(added=parts)
-    found, kept, computed = easycache(at[0], predict, before, given.kept.threshold)
+    mean = partial(mean_size, len(at[0]), given.wanted)
+    found, kept, computed = easycache(at[0], predict, before, given.kept.threshold, mean)
     notes.keep(EASYCACHE, kept, computed)
     return found
 
@@ -178,14 +182,16 @@ def _predictions(
     told: tuple[Any, ...],
     kept: Kept,
     at: tuple[Array, Array],
+    wanted: Array | None = None,
 ) -> Predictions:
     """Call the model for the predictions of a step, at samples and a time."""
     (x, t), names = at, kind.predictions
     earlier = () if isinstance(kind.decides, EasyCacheSettings) else kept.added
+    mean = partial(mean_size, len(x), wanted)
 
     def call(name: str, x: Array, what: Any) -> Array:
         added = [_kept_of(name, each, len(x)) for each in earlier]
-        around = hook_of(kind, name, notes, (added, kept.weights, kept.threshold))
+        around = hook_of(kind, name, notes, (added, kept.weights, kept.threshold), mean)
         return model(x, jnp.broadcast_to(t, x.shape[:1]), what, around).astype(jnp.float32)
 
     without = None

@@ -13,7 +13,7 @@ from common.scan import Around, Layers
 from jaxtyping import Array
 
 from .cache_settings import FirstBlockSettings
-from .deciding import first_block
+from .deciding import Mean, first_block
 from .steps import SKIPPING, Step
 
 Added = Any  # what layers added, or what they gave if they do not add: arrays
@@ -92,7 +92,11 @@ def skipping(numbers: Sequence[int], around: Around | None) -> Around:
 
 
 def hook_of(
-    step: Step, name: str, notes: Notes, kept: tuple[Sequence[Added], Sequence[Any], Any]
+    step: Step,
+    name: str,
+    notes: Notes,
+    kept: tuple[Sequence[Added], Sequence[Any], Any],
+    mean: Mean,
 ) -> Around | None:
     """Return the hook of a prediction in a step of this kind; None for one without a hook.
 
@@ -101,13 +105,14 @@ def hook_of(
         name: of the prediction.
         notes: take what it leaves.
         kept: what layers added, the newest first; weights of it; the threshold of a decision.
+        mean: of a change, for a decision.
     """
     added, weights, threshold = kept
     hook = None
     if isinstance(step.decides, FirstBlockSettings):
         before = added[0] if step.layers == "decide" else None
         keep = partial(notes.keep, name)
-        hook = first_block(step.decides.blocks, before, threshold, keep)
+        hook = first_block(step.decides.blocks, before, threshold, keep, mean)
     elif step.layers == "reuse":
         hook = reusing(step, added, weights)
     elif step.layers == "compute" and step.keeps and step.decides is None:

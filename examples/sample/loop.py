@@ -48,6 +48,7 @@ class Walk(AbstractContextManager["Walk"]):
         console: where the bar is drawn; default standard output.
         keys: of the new noise of each sample, for a sampler that re-noises.
         mesh: that the models are on.
+        wanted: samples, the first ones; the others fill up the devices. None: all.
 
     Attributes:
         observe: is given the number and the state of each step that was taken; the run goes on from
@@ -65,8 +66,10 @@ class Walk(AbstractContextManager["Walk"]):
         console: Console | None = None,
         keys: Keys | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        wanted: int | None = None,
     ) -> None:
         self.mesh = mesh
+        self._wanted = None if wanted in (None, len(noise)) else jnp.int32(wanted)
         self.task, self.schedule, self.planned = task, schedule, planned
         self._structure: Structure | None = None
         self._once: Callable[..., Any]
@@ -115,7 +118,8 @@ class Walk(AbstractContextManager["Walk"]):
             step, kept = self.planned[i].step, memory.before(self.planned[i])
             told = known if step.guidance == "guided" else known[-1:]
             scale = jnp.float32(expert.guidance_scale)
-            given = Inputs(self.schedule, jnp.int32(i), self.state, told, scale, kept)
+            place = jnp.int32(i)
+            given = Inputs(self.schedule, place, self.state, told, scale, kept, self._wanted)
             arrays, structure_of_kept = jax.tree.flatten(kept)
             key = step, structure_of_kept, tuple(x.sharding for x in arrays)
             if key not in self._programs:

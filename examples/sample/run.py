@@ -322,7 +322,8 @@ def walk_of(
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
     first = place(np.moveaxis(_noise(paths, start.rows, task), 1, -1), mesh)
     keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
-    return Walk(task, told, first, schedule, steps.planned, keys=keys, mesh=mesh)
+    wanted = start.rows.wanted
+    return Walk(task, told, first, schedule, steps.planned, keys=keys, mesh=mesh, wanted=wanted)
 
 
 def _sampled(

@@ -161,3 +161,5 @@ def test_ratios_are_means_over_tokens_and_clips() -> None:
     wide = [np.linalg.norm(np.asarray(x, np.float64), axis=-1) for x in (ours, before)]
     got = curve._ratio(ours, before)
     np.testing.assert_allclose(got, (wide[0] / wide[1]).mean(), rtol=1e-6)
+    both = curve._wanted(3, 2, np.arange(6))
+    assert both.tolist() == [0, 1, 3, 4], "the rows of samples that fill up the devices are left"
