@@ -10,31 +10,33 @@
 Every way of sampling draws the same prompts from the same noise. Its row says how many forwards are
 computed and how long they took, without compiling; how far its samples end from the dense ones, in
 multiples of the floor too, which is dense sampling with another kernel of attention; and the error
-of single steps that reuse or approximate, from the dense run's samples. A way with a section `fast`
-has a row of plain sampling in fewer steps beside it, which computes as many forwards. With --out
-the samples are decoded, and PSNR, SSIM (and LPIPS, where the package lpips is there) are of their
-pictures.
+of single steps that reuse or approximate, from the dense run's samples. Behind a way with a section
+`fast` comes plain sampling in fewer steps, which computes as many forwards as that way did. With
+--out the samples are decoded, and PSNR, SSIM (and LPIPS, where the package lpips is there) are of
+their pictures.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from common import hosts
 from common.statistics import drift
+from common.writable import unwritable
 from compare import pictures
 from compare.family import family_of, task_of_family
 from compare.report import Report, Row, machine_facts
 from sample import arms
-from sample.arms import DENSE, Arm
+from sample.arms import DENSE, PLAIN, Arm
 from sample.checks import check
 from sample.command import command, paths_of
+from sample.kernels import self_kernel
 from sample.measured import facts_of
-from sample.paths import Paths
-from sample.run import check_weights, start_of
+from sample.run import check_weights, start_of, start_of_plan
 from sample.run_weights import weights_of_run
 from sample.runner import Runner, Trajectory, psnr
 from sample.task import SamplingTask
@@ -52,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--report", type=Path, default=Path("out/drift.yml"), metavar="FILE", help=told)
 
 
-def ways_of(found: argparse.Namespace, make: arms.MakeTask, paths: Paths) -> list[Arm]:
-    """Return the ways of sampling that are compared, the dense one and the floor first.
+def ways_of(found: argparse.Namespace, make: arms.MakeTask) -> list[Arm]:
+    """Return the ways of sampling that are compared, the dense one first.
 
     Raises:
         ConfigErrors: there is nothing to compare with the dense one, or a way draws other samples.
@@ -68,7 +70,7 @@ def ways_of(found: argparse.Namespace, make: arms.MakeTask, paths: Paths) -> lis
         rule = "a way of sampling is compared with the dense one"
         remedy = "give --settings FILE or --setting NAME KEY=VALUE, or write sampling.fast"
         raise ConfigErrors([ConfigError("--settings", "(none)", rule, remedy)])
-    return arms.with_same_cost(arms.with_floor(said, found.floor), make, paths)
+    return said
 
 
 def main(found: argparse.Namespace) -> None:
@@ -80,22 +82,30 @@ def main(found: argparse.Namespace) -> None:
     def make(changes: Sequence[str]) -> SamplingTask:
         return make_task(settings(found, changes), paths.model)
 
-    ways = ways_of(found, make, paths)
-    tasks = {arm.name: arms.task_of(arm, make) for arm in ways}
-    counts = {name: arms.forwards(task, paths) for name, task in tasks.items()}
-    plain = tasks[DENSE]
+    if (problem := unwritable("--report", found.report)) is not None:
+        raise ConfigErrors([problem])
+    ways = ways_of(found, make)
+    for arm in ways:
+        arms.forwards(arms.task_of(arm, make), paths)  # or refuse its settings
+    plain = arms.task_of(ways[0], make)
     mesh = plain.settings.make_mesh()
     check(plain, paths, writes=False)
     check_weights(plain, paths)
+    begins = start_of_plan(plain, paths, mesh)
+    rows = begins.rows.samples * begins.rows.calls
+    name = partial(self_kernel, rows=rows, lengths=begins.lengths, mesh=mesh)
+    ways = arms.with_floor(ways, found.floor, make, name)
     facts = {"config": str(found.config), **weights_of_run(plain, paths).checkpoints()}
     report = Report({**facts, **machine_facts(), "clips": 0})
     dense: tuple[np.ndarray, Trajectory] | None = None
     decoded: list[np.ndarray] = []
-    for arm in ways:
-        task, count = tasks[arm.name], counts[arm.name]
-        print(f"\n{arm.name}: {count.computed:g} of {count.whole} forwards")
+    for arm in ways:  # which grow
+        task = arms.task_of(arm, make)
+        print(f"\n{arm.name}: {arms.forwards(task, paths)}")
         runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
-        row, latents, dense = _measured(arm, count, runner, dense)
+        row, latents, dense = _measured(arm, runner, dense)
+        row.arm, lacks = arms.add_plain(ways, arm, row.count, make)
+        row.notes += [f"no row of the same cost: {lacks}"] if lacks else []
         row.of = facts_of(task, task.sampler(), runner.steps.planned, paths)
         if paths.out is not None:
             shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
@@ -108,7 +118,7 @@ def main(found: argparse.Namespace) -> None:
 
 
 def _measured(
-    arm: Arm, count: arms.Count, runner: Runner, dense: tuple[np.ndarray, Trajectory] | None
+    arm: Arm, runner: Runner, dense: tuple[np.ndarray, Trajectory] | None
 ) -> tuple[Row, np.ndarray, tuple[np.ndarray, Trajectory]]:
     """Run a way of sampling; the first one is the dense run that others are held against."""
     if dense is None:
@@ -116,13 +126,16 @@ def _measured(
         dense = run.latents, kept
     else:
         run = runner.run()
+    for line in runner.walk.outcome():
+        print(line)
+    count = arms.forwards(runner.task, runner.paths)._replace(computed=run.forwards)
     at_end = drift(run.latents, dense[0]), psnr(run.latents, dense[0])
     row = Row(arm, count, run.seconds, *at_end)
-    same_steps = len(runner.walk.schedule.times) == len(dense[1].states) - 1
-    if arm.name != DENSE and same_steps:
-        errors = np.stack(runner.errors(dense[1]))[:, : len(run.latents)]
-        fast_alone = all(key.split(".")[0] == "fast" for key in arm.changes)
-        row.steps = np.median(errors[runner.approximate() if fast_alone else ...], axis=0)
+    if (unlike := runner.unlike(dense[1])) is not None:
+        row.notes += [] if PLAIN.match(arm.name) else [f"no error of a step: {unlike}"]
+    elif arm.name != DENSE:
+        errors = np.stack(runner.errors(dense[1]))
+        row.steps = np.median(errors[runner.approximate()], axis=0)
     return row, run.latents, dense
 
 

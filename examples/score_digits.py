@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from common import hosts
 from common.command import parser_of, user_errors
 from digits_large import clips, scenes
-from digits_large.drawing import Conditions, draw
+from digits_large.drawing import Conditions, draw, rows_of
 from digits_large.report import REAL, Report
 from digits_large.sampling_task import ClipSamplingTask, size_of_clips
 from digits_large.scenes import Scans, Scene, Size
@@ -32,6 +33,8 @@ from digits_large.scores import Judge
 from digits_large.settings import Settings
 from sample import arms
 from sample.arms import Arm
+from sample.assumed import assumed_lengths
+from sample.kernels import self_kernel
 from sample.paths import Paths
 from sample.rows import Rows, batch_ways, noise
 
@@ -53,8 +56,8 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def tasks_of(found: argparse.Namespace) -> list[tuple[Arm, Any]]:
-    """Read every way of sampling before the first is drawn.
+def ways_of(found: argparse.Namespace) -> tuple[list[Arm], arms.MakeTask]:
+    """Read every way of sampling before the first is drawn: the dense one and the floor first.
 
     Raises:
         ConfigErrors: settings of one do not fit, or the clips are no whole batches.
@@ -72,23 +75,17 @@ def tasks_of(found: argparse.Namespace) -> list[tuple[Arm, Any]]:
         settings = Settings.from_yaml(found.config, [*common, *changes])
         return ClipSamplingTask.of(settings, folder)
 
-    every = arms.with_same_cost(ways_of(found), make, Paths(folder))
-    ways = batch_ways(make(()).settings.make_mesh())
-    if found.batch % ways:
+    plain = make(())
+    mesh = plain.settings.make_mesh()
+    if found.batch % (ways := batch_ways(mesh)):
         rule = f"the {ways} devices of data and fsdp have as many clips each"
         raise ConfigErrors([ConfigError("--batch", found.batch, rule, f"use a multiple of {ways}")])
-    return [(arm, arms.task_of(arm, make)) for arm in every]
-
-
-def ways_of(found: argparse.Namespace) -> list[Arm]:
-    """Read ways of sampling, the dense one and the floor first.
-
-    Raises:
-        ConfigErrors: one has a name that is taken.
-    """
-    taken = {**arms.TAKEN, REAL: "real clips"}
-    said = arms.read_arms(found.settings, found.setting, taken)
-    return arms.with_floor(said, found.floor)
+    said = arms.read_arms(found.settings, found.setting, {**arms.TAKEN, REAL: "real clips"})
+    for arm in said:
+        arms.forwards(arms.task_of(arm, make), Paths(folder))  # or refuse its settings
+    rows = rows_of(plain, found.batch, mesh)
+    sizes = {"rows": rows.samples * rows.calls, "lengths": assumed_lengths(plain), "mesh": mesh}
+    return arms.with_floor(said, found.floor, make, partial(self_kernel, **sizes)), make
 
 
 def scene_of(first: int, count: int, size: Size, scans: Scans) -> tuple[Scene, Any]:
@@ -100,8 +97,8 @@ def scene_of(first: int, count: int, size: Size, scans: Scans) -> tuple[Scene, A
 def main(found: argparse.Namespace) -> None:
     """Draw and score every way of sampling; write what is known after each."""
     hosts.alone("a comparison")
-    tasks = tasks_of(found)
-    _, plain = tasks[0]
+    ways, make = ways_of(found)
+    plain: Any = make(())
     size, held_out = size_of_clips(plain.settings, plain.sizes), Scans.of("test")
     scene, real = scene_of(found.first, found.clips, size, held_out)
     judge = Judge(size)
@@ -112,11 +109,16 @@ def main(found: argparse.Namespace) -> None:
     rows = Rows(found.first + found.clips, 1, 1, 1)
     start = noise(SEED, rows, (*plain.latents[1:], plain.latents[0]))[found.first :]
     told = Conditions(scene.prompts(), start, found.batch)
-    for arm, task in tasks:
+    for arm in ways:  # which grow
+        task: Any = arms.task_of(arm, make)
         count = arms.forwards(task, Paths(task.folder))
-        print(f"\n{arm.name}: {count.computed:g} of {count.whole} forwards")
+        print(f"\n{arm.name}: {count}")
         drawn = draw(task, told, task.settings.make_mesh())
-        report.add(arm, count, drawn)
+        count = count._replace(computed=drawn.forwards)
+        named, lacks = arms.add_plain(ways, arm, count, make)
+        if lacks:
+            print(f"no row of the same cost: {lacks}")
+        report.add(named, count, drawn)
         report.write()
     print(f"\n{report.text()}")
     print("\n".join(map(str, report.write())))

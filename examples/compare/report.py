@@ -32,9 +32,10 @@ class Row:
         seconds: of its steps, for all clips, without compiling.
         drift: at the end.
         psnr: of the latents, in dB.
-        steps: median error of the steps that reuse or approximate, from the dense samples, of each
-            clip; None if not measured.
+        steps: median error of the steps that reuse or approximate, of all where none does, from the
+            dense samples, of each clip; None if not measured.
         pictures: more scores by name, where samples were decoded.
+        notes: why figures of it are not there.
         of: what its drift depends on beside the weights; sampling compares its run with it.
     """
 
@@ -46,6 +47,7 @@ class Row:
     steps: PerClip | None = None
     pictures: Mapping[str, PerClip] = field(default_factory=dict)
     of: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -73,11 +75,14 @@ class Report:
         lines = [self._cells(row, more) for row in self.rows]
         said = (
             "drift: |x - dense| / |dense| of the final latents, median of the clips; x floor: in"
-            " multiples of dense sampling with another kernel; a step: median error of the steps"
-            " that reuse or approximate, from the dense samples, as a share of the step; PSNR: of"
-            " latents, dB. All of them measure distance from the dense samples, not beauty."
+            " multiples of dense sampling with another kernel; a step: error from the dense"
+            " samples, as a share of the step, median of the steps that reuse or approximate (of"
+            " all steps where none does); PSNR: of latents, dB. All of them measure distance from"
+            " the dense samples, not beauty."
         )
-        return f"{table(heads, lines)}\n{said}"
+        notes = ["floor: both kernels give the same samples"] if self.floor == 0 else []
+        notes += [f"{row.arm.name}: {note}" for row in self.rows for note in row.notes]
+        return "\n".join([table(heads, lines), said, *notes])
 
     def _cells(self, row: Row, more: Sequence[str]) -> list[str]:
         floor = self.floor
@@ -121,6 +126,8 @@ class Report:
         if row.steps is not None:
             found["step_error"] = [round(float(x), 6) for x in row.steps]
         found |= {k: [round(float(x), 5) for x in v] for k, v in row.pictures.items()}
+        if row.notes:
+            found["notes"] = list(row.notes)
         if row.arm.same_cost is not None:
             found |= {"same_cost": row.arm.same_cost, "against": self._beside(row)}
         return found

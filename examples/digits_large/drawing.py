@@ -44,10 +44,12 @@ class Drawn(NamedTuple):
     Args:
         clips: as the model drew them, channels last.
         seconds: of all steps, without compiling.
+        forwards: that were computed, in the mean of the batches.
     """
 
     clips: Float[np.ndarray, "n F H W 3"]
     seconds: float
+    forwards: float
 
 
 def draw(task: ClipSamplingTask, told: Conditions, mesh: jax.sharding.Mesh | None = None) -> Drawn:
@@ -59,7 +61,7 @@ def draw(task: ClipSamplingTask, told: Conditions, mesh: jax.sharding.Mesh | Non
         mesh: devices to draw on; default the one there is.
     """
     mesh, count = sharding.program_mesh(mesh), len(told.prompts)
-    rows, keys = _rows(task, told.batch, mesh), keys_of(task.settings.sampling.seed, count)
+    rows, keys = rows_of(task, told.batch, mesh), keys_of(task.settings.sampling.seed, count)
     start = Start(_told(task, told.prompts[: told.batch], rows), rows)
     runner = Runner(task, Paths(task.folder), start, mesh)
     runs = []
@@ -69,10 +71,12 @@ def draw(task: ClipSamplingTask, told: Conditions, mesh: jax.sharding.Mesh | Non
         runner.give(prompts, told.noise[some], keys[some])
         runs.append(runner.run())
     clips = np.concatenate([run.latents for run in runs]).astype(np.float32)
-    return Drawn(clips, sum(run.seconds for run in runs))
+    forwards = sum(run.forwards for run in runs) / len(runs)
+    return Drawn(clips, sum(run.seconds for run in runs), forwards)
 
 
-def _rows(task: ClipSamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> Rows:
+def rows_of(task: ClipSamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> Rows:
+    """Count the rows of a batch of clips."""
     both = task.settings.sampling.guided and predicts_both(task)
     return Rows(batch, 1, 2 if both else 1, batch_ways(mesh))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from maxattn.errors import ConfigError
 
-from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings
+from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings, FirstBlockSettings
 from .calibrated import check_calibrated, filled
 from .curves import Facts
 from .schedules import FEW, check_one_layer, check_reuse, letters_of
@@ -62,12 +62,23 @@ class Step(NamedTuple):
         """Predictions that the step combines."""
         return len(self.predictions)
 
-    def forwards(self, layers: int) -> float:
-        """Count the forwards of a model with so many layers that the step computes, at most."""
-        first, last = self.span or (0, layers) if self.layers == "reuse" else (0, 0)
-        reused = set(range(first, last))
-        left_out = (reused | set(self.skip if x in SKIPPING else ()) for x in self.predictions)
-        return sum(1 - len(x) / layers for x in left_out)
+    def forwards(self, layers: int, reused: Container[str] = ()) -> float:
+        """Count the forwards of a model with so many layers that the step computes.
+
+        Args:
+            layers: of the model.
+            reused: predictions that the step decided not to compute; without them: at most.
+        """
+        first, last = self.span or (0, layers)
+        if isinstance(self.decides, FirstBlockSettings):
+            first, last = self.decides.blocks, layers
+        found = 0.0
+        for name in self.predictions:
+            reuses = self.layers == "reuse" or name in reused
+            left_out = {*range(first, last)} if reuses else set[int]()
+            left_out |= {*(self.skip if name in SKIPPING else ())}
+            found += 1 - len(left_out) / layers
+        return found
 
 
 class Planned(NamedTuple):

@@ -7,14 +7,16 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import yaml
 from fast import steps
+from samplers.given import KEYS, Given
 
 from maxattn.config import ConfigErrors
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, MaxattnError
+from sample.kernels import keys_of, with_kernel
 from sample.paths import Paths
 from sample.planned import planned_steps
 from sample.task import SamplingTask
@@ -29,7 +31,12 @@ DRAWN = (
     *("seed", "height", "width", "frames", "fps", "count", "per_prompt"),
     *("prompt", "negative_prompt", "text_tokens"),
 )
-KERNELS = {"gpu": "cudnn", "cpu": "flash", "tpu": "flash"}  # of the floor
+# Of the floor: the first one that dense sampling does not have.
+KERNELS = {
+    "gpu": ("cudnn", "flash"),
+    "cpu": ("flash", "dot_product"),
+    "tpu": ("flash", "tpu_flash"),
+}
 FORM = "write lines such as `half: {num_inference_steps: 25}`"
 MakeTask = Callable[[Sequence[str]], SamplingTask]
 
@@ -46,6 +53,14 @@ class Arm(NamedTuple):
     name: str
     changes: Mapping[str, Any]
     same_cost: str | None = None
+
+    @classmethod
+    def of(cls, name: str, said: Mapping[Any, Any]) -> Self:
+        """Take changes as they are written: `fast` and `sampling.fast` are one key."""
+        flat = dict(said)
+        if isinstance(flat.get("sampling"), Mapping):
+            flat |= flat.pop("sampling")
+        return cls(name, {str(key).removeprefix("sampling."): x for key, x in flat.items()})
 
     def overrides(self, keys: Any) -> list[str]:
         """Return the changes as the command line writes them; `keys` are those of `sampling`."""
@@ -66,6 +81,9 @@ class Count(NamedTuple):
     computed: float
     whole: int
 
+    def __str__(self) -> str:
+        return f"{self.computed:g} of {self.whole} forwards"
+
 
 def add_options(parser: argparse.ArgumentParser) -> Any:
     """Add the options that name ways of sampling; return what adds more beside them."""
@@ -73,16 +91,44 @@ def add_options(parser: argparse.ArgumentParser) -> Any:
     add("--settings", type=Path, metavar="FILE", help="YAML: keys of sampling by name")
     told = "one more way of sampling: a name, then KEY=VALUE"
     add("--setting", nargs="+", action="append", default=[], metavar="NAME", help=told)
-    told = "another kernel of attention, for the floor; default cudnn on a GPU, else flash; or none"
+    told = "another kernel of attention than the config's, for the floor; or none"
     add("--floor", metavar="KERNEL", help=told)
     return add
 
 
-def with_floor(arms: Sequence[Arm], kernel: str | None) -> list[Arm]:
-    """Add dense sampling with another kernel behind the dense one, unless the kernel is "none"."""
-    kernel = kernel or KERNELS.get(jax.default_backend(), "flash")
-    floor = () if kernel == "none" else (Arm(FLOOR, {"fast": None, "attention": kernel}),)
-    return [arms[0], *floor, *arms[1:]]
+def with_floor(
+    arms: Sequence[Arm], asked: str | None, make: MakeTask, name: Callable[[SamplingTask], str]
+) -> list[Arm]:
+    """Add dense sampling with another kernel behind the dense one.
+
+    Args:
+        arms: ways of sampling, the dense one first.
+        asked: a kernel; None for one that dense sampling does not have; "none" adds nothing.
+        make: a task of overrides.
+        name: names the kernel of a task's self-attention.
+
+    Raises:
+        ConfigErrors: dense sampling has that kernel, or it cannot run.
+    """
+    if asked == "none":
+        return [*arms]
+    task = task_of(arms[0], make)
+    ours, known = name(task), KERNELS.get(jax.default_backend(), ("flash",))
+    others: dict[str, str] = {}
+    for kernel in (*((asked,) if asked else ()), *known):
+        try:
+            others[kernel] = name(with_kernel(task, kernel))
+        except MaxattnError as error:
+            if kernel == asked:
+                rule = error.problems[0].rule if isinstance(error, ConfigErrors) else error.rule
+                remedy = "name another kernel, or give --floor none"
+                raise ConfigErrors([ConfigError("--floor", kernel, rule, remedy)]) from None
+    free = [kernel for kernel, theirs in others.items() if theirs != ours]
+    if not free or (asked and asked != free[0]):
+        rule = f"it is another kernel than dense sampling has, which is {ours}"
+        remedy = " or ".join(f"--floor {kernel}" for kernel in (*free, "none"))
+        raise ConfigErrors([ConfigError("--floor", asked, rule, f"give {remedy}")])
+    return [arms[0], Arm(FLOOR, {"fast": None, **keys_of(task, free[0])}), *arms[1:]]
 
 
 def read_arms(
@@ -108,7 +154,7 @@ def read_arms(
         said[name] = dict(map(_change, changes))
     if problems:
         raise ConfigErrors(problems)
-    return [Arm(DENSE, {"fast": None}), *(Arm(name, x or {}) for name, x in said.items())]
+    return [Arm(DENSE, {"fast": None}), *(Arm.of(name, x or {}) for name, x in said.items())]
 
 
 def _name_errors(setting: str, name: str, taken: Mapping[str, str]) -> Iterator[ConfigError]:
@@ -160,29 +206,40 @@ def forwards(task: SamplingTask, paths: Paths) -> Count:
     return Count(*steps.forwards(planned, task.layers, task.settings.sampling.guided))
 
 
-def with_same_cost(arms: Sequence[Arm], make: MakeTask, paths: Paths) -> list[Arm]:
-    """Add to each way of sampling with a section `fast` plain sampling in fewer steps.
+def add_plain(ways: list[Arm], arm: Arm, count: Count, make: MakeTask) -> tuple[Arm, str]:
+    """Add plain sampling in fewer steps behind a way of sampling with a section `fast`.
 
     Args:
-        arms: ways of sampling.
+        ways: of sampling; nothing is added if the plain one is there.
+        arm: one of them, which has run.
+        count: of the forwards that it computed.
         make: a task of overrides.
-        paths: of the weights.
+
+    Returns:
+        The way, which names the plain one; and why there is none, or "".
     """
-    found: dict[str, Arm] = {}
-    for arm in arms:
-        task = task_of(arm, make)
-        if task.settings.sampling.fast is None:
-            found[arm.name] = arm
-            continue
-        count, number = forwards(task, paths), task.settings.sampling.num_inference_steps
-        fewer = max(1, round(count.computed / count.whole * number))
-        kept = {key: x for key, x in arm.changes.items() if key.split(".")[0] != "fast"}
-        plain = {**kept, "fast": None, "num_inference_steps": fewer}
-        others = (f"{key}={x}" for key, x in kept.items() if key != "num_inference_steps")
-        name = ", ".join([f"{fewer} plain steps", *others])
-        found[arm.name] = arm._replace(same_cost=name)
-        found.setdefault(name, Arm(name, plain))
-    return list(found.values())
+    sampling = task_of(arm, make).settings.sampling
+    if sampling.fast is None:
+        return arm, ""
+    number, own = sampling.num_inference_steps, Given.of(sampling.__dict__)
+    fewer = max(1, round(count.computed / count.whole * number))
+    left_out = {"num_inference_steps", *(KEYS if own is not None else ())}
+    kept = {key: x for key, x in sorted(arm.changes.items()) if key.split(".")[0] != "fast"}
+    said = {key: x for key, x in kept.items() if key not in left_out}
+    # Of a list, as many values as there are steps; a distilled model has lists of its own.
+    if own is not None and sampling.distilled is None:
+        if fewer > number:
+            return arm, f"{fewer} plain steps cost as much, and {own.setting} has {number} values"
+        said[own.key] = [own.values[i * number // fewer] for i in range(fewer)]
+    name = ", ".join([f"{fewer} plain steps", *(f"{key}={x}" for key, x in said.items())])
+    plain = Arm(name, {**kept, **said, "fast": None, "num_inference_steps": fewer})
+    try:
+        task_of(plain, make)
+    except ConfigErrors as error:
+        return arm, f"{fewer} plain steps cost as much, and {error.problems[0].rule}"
+    if name not in {x.name for x in ways}:
+        ways.insert(ways.index(arm) + 1, plain)
+    return arm._replace(same_cost=name), ""
 
 
 def task_of(arm: Arm, make: MakeTask) -> SamplingTask:

@@ -12,6 +12,7 @@ from fast.steps import Planned
 from flax import nnx
 
 import maxattn as ma
+from maxattn import sharding
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 
@@ -38,10 +39,16 @@ def with_kernel(task: SamplingTask, kernel: Kernel) -> SamplingTask:
     """
     if kernel is None:
         return task
-    settings = task.settings
-    key = "attention" if _is_kernel(settings.attention) else "attention_kernel"
     changed: Any = task
-    return replace(changed, settings=settings.replace(**{key: kernel}))
+    return replace(changed, settings=task.settings.replace(**keys_of(task, kernel)))
+
+
+def keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
+    """Return the settings under which a task's self-attention has a kernel, and its strategy."""
+    if not _is_kernel(task.settings.attention):
+        return {"attention_kernel": kernel}
+    named = task.settings.attention_kernel is not None
+    return {"attention": kernel, **({"attention_kernel": None} if named else {})}
 
 
 def _is_kernel(attention: str) -> bool:
@@ -110,9 +117,21 @@ def kernel_names(
             if kernel is None:
                 raise
             raise ConfigErrors(list(_renamed(error, kernel))) from None
-        names = (plan.kernel.name for plan in plans.values() if plan.call.role == "self")
-        found[kernel] = ", ".join(dict.fromkeys(names))
+        found[kernel] = _of_self(plans)
     return found
+
+
+@sharding.inside_auto_axes()
+def self_kernel(
+    task: SamplingTask, *, rows: int, lengths: Mapping[str, int], mesh: jax.sharding.Mesh | None
+) -> str:
+    """Name the kernel of the settings that runs in self-attention; arguments of `kernel_names`."""
+    return _of_self(task.plans(rows, lengths, sharding.program_mesh(mesh)))
+
+
+def _of_self(plans: Mapping[str, ma.Plan]) -> str:
+    names = (plan.kernel.name for plan in plans.values() if plan.call.role == "self")
+    return ", ".join(dict.fromkeys(names))
 
 
 def attention_seconds(

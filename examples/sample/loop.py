@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from common.split import Leaves, Structure, split
+from fast.deciding import EASYCACHE
 from fast.program import Inputs, Made, Memory, take
 from fast.steps import Planned, Step, decided_letters, decided_lines
 from flax import nnx
@@ -148,6 +149,15 @@ class Walk(AbstractContextManager["Walk"]):
         """Return the steps' letters, as `outcome` says them, of each call that decided some."""
         computed = jax.device_get(self._computed)
         return list(decided_letters(self.planned, computed).values())
+
+    def forwards(self) -> float:
+        """Count the forwards of the steps that were taken, as they decided."""
+        found = 0.0
+        for each, made in zip(self.planned, jax.device_get(self._computed), strict=True):
+            every = made.get("both", made.get(EASYCACHE, True))
+            reused = [x for x in each.step.predictions if not made.get(x, every)]
+            found += each.step.forwards(self.task.layers, reused)
+        return found
 
     def _structure_of(self, kernel: str | None, model: Structure) -> Structure:
         """Return the structure that takes the model's arrays, with a kernel."""

@@ -23,7 +23,7 @@ from samplers.read import Sampler
 from maxattn.errors import ConfigError
 
 from .paths import Paths
-from .planned import experts_of
+from .planned import experts_of, predicts_both
 from .run_weights import weights_of_run
 from .task import SamplingTask
 
@@ -38,6 +38,7 @@ def facts_of(
     sampling = task.settings.sampling
     experts = (x for x in experts_of(task, sampler, True) if x.steps)
     scales = [x.guidance_scale if x.guided else 1.0 for x in experts]
+    settings = task.settings
     return {
         "sampler": str(replace(sampler, said_by="")).removesuffix(" ()"),
         "steps": sampling.num_inference_steps,
@@ -45,6 +46,13 @@ def facts_of(
         "embedded_guidance": task.embedded_guidance,
         "latents": list(task.latents),
         "lora": weights_of_run(task, paths).lora_said(),
+        "dtype": settings.model.dtype,
+        "weights_dtype": sampling.weights_dtype,
+        "attention": settings.kernel_for("self"),
+        "cross_attention": settings.kernel_for("cross"),
+        "mask_padding_tokens": settings.mask_padding_tokens,
+        # A step that decides does so for both predictions, or for each.
+        "guidance_batched": sampling.guided and predicts_both(task),
         "fast": _shortcuts(task, planned),
     }
 
@@ -79,7 +87,8 @@ def report_of(task: SamplingTask) -> Mapping[str, Any] | None:
         rule = f"it is a report in YAML, and reading it failed: {error}"
         raise ConfigError(SETTING, fast.measured, rule, remedy) from None
     if not _is_report(found):
-        rule = "a report has a checkpoint, and rows with name, of and drift, in finite numbers"
+        rule = "a report has a checkpoint, rows with name, of and drift, and maybe a floor, in"
+        rule += " finite numbers from 0 up"
         raise ConfigError(SETTING, fast.measured, rule, remedy)
     return found
 
@@ -87,16 +96,26 @@ def report_of(task: SamplingTask) -> Mapping[str, Any] | None:
 def _is_report(found: Any) -> bool:
     if not isinstance(found, dict) or not isinstance(found.get("checkpoint"), str):
         return False
-    rows = found.get("rows")
-    return isinstance(rows, list) and all(
-        isinstance(row, dict)
-        and isinstance(row.get("name"), str)
-        and isinstance(row.get("of"), dict)
-        and isinstance(row.get("drift"), list)
-        and len(row["drift"]) > 0
-        and all(isinstance(x, float | int) and math.isfinite(x) for x in row["drift"])
-        for row in rows
+    rows, floor = found.get("rows"), found.get("floor")
+    known = floor is None or _is_distance(floor)
+    return (
+        known
+        and isinstance(rows, list)
+        and all(
+            isinstance(row, dict)
+            and isinstance(row.get("name"), str)
+            and isinstance(row.get("of"), dict)
+            and isinstance(row.get("drift"), list)
+            and len(row["drift"]) > 0
+            and all(map(_is_distance, row["drift"]))
+            for row in rows
+        )
     )
+
+
+def _is_distance(x: Any) -> bool:
+    number = isinstance(x, float | int) and not isinstance(x, bool)
+    return number and math.isfinite(x) and x >= 0
 
 
 def lines(
@@ -119,7 +138,7 @@ def lines(
     if not rows:
         yield f"{UNKNOWN}: {name} has no row with sampling.fast"
         return
-    others = [[key for key in ours if row["of"].get(key) != ours[key]] for row in rows]
+    others = [[*_differing(ours, row["of"])] for row in rows]
     nearest = min(range(len(rows)), key=lambda i: len(others[i]))
     row = rows[nearest]
     if others[nearest]:
@@ -137,6 +156,14 @@ def lines(
     yield f"row {row['name']} of {name}: {', '.join([samples, *made])}"
 
 
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in ours.items():
+        if key not in theirs:
+            yield f"{key} (which the report does not say)"
+        elif theirs[key] != value:
+            yield key
+
+
 def _other_weights(apart: Apart, name: str | None) -> str:
     """Say of which weights a report is, behind the words that it is not of these."""
     if apart.was is None:
@@ -149,7 +176,4 @@ def _other_weights(apart: Apart, name: str | None) -> str:
 
 def _drift(row: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     drift, floor = float(np.median(row["drift"])), report.get("floor")
-    if not isinstance(floor, float) or not math.isfinite(floor) or not floor:
-        return f"{drift:.4f}"
-    times = f", {drift / floor:.1f} x the floor"
-    return f"{drift:.4f}{times}"
+    return f"{drift:.4f}" + (f", {drift / floor:.1f} x the floor" if floor else "")

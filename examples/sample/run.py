@@ -123,9 +123,7 @@ def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[
     """
     mesh = sharding.program_mesh(mesh)
     check_plan(task, paths)
-    given = paths.embeddings
-    arrays = assumed(task) if given is None else files.read(given, "--embeddings")
-    start = _told(task, arrays, mesh)
+    start = start_of_plan(task, paths, mesh)
     return [*_opening(task, paths, start, steps_of(task, paths, start.rows), mesh)]
 
 
@@ -192,6 +190,13 @@ def steps_of(task: SamplingTask, paths: Paths, rows: Rows) -> Steps:
     sampler, divides = task.sampler(), rows.samples % rows.ways == 0
     planned = planned_steps(task, sampler, paths, divides)
     return Steps(sampler, experts_of(task, sampler, divides), planned)
+
+
+def start_of_plan(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
+    """Return what a run begins with, in shapes: without an embeddings file nothing is encoded."""
+    given = paths.embeddings
+    arrays = assumed(task) if given is None else files.read(given, "--embeddings")
+    return _told(task, arrays, mesh)
 
 
 def start_of(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:

@@ -20,7 +20,7 @@ import numpy as np
 from fast.cache_settings import REUSE
 from fast.steps import Planned
 from jaxtyping import Float
-from samplers import State
+from samplers import Schedule, State
 
 from maxattn import sharding
 
@@ -38,14 +38,20 @@ class Trajectory:
     """The states of a dense run, on the host.
 
     Args:
+        sampler: its name.
+        schedule: of its steps.
+        wanted: rows that are not there to fill up devices.
         states: before the first step, and after each.
     """
 
+    sampler: str
+    schedule: Schedule
+    wanted: int
     states: list[State] = field(default_factory=list)
 
     def at(self, i: int) -> Samples:
         """Return the samples after step i; -1 is before the first one."""
-        return np.asarray(self.states[i + 1].x)
+        return np.asarray(self.states[i + 1].x)[: self.wanted]
 
 
 @dataclass
@@ -55,13 +61,12 @@ class Run:
     Args:
         latents: at the end, channels last.
         seconds: of the steps, without compiling.
-        steps: the error of each step from the dense run's samples, [steps, B]; empty where it was
-            not asked for.
+        forwards: that were computed, counted in layers where some were not.
     """
 
     latents: Samples
     seconds: float
-    steps: list[Float[np.ndarray, " B"]] = field(default_factory=list)
+    forwards: float
 
 
 class Runner:
@@ -98,7 +103,8 @@ class Runner:
     def dense(self) -> tuple[Run, Trajectory]:
         """Draw, and keep the state after every step."""
         self._begin()
-        kept = Trajectory([jax.device_get(self.walk.state)])
+        name, wanted = self.steps.sampler.name, self.start.rows.wanted
+        kept = Trajectory(name, self.walk.schedule, wanted, [jax.device_get(self.walk.state)])
 
         def observe(i: int, state: State) -> State:
             kept.states.append(jax.device_get(state))
@@ -106,14 +112,25 @@ class Runner:
 
         return self.taken(observe), kept
 
+    def unlike(self, dense: Trajectory) -> str | None:
+        """Return why no step can begin from the dense run's samples; None if all can."""
+        name, ours, theirs = self.steps.sampler.name, self.walk.schedule, dense.schedule
+        if name != dense.sampler:
+            return f"the sampler is {name}, and the dense run has {dense.sampler}"
+        if (steps := len(ours.times)) != (of_dense := len(theirs.times)):
+            return f"the run has {steps} steps, and the dense one {of_dense}"
+        alike = jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+        return None if alike else "the times of the steps are not those of the dense run"
+
     def errors(self, dense: Trajectory) -> list[Float[np.ndarray, " B"]]:
         """Take every step from the dense run's samples; return how far each ends from theirs."""
         found: list[Float[np.ndarray, " B"]] = []
+        wanted = dense.wanted
 
         def observe(i: int, state: State) -> State:
-            before, after, ours = dense.at(i - 1), dense.at(i), np.asarray(state.x)
+            before, after, ours = dense.at(i - 1), dense.at(i), np.asarray(state.x)[:wanted]
             found.append(_norm(ours - after) / np.maximum(_norm(after - before), 1e-30))
-            return _placed(dense.states[i + 1], state)
+            return _placed(dense.states[i + 1], state, wanted)
 
         self.taken(observe)
         return found
@@ -147,7 +164,7 @@ class Runner:
                     self._models[expert.part] = model
                 walk.take(self._models[expert.part], expert)
         latents = np.asarray(walk.state.x)[: self.start.rows.wanted]
-        return Run(latents, walk.bar.seconds)
+        return Run(latents, walk.bar.seconds, walk.forwards())
 
 
 def psnr(x: Samples, of: Samples) -> Float[np.ndarray, " B"]:
@@ -162,5 +179,11 @@ def _norm(x: Samples) -> Float[np.ndarray, " B"]:
     return np.sqrt(np.square(x.astype(np.float64)).sum(axis=tuple(range(1, x.ndim))))
 
 
-def _placed(state: State, like: State) -> State:
-    return jax.tree.map(lambda x, other: jax.device_put(x, other.sharding), state, like)
+def _placed(state: State, like: State, wanted: int) -> State:
+    """Place a dense run's rows as another run has its own, which may fill up more devices."""
+
+    def one(x: Any, other: jax.Array) -> jax.Array:
+        rows = np.resize(np.arange(wanted), len(other))
+        return jax.device_put(x[rows], other.sharding)
+
+    return jax.tree.map(one, state, like)

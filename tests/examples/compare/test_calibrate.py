@@ -54,9 +54,7 @@ def test_a_curve_is_measured_and_taken_by_the_same_run(
         run(folder, "wan", *words, "sampler=flow_euler")
 
 
-def test_what_a_share_of_the_steps_needs_is_found_and_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_share_of_the_steps_needs_is_found_and_taken(tmp_path: Path, capsys: Any) -> None:
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")
     batched = "guidance_batched=false"
@@ -80,6 +78,9 @@ def test_what_a_share_of_the_steps_needs_is_found_and_taken(
     own = f"fast.cache.first_block={{calibrated: {file}, threshold: 0}}"
     run(folder, "wan", *words, own)
     assert "all 12 steps are computed: first_block, threshold 0" in capsys.readouterr().out
+    for share in ("0", "1.5"):
+        with pytest.raises(ConfigErrors, match="above 0, and 1 at most"):
+            measured(folder, options, "--share", share)
     check_refused(folder, words, file)
 
 
@@ -147,13 +148,6 @@ def test_a_file_without_caches_says_why(
     assert len(found["left_out"]) == 4 and why in said and remedy in said
     with pytest.raises(ConfigErrors, match=why):
         run(folder, "wan", *options, f"fast.cache.magcache.calibrated={folder / 'curve.yml'}")
-
-
-@pytest.mark.parametrize("share", ["0", "1.5"])
-def test_a_share_that_is_none_is_refused(share: str, tmp_path: Path) -> None:
-    _, options = told(tmp_path, "wan")
-    with pytest.raises(ConfigErrors, match="above 0, and 1 at most"):
-        measured(pipeline(tmp_path, "wan", "unipc"), options, "--share", share)
 
 
 def test_ratios_are_means_over_tokens_and_clips() -> None:

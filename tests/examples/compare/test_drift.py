@@ -23,14 +23,12 @@ def measured(folder: Path, name: str, options: list[str], *words: str) -> dict[s
     report = folder / "drift.yml"
     given = [str(ROOT / "configs" / CONFIGS[name]), "model.sizes=null", *EXACT, *sizes_of(name)]
     given += ["sampling.timestep_shift=null", "--model", str(folder), *options]
-    found = arguments_of("", [*given, *words, "--report", str(report)], more=command.add_options)
+    found = arguments_of("", [*given, "--report", str(report), *words], more=command.add_options)
     command.main(found)
     return yaml.safe_load(report.read_text())
 
 
-def test_drift_is_of_whole_runs_and_of_single_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drift_is_of_whole_runs_and_of_single_steps(tmp_path: Path, capsys: Any) -> None:
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")
     words = ["--setting", "all", "fast={cache: {schedule: XXXX}}"]
@@ -57,9 +55,34 @@ def test_drift_is_of_whole_runs_and_of_single_steps(
     assert "| late " in printed and "of the final latents, median of the clips" in printed
 
 
-def test_a_run_names_the_row_that_is_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+WAYS = """--floor none num_inference_steps=12
+--setting easy sampling.fast.cache.easycache.threshold=0.5 fast.cache.easycache.first=2
+--setting first fast.cache.first_block.threshold=0.6
+--setting list fast.cache.schedule=XX.. sampler=flow_euler warped=true
+timesteps=[1000,800,600,400] num_inference_steps=4
+--setting distilled fast.cache.interval=2 distilled=causvid guidance_scale=1 num_inference_steps=9
+--setting unguided guidance_scale=1"""  # the last one fills up the devices with other rows
+
+
+def test_a_way_is_compared_at_the_cost_that_it_had(tmp_path: Path, capsys: Any) -> None:
+    _, options = told(tmp_path, "wan")
+    found = measured(pipeline(tmp_path, "wan", "unipc"), "wan", options, *WAYS.split())
+    rows = {row["name"]: row for row in found["rows"]}
+    printed = capsys.readouterr().out
+    easy, first = (int(x) for x in re.findall(r"computed (\d+) of 12 steps: X", printed))
+    assert 2 < easy < 12 and rows["easy"]["forwards"] == [2 * easy, 24]
+    assert 1 < first < 12 and rows["first"]["forwards"] == [12 + first, 24], "of two layers"
+    for name in ("easy", "first"):
+        plain = rows[rows[name]["same_cost"]]["forwards"]
+        assert abs(plain[0] - rows[name]["forwards"][0]) <= 1 and plain[0] == plain[1]
+    thin = "2 plain steps, sampler=flow_euler, warped=True, timesteps=[1000.0, 600.0]"
+    assert rows["list"]["same_cost"] == thin and rows[thin]["forwards"] == [4, 4]
+    assert "5 plain steps cost as much, and causvid is of 9 steps" in printed
+    assert "list: no error of a step: the sampler is flow_euler, and the" in printed
+    assert rows["unguided"]["step_error"][0] > 0.1 and "same_cost" not in rows["unguided"]
+
+
+def test_a_run_names_the_row_that_is_its_own(tmp_path: Path, capsys: Any) -> None:
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")
     options.append("num_inference_steps=8")
@@ -88,35 +111,41 @@ def test_a_run_names_the_row_that_is_its_own(
         "fast.cache.interval=3", "--lora", str(tmp_path / "none.safetensors"), "--plan"
     )
     other = tmp_path / "other.yml"
-    other.write_text(yaml.safe_dump(found | {"checkpoint": "0" * 16}))
-    printed = said("fast.cache.interval=3", name=str(other))
-    assert f"not measured on this checkpoint, {found['checkpoint']}: {other} is of 0000" in printed
-    other.write_text(yaml.safe_dump(found | {"checkpoint_2": "1" * 16}))
-    printed = said("fast.cache.interval=3", name=str(other))
-    assert f"{other} is of second transformer 1111111111111111, and no such weights" in printed
-    for bad in ({"name": "late"}, row | {"drift": [float("nan")]}):
-        other.write_text(yaml.safe_dump(found | {"rows": [bad]}))
-        with pytest.raises(ConfigErrors, match="a report has a checkpoint, and rows with name, of"):
-            said("fast.cache.interval=3", name=str(other))
+
+    def changed(changes: dict[str, Any]) -> str:
+        other.write_text(yaml.safe_dump(found | changes))
+        return said("fast.cache.interval=3", name=str(other))
+
+    unlike = f"not measured on this checkpoint, {found['checkpoint']}: {other} is of 0000"
+    assert unlike in changed({"checkpoint": "0" * 16})
+    unlike = f"{other} is of second transformer 1111111111111111, and no such weights"
+    assert unlike in changed({"checkpoint_2": "1" * 16})
+    bad: list[Any] = [{"rows": [row | {"drift": [x]}]} for x in (float("nan"), -1.0, True)]
+    for worse in ({"rows": [{"name": "late"}]}, {"floor": -1.0}, {"floor": "x"}, *bad):
+        with pytest.raises(ConfigErrors, match="a report has a checkpoint, rows with name, of"):
+            changed(worse)
 
 
 @pytest.mark.parametrize(
-    ("name", "sampler", "of", "other"),
+    ("name", "sampler", "of", "others"),
     [
-        ("wan_a14b", "unipc", ("guidance", [4.0, 3.0]), "guidance_scale_2=2"),
-        ("flux", "flow_euler", ("embedded_guidance", 4.0), "guidance_scale=2"),
+        ("wan_a14b", "unipc", {"guidance": [4.0, 3.0], "guidance_batched": True},
+         "guidance_scale_2=2 guidance_batched=false model.dtype=bfloat16 attention=flash"),
+        ("flux", "flow_euler", {"embedded_guidance": 4.0}, "guidance_scale=2"),
     ],
-)
-def test_a_row_is_of_every_guidance(
-    name: str, sampler: str, of: Any, other: str, tmp_path: Path, capsys: Any
+)  # fmt: skip
+def test_a_row_is_of_what_changes_numbers(
+    name: str, sampler: str, of: dict[str, Any], others: str, tmp_path: Path, capsys: Any
 ) -> None:
     _, options = told(tmp_path, name)
     folder, late = pipeline(tmp_path, name, sampler), "fast.cache.schedule=X.X."
     found = measured(folder, name, options, "--floor", "none", "--setting", "late", late)
-    assert found["rows"][1]["of"][of[0]] == of[1]
-    words = (*EXACT, *sizes_of(name), f"fast.measured={folder / 'drift.yml'}", late, other)
-    draw(name, "--model", folder, "--plan", "--embeddings", options[1], *words)
-    assert f"late, and differs in {of[0]}\n" in capsys.readouterr().out
+    assert of.items() <= found["rows"][1]["of"].items()
+    words = (*EXACT, *sizes_of(name), f"fast.measured={folder / 'drift.yml'}", late)
+    keys = (*of, *("dtype", "attention"))
+    for key, other in zip(keys, others.split(" "), strict=False):
+        draw(name, "--model", folder, "--plan", "--embeddings", options[1], *words, other)
+        assert f"late, and differs in {key}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -133,6 +162,9 @@ def test_a_row_is_of_every_guidance(
         (("x", "seed=2020-01-01"), "seed"),
         (("x", "ici_context_parallelism=2"), "x: ici_context_parallelism=2"),
         (("x", "model.folder=PATH/transformer"), "run the command once for each model"),
+        (("x", "--floor", "flash", "attention=flash"), "give --floor dot_product or --floor none"),
+        (("x", "--floor", "flsh"), "--floor: flsh"),
+        (("x", "--report", "/proc/nope/x.yml"), "in /proc nothing can be written"),
     ],
 )
 def test_a_way_that_is_no_other_way_of_the_same_samples_is_refused(

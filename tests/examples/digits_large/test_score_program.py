@@ -12,7 +12,7 @@ from common.statistics import drift
 from digits_large.drawing import Conditions, draw
 from digits_large.task import ClipTask
 from flax import nnx
-from score_digits import arguments_of, main, tasks_of
+from score_digits import arguments_of, main, ways_of
 from train.export import export
 
 from maxattn.config import ConfigErrors
@@ -64,7 +64,8 @@ def test_a_run_writes_rows_that_agree(folder: Path, tmp_path: Path, capsys: Any)
 
 
 def test_batches_change_no_clip(folder: Path, tmp_path: Path):
-    (_, task), *_ = tasks_of(found(folder, tmp_path, "--floor", "none"))
+    _, make = ways_of(found(folder, tmp_path, "--floor", "none"))
+    task: Any = make(())
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(4, *task.latents[1:], 3)).astype(np.float32)
     prompts = ["a red two leaving up", "a blue one bouncing left", "", "a pink six leaving down"]
@@ -81,4 +82,4 @@ def test_every_way_is_read_before_one_is_drawn(folder: Path, tmp_path: Path):
         (["--clips", "4", "--batch", "4"], "the 8 devices of data and fsdp have as many clips"),
     ):
         with pytest.raises((ConfigError, ConfigErrors), match=said):
-            tasks_of(found(folder, tmp_path, "--floor", "none", *more))
+            ways_of(found(folder, tmp_path, "--floor", "none", *more))

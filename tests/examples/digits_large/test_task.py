@@ -69,17 +69,14 @@ def test_exported_matrices_are_bfloat16_and_training_goes_on_from_them(whole: An
     folder, model, _ = whole
     held = SafeTensors(folder / "transformer")
     kernel = model.proj_out.kernel[...]
-    np.testing.assert_array_equal(
-        np.asarray(held["proj_out.weight"][...]).T, np.asarray(kernel.astype(jnp.bfloat16))
-    )
+    same, bfloat16 = np.testing.assert_array_equal, np.asarray(kernel.astype(jnp.bfloat16))
+    same(np.asarray(held["proj_out.weight"][...]).T, bfloat16)
     table = np.asarray(model.scale_shift_table[...])
-    np.testing.assert_array_equal(
-        np.asarray(held["scale_shift_table"][...]).reshape(table.shape), table
-    )
+    same(np.asarray(held["scale_shift_table"][...]).reshape(table.shape), table)
     task = ClipTask.of(settings(tmp_path, f"model.folder={folder}"))
     found = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(1)))
     assert task.load(found, None) and found.proj_out.kernel[...].dtype == jnp.float32
-    np.testing.assert_array_equal(found.proj_out.kernel[...], kernel.astype(jnp.bfloat16))
+    same(found.proj_out.kernel[...], bfloat16)
 
 
 def test_a_prompt_is_drawn_without_torch(whole: Any, tmp_path: Path):

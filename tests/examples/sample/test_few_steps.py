@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,9 +136,7 @@ def test_lora_has_the_scale_of_its_row(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_two_transformers_share_the_list(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_transformers_share_the_list(tmp_path: Path, capsys: Any) -> None:
     _, options = told(tmp_path, "wan_a14b")
     folder = pipeline(tmp_path, "wan_a14b", "unipc")
     unguided = ("guidance_scale=1", "guidance_scale_2=1")
@@ -148,9 +147,7 @@ def test_two_transformers_share_the_list(
 
 
 @pytest.mark.parametrize("scale", but([0, 0.5], [0.5]))
-def test_guidance_below_one_is_none(
-    scale: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_guidance_below_one_is_none(scale: float, tmp_path: Path, capsys: Any) -> None:
     """As in diffusers' pipelines, whose guidance begins above 1."""
     _, options = told(tmp_path, "wan")
     folder = pipeline(tmp_path, "wan", "unipc")

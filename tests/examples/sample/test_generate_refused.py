@@ -301,9 +301,8 @@ def test_decode_and_embed_name_every_missing_file(
 
 @pytest.mark.parametrize("name", ["wan", "sdxl"])
 def test_a_missing_folder_of_a_model(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.folder: .*nowhere\n.*nothing is downloaded\n.*hf download"
-    ):
+    why = r"model\.folder: .*nowhere\n.*nothing is downloaded\n.*hf download"
+    with pytest.raises(ConfigError, match=why):
         draw(name, "--model", tmp_path / "nowhere", *PROMPT, "--out", tmp_path / "out")
 
 

@@ -58,11 +58,8 @@ def test_the_machines_ffmpeg_gets_every_frame_or_the_frames_are_pictures(tmp_pat
     takes, lacks, fails = (tmp_path / name for name in ("takes", "lacks", "fails"))
     fine = program(takes, FFMPEG)
     failing = program(fails, "#!/bin/sh\ncat > /dev/null\necho no such codec >&2\nexit 3\n")
-    paths = {
-        takes: f"{fine.parent}:/usr/bin:/bin",
-        lacks: str(lacks),
-        fails: f"{failing.parent}:/usr/bin:/bin",
-    }
+    usual = "/usr/bin:/bin"
+    paths = {takes: f"{fine.parent}:{usual}", lacks: str(lacks), fails: f"{failing.parent}:{usual}"}
     taken, lacking, failed = write("own", paths)
     file = takes / "a" / "000.mp4"
     assert taken == str(file) and file.read_bytes() == RAW

@@ -21,8 +21,8 @@ def broken(path: Path, key: str, which: str) -> tuple[Path, list[Any]]:
     folder = pipeline(path, "wan", "unipc")
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
-    weights[key] = np.full_like(weights[key], np.nan)
-    save_file(weights, file)
+    if key:
+        save_file(weights | {key: np.full_like(weights[key], np.nan)}, file)
     return folder, [*options, which]
 
 
@@ -36,25 +36,14 @@ FIRST = [
     ("condition_embedder.time_embedder.linear_1.bias", BOTH, "the embedding of the time"),
     ("condition_embedder.text_embedder.linear_1.bias", BOTH, "what the model makes of the prompt"),
     ("proj_out.weight", CACHED, "the model's output, after its last layer,"),
+    ("", "guidance_scale=3.0e+38", "the (mix of the predictions|sum of the sampler) is the first"),
 ]
 
 
 @pytest.mark.parametrize(("key", "which", "part"), FIRST)
-def test_the_step_and_its_first_part_are_named(
-    key: str, which: str, part: str, tmp_path: Path
-) -> None:
+def test_the_first_part_is_named(key: str, which: str, part: str, tmp_path: Path) -> None:
     folder, options = broken(tmp_path, key, which)
     with pytest.raises(InputError) as error:
         run(folder, "wan", *options)
-    assert str(error.value.value).startswith(f"not finite after step 1 of 4: {part}")
-    assert "look at" in error.value.remedy
-
-
-def test_a_guidance_that_overflows_is_named(tmp_path: Path) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
-    with pytest.raises(InputError) as error:
-        run(folder, "wan", *options, "guidance_scale=3.0e+38")
-    said = "(the mix of the predictions|the sum of the sampler) is the first that is not"
-    assert re.search(said, str(error.value.value))
-    assert error.value.remedy == "lower the guidance scale"
+    assert re.match(f"not finite after step \\d of 4: {part}", str(error.value.value))
+    assert ("look at" if key else "lower the guidance scale") in error.value.remedy

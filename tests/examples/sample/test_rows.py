@@ -45,7 +45,6 @@ def test_guidance_leads_away_from_the_negative_prompt(scale: float) -> None:
     x, t = np.ones((3, 1, 1), np.float32), np.float32(2.0)
     want = 1 + 2 * (-1 + scale * (TEXT + 1))
     told = (np.concatenate([np.repeat(NEGATIVE, 3, 0), TEXT]),) if scale != 1 else (TEXT,)
-    np.testing.assert_allclose(guided(call, told, scale)(x, t), want)
-    np.testing.assert_allclose(
-        guided(call, (np.repeat(NEGATIVE, 3, 0), TEXT)[-(1 + (scale != 1)) :], scale)(x, t), want
-    )
+    two = (np.repeat(NEGATIVE, 3, 0), TEXT)[-(1 + (scale != 1)) :]
+    for each in (told, two):
+        np.testing.assert_allclose(guided(call, each, scale)(x, t), want)

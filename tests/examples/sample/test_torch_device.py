@@ -15,11 +15,8 @@ from maxattn.config import ConfigErrors
 from .pipelines import draw, pipeline, sizes_of
 
 
-def test_the_cpu_needs_no_torch() -> None:
+def test_the_cpu_needs_no_torch_and_a_device_that_is_not_there_is_named() -> None:
     assert not list(device_errors("--torch-device", "cpu"))
-
-
-def test_a_device_that_is_not_there() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     for device in ("gpu", f"cuda:{torch.cuda.device_count()}", "meta"):
         (error,) = device_errors("--torch-device", device)
