@@ -47,8 +47,7 @@ class Given:
         for key in KEYS:
             if found := values.get(key):
                 warped = values.get("warped")
-                # A time of 0 is one that a model of discrete times knows.
-                ends = found[-1] == 0 and (key == "sigmas" or "warped" in values)
+                ends = found[-1] == _clean(key, values)
                 return cls(key, tuple(found[:-1] if ends else found), warped)
         return None
 
@@ -91,7 +90,8 @@ class Given:
         if self.key == "sigmas":
             return {"sigmas": self._sigmas(sampler, betas)}
         if sampler == "lcm" and any(x % 1 for x in self.values):
-            rounded = [round(x) for x in self.values]
+            whole = {min(round(x), count - 1) for x in self.values}
+            rounded = sorted(whole, reverse=True)
             rule = "lcm takes its steps at the whole times that the model was trained at"
             raise ConfigError(self.setting, self, rule, f"write {rounded}")
         if self.values[0] > count - 1:
@@ -110,6 +110,11 @@ class Given:
             remedy = "write sigmas between these; sampling.timesteps are times"
             raise ConfigError(self.setting, self, f"{rule} {most:.4g}", remedy)
         return self.values
+
+
+def _clean(key: Key, values: Mapping[str, Any]) -> float | None:
+    """Return the clean end of a list; a time of 0 is one that a model of discrete times knows."""
+    return 0 if key == "sigmas" or "warped" in values else None
 
 
 def taken_by(sampler: str, given: Given | None) -> Iterator[ConfigError]:
@@ -134,6 +139,10 @@ def list_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
             rule = "steps go from noise to clean, so each value is below the one before it"
             falling = Given(key, tuple(sorted({*values[key]}, reverse=True)))
             yield ConfigError(key, Given(key, values[key]), rule, f"write {falling}")
+        elif values[key] == (_clean(key, values),):
+            rule = "0 is the clean end, where the last step ends, so no step begins there"
+            remedy = f"write values above 0 before it, or leave it out for the sampler's own {key}"
+            yield ConfigError(key, "[0]", rule, remedy)
     if len(lists) == 2:
         rule = "timesteps and sigmas are two ways to write one list"
         yield ConfigError("sigmas", Given("sigmas", values["sigmas"]), rule, "write one of them")

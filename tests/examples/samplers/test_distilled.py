@@ -108,6 +108,8 @@ CFG = {"true_cfg_scale": 2.0}
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "rising": (Wan, {"timesteps": LIST[::-1], "warped": True}),
     "empty": (Sdxl, {"timesteps": ()}),
+    "clean_end_alone": (Wan, {"timesteps": (0,), "warped": True}),
+    "clean_sigma_alone": (Sdxl, {"sigmas": (0.0,), "num_inference_steps": 1}),
     "two_lists": (Wan, {"timesteps": LIST, "sigmas": (1.0, 0.5), "warped": True}),
     "wrong_length": (Sdxl, {"timesteps": (999, 499), "num_inference_steps": 4}),
     "warped_unsaid": (Flux, {"sigmas": (1.0, 0.5)}),
