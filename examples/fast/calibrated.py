@@ -13,13 +13,16 @@ from .curves import Facts, LeftOut, differences, read_curve
 from .schedules import FEW
 
 SETTING = "sampling.fast.cache"
+# A key of a cache, and what was measured with its value.
+MEASURED_WITH = {"teacache": ("input", "polynomial"), "first_block": ("blocks", "threshold")}
 
 
 def filled(cache: CacheSettings | None) -> CacheSettings | None:
     """Return settings of a cache with those of the file that they name; their own keys come first.
 
     Raises:
-        ConfigError: there is no such file, or it has nothing for this cache.
+        ConfigError: there is no such file, or it has nothing for this cache, or a key that replaces
+            one of the file is not what another one was measured with.
         ConfigErrors: what it has does not fit.
     """
     kind = None if cache is None else cache.kind
@@ -37,6 +40,11 @@ def filled(cache: CacheSettings | None) -> CacheSettings | None:
     if kind == "magcache":
         said = {"ratios": file.ratios, **said}
     given = {key: getattr(own, key) for key in own.model_fields_set - {"calibrated"}}
+    key, of_it = MEASURED_WITH.get(kind, ("", ""))
+    if key in given and of_it not in given and given[key] != (before := said.get(key)):
+        rule = f"the {of_it} of {name} was measured with {key} {before}"
+        remedy = f"leave {key} out, or set {of_it} too"
+        raise ConfigError(f"{SETTING}.{kind}.{key}", given[key], rule, remedy)
     whole: dict[str, Any] = {key: getattr(cache, key) for key in cache.model_fields_set}
     try:
         return CacheSettings(**{**whole, kind: {**said, **given}})

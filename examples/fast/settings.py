@@ -92,7 +92,11 @@ class KernelSettings(Section):
             ma.AttentionConfig(attention_kernel=values["attention"])
         except ConfigErrors as error:
             found = error.problems[0]
-            yield ConfigError("attention", values["attention"], found.rule, found.remedy)
+            rule, remedy = found.rule, found.remedy
+            if _is_attention(name := values["attention"]):
+                rule = f"{rule.partition(';')[0]}; {name} is a strategy, which all steps share"
+                remedy = f"name a kernel here, and write `attention: {name}` outside of sampling"
+            yield ConfigError("attention", name, rule, remedy)
         if values["steps"][0] >= values["steps"][1]:
             rule = "they are the first step that has the kernel, and the first one after them"
             remedy = "write the smaller number first"
@@ -100,6 +104,14 @@ class KernelSettings(Section):
         if values["layers"] is not None:
             rule = "a step's kernel is that of all its layers"
             yield ConfigError("layers", list(values["layers"]), rule, "leave it out")
+
+
+def _is_attention(name: str) -> bool:
+    try:
+        ma.AttentionConfig(attention=name)
+    except ConfigErrors:
+        return False
+    return True
 
 
 class FastSettings(Section):

@@ -10,6 +10,7 @@ from maxattn.errors import ConfigError
 from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings, FirstBlockSettings
 from .calibrated import check_calibrated, filled
 from .curves import Facts
+from .idle import check_idle
 from .schedules import FEW, check_one_layer, check_reuse, letters_of
 from .settings import FastSettings, GuidanceSettings, KernelSettings
 
@@ -56,6 +57,11 @@ class Step(NamedTuple):
         without = WITHOUT if self.skip and self.skip_in == "negative" else "without"
         third = (THIRD,) if self.skip and self.skip_in == "third" else ()
         return (*((without,) if self.guidance == "guided" else ()), "with", *third)
+
+    @property
+    def skips(self) -> bool:
+        """Whether one of its predictions skips layers."""
+        return bool(set(SKIPPING) & set(self.predictions))
 
     @property
     def calls(self) -> int:
@@ -124,7 +130,7 @@ def plan_steps(
 
     Raises:
         ConfigError: settings that do not fit the run.
-        ConfigErrors: a curve that does not.
+        ConfigErrors: a curve that does not, or keys that no step has.
     """
     fast = fast or FastSettings()
     each = [guided] * len(experts) if isinstance(guided, bool) else guided
@@ -172,6 +178,7 @@ def plan_steps(
             computed = [i, *computed]
     if cache is not None:
         check_reuse(cache, experts, schedule, "".join(x.letter for x in planned))
+    check_idle(fast, planned, layers)
     return tuple(planned)
 
 

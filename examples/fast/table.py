@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .steps import SKIPPING, Planned, Step, forwards
+from .steps import Planned, Step, forwards
 
 HEADINGS = "steps", "layers", "predictions", "kernel", "forwards"
 PREDICTIONS = {
@@ -44,8 +44,9 @@ def table(
         same.setdefault((_layers(step), _predictions(step), name), []).append(i)
     each = [guided] * len(planned) if isinstance(guided, bool) else guided
     kinds = {(x.step.guidance, guides) for x, guides in zip(planned, each, strict=True)}
-    as_usual = kinds <= {("guided", True), ("none", False)} and computed == whole
-    if as_usual and not decides and all(cells[::2] == ("computed", usual) for cells in same):
+    as_usual = kinds <= {("guided", True), ("none", False)}
+    as_usual &= not any(x.step.skips or x.step.layers != "compute" for x in planned)
+    if as_usual and {kernel for *_, kernel in same} <= {usual}:
         return
     rows: list[tuple[str, ...]] = [HEADINGS]
     for cells, steps in same.items():
@@ -62,7 +63,7 @@ def table(
     share = f"{most}{computed:g} of {whole} forwards are computed"
     share += f", {most}{computed / whole:.0%}"
     same_work = "the same forwards, by other kernels"
-    yield f"approximate: {same_work if computed == whole and not decides else share}{memory}"
+    yield f"approximate: {same_work if as_usual else share}{memory}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -98,7 +99,7 @@ def _layers(step: Step) -> str:
 def _predictions(step: Step) -> str:
     """Say which predictions are combined."""
     said = PREDICTIONS[step.guidance]
-    if not set(SKIPPING) & set(step.predictions):
+    if not step.skips:
         return said
     which = "the negative one" if step.skip_in == "negative" else "one more"
     return (

@@ -261,7 +261,10 @@ def _as_float(value: Any) -> str:
         is_text = isinstance(value, str) and math.isfinite(float(value))
     except ValueError:
         is_text = False
-    return f"write {float(value)}, without quotes" if is_text else "write a number such as 0.5"
+    if not is_text:
+        return "write a number such as 0.5"
+    # PyYAML reads 1e-2 as text, without quotes too.
+    return f"write {float(value)}" + ("" if "e" in value.lower() else ", without quotes")
 
 
 def _as_list(value: Any) -> str:

@@ -97,6 +97,11 @@ def check_refused(folder: Path, words: tuple[str, ...], file: Path) -> None:
         ((f"fast.cache.easycache.calibrated={less}",), "it has no section easycache"),
         ((f"fast.cache.first_block.calibrated={less}",), "less.yml: first_block.blocks -1"),
         (("fast.cache.teacache.threshold=1",), "name a file of examples/calibrate.py"),
+        (
+            (f"fast.cache.teacache={{calibrated: {file}, input: modulation}}",),
+            "the polynomial of .* was measured with input embedding",
+        ),
+        ((f"fast.cache.first_block={{calibrated: {file}, blocks: 2}}",), "or set threshold too"),
     ):
         with pytest.raises(ConfigErrors, match=why):
             run(folder, "wan", *words, *more)

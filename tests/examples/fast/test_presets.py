@@ -20,7 +20,6 @@ from wan.settings import SamplingSettings as WanSampling
 from wan.sizes import SIZES
 
 import maxattn as ma
-from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from tests.examples.conftest import ROOT
 from tests.examples.sample.pipelines import pipeline, run, told
@@ -48,11 +47,8 @@ def test_a_preset_is_a_plan_of_any_number_of_steps(family: str, steps: int) -> N
     for guided in (True, False):
         gentle, balanced, fast = shares(family, steps, guided)
         assert 0.15 <= fast <= balanced < gentle < 0.9
-
-
-def test_of_fifty_steps_of_wan_so_many_forwards_are_computed() -> None:
-    for guided in (True, False):
-        assert shares("wan", 50, guided) == [0.62, 0.48, 0.36]
+        if (family, steps) == ("wan", 50):
+            assert (gentle, balanced, fast) == (0.62, 0.48, 0.36)
 
 
 def test_own_keys_replace_those_of_a_preset() -> None:
@@ -96,11 +92,6 @@ def test_a_preset_of_few_steps_is_refused() -> None:
 def test_a_shape_is_a_schedule(shape: Any, letters: str) -> None:
     cache = CacheSettings(shape=ShapeSettings(**shape))
     assert letters_of(cache, (10, 10), 4) == letters * 2
-
-
-def test_a_shape_of_other_letters_is_refused() -> None:
-    with pytest.raises(ConfigErrors, match="its letters are X"):
-        ShapeSettings(then="..?")
 
 
 def test_a_run_says_its_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

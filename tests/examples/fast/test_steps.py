@@ -46,44 +46,34 @@ def test_without_settings_every_step_computes_both():
     assert forwards(found, LAYERS, True) == (10, 10)
 
 
-def test_a_schedule_is_what_is_written():
-    found = planned(cache=CacheSettings(schedule="XX..X."))
-    assert written(found) == "X2X2.2.2X2.2"
-    assert [x.weights for x in found] == [(), (), (1.0,), (1.0,), (), (1.0,)]
-    assert forwards(found, LAYERS, True) == (6, 12)
-
-
 def test_order_one_is_the_line_through_the_last_two_computed_steps():
-    found = planned(cache=CacheSettings(schedule="X.X..X", order=1))
-    assert [x.weights for x in found] == [(), (1.0,), (), (1.5, -0.5), (2.0, -1.0), ()]
-
-
-def test_layers_outside_of_the_span_are_computed():
-    found = planned(cache=CacheSettings(schedule="X.....", layers=(1, 3)))
-    assert forwards(found, LAYERS, True) == (2 + 5 * 2 * 0.5, 12)
+    for order, line in ((1, [(1.5, -0.5), (2.0, -1.0)]), (0, [(1.0,), (1.0,)])):
+        found = planned(cache=CacheSettings(schedule="X.X..X", order=order))
+        assert [x.weights for x in found] == [(), (1.0,), (), *line, ()]
 
 
 def test_each_model_of_a_pipeline_computes_its_first_step():
-    found = planned((3, 3), cache=CacheSettings(schedule="X.....", order=1))
-    assert written(found) == "X2.2.2X2.2.2"
+    found = planned((4, 3), cache=CacheSettings(schedule="X.X....", order=1))
+    assert written(found) == "X2.2X2.2X2.2.2" and found[-1].weights == (1.0,)
     gate = GuidanceSettings(stop=0.5, after="gate")
     assert [x.step.guidance for x in planned((4, 2), guidance=gate)] == [
         *["guided"] * 3, "gate", "guided", "gate",
     ]  # fmt: skip
 
 
-def test_a_step_that_is_guided_again_computes():
-    """The steps before it predicted once: nothing was kept of the prediction without the text."""
-    found = planned(
-        cache=CacheSettings(schedule="X....."), guidance=GuidanceSettings(start=0.5, stop=1.0)
-    )
-    assert written(found) == "X1.1.1X2.2.2"
-
-
-def test_zero_steps_compute_nothing_and_keep_nothing():
-    found = planned(cache=CacheSettings(schedule="X....."), guidance=GuidanceSettings(zero_steps=2))
-    assert written(found) == "00X2.2.2.2"
-    assert forwards(found, LAYERS, True) == (2, 12)
+@pytest.mark.parametrize(
+    ("cache", "guidance", "letters", "computed"),
+    [
+        ({"schedule": "XX..X."}, {}, "X2X2.2.2X2.2", 6),
+        ({"schedule": "X.....", "layers": (1, 3)}, {}, "X2.2.2.2.2.2", 2 + 5 * 2 * 0.5),
+        # Before a step that is guided again nothing was kept of the prediction without the text.
+        ({"schedule": "X....."}, {"start": 0.5}, "X1.1.1X2.2.2", 3),
+        ({"schedule": "X....."}, {"zero_steps": 2}, "00X2.2.2.2", 2),
+    ],
+)
+def test_a_schedule_is_what_is_written(cache, guidance, letters, computed):
+    found = planned(cache=CacheSettings(**cache), guidance=GuidanceSettings(**guidance))
+    assert written(found) == letters and forwards(found, LAYERS, True) == (computed, 12)
 
 
 def test_a_gate_keeps_the_difference_of_each_guided_step():
@@ -100,6 +90,8 @@ def test_a_gate_keeps_the_difference_of_each_guided_step():
         (6, {"schedule": ".XXXXX"}, "the first step has nothing to reuse"),
         (6, {"schedule": "XXabXX"}, "it has a letter for each step, X (compute) or . (reuse)"),
         (6, {"layers": (3, 3)}, "the first layer that is reused, and the first one after them"),
+        (6, {"order": 1}, "steps that reuse what layers added, and no key says which these are"),
+        (6, {"schedule": "X.....", "order": 1}, "no step that reuses has two before it"),
         (6, {"interval": 2}, "interval gains next to nothing in fewer than 8 steps"),
         (8, {"interval": 2, "schedule": "X."}, "schedule says which steps compute, and one key"),
         (8, {"magcache": {"ratios": "none.yml"}}, "it names the YAML file of a curve"),
@@ -107,6 +99,7 @@ def test_a_gate_keeps_the_difference_of_each_guided_step():
         (8, {"first_block": {}, "layers": (0, 2)}, "first_block reuses the rest"),
         (8, {"easycache": {}, "order": 1}, "easycache reuses what the last computed step had"),
         (8, {"easycache": {}, "first_block": {}}, "first_block says which steps compute"),
+        (8, {"shape": {"then": "..?"}}, "its letters are X"),
         (8, {"interval": 1}, "interval: 1\n  rule    with it no step of 8 reuses anything\n"),
     ],
 )
@@ -171,6 +164,9 @@ def test_what_steps_compute_is_one_table():
     assert row.split() == ["1", "to", "4", "computed", "two", "dot_product", "8"]
     assert last == "approximate: the same forwards, by other kernels"
     assert not [*table(planned((4,), kernels=kernels), LAYERS, True, {None: "dot_product"})]
+    third = GuidanceSettings(stop=0.54, skip=SkipSettings(layers=(0, 1), start=0.0, stop=1.0))
+    *_, last = table(planned((13,), guidance=third), LAYERS, True, {None: "flash"})
+    assert last == "approximate: 26 of 26 forwards are computed, 100%"
 
 
 @pytest.mark.parametrize(
@@ -194,6 +190,8 @@ def test_steps_have_the_kernels_that_are_named():
     late = (KernelSettings(steps=(4, 9), attention="flash"),)
     with pytest.raises(ConfigError, match=r"kernels\[0\].steps.*\n.*the run has the steps 0 to 5"):
         planned(kernels=late)
+    with pytest.raises(ConfigErrors, match="these steps compute no layer"):
+        planned(kernels=some, guidance=GuidanceSettings(zero_steps=2))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +240,13 @@ NEGATIVE = {"prediction": "negative"}
         (True, {"skip": {"layers": ()}}, "layers"),
         (True, {"skip": {"layers": (1,), **NEGATIVE, "scale": 2.0}}, "it is a third prediction's"),
         (True, {"skip": {"layers": (1,), "start": 0.5}}, "from start to stop, and stop=0.2"),
+        (
+            True,
+            {"stop": 0.4, "skip": {"layers": (1,), **NEGATIVE, "start": 0.5, "stop": 0.9}},
+            "has a prediction that skips layers: none is guided",
+        ),
+        (True, {"start": 1.0, "zero_star": True, "rescale": 0.5}, "guidance.rescale: 0.5"),
+        (True, {"after": "gate"}, "no step comes after those that are guided"),
         (True, {"stop": 0.0, "after": "gate"}, "a gate reuses the difference of a guided step"),
     ],
 )
