@@ -38,7 +38,7 @@ from fast.calibrated import lacking
 from fast.curves import LeftOut
 from fast.schedules import FEW, magcache
 from sample.checks import check
-from sample.command import command, paths_of
+from sample.command import check_unread, command, paths_of
 from sample.paths import Paths
 from sample.planned import shift_of
 from sample.run import check_weights, start_of
@@ -131,6 +131,7 @@ def main(found: argparse.Namespace) -> None:
     task_settings = settings(found, ["sampling.fast=null"])
     paths = paths_of(found, task_settings.model.folder)
     hosts.alone("a calibration")
+    check_unread(found, "out", "latents", "plan")
     task = make_task(task_settings, paths.model)
     if (problem := unwritable("--curve", found.curve)) is not None:
         raise ConfigErrors([problem])

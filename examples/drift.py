@@ -12,13 +12,14 @@ computed and how long they took, without compiling; how far its samples end from
 multiples of the floor too, which is dense sampling with another kernel of attention; and the error
 of single steps that reuse or approximate, from the dense run's samples. Behind a way with a section
 `fast` comes plain sampling in fewer steps, which computes as many forwards as that way did. With
---out the samples are decoded, and PSNR, SSIM (and LPIPS, where the package lpips is there) are of
-their pictures.
+--out DIR the samples are decoded into a folder for each way, and PSNR, SSIM (and LPIPS, where the
+package lpips is there) are of their pictures.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from compare.report import Report, Row, machine_facts
 from sample import arms
 from sample.arms import DENSE, PLAIN, Arm
 from sample.checks import check
-from sample.command import command, paths_of
+from sample.command import check_unread, command, paths_of
 from sample.kernels import self_kernel
 from sample.measured import facts_of
 from sample.run import check_weights, start_of, start_of_plan
@@ -78,6 +79,7 @@ def main(found: argparse.Namespace) -> None:
     make_task, settings = task_of_family(family_of(found))
     paths = paths_of(found, settings(found, ()).model.folder)
     hosts.alone("a comparison")
+    check_unread(found, "latents")
 
     def make(changes: Sequence[str]) -> SamplingTask:
         return make_task(settings(found, changes), paths.model)
@@ -95,6 +97,10 @@ def main(found: argparse.Namespace) -> None:
     rows = begins.rows.samples * begins.rows.calls
     name = partial(self_kernel, rows=rows, lengths=begins.lengths, mesh=mesh)
     ways = arms.with_floor(ways, found.floor, make, name)
+    if found.plan:
+        for arm in ways:
+            print(f"{arm.name}: {arms.forwards(arms.task_of(arm, make), paths)}")
+        return
     facts = {"config": str(found.config), **weights_of_run(plain, paths).checkpoints()}
     report = Report({**facts, **machine_facts(), "clips": 0})
     dense: tuple[np.ndarray, Trajectory] | None = None
@@ -109,6 +115,8 @@ def main(found: argparse.Namespace) -> None:
         row.of = facts_of(task, task.sampler(), runner.steps.planned, paths)
         if paths.out is not None:
             shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
+            folder = re.sub(r"[^\w.=-]+", "_", f"{len(report.rows):02} {arm.name}")
+            print(*task.write(shown, paths.out / folder), sep="\n")
             decoded = decoded or shown
             row.pictures = {} if shown is decoded else pictures.scores(shown, decoded)
         report.facts = {**report.facts, "clips": len(dense[0])}

@@ -130,6 +130,18 @@ def arguments_of(
     return parser.parse_intermixed_args(arguments)
 
 
+def check_unread(found: argparse.Namespace, *names: str) -> None:
+    """Refuse options that a command shares with others, and does nothing with.
+
+    Raises:
+        ConfigErrors: one of them is given.
+    """
+    rule, remedy = "this command does nothing with it", "leave it out: commands that draw take it"
+    given = {f"--{name}": getattr(found, name) for name in names}
+    if problems := [ConfigError(key, x, rule, remedy) for key, x in given.items() if x is not None]:
+        raise ConfigErrors(problems)
+
+
 def settings_of(
     found: argparse.Namespace, settings_class: SettingsClass, changes: Sequence[str] = ()
 ) -> Any:

@@ -89,7 +89,6 @@ class PictureTask:
         """Decode latents into pictures."""
         return torch_pictures.decode(folder, latents, self.settings.sampling.torch_device)
 
-    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
-        """Decode latents and write pictures."""
-        pictures = self.pixels(folder, latents)
-        return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(pictures)]
+    def write(self, shown: list[np.ndarray], out: Path) -> list[Path]:
+        """Write pictures."""
+        return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(shown)]

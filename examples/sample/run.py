@@ -373,7 +373,7 @@ def _write(task: SamplingTask, paths: Paths, latents: np.ndarray) -> None:
     if paths.out is None:
         return
     began = time.perf_counter()
-    for path in task.decode(paths.model, latents, paths.out):
+    for path in task.write(task.pixels(paths.model, latents), paths.out):
         print(path)
     device = task.settings.sampling.torch_device
     print(f"decoded on {device} in {time.perf_counter() - began:.1f} s")

@@ -163,7 +163,8 @@ class Runner:
                     model = load(self.task, self.paths, self.mesh, expert.part)
                     self._models[expert.part] = model
                 walk.take(self._models[expert.part], expert)
-        latents = np.asarray(walk.state.x)[: self.start.rows.wanted]
+        last = self.task.finished(walk.state.x, walk.told[-1])
+        latents = np.asarray(last)[: self.start.rows.wanted]
         return Run(latents, walk.bar.seconds, walk.forwards())
 
 

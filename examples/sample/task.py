@@ -154,6 +154,6 @@ class SamplingTask(Protocol):
         """Decode latents, channels second, with torch's VAE into pictures or videos."""
         ...
 
-    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
-        """Decode latents with torch's VAE and write what they show; return the files."""
+    def write(self, shown: list[np.ndarray], out: Path) -> list[Path]:
+        """Write pictures or videos into a folder; return the files."""
         ...

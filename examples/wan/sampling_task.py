@@ -259,10 +259,10 @@ class WanSamplingTask:
         """Decode latents into videos."""
         return torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
 
-    def decode(self, folder: Path, latents: np.ndarray, out: Path) -> list[Path]:
-        """Decode latents and write videos."""
-        videos, fps = self.pixels(folder, latents), self.settings.sampling.fps
-        return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(videos)]
+    def write(self, shown: list[np.ndarray], out: Path) -> list[Path]:
+        """Write videos."""
+        fps = self.settings.sampling.fps
+        return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(shown)]
 
 
 def _last(x: Float[Array, "B C ..."] | None) -> Float[Array, "B ... C"] | None:

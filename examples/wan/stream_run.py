@@ -233,5 +233,5 @@ class StreamRun:
 
     def _decoded(self, latents: np.ndarray) -> None:
         if self.out is not None and self.folder is not None:
-            for path in self.task.decode(self.folder, latents, self.out):
+            for path in self.task.write(self.task.pixels(self.folder, latents), self.out):
                 print(path)

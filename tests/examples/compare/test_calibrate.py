@@ -78,9 +78,9 @@ def test_what_a_share_of_the_steps_needs_is_found_and_taken(tmp_path: Path, caps
     own = f"fast.cache.first_block={{calibrated: {file}, threshold: 0}}"
     run(folder, "wan", *words, own)
     assert "all 12 steps are computed: first_block, threshold 0" in capsys.readouterr().out
-    for share in ("0", "1.5"):
-        with pytest.raises(ConfigErrors, match="above 0, and 1 at most"):
-            measured(folder, options, "--share", share)
+    for bad, why in (("--share=0", "above 0"), ("--share=1.5", "above 0"), ("--plan", "nothing")):
+        with pytest.raises(ConfigErrors, match=why):
+            measured(folder, options, bad)
     check_refused(folder, words, file)
 
 

@@ -164,6 +164,7 @@ def test_a_row_is_of_what_changes_numbers(
         (("x", "model.folder=PATH/transformer"), "run the command once for each model"),
         (("x", "--floor", "flash", "attention=flash"), "give --floor dot_product or --floor none"),
         (("x", "--floor", "flsh"), "--floor: flsh"),
+        (("x", "--latents", "x.safetensors"), "this command does nothing with it"),
         (("x", "--report", "/proc/nope/x.yml"), "in /proc nothing can be written"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import drift
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +88,11 @@ def test_a_prompt_is_drawn_without_torch(whole: Any, tmp_path: Path):
         draw(arguments_of("", [*command, *more]))
     more = [*more[:-1], "a red two leaving left", "--out", str(tmp_path / "drawn")]
     draw(arguments_of("", [*command, *more]))
+    ways = ["--setting", "one/step", "num_inference_steps=1", "--report", str(tmp_path / "x.yml")]
+    words = [*command, *more[:4], *more[6:], *ways]
+    drift.main(arguments_of("", words, more=drift.add_options))
+    assert {x.name for x in tmp_path.glob("drawn/*_*")} == {"00_dense", "01_floor", "02_one_step"}
+    assert "SSIM:" in (tmp_path / "x.yml").read_text()
     latents = SafeTensors(tmp_path / "x.safetensors")["latents"][...]
     assert latents.shape == (1, 3, 5, 8, 12)
     if (tmp_path / "drawn" / "000.mp4").exists():
