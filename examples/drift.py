@@ -136,7 +136,7 @@ def _measured(
         run = runner.run()
     for line in runner.walk.outcome():
         print(line)
-    count = arms.forwards(runner.task, runner.paths)._replace(computed=run.forwards)
+    count = arms.Count(run.forwards, run.whole)
     at_end = drift(run.latents, dense[0]), psnr(run.latents, dense[0])
     row = Row(arm, count, run.seconds, *at_end)
     if (unlike := runner.unlike(dense[1])) is not None:

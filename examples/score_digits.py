@@ -114,7 +114,7 @@ def main(found: argparse.Namespace) -> None:
         count = arms.forwards(task, Paths(task.folder))
         print(f"\n{arm.name}: {count}")
         drawn = draw(task, told, task.settings.make_mesh())
-        count = count._replace(computed=drawn.forwards)
+        count = count._replace(computed=drawn.forwards, at_most=False)
         named, lacks = arms.add_plain(ways, arm, count, make)
         if lacks:
             print(f"no row of the same cost: {lacks}")

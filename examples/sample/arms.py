@@ -18,7 +18,7 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
 from sample.kernels import keys_of, with_kernel
 from sample.paths import Paths
-from sample.planned import planned_steps
+from sample.planned import experts_of, planned_steps
 from sample.task import SamplingTask
 
 DENSE, FLOOR = "dense", "floor"
@@ -76,13 +76,15 @@ class Count(NamedTuple):
     Args:
         computed: that are computed, counted in layers where some are not.
         whole: of the same run without shortcuts.
+        at_most: whether steps decide, and have not yet.
     """
 
     computed: float
     whole: int
+    at_most: bool = False
 
     def __str__(self) -> str:
-        return f"{self.computed:g} of {self.whole} forwards"
+        return f"{'at most ' * self.at_most}{self.computed:g} of {self.whole} forwards"
 
 
 def add_options(parser: argparse.ArgumentParser) -> Any:
@@ -124,6 +126,9 @@ def with_floor(
                 remedy = "name another kernel, or give --floor none"
                 raise ConfigErrors([ConfigError("--floor", kernel, rule, remedy)]) from None
     free = [kernel for kernel, theirs in others.items() if theirs != ours]
+    if not free and asked is None:
+        print(f"no floor: no other kernel than {ours} is known to run here (--floor)")
+        return [*arms]
     if not free or (asked and asked != free[0]):
         rule = f"it is another kernel than dense sampling has, which is {ours}"
         remedy = " or ".join(f"--floor {kernel}" for kernel in (*free, "none"))
@@ -202,8 +207,11 @@ def forwards(task: SamplingTask, paths: Paths) -> Count:
     Raises:
         ConfigError: `sampling.fast` does not fit the run.
     """
-    planned = planned_steps(task, task.sampler(), paths)
-    return Count(*steps.forwards(planned, task.layers, task.settings.sampling.guided))
+    sampler = task.sampler()
+    planned = planned_steps(task, sampler, paths)
+    guided = [x.guided for x in experts_of(task, sampler, True) for _ in range(x.steps)]
+    decides = any(x.step.layers == "decide" for x in planned)
+    return Count(*steps.forwards(planned, task.layers, guided), decides)
 
 
 def add_plain(ways: list[Arm], arm: Arm, count: Count, make: MakeTask) -> tuple[Arm, str]:

@@ -146,6 +146,9 @@ def test_a_row_is_of_what_changes_numbers(
     for key, other in zip(keys, others.split(" "), strict=False):
         draw(name, "--model", folder, "--plan", "--embeddings", options[1], *words, other)
         assert f"late, and differs in {key}\n" in capsys.readouterr().out
+    if name == "wan_a14b":
+        measured(folder, name, options, "--plan", "--setting", "late", late, "guidance_scale_2=1")
+        assert "late: 3 of 6 forwards\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
