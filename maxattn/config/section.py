@@ -154,10 +154,12 @@ def problems_of(
 
 
 def _built(field: FieldInfo, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_built(field, item) for item in value)
     section = section_type(field)
     if section is not None and isinstance(value, Mapping):
         return section.model_validate(value)
-    return tuple(value) if isinstance(value, list) else value
+    return value
 
 
 def _freeze(value: Any, levels: int = DEEPEST) -> Any:

@@ -76,12 +76,6 @@ def test_a_schedule_is_what_is_written(cache, guidance, letters, computed):
     assert written(found) == letters and forwards(found, LAYERS, True) == (computed, 12)
 
 
-def test_a_gate_keeps_the_difference_of_each_guided_step():
-    found = planned(guidance=GuidanceSettings(stop=0.5, after="gate"))
-    assert [x.step.keeps_difference for x in found] == [True] * 3 + [False] * 3
-    assert forwards(found, LAYERS, True) == (9, 12)
-
-
 @pytest.mark.parametrize(
     ("steps", "cache", "says"),
     [
@@ -144,8 +138,13 @@ def test_a_cache_none_of_whose_steps_is_left_is_refused():
 
 
 def test_a_gate_guides_until_there_is_a_difference():
+    found = planned(guidance=GuidanceSettings(stop=0.5, after="gate"))
+    assert [x.step.keeps_difference for x in found] == [True] * 3 + [False] * 3
+    assert forwards(found, LAYERS, True) == (9, 12)
     found = planned((3, 3), guidance=GuidanceSettings(stop=0.1, after="gate", zero_steps=1))
     assert [x.step.guidance for x in found] == ["zero", "guided", "gate", "guided", "gate", "gate"]
+    last = planned((3,), guidance=GuidanceSettings(stop=0.1, after="gate", zero_steps=2))
+    assert last[-1].step.guidance == "guided"
 
 
 def test_what_steps_compute_is_one_table():
@@ -208,7 +207,7 @@ def test_steps_have_the_kernels_that_are_named():
 )
 def test_kernels_that_contradict_are_refused(kernels, says):
     with pytest.raises(ConfigErrors) as error:
-        FastSettings(kernels=kernels)
+        FastSettings(kernels=kernels, cache={"schedule": ".X"})
     assert says in str(error.value)
 
 
@@ -223,7 +222,7 @@ def test_skipped_layers_are_not_forwards():
     assert forwards(found, LAYERS, True) == (11, 12)
 
 
-NEGATIVE = {"prediction": "negative"}
+NEGATIVE, LATE = {"prediction": "negative"}, {"start": 0.5, "stop": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -240,11 +239,7 @@ NEGATIVE = {"prediction": "negative"}
         (True, {"skip": {"layers": ()}}, "layers"),
         (True, {"skip": {"layers": (1,), **NEGATIVE, "scale": 2.0}}, "it is a third prediction's"),
         (True, {"skip": {"layers": (1,), "start": 0.5}}, "from start to stop, and stop=0.2"),
-        (
-            True,
-            {"stop": 0.4, "skip": {"layers": (1,), **NEGATIVE, "start": 0.5, "stop": 0.9}},
-            "has a prediction that skips layers: none is guided",
-        ),
+        (True, {"stop": 0.4, "skip": {"layers": (1,), **NEGATIVE, **LATE}}, "none is guided"),
         (True, {"start": 1.0, "zero_star": True, "rescale": 0.5}, "guidance.rescale: 0.5"),
         (True, {"after": "gate"}, "no step comes after those that are guided"),
         (True, {"stop": 0.0, "after": "gate"}, "a gate reuses the difference of a guided step"),
