@@ -342,8 +342,7 @@ def test_a_gated_pipeline_adds_the_last_difference(name: Family, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "cache",
-    ["first_block.threshold=0.3", pytest.param("easycache.threshold=0.5", marks=pytest.mark.slow)],
+    "cache", ["first_block.threshold=0.3", "easycache={threshold: 0.5, first: 2}"]
 )
 def test_layers_that_are_not_scanned_decide_as_scanned_ones(cache: str, tmp_path: Path) -> None:
     """As on a GPU: each layer's parameters are read inside a branch of the program."""
