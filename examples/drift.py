@@ -11,7 +11,7 @@ Every way of sampling draws the same prompts from the same noise. Its row says h
 computed and how long they took, without compiling; how far its samples end from the dense ones, in
 multiples of the floor too, which is dense sampling with another kernel of attention; and the error
 of single steps that reuse or approximate, from the dense run's samples. Behind a way with a section
-`fast` comes plain sampling in fewer steps, which computes as many forwards as that way did. With
+`fast` comes plain sampling of as many forwards as that way computed, if no row is that. With
 --out DIR the samples are decoded into a folder for each way, and PSNR, SSIM (and LPIPS, where the
 package lpips is there) are of their pictures.
 """
@@ -33,7 +33,7 @@ from compare.family import family_of, task_of_family
 from compare.report import Report, Row, machine_facts
 from sample import arms
 from sample.arms import DENSE, PLAIN, Arm
-from sample.checks import check
+from sample.checks import check, check_plan
 from sample.command import check_unread, command, paths_of
 from sample.kernels import self_kernel
 from sample.measured import facts_of
@@ -46,6 +46,7 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 CONFIGURED = "as configured"
+LONGEST = 60  # characters of a folder's name, which may have 255 bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +92,11 @@ def main(found: argparse.Namespace) -> None:
         arms.forwards(arms.task_of(arm, make), paths)  # or refuse its settings
     plain = arms.task_of(ways[0], make)
     mesh = plain.settings.make_mesh()
-    check(plain, paths, writes=False)
-    check_weights(plain, paths)
+    if found.plan:
+        check_plan(plain, paths)
+    else:
+        check(plain, paths, writes=False)
+        check_weights(plain, paths)
     begins = start_of_plan(plain, paths, mesh)
     rows = begins.rows.samples * begins.rows.calls
     name = partial(self_kernel, rows=rows, lengths=begins.lengths, mesh=mesh)
@@ -115,7 +119,7 @@ def main(found: argparse.Namespace) -> None:
         row.of = facts_of(task, task.sampler(), runner.steps.planned, paths)
         if paths.out is not None:
             shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
-            folder = re.sub(r"[^\w.=-]+", "_", f"{len(report.rows):02} {arm.name}")
+            folder = re.sub(r"[^\w.=-]+", "_", f"{len(report.rows):02} {arm.name}")[:LONGEST]
             print(*task.write(shown, paths.out / folder), sep="\n")
             decoded = decoded or shown
             row.pictures = {} if shown is decoded else pictures.scores(shown, decoded)

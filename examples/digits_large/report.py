@@ -131,7 +131,7 @@ class Report:
     def pairs(self) -> Iterator[dict[str, Any]]:
         """Yield tests of each way of sampling against its equal cost, and against dense."""
         for name, row in self.rows.items():
-            for beside in (row.arm.same_cost, DENSE):
+            for beside in dict.fromkeys((row.arm.same_cost, DENSE)):
                 if beside is None or beside not in self.rows or name in (beside, REAL, FLOOR):
                     continue
                 for score in TESTED:

@@ -56,7 +56,8 @@ def _of_guidance(how: GuidanceSettings, planned: Sequence[Planned]) -> Iterator[
     found, skips = {x.step.guidance for x in planned}, any(x.step.skips for x in planned)
     late = planned[int(how.stop * len(planned)) :]  # a gate guides until there is a difference
     if how.after == "gate" and not {x.step.guidance for x in late} & {"gate", "guided"}:
-        rule = "it is of the steps from stop on, and no step comes after those that are guided"
+        why = "stop=1 leaves none" if how.stop == 1 else "the models of these are not guided"
+        rule = f"a gate acts in the steps from stop on, and {why}"
         yield ConfigError("guidance.after", how.after, rule, "lower stop, or leave it out")
     two = "it is about two predictions of a step, and no step has two to mix"
     mixed = skips or bool(found & {"guided", "gate"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 
 from .cache_settings import COMPUTE, DECIDE, REUSE, Dynamic, EasyCacheSettings, FirstBlockSettings
@@ -216,16 +217,19 @@ def _guidance(
 
 def _check_one(how: GuidanceSettings) -> None:
     """Refuse what needs two predictions in a run that has one."""
-    usual: dict[str, Any] = {"start": 0, "stop": 1, "zero_star": False, "rescale": 0}
+    usual: dict[str, Any] = {"start": 0, "stop": 1, "after": "text"}
+    usual |= {"zero_star": False, "rescale": 0}
     found = {key: getattr(how, key) for key in usual}
     if how.skip is not None:  # which makes two predictions of one
         found |= {"rescale": 0, "skip.prediction": how.skip.prediction}
         usual["skip.prediction"] = "third"
-    for key, value in found.items():
-        if value != usual[key]:
-            rule = "it is about two predictions, and a run without guidance has one"
-            remedy = "raise sampling.guidance_scale above 1 (Flux.1: true_cfg_scale), or remove it"
-            raise ConfigError(f"sampling.fast.guidance.{key}", value, rule, remedy)
+    rule = "it is about two predictions, and a run without guidance has one"
+    remedy = "raise sampling.guidance_scale above 1 (Flux.1: true_cfg_scale), or remove it"
+    changed = [key for key, value in found.items() if value != usual[key]]
+    if changed:
+        raise ConfigErrors(
+            [ConfigError(f"sampling.fast.guidance.{x}", found[x], rule, remedy) for x in changed]
+        )
 
 
 def _skips(how: GuidanceSettings | None, steps: int, layers: int) -> dict[int, dict[str, Any]]:

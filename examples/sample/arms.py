@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -218,7 +221,7 @@ def add_plain(ways: list[Arm], arm: Arm, count: Count, make: MakeTask) -> tuple[
     """Add plain sampling in fewer steps behind a way of sampling with a section `fast`.
 
     Args:
-        ways: of sampling; nothing is added if the plain one is there.
+        ways: of sampling, the dense one first; nothing is added if one of them is that plain one.
         arm: one of them, which has run.
         count: of the forwards that it computed.
         make: a task of overrides.
@@ -239,15 +242,21 @@ def add_plain(ways: list[Arm], arm: Arm, count: Count, make: MakeTask) -> tuple[
         if fewer > number:
             return arm, f"{fewer} plain steps cost as much, and {own.setting} has {number} values"
         said[own.key] = [own.values[i * number // fewer] for i in range(fewer)]
-    name = ", ".join([f"{fewer} plain steps", *(f"{key}={x}" for key, x in said.items())])
-    plain = Arm(name, {**kept, **said, "fast": None, "num_inference_steps": fewer})
+    plain = Arm("", {**kept, **said, "fast": None, "num_inference_steps": fewer})
     try:
-        task_of(plain, make)
+        settings = task_of(plain, make).settings
     except ConfigErrors as error:
         return arm, f"{fewer} plain steps cost as much, and {error.problems[0].rule}"
-    if name not in {x.name for x in ways}:
-        ways.insert(ways.index(arm) + 1, plain)
-    return arm._replace(same_cost=name), ""
+    others = [x for x in ways if x.name == DENSE or PLAIN.match(x.name)]
+    found = next((x for x in others if task_of(x, make).settings == settings), None)
+    if found is None:
+        told = [f"{key}={x}" for key, x in said.items() if key in kept]
+        name = textwrap.shorten(", ".join([f"{fewer} plain steps", *told]), 60, placeholder=" ...")
+        free = chain([name], (f"{name} ({n})" for n in count_from(2)))
+        names = {x.name for x in others}
+        found = plain._replace(name=next(x for x in free if x not in names))
+        ways.insert(ways.index(arm) + 1, found)
+    return arm._replace(same_cost=found.name), ""
 
 
 def task_of(arm: Arm, make: MakeTask) -> SamplingTask:

@@ -261,7 +261,7 @@ def _guidance_lines(task: SamplingTask, rows: Rows, steps: Steps) -> Iterator[st
     """Say how a step calls the model for its two predictions."""
     sampling = task.settings.sampling
     if not sampling.guided:
-        yield f"guidance  none: {forwards(steps.planned, task.layers, False)[0]:g} forwards"
+        yield f"guidance  none: {_computed(steps.planned, task.layers)}"
         return
     how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
     if rows.calls == 2 and rows.ways % 2 == 0:
@@ -279,12 +279,17 @@ def _experts_lines(steps: Steps, layers: int) -> Iterator[str]:
     for expert in steps.experts if several else ():
         end = done + expert.steps
         taken = f"steps {done + 1} to {end}" if expert.steps else "no step"
-        computed = forwards(steps.planned[done:end], layers, False)[0]
-        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {computed:g} forwards"
+        computed = _computed(steps.planned[done:end], layers)
+        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {computed}"
         yield f"expert    {expert.part}, {taken}, guidance {scale}"
         done = end
     if several:
         yield "          one at a time on the devices, each read when its turn comes"
+
+
+def _computed(planned: Sequence[Planned], layers: int) -> str:
+    at_most = "at most " * any(x.step.layers == "decide" for x in planned)
+    return f"{at_most}{forwards(planned, layers, False)[0]:g} forwards"
 
 
 def _fast_lines(

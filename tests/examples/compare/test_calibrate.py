@@ -18,7 +18,7 @@ from sample.command import arguments_of
 
 from maxattn.config import ConfigErrors
 from tests.examples.conftest import ROOT
-from tests.examples.sample.pipelines import CONFIGS, EXACT, pipeline, run, sizes_of, told
+from tests.examples.sample.pipelines import CONFIGS, EXACT, pipeline, prepared, run, sizes_of, told
 
 STEPS = 9
 
@@ -37,8 +37,7 @@ def measured(folder: Path, options: list[str], *words: str) -> dict[str, Any]:
 def test_a_curve_is_measured_and_taken_by_the_same_run(
     batched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     found = measured(folder, options, f"guidance_batched={batched}")
     ratios = np.array(found["ratios"])
     assert ratios.shape == (STEPS, 2) and (ratios[0] == 1).all() and (ratios > 0).all()
@@ -55,8 +54,7 @@ def test_a_curve_is_measured_and_taken_by_the_same_run(
 
 
 def test_what_a_share_of_the_steps_needs_is_found_and_taken(tmp_path: Path, capsys: Any) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     batched = "guidance_batched=false"
     found = measured(folder, options, batched, "num_inference_steps=12", "--share", "0.6")
     file, caches = folder / "curve.yml", ("magcache", "teacache", "first_block", "easycache")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.examples.sample.pipelines import FIXTURES, check, pipeline, run, told
+from tests.examples.sample.pipelines import FIXTURES, check, prepared, run
 from tests.fixtures import make_caches as made
 
 RATIOS = ", ".join(map(str, made.RATIOS))
@@ -35,8 +35,7 @@ SAID = {
 @pytest.mark.parametrize("cache", WORDS)
 def test_a_run_is_diffusers(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     want = load_file(FIXTURES / "diffusers_caches.safetensors")[f"out.{cache}"]
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     steps = f"num_inference_steps={made.STEPS}"
     found = run(folder, "wan", *options, steps, *WORDS[cache])
     printed = capsys.readouterr().out

@@ -22,7 +22,7 @@ from wan.sizes import SIZES
 import maxattn as ma
 from maxattn.errors import ConfigError
 from tests.examples.conftest import ROOT
-from tests.examples.sample.pipelines import pipeline, run, told
+from tests.examples.sample.pipelines import prepared, run
 from tests.golden_text import check_golden
 
 FAMILIES: dict[str, Any] = {"wan": WanSampling, "flux": FluxSampling, "sdxl": SDXLSampling}
@@ -95,8 +95,7 @@ def test_a_shape_is_a_schedule(shape: Any, letters: str) -> None:
 
 
 def test_a_run_says_its_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     run(folder, "wan", *options, "--steps", "10", "--fast", "gentle")
     printed = capsys.readouterr().out
     fast = printed[printed.index("fast      ") : printed.index("latents   ")]

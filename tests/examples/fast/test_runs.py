@@ -32,6 +32,7 @@ from tests.examples.sample.pipelines import (
     check,
     draw,
     pipeline,
+    prepared,
     run,
     sizes_of,
     told,
@@ -200,8 +201,7 @@ def test_a_pipeline_reuses_on_a_mesh(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Eight devices; all computed is bit-equal to no setting, and reuse is printed."""
-    _, options = told(tmp_path, name)
-    folder = pipeline(tmp_path, name, {"wan": "unipc", "sdxl": "euler", "flux": "flow_euler"}[name])
+    folder, options = prepared(tmp_path, name)
     plain = run(folder, name, *options)
     assert np.array_equal(run(folder, name, *options, "fast.cache.schedule=XXXX"), plain)
     capsys.readouterr()
@@ -248,8 +248,7 @@ def test_no_more_is_kept_than_is_printed(
 def test_each_prediction_has_devices_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     one = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8", "guidance_batched=false")
     apart = run(folder, "wan", *options, *one)
     capsys.readouterr()
@@ -263,8 +262,7 @@ def test_each_prediction_has_devices_of_its_own(
 
 def test_some_steps_have_another_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same weights under tpu_flash, which rounds otherwise; the rest has dot_product."""
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     plain, named = (
         run(folder, "wan", *options, *more)
         for more in ((), ("fast.kernels=[{steps: [0, 2], attention: dot_product}]",))
@@ -346,8 +344,7 @@ def test_a_gated_pipeline_adds_the_last_difference(name: Family, tmp_path: Path)
 )
 def test_layers_that_are_not_scanned_decide_as_scanned_ones(cache: str, tmp_path: Path) -> None:
     """As on a GPU: each layer's parameters are read inside a branch of the program."""
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     words = (*options, "num_inference_steps=9", f"fast.cache.{cache}")
     scanned, apart = (
         run(folder, "wan", *words, f"model.scan_layers={scan}") for scan in ("true", "false")

@@ -228,8 +228,9 @@ NEGATIVE, LATE = {"prediction": "negative"}, {"start": 0.5, "stop": 0.9}
 @pytest.mark.parametrize(
     ("guided", "how", "says"),
     [
-        (False, {"stop": 0.5}, "guidance.stop"),
-        (False, {"zero_star": True}, "guidance.zero_star"),
+        (False, {"stop": 0.5, "zero_star": True}, "guidance.stop"),
+        (False, {"stop": 0.5, "zero_star": True}, "guidance.zero_star"),
+        (False, {"after": "gate"}, "gate\n  rule    it is about two predictions, and a run"),
         (False, {"rescale": 0.5}, "guidance.rescale"),
         (False, {"skip": {"layers": (1,), **NEGATIVE}}, "guidance.skip.prediction"),
         (True, {"zero_steps": 6}, "zero_steps: 6\n  rule    the model is called in at least one"),
@@ -241,7 +242,7 @@ NEGATIVE, LATE = {"prediction": "negative"}, {"start": 0.5, "stop": 0.9}
         (True, {"skip": {"layers": (1,), "start": 0.5}}, "from start to stop, and stop=0.2"),
         (True, {"stop": 0.4, "skip": {"layers": (1,), **NEGATIVE, **LATE}}, "none is guided"),
         (True, {"start": 1.0, "zero_star": True, "rescale": 0.5}, "guidance.rescale: 0.5"),
-        (True, {"after": "gate"}, "no step comes after those that are guided"),
+        (True, {"after": "gate"}, "in the steps from stop on, and stop=1 leaves none"),
         (True, {"stop": 0.0, "after": "gate"}, "a gate reuses the difference of a guided step"),
     ],
 )

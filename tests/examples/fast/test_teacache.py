@@ -22,7 +22,7 @@ from wan.time_states import time_states
 from maxattn import weights
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
-from tests.examples.sample.pipelines import EXACT, draw, pipeline, run, sizes_of, told
+from tests.examples.sample.pipelines import EXACT, draw, pipeline, prepared, run, sizes_of
 
 LIMIT = 4.0
 
@@ -54,8 +54,7 @@ def test_teacache_is_of_the_loaded_models_times(which: Any, tmp_path: Path) -> N
 def test_a_run_with_teacache_is_that_of_the_schedule_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     words = (*options, "num_inference_steps=8")
     tea = "fast.cache.teacache.{}={}".format
     found = run(folder, "wan", *words, tea("polynomial", "[1, 0]"), tea("threshold", 1.5))
@@ -66,8 +65,7 @@ def test_a_run_with_teacache_is_that_of_the_schedule_it_prints(
 
 
 def test_teacache_is_refused_for_another_model(tmp_path: Path) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     words = (*EXACT, *sizes_of("wan"), *options, "num_inference_steps=8", "--model", folder)
     words = (*words, "--latents", tmp_path / "out.safetensors")
     with pytest.raises(ConfigErrors, match="has num_layers 2, in_channels 4"):

@@ -94,6 +94,11 @@ def told(path: Path, name: str) -> tuple[dict[str, np.ndarray], list[str]]:
     return arrays, ["--embeddings", embeddings, "--noise", noise]
 
 
+def prepared(path: Path, name: str = "wan") -> tuple[Path, list[str]]:
+    """Write a pipeline and the inputs of a fixture; return its folder, and the options of these."""
+    return pipeline(path, name, next(iter(runs.SCHEDULERS[name]))), told(path, name)[1]
+
+
 def sizes_of(name: str) -> list[str]:
     """Name the size of a fixture's samples."""
     size = runs.size_of(name).items()

@@ -13,11 +13,10 @@ from safetensors.numpy import load_file, save_file
 from maxattn.errors import ConfigError
 from tests.examples.conftest import ROOT
 from tests.fixtures import make_few_step_runs as made
-from tests.fixtures import make_pipelines as runs
 from tests.golden_text import check_golden
 from tests.waiting import but
 
-from .pipelines import FIXTURES, check, lora, pipeline, run, told
+from .pipelines import FIXTURES, check, lora, prepared, run
 
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -25,8 +24,7 @@ FILE = "diffusion_pytorch_model.safetensors"
 def ours(name: str, path: Path) -> np.ndarray:
     """Draw a case from a folder whose scheduler's file names another sampler."""
     case = made.CASES[name]
-    _, options = told(path, case.pipeline)
-    folder = pipeline(path, case.pipeline, next(iter(runs.SCHEDULERS[case.pipeline])))
+    folder, options = prepared(path, case.pipeline)
     return run(folder, case.pipeline, *options, f"guidance_scale={case.guidance}", *case.ours)
 
 
@@ -56,8 +54,8 @@ def test_a_whole_run_is_diffusers_live(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_meshes_and_batches_draw_the_same(tmp_path: Path) -> None:
-    _, options = told(tmp_path, "wan")
-    folder, told_alone = pipeline(tmp_path, "wan", "unipc"), options[:2]
+    folder, options = prepared(tmp_path)
+    told_alone = options[:2]
     how = (*told_alone, "sampler=flow_lcm", "guidance_scale=1", "--seed", 3)
     ring = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8")
     many = run(folder, "wan", *how, "--per-prompt", 8, "ici_fsdp_parallelism=8")
@@ -73,8 +71,7 @@ def test_the_second_transformer_without_guidance_has_one_branch(
     batched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its latents are those of guidance that adds next to nothing, in half the forwards."""
-    _, options = told(tmp_path, "wan_a14b")
-    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    folder, options = prepared(tmp_path, "wan_a14b")
     mesh = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8")
     how = (*options, f"guidance_batched={batched}", *mesh)
     got = run(folder, "wan_a14b", *how, "guidance_scale_2=1")
@@ -91,8 +88,7 @@ def test_lora_of_few_steps_is_refused_with_other_settings(
 ) -> None:
     """The remedies, followed, lead to a run."""
     monkeypatch.chdir(tmp_path)
-    _, options = told(Path(), "wan")
-    folder = pipeline(Path(), "wan", "unipc")
+    folder, options = prepared(Path())
     file = Path("wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors")
     lora(file, folder)
     how = (*options, "--lora", file, "--steps", 50)
@@ -114,8 +110,7 @@ def test_lora_of_few_steps_is_refused_with_other_settings(
 
 
 def test_lora_of_another_count_of_steps(tmp_path: Path) -> None:
-    _, options = told(tmp_path, "flux")
-    folder = pipeline(tmp_path, "flux", "flow_euler")
+    folder, options = prepared(tmp_path, "flux")
     file = "Hyper-FLUX.1-dev-16steps-lora.safetensors"
     lora_of_flux(tmp_path / file, folder)
     how = (*options, "--lora", tmp_path / file, "guidance_scale=3.5", "true_cfg_scale=1")
@@ -125,8 +120,7 @@ def test_lora_of_another_count_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lora_has_the_scale_of_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, options = told(tmp_path, "flux")
-    folder, file = pipeline(tmp_path, "flux", "flow_euler"), tmp_path / "lora.safetensors"
+    (folder, options), file = prepared(tmp_path, "flux"), tmp_path / "lora.safetensors"
     lora_of_flux(file, folder)
     how = (*options, "--lora", file, "guidance_scale=3.5", "true_cfg_scale=1", "--steps", 8)
     run(folder, "flux", *how, "distilled=hyper_flux")
@@ -137,8 +131,7 @@ def test_lora_has_the_scale_of_its_row(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_two_transformers_share_the_list(tmp_path: Path, capsys: Any) -> None:
-    _, options = told(tmp_path, "wan_a14b")
-    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    folder, options = prepared(tmp_path, "wan_a14b")
     unguided = ("guidance_scale=1", "guidance_scale_2=1")
     run(folder, "wan_a14b", *options, "distilled=lightx2v", *unguided)
     printed = capsys.readouterr().out
@@ -149,10 +142,12 @@ def test_two_transformers_share_the_list(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize("scale", but([0, 0.5], [0.5]))
 def test_guidance_below_one_is_none(scale: float, tmp_path: Path, capsys: Any) -> None:
     """As in diffusers' pipelines, whose guidance begins above 1."""
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     alone = load_file(options[1])
     save_file({"text": alone["text"]}, options[1])
     found = run(folder, "wan", *options, f"guidance_scale={scale}")
-    assert "guidance  none: 4 forwards\n" in capsys.readouterr().out
+    cached = ("--steps", 8, "fast.cache.first_block.first=2", f"guidance_scale={scale}")
+    run(folder, "wan", *options, *cached, "--plan")
+    printed = capsys.readouterr().out
+    assert "none: 4 forwards\n" in printed and "none: at most 8 forwards\n" in printed
     check(found, run(folder, "wan", *options, "guidance_scale=1"))

@@ -16,7 +16,7 @@ from maxattn.errors import ConfigError
 from tests.fixtures import make_pipelines as runs
 from tests.waiting import but
 
-from .pipelines import check, lora, pipeline, run, told
+from .pipelines import check, lora, pipeline, prepared, run, told
 
 CASES = [(name, which) for name, ways in runs.SCHEDULERS.items() for which in ways]
 # Wan's is below on a ring; images, and Flux without guidance, only change what the model is told;
@@ -40,8 +40,7 @@ def test_two_calls_on_a_ring_are_one_call(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_samples_with_merged_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, options = told(tmp_path, "wan")
-    folder = pipeline(tmp_path, "wan", "unipc")
+    folder, options = prepared(tmp_path)
     file, no_noise = tmp_path / "lora.safetensors", options[:2]
     merged = lora(file, folder)
     many = run(folder, "wan", *no_noise, "--lora", file, "--lora-scale", 0.5, "--per-prompt", 9)
@@ -59,8 +58,7 @@ def test_many_samples_with_merged_lora(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_lora_of_image_to_video_and_names_of_ones_own(tmp_path: Path) -> None:
     """The remedies of the refusals are followed to the merged model."""
-    _, options = told(tmp_path, "wan")
-    folder, file = pipeline(tmp_path, "wan", "unipc"), tmp_path / "lora.safetensors"
+    (folder, options), file = prepared(tmp_path), tmp_path / "lora.safetensors"
     merged = lora(file, folder)
     (tmp_path / "trained").mkdir()
     save_file(merged, tmp_path / "trained" / "model.safetensors")
@@ -105,8 +103,7 @@ def test_the_lines_and_the_metadata_of_a_run(tmp_path: Path, capsys: Any) -> Non
 @pytest.mark.slow
 def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights merged into files are what `--lora` and `--lora-2` merge; steps are printed."""
-    _, options = told(tmp_path, "wan_a14b")
-    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    folder, options = prepared(tmp_path, "wan_a14b")
     files = {part: tmp_path / f"{part}.safetensors" for part in ("transformer", "transformer_2")}
     merged = {part: lora(path, folder, part) for part, path in files.items()}
     one, two = files.values()
@@ -123,8 +120,7 @@ def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFix
 def test_weights_of_one_transformer_are_used_beside_the_model_s_other(tmp_path: Path) -> None:
     """A training run leaves one of them."""
     trained = "transformer_2"
-    _, options = told(tmp_path, "wan_a14b")
-    folder = pipeline(tmp_path, "wan_a14b", "unipc")
+    folder, options = prepared(tmp_path, "wan_a14b")
     file = f"{trained}/diffusion_pytorch_model.safetensors"
     changed = {name: x * np.float32(1.5) for name, x in load_file(folder / file).items()}
     (tmp_path / "run" / trained).mkdir(parents=True)
