@@ -55,7 +55,9 @@ def _of_cache(
 def _of_guidance(how: GuidanceSettings, planned: Sequence[Planned]) -> Iterator[ConfigError]:
     found, skips = {x.step.guidance for x in planned}, any(x.step.skips for x in planned)
     late = planned[int(how.stop * len(planned)) :]  # a gate guides until there is a difference
-    if how.after == "gate" and not {x.step.guidance for x in late} & {"gate", "guided"}:
+    is_off = how.stop == 1 and "stop" in how.model_fields_set
+    acts = {x.step.guidance for x in late} & {"gate", "guided"}
+    if how.after == "gate" and not acts and not is_off:
         why = "stop=1 leaves none" if how.stop == 1 else "the models of these are not guided"
         rule = f"a gate acts in the steps from stop on, and {why}"
         yield ConfigError("guidance.after", how.after, rule, "lower stop, or leave it out")

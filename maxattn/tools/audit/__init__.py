@@ -181,13 +181,14 @@ def trace(what: Callable[..., Any], *inputs: Any, **named: Any) -> Traced:
 
     Arrays are inputs of the program. Rotary tables and masks with known numbers stay constants.
     """
-    if is_tracer(jnp.zeros(())):
-        rule = "an audit runs a program, and this one is being traced"
-        remedy = "call ma.audit outside of jit, scan and grad; it follows calls inside them"
-        raise InputError("audit", "called in a function under trace", rule, remedy)
     of, method = what, None
     if inspect.ismethod(what) and isinstance(what.__self__, nnx.Module):
         of, method = what.__self__, what.__func__
+    parts = (inputs, named, nnx.state(of) if isinstance(of, nnx.Module) else ())
+    if any(map(is_tracer, (jnp.zeros(()), *jax.tree.leaves(parts)))):  # jit traces zeros, too
+        rule = "an audit runs a program, and this one is being traced"
+        remedy = "call ma.audit outside of jit, scan, vmap and grad; it follows calls inside them"
+        raise InputError("audit", "called in a function under trace", rule, remedy)
     name = str(getattr(what, "__name__", type(what).__name__))
     leaves, structure = jax.tree.flatten((inputs, named), is_leaf=_is_constant)
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]

@@ -118,10 +118,11 @@ def _of_call(text: str, config: AttentionConfig) -> Any:
         raise InputError("--call", plain(text), rule, remedy) from None
     finally:
         sys.path.remove(os.getcwd())
-    if not callable(make):
+    try:
+        takes_config = bool(inspect.signature(make).parameters)
+    except (TypeError, ValueError):  # no function, or one without a signature
         rule, remedy = "it must be a function that returns (model, inputs)", "name a function"
-        raise InputError("--call", plain(text), rule, remedy)
-    takes_config = bool(inspect.signature(make).parameters)
+        raise InputError("--call", plain(text), rule, remedy) from None
     if config.changed and not takes_config:
         rule = "the function takes no config, so settings cannot change its model"
         changed = ", ".join(sorted(config.changed))

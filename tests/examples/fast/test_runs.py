@@ -124,6 +124,11 @@ def test_a_reused_step_adds_what_the_layers_added(order: int, layers: Any) -> No
         np.testing.assert_allclose(walked(fast, calls, 4.0), state.x, rtol=1e-4, atol=1e-5)
 
 
+def test_a_gate_at_the_end_changes_nothing() -> None:
+    never = FastSettings(guidance=GuidanceSettings(stop=1.0, after="gate"))
+    assert np.array_equal(walked(never, CALLS, 4.0), walked(FastSettings(), CALLS, 4.0))
+
+
 @pytest.mark.parametrize("zero_star", [False, True])
 def test_a_gate_adds_the_last_difference(zero_star: bool) -> None:
     """Against a loop that keeps the difference by itself."""
@@ -314,7 +319,9 @@ def test_a_gated_pipeline_adds_the_last_difference(name: Family, tmp_path: Path)
     which = {"wan": "unipc", "sdxl": "euler", "flux": "flow_euler"}[name]
     folder = pipeline(tmp_path, name, which)
     plain = run(folder, name, *options)
-    gated = run(folder, name, *options, "fast.guidance={stop: 0.5, after: gate}")
+    gate = "fast.guidance={stop: 1.0, after: gate}"
+    assert np.array_equal(run(folder, name, *options, gate), plain)
+    gated = run(folder, name, *options, gate.replace("1.0", "0.5"))
 
     task = task_of(name, folder)
     model = load(task, Paths(folder), None)

@@ -130,11 +130,14 @@ def test_modules_calls_and_methods():
 def test_all_examples_of_vmap_are_measured():
     q, k = jnp.stack([X, 2 * X]), jnp.stack([X, X, X.at[..., 1].set(9)])
     inner = jax.vmap(ma.attention, (None, 0, None))
-    of_examples = quick(jax.vmap(inner, (0, None, None)), q, k, 1e4 * X).layers[0].measures
+    found = quick(jax.vmap(inner, (0, None, None)), q, k, 1e4 * X).layers[0]
     spread = (jnp.broadcast_to(x, (2, 3, *X.shape)) for x in (q[:, None], k, 1e4 * X))
     of_rows = quick(ma.attention, *(x.reshape(6, *X.shape[1:]) for x in spread)).layers[0].measures
     for name in ("q_norm", "k_norm", "bound", "limit", "outside", "k_offset", "k_outlier"):
-        np.testing.assert_allclose(of_examples[name], of_rows[name], 1e-6)
+        np.testing.assert_allclose(found.measures[name], of_rows[name], 1e-6)
+    first = quick(ma.attention, q[0], k[0], 1e4 * X).layers[0].measures
+    for name in ("score", "entropy", "int8"):
+        np.testing.assert_allclose(found.measures[name], first[name], 1e-6)
 
 
 def test_some_layers_of_a_scan():
@@ -241,7 +244,8 @@ WRONG = {
     "wrong_grid": lambda: quick(ma.attention, X, X, X, grid=(48,)),
     "no_queries": lambda: ma.AuditSample(queries=0),
     "text_as_heads": lambda: ma.AuditSample(heads="all"),  # type: ignore[arg-type]
-    "under_jit": lambda: jax.jit(lambda x: quick(ma.attention, x, x, x).grid)(X),
+    "under_jit": lambda: jax.jit(lambda: quick(ma.attention, X, X, X).grid)(),
+    "under_vmap": lambda: jax.vmap(lambda x: quick(ma.attention, X, X, x).grid)(X[None]),
     "no_seconds": lambda: ma.audit(ma.attention, X, X, X, seconds=np.nan),
     "kernel_as_text": lambda: ma.audit(ma.attention, X, X, X, kernels="flash"),
     "unknown_kernel": lambda: ma.audit(ma.attention, X, X, X, kernels=["flahs"]),
