@@ -37,6 +37,7 @@ from sample.checks import check, check_plan
 from sample.command import check_unread, command, paths_of
 from sample.kernels import self_kernel
 from sample.measured import facts_of
+from sample.paths import Paths
 from sample.run import check_weights, start_of, start_of_plan
 from sample.run_weights import weights_of_run
 from sample.runner import Runner, Trajectory, psnr
@@ -56,11 +57,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--report", type=Path, default=Path("out/drift.yml"), metavar="FILE", help=told)
 
 
-def ways_of(found: argparse.Namespace, make: arms.MakeTask) -> list[Arm]:
+def ways_of(found: argparse.Namespace, make: arms.MakeTask, paths: Paths) -> list[Arm]:
     """Return the ways of sampling that are compared, the dense one first.
 
     Raises:
-        ConfigErrors: there is nothing to compare with the dense one, or a way draws other samples.
+        ConfigErrors: there is nothing to compare with the dense one, or a way draws other samples,
+            or its settings do not fit.
     """
     taken = {**arms.TAKEN, CONFIGURED: "the config's own sampling.fast"}
     said = arms.read_arms(found.settings, found.setting, taken)
@@ -72,6 +74,8 @@ def ways_of(found: argparse.Namespace, make: arms.MakeTask) -> list[Arm]:
         rule = "a way of sampling is compared with the dense one"
         remedy = "give --settings FILE or --setting NAME KEY=VALUE, or write sampling.fast"
         raise ConfigErrors([ConfigError("--settings", "(none)", rule, remedy)])
+    for arm in said:
+        arms.forwards(arms.task_of(arm, make), paths)  # or refuse its settings
     return said
 
 
@@ -87,9 +91,7 @@ def main(found: argparse.Namespace) -> None:
 
     if (problem := unwritable("--report", found.report)) is not None:
         raise ConfigErrors([problem])
-    ways = ways_of(found, make)
-    for arm in ways:
-        arms.forwards(arms.task_of(arm, make), paths)  # or refuse its settings
+    ways = ways_of(found, make, paths)
     plain = arms.task_of(ways[0], make)
     mesh = plain.settings.make_mesh()
     if found.plan:
@@ -111,16 +113,15 @@ def main(found: argparse.Namespace) -> None:
     decoded: list[np.ndarray] = []
     for arm in ways:  # which grow
         task = arms.task_of(arm, make)
-        print(f"\n{arm.name}: {arms.forwards(task, paths)}")
+        count = arms.forwards(task, paths)
+        print(f"\n{arm.name}: {count}")
         runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
-        row, latents, dense = _measured(arm, runner, dense)
+        row, latents, dense = _measured(arm, count, runner, dense)
         row.arm, lacks = arms.add_plain(ways, arm, row.count, make)
         row.notes += [f"no row of the same cost: {lacks}"] if lacks else []
         row.of = facts_of(task, task.sampler(), runner.steps.planned, paths)
         if paths.out is not None:
-            shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
-            folder = re.sub(r"[^\w.=-]+", "_", f"{len(report.rows):02} {arm.name}")[:LONGEST]
-            print(*task.write(shown, paths.out / folder), sep="\n")
+            shown = _shown(task, paths, latents, f"{len(report.rows):02} {arm.name}")
             decoded = decoded or shown
             row.pictures = {} if shown is decoded else pictures.scores(shown, decoded)
         report.facts = {**report.facts, "clips": len(dense[0])}
@@ -129,8 +130,17 @@ def main(found: argparse.Namespace) -> None:
     print(f"\n{report.text()}\n{found.report}")
 
 
+def _shown(task: SamplingTask, paths: Paths, latents: np.ndarray, name: str) -> list[np.ndarray]:
+    """Decode samples, and write what they show into a folder of their way of sampling."""
+    assert paths.out is not None, "it was given"
+    shown = task.pixels(paths.model, np.moveaxis(latents, -1, 1))
+    folder = re.sub(r"[^\w.=-]+", "_", name)[:LONGEST]
+    print(*task.write(shown, paths.out / folder), sep="\n")
+    return shown
+
+
 def _measured(
-    arm: Arm, runner: Runner, dense: tuple[np.ndarray, Trajectory] | None
+    arm: Arm, count: arms.Count, runner: Runner, dense: tuple[np.ndarray, Trajectory] | None
 ) -> tuple[Row, np.ndarray, tuple[np.ndarray, Trajectory]]:
     """Run a way of sampling; the first one is the dense run that others are held against."""
     if dense is None:
@@ -140,7 +150,7 @@ def _measured(
         run = runner.run()
     for line in runner.walk.outcome():
         print(line)
-    count = arms.Count(run.forwards, run.whole)
+    count = count._replace(computed=run.forwards, at_most=False)
     at_end = drift(run.latents, dense[0]), psnr(run.latents, dense[0])
     row = Row(arm, count, run.seconds, *at_end)
     if (unlike := runner.unlike(dense[1])) is not None:

@@ -93,7 +93,7 @@ class KernelSettings(Section):
         except ConfigErrors as error:
             found = error.problems[0]
             rule, remedy = found.rule, found.remedy
-            if _is_attention(name := values["attention"]):
+            if is_setting("attention", name := values["attention"]):
                 rule = f"{rule.partition(';')[0]}; {name} is a strategy, which all steps share"
                 remedy = f"name a kernel here, and write `attention: {name}` outside of sampling"
             yield ConfigError("attention", name, rule, remedy)
@@ -106,9 +106,11 @@ class KernelSettings(Section):
             yield ConfigError("layers", list(values["layers"]), rule, "leave it out")
 
 
-def _is_attention(name: str) -> bool:
+def is_setting(key: str, value: str) -> bool:
+    """Check whether a key of attention's settings takes a value."""
+    given: dict[str, Any] = {key: value}
     try:
-        ma.AttentionConfig(attention=name)
+        ma.AttentionConfig(**given)
     except ConfigErrors:
         return False
     return True

@@ -22,6 +22,7 @@ from maxattn.errors import ConfigError, MaxattnError
 from sample.kernels import keys_of, with_kernel
 from sample.paths import Paths
 from sample.planned import experts_of, planned_steps
+from sample.run import Steps
 from sample.task import SamplingTask
 
 DENSE, FLOOR = "dense", "floor"
@@ -212,9 +213,9 @@ def forwards(task: SamplingTask, paths: Paths) -> Count:
     """
     sampler = task.sampler()
     planned = planned_steps(task, sampler, paths)
-    guided = [x.guided for x in experts_of(task, sampler, True) for _ in range(x.steps)]
+    own = Steps(sampler, experts_of(task, sampler, True), planned)
     decides = any(x.step.layers == "decide" for x in planned)
-    return Count(*steps.forwards(planned, task.layers, guided), decides)
+    return Count(*steps.forwards(planned, task.layers, own.guided), decides)
 
 
 def add_plain(ways: list[Arm], arm: Arm, count: Count, make: MakeTask) -> tuple[Arm, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from common.split import Structure, split
+from fast.settings import is_setting
 from fast.steps import Planned
 from flax import nnx
 
@@ -45,19 +46,11 @@ def with_kernel(task: SamplingTask, kernel: Kernel) -> SamplingTask:
 
 def keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
     """Return the settings under which a task's self-attention has a kernel, and its strategy."""
-    if not _is_kernel(task.settings.attention):
+    # Other values of `attention` name a strategy too.
+    if not is_setting("attention_kernel", task.settings.attention):
         return {"attention_kernel": kernel}
     named = task.settings.attention_kernel is not None
     return {"attention": kernel, **({"attention_kernel": None} if named else {})}
-
-
-def _is_kernel(attention: str) -> bool:
-    """Check whether a value of `attention` names a kernel, and no strategy beside it."""
-    try:
-        ma.AttentionConfig(attention_kernel=attention)
-    except ConfigErrors:
-        return False
-    return True
 
 
 def structure_with(

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from fast.cache_settings import REUSE
-from fast.steps import Planned, forwards
+from fast.steps import Planned
 from jaxtyping import Float
 from samplers import Schedule, State
 
@@ -62,13 +62,11 @@ class Run:
         latents: at the end, channels last.
         seconds: of the steps, without compiling.
         forwards: that were computed, counted in layers where some were not.
-        whole: forwards without shortcuts.
     """
 
     latents: Samples
     seconds: float
     forwards: float
-    whole: int
 
 
 class Runner:
@@ -167,8 +165,7 @@ class Runner:
                 walk.take(self._models[expert.part], expert)
         last = self.task.finished(walk.state.x, walk.told[-1])
         latents = np.asarray(last)[: self.start.rows.wanted]
-        whole = forwards(self.steps.planned, self.task.layers, self.steps.guided)[1]
-        return Run(latents, walk.bar.seconds, walk.forwards(), whole)
+        return Run(latents, walk.bar.seconds, walk.forwards())
 
 
 def psnr(x: Samples, of: Samples) -> Float[np.ndarray, " B"]:
