@@ -194,6 +194,14 @@ def test_gradients_of_hard_operands(hard: str, mask: str) -> None:
     compare((None, None, *got[:3]), want, rounding(x))
 
 
+def test_weights_of_float16_do_not_overflow() -> None:
+    """A score of 19 has the weight 2**27 without a maximum, which is no float16."""
+    x = {name: y.astype(np.float16) for name, y in operands().items()}
+    x["q"][0, 3, 1], x["k"][0, 5, 0] = np.array([[11], [10]]) * np.eye(1, x["q"].shape[3])
+    out, lse = ma.attention(*x.values(), config=CONFIG, return_lse=True)
+    compare((out, lse), attention64(*x.values()), 2e-3)
+
+
 def test_no_number_stays_no_number() -> None:
     x = operands()
     x["k"][0, 5, 0, 0] = np.nan
