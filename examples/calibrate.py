@@ -25,26 +25,26 @@ from typing import Any
 
 import numpy as np
 import yaml
-from common import hosts
-from common.markdown import table
-from common.replacing import replacing
-from common.writable import unwritable
-from compare.curve import Ratios, measure
-from compare.family import family_of, task_of_family
-from compare.report import machine_facts
-from compare.thresholds import Found, find, left_out
-from fast.cache_settings import MagCacheSettings
-from fast.calibrated import lacking
-from fast.curves import LeftOut
-from fast.schedules import FEW, magcache
-from sample.checks import check
-from sample.command import check_unread, command, paths_of
-from sample.paths import Paths
-from sample.planned import shift_of
-from sample.run import check_weights, start_of
-from sample.run_weights import weights_of_run
-from sample.runner import Runner
-from sample.task import SamplingTask
+from maxattn_examples.common import hosts
+from maxattn_examples.common.markdown import table
+from maxattn_examples.common.replacing import replacing
+from maxattn_examples.common.writable import unwritable
+from maxattn_examples.compare.curve import Ratios, measure
+from maxattn_examples.compare.family import family_of, task_of_family
+from maxattn_examples.compare.report import machine_facts
+from maxattn_examples.compare.thresholds import Found, find, left_out
+from maxattn_examples.fast.cache_settings import MagCacheSettings
+from maxattn_examples.fast.calibrated import lacking
+from maxattn_examples.fast.curves import LeftOut
+from maxattn_examples.fast.schedules import FEW, magcache
+from maxattn_examples.sample.checks import check
+from maxattn_examples.sample.command import check_unread, command, paths_of
+from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.planned import shift_of
+from maxattn_examples.sample.run import check_weights, start_of
+from maxattn_examples.sample.run_weights import weights_of_run
+from maxattn_examples.sample.runner import Runner
+from maxattn_examples.sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

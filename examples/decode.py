@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import wan.torch_parts
-from common.command import user_errors
-from common.pipeline_folder import absent, config_of, continues_images, index_of
-from common.writable import unwritable
-from sample import files, media, torch_pictures
-from sample.checks import Needs, without_torch
-from sample.torch_device import device_errors
+from maxattn_examples.common.command import user_errors
+from maxattn_examples.common.pipeline_folder import absent, config_of, continues_images, index_of
+from maxattn_examples.common.writable import unwritable
+from maxattn_examples.sample import files, media, torch_pictures
+from maxattn_examples.sample.checks import Needs, without_torch
+from maxattn_examples.sample.torch_device import device_errors
+from maxattn_examples.wan import torch_parts as wan_torch_parts
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
@@ -67,7 +67,7 @@ def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Itera
     """Decode and write, one after the other."""
     if video:
         fps = found.fps or (24 if continues_images(index_of(found.folder)) else 16)
-        videos = wan.torch_parts.decode(found.folder, latents, found.torch_device)
+        videos = wan_torch_parts.decode(found.folder, latents, found.torch_device)
         for i, frames in enumerate(videos):
             yield media.video(frames, found.out / f"{i:03}", fps)
         return

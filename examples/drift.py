@@ -25,23 +25,23 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from common import hosts
-from common.statistics import drift
-from common.writable import unwritable
-from compare import pictures
-from compare.family import family_of, task_of_family
-from compare.report import Report, Row, machine_facts
-from sample import arms
-from sample.arms import DENSE, PLAIN, Arm
-from sample.checks import check, check_plan
-from sample.command import check_unread, command, paths_of
-from sample.kernels import self_kernel
-from sample.measured import facts_of
-from sample.paths import Paths
-from sample.run import check_weights, start_of, start_of_plan
-from sample.run_weights import weights_of_run
-from sample.runner import Runner, Trajectory, psnr
-from sample.task import SamplingTask
+from maxattn_examples.common import hosts
+from maxattn_examples.common.statistics import drift
+from maxattn_examples.common.writable import unwritable
+from maxattn_examples.compare import pictures
+from maxattn_examples.compare.family import family_of, task_of_family
+from maxattn_examples.compare.report import Report, Row, machine_facts
+from maxattn_examples.sample import arms
+from maxattn_examples.sample.arms import DENSE, PLAIN, Arm
+from maxattn_examples.sample.checks import check, check_plan
+from maxattn_examples.sample.command import check_unread, command, paths_of
+from maxattn_examples.sample.kernels import self_kernel
+from maxattn_examples.sample.measured import facts_of
+from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.run import check_weights, start_of, start_of_plan
+from maxattn_examples.sample.run_weights import weights_of_run
+from maxattn_examples.sample.runner import Runner, Trajectory, psnr
+from maxattn_examples.sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

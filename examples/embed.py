@@ -19,16 +19,16 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import flux.torch_parts
 import numpy as np
-import sdxl.torch_parts
-import wan.torch_parts
-from common.command import user_errors
-from common.pipeline_folder import PIPELINES, absent, continues_images, index_of
-from common.writable import unwritable
-from sample import files
-from sample.checks import Needs, without_torch
-from sample.torch_device import device_errors
+from maxattn_examples.common.command import user_errors
+from maxattn_examples.common.pipeline_folder import PIPELINES, absent, continues_images, index_of
+from maxattn_examples.common.writable import unwritable
+from maxattn_examples.flux import torch_parts as flux_torch_parts
+from maxattn_examples.sample import files
+from maxattn_examples.sample.checks import Needs, without_torch
+from maxattn_examples.sample.torch_device import device_errors
+from maxattn_examples.sdxl import torch_parts as sdxl_torch_parts
+from maxattn_examples.wan import torch_parts as wan_torch_parts
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
@@ -111,14 +111,14 @@ def embed(found: argparse.Namespace, kind: str) -> files.Arrays:
     prompts = [line for line in lines if line.strip() or found.prompts is None]
     folder, device, negative = found.folder, found.torch_device, found.negative_prompt
     if kind == "StableDiffusionXLPipeline":
-        return sdxl.torch_parts.texts(folder, prompts, negative, device)
+        return sdxl_torch_parts.texts(folder, prompts, negative, device)
     if kind == "FluxPipeline":
-        return flux.torch_parts.texts(folder, prompts, negative, found.text_tokens, device)
+        return flux_torch_parts.texts(folder, prompts, negative, found.text_tokens, device)
     told = {"text": prompts, "negative_text": [negative or ""]}
-    arrays = wan.torch_parts.texts(folder, told, found.text_tokens, device)
+    arrays = wan_torch_parts.texts(folder, told, found.text_tokens, device)
     if found.image is not None:
         size = (found.frames, found.height, found.width)
-        arrays |= wan.torch_parts.image(folder, found.image, size, device)
+        arrays |= wan_torch_parts.image(folder, found.image, size, device)
     return arrays
 
 

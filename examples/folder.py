@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.json_file import read_mapping, write_json
-from common.pipeline_folder import SECOND
-from common.replacing import replacing
 from flax import nnx
-from flux.model import FluxTransformer2D
-from flux.sizes import SIZES as FLUX_SIZES
-from flux.sizes import Sizes as FluxSizes
-from sdxl.sizes import Sizes as UNetSizes
-from sdxl.unet import UNet
-from wan.model import WanTransformer3D
-from wan.sizes import BOUNDARIES, CLASS_NAME, SIZES, Sizes
+from maxattn_examples.common.json_file import read_mapping, write_json
+from maxattn_examples.common.pipeline_folder import SECOND
+from maxattn_examples.common.replacing import replacing
+from maxattn_examples.flux.model import FluxTransformer2D
+from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.flux.sizes import Sizes as FluxSizes
+from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.sdxl.unet import UNet
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import BOUNDARIES, CLASS_NAME, SIZES, Sizes
 
 from maxattn import weights
 from maxattn.errors import MaxattnError, escaped_output

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 
-from flux.sampling_task import FluxSamplingTask
-from flux.settings import Settings
-from sample.command import command, draw, settings_of
+from maxattn_examples.flux.sampling_task import FluxSamplingTask
+from maxattn_examples.flux.settings import Settings
+from maxattn_examples.sample.command import command, draw, settings_of
 
 
 def main(found: argparse.Namespace) -> None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 
-from sample.command import command, draw, settings_of
-from sdxl.sampling_task import SdxlSamplingTask
-from sdxl.settings import Settings
+from maxattn_examples.sample.command import command, draw, settings_of
+from maxattn_examples.sdxl.sampling_task import SdxlSamplingTask
+from maxattn_examples.sdxl.settings import Settings
 
 
 def main(found: argparse.Namespace) -> None:

@@ -29,17 +29,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from common import hosts
-from digits import stream_demo, text
-from digits.drawing import draw_all, draw_prompt
-from digits.settings import Settings as DigitsSettings
-from digits.training import trained
-from digits_large.sampling_task import ClipSamplingTask
-from digits_large.settings import Settings as ClipSettings
-from digits_large.settings import describes_clips
-from sample.command import FILES, command, draw, settings_of
-from wan.sampling_task import WanSamplingTask
-from wan.settings import Settings, describes_wan
+from maxattn_examples.common import hosts
+from maxattn_examples.digits import stream_demo, text
+from maxattn_examples.digits.drawing import draw_all, draw_prompt
+from maxattn_examples.digits.settings import Settings as DigitsSettings
+from maxattn_examples.digits.training import trained
+from maxattn_examples.digits_large.sampling_task import ClipSamplingTask
+from maxattn_examples.digits_large.settings import Settings as ClipSettings
+from maxattn_examples.digits_large.settings import describes_clips
+from maxattn_examples.sample.command import FILES, command, draw, settings_of
+from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.settings import Settings, describes_wan
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.command import user_errors
-from common.writable import unwritable
-from digits import latents as digit_latents
-from train import shards
+from maxattn_examples.common.command import user_errors
+from maxattn_examples.common.writable import unwritable
+from maxattn_examples.digits import latents as digit_latents
+from maxattn_examples.train import shards
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

@@ -28,18 +28,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common import flops
-from common.json_file import write_json
-from common.replacing import replacing
-from common.scan import scan_here
-from common.writable import check_writable
-from common.xla_options import sampling_options, xla_options
-from flux.sizes import Sizes
-from measuring import breakdown, clock, workloads
-from measuring.blocks import Blocks, passes
-from measuring.steps import Step, denoising, training
-from measuring.topology import Absent
-from wan.sizes import SIZES
+from maxattn_examples.common import flops
+from maxattn_examples.common.json_file import write_json
+from maxattn_examples.common.replacing import replacing
+from maxattn_examples.common.scan import scan_here
+from maxattn_examples.common.writable import check_writable
+from maxattn_examples.common.xla_options import sampling_options, xla_options
+from maxattn_examples.flux.sizes import Sizes
+from maxattn_examples.measuring import breakdown, clock, workloads
+from maxattn_examples.measuring.blocks import Blocks, passes
+from maxattn_examples.measuring.steps import Step, denoising, training
+from maxattn_examples.measuring.topology import Absent
+from maxattn_examples.wan.sizes import SIZES
 
 import maxattn as ma
 from maxattn.devices import peak_flops

@@ -22,21 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from common import hosts
-from common.command import parser_of, user_errors
-from digits_large import clips, scenes
-from digits_large.drawing import Conditions, draw, rows_of
-from digits_large.report import REAL, Report
-from digits_large.sampling_task import ClipSamplingTask, size_of_clips
-from digits_large.scenes import Scans, Scene, Size
-from digits_large.scores import Judge
-from digits_large.settings import Settings
-from sample import arms
-from sample.arms import Arm
-from sample.assumed import assumed_lengths
-from sample.kernels import self_kernel
-from sample.paths import Paths
-from sample.rows import Rows, batch_ways, noise
+from maxattn_examples.common import hosts
+from maxattn_examples.common.command import parser_of, user_errors
+from maxattn_examples.digits_large import clips, scenes
+from maxattn_examples.digits_large.drawing import Conditions, draw, rows_of
+from maxattn_examples.digits_large.report import REAL, Report
+from maxattn_examples.digits_large.sampling_task import ClipSamplingTask, size_of_clips
+from maxattn_examples.digits_large.scenes import Scans, Scene, Size
+from maxattn_examples.digits_large.scores import Judge
+from maxattn_examples.digits_large.settings import Settings
+from maxattn_examples.sample import arms
+from maxattn_examples.sample.arms import Arm
+from maxattn_examples.sample.assumed import assumed_lengths
+from maxattn_examples.sample.kernels import self_kernel
+from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.rows import Rows, batch_ways, noise
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

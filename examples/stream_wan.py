@@ -24,12 +24,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import hosts
-from common.command import parser_of, read_settings, user_errors
-from rollout.scenes import scenes_of
-from wan.sampling_task import WanSamplingTask
-from wan.settings import Settings
-from wan.stream_run import StreamRun
+from maxattn_examples.common import hosts
+from maxattn_examples.common.command import parser_of, read_settings, user_errors
+from maxattn_examples.rollout.scenes import scenes_of
+from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.settings import Settings
+from maxattn_examples.wan.stream_run import StreamRun
 
 KEYS = {"prompt": str, "negative_prompt": str, "seed": int, "height": int, "width": int}
 FILES = {

@@ -11,9 +11,9 @@ checkpoint, bit for bit.
 
 from __future__ import annotations
 
-from flux.settings import Settings
-from flux.task import FluxTask
-from train.command import command, train
+from maxattn_examples.flux.settings import Settings
+from maxattn_examples.flux.task import FluxTask
+from maxattn_examples.train.command import command, train
 
 
 def main(settings: Settings) -> None:

@@ -13,9 +13,9 @@ checkpoint, bit for bit.
 
 from __future__ import annotations
 
-from sdxl.settings import Settings
-from sdxl.task import SdxlTask
-from train.command import command, train
+from maxattn_examples.sdxl.settings import Settings
+from maxattn_examples.sdxl.task import SdxlTask
+from maxattn_examples.train.command import command, train
 
 
 def main(settings: Settings) -> None:

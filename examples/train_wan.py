@@ -23,18 +23,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import hosts, pictures
-from digits.drawing import draw_all
-from digits.settings import Settings as DigitsSettings
-from digits.stream_demo import Demo
-from digits.training import train as train_digits
-from digits_large.distil import DistilTask
-from digits_large.settings import Settings as ClipSettings
-from digits_large.settings import describes_clips
-from digits_large.task import ClipTask
-from train.command import command, train
-from wan.settings import Settings, describes_wan
-from wan.task import WanTask
+from maxattn_examples.common import hosts, pictures
+from maxattn_examples.digits.drawing import draw_all
+from maxattn_examples.digits.settings import Settings as DigitsSettings
+from maxattn_examples.digits.stream_demo import Demo
+from maxattn_examples.digits.training import train as train_digits
+from maxattn_examples.digits_large.distil import DistilTask
+from maxattn_examples.digits_large.settings import Settings as ClipSettings
+from maxattn_examples.digits_large.settings import describes_clips
+from maxattn_examples.digits_large.task import ClipTask
+from maxattn_examples.train.command import command, train
+from maxattn_examples.wan.settings import Settings, describes_wan
+from maxattn_examples.wan.task import WanTask
 
 
 def digits(settings: DigitsSettings) -> None:

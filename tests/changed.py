@@ -64,7 +64,8 @@ def mirror_of(file: str) -> Iterator[str]:
     elif top == "tests" and path.name.startswith("test_"):
         yield from there([file])
     elif top in ("maxattn", "tests", "examples"):
-        folders = inner[:-1] if top != "examples" else ["examples", *inner[:-1]]
+        inner = ["examples", *inner[1:]] if top == "examples" else inner
+        folders = inner[:-1]
         if folders:
             above = ("/".join(["tests", *folders[:n]]) for n in range(len(folders), 0, -1))
             yield from list(there(above))[:1]

@@ -14,7 +14,7 @@ from tests.changed import mirror_of
         "maxattn/tools/cli/__init__.py": {"tests/tools/cli"},
         "maxattn/jax_private/__init__.py": set(),
         "maxattn/remat.py": {"tests/test_remat.py"},
-        "examples/wan/streaming.py": {"tests/examples/wan"},
+        "examples/maxattn_examples/wan/model.py": {"tests/examples/wan"},
         "tests/masks/definitions.py": {"tests/masks"},
         "tests/masks/test_blocks.py": {"tests/masks/test_blocks.py"},
         "tests/masks/test_that_is_deleted.py": set(),

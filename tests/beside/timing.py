@@ -1,4 +1,4 @@
-"""Options of both commands, timing as examples/measuring/clock.py does, and the report."""
+"""Options of both commands, timing as the clock of measuring does, and the report."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from tests.waiting import but
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from digits.flow import loss_of
-from digits.model import WanTransformer
-from digits.settings import ModelSettings, Settings
-from digits.text import encode
+from maxattn_examples.digits.flow import loss_of
+from maxattn_examples.digits.model import WanTransformer
+from maxattn_examples.digits.settings import ModelSettings, Settings
+from maxattn_examples.digits.text import encode
 
 BATCH, LAYERS = 8, 1
 PROMPTS = ["a seven moving left", "an eight moving up"] * 4

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from digits.settings import Settings  # noqa: E402
+from maxattn_examples.digits.settings import Settings  # noqa: E402
 
 HELD_OUT = ["a seven moving left", "a two moving right", "a four moving up", "a nine moving down"]
 SMALL = {"dim": 32, "layers": 1, "heads": 4, "dim_head": 8, "ffn_dim": 32, "time_dim": 8}

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flux.sizes import Sizes as FluxSizes
-from sdxl.sizes import Sizes as UNetSizes
-from sdxl.unet import UNet
-from wan.model import WanTransformer3D
-from wan.sizes import SIZES, Sizes
+from maxattn_examples.flux.sizes import Sizes as FluxSizes
+from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.sdxl.unet import UNet
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import SIZES, Sizes
 
 from maxattn import weights
 from tests.closeness import hold

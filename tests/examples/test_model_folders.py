@@ -6,24 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import flux.sizes
 import generate_flux
 import generate_sdxl
 import generate_wan
 import pytest
-import sdxl.settings
-import sdxl.sizes
-import wan.settings
-import wan.sizes
-from common.trained_blocks import frames_per_block
-from sample.command import arguments_of
+from maxattn_examples.common.trained_blocks import frames_per_block
+from maxattn_examples.flux import sizes as flux_sizes
+from maxattn_examples.sample.command import arguments_of
+from maxattn_examples.sdxl import sizes as sdxl_sizes
+from maxattn_examples.wan import sizes as wan_sizes
 
 from maxattn.errors import ConfigError, WeightsError
 from tests.golden_text import check_golden
 
 from .conftest import ROOT
 
-FAMILIES = {"wan": wan.sizes.Sizes, "sdxl": sdxl.sizes.Sizes, "flux": flux.sizes.Sizes}
+FAMILIES = {"wan": wan_sizes.Sizes, "sdxl": sdxl_sizes.Sizes, "flux": flux_sizes.Sizes}
 PARTS = {"wan": "transformer", "sdxl": "unet", "flux": "transformer"}
 KINDS = {"wan": "WanPipeline", "sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}
 BROKEN: tuple[Any, ...] = (
@@ -68,7 +66,7 @@ def test_a_size_that_is_left_out_is_diffusers_default_or_refused(
     family: str, tmp_path: Path
 ) -> None:
     kind = FAMILIES[family]
-    usual = {"wan": wan.sizes.SIZES["wan-2.1-t2v-14b"], "flux": flux.sizes.SIZES["flux.1-schnell"]}
+    usual = {"wan": wan_sizes.SIZES["wan-2.1-t2v-14b"], "flux": flux_sizes.SIZES["flux.1-schnell"]}
     for key, value in kind().config().items():
         rest = {name: held for name, held in kind().config().items() if name != key}
         folder = write(tmp_path, rest)
@@ -136,7 +134,7 @@ def test_what_files_say_beside_the_sizes_is_known(tmp_path: Path) -> None:
     for family, more in {
         "wan": {"rope_max_seq_len": 512, "frames_per_block": 3, "pos_embed_seq_len": None},
         "flux": {"out_channels": None},
-        "sdxl": sdxl.sizes.USUAL_ALONE | {"sample_size": 128, "dropout": 0.0}
+        "sdxl": sdxl_sizes.USUAL_ALONE | {"sample_size": 128, "dropout": 0.0}
         | {"upcast_attention": None, "class_embeddings_concat": None, "only_cross_attention": None},
     }.items():  # fmt: skip
         kind = FAMILIES[family]
@@ -160,12 +158,12 @@ def pipeline(path: Path, family: str, sizes: Any) -> Path:
 
 # The command's config, and the family and sizes of the folder that is given; None: no folder.
 GIVEN: dict[str, tuple[str, str | None, Any]] = {
-    "schnell_for_dev": ("flux", "flux", flux.sizes.SIZES["flux.1-schnell"]),
-    "other_wan": ("wan_14b", "wan", wan.sizes.Sizes(num_layers=7, ffn_dim=64)),
+    "schnell_for_dev": ("flux", "flux", flux_sizes.SIZES["flux.1-schnell"]),
+    "other_wan": ("wan_14b", "wan", wan_sizes.Sizes(num_layers=7, ffn_dim=64)),
     "no_folder_flux": ("flux", None, None),
     "no_folder_wan_a14b": ("wan_a14b", None, None),
-    "sdxl_for_wan_a14b": ("wan_a14b", "sdxl", sdxl.sizes.Sizes()),
-    "flux_for_sdxl": ("sdxl", "flux", flux.sizes.Sizes()),
+    "sdxl_for_wan_a14b": ("wan_a14b", "sdxl", sdxl_sizes.Sizes()),
+    "flux_for_sdxl": ("sdxl", "flux", flux_sizes.Sizes()),
 }
 
 

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flux.model import FluxTransformer2D
-from flux.sizes import SIZES as FLUX_SIZES
-from flux.sizes import Sizes as FluxSizes
-from sdxl.sizes import Sizes as UNetSizes
-from sdxl.unet import UNet
-from wan.model import WanTransformer3D
-from wan.sizes import SIZES as WAN_SIZES
-from wan.sizes import Sizes as WanSizes
+from maxattn_examples.flux.model import FluxTransformer2D
+from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.flux.sizes import Sizes as FluxSizes
+from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.sdxl.unet import UNet
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import SIZES as WAN_SIZES
+from maxattn_examples.wan.sizes import Sizes as WanSizes
 
 import maxattn as ma
 from maxattn import weights
@@ -142,7 +142,7 @@ ON_MESHES = {
 }
 
 
-# test_scan_layers.py has a model on eight devices, examples/sample whole runs.
+# test_scan_layers.py has a model on eight devices, examples/maxattn_examples/sample whole runs.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ON_MESHES)
 def test_on_a_mesh_it_is_the_same(case: str) -> None:

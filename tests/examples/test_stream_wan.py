@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 import stream_wan
-from common.trained_blocks import saying
 from flax import nnx
+from maxattn_examples.common.trained_blocks import saying
+from maxattn_examples.wan.model import WanTransformer3D
 from safetensors.numpy import load_file, save_file
-from wan.model import WanTransformer3D
 from yaml import safe_dump
 
 from maxattn import weights

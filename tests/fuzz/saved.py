@@ -19,7 +19,7 @@ from tests.fuzz.operands import Operands
 LATENTS = """\
 import pathlib, sys, tempfile
 sys.path.insert(0, 'examples')
-from train.latents import LatentFolder
+from maxattn_examples.train.latents import LatentFolder
 folder = pathlib.Path(tempfile.mkdtemp())
 for name, data in {files!r}.items():
     (folder / name).write_bytes(data)
@@ -74,8 +74,8 @@ def _check_of_latents(files: dict[str, bytes]) -> Check:
 CHECKPOINT = """\
 import pathlib, random, shutil, sys, tempfile, types
 sys.path.insert(0, 'examples')
-from train.checkpoint import Checkpoints
-from train.task import Fixed
+from maxattn_examples.train.checkpoint import Checkpoints
+from maxattn_examples.train.task import Fixed
 class Settings:
     def resolved(self):
         return {{'model': {{'width': 4}}}}

@@ -22,13 +22,13 @@ from jax.experimental import topologies
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from common.xla_options import FOR_SAMPLING
-from train import lora
-from train import state as states
-from train.optimizer import optimizer
-from train.step import Step
-from wan.settings import Settings
-from wan.task import WanTask
+from maxattn_examples.common.xla_options import FOR_SAMPLING
+from maxattn_examples.train import lora
+from maxattn_examples.train import state as states
+from maxattn_examples.train.optimizer import optimizer
+from maxattn_examples.train.step import Step
+from maxattn_examples.wan.settings import Settings
+from maxattn_examples.wan.task import WanTask
 
 from maxattn.sharding import batch_sharding, parameter_shardings
 from maxattn.tools.compile.hlo import axes_of, transfers

@@ -24,11 +24,11 @@ from jax.sharding import SingleDeviceSharding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from common.split import split
-from common.xla_options import FOR_SAMPLING
-from rollout import Denoising, Rollout
-from wan.model import WanTransformer3D
-from wan.sizes import Sizes
+from maxattn_examples.common.split import split
+from maxattn_examples.common.xla_options import FOR_SAMPLING
+from maxattn_examples.rollout import Denoising, Rollout
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import Sizes
 
 import maxattn as ma
 

@@ -18,7 +18,9 @@ from maxattn.weights import replacing as ours
 from tests.golden_text import check_golden
 
 ROOT = Path(__file__).parents[2]
-SPEC = util.spec_from_file_location("theirs", ROOT / "examples" / "common" / "replacing.py")
+SPEC = util.spec_from_file_location(
+    "theirs", ROOT / "examples" / "maxattn_examples" / "common" / "replacing.py"
+)
 assert SPEC is not None and SPEC.loader is not None
 theirs = util.module_from_spec(SPEC)
 SPEC.loader.exec_module(theirs)
@@ -129,9 +131,9 @@ sys.path.insert(0, "examples")
 import matplotlib, numpy as np
 matplotlib.use("Agg")
 from flax import nnx
-from common import pictures
-from common.json_file import write_json
-from sample import files, media
+from maxattn_examples.common import pictures
+from maxattn_examples.common.json_file import write_json
+from maxattn_examples.sample import files, media
 import maxattn as ma
 from maxattn.tools.writable import write_whole
 from maxattn.tools.tune import store

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from common.rollout_settings import RolloutSettings
-from wan.settings import Settings
+from maxattn_examples.common.rollout_settings import RolloutSettings
+from maxattn_examples.wan.settings import Settings
 from yaml import safe_load
 
 import maxattn as ma

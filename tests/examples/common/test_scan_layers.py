@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.scan import are_scanned, scan_here
-from common.split import split
-from common.xla_options import sampling_options
 from flax import nnx
-from train import lora
-from train.settings import TrainingSettings
-from wan.model import WanTransformer3D
+from maxattn_examples.common.scan import are_scanned, scan_here
+from maxattn_examples.common.split import split
+from maxattn_examples.common.xla_options import sampling_options
+from maxattn_examples.train import lora
+from maxattn_examples.train.settings import TrainingSettings
+from maxattn_examples.wan.model import WanTransformer3D
 
 import maxattn as ma
 from maxattn import sharding, weights

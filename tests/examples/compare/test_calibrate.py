@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from compare import curve
-from compare.thresholds import polynomial, smallest
+from maxattn_examples.compare import curve
+from maxattn_examples.compare.thresholds import polynomial, smallest
+from maxattn_examples.sample.command import arguments_of
 from safetensors.numpy import load_file, save_file
-from sample.command import arguments_of
 
 from maxattn.config import ConfigErrors
 from tests.examples.conftest import ROOT

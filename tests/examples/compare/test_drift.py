@@ -10,8 +10,8 @@ import drift as command
 import numpy as np
 import pytest
 import yaml
-from compare import pictures
-from sample.command import arguments_of
+from maxattn_examples.compare import pictures
+from maxattn_examples.sample.command import arguments_of
 
 from maxattn.config import ConfigErrors
 from tests.examples.conftest import ROOT

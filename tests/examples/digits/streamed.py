@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.forcing import Forcing
-from digits import text
-from digits.model import WanTransformer
-from digits.settings import Settings
 from flax import nnx
+from maxattn_examples.common.forcing import Forcing
+from maxattn_examples.digits import text
+from maxattn_examples.digits.model import WanTransformer
+from maxattn_examples.digits.settings import Settings
 
 from tests.moved import moved
 

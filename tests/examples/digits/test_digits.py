@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from common.ink import from_model, to_model
-from digits import text, videos
-from digits.settings import DataSettings
-from digits.words import DIRECTIONS, STEPS, prompt_of
-from train.data import batches
+from maxattn_examples.common.ink import from_model, to_model
+from maxattn_examples.digits import text, videos
+from maxattn_examples.digits.settings import DataSettings
+from maxattn_examples.digits.words import DIRECTIONS, STEPS, prompt_of
+from maxattn_examples.train.data import batches
 
 from tests.examples.conftest import HELD_OUT
 

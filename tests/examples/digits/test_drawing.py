@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import pictures
-from digits.drawing import draw, draw_all, draw_prompt
-from digits.model import WanTransformer
-from digits.settings import Settings
-from digits.words import all_prompts
 from flax import nnx
+from maxattn_examples.common import pictures
+from maxattn_examples.digits.drawing import draw, draw_all, draw_prompt
+from maxattn_examples.digits.model import WanTransformer
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.words import all_prompts
 from PIL import Image
 from PIL.GifImagePlugin import GifImageFile
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits import text
-from digits.flow import loss_of, sample
-from digits.settings import SamplingSettings, TrainingSettings
 from flax import nnx
-from train.flow import shifted
+from maxattn_examples.digits import text
+from maxattn_examples.digits.flow import loss_of, sample
+from maxattn_examples.digits.settings import SamplingSettings, TrainingSettings
+from maxattn_examples.train.flow import shifted
 
 SHAPE = (6, 2, 4, 4, 1)
 WORDS = jnp.asarray(text.encode(["a seven moving left", "a two moving up"] * 3))

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from digits import text
-from digits.flow import loss_of
-from digits.model import WanTransformer, patchify, unpatchify
-from digits.settings import Settings
 from flax import nnx
+from maxattn_examples.digits import text
+from maxattn_examples.digits.flow import loss_of
+from maxattn_examples.digits.model import WanTransformer, patchify, unpatchify
+from maxattn_examples.digits.settings import Settings
 
 BATCH = 8
 

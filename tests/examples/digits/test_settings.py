@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
-from common.command import parser_of
-from digits.settings import Settings
-from digits.task import DigitsTask
-from digits.words import all_prompts
-from train.loop import Training
+from maxattn_examples.common.command import parser_of
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.task import DigitsTask
+from maxattn_examples.digits.words import all_prompts
+from maxattn_examples.train.loop import Training
 from yaml import safe_load
 
 from maxattn.config import ConfigErrors

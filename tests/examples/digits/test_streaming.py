@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.forcing import Forcing
-from digits import flow
-from digits.settings import Settings
-from digits.stream_demo import Demo
-from digits.training import train
 from flax import nnx
+from maxattn_examples.common.forcing import Forcing
+from maxattn_examples.digits import flow
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.stream_demo import Demo
+from maxattn_examples.digits.training import train
 
 from .streamed import PROMPTS, clips, model, run, words
 from .streamed import streaming as described

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits import flow, stream_switch
-from digits.evaluate import Judge
-from digits.settings import DataSettings
-from digits.switches import switched
-from digits.task import DigitsTask
-from digits.torus import rolled
-from digits.videos import DigitVideos, load
-from digits.words import all_prompts
+from maxattn_examples.digits import flow, stream_switch
+from maxattn_examples.digits.evaluate import Judge
+from maxattn_examples.digits.settings import DataSettings
+from maxattn_examples.digits.switches import switched
+from maxattn_examples.digits.task import DigitsTask
+from maxattn_examples.digits.torus import rolled
+from maxattn_examples.digits.videos import DigitVideos, load
+from maxattn_examples.digits.words import all_prompts
 
 from .streamed import clips, words
 from .streamed import streaming as described

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits import text
-from digits.words import VOCABULARY, all_prompts
+from maxattn_examples.digits import text
+from maxattn_examples.digits.words import VOCABULARY, all_prompts
 
 from maxattn.errors import InputError
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from digits import drift, torus
-from digits.evaluate import Judge, scores
-from digits.settings import DataSettings
-from digits.videos import DigitVideos, load
-from digits.words import STEPS, all_prompts
+from maxattn_examples.digits import drift, torus
+from maxattn_examples.digits.evaluate import Judge, scores
+from maxattn_examples.digits.settings import DataSettings
+from maxattn_examples.digits.videos import DigitVideos, load
+from maxattn_examples.digits.words import STEPS, all_prompts
 
 DATA = DataSettings(frames=24, torus=True)
 WHOLE = DataSettings()

@@ -5,8 +5,16 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits_large import clips, scenes, words
-from digits_large.scenes import BOUNCING, CROSSING, LEAVING, STEPS, Scans, Scene, Size
+from maxattn_examples.digits_large import clips, scenes, words
+from maxattn_examples.digits_large.scenes import (
+    BOUNCING,
+    CROSSING,
+    LEAVING,
+    STEPS,
+    Scans,
+    Scene,
+    Size,
+)
 
 from maxattn.errors import InputError
 

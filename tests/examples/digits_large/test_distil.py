@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits_large.distil import DistilTask
 from flax import nnx
-from train.export import export
-from train.loop import Training
+from maxattn_examples.digits_large.distil import DistilTask
+from maxattn_examples.train.export import export
+from maxattn_examples.train.loop import Training
 
 from maxattn.config import ConfigErrors
 

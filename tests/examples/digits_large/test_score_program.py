@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common.statistics import drift
-from digits_large.drawing import Conditions, draw
-from digits_large.task import ClipTask
 from flax import nnx
+from maxattn_examples.common.statistics import drift
+from maxattn_examples.digits_large.drawing import Conditions, draw
+from maxattn_examples.digits_large.task import ClipTask
+from maxattn_examples.train.export import export
 from score_digits import arguments_of, main, ways_of
-from train.export import export
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

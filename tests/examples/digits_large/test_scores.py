@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.statistics import drift, frechet, paired, spearman
-from digits_large import clips, scenes
-from digits_large.scenes import BOUNCING, LEAVING, Scans, Scene, Size
-from digits_large.scores import BETTER, Judge, flicker
+from maxattn_examples.common.statistics import drift, frechet, paired, spearman
+from maxattn_examples.digits_large import clips, scenes
+from maxattn_examples.digits_large.scenes import BOUNCING, LEAVING, Scans, Scene, Size
+from maxattn_examples.digits_large.scores import BETTER, Judge, flicker
 
 SIZE = Size(13, 24, 40, 8)
 SCANS = Scans.of("test")

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from digits_large import words
-from digits_large.clips import of_model
-from digits_large.scenes import Size
-from digits_large.settings import Settings, describes_clips
-from digits_large.task import ClipTask, some_frames
 from flax import nnx
 from generate_wan import main as draw
+from maxattn_examples.digits_large import words
+from maxattn_examples.digits_large.clips import of_model
+from maxattn_examples.digits_large.scenes import Size
+from maxattn_examples.digits_large.settings import Settings, describes_clips
+from maxattn_examples.digits_large.task import ClipTask, some_frames
+from maxattn_examples.sample.command import arguments_of
+from maxattn_examples.train.loop import Training
 from PIL import Image
-from sample.command import arguments_of
-from train.loop import Training
 
 from maxattn.config import ConfigErrors
 from maxattn.weights import SafeTensors

@@ -11,17 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast.cache_settings import CacheSettings, EasyCacheSettings, FirstBlockSettings
-from fast.program import Inputs, Memory, take
-from fast.settings import FastSettings, GuidanceSettings
-from fast.steps import decided_lines, plan_steps
-from fast.table import table
-from sample.command import arguments_of, paths_of, settings_of
-from sample.run import generate
-from samplers import flow_euler, start
-from samplers import step as take_step
-from wan.sampling_task import WanSamplingTask
-from wan.settings import Settings
+from maxattn_examples.fast.cache_settings import (
+    CacheSettings,
+    EasyCacheSettings,
+    FirstBlockSettings,
+)
+from maxattn_examples.fast.program import Inputs, Memory, take
+from maxattn_examples.fast.settings import FastSettings, GuidanceSettings
+from maxattn_examples.fast.steps import decided_lines, plan_steps
+from maxattn_examples.fast.table import table
+from maxattn_examples.sample.command import arguments_of, paths_of, settings_of
+from maxattn_examples.sample.run import generate
+from maxattn_examples.samplers import flow_euler, start
+from maxattn_examples.samplers import step as take_step
+from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.settings import Settings
 
 from tests.examples.conftest import ROOT
 from tests.examples.sample.pipelines import EXACT, pipeline, run, sizes_of, told

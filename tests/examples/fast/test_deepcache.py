@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.layers import sinusoids
-from fast.cache_settings import CacheSettings
-from fast.settings import FastSettings
 from flax import nnx
-from samplers import flow_euler, start
-from samplers import step as take_step
-from sdxl.layers import activated
-from sdxl.sizes import Sizes
-from sdxl.unet import UNet
+from maxattn_examples.common.layers import sinusoids
+from maxattn_examples.fast.cache_settings import CacheSettings
+from maxattn_examples.fast.settings import FastSettings
+from maxattn_examples.samplers import flow_euler, start
+from maxattn_examples.samplers import step as take_step
+from maxattn_examples.sdxl.layers import activated
+from maxattn_examples.sdxl.sizes import Sizes
+from maxattn_examples.sdxl.unet import UNet
 
 from .walks import Run
 

@@ -10,14 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.scan import Layers
-from fast.reuse import skipping
-from fast.settings import FastSettings, GuidanceSettings
 from flax import nnx
+from maxattn_examples.common.scan import Layers
+from maxattn_examples.fast.reuse import skipping
+from maxattn_examples.fast.settings import FastSettings, GuidanceSettings
+from maxattn_examples.samplers import flow_euler
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import Sizes
 from safetensors.numpy import load_file
-from samplers import flow_euler
-from wan.model import WanTransformer3D
-from wan.sizes import Sizes
 
 from maxattn import weights
 from tests.closeness import distance

@@ -8,16 +8,16 @@ from typing import Any
 
 import generate_wan
 import pytest
-from fast.cache_settings import CacheSettings, EasyCacheSettings, ShapeSettings
-from fast.presets import presets
-from fast.schedules import letters_of
-from fast.settings import FastSettings, GuidanceSettings
-from fast.steps import forwards, plan_steps
-from flux.settings import SamplingSettings as FluxSampling
-from sample.command import arguments_of
-from sdxl.settings import SamplingSettings as SDXLSampling
-from wan.settings import SamplingSettings as WanSampling
-from wan.sizes import SIZES
+from maxattn_examples.fast.cache_settings import CacheSettings, EasyCacheSettings, ShapeSettings
+from maxattn_examples.fast.presets import presets
+from maxattn_examples.fast.schedules import letters_of
+from maxattn_examples.fast.settings import FastSettings, GuidanceSettings
+from maxattn_examples.fast.steps import forwards, plan_steps
+from maxattn_examples.flux.settings import SamplingSettings as FluxSampling
+from maxattn_examples.sample.command import arguments_of
+from maxattn_examples.sdxl.settings import SamplingSettings as SDXLSampling
+from maxattn_examples.wan.settings import SamplingSettings as WanSampling
+from maxattn_examples.wan.sizes import SIZES
 
 import maxattn as ma
 from maxattn.errors import ConfigError

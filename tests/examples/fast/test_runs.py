@@ -10,17 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.pipeline_folder import Family
-from common.scan import Layers
-from compare.family import task_of_family
-from fast.guidance import Predictions
-from fast.settings import CacheSettings, FastSettings, GuidanceSettings, SkipSettings
-from sample.command import arguments_of
-from sample.loop import Walk
-from sample.paths import Paths
-from sample.run import load
-from samplers import sample, start, unipc
-from samplers import step as take_step
+from maxattn_examples.common.pipeline_folder import Family
+from maxattn_examples.common.scan import Layers
+from maxattn_examples.compare.family import task_of_family
+from maxattn_examples.fast.guidance import Predictions
+from maxattn_examples.fast.settings import (
+    CacheSettings,
+    FastSettings,
+    GuidanceSettings,
+    SkipSettings,
+)
+from maxattn_examples.sample.command import arguments_of
+from maxattn_examples.sample.loop import Walk
+from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.run import load
+from maxattn_examples.samplers import sample, start, unipc
+from maxattn_examples.samplers import step as take_step
 
 from maxattn.config import ConfigErrors
 from tests.examples.conftest import ROOT

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from fast.cache_settings import CacheSettings, MagCacheSettings
-from fast.curves import Facts
-from fast.run_weights import RunWeights, checkpoint_hash
-from fast.schedules import letters_of, schedule_lines
-from fast.settings import FastSettings
-from fast.steps import plan_steps
+from maxattn_examples.fast.cache_settings import CacheSettings, MagCacheSettings
+from maxattn_examples.fast.curves import Facts
+from maxattn_examples.fast.run_weights import RunWeights, checkpoint_hash
+from maxattn_examples.fast.schedules import letters_of, schedule_lines
+from maxattn_examples.fast.settings import FastSettings
+from maxattn_examples.fast.steps import plan_steps
 from safetensors.numpy import save_file
 
 from maxattn.config import ConfigErrors

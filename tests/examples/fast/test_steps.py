@@ -7,16 +7,16 @@ import re
 import numpy as np
 import pytest
 import yaml
-from fast.curves import Facts
-from fast.settings import (
+from maxattn_examples.fast.curves import Facts
+from maxattn_examples.fast.settings import (
     CacheSettings,
     FastSettings,
     GuidanceSettings,
     KernelSettings,
     SkipSettings,
 )
-from fast.steps import forwards, plan_steps
-from fast.table import ranges, table
+from maxattn_examples.fast.steps import forwards, plan_steps
+from maxattn_examples.fast.table import ranges, table
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

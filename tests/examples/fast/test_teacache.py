@@ -8,16 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast.cache_settings import CacheSettings, TeaCacheSettings
-from fast.schedules import letters_of
-from fast.settings import FastSettings
-from fast.steps import plan_steps
-from fast.teacache import POLYNOMIALS, SIZES, teacache
 from flax import nnx
+from maxattn_examples.fast.cache_settings import CacheSettings, TeaCacheSettings
+from maxattn_examples.fast.schedules import letters_of
+from maxattn_examples.fast.settings import FastSettings
+from maxattn_examples.fast.steps import plan_steps
+from maxattn_examples.fast.teacache import POLYNOMIALS, SIZES, teacache
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import Sizes
+from maxattn_examples.wan.time_states import time_states
 from safetensors.numpy import save_file
-from wan.model import WanTransformer3D
-from wan.sizes import Sizes
-from wan.time_states import time_states
 
 from maxattn import weights
 from maxattn.config import ConfigErrors

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from fast.program import Inputs, Memory, Model, take
-from fast.settings import FastSettings, GuidanceSettings
-from fast.steps import plan_steps
-from samplers import Schedule, start
+from maxattn_examples.fast.program import Inputs, Memory, Model, take
+from maxattn_examples.fast.settings import FastSettings, GuidanceSettings
+from maxattn_examples.fast.steps import plan_steps
+from maxattn_examples.samplers import Schedule, start
 
 TAKE = jax.jit(take, static_argnums=(0, 1, 2))
 

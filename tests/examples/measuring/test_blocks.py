@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import measure
 import pytest
-from common import flops
-from measuring import workloads
-from measuring.blocks import Blocks, passes
-from measuring.steps import Step
-from measuring.topology import Absent
-from wan.sizes import Sizes
+from maxattn_examples.common import flops
+from maxattn_examples.measuring import workloads
+from maxattn_examples.measuring.blocks import Blocks, passes
+from maxattn_examples.measuring.steps import Step
+from maxattn_examples.measuring.topology import Absent
+from maxattn_examples.wan.sizes import Sizes
 
 import maxattn as ma
 from maxattn.errors import ConfigError, InputError

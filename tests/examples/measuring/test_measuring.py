@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import measure
 import pytest
-from common import flops
-from flux.sizes import Sizes as FluxSizes
-from measuring import breakdown, clock, profile, steps, workloads
-from sdxl.sizes import Sizes as UNetSizes
-from wan.sizes import Sizes
+from maxattn_examples.common import flops
+from maxattn_examples.flux.sizes import Sizes as FluxSizes
+from maxattn_examples.measuring import breakdown, clock, profile, steps, workloads
+from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.wan.sizes import Sizes
 
 import maxattn as ma
 from tests.fixtures import make_diffusers as made

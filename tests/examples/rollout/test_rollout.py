@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.forcing import Forcing
-from rollout import Denoising, Reel, Rollout
-from rollout.denoising import noised
+from maxattn_examples.common.forcing import Forcing
+from maxattn_examples.rollout import Denoising, Reel, Rollout
+from maxattn_examples.rollout.denoising import noised
 
 import maxattn as ma
 from tests.examples.wan.streamed import SIDES, TOKENS, clips, plain, text

@@ -12,8 +12,8 @@ import generate_flux
 import generate_sdxl
 import generate_wan
 import numpy as np
+from maxattn_examples.sample.command import arguments_of
 from safetensors.numpy import load_file, save_file
-from sample.command import arguments_of
 
 from tests.examples.conftest import ROOT
 from tests.examples.parity import part

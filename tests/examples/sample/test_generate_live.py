@@ -13,9 +13,9 @@ import decode
 import embed
 import numpy as np
 import pytest
+from maxattn_examples.sample.media import find_ffmpeg
 from PIL import Image
 from safetensors.numpy import load_file, save_file
-from sample.media import find_ffmpeg
 
 from tests.closeness import hold
 from tests.fixtures import make_pipelines as runs
@@ -91,7 +91,7 @@ def test_from_prompt_to_pixels(name: str, negative: str | None, tmp_path: Path) 
     if name in PICTURES:
         written = np.asarray(Image.open(tmp_path / "out" / "000.png"))
     else:
-        from wan import torch_parts
+        from maxattn_examples.wan import torch_parts
 
         written = torch_parts.decode(tmp_path, got, "cpu")[0]
         video = "000.mp4" if find_ffmpeg() else "000"

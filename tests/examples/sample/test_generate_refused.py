@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from maxattn_examples.sample.lora_checks import family_of
 from safetensors.numpy import load_file, save_file
-from sample.lora_checks import family_of
 
 from maxattn.errors import ConfigError, WeightsError
 from tests.fixtures import make_diffusers as made
@@ -232,9 +232,13 @@ def test_refusals(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     told(Path(), name)
     pipeline(Path(), name, next(iter(runs.SCHEDULERS[name])))
-    monkeypatch.setattr("sample.checks.find_spec", lambda name: object())
-    monkeypatch.setattr("sample.run.load", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr("flux.torch_parts.texts", lambda *_: pytest.fail("a prompt was encoded"))
+    monkeypatch.setattr("maxattn_examples.sample.checks.find_spec", lambda name: object())
+    monkeypatch.setattr(
+        "maxattn_examples.sample.run.load", lambda *_: pytest.fail("weights were read")
+    )
+    monkeypatch.setattr(
+        "maxattn_examples.flux.torch_parts.texts", lambda *_: pytest.fail("a prompt was encoded")
+    )
     change()
     with pytest.raises((ConfigError, WeightsError)) as error:
         draw(name, "--model", ".", *EXACT, *sizes_of(name), *words)
@@ -266,7 +270,7 @@ def test_without_torch(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     command, kind, words = WITHOUT_TORCH[message]
     monkeypatch.chdir(tmp_path)
     pipeline(Path(), *(("sdxl", "euler") if kind else ("wan", "unipc")))
-    monkeypatch.setattr("sample.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("maxattn_examples.sample.checks.find_spec", lambda name: None)
     if kind:
         change_json("vae/config.json", block_out_channels=None, _class_name="AutoencoderKL")
         change_json(INDEX, _class_name=kind)

@@ -22,7 +22,7 @@ import os, sys
 sys.path.insert(0, "examples")
 import jax, numpy as np
 jax.numpy.ones(3).block_until_ready()       # jax's threads run
-from sample import media
+from maxattn_examples.sample import media
 if sys.argv[1] == "own":
     media.find_spec = lambda name: None
 frames = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).reshape(5, 6, 8, 3)

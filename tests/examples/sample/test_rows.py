@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fast.program import guided
-from sample.rows import Rows, noise, told_in_rows
+from maxattn_examples.fast.program import guided
+from maxattn_examples.sample.rows import Rows, noise, told_in_rows
 
 TEXT, NEGATIVE = np.arange(3.0).reshape(3, 1, 1), np.full((1, 1, 1), -1.0)
 

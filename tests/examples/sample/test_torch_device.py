@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from maxattn_examples.sample.torch_device import device_errors
 from safetensors.numpy import save_file
-from sample.torch_device import device_errors
 
 from maxattn.config import ConfigErrors
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flux.settings import SamplingSettings as Flux
-from flux.sizes import SIZES as FLUX_SIZES
-from samplers import Schedule, flow_euler
-from samplers.distilled import table
-from samplers.read import RENOISING, Sampler
-from sdxl.settings import SamplingSettings as Sdxl
-from wan.settings import SamplingSettings as Wan
+from maxattn_examples.flux.settings import SamplingSettings as Flux
+from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.samplers import Schedule, flow_euler
+from maxattn_examples.samplers.distilled import table
+from maxattn_examples.samplers.read import RENOISING, Sampler
+from maxattn_examples.sdxl.settings import SamplingSettings as Sdxl
+from maxattn_examples.wan.settings import SamplingSettings as Wan
 
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden

@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from samplers import Schedule, flow_euler, flow_lcm, keys_of, lcm, sample, start, step
-from samplers.noise import drawn
-from samplers.read import CLASSES, read
+from maxattn_examples.samplers import (
+    Schedule,
+    flow_euler,
+    flow_lcm,
+    keys_of,
+    lcm,
+    sample,
+    start,
+    step,
+)
+from maxattn_examples.samplers.noise import drawn
+from maxattn_examples.samplers.read import CLASSES, read
 
 from maxattn.errors import InputError
 from tests.fixtures import make_samplers as made

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flux.settings import SamplingSettings
-from flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.flux.settings import SamplingSettings
+from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.samplers import Schedule, ddim, euler, flow_euler, sample, start, step, unipc
+from maxattn_examples.samplers.given import Given
+from maxattn_examples.samplers.read import NAMES, read
 from safetensors.numpy import load_file
-from samplers import Schedule, ddim, euler, flow_euler, sample, start, step, unipc
-from samplers.given import Given
-from samplers.read import NAMES, read
 
 from maxattn.errors import ConfigError, InputError
 from tests.closeness import distance

@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 from flax import nnx
-from sdxl.sizes import Sizes
-from sdxl.unet import UNet
+from maxattn_examples.sdxl.sizes import Sizes
+from maxattn_examples.sdxl.unet import UNet
 
 from maxattn import weights
 from maxattn.weights import layer_names

@@ -10,9 +10,9 @@ from logging.handlers import BufferingHandler
 from typing import NamedTuple
 
 import pytest
-from digits.model import WanTransformer
-from digits.settings import Settings
-from digits.training import train
+from maxattn_examples.digits.model import WanTransformer
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.training import train
 
 from tests.examples.conftest import small_settings
 

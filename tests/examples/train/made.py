@@ -8,15 +8,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flux.settings import Settings as Flux1
-from flux.task import FluxTask
-from sdxl.settings import Settings as Sdxl
-from sdxl.task import SdxlTask
-from train import shards
-from train.latents import LatentFolder
-from train.loop import Training
-from wan.settings import Settings as Wan21
-from wan.task import WanTask
+from maxattn_examples.flux.settings import Settings as Flux1
+from maxattn_examples.flux.task import FluxTask
+from maxattn_examples.sdxl.settings import Settings as Sdxl
+from maxattn_examples.sdxl.task import SdxlTask
+from maxattn_examples.train import shards
+from maxattn_examples.train.latents import LatentFolder
+from maxattn_examples.train.loop import Training
+from maxattn_examples.wan.settings import Settings as Wan21
+from maxattn_examples.wan.task import WanTask
 
 WAN = {
     "sizes": "wan-2.1-t2v-1.3b", "num_attention_heads": 2, "attention_head_dim": 12,

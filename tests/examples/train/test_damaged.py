@@ -9,9 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from common.json_file import read_mapping
-from train.checkpoint import Checkpoints
-from train.task import Fixed
+from maxattn_examples.common.json_file import read_mapping
+from maxattn_examples.train.checkpoint import Checkpoints
+from maxattn_examples.train.task import Fixed
 
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from folder import forms_of, save_random
+from maxattn_examples.train import flow, lora, state
+from maxattn_examples.train.data import batches
+from maxattn_examples.train.latents import LatentFolder
+from maxattn_examples.train.optimizer import optimizer
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.task import WanTask
 from safetensors.numpy import load_file
-from train import flow, lora, state
-from train.data import batches
-from train.latents import LatentFolder
-from train.optimizer import optimizer
-from wan.model import WanTransformer3D
-from wan.task import WanTask
 
 from maxattn import weights
 from maxattn.errors import ConfigError

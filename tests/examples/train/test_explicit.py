@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from digits import text
-from digits.settings import Settings
-from digits.task import DigitsTask
 from flax import nnx
+from maxattn_examples.digits import text
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.task import DigitsTask
 
 from maxattn import sharding
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train import flow, forcing
-from train.forcing import Noise
+from maxattn_examples.train import flow, forcing
+from maxattn_examples.train.forcing import Noise
 
 import maxattn as ma
 from maxattn.errors import InputError

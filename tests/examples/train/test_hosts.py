@@ -8,12 +8,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from common import hosts
-from common.command import settings_of
-from digits.settings import Settings
-from digits.task import DigitsTask
-from digits.training import train
-from train.loop import Training
+from maxattn_examples.common import hosts
+from maxattn_examples.common.command import settings_of
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.task import DigitsTask
+from maxattn_examples.digits.training import train
+from maxattn_examples.train.loop import Training
 
 import maxattn as ma
 from maxattn.errors import ConfigError

@@ -9,15 +9,15 @@ import make_latents
 import ml_dtypes
 import numpy as np
 import pytest
-from common.command import user_errors
-from common.ink import from_latents, from_model
-from digits import latents as digit_latents
-from digits.settings import DataSettings
-from digits.videos import DigitVideos
+from maxattn_examples.common.command import user_errors
+from maxattn_examples.common.ink import from_latents, from_model
+from maxattn_examples.digits import latents as digit_latents
+from maxattn_examples.digits.settings import DataSettings
+from maxattn_examples.digits.videos import DigitVideos
+from maxattn_examples.train import shards
+from maxattn_examples.train.data import batches
+from maxattn_examples.train.latents import EMPTY, LatentFolder
 from safetensors.numpy import load_file, save_file
-from train import shards
-from train.data import batches
-from train.latents import EMPTY, LatentFolder
 
 from maxattn.errors import ConfigError
 from tests.golden_text import check_golden

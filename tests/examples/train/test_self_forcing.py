@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from train import self_forcing
+from maxattn_examples.train import self_forcing
 
 import maxattn as ma
 from tests.examples.digits.streamed import PROMPTS, model, streaming, words

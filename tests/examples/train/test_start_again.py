@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from digits.settings import Settings
-from digits.training import train
-from train import earlier
-from train.loop import Diverged
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.training import train
+from maxattn_examples.train import earlier
+from maxattn_examples.train.loop import Diverged
 
 from maxattn.config import ConfigErrors
 from tests.golden_text import check_golden

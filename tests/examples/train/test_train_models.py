@@ -14,19 +14,19 @@ import make_latents
 import numpy as np
 import pytest
 from flax import nnx
-from flux.task import FluxTask
+from maxattn_examples.flux.task import FluxTask
+from maxattn_examples.samplers.betas import Betas
+from maxattn_examples.sdxl import noise
+from maxattn_examples.train import flow, lora, state
+from maxattn_examples.train.latents import LatentFolder
+from maxattn_examples.train.optimizer import schedule
+from maxattn_examples.train.samples import channels
+from maxattn_examples.train.settings import TrainingSettings
+from maxattn_examples.train.state import Parts
+from maxattn_examples.train.step import Step, parts_of
+from maxattn_examples.wan.task import WanTask
 from PIL import Image
 from safetensors.numpy import load_file
-from samplers.betas import Betas
-from sdxl import noise
-from train import flow, lora, state
-from train.latents import LatentFolder
-from train.optimizer import schedule
-from train.samples import channels
-from train.settings import TrainingSettings
-from train.state import Parts
-from train.step import Step, parts_of
-from wan.task import WanTask
 
 from maxattn import weights
 from maxattn.errors import ConfigError

@@ -10,17 +10,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from digits.model import WanTransformer
-from digits.settings import Settings
-from digits.task import DigitsTask
-from digits.training import train, trained
 from flax import nnx
+from maxattn_examples.digits.model import WanTransformer
+from maxattn_examples.digits.settings import Settings
+from maxattn_examples.digits.task import DigitsTask
+from maxattn_examples.digits.training import train, trained
+from maxattn_examples.train.checkpoint import Checkpoints
+from maxattn_examples.train.cost import Cost
+from maxattn_examples.train.loop import Training
+from maxattn_examples.train.progress import Progress
+from maxattn_examples.train.state import State
 from rich.console import Console
-from train.checkpoint import Checkpoints
-from train.cost import Cost
-from train.loop import Training
-from train.progress import Progress
-from train.state import State
 
 from maxattn.errors import ConfigError
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from wan.model import WanTransformer3D
-from wan.sizes import Sizes
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import Sizes
 
 import maxattn as ma
 from tests.moved import moved

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common.forcing import Forcing
 from flax import nnx
-from wan.model import WanTransformer3D
+from maxattn_examples.common.forcing import Forcing
+from maxattn_examples.wan.model import WanTransformer3D
 
 import maxattn as ma
 from tests.examples.wan.streamed import TOKENS, clips, empty, plain, small, text, times

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from flax import nnx
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import Sizes
 from safetensors.numpy import save_file
-from wan.model import WanTransformer3D
-from wan.sizes import Sizes
 
 import maxattn as ma
 from maxattn import weights

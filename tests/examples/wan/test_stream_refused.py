@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from common.forcing import Forcing
 from flax import nnx
-from rollout import Denoising, Reel, Rollout
+from maxattn_examples.common.forcing import Forcing
+from maxattn_examples.rollout import Denoising, Reel, Rollout
 
 import maxattn as ma
 from maxattn.errors import MaxattnError

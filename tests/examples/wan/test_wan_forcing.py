@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import hosts
-from common.forcing import Forcing
-from common.trained_blocks import block_errors, frames_per_block
 from flax import nnx
-from train import state
-from wan.settings import Settings, TrainingSettings
-from wan.task import WanTask
+from maxattn_examples.common import hosts
+from maxattn_examples.common.forcing import Forcing
+from maxattn_examples.common.trained_blocks import block_errors, frames_per_block
+from maxattn_examples.train import state
+from maxattn_examples.wan.settings import Settings, TrainingSettings
+from maxattn_examples.wan.task import WanTask
 
 import maxattn as ma
 from maxattn.config import ConfigErrors

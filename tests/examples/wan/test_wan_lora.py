@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from flax import nnx
-from wan.model import WanTransformer3D
-from wan.sizes import Sizes
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sizes import Sizes
 
 from maxattn import weights
 from maxattn.errors import WeightsError

@@ -1,0 +1,1 @@
+"""Whole diffusion models on maxattn: models, training, samplers, sampling and comparisons."""

@@ -1,0 +1,184 @@
+"""What happens in a clip: which digits there are, of which colour, and how they move.
+
+A clip is a function of a seed and its number. Its digits and its colours differ from each other.
+
+    bouncing    the digit moves on and is turned back by the edges
+    leaving     the digit leaves the picture, is gone for a while, and comes back to its first place
+    crossing    the digit moves from one edge to the other; two meet in one lane
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from maxattn_examples.digits.videos import Split, load
+
+from . import words
+from .words import MOST, Phrase
+
+BOUNCING, LEAVING, CROSSING = range(3)
+NONE = -1
+KINDS = np.array(
+    [
+        (CROSSING, CROSSING, NONE),
+        (CROSSING, CROSSING, LEAVING),
+        (CROSSING, CROSSING, BOUNCING),
+        (LEAVING, LEAVING, NONE),
+        (LEAVING, BOUNCING, NONE),
+        (BOUNCING, LEAVING, LEAVING),
+        (LEAVING, BOUNCING, BOUNCING),
+    ]
+)
+# Rows and columns.
+STEPS = np.array([(0, -1), (0, 1), (-1, 0), (1, 0)])
+GONE = 0.25  # of the way to the middle of a clip and back, a digit that leaves is out of sight
+
+
+class Size(NamedTuple):
+    """The sizes of a clip.
+
+    Args:
+        frames: of a clip.
+        height, width: pixels of a frame.
+        digit: pixels along a side of a digit.
+    """
+
+    frames: int
+    height: int
+    width: int
+    digit: int
+
+    @property
+    def room(self) -> Float[np.ndarray, " 2"]:
+        """Rows and columns that the corner of a digit can be at."""
+        return np.array([self.height - self.digit, self.width - self.digit], np.float32)
+
+
+class Scene(NamedTuple):
+    """The digits of clips; the first ones are in front of the others.
+
+    Args:
+        there: which of the digits there are.
+        colour, digit, path, way: as in the prompt.
+        scan: number of the handwritten digit.
+        start: row and column of the corner in the first frame.
+        speed: pixels a frame, at first.
+    """
+
+    there: Bool[Array, "B K"]
+    colour: Int[Array, "B K"]
+    digit: Int[Array, "B K"]
+    path: Int[Array, "B K"]
+    way: Int[Array, "B K"]
+    scan: Int[Array, "B K"]
+    start: Float[Array, "B K 2"]
+    speed: Float[Array, "B K 2"]
+
+    @property
+    def numbers(self) -> Int[Array, "B K groups"]:
+        """The phrases of the prompts, as `words.states` takes them."""
+        said = jnp.stack([self.colour, self.digit, self.path, self.way], -1)
+        return jnp.where(self.there[..., None], said, -1)
+
+    def prompts(self) -> list[str]:
+        """Write the prompts."""
+        said, there = np.asarray(self.numbers), np.asarray(self.there)
+        rows = zip(said, there, strict=True)
+        return [words.prompt_of([Phrase(*map(int, p)) for p in row[on]]) for row, on in rows]
+
+
+class Scans(NamedTuple):
+    """Handwritten digits, in the order of their labels.
+
+    Args:
+        ink: 0 to 1.
+        first: number of each label's first scan, and one more.
+    """
+
+    ink: Float[np.ndarray, "n 8 8"]
+    first: Int[np.ndarray, " 11"]
+
+    @classmethod
+    def of(cls, split: Split) -> Scans:
+        """Load those of a split: "train", or "test", which no model was trained on."""
+        scans, labels = load(split)
+        first = np.cumsum([0, *np.bincount(labels, minlength=10)])
+        return cls((scans[np.argsort(labels, kind="stable")] / 16).astype(np.float32), first)
+
+
+def draw(seed: int, clips: Int[Array, " B"], scans: Scans, size: Size) -> Scene:
+    """Draw what happens in clips.
+
+    Args:
+        seed: of all clips.
+        clips: their numbers.
+        scans: the digits to choose from.
+        size: of a clip.
+    """
+    key = jax.random.key(seed)
+    return jax.vmap(lambda clip: _one(jax.random.fold_in(key, clip), scans, size))(clips)
+
+
+def _one(key: Array, scans: Scans, size: Size) -> Scene:
+    for_kind, for_colour, for_digit, for_way, for_scan, for_place = jax.random.split(key, 6)
+    path = jnp.asarray(KINDS)[jax.random.randint(for_kind, (), 0, len(KINDS))]
+    crosses, there = path[0] == CROSSING, path != NONE
+    colour = jax.random.permutation(for_colour, len(words.COLOURS))[:MOST]
+    digit = jax.random.permutation(for_digit, 10)[:MOST]
+    way = jax.random.randint(for_way, (MOST,), 0, len(STEPS))
+    way = way.at[1].set(jnp.where(crosses, way[0] ^ 1, way[1]))  # the opposite of the first's
+    first = jnp.asarray(scans.first)
+    scan = jax.random.uniform(for_scan, (MOST,)) * (first[digit + 1] - first[digit])
+    drawn = jax.random.uniform(for_place, (MOST, 4))
+    drawn = drawn.at[1, 2].set(jnp.where(crosses, drawn[0, 2], drawn[1, 2]))  # one lane
+    start, speed = jax.vmap(partial(_movement, size=size))(path, way, drawn)
+    scan = first[digit] + scan.astype(jnp.int32)
+    return Scene(there, colour, digit, path, way, scan, start, speed)
+
+
+def _movement(
+    path: Array, way: Array, drawn: Float[Array, " 4"], size: Size
+) -> tuple[Float[Array, " 2"], Float[Array, " 2"]]:
+    """Return the first corner and the speed of a digit.
+
+    Along the movement, places are counted from the edge that it comes from.
+    """
+    step, room = jnp.asarray(STEPS)[way], jnp.asarray(size.room)
+    along = jnp.abs(step)
+    far, middle = (along * room).sum(), (size.frames - 1) / 2
+    place, fast, lane, aside = drawn
+    # A digit that leaves is at the edge's other side when GONE of the time is left to the middle.
+    out = far * (0.2 + 0.25 * place)
+    begins = jnp.stack([0.6 * far * place, far - out, 0.15 * far * place])[path]
+    end = far * (0.85 + 0.15 * fast)
+    speeds = jnp.stack(
+        [
+            far * (0.72 + 0.48 * fast) / (size.frames - 1),
+            (out + size.digit) / ((1 - GONE) * middle),
+            (end - begins) / (size.frames - 1),
+        ]
+    )[path]
+    drift = (aside - 0.5) * 0.08 * room * 12 / (size.frames - 1)
+    across = jnp.where(path == BOUNCING, drift, 0.0)
+    from_edge = jnp.where(step.sum() > 0, begins, far - begins)
+    start = jnp.where(along > 0, from_edge, lane * room)
+    return start, jnp.where(along > 0, step * speeds, across)
+
+
+def corners(scene: Scene, size: Size) -> Float[Array, "B K F 2"]:
+    """Return the row and column of every digit's corner in every frame."""
+    room, t = jnp.asarray(size.room), jnp.arange(size.frames, dtype=jnp.float32)[:, None]
+    middle = (size.frames - 1) / 2
+    start, speed = scene.start[..., None, :], scene.speed[..., None, :]
+    ahead = start + speed * t
+    turned = jnp.mod(ahead, 2 * room)
+    bounced = jnp.minimum(turned, 2 * room - turned)
+    returned = start + speed * (middle - jnp.abs(t - middle))
+    path = scene.path[..., None, None]
+    return jnp.where(path == BOUNCING, bounced, jnp.where(path == LEAVING, returned, ahead))

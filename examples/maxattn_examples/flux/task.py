@@ -1,0 +1,111 @@
+"""What Flux.1 learns: velocities of noisy latents, from a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+from maxattn_examples.common.pipeline_folder import check_pipeline
+from maxattn_examples.common.shapes import Form, Shapes
+from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.train import flow
+from maxattn_examples.train.latent_task import LatentTask
+from maxattn_examples.train.shape_errors import shape_errors
+from maxattn_examples.train.task import Arrays, replaced
+
+from .model import FluxTransformer2D
+from .plans import plans, tokens
+from .settings import Settings, sizes_of
+from .sizes import PATCH, Sizes
+
+
+@dataclass(frozen=True)
+class FluxTask(LatentTask):
+    """Train a Flux.1 transformer by flow matching.
+
+    Args:
+        settings: of everything.
+        sizes: of the model.
+    """
+
+    settings: Settings
+    sizes: Sizes
+
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the transformer."""
+        return "transformer"
+
+    @classmethod
+    def of(cls, settings: Settings) -> FluxTask:
+        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`.
+
+        Raises:
+            ConfigErrors: the folder is that of another pipeline.
+        """
+        check_pipeline(settings.model.folder, "flux")
+        return cls(settings, sizes_of(settings.model))
+
+    @property
+    def sampler(self) -> Sampler:
+        """What pictures are drawn with."""
+        return self.settings.sampling.sampler_of(self.settings.model.folder, self.sizes)
+
+    def sampling_task(self) -> Any:
+        """Return what calls the transformer in sampling."""
+        from .sampling_task import FluxSamplingTask  # pictures alone need it
+
+        return FluxSamplingTask(self.settings, self.sizes, Path())
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> FluxTransformer2D:
+        """Build the transformer."""
+        model = self.settings.model
+        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        return FluxTransformer2D(self.sizes, self.settings, mesh, **how)
+
+    def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield the arrays of the data that do not fit the transformer."""
+        expected: dict[str, Form] = {
+            "latents": (self.sizes.channels, f"{PATCH} h", f"{PATCH} w"),
+            "text": ("L", self.sizes.joint_attention_dim),
+            "pooled": (self.sizes.pooled_projection_dim,),
+        }
+        return shape_errors(shapes, expected, "a Flux.1 model")
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Draw times and noise; replace some texts by the empty one."""
+        for_times, for_noise, for_texts = jax.random.split(key, 3)
+        said = self.settings.training
+        clean = jnp.moveaxis(batch["latents"].astype(jnp.float32), 1, -1)
+        drawn = flow.drawn(clean, said, for_times, for_noise)
+        dropped = jax.random.bernoulli(for_texts, said.condition_dropout, drawn.times.shape)
+        told = {name: replaced(batch[name], empty[name], dropped) for name in ("text", "pooled")}
+        return {**drawn._asdict(), **told}
+
+    def loss(self, model: FluxTransformer2D, examples: Arrays) -> Float[Array, ""]:
+        """Return the mean squared error of the predicted velocity."""
+        times = examples["times"]
+        scale = jnp.full_like(times, self.settings.training.embedded_guidance)
+        guidance = scale if self.sizes.guidance_embeds else None
+        told = (examples["text"], examples["pooled"], guidance)
+        velocity = model(examples["mixed"], 1000.0 * times, *told)
+        return jnp.mean((velocity.astype(jnp.float32) - examples["velocity"]) ** 2)
+
+    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
+        """Plan the attention of text and picture together."""
+        batch, latents, text = self.examples_at_once, shapes["latents"], shapes["text"][0]
+        return plans(self.settings, self.sizes, batch, latents, text, mesh)
+
+    def tokens(self, shapes: Shapes) -> int:
+        """Count the patches of a picture."""
+        return tokens(shapes["latents"])

@@ -1,0 +1,340 @@
+"""Make a video block by block with any model that takes a cache.
+
+    for each step:  v, cache = model(x, t, cache);  x = next sample    writes noisy keys and values
+    clean pass:     _, cache = model(x, 0, cache)                      overwrites them
+    cache.advance()
+
+All passes of a block are one compiled program, which serves every block once the window is full:
+three programs for a video of any length. The cache is donated, so it is changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import maxattn as ma
+from maxattn_examples.common.split import split
+
+from . import checks
+from .denoising import Denoising, noised
+from .reel import Latents, Reel
+
+Choose = Callable[[int], Sequence[int]]
+
+
+class Rollout:
+    """Make videos of any length.
+
+    Args:
+        model: called as `model(latents, t, kv=told, cache=cache)`, it returns a velocity and the
+            cache; `model.cache(stream, batch, frames)` makes an empty one. After a change of what
+            the model is told, `positions=` says the numbers of the frames.
+        stream: blocks, window and sink, those of the model's training.
+        sides: rows, columns and channels of a frame of latents.
+        how: times of the steps, sampler and clean pass.
+        seed: of the noise. That of a frame depends on the seed, its row and its number alone: a
+            video goes on bit for bit wherever it was left.
+        re_prefill: True: no cache is kept. Each block runs the frames that its window shows anew,
+            from position 0 on, and its steps read their keys and values. Or a function that
+            chooses these frames, whole blocks of them, by the number of the block's first one.
+        call: of the model, where it differs: `call(model, latents, t, told, **seen)`.
+        time_scale: the time of pure noise; default 1000.
+        options: of XLA's compiler, as `jax.jit(compiler_options=...)` takes them.
+
+    >>> # rollout = Rollout(model, stream, sides=(60, 104, 16))
+    >>> # reel = rollout.begin(model.encode(text))
+    >>> # for block in range(100):
+    >>> #     latents, reel = rollout.block(reel)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stream: ma.Stream,
+        sides: tuple[int, int, int],
+        how: Denoising | None = None,
+        *,
+        seed: int = 0,
+        re_prefill: bool | Choose = False,
+        call: Callable[..., Any] | None = None,
+        time_scale: float = 1000.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.stream, self.sides, self.how = stream, sides, how or Denoising()
+        self.call, self.time_scale = call or _call, time_scale
+        self.re_prefill, self._choose = bool(re_prefill), _choice(re_prefill, stream)
+        self._structure, self._parameters = split(model)
+        self.seed, self._empty, self._key = seed, model.cache, jax.random.key(seed)
+        own: Any = partial(jax.jit, static_argnums=4, compiler_options=dict(options or {}))
+        self._make = own(self._make_block, donate_argnums=1)
+        self._clean = own(self._clean_pass, donate_argnums=1)
+        self._make_anew = own(self._make_block_anew)
+
+    # ---- public methods --------------------------------------------------------------------------
+
+    def begin(self, told: Any, batch: int = 1, frames: int | None = None, **how: Any) -> Reel:
+        """Begin a video of nothing.
+
+        Args:
+            told: what the model is told, such as `model.encode(text)`; with guidance two rows for
+                each video, the negative ones first.
+            batch: videos.
+            frames: the most that can be made, of a stream without a window.
+            how: more for `model.cache`.
+        """
+        if self.re_prefill:
+            return Reel(told, batch)
+        cache = self._empty(self.stream, self.how.rows * batch, frames, **how)
+        return Reel(told, batch, cache=cache)
+
+    def prefix(self, reel: Reel, latents: Latents, *, at_once: bool = False) -> Reel:
+        """Begin with clean frames: an image, or a video that is to go on.
+
+        Args:
+            reel: as `begin` gave it.
+            latents: whole blocks; an image is the one frame of a stream with `first_frame_alone`.
+            at_once: in one pass instead of one a block.
+
+        Raises:
+            InputError: frames are made already, or these are no whole blocks.
+        """
+        checks.prefix(reel, latents, self.stream, self.sides)
+        count = latents.shape[1]
+        if at_once and reel.cache is not None:
+            reel = replace(reel, cache=reel.cache.prefix(count))
+            return self._keep(reel, latents)
+        for start, stop in self.stream.blocks(count):
+            reel = self._keep(reel, latents[:, start:stop])
+        return reel
+
+    def block(self, reel: Reel) -> tuple[Latents, Reel]:
+        """Make the next block.
+
+        Args:
+            reel: what it is made from; its cache is used up.
+
+        Returns:
+            The latents, and what the block after it is made from.
+
+        Raises:
+            InputError: it was gone on from already.
+        """
+        checks.used_up(reel)
+        frame = np.int32(reel.frame)
+        if reel.cache is None:
+            x = self._block_anew(reel)
+            return x, self._gone_on(reel, x)
+        x, cache = self._make(self._parameters, reel.cache, reel.told, frame, reel.batch)
+        return x, self._gone_on(replace(reel, cache=cache.advance()), x)
+
+    def blocks(self, reel: Reel, count: int) -> Iterator[tuple[Latents, Reel]]:
+        """Make so many blocks, one after the other."""
+        for _ in range(count):
+            x, reel = self.block(reel)
+            yield x, reel
+
+    def switch(self, reel: Reel, told: Any) -> Reel:
+        """Change the condition from the next block on, such as the prompt.
+
+        The frames that are kept are cached anew under it, block by block from their clean latents,
+        at their own positions: as if the video had begun with them under the new prompt.
+
+        Args:
+            reel: what the next block is made from; its cache is used up.
+            told: as for `begin`.
+
+        Raises:
+            InputError: the reel was gone on from already.
+        """
+        checks.used_up(reel)
+        reel = replace(reel, told=told)
+        if reel.cache is None or not reel.frame:
+            return reel
+        kept, cache = self.stream.kept(reel.frame), reel.cache.refill()
+        latents, done = reel.frames(kept), 0
+        moved = len(kept) < reel.frame
+        while done < len(kept):
+            own = slice(done, done + cache.own)
+            numbers = jnp.asarray(kept[own], jnp.int32) if moved else None
+            cache = self._cached(cache, latents[:, own], told, done, numbers)
+            done = own.stop
+        return replace(reel, cache=cache.refilled(self.stream, reel.frame))
+
+    def lower(self, reel: Reel) -> Any:
+        """Lower the program that makes the next block, to compile it before there are weights.
+
+        Args:
+            reel: with a cache; shapes in place of arrays will do, here and in the model.
+
+        Returns:
+            jax's `Lowered`. Once it is compiled, `block` finds the program.
+        """
+        given = reel.cache, reel.told, np.int32(reel.frame)
+        return self._make.lower(self._parameters, *given, reel.batch)
+
+    def update(self, model: Any) -> None:
+        """Take the weights of another model of the same sizes; compiled programs stay.
+
+        Raises:
+            InputError: it is built otherwise.
+        """
+        structure, parameters = split(model)
+        checks.same_model(structure, self._structure)
+        self._parameters = parameters
+
+    @property
+    def programs(self) -> int:
+        """How many programs blocks were compiled to."""
+        return self._make._cache_size() + self._make_anew._cache_size()
+
+    # ---- one block -------------------------------------------------------------------------------
+
+    def _gone_on(self, reel: Reel, x: Latents) -> Reel:
+        after = reel.frame + x.shape[1]
+        return replace(reel, frame=after, clean=reel.with_clean(x, self.stream.kept(after)))
+
+    def _keep(self, reel: Reel, x: Latents) -> Reel:
+        """Take a clean block as it is."""
+        if reel.cache is not None:
+            cache = self._cached(reel.cache, x, reel.told, reel.frame, None)
+            reel = replace(reel, cache=cache)
+        return self._gone_on(reel, x)
+
+    def _cached(self, cache: Any, x: Latents, told: Any, frame: int, numbers: Any) -> ma.KVCache:
+        given = x.astype(jnp.float32), numbers
+        cache = self._clean(self._parameters, cache, told, (np.int32(frame), *given), len(x))
+        return cache.advance()
+
+    def _block_anew(self, reel: Reel) -> Latents:
+        chosen = tuple(self._choose(reel.frame))
+        checks.chosen(chosen, reel, self.stream)
+        context = reel.frames(chosen) if chosen else None
+        given = np.int32(reel.frame), context
+        return self._make_anew(self._parameters, None, reel.told, given, reel.batch)
+
+    # ---- programs --------------------------------------------------------------------------------
+
+    def _make_block(
+        self, parameters: Any, cache: ma.KVCache, told: Any, frame: Any, batch: int
+    ) -> tuple[Latents, ma.KVCache]:
+        numbers = frame + jnp.arange(cache.own)
+        x, cache = self._denoised(parameters, cache, told, numbers, batch)
+        if not self.how.clean_pass:
+            return x, cache
+        return x, self._clean_pass(parameters, cache, told, (frame, x, None), batch)
+
+    def _denoised(
+        self, parameters: Any, cache: Any, told: Any, numbers: Any, batch: int
+    ) -> tuple[Latents, Any]:
+        """Take all steps from noise to a sample; keys and values that are written stay noisy."""
+        how, draw = self.how, partial(self._noise, numbers, batch)
+        sigmas = jnp.asarray(how.sigmas)
+
+        def step(x: Any, cache: Any, at: Any) -> tuple[Any, Any]:
+            sigma, after, number = at
+            v, cache = self._velocity(parameters, x, sigma, told, cache)
+            return how.step(x, how.guided(v), (sigma, after), draw(number)), cache
+
+        steps = [sigmas[:-1], sigmas[1:], jnp.arange(1, len(sigmas))]
+        return _scanned(step, draw(0), cache, steps, self._unread(cache))
+
+    def _unread(self, cache: Any) -> int:
+        """Count the first steps whose written keys and values nothing reads.
+
+        The first block sees itself alone. Later ones see what its last pass writes.
+        """
+        if cache is None or cache.stage != "empty":
+            return 0
+        return len(self.how.denoising_steps) - (not self.how.clean_pass)
+
+    def _clean_pass(
+        self, parameters: Any, cache: ma.KVCache, told: Any, block: Any, batch: int
+    ) -> ma.KVCache:
+        """Write the keys and values of a clean block; with the noise that context has."""
+        (frame, x, positions), sigma = block, self.how.context_noise
+        if sigma:
+            numbers = frame + jnp.arange(x.shape[1]) if positions is None else positions
+            x = noised(x, sigma, self._noise(numbers, batch, len(self.how.sigmas)))
+        seen = {} if positions is None else {"positions": positions}
+        return self._velocity(parameters, x, sigma, told, cache, **seen)[1]
+
+    def _make_block_anew(
+        self, parameters: Any, _: None, told: Any, block: Any, batch: int
+    ) -> Latents:
+        """Run the context of a block once, and make the block."""
+        frame, context = block
+        numbers, cache = frame + jnp.arange(self._next(context)), None
+        if context is not None:
+            endless = replace(self.stream, window=None, sink=0)
+            count = context.shape[1]
+            cache = self._empty(endless, self.how.rows * batch, count).prefix(count)
+            cache = self._clean_pass(parameters, cache, told, (np.int32(0), context, None), batch)
+            cache = cache.advance().cached()
+        return self._denoised(parameters, cache, told, numbers, batch)[0]
+
+    def _next(self, context: Any) -> int:
+        stream = self.stream
+        return stream.first_block if context is None else stream.frames_per_block
+
+    def _velocity(
+        self, parameters: Any, x: Latents, sigma: Any, told: Any, cache: Any, **seen: Any
+    ) -> tuple[Latents, Any]:
+        """Call the model on every row of a block."""
+        model = self._structure.merge(parameters)
+        rows = jnp.concatenate([x] * self.how.rows)
+        t = jnp.full(rows.shape[:2], sigma * self.time_scale, jnp.float32)
+        if cache is None:
+            return self.call(model, rows, t, told).astype(jnp.float32), None
+        v, cache = self.call(model, rows, t, told, cache=cache, **seen)
+        return v.astype(jnp.float32), cache
+
+    def _noise(self, numbers: Any, batch: int, step: Any) -> Latents:
+        """Draw the noise of frames: each by the seed, its row, its number and the step."""
+
+        def of_frame(row: Any, number: Any) -> Any:
+            key = jax.random.fold_in(jax.random.fold_in(self._key, row), number)
+            return jax.random.normal(jax.random.fold_in(key, step), self.sides)
+
+        of_row = jax.vmap(of_frame, in_axes=(None, 0))
+        return jax.vmap(of_row, in_axes=(0, None))(jnp.arange(batch), numbers)
+
+
+def _scanned(
+    step: Callable[..., Any], x: Any, cache: Any, each: list[Any], unread: int
+) -> tuple[Any, Any]:
+    """Scan over steps; the first `unread` ones leave the cache as it is."""
+    first, rest = (
+        [values[part] for values in each] for part in (slice(unread), slice(unread, None))
+    )
+    if unread:
+        alone = cache.unwritten()
+        x, _ = jax.lax.scan(lambda x, at: (step(x, alone, at)[0], None), x, first)
+    if not len(rest[0]):
+        return x, cache
+    return jax.lax.scan(lambda carry, at: (step(*carry, at), None), (x, cache), rest)[0]
+
+
+def _call(model: Any, latents: Any, t: Any, told: Any, **seen: Any) -> Any:
+    return model(latents, t, kv=told, **seen)
+
+
+def _choice(said: bool | Choose, stream: ma.Stream) -> Choose:
+    """Choose the context of a block: the earlier frames in its window."""
+    if callable(said):
+        return said
+
+    def window(frame: int) -> Sequence[int]:
+        shown = stream.kept(frame + stream.frames_per_block)[: -stream.frames_per_block]
+        whole = [n for n in range(len(shown) + 1) if n and stream.ends_block(n)]
+        most = whole[-1] if whole else 0
+        first = min(stream.sink, most)
+        return (*shown[:first], *shown[len(shown) - most + first :])
+
+    return window

@@ -1,0 +1,270 @@
+"""Refuses what cannot work before anything is read: settings, sizes, files and folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxattn import weights
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError, MaxattnError
+from maxattn_examples.common.pipeline_folder import boundary_of, lacking, pipeline_errors
+from maxattn_examples.common.trained_blocks import whole_errors
+from maxattn_examples.common.writable import unwritable
+from maxattn_examples.common.xla_options import sampling_options
+
+from . import files
+from .lora_checks import lora_errors
+from .measured import report_of
+from .paths import Paths
+from .planned import planned_steps
+from .task import SamplingTask
+from .torch_device import device_errors
+from .weights_checks import parts_of, weights_errors
+
+INSTALL = 'pip install "maxattn[torch]"'
+
+
+def check(task: SamplingTask, paths: Paths, writes: bool = True) -> None:
+    """Refuse everything that cannot work, at once.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        writes: whether a run has to write what it draws.
+
+    Raises:
+        ConfigErrors: with all of it.
+    """
+    size_errors = list(task.size_errors())
+    sizes_fit = not size_errors
+    problems = [
+        *pipeline_errors(paths.model, task.family),
+        *size_errors,
+        *_input_errors(task, paths, sizes_fit),
+        *_output_errors(task, paths, writes),
+        *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
+        *_expert_errors(paths),
+        *weights_errors(task, paths),
+        *_file_errors(task, paths),
+        *_block_errors(task, paths),
+        *lora_errors(task, paths),
+        *_device_errors(task, paths),
+    ]
+    if problems:
+        raise ConfigErrors([problem for error in problems for problem in _flat(error)])
+
+
+def check_plan(task: SamplingTask, paths: Paths) -> None:
+    """Refuse what stands in the way of a plan, at once.
+
+    Raises:
+        ConfigErrors: with all of it.
+    """
+    size_errors = list(task.size_errors())
+    given = paths.embeddings
+    problems = [
+        *pipeline_errors(paths.model, task.family),
+        *size_errors,
+        *(_embeddings_errors(task, given) if given is not None and not size_errors else ()),
+        *_read_errors(
+            [lambda: planned_steps(task, task.sampler(), paths), lambda: report_of(task)]
+        ),
+    ]
+    if problems:
+        raise ConfigErrors([problem for error in problems for problem in _flat(error)])
+
+
+def options(task: SamplingTask) -> dict[str, Any]:
+    """Read the compiler's options for a step.
+
+    Raises:
+        ConfigError: for one that the compiler refuses.
+    """
+    return sampling_options(task.settings.sampling.compiler_options, "sampling.compiler_options")
+
+
+def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
+    """Yield why the scheduler's file, those of the weights or compiler options are refused."""
+    opened: list[Callable[[], Any]] = [
+        lambda: planned_steps(task, task.sampler(), paths),
+        lambda: options(task),
+        lambda: report_of(task),
+    ]
+    if paths.weights is None or paths.weights.exists():
+        parts = parts_of(task, paths)
+        opened += [partial(weights.SafeTensors, paths.weights_of(x)) for x in parts]
+    yield from _read_errors(opened)
+
+
+def _read_errors(opened: Iterable[Callable[[], Any]]) -> Iterator[MaxattnError]:
+    """Yield the errors of what is called."""
+    for read in opened:
+        try:
+            read()
+        except MaxattnError as error:
+            yield error
+
+
+def _block_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    """Yield weights of models that make a video block by block."""
+    setting = "model.folder" if paths.weights is None else "--weights"
+    for part in parts_of(task, paths):
+        yield from whole_errors(setting, paths.weights_of(part))
+
+
+def _expert_errors(paths: Paths) -> Iterator[ConfigError]:
+    """Yield what is given for a second transformer that is not there."""
+    if paths.lora_2 is not None and boundary_of(paths.model) is None:
+        rule = "it is merged into the second of two transformers, and this pipeline has one"
+        yield ConfigError("--lora-2", paths.lora_2, rule, "give --lora")
+
+
+def _device_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    """Yield why torch cannot encode or decode where it is told to, if it does either."""
+    if paths.embeddings is None or paths.out is not None:
+        yield from device_errors("sampling.torch_device", task.settings.sampling.torch_device)
+
+
+def _flat(error: MaxattnError) -> Iterable[ConfigError]:
+    if isinstance(error, ConfigErrors):
+        return error.problems
+    if isinstance(error, ConfigError):
+        return [error]
+    return [ConfigError(error.setting, error.value, error.rule, error.remedy, error.where)]
+
+
+# ---- what the model is told ----------------------------------------------------------------------
+
+
+def _input_errors(task: SamplingTask, paths: Paths, sizes_fit: bool) -> Iterator[ConfigError]:
+    if paths.embeddings is not None:
+        yield from _said_twice(task, paths)
+        if sizes_fit:
+            yield from _embeddings_errors(task, paths.embeddings)
+    elif task.settings.sampling.prompt is None:
+        remedy = (
+            "give --prompt (text encoders of the folder, with torch), or --embeddings FILE"
+            " (examples/embed.py)"
+        )
+        rule = "a prompt or an embeddings file is required"
+        yield ConfigError("--prompt", "(none)", rule, remedy)
+    else:
+        yield from _guidance_errors(task)
+        yield from _image_errors(task, paths.image)
+        if not task.needs_torch:
+            return
+        needs = Needs(task.needs_torch, "transformers", "give --embeddings FILE instead")
+        yield from without_torch("--prompt", "encoding a prompt", paths.model, needs)
+
+
+def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
+    if (prompt := task.settings.sampling.prompt) is not None:
+        rule = "prompts come from --embeddings or from options, not from both"
+        yield ConfigError("--prompt", repr(prompt), rule, "give one of them")
+    if (negative := task.settings.sampling.negative_prompt) is not None:
+        rule = "an embeddings file contains the encoded negative prompt"
+        remedy = "leave it out, or encode it with examples/embed.py --negative-prompt"
+        yield ConfigError("--negative-prompt", repr(negative), rule, remedy)
+    if paths.image is not None:
+        remedy = "leave it out, or encode both with examples/embed.py"
+        rule = "an embeddings file contains the encoded image"
+        yield ConfigError("--image", paths.image, rule, remedy)
+
+
+def _guidance_errors(task: SamplingTask) -> Iterator[ConfigError]:
+    """Yield a negative prompt that nothing leads away from."""
+    sampling = task.settings.sampling
+    if sampling.negative_prompt is not None and not sampling.guided:
+        key = sampling.cfg_key
+        rule = f"guidance leads away from it, and sampling.{key} is at most 1, which is none"
+        remedy = f"raise sampling.{key}, or leave it out"
+        yield ConfigError("--negative-prompt", repr(sampling.negative_prompt), rule, remedy)
+
+
+def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
+    sampling = task.settings.sampling
+    guided = sampling.guided
+    found = files.shapes(path, "--embeddings")
+    yield from files.shape_errors(found, task.expected(guided), path, "--embeddings")
+    lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]
+    if guided and sampling.guidance_batched and len(set(lengths)) > 1:
+        both = " and ".join(str(n[0]) for n in lengths)
+        rule = f"in one call of the model both have as many tokens: {both}"
+        remedy = "set it to false, or make them alike"
+        yield ConfigError("sampling.guidance_batched", True, rule, remedy)
+
+
+def _image_errors(task: SamplingTask, image: Path | None) -> Iterator[ConfigError]:
+    if task.needs_image and image is None:
+        rule = "an image-to-video model begins with an image"
+        remedy = "give --image FILE, or --embeddings FILE (examples/embed.py)"
+        yield ConfigError("--image", "(none)", rule, remedy)
+    if image is not None and not task.takes_image:
+        remedy = "leave it out, or give an I2V model's folder"
+        yield ConfigError("--image", image, "this model takes no image", remedy)
+    if image is not None and not image.is_file():
+        rule = "it names a file, and there is none"
+        yield ConfigError("--image", image, rule, "name a picture")
+
+
+class Needs(NamedTuple):
+    """Say what a step that torch does needs.
+
+    Args:
+        parts: of the pipeline's folder.
+        package: beside torch.
+        instead: what to do where torch is not installed.
+    """
+
+    parts: tuple[str, ...]
+    package: str
+    instead: str
+
+
+def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator[ConfigError]:
+    """Yield why torch's part of a run cannot be done, naming both ways out.
+
+    Args:
+        option: the command's.
+        what: is done, in words.
+        model: the pipeline's folder.
+        needs: of the step.
+    """
+    parts, package, instead = needs
+    if missing := [name for name in ("torch", package) if find_spec(name) is None]:
+        rule, remedy = f"{what} is done by torch and {package}", f"{INSTALL}, or {instead}"
+        yield ConfigError(option, f"{' and '.join(missing)} not installed", rule, remedy)
+    elif lost := lacking(model, parts):
+        value = f"{model} without {', '.join(lost)}"
+        remedy = f"fetch the whole folder, or {instead}"
+        rule = f"{what} takes these parts of a pipeline: {', '.join(parts)}"
+        yield ConfigError(option, value, rule, remedy)
+
+
+# ---- what is written, and where sampling begins --------------------------------------------------
+
+
+def _output_errors(task: SamplingTask, paths: Paths, writes: bool) -> Iterator[ConfigError]:
+    if writes and paths.out is None and paths.latents is None:
+        remedy = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
+        yield ConfigError("--out", "(none)", "a folder or a file takes what is drawn", remedy)
+    for option, path in (("--out", paths.out), ("--latents", paths.latents)):
+        if path is not None and (problem := unwritable(option, path, option == "--out")):
+            yield problem
+    if paths.out is not None and task.needs_torch:
+        needs = Needs(("vae",), "diffusers", "give --latents FILE instead")
+        yield from without_torch("--out", "decoding latents", paths.model, needs)
+
+
+def _noise_errors(task: SamplingTask, path: Path) -> Iterator[MaxattnError]:
+    found = files.shapes(path, "--noise", ("noise",))
+    if found.get("noise", ())[1:] != task.latents:
+        rule = f"the file contains noise [B, {', '.join(map(str, task.latents))}]"
+        remedy = "make it for this height, width and frames"
+        yield ConfigError("--noise", f"{path}: {found}", rule, remedy)
+    else:
+        yield from _read_errors([partial(files.read, path, "--noise")])

@@ -1,0 +1,138 @@
+"""Embeddings in, latents out: safetensors files with arrays of known names, the batch first.
+
+An embeddings file holds text [B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]
+where they are not those of the size that is drawn; for image-to-video image [B, S, D] and condition
+[B, 4 + C, F, h, w], or first [B, C, 1, h, w] of a model that continues an encoded image; and
+negative_text (with negative_pooled), which guidance leads away from. A batch of 1 goes with any
+other. A latents file holds latents [B, C, F, h, w] or [B, C, h, w] as the model sees them; a noise
+file holds noise of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+from maxattn_examples.common.replacing import replacing
+from maxattn_examples.common.shapes import Form, Shapes, fits
+
+from .task import Arrays
+
+NAMES = ("text", "pooled", "time_ids", "image", "condition", "first")
+NAMES = (*NAMES, "negative_text", "negative_pooled")
+MAY_LACK = ("first",)  # of what a model is told
+OPTIONAL = ("time_ids", "negative_text", "negative_pooled")
+MAKE = "make it with examples/embed.py"
+DRAW = "make it with examples/generate_wan.py, _sdxl.py or _flux.py, --latents FILE"
+NO_GUIDANCE = (
+    "make it with examples/embed.py --negative-prompt, or set sampling.guidance_scale=1"
+    " (Flux.1: true_cfg_scale=1)"
+)
+SIZES = "make it for this model and this height, width and frames"
+# Of files that are no embeddings.
+REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file of finite noise"}
+
+
+def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of a file's arrays, and nothing else.
+
+    Args:
+        path: of the file.
+        option: the command's, for errors.
+        names: that it may hold.
+
+    Raises:
+        ConfigErrors: it is no safetensors file, or holds other names.
+    """
+    file = _open(path, option)
+    found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    rule, remedy = f"the file contains {', '.join(names)}", REMEDIES.get(option, MAKE)
+    if unknown := sorted(found.keys() - set(names)):
+        raise ConfigErrors(ConfigError(option, f"{path}: {name}", rule, remedy) for name in unknown)
+    return found
+
+
+def read(path: Path, option: str) -> Arrays:
+    """Read a file whole; bfloat16 stays bfloat16.
+
+    Raises:
+        ConfigErrors: it is no safetensors file, or some of its numbers are not finite in float32.
+    """
+    file = _open(path, option)
+    found = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    problems = []
+    for name, array in found.items():
+        with np.errstate(over="ignore"):
+            wrong = array.size - int(np.isfinite(array.astype(np.float32, copy=False)).sum())
+        if wrong:
+            value, rule = f"{path}: {name}", f"its numbers are finite, and {wrong} of {array.size}"
+            remedy = REMEDIES.get(option, MAKE)
+            problems.append(ConfigError(option, value, f"{rule} are not", remedy))
+    if problems:
+        raise ConfigErrors(problems)
+    return found
+
+
+def write(path: Path, arrays: Mapping[str, np.ndarray], model: str) -> Path:
+    """Write arrays, and which model they are for; the file takes its name when it is whole."""
+    from safetensors.numpy import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    with replacing(path) as partial:
+        save_file(whole, partial, metadata={"model": model, "scaled": "true"})
+    return path
+
+
+def shape_errors(
+    found: Shapes, expected: Mapping[str, Form], path: Path, option: str
+) -> Iterator[ConfigError]:
+    """Yield what a model lacks in a file or cannot take of it, and batches that do not agree.
+
+    Args:
+        found: shapes, the batch first.
+        expected: forms without the batch, by name.
+        path, option: of the file, for errors.
+    """
+    for name, form in expected.items():
+        if name in MAY_LACK and name not in found:
+            continue
+        yield from _array_errors(name, found.get(name), form, path, option)
+    for name in sorted(found.keys() - expected.keys() - set(OPTIONAL)):
+        rule = "this model does not take this array"
+        yield ConfigError(option, f"{path}: {name}", rule, "leave it out")
+    batches = {shape[0] for shape in found.values() if shape and shape[0] != 1}
+    if len(batches) > 1:
+        held = ", ".join(f"{name} {shape[0]}" for name, shape in found.items())
+        yield ConfigError(option, f"{path}: {held}", "all arrays have one batch, or 1", MAKE)
+
+
+def _array_errors(
+    name: str, shape: tuple[int, ...] | None, form: Form, path: Path, option: str
+) -> Iterator[ConfigError]:
+    text = f"{name} [B, {', '.join(map(str, form))}]"
+    if shape is None:
+        remedy = NO_GUIDANCE if name.startswith("negative_") else MAKE
+        yield ConfigError(option, f"{path} without {name}", f"the model needs {text}", remedy)
+    elif not fits(shape[1:], form):
+        value, rule = f"{path}: {name} {list(shape)}", f"the model takes {text}"
+        yield ConfigError(option, value, rule, SIZES)
+
+
+def _open(path: Path, option: str) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    remedy = REMEDIES.get(option, MAKE)
+    if not path.is_file():
+        rule = "it names a file, and there is none"
+        raise ConfigErrors([ConfigError(option, path, rule, remedy)])
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        rule = f"a safetensors file is whole ({error})"
+        raise ConfigErrors([ConfigError(option, path, rule, remedy)]) from None

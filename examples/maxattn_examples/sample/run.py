@@ -1,0 +1,384 @@
+"""A run of sampling: first all checks, then weights are read, steps taken, files written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxattn import sharding, weights
+from maxattn.errors import ConfigError, InputError, WeightsError
+from maxattn_examples.common import hosts
+from maxattn_examples.fast.calibrated import filled
+from maxattn_examples.fast.schedules import schedule_lines
+from maxattn_examples.fast.steps import Planned, forwards
+from maxattn_examples.fast.table import table
+from maxattn_examples.samplers.noise import keys_of
+from maxattn_examples.samplers.read import Sampler
+
+from . import files, measured
+from .assumed import assumed, assumed_lengths
+from .checks import check, check_plan
+from .kept import kept_bytes
+from .kernels import attention_seconds, kernel_names, plans_of
+from .loop import Walk
+from .lora_checks import check_lora
+from .paths import Paths
+from .planned import experts_of, guidance_of, planned_steps, predicts_both
+from .rows import Rows, batch_ways, noise, place, told_in_rows
+from .run_weights import lora_scale
+from .task import Arrays, Expert, SamplingTask
+from .weights_checks import parts_of
+
+Mesh = jax.sharding.Mesh
+
+
+class Start(NamedTuple):
+    """Hold what a run begins with.
+
+    Args:
+        told: what the model is told, for each call of a step.
+        rows: of the batch.
+    """
+
+    told: tuple[Arrays, ...]
+    rows: Rows
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens of a prompt, and of an image if the model is told one."""
+        told = self.told[0]
+        return {name: told[name].shape[1] for name in ("text", "image") if name in told}
+
+
+class Steps(NamedTuple):
+    """Hold the steps of a run.
+
+    Args:
+        sampler: that takes them.
+        experts: the models, in their order.
+        planned: what each step computes.
+    """
+
+    sampler: Sampler
+    experts: tuple[Expert, ...]
+    planned: Sequence[Planned]
+
+    @property
+    def guided(self) -> list[bool]:
+        """Whether each step has guidance without shortcuts."""
+        return [expert.guided for expert in self.experts for _ in range(expert.steps)]
+
+
+@sharding.inside_auto_axes()
+def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.ndarray:
+    """Draw samples; write latents, and what they show; return the latents, channels second.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        mesh: devices to draw on; default the one there is.
+
+    Raises:
+        ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a
+            prompt is encoded or a weight is read.
+        ConfigError: weights are of another model, before these too.
+    """
+    mesh = sharding.program_mesh(mesh)
+    check(task, paths)
+    check_weights(task, paths)
+    usual, planned = assumed_lengths(task), planned_steps(task, task.sampler(), paths)
+    kernel_names(task, planned, batch_ways(mesh), usual, mesh)  # or refuse them
+    start = start_of(task, paths, mesh)
+    steps = steps_of(task, paths, start.rows)
+    for line in _opening(task, paths, start, steps, mesh):
+        print(line)
+    latents = _sampled(task, paths, start, steps, mesh)
+    _check_finite(latents)
+    if hosts.is_first():
+        _write(task, paths, latents)
+    return latents
+
+
+@sharding.inside_auto_axes()
+def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[str]:
+    """Return the lines that a run begins with, without its weights and its text encoders.
+
+    Without an embeddings file a prompt is as long as the settings make it.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        mesh: devices to draw on; default the one there is.
+
+    Raises:
+        ConfigErrors: what is wrong with settings and sizes.
+    """
+    mesh = sharding.program_mesh(mesh)
+    check_plan(task, paths)
+    start = start_of_plan(task, paths, mesh)
+    return [*_opening(task, paths, start, steps_of(task, paths, start.rows), mesh)]
+
+
+def check_weights(task: SamplingTask, paths: Paths) -> None:
+    """Refuse weights that are not the model's before prompts are encoded, which can take minutes.
+
+    Those of every transformer, and LoRA's.
+
+    Raises:
+        ConfigError: names, shapes or dtypes differ.
+    """
+    model = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
+    for part in parts_of(task, paths):
+        _check_part(model, paths, part)
+    for option, lora in (("--lora", paths.lora), ("--lora-2", paths.lora_2)):
+        if lora is not None:
+            check_lora(task, model, option, lora, paths)
+
+
+def _check_part(model: nnx.Module, paths: Paths, part: str) -> None:
+    path = paths.weights_of(part)
+    try:
+        weights.check_diffusers(model, path)
+    except WeightsError as error:
+        setting = "model.folder" if paths.weights is None else "--weights"
+        remedy = error.remedy
+        if "strict=" in remedy:
+            remedy = "give weights of these sizes, or fetch the folder again: config.json has them"
+        value = error.value if error.value == path else f"{path}: {error.value}"
+        raise ConfigError(setting, value, error.rule, remedy) from None
+
+
+def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") -> nnx.Module:
+    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if any.
+
+    Args:
+        task: the model's.
+        paths: of files and folders.
+        mesh: devices to draw on.
+        part: of the pipeline's folder; default the task's.
+    """
+    began = time.perf_counter()
+    model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0)))
+    lora = paths.lora_of(part or task.part)
+    names = paths.lora_names
+    prefix = weights.lora_prefix(model, lora, names) if lora else ""
+    weights.load_diffusers(model, paths.weights_of(part or task.part), mesh=mesh)
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
+    if lora is not None:
+        scale = lora_scale(task, paths)
+        how = {"prefix": prefix, "strict": not paths.lora_lenient, "names": names}
+        changed = weights.merge_lora(model, lora, scale, **how)
+        others = _passed_over(lora, prefix)
+        print(f"LoRA weights of {len(changed)} layers merged, times {scale:g}{others}")
+    return model
+
+
+# ---- the parts of a run --------------------------------------------------------------------------
+
+
+def steps_of(task: SamplingTask, paths: Paths, rows: Rows) -> Steps:
+    """Plan the steps of a batch."""
+    sampler, divides = task.sampler(), rows.samples % rows.ways == 0
+    planned = planned_steps(task, sampler, paths, divides)
+    return Steps(sampler, experts_of(task, sampler, divides), planned)
+
+
+def start_of_plan(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
+    """Return what a run begins with, in shapes: without an embeddings file nothing is encoded."""
+    given = paths.embeddings
+    arrays = assumed(task) if given is None else files.read(given, "--embeddings")
+    return _told(task, arrays, mesh)
+
+
+def start_of(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
+    """Read or encode what the models are told, and draw the noise."""
+    return _told(task, _arrays(task, paths), mesh)
+
+
+def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
+    """Arrange what the model is told in rows."""
+    sampling = task.settings.sampling
+    guided = sampling.guided
+    if not guided:
+        arrays = {name: x for name, x in arrays.items() if not name.startswith("negative_")}
+    texts = max(len(x) for x in arrays.values())
+    calls = 2 if guided and predicts_both(task) else 1
+    rows = Rows(texts, sampling.per_prompt, calls, batch_ways(mesh))
+    told = told_in_rows(task.completed(arrays), rows, guided)
+    return Start(told, rows)
+
+
+def _arrays(task: SamplingTask, paths: Paths) -> Arrays:
+    if paths.embeddings is not None:
+        return files.read(paths.embeddings, "--embeddings")
+    began = time.perf_counter()
+    arrays = task.encode(paths.model, paths.image)
+    device = task.settings.sampling.torch_device
+    print(f"encoded on {device} in {time.perf_counter() - began:.1f} s")
+    return arrays
+
+
+def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
+    if paths.noise is None:
+        return noise(task.settings.sampling.seed, rows, task.latents)
+    given = files.read(paths.noise, "--noise")["noise"].astype(np.float32)
+    if len(given) != rows.wanted:
+        value = f"{paths.noise}: {len(given)} rows"
+        rule = f"one for each of the {rows.wanted} samples"
+        raise ConfigError("--noise", value, rule, "set sampling.per_prompt, or make it anew")
+    return given[np.resize(np.arange(rows.wanted), rows.samples)]
+
+
+def _opening(
+    task: SamplingTask, paths: Paths, start: Start, steps: Steps, mesh: Mesh | None
+) -> Iterator[str]:
+    """Say what will run."""
+    sampling, rows, lengths = task.settings.sampling, start.rows, start.lengths
+    calls = rows.samples * rows.calls
+    for plan in plans_of(task, steps.planned, calls, lengths, mesh):
+        yield plan.explain()
+    if (row := sampling.distilled_as) is not None:
+        yield f"distilled {row.name}: {row.of}"
+    yield f"sampler   {steps.sampler}, {sampling.num_inference_steps} steps"
+    yield from _guidance_lines(task, rows, steps)
+    yield from _experts_lines(steps, task.layers)
+    kernels = kernel_names(task, steps.planned, calls, lengths, mesh)
+    yield from _fast_lines(task, paths, start, steps, kernels, mesh)
+    yield f"latents   {list(task.latents)}"
+    yield f"rows      {rows}"
+
+
+def _guidance_lines(task: SamplingTask, rows: Rows, steps: Steps) -> Iterator[str]:
+    """Say how a step calls the model for its two predictions."""
+    sampling = task.settings.sampling
+    if not sampling.guided:
+        yield f"guidance  none: {_computed(steps.planned, task.layers)}"
+        return
+    how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
+    if rows.calls == 2 and rows.ways % 2 == 0:
+        how += f", each on half of the {rows.ways} devices of data and fsdp"
+    mixed = guidance_of(task)
+    how += ", CFG-Zero*" * mixed.zero_star + f", rescale {mixed.rescale:g}" * (mixed.rescale > 0)
+    yield f"guidance  {sampling.cfg_scale:g}, {how}"
+    if sampling.guidance_batched and rows.calls == 1:
+        yield "          not in one call: steps of sampling.fast differ between the predictions"
+
+
+def _experts_lines(steps: Steps, layers: int) -> Iterator[str]:
+    """Say which model takes which steps, where there are several."""
+    done, several = 0, len(steps.experts) > 1
+    for expert in steps.experts if several else ():
+        end = done + expert.steps
+        taken = f"steps {done + 1} to {end}" if expert.steps else "no step"
+        computed = _computed(steps.planned[done:end], layers)
+        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {computed}"
+        yield f"expert    {expert.part}, {taken}, guidance {scale}"
+        done = end
+    if several:
+        yield "          one at a time on the devices, each read when its turn comes"
+
+
+def _computed(planned: Sequence[Planned], layers: int) -> str:
+    at_most = "at most " * any(x.step.layers == "decide" for x in planned)
+    return f"{at_most}{forwards(planned, layers, False)[0]:g} forwards"
+
+
+def _fast_lines(
+    task: SamplingTask,
+    paths: Paths,
+    start: Start,
+    steps: Steps,
+    kernels: Mapping[str | None, str],
+    mesh: Mesh | None,
+) -> Iterator[str]:
+    """Say what steps compute and what they reuse, where they reuse anything."""
+    sampling, planned = task.settings.sampling, steps.planned
+    schedule = steps.sampler.schedule(sampling.num_inference_steps)
+    kept = kept_bytes(task, planned, schedule, start.told, start.rows, mesh)
+    found = [*table(planned, task.layers, steps.guided, kernels, kept)]
+    if found:
+        whole = forwards(planned, task.layers, steps.guided)[1]
+        seconds = attention_seconds(task, planned, whole, start.rows, start.lengths, mesh)
+        if seconds is not None:
+            used, usual = (f"{x:.3g} s" for x in seconds)
+            found.append(f"self-attention takes {used} instead of {usual}, by estimates")
+    found += measured.lines(task, steps.sampler, planned, paths)
+    if sampling.fast is not None:
+        letters = "".join(x.letter for x in planned)
+        zeros = sum(x.step.guidance == "zero" for x in planned)
+        found += schedule_lines(filled(sampling.fast.cache), letters, zeros)
+        if sampling.fast.preset is not None:
+            without = "" if sampling.fast.cache else ", without its cache"
+            found.append(f"preset {sampling.fast.preset} of fast/presets.yml{without}")
+    for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):
+        yield f"{heading:<10}{line}"
+
+
+def walk_of(
+    task: SamplingTask, paths: Paths, start: Start, steps: Steps, mesh: Mesh | None
+) -> Walk:
+    """Put what a run begins with on the devices."""
+    seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
+    schedule, renoises = steps.sampler.schedule(count), steps.sampler.renoises
+    told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
+    first = place(np.moveaxis(_noise(paths, start.rows, task), 1, -1), mesh)
+    keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
+    wanted = start.rows.wanted
+    return Walk(task, told, first, schedule, steps.planned, keys=keys, mesh=mesh, wanted=wanted)
+
+
+def _sampled(
+    task: SamplingTask,
+    paths: Paths,
+    start: Start,
+    steps: Steps,
+    mesh: Mesh | None,
+) -> np.ndarray:
+    """Take the steps of one model after the other; each is loaded when its turn comes."""
+    with walk_of(task, paths, start, steps, mesh) as walk:
+        for expert in (e for e in steps.experts if e.steps):
+            model = load(task, paths, mesh, expert.part)
+            walk.take(model, expert)
+            del model  # before the next is loaded: a device may have room for one
+        for line in walk.outcome():
+            print(line)
+    latents = hosts.whole(task.finished(walk.state.x, walk.told[-1]))
+    print(f"{start.rows.wanted} samples in {walk.bar.seconds:.1f} s of {walk.bar.steps} steps")
+    return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
+
+
+def _passed_over(path: Path, prefix: str) -> str:
+    others = [name for name in weights.SafeTensors(path) if not name.startswith(prefix)]
+    if not others:
+        return ""
+    part = prefix.rstrip("._")
+    return f"; {len(others)} tensors for other parts than {part} are not, such as {others[0]}"
+
+
+def _check_finite(latents: np.ndarray) -> None:
+    if not np.isfinite(latents).all():
+        value = f"{(~np.isfinite(latents)).sum()} of {latents.size} are not"
+        remedy = "compute in bfloat16 or float32 (model.dtype), and look at the weights"
+        raise InputError("latents", value, "every number of the latents is finite", remedy)
+
+
+def _write(task: SamplingTask, paths: Paths, latents: np.ndarray) -> None:
+    if paths.latents is not None:
+        arrays = {"latents": np.asarray(jnp.asarray(latents, jnp.float32))}
+        print(files.write(paths.latents, arrays, str(paths.model)))
+    if paths.out is None:
+        return
+    began = time.perf_counter()
+    for path in task.write(task.pixels(paths.model, latents), paths.out):
+        print(path)
+    device = task.settings.sampling.torch_device
+    print(f"decoded on {device} in {time.perf_counter() - began:.1f} s")

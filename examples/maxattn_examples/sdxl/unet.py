@@ -1,0 +1,255 @@
+"""SDXL's UNet: noisy latents, their time, a text and the picture's sizes in; the noise (or v) out.
+
+On the way down each resolution has residual blocks, and all but the finest attention after each.
+The way up has the same, and concatenates the outputs of the way down. Channels come last; parameter
+names are those of diffusers.
+
+Source: Podell et al., https://arxiv.org/abs/2307.01952
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxattn.errors import InputError
+from maxattn_examples.common.layers import sinusoids
+from maxattn_examples.common.scan import Around, Layers
+from maxattn_examples.common.shapes import fits
+
+from .attention import LayersKV, Text, Transformer
+from .layers import (
+    Config,
+    Downsample,
+    Embedding,
+    Image,
+    Mesh,
+    ResnetBlock,
+    Upsample,
+    activated,
+    conv3,
+    group_norm,
+)
+from .sizes import SIZE_NUMBERS, Sizes
+
+
+class Level(nnx.Module):
+    """One resolution: residual blocks, attention after each if any, a change of resolution."""
+
+    def __init__(self, resnets: list, attentions: list, down: Any = None, up: Any = None) -> None:
+        self.resnets, self.attentions = nnx.List(resnets), nnx.List(attentions)
+        self.downsamplers = nnx.List([down] if down else [])
+        self.upsamplers = nnx.List([up] if up else [])
+
+
+class Told(NamedTuple):
+    """The inputs of every block.
+
+    Args:
+        e: embedding of time, picture and pooled text.
+        text: states of the text; or else None, and
+        kv: keys and values of it, by the `id` of the attention to it.
+    """
+
+    e: Float[Array, "B E"]
+    text: Text | None
+    kv: Mapping[int, LayersKV]
+
+    def run(self, resnet: ResnetBlock, attention: Transformer | None, x: Image) -> Image:
+        """Run a residual block, and the attention after it, where there is one."""
+        x = resnet(x, self.e)
+        return x if attention is None else attention(x, self.text, self.kv.get(id(attention)))
+
+
+class UNet(nnx.Module):
+    """Predict the noise (or v) of noisy latents.
+
+    Args:
+        sizes: default SDXL base 1.0.
+        config: attention's settings; its `remat_policy` governs what a training step keeps of each
+            attention block.
+        mesh: devices to compute on; default the one there is.
+        dtype: of the computation; norms and softmax are float32 whatever it is. Default float32.
+        param_dtype: of the parameters; those of norms stay float32. Default float32.
+        scan_layers: True (default): the attention blocks of a place are stacked along an axis and
+            scanned, so that they compile once. False: each is compiled, with its own weights.
+        rngs: source of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes | None = None,
+        config: Config = None,
+        mesh: Mesh = None,
+        *,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        scan_layers: bool = True,
+        rngs: nnx.Rngs,
+    ) -> None:
+        sizes = sizes or Sizes()
+        how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.sizes, self.dtype = sizes, dtype
+        channels = sizes.block_out_channels
+        first, last = channels[0], channels[-1]
+        resnet = partial(ResnetBlock, sizes=sizes, **how)
+        attention = partial(_transformer, sizes, (config, mesh, scan_layers), how)
+        levels, parts = range(len(channels)), (sizes, resnet, attention, how)
+        added = sizes.projection_class_embeddings_input_dim
+        self.conv_in = conv3(sizes.in_channels, first, **how)
+        self.time_embedding = Embedding(first, sizes.time_dim, **how)
+        self.add_embedding = Embedding(added, sizes.time_dim, **how)
+        self.down_blocks = nnx.List([_down(i, *parts) for i in levels])
+        middle = [resnet(last, last), resnet(last, last)]
+        self.mid_block = Level(middle, [attention(len(channels) - 1)])
+        self.up_blocks = nnx.List([_up(i, *parts) for i in reversed(levels)])
+        self.conv_norm_out = group_norm(first, sizes, sizes.norm_eps, rngs)
+        self.conv_out = conv3(first, sizes.out_channels, **how)
+
+    def encode(self, text: Text) -> tuple[LayersKV, ...]:
+        """Compute the keys and values of a text for every attention to it, once for all steps.
+
+        Args:
+            text: states of both text encoders, [B, S, cross_attention_dim].
+
+        Returns:
+            What `Transformer.encode` gives for each of them, in the order of the forward.
+        """
+        text = text.astype(self.dtype)
+        return tuple(transformer.encode(text) for transformer in self._transformers())
+
+    def __call__(
+        self,
+        latents: Image,
+        t: Float[Array, " B"],
+        text: Text | None,
+        pooled: Float[Array, "B P"],
+        picture: Float[Array, "B 6"],
+        kv: tuple[LayersKV, ...] | None = None,
+        around: Around | None = None,
+    ) -> Image:
+        """Predict.
+
+        Args:
+            latents: noisy, [B, H, W, in_channels]; H and W divide by 2 at every change of
+                resolution.
+            t: times, 0 to 1000.
+            text: states of both text encoders, [B, S, cross_attention_dim]; or None, and
+            kv: what `encode` gave.
+            pooled: pooled states of the second, [B, P].
+            picture: original height and width, top and left of the crop, wanted height and width,
+                in pixels.
+            around: decides whether the deep part runs, which is one layer: all but the first block
+                on the way down and its counterparts on the way up; default it does.
+        """
+        self._check(latents, pooled, picture)
+        self._check_text(text, kv)
+        e = self._embed(t, pooled, picture)
+        text = None if text is None else text.astype(self.dtype)
+        told = Told(e, text, dict(zip(map(id, self._transformers()), kv or (), strict=False)))
+        x = self.conv_in(latents.astype(self.dtype))
+        kept = [x, told.run(*_places(self.down_blocks[0])[0], x)]
+        deep = Layers(1, lambda x, _: self._deep(x, list(kept), told), add=False, beside=e)
+        x = (around or Layers.all)(deep, kept[-1])
+        for resnet, attention in _places(self.up_blocks[-1])[-len(kept) :]:
+            x = told.run(resnet, attention, jnp.concatenate([x, kept.pop()], axis=-1))
+        return self.conv_out(activated(self.conv_norm_out, x))
+
+    def _deep(self, x: Image, kept: list[Image], told: Told) -> Image:
+        """Run what lies between the first block on the way down and its counterparts."""
+        outer = len(kept)
+        for n, level in enumerate(self.down_blocks):
+            for place in _places(level)[0 if n else 1 :]:
+                x = told.run(*place, x)
+                kept.append(x)
+            for down in level.downsamplers:
+                x = down(x)
+                kept.append(x)
+        first, second = self.mid_block.resnets
+        x = second(told.run(first, self.mid_block.attentions[0], x), told.e)
+        for level in self.up_blocks:
+            for resnet, attention in _places(level):
+                if len(kept) == outer:
+                    return x
+                x = told.run(resnet, attention, jnp.concatenate([x, kept.pop()], axis=-1))
+            for up in level.upsamplers:
+                x = up(x)
+        return x
+
+    def _transformers(self) -> Iterator[Transformer]:
+        """Yield what attends to the text, in the order of the forward."""
+        for level in (*self.down_blocks, self.mid_block, *self.up_blocks):
+            yield from level.attentions
+
+    def _embed(self, t: Array, pooled: Array, picture: Array) -> Float[Array, "B E"]:
+        e = self.time_embedding(sinusoids(t, self.sizes.block_out_channels[0]).astype(self.dtype))
+        numbers = sinusoids(picture.reshape(-1), self.sizes.addition_time_embed_dim)
+        numbers = numbers.reshape(picture.shape[0], -1).astype(pooled.dtype)
+        added = jnp.concatenate([pooled, numbers], -1).astype(self.dtype)
+        return e + self.add_embedding(added)
+
+    def _check_text(self, text: Any, kv: Any) -> None:
+        if (text is None) == (kv is None):
+            value = "None, and no kv" if text is None else "given, and kv too"
+            rule = "the UNet takes exactly one of text and kv"
+            raise InputError("text", value, rule, "pass text, or kv=encode(text)")
+        wanted = sum(1 for _ in self._transformers())
+        if kv is not None and len(kv) != wanted:
+            rule = f"one for each of the {wanted} places where this UNet attends to a text"
+            remedy = "make it with this UNet's encode(text)"
+            raise InputError("kv", f"{len(kv)} of them", rule, remedy)
+
+    def _check(self, latents: Array, pooled: Array, picture: Array) -> None:
+        multiple = 2 ** (len(self.sizes.block_out_channels) - 1)
+        form = ("B", f"{multiple} H", f"{multiple} W", self.sizes.in_channels)
+        if not fits(latents.shape, form):
+            value, channels = f"shape {tuple(latents.shape)}", self.sizes.in_channels
+            rule = f"it is [B, H, W, {channels}], with H and W multiples of {multiple}"
+            raise InputError("latents", value, rule, "crop or pad it; channels come last")
+        widths = {"pooled": (pooled, self.sizes.pooled_dim), "picture": (picture, SIZE_NUMBERS)}
+        for name, (x, width) in widths.items():
+            if x.shape != (latents.shape[0], width):
+                rule = f"it is [B, {width}], with the B of the latents"
+                value, remedy = f"shape {tuple(x.shape)}", "give one row for each example"
+                raise InputError(name, value, rule, remedy)
+
+
+def _places(level: Level) -> list[tuple[ResnetBlock, Transformer | None]]:
+    """List the residual blocks of a level, each with the attention after it."""
+    return list(zip_longest(level.resnets, level.attentions))
+
+
+def _transformer(
+    sizes: Sizes, run: tuple[Config, Mesh, bool], how: dict[str, Any], i: int
+) -> Transformer:
+    """Build a place of attention; `run` is attention's settings, mesh and `scan_layers`."""
+    layers, heads = sizes.transformer_layers_per_block[i], sizes.attention_head_dim[i]
+    return Transformer(sizes.block_out_channels[i], heads, layers, sizes, *run, **how)
+
+
+def _down(i: int, sizes: Sizes, resnet: Any, attention: Any, how: dict[str, Any]) -> Level:
+    channels = sizes.block_out_channels
+    before, here = channels[max(i - 1, 0)], channels[i]
+    resnets = [resnet(before if j == 0 else here, here) for j in range(sizes.layers_per_block)]
+    attentions = [attention(i) for _ in resnets] if sizes.attends[i] else []
+    last = i == len(channels) - 1
+    return Level(resnets, attentions, down=None if last else Downsample(here, **how))
+
+
+def _up(i: int, sizes: Sizes, resnet: Any, attention: Any, how: dict[str, Any]) -> Level:
+    """Build the level of resolution i on the way up."""
+    channels, here = sizes.block_out_channels, sizes.block_out_channels[i]
+    count = sizes.layers_per_block + 1
+    # The first block takes what comes from the resolution below, the last one what the way down
+    # had from the resolution above.
+    below = [channels[min(i + 1, len(channels) - 1)]] + [here] * (count - 1)
+    beside = [here] * (count - 1) + [channels[max(i - 1, 0)]]
+    resnets = [resnet(a + b, here) for a, b in zip(below, beside, strict=True)]
+    attentions = [attention(i) for _ in resnets] if sizes.attends[i] else []
+    return Level(resnets, attentions, up=None if i == 0 else Upsample(here, **how))

@@ -1,0 +1,221 @@
+"""Checkpoints: everything that a killed run needs to go on as if it had not been.
+
+Orbax writes a checkpoint into a temporary folder and renames it when it is whole, so a half-written
+one is never seen. Each holds the state, the position in the data, the losses so far, the settings
+it was made with, and the plans of its attention: as values, and as the text of `explain()`. It
+names no class and no module, so that code may move.
+
+A run that starts again touches what is there with its own first checkpoint: it sets the earlier
+ones aside, and deletes them when its own is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+import maxattn as ma
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+from maxattn_examples.common import hosts
+from maxattn_examples.common.replacing import locked
+
+from . import earlier
+from .settings import TrainingSettings
+from .task import Fixed
+
+Facts = dict[str, Any]
+NOTHING: Facts = {"losses": [], "plans": {}}
+REMEDY = "set it back, give another training.output_dir, or start again with training.resume=false"
+
+
+class Checkpoints:
+    """The checkpoints of `training.output_dir`, and the facts of the last one.
+
+    Args:
+        settings: of the run.
+        training: its output_dir, and how many checkpoints are kept.
+        fixed: which settings may not change.
+        more: facts beside the settings that must not change either, by the key that an error names.
+        start_again: begin at step 0, and replace what is there by the first that is saved.
+        writes: whether a run saves here; else the last checkpoint is read, while a run may save.
+
+    Raises:
+        ConfigErrors: the last checkpoint was made with other values of these, or another run writes
+            to output_dir.
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        training: TrainingSettings,
+        fixed: Fixed,
+        more: Mapping[str, Any] | None = None,
+        start_again: bool = False,
+        writes: bool = True,
+    ) -> None:
+        self._writes = writes
+        self.settings, self.more = settings, dict(more or {})
+        self.folder = Path(training.output_dir).absolute() / "checkpoints"
+        self._keep = training.keep_checkpoints
+        self._open: ocp.CheckpointManager | None = None
+        self._held = ExitStack()
+        self._by_first(self._claim, "earlier checkpoints back")
+        self.replaced = earlier.steps_in(self.folder) if start_again else []
+        self.step, self.facts = 0, NOTHING
+        if start_again:
+            return
+        self.step = self._manager.latest_step() or 0
+        if self.step:
+            self.facts = self._read_facts()
+        if self.step and (problems := list(self._differences(fixed))):
+            self._close()
+            raise ConfigErrors(problems)
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        """What reads and writes; it makes the folder when it is first asked for."""
+        if self._open is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True)
+            self._open = ocp.CheckpointManager(self.folder, options=options)
+        return self._open
+
+    def _claim(self, folder: Path) -> None:
+        """Lock the run's folder, to write; bring earlier checkpoints back if no other run does."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        is_free = self._held.enter_context(locked(folder.parent, wait=False))
+        if is_free is False and self._writes:
+            rule = "one run at a time writes to it, and another does"
+            remedy = "wait until that one ends, or give another training.output_dir"
+            raise ConfigErrors([ConfigError("training.output_dir", folder.parent, rule, remedy)])
+        if is_free is not False:
+            earlier.bring_back(folder)
+        if not self._writes:
+            self._held.close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._held.close()
+
+    def _by_first(self, change: Callable[[Path], None], done: str) -> None:
+        """Change folders in one process, while the others wait."""
+        if hosts.is_first():
+            change(self.folder)
+        hosts.wait(done)
+
+    def _differences(self, fixed: Fixed) -> Iterator[ConfigError]:
+        kept = Fixed((*fixed.keys, "more"), fixed.free)
+        return differences(self.facts["settings"], self._settings(), kept, self.folder)
+
+    def _settings(self) -> dict[str, Any]:
+        return self.settings.resolved() | {"more": self.more}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _read_facts(self) -> Facts:
+        facts = self._restored("facts", ocp.args.JsonRestore())
+        kinds = {"settings": dict, "losses": list, "plans": dict}
+        if not isinstance(facts, dict):
+            raise self._damaged("its facts are no settings by name")
+        for key, kind in kinds.items():
+            if not isinstance(facts.get(key), kind):
+                raise self._damaged(f"its facts have no {key}")
+        return facts
+
+    def _restored(self, part: str, how: Any) -> Any:
+        """Read a part of the last checkpoint.
+
+        Raises:
+            ConfigErrors: it is damaged; nothing was read then.
+        """
+        try:
+            return self._manager.restore(self.step, args=ocp.args.Composite(**{part: how}))[part]
+        except Exception as error:  # of orbax, of its storage, of JSON
+            raise self._damaged(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+    def _damaged(self, said: str) -> ConfigErrors:
+        self._close()
+        rule = f"a checkpoint is complete, and reading this one failed: {said}"
+        remedy = "delete this folder: the run goes on from the checkpoint before it"
+        folder = self.folder / str(self.step)
+        return ConfigErrors([ConfigError("training.output_dir", folder, rule, remedy)])
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step up to the last checkpoint."""
+        return list(self.facts["losses"])
+
+    def load(self, like: Any) -> Any:
+        """Return the arrays of the last checkpoint, each where `like` has it."""
+
+        def wanted(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        return self._restored("state", ocp.args.StandardRestore(jax.tree.map(wanted, like)))
+
+    def save(
+        self, state: Any, position: Any, losses: list[float], plans: dict[str, ma.Plan]
+    ) -> None:
+        """Save after the last step of `losses`; the writing goes on behind the next steps.
+
+        The first of a run that replaces earlier ones is waited for.
+
+        Args:
+            state: arrays.
+            position: in the data, from the iterator's `get_state()`.
+            losses: of every step so far.
+            plans: of attention, by role.
+        """
+        facts = {
+            "settings": self._settings(),
+            "data": position,
+            # A copy: it is written during the next steps, whose losses the caller appends.
+            "losses": list(losses),
+            "plans": {role: plan.to_dict() for role, plan in plans.items()},
+            "attention": {role: plan.explain().splitlines() for role, plan in plans.items()},
+        }
+        parts = {"state": ocp.args.StandardSave(state), "facts": ocp.args.JsonSave(facts)}
+        how = ocp.args.Composite(**parts)
+        if not self.replaced:
+            self._manager.save(len(losses), args=how)
+            return
+        self._by_first(earlier.set_aside, "earlier checkpoints set aside")
+        self._manager.save(len(losses), args=how)
+        self._manager.wait_until_finished()
+        self._by_first(earlier.forget, "earlier checkpoints deleted")
+        self.replaced = []
+
+
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], fixed: Fixed, folder: Path
+) -> Iterator[ConfigError]:
+    """Yield one error for each fixed value that differs from the checkpoint's."""
+    then, here = dict(flat(saved)), dict(flat(now))
+    changed = (key for key in sorted(then.keys() | here.keys()) if then.get(key) != here.get(key))
+    for key in changed:
+        if key.startswith(fixed.keys) and not key.startswith(fixed.free):
+            made = f"the checkpoint in {folder} was made with {then.get(key)}"
+            rule = f"{made}, and goes on only with that"
+            yield ConfigError(key.removeprefix("more."), here.get(key), rule, REMEDY)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested mappings with its dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,97 @@
+"""Batches in a seeded order.
+
+Each batch is a function of its index and the seed alone, so a run resumes from one number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from maxattn_examples.common.hosts import Rows
+
+if TYPE_CHECKING:
+    import grain
+
+
+class Source(Protocol):
+    """Offer examples by index: dicts of arrays without a batch axis."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+class Counted:
+    """Offer the batches of a source without end, whose examples are never seen twice.
+
+    Args:
+        source: that makes each example from its number.
+        batch_size: rows of a whole batch.
+        rows: those that this process loads.
+    """
+
+    def __init__(self, source: Source, batch_size: int, rows: Rows) -> None:
+        self._batches, self._next = Batches(source, batch_size, rows), 0
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._next += 1
+        return self._batches[self._next - 1]
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the place in the data."""
+        return {"next": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a place."""
+        self._next = state["next"]
+
+
+class Batches:
+    """Offer the batches of a run one after the other, of each the rows that are asked for.
+
+    Args:
+        examples: in the order in which they are learned from.
+        batch_size: rows of a whole batch.
+        rows: those that this process loads.
+    """
+
+    def __init__(self, examples: Any, batch_size: int, rows: Rows) -> None:
+        self._examples, self._size, self._rows = examples, batch_size, rows
+
+    def __len__(self) -> int:
+        return len(self._examples) // self._size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        first = int(index) * self._size
+        found: list[Any] = [self._examples[first + int(row)] for row in self._rows]
+        return {key: np.stack([one[key] for one in found]) for key in found[0]}
+
+
+def batches(
+    source: Source, batch_size: int, seed: int, rows: Rows | None = None
+) -> grain.DatasetIterator | Counted:
+    """Shuffle the examples anew each epoch and batch them, without end.
+
+    Args:
+        source: the examples; those of a source that is `endless` come in the order of their
+            numbers.
+        batch_size: examples a batch.
+        seed: of the order.
+        rows: those of each batch that are loaded; default all.
+
+    Returns:
+        An iterator over dicts of arrays, whose place `get_state()` tells: the same on every
+        process.
+    """
+    rows = np.arange(batch_size) if rows is None else rows
+    if getattr(source, "endless", False):
+        return Counted(source, batch_size, rows)
+    import grain  # sampling, which reads this file too, does without it
+
+    whole: Any = source
+    examples = grain.MapDataset.source(whole).seed(seed).shuffle().repeat()
+    wanted: Any = Batches(examples, batch_size, rows)
+    dataset = grain.MapDataset.source(wanted)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))

@@ -1,0 +1,85 @@
+"""Writes trained weights as diffusers reads them: the model's folder, or the LoRA's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from maxattn import weights
+from maxattn_examples.common import hosts
+from maxattn_examples.common.json_file import read_mapping, write_json
+from maxattn_examples.common.pipeline_folder import FIRST, SECOND
+from maxattn_examples.common.replacing import replacing
+from maxattn_examples.common.trained_blocks import saying
+from maxattn_examples.samplers.read import CLASSES
+
+from . import lora
+from .task import Task
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+# diffusers reads those of a second transformer under the first one's names (its argument
+# load_into_transformer_2): only the file's name differs.
+SECOND_LORA_FILE = "pytorch_lora_weights_2.safetensors"
+CONFIG = "config.json"
+
+
+def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
+    """Write a model to `folder`, or with LoRA its changes alone; return the paths.
+
+    Args:
+        task: whose model it is.
+        model: as it was trained.
+        folder: of the run.
+
+    Returns:
+        The folder or file; None on a run of several processes, each of which sees a part of every
+        parameter.
+    """
+    if task.training.lora_rank:
+        name = SECOND_LORA_FILE if task.part == SECOND else LORA_FILE
+        return _lora(task, model, folder / name)
+    if jax.process_count() > 1:
+        return None
+    whole = folder / task.part
+    if task.training.export_dtype is not None:
+        model = _stored(model, task.training.export_dtype)
+    weights.save_diffusers(model, whole)
+    _config(task, whole)
+    _scheduler(task, folder / "scheduler")
+    return whole
+
+
+def _stored(model: nnx.Module, dtype: str) -> nnx.Module:
+    """Return the model with matrices of this dtype; norms, biases and tables stay as they are."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    flat = [
+        (path, param.replace(param.get_value().astype(dtype)) if path[-1] == "kernel" else param)
+        for path, param in nnx.to_flat_state(params)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat), rest)
+
+
+def _lora(task: Task, model: nnx.Module, path: Path) -> Path:
+    from safetensors.numpy import save_file
+
+    prefix = FIRST if task.part == SECOND else task.part
+    tensors = lora.to_diffusers(model, f"{prefix}.")  # every process takes part in gathering
+    if hosts.is_first():
+        with replacing(path) as beside:
+            save_file(tensors, beside, metadata={"format": "pt"})
+    return path
+
+
+def _config(task: Task, whole: Path) -> None:
+    """Write the sizes, those of the folder that training began from, and the blocks."""
+    given = task.folder
+    said = task.sizes.config() if given is None else read_mapping(given / CONFIG)
+    write_json(whole / CONFIG, saying(said, task.frames_per_block))
+
+
+def _scheduler(task: Task, folder: Path) -> None:
+    """Write the sampler's options, so that the folder is sampled as the model was trained."""
+    said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
+    write_json(folder / "scheduler_config.json", said)

@@ -1,0 +1,140 @@
+"""Training by forcing: every block of a clip has a noise of its own, and sees the blocks before it.
+
+    none        one time for a clip, and every frame sees every other
+    diffusion   a time for each block; a block sees earlier blocks as noisy as they are
+    teacher     a time for each block; a block sees earlier blocks clean, or with a little noise
+
+Window and sink are those of one `ma.Stream`, which makes the cache of sampling too.
+
+Sources: Chen et al. 2024, https://arxiv.org/abs/2407.01392 (diffusion forcing); Gao et al. 2024,
+https://arxiv.org/abs/2406.10981 (clean blocks beside noisy ones)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+from maxattn_examples.common.forcing import Forcing
+
+from . import flow
+from .task import Arrays
+
+MOST = 1000  # the time of noise alone, in settings
+How = Literal["none", "diffusion", "teacher"]
+
+
+class Noise(NamedTuple):
+    """The noise of a batch's clips.
+
+    Args:
+        stream: which frames are a block.
+        shift: of times, as in `flow.times`.
+        context: the largest time of clean clips, 0 to 1; None has no clean clips, for diffusion
+            forcing.
+        dropped: share of the clips whose clean clip is noise alone: each of their blocks learns
+            what the first one does, to be made of what it is told.
+        more: what `flow.times` takes by name beside the shift.
+    """
+
+    stream: ma.Stream
+    shift: float
+    context: float | None = 0.0
+    dropped: float = 0.0
+    more: Mapping[str, Any] = {}
+
+
+def block_times(key: Array, count: int, frames: int, noise: Noise) -> Float[Array, "B F"]:
+    """Draw a time for each block, independent of the others; its frames have it in common.
+
+    Args:
+        key: of what is drawn.
+        count: clips, B.
+        frames: of a clip, whole blocks.
+        noise: the stream and the shift.
+
+    Raises:
+        InputError: the last block is not whole.
+    """
+    lengths = [stop - start for start, stop in noise.stream.blocks(frames)]
+    t = flow.times(key, count * len(lengths), noise.shift, **noise.more)
+    each = t.reshape(count, len(lengths))
+    return jnp.repeat(each, jnp.asarray(lengths), axis=1, total_repeat_length=frames)
+
+
+def mixed(clean: Array, t: Float[Array, "B F"], noise: Array) -> Array:
+    """Mix each frame with noise: (1 - t) clean + t noise."""
+    share = t.reshape(*t.shape, *(1,) * (clean.ndim - 2))
+    return (1 - share) * clean + share * noise
+
+
+def noised(
+    clean: Float[Array, "B F ..."], key: Array, noise: Noise, past: Array | None = None
+) -> Arrays:
+    """Draw times and noise, for the noisy clips and for the clean ones beside them.
+
+    A clean clip has one time, drawn evenly up to `noise.context`, and noise of its own: what the
+    model is told of it is true, and tells nothing of the noise that it has to find.
+
+    Args:
+        clean: clips, float32.
+        key: of what is drawn.
+        noise: which.
+        past: what the clean clips show, where that is something else: default `clean`.
+
+    Returns:
+        mixed, times [B, F] and velocity of the noisy clips; with a context also context and
+        context_times [B, F].
+    """
+    count, frames = clean.shape[:2]
+    for_times, for_noise, for_context, for_most, for_drops = jax.random.split(key, 5)
+    t = block_times(for_times, count, frames, noise)
+    drawn = jax.random.normal(for_noise, clean.shape)
+    found = {"mixed": mixed(clean, t, drawn), "times": t, "velocity": drawn - clean}
+    if noise.context is None:
+        return found
+    one = jax.random.uniform(for_most, (count, 1), maxval=noise.context)
+    one = jnp.where(jax.random.bernoulli(for_drops, noise.dropped, (count, 1)), 1.0, one)
+    at = jnp.broadcast_to(one, t.shape)
+    own = jax.random.normal(for_context, clean.shape)
+    past = clean if past is None else past
+    return found | {"context": mixed(past, at, own), "context_times": at}
+
+
+def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:
+    """Return the context of the blocks of noised clips, as a model's `forcing=` takes it.
+
+    Args:
+        examples: from `noised`.
+        stream: the blocks.
+        scale: what the model calls the time of noise alone.
+    """
+    if "context" not in examples:
+        return Forcing(stream)
+    return Forcing(stream, examples["context"], scale * examples["context_times"])
+
+
+def mask(how: How, stream: ma.Stream, frames: int) -> Any:
+    """Return the mask of self-attention in a training step; None where frames see each other."""
+    if how == "none":
+        return None
+    return stream.teacher_mask(frames) if how == "teacher" else stream.mask(frames)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+def contradictions(values: Mapping[str, Any]) -> Iterable[ConfigError]:
+    """Refuse keys of a context that there is none of; `values` are those of `training`."""
+    if values["forcing"] == "teacher":
+        return
+    for key in ("context_noise", "context_dropout"):
+        if values[key]:
+            rule = f"it is of clean clips, and with forcing: {values['forcing']} there are none"
+            yield ConfigError(key, values[key], rule, "set it to 0, or forcing: teacher")

@@ -1,0 +1,154 @@
+"""Draws samples while a model is trained: of the first examples' texts, always from the same noise.
+
+Each time leaves two files in output_dir/samples: a picture, and the latents themselves, which a VAE
+can decode later. Latents of the digits are drawn as digits; of others the picture shows every
+channel in grey, frame by frame.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from PIL import Image
+
+from maxattn import sharding
+from maxattn_examples.common import hosts, ink, pictures
+from maxattn_examples.common.replacing import replacing
+from maxattn_examples.common.xla_options import xla_options
+from maxattn_examples.fast.program import guided
+from maxattn_examples.samplers import keys_of, sample
+
+from .state import Parts, Tree
+from .task import Examples, Task
+
+Latents = Float[np.ndarray, "n C F h w"]
+FRAMES = 6  # of a video in a picture of channels, evenly spaced
+GAP = 4  # pixels between pictures
+
+
+class Samples:
+    """Draw a few samples, and write their picture and latents.
+
+    Args:
+        task: its settings say how many, with which sampler and guidance.
+        source: the data; its first examples say what to draw.
+        parts: how the model is put together.
+        mesh: devices to draw on.
+    """
+
+    def __init__(
+        self, task: Task, source: Examples, parts: Parts, mesh: jax.sharding.Mesh | None
+    ) -> None:
+        self.task, self.source, self.parts = task, source, parts
+        self.sampling = task.settings.sampling
+        self.count = min(self.sampling.count, len(source))
+        given = self._given(sharding.ways("B", sharding.mesh_shape(mesh)))
+        latents = given.pop("latents").shape
+        self.noise = _noise(latents, self.sampling.seed)
+        self.keys = keys_of(self.sampling.seed, latents[0])
+        self.told = self._with_empty(given) if self.guided else given
+        sampler = task.sampler.of_tokens(task.tokens(source.shapes))
+        self.schedule = sampler.schedule(self.sampling.num_inference_steps)
+        options = xla_options(self.sampling.compiler_options, "sampling.compiler_options")
+        self._draw = jax.jit(self._sampled, compiler_options=options)
+
+    @property
+    def guided(self) -> bool:
+        """Whether the empty text is computed beside each text."""
+        return self.sampling.guided
+
+    def _given(self, ways: int) -> dict[str, np.ndarray]:
+        """Stack the first examples, as many as divide over the devices."""
+        rows = -(-self.count // ways) * ways  # what fills up the devices is drawn and thrown away
+        examples = [self.source[i % self.count] for i in range(rows)]
+        return {name: np.stack([one[name] for one in examples]) for name in self.source.shapes}
+
+    def _with_empty(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Put the rows of the empty text before those of the texts."""
+        empty = self.source.empty
+
+        def both(name: str, x: np.ndarray) -> np.ndarray:
+            without = np.broadcast_to(empty.get(name, x), x.shape).astype(x.dtype)
+            return np.concatenate([without, x])
+
+        return {name: both(name, x) for name, x in given.items()}
+
+    def _sampled(self, trained: Tree, fixed: Tree, told: Any, noise: Any) -> jax.Array:
+        task = self.task.sampling_task()
+        known = (task.told(self.parts.model(trained, fixed), told),)
+
+        def predict(x: jax.Array, t: jax.Array, what: Any, around: Any) -> jax.Array:
+            # A module of an outer trace may not be used in that of the scan over steps, so the
+            # model is put together anew.
+            return task.predict(self.parts.model(trained, fixed), x, t, what, around)
+
+        call = guided(predict, known, self.sampling.cfg_scale if self.guided else 1)
+        return sample(call, noise, self.schedule, self.keys)
+
+    def __call__(self, trained: Tree, fixed: Tree, step: int) -> Path:
+        """Draw with these parameters; return the picture."""
+        drawn = hosts.whole(self._draw(trained, fixed, self.told, self.noise))[: self.count]
+        path = Path(self.task.training.output_dir) / "samples" / f"{step:07}.png"
+        if hosts.is_first():
+            self._write(np.moveaxis(drawn, -1, 1), path)
+        return path
+
+    def _write(self, latents: np.ndarray, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save(latents, path.with_suffix(".safetensors"), self.source)
+        videos = latents if latents.ndim == 5 else latents[:, :, None]
+        if self.source.kind == "digits":
+            labels = [f"example {i}" for i in range(self.count)]
+            pictures.contact_sheet(np.stack([ink.from_latents(v) for v in videos]), labels, path)
+        else:
+            with replacing(path) as beside:
+                Image.fromarray(channels(videos)).save(beside)
+
+
+def channels(videos: Latents) -> np.ndarray:
+    """Lay latents out in grey: a row a video, in it some frames, in each of them every channel.
+
+    Black to white is three standard deviations of a channel of all the videos, either way.
+    """
+    _, count, frames, *_ = videos.shape
+    across = next(n for n in range(int(count**0.5), 0, -1) if count % n == 0)
+    chosen = np.unique(np.linspace(0, frames - 1, min(FRAMES, frames)).round().astype(int))
+    rows = []
+    for video in _grey(videos):
+        tiles = [_framed(_tiled(video[:, frame], across)) for frame in chosen]
+        rows.append(np.concatenate(tiles, axis=1))
+    return np.concatenate(rows)
+
+
+def _grey(videos: Latents) -> np.ndarray:
+    """Scale each channel to 0..255."""
+    mean, spread = (f(axis=(0, 2, 3, 4), keepdims=True) for f in (videos.mean, videos.std))
+    return np.clip(127.5 + 42.5 * (videos - mean) / (spread + 1e-6), 0, 255).astype(np.uint8)
+
+
+def _tiled(image: np.ndarray, across: int) -> np.ndarray:
+    """Lay the channels of an image out beside and below each other."""
+    c, h, w = image.shape
+    tiles = image.reshape(c // across, across, h, w).swapaxes(1, 2)
+    return tiles.reshape(c // across * h, across * w)
+
+
+def _framed(image: np.ndarray) -> np.ndarray:
+    return np.pad(image, GAP // 2, constant_values=255)
+
+
+def _noise(shape: tuple[int, ...], seed: int) -> jax.Array:
+    return jnp.moveaxis(jax.random.normal(jax.random.key(seed), shape), 1, -1)
+
+
+def _save(latents: np.ndarray, path: Path, source: Examples) -> None:
+    from safetensors.numpy import save_file
+
+    metadata = {"model": source.model, "scaled": "true", "source": source.kind}
+    with replacing(path) as beside:
+        save_file({"latents": np.ascontiguousarray(latents)}, beside, metadata=metadata)

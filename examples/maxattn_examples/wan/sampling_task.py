@@ -1,0 +1,277 @@
+"""Wan in sampling: sizes of the video, the transformer's inputs, and its calls.
+
+What a pipeline's model_index.json says of Wan 2.2 is followed: expand_timesteps, with which the
+first frame can be an encoded image at time 0, and boundary_ratio, above which one transformer takes
+the steps and below which another does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+from maxattn_examples.common.pipeline_folder import (
+    SECOND,
+    boundary_error,
+    boundary_of,
+    config_of,
+    continues_images,
+    index_of,
+)
+from maxattn_examples.common.scan import Around, scan_here
+from maxattn_examples.common.shapes import Form
+from maxattn_examples.common.size_types import size_of
+from maxattn_examples.sample import media
+from maxattn_examples.sample.task import Arrays, Expert
+from maxattn_examples.samplers.read import Sampler
+
+from . import experts, torch_parts
+from .model import WanTransformer3D
+from .plans import plans
+from .settings import Settings
+from .sizes import Sizes
+from .time_states import time_states
+
+TRAINING_TIMES = 1000  # a boundary is a share of them
+
+
+@dataclass(frozen=True)
+class WanSamplingTask:
+    """Draw videos with Wan's transformers.
+
+    Args:
+        settings: of everything.
+        sizes: of the model.
+        folder: the pipeline's; its vae says how many pixels and frames a latent stands for, 8 and 4
+            without one.
+    """
+
+    settings: Settings
+    sizes: Sizes
+    folder: Path
+
+    family: Literal["wan"] = "wan"
+    part: Literal["transformer"] = "transformer"
+    embedded_guidance: None = None
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> Self:
+        """Take the sizes from the settings, or from the model's folder; raises as `found`."""
+        return cls(settings, settings.model.found(Sizes, cls.part), folder)
+
+    @cached_property
+    def continues(self) -> bool:
+        """Whether the first frame can be an image, at time 0."""
+        return continues_images(index_of(self.folder))
+
+    @cached_property
+    def boundary(self) -> float | None:
+        """Above which share of the times the first of two transformers takes the steps."""
+        return boundary_of(self.folder)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the transformer has."""
+        return self.sizes.num_layers
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether it is an image-to-video model: it takes a condition beside the noise."""
+        return self.sizes.in_channels > self.sizes.out_channels
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether a video can begin with an image."""
+        return self.needs_image or self.continues
+
+    @property
+    def needs_torch(self) -> tuple[str, ...]:
+        """The parts that encode a prompt, and an image that the model needs."""
+        states = ("image_encoder", "image_processor") if self.sizes.image_dim is not None else ()
+        vae = ("vae",) if self.needs_image else ()
+        return ("tokenizer", "text_encoder", *states, *vae)
+
+    @cached_property
+    def scale(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of pixels for one of latents."""
+        vae = config_of(self.folder, "vae")
+        side = size_of(vae, "scale_factor_spatial", int, 8)
+        return (size_of(vae, "scale_factor_temporal", int, 4), side, side)
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """[C, F, h, w] of one video."""
+        s, (time, rows, columns) = self.settings.sampling, self.scale
+        frames = (s.frames - 1) // time + 1
+        return (self.sizes.out_channels, frames, s.height // rows, s.width // columns)
+
+    def sampler(self) -> Sampler:
+        """Choose the sampler, as the pipeline and the settings say."""
+        return self.settings.sampling.sampler_of(str(self.folder))
+
+    def experts(self, times: Any) -> tuple[Expert, ...]:
+        """Divide the steps at the pipeline's boundary, where it has one."""
+        s, boundary = self.settings.sampling, self.boundary
+        if boundary is None:
+            return (Expert(self.part, len(times), s.guidance_scale, s.guided),)
+        above = int((np.asarray(times) >= boundary * TRAINING_TIMES).sum())
+        low = s.guidance_scale if s.guidance_scale_2 is None else s.guidance_scale_2
+        # With guidance for the first, diffusers mixes at any scale of the second; 1 adds nothing.
+        rest = Expert(SECOND, len(times) - above, low, s.guided and low != 1)
+        return Expert(self.part, above, s.guidance_scale, s.guided), rest
+
+    def size_errors(self) -> Iterable[ConfigError]:
+        """Yield sizes that tokens do not divide, and settings that a pipeline does not have."""
+        yield from self._pipeline_errors()
+        if "rollout" in self.settings.model_fields_set:
+            rule = "it is of videos made block by block, and here all frames are made at once"
+            remedy = "use examples/stream_wan.py; leave it out for a model of whole videos"
+            yield ConfigError("rollout", "given", rule, remedy)
+        if self.sizes.pos_embed_seq_len is not None:
+            rule = "a model of first and last frame takes two images, which sampling does not"
+            yield ConfigError("model.folder", self.folder, rule, "give another")
+        pixels = (
+            scale * patch for scale, patch in zip(self.scale, self.sizes.patch_size, strict=True)
+        )
+        frames, *sides = pixels
+        for key, unit in zip(("height", "width"), sides, strict=True):
+            if (value := getattr(self.settings.sampling, key)) % unit:
+                near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
+                rule = f"it is a multiple of {unit}, the pixels of a token"
+                yield ConfigError(f"sampling.{key}", value, rule, near)
+        yield from self._frame_errors(frames)
+
+    def _pipeline_errors(self) -> Iterable[ConfigError]:
+        boundary, second = self.boundary, self.folder / SECOND
+        scale = self.settings.sampling.guidance_scale_2
+        yield from experts.name_errors(self.settings.model.sizes, self.folder)
+        if (problem := boundary_error(self.folder)) is not None:
+            yield problem
+        if boundary is None and scale is not None and not second.is_dir():
+            rule = "it is the second transformer's, and this pipeline has one"
+            yield ConfigError("sampling.guidance_scale_2", scale, rule, "set guidance_scale")
+        if scale is not None and scale > 1 and not self.settings.sampling.guided:
+            rule = "guidance is for both transformers or for none, and guidance_scale is at most 1"
+            remedy = "set guidance_scale too, 1.001 for next to none"
+            yield ConfigError("sampling.guidance_scale_2", scale, rule, remedy)
+        if boundary is not None and second.is_dir() and Sizes.of_folder(second) != self.sizes:
+            rule = "both transformers of a pipeline have the same sizes"
+            remedy = "fetch the whole folder anew"
+            yield ConfigError("model.folder", f"{second}: {Sizes.of_folder(second)}", rule, remedy)
+
+    def _frame_errors(self, unit: int) -> Iterable[ConfigError]:
+        frames = self.settings.sampling.frames
+        if (frames - 1) % unit:
+            below = (frames - 1) // unit * unit + 1
+            rule = f"the first frame, then latents of {unit} frames each"
+            yield ConfigError("sampling.frames", frames, rule, f"use {below} or {below + unit}")
+
+    def expected(self, guided: bool) -> dict[str, Form]:
+        """Return text, for image-to-video the condition (and the image's states), and the first
+        frame, which may be lacking.
+        """
+        sizes = self.sizes
+        forms: dict[str, Form] = {"text": ("L", sizes.text_dim)}
+        if guided:
+            forms["negative_text"] = ("L", sizes.text_dim)
+        if sizes.image_dim is not None:
+            forms["image"] = ("L", sizes.image_dim)
+        if self.needs_image:
+            forms["condition"] = (sizes.in_channels - sizes.out_channels, *self.latents[1:])
+        if self.continues:
+            forms["first"] = (sizes.out_channels, 1, *self.latents[2:])
+        return forms
+
+    def encode(self, folder: Path, image: Path | None) -> Arrays:
+        """Encode the prompts, and an image, with the folder's encoders."""
+        s = self.settings.sampling
+        prompts = {"text": [s.prompt or ""], "negative_text": [s.negative_prompt or ""]}
+        arrays = torch_parts.texts(folder, prompts, s.text_tokens, s.torch_device)
+        if image is not None:
+            size = (s.frames, s.height, s.width)
+            arrays |= torch_parts.image(folder, image, size, s.torch_device)
+        return arrays
+
+    def completed(self, arrays: Arrays) -> Arrays:
+        """Return them as they are: the sizes are those of the noise."""
+        return arrays
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
+        """Build the transformer."""
+        model, kept = self.settings.model, self.settings.sampling.weights_dtype
+        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
+        return WanTransformer3D(self.sizes, self.settings, mesh, **how)
+
+    def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
+        """Compute the keys and values of text and image in every block, once for all steps."""
+        kv = model.encode(arrays["text"], arrays.get("image"))
+        return kv, _last(arrays.get("condition")), _last(arrays.get("first"))
+
+    def predict(
+        self,
+        model: Any,
+        x: Float[Array, "B F H W C"],
+        t: Float[Array, " B"],
+        told: Any,
+        around: Around | None = None,
+    ) -> Array:
+        """Predict the velocity: a condition's channels behind the noise's, a first frame before
+        the others, at time 0.
+        """
+        kv, condition, first = told
+        x = x if condition is None else jnp.concatenate([x, condition], axis=-1)
+        if first is None:
+            return model(x, t, kv=kv, around=around)
+        frames = x.shape[1] // self.sizes.patch_size[0]
+        times = jnp.where(jnp.arange(frames) > 0, t[:, None], 0.0)
+        return model(_begun(first, x), times, kv=kv, around=around)
+
+    def time_states(
+        self, weights: Path, times: np.ndarray, which: Literal["embedding", "modulation"]
+    ) -> np.ndarray:
+        """Return what the transformer makes of each time, from its weights."""
+        return time_states(weights, self.sizes, times, which)
+
+    def finished(
+        self, x: Float[Array, "B F H W C"], told: Mapping[str, Array]
+    ) -> Float[Array, "B F H W C"]:
+        """Return the sample, its first frame the one that was given."""
+        first = _last(told.get("first"))
+        return x if first is None else _begun(first[-x.shape[0] :], x)
+
+    def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
+        """Plan self- and cross-attention, the image's too."""
+        return plans(self.settings, self.sizes, rows, self.latents, lengths, mesh)
+
+    def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
+        """Decode latents into videos."""
+        return torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
+
+    def write(self, shown: list[np.ndarray], out: Path) -> list[Path]:
+        """Write videos."""
+        fps = self.settings.sampling.fps
+        return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(shown)]
+
+
+def _last(x: Float[Array, "B C ..."] | None) -> Float[Array, "B ... C"] | None:
+    """Move the channels to the end, in float32."""
+    return None if x is None else jnp.moveaxis(jnp.asarray(x, jnp.float32), 1, -1)
+
+
+def _begun(
+    first: Float[Array, "B 1 H W C"], x: Float[Array, "B F H W C"]
+) -> Float[Array, "B F H W C"]:
+    """Begin a video with a frame."""
+    return jnp.concatenate([first, x[:, 1:]], axis=1)

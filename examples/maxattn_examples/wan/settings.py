@@ -1,0 +1,142 @@
+"""The settings of Wan 2.1 and 2.2: those of attention, and five sections of its own.
+
+The same YAML file trains (examples/train_wan.py) and draws (examples/generate_wan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+from annotated_types import Ge, Gt, Lt
+
+import maxattn as ma
+from maxattn.errors import ConfigError
+from maxattn_examples.common.named_model import NamedModel
+from maxattn_examples.common.pipeline_folder import Family
+from maxattn_examples.common.rollout_settings import RolloutSettings
+from maxattn_examples.common.settings import Count, Positive
+from maxattn_examples.sample.settings import FlowSampling
+from maxattn_examples.samplers import Schedule
+from maxattn_examples.samplers.read import Sampler, read
+from maxattn_examples.train.forcing_settings import ForcedTraining
+from maxattn_examples.train.settings import DataSettings
+
+from .sizes import REPOSITORIES, SIZES
+
+Name = Literal[
+    "wan-2.1-t2v-1.3b",
+    "wan-2.1-t2v-14b",
+    "wan-2.1-i2v-14b",
+    "wan-2.2-t2v-a14b",
+    "wan-2.2-i2v-a14b",
+    "wan-2.2-ti2v-5b",
+]
+
+
+class ModelSettings(NamedModel):
+    """The transformer, by its folder or its sizes, and its dtypes."""
+
+    known: ClassVar[Mapping[str, Any]] = SIZES
+    repositories: ClassVar[Mapping[str, str]] = REPOSITORIES
+
+    sizes: Name | None = None
+    """Known sizes; null takes those of the folder."""
+
+    num_attention_heads: Count | None = None
+    """This and the rest change one of the named sizes, for a new model without weights."""
+    attention_head_dim: Annotated[int, Ge(6)] | None = None
+    num_layers: Count | None = None
+    ffn_dim: Count | None = None
+    in_channels: Count | None = None
+    out_channels: Count | None = None
+    text_dim: Count | None = None
+    freq_dim: Count | None = None
+    image_dim: Count | None = None
+    added_kv_proj_dim: Count | None = None
+
+
+class TrainingSettings(ForcedTraining):
+    """Training by flow matching, and how its times are drawn."""
+
+    expert: Literal["high_noise", "low_noise"] | None = None
+    """Which of Wan 2.2 A14B's two transformers learns, at its own times alone."""
+    boundary_ratio: Annotated[float, Gt(0), Lt(1)] | None = None
+    """The least time of high_noise, a share; null: the folder's, else that of the named sizes."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse a boundary that divides nothing, and what every training refuses."""
+        yield from super().contradictions(values)
+        if (at := values["boundary_ratio"]) is not None and values["expert"] is None:
+            rule = "it divides the times of two transformers, and expert is null"
+            remedy = "set training.expert, or remove it"
+            yield ConfigError("boundary_ratio", at, rule, remedy)
+
+
+class SamplingSettings(FlowSampling):
+    """Sampling of videos."""
+
+    family: ClassVar[Family] = "wan"
+
+    sampler: Literal["unipc", "flow_euler", "flow_lcm"] | None = None
+    """UniPC, Euler steps, or steps that re-noise (flow_lcm), for models distilled for these; null:
+    as the folder's scheduler_config.json says, else UniPC."""
+    timestep_shift: Positive | None = None
+    """Above 1: smaller steps near the noise (480p: 3, 720p: 5); null: the folder's, else 3."""
+    height: Count = 480
+    """Rows of pixels."""
+    width: Count = 832
+    """Columns of pixels."""
+    frames: Count = 81
+    """Frames of the video: a multiple of 4, and one."""
+    fps: Count = 16
+    """Frames a second, in the file."""
+    guidance_scale_2: Annotated[float, Ge(0)] | None = None
+    """Of Wan 2.2's second transformer, which takes the steps with less noise; null: the first's."""
+    text_tokens: Count = 512
+    """Tokens of a prompt; a shorter one is padded with zeros, as in the model's training."""
+
+    def schedule(self, folder: str | None) -> Schedule:
+        """Compute the sampler's numbers, as these settings and a pipeline's folder say."""
+        return self.sampler_of(folder).schedule(self.num_inference_steps)
+
+    def sampler_of(self, folder: str | None) -> Sampler:
+        """Choose the sampler."""
+        return read(folder, "flow", self.sampler, self.timestep_shift, **self.sampler_changes)
+
+
+class Settings(ma.AttentionConfig):
+    """The keys of attention, and the sections of the program."""
+
+    model: ModelSettings = ModelSettings(sizes="wan-2.1-t2v-1.3b")
+    """The transformer."""
+    data: DataSettings = DataSettings()
+    """The examples."""
+    training: TrainingSettings = TrainingSettings()
+    """How it learns."""
+    sampling: SamplingSettings = SamplingSettings()
+    """How videos are drawn."""
+    rollout: RolloutSettings = RolloutSettings()
+    """How a model that was trained for it makes videos block by block."""
+
+
+def describes_wan(path: str, overrides: Sequence[str]) -> bool:
+    """Check whether a file with overrides is for Wan: its model has `sizes` or a `folder`."""
+    try:
+        sections = yaml.safe_load(Path(path).read_text("utf-8-sig"))
+        keys = _keys(sections.get("model")) if isinstance(sections, dict) else set()
+        for key, value in (override.split("=", 1) for override in overrides if "=" in override):
+            if key.strip() == "model":
+                keys = _keys(yaml.safe_load(value))
+            keys.add("model.sizes" if key.strip() == "sizes" else key.strip())
+    # The class that reads the file and the overrides reports their errors.
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return bool(keys & {"model.sizes", "model.folder"})
+
+
+def _keys(model: Any) -> set[str]:
+    return {f"model.{key}" for key in model} if isinstance(model, dict) else set()

@@ -1,0 +1,237 @@
+"""A run of streaming: all checks, then a block after the other, each kept on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import maxattn as ma
+from maxattn.config import ConfigErrors
+from maxattn.errors import InputError
+from maxattn_examples.common import hosts
+from maxattn_examples.common.pipeline_folder import part_of
+from maxattn_examples.common.trained_blocks import block_note
+from maxattn_examples.rollout import Denoising, Reel, Rollout
+from maxattn_examples.rollout.scenes import Scene
+from maxattn_examples.sample import files
+from maxattn_examples.sample.checks import options
+from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.run import check_weights, load
+from maxattn_examples.sample.task import Arrays
+
+from .sampling_task import WanSamplingTask
+from .stream_errors import stream_errors
+
+MOST = 1000  # the time of noise alone
+LINES = 10  # that say how far a run is
+
+
+@dataclass(frozen=True)
+class StreamRun:
+    """Stream a video with a Wan transformer.
+
+    Args:
+        task: of sampling, which knows sizes, encoders and the VAE.
+        scenes: what is shown from which block on.
+        blocks: how many are made.
+        folder: the pipeline's or the transformer's; None draws with random weights.
+        latents: the folder that takes the latents of each block.
+        weights: a folder whose weights are used instead.
+        embeddings: what the model is told, a row of text for each scene.
+        prefix: clean latents that the video goes on from.
+        out: the folder for what the latents show.
+    """
+
+    task: WanSamplingTask
+    scenes: tuple[Scene, ...]
+    blocks: int
+    folder: Path | None
+    latents: Path
+    weights: Path | None = None
+    embeddings: Path | None = None
+    prefix: Path | None = None
+    out: Path | None = None
+
+    # ---- settings --------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Any:
+        """Those of everything."""
+        return self.task.settings
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """Rows, columns and channels of a frame of latents."""
+        channels, _, rows, columns = self.task.latents
+        return rows, columns, channels
+
+    @property
+    def stream(self) -> ma.Stream:
+        """Blocks, window and sink."""
+        _, high, wide = self.task.sizes.patch_size
+        rows, columns, _ = self.sides
+        return self.settings.rollout.stream((rows // high) * (columns // wide))
+
+    @property
+    def denoising(self) -> Denoising:
+        """The steps of a block; `sampling.sampler: flow_euler` is for models of many steps."""
+        said, sampling = self.settings.rollout, self.settings.sampling
+        euler = sampling.sampler == "flow_euler"
+        return Denoising(
+            said.denoising_steps,
+            said.warp_steps,
+            said.timestep_shift,
+            "flow_euler" if euler else "few_step",
+            said.context_noise / MOST,
+            said.clean_pass,
+            sampling.guidance_scale,
+        )
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder of the transformer's weights; None for random ones."""
+        folder = self.weights or self.folder
+        return None if folder is None else part_of(folder, self.task.part)
+
+    # ---- the run ---------------------------------------------------------------------------------
+
+    def run(self, mesh: jax.sharding.Mesh | None = None) -> np.ndarray:
+        """Stream the video; return its latents [1, C, F, h, w].
+
+        Args:
+            mesh: devices to draw on.
+
+        Raises:
+            ConfigErrors: everything that is wrong, before a weight is read.
+        """
+        if problems := list(stream_errors(self)):
+            raise ConfigErrors(problems)
+        if self.folder is not None:
+            check_weights(self.task, Paths(self.folder, self.weights))
+        self.latents.mkdir(parents=True, exist_ok=True)
+        texts, model = self._texts(), self._model(mesh)
+        how = {"seed": self._seed, "options": options(self.task)}
+        run = Rollout(model, self.stream, self.sides, self.denoising, **how)
+        encode = nnx.jit(lambda model, text: model.encode(text))
+        told = [encode(model, jnp.asarray(rows)) for rows in texts]
+        reel, begun = self._begun(run, told[0])
+        parts = [*begun, *self._blocks(run, reel, told)]
+        latents = np.concatenate(parts, axis=2)
+        if hosts.is_first():
+            print(self._written("latents", latents))
+            self._decoded(latents)
+        return latents
+
+    @property
+    def _seed(self) -> int:
+        return self.settings.sampling.seed
+
+    def _model(self, mesh: Any) -> Any:
+        if self.folder is None:
+            print("weights   random: what is drawn shows nothing; times and memory are as ever")
+            return self.task.build(mesh, nnx.Rngs(self._seed))
+        where = self.weights_folder
+        if where is not None and (note := block_note(where)):
+            print(f"weights   {note}")
+        return load(self.task, Paths(self.folder, self.weights), mesh)
+
+    def _texts(self) -> list[np.ndarray]:
+        """Return the states of each scene's text, the negative ones before them."""
+        arrays = self._arrays()
+        text, negative = arrays["text"], arrays.get("negative_text")
+        rows = [text[i : i + 1] for i in range(len(self.scenes))]
+        if self.denoising.rows == 1:
+            return rows
+        assert negative is not None, "it is encoded, or the file was checked for it"
+        return [np.concatenate([negative[:1], row]) for row in rows]
+
+    def _arrays(self) -> Arrays:
+        if self.embeddings is not None:
+            return files.read(self.embeddings, "--embeddings")
+        sampling = self.settings.sampling
+        if self.folder is None:
+            shape = (len(self.scenes), sampling.text_tokens, self.task.sizes.text_dim)
+            drawn = np.random.default_rng(self._seed).normal(size=shape).astype(np.float32)
+            return {"text": drawn, "negative_text": 0 * drawn[:1]}
+        from .torch_parts import texts
+
+        prompts = {"text": [scene.prompt or "" for scene in self.scenes]}
+        if self.denoising.rows > 1:
+            prompts["negative_text"] = [sampling.negative_prompt or ""]
+        return texts(self.folder, prompts, sampling.text_tokens, sampling.torch_device)
+
+    def _begun(self, run: Rollout, told: Any) -> tuple[Reel, list[np.ndarray]]:
+        """Begin the video, with the prefix where there is one."""
+        said, prefix = self.settings.rollout, self._prefix()
+        more = {"positions": said.positions}
+        if said.cache_dtype is not None:
+            more["dtype"] = said.cache_dtype
+        made = 0 if prefix is None else prefix.shape[2]
+        reel = run.begin(told, frames=self._slots(made), **more)
+        print(f"rollout   {self.stream}, {reel.cache}")
+        if prefix is None:
+            return reel, []
+        return run.prefix(reel, jnp.moveaxis(jnp.asarray(prefix), 1, -1)), [prefix]
+
+    def _slots(self, made: int) -> int | None:
+        """Count the frames of the whole video, where no window says how many are kept."""
+        if self.stream.window is not None:
+            return None
+        first = 0 if made else self.stream.first_block
+        return made + first + (self.blocks - bool(first)) * self.stream.frames_per_block
+
+    def _prefix(self) -> np.ndarray | None:
+        if self.prefix is None:
+            return None
+        return files.read(self.prefix, "--prefix")["latents"].astype(np.float32)
+
+    def _blocks(self, run: Rollout, reel: Reel, told: list[Any]) -> Iterator[np.ndarray]:
+        """Make the blocks; while one is made, the one before it is written."""
+        starts = {scene.block: i for i, scene in enumerate(self.scenes) if i}
+        said, waiting = (0, time.perf_counter()), None
+        for number in range(self.blocks):
+            if (scene := starts.get(number)) is not None:
+                reel = run.switch(reel, told[scene])
+            first, (x, reel) = reel.frame, run.block(reel)
+            if waiting is not None:
+                yield self._kept(*waiting)
+            waiting = first, x
+            said = self._say(number + 1, *said)
+        assert waiting is not None, "at least one block is made"
+        yield self._kept(*waiting)
+
+    def _kept(self, first: int, x: Any) -> np.ndarray:
+        latents = np.moveaxis(np.asarray(hosts.whole(x)), -1, 1)
+        if not np.isfinite(latents).all():
+            remedy = "compute in bfloat16 or float32 (model.dtype), and look at the weights"
+            rule = "every number of the latents is finite"
+            raise InputError("latents", f"not finite from frame {first} on", rule, remedy)
+        if hosts.is_first():
+            self._written(f"{first:06}", latents)
+        return latents
+
+    def _written(self, name: str, latents: np.ndarray) -> Path:
+        arrays = {"latents": np.asarray(latents, np.float32)}
+        return files.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
+
+    def _say(self, done: int, before: int, then: float) -> tuple[int, float]:
+        """Print the progress now and then, with the time of a block since the last line."""
+        if done < self.blocks and done % max(1, self.blocks // LINES):
+            return before, then
+        spent = (time.perf_counter() - then) / (done - before)
+        number = f"{done:>{len(str(self.blocks))}}/{self.blocks}"
+        print(f"block {number}  {spent:.2f} s a block", flush=True)
+        return done, time.perf_counter()
+
+    def _decoded(self, latents: np.ndarray) -> None:
+        if self.out is not None and self.folder is not None:
+            for path in self.task.write(self.task.pixels(self.folder, latents), self.out):
+                print(path)

@@ -1,0 +1,194 @@
+"""What Wan learns: velocities of noisy latents, from a text (and an image)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import maxattn as ma
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
+from maxattn_examples.common.rollout_settings import RolloutSettings
+from maxattn_examples.common.shapes import Form, Shapes
+from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.train import flow, forcing
+from maxattn_examples.train.latent_task import LatentTask
+from maxattn_examples.train.shape_errors import shape_errors
+from maxattn_examples.train.task import KEPT, Arrays, Fixed, replaced
+
+from . import experts
+from .model import WanTransformer3D
+from .plans import plans, tokens
+from .settings import Settings
+from .sizes import Sizes
+
+# The keys of a rollout that training depends on; those of drawing may change.
+FORCED = (
+    "training.forcing", "training.context_noise", "training.context_dropout",
+    "rollout.frames_per_block", "rollout.window", "rollout.sink", "rollout.first_frame_alone",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WanTask(LatentTask):
+    """Train a Wan transformer by flow matching.
+
+    Args:
+        settings: of everything.
+        sizes: of the model.
+    """
+
+    settings: Settings
+    sizes: Sizes
+
+    fixed: ClassVar[Fixed] = Fixed(
+        (*KEPT.keys, "training.expert", "training.boundary_ratio", *FORCED), KEPT.free
+    )
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Take the sizes from the settings, or from the model's folder; raises as `found`.
+
+        Raises:
+            ConfigErrors: the transformer that is to learn is not the folder's, or not named.
+        """
+        if problems := list(experts.errors(settings)):
+            raise ConfigErrors(problems)
+        return cls(settings, settings.model.found(Sizes, experts.part(settings)))
+
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the transformer."""
+        return experts.part(self.settings)
+
+    @property
+    def frames_per_block(self) -> int | None:
+        """Frames that the model learns to make together; None where all see each other."""
+        how = self.settings
+        return None if how.training.forcing == "none" else how.rollout.frames_per_block
+
+    @cached_property
+    def times(self) -> tuple[float, float]:
+        """The least time that is learned, and the time that all are below."""
+        return experts.times(self.settings)
+
+    @property
+    def sampler(self) -> Sampler:
+        """What videos are drawn with."""
+        return self.settings.sampling.sampler_of(self.settings.model.folder)
+
+    def sampling_task(self) -> Any:
+        """Return what calls the transformer in sampling."""
+        from .sampling_task import WanSamplingTask  # pictures alone need it
+
+        return WanSamplingTask(self.settings, self.sizes, Path())
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
+        """Build the transformer."""
+        model = self.settings.model
+        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        return WanTransformer3D(self.sizes, self.settings, mesh, **how)
+
+    def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield the arrays of the data that do not fit the transformer."""
+        sizes, (frames, rows, columns) = self.sizes, self.sizes.patch_size
+        expected: dict[str, Form] = {
+            "latents": (sizes.out_channels, f"{frames} f", f"{rows} h", f"{columns} w"),
+            "text": ("L", sizes.text_dim),
+        }
+        if sizes.image_dim is not None:
+            expected["image"] = ("S", sizes.image_dim)
+        if takes_condition := sizes.in_channels > sizes.out_channels:
+            sides = shapes.get("latents", ("F", "h", "w"))[1:]
+            expected["condition"] = (sizes.in_channels - sizes.out_channels, *sides)
+        kind = "image-to-video" if takes_condition else "text-to-video"
+        yield from shape_errors(shapes, expected, f"a model for {kind}")
+        if self.settings.training.forcing != "none" and len(shapes.get("latents", ())) == 4:
+            yield from whole_blocks(self.settings.rollout, shapes["latents"][1])
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Draw times and noise; replace some texts by the empty one."""
+        for_times, for_noise, for_texts = jax.random.split(key, 3)
+        said, clean = self.settings.training, channels_last(batch["latents"].astype(jnp.float32))
+        if said.forcing == "none":
+            drawn = flow.drawn(clean, said, for_times, for_noise, self.times)._asdict()
+        else:
+            drawn = forcing.noised(clean, for_noise, self._noise(clean.shape))
+        dropped = jax.random.bernoulli(for_texts, said.condition_dropout, (len(clean),))
+        text = replaced(batch["text"], empty["text"], dropped)
+        more = {name: batch[name] for name in ("image", "condition") if name in batch}
+        return {**drawn, "text": text, **more}
+
+    def _noise(self, latents: tuple[int, ...]) -> forcing.Noise:
+        """Return the noise of clips [B, F, h, w, C] in training by forcing."""
+        said = self.settings.training
+        how = {"sampling": said.timestep_sampling, "mean": said.logit_mean, "std": said.logit_std}
+        context = said.context_noise / forcing.MOST if said.forcing == "teacher" else None
+        shift, dropped = said.timestep_shift, said.context_dropout
+        more = how | {"within": self.times}
+        return forcing.Noise(self._stream(latents), shift, context, dropped, more)
+
+    def _stream(self, latents: tuple[int, ...]) -> ma.Stream:
+        """Return the blocks of clips [B, F, h, w, C]."""
+        _, height, width = self.sizes.patch_size
+        return self.settings.rollout.stream(latents[2] // height * (latents[3] // width))
+
+    def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
+        """Return the mean squared error of the predicted velocity."""
+        x, how = _conditioned(examples["mixed"], examples), {}
+        if examples["times"].ndim == 2:
+            seen = forcing.seen(examples, self._stream(x.shape), 1000.0)
+            clean = None if seen.clean is None else _conditioned(seen.clean, examples)
+            how["forcing"] = replace(seen, clean=clean)
+        told = examples["text"], examples.get("image")
+        velocity = model(x, 1000.0 * examples["times"], *told, **how)
+        return jnp.mean((velocity.astype(jnp.float32) - examples["velocity"]) ** 2)
+
+    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
+        """Plan self- and cross-attention, the image's too."""
+        lengths = {name: shapes[name][0] for name in ("text", "image") if name in shapes}
+        batch, latents = self.examples_at_once, shapes["latents"]
+        how, (_, frames, *sides) = self.settings.training.forcing, latents
+        mask = forcing.mask(how, self._stream((batch, frames, *sides)), frames)
+        return plans(self.settings, self.sizes, batch, latents, lengths, mesh, mask)
+
+    def tokens(self, shapes: Shapes) -> int:
+        """Count the patches of a video."""
+        return tokens(self.sizes, shapes["latents"])
+
+
+def _conditioned(x: Float[Array, "B F h w C"], examples: Arrays) -> Array:
+    """Put the condition of image-to-video behind the channels of a clip."""
+    if "condition" not in examples:
+        return x
+    return jnp.concatenate([x, channels_last(examples["condition"].astype(x.dtype))], axis=-1)
+
+
+def whole_blocks(said: RolloutSettings, frames: int) -> Iterable[ConfigError]:
+    """Refuse clips whose last block is a part of one.
+
+    Args:
+        said: how videos are made block by block.
+        frames: of the clips that are trained on.
+    """
+    size, alone = said.frames_per_block, int(said.first_frame_alone)
+    if (frames - alone) % size:
+        first = ", the first frame alone" if alone else ""
+        rule = f"training by forcing takes clips of whole blocks, and these have {frames} frames"
+        fits = [n for n in range(1, frames + 1) if not (frames - alone) % n]
+        remedy = f"use one of {', '.join(map(str, fits))}, or latents of other clips"
+        yield ConfigError("rollout.frames_per_block", f"{size}{first}", rule, remedy)
+
+
+def channels_last(x: Float[Array, "B C ..."]) -> Float[Array, "B ... C"]:
+    """Move the channels from the second axis to the last."""
+    return jnp.moveaxis(x, 1, -1)

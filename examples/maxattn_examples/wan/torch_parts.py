@@ -1,0 +1,157 @@
+"""Wan's text encoder, image encoder and VAE, run by torch from a folder, one at a time."""
+
+# torch and its packages are optional: types are checked without.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from maxattn_examples.common.pipeline_folder import continues_images, index_of
+from maxattn_examples.sample.media import to_pixels
+from maxattn_examples.sample.task import Arrays
+
+
+def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, device: str) -> Arrays:
+    """Encode prompts, padded with zeros behind the prompt's own tokens, as in the model's training.
+
+    Args:
+        folder: with tokenizer and text_encoder.
+        prompts: by the name of the array that they become, [B, tokens, D].
+        tokens: of every prompt; what is longer is cut.
+        device: cpu or cuda.
+    """
+    import torch
+    from transformers import AutoTokenizer, UMT5EncoderModel
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto")
+    encoder = encoder.to(device).eval()
+    how: dict[str, Any] = {"padding": "max_length", "max_length": tokens, "truncation": True}
+    found = {}
+    for name, batch in prompts.items():
+        ids = tokenizer([cleaned(prompt) for prompt in batch], return_tensors="pt", **how)
+        ids = ids.to(device)
+        with torch.no_grad():
+            states = encoder(ids.input_ids, ids.attention_mask).last_hidden_state
+        found[name] = (states * ids.attention_mask[..., None]).float().cpu().numpy()
+    return found
+
+
+def cleaned(prompt: str) -> str:
+    """Mend broken Unicode (with ftfy, if installed), undo HTML's escapes, and join by one space."""
+    if find_spec("ftfy") is not None:
+        import ftfy
+
+        prompt = ftfy.fix_text(prompt)
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(prompt))).strip()
+
+
+def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> Arrays:
+    """Encode the first frame of an image-to-video model, as the folder says.
+
+    The image becomes "first", its latents, or else the condition, whose first channels mark the
+    frames that are given, one channel for each frame of a latent, and whose others are the encoded
+    video, which is the image and then zeros; and its states where there is an image encoder.
+
+    Args:
+        folder: with image_encoder, image_processor and vae.
+        path: of the picture.
+        size: frames, height and width of the video.
+        device: cpu or cuda.
+    """
+    from PIL import Image
+
+    picture = Image.open(path).convert("RGB")
+    if continues_images(index_of(folder)):
+        return {"first": _encoded(folder, picture, (1, *size[1:]), device)[0].numpy()}
+    condition = {"condition": _condition(folder, picture, size, device)}
+    if not (folder / "image_encoder").is_dir():
+        return condition
+    return {"image": _image_states(folder, picture, device)} | condition
+
+
+def _image_states(folder: Path, picture: Any, device: str) -> np.ndarray:
+    """Return the states before the image encoder's last layer."""
+    import torch
+    from transformers import CLIPImageProcessor, CLIPVisionModel
+
+    processor = CLIPImageProcessor.from_pretrained(folder / "image_processor")
+    encoder = CLIPVisionModel.from_pretrained(folder / "image_encoder", dtype=torch.float32)
+    encoder = encoder.to(device).eval()
+    with torch.no_grad():
+        pixels = processor(images=picture, return_tensors="pt").to(device)
+        states = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
+    return states.float().cpu().numpy()
+
+
+def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: str) -> np.ndarray:
+    """Encode the picture and then zeros, and mark the frame that is given."""
+    import torch
+
+    latents, frames = _encoded(folder, picture, size, device)
+    given = torch.zeros(1, frames, *latents.shape[2:])
+    given[:, :, 0] = 1.0
+    return torch.cat([given, latents], 1).numpy()
+
+
+def _encoded(
+    folder: Path, picture: Any, size: tuple[int, int, int], device: str
+) -> tuple[Any, int]:
+    """Return the latents of a picture followed by zeros, and the frames of a latent."""
+    import torch
+    from diffusers.video_processor import VideoProcessor
+
+    vae, mean, std = _vae(folder, device)
+    frames, height, width = size
+    processor = VideoProcessor(vae_scale_factor=vae.config.scale_factor_spatial)
+    video = torch.zeros(1, 3, frames, height, width)
+    video[:, :, 0] = processor.preprocess(picture, height, width)
+    with torch.no_grad():
+        latents = (vae.encode(video.to(device)).latent_dist.mode() - mean) / std
+    return latents.cpu(), vae.config.scale_factor_temporal
+
+
+def decode(
+    folder: Path, latents: Float[np.ndarray, "B C F h w"], device: str
+) -> list[UInt8[np.ndarray, "f H W 3"]]:
+    """Decode latents into videos, one after the other.
+
+    Args:
+        folder: with vae.
+        latents: as the transformer sees them.
+        device: cpu or cuda.
+    """
+    import torch
+
+    vae, mean, std = _vae(folder, device)
+    found = []
+    for one in latents:
+        with torch.no_grad():
+            scaled = torch.tensor(one[None]).to(device) * std + mean
+            video = vae.decode(scaled, return_dict=False)[0][0]
+        # [3, F, H, W] -> [F, H, W, 3]
+        found.append(to_pixels(video.float().cpu().numpy().transpose(1, 2, 3, 0)))
+    return found
+
+
+def _vae(folder: Path, device: str) -> tuple[Any, Any, Any]:
+    """Load the VAE in float32, and the mean and spread of its latents."""
+    import torch
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    vae = vae.to(device).eval()
+    mean, std = (
+        torch.tensor(numbers, device=device).view(1, -1, 1, 1, 1)
+        for numbers in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return vae, mean, std
