@@ -283,7 +283,7 @@ def test_a_block_runs_and_recomputes_what_it_does_not_keep():
 
 # ---- the table in the results --------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[3] / "docs" / "results.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results_tpu.md"
 
 
 def test_the_page_has_the_table():
