@@ -26,10 +26,9 @@ from pathlib import Path
 
 from maxattn_examples.common import hosts
 from maxattn_examples.common.command import parser_of, read_settings, user_errors
-from maxattn_examples.rollout.scenes import scenes_of
+from maxattn_examples.stream.run import StreamRun, scenes_of
 from maxattn_examples.wan.sampling_task import WanSamplingTask
 from maxattn_examples.wan.settings import Settings
-from maxattn_examples.wan.stream_run import StreamRun
 
 KEYS = {"prompt": str, "negative_prompt": str, "seed": int, "height": int, "width": int}
 FILES = {

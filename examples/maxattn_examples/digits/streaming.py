@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from maxattn_examples.common.ink import from_model
 from maxattn_examples.common.rollout_settings import MOST
-from maxattn_examples.rollout import Denoising, Rollout
+from maxattn_examples.stream import Denoising, Rollout
 
 from . import text
 from .model import WanTransformer

@@ -14,7 +14,7 @@ from flax import nnx
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn_examples.common.split import Structure, split
-from maxattn_examples.rollout import Denoising, Reel, Rollout
+from maxattn_examples.stream import Denoising, Reel, Rollout
 
 from .steps import Step, drawing
 from .workloads import FRAMES, Workload

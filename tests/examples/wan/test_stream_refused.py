@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from maxattn_examples.common.forcing import Forcing
-from maxattn_examples.rollout import Denoising, Reel, Rollout
+from maxattn_examples.stream import Denoising, Reel, Rollout
 
 import maxattn as ma
 from maxattn.errors import MaxattnError

@@ -1,8 +1,8 @@
-"""Checks of a streaming run before anything is read: model, scenes, files and folders."""
+"""Refuses a streaming run that cannot work, before anything is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,20 +10,15 @@ from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import boundary_of, pipeline_errors
 from maxattn_examples.common.trained_blocks import block_errors
 from maxattn_examples.common.writable import unwritable
-from maxattn_examples.rollout.scenes import scene_errors
 from maxattn_examples.sample import files
 from maxattn_examples.sample.checks import Needs, options, without_torch
 
 if TYPE_CHECKING:
-    from .stream_run import StreamRun
+    from .run import Scene, StreamRun
 
 
 def stream_errors(run: StreamRun) -> Iterator[ConfigError]:
-    """Yield everything that cannot work.
-
-    Args:
-        run: as the arguments say it.
-    """
+    """Yield everything that cannot work: model, scenes, files and folders."""
     yield from _model_errors(run)
     yield from _file_errors(run)
 
@@ -77,7 +72,7 @@ def _file_errors(run: StreamRun) -> Iterator[ConfigError]:
     if run.blocks < 1:
         rule = "a video has at least one block"
         yield ConfigError("--blocks", run.blocks, rule, "write 1 or more")
-    yield from scene_errors(run.scenes, run.blocks, rows)
+    yield from _scene_errors(run.scenes, run.blocks, rows)
     yield from _text_errors(run)
     yield from _prefix_errors(run)
     for option, path in (("--latents", run.latents), ("--out", run.out)):
@@ -113,3 +108,25 @@ def _prefix_errors(run: StreamRun) -> Iterator[ConfigError]:
         rule = f"a video goes on behind whole blocks of {run.stream.frames_per_block} frames"
         remedy = "cut it to whole blocks"
         yield ConfigError("--prefix", f"{run.prefix}: {shape[2]} frames", rule, remedy)
+
+
+def _scene_errors(scenes: Sequence[Scene], blocks: int, rows: int | None) -> Iterator[ConfigError]:
+    """Yield scenes that are never shown, and those without a prompt.
+
+    Args:
+        scenes: of the video.
+        blocks: that are made.
+        rows: of text in an embeddings file; None without one.
+    """
+    for scene in (s for s in scenes[1:] if s.block >= blocks):
+        rule = f"the {blocks} blocks that are made are numbered from 0"
+        yield ConfigError("--switch", scene.block, rule, "raise --blocks, or leave it out")
+    if rows is None and any(scene.prompt is None for scene in scenes[1:]):
+        rule = "a new scene needs a prompt, or text of --embeddings"
+        yield ConfigError("--switch", "a block alone", rule, 'write such as "40: a red fox"')
+    if rows is not None and any(scene.prompt for scene in scenes):
+        rule = "prompts come from --embeddings or from options, not from both"
+        yield ConfigError("--embeddings", "given beside a prompt", rule, "write --switch BLOCK")
+    if rows is not None and rows != len(scenes):
+        rule = f"its text has a row for each of the {len(scenes)} scenes"
+        yield ConfigError("--embeddings", f"{rows} rows", rule, "encode as many prompts")

@@ -1,12 +1,14 @@
-"""A run of streaming: all checks, then a block after the other, each kept on disk."""
+"""Stream a video with a Wan transformer: all checks, then block after block, each kept on disk."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +17,60 @@ from flax import nnx
 
 import maxattn as ma
 from maxattn.config import ConfigErrors
-from maxattn.errors import InputError
+from maxattn.errors import ConfigError, InputError
 from maxattn_examples.common import hosts
 from maxattn_examples.common.pipeline_folder import part_of
 from maxattn_examples.common.trained_blocks import block_note
-from maxattn_examples.rollout import Denoising, Reel, Rollout
-from maxattn_examples.rollout.scenes import Scene
 from maxattn_examples.sample import files
 from maxattn_examples.sample.checks import options
 from maxattn_examples.sample.paths import Paths
 from maxattn_examples.sample.run import check_weights, load
 from maxattn_examples.sample.task import Arrays
+from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.torch_parts import texts
 
-from .sampling_task import WanSamplingTask
-from .stream_errors import stream_errors
+from .check import stream_errors
+from .denoising import TRAINING_TIMES, Denoising
+from .reel import Reel
+from .rollout import Rollout
 
-MOST = 1000  # the time of noise alone
-LINES = 10  # that say how far a run is
+LINES = 10  # of progress
+SWITCH = re.compile(r"\s*(\d+)\s*(?::\s*(.*\S)\s*)?", re.DOTALL)
+
+
+class Scene(NamedTuple):
+    """The prompt that is shown from a block on.
+
+    Args:
+        block: the number of its first block.
+        prompt: what is shown; None where an embeddings file has it.
+    """
+
+    block: int
+    prompt: str | None
+
+
+def scenes_of(prompt: str | None, switches: Sequence[str]) -> tuple[Scene, ...]:
+    """Read the scenes of a video.
+
+    Args:
+        prompt: of the first one.
+        switches: "BLOCK: PROMPT", or "BLOCK" where a file has the prompts; in their order.
+
+    Raises:
+        ConfigError: one is not written so, or two begin with one block.
+    """
+    scenes = [Scene(0, prompt)]
+    for switch in switches:
+        if (found := SWITCH.fullmatch(switch)) is None:
+            rule = "it is the number of a block, and the prompt from that block on"
+            raise ConfigError("--switch", repr(switch), rule, 'write such as "40: a red fox"')
+        scenes.append(Scene(int(found[1]), found[2]))
+    for before, after in pairwise(scenes):
+        if after.block <= before.block:
+            rule = f"scenes follow one another, and the one before begins with block {before.block}"
+            raise ConfigError("--switch", after.block, rule, "name a later block")
+    return tuple(scenes)
 
 
 @dataclass(frozen=True)
@@ -83,15 +122,14 @@ class StreamRun:
     @property
     def denoising(self) -> Denoising:
         """The steps of a block; `sampling.sampler: flow_euler` is for models of many steps."""
-        said, sampling = self.settings.rollout, self.settings.sampling
-        euler = sampling.sampler == "flow_euler"
+        rollout, sampling = self.settings.rollout, self.settings.sampling
         return Denoising(
-            said.denoising_steps,
-            said.warp_steps,
-            said.timestep_shift,
-            "flow_euler" if euler else "few_step",
-            said.context_noise / MOST,
-            said.clean_pass,
+            rollout.denoising_steps,
+            rollout.warp_steps,
+            rollout.timestep_shift,
+            "flow_euler" if sampling.sampler == "flow_euler" else "few_step",
+            rollout.context_noise / TRAINING_TIMES,
+            rollout.clean_pass,
             sampling.guidance_scale,
         )
 
@@ -118,7 +156,7 @@ class StreamRun:
             check_weights(self.task, Paths(self.folder, self.weights))
         self.latents.mkdir(parents=True, exist_ok=True)
         texts, model = self._texts(), self._model(mesh)
-        how = {"seed": self._seed, "options": options(self.task)}
+        how = {"seed": self.settings.sampling.seed, "options": options(self.task)}
         run = Rollout(model, self.stream, self.sides, self.denoising, **how)
         encode = nnx.jit(lambda model, text: model.encode(text))
         told = [encode(model, jnp.asarray(rows)) for rows in texts]
@@ -127,17 +165,15 @@ class StreamRun:
         latents = np.concatenate(parts, axis=2)
         if hosts.is_first():
             print(self._written("latents", latents))
-            self._decoded(latents)
+            if self.out is not None and self.folder is not None:
+                for path in self.task.write(self.task.pixels(self.folder, latents), self.out):
+                    print(path)
         return latents
-
-    @property
-    def _seed(self) -> int:
-        return self.settings.sampling.seed
 
     def _model(self, mesh: Any) -> Any:
         if self.folder is None:
             print("weights   random: what is drawn shows nothing; times and memory are as ever")
-            return self.task.build(mesh, nnx.Rngs(self._seed))
+            return self.task.build(mesh, nnx.Rngs(self.settings.sampling.seed))
         where = self.weights_folder
         if where is not None and (note := block_note(where)):
             print(f"weights   {note}")
@@ -159,10 +195,8 @@ class StreamRun:
         sampling = self.settings.sampling
         if self.folder is None:
             shape = (len(self.scenes), sampling.text_tokens, self.task.sizes.text_dim)
-            drawn = np.random.default_rng(self._seed).normal(size=shape).astype(np.float32)
+            drawn = np.random.default_rng(sampling.seed).normal(size=shape).astype(np.float32)
             return {"text": drawn, "negative_text": 0 * drawn[:1]}
-        from .torch_parts import texts
-
         prompts = {"text": [scene.prompt or "" for scene in self.scenes]}
         if self.denoising.rows > 1:
             prompts["negative_text"] = [sampling.negative_prompt or ""]
@@ -170,10 +204,12 @@ class StreamRun:
 
     def _begun(self, run: Rollout, told: Any) -> tuple[Reel, list[np.ndarray]]:
         """Begin the video, with the prefix where there is one."""
-        said, prefix = self.settings.rollout, self._prefix()
-        more = {"positions": said.positions}
-        if said.cache_dtype is not None:
-            more["dtype"] = said.cache_dtype
+        rollout, prefix = self.settings.rollout, None
+        if self.prefix is not None:
+            prefix = files.read(self.prefix, "--prefix")["latents"].astype(np.float32)
+        more = {"positions": rollout.positions}
+        if rollout.cache_dtype is not None:
+            more["dtype"] = rollout.cache_dtype
         made = 0 if prefix is None else prefix.shape[2]
         reel = run.begin(told, frames=self._slots(made), **more)
         print(f"rollout   {self.stream}, {reel.cache}")
@@ -188,15 +224,10 @@ class StreamRun:
         first = 0 if made else self.stream.first_block
         return made + first + (self.blocks - bool(first)) * self.stream.frames_per_block
 
-    def _prefix(self) -> np.ndarray | None:
-        if self.prefix is None:
-            return None
-        return files.read(self.prefix, "--prefix")["latents"].astype(np.float32)
-
     def _blocks(self, run: Rollout, reel: Reel, told: list[Any]) -> Iterator[np.ndarray]:
         """Make the blocks; while one is made, the one before it is written."""
         starts = {scene.block: i for i, scene in enumerate(self.scenes) if i}
-        said, waiting = (0, time.perf_counter()), None
+        printed, waiting = (0, time.perf_counter()), None
         for number in range(self.blocks):
             if (scene := starts.get(number)) is not None:
                 reel = run.switch(reel, told[scene])
@@ -204,7 +235,7 @@ class StreamRun:
             if waiting is not None:
                 yield self._kept(*waiting)
             waiting = first, x
-            said = self._say(number + 1, *said)
+            printed = self._progress(number + 1, *printed)
         assert waiting is not None, "at least one block is made"
         yield self._kept(*waiting)
 
@@ -222,7 +253,7 @@ class StreamRun:
         arrays = {"latents": np.asarray(latents, np.float32)}
         return files.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
 
-    def _say(self, done: int, before: int, then: float) -> tuple[int, float]:
+    def _progress(self, done: int, before: int, then: float) -> tuple[int, float]:
         """Print the progress now and then, with the time of a block since the last line."""
         if done < self.blocks and done % max(1, self.blocks // LINES):
             return before, then
@@ -230,8 +261,3 @@ class StreamRun:
         number = f"{done:>{len(str(self.blocks))}}/{self.blocks}"
         print(f"block {number}  {spent:.2f} s a block", flush=True)
         return done, time.perf_counter()
-
-    def _decoded(self, latents: np.ndarray) -> None:
-        if self.out is not None and self.folder is not None:
-            for path in self.task.write(self.task.pixels(self.folder, latents), self.out):
-                print(path)

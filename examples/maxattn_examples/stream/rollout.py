@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import maxattn as ma
+from maxattn.errors import InputError
 from maxattn_examples.common.split import split
 
-from . import checks
 from .denoising import Denoising, noised
-from .reel import Latents, Reel
+from .reel import Latents, Reel, check_unused
 
 Choose = Callable[[int], Sequence[int]]
 
@@ -105,7 +105,7 @@ class Rollout:
         Raises:
             InputError: frames are made already, or these are no whole blocks.
         """
-        checks.prefix(reel, latents, self.stream, self.sides)
+        _check_prefix(reel, latents, self.stream, self.sides)
         count = latents.shape[1]
         if at_once and reel.cache is not None:
             reel = replace(reel, cache=reel.cache.prefix(count))
@@ -126,7 +126,7 @@ class Rollout:
         Raises:
             InputError: it was gone on from already.
         """
-        checks.used_up(reel)
+        check_unused(reel)
         frame = np.int32(reel.frame)
         if reel.cache is None:
             x = self._block_anew(reel)
@@ -153,7 +153,7 @@ class Rollout:
         Raises:
             InputError: the reel was gone on from already.
         """
-        checks.used_up(reel)
+        check_unused(reel)
         reel = replace(reel, told=told)
         if reel.cache is None or not reel.frame:
             return reel
@@ -186,7 +186,10 @@ class Rollout:
             InputError: it is built otherwise.
         """
         structure, parameters = split(model)
-        checks.same_model(structure, self._structure)
+        if structure != self._structure:
+            rule = "what is compiled is of one model: its classes, layers and settings"
+            remedy = "build it as the first one, or make another Rollout"
+            raise InputError("model", "of another structure", rule, remedy)
         self._parameters = parameters
 
     @property
@@ -214,7 +217,7 @@ class Rollout:
 
     def _block_anew(self, reel: Reel) -> Latents:
         chosen = tuple(self._choose(reel.frame))
-        checks.chosen(chosen, reel, self.stream)
+        _check_chosen(chosen, reel, self.stream)
         context = reel.frames(chosen) if chosen else None
         given = np.int32(reel.frame), context
         return self._make_anew(self._parameters, None, reel.told, given, reel.batch)
@@ -270,18 +273,15 @@ class Rollout:
     ) -> Latents:
         """Run the context of a block once, and make the block."""
         frame, context = block
-        numbers, cache = frame + jnp.arange(self._next(context)), None
+        stream, cache = self.stream, None
+        own = stream.first_block if context is None else stream.frames_per_block
         if context is not None:
-            endless = replace(self.stream, window=None, sink=0)
+            endless = replace(stream, window=None, sink=0)
             count = context.shape[1]
             cache = self._empty(endless, self.how.rows * batch, count).prefix(count)
             cache = self._clean_pass(parameters, cache, told, (np.int32(0), context, None), batch)
             cache = cache.advance().cached()
-        return self._denoised(parameters, cache, told, numbers, batch)[0]
-
-    def _next(self, context: Any) -> int:
-        stream = self.stream
-        return stream.first_block if context is None else stream.frames_per_block
+        return self._denoised(parameters, cache, told, frame + jnp.arange(own), batch)[0]
 
     def _velocity(
         self, parameters: Any, x: Latents, sigma: Any, told: Any, cache: Any, **seen: Any
@@ -338,3 +338,31 @@ def _choice(said: bool | Choose, stream: ma.Stream) -> Choose:
         return (*shown[:first], *shown[len(shown) - most + first :])
 
     return window
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def _check_prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int, int, int]) -> None:
+    """Refuse clean frames of other sizes, and those behind frames that are made."""
+    check_unused(reel)
+    if reel.frame:
+        rule = f"a prefix is the first of a video, and {reel.frame} frames are made"
+        raise InputError("prefix", f"{latents.shape[1]} frames", rule, "give it after begin()")
+    if latents.ndim != 5 or (latents.shape[0], *latents.shape[2:]) != (reel.batch, *sides):
+        wanted = f"[{reel.batch}, F, {', '.join(map(str, sides))}]"
+        remedy = "encode the image or video at this size"
+        value = f"shape {tuple(latents.shape)}"
+        raise InputError("prefix", value, f"clean latents are {wanted}", remedy)
+    stream.check_frames("prefix", latents.shape[1])
+
+
+def _check_chosen(frames: tuple[int, ...], reel: Reel, stream: ma.Stream) -> None:
+    """Refuse a choice of context that is not kept, or is no whole blocks."""
+    kept = {s + i for s, block in reel.clean for i in range(block.shape[1])}
+    if lost := [f for f in frames if f not in kept]:
+        rule = f"the clean latents of these frames are kept: {sorted(kept)}"
+        remedy = "choose of these, or give the stream a wider window or a sink"
+        raise InputError("re_prefill", f"frame {lost[0]}", rule, remedy)
+    if frames:
+        stream.check_frames("re_prefill", len(frames))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from maxattn_examples.common.forcing import Forcing
-from maxattn_examples.rollout import Denoising, Reel, Rollout
-from maxattn_examples.rollout.denoising import noised
+from maxattn_examples.stream import Denoising, Reel, Rollout
+from maxattn_examples.stream.denoising import noised
 
 import maxattn as ma
 from tests.examples.wan.streamed import SIDES, TOKENS, clips, plain, text

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from maxattn_examples.rollout import Denoising, Reel, Rollout, load, save
+from maxattn_examples.stream import Denoising, Reel, Rollout, load, save
 from safetensors.numpy import load_file, save_file
 
 import maxattn as ma
@@ -196,9 +196,7 @@ def test_files_that_do_not_fit_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "maxattn_examples.rollout.reel_file.secrets.token_hex", lambda _: "00000000"
-    )
+    monkeypatch.setattr("maxattn_examples.stream.reel.secrets.token_hex", lambda _: "00000000")
     run, folder = usual(), Path("kept")
     save(run, run.block(run.begin(told()))[1], folder)
     check_refused(f"reel/{name}", MaxattnError, lambda: BAD[name](folder))
