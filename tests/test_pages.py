@@ -186,17 +186,6 @@ def test_a_release_has_at_most_forty_entries():
     assert all(len(re.findall(r"^- ", each, re.MULTILINE)) <= 40 for each in releases)
 
 
-def test_lines_of_a_family_are_about_those_that_there_are():
-    """The table says what a model family takes: within a tenth, or ten lines of a short file."""
-    row = re.compile(r"^\| (`examples/[^|]+`) \|[^|]*\| (\d+) \|", re.MULTILINE)
-    found = row.findall(text_of("docs/architecture.md"))
-    assert len(found) >= 8
-    for files, said in found:
-        names = re.findall(r"`([^`]+)`", files)
-        lines = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in names)
-        assert abs(lines - int(said)) <= max(10, lines / 10), f"{files}: {said}, and it has {lines}"
-
-
 def test_measured_rows_are_cited():
     """Every file of docs/measured has a table in a page of results."""
     text = text_of("docs/results.md") + text_of("docs/results_tpu.md")
