@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from maxattn import errors, masks, sharding, weights
+    from maxattn import errors, masks, sharding, steps, weights
     from maxattn.attention import attention
     from maxattn.config import AttentionConfig
     from maxattn.decide import plan
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from maxattn.plan import Call, Plan, Reason, Target
     from maxattn.remat import remat, remat_policy
     from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
+    from maxattn.steps import blocks
     from maxattn.streaming import KVCache, Stream
     from maxattn.tools.audit import Audit, AuditSample, audit
 
@@ -40,6 +41,7 @@ __all__ = [
     "attention",
     "attention_fn",
     "audit",
+    "blocks",
     "errors",
     "masks",
     "plan",
@@ -49,6 +51,7 @@ __all__ = [
     "rope_2d",
     "rope_3d",
     "sharding",
+    "steps",
     "swap",
     "weights",
 ]
@@ -63,10 +66,21 @@ _HOMES = {
     "plan": "Call Plan Reason Target",
     "remat": "remat remat_policy",
     "rope": "Rotary apply_rotary rope_1d rope_2d rope_3d",
+    "steps": "blocks",
     "streaming": "KVCache Stream",
     "tools.audit": "Audit AuditSample audit",
 }
-_PARTS = ("config", "errors", "masks", "modules", "rope", "sharding", "streaming", "weights")
+_PARTS = (
+    "config",
+    "errors",
+    "masks",
+    "modules",
+    "rope",
+    "sharding",
+    "steps",
+    "streaming",
+    "weights",
+)
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 

@@ -22,6 +22,7 @@ from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
 from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config
+from maxattn.config.overriding import overridden
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.linear import forward_alone, is_array, linear_call
@@ -185,6 +186,7 @@ def prepare(
     may be None if the values are not computed yet.
     """
     config, mesh, given = checked_config(config), usable_mesh(mesh, q), mesh
+    config = overridden(config) if role == "self" else config
     padding = config.mask_padding_tokens
     call = bound_call(q, k, v, mask, bias, scale, role, return_lse, mask_padding=padding)
     return Prepared(*call, config, mesh, wants_mesh=given is not False)

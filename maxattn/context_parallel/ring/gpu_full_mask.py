@@ -21,7 +21,7 @@ from maxattn.kernels.base import Grads, Inputs, Kernel, Rows
 from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, added, middle_key, pack, total
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """One kernel of the backward, and the transfer beside it.
 
     Args:
@@ -37,19 +37,19 @@ class Step(NamedTuple):
     returns: bool = False
 
 
-def steps(ring_size: int, middle: int) -> Iterator[Step]:
+def steps(ring_size: int, middle: int) -> Iterator[RingStep]:
     """List the steps of a backward; a positive `middle` is the key at which blocks are halved."""
     last, halves = ring_size - 1, middle > 0
     first, second = KeyRange(0, middle), KeyRange(middle)
-    yield Step(0, first if last and halves else WHOLE, fetches=last > 0)
+    yield RingStep(0, first if last and halves else WHOLE, fetches=last > 0)
     for hop in range(1, ring_size):
         fetches, returns = hop < last, hop > 1
         if fetches and returns and halves:
-            yield from (Step(hop, first, fetches=True), Step(hop, second, returns=True))
+            yield from (RingStep(hop, first, fetches=True), RingStep(hop, second, returns=True))
         else:
-            yield Step(hop, WHOLE, fetches, returns)
+            yield RingStep(hop, WHOLE, fetches, returns)
     if last and halves:
-        yield Step(0, second, returns=True)
+        yield RingStep(0, second, returns=True)
 
 
 def backward(ring_pass: RingPass, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:

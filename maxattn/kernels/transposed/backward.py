@@ -18,9 +18,9 @@ from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
 from maxattn.kernels.splash.tokamax import WHOLE
 from maxattn.kernels.transposed.backward_tile import Gradients, HbmSum, Queries, add_keys, weights
 from maxattn.kernels.transposed.steps import (
+    GridSteps,
     KernelForm,
     Operand,
-    Steps,
     allowed,
     listed_block,
     marks_of_ids,
@@ -87,7 +87,7 @@ class _BackwardForm(NamedTuple):
     dtype: Any
 
     @staticmethod
-    def of(rows: Operands, setup: Setup, steps: Steps | None, blocks: Blocks) -> _BackwardForm:
+    def of(rows: Operands, setup: Setup, steps: GridSteps | None, blocks: Blocks) -> _BackwardForm:
         (b, n, t, h), (_, heads, s, _) = rows.q.shape, rows.k.shape
         form = KernelForm.of(setup, steps, blocks)
         grid = b * heads, s // blocks[1], form.count or t // blocks[0]

@@ -14,9 +14,9 @@ from maxattn.kernels.splash.calls import Blocks, Operands, Setup
 from maxattn.kernels.splash.tokamax import WHOLE
 from maxattn.kernels.transposed import tile
 from maxattn.kernels.transposed.steps import (
+    GridSteps,
     KernelForm,
     Operand,
-    Steps,
     allowed,
     listed_block,
     marks_of_ids,
@@ -84,7 +84,7 @@ def forward(
 
 
 def _operands(
-    row: Operands, setup: Setup, steps: Steps | None, blocks: Blocks, v_is_turned: bool
+    row: Operands, setup: Setup, steps: GridSteps | None, blocks: Blocks, v_is_turned: bool
 ) -> list[Operand]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu

@@ -20,7 +20,7 @@ from maxattn.kernels.splash.mask_info import schedule
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
 
 
-class Steps(NamedTuple):
+class GridSteps(NamedTuple):
     """The steps of the grid, tile row by tile row.
 
     Args:
@@ -34,7 +34,7 @@ class Steps(NamedTuple):
     count: int
 
 
-def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
+def steps_of(setup: Setup, by_key: bool = False) -> GridSteps | None:
     """List the tiles that the mask's positions leave non-empty; None if every tile is full.
 
     With `by_key`, a tile row belongs to a key block, and the steps of a tile row are query blocks.
@@ -47,7 +47,7 @@ def steps_of(setup: Setup, by_key: bool = False) -> Steps | None:
     block, runs = schedule(marks != 0, shrink=True)
     mark = xp.take_along_axis(marks, block.astype(np.int32), axis=1) * runs
     flat = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (block, mark))
-    return Steps(*flat, count=block.shape[1])
+    return GridSteps(*flat, count=block.shape[1])
 
 
 def marks_of_ids(
@@ -87,7 +87,7 @@ class KernelForm(NamedTuple):
     columns: int
 
     @staticmethod
-    def of(setup: Setup, steps: Steps | None, blocks: Blocks) -> KernelForm:
+    def of(setup: Setup, steps: GridSteps | None, blocks: Blocks) -> KernelForm:
         columns = 0 if setup.ids is None else setup.padded[1] // blocks[1]
         return KernelForm(blocks, 0 if steps is None else steps.count, setup.code, columns)
 

@@ -1,0 +1,317 @@
+"""A model's call under a step: layers are computed, or what they added in earlier steps is added.
+
+What is kept between steps is a dict from the names of predictions to `Added`; it starts empty.
+Decisions are of means over all devices of a mesh, so every device takes the same branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxattn.config.overriding import overriding
+from maxattn.errors import InputError
+from maxattn.steps.layers import Layers, around
+from maxattn.steps.value import BOTH, THIRD, USUAL, WITH, WITHOUT, Mix, Step
+
+Sum = Any  # what layers added: arrays of the shapes of x
+
+
+class Decision(NamedTuple):
+    """What a step that decides compares with.
+
+    Args:
+        first: what the first layers added in the last computed step.
+        numbers: of the last computed steps, as many as sums are kept; -1 is none.
+        row: steps since the last computed one.
+    """
+
+    first: Array
+    numbers: Array
+    row: Array
+
+
+class Added(NamedTuple):
+    """What a prediction leaves for later steps.
+
+    Args:
+        sums: of each call of `blocks`, what its layers added in the last computed steps, the newest
+            first.
+        decision: of a run in which steps decide.
+        computed: whether this step computed, if it decided.
+    """
+
+    sums: tuple[tuple[Sum, ...], ...] = ()
+    decision: Decision | None = None
+    computed: Array | None = None
+
+
+Kept = Mapping[str, Added]
+
+
+def forward(
+    step: Step,
+    kept: Kept,
+    model: Callable[..., Any],
+    *args: Any,
+    name: str = WITH,
+    rows: Array | int | None = None,
+    **named: Any,
+) -> tuple[Any, Kept]:
+    """Call a model under a step, for one prediction; return the prediction and what is kept.
+
+    It is pure, and runs under `jit`, on a mesh and with remat. The step is a pytree: steps that
+    differ in numbers alone share a compiled program.
+
+    Args:
+        step: of a `Steps`.
+        kept: what the step before returned; {} at first.
+        model: runs its layers by `ma.blocks`; `args` and `named` are its arguments.
+        name: of the prediction; each has its own layers' sums.
+        rows: number of samples that count in a decision, the first ones, where others fill up the
+            devices of a mesh; default all.
+
+    Raises:
+        InputError: the model calls no `ma.blocks`, or the step reuses and nothing was kept.
+
+    >>> steps = ma.steps.resolve(ma.steps.StepSettings(cache={"schedule": "X."}), 2, layers=3)
+    >>> layers = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(3)])
+    >>> x, kept = jnp.ones((1, 8)), {}
+    >>> for step in steps:
+    ...     y, kept = ma.steps.forward(step, kept, lambda x: ma.blocks(layers, x), x)
+    >>> bool(jnp.allclose(y, ma.blocks(layers, x)))
+    True
+    """
+    hook = _Hook(step, name, _kept_of(kept, name), rows)
+    plain = not step.keeps and not step.weights and not step.blocks
+    with overriding(dict(step.attention)):
+        if plain and not step.skipped_in(name):
+            return model(*args, **named), {}
+        with around(hook):
+            out = model(*args, **named)
+    if not hook.sites:
+        rule = "a step stands around the layers of a model, and this one ran none by ma.blocks"
+        raise InputError("model", getattr(model, "__name__", type(model).__name__), rule, REMEDY)
+    if step.layers == "reuse":
+        return out, kept
+    return out, {name: hook.added} if step.keeps else {}
+
+
+REMEDY = "run its layers as x = ma.blocks(self.layers, x, *beside)"
+
+
+def guided(
+    step: Step,
+    kept: Kept,
+    predict: Callable[[str], Float[Array, "B ..."]],
+    scale: Any,
+    *,
+    batched: bool = False,
+    rows: Array | int | None = None,
+) -> tuple[Float[Array, "B ..."], Kept]:
+    """Return the guided prediction of a step, and what is kept.
+
+        v = without + scale * (with - without)
+
+    Args:
+        step, kept, rows: as for `forward`.
+        predict: calls the model with the text of that name: "with", "without", "third" (the text,
+            in a call that skips layers), or "both" (without and with, in twice the rows).
+        scale: of guidance.
+        batched: whether a step with two predictions makes them in one call, "both".
+    """
+    found, kept = predictions(step, kept, predict, batched=batched, rows=rows)
+    return found.mixed(scale, step.mix), kept
+
+
+def predictions(
+    step: Step,
+    kept: Kept,
+    predict: Callable[[str], Any],
+    *,
+    batched: bool = False,
+    rows: Any = None,
+) -> tuple[Predictions, Kept]:
+    """Return the predictions of a step, apart, and what is kept; arguments of `guided`."""
+    if step.guidance == "zero":
+        shape = jax.eval_shape(partial(predict, WITH))
+        return Predictions(jnp.zeros(shape.shape, jnp.float32)), {}
+    names = step.predictions
+    if batched and step.guidance == "two" and not step.skipped_in(WITHOUT):
+        names = (BOTH, *names[2:])
+    found, after = {}, {}
+    for name in names:
+        out, left = forward(step, kept, predict, name, name=name, rows=rows)
+        found[name], after = out.astype(jnp.float32), {**after, **left}
+    if BOTH in found:
+        found[WITHOUT], found[WITH] = jnp.split(found[BOTH], 2)
+    return Predictions(found[WITH], found.get(WITHOUT), found.get(THIRD)), after
+
+
+class Predictions(NamedTuple):
+    """The predictions of a step: with the text, without it, and one that skips layers.
+
+    Sources of the mixes: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598; CFG-Zero*: Fan et
+    al. 2025, https://arxiv.org/abs/2503.18886; rescale: Lin et al. 2023,
+    https://arxiv.org/abs/2305.08891; skipped layers: https://github.com/Stability-AI/sd3.5.
+    """
+
+    with_: Float[Array, "B ..."]
+    without: Float[Array, "B ..."] | None = None
+    third: Float[Array, "B ..."] | None = None
+
+    def mixed(self, scale: Any, mix: Mix = USUAL) -> Float[Array, "B ..."]:
+        """Mix them: u + scale (c - u), c with the text and u without.
+
+        CFG-Zero* first fits u to c, u (c . u) / |u|^2 for each sample. A third prediction s leads
+        away: + third_scale (c - s), or s + third_scale (c - s) without u. A rescaled mix has a
+        share of the standard deviation of c.
+        """
+        c, u, s = self
+        inner: Any = {"axis": tuple(range(1, c.ndim)), "keepdims": True}
+        if u is not None and mix.zero_star:
+            u = u * (jnp.sum(c * u, **inner) / (jnp.sum(u * u, **inner) + 1e-8))
+        mixed = c if u is None else u + scale * (c - u)
+        if s is not None:
+            mixed = (s if u is None else mixed) + mix.third_scale * (c - s)
+        if mix.rescale and (u is not None or s is not None):
+            ratio = jnp.std(c, ddof=1, **inner) / jnp.std(mixed, ddof=1, **inner)
+            mixed = mix.rescale * (mixed * ratio) + (1 - mix.rescale) * mixed
+        return mixed
+
+
+# ---- the hook around the layers ------------------------------------------------------------------
+
+
+class _Hook:
+    """Stands around each call of `blocks` in one call of a model."""
+
+    def __init__(self, step: Step, name: str, before: Added | None, rows: Any) -> None:
+        self.step, self.name, self.before, self.rows = step, name, before, rows
+        self.added = Added()
+        self.sites = self.layers = 0  # calls of `blocks` so far, and their layers
+
+    def __call__(self, layers: Layers, x: Any) -> Any:
+        offset, site = self.layers, self.sites
+        self.layers, self.sites = offset + layers.count, site + 1
+        layers = layers._replace(run=partial(self._run, layers, offset))
+        if self.step.blocks:
+            return self._decided(layers, x, site)
+        first, last = self.step.span or (0, offset + layers.count)
+        first, last = (min(max(n - offset, 0), layers.count) for n in (first, last))
+        x = layers.run(x, range(first))
+        if self.step.layers == "reuse":
+            total = self._total(site, self.step.weights)
+            x = jax.tree.map(jnp.add, x, total) if layers.add else total
+        else:
+            before, x = x, layers.run(x, range(first, last))
+            if self.step.keeps:
+                new = jax.tree.map(jnp.subtract, x, before) if layers.add else x
+                self._keep((new, *self._older(site))[: self.step.keeps])
+        return layers.run(x, range(last, layers.count))
+
+    def _run(self, layers: Layers, offset: int, x: Any, span: range) -> Any:
+        """Run the layers of a span, without those that are skipped."""
+        skipped = (n - offset for n in self.step.skipped_in(self.name))
+        start = span.start
+        for stop in (*(n for n in skipped if n in span), span.stop):
+            x = layers.run(x, range(start, stop)) if stop > start else x
+            start = stop + 1
+        return x
+
+    def _keep(self, sums: tuple[Sum, ...]) -> None:
+        self.added = self.added._replace(sums=(*self.added.sums, sums))
+
+    def _older(self, site: int) -> tuple[Sum, ...]:
+        return () if self.before is None else self.before.sums[site]
+
+    def _total(self, site: int, weights: Any) -> Sum:
+        """Return the sum that a step adds: the last one, or a point of the line through two."""
+        if not (sums := self._older(site)):
+            rule = "the step reuses what layers added in an earlier step, and nothing was kept"
+            raise InputError("kept", self.name, rule, "pass on what the step before returned")
+        if len(weights) == 1:
+            return sums[0]
+
+        def line(last: Array, older: Array) -> Array:
+            newest, oldest = (x.astype(jnp.float32) for x in (last, older))
+            return (weights[0] * newest + weights[1] * oldest).astype(last.dtype)
+
+        return jax.tree.map(line, *sums[:2])
+
+    def _decided(self, layers: Layers, x: Any, site: int) -> Any:
+        """Run the first layers, and reuse the others where these added what they added before."""
+        step, sums = self.step, self._older(site)
+        begins = step.layers == "compute" or not sums
+        if site == 0:
+            head = layers.run(x, range(step.blocks))
+            first = jax.tree.leaves(head)[0] - jax.tree.leaves(x)[0]
+            self._begin(first) if begins else self._decide(first)
+        else:
+            head = x
+        rest = range(step.blocks if site == 0 else 0, layers.count)
+
+        def compute() -> tuple[Any, tuple[Sum, ...]]:
+            y = layers.run(head, rest)
+            new = jax.tree.map(jnp.subtract, y, head) if layers.add else y
+            return y, (new, *(sums or (new,)))[: step.keeps]
+
+        def again() -> tuple[Any, tuple[Sum, ...]]:
+            total = self._total(site, self._weights())
+            return jax.tree.map(jnp.add, head, total) if layers.add else total, sums
+
+        y, kept = compute() if begins else jax.lax.cond(self.added.computed, compute, again)
+        self._keep(kept)
+        return y
+
+    def _begin(self, first: Array) -> None:
+        """Keep what later steps compare with, of a step that computes in any case."""
+        none = jnp.full(self.step.keeps, -1, jnp.int32)
+        numbers = none.at[0].set(jnp.int32(self.step.number))
+        self.added = Added((), Decision(first, numbers, jnp.int32(0)))
+
+    def _decide(self, first: Array) -> None:
+        assert self.before is not None and self.before.decision is not None, "a step began"
+        step, before = self.step, self.before.decision
+        mean = partial(_mean, self.rows, 2 if self.name == BOTH else 1)
+        change = mean(first - before.first) / mean(before.first)
+        reuse = (change < step.threshold) & (before.row < step.most)
+        numbers = jnp.concatenate([jnp.int32(step.number)[None], before.numbers[:-1]])
+        anew = Decision(first, numbers, jnp.int32(0))
+        again = before._replace(row=before.row + 1)
+        decision = jax.tree.map(partial(jnp.where, reuse), again, anew)
+        self.added = Added((), decision, ~reuse)
+
+    def _weights(self) -> tuple[Any, ...]:
+        """Weigh the last two sums so that a line through them is at the step; one counts 1."""
+        assert self.before is not None and self.before.decision is not None, "a step began"
+        numbers = self.before.decision.numbers.astype(jnp.float32)
+        if len(numbers) == 1:
+            return (1.0,)
+        last, older = numbers
+        share = jnp.where(older < 0, 0.0, (self.step.number - last) / (last - older))
+        return 1 + share, -share
+
+
+def _mean(rows: Any, calls: int, x: Array) -> Float[Array, ""]:
+    """Return the mean size of the numbers in the rows of the samples that count."""
+    each = jnp.mean(jnp.abs(x.astype(jnp.float32)), axis=tuple(range(1, x.ndim)))
+    where = None if rows is None else jnp.arange(len(each)) % (len(each) // calls) < rows
+    return jnp.mean(each, where=where)
+
+
+def _kept_of(kept: Kept, name: str) -> Added | None:
+    """Return what a prediction left; the last rows of "both" are those with the text."""
+    if name in kept or BOTH not in kept:
+        return kept.get(name)
+    both, row = kept[BOTH], int(name != WITHOUT)
+    sums = jax.tree.map(lambda x: jnp.split(x, 2)[row], both.sums)
+    if both.decision is None:
+        return both._replace(sums=sums)
+    first = jnp.split(both.decision.first, 2)[row]
+    return both._replace(sums=sums, decision=both.decision._replace(first=first))
