@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from maxattn.block_sizes import BlockSizes, Change
 from maxattn.call import Call, Reason
@@ -30,9 +30,10 @@ from maxattn.kernels.kv_block import (
     SumOfParts,
     widened,
 )
-from maxattn.kernels.refusals import USE_AUTO, refuse_call, refuse_mask
+from maxattn.kernels.refusals import USE_AUTO, refuse_call, refuse_mask, refuse_repeats
+from maxattn.kernels.softmax import NEG_INF, cleared, column, finite
 from maxattn.masks import Full, Mask
-from maxattn.masks.terms import Offset
+from maxattn.masks.terms import Offset, sort_terms
 from maxattn.target import Target
 
 __all__ = [
@@ -56,10 +57,13 @@ __all__ = [
     "in_default_modes",
     "padded_heads",
     "padded_rows",
+    "real_keys_first",
     "refuse_call",
     "refuse_mask",
+    "refuse_repeats",
     "widened",
     "with_batch_folded",
+    "with_lse_gradient",
 ]
 
 Bias = Float[Array, "#B #N #T #S"] | None
@@ -106,6 +110,11 @@ class Result(NamedTuple):
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
 
+    def where(self, seen: Bool[Array, "#B #N #T"]) -> Result:
+        """Return out 0 and LSE -inf for queries that see no key."""
+        out = jnp.where(column(seen), self.out, 0).astype(self.out.dtype)
+        return Result(out, jnp.where(seen, self.lse, NEG_INF))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -126,6 +135,15 @@ class Rows:
     def operands(self) -> tuple[Array, Array, Array, Array]:
         return self.out, self.lse, self.dout, self.dlse
 
+    def without_unseen(self, seen: Bool[Array, "#B #N #T"] | None = None) -> Rows:
+        """Return LSE 1e30, with which P is 0, and dout and dlse 0 for queries that see no key.
+
+        These are the queries that are not `seen`, and those with LSE -inf, which see no key at all.
+        """
+        lse = self.lse if seen is None else jnp.where(seen, self.lse, NEG_INF)
+        dlse = jnp.where(lse == NEG_INF, 0.0, self.dlse)
+        return Rows(self.out, finite(lse), cleared(self.dout, lse), dlse)
+
 
 class Grads(NamedTuple):
     """The gradients; dk, dv and dbias are float32, so that callers can sum them over calls.
@@ -137,6 +155,13 @@ class Grads(NamedTuple):
     dk: Float[Array, "B S K H"]
     dv: Float[Array, "B S K V"]
     dbias: Bias = None
+
+    def in_order(self, order: Int[Array, "B S"] | None) -> Grads:
+        """Return dk and dv of keys that `real_keys_first` moved, in their places before that."""
+        if order is None:
+            return self
+        back = jnp.argsort(order, axis=1)
+        return self._replace(dk=gathered(self.dk, back), dv=gathered(self.dv, back))
 
 
 class Tangents(NamedTuple):
@@ -161,6 +186,38 @@ class Tangents(NamedTuple):
 def gathered(x: Float[Array, "B S K H"], order: Int[Array, "B S"]) -> Float[Array, "B S K H"]:
     """Reorder the tokens of each batch row by that row's indices in `order`."""
     return jnp.take_along_axis(x, order[:, :, None, None], axis=1)
+
+
+def real_keys_first(inputs: Inputs) -> tuple[Inputs, Int[Array, "B S"] | None]:
+    """Move the keys that flags mark as real to the front, if the mask depends on keys alone.
+
+    Return the inputs, with an unchanged mask, and the order of the keys; None if unmoved.
+    """
+    terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
+    if not terms.has_flags or terms.positions or terms.rest:
+        return inputs, None
+    order = terms.real_keys_first(batch, s, inputs.kv_offset)
+    return inputs.replace(k=gathered(inputs.k, order), v=gathered(inputs.v, order)), order
+
+
+def with_lse_gradient(
+    grads: Grads, inputs: Any, rows: Rows, scale: float, forward: Any, backward: Any
+) -> Grads:
+    """Add the gradient of the LSE, which GPU libraries drop, to dq and dk, in float32.
+
+        dq += scale * dlse * (P k)        dk += P^T (scale * dlse * q)
+
+    With k as v, a library's `forward(inputs)` computes P k, and its `backward(inputs, rows)`
+    computes P^T (..) as dv.
+    """
+    with_k, dlse, q = replace(inputs, v=inputs.k), rows.dlse, inputs.q.astype(jnp.float32)
+    pk, here = forward(with_k)
+    weight = jnp.where(dlse == 0.0, 0.0, scale * dlse * jnp.exp(here - rows.lse))
+    dq = jnp.where(column(dlse) == 0.0, 0.0, column(weight) * pk.astype(jnp.float32))
+    dout = (column(scale * dlse) * q).astype(inputs.q.dtype)
+    of_k = backward(with_k, Rows(pk, rows.lse, dout, dlse)).dv.astype(jnp.float32)
+    first, second = (x.astype(jnp.float32) for x in (grads.dq, grads.dk))
+    return grads._replace(dq=first + dq, dk=second + of_k)
 
 
 def padded_heads(inputs: Inputs) -> Inputs:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.jax_private.cudnn import CudnnMask, cudnn_backward, cudnn_forward
-from maxattn.kernels.base import Grads, Lines, Result, Rows
+from maxattn.kernels.base import Grads, Lines, Result, Rows, refuse_repeats
 from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.kernel import Fused, mapped_call
 from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
@@ -39,7 +39,7 @@ class Cudnn(Fused):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        return limits.refuse_deterministic("cudnn")
+        return refuse_repeats("cudnn")
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> Cudnn:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
-from maxattn.kernels.base import Grads, Lines, Result, Rows
+from maxattn.kernels.base import Grads, Lines, Result, Rows, refuse_repeats
 from maxattn.kernels.fused import limits
 from maxattn.kernels.fused.kernel import Fused, mapped_call
 from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
@@ -45,7 +45,7 @@ class CudnnFlashTe(Fused):
 
     @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
-        return limits.refuse_deterministic("cudnn_flash_te")
+        return refuse_repeats("cudnn_flash_te")
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> CudnnFlashTe:

@@ -79,7 +79,7 @@ class DotProduct(Kernel):
             None if x is None else self._fold(softmax.split_keys(x)) for x in (moved.k, moved.v)
         )
         dbias = None if moved.bias is None else self._fold_mask(moved.bias, inputs)
-        lse = jnp.where(result.lse == softmax.NEG_INF, softmax.BIG_LSE, result.lse)
+        lse = softmax.finite(result.lse)
         lse = self._fold(softmax.split_stats(lse, kv_heads))
         ds = softmax.score_tangent(qs, ks, dq, dk, dbias, self.scale)
         dlse, acc = softmax.tile_tangent(self._scores(qs, ks, inputs), ds, lse, vs, dv)

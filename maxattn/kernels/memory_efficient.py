@@ -123,7 +123,7 @@ class MemoryEfficient(Kernel):
         whole = moved.whole(inputs)
         dots = self._tiles(inputs.replace(**whole._asdict(), bias_level=None))
         bias = None if moved.bias is None else dots.bias
-        lse = jnp.where(result.lse == softmax.NEG_INF, softmax.BIG_LSE, result.lse)
+        lse = softmax.finite(result.lse)
         lse = cut(softmax.split_stats(lse, kv_heads), 3, tiles.q.shape[4], softmax.BIG_LSE)
 
         def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array]:

@@ -48,3 +48,8 @@ def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
         remedy = f"pass KeyPadding with lengths if real keys come first, or {USE_AUTO}"
         return Reason(who, "mask KeyPadding & positions", rule, remedy)
     return None
+
+
+def refuse_repeats(who: str) -> Reason:
+    rule = "its backward adds gradients up in no fixed order"
+    return Reason(who, "deterministic", rule, USE_AUTO)

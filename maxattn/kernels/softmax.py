@@ -118,6 +118,11 @@ def gradient_dtype(x: Array | jax.ShapeDtypeStruct) -> Any:
     return jnp.float32 if x.dtype == jnp.float16 else x.dtype
 
 
+def finite(lse: Array) -> Array:
+    """Replace an LSE of -inf by `BIG_LSE`, with which P is 0."""
+    return jnp.where(lse == NEG_INF, BIG_LSE, lse)
+
+
 def row_gradient(
     out: Queries, dout: Queries, lse: Stats, dlse: Stats
 ) -> tuple[Stats, Stats, Queries]:
@@ -125,7 +130,7 @@ def row_gradient(
     empty = lse == NEG_INF
     dout = jnp.where(empty[..., None], 0.0, dout.astype(jnp.float32))
     delta = jnp.sum(dout * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, dlse)
-    return jnp.where(empty, BIG_LSE, lse), delta, dout
+    return finite(lse), delta, dout
 
 
 def tile_gradient(

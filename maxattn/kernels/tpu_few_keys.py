@@ -26,9 +26,9 @@ from maxattn.kernels.base import (
     Result,
     Rows,
     exact_products,
-    gathered,
+    real_keys_first,
 )
-from maxattn.kernels.softmax import BIG_LSE, NEG_INF, gradient_dtype
+from maxattn.kernels.softmax import NEG_INF, finite, gradient_dtype
 from maxattn.kernels.transposed import few_keys
 from maxattn.masks.terms import USE_BLOCKWISE, sort_terms
 from maxattn.target import Target
@@ -117,27 +117,23 @@ class TpuFewKeys(Kernel):
         empty = rows.lse == NEG_INF
         products = rows.dout.astype(jnp.float32) * rows.out.astype(jnp.float32)
         delta = products.sum(axis=3).swapaxes(1, 2) - rows.dlse
-        lse, delta = jnp.where(empty, BIG_LSE, rows.lse), jnp.where(empty, 0.0, delta)
+        lse, delta = finite(rows.lse), jnp.where(empty, 0.0, delta)
         with exact_products(call.q.dtype):
             given = lse, delta, rows.dout.astype(call.q.dtype)
             dq, dk, dv = few_keys.backward(call, *given, self.interpret)
-        if order is not None:
-            dk, dv = (gathered(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
-        return Grads(dq.astype(gradient_dtype(inputs.q)), dk * self.scale, dv)
+        found = Grads(dq.astype(gradient_dtype(inputs.q)), dk * self.scale, dv)
+        return found.in_order(order)
 
     def _call(
         self, inputs: Inputs, tile: FewKeysTile
     ) -> tuple[few_keys.FewKeysCall, Int[Array, "B S"] | None]:
         """Return the kernels' call, and the order that puts real keys first if flags mark them."""
-        terms, (batch, kv_len) = sort_terms(inputs.mask), inputs.k.shape[:2]
-        lengths, order = terms.lengths(batch, kv_len, inputs.kv_offset), None
+        inputs, order = real_keys_first(inputs)
         q, k, v = inputs.q, inputs.k, inputs.v
+        lengths = sort_terms(inputs.mask).lengths(k.shape[0], k.shape[1], inputs.kv_offset)
         # Only CPUs run it in float16, which has no digits for small keys times the scale.
         if self.float32_qk_product or q.dtype == jnp.float16:
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        if terms.has_flags:
-            order = terms.real_keys_first(batch, kv_len, inputs.kv_offset)
-            k, v = gathered(k, order), gathered(v, order)
         return few_keys.FewKeysCall.of(q, k, v, lengths, self.scale, tile), order
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from maxattn.kernels.base import Grads, Inputs, Result, Rows, padded_heads, padded_rows
 from maxattn.kernels.fused import rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.softmax import NEG_INF, cleared, column, fold_like, gradient_dtype
+from maxattn.kernels.softmax import NEG_INF, cleared, fold_like, gradient_dtype
 from maxattn.masks.band_pieces import Piece, pieces
 from maxattn.masks.terms import sort_terms
 from maxattn.sharding import pad_axis
@@ -71,9 +71,8 @@ class Biased:
         """Return (out, lse) without padding; (0, -inf) for a query whose keys are all hidden."""
         out, lse = found.out[:, : self.queries, :, : self.head_dim], found.lse[..., : self.queries]
         assert self.given.bias is not None
-        hidden = lse < LOWEST[str(self.given.bias.dtype)] / 2
-        out = jnp.where(column(hidden), 0, out).astype(out.dtype)
-        return Result(out, jnp.where(hidden, NEG_INF, lse - self.kept))
+        is_hidden = lse < LOWEST[str(self.given.bias.dtype)] / 2
+        return Result(out, lse - self.kept).where(~is_hidden)
 
     def rows(self, rows: Rows) -> Rows:
         """Pad `rows` for the library's backward, and add the kept levels to the LSE."""

@@ -3,23 +3,17 @@
 A library computes a rectangle of query-key pairs: all pairs, or a band that starts at the
 rectangle's corner, with a number of real keys per batch row. `Fused` cuts a mask into such
 rectangles and merges their results. Queries that see no key get output 0 and LSE -inf. `Fused` also
-adds the gradient of the LSE (dlse), which libraries drop:
-
-    dS = P * (dP - delta) + P * dlse
-    dq += scale * dlse * (P k)        dk += P^T (scale * dlse * q)
-
-The library computes P k in a forward, and P^T (..) in a backward, with k passed as v.
+adds the gradient of the LSE, which libraries drop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from maxattn.kernels.base import (
     Grads,
@@ -27,16 +21,16 @@ from maxattn.kernels.base import (
     Kernel,
     Result,
     Rows,
-    gathered,
     padded_heads,
     padded_rows,
+    real_keys_first,
     with_batch_folded,
+    with_lse_gradient,
 )
 from maxattn.kernels.fused import biased, rectangles
 from maxattn.kernels.fused.rectangles import PieceInputs
-from maxattn.kernels.softmax import NEG_INF, column
 from maxattn.masks.band_pieces import Piece, run_pieces
-from maxattn.masks.terms import Terms, sort_terms
+from maxattn.masks.terms import sort_terms
 
 Pieces = tuple[Piece, ...]
 
@@ -70,23 +64,20 @@ class Fused(Kernel):
     def forward(self, inputs: Inputs) -> Result:
         if inputs.bias is not None:
             return biased.forward(self, inputs)
-        width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
-        inputs = padded_heads(inputs)
+        width, (inputs, _) = inputs.q.shape[3], real_keys_first(padded_heads(inputs))
 
         def compute(pieces: Pieces, given: PieceInputs) -> Result:
             found = [(p, self.rectangle_forward(given.cut(p))) for p in pieces]
             return rectangles.merged(found, given.q)
 
-        given = _real_keys_first(terms, inputs, _order(terms, inputs))
-        out, lse = _over_pieces(terms, inputs, compute, given)
+        out, lse = _over_pieces(inputs, compute)
         return Result(out[..., :width], lse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         """Return the gradients; dk and dv are float32, but a library rounded them to k's dtype."""
         if inputs.bias is not None:
             return biased.backward(self, inputs, rows)
-        width, terms = inputs.q.shape[3], sort_terms(inputs.mask)
-        inputs = padded_heads(inputs)
+        width, (inputs, order) = inputs.q.shape[3], real_keys_first(padded_heads(inputs))
 
         def compute(pieces: Pieces, given: PieceInputs, rows: Rows) -> Grads:
             found = [
@@ -94,62 +85,34 @@ class Fused(Kernel):
             ]
             return rectangles.summed(found, given.q, given.k)
 
-        order = _order(terms, inputs)
-        operands = _real_keys_first(terms, inputs, order), padded_rows(rows, inputs.q)
-        dq, dk, dv, _ = _over_pieces(terms, inputs, compute, *operands)
-        if order is not None:
-            dk, dv = (gathered(x, jnp.argsort(order, axis=1)) for x in (dk, dv))
+        found = _over_pieces(inputs, compute, padded_rows(rows, inputs.q))
+        dq, dk, dv, _ = found.in_order(order)
         return Grads(dq[..., :width], dk[..., :width], dv[..., :width])
 
     # ---- one rectangle ---------------------------------------------------------------------------
 
     def rectangle_forward(self, inputs: PieceInputs) -> Result:
         """Return one rectangle's result: output 0 and LSE -inf for queries without keys in it."""
-        out, lse = self.piece_forward(inputs)
-        seen = inputs.seen()
-        if seen is None:
-            return Result(out, lse)
-        out = jnp.where(seen[:, :, None, None], out, 0).astype(inputs.q.dtype)
-        return Result(out, jnp.where(seen[:, None], lse, NEG_INF))
+        found, seen = self.piece_forward(inputs), inputs.seen()
+        return found if seen is None else found.where(seen[:, None])
 
     def _backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
         """Return the float32 gradients of one rectangle, including those from dlse."""
         rows = rectangles.without_unseen(inputs, rows)
         dq, dk, dv, _ = self.piece_backward(inputs, rows)
-        dq, dk, dv = (x.astype(jnp.float32) for x in (dq, dk, dv))
-        if self.lse_gradient:
-            of_lse = self._of_lse(inputs, rows)
-            dq, dk = dq + of_lse[0], dk + of_lse[1]
-        return Grads(dq, dk, dv)
-
-    def _of_lse(self, inputs: PieceInputs, rows: Rows) -> tuple[Array, Array]:
-        """Return the parts of (dq, dk) that come from dlse, the gradient of the LSE."""
-        dlse, q = rows.dlse, inputs.q.astype(jnp.float32)
-        with_k = replace(inputs, v=inputs.k)
-        pk, here = self.piece_forward(with_k)
-        weight = jnp.where(dlse == 0.0, 0.0, self.scale * dlse * jnp.exp(here - rows.lse))
-        dq = column(weight) * pk.astype(jnp.float32)
-        dout = (column(self.scale * dlse) * q).astype(inputs.q.dtype)
-        dk = self.piece_backward(with_k, Rows(pk, rows.lse, dout, dlse)).dv  # k is passed as v
-        return jnp.where(column(dlse) == 0.0, 0.0, dq), dk.astype(jnp.float32)
+        found = Grads(*(x.astype(jnp.float32) for x in (dq, dk, dv)))
+        if not self.lse_gradient:
+            return found
+        both = self.piece_forward, self.piece_backward
+        return with_lse_gradient(found, inputs, rows, self.scale, *both)
 
 
-def _order(terms: Terms, inputs: Inputs) -> Array | None:
-    """Return an order of keys that puts real keys first; None if no flags mark real keys."""
-    if not terms.has_flags:
-        return None
-    return terms.real_keys_first(inputs.q.shape[0], inputs.k.shape[1], inputs.kv_offset)
-
-
-def _real_keys_first(terms: Terms, inputs: Inputs, order: Array | None) -> PieceInputs:
-    k, v = (x if order is None else gathered(x, order) for x in (inputs.k, inputs.v))
-    lengths = terms.lengths(inputs.q.shape[0], inputs.k.shape[1], inputs.kv_offset)
-    return PieceInputs.whole(inputs.q, k, v, lengths)
-
-
-def _over_pieces(terms: Terms, inputs: Inputs, compute: Callable[..., Any], *operands: Any) -> Any:
-    lengths = inputs.q.shape[1], inputs.k.shape[1]
-    return run_pieces(terms, inputs.q_offset - inputs.kv_offset, lengths, compute, *operands)
+def _over_pieces(inputs: Inputs, compute: Callable[..., Any], *rows: Rows) -> Any:
+    terms, (q, k) = sort_terms(inputs.mask), (inputs.q, inputs.k)
+    real = terms.lengths(q.shape[0], k.shape[1], inputs.kv_offset)
+    operands = PieceInputs.whole(q, k, inputs.v, real), *rows
+    shift, lengths = inputs.q_offset - inputs.kv_offset, (q.shape[1], k.shape[1])
+    return run_pieces(terms, shift, lengths, compute, *operands)
 
 
 def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:

@@ -53,11 +53,6 @@ def refuse(who: str, call: Call, target: Target, ends_at_query: bool = False) ->
     )
 
 
-def refuse_deterministic(who: str) -> Reason:
-    rule = "its backward adds gradients up in no fixed order"
-    return Reason(who, "deterministic", rule, USE_AUTO)
-
-
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 

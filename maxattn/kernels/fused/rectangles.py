@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxattn.kernels.base import Grads, Result, Rows
-from maxattn.kernels.softmax import BIG_LSE, NEG_INF, cleared, gradient_dtype, merge_by_lse
+from maxattn.kernels.softmax import NEG_INF, gradient_dtype, merge_by_lse
 from maxattn.masks.band_pieces import Piece
 
 
@@ -80,17 +80,12 @@ def cut_rows(rows: Rows, p: Piece) -> Rows:
 
 
 def without_unseen(inputs: PieceInputs, rows: Rows) -> Rows:
-    """Set LSE to 1e30 and dout to 0 for queries that see no key of this rectangle or of the call.
-
-    Then P = exp(s - 1e30) = 0. If every query sees a key of this rectangle, only padded queries
-    have LSE -inf, and padded queries have dout 0 already. `rows` has dout in q's dtype.
-    """
-    empty, seen, dout = rows.lse == NEG_INF, inputs.seen(), rows.dout
+    """Let queries that see no key of this rectangle, or of the call, add nothing to a gradient."""
+    seen = inputs.seen()
     if seen is not None:
-        empty |= ~seen[:, None]
-        dout = cleared(dout, jnp.where(empty, NEG_INF, rows.lse))
-    dlse = jnp.where(empty, 0.0, rows.dlse)
-    return Rows(rows.out, jnp.where(empty, BIG_LSE, rows.lse), dout, dlse)
+        return rows.without_unseen(seen[:, None])
+    # Only padded queries see no key, and padded queries have dout 0 already.
+    return replace(rows.without_unseen(), dout=rows.dout)
 
 
 def merged(found: list[tuple[Piece, Result]], q: Array) -> Result:

@@ -102,10 +102,7 @@ class TokamaxMosaic(Fused):
         if not _takes_intervals(inputs):
             return super().forward(inputs)
         given = _intervals(inputs)
-        out, lse = self.piece_forward(given)
-        seen = _seen(given)
-        out = jnp.where(seen[..., None, None], out, 0).astype(given.q.dtype)
-        return Result(out, jnp.where(seen[:, None], lse, NEG_INF))
+        return self.piece_forward(given).where(_seen(given)[:, None])
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
         if not _takes_intervals(inputs):
