@@ -16,7 +16,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Inputs, Kernel, Lines, Result, Rows
 from maxattn.kernels.cudnn import Cudnn
-from maxattn.kernels.fa4.kernel import Fa4, has_kernels, lack
+from maxattn.kernels.fa4.kernel import Fa4, HopperFa4, LibraryFa4, has_kernels, lack
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.limits import refuse_head_dim, refuse_size, written_text
 from maxattn.kernels.fused.rectangles import PieceInputs
@@ -52,15 +52,14 @@ class Flash(Splash):
     def build(call: Call, config: AttentionConfig, target: Target) -> Kernel:
         if target.platform != "gpu":
             return Flash.of(call, scalar_memory.fitting(call, config, target), target)
-        if has_fa4(target) and call.bias is not None:
-            return BiasedFa4.build(call, config, target)
         if has_fa4(target):
-            return Fa4.build(call, config, target)
+            kernel = fa4_of(target) if call.bias is None else BiasedFa4
+            return kernel.build(call, config, target)
         return CudnnForFlash(call.scale, call.return_lse, why=_without_fa4(target))
 
     @staticmethod
     def may_keep_dq(call: Call, platform: str) -> bool:
-        return platform == "gpu" and Fa4.may_keep_dq(call, platform)
+        return platform == "gpu" and HopperFa4.may_keep_dq(call, platform)
 
     def lines(self, call: Call) -> Lines:
         return Lines(f"flash (JAX splash attention, {self.how})", self.block_lines())
@@ -82,13 +81,14 @@ class BiasedFa4(Fused):
     name: ClassVar[str] = "flash"
     hides_beside_bias: ClassVar[bool] = False
     takes_any_bias: ClassVar[bool] = True
-    fa4: Fa4 = Fa4(1.0)  # noqa: RUF009
+    fa4: HopperFa4 = HopperFa4(1.0)  # noqa: RUF009
     plain: Kernel | None = None
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> BiasedFa4:
         # `lse_gradient` is False, since FlashAttention-4's backward computes the LSE's gradient.
-        fa4, plain = Fa4.build(call, config, target), MemoryEfficient.build(call, config, target)
+        given = call, config, target
+        fa4, plain = HopperFa4.build(*given), MemoryEfficient.build(*given)
         return BiasedFa4(call.scale, False, fa4, plain)
 
     def lines(self, call: Call) -> Lines:
@@ -129,6 +129,10 @@ class CudnnForFlash(Cudnn):
         return super().lines(call)._replace(runs=f"flash (cuDNN through jax: {self.why})")
 
 
+def fa4_of(target: Target) -> type[Fa4]:
+    return HopperFa4 if target.device.is_a("hopper") else LibraryFa4
+
+
 def has_fa4(target: Target) -> bool:
     """Check whether fa4-jax is installed and has kernels for this GPU."""
     return target.version("fa4-jax") is not None and has_kernels(target.device)
@@ -149,7 +153,7 @@ def install(target: Target) -> str:
 
 def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:
     if has_fa4(target):
-        reason = Fa4.supports(call, target)
+        reason = fa4_of(target).supports(call, target)
         if reason is None and call.bias is not None:
             reason = refuse_head_dim("flash", call) or refuse_size("flash", call)
         return reason

@@ -14,10 +14,10 @@ from maxattn.kernels import KERNELS
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.composed.pair import Pair
 from maxattn.kernels.dot_product import DotProduct
-from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.kernel import HopperFa4, LibraryFa4
 from maxattn.kernels.kv_block import SumOfParts
 
-FA4, DENSE = Fa4(0.1, launched=True), DotProduct(0.1)
+FA4, DENSE = HopperFa4(0.1), DotProduct(0.1)
 
 
 def inputs(length: int = 8190, heads: int = 40, kv_heads: int = 40) -> Inputs:
@@ -33,7 +33,8 @@ def test_a_pair_answers_with_its_second() -> None:
 
 @pytest.mark.parametrize("why", ["short", "shared keys", "gradient of the LSE", "other GPUs"])
 def test_flash_attention_4_sums_parts_where_its_launches_do_not_fit(why: str) -> None:
-    kernel = Fa4(0.1, why == "gradient of the LSE", launched=why != "other GPUs")
+    kind = LibraryFa4 if why == "other GPUs" else HopperFa4
+    kernel = kind(0.1, why == "gradient of the LSE")
     x = inputs(8 if why == "short" else 256, 2, 1 if why == "shared keys" else 2)
     out, lse = jnp.zeros(x.q.shape, "bfloat16"), jnp.zeros((1, 2, x.q.shape[1]))
     assert isinstance(kernel.accumulator(x, Rows(out, lse, out, lse)), SumOfParts)

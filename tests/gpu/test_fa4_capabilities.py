@@ -19,8 +19,8 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.kernels.fa4.kernel import Fa4
 from maxattn.kernels.fa4.tiles import kernel_width
+from maxattn.kernels.flash import fa4_of
 
 HEAD_DIMS = (8, 16, 40, 48, 64, 72, 80, 96, 100, 128, 136, 160, 192, 224, 256, 264, 512)
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
@@ -73,7 +73,7 @@ def test_head_dims_masks_and_shared_heads(
         sizes: dict[str, Any] = {"head_dim": head_dim, "kv_heads": kv_heads, "dtype": dtype}
         call = replace(PLAIN, **sizes, scale=0.0, mask=MASKS[mask].bind(LENGTH, LENGTH))
         theirs = asks(capability, call, mask, monkeypatch)
-        ours = Fa4.supports(call, target)
+        ours = fa4_of(target).supports(call, target)
         # The largest head dim that its own page promises is 256, also where a tile would fit.
         if bool(theirs or head_dim > 256) != (ours is not None):
             wrong.append((head_dim, kv_heads, mask, theirs, ours))
@@ -90,7 +90,7 @@ def test_the_kernels_of_what_is_taken_can_be_made(
     arch = kernels._device_arch()
     for head_dim, group, mask in product(HEAD_DIMS, (1, 4), MASKS):
         call = replace(PLAIN, head_dim=head_dim, scale=0.0)
-        if Fa4.supports(call, target) is None:
+        if fa4_of(target).supports(call, target) is None:
             width = -(-head_dim // 8) * 8
             for kind, size in (("fwd", width), ("bwd", kernel_width(width))):
                 dtype = kernels._DTYPES[jnp.dtype("bfloat16")]
@@ -114,14 +114,16 @@ REFUSED, ON_HOPPER = {"table of pairs"}, {"bias"}
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_features(capability: str, feature: str) -> None:
     has_kernels = capability not in ("7.5", "11.0")
-    reason = Fa4.supports(FEATURES[feature], target_of(capability))
+    target = target_of(capability)
+    reason = fa4_of(target).supports(FEATURES[feature], target)
     hopper = capability == "9.0" or feature not in ON_HOPPER
     assert (reason is None) == (has_kernels and feature not in REFUSED and hopper)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_lists_of_tiles_are_for_hopper_gpus(capability: str) -> None:
-    kernel = Fa4.build(FEATURES["block window"], ma.AttentionConfig(), target_of(capability))
+    target = target_of(capability)
+    kernel = fa4_of(target).build(FEATURES["block window"], ma.AttentionConfig(), target)
     assert ("block-sparse lists" in kernel.lines(FEATURES["block window"]).blocks) == (
         capability == "9.0"
     )

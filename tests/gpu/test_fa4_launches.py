@@ -18,7 +18,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs, Rows
-from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.kernel import HopperFa4
 from maxattn.kernels.fa4.launch import Launch, backward_launch, forward_launch
 from maxattn.kernels.fa4.problem import Problem, of_call
 from maxattn.kernels.fa4.work import ALL
@@ -263,7 +263,7 @@ def test_shards_whose_positions_are_traced(name: str) -> None:
     allowed = np.asarray(case.bound.allowed(np.arange(t), np.arange(t)))
     x = drawn(case, allowed) | {"dlse": jnp.zeros((b, n, t))}
     sharded = ma.Call(*case.sizes, "bfloat16", case.bound, return_lse=True, sharded=True)
-    kernel = Fa4.build(sharded, ma.AttentionConfig(attention="flash"), ma.Target.here())
+    kernel = HopperFa4.build(sharded, ma.AttentionConfig(attention="flash"), ma.Target.here())
     size = 512 if starts[1] else t
     bound = jax.tree.map(jnp.asarray, case.bound)
 
@@ -309,7 +309,7 @@ def test_blocks_of_a_ring_add_up_in_place(h: int) -> None:
     x = drawn(case, allowed) | {"dlse": jnp.zeros((b, n, t))}
     want = exact(x, allowed, h**-0.5)
     call = ma.Call(b, t, s // 2, n, n, h, "bfloat16")
-    kernel = Fa4.build(call, ma.AttentionConfig(attention="flash"), ma.Target.here())
+    kernel = HopperFa4.build(call, ma.AttentionConfig(attention="flash"), ma.Target.here())
     halves = [(x["k"][:, at : at + s // 2], x["v"][:, at : at + s // 2]) for at in (0, s // 2)]
     lse = jnp.asarray(want["lse"], jnp.float32)
     rows = Rows(jnp.asarray(want["out"], x["q"].dtype), lse, x["dout"], jnp.zeros_like(lse))

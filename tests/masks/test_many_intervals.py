@@ -19,7 +19,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError, Unsupported
-from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.kernel import HopperFa4
 from maxattn.kernels.splash.mask_codes import KernelInts, KernelNumpy, unwrap
 from maxattn.masks import algebra
 from maxattn.masks.algebra import has_few_spans
@@ -141,7 +141,7 @@ def test_beyond_the_limit_flash_is_refused(name: str) -> None:
     with pytest.raises(Unsupported, match="up to 32 intervals of keys per query"):
         ma.plan(call, ma.AttentionConfig(attention="flash"), target=ma.Target.named("TPU v5p"))
     hopper = ma.Target.named("NVIDIA H100", packages=(("fa4-jax", "0.1.0"),))
-    reason = Fa4.supports(call, hopper)
+    reason = HopperFa4.supports(call, hopper)
     assert reason is not None and "intervals of keys" in reason.rule
     assert ma.plan(call, target=hopper).kernel.name in ("dot_product", "memory_efficient")
 

@@ -8,7 +8,7 @@ window that contains the mask.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.kernels.base import Grads, Inputs, Result, Rows
+from maxattn.kernels.base import Grads, Inputs, Result, Rows, with_lse_gradient
 from maxattn.kernels.fa4 import library
-from maxattn.kernels.fa4.mask_test import PAD, intervals
+from maxattn.kernels.fa4.lists import PAD, intervals
 from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import kernel_width
-from maxattn.kernels.softmax import NEG_INF, column
+from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks.band_pieces import Piece, pieces
 from maxattn.masks.terms import segment_ids, sort_terms, supported_split
 
@@ -72,23 +72,12 @@ def backward(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradient:
         jnp.pad(x, extra) for x in (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
     )
     rows = Rows(out, rows.lse, dout, rows.dlse)
-    grads = _all_grads(p, inputs.replace(q=q, k=k, v=v), rows, scale, lse_gradient)
-    return Grads(*(x[..., :width] for x in grads[:3]))
-
-
-def _all_grads(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradient: bool) -> Grads:
+    inputs = inputs.replace(q=q, k=k, v=v)
     grads = _backward(p, inputs, rows, scale)
-    if not lse_gradient:
-        return grads
-    # The library drops the LSE's gradient: a forward and a backward with k as v compute it.
-    with_k, dlse = inputs.replace(v=inputs.k), rows.dlse
-    pk, here = forward(p, with_k, scale)
-    weight = jnp.where(dlse == 0.0, 0.0, scale * dlse * jnp.exp(here - rows.lse))
-    dq = column(weight) * pk.astype(jnp.float32)
-    dout = (column(scale * dlse) * inputs.q.astype(jnp.float32)).astype(inputs.q.dtype)
-    of_k = _backward(p, with_k, Rows(pk, rows.lse, dout, dlse), scale).dv
-    first, second = (x.astype(jnp.float32) for x in grads[:2])
-    return Grads(first + jnp.where(column(dlse) == 0.0, 0.0, dq), second + of_k, grads.dv)
+    if lse_gradient:
+        both = partial(forward, p, scale=scale), partial(_backward, p, scale=scale)
+        grads = with_lse_gradient(grads, inputs, rows, scale, *both)
+    return Grads(*(x[..., :width] for x in grads[:3]))
 
 
 def _backward(p: Problem, inputs: Inputs, rows: Rows, scale: float) -> Grads:
@@ -226,9 +215,7 @@ def _lengths_forward(inputs: Inputs, scale: float) -> Result:
     config = _config(View(0, 0, 0, 0), scale, varlen=True)
     out, lse = library.attention().fa4_fwd_p.bind(*flat, *ends, cfg=config, need_lse=True)
     out, lse = out.reshape(q.shape), lse.reshape(-1, q.shape[0], q.shape[1]).swapaxes(0, 1)
-    some = ends[3][:, None, None] > 0
-    out = jnp.where(some[..., None], out, 0).astype(q.dtype)
-    return Result(out, jnp.where(some, lse, NEG_INF))
+    return Result(out, lse).where(ends[3][:, None, None] > 0)
 
 
 def _lengths_backward(inputs: Inputs, rows: Rows, scale: float) -> Grads:

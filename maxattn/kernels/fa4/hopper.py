@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxattn.kernels.fa4 import library
-from maxattn.kernels.fa4.library import BackwardOperands, ForwardOperands, Spec
+from maxattn.kernels.fa4.library import Fa4Operands, Fa4Results, Spec
 from maxattn.kernels.fa4.mask_test import bias_adder, mask_mod, tested_by_rows
 from maxattn.kernels.fa4.scheduler import (
     PLACES,
@@ -29,7 +29,7 @@ from maxattn.kernels.fa4.scheduler import (
     utils,
 )
 from maxattn.kernels.fa4.tiles import kernel_width
-from maxattn.kernels.fa4.work import ALL, Uniform
+from maxattn.kernels.fa4.work import ALL, Cut
 
 copies: Any = import_module("fa4_jax.cute.quack.copy_utils")
 layouts: Any = import_module("fa4_jax.cute.quack.layout_utils")
@@ -247,7 +247,7 @@ def write_or_add(kernel: Any, tile: Any, flags: Any, sums: Any, memory: Any, fir
 
 
 # ---- the functions that `cutejax.call` traces ----------------------------------------------------
-# They get the stream, the operands as the pytrees that were passed, and the results one by one.
+# They get the stream, static settings, the operands and the results.
 
 
 def number_of(spec: Spec) -> Any:
@@ -262,11 +262,7 @@ def settings_of(spec: Spec, arrays: Any) -> dict[str, Any]:
     return {"mask_mod": test, "has_aux_tensors": bool(arrays)}
 
 
-def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
-    """Launch a forward; `results` are out, lse, the splits' slots and the queue's count, if any."""
-    left, kind = list(results), spec.kind
-    out, lse = (left.pop(0), left.pop(0)) if kind.cut.tail != ALL else (given.q, None)
-    slots = (left.pop(0), left.pop(0)) if kind.cut.tail else (None, None)
+def run_forward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results):
     tile, config = spec.tile, library.kernels()._fwd_cfg_sm90(*(spec.head_dim,) * 2, False, False)
     kernel: Any = HopperForward(
         number_of(spec),  # pyright: ignore[reportCallIssue]
@@ -280,45 +276,43 @@ def run_forward(stream: Any, spec: Spec, given: ForwardOperands, *results: Any):
         mma_pv_is_rs=config.mma_pv_is_rs,
         **settings_of(spec, given.arrays),
     )
-    kernel.kind, kernel.extra = kind, {"items": given.items, "lists": given.lists}
-    kernel.extra |= {"count": left[0] if left else None, "slots": slots[0], "slot_lse": slots[1]}
+    kernel.kind, kernel.extra = spec.kind, {"items": given.items, "lists": given.lists}
+    kernel.extra |= {name: getattr(results, name) for name in ("count", "slots", "slot_lse")}
     scale = spec.scale if spec.bias is None else cutlass.Float32(spec.scale)
-    arrays = given.q, given.k, given.v, out, lse
+    out = given.q if results.out is None else results.out  # not written if all splits have slots
+    arrays = given.q, given.k, given.v, out, results.lse
     kernel(*arrays, scale, mSeqUsedK=given.lengths, **_more(stream, given))
 
 
-def run_backward(stream: Any, spec: Spec, given: BackwardOperands, *results: Any):
-    """Launch a backward's kernel, or two kernels if only the last key tiles are split.
-
-    `results` are dQ in float32; flags, if the first key tile stores dQ; dK and dV of keys that are
-    not split, if any; dK and dV of keys that are split, if any.
-    """
-    kind, (dq, *left) = spec.kind, results
-    flags = left.pop(0) if kind.writes_first else None
+def run_backward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results):
+    """Launch a backward's kernel, or two kernels if only the last key tiles are split."""
+    kind = spec.kind
     if kind.cut.tail in (0, ALL):
-        _backward(stream, spec, given, (dq, *left), flags)
+        _backward(stream, spec, given, results)
         return
-    *whole, dk, dv = left
-    start = given.k.shape[1] - dk.shape[1]
-    first = replace(kind, cut=Uniform())
-    k, v, *grads = (_keys(x, 0, start) for x in (given.k, given.v, *whole))
+    length = results.last_dk.shape[1]
+    start = given.k.shape[1] - length
+    first = replace(spec, kind=replace(kind, cut=Cut()))
+    k, v, dk, dv = (_keys(x, 0, start) for x in (given.k, given.v, results.dk, results.dv))
+    _backward(stream, first, given._replace(k=k, v=v), results._replace(dk=dk, dv=dv))
+    last = replace(kind, cut=Cut(ALL, kind.cut.splits), writes_first=False)
+    k, v = (_keys(x, start, length) for x in (given.k, given.v))
+    grads = {"flags": None, "dk": results.last_dk, "dv": results.last_dv}
     part = given._replace(k=k, v=v)
-    _backward(stream, replace(spec, kind=first), part, (dq, *grads), flags)
-    last = replace(kind, cut=Uniform(ALL, kind.cut.splits), writes_first=False)
-    k, v = (_keys(x, start, dk.shape[1]) for x in (given.k, given.v))
-    part = given._replace(k=k, v=v)
-    _backward(stream, replace(spec, kind=last), part, (dq, dk, dv), None)
+    _backward(stream, replace(spec, kind=last), part, results._replace(**grads))
 
 
-def run_block(stream: Any, spec: Spec, given: BackwardOperands, span: Any, dq: Any, grads: Any):
-    """Launch a backward on a range of keys of a block; `given.k` and `grads` are [2,B,S,K,H]."""
-    start, end = span.bounds(given.k.shape[2])
-    packed = (x[which, None, None, None, None] for x in (given.k, grads) for which in (0, 1))
+def run_block(stream: Any, spec: Spec, span: Any, given: Fa4Operands, results: Fa4Results):
+    """Launch a backward on a range of keys of a block; the packed arrays are [2,B,S,K,H]."""
+    start, end = span.bounds(given.block.shape[2])
+    packed = (
+        x[which, None, None, None, None] for x in (given.block, results.grads) for which in (0, 1)
+    )
     k, v, dk, dv = (_keys(x, start, end - start) for x in packed)
-    _backward(stream, spec, given._replace(k=k, v=v), (dq, dk, dv), None)
+    _backward(stream, spec, given._replace(k=k, v=v), results._replace(dk=dk, dv=dv))
 
 
-def _backward(stream: Any, spec: Spec, given: BackwardOperands, grads: Any, flags: Any) -> None:
+def _backward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results) -> None:
     width = kernel_width(spec.head_dim)
     kernel = HopperBackward(
         number_of(spec),  # pyright: ignore[reportCallIssue]
@@ -327,12 +321,13 @@ def _backward(stream: Any, spec: Spec, given: BackwardOperands, grads: Any, flag
         **settings_of(spec, given.arrays),
     )
     kernel.kind, kernel.extra = spec.kind, {"items": given.items, "lists": given.lists}
-    kernel.extra |= {"lengths": given.lengths, "flags": flags}
-    rows, scale = (given.dout, given.lse, given.delta), cutlass.Float32(spec.scale)
-    kernel(given.q, given.k, given.v, *rows, *grads, scale, **_more(stream, given))
+    kernel.extra |= {"lengths": given.lengths, "flags": results.flags}
+    operands = given.q, given.k, given.v, given.dout, given.lse2, given.delta
+    grads, scale = (results.dq, results.dk, results.dv), cutlass.Float32(spec.scale)
+    kernel(*operands, *grads, scale, **_more(stream, given))
 
 
-def _more(stream: Any, given: Any) -> dict[str, Any]:
+def _more(stream: Any, given: Fa4Operands) -> dict[str, Any]:
     """Return the library's operands for lists of tiles and the test's arrays, and the stream."""
     sparse = None if given.lists is None else BlockSparseTensors(given.lists, given.lists)
     aux = utils.AuxData(tensors=tuple(given.arrays) or None)
@@ -352,22 +347,23 @@ def backward_config(spec: Spec) -> Any:
     return config
 
 
-def run_before(stream: Any, spec: Spec, out: Any, dout: Any, lse: Any, *results: Any):
+def run_before(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results):
     """Launch the kernel before a backward: delta, the LSE in base 2, and zeros for dQ, if any."""
-    delta, lse2, *zeros = results
-    width, nothing = kernel_width(spec.head_dim), [None] * 5
+    width, stats = kernel_width(spec.head_dim), (given.lse, results.lse2, results.dq)
     kernel = library.kernels()._get_bwd_pre(number_of(spec), width, spec.head_dim, spec.tile[0])
-    dq, scale = (zeros[0] if zeros else None), cutlass.Float32(spec.scale)
-    kernel(out, dout, delta, lse, lse2, dq, *nothing, scale, stream=stream)
+    nothing, scale = [None] * 5, cutlass.Float32(spec.scale)
+    kernel(given.out, given.dout, results.delta, *stats, *nothing, scale, stream=stream)
 
 
-def run_after(stream: Any, spec: Spec, which: str, scale: float, sums: Any, grad: Any):
+def run_after(
+    stream: Any, spec: Spec, which: str, scale: float, given: Fa4Operands, results: Fa4Results
+):
     """Launch the kernel after a backward: float32 sums of "dq" or "dkv" become a gradient."""
     lib, config = library.kernels(), backward_config(spec)
     plan = lib._BwdPlan(library.HOPPER, *spec.tile, sm90=config)
     layout = lib._bwd_post_params(plan, library.HOPPER, which)
     kernel = lib._get_bwd_post(number_of(spec), kernel_width(spec.head_dim), *layout)
-    kernel(sums, grad, cutlass.Float32(scale), None, None, None, stream=stream)
+    kernel(given.sums, results.grad, cutlass.Float32(scale), None, None, None, stream=stream)
 
 
 def _keys(x: Any, start: Any, length: Any) -> Any:

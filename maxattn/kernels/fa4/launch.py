@@ -24,7 +24,7 @@ from maxattn.kernels.fa4.tiles import (
     forward_time,
     library_tile,
 )
-from maxattn.kernels.fa4.work import ALL, Cut, Uniform, cut, end_of, group_of
+from maxattn.kernels.fa4.work import ALL, Cut, best_cut, end_of, group_of
 
 # A merge of splits: microseconds of its launches, and bytes a microsecond of the splits' results.
 MERGE_US, MERGE_BYTES = 5.0, 2.5e6
@@ -46,10 +46,9 @@ class Launch(NamedTuple):
 
     Attributes:
         tile: numbers of queries and keys in a tile.
-        items: the formula that gives the work items; None if an array lists the items.
+        cut: which tile rows are cut into splits.
         queue: whether thread blocks are persistent and take items from a queue; else each item has
             a thread block of its own.
-        splits: number of splits of each tile row, if an array lists the items.
         group: number of lanes (work.py) whose items start together, if an array lists the items.
         writes_first: whether the first key tile stores dQ and the others add to it; else a launch
             before the kernel clears dQ.
@@ -58,18 +57,12 @@ class Launch(NamedTuple):
     """
 
     tile: Tile
-    items: Uniform | None = None
+    cut: Cut = Cut()
     queue: bool = False
-    splits: int = 1
     group: int = 1
     writes_first: bool = False
     microseconds: float = 0.0
     line: str = ""
-
-    @property
-    def cut(self) -> Uniform:
-        """Which tile rows are cut: those of `items`, or with an array all of them, by `splits`."""
-        return self.items or (Uniform(ALL, self.splits) if self.splits > 1 else Uniform())
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -79,16 +72,19 @@ class Launch(NamedTuple):
 def forward_launch(problem: Problem) -> Launch:
     """Return the launch of a forward: the tile, queue and cut with the smallest makespan."""
     if 0 in problem[:6]:
-        return Launch(library_tile(problem.head_dim), Uniform(), line=_tiles_line(problem, 0))
-    best = min(_forward_launches(problem), key=lambda launch: launch.microseconds)
+        return Launch(library_tile(problem.head_dim), line="no tiles")
+    best, *others = sorted(_forward_launches(problem), key=lambda launch: launch.microseconds)
     group = _group(problem, best.tile, "queries") if problem.has_lists else 1
-    return best._replace(group=group, line=_line(problem, best, "queries", "keys"))
+    line = _line(problem, best, "queries", "keys")
+    if second := next((x for x in others if x.tile != best.tile), None):
+        line += f"; estimated {_time(best)}, and {_time(second)} in {_tiles(second.tile)}"
+    return best._replace(group=group, line=line)
 
 
 def _forward_launches(p: Problem) -> Iterator[Launch]:
     if p.bias is not None:  # adding a bias takes registers, and no other tile was tried
         tile = library_tile(p.head_dim)
-        yield Launch(tile, Uniform(), microseconds=_forward_end(p, tile).end)
+        yield Launch(tile, microseconds=_forward_end(p, tile)[0])
         return
     for tile in forward_tiles(p.head_dim, p.q_len, p.kv_len, p.has_lists):
         steps = p.steps(tile, "queries")
@@ -96,18 +92,15 @@ def _forward_launches(p: Problem) -> Iterator[Launch]:
         if queue:
             time = forward_time(p.head_dim, tile, queue=True)
             end = end_of(time.start + steps * time.step, p.lanes, p.sms)
-            items = None if p.has_lists else Uniform()
-            yield Launch(tile, items, queue=True, microseconds=end)
+            yield Launch(tile, queue=True, microseconds=end)
         if queue and p.kind == "ids":  # items have unknown lengths, and many are short
             continue
-        found = _forward_end(p, tile)
-        uniform = Uniform(found.tail, found.splits)
-        items, splits = (None, found.splits) if p.has_lists else (uniform, 1)
-        yield Launch(tile, items, splits=splits, microseconds=found.end)
+        end, cut = _forward_end(p, tile)
+        yield Launch(tile, cut, microseconds=end)
 
 
-def _forward_end(p: Problem, tile: Tile) -> Cut:
-    """Return the cut with the smallest makespan, if each item has its own thread block."""
+def _forward_end(p: Problem, tile: Tile) -> tuple[float, Cut]:
+    """Return the smallest makespan and its cut, if each item has its own thread block."""
     steps, time = p.steps(tile, "queries"), forward_time(p.head_dim, tile, queue=False)
     width, blocks = ceil(p.head_dim / 16) * 16, len(steps) * p.lanes
     read = 4 * tile.keys * width * p.kv_heads / p.heads  # bytes of K and V that a step reads
@@ -124,7 +117,7 @@ def _forward_end(p: Problem, tile: Tile) -> Cut:
 
     is_long = p.has_lists and blocks > FEW_WAVES * p.sms
     most = 1 if is_long or p.kind in ("ids", "traced") or p.bias else MOST_FORWARD
-    return cut(steps, p.lanes, p.sms, time_of, merge, most, tails=not p.has_lists)
+    return best_cut(steps, p.lanes, p.sms, time_of, merge, most, tails=not p.has_lists)
 
 
 def _group(p: Problem, tile: Tile, by: str) -> int:
@@ -147,22 +140,21 @@ def backward_launch(problem: Problem) -> Launch:
     p = problem
     tile = backward_tile(p.head_dim, p.q_len, p.has_lists)
     if 0 in p[:6]:
-        return Launch(tile, Uniform(), line=_tiles_line(p, 0))
-    found, first = _backward_end(p, tile), _writes_first(p, tile)
+        return Launch(tile, line="no tiles")
+    end, cut = _backward_end(p, tile)
     # Bytes moved by the launch before the kernel (out, dout, zeros) and by that after (sums, dq).
     moved = p.lanes * p.q_len * p.head_dim * (8 + 6)
     launch = Launch(
         tile,
-        None if p.has_lists else Uniform(found.tail, found.splits),
-        splits=found.splits if p.has_lists else 1,
+        cut,
         group=_group(p, tile, "keys") if p.has_lists else 1,
-        writes_first=first,
-        microseconds=found.end + 2 * LAUNCH_US + moved / READ_BYTES,
+        writes_first=_writes_first(p, tile),
+        microseconds=end + 2 * LAUNCH_US + moved / READ_BYTES,
     )
     return launch._replace(line=_line(p, launch, "keys", "queries"))
 
 
-def _backward_end(p: Problem, tile: Tile) -> Cut:
+def _backward_end(p: Problem, tile: Tile) -> tuple[float, Cut]:
     steps, time = p.steps(tile, "keys"), backward_time(p.head_dim, tile)
     if p.kind == "lengths":  # the number of real keys is unknown; half is assumed
         steps = steps[: -(-len(steps) // 2)]
@@ -174,7 +166,7 @@ def _backward_end(p: Problem, tile: Tile) -> Cut:
     def time_of(steps: np.ndarray, _: int) -> np.ndarray:
         return time.start + steps * time.step
 
-    return cut(steps, p.lanes, p.sms, time_of, partial(_sums, p, tile), most, tails)
+    return best_cut(steps, p.lanes, p.sms, time_of, partial(_sums, p, tile), most, tails)
 
 
 def _sums(p: Problem, tile: Tile, rows: int, splits: int) -> float:
@@ -196,12 +188,16 @@ def _writes_first(p: Problem, tile: Tile) -> bool:
 # ---- what `explain` prints -----------------------------------------------------------------------
 
 
-def _tiles_line(p: Problem, tile: Tile | int) -> str:
-    return f"{tile.queries}x{tile.keys} tiles" if isinstance(tile, Tile) else "no tiles"
+def _tiles(tile: Tile) -> str:
+    return f"{tile.queries}x{tile.keys} tiles"
+
+
+def _time(launch: Launch) -> str:
+    return f"{launch.microseconds / 1e3:.3g} ms"
 
 
 def _line(p: Problem, launch: Launch, by: str, over: str) -> str:
-    parts = [_tiles_line(p, launch.tile) + _mask_line(p, launch.tile)]
+    parts = [_tiles(launch.tile) + _mask_line(p, launch.tile)]
     if launch.queue:
         parts.append("dynamic persistent scheduler")
     if launch.writes_first:

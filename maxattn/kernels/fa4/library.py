@@ -2,7 +2,7 @@
 
 `mismatch` compares the table below with the source of the installed package, without importing the
 package. `Fa4.supports` calls `mismatch`, so that nothing is checked when a kernel is compiled.
-Only the version of cutlass-dsl is checked.
+Only the version of cutlass-dsl is checked, not what its classes have.
 
 To move to another fa4-jax, change `TESTED` in jax_private/versions.py, run `mismatch`, mend what it
 reports in hopper.py, scheduler.py, mask_test.py, run.py and elsewhere.py, then run
@@ -23,13 +23,19 @@ from typing import Any, Final, NamedTuple
 
 from maxattn.jax_private.cute import import_cute
 from maxattn.kernels.fa4.mask_test import PairTest
-from maxattn.kernels.fa4.work import Uniform
+from maxattn.kernels.fa4.work import Cut
 
 HOPPER = 90  # the architecture of the two kernels that hopper.py extends
 
-# (file, method) -> the operands of the method that hopper.py or scheduler.py reads or replaces;
-# (file, "") -> the names at the top of the file that maxattn uses.
+# (file, "Class.method") -> operands of the method that hopper.py or scheduler.py read or replace;
+# (file, "Class") -> methods and attributes of the class that they read; (file, "") -> names at the
+# top of the file that maxattn uses. tests/kernels/fa4/test_library.py finds what is missing here.
 USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
+    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90"): (
+        *("_get_shared_storage_cls", "num_mma_threads", "num_epilogue_threads", "sO_layout"),
+        *("use_tma_Q", "use_tma_KV"),
+    ),
+    ("cute/flash_fwd.py", "FlashAttentionForwardBase"): ("dtype", "tile_m", "tile_hdimv"),
     ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.kernel"): (
         *("TileScheduler", "tile_sched_params"),
     ),
@@ -42,6 +48,10 @@ USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ),
     ("cute/flash_fwd.py", "FlashAttentionForwardBase.epilogue"): (
         *("acc_O", "lse", "tiled_mma", "tidx", "m_block", "head_idx", "batch_idx"),
+    ),
+    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90"): (
+        *("tile_m", "tile_hdim", "num_wg_dQ", "num_threads_per_warp_group", "tma_copy_bytes"),
+        *("qhead_per_kvhead", "is_varlen_q"),
     ),
     ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.__call__"): ("mdQ_semaphore",),
     ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.kernel"): (
@@ -59,12 +69,18 @@ USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
         *("mdQaccum", "sdQaccum", "block_info", "TileSchedulerCls", "SeqlenInfoCls"),
         *("blocksparse_tensors", "mdQ_semaphore"),
     ),
+    ("cute/block_info.py", "BlockInfo"): ("tile_n",),
     ("cute/block_info.py", "BlockInfo.get_n_block_min_max"): ("seqlen_info", "m_block"),
     ("cute/block_info.py", "BlockInfo.get_m_block_min_max"): ("seqlen_info", "n_block"),
-    ("cute/mask.py", "AttentionMask.apply_mask_mod_sm80"): (),
+    ("cute/seqlen_info.py", "SeqlenInfoQK"): ("seqlen_k",),
+    ("cute/mask.py", "AttentionMask"): ("apply_mask_mod_sm80", "tile_m", "tile_n", "seqlen_k"),
     ("cute/mask.py", ""): (
         *("mask_r2p_lambda", "r2p_bitmask_above", "r2p_bitmask_below", "sm90_col_to_r2p_idx"),
         "_cols_match_r2p",
+    ),
+    ("cute/tile_scheduler.py", "SingleTileScheduler"): (
+        *("params", "_blk_coord", "_is_first_block"),
+        *("initial_work_tile_info", "get_current_work", "advance_to_next_work"),
     ),
     ("cute/tile_scheduler.py", ""): ("SingleTileScheduler", "WorkTileInfo", "ParamsBase"),
     ("cute/block_sparsity.py", ""): ("BlockSparseTensors",),
@@ -72,8 +88,11 @@ USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("cute/quack/copy_utils.py", ""): ("cpasync_bulk_s2g", "cpasync_reduce_bulk_add_f32"),
     ("cute/quack/layout_utils.py", ""): ("reshape_acc_to_mn",),
     ("masks.py", ""): ("MaskMod", "static"),
-    ("cute/named_barrier.py", ""): ("NamedBarrierBwd",),
+    ("cute/named_barrier.py", "NamedBarrierBwd"): ("dQFullWG0", "dQEmptyWG0"),
+    ("cute/utils.py", "AuxData"): ("tensors",),
     ("cute/utils.py", ""): ("AuxData", "scalar_to_ssa", "ssa_to_scalar", "atomic_add_i32"),
+    ("kernels.py", "_FwdCfgSm90"): ("intra_wg_overlap", "mma_pv_is_rs"),
+    ("kernels.py", "_BwdCfgSm90"): ("tile_m", "tile_n"),
     ("kernels.py", ""): (
         *("_QKV_SPEC", "_F32_SPEC", "_LSE_SPEC", "_DTYPES", "_fwd_cfg_sm90", "_bwd_cfg_sm90"),
         *("_sm90_bwd_kwargs", "_BwdPlan", "_get_bwd_pre", "_get_bwd_post", "_bwd_post_params"),
@@ -113,23 +132,27 @@ def mismatch_in(root: Path) -> str | None:
 
 
 def _names_in(tree: ast.Module, where: str) -> set[str] | None:
-    """Return the operands of `Class.method`, or for "" a file's top-level names; or None."""
+    """Return the names that a file, a class, or a method's operands have; None if it is missing."""
     if not where:
         return {name for node in tree.body for name in _defined(node)}
-    class_name, method = where.split(".")
-    bodies = (n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
-    methods = (n for body in bodies for n in body if isinstance(n, ast.FunctionDef))
-    found = next((n.args for n in methods if n.name == method), None)
-    return None if found is None else {a.arg for a in (*found.args, *found.kwonlyargs)}
+    name, _, method = where.partition(".")
+    classes = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == name)
+    if (found := next(classes, None)) is None or not method:
+        return None if found is None else {x for node in ast.walk(found) for x in _defined(node)}
+    methods = (x for x in found.body if isinstance(x, ast.FunctionDef) and x.name == method)
+    operands = next((x.args for x in methods), None)
+    return operands and {a.arg for a in (*operands.args, *operands.kwonlyargs)}
 
 
-def _defined(node: ast.stmt) -> Iterable[str]:
+def _defined(node: ast.AST) -> Iterable[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
     if isinstance(node, ast.ImportFrom | ast.Import):
         return [alias.asname or alias.name for alias in node.names]
     targets = node.targets if isinstance(node, ast.Assign) else []
-    return [x.id for x in targets if isinstance(x, ast.Name)]
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    found = (x for target in targets for x in ast.walk(target))
+    return [getattr(x, "id", "") or getattr(x, "attr", "") for x in found]
 
 
 @cache
@@ -164,8 +187,7 @@ class KernelKind:
     """maxattn's options for which a kernel is compiled, beside the library's settings.
 
     Args:
-        cut: which tile rows are cut into splits.
-        uniform: whether a formula gives the items; else an array lists them.
+        cut: which tile rows are cut into splits; without lists, also the formula of the items.
         queue: number of persistent thread blocks; 0 if each item has its own thread block.
         lists: the form of the lists, "ranges" or "explicit" (lists.py); "" without lists.
         own_rows: whether each batch row has its own lists.
@@ -173,8 +195,7 @@ class KernelKind:
         writes_first: whether the first key tile stores dQ, to which the others add.
     """
 
-    cut: Uniform
-    uniform: bool = True
+    cut: Cut = Cut()  # noqa: RUF009
     queue: int = 0
     lists: str = ""
     own_rows: bool = False
@@ -205,36 +226,65 @@ class Spec:
     bias: tuple[bool, bool] | None = None
 
 
-class ForwardOperands(NamedTuple):
-    """The arrays that a forward reads; an array that it does not need is None."""
-
-    q: Any
-    k: Any
-    v: Any
-    lists: Any = None
-    items: Any = None
-    lengths: Any = None
-    zero: Any = None  # 0, in the memory in which the kernel counts taken items
-    arrays: tuple[Any, ...] = ()  # the arrays of the test of pairs, or the bias
-
-
-class BackwardOperands(NamedTuple):
-    """The arrays that a backward reads; an array that it does not need is None.
+class Fa4Operands(NamedTuple):
+    """The arrays that a kernel reads; an array that it does not need is None.
 
     Args:
-        lse, delta: statistics of each query and head; the LSE is in base 2.
-        sums: zeros, which the kernel replaces by results in place: dQ or the flags, and dK and dV
-            if query heads share keys.
+        block: K and V of a ring's block, in the place of k and v.
+        lse2, delta: statistics of each query and head for a backward; the LSE is in base 2.
+        lists, items, lengths: the tiles, the work items and the numbers of real keys.
+        count: 0, in the memory in which the kernel counts taken items.
+        dq, flags, dk, dv, grads: zeros or earlier sums, which results replace in place.
+        sums: float32 sums that become a gradient.
+        arrays: the arrays of the test of pairs, or the bias.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    lse: Any
-    delta: Any
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    block: Any = None
+    out: Any = None
+    dout: Any = None
+    lse: Any = None
+    lse2: Any = None
+    delta: Any = None
     lists: Any = None
     items: Any = None
     lengths: Any = None
-    sums: tuple[Any, ...] = ()
+    count: Any = None
+    dq: Any = None
+    flags: Any = None
+    dk: Any = None
+    dv: Any = None
+    grads: Any = None
+    sums: Any = None
     arrays: tuple[Any, ...] = ()
+
+
+class Fa4Results(NamedTuple):
+    """The arrays that a kernel writes; an array that it does not write is None.
+
+    Args:
+        slots, slot_lse: float32 outputs and the LSE of splits.
+        dq, dk, dv: gradients, or float32 sums.
+        flags: whether the first key tile has stored the dQ of each query tile.
+        last_dk, last_dv: the gradients of keys that are split, if other keys are not.
+        grads: dK and dV of a ring's block.
+        grad: the gradient of float32 sums.
+    """
+
+    out: Any = None
+    lse: Any = None
+    slots: Any = None
+    slot_lse: Any = None
+    count: Any = None
+    delta: Any = None
+    lse2: Any = None
+    dq: Any = None
+    flags: Any = None
+    dk: Any = None
+    dv: Any = None
+    last_dk: Any = None
+    last_dv: Any = None
+    grads: Any = None
+    grad: Any = None

@@ -1,4 +1,4 @@
-"""Block-sparse lists of the tiles that a mask leaves; mixed tiles are tested pair by pair.
+"""What a kernel reads of a mask: lists of the tiles that are not empty, and arrays of the test.
 
 The lists come from the mask's intervals, never from a T x S array. They are constants if the mask
 is known when tracing, and computed on the device if positions, ids or lengths are traced. A tile
@@ -12,16 +12,22 @@ row (a query tile in a forward, a key tile in a backward) has its lists in one o
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from maxattn.kernels.base import Inputs
+from maxattn.kernels.fa4.mask_test import PairTest
 from maxattn.masks import FULL, MIXED, Mask
 from maxattn.masks.blocks import stretches
+from maxattn.masks.terms import KEY_PAD, QUERY_PAD, segment_ids, sort_terms, supported_split
 from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
+
+if TYPE_CHECKING:
+    from maxattn.kernels.fa4.problem import Problem
 
 MOST_TILES = 2**27  # most tiles of a mask that is known when tracing
 # Most tiles, over all batch rows, in lists that are made on the device: each tile has 4 bytes in
@@ -29,7 +35,89 @@ MOST_TILES = 2**27  # most tiles of a mask that is known when tracing
 MOST_TRACED_TILES = 2**25
 MOST_MIXED = 8  # most mixed tiles of a tile row in the form of ranges
 PAST = 2**30  # larger than any tile's index
+PAD = 256  # more than any tile, since the test also reads arrays past the last query and key
 BITS, MOST_WORDS = 32, 64  # the tiles of a row as bits of words: most words that are not sorted
+
+
+class Masked(NamedTuple):
+    """A kernel's operands for a mask.
+
+    Args:
+        lists: the lists of tiles; None if no pair is tested.
+        test: the test of pairs in mixed tiles; None without lists.
+        arrays: int32 arrays that the test reads; or the bias.
+        lengths: number of real keys of each batch row, int32 [B]; None for other kinds of mask.
+        all_see: whether every query is known to see a key.
+    """
+
+    lists: Lists | None = None
+    test: PairTest | None = None
+    arrays: tuple[Array, ...] = ()
+    lengths: Array | None = None
+    all_see: bool = True
+
+
+def masked_inputs(p: Problem, tile: tuple[int, int], inputs: Inputs, by: str) -> Masked:
+    """Return the lists, the test and the arrays that one pass needs for a mask.
+
+    Args:
+        p: the problem of the inputs.
+        tile: the launch's tile.
+        inputs: the arrays, after `real_keys_first` (kernels/base.py).
+        by: "queries" in a forward, "keys" in a backward.
+    """
+    if p.kind == "dense":
+        return Masked(arrays=() if inputs.bias is None else (inputs.bias,))
+    at = inputs.q_offset, inputs.kv_offset
+    if p.kind == "lengths":
+        found = sort_terms(inputs.mask).lengths(p.batch, p.kv_len, at[1])
+        assert found is not None
+        return Masked(lengths=found.astype(jnp.int32), all_see=False)
+    lengths, split = (p.q_len, p.kv_len), supported_split(inputs.mask)
+    ids = segment_ids(split, p.batch, *lengths, at[1]) or ()
+    if p.kind == "known":
+        tiles = of_positions(p.mask, tile, lengths, p.offsets, by)
+    else:
+        mask = inputs.mask if ids else split.positions
+        tiles = on_device(mask, tile, lengths, at, by)
+    test, arrays, all_see = _test(p, split.positions, at)
+    return Masked(tiles, test, (*arrays, *map(_padded, ids, (QUERY_PAD, KEY_PAD))), None, all_see)
+
+
+def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, ...], bool]:
+    """Return the test of pairs, the intervals that it reads, and whether all queries see a key.
+
+    If positions are known, the kernel evaluates the mask. If they are traced, or the mask looks
+    numbers up in a table, the kernel reads each query's intervals from arrays.
+    """
+    has_ids = p.kind == "ids"
+    if positions.is_full:
+        return PairTest(has_ids=has_ids), (), False
+    is_traced, ends = any(isinstance(x, jax.Array) for x in at), intervals(positions, p, at)
+    all_see = not is_traced and not has_ids and bool((ends[0] < ends[1]).any(axis=0).all())
+    if is_traced or positions.looked_up:
+        arrays = tuple(_padded(jnp.asarray(x), KEY_PAD) for x in ends)
+        return PairTest(intervals=len(ends[0]), has_ids=has_ids), arrays, all_see
+    return PairTest(positions, int(at[0]), int(at[1]), 0, has_ids), (), all_see
+
+
+def intervals(positions: Any, p: Problem, at: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the intervals of local keys that each query sees, as starts and ends [M, T].
+
+    Both are numpy arrays if the offsets `at` of queries and keys are known when tracing.
+    """
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
+    found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
+    found = found or ((xp.zeros(p.q_len, np.int32),) * 2,)  # nothing is allowed
+    lo, hi = (xp.stack([xp.clip(x[i] - at[1], 0, p.kv_len) for x in found]) for i in (0, 1))
+    return lo, hi
+
+
+def _padded(x: Array, fill: int) -> Array:
+    return jnp.pad(x.astype(jnp.int32), ((0, 0), (0, PAD)), constant_values=fill)
+
+
+# ---- lists ---------------------------------------------------------------------------------------
 
 
 class Lists(NamedTuple):

@@ -1,4 +1,4 @@
-"""A mask in the form that a kernel reads: lists of tiles, and a test of pairs in mixed tiles.
+"""The test of pairs in mixed tiles, and how both passes evaluate it inside a kernel.
 
 fa4-jax evaluates its `mask_mod` pair by pair. The forward here finds which of a thread's columns
 are in a query's intervals, and sets the other scores to -inf: by a word of bits if the columns are
@@ -14,28 +14,9 @@ from dataclasses import dataclass
 from functools import cache, partial, reduce
 from importlib import import_module
 from operator import and_, or_
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
-
-from maxattn.kernels.base import Inputs, gathered
-from maxattn.kernels.fa4 import lists
-from maxattn.kernels.fa4.lists import Lists
-from maxattn.kernels.fa4.problem import Problem
-from maxattn.kernels.fa4.tiles import Tile
 from maxattn.masks import Mask
-from maxattn.masks.terms import (
-    KEY_PAD,
-    QUERY_PAD,
-    segment_ids,
-    sort_terms,
-    supported_split,
-)
-
-PAD = 256  # more than any tile, since the test also reads arrays past the last query and key
 
 
 @dataclass(frozen=True)
@@ -91,99 +72,6 @@ class PairTest:
 def _inside(key: Any, lo: Any, hi: Any) -> Any:
     ends = [*([] if lo is None else [key >= lo]), *([] if hi is None else [key < hi])]
     return reduce(and_, ends) if ends else key == key
-
-
-# ---- a kernel's operands for a mask --------------------------------------------------------------
-
-
-class Masked(NamedTuple):
-    """A kernel's operands for a mask.
-
-    Args:
-        lists: the lists of tiles; None if no pair is tested.
-        test: the test of pairs in mixed tiles; None without lists.
-        arrays: int32 arrays that the test reads; or the bias.
-        lengths: number of real keys of each batch row, int32 [B]; None for other kinds of mask.
-        all_see: whether every query is known to see a key.
-    """
-
-    lists: Lists | None = None
-    test: PairTest | None = None
-    arrays: tuple[Array, ...] = ()
-    lengths: Array | None = None
-    all_see: bool = True
-
-
-def masked_inputs(p: Problem, tile: Tile, inputs: Inputs, by: str) -> Masked:
-    """Return the lists, the test and the arrays that one pass needs for a mask.
-
-    Args:
-        p: the problem of the inputs.
-        tile: the launch's tile.
-        inputs: the arrays, after `real_keys_first`.
-        by: "queries" in a forward, "keys" in a backward.
-    """
-    if p.kind == "dense":
-        return Masked(arrays=() if inputs.bias is None else (inputs.bias,))
-    at = inputs.q_offset, inputs.kv_offset
-    if p.kind == "lengths":
-        found = sort_terms(inputs.mask).lengths(p.batch, p.kv_len, at[1])
-        assert found is not None
-        return Masked(lengths=found.astype(jnp.int32), all_see=False)
-    lengths, split = (p.q_len, p.kv_len), supported_split(inputs.mask)
-    ids = segment_ids(split, p.batch, *lengths, at[1]) or ()
-    if p.kind == "known":
-        tiles = lists.of_positions(p.mask, tile, lengths, p.offsets, by)
-    else:
-        mask = inputs.mask if ids else split.positions
-        tiles = lists.on_device(mask, tile, lengths, at, by)
-    test, arrays, all_see = _test(p, split.positions, at)
-    return Masked(tiles, test, (*arrays, *map(_padded, ids, (QUERY_PAD, KEY_PAD))), None, all_see)
-
-
-def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, ...], bool]:
-    """Return the test of pairs, the intervals that it reads, and whether all queries see a key.
-
-    If positions are known, the kernel evaluates the mask. If they are traced, or the mask looks
-    numbers up in a table, the kernel reads each query's intervals from arrays.
-    """
-    has_ids = p.kind == "ids"
-    if positions.is_full:
-        return PairTest(has_ids=has_ids), (), False
-    is_traced, ends = any(isinstance(x, jax.Array) for x in at), intervals(positions, p, at)
-    all_see = not is_traced and not has_ids and bool((ends[0] < ends[1]).any(axis=0).all())
-    if is_traced or positions.looked_up:
-        arrays = tuple(_padded(jnp.asarray(x), KEY_PAD) for x in ends)
-        return PairTest(intervals=len(ends[0]), has_ids=has_ids), arrays, all_see
-    return PairTest(positions, int(at[0]), int(at[1]), 0, has_ids), (), all_see
-
-
-def intervals(positions: Any, p: Problem, at: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the intervals of local keys that each query sees, as starts and ends [M, T].
-
-    Both are numpy arrays if the offsets `at` of queries and keys are known when tracing.
-    """
-    xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
-    found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
-    found = found or ((xp.zeros(p.q_len, np.int32),) * 2,)  # nothing is allowed
-    lo, hi = (xp.stack([xp.clip(x[i] - at[1], 0, p.kv_len) for x in found]) for i in (0, 1))
-    return lo, hi
-
-
-def _padded(x: Array, fill: int) -> Array:
-    return jnp.pad(x.astype(jnp.int32), ((0, 0), (0, PAD)), constant_values=fill)
-
-
-def real_keys_first(inputs: Inputs) -> tuple[Inputs, Array | None]:
-    """Move the keys that flags mark as real to the front, if the mask depends on keys alone.
-
-    Return the inputs, with an unchanged mask, and the order [B, S] of the keys; None if unmoved.
-    """
-    terms, (batch, s) = sort_terms(inputs.mask), inputs.k.shape[:2]
-    if not terms.has_flags or terms.positions or terms.rest:
-        return inputs, None
-    order = terms.real_keys_first(batch, s, inputs.kv_offset)
-    return inputs.replace(k=gathered(inputs.k, order), v=gathered(inputs.v, order)), order
 
 
 # ---- inside a kernel -----------------------------------------------------------------------------

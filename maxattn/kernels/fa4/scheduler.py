@@ -147,7 +147,7 @@ class ItemSchedule:
 
     def create(self, sizes: Any, queue: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
         self.kernel.sizes = sizes
-        if not self.kernel.kind.uniform and self.kernel.waits_for_items:
+        if self.kernel.kind.lists and self.kernel.waits_for_items:
             # This launch may begin before the launch that makes the items has ended.
             arch.griddepcontrol_wait()
         return ItemScheduler(self.kernel, sizes, (arch.block_idx()[0], Int32(0)), queue)

@@ -3,7 +3,7 @@
 An *item* is (tile row, lane, first, last). A tile row is a query tile in a forward and a key tile
 in a backward. A lane is the index of a (batch row, query head) pair. The item's steps [first, last)
 are the tiles of the other operand, or entries of the tile row's list. If all tile rows have equally
-many steps, a formula gives the items (`Uniform`); else an int32 array [n, 4] lists them.
+many steps, a formula gives the items (`Cut`); else an int32 array [n, 4] lists them.
 
 Long items start first (LPT, longest processing time). Lanes start in groups whose keys and values
 fit the L2 cache, so that the items of a group read keys and values from L2.
@@ -28,8 +28,8 @@ MOST_PLAYED = 4_096  # most items whose makespan is simulated; of more items it 
 LEAST_GAIN, LEAST_US = 0.02, 2.0  # a cut's least gain, as a share and in microseconds
 
 
-class Uniform(NamedTuple):
-    """The items of a launch whose tile rows all have the same number of steps.
+class Cut(NamedTuple):
+    """Which tile rows are cut, and the items of tile rows that all have the same number of steps.
 
     Attributes:
         tail: how many of each lane's last tile rows are cut; `ALL` for every tile row.
@@ -130,21 +130,7 @@ def end_of(times: np.ndarray, lanes: int, sms: int) -> float:
     return max(free)
 
 
-class Cut(NamedTuple):
-    """Which tile rows are cut, and the makespan that results.
-
-    Attributes:
-        end: the makespan with the merge, in microseconds.
-        tail: how many of each lane's last tile rows are cut; `ALL` for every tile row.
-        splits: number of splits of each tile row that is cut.
-    """
-
-    end: float
-    tail: int = 0
-    splits: int = 1
-
-
-def cut(
+def best_cut(
     steps: np.ndarray,
     lanes: int,
     sms: int,
@@ -152,8 +138,10 @@ def cut(
     merge: Callable[[int, int], float],
     most: int,
     tails: bool,
-) -> Cut:
+) -> tuple[float, Cut]:
     """Choose what to cut: nothing, all tile rows, or the tile rows after the last full wave.
+
+    Return the makespan with the merge, in microseconds, and the cut.
 
     Args:
         steps: number of steps of each tile row, [rows]; the last tile rows are cut first.
@@ -166,7 +154,7 @@ def cut(
     """
     rows = len(steps)
     whole = end_of(time_of(steps, rows * lanes), lanes, sms)
-    best, full = Cut(whole), rows * lanes // sms * sms // lanes
+    best, full = (whole, Cut()), rows * lanes // sms * sms // lanes
     for keep in {full, 0} if tails and full < rows else {0}:
         head, tail = steps[:keep], steps[keep:]
         first = end_of(time_of(head, keep * lanes), lanes, sms)
@@ -174,6 +162,6 @@ def cut(
             blocks = len(tail) * lanes * splits
             last = end_of(time_of(-(-tail // splits), blocks), lanes * splits, sms)
             end = first + last + merge(len(tail), splits)
-            best = min(best, Cut(end, len(tail) if keep else ALL, splits))
-    gains = best.end <= min((1 - LEAST_GAIN) * whole, whole - LEAST_US)
-    return best if gains else Cut(whole)
+            best = min(best, (end, Cut(len(tail) if keep else ALL, splits)))
+    gains = best[0] <= min((1 - LEAST_GAIN) * whole, whole - LEAST_US)
+    return best if gains else (whole, Cut())

@@ -12,7 +12,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs
-from maxattn.kernels.fa4.kernel import Fa4
+from maxattn.kernels.fa4.kernel import HopperFa4
 from maxattn.kernels.fa4.launch import backward_launch, forward_launch
 from maxattn.kernels.fa4.problem import of_call, of_inputs
 from maxattn.kernels.fa4.tiles import fits, forward_tiles
@@ -97,7 +97,7 @@ def test_the_plan_counts_the_sms_of_its_target(kind: str) -> None:
     call, config = call_of("Wan cross"), ma.AttentionConfig(attention="flash")
     line = backward_launch(of_call(call, target.device.sms)).line
     assert line in ma.plan(call, config, None, target).explain()
-    kernel = Fa4.build(call, config, target)
+    kernel = HopperFa4.build(call, config, target)
     assert (
         kernel.sms
         == target.device.sms

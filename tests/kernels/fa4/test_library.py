@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,22 +21,20 @@ FLASH = ma.AttentionConfig(attention="flash")
 
 def write(root: Path) -> None:
     """Write sources with all names of `library.USED`, and nothing else."""
-    files: dict[str, list[str]] = {}
+    classes: dict[str, dict[str, list[str]]] = {}
     for (file, where), names in library.USED.items():
-        lines = files.setdefault(file, [])
-        if not where:
-            lines += [f"{name} = 0" for name in names]
-            continue
-        class_name, method = where.split(".")
-        head = f"class {class_name}:"
-        body = f"    def {method}(self, {', '.join(names)}): ..."
-        if head in lines:
-            lines.insert(lines.index(head) + 1, body)
+        class_name, _, method = where.partition(".")
+        body = classes.setdefault(file, {}).setdefault(class_name, [])
+        if method:
+            body.append(f"def {method}(self, {', '.join(names)}): ...")
         else:
-            lines += [head, body]
-    for file, lines in files.items():
+            body += [f"{name}: int = 0" if class_name else f"{name} = 0" for name in names]
+    for file, found in classes.items():
+        text = [*found.pop("", [])]
+        for name, body in found.items():
+            text += [f"class {name}:", *(f"    {line}" for line in body)]
         (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (root / file).write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def test_sources_with_all_names_fit(tmp_path: Path) -> None:
@@ -45,6 +47,7 @@ def test_sources_with_all_names_fit(tmp_path: Path) -> None:
     [
         ("cute/flash_fwd_sm90.py", "sO"),
         ("cute/flash_bwd_sm90.py", "mdQ_semaphore"),
+        ("cute/flash_bwd_sm90.py", "num_wg_dQ"),
         ("cute/tile_scheduler.py", "SingleTileScheduler"),
         ("kernels.py", "_bwd_post_params"),
     ],
@@ -78,3 +81,55 @@ def test_other_versions_are_refused(package: str, version: str) -> None:
 
 def test_the_installed_fa4_jax_fits() -> None:
     assert library.mismatch() is None  # None too if it is not installed
+
+
+# ---- every attribute that the kernels' files read is of maxattn, of cutlass, or in `USED` --------
+
+FA4 = Path(library.__file__).parent
+READERS = ("hopper.py", "scheduler.py", "mask_test.py")
+# Attributes of cutlass-dsl's tensors, structs and work tiles, of which only the version is checked.
+CUTLASS = {"iterator", "layout", "stride", "shape", "width", "get_slice", "partition_C", "inf"}
+CUTLASS |= {"_annotations", "_offsets", "_tile_idx", "is_valid_tile", "launch"}
+MODULES = ("cutlass", "cute", "arch", "jnp")
+PYTHON = {name for kind in (dict, list, tuple, str, partial, object) for name in dir(kind)}
+PYTHON |= {"_replace", "__dataclass_fields__", "__annotations__"}
+
+
+def parsed(names: Any) -> Iterator[ast.AST]:
+    return (node for x in names for node in ast.walk(ast.parse((FA4 / x).read_text("utf-8"))))
+
+
+def root(node: Any) -> str:
+    """Name the variable that an attribute is read of, or the module that is imported for it."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
+            return ast.unparse(node.args[0]).strip("'")
+        node = getattr(node, "value", None) or getattr(node, "func", None) or ast.Name("")
+    return node.id
+
+
+def attributes() -> dict[str, set[str]]:
+    """Return the names that are read of `super()`, of the traced kernel, and of anything else."""
+    found: dict[str, set[str]] = {"methods": set(), "kernel": set(), "others": set()}
+    groups = {"super()": "methods", "self": "kernel", "kernel": "kernel"}
+    for x in parsed(READERS):
+        if isinstance(x, ast.Attribute) and not root(x).startswith(MODULES):
+            found[groups.get(ast.unparse(x.value), "others")].add(x.attr)
+    return found
+
+
+def defined(names: Any, kinds: tuple[type, ...]) -> set[str]:
+    nodes = (node for node in parsed(names) if isinstance(node, kinds))
+    return {name for node in nodes for name in library._defined(node)}
+
+
+def test_every_attribute_that_is_read_is_listed() -> None:
+    listed = {x for names in library.USED.values() for x in names}
+    listed |= {x for _, where in library.USED for x in where.split(".")}
+    kinds = ast.FunctionDef, ast.ClassDef, ast.AnnAssign
+    ours = defined(["../kv_block.py", *(x.name for x in FA4.glob("*.py"))], (*kinds, ast.Assign))
+    own = defined(READERS, kinds) | {"after_q", "kernel", "queue", "launcher", "blocks"}
+    read = attributes()
+    assert not read["methods"] - listed - PYTHON - {"__new_from_mlir_values__"}
+    assert not read["kernel"] - own - listed - CUTLASS
+    assert not read["others"] - ours - listed - CUTLASS - PYTHON

@@ -12,8 +12,7 @@ import pytest
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import lists
-from maxattn.kernels.fa4.lists import Lists
-from maxattn.kernels.fa4.mask_test import masked_inputs
+from maxattn.kernels.fa4.lists import Lists, masked_inputs
 from maxattn.kernels.fa4.problem import of_inputs
 from maxattn.kernels.fa4.tiles import Tile
 from tests.waiting import but

@@ -6,26 +6,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.kernels.fa4.work import ALL, Uniform, cut, end_of, group_of, items
+from maxattn.kernels.fa4.work import ALL, Cut, best_cut, end_of, group_of, items
 
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("uniform", [Uniform(), Uniform(3, 4), Uniform(ALL, 5), Uniform(1, 2)])
-def test_arithmetic_items_cover_each_step_once(uniform: Uniform) -> None:
+@pytest.mark.parametrize("how", [Cut(), Cut(3, 4), Cut(ALL, 5), Cut(1, 2)])
+def test_arithmetic_items_cover_each_step_once(how: Cut) -> None:
     rows, lanes, steps = 7, 6, 11
     seen = np.zeros((rows, lanes, steps), int)
-    for at in range(uniform.count(rows, lanes)):
-        row, lane = map(int, uniform.place(at, rows, lanes, np))
-        first, last = map(int, uniform.steps(row, lane, rows, lanes, steps, np))
+    for at in range(how.count(rows, lanes)):
+        row, lane = map(int, how.place(at, rows, lanes, np))
+        first, last = map(int, how.steps(row, lane, rows, lanes, steps, np))
         seen[row, lane % lanes, first:last] += 1
     assert (seen == 1).all()
 
 
 def test_the_first_tile_row_of_a_head_is_the_first_of_its_items() -> None:
     """Other tile rows may wait for it: it is to be running, or done."""
-    uniform = Uniform(ALL, 3)
-    places = [uniform.place(at, 4, 2, np) for at in range(uniform.count(4, 2))]
+    how = Cut(ALL, 3)
+    places = [how.place(at, 4, 2, np) for at in range(how.count(4, 2))]
     for lane in range(6):
         assert next(row for row, where in places if where == lane) == 0
 
@@ -79,11 +79,11 @@ def time_of(steps: np.ndarray, running: int) -> np.ndarray:
 )
 def test_what_is_cut_ends_sooner(rows: int, lanes: int, sms: int, want: tuple) -> None:
     steps = np.full(rows, 400)
-    found = cut(steps, lanes, sms, time_of, lambda rows, splits: 5.0, 32, tails=True)
+    end, found = best_cut(steps, lanes, sms, time_of, lambda rows, splits: 5.0, 32, tails=True)
     assert (found.tail, found.splits > 1) == want
-    assert found.end <= end_of(time_of(steps, 0), lanes, sms)
+    assert end <= end_of(time_of(steps, 0), lanes, sms)
 
 
 def test_a_merge_that_costs_more_than_it_saves_is_not_made() -> None:
-    found = cut(np.full(4, 40), 12, 132, time_of, lambda rows, splits: 1e6, 32, tails=True)
+    _, found = best_cut(np.full(4, 40), 12, 132, time_of, lambda rows, splits: 1e6, 32, tails=True)
     assert found.splits == 1
