@@ -15,8 +15,9 @@ from maxattn.masks import KeyPadding
 from maxattn.target import Target
 from maxattn.tools.cli import main
 from maxattn.tools.model_shapes import read
+from tests.cases import compare, draw_operands
 from tests.gpu.requirements import skip_unless_available
-from tests.reference import attention64, error
+from tests.reference import attention64
 
 pytestmark = pytest.mark.gpu
 CASES = {"1,512,512,4,72": None, "2,300,64,4,64": "lengths:9,64"}
@@ -52,11 +53,10 @@ def test_a_plan_takes_what_was_fastest_here(text, tmp_path, monkeypatch, capsys)
 
 def _check_result(shape, lengths) -> None:
     """Compare attention by the plan that was tuned with float64."""
-    rng = np.random.default_rng(0)
-    of_q = (shape.batch, shape.q_len, shape.heads, shape.head_dim)
-    of_k = (shape.batch, shape.kv_len, shape.heads, shape.head_dim)
-    q, k, v = (jnp.asarray(rng.normal(size=s), "bfloat16") for s in (of_q, of_k, of_k))
+    sizes = shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.heads, shape.head_dim
+    drawn = draw_operands(*sizes)
+    q, k, v = (jnp.asarray(drawn[x], "bfloat16") for x in "qkv")
     real = np.full(shape.batch, shape.kv_len) if lengths is None else lengths
     allowed = (np.arange(shape.kv_len) < real[:, None])[:, None, None]
     out = jax.jit(lambda q, k, v: ma.attention(q, k, v, shape.mask, role=shape.role))(q, k, v)
-    assert error(out, attention64(q, k, v, allowed).out) < 1e-2
+    compare((out,), attention64(q, k, v, allowed), 1e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +13,13 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from tests.gpu.requirements import skip_unless_available
-from tests.reference import attention64, error
+from tests.kernels.mapped import Mapped, one_of, step
+from tests.reference import error
 
 pytestmark = pytest.mark.gpu
 
-B, T, S, N, K, H, MANY = 2, 256, 384, 4, 2, 64, 3
+B, T, S, MANY = 2, 256, 384, 3
+SIZES = Mapped(B, T, S, 4, 2, 64, 64**-0.5, "bfloat16", 2e-2)
 AXES = {
     "all": (0, 0, 0, 0),
     "lengths": (None, None, None, 0),
@@ -26,17 +29,6 @@ AXES = {
     "inner axes": (1, 2, 0, 0),
 }
 KERNELS = ("flash", "cudnn", "cudnn_flash_te")
-
-
-def _drawn(axes: tuple[int | None, ...], many: tuple[int, ...]) -> list[jax.Array]:
-    rng = np.random.default_rng(3)
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
-    sizes = [
-        s if a is None else (*s[:a], *many, *s[a:]) for s, a in zip(shapes, axes[:3], strict=True)
-    ]
-    q, k, v = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in sizes)
-    ends = jnp.asarray(rng.integers(2, S + 1, (B,) if axes[3] is None else (*many, B)), jnp.int32)
-    return [q, k, v, ends, jnp.asarray(rng.normal(size=(*many, B, T, N, H)), jnp.bfloat16)]
 
 
 def _attend(kernel: str, lengths: bool) -> Any:
@@ -49,20 +41,8 @@ def _attend(kernel: str, lengths: bool) -> Any:
     return attend
 
 
-def _step(attend: Any) -> Any:
-    def step(q: Any, k: Any, v: Any, ends: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(lambda *x: attend(*x, ends), q, k, v)
-        return out, *pull(dout)
-
-    return step
-
-
-def _hold(got: Any, x: list[Any], lengths: bool) -> None:
-    q, k, v, ends, dout = (np.asarray(y, np.float64) for y in x)
-    pairs = np.arange(S) < (ends[:, None, None, None] if lengths else S + 0 * ends[0])
-    pairs = np.broadcast_to(pairs, (B, 1, T, S))
-    out, _, *grads = attention64(q, k, v, pairs, scale=H**-0.5, dout=dout, dlse=np.zeros((B, N, T)))
-    assert max(error(g, w) for g, w in zip(got, (out, *grads), strict=False)) < 2e-2
+def _judge(got: Any, x: list[Any], lengths: bool = True) -> None:
+    SIZES.judge(got, x, SIZES.real(x[3]) if lengths else True)
 
 
 @pytest.mark.parametrize("lengths", [True, False])
@@ -71,30 +51,27 @@ def _hold(got: Any, x: list[Any], lengths: bool) -> None:
 def test_vmap_of_gradients(kernel: str, name: str, lengths: bool) -> None:
     skip_unless_available(kernel)
     axes = (*AXES[name], 0)
-    x = _drawn(axes, (MANY,))
-    got = jax.jit(jax.vmap(_step(_attend(kernel, lengths)), in_axes=axes))(*x)
+    x = SIZES.drawn(axes, (MANY,))
+    got = jax.jit(jax.vmap(step(_attend(kernel, lengths)), in_axes=axes))(*x)
     for i in range(MANY):
-        one = [y if a is None else jnp.take(y, i, a) for y, a in zip(x, axes, strict=True)]
-        _hold([g[i] for g in got], one, lengths)
+        _judge([g[i] for g in got], one_of(x, axes, i), lengths)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nested_vmaps(kernel: str) -> None:
     skip_unless_available(kernel)
     axes = (0, None, 0, 0, 0)
-    x = _drawn(axes, (MANY, 2))
-    step = _step(_attend(kernel, True))
-    got = jax.jit(jax.vmap(jax.vmap(step, axes), axes))(*x)
+    x = SIZES.drawn(axes, (MANY, 2))
+    got = jax.jit(jax.vmap(jax.vmap(step(_attend(kernel, True)), axes), axes))(*x)
     for at in np.ndindex(MANY, 2):
-        one = [y if a is None else y[at] for y, a in zip(x, axes, strict=True)]
-        _hold([g[at] for g in got], one, True)
+        _judge([g[at] for g in got], one_of(x, axes, *at))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_of_a_vmap(kernel: str) -> None:
     """The gradient of shared keys is the sum over the examples."""
     skip_unless_available(kernel)
-    q, k, v, ends, dout = _drawn((0, None, None, 0), (MANY,))
+    q, k, v, ends, dout = SIZES.drawn((0, None, None, 0), (MANY,))
     attend = _attend(kernel, True)
 
     def mapped(k: Any, v: Any) -> Any:
@@ -113,12 +90,12 @@ def test_gradients_of_a_vmap(kernel: str) -> None:
 def test_vmap_in_a_users_shard_map(kernel: str) -> None:
     skip_unless_available(kernel)
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
-    x = _drawn((0, 0, 0, 0), (MANY,))
-    run, spec = jax.vmap(_step(_attend(kernel, True))), jax.sharding.PartitionSpec("data")
+    x = SIZES.drawn((0,) * 4, (MANY,))
+    run, spec = jax.vmap(step(_attend(kernel, True))), jax.sharding.PartitionSpec("data")
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     got = jax.jit(sharded)(*x)
     for i in range(MANY):
-        _hold([g[i] for g in got], [y[i] for y in x], True)
+        _judge([g[i] for g in got], [y[i] for y in x])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -127,21 +104,16 @@ def test_vmap_over_segments(kernel: str) -> None:
     skip_unless_available(kernel)
     if kernel != "flash":
         pytest.skip(f"{kernel} refuses segments")
-    q, k, v, _, dout = _drawn((0, None, None, 0), (MANY,))
+    q, k, v, _, dout = SIZES.drawn((0, None, None, 0), (MANY,))
     rng = np.random.default_rng(9)
     ids = [jnp.asarray(rng.integers(0, 3, (MANY, B, n)), jnp.int32) for n in (T, S)]
     config = ma.AttentionConfig(attention=kernel)
 
-    def step(q: Any, q_ids: Any, kv_ids: Any, dout: Any) -> Any:
-        mask = M.Segments(q_ids, kv_ids)
-        out, pull = jax.vjp(lambda *x: ma.attention(*x, mask=mask, config=config), q, k, v)
-        return out, *pull(dout)
+    def both(q: Any, q_ids: Any, kv_ids: Any, dout: Any) -> Any:
+        attend = partial(ma.attention, mask=M.Segments(q_ids, kv_ids), config=config)
+        return step(lambda q, k, v, _: attend(q, k, v))(q, k, v, None, dout)
 
-    got = jax.jit(jax.vmap(step))(q, *ids, dout)
+    got = jax.jit(jax.vmap(both))(q, *ids, dout)
     for i in range(MANY):
         pairs = np.asarray(ids[0][i])[:, None, :, None] == np.asarray(ids[1][i])[:, None, None, :]
-        x = (np.asarray(y, np.float64) for y in (q[i], k, v))
-        dlse = np.zeros((B, N, T))
-        want = attention64(*x, pairs, scale=H**-0.5, dout=np.asarray(dout[i], "f"), dlse=dlse)
-        wanted = (want[0], *want[2:])
-        assert max(error(g[i], w) for g, w in zip(got, wanted, strict=False)) < 2e-2
+        SIZES.judge([g[i] for g in got], [q[i], k, v, None, dout[i]], pairs)

@@ -22,10 +22,12 @@ from maxattn.kernels.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Causal, Full, KeyPadding
 from tests.gpu.dense import DenseLibrary
-from tests.reference import attention64, error
+from tests.kernels.mapped import Mapped, one_of, step
+from tests.reference import error
 from tests.waiting import but
 
-B, T, S, N, K, H, MANY = 2, 5, 7, 4, 2, 8, 3
+B, T, S, MANY = 2, 5, 7, 3
+SIZES = Mapped(B, T, S, 4, 2, 8, 0.3)
 batches: list[int] = []
 
 
@@ -87,28 +89,12 @@ def _inputs(causal: bool, q: Any, k: Any, v: Any, lengths: Any) -> Inputs:
     return Inputs(q, k, v, mask=mask)
 
 
-def _drawn(axes: tuple[int | None, ...], many: tuple[int, ...] = (MANY,)) -> list[Any]:
-    rng = np.random.default_rng(5)
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
-    made = []
-    for shape, axis in zip(shapes, (*axes[:3], 0), strict=True):
-        mapped = shape if axis is None else (*shape[:axis], *many, *shape[axis:])
-        made.append(jnp.asarray(rng.normal(size=mapped), jnp.float32))
-    ends = (B,) if axes[3] is None else (*many, B)
-    return [*made[:3], jnp.asarray(rng.integers(2, S + 1, ends), jnp.int32), made[3]]
+def _step(causal: bool) -> Any:
+    return step(partial(attend, causal))
 
 
-def _step(causal: bool, q: Any, k: Any, v: Any, lengths: Any, dout: Any) -> Any:
-    out, pull = jax.vjp(lambda *x: attend(causal, *x, lengths), q, k, v)
-    return out, *pull(dout)
-
-
-def _want(causal: bool, x: list[Any]) -> Any:
-    q, k, v, lengths, dout = x
-    pairs = np.arange(S)[None, None, None] < np.asarray(lengths)[:, None, None, None]
-    pairs = pairs & ((np.arange(S) <= np.arange(T)[:, None] + 2) | (not causal))
-    out, _, *grads = attention64(q, k, v, pairs, scale=0.3, dout=dout, dlse=np.zeros((B, N, T)))
-    return out, *grads
+def _pairs(causal: bool, lengths: Any) -> Any:
+    return SIZES.real(lengths) & ((np.arange(S) <= np.arange(T)[:, None] + 2) | (not causal))
 
 
 AXES = [(0,) * 4, (None, None, None, 0), (0, None, None, None), (None, 1, None, 0), (1, 2, 0, 0)]
@@ -119,19 +105,18 @@ AXES = [(0,) * 4, (None, None, None, 0), (0, None, None, None), (None, 1, None, 
     ("axes", "causal", "jitted"), but(product(AXES, (False, True), (True, False)), lambda x: x[2])
 )
 def test_vmap_of_gradients(axes: tuple[int | None, ...], causal: bool, jitted: bool) -> None:
-    x = _drawn(axes)
-    run = jax.vmap(partial(_step, causal), in_axes=(*axes, 0))
+    x = SIZES.drawn(axes, (MANY,))
+    run = jax.vmap(_step(causal), in_axes=(*axes, 0))
     got = (jax.jit(run) if jitted else run)(*x)
     for i in range(MANY):
-        one = [y if a is None else jnp.take(y, i, a) for y, a in zip(x, (*axes, 0), strict=True)]
-        want = _want(causal, one)
-        assert max(error(g[i], w) for g, w in zip(got, want, strict=False)) < 2e-5
+        one = one_of(x, axes, i)
+        SIZES.judge([g[i] for g in got], one, _pairs(causal, one[3]))
 
 
 def test_gradients_of_a_vmap() -> None:
     """The gradient of what is not mapped is the sum over the examples."""
     axes = (0, None, None, 0)
-    *operands, dout = _drawn(axes)
+    *operands, dout = SIZES.drawn(axes, (MANY,))
 
     def total(q: Any, k: Any, v: Any) -> Any:
         run = jax.vmap(lambda q, ends: attend(False, q, k, v, ends))
@@ -139,35 +124,35 @@ def test_gradients_of_a_vmap() -> None:
 
     dq, dk, dv = jax.jit(jax.grad(total, (0, 1, 2)))(*operands[:3])
     q, k, v, ends = operands
-    each = [_want(False, [q[i], k, v, ends[i], dout[i]]) for i in range(MANY)]
-    assert max(error(dq[i], each[i][1]) for i in range(MANY)) < 2e-5
-    assert error(dk, sum(x[2] for x in each)) < 2e-5
-    assert error(dv, sum(x[3] for x in each)) < 2e-5
+    each = [
+        SIZES.wanted([q[i], k, v, ends[i], dout[i]], _pairs(False, ends[i])) for i in range(MANY)
+    ]
+    assert max(error(dq[i], each[i].dq) for i in range(MANY)) < 2e-5
+    assert error(dk, sum(x.dk for x in each)) < 2e-5
+    assert error(dv, sum(x.dv for x in each)) < 2e-5
 
 
 def test_nested_vmaps_are_one_call() -> None:
     axes, many = (0, None, 0, 0), (MANY, 2)
-    x = _drawn(axes, many)
-    each = (*axes, 0)
+    x, each = SIZES.drawn(axes, many), (*axes, 0)
     batches.clear()
-    got = jax.jit(jax.vmap(jax.vmap(partial(_step, True), each), each))(*x)
+    got = jax.jit(jax.vmap(jax.vmap(_step(True), each), each))(*x)
     assert batches[-1] == MANY * 2 * B
-    for i, j in np.ndindex(*many):
-        one = [y if a is None else y[i, j] for y, a in zip(x, each, strict=True)]
-        pairs = zip(got, _want(True, one), strict=False)
-        assert max(error(g[i, j], w) for g, w in pairs) < 2e-5
+    for at in np.ndindex(*many):
+        one = one_of(x, axes, *at)
+        SIZES.judge([g[at] for g in got], one, _pairs(True, one[3]))
 
 
 def test_inside_shard_map() -> None:
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    x, spec, run = _drawn((0, 0, 0, 0), (4,)), P("data"), jax.vmap(partial(_step, False))
+    x, spec, run = SIZES.drawn((0,) * 4, (4,)), P("data"), jax.vmap(_step(False))
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     for got, want in zip(jax.jit(sharded)(*x), jax.jit(run)(*x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_added_where_nothing_is_mapped() -> None:
-    x = [y[0] for y in _drawn((0, 0, 0, 0))]
+    x = [y[0] for y in SIZES.drawn((0,) * 4, (1,))]
     plain = DenseLibrary(0.3)
 
     def text(kernel: Any) -> str:
