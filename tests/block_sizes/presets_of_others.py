@@ -1,8 +1,8 @@
 """Block sizes that MaxDiffusion publishes, and what maxattn's rules make of them.
 
 Source: its configs and README at commit 7cfb8801 (2026-08-21). Facts only: names, sizes, files.
-docs/measured/tpu_block_sizes.md has what the TPU's compiler says of each with the libraries' own
-kernels.
+docs/measured/tpu-published-tiles-2026-11-21.txt has what the TPU's compiler says of each with the
+libraries' own kernels.
 """
 
 from __future__ import annotations

@@ -167,9 +167,10 @@ def test_log_lines(name):
 
 
 def published() -> list[list[str]]:
-    """Read the page's rows: preset, file, kernel, chip, pass, two verdicts, maxattn's changes."""
-    page = Path(__file__).parents[2] / "docs" / "measured" / "tpu_block_sizes.md"
-    rows = (line.strip("|").split("|") for line in page.read_text().splitlines())
+    """Read the rows: preset, file, kernel, chip, pass, two verdicts, maxattn's changes."""
+    name = "tpu-published-tiles-2026-11-21.txt"
+    text = (Path(__file__).parents[2] / "docs" / "measured" / name).read_text()
+    rows = (line.strip("|").split("|") for line in text.splitlines())
     return [cells for row in rows if (cells := [x.strip() for x in row])[0] in PRESETS]
 
 
