@@ -54,7 +54,7 @@ fuzz: $(if $(filter $(BIN)/python,$(FUZZ_PYTHON)),$(READY))  ## draw calls, plan
 
 # MAXATTN_TORCH_PYTHON names the python of an environment that has torch and diffusers already.
 TORCH_READY := .venv-torch/.ready
-LIVE := weights/test_diffusers.py $(addprefix examples/,samplers/test_samplers.py test_models.py sample/test_generate_live.py sample/test_few_steps.py sample/test_torch_device.py sample/test_media.py test_folder.py)
+LIVE := weights/test_diffusers.py $(addprefix examples/,samplers/test_samplers.py test_models.py sample/test_generate_live.py sample/test_few_steps.py sample/test_media.py test_folder.py)
 
 $(TORCH_READY): pyproject.toml
 	$(PYTHON) -m venv .venv-torch

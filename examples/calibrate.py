@@ -3,7 +3,7 @@
     python examples/calibrate.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
         --share 0.5 --curve out/curve.yml
     # then one of
-    python examples/generate_wan.py configs/wan_1_3b.yml --model FOLDER --prompt ... --out DIR \\
+    python examples/generate.py wan configs/wan_1_3b.yml --model FOLDER --prompt ... --out DIR \\
         sampling.fast.cache.magcache.calibrated=out/curve.yml
     # teacache.calibrated=, first_block.calibrated=, easycache.calibrated=
 

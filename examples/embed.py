@@ -9,8 +9,8 @@
 
 FOLDER is a Wan 2.1, Wan 2.2, SDXL or Flux.1 pipeline in diffusers' format. The file holds text and
 negative_text; for SDXL and Flux.1 pooled and negative_pooled; for image-to-video image and
-condition, or first. generate_wan.py, generate_sdxl.py and generate_flux.py take it by
---embeddings. Needs pip install "maxattn[torch]".
+condition, or first. examples/generate.py takes it by --embeddings. Needs pip install
+"maxattn[torch]".
 """
 
 from __future__ import annotations

@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import generate_flux
-import generate_sdxl
-import generate_wan
+import generate
 import pytest
 from maxattn_examples.common.trained_blocks import frames_per_block
 from maxattn_examples.flux import sizes as flux_sizes
-from maxattn_examples.sample.command import arguments_of
 from maxattn_examples.sdxl import sizes as sdxl_sizes
 from maxattn_examples.wan import sizes as wan_sizes
 
@@ -145,9 +142,7 @@ def test_what_files_say_beside_the_sizes_is_known(tmp_path: Path) -> None:
 
 
 def drawn(config: str, *arguments: object) -> None:
-    commands = {"flux": generate_flux, "sdxl": generate_sdxl}
-    words = [str(ROOT / "configs" / f"{config}.yml"), *map(str, arguments)]
-    commands.get(config, generate_wan).main(arguments_of("", words))
+    generate.main([str(ROOT / "configs" / f"{config}.yml"), *map(str, arguments)])
 
 
 def pipeline(path: Path, family: str, sizes: Any) -> Path:

@@ -72,7 +72,7 @@ def whole_errors(setting: str, folder: Path) -> Iterator[ConfigError]:
             f"all frames are made at once, each seeing all others, and this model was trained with"
             f" blocks of {found} frames"
         )
-        yield ConfigError(setting, folder, rule, "use examples/stream_wan.py, or another model")
+        yield ConfigError(setting, folder, rule, "use examples/stream.py, or another model")
 
 
 def block_note(path: Path) -> str | None:

@@ -1,6 +1,6 @@
 """The settings of Flux.1: those of attention, and four sections of its own.
 
-The same YAML file trains (examples/train_flux.py) and draws (examples/generate_flux.py).
+The same YAML file trains (examples/train_flux.py) and draws (examples/generate.py flux).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from maxattn_examples.common.pipeline_folder import Family
 
 from .paths import Paths
 from .run import explain, generate
+from .task import SamplingTask
 
 # Options that set a key: its name below `sampling`, type and help.
 KEYS: dict[str, tuple[str, type, str]] = {
@@ -70,17 +71,19 @@ def command(
         main(arguments_of(description, family=family, more=more))
 
 
-def draw(found: argparse.Namespace, kind: Any, settings: Any) -> None:
+def draw(
+    found: argparse.Namespace, make_task: Callable[[Any, Path], SamplingTask], settings: Any
+) -> None:
     """Draw what arguments and settings say.
 
     Args:
         found: from `arguments_of`.
-        kind: of sampling task, whose `of` takes the settings and the pipeline's folder.
+        make_task: makes the task of settings and the pipeline's folder.
         settings: from `settings_of`.
     """
     with hosts.first_speaks():
         paths = paths_of(found, settings.model.folder)
-        task, mesh = kind.of(settings, paths.model), settings.make_mesh()
+        task, mesh = make_task(settings, paths.model), settings.make_mesh()
         if not found.plan:
             generate(task, paths, mesh)
             return

@@ -120,5 +120,5 @@ def _file_errors(task: SamplingTask, option: str, path: Path) -> Iterator[Config
         yield from _distilled_errors(task, option, path)
     else:
         rule = f"its layers are named as those of {NAMES[family]}, and this is {NAMES[task.family]}"
-        remedy = f"give LoRA weights of {NAMES[task.family]}, or use examples/generate_{family}.py"
+        remedy = f"give LoRA weights of {NAMES[task.family]}, or use examples/generate.py {family}"
         yield ConfigError(option, f"{path}: {name}", rule, remedy)

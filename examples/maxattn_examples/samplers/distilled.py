@@ -181,7 +181,7 @@ def name_errors(name: str | None, family: str) -> Iterator[ConfigError]:
         rule = f"it is one of {', '.join(names)}"
         rule += f", and {name} is {found.of}" if found else ""
         remedy = did_you_mean(name, names) or f"set sampling.distilled={names[0]}, or leave it out"
-        remedy = f"use examples/generate_{found.family}.py" if found else remedy
+        remedy = f"use examples/generate.py {found.family}" if found else remedy
         yield ConfigError("distilled", name, rule, remedy)
 
 

@@ -1,6 +1,6 @@
 """The settings of SDXL: those of attention, and four sections of its own.
 
-The same YAML file trains (examples/train_sdxl.py) and draws (examples/generate_sdxl.py).
+The same YAML file trains (examples/train_sdxl.py) and draws (examples/generate.py sdxl).
 """
 
 from __future__ import annotations

@@ -31,5 +31,5 @@ class ForcedTraining(FlowTraining):
         yield from contradictions(values)
         if values["forcing"] != "none" and (every := values["picture_every"]):
             rule = "a picture is of frames that all see each other, which forcing does not teach"
-            remedy = "set it to 0, and stream from what is exported: examples/stream_wan.py"
+            remedy = "set it to 0, and stream from what is exported: examples/stream.py"
             yield ConfigError("picture_every", every, rule, remedy)

@@ -136,7 +136,7 @@ class WanSamplingTask:
         yield from self._pipeline_errors()
         if "rollout" in self.settings.model_fields_set:
             rule = "it is of videos made block by block, and here all frames are made at once"
-            remedy = "use examples/stream_wan.py; leave it out for a model of whole videos"
+            remedy = "use examples/stream.py; leave it out for a model of whole videos"
             yield ConfigError("rollout", "given", rule, remedy)
         if self.sizes.pos_embed_seq_len is not None:
             rule = "a model of first and last frame takes two images, which sampling does not"

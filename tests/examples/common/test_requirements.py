@@ -31,7 +31,7 @@ runpy.run_path(script, run_name="__main__")
 
 
 COMMANDS = [("PIL", "train_wan", "wan_tiny"), ("optax", "train_sdxl", "sdxl")]
-COMMANDS += [("rich", "generate_sdxl", "sdxl")]
+COMMANDS += [("rich", "generate", "sdxl")]
 
 
 @pytest.mark.parametrize(("package", "script", "config"), but(COMMANDS, COMMANDS[:1]))

@@ -96,9 +96,9 @@ def test_a_loss_curve_of_any_length(count: int, tmp_path: Path):
 
 MISTAKES = {
     "attention=cudn": ("train_wan", ("override 1: attention: cudn", "did you mean 'cudnn'?")),
-    "output_dir=nowhere": ("generate_wan", ("training.output_dir: nowhere", "train_wan.py")),
-    "output_dir=nowhere per_prompt=0": ("generate_wan", ("per_prompt: 0", "use 1 or more")),
-    "output_dir=nowhere prompt=cat": ("generate_wan", ("prompt: 'cat'", "use the words a, an")),
+    "output_dir=nowhere": ("generate", ("training.output_dir: nowhere", "train_wan.py")),
+    "output_dir=nowhere per_prompt=0": ("generate", ("per_prompt: 0", "use 1 or more")),
+    "output_dir=nowhere prompt=cat": ("generate", ("prompt: 'cat'", "use the words a, an")),
 }
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from generate_wan import main as draw
+from generate import main as draw
 from maxattn_examples.digits_large import words
 from maxattn_examples.digits_large.clips import of_model
 from maxattn_examples.digits_large.scenes import Size
@@ -85,9 +85,9 @@ def test_a_prompt_is_drawn_without_torch(whole: Any, tmp_path: Path):
     more += ["--prompt", "an orange two leaving left"]
     command = [str(CONFIG), *overrides(tmp_path)]
     with pytest.raises(Exception, match="'orange' is in the place of one of red, green"):
-        draw(arguments_of("", [*command, *more]))
+        draw([*command, *more])
     more = [*more[:-1], "a red two leaving left", "--out", str(tmp_path / "drawn")]
-    draw(arguments_of("", [*command, *more]))
+    draw([*command, *more])
     ways = ["--setting", "one/step", "num_inference_steps=1", "--report", str(tmp_path / "x.yml")]
     words = [*command, *more[:4], *more[6:], *ways]
     drift.main(arguments_of("", words, more=drift.add_options))

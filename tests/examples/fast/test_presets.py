@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import generate_wan
+import generate
 import pytest
 from maxattn_examples.fast.cache_settings import CacheSettings, EasyCacheSettings, ShapeSettings
 from maxattn_examples.fast.presets import presets
@@ -14,7 +14,6 @@ from maxattn_examples.fast.schedules import letters_of
 from maxattn_examples.fast.settings import FastSettings, GuidanceSettings
 from maxattn_examples.fast.steps import forwards, plan_steps
 from maxattn_examples.flux.settings import SamplingSettings as FluxSampling
-from maxattn_examples.sample.command import arguments_of
 from maxattn_examples.sdxl.settings import SamplingSettings as SDXLSampling
 from maxattn_examples.wan.settings import SamplingSettings as WanSampling
 from maxattn_examples.wan.sizes import SIZES
@@ -111,6 +110,6 @@ def test_a_plan_for_another_machine_has_seconds(
     words = [str(ROOT / "configs/wan_1_3b.yml"), "--model", str(tmp_path), "--plan"]
     words += ["--fast", "balanced", "fast.kernels=[{steps: [0, 10], attention: cudnn}]"]
     with ma.Target.named("H200", packages={"fa4-jax": "0.1.0"}).assumed():
-        generate_wan.main(arguments_of("", words))
+        generate.main(words)
     printed = capsys.readouterr().out
     check_golden("fast/plan", printed[printed.index("guidance  ") :])

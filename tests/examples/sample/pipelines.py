@@ -8,11 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import generate_flux
-import generate_sdxl
-import generate_wan
+import generate
 import numpy as np
-from maxattn_examples.sample.command import arguments_of
 from safetensors.numpy import load_file, save_file
 
 from tests.examples.conftest import ROOT
@@ -55,7 +52,6 @@ CONFIGS = {
     "flux_schnell": "flux.yml",
     "demo": "wan_tiny.yml",
 }
-COMMANDS = {"sdxl": generate_sdxl, "flux": generate_flux, "flux_schnell": generate_flux}
 
 
 def pipeline(path: Path, name: str, which: str) -> Path:
@@ -109,8 +105,7 @@ def draw(name: str, *arguments: object) -> None:
     """Run a command in this process, as a user would in one of its own."""
     sizes = [] if name in ("sdxl", "demo") else ["model.sizes=null", "sampling.timestep_shift=null"]
     config = str(ROOT / "configs" / CONFIGS[name])
-    words = arguments_of("", [config, *sizes, *map(str, arguments)])
-    COMMANDS.get(name, generate_wan).main(words)
+    generate.main([config, *sizes, *map(str, arguments)])
 
 
 def run(folder: Path, name: str, *arguments: object) -> np.ndarray:

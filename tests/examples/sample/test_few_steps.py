@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from maxattn_examples.flux.sampling_task import FluxSamplingTask
+from maxattn_examples.flux.settings import Settings as FluxSettings
+from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.run_weights import lora_scale
 from safetensors.numpy import load_file, save_file
 
 from maxattn.errors import ConfigError
@@ -16,7 +20,7 @@ from tests.fixtures import make_few_step_runs as made
 from tests.golden_text import check_golden
 from tests.waiting import but
 
-from .pipelines import FIXTURES, check, lora, prepared, run
+from .pipelines import EXACT, FIXTURES, MORE, check, draw, lora, prepared, run, sizes_of
 
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -118,36 +122,41 @@ def test_lora_of_another_count_of_steps(tmp_path: Path) -> None:
         run(folder, "flux", *how, "distilled=hyper_flux", "num_inference_steps=8")
 
 
-@pytest.mark.slow
-def test_lora_has_the_scale_of_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder, options), file = prepared(tmp_path, "flux"), tmp_path / "lora.safetensors"
-    lora_of_flux(file, folder)
-    how = (*options, "--lora", file, "guidance_scale=3.5", "true_cfg_scale=1", "--steps", 8)
-    run(folder, "flux", *how, "distilled=hyper_flux")
-    assert "layers merged, times 0.125" in capsys.readouterr().out
-    run(folder, "flux", *how, "distilled=hyper_flux", "--lora-scale", 0.5)
-    assert "layers merged, times 0.5" in capsys.readouterr().out
+LIST = "expert    transformer{}, steps {}, guidance none: 2 forwards\n"
+# Of a pipeline with words behind the command: what its plan has.
+PLANS = {
+    "two transformers share the list": (
+        "wan_a14b",
+        ("distilled=lightx2v", "guidance_scale=1", "guidance_scale_2=1"),
+        (LIST.format("", "1 to 2"), LIST.format("_2", "3 to 4")),
+    ),
+    "a guidance below 1 is none": (
+        "wan",
+        ("guidance_scale=0.5", "--steps", 8, "fast.cache.first_block.first=2"),
+        ("none: at most 8 forwards\n",),
+    ),
+}
 
 
-@pytest.mark.slow
-def test_two_transformers_share_the_list(tmp_path: Path, capsys: Any) -> None:
-    folder, options = prepared(tmp_path, "wan_a14b")
-    unguided = ("guidance_scale=1", "guidance_scale_2=1")
-    run(folder, "wan_a14b", *options, "distilled=lightx2v", *unguided)
+@pytest.mark.parametrize("case", PLANS)
+def test_plans(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, words, lines = PLANS[case]
+    folder, _ = prepared(tmp_path, name)
+    draw(name, "--model", folder, *EXACT, *MORE.get(name, ()), *sizes_of(name), *words, "--plan")
     printed = capsys.readouterr().out
-    for part, steps in (("transformer", "1 to 2"), ("transformer_2", "3 to 4")):
-        assert f"expert    {part}, steps {steps}, guidance none: 2 forwards\n" in printed
+    assert not [line for line in lines if line not in printed], printed
 
 
-@pytest.mark.parametrize("scale", but([0, 0.5], [0.5]))
-def test_guidance_below_one_is_none(scale: float, tmp_path: Path, capsys: Any) -> None:
+def test_guidance_below_one_is_none(tmp_path: Path) -> None:
     """As in diffusers' pipelines, whose guidance begins above 1."""
     folder, options = prepared(tmp_path)
-    alone = load_file(options[1])
-    save_file({"text": alone["text"]}, options[1])
-    found = run(folder, "wan", *options, f"guidance_scale={scale}")
-    cached = ("--steps", 8, "fast.cache.first_block.first=2", f"guidance_scale={scale}")
-    run(folder, "wan", *options, *cached, "--plan")
-    printed = capsys.readouterr().out
-    assert "none: 4 forwards\n" in printed and "none: at most 8 forwards\n" in printed
+    save_file({"text": load_file(options[1])["text"]}, options[1])
+    found = run(folder, "wan", *options, "guidance_scale=0.5")
     check(found, run(folder, "wan", *options, "guidance_scale=1"))
+
+
+def test_lora_has_the_scale_of_its_row() -> None:
+    settings = FluxSettings(sampling={"distilled": "hyper_flux", "guidance_scale": 3.5})
+    task = FluxSamplingTask(settings, FLUX_SIZES["flux.1-dev"], Path())
+    assert lora_scale(task, Paths(Path())) == 0.125
+    assert lora_scale(task, Paths(Path(), lora_scale=0.5)) == 0.5

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from maxattn_examples.sample.lora_checks import family_of
+from maxattn_examples.sample.torch_device import device_errors
 from safetensors.numpy import load_file, save_file
 
+from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, WeightsError
 from tests.fixtures import make_diffusers as made
 from tests.fixtures import make_pipelines as runs
@@ -278,6 +283,32 @@ def test_without_torch(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError) as error:
         run_command(command, *words)
     check_golden(f"generate/{message}", str(error.value))
+
+
+def test_a_device_that_torch_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every command that would use it, before a model is loaded."""
+
+    def zeros(_: int, device: str) -> None:
+        raise RuntimeError(f"no device {device}.\nmore of torch's words")
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(zeros=zeros))
+    for module in ("torch_device", "checks"):
+        monkeypatch.setattr(f"maxattn_examples.sample.{module}.find_spec", lambda _: object())
+    monkeypatch.chdir(tmp_path)
+    pipeline(Path(), "wan", "unipc")
+    change_json(INDEX, _class_name="WanPipeline")
+    for command, option, words in (
+        ("decode", "--torch-device", ("l", "--out", "out", "--torch-device", "gpu:9")),
+        ("embed", "--torch-device", (*PROMPT, "--to", "e", "--torch-device", "gpu:9")),
+        ("wan", "sampling.torch_device", (*PROMPT, *OUT, "sampling.torch_device=gpu:9")),
+    ):
+        with pytest.raises(ConfigErrors) as error:
+            run_command(command, *words)
+        named = rf"{option}: gpu:9\n  rule .*and failed: no device gpu:9\n  remedy  use cpu"
+        assert re.search(named, str(error.value))
+    assert not list(device_errors("--torch-device", "cpu"))
 
 
 def run_command(command: str, *words: str, folder: str = ".") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import stream_wan
+import stream as command
 from flax import nnx
 from maxattn_examples.common.trained_blocks import saying
 from maxattn_examples.wan.model import WanTransformer3D
@@ -55,7 +55,7 @@ def says(folder: Path, frames: int | None) -> None:
 
 
 def stream(*arguments: Any) -> np.ndarray:
-    run = stream_wan.run_of(stream_wan.arguments_of([str(a) for a in arguments]))
+    run = command.run_of(command.arguments_of([str(a) for a in arguments]))
     return run.run()
 
 
@@ -169,7 +169,7 @@ def test_what_the_command_refuses(
 
 
 def test_small_sizes_are_those_of_the_file(config: str) -> None:
-    run = stream_wan.run_of(stream_wan.arguments_of([config, "--latents", "out"]))
+    run = command.run_of(command.arguments_of([config, "--latents", "out"]))
     assert all(getattr(run.task.sizes, key) == value for key, value in SMALL.items())
     assert (run.stream.tokens_per_frame, *run.sides) == (2, 2, 4, 4)
     assert run.denoising.times.tolist() == pytest.approx([1000.0, 2500 / 3])

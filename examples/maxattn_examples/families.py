@@ -1,0 +1,121 @@
+"""Which models a command is about: a family before the file, else the file's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from maxattn.errors import ConfigError
+from maxattn_examples.common.pipeline_folder import NAMES, Family
+
+FAMILIES: tuple[Family, ...] = get_args(Family)
+SIZES: dict[str, Family] = {"wan": "wan", "flux": "flux"}  # how names of sizes begin
+# Keys of the section `model` that one family alone has: the small model of digits is Wan's.
+KEYS: dict[str, Family] = {"dim": "wan", "prediction_type": "sdxl"}
+
+ALL = "Wan, SDXL or Flux.1"  # in the first line of a command's help
+EXAMPLE = re.compile(r"(?:    # .*\n)*    python examples/\w+\.py (\w+) (?:.*\\\n)*.*\n")
+
+
+def named(arguments: Sequence[str] | None = None) -> tuple[Family | None, list[str]]:
+    """Take the family off a command line that begins with one.
+
+    Args:
+        arguments: default those of the process.
+
+    Returns:
+        The family, None where it is left out; and the other arguments.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for family in FAMILIES:
+        if words[:1] == [family]:
+            return family, words[1:]
+    return None, words
+
+
+def of_file(path: str, overrides: Sequence[str] = ()) -> Family:
+    """Return the family that a YAML file is for, by its section `model`.
+
+    Args:
+        path: of the file.
+        overrides: `key=value`, which may name other sizes.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    try:
+        sections = yaml.safe_load(Path(path).read_text("utf-8-sig"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return "wan"  # its settings class reports the error
+    model = sections.get("model") if isinstance(sections, dict) else None
+    model = dict(model) if isinstance(model, dict) else {}
+    for key, value in (override.split("=", 1) for override in overrides if "=" in override):
+        if key.strip() in ("sizes", "model.sizes") and value.strip() != "null":
+            model["sizes"] = value
+    prefix = str(model.get("sizes")).partition("-")[0].partition(".")[0]
+    found = [SIZES.get(prefix), *(family for key, family in KEYS.items() if key in model)]
+    if family := next(filter(None, found), None):
+        return family
+    rule = "its section model names no sizes, so it does not say which models it is for"
+    raise ConfigError("config", path, rule, f"write {' or '.join(FAMILIES)} before the file")
+
+
+def help_of(description: str, family: Family | None) -> str:
+    """Return a command's help for one family: its name, and of the examples its own.
+
+    Args:
+        description: of the command, which names all families as `ALL`.
+        family: None for all of it.
+    """
+    if family is None:
+        return description
+    own = description.replace(ALL, NAMES[family])
+    return EXAMPLE.sub(lambda found: found[0] if found[1] == family else "", own)
+
+
+def settings_class(family: Family) -> Any:
+    """Return what reads the files of a family: a class, or a choice by file and overrides."""
+    if family == "flux":
+        from maxattn_examples.flux.settings import Settings as Flux
+
+        return Flux
+    if family == "sdxl":
+        from maxattn_examples.sdxl.settings import Settings as Sdxl
+
+        return Sdxl
+    return wan_settings_class
+
+
+def wan_settings_class(path: str, overrides: Sequence[str]) -> type:
+    """Choose the class that reads a file of Wan, or of the digits that are trained like it."""
+    from maxattn_examples.digits.settings import Settings as Digits
+    from maxattn_examples.digits_large.settings import Settings as Clips
+    from maxattn_examples.digits_large.settings import describes_clips
+    from maxattn_examples.wan.settings import Settings as Wan
+    from maxattn_examples.wan.settings import describes_wan
+
+    if describes_clips(path, overrides):
+        return Clips
+    return Wan if describes_wan(path, overrides) else Digits
+
+
+def sampling_task(settings: Any) -> Callable[[Any, Path], Any]:
+    """Return what makes the sampling task of settings: a function of these and a model's folder."""
+    if (family := settings.sampling.family) == "flux":
+        from maxattn_examples.flux.sampling_task import FluxSamplingTask
+
+        return FluxSamplingTask.of
+    if family == "sdxl":
+        from maxattn_examples.sdxl.sampling_task import SdxlSamplingTask
+
+        return SdxlSamplingTask.of
+    from maxattn_examples.digits_large.sampling_task import ClipSamplingTask
+    from maxattn_examples.digits_large.settings import Settings as Clips
+    from maxattn_examples.wan.sampling_task import WanSamplingTask
+
+    return (ClipSamplingTask if isinstance(settings, Clips) else WanSamplingTask).of
