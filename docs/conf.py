@@ -33,7 +33,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
-    "sphinxcontrib.mermaid",
     "myst_nb",
     "docs.building.extension",
 ]
@@ -44,10 +43,7 @@ default_role = "py:obj"
 # ---- Markdown and notebooks ----------------------------------------------------------------------
 
 myst_enable_extensions = ["colon_fence", "deflist"]
-myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
-mermaid_height = "auto"
-mermaid_fullscreen = False
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120

@@ -1,7 +1,7 @@
 """Read the pages: README.md and docs/, their fenced blocks, and the comments that mark blocks.
 
 A block is run (`python`, `sh`, and the cells of notebooks), loaded (`yaml`), or shown alone
-(`text`, `mermaid`, and what the site's API is made of). A comment on the line before its fence says
+(`text`, and what the site's API is made of). A comment on the line before its fence says
 what a block is:
 
     <!-- needs: an NVIDIA GPU -->   it is not run here, and why

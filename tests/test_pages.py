@@ -21,7 +21,7 @@ from tests.pages import ROOT, Block, blocks, lines_outside_of_fences, pages, tex
 from tests.waiting import but
 
 RUN, LOADED = ("python", "sh"), ("yaml",)
-SHOWN = ("text", "mermaid", "{eval-rst}")
+SHOWN = ("text", "{eval-rst}")
 WIDTH, README_LINES = 100, 120
 PAGE = re.compile(r"\bdocs/[\w/-]+\.(?:md|txt|json|png)\b")
 # Files of which pages speak that somebody else has.
