@@ -1,4 +1,4 @@
-"""Calls that are drawn by a seed: every kind of mask, head dim and ratio of lengths."""
+"""Draw calls by a seed: every kind of mask, head dim and ratio of lengths."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MASKS_OF = {FULL: Full, CAUSAL: Causal, WINDOW: LocalWindow, BLOCKS: BlockSlidin
 
 
 class DrawnCall(NamedTuple):
-    """Hold one call, as a row of a file holds it.
+    """One call, as a row of a file stores it.
 
     Args:
         sizes: B, T, S, N, K, H.
         dtype: "bf16" or "f16".
-        kind: of the mask.
-        numbers: of the mask: left and right of a window; block and blocks of a block window; a
-            length for each batch row; tokens of each segment.
+        kind: the kind of its mask.
+        numbers: the numbers of its mask: left and right of a window; block and window of a block
+            window; a length for each batch row; the tokens of each segment.
     """
 
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class DrawnCall(NamedTuple):
 
     @staticmethod
     def of_json(row: list[Any]) -> DrawnCall:
-        """Read it back from a file."""
+        """Read a call from a row of a file."""
         sizes, dtype, kind, numbers = row
         return DrawnCall(tuple(sizes), dtype, kind, tuple(numbers))
 
@@ -55,7 +55,7 @@ class DrawnCall(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        """Pairs of queries and keys of all heads, those that the mask forbids included."""
+        """All pairs of queries and keys, over all heads and whatever the mask."""
         b, t, s, n, _, _ = self.sizes
         return float(b * t * s * n)
 
@@ -80,14 +80,14 @@ class DrawnCall(NamedTuple):
         return mask.bind(t, s, b, n)
 
     def call(self) -> Call:
-        """Describe it as one device's call."""
+        """Return the call of one device."""
         b, t, s, n, k, h = self.sizes
         role = "self" if t == s else "cross"
         return Call(b, t, s, n, k, h, DTYPES[self.dtype], self.mask().form(), role=role)
 
 
 Rng = np.random.Generator
-# Strata: each is dealt in these shares, whatever the others are.
+# Strata: masks, head dims and ratios of lengths are dealt in these shares, independently.
 MASKS = (FULL,) * 9 + (CAUSAL,) * 2 + (WINDOW,) * 2 + (BLOCKS,) * 2
 MASKS += (LENGTHS,) * 2 + (SEGMENTS,) + (OF_LENGTHS,) * 2
 HEAD_DIMS = (64,) * 6 + (128,) * 6 + (40, 72, 80, 96, 96, 160, 192, 256)
@@ -95,24 +95,19 @@ RATIOS = ("square",) * 10 + ("few keys",) * 5 + ("few queries",) * 3 + ("near",)
 TEXTS = (77, 226, 256, 257, 333, 512)  # keys of models' texts and images
 LEAST, MOST, MOST_ROWS = 64, 131072, 2000
 MOST_WORK, MOST_BYTES = 8e12, 6e8  # operations of all pairs; bytes of Q, K, V and the output
-MOST_LENGTHS = 64  # batch rows of drawn lengths: each is written down
+MOST_LENGTHS = 64  # batch rows with lengths of their own, since each length is stored
 HEADS = (1, 2, 4, 5, 8, 10, 12, 16, 20, 24, 32, 40)
 
 
 def draw(seed: int, count: int) -> list[DrawnCall]:
-    """Return calls: the same ones for a seed on every machine.
-
-    Args:
-        seed: of the draw.
-        count: how many.
-    """
+    """Return `count` calls, the same ones for a seed on every machine."""
     rng = np.random.default_rng(seed)
     strata = zip(*(_dealt(rng, x, count) for x in (MASKS, HEAD_DIMS, RATIOS)), strict=True)
     return [_call(rng, *stratum) for stratum in strata]
 
 
 def _dealt(rng: Rng, shares: tuple, count: int) -> list:
-    """Deal `count` cards of packs that are shuffled one by one."""
+    """Draw `count` items without replacement from shuffled copies of `shares`."""
     packs = [
         shares[i] for _ in range(-(-count // len(shares))) for i in rng.permutation(len(shares))
     ]
@@ -120,7 +115,7 @@ def _dealt(rng: Rng, shares: tuple, count: int) -> list:
 
 
 def _call(rng: Rng, kind: str, head_dim: int, ratio: str) -> DrawnCall:
-    """Draw sizes until a call is no more work than can be measured in a moment."""
+    """Draw sizes until the call is small enough to be timed quickly."""
     while True:
         (t, s), heads = _lengths(rng, "square" if _is_of_tokens(kind) else ratio), _heads(rng)
         most = _most_batch(t, s, heads[0], head_dim)

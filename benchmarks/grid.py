@@ -3,8 +3,8 @@
     python benchmarks/grid.py --seeds 1 2 --limit 500 --json rows.json
     python benchmarks/grid.py --against rows.json
 
-Processes compile at once, and time one after the other. Without seeds it measures nothing: it reads
-files, by default those of docs/measured that the rules of `auto` are from.
+Processes compile in parallel, and time one after the other. Without --seeds nothing is timed: the
+rows are read from files, by default those of docs/measured that the rules of `auto` are from.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from maxattn.tools.writable import write_whole
 
 HERE = Path(__file__).resolve()
 TREE = HERE.parents[1]
-DRAWN = 60  # calls of a seed
-COMPILING, STUCK = 0.7, 60.0  # of the limit; seconds that the timing of one call may take
-FEW_SCORES = 2e8  # above them plain JAX is not measured
+DRAWN = 60  # calls for each seed
+COMPILING, STUCK = 0.7, 60.0  # share of the limit for compiling; seconds to time one call
+FEW_SCORES = 2e8  # with more scores the dense kernel is not timed
 FORWARD, BACKWARD = "forward", "backward"
-SAME = 3e-3  # ms, by which two times may differ from run to run
+SAME = 3e-3  # ms: the difference of two runs of one program
 SHOWN = 10
-# A later file's times replace those before of the same call and device; a time of null takes one
-# back, of a kernel that is launched otherwise since.
+# A later file replaces the times of an earlier one for the same call and device. A time of null
+# removes one, if the kernel is launched in another way since.
 H200 = (
     "2026-11-24", "unseen-2026-11-24", "later-seeds-2026-11-24", "last-seeds-2026-11-24",
     "new-seeds-2026-11-25", "flash-2026-11-25", "blocks-2026-11-25", "orders-2026-11-25",
@@ -60,12 +60,12 @@ MEASURED = tuple(
 )
 
 
-# All that a kernel needs: one that was not there has no times.
+# Every package that a kernel needs: if one was missing, its kernel has no times.
 PACKAGES = (("fa4-jax", "0.1.0"), ("tokamax", "0.0.17"), ("transformer-engine-jax", "2.20.2"))
 
 
 class Row(NamedTuple):
-    """Hold milliseconds by kernel of one call on one device."""
+    """The milliseconds of each kernel for one call on one device."""
 
     call: DrawnCall
     target: Target
@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
 
 class Worker:
-    """Hold the compiled kernels of some calls."""
+    """The compiled kernels of some calls."""
 
     def __init__(self) -> None:
         self.target, self.programs = Target.here(), {}
@@ -86,7 +86,7 @@ class Worker:
         return {"device": self.target.device_kind, "packages": dict(self.target.packages)}
 
     def load(self, at: str, row: list[Any]) -> None:
-        """Compile all kernels that take a call."""
+        """Compile all kernels that can compute a call."""
         drawn = DrawnCall.of_json(row)
         call = drawn.call()
         few = scores_of(call) <= FEW_SCORES
@@ -116,7 +116,7 @@ class Worker:
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the machine, and a row of JSON for each drawn call; write what there is meanwhile."""
+    """Return the machine and a row for each drawn call; write the rows to the file as they come."""
     calls = [call for seed in args.seeds for call in draw(seed, DRAWN)]
     remotes = [Remote([str(HERE), "--worker"], TREE) for _ in range(workers.count(args.workers))]
     start, rows = perf_counter(), []
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, An
 
 
 def as_file(machine: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
-    """Write rows as a file of docs/measured, a row in a line."""
+    """Format rows as a file of docs/measured, one row a line."""
     lines = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in rows)
     return f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n  {lines}\n ]\n}}\n'
 
@@ -166,8 +166,9 @@ def as_file(machine: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
 
 
 def read_files(paths: Iterable[Path]) -> list[Row]:
-    """Read files of rows: one row for each call and device; of a call that a file has twice, the
-    median of its times.
+    """Read files into one row for each call and device.
+
+    If one file has a call twice, its times are the medians.
     """
     found: dict[tuple[DrawnCall, str], Row] = {}
     for path in paths:
@@ -191,26 +192,26 @@ def read_files(paths: Iterable[Path]) -> list[Row]:
 
 
 def judged(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that a choice can be judged by: two kernels or more, each both ways."""
+    """Return the rows that have two kernels or more, each timed forward and backward."""
     return [r for r in rows if len(r.forward) > 1 and r.forward.keys() == r.backward.keys()]
 
 
 def by_auto(row: Row) -> tuple[str, str]:
-    """Return the forward and the backward that `auto` takes, of those that were measured."""
+    """Return the kernels that `auto` chooses for forward and backward, among the measured ones."""
     its = set(row.forward)
     names = (name.split("/") for name, _ in order(row.call.call(), row.target))
     return next(((n[0], n[-1]) for n in names if {*n} <= its), by_flash(row))
 
 
 def by_flash(row: Row) -> tuple[str, str]:
-    """Return flash, or where it was not measured the slowest."""
+    """Return flash for both passes, or the slowest kernel if flash was not measured."""
     passes = row.forward, row.backward
     found = ("flash" if "flash" in x else max(x, key=lambda n, x=x: x[n]) for x in passes)
     return next(found), next(found)
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Compare choices with the fastest kernels: all their time, and by call."""
+    """Compare choices with the fastest kernels, by all time and call by call."""
     lines = [f"{len(rows)} calls of two kernels or more"]
     fastest = sum(
         min(x, key=lambda n, x=x: x[n]) == "flash" for r in rows for x in (r.forward, r.backward)
@@ -245,14 +246,14 @@ def _over(taken: float, best: float) -> float:
 
 
 def main() -> None:
-    """Measure or read; report."""
+    """Time drawn calls or read files, and print the report."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", help=f"{DRAWN} calls each are measured")
+    parser.add_argument("--seeds", type=int, nargs="+", help=f"draw and time {DRAWN} calls each")
     parser.add_argument("--against", type=Path, nargs="+", default=MEASURED, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of a kernel's pass, about")
-    parser.add_argument("--limit", type=float, default=500, help="seconds in all")
-    parser.add_argument("--workers", type=int, default=0, help="0: by the cores")
-    parser.add_argument("--json", type=Path, help="a file for the rows")
+    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of timing a pass")
+    parser.add_argument("--limit", type=float, default=500, help="seconds for the whole run")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: by the cores")
+    parser.add_argument("--json", type=Path, help="file to write the rows to")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -1,10 +1,11 @@
-"""MaxDiffusion's own kernels for `maxattn compile --estimate --kernel-file`, compiled from their
-source: MAXDIFFUSION_KERNEL names its custom_splash_attention.py.
+"""MaxDiffusion's own kernels, for `maxattn compile --estimate --kernel-file`.
+
+MAXDIFFUSION_KERNEL is the path of its custom_splash_attention.py:
 
     MAXDIFFUSION_KERNEL=.../custom_splash_attention.py maxattn compile base_wan_14b.yml ... \\
         --kernel-file benchmarks/maxdiffusion_kernels.py:online
 
-Tiles are those of `flash_block_sizes`. Lengths are padded to them, as its own code does.
+`flash_block_sizes` sets the tiles. Lengths are padded to them, as in its own code.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ def online(q: Any, k: Any, v: Any, config: Any) -> Any:
 
 
 def online_scheduled(q: Any, k: Any, v: Any, config: Any) -> Any:
-    """Compute the same with the compiler's experimental scheduler, as its configs of Wan ask."""
+    """Compute `online` with the compiler's experimental scheduler, as its Wan configs set it."""
     return _run("_splash_attention_forward", q, k, v, config, use_experimental_scheduler=True)
 
 
 def ring_scheduled(q: Any, k: Any, v: Any, config: Any) -> Any:
-    """Compute a hop of its ring with a running maximum and the experimental scheduler."""
+    """Compute one hop of its ring, with a running maximum and the experimental scheduler."""
     name = "_splash_attention_forward_ring"
     return _run(name, q, k, v, config, use_experimental_scheduler=True)
 
 
 def bounded(q: Any, k: Any, v: Any, config: Any) -> Any:
-    """Compute attention with a bound in place of the maximum, as its ring does."""
+    """Compute attention with a fixed bound in place of the running maximum, as in its ring."""
     flags = {"use_fixed_m": True, "uniform_fixed_m": True}
     return _run("_splash_attention_forward_ring", q, k, v, config, **flags)
 
 
 def bounded_scheduled(q: Any, k: Any, v: Any, config: Any) -> Any:
-    """Compute the same with the compiler's experimental scheduler."""
+    """Compute `bounded` with the compiler's experimental scheduler."""
     flags = {"use_fixed_m": True, "uniform_fixed_m": True, "use_experimental_scheduler": True}
     return _run("_splash_attention_forward_ring", q, k, v, config, **flags)
 
 
 def _run(name: str, q: Any, k: Any, v: Any, config: Any, **flags: Any) -> Any:
-    """Run one of its functions on [N, T, H], of a batch of one."""
+    """Run one of its functions, which take [N, T, H], on a batch of one."""
     source, sizes = _source(), config.flash_block_sizes
     assert q.shape[0] == 1, "it computes a batch of one"
     blocks = sizes.block_q, sizes.block_kv, sizes.block_kv_compute
@@ -68,7 +69,7 @@ def _run(name: str, q: Any, k: Any, v: Any, config: Any, **flags: Any) -> Any:
 
 
 def _padded(x: Any, block: int) -> Any:
-    """Return [N, T, H] with T a multiple of a block."""
+    """Return [N, T, H], with T padded to a multiple of the block."""
     rest = -x.shape[1] % block
     return jnp.swapaxes(jnp.pad(x[0], ((0, rest), (0, 0), (0, 0))), 0, 1)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/model_calls.py --old ../main-before --rounds 4 --json rows.json
 
-Workers of both trees stay alive and share one GPU: all compile first, then an old and a new worker
-time the same call in turns. It prints new / old of every call, and whether the change may land.
+Workers of both checkouts share one GPU: all compile first, then an old and a new worker time the
+same call in turns. The report has new / old for every call, and whether the change passes the gate.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from workers import Remote
 HERE = Path(__file__).resolve()
 FORWARD, BOTH = "forward", "forward + backward"
 PASSES = (FORWARD, BOTH)
-# The gate. A cross-attention may take longer by this share of its model's step.
+# The gate. The last number is for cross-attention: a share of its model's step.
 MOST_GEOMEAN, MOST_SELF, MOST_OF_STEP = 1.01, 1.03, 0.005
-# Two right results differ by the rounding of bfloat16: of all entries, and of 64 tokens.
+# How far the rounding of bfloat16 moves two right results apart: all entries, and any 64 tokens.
 MOST_ERROR, MOST_ERROR_OF_64 = 0.02, 0.1
-COMPILING = 0.6  # of the limit; what is not compiled by then is left out
+COMPILING = 0.6  # share of the limit; calls that are not compiled by then are left out
 
 
 class ModelCall(NamedTuple):
-    """Describe one attention of a model.
+    """One attention call of a model.
 
     Args:
         name: for `--only`.
         shape: B, T, S, N, H, and K where key heads are fewer.
         mask: makes the mask from the module `maxattn.masks`; arrays in it are traced.
-        kept: share of the pairs that the mask keeps, about: it sets how many calls are chained.
+        kept: about the share of pairs that the mask allows; sets how many calls are chained.
         dtype: of q, k and v.
         role: "self" or "cross".
-        share: of its model's step that all such cross-attentions take, training and denoising
-            alike (docs/results.md: their times and those of whole steps).
-        bias: shape of an additive bias.
+        share: the share of its model's step that all such cross-attentions take, in training and
+            denoising alike (times of calls and steps are in docs/results.md).
+        bias: the shape of an additive bias, or ().
     """
 
     name: str
@@ -65,7 +65,7 @@ RAGGED = (9000, 901, 4680, 1560, 7020, 2048, 3120, 1333, 5200, 977, 2340, 6240, 
 
 
 def model_calls(tiny: bool = False) -> tuple[ModelCall, ...]:
-    """List the calls; `tiny` divides their lengths by 120, for a CPU."""
+    """Return the calls; `tiny` divides their lengths by 120, for a CPU."""
     n: Callable[[int], int] = (lambda tokens: max(tokens // 120, 4)) if tiny else int
     frame, frame_5b = n(1560), n(880)
     video, video_14b, video_5b = 21 * frame, 21 * n(3600), 31 * frame_5b
@@ -117,7 +117,7 @@ def model_calls(tiny: bool = False) -> tuple[ModelCall, ...]:
                   lambda m: m.Rectangle(0, image + text, 0, 2 * image + text)
                   | m.Rectangle(image + text, 2 * image + text, image + text, 2 * image + text),
                   0.75),
-        # Segments: ids that are traced, and lengths that are known.
+        # Segments: traced ids, and known lengths.
         ModelCall("8-segments", (1, 8 * image, 8 * image, 12, 128),
                   lambda m: _segments(m, 8 * (image,)), 0.125),
         ModelCall("32-segments", (1, 32 * n(1024), 32 * n(1024), 12, 128),
@@ -143,11 +143,11 @@ def _segments(masks: Any, lengths: tuple[int, ...]) -> Any:
     return masks.Segments(ids, ids)
 
 
-# ---- a worker: of one tree, whose maxattn it imports ---------------------------------------------
+# ---- a worker, which imports the maxattn of one checkout -----------------------------------------
 
 
 class Worker:
-    """Hold the compiled programs of some calls, and the inputs of the one that is timed."""
+    """The compiled programs of some calls, and the inputs of the call that is timed."""
 
     def __init__(self, kernel: str, tiny: bool) -> None:
         import jax
@@ -167,20 +167,20 @@ class Worker:
         return {"tree": self.tree, "device": device.device_kind, "jax": self.jax.__version__}
 
     def load(self, name: str) -> None:
-        """Compile both passes of a call, at the same time."""
+        """Compile both passes of a call in parallel."""
         with ThreadPoolExecutor(2) as pool:
             compiled = pool.map(partial(self._compiled, self.calls[name]), PASSES)
             for what, each in zip(PASSES, compiled, strict=True):
                 self.programs[name, what] = each
 
     def draw(self, name: str, folder: str) -> dict[str, float]:
-        """Make a call's inputs, run both passes, and keep what comparing their results needs.
+        """Make a call's inputs, run both passes, and store their results for the comparison.
 
         Returns:
-            Seconds of a program, by pass.
+            The seconds of a program, by pass.
         """
         call, seconds, results = self.calls[name], {}, []
-        self.operands = ()  # the memory of the call before
+        self.operands = ()  # frees the memory of the previous call
         self.operands = (*self.jax.jit(partial(self._random, call))(), self._mask(call))
         for what in PASSES:
             program = self.programs[name, what]
@@ -192,7 +192,7 @@ class Worker:
         return seconds
 
     def time(self, name: str, what: str, times: int) -> float:
-        """Return the seconds of one call, of so many programs that are queued."""
+        """Return the seconds of one call, from `times` queued programs."""
         program = self.programs[name, what]
         start = perf_counter()
         for _ in range(times - 1):
@@ -205,18 +205,18 @@ class Worker:
         masks = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._mask(call))
         specs = (*jax.eval_shape(partial(self._random, call)), masks)
         program = partial(self._several, call, what)
-        # No CUDA graphs: kernels are launched one by one, in both trees alike. Matrix products of
-        # plain JAX beside a bias are cuBLAS's, which XLA chooses fast and alike.
+        # No CUDA graphs, so that both checkouts launch kernels one by one; no Triton, so that XLA
+        # chooses cuBLAS for the matrix products of a bias, fast and the same in both.
         options = {"xla_gpu_enable_command_buffer": "", "xla_gpu_enable_triton_gemm": False}
         options = options if jax.default_backend() == "gpu" else {}
         return jax.jit(program).lower(*specs).compile(options)
 
     def _several(self, call: ModelCall, what: str, *operands: Any) -> Any:
-        """Chain calls, so that the host's dispatch is hidden; return the last one's results.
+        """Chain calls, so that the host's dispatch is hidden; return the results of the last.
 
-        Each call's inputs pass a barrier with an entry of the results before, so that XLA neither
-        merges calls nor takes one out of the loop. The entry is a result too: else XLA drops the
-        loop.
+        The inputs of each call pass a barrier together with an entry of the previous results, so
+        that XLA neither merges calls nor moves one out of the loop. The program returns the entry
+        too, since XLA would drop the loop otherwise.
         """
         lax, jnp, once = self.jax.lax, self.jax.numpy, partial(self._once, call, what)
 
@@ -239,7 +239,7 @@ class Worker:
         return (out, *gradient(dout))
 
     def _chained(self, call: ModelCall, what: str) -> int:
-        """Return how many calls a program chains: of about 3 ms together, and at most 20."""
+        """Return how many calls a program chains: about 3 ms of them, and at most 20."""
         if self.jax.default_backend() == "cpu":
             return 2
         b, t, s, n, h = call.shape[:5]
@@ -260,18 +260,18 @@ class Worker:
         return (*arrays, draw(keys[4], call.bias) if call.bias else None)
 
     def _projected(self, x: Any) -> Any:
-        """Project a result [B, T, N, H] to [B, T, N], by a direction of its own."""
+        """Project a result [B, T, N, H] onto a fixed direction: [B, T, N]."""
         direction = np.cos(np.arange(x.shape[-1]) ** 2.0).astype(np.float32)
-        # A sum, since XLA takes long to choose among kernels of matrix products.
+        # A sum and no product: XLA takes long to choose a kernel for one.
         project = self.jax.jit(lambda x: (x.astype(np.float32) * direction).sum(-1))
         return np.asarray(project(x))
 
 
-# ---- the parent: asks an old and a new worker in turns -------------------------------------------
+# ---- the parent, which asks an old and a new worker in turns -------------------------------------
 
 
 class Row(NamedTuple):
-    """Hold what was measured of a call: seconds of (old, new) by pass and round, or why not."""
+    """The times of a call: seconds of (old, new) by pass and round, or why there are none."""
 
     call: ModelCall
     rounds: dict[str, list[tuple[float, float]]]
@@ -284,18 +284,18 @@ class Row(NamedTuple):
         return 1e3 * median(old), 1e3 * median(new)
 
     def ratio(self, what: str) -> float:
-        """Return new / old: the median over rounds, each of which times both."""
+        """Return the median over rounds of new / old."""
         return median(new / old for old, new in self.rounds[what])
 
     def is_slower(self, what: str) -> bool:
-        """Say whether the gate forbids its ratio."""
+        """Check whether the ratio fails the gate."""
         if self.call.role == "cross":
             return (self.ratio(what) - 1) * self.call.share > MOST_OF_STEP
         return self.ratio(what) > MOST_SELF
 
 
 def measure(args: argparse.Namespace, calls: Sequence[ModelCall]) -> tuple[dict, list[Row]]:
-    """Time calls in both trees; return about what, and a row a call."""
+    """Time calls in both checkouts; return facts about the run, and a row for each call."""
     count = min(workers.count(args.workers, each=2), len(calls))
     trees = Path(args.old).resolve(), Path(args.new).resolve()
     start = perf_counter()
@@ -309,7 +309,7 @@ def measure(args: argparse.Namespace, calls: Sequence[ModelCall]) -> tuple[dict,
         for tree, said in zip(trees, about, strict=True):
             if Path(said["tree"]).resolve() != tree:
                 raise SystemExit(f"{tree}: maxattn was imported from {said['tree']}")
-        # A process keeps the memory that it once had: the large calls are those of one pair.
+        # A process does not give memory back, so one pair of workers gets all large calls.
         names = [[] for _ in pairs]
         for i, call in enumerate(
             sorted(calls, key=lambda call: -prod(call.shape[:2]) * call.shape[3])
@@ -332,7 +332,7 @@ def measure(args: argparse.Namespace, calls: Sequence[ModelCall]) -> tuple[dict,
 
 
 def _loaded(pairs: list[list[Remote]], names: list[list[str]], limit: float) -> dict[str, str]:
-    """Let all workers compile at once; return why some calls did not, by name."""
+    """Compile in all workers in parallel; return by name why some calls failed."""
     failed: dict[str, str] = {}
     until = perf_counter() + limit
 
@@ -355,7 +355,7 @@ def _loaded(pairs: list[list[Remote]], names: list[list[str]], limit: float) -> 
 
 
 def _timed(pair: list[Remote], call: ModelCall, args: argparse.Namespace) -> Row:
-    """Time both passes of a call in turns; twice more where the first rounds fail the gate."""
+    """Time both passes of a call in turns, and twice more if the first rounds fail the gate."""
     try:
         with tempfile.TemporaryDirectory() as old, tempfile.TemporaryDirectory() as new:
             folders = old, new
@@ -375,10 +375,10 @@ def _timed(pair: list[Remote], call: ModelCall, args: argparse.Namespace) -> Row
 def _rounds(
     pair: list[Remote], request: tuple[str, str, int], rounds: int
 ) -> Iterator[tuple[float, float]]:
-    """Yield seconds of (old, new), each timed twice: old, new, new, old, then the other way round.
+    """Yield seconds of (old, new), each timed twice: old, new, new, old, then new, old, old, new.
 
-    The two in the middle run on a warmer GPU: one and the same tree was 1 to 3% slower there in a
-    forward (H100), so both trees are in the middle equally often.
+    The two in the middle run on a warmer GPU, where the same program was 1 to 3% slower in a
+    forward (H100), so both checkouts are in the middle equally often.
     """
     for i in range(rounds + rounds % 2):
         seconds: dict[int, list[float]] = {0: [], 1: []}
@@ -388,7 +388,7 @@ def _rounds(
 
 
 def _error(old: Path, new: Path) -> float:
-    """Return how far results are apart, 1 and more where they do not agree."""
+    """Return the distance of two results; above 1 they do not agree."""
     worst = 0.0
     with np.load(old) as a, np.load(new) as b:
         for name in a:
@@ -408,7 +408,7 @@ HEAD = f"{'ms':18}{'forward old':>15}{'new':>10}{'ratio':>7}{'both old':>13}{'ne
 
 
 def line(row: Row) -> str:
-    """Write a call's row of the table."""
+    """Format the row of a call."""
     if row.failed:
         return f"{row.call.name:18} failed: {row.failed}"
     (f_old, f_new), (b_old, b_new) = map(row.ms, PASSES)
@@ -419,7 +419,7 @@ def line(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> tuple[list[str], bool]:
-    """Return what is said of all rows, and whether the gate lets them pass."""
+    """Return the summary of all rows, and whether they pass the gate."""
     timed, lines = [row for row in rows if not row.failed], []
     reasons = [f"{row.call.name} failed" for row in rows if row.failed]
     reasons += [f"{row.call.name}: results differ" for row in timed if row.error > 1]
@@ -434,7 +434,7 @@ def verdict(rows: Sequence[Row]) -> tuple[list[str], bool]:
 
 
 def to_json(about: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Write what was measured, a call in a line."""
+    """Format the rounds as JSON, one call a line."""
     lines = [
         json.dumps({"call": r.call.name, "rounds": r.rounds, "error": r.error, "failed": r.failed})
         for r in rows
@@ -443,17 +443,19 @@ def to_json(about: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Measure what the command line asks for; return 1 where the gate fails."""
+    """Time the chosen calls, print the report, and return 1 if the gate fails."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--old", help="a checkout of the commit before")
     parser.add_argument("--new", default=str(HERE.parents[1]), help="default: this checkout")
-    parser.add_argument("--only", default="", help="names of calls, with commas")
+    parser.add_argument("--only", default="", help="names of calls, separated by commas")
     parser.add_argument("--kernel", default="flash", help="or auto")
-    parser.add_argument("--rounds", type=int, default=4, help="made even")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of a call in a round, about")
-    parser.add_argument("--limit", type=float, default=460, help="seconds, then workers are ended")
-    parser.add_argument("--workers", type=int, default=0, help="of each tree; 0: by the cores")
-    parser.add_argument("--json", help="a file for all rounds")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds, raised to an even number")
+    parser.add_argument("--seconds", type=float, default=0.1, help="seconds of a call in a round")
+    parser.add_argument("--limit", type=float, default=460, help="seconds of the whole run")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="workers of a checkout; 0: by the cores"
+    )
+    parser.add_argument("--json", help="file to write all rounds to")
     parser.add_argument("--tiny", action="store_true", help="short lengths, for a CPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

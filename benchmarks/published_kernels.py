@@ -1,11 +1,11 @@
-"""Kernels that others measured on TPUs, for `maxattn compile --estimate --kernel-file`:
+"""TPU kernels that others measured, for `maxattn compile --estimate --kernel-file`:
 
     maxattn compile flash_block_sizes.block_q=2048 ... --mask causal \\
         --kernel-file benchmarks/published_kernels.py:splash_hsh_scheduled
 
 The names of tokamax's splash have the layouts of q, k and v (h: head dim minor, s: sequence minor)
-and the settings. MaxDiffusion's cross-attention is compiled from its own source, which
-MAXDIFFUSION_CROSS names. Tiles are those of `flash_block_sizes`.
+and the settings. MaxDiffusion's cross-attention is compiled from the source file at
+MAXDIFFUSION_CROSS. `flash_block_sizes` sets the tiles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ splash_hsh_scheduled_stacked4 = partial(_scheduled, layouts="hsh", num_stacked_q
 
 
 def _cross(q: Any, k: Any, v: Any, config: Any, heads: int) -> Any:
-    """Run MaxDiffusion's kernel on flat arrays with so many heads a step."""
+    """Run MaxDiffusion's kernel on flat arrays, with `heads` heads in a step."""
     spec = importlib.util.spec_from_file_location("cross_attention_pallas", os.environ[CROSS_KEY])
     assert spec and spec.loader, os.environ[CROSS_KEY]
     module = importlib.util.module_from_spec(spec)

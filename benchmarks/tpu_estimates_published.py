@@ -1,13 +1,13 @@
-"""Estimates beside what others measured on TPUs, a line each, and how far they are off:
+"""Print estimates beside the times that others measured on TPUs, and the errors:
 
     MAXDIFFUSION_KERNEL=custom_splash_attention.py MAXDIFFUSION_CROSS=cross_attention_pallas.py \\
         python -m benchmarks.tpu_estimates_published --log points.jsonl --write
 
-The points are in tests/tools/estimate/published, with source, tile and measured time. Each kernel
-is compiled by `maxattn compile --estimate --kernel-file`, which needs libtpu and minutes; calls
-with the same tile share a compile. A stopped run goes on where it was. Where MaxDiffusion's
-sources are not named, and with --kept everywhere, the estimates of the files are printed. --write
-puts new ones into the files; maxattn/block_sizes/estimated/measured.py must then follow.
+tests/tools/estimate/published has the points, with source, tile and measured time. Each kernel is
+compiled by `maxattn compile --estimate --kernel-file`, which needs libtpu and minutes; calls with
+the same tile share a compile. A stopped run continues from --log. Without MaxDiffusion's sources,
+and with --kept for all points, the estimates of the files are printed. After --write, which stores
+new estimates in the files, update maxattn/block_sizes/estimated/measured.py.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Point = dict[str, Any]
 
 
 def main() -> None:
-    """Print a line for each point, then the errors."""
+    """Print a line for each point, then the errors of each kind of kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kept", action="store_true", help="compile nothing")
-    parser.add_argument("--log", type=Path, help="keep each compiled kernel there")
-    parser.add_argument("--write", action="store_true", help="put the estimates into the files")
-    parser.add_argument("--only", default="", help="part of the names of the files to compile")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of one compile")
-    parser.add_argument("--rankings", action="store_true", help="pairs of tiles instead")
+    parser.add_argument("--kept", action="store_true", help="print the files' estimates")
+    parser.add_argument("--log", type=Path, help="file to store each compiled kernel in")
+    parser.add_argument("--write", action="store_true", help="store the new estimates in the files")
+    parser.add_argument("--only", default="", help="part of the names of files to compile")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="time limit of one compile")
+    parser.add_argument("--rankings", action="store_true", help="compare pairs of tiles instead")
     args = parser.parse_args()
     if args.rankings:
         for ranking in RANKINGS:
@@ -81,7 +81,7 @@ def _has_source(table: dict[str, Any]) -> bool:
 
 
 def _errors(point: Point, table: dict[str, Any]) -> tuple[float, float]:
-    """Return by how much the slow end's rate exceeds the measured one, before and after."""
+    """Return the relative error of the slow end, without and with the factor of the chip."""
     ratio = point["measured_ms"] / point["estimate_ms"][1]
     return ratio - 1, ratio / MEASURED[table["chip"]].usual - 1
 
@@ -115,7 +115,7 @@ def _estimated(table: dict[str, Any], args: argparse.Namespace) -> Iterator[Poin
     compiled: dict[tuple[Any, ...], tuple[Shape, dict[str, Any]]] = {}
     for point in table["points"]:
         shape = _shape(point["shape"], table)
-        # A grid of a single tile has another program.
+        # A grid of one tile compiles to another program.
         is_single = (shape.q_len, shape.kv_len) == tuple(point["tile"][:2])
         key = point["function"], *point["tile"], shape.kv_heads, is_single
         if key not in compiled:
@@ -158,7 +158,7 @@ def _kernel(
 
 
 def _milliseconds(kernel: dict[str, Any], made: Shape, shape: Shape, chip: str) -> list[float]:
-    """Price a call by the cost of a step that was compiled for another number of tiles."""
+    """Estimate a call from the cost of a step, compiled for another number of tiles."""
     if made == shape:
         seconds = kernel["seconds"]
     else:
@@ -173,7 +173,7 @@ def _milliseconds(kernel: dict[str, Any], made: Shape, shape: Shape, chip: str) 
 
 
 def _visited(shape: Shape, block: list[int]) -> tuple[float, float]:
-    """Return a head's tiles without and with a test of the mask; parts of a tile count as such."""
+    """Return a head's tiles without and with a test of the mask, as fractions at the edges."""
     if shape.mask.is_full:
         return shape.q_len / block[0] * shape.kv_len / block[1], 0.0
     kinds = shape.mask.block_map(block[0], block[1], shape.q_len, shape.kv_len)
@@ -187,7 +187,7 @@ SHAPE = "1,32768,32768,12,128"  # no padding, so that no mask is evaluated
 
 
 class Ranking(NamedTuple):
-    """Hold two tiles, and how much faster the second is said to be: time of one over the other."""
+    """Two tiles, and how much faster than the first the second was reported to be."""
 
     target: str
     kernel: str
@@ -219,7 +219,7 @@ def _ranking(ranking: Ranking, seconds: float) -> str:
 
 
 class Time(NamedTuple):
-    """Hold a forward's seconds, its work in TFLOP, and the version of libtpu."""
+    """The seconds of a forward, its work in TFLOP, and the version of libtpu."""
 
     fast: float
     slow: float
@@ -228,7 +228,7 @@ class Time(NamedTuple):
 
 
 def _time(ranking: Ranking, blocks: tuple[int, int, int], seconds: float) -> Time | str:
-    """Return a forward of about Wan 1.3B at 480p, or why there is none."""
+    """Estimate a forward about as large as Wan 1.3B at 480p, or return why that fails."""
     os.environ["LIBTPU_INIT_ARGS"] = VMEM
     q, kv, compute = blocks
     sizes = FlashBlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute)

@@ -1,10 +1,10 @@
-"""Forwards of several kernels over one call, priced in one run, as a Markdown table:
+"""Print the estimated rates of several kernels for one forward, as a Markdown table:
 
     MAXDIFFUSION_KERNEL=custom_splash_attention.py python -m benchmarks.tpu_kernels_of_others LOG
 
-MaxDiffusion's kernels are compiled from their source with the tiles of its configs of Wan, as
-`maxattn compile --kernel-file` does. It needs libtpu, and an hour. Each answer is kept in LOG, a
-line of JSON each: a run that was stopped goes on where it was.
+MaxDiffusion's kernels are compiled from their source with the tiles of its Wan configs, by `maxattn
+compile --kernel-file`. This needs libtpu, and an hour. LOG stores each answer as a line of JSON: a
+stopped run continues from it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from maxattn.tools.compile.job import CompileJob, run_in_child
 from maxattn.tools.model_shapes import read
 
 SHAPE = read("wan-14b-720p")
-SECONDS = 900.0  # of one compile
+SECONDS = 900.0  # time limit of one compile
 FLAG = "--xla_tpu_scoped_vmem_limit_kib=65536"  # as MaxDiffusion's README sets it
 CHIPS = {"v6e": "v6e:1x1", "v7x": "tpu7x:1x1x1", "v5p": "v5p:1x1x1"}
 YAML = {"block_q": 3024, "block_kv": 2048, "block_kv_compute": 1024}
-WHOLE = YAML | {"block_q": 3072}  # its own kernels take queries by 128
+WHOLE = YAML | {"block_q": 3072}  # its own kernels need multiples of 128
 FILE = Path(__file__).with_name("maxdiffusion_kernels.py")
 
 
 class Peer(NamedTuple):
-    """Hold one row of a chip.
+    """One row of the table.
 
     Args:
-        title: what it is.
-        kernel: maxattn's name of it; "" for a function of MaxDiffusion's.
-        function: of `maxdiffusion.py`.
-        is_theirs: with the tiles of MaxDiffusion's configs, and its limit of VMEM.
+        title: the first cell.
+        kernel: the kernel's name in maxattn; "" for a function of MaxDiffusion.
+        function: a function of maxdiffusion_kernels.py.
+        is_theirs: whether MaxDiffusion's tiles and limit of VMEM are used.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Peer(NamedTuple):
     is_theirs: bool = True
 
     def job(self, topology: str) -> CompileJob:
-        """Return what is compiled of it."""
+        """Return the compile job for a TPU topology."""
         tile = WHOLE if self.function else YAML
         sizes: dict[str, Any] = {"flash_block_sizes": tile} if self.is_theirs else {}
         config = AttentionConfig(attention=self.kernel or "flash", **sizes)
@@ -67,7 +67,7 @@ PEERS = (
 
 
 def main() -> None:
-    """Compile what the log lacks, and print the table."""
+    """Compile the kernels that the log lacks, and print the table."""
     log, found = Path(sys.argv[1]), dict[tuple[str, str], dict[str, Any]]()
     assert KEY in os.environ, f"set {KEY}"
     for line in log.read_text().splitlines() if log.exists() else ():
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _priced(chip: str, peer: Peer) -> dict[str, Any]:
-    """Compile one in a child, and keep what is known of its kernel."""
+    """Compile one kernel in a child process, and store the answer in the log."""
     os.environ["LIBTPU_INIT_ARGS"] = FLAG if peer.is_theirs else ""
     outcome = run_in_child(peer.job(CHIPS[chip]), SECONDS)
     made = outcome.estimate
@@ -98,7 +98,7 @@ def _priced(chip: str, peer: Peer) -> dict[str, Any]:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    """Write the rate over real pairs, slow end first."""
+    """Format the rate over real pairs, slow end first."""
     if "failed" in row:
         return row["failed"].split(":")[0]
     pairs = SHAPE.batch * SHAPE.heads * SHAPE.q_len * SHAPE.kv_len

@@ -1,11 +1,11 @@
-"""How much faster than the tiles of MaxDiffusion's configs a plan's own are, as a Markdown table:
+"""Compare the tiles of MaxDiffusion's configs with those of plans, as a Markdown table:
 
     python -m benchmarks.tpu_tiles_of_others LOG
 
-By libtpu's schedules; nothing runs. Kernels that the table of estimates lacks are compiled, one
-after the other, and kept in LOG: a run that was stopped goes on where it was. Their tiles are
-priced at the limit of VMEM that MaxDiffusion's README sets for training, and where they do not
-compile as the rules change them; ours at the compiler's own limit.
+Times are estimates of libtpu's schedules; nothing runs. Kernels that the shipped table lacks are
+compiled and stored in LOG: a stopped run continues from it. MaxDiffusion's tiles have the limit of
+VMEM that its README sets for training, and are adjusted by the rules if they do not compile;
+maxattn's have the compiler's own limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from maxattn.tools.tune.schedules import ScheduleCompiler, ScheduleLog, costs_of
 from tests.block_sizes.presets_of_others import LIMIT, PRESETS
 
 KEYS = (*FORWARD, *DKV, *DQ)
-SECONDS = 900.0  # of one compile
+SECONDS = 900.0  # time limit of one compile
 FLAGS = "LIBTPU_INIT_ARGS"
 CALLS = {
     "wan-14b-720p": ("Wan 14B", "Wan 14B, v6e", "Wan 720p, v6e", "Wan 14B, v5p", "Wan I2V 14B",
@@ -45,10 +45,10 @@ class Row(NamedTuple):
     """One preset on one chip, in one pass.
 
     Args:
-        preset: its name.
-        kind: of the device.
-        name: of the call.
-        training: forward and backward; else forward alone.
+        preset: the preset's name.
+        kind: the kind of device.
+        name: the name of the call.
+        training: whether both passes count, or the forward alone.
     """
 
     preset: str
@@ -58,12 +58,12 @@ class Row(NamedTuple):
 
     @property
     def call(self) -> Call:
-        """The call of one device."""
+        """The call that one device computes."""
         return SHAPES[self.name].call()
 
     @property
     def theirs(self) -> BlockSizes:
-        """The preset's sizes, as they compile."""
+        """The preset's sizes, adjusted so that they compile."""
         preset, keys = PRESETS[self.preset], KEYS[: None if self.training else 3]
         sizes = dict(zip(keys, preset.sizes, strict=False))
         asked = FlashBlockSizes(**sizes, use_fused_bwd_kernel=preset.fused)
@@ -71,7 +71,7 @@ class Row(NamedTuple):
         return adjust(asked, self.call, "flash", target, self.training)[0]
 
     def jobs(self) -> Iterator[KernelJob]:
-        """Yield the kernels that the table of estimates lacks."""
+        """Yield the kernels that the shipped table lacks."""
         known = shipped_costs(self.kind, "flash", self.call.head_dim, self.call.dtype)
         for kind, tile in tiles_of(self.theirs).items():
             what = evaluates(self.call, tile)
@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """Yield what the table has a line of."""
+    """Yield the rows of the table."""
     for name, presets in CALLS.items():
         for preset in presets:
             for kind in PRESETS[preset].chips:
@@ -89,7 +89,7 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Compile what is not known, and print the table."""
+    """Compile the missing kernels, and print the table."""
     os.environ[FLAGS] = LIMIT
     found = dict[str, Found]()
     with ScheduleCompiler(SECONDS) as compiler:
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _line(row: Row, found: Found) -> str:
-    """Write one line; a gain is of slow ends."""
+    """Format one row; gains compare slow ends."""
     call, target = row.call, Target.named(row.kind)
     theirs = seconds_of(_with_known(row, found), row.theirs, call, "flash", target)
     (takes, *_), _ = tiled_kernels(call, target)

@@ -1,4 +1,4 @@
-"""Processes that answer requests: they compile at once, and use the device one after the other."""
+"""Processes that answer requests: they compile in parallel, and use the device in turns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class Remote:
-    """Start a worker, and ask it.
+    """A worker process.
 
     Args:
-        script: that calls `serve`, with its arguments.
-        tree: the checkout whose `maxattn` it imports.
+        script: a script that calls `serve`, and its arguments.
+        tree: the checkout whose `maxattn` the worker imports.
     """
 
     def __init__(self, script: Sequence[str], tree: Path) -> None:
@@ -30,12 +30,12 @@ class Remote:
         self.process = subprocess.Popen(words, env=env, cwd=tempfile.gettempdir(), **pipes)
 
     def ask(self, *request: Any, seconds: float = 0) -> Any:
-        """Call a method of the worker and return what it returns.
+        """Call a method of the worker and return its result.
 
         Args:
             request: the method's name and its arguments.
-            seconds: after which the worker is ended, such as one whose kernel never ends; 0 for
-                never.
+            seconds: the time limit, after which the worker is ended; 0 for none. It is for kernels
+                that never end.
 
         Raises:
             RuntimeError: the method failed, or the worker has ended.
@@ -43,7 +43,7 @@ class Remote:
         timer = threading.Timer(seconds, self.process.kill)
         if seconds:
             timer.start()
-        with suppress(BrokenPipeError):  # then there is no answer
+        with suppress(BrokenPipeError):  # a worker that has ended gives no answer
             print(json.dumps(request), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline() if self.process.stdout else ""
         timer.cancel()
@@ -59,19 +59,19 @@ class Remote:
 
 
 def serve(worker: Any) -> None:
-    """Answer requests with the methods of an object, a line of JSON each, until there are none."""
+    """Answer requests, one line of JSON each, with the methods of an object until input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries go to stderr
     for line in sys.stdin:
         what, *given = json.loads(line)
         try:
             answer = getattr(worker, what)(*given)
-        except Exception as error:  # any, of a compiler or a device
+        except Exception as error:  # any error of a compiler or a device
             lines = str(error).strip().splitlines() or [""]
             answer = {"failed": f"{type(error).__name__}: {lines[0][:300]}"}
         print(json.dumps(answer), file=answers)
 
 
 def count(asked: int, each: int = 1) -> int:
-    """Return how many workers of each kind to start: those asked for, else by the cores."""
+    """Return how many workers of each kind to start: `asked`, or 0 for a number by the cores."""
     return asked or max(1, (os.cpu_count() or 2) // each - 1)
