@@ -12,13 +12,22 @@ from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
 
-from docs.building import commands, links, marks, references, settings, support_page
+from docs.building import (
+    block_size_rules,
+    commands,
+    links,
+    marks,
+    references,
+    settings,
+    support_page,
+)
 
 DOCS = Path(__file__).parents[1]
 PLACE = re.compile(r"^<!-- site: ([\w.-]+) -->$", re.MULTILINE)
 TEXTS: dict[str, Callable[[], str]] = {
     **{page: lambda page=page: links.text_of(page) for page in links.OUTSIDE},
     "commands": commands.text,
+    "rules": block_size_rules.rules_table,
     "settings": settings.text,
     "support": support_page.text,
 }

@@ -18,6 +18,7 @@ from maxattn.block_sizes import (
     recommend,
     recommend_table,
 )
+from maxattn.block_sizes.rules import RULES
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 from tests.block_sizes.asks import V5P, V6E, call
@@ -27,8 +28,11 @@ from tests.tries import tries
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
-def test_the_page_has_the_table_of_rules():
-    assert rules_table() in (GUIDE / "block_sizes.md").read_text()
+def test_the_page_has_the_place_of_the_table_of_rules():
+    assert "<!-- site: rules -->" in (GUIDE / "block_sizes.md").read_text()
+    assert [line.split(" | ")[1] for line in rules_table().splitlines()[2:]] == [
+        rule.needs for rule in RULES
+    ]
 
 
 # ---- recommendations -----------------------------------------------------------------------------
