@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from maxattn import errors, masks, sharding, steps, weights
-    from maxattn.attention import attention
+    from maxattn._attention import attention
+    from maxattn._plan import Plan
+    from maxattn.auditing import Audit, AuditSample, audit
+    from maxattn.call import Call, Reason
     from maxattn.config import AttentionConfig
     from maxattn.decide import plan
     from maxattn.modules import CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
-    from maxattn.plan import Call, Plan, Reason, Target
     from maxattn.remat import remat, remat_policy
     from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
     from maxattn.steps import blocks
     from maxattn.streaming import KVCache, Stream
-    from maxattn.tools.audit import Audit, AuditSample, audit
+    from maxattn.target import Target
 
 __all__ = [
     "AttentionConfig",
@@ -59,16 +61,18 @@ __version__ = "0.3.0"
 
 # Each public name is imported when it is first used, so that `maxattn --version` needs no jax.
 _HOMES = {
-    "attention": "attention",
+    "_attention": "attention",
+    "_plan": "Plan",
+    "auditing": "Audit AuditSample audit",
+    "call": "Call Reason",
     "config": "AttentionConfig",
     "decide": "plan",
     "modules": "CrossAttention FlaxAttention JointAttention attention_fn swap",
-    "plan": "Call Plan Reason Target",
     "remat": "remat remat_policy",
     "rope": "Rotary apply_rotary rope_1d rope_2d rope_3d",
     "steps": "blocks",
     "streaming": "KVCache Stream",
-    "tools.audit": "Audit AuditSample audit",
+    "target": "Target",
 }
 _PARTS = (
     "config",
@@ -100,7 +104,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keep the function `maxattn.plan`, which an import of the file plan.py would replace."""
+    """Keep the function `maxattn.remat`, which an import of the file remat.py would replace."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _HOME_OF or not isinstance(value, ModuleType):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
+from maxattn._plan import Plan
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked
@@ -17,7 +18,6 @@ from maxattn.config.rules import AXES, Role
 from maxattn.jax_private.mesh import ambient_mesh
 from maxattn.jax_private.vmapped import identity
 from maxattn.masks.operands import SWAP
-from maxattn.plan import Plan
 from maxattn.sharding import surrounding_manual_axes
 
 MANY_HEADS = 64  # more than the heads of most models

@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from maxattn._plan import Plan
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
@@ -22,7 +23,6 @@ from maxattn.kernels import table as kernel_table
 from maxattn.kernels.auto.choose import run_or_choose
 from maxattn.masks.operands import without_padding
 from maxattn.masks.tree import MOST
-from maxattn.plan import Plan
 from maxattn.sharding import BATCH_AXES, MeshShape, check_names, mesh_shape, ways
 from maxattn.target import Target
 

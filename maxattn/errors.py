@@ -118,7 +118,7 @@ def escape_record(record: logging.LogRecord) -> bool:
     return True
 
 
-for _name in ("maxattn", "maxattn.tools.bench"):  # a filter is not inherited
+for _name in ("maxattn", "maxattn.measuring"):  # a filter is not inherited
     logging.getLogger(_name).addFilter(escape_record)
 
 

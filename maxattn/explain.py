@@ -12,8 +12,8 @@ from maxattn.kernels.base import Kernel
 from maxattn.masks import Mask
 
 if TYPE_CHECKING:
+    from maxattn._plan import Plan
     from maxattn.kernels.base import Lines
-    from maxattn.plan import Plan
 
 INDENT = 10
 

@@ -70,7 +70,7 @@ def mirror_of(file: str) -> Iterator[str]:
             above = ("/".join(["tests", *folders[:n]]) for n in range(len(folders), 0, -1))
             yield from list(there(above))[:1]
         elif top == "maxattn":
-            found = (ROOT / "tests").glob(f"test_{path.stem}*.py")
+            found = (ROOT / "tests").glob(f"test_{path.stem.lstrip('_')}*.py")
             yield from (str(test.relative_to(ROOT)) for test in found)
 
 

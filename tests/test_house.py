@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+import maxattn as ma
 from maxattn.masks import Mask
 
 ROOT = Path(__file__).parents[1]
@@ -25,12 +26,14 @@ LEVELS = (
     ("maxattn.__main__",),
     ("maxattn.tools",),
     ("maxattn",),
+    ("maxattn.auditing",),
+    ("maxattn.measuring",),
     ("maxattn.modules", "maxattn.weights"),
     ("maxattn.steps", "maxattn.streaming"),
-    ("maxattn.attention", "maxattn.remat"),
+    ("maxattn._attention", "maxattn.remat"),
     ("maxattn.announce",),
     ("maxattn.decide",),
-    ("maxattn.plan",),
+    ("maxattn._plan",),
     ("maxattn.explain",),
     ("maxattn.context_parallel",),
     ("maxattn.kernels",),
@@ -47,8 +50,6 @@ LEVELS = (
     ("maxattn.weights.replacing",),
     ("maxattn.errors",),
 )
-# Names that are looked up when they are asked for: `maxattn.plan.plan`.
-FACADES = {("maxattn.plan", "maxattn.decide")}
 
 NOT_YET: dict[str, set[str]] = {
     "imports": set(),
@@ -56,6 +57,7 @@ NOT_YET: dict[str, set[str]] = {
     "devices": set(),
     "masks": set(),
     "long files": set(),
+    "names of modules": {"maxattn.remat", "maxattn.modules.swap", "maxattn.steps.resolve"},
 }
 
 
@@ -122,7 +124,7 @@ def level(module: str) -> int:
 
 def climbs(source: Source, module: str) -> bool:
     """Tell whether an import leads up, or sideways into another folder."""
-    if not module.startswith("maxattn") or (source.module, module) in FACADES:
+    if not module.startswith("maxattn"):
         return False
     here, there = level(source.module), level(module)
     folders = {tuple(name.split(".")[:2]) for name in (source.module, module)}
@@ -139,6 +141,9 @@ def test_nothing_but_main_imports_the_tools() -> None:
     outside = [s for s in sources() if not s.module.startswith("maxattn.tools")]
     users = {s.module for s in outside for m in imported(s) if m.startswith("maxattn.tools")}
     assert users == {"maxattn.__main__"}
+    texts = ((s, n.value) for s in outside for n in ast.walk(s.tree) if isinstance(n, ast.Constant))
+    strings = (s.path for s, text in texts if re.match(r"(maxattn\.)?tools\.", str(text)))
+    assert not list(strings), "names a file of the tools"
 
 
 # jax.extend and jax.interpreters are how jax's own guide has a primitive defined.
@@ -256,6 +261,23 @@ def test_no_two_classes_share_a_name() -> None:
                 files.setdefault(node.name.lstrip("_"), []).append(source.path)
     assert len(files) > 200
     assert not {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
+def test_no_package_has_a_function_under_the_name_of_its_file() -> None:
+    modules = {source.module for source in sources()}
+    packages = [s for s in sources() if s.path.endswith("__init__.py")]
+    offered = {f"{s.module}.{name}" for s in packages for name in _bound(s)}
+    offered |= {f"maxattn.{name}" for name in ma._HOME_OF}
+    only_not_yet("names of modules", offered & modules)
+
+
+def _bound(source: Source) -> Iterator[str]:
+    """Name what a package defines or imports at its top, but its own files."""
+    for node in source.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom) and node.module != source.module:
+            yield from (alias.asname or alias.name for alias in node.names)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

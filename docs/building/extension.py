@@ -46,7 +46,7 @@ def read_source(app: Any, page: str, source: list[str]) -> None:
 
 def forget_overloads(app: Any) -> None:
     """Let the API's pages show one signature of a function, that of its code."""
-    analyzer = ModuleAnalyzer.for_module("maxattn.attention")
+    analyzer = ModuleAnalyzer.for_module("maxattn._attention")
     analyzer.analyze()
     analyzer.overloads.clear()
 

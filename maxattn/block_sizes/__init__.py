@@ -1,14 +1,14 @@
 """Block sizes of the TPU flash kernels: rules as data, an adjuster, and estimated times."""
 
-from maxattn.block_sizes.adjust import adjust, is_legal, log_lines
-from maxattn.block_sizes.padding import (
+from maxattn.block_sizes._adjust import adjust, is_legal, log_lines
+from maxattn.block_sizes._padding import (
     Padding,
     nearest_with_less_padding,
     padding,
     padding_notes,
     padding_text,
 )
-from maxattn.block_sizes.recommend import Recommendation, recommend, recommend_table
+from maxattn.block_sizes._recommend import Recommendation, recommend, recommend_table
 from maxattn.block_sizes.rules import RULES, Rule
 from maxattn.block_sizes.sizes import (
     DKV,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from math import log2
 from typing import Any, Literal, NamedTuple
 
-from maxattn.block_sizes.padding import padding
+from maxattn.block_sizes._padding import padding
 from maxattn.block_sizes.sizes import (
     CHIPS,
     DKV,

@@ -13,7 +13,7 @@ from flax import linen, nnx
 from jaxtyping import Array, Float, Num
 
 from maxattn import masks
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config

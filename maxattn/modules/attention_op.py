@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxattn import masks
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.config.numbers import is_number
 from maxattn.modules.heads import merge_heads, split_heads

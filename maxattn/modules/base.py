@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxattn import sharding
-from maxattn.attention import Prepared, attend, prepare
+from maxattn._attention import Prepared, attend, prepare
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import checked_config
 from maxattn.masks.operands import check_finite

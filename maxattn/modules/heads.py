@@ -7,7 +7,7 @@ from typing import Any, Literal
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.config.arguments import answers_names
 from maxattn.errors import InputError
 from maxattn.modules import checks

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.context_parallel.base import CONTEXT
 from maxattn.errors import Unsupported
 from maxattn.masks import KeyPadding, Mask

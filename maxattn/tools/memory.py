@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from maxattn._plan import Plan
 from maxattn.block_sizes import BlockSizes, fused_partials_bytes
 from maxattn.block_sizes.sizes import LANES, round_up
 from maxattn.call import Call
@@ -17,7 +18,6 @@ from maxattn.context_parallel.base import itemsize, readable
 from maxattn.decide import kernel_call
 from maxattn.devices import memory_of
 from maxattn.kernels import computed_call, scores_of
-from maxattn.plan import Plan
 from maxattn.sharding import ways
 
 FLOAT = 4

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast, get_args
 
 import numpy as np
 
+from maxattn._plan import Plan
 from maxattn.block_sizes.estimated.choose import estimated_sizes, how_estimated
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.block_sizes.sizes import KernelKind
@@ -20,7 +21,6 @@ from maxattn.context_parallel.base import Collective, itemsize
 from maxattn.kernels import computed_call
 from maxattn.kernels.auto.tuned_order import HERE, times_for
 from maxattn.masks import Full, KeyPadding
-from maxattn.plan import Plan
 from maxattn.sharding import MeshShape, ways
 from maxattn.streaming.layout import CacheLayout
 from maxattn.tools.known_models import VideoModel

@@ -31,11 +31,12 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxattn import masks
-from maxattn.attention import run
+from maxattn._attention import run
+from maxattn._plan import Plan
 from maxattn.block_sizes import BlockSizes
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
-from maxattn.plan import Plan, plan
+from maxattn.decide import plan
 from maxattn.target import Target
 
 PACKAGES = ("jax", "libtpu", "tokamax")

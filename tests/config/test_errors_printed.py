@@ -57,7 +57,7 @@ def test_log_records_are_printable(odd: str, caplog: pytest.LogCaptureFixture) -
     weights = {"kernel": np.ones((2, 2), "f"), f"a{word}": np.ones(2, "f")}
     with caplog.at_level(logging.INFO):
         ma.weights.load_diffusers(layer, weights, strict=False)
-        logging.getLogger("maxattn.tools.bench").info("compiling %s", word)
+        logging.getLogger("maxattn.measuring").info("compiling %s", word)
     assert len(caplog.messages) == 2
     for text in caplog.messages:
         hold_printable(text)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.call import bind_mask
 from maxattn.context_parallel.ring import gpu_full_mask
 from maxattn.context_parallel.ring.gpu import MODE, GpuSchedule

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import maxattn as ma
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.masks import Causal, Full, Mask
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.process import tpu_python

@@ -15,7 +15,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.errors import Unsupported
 from tests.cases import judge, run_case
 from tests.gpu.requirements import skip_unless_available

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.masks import Full
 from tests.gpu.requirements import skip_unless_available
 

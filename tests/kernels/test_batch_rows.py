@@ -16,7 +16,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.errors import Unsupported
 from maxattn.kernels import as_batch_rows, build, computed_call
 from maxattn.kernels.composed.batch_rows import BatchRows

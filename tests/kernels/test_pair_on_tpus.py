@@ -13,7 +13,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.block_sizes import DKV, FORWARD, BlockSizes
 from maxattn.kernels import build
 from maxattn.kernels.composed.pair import Pair, kernels_of

@@ -9,7 +9,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.errors import Unsupported
 from maxattn.kernels.splash.scalar_memory import MOST_BYTES, list_bytes
 

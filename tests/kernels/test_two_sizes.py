@@ -15,7 +15,7 @@ import pytest
 
 import maxattn as ma
 from maxattn import announce
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.explain import explain
 from maxattn.kernels import DotProduct
 from maxattn.kernels.composed.pair import Pair

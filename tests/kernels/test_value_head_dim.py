@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
-from maxattn.attention import run
+from maxattn._attention import run
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.errors import InputError, Unsupported

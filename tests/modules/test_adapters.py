@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.errors import Unsupported
 from maxattn.modules import adapters, attention_fn

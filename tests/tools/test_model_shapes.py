@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from maxattn.errors import InputError
+from maxattn.measuring.passes import random_inputs
 from maxattn.streaming import Stream
 from maxattn.tools.known_models import MODELS, STREAM_BLOCKS
 from maxattn.tools.model_shapes import SHAPES, of_sections, read
-from maxattn.tools.passes import random_inputs
 
 
 def test_sizes_follow_from_the_models():

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from maxattn import tuned
-from maxattn.block_sizes.adjust import adjust
+from maxattn.block_sizes._adjust import adjust
 from maxattn.block_sizes.estimated.grids import (
     evaluates,
     hides_by_interval,

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, did_you_mean
 from maxattn.kernels import KERNELS, DotProduct, build, refusal, scores_of
 from maxattn.kernels.base import Inputs
 from maxattn.masks import Dense
+from maxattn.measuring.passes import backward, forward, random_inputs, with_gradient
+from maxattn.measuring.timing import TimedFunction, measure
 from maxattn.target import Target
 from maxattn.tools.bench.peers import PEERS
 from maxattn.tools.bench.row import (
@@ -28,9 +30,7 @@ from maxattn.tools.bench.row import (
     refused_job,
     row_of,
 )
-from maxattn.tools.bench.timing import TimedFunction, measure
 from maxattn.tools.model_shapes import Shape
-from maxattn.tools.passes import backward, forward, random_inputs, with_gradient
 
 CHECKED_QUERIES = 256
 MANY_SCORES = 1e8  # query-key pairs from which one dot_product is long enough to measure alone

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.errors import MaxattnError
 from maxattn.jax_private.mesh import auto_mesh

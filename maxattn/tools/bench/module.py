@@ -28,16 +28,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from maxattn.attention import attention
+from maxattn._attention import attention
 from maxattn.context_parallel.ring.hops import tie_transfer_to_kernel
+from maxattn.measuring.passes import normal, with_gradient
+from maxattn.measuring.timing import measure
 from maxattn.modules import FlaxAttention
 from maxattn.rope import Rotary, rope_1d
 from maxattn.target import Target
 from maxattn.tools.bench.kernels import config_of, inputs_of
 from maxattn.tools.bench.row import BOTH, FORWARD, BenchJob, BenchRow, row_of
-from maxattn.tools.bench.timing import measure
 from maxattn.tools.model_shapes import Shape
-from maxattn.tools.passes import normal, with_gradient
 
 MEMORY, SLACK = 4e12, 1.15  # bytes/s; factor of the bytes' time in the bound
 Weights = tuple[Array, Array, Array, Array]

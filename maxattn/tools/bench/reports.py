@@ -15,11 +15,11 @@ from pathlib import Path
 from maxattn.errors import InputError
 from maxattn.kernels import KERNELS, refusal
 from maxattn.masks import BlockSlidingWindow
+from maxattn.measuring.columns import columns
 from maxattn.target import Target
 from maxattn.tools.bench.kernels import bench, too_large
 from maxattn.tools.bench.module import bench_module
 from maxattn.tools.bench.row import BACKWARD, BOTH, FORWARD, BenchRow
-from maxattn.tools.columns import columns
 from maxattn.tools.model_shapes import SHAPES, Shape, read
 from maxattn.weights.replacing import replacing
 

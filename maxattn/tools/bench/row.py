@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxattn.measuring.columns import columns
+from maxattn.measuring.timing import Timed, TimedFunction
 from maxattn.target import Target
-from maxattn.tools.bench.timing import Timed, TimedFunction
-from maxattn.tools.columns import columns
 from maxattn.tools.model_shapes import Shape
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"

@@ -19,7 +19,7 @@ from maxattn.tools.cli.inputs import read_source
 from maxattn.tools.cli.masks import read_mask
 from maxattn.tools.writable import check_writable, write_whole
 
-WRITTEN = "write it with maxattn.tools.audit.save_calls"
+WRITTEN = "write it with maxattn.auditing.save_calls"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.mask and args.call:
         rule = "a model has its own masks"
         raise InputError("--mask", args.mask, rule, "leave it out, or audit --tensors")
-    from maxattn.tools.audit import AuditSample, audited, cost_of, trace
+    from maxattn.auditing import AuditSample, audited, cost_of, trace
 
     queries = None if args.queries == "all" else whole_in(args.queries)
     if queries is None and args.queries != "all":
@@ -80,7 +80,7 @@ def _of_tensors(args: argparse.Namespace, config: AttentionConfig) -> Any:
     from safetensors import SafetensorError
     from safetensors.flax import load_file
 
-    from maxattn.attention import attention
+    from maxattn._attention import attention
 
     try:
         tensors = load_file(args.tensors)

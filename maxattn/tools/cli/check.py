@@ -10,17 +10,17 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from maxattn._plan import Plan
 from maxattn.block_sizes import BlockSizes, nearest_with_less_padding, padding, padding_text
 from maxattn.config import AttentionConfig
 from maxattn.config.errors import defaults, plain
 from maxattn.config.numbers import whole_in
 from maxattn.context_parallel.base import readable
-from maxattn.decide import kernel_call
+from maxattn.decide import kernel_call, plan
 from maxattn.devices import memory_of
 from maxattn.errors import InputError, MaxattnError, MeshError
 from maxattn.explain import explain
 from maxattn.kernels import as_batch_rows, scores_of
-from maxattn.plan import Plan, plan
 from maxattn.tools.cli.inputs import Source, mesh_of, packages_of, read_source, shapes_of, target_of
 from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import Shape, of_sections

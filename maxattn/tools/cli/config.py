@@ -11,7 +11,7 @@ from typing import Any
 
 import maxattn
 from maxattn.errors import ConfigError, did_you_mean
-from maxattn.tools.columns import columns
+from maxattn.measuring.columns import columns
 
 TYPES = {"boolean": "true or false", "integer": "whole number", "array": "list", "object": "keys"}
 

@@ -9,14 +9,15 @@ import argparse
 from collections.abc import Iterator
 from math import prod
 
+from maxattn._plan import Plan
 from maxattn.block_sizes.estimated.choose import in_ms
 from maxattn.block_sizes.estimated.step_cost import Seconds
 from maxattn.config import AttentionConfig
 from maxattn.context_parallel.base import readable
+from maxattn.decide import plan
 from maxattn.devices import memory_of
 from maxattn.errors import InputError
 from maxattn.explain import explain
-from maxattn.plan import Plan, plan
 from maxattn.sharding import mesh_shape
 from maxattn.target import Target
 from maxattn.tools.cli.inputs import (

@@ -246,7 +246,7 @@ def audit(parser: Parser) -> None:
       maxattn audit configs/wan_14b.yml attention=flash --call my_model:audited
           audited(config) gets the settings
       maxattn audit --tensors calls.safetensors --grid 21,30,52 --by-head
-          q, k and v that maxattn.tools.audit.save_calls wrote
+          q, k and v that maxattn.auditing.save_calls wrote
       maxattn audit --call my_model:audited --light --queries 32 --calls 4 --cost
           a sample, and how much longer a run takes with its measures in it
 

@@ -48,7 +48,7 @@ class _ProgressLines(logging.Handler):
 @contextmanager
 def progress(steps: int = 0) -> Iterator[None]:
     """Print log records of measurements and compiles; on a terminal, after a bar of `steps`."""
-    log, lines = logging.getLogger("maxattn.tools"), _ProgressLines(steps)
+    log, lines = logging.getLogger("maxattn.measuring"), _ProgressLines(steps)
     before = log.level, log.propagate
     log.addHandler(lines)
     log.setLevel(logging.INFO)

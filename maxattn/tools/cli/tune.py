@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from maxattn._plan import Plan
 from maxattn.block_sizes import adjust
 from maxattn.block_sizes.estimated.choose import TIE, Estimate, in_ms, ranked, seconds_of
 from maxattn.block_sizes.estimated.grids import not_priced, step_grid
@@ -30,13 +31,12 @@ from maxattn.decide import kernel_call, named_kernel, plan
 from maxattn.devices import DEVICES
 from maxattn.errors import ConfigError, InputError, Unsupported
 from maxattn.kernels import build, computed_call
-from maxattn.plan import Plan
+from maxattn.measuring.columns import columns
 from maxattn.target import Target
 from maxattn.tools.cli import tune_kernels
 from maxattn.tools.cli.compile import cycles_text
 from maxattn.tools.cli.inputs import Source, mesh_of, read_source, shapes_of, target_of
 from maxattn.tools.cli.progress import progress, say, say_where
-from maxattn.tools.columns import columns
 from maxattn.tools.compile.job import MOST_SECONDS
 from maxattn.tools.estimate.kernel import core_of
 from maxattn.tools.memory import fits_alone

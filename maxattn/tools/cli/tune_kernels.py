@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from maxattn._plan import Plan
 from maxattn.call import Call
 from maxattn.config import AttentionConfig
 from maxattn.config.load import yaml_of
@@ -22,12 +23,11 @@ from maxattn.errors import ConfigError
 from maxattn.kernels.auto.tuned_order import in_digits, joined
 from maxattn.masks import Mask
 from maxattn.masks.operands import without_padding
-from maxattn.plan import Plan
+from maxattn.measuring.columns import columns
 from maxattn.sharding import MeshShape
 from maxattn.target import Target
 from maxattn.tools.bench.kernels import config_of
 from maxattn.tools.cli.progress import progress, say_where
-from maxattn.tools.columns import columns
 from maxattn.tools.model_shapes import Shape
 from maxattn.tools.tune import store
 from maxattn.tools.tune.candidates import KernelCandidates, kernel_candidates

@@ -30,7 +30,7 @@ from maxattn.tools.compile.job import CompileJob, Outcome, job_of
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from maxattn.plan import Plan
+    from maxattn._plan import Plan
     from maxattn.target import Target
     from maxattn.tools.estimate.kernel import KernelDump, KernelTiles
 
@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 def outcome_of(job: CompileJob, folder: Path) -> Outcome:
     """Plan and compile one job; errors are in the outcome."""
-    from maxattn.plan import plan
+    from maxattn.decide import plan
     from maxattn.tools.compile.programs import devices_of
 
     try:

@@ -65,8 +65,8 @@ def traced_file(job: CompileJob, mesh: Mesh) -> Any:
     import jax
     from jax.sharding import PartitionSpec
 
+    from maxattn.measuring.passes import with_gradient
     from maxattn.tools.compile.programs import operand
-    from maxattn.tools.passes import with_gradient
 
     call, own = job.shape.call(), _loaded(job)
     # Kernel libraries look up the TPU in the mesh of a shard_map.

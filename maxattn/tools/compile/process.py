@@ -27,7 +27,7 @@ from maxattn.config.document import parse_json
 from maxattn.config.errors import plain
 from maxattn.errors import ConfigError, Unsupported
 
-log = logging.getLogger("maxattn.tools.compile")
+log = logging.getLogger("maxattn.measuring")
 # libtpu's settings without a TPU: a query of the metadata server would wait for minutes.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

@@ -18,19 +18,20 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from maxattn.attention import attention
+from maxattn._attention import attention
+from maxattn._plan import Plan
 from maxattn.call import Call
 from maxattn.config.errors import plain
+from maxattn.decide import plan
 from maxattn.errors import ConfigError, MeshError, Unsupported
 from maxattn.masks import Full
+from maxattn.measuring.passes import with_gradient
 from maxattn.modules import CrossAttention, FlaxAttention
-from maxattn.plan import Plan, plan
 from maxattn.remat import remat
 from maxattn.rope import Rotary, rope_1d
 from maxattn.sharding import constrain, mesh_shape, on_axes, parameter_shardings, spec_of, ways
 from maxattn.tools.compile.job import CompileJob
 from maxattn.tools.compile.process import PYTHON_VARIABLE
-from maxattn.tools.passes import with_gradient
 
 CHIPS_OF_A_HOST = 4
 

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
+from maxattn._plan import Plan
 from maxattn.block_sizes import DKV, DQ, FORWARD, BlockSizes
 from maxattn.block_sizes.estimated.step_cost import StepCost, StepGrid
 from maxattn.call import Call
@@ -22,7 +23,6 @@ from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
 from maxattn.masks.terms import supported_split
 from maxattn.masks.tile_kinds import tile_kinds
-from maxattn.plan import Plan
 from maxattn.tools.estimate.bundles import (
     SPILLS,
     Bundles,

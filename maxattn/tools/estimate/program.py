@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from maxattn._plan import Plan
 from maxattn.block_sizes.estimated.choose import seconds_of
 from maxattn.block_sizes.estimated.few_keys import few_keys_seconds
 from maxattn.block_sizes.estimated.step_cost import Seconds
@@ -28,7 +29,6 @@ from maxattn.jax_private.versions import LIBTPU
 from maxattn.kernels import Kernel, computed_call
 from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.kernel import Splash
-from maxattn.plan import Plan
 from maxattn.sharding import ways
 from maxattn.target import Target
 from maxattn.tools.compile.hlo import HloProgram

@@ -18,7 +18,8 @@ from jaxtyping import Array
 from maxattn.call import Call
 from maxattn.kernels import Kernel, scores_of
 from maxattn.masks import Mask
-from maxattn.tools.bench.timing import (
+from maxattn.measuring.passes import backward, forward, random_inputs
+from maxattn.measuring.timing import (
     Timed,
     TimedFunction,
     TimedProgram,
@@ -28,7 +29,6 @@ from maxattn.tools.bench.timing import (
     record_options,
     time_all,
 )
-from maxattn.tools.passes import backward, forward, random_inputs
 
 SECONDS, ROUNDS = 0.3, 7  # seconds to time one pass of a kernel, and rounds
 

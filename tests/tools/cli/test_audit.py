@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from maxattn.tools.audit import save_calls
+from maxattn.auditing import save_calls
+from tests.auditing.models import without_config
 from tests.golden_text import check_golden
-from tests.tools.audit.models import without_config
 from tests.tools.cli.command import run
 
-MODULE = "tests.tools.audit.models"
+MODULE = "tests.auditing.models"
 QUICK = ("--kernel", "dot_product", "--seconds", "0")
 
 

@@ -9,8 +9,9 @@ import pytest
 
 import maxattn as ma
 from maxattn.config import AttentionConfig
+from maxattn.decide import plan
 from maxattn.devices import memory_of
-from maxattn.plan import Target, plan
+from maxattn.target import Target
 from maxattn.tools.cli.check import advice
 from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import read

@@ -11,7 +11,8 @@ from shlex import split
 import pytest
 
 from maxattn.config import AttentionConfig
-from maxattn.plan import Target, plan
+from maxattn.decide import plan
+from maxattn.target import Target
 from maxattn.tools.cli.compile import fits, report
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
 from maxattn.tools.compile.process import tpu_python

@@ -22,8 +22,8 @@ import pytest
 import maxattn as ma
 from maxattn import tuned
 from maxattn.errors import ConfigError
+from maxattn.measuring.timing import Timed
 from maxattn.target import Target
-from maxattn.tools.bench.timing import Timed
 from maxattn.tools.model_shapes import read
 from maxattn.tools.tune import store
 from tests.golden_text import check_golden

@@ -13,9 +13,10 @@ import pytest
 from maxattn.block_sizes.estimated.step_cost import StepGrid
 from maxattn.block_sizes.sizes import chip_of
 from maxattn.config import AttentionConfig
+from maxattn.decide import plan
 from maxattn.devices import DEVICES, Device, device_of
 from maxattn.errors import Unsupported
-from maxattn.plan import Target, plan
+from maxattn.target import Target
 from maxattn.tools.cli.masks import read_mask
 from maxattn.tools.compile.child import target_of
 from maxattn.tools.estimate.bundles import Bundle, products

@@ -14,10 +14,10 @@ import maxattn as ma
 from maxattn.config.measurements import is_sound
 from maxattn.kernels import KERNELS
 from maxattn.masks import KeyPadding
+from maxattn.measuring.passes import backward, forward
+from maxattn.measuring.timing import TimedFunction, compile_all
 from maxattn.target import Target
-from maxattn.tools.bench.timing import TimedFunction, compile_all
 from maxattn.tools.model_shapes import changed, read
-from maxattn.tools.passes import backward, forward
 from maxattn.tools.tune import kernel_times
 from maxattn.tools.tune.candidates import kernel_candidates
 from maxattn.tools.tune.kernel_times import time_pass, time_programs, time_sizes
@@ -58,7 +58,7 @@ def test_times_of_several_kernels(sets, what, monkeypatch):
     """Short calls of a GPU are several in a program, and timed by the device's clock."""
     monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
     monkeypatch.setattr(kernel_times, "inputs_of", lambda call: sets)
-    monkeypatch.setattr("maxattn.tools.bench.timing.ENTRIES", 1 << 16)
+    monkeypatch.setattr("maxattn.measuring.timing.ENTRIES", 1 << 16)
     call = small()
     built = kernel_candidates(call, CONFIG, Target.here()).built
     times = time_pass(built, what, call, call.mask, "memory_efficient")

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxattn import sharding
-from maxattn.attention import run
+from maxattn._attention import run
+from maxattn._plan import Plan
+from maxattn.auditing.measures import AuditSample, relative_error, sampled
 from maxattn.decide import kernel_call
 from maxattn.errors import InputError, brief, did_you_mean
 from maxattn.jax_private.observed import MarkedCall
 from maxattn.kernels import KERNELS, build, refusal, scores_of
 from maxattn.kernels.table import TABLE
 from maxattn.masks import Mask
-from maxattn.plan import Plan
-from maxattn.tools.audit.measures import AuditSample, relative_error, sampled
-from maxattn.tools.bench.timing import TimedFunction, measure
-from maxattn.tools.passes import random_inputs
+from maxattn.measuring.passes import random_inputs
+from maxattn.measuring.timing import TimedFunction, measure
 
 MOST_SCORES = 1e9  # 4 GB in float32, several times
 LARGE = "left out: its scores take too much memory; name it to include it"

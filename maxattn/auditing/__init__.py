@@ -1,6 +1,6 @@
 """`audit`: what a model's own activations do to attention, by layer and head.
 
-measures.py has what is measured of a call, trace.py finds the calls of a program, kernels.py
+measures.py has what is measured of a call, calls.py finds the calls of a program, kernels.py
 compares kernels, unsafe.py has the rules, and report.py the result.
 """
 
@@ -20,20 +20,20 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 
+from maxattn.auditing.calls import Traced, traced
+from maxattn.auditing.kernels import Candidate, Cost, candidates, costs_of, errors_of
+from maxattn.auditing.measures import AXES, AuditSample, measures_of, reach
+from maxattn.auditing.report import Audit, Finding, KernelAudit, LayerAudit
+from maxattn.auditing.unsafe import findings
 from maxattn.config.numbers import finite, whole
 from maxattn.errors import InputError, brief
 from maxattn.jax_private.mesh import is_tracer
 from maxattn.jax_private.observed import MarkedCall
 from maxattn.masks import Mask
+from maxattn.measuring.timing import TimedFunction, first_line
+from maxattn.measuring.timing import measure as timed
 from maxattn.modules.base import AttentionBase
 from maxattn.rope import Rotary
-from maxattn.tools.audit.kernels import Candidate, Cost, candidates, costs_of, errors_of
-from maxattn.tools.audit.measures import AXES, AuditSample, measures_of, reach
-from maxattn.tools.audit.report import Audit, Finding, KernelAudit, LayerAudit
-from maxattn.tools.audit.trace import Traced, traced
-from maxattn.tools.audit.unsafe import findings
-from maxattn.tools.bench.timing import TimedFunction, first_line
-from maxattn.tools.bench.timing import measure as timed
 from maxattn.weights.replacing import replacing
 
 __all__ = ["Audit", "AuditSample", "Finding", "KernelAudit", "LayerAudit", "audit", "save_calls"]

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 # The command line prints this log, since a measurement can take minutes.
-log = logging.getLogger("maxattn.tools.bench")
+log = logging.getLogger("maxattn.measuring")
 T = TypeVar("T")
 ROUNDS = 5
 LONG, ROUNDS_OF_LONG = 0.1, 3  # seconds of a call that is long enough for fewer rounds

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxattn.tools.bench import timing
-from maxattn.tools.bench.timing import (
+from maxattn.measuring import timing
+from maxattn.measuring.timing import (
     Event,
     TimedFunction,
     TimedProgram,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maxattn.call import Call, Reason
 from maxattn.context_parallel import Collective, Strategy
@@ -19,20 +19,6 @@ from maxattn.kernels import Kernel
 from maxattn.masks import KeyLimit, Mask
 from maxattn.sharding import LETTERS, MeshShape, ways
 from maxattn.target import Target
-
-if TYPE_CHECKING:
-    from maxattn.decide import plan as plan
-
-__all__ = ["Call", "Plan", "Reason", "Target", "plan"]
-
-
-def __getattr__(name: str) -> Any:
-    # decide.py imports this file, so `maxattn.plan.plan` is looked up at its first use.
-    if name != "plan":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from maxattn.decide import plan
-
-    return plan
 
 
 @dataclass(frozen=True)

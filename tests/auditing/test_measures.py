@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import maxattn as ma
+from maxattn.auditing import LayerAudit
 from maxattn.kernels.transposed import tile
-from maxattn.tools.audit import LayerAudit
 
 GRID = (2, 10, 15)  # of the last 300 of 310 tokens
 TOKENS, HEADS, KV_HEADS, DIM = 310, 4, 2, 8

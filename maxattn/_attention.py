@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from maxattn._plan import Plan
 from maxattn.announce import announce, say_when_compiled, warn_of_layout, warn_of_other_mesh
 from maxattn.block_sizes import log_lines
 from maxattn.call import Call, Role, bound_call
@@ -35,7 +36,6 @@ from maxattn.kernels.gradient_scale import backward_in_range
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Mask
 from maxattn.masks.operands import check_finite
-from maxattn.plan import Plan
 from maxattn.sharding import (
     Layout,
     axis_offset,

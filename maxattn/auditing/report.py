@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from maxattn.errors import InputError
-from maxattn.tools.columns import columns
+from maxattn.measuring.columns import columns
 from maxattn.weights.replacing import replacing
 
 

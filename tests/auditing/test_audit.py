@@ -15,13 +15,13 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import maxattn as ma
+from maxattn.auditing import KernelAudit, LayerAudit, grid_of_table, trace
+from maxattn.auditing.unsafe import findings
 from maxattn.errors import InputError, MaxattnError
 from maxattn.kernels import table
-from maxattn.tools.audit import KernelAudit, LayerAudit, grid_of_table, trace
-from maxattn.tools.audit.unsafe import findings
+from tests.auditing import models
+from tests.auditing.models import Stack, angles, faulty, states, with_bad_value
 from tests.golden_text import check_golden
-from tests.tools.audit import models
-from tests.tools.audit.models import Stack, angles, faulty, states, with_bad_value
 
 quick = partial(ma.audit, kernels=(), seconds=0)
 X = jax.random.normal(jax.random.key(0), (1, 64, 2, 16))
@@ -205,7 +205,7 @@ def test_kernels_are_compared():
 
 
 def test_a_wrong_kernel_is_named():
-    table.add(table.KernelRow("rough", "tests.tools.audit.models:Rough"))
+    table.add(table.KernelRow("rough", "tests.auditing.models:Rough"))
     try:
         found = ma.audit(Stack(), states(), angles(), kernels=["rough", "dot_product"], seconds=0)
         half = X.astype(jnp.float16)

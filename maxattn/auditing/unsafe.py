@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxattn.tools.audit.report import Finding, LayerAudit
+from maxattn.auditing.report import Finding, LayerAudit
 
 OFFSET = 3.0  # standard deviations
 LOSS, LITTLE = 0.05, 0.02  # of the output that 8 bits may lose; beside an offset

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxattn.block_sizes.adjust import adjust
+from maxattn.block_sizes._adjust import adjust
+from maxattn.block_sizes._padding import padding, padding_text, percent
 from maxattn.block_sizes.estimated.choose import estimated_sizes, how_estimated
-from maxattn.block_sizes.padding import padding, padding_text, percent
 from maxattn.block_sizes.sizes import LANES, BlockSizes, fused_partials_bytes
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes

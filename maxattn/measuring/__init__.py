@@ -1,0 +1,1 @@
+"""Time functions and show what was measured: for audits and the tools."""
