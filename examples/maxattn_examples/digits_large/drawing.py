@@ -17,7 +17,7 @@ from maxattn_examples.sample.rows import Rows, batch_ways, told_in_rows
 from maxattn_examples.sample.run import Start
 from maxattn_examples.sample.runner import Runner
 from maxattn_examples.sample.task import Arrays
-from maxattn_examples.samplers.noise import keys_of
+from maxattn_examples.samplers.schedule import keys_of
 
 from . import words
 from .sampling_task import ClipSamplingTask

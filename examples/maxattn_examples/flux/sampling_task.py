@@ -18,7 +18,7 @@ from maxattn_examples.common.scan import Around, scan_here
 from maxattn_examples.common.shapes import Form
 from maxattn_examples.sample.picture_task import PictureTask
 from maxattn_examples.sample.task import Arrays
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
 
 from . import torch_parts
 from .model import FluxTransformer2D

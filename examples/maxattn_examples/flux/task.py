@@ -16,7 +16,7 @@ import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import check_pipeline
 from maxattn_examples.common.shapes import Form, Shapes
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train import flow
 from maxattn_examples.train.latent_task import LatentTask
 from maxattn_examples.train.shape_errors import shape_errors

@@ -23,7 +23,7 @@ from maxattn_examples.sample.paths import Paths
 from maxattn_examples.sample.planned import experts_of, planned_steps
 from maxattn_examples.sample.run import Steps
 from maxattn_examples.sample.task import SamplingTask
-from maxattn_examples.samplers.given import KEYS, Given
+from maxattn_examples.samplers.sampler import KEYS, Given
 
 DENSE, FLOOR = "dense", "floor"
 # Names that a way of sampling cannot have, and what they mean.

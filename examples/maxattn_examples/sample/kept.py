@@ -17,7 +17,7 @@ from maxattn_examples.common.split import split
 from maxattn_examples.fast.program import Inputs, Kept, Made, Memory, take
 from maxattn_examples.fast.steps import Planned, Step
 from maxattn_examples.samplers import Schedule, start
-from maxattn_examples.samplers.noise import keys_of
+from maxattn_examples.samplers.schedule import keys_of
 
 from .planned import guidance_of
 from .rows import Rows

@@ -24,7 +24,7 @@ from maxattn_examples.fast.deciding import EASYCACHE
 from maxattn_examples.fast.program import Inputs, Made, Memory, take
 from maxattn_examples.fast.steps import Planned, Step, decided_letters, decided_lines
 from maxattn_examples.samplers import Schedule, State, start
-from maxattn_examples.samplers.noise import Keys
+from maxattn_examples.samplers.schedule import Keys
 
 from .checks import options
 from .kernels import structure_with

@@ -12,7 +12,7 @@ from flax import nnx
 from maxattn import weights
 from maxattn.errors import ConfigError, MaxattnError, WeightsError
 from maxattn_examples.common.pipeline_folder import NAMES
-from maxattn_examples.samplers.distilled import named_by
+from maxattn_examples.sample.distilled import named_by
 
 from .paths import Paths
 from .task import SamplingTask

@@ -20,7 +20,7 @@ from maxattn_examples.fast.cache_settings import COMPUTE
 from maxattn_examples.fast.calibrated import filled
 from maxattn_examples.fast.run_weights import KEYS, Apart
 from maxattn_examples.fast.steps import Planned
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
 
 from .paths import Paths
 from .planned import experts_of, predicts_both

@@ -13,7 +13,7 @@ from maxattn_examples.fast.curves import Facts
 from maxattn_examples.fast.settings import GuidanceSettings
 from maxattn_examples.fast.steps import Planned, plan_steps
 from maxattn_examples.samplers import flow_euler
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
 
 from .paths import Paths
 from .run_weights import weights_of_run

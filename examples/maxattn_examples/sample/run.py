@@ -20,8 +20,8 @@ from maxattn_examples.fast.calibrated import filled
 from maxattn_examples.fast.schedules import schedule_lines
 from maxattn_examples.fast.steps import Planned, forwards
 from maxattn_examples.fast.table import table
-from maxattn_examples.samplers.noise import keys_of
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
+from maxattn_examples.samplers.schedule import keys_of
 
 from . import files, measured
 from .assumed import assumed, assumed_lengths

@@ -13,9 +13,10 @@ from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.settings import Count, Dtype, NotNegative, Whole
 from maxattn_examples.fast import presets
 from maxattn_examples.fast.settings import FastSettings
-from maxattn_examples.samplers import distilled
-from maxattn_examples.samplers.distilled import Distilled
-from maxattn_examples.samplers.given import Given, list_errors, unmoved_errors
+from maxattn_examples.samplers.sampler import Given
+
+from . import distilled
+from .distilled import Distilled, list_errors, unmoved_errors
 
 
 class SamplingSettings(Section):
@@ -35,7 +36,7 @@ class SamplingSettings(Section):
     sigmas: tuple[NotNegative, ...] | None = None
     """The same as shares of noise, from 1 down; of SDXL noise over signal, from 14.6 down."""
     distilled: str | None = None
-    """A model or LoRA of few steps, of samplers/distilled.yml, which sets the others."""
+    """A model or LoRA of few steps, of sample/distilled.yml, which sets the others."""
     prompt: str | None = None
     """What to draw; text encoders need maxattn[torch]. Unset where an embeddings file says it."""
     negative_prompt: str | None = None
@@ -101,7 +102,7 @@ class SamplingSettings(Section):
 
     @property
     def sampler_changes(self) -> dict[str, Any]:
-        """What `samplers.read.read` is told beside a sampler's name and shift."""
+        """What `scheduler.read` takes beside a sampler's name and shift."""
         row = self.distilled_as
         return {
             "given": Given.of(self.__dict__),

@@ -16,7 +16,7 @@ from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.scan import Around
 from maxattn_examples.common.shapes import Form
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
 
 Arrays = dict[str, np.ndarray]
 Part = Literal["transformer", "unet"]

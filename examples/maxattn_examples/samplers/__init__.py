@@ -6,14 +6,12 @@
     predict = lambda x, t: model(x, jnp.broadcast_to(t, x.shape[:1]), kv=kv)
     latents = sample(predict, noise, schedule)
 
-`lcm` and `flow_lcm` re-noise: they also take `keys_of(seed, rows)`, from which each sample's new
-noise is drawn. `read.read(folder, "flow")` makes the sampler that a folder in diffusers' format
-asks for.
+`sample` says which times and which sign of the prediction a model has. `lcm` and `flow_lcm`
+re-noise: they also take `keys_of(seed, rows)`, from which each sample's new noise is drawn.
 """
 
 from . import ddim, euler, flow_euler, flow_lcm, lcm, unipc
-from .noise import keys_of
-from .schedule import Schedule, State, sample, start, step
+from .schedule import Schedule, State, keys_of, sample, start, step
 
 __all__ = [
     "Schedule",

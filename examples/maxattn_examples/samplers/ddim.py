@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .betas import Betas
+from .euler import Betas
 from .schedule import Schedule, one_step
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from .betas import Betas
+from .euler import Betas
 from .schedule import Schedule, check, one_step
 
 SPREAD = 0.5

@@ -22,13 +22,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from flax import nnx
+from flax.errors import TraceContextError
+from jaxtyping import Array, Float, Int, UInt32
 
 from maxattn.errors import InputError, brief
 
-from .noise import Keys, drawn
-
 Predict = Callable[[Array, Array], Array]
+Keys = UInt32[Array, "B 2"] | UInt32[np.ndarray, "B 2"]
+KIND = "threefry2x32"  # of keys; named, so that the noise does not depend on a flag of jax
 
 
 class Schedule(NamedTuple):
@@ -166,22 +168,81 @@ def sample(
 ) -> Float[Array, "B ..."]:
     """Walk from noise to a sample, in one `lax.scan`.
 
+    `predict` is called with a sample [B, ...] and one time, a scalar from 1000 (noise) down to 0
+    (clean), whatever the model's own times are: for a model of times in [0, 1], divide by 1000. Its
+    prediction y is, with sigma = t / 1000,
+
+        flow_euler, flow_lcm, unipc   the velocity v = noise - clean,  x0 = x - sigma v
+        euler, ddim, lcm              the noise in the sample, or v = a noise - s clean
+                                      (`Betas.prediction_type`), with x = a clean + s noise
+
+    A model that predicts clean - noise needs a minus sign.
+
     Args:
-        predict: the model, from a sample and a time to its output.
+        predict: a function of sample and time, or an NNX module. In a function, a model that runs
+            its layers in `nnx.scan` is called as `nnx.clone(model)(...)`: flax lets no module of an
+            outer trace run such layers in a loop.
         noise: standard normal.
         schedule: of the sampler.
         keys: from `keys_of`, for a sampler that re-noises.
 
     Raises:
-        InputError: the sampler re-noises, and there are no keys.
+        InputError: the sampler re-noises, and there are no keys; or the model needs a clone.
+
+    >>> clean = jnp.array([[1.0, 2.0]])
+    >>> noise = jax.random.normal(jax.random.key(0), clean.shape)
+    >>> velocity = lambda x, t: (x - clean) / (t / 1000)    # of a model that knows the answer
+    >>> sample(velocity, noise, flow_euler.schedule(steps=4, shift=3.0)).round(3).tolist()
+    [[1.0, 2.0]]
     """
+
+    def call(x: Array, t: Array) -> Array:
+        return (nnx.clone(predict) if isinstance(predict, nnx.Module) else predict)(x, t)
 
     def one(state: State, at: Any) -> tuple[State, None]:
         i, row = at
-        return _step(Schedule(schedule.noise_scale, *row), i, state, predict), None
+        return _step(Schedule(schedule.noise_scale, *row), i, state, call), None
 
     rows: Any = jnp.arange(len(schedule.times)), tuple(schedule[1:])
-    return jax.lax.scan(one, start(schedule, noise, keys), rows)[0].x
+    try:
+        return jax.lax.scan(one, start(schedule, noise, keys), rows)[0].x
+    except (ValueError, TraceContextError) as error:
+        if "trace level" not in str(error):
+            raise
+        rule = "flax lets no model from outside of a loop run scanned layers in it"
+        remedy = "call nnx.clone(model) in predict, or pass the model itself"
+        raise InputError("predict", "uses a model with nnx.scan", rule, remedy) from error
+
+
+def keys_of(seed: int, rows: int) -> UInt32[np.ndarray, "B 2"]:
+    """Make a key for each place in the batch.
+
+    New noise depends on the seed, the place in the batch and the step alone: a sample keeps its
+    noise on any mesh, and in a batch of any size.
+
+    Args:
+        seed: of the run.
+        rows: of the batch.
+    """
+    first = jax.random.key(seed, impl=KIND)
+    keys = (jax.random.key_data(jax.random.fold_in(first, row)) for row in range(rows))
+    return np.stack([np.asarray(key) for key in keys])
+
+
+def drawn(keys: Keys, step: Any, shape: tuple[int, ...]) -> Float[Array, "B ..."]:
+    """Draw the standard normal noise of a step.
+
+    Args:
+        keys: from `keys_of`.
+        step: 0 for the first; may be traced.
+        shape: of one sample.
+    """
+
+    def one(key: UInt32[Array, " 2"]) -> Float[Array, "..."]:
+        of_step = jax.random.fold_in(jax.random.wrap_key_data(key, impl=KIND), step)
+        return jax.random.normal(of_step, shape)
+
+    return jax.vmap(one)(jnp.asarray(keys))
 
 
 def _step(

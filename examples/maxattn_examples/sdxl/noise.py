@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxattn_examples.samplers.betas import Betas
+from maxattn_examples.samplers.euler import Betas
 
 
 class Noised(NamedTuple):

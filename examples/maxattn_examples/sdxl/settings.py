@@ -11,9 +11,10 @@ import maxattn as ma
 from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.settings import Count, Positive
 from maxattn_examples.common.sized_model import SizedModel
+from maxattn_examples.sample.scheduler import read
 from maxattn_examples.sample.settings import SamplingSettings as CommonSampling
 from maxattn_examples.samplers import Schedule
-from maxattn_examples.samplers.read import Sampler, read
+from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train.settings import DataSettings
 from maxattn_examples.train.settings import TrainingSettings as CommonTraining
 

@@ -13,7 +13,7 @@ from maxattn_examples.common.json_file import read_mapping, write_json
 from maxattn_examples.common.pipeline_folder import FIRST, SECOND
 from maxattn_examples.common.replacing import replacing
 from maxattn_examples.common.trained_blocks import saying
-from maxattn_examples.samplers.read import CLASSES
+from maxattn_examples.samplers.sampler import CLASSES
 
 from . import lora
 from .task import Task

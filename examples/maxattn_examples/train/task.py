@@ -106,7 +106,7 @@ class Task(Protocol):
 
     @property
     def sampler(self) -> Any:
-        """The `samplers.read.Sampler` of samples; None where none are drawn or exported."""
+        """The `Sampler` of samples; None where none are drawn or exported."""
         ...
 
     def sampling_task(self) -> Any:

@@ -34,7 +34,7 @@ from maxattn_examples.common.shapes import Form
 from maxattn_examples.common.size_types import size_of
 from maxattn_examples.sample import media
 from maxattn_examples.sample.task import Arrays, Expert
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
 
 from . import experts, torch_parts
 from .model import WanTransformer3D

@@ -18,7 +18,7 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from maxattn_examples.common.rollout_settings import RolloutSettings
 from maxattn_examples.common.shapes import Form, Shapes
-from maxattn_examples.samplers.read import Sampler
+from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train import flow, forcing
 from maxattn_examples.train.latent_task import LatentTask
 from maxattn_examples.train.shape_errors import shape_errors

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from maxattn_examples.flux.settings import SamplingSettings as Flux
 from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.sample.distilled import table
 from maxattn_examples.samplers import Schedule, flow_euler
-from maxattn_examples.samplers.distilled import table
-from maxattn_examples.samplers.read import RENOISING, Sampler
+from maxattn_examples.samplers.sampler import RENOISING, Sampler
 from maxattn_examples.sdxl.settings import SamplingSettings as Sdxl
 from maxattn_examples.wan.settings import SamplingSettings as Wan
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from maxattn_examples.sample.scheduler import read
 from maxattn_examples.samplers import (
     Schedule,
     flow_euler,
@@ -20,8 +21,8 @@ from maxattn_examples.samplers import (
     start,
     step,
 )
-from maxattn_examples.samplers.noise import drawn
-from maxattn_examples.samplers.read import CLASSES, read
+from maxattn_examples.samplers.sampler import CLASSES
+from maxattn_examples.samplers.schedule import drawn
 
 from maxattn.errors import InputError
 from tests.fixtures import make_samplers as made

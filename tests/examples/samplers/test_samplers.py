@@ -5,6 +5,8 @@ sample.
 from __future__ import annotations
 
 import json
+from doctest import DocTestFinder, DocTestRunner
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from maxattn_examples.flux.settings import SamplingSettings
 from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.sample.scheduler import NAMES, read
 from maxattn_examples.samplers import Schedule, ddim, euler, flow_euler, sample, start, step, unipc
-from maxattn_examples.samplers.given import Given
-from maxattn_examples.samplers.read import NAMES, read
+from maxattn_examples.samplers.sampler import Given
 from safetensors.numpy import load_file
 
 from maxattn.errors import ConfigError, InputError
@@ -246,3 +249,31 @@ def test_without_a_file_each_flux_model_has_its_own_times() -> None:
 def test_no_time_is_used_twice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at most 1000"):
         read(tmp_path, "discrete", "euler").schedule(1001)
+
+
+class Scanned(nnx.Module):
+    """A model that runs its layers in `nnx.scan`."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.vmap(lambda r: nnx.Linear(4, 4, rngs=r))(nnx.Rngs(0).split(3))
+
+    def __call__(self, x: jax.Array, t: jax.Array) -> jax.Array:
+        run = nnx.scan(
+            lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        return run(x, self.layers) + t / 1000
+
+
+def test_a_model_with_scanned_layers_is_passed_itself_or_cloned() -> None:
+    model = Scanned()
+    drawn = partial(sample, noise=jnp.ones((2, 4)), schedule=flow_euler.schedule(2))
+    np.testing.assert_array_equal(drawn(model), drawn(lambda x, t: nnx.clone(model)(x, t)))
+    with pytest.raises(InputError) as error:
+        drawn(lambda x, t: model(x, t))
+    check_golden("samplers/scanned_layers", str(error.value))
+
+
+def test_the_example_of_sample_runs() -> None:
+    names = {"jax": jax, "jnp": jnp, "flow_euler": flow_euler, "sample": sample}
+    (example,) = DocTestFinder().find(sample, globs=names)
+    assert len(example.examples) == 4 and not DocTestRunner().run(example).failed

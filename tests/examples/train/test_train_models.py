@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples.flux.task import FluxTask
-from maxattn_examples.samplers.betas import Betas
+from maxattn_examples.samplers.euler import Betas
 from maxattn_examples.sdxl import noise
 from maxattn_examples.train import flow, lora, state
 from maxattn_examples.train.latents import LatentFolder

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ import numpy as np
 import yaml
 
 from maxattn.errors import ConfigError, did_you_mean
-
-from .flow_euler import shifted
-from .given import KEYS, Given
-from .read import RENOISING
+from maxattn_examples.samplers.flow_euler import shifted
+from maxattn_examples.samplers.sampler import KEYS, RENOISING, Given, Key, clean_end
 
 TABLE = Path(__file__).with_suffix(".yml")
 ALIKE = 1e-3  # two sigmas that differ by less are one
@@ -190,3 +189,71 @@ def named_by(lora: Path) -> Distilled | None:
     name = "/".join(lora.parts[-2:]).lower()
     rows = table().values()
     return next((row for row in rows if any(fnmatch(name, x) for x in row.lora)), None)
+
+
+# ---- lists of times or sigmas --------------------------------------------------------------------
+
+
+def list_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield what is wrong with the lists of settings, whatever the model is.
+
+    Args:
+        values: of the section `sampling`, all of them.
+    """
+    lists: list[Key] = [key for key in KEYS if values[key] is not None]
+    for key in lists:
+        if not values[key]:
+            rule = "a list has a value for each step"
+            yield ConfigError(key, "[]", rule, f"leave it out for the sampler's own {key}")
+        elif any(b >= a for a, b in pairwise(values[key])):
+            rule = "steps go from noise to clean, so each value is below the one before it"
+            falling = Given(key, tuple(sorted({*values[key]}, reverse=True)))
+            yield ConfigError(key, Given(key, values[key]), rule, f"write {falling}")
+        elif values[key] == (clean_end(key, values),):
+            rule = "0 is the clean end, where the last step ends, so no step begins there"
+            remedy = f"write values above 0 before it, or leave it out for the sampler's own {key}"
+            yield ConfigError(key, "[0]", rule, remedy)
+    if len(lists) == 2:
+        rule = "timesteps and sigmas are two ways to write one list"
+        yield ConfigError("sigmas", Given("sigmas", values["sigmas"]), rule, "write one of them")
+    yield from _length_errors(values)
+    yield from _warped_errors(values, lists)
+
+
+def unmoved_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield a shift of times that a list of final values leaves unused.
+
+    Args:
+        values: of the section `sampling`, settled, of no model that has a shift of its own.
+    """
+    given, shift = Given.of(values), values.get("timestep_shift")
+    if given is not None and given.warped and shift is not None:
+        by = values["distilled"]
+        rule = f"it moves no final values, and {given.key} {given} are final (warped: true)"
+        rule += f", as distilled={by} sets them" if by else ""
+        remedy = "set sampling.timestep_shift=null, or leave it out"
+        yield ConfigError("timestep_shift", f"{shift:g}", rule, remedy)
+
+
+def _length_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    given, steps = Given.of(values), values["num_inference_steps"]
+    if given is not None and given.values and steps != len(given.values):
+        rule = f"sampling.{given.key} {given} has {len(given.values)} values, one for each step"
+        remedy = f"set sampling.num_inference_steps={len(given.values)}, or leave it out"
+        yield ConfigError("num_inference_steps", steps, rule, remedy)
+
+
+def _warped_errors(values: Mapping[str, Any], lists: list[Key]) -> Iterator[ConfigError]:
+    if "warped" not in values:
+        return
+    if lists and values["warped"] is None:
+        rule = (
+            f"repositories write {lists[0]} in two ways: as the final values, or before the shift"
+            " moves them towards the noise"
+        )
+        remedy = "write true for final values, false to have them moved by timestep_shift"
+        yield ConfigError("warped", "null", rule, remedy)
+    if not lists and values["warped"] is not None:
+        rule = "it says how timesteps or sigmas are written, and there is no list"
+        value = str(values["warped"]).lower()
+        yield ConfigError("warped", value, rule, "leave it out, or write the list")

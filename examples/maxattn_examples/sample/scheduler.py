@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, NamedTuple
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, did_you_mean
 from maxattn_examples.common.json_file import read_mapping
+from maxattn_examples.samplers.euler import Betas
+from maxattn_examples.samplers.sampler import CLASSES, Family, Given, Sampler
 
-from . import ddim, euler, flow_euler, flow_lcm, lcm, unipc
-from .betas import Betas
-from .given import Given, taken_by
-from .options import BY_SIZE, KNOWN, OPTIONS
-from .schedule import Schedule
-
-Family = Literal["flow", "even_flow", "discrete"]
-CLASSES = {
-    "flow_euler": "FlowMatchEulerDiscreteScheduler", "unipc": "UniPCMultistepScheduler",
-    "euler": "EulerDiscreteScheduler", "ddim": "DDIMScheduler",
-    "flow_lcm": "FlowMatchLCMScheduler", "lcm": "LCMScheduler",
-}  # fmt: skip
-RENOISING = ("flow_lcm", "lcm")  # the others are deterministic
 NAMES = {name: short for short, name in CLASSES.items()}
 FAMILIES: Mapping[Family, tuple[str, ...]] = {
     "flow": ("unipc", "flow_euler", "flow_lcm"),
@@ -47,110 +35,7 @@ MODELS = {
     "even_flow": "a Flux model predicts velocities, at sigmas that its pipeline gives",
     "discrete": "an SDXL model knows a thousand discrete times",
 }
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Hold a sampler and its options, checked.
-
-    Args:
-        name: of `CLASSES`.
-        options: of diffusers' class, all of them.
-        said_by: where they were read.
-        family: of the model.
-        tokens: of a sample, where its size says how times are shifted.
-        given: times or sigmas in the place of the sampler's own.
-        scales_noise: whether the first sample of a list of sigmas is noise times the first of them.
-    """
-
-    name: str
-    options: Mapping[str, Any]
-    said_by: str
-    family: Family = "flow"
-    tokens: int = 0
-    given: Given | None = None
-    scales_noise: bool = False
-
-    @property
-    def renoises(self) -> bool:
-        """Whether each step mixes in new noise."""
-        return self.name in RENOISING
-
-    def of_tokens(self, tokens: int) -> Self:
-        """Return the sampler of samples with so many tokens."""
-        return replace(self, tokens=tokens)
-
-    def schedule(self, steps: int) -> Schedule:
-        """Make the schedule of so many steps.
-
-        Raises:
-            ConfigError: more steps than the model has times.
-        """
-        o, most = self.options, self.options["num_train_timesteps"]
-        if self.family != "discrete":
-            return self._flow(steps, most)
-        if steps > most:
-            rule = f"the model was trained at {most} times, and no time is used twice"
-            raise ConfigError("sampling.num_inference_steps", steps, rule, f"use at most {most}")
-        betas = Betas(**{key: o[key] for key in Betas.__dataclass_fields__})
-        if self.name == "ddim":
-            return ddim.schedule(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
-        how: dict[str, Any] = {} if self.given is None else self.given.discrete(self.name, betas)
-        if self.name == "euler":
-            return euler.schedule(steps, betas, **how)
-        how |= {key: o[key] for key in ("original_inference_steps", "timestep_scaling")}
-        if self.given is None and steps > (known := how["original_inference_steps"]):
-            rule = f"lcm chooses among the {known} times of original_inference_steps"
-            remedy = f"use at most {known}, or write sampling.timesteps"
-            raise ConfigError("sampling.num_inference_steps", steps, rule, remedy)
-        return lcm.schedule(steps, betas, **how)
-
-    def _flow(self, steps: int, most: int) -> Schedule:
-        """Make the schedule of a model that predicts velocities."""
-        o = self.options
-        if self.name == "unipc":
-            how: dict[str, Any] = {"order": o["solver_order"], "train_steps": most}
-            return unipc.schedule(
-                steps, o["flow_shift"], uncorrected=tuple(o["disable_corrector"]), **how
-            )
-        by_size = self.family == "even_flow"
-        shift = flow_euler.shift_of(o, self.tokens) if by_size else o["shift"]
-        if self.given is not None:
-            sigmas = self.given.flow(shift, most)
-        else:
-            grid = flow_euler.even_sigmas if by_size else flow_euler.usual_sigmas
-            sigmas = grid(steps, shift, most)
-        if self.name == "flow_euler":
-            return flow_euler.over(sigmas, train_steps=most)
-        scale = float(sigmas[0]) if self.scales_noise else 1.0
-        return flow_lcm.over(sigmas, train_steps=most, noise_scale=scale)
-
-    def __str__(self) -> str:
-        options = dict(self.options)
-        if options.get("use_dynamic_shifting"):
-            shift = flow_euler.shift_of(options, self.tokens)
-            options["shift"] = f"{shift:.3g} by {self.tokens} tokens"
-        shown = [f"{key} {options[key]}" for key in SHOWN if key in options]
-        if self.given is not None or self.name == "lcm":
-            shown = [text for text in shown if not text.startswith("timestep_spacing")]
-        if self.given is not None:
-            shown = [x for x in shown if not (self.given.warped and x.startswith("shift"))]
-            times = self.schedule(len(self.given.values)).times
-            shown.append(f"times {' '.join(f'{t:.4g}' for t in times)}")
-        if self.scales_noise and self.given is not None:
-            shown.append(f"first noise times {times[0] / self.options['num_train_timesteps']:.4g}")
-        kind = ["re-noising"] if self.renoises else []
-        return f"{', '.join([self.name, *kind, *shown])} ({self.said_by})"
-
-
-SHOWN = (
-    "flow_shift",
-    "shift",
-    "solver_order",
-    "prediction_type",
-    "timestep_spacing",
-    "rescale_betas_zero_snr",
-)
+WITHOUT = {"unipc": "flow_euler", "ddim": "euler"}  # samplers that take no list, and one that does
 
 
 def read(
@@ -196,7 +81,7 @@ def read(
         options |= {key: flow_shift for key in SAME if key in options}
         options |= {"use_dynamic_shifting": False} if "use_dynamic_shifting" in options else {}
     options |= replaced
-    problems += [*_contradictions(options, str(path)), *taken_by(name, given)]
+    problems += [*_contradictions(options, str(path)), *_taken_errors(name, given)]
     if problems:
         raise ConfigErrors(problems)
     said_by = f"{path.parent.name}/{path.name}" if there else NO_FILE
@@ -280,3 +165,88 @@ def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]
     )
     setting, remedy = f"{where}: rescale_betas_zero_snr", "set sampling.sampler=euler"
     return [ConfigError(setting, True, rule, remedy)]
+
+
+def _taken_errors(sampler: str, given: Given | None) -> Iterator[ConfigError]:
+    """Yield that a sampler takes no list."""
+    if given is not None and sampler in WITHOUT:
+        rule = f"{sampler} takes its steps at times of its own"
+        yield ConfigError(given.setting, given, rule, f"set sampling.sampler={WITHOUT[sampler]}")
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """Hold an option of diffusers' schedulers.
+
+    Args:
+        default: diffusers', where a file leaves it out.
+        supported: these values alone; empty: any number.
+    """
+
+    default: Any
+    supported: tuple[Any, ...] = ()
+
+
+OFF, UNSET = Option(False, (False,)), Option(None, (None,))
+BOTH = (False, True)
+SPACINGS = ("leading", "trailing", "linspace")
+NO_OTHER_SIGMAS = {"use_karras_sigmas": OFF, "use_exponential_sigmas": OFF, "use_beta_sigmas": OFF}
+FLOW = NO_OTHER_SIGMAS | {
+    "num_train_timesteps": Option(1000), "shift": Option(1.0), "use_dynamic_shifting": OFF,
+    "invert_sigmas": OFF, "shift_terminal": UNSET,
+}  # fmt: skip
+DISCRETE = {
+    "num_train_timesteps": Option(1000), "beta_start": Option(0.0001), "beta_end": Option(0.02),
+    "beta_schedule": Option("linear", ("linear", "scaled_linear")), "trained_betas": UNSET,
+    "prediction_type": Option("epsilon", ("epsilon", "v_prediction")), "steps_offset": Option(0),
+    "rescale_betas_zero_snr": Option(False, BOTH),
+}  # fmt: skip
+# By diffusers' class: every option that changes its numbers.
+OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    "FlowMatchEulerDiscreteScheduler": FLOW | {"stochastic_sampling": OFF},
+    "FlowMatchLCMScheduler": FLOW | {"scale_factors": UNSET},
+    "UniPCMultistepScheduler": NO_OTHER_SIGMAS | {
+        "num_train_timesteps": Option(1000), "flow_shift": Option(1.0),
+        "solver_order": Option(2, (1, 2, 3)), "solver_type": Option("bh2", ("bh2",)),
+        "disable_corrector": Option([]), "solver_p": UNSET,
+        "prediction_type": Option("epsilon", ("flow_prediction",)),
+        "use_flow_sigmas": Option(False, (True,)), "predict_x0": Option(True, (True,)),
+        "lower_order_final": Option(True, (True,)), "thresholding": OFF,
+        "final_sigmas_type": Option("zero", ("zero",)), "use_dynamic_shifting": OFF,
+        "shift_terminal": UNSET,
+    },
+    "EulerDiscreteScheduler": NO_OTHER_SIGMAS | DISCRETE | {
+        "timestep_spacing": Option("linspace", SPACINGS), "sigma_min": UNSET, "sigma_max": UNSET,
+        "interpolation_type": Option("linear", ("linear",)),
+        "timestep_type": Option("discrete", ("discrete",)),
+        "final_sigmas_type": Option("zero", ("zero",)),
+    },
+    "DDIMScheduler": DISCRETE | {
+        "timestep_spacing": Option("leading", SPACINGS), "set_alpha_to_one": Option(True, BOTH),
+        "clip_sample": Option(True, (False,)), "thresholding": OFF,
+    },
+    "LCMScheduler": DISCRETE | {
+        "beta_start": Option(0.00085), "beta_end": Option(0.012),
+        "beta_schedule": Option("scaled_linear", ("scaled_linear", "linear")),
+        "timestep_spacing": Option("leading", SPACINGS), "timestep_scaling": Option(10.0),
+        "original_inference_steps": Option(50), "clip_sample": OFF, "thresholding": OFF,
+    },
+}  # fmt: skip
+# What a pipeline that knows the size of the sample adds to its scheduler.
+BY_SIZE: Mapping[str, Option] = {
+    "use_dynamic_shifting": Option(False, BOTH), "base_shift": Option(0.5),
+    "max_shift": Option(1.15), "base_image_seq_len": Option(256),
+    "max_image_seq_len": Option(4096),
+    "time_shift_type": Option("exponential", ("exponential", "linear")),
+}  # fmt: skip
+# Options that change nothing: they belong to what is not supported, or files have them from other
+# classes.
+UNREAD = {
+    "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type",
+    "clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value", "skip_prk_steps",
+    "variance_type", "upscale_mode", "algorithm_type", "euler_at_final", "use_lu_lambdas",
+    "lambda_min_clipped",
+}  # fmt: skip
+KNOWN = UNREAD.union(*OPTIONS.values())
