@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 ALWAYS = ("tests/test_house.py", "tests/test_import.py")
 # Folders beside maxattn, and top-level pages, by the tests that read them.
 READ_BY = {
+    "benchmarks": ("tests/benchmarks",),
     "configs": ("tests/config",),
     "docs": ("tests/test_pages.py", "tests/test_site.py"),
     "pyproject.toml": ("tests/test_package.py", "tests/test_extras.py"),

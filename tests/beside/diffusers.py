@@ -1,4 +1,4 @@
-"""Time diffusers' transformers where examples/measure.py times ours: same sizes, random weights.
+"""Time diffusers' transformers where benchmarks/measure.py times ours: same sizes, random weights.
 
     python -m tests.beside.diffusers flux denoise
     python -m tests.beside.diffusers ti2v train --json out/ti2v.json
@@ -81,7 +81,7 @@ def denoising(found: Any, args: argparse.Namespace) -> Callable[[], None]:
     @torch.no_grad()
     def step() -> None:
         velocity = found.predict(found.transformer, x, at, found.inputs)
-        x.copy_(0.98 * x - 0.02 * velocity)  # of unit variance, as in examples/measuring
+        x.copy_(0.98 * x - 0.02 * velocity)  # of unit variance, as in benchmarks/measuring
 
     return step
 

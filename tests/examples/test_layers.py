@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # From the top; a part may import parts of the rows below its own, and nothing of its own row.
 LAYERS = (
     ("scripts",),
-    ("measuring", "compare"),
+    ("compare",),
     ("digits_large",),
     ("digits", "wan", "sdxl", "flux"),
     ("train", "sample"),
@@ -77,7 +77,7 @@ WRONG = [
     ("common", "from train.loop import Training"),
     ("train", "def f():\n    from wan.model import WanTransformer3D"),
     ("flux", "from wan.model import WanTransformer3D"),
-    ("measuring", "import measure"),
+    ("compare", "import drift"),
     ("wan", "from maxattn import kernels"),
     ("wan", "import maxattn.weights.files"),
 ]

@@ -2,15 +2,15 @@
 
 A block of a video that Wan streams is measured as well.
 
-    python examples/measure.py wan denoise
-    python examples/measure.py wan train remat_policy=SAVE_ATTENTION --profile out/profile
-    python examples/measure.py sdxl train --batch 8 --height 1024 --width 1024 attention=dot_product
-    python examples/measure.py flux denoise --layers 5 10
-    python examples/measure.py wan train --size wan-2.2-ti2v-5b --height 704 --width 1280 \
+    python benchmarks/measure.py wan denoise
+    python benchmarks/measure.py wan train remat_policy=SAVE_ATTENTION --profile out/profile
+    python benchmarks/measure.py sdxl train --batch 4 attention=dot_product
+    python benchmarks/measure.py flux denoise --layers 5 10
+    python benchmarks/measure.py wan train --size wan-2.2-ti2v-5b --height 704 --width 1280 \
         --frames 121 --lora 32 remat_policy=SAVE_ATTENTION
-    python examples/measure.py wan stream --window 12 --sink 3
-    python examples/measure.py wan stream --first
-    python examples/measure.py wan stream --target v6e
+    python benchmarks/measure.py wan stream --window 12 --sink 3
+    python benchmarks/measure.py wan stream --first
+    python benchmarks/measure.py wan stream --target v6e
 
 Prints milliseconds a step or a block, the peak of the device's memory, the share of the device's
 peak rate (MFU), and with --profile how long attention, matrix products and the rest took.
@@ -19,6 +19,7 @@ peak rate (MFU), and with --profile how long attention, matrix products and the 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -28,22 +29,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # has the models
+
 from maxattn_examples.common import flops
-from maxattn_examples.common.json_file import write_json
-from maxattn_examples.common.replacing import replacing
 from maxattn_examples.common.scan import scan_here
-from maxattn_examples.common.writable import check_writable
 from maxattn_examples.common.xla_options import sampling_options, xla_options
 from maxattn_examples.flux.sizes import Sizes
-from maxattn_examples.measuring import breakdown, clock, workloads
-from maxattn_examples.measuring.blocks import Blocks, passes
-from maxattn_examples.measuring.steps import Step, denoising, training
-from maxattn_examples.measuring.topology import Absent
 from maxattn_examples.wan.sizes import SIZES
+from measuring import breakdown, clock, workloads
+from measuring.blocks import Blocks, passes
+from measuring.steps import Step, denoising, training
+from measuring.topology import Absent
 
 import maxattn as ma
 from maxattn.devices import peak_flops
 from maxattn.errors import ConfigError, MaxattnError, escaped_output
+from maxattn.tools.writable import check_writable, write_whole
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -89,8 +91,7 @@ def say_compiled(
     needs = f"compiled in {took}, needs {compiler_bytes(compiled) / 2**30:.1f} GiB"
     print(f"{work.name}: {said.what}, {said.dtype}; {needs}", flush=True)
     if said.hlo:
-        with replacing(Path(said.hlo)) as beside:
-            beside.write_text(compiled.as_text())
+        write_whole(Path(said.hlo), compiled.as_text())
 
 
 def step_of(said: argparse.Namespace, work: workloads.Workload, blocks: Blocks | None) -> Step:
@@ -131,7 +132,7 @@ def run(
     facts |= {} if blocks is None else blocks.facts(step, times.median)
     print("\n".join(lines(facts)), flush=True)
     if said.json:
-        write_json(Path(said.json), facts)
+        write_whole(Path(said.json), json.dumps(facts, indent=2) + "\n")
 
 
 def workload(said: argparse.Namespace, config: ma.AttentionConfig) -> workloads.Workload:

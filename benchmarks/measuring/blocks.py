@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from maxattn_examples.common.split import Structure, split
+from maxattn_examples.stream import Denoising, Reel, Rollout
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.split import Structure, split
-from maxattn_examples.stream import Denoising, Reel, Rollout
 
 from .steps import Step, drawing
 from .workloads import FRAMES, Workload
@@ -121,7 +121,8 @@ class Blocks:
             held, given, (k, v) = draw()
             leaves = tuple(jax.tree.leaves(held))
             run.update(structure.merge(leaves))
-            return self._at(replace(cache, k=k, v=v), self.frame), before(leaves, given)
+            others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), replace(cache, k=(), v=()))
+            return self._at(replace(others, k=k, v=v), self.frame), before(leaves, given)
 
         return Step(step, start, forward, (cache, (params, told)), program)
 

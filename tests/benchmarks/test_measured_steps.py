@@ -10,9 +10,9 @@ import measure
 import pytest
 from maxattn_examples.common import flops
 from maxattn_examples.flux.sizes import Sizes as FluxSizes
-from maxattn_examples.measuring import breakdown, clock, profile, steps, workloads
 from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
 from maxattn_examples.wan.sizes import Sizes
+from measuring import breakdown, clock, profile, steps, workloads
 
 import maxattn as ma
 from tests.fixtures import make_diffusers as made

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
-
-import maxattn as ma
 from maxattn_examples.flux.model import FluxTransformer2D
 from maxattn_examples.flux.sizes import PATCH
 from maxattn_examples.flux.sizes import Sizes as FluxSizes
@@ -21,6 +19,8 @@ from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
 from maxattn_examples.sdxl.unet import UNet
 from maxattn_examples.wan.model import WanTransformer3D
 from maxattn_examples.wan.sizes import SIZES, Sizes
+
+import maxattn as ma
 
 Inputs = dict[str, Any]
 LATENT = 8  # pixels of a side to one latent, in all autoencoders but the next

@@ -14,7 +14,7 @@ from model_calls import BOTH, FORWARD, ModelCall, Row
 
 from maxattn import masks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "model_calls.py"
 PLAIN = ModelCall("plain", (1, 64, 64, 2, 16))
 SLOW = PLAIN._replace(name="slow")
