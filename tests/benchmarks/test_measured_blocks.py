@@ -1,6 +1,4 @@
-"""What is measured of a streamed video: the program that streams, at a size that can be counted,
-also compiled for a TPU that is not here.
-"""
+"""Measured blocks of a streamed video, at a size whose work can be counted by hand."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ import measure
 import pytest
 from maxattn_examples.common import flops
 from maxattn_examples.wan.sizes import Sizes
-from measuring import workloads
-from measuring.blocks import Blocks, passes
-from measuring.steps import Step
-from measuring.topology import Absent
+from model_steps import workloads
+from model_steps.absent_tpu import AbsentTpu
+from model_steps.blocks import Blocks, passes
+from model_steps.steps import Step
 
 import maxattn as ma
 from maxattn.errors import ConfigError, InputError
@@ -62,8 +60,8 @@ def test_blocks_of_one_kind_are_one_program(kind: str, caplog: pytest.LogCapture
 
 
 def check_sizes(block: Blocks, step: Step, seen: int) -> None:
-    """Compare what is counted with the sizes of the model."""
-    runs, own, facts = 2 + block.how.clean_pass, 3 * TOKENS, block.facts(step, 500.0)
+    """Compare counted operations and bytes with the sizes of the model."""
+    runs, own, facts = 2 + block.how.clean_pass, 3 * TOKENS, step.facts(step, 500.0)
     count = flops.count(step.forward, *step.shapes)
     assert count.attention == runs * LAYERS * 4 * own * (seen * TOKENS + TEXT) * WIDTH
     slots = 6 if block.first else seen
@@ -86,7 +84,7 @@ def check_sizes(block: Blocks, step: Step, seen: int) -> None:
         ({"steps": 0}, InputError, "denoising_steps"),
     ],
 )
-def test_what_is_no_stream_is_refused_by_name(how: Any, error: type, setting: str) -> None:
+def test_invalid_streams_are_refused_by_name(how: Any, error: type, setting: str) -> None:
     with pytest.raises(error) as refused:
         blocks(**how)
     assert setting in str(refused.value).replace(":", "").replace("=", " ")
@@ -118,24 +116,24 @@ def test_the_command_reports_a_block(monkeypatch, capsys, tmp_path: Path) -> Non
 WORDS = ["wan", "stream", "--window", "6", "--denoising-steps", "2"]
 
 
-def here() -> Absent:
-    """Let this CPU stand for what is not here."""
+def here() -> AbsentTpu:
+    """Let this CPU stand for the absent TPU."""
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return Absent(ma.Target.named("cpu"), place)
+    return AbsentTpu(ma.Target.named("cpu"), place)
 
 
 @pytest.mark.slow
-def test_it_is_the_program_that_streams() -> None:
+def test_the_lowered_program_is_the_one_that_runs() -> None:
     ours, runs = blocks().lowered(jnp.float32, here().put).compile(), blocks().compiled(jnp.float32)
     assert ours.cost_analysis() == runs.compiled.cost_analysis()
     assert measure.compiler_bytes(ours) == measure.compiler_bytes(runs.compiled) > 0
 
 
 @pytest.mark.slow
-def test_the_command_says_the_memory_of_a_block(monkeypatch, capsys, tmp_path: Path) -> None:
+def test_the_command_prints_the_memory_of_a_block(monkeypatch, capsys, tmp_path: Path) -> None:
     work = workloads.wan(CONFIG, 1, 16, 32, 21, Sizes(**SMALL), TEXT, False)
     monkeypatch.setattr(workloads, "wan", lambda *a, **how: work)
-    monkeypatch.setattr(Absent, "named", lambda name: here())
+    monkeypatch.setattr(AbsentTpu, "named", lambda name: here())
     written = tmp_path / "program.txt"
     words = [*WORDS, "--target", "v6e", "--hlo", str(written)]
     measure.main(measure.parser().parse_args(words))
@@ -143,7 +141,7 @@ def test_the_command_says_the_memory_of_a_block(monkeypatch, capsys, tmp_path: P
     assert "HloModule" in written.read_text()
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_a_failed_compile_is_refused_with_its_first_line() -> None:
     class Refused:
         def compile(self) -> None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 20G of 15.75G hbm\nallocations")

@@ -1,4 +1,4 @@
-"""What the measuring command counts and times, at sizes that can be counted by hand."""
+"""Counted operations and measured times of steps, at sizes that can be counted by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxattn_examples.common import flops
 from maxattn_examples.flux.sizes import Sizes as FluxSizes
 from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
 from maxattn_examples.wan.sizes import Sizes
-from measuring import breakdown, clock, profile, steps, workloads
+from model_steps import clock, steps, workloads
 
 import maxattn as ma
 from tests.fixtures import make_diffusers as made
@@ -36,7 +36,7 @@ def flux() -> workloads.Workload:
 
 
 @pytest.mark.slow
-def test_flux_work_is_what_its_sizes_say() -> None:
+def test_operations_of_flux() -> None:
     work = flux()
     step = steps.denoising(work, jnp.float32)
     count = flops.count(step.forward, *step.shapes)
@@ -53,7 +53,7 @@ def test_flux_work_is_what_its_sizes_say() -> None:
     assert count.matmul == 2 * 2 * (blocks + around + said + modulation)
 
 
-def test_wan_work_is_what_its_sizes_say() -> None:
+def test_operations_of_wan() -> None:
     work = wan()
     step = steps.denoising(work, jnp.float32)
     count = flops.count(step.forward, *step.shapes)
@@ -85,7 +85,7 @@ def test_a_step_runs_and_changes_what_it_carries(make, kind) -> None:
 def test_a_profile_is_sorted_into_kinds(tmp_path: Path) -> None:
     found = clock.measure(steps.denoising(wan(), jnp.float32), rounds=2, steps=2, profile=tmp_path)
     assert len(found.ms) == 2 and found.median > 0
-    kinds = breakdown.by_kind(found.kernels)
+    kinds = found.by_kind()
     total = sum(k.ms for k in found.kernels)
     assert kinds["matmul"] > 0 and sum(kinds.values()) == pytest.approx(total)
     assert kinds["attention"] > 0, "dense attention is matrix products inside of ours"
@@ -103,18 +103,18 @@ KERNELS = [
 
 @pytest.mark.parametrize(("names", "kind"), KERNELS)
 def test_a_kernel_is_known_by_its_names(names: str, kind: str) -> None:
-    assert breakdown.kind_of(*names.split()) == kind
+    assert clock.kind_of(*names.split()) == kind
 
 
 def test_a_device_idles_between_kernels_of_all_its_lines():
     spans = [(60.0, 70.0), (0.0, 10.0), (5.0, 30.0), (20.0, 25.0), (45.0, 60.0)]
-    events = [profile.Event("k", "k", *span) for span in spans]
-    assert profile.idle_ns(events) == 15.0
-    assert profile.idle_ns([]) == 0.0
+    events = [clock.Event("k", "k", *span) for span in spans]
+    assert clock.idle_ns(events) == 15.0
+    assert clock.idle_ns([]) == 0.0
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_saw(monkeypatch, capsys, tmp_path: Path) -> None:
+def test_the_command_reports_a_step(monkeypatch, capsys, tmp_path: Path) -> None:
     small, file = wan(), tmp_path / "f.json"
     monkeypatch.setattr(workloads, "wan", lambda *a, **how: small)
     words = ["wan", "train", "--rounds", "1", "--steps", "1", "--json", str(file)]

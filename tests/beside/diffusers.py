@@ -81,7 +81,7 @@ def denoising(found: Any, args: argparse.Namespace) -> Callable[[], None]:
     @torch.no_grad()
     def step() -> None:
         velocity = found.predict(found.transformer, x, at, found.inputs)
-        x.copy_(0.98 * x - 0.02 * velocity)  # of unit variance, as in benchmarks/measuring
+        x.copy_(0.98 * x - 0.02 * velocity)  # of unit variance, as in benchmarks/model_steps
 
     return step
 

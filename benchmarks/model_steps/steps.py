@@ -26,25 +26,29 @@ class Step:
     """A compiled step.
 
     Args:
-        run: from (carry, fixed) to the next carry; the carry's buffers are given up.
+        work: the model, its inputs and its tokens.
+        run: computes the next carry from (carry, fixed); the buffers of the carry are donated.
         start: draws the first (carry, fixed).
-        forward: the model's forward pass as a function of (carry, fixed), for counting operations.
-        shapes: of (carry, fixed).
+        forward: the model's forward pass as a function of (carry, fixed), to count operations.
+        shapes: shapes of (carry, fixed).
         compiled: the program.
+        facts: computes figures of its own from the step and its milliseconds.
     """
 
+    work: Workload
     run: Callable[[Any, Any], Any]
     start: Callable[[], tuple[Any, Any]]
     forward: Callable[[Any, Any], Any]
     shapes: tuple[Any, Any]
     compiled: Any
+    facts: Callable[[Step, float], dict[str, Any]] = lambda step, ms: {}
 
 
 def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
-    """Compile one step of sampling: one prediction, and the latents moved along it.
+    """Compile one step of sampling: a prediction, and a move of the latents along it.
 
-    Parameters are in `dtype`. Keys and values of the text, where the model has them, are computed
-    once before the steps.
+    Parameters are in `dtype`. If the model has keys and values of the text, they are computed once,
+    before the steps.
     """
     model: Any = nnx.eval_shape(lambda: work.make(dtype, dtype))
     structure, params = split(model)
@@ -71,7 +75,7 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
 
     fixed = (params, jax.eval_shape(once, params, inputs))
     compiled = jax.jit(step, donate_argnums=0).lower(latents, fixed).compile(dict(options or {}))
-    return Step(compiled, start, forward, (latents, fixed), compiled)
+    return Step(work, compiled, start, forward, (latents, fixed), compiled)
 
 
 def training(
@@ -81,9 +85,9 @@ def training(
 
     Args:
         work: the model and its inputs.
-        dtype: of the computation.
-        options: of XLA's compiler.
-        lora_rank: above 0, only LoRA's parameters learn, and all others are in `dtype`.
+        dtype: dtype of the computation.
+        options: options of XLA's compiler.
+        lora_rank: above 0, only LoRA's parameters are trained; all others are in `dtype`.
     """
     kind = nnx.LoRAParam if lora_rank else ...
     graph, trained, held = nnx.split(
@@ -96,6 +100,9 @@ def training(
     def loss(trained: Any, fixed: Any, count: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(SEED), count)
         return work.loss(nnx.merge(graph, trained, fixed[0]), fixed[1], key)
+
+    def forward(carry: Any, fixed: Any) -> Array:
+        return loss(carry[0], fixed, carry[2])
 
     def step(carry: Any, fixed: Any) -> Any:
         trained, state, count = carry
@@ -111,11 +118,10 @@ def training(
         return (learned, init(learned), jnp.zeros((), jnp.int32)), given
 
     compiled = jax.jit(step, donate_argnums=0).lower(carry, fixed).compile(dict(options or {}))
-    return Step(compiled, start, lambda c, i: loss(c[0], i, c[2]), (carry, fixed), compiled)
+    return Step(work, compiled, start, forward, (carry, fixed), compiled)
 
 
 def _made(work: Workload, dtype: Any, lora_rank: int) -> nnx.Module:
-    """Build the model that is trained, with a change beside its projections where LoRA learns."""
     model = work.make(dtype, dtype if lora_rank else jnp.float32)
     if lora_rank:
         targets = TrainingSettings().lora_targets
@@ -127,7 +133,7 @@ def _made(work: Workload, dtype: Any, lora_rank: int) -> nnx.Module:
 
 
 def drawing(shapes: Any) -> Callable[[], Any]:
-    """Compile what draws random arrays: scales of norms near one, matrices by their width."""
+    """Compile a function that draws random arrays: scales near one, matrices by their width."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     kinds = {(leaf.shape, jnp.dtype(leaf.dtype)) for _, leaf in leaves}
     with ThreadPoolExecutor() as pool:
@@ -143,10 +149,10 @@ def drawing(shapes: Any) -> Callable[[], Any]:
 
 
 def _spread(path: Any, leaf: Any) -> tuple[float, float]:
-    """Return standard deviation and mean of an array of a model."""
+    """Return the standard deviation and the mean of a model's array."""
     name = jax.tree_util.keystr(path)
     if "kernel" in name:
-        # Convolutions have their window before [in, out]; stacked layers have one axis there.
+        # Before [in, out] a convolution has the axes of its window, stacked layers one axis.
         return (leaf.shape[-2] if leaf.ndim < 4 else leaf.size // leaf.shape[-1]) ** -0.5, 0.0
     small = any(part in name for part in ("scale", "bias", "table"))
     return 0.02 if small else 1.0, float("'scale'" in name)

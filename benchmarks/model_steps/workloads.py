@@ -1,10 +1,16 @@
-"""Measured programs: a model at its real size, the shapes of its inputs, a step."""
+"""What is measured: a model at its real size, the shapes of its inputs, a prediction, a loss.
+
+`wan`, `sdxl` and `flux` take the settings of attention; the examples of a step, with their height
+and width in pixels; the sizes of the model, by default those of its published weights; the tokens
+of a prompt; and whether the model's layers are scanned.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,25 +29,24 @@ from maxattn_examples.wan.sizes import SIZES, Sizes
 import maxattn as ma
 
 Inputs = dict[str, Any]
-LATENT = 8  # pixels of a side to one latent, in all autoencoders but the next
-WIDE_LATENT = 16  # the same in that of Wan 2.2's TI2V, whose latents have 48 channels
+LATENT = 8  # pixels along a side of a latent, in every autoencoder but that of Wan 2.2's TI2V
+WIDE_LATENT = 16  # the same in TI2V's, whose latents have 48 channels
 WIDE_CHANNELS = 48
-FRAMES = 4  # frames of a video to one latent after the first
+FRAMES = 4  # frames of a video in each latent frame after the first
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe a step without running it.
+    """A model and its inputs, before anything runs.
 
     Args:
-        name: of the model and its sizes.
-        make: builds the model in a dtype for computing and one for parameters.
-        shapes: of the inputs, by name; "latents" is what a step changes.
-        once: makes of inputs what every denoising step shares.
-        predict: runs the model on latents, times and what `once` made.
-        noisy: mixes latents and noise at times from 0 to 1; returns that and what the model should
-            predict.
-        tokens: that a step processes, for tokens a second.
+        name: the model and its sizes.
+        make: builds the model from the dtypes of computation and of parameters.
+        shapes: shapes of the inputs by name; a step changes "latents".
+        once: computes from the inputs what all denoising steps share.
+        predict: runs the model on latents, times and the result of `once`.
+        noisy: mixes latents and noise at times from 0 to 1; returns the mix and the model's target.
+        tokens: tokens that a step processes.
     """
 
     name: str
@@ -53,7 +58,7 @@ class Workload:
     tokens: int
 
     def loss(self, model: nnx.Module, inputs: Inputs, key: Array) -> Float[Array, ""]:
-        """Compute the mean squared error of a prediction at random times with random noise."""
+        """Return the mean squared error at random times, with random noise."""
         x = inputs["latents"]
         at, noise = jax.random.uniform(key, x.shape[:1]), jax.random.normal(key, x.shape)
         noisy, target = self.noisy(x, noise, at.reshape(-1, *[1] * (x.ndim - 1)))
@@ -71,17 +76,9 @@ def wan(
     text: int = 512,
     scan_layers: bool = True,
 ) -> Workload:
-    """Describe Wan: flow matching of a latent video.
+    """Describe Wan: flow matching of a video of so many frames.
 
-    Wan 2.2's TI2V gets a time for each frame, as where it continues an image.
-
-    Args:
-        config: attention's settings.
-        batch: videos.
-        height, width, frames: of a video, in pixels and frames.
-        sizes: of the model.
-        text: tokens of a prompt.
-        scan_layers: whether the model's blocks are.
+    Wan 2.2's TI2V gets a time for each frame, as it does to continue an image.
     """
     wide = sizes.in_channels == WIDE_CHANNELS
     side = WIDE_LATENT if wide else LATENT
@@ -91,21 +88,17 @@ def wan(
         times = jnp.broadcast_to(t[:, None], (len(t), sides[0])) if wide else t
         return model(x, times, inputs.get("text"), kv=inputs.get("kv"))
 
-    def make(dtype: Any, param_dtype: Any) -> nnx.Module:
-        how = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
-        return WanTransformer3D(sizes, config, rngs=nnx.Rngs(0), **how)
-
     model = f"Wan, {sizes.num_layers} layers of width {sizes.dim}"
     return Workload(
         name=f"{model}, {width}x{height}, {frames} frames, batch {batch}",
-        make=make,
+        make=partial(_made, WanTransformer3D, sizes, config, scan_layers),
         shapes={
             "latents": (batch, *sides, sizes.in_channels),
             "text": (batch, text, sizes.text_dim),
         },
         once=lambda model, inputs: {"kv": model.encode(inputs["text"])},
         predict=predict,
-        noisy=lambda x, noise, at: ((1 - at) * x + at * noise, noise - x),
+        noisy=_flow,
         tokens=batch * math.prod(n // p for n, p in zip(sides, sizes.patch_size, strict=True)),
     )
 
@@ -119,36 +112,34 @@ def sdxl(
     text: int = 77,
     scan_layers: bool = True,
 ) -> Workload:
-    """Describe SDXL's UNet: prediction of the noise of latents.
-
-    Args:
-        config: attention's settings.
-        batch: pictures.
-        height, width: of a picture, in pixels.
-        sizes: of the model; default SDXL base 1.0.
-        text: tokens of a prompt.
-        scan_layers: whether the model's blocks are.
-    """
+    """Describe SDXL's UNet, which predicts the noise."""
     sizes = sizes or UNetSizes()
     rows, columns = height // LATENT, width // LATENT
 
-    def make(dtype: Any, param_dtype: Any) -> nnx.Module:
-        how = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
-        return UNet(sizes, config, rngs=nnx.Rngs(0), **how)
+    def once(model: Any, inputs: Inputs) -> Inputs:
+        given = {key: inputs[key] for key in ("pooled", "picture")}
+        return {"kv": model.encode(inputs["text"]), **given}
+
+    def predict(model: Any, x: Array, t: Array, inputs: Inputs) -> Array:
+        given = inputs["pooled"], inputs["picture"], inputs.get("kv")
+        return model(x, t, inputs.get("text"), *given)
+
+    def noisy(x: Array, noise: Array, at: Array) -> tuple[Array, Array]:
+        return jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise, noise
 
     channels = "-".join(map(str, sizes.block_out_channels))
     return Workload(
         name=f"SDXL UNet, {channels} channels, {width}x{height}, batch {batch}",
-        make=make,
+        make=partial(_made, UNet, sizes, config, scan_layers),
         shapes={
             "latents": (batch, rows, columns, sizes.in_channels),
             "text": (batch, text, sizes.cross_attention_dim),
             "pooled": (batch, sizes.pooled_dim),
             "picture": (batch, SIZE_NUMBERS),
         },
-        once=_once,
-        predict=_predict,
-        noisy=_noisy,
+        once=once,
+        predict=predict,
+        noisy=noisy,
         tokens=batch * rows * columns // 4,
     )
 
@@ -162,22 +153,9 @@ def flux(
     text: int = 512,
     scan_layers: bool = True,
 ) -> Workload:
-    """Describe Flux.1: flow matching of latents.
-
-    Args:
-        config: attention's settings.
-        batch: pictures.
-        height, width: of a picture, in pixels.
-        sizes: of the model; default FLUX.1-dev.
-        text: tokens of a prompt.
-        scan_layers: whether the model's blocks are.
-    """
+    """Describe Flux.1: flow matching of pictures."""
     sizes = sizes or FluxSizes()
     rows, columns = height // LATENT, width // LATENT
-
-    def make(dtype: Any, param_dtype: Any) -> nnx.Module:
-        how = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
-        return FluxTransformer2D(sizes, config, rngs=nnx.Rngs(0), **how)
 
     def predict(model: Any, x: Array, t: Array, inputs: Inputs) -> Array:
         guidance = jnp.full(len(x), 3.5) if sizes.guidance_embeds else None
@@ -186,7 +164,7 @@ def flux(
     layers = f"{sizes.num_layers} + {sizes.num_single_layers} layers of width {sizes.dim}"
     return Workload(
         name=f"Flux.1, {layers}, {width}x{height}, batch {batch}",
-        make=make,
+        make=partial(_made, FluxTransformer2D, sizes, config, scan_layers),
         shapes={
             "latents": (batch, rows, columns, sizes.channels),
             "text": (batch, text, sizes.joint_attention_dim),
@@ -194,20 +172,22 @@ def flux(
         },
         once=lambda model, inputs: {name: inputs[name] for name in ("text", "pooled")},
         predict=predict,
-        noisy=lambda x, noise, at: ((1 - at) * x + at * noise, noise - x),
+        noisy=_flow,
         tokens=batch * (rows // PATCH) * (columns // PATCH),
     )
 
 
-def _once(model: Any, inputs: Inputs) -> Inputs:
-    told = {key: inputs[key] for key in ("pooled", "picture")}
-    return {"kv": model.encode(inputs["text"]), **told}
+def _made(
+    model: Any,
+    sizes: Any,
+    config: ma.AttentionConfig,
+    scan_layers: bool,
+    dtype: Any,
+    param_dtype: Any,
+) -> nnx.Module:
+    how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
+    return model(sizes, config, rngs=nnx.Rngs(0), **how)
 
 
-def _predict(model: Any, x: Array, t: Array, inputs: Inputs) -> Array:
-    told = (inputs.get("text"), inputs["pooled"], inputs["picture"], inputs.get("kv"))
-    return model(x, t, *told)
-
-
-def _noisy(x: Array, noise: Array, at: Array) -> tuple[Array, Array]:
-    return jnp.cos(jnp.pi / 2 * at) * x + jnp.sin(jnp.pi / 2 * at) * noise, noise
+def _flow(x: Array, noise: Array, at: Array) -> tuple[Array, Array]:
+    return (1 - at) * x + at * noise, noise - x

@@ -1,0 +1,1 @@
+"""Steps of models at real size, compiled from shapes alone, and the clock that times them."""
