@@ -15,9 +15,8 @@ import numpy as np
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.pipeline_folder import absent, config_of, continues_images, index_of
 from maxattn_examples.common.writable import unwritable
-from maxattn_examples.sample import files, media, torch_pictures
-from maxattn_examples.sample.checks import Needs, without_torch
-from maxattn_examples.sample.torch_device import device_errors
+from maxattn_examples.sample import files, media
+from maxattn_examples.sample.torch_parts import Needs, device_errors, pictures, without_torch
 from maxattn_examples.wan import torch_parts as wan_torch_parts
 
 from maxattn.config import ConfigErrors
@@ -71,8 +70,7 @@ def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Itera
         for i, frames in enumerate(videos):
             yield media.video(frames, found.out / f"{i:03}", fps)
         return
-    pictures = torch_pictures.decode(found.folder, latents, found.torch_device)
-    for i, picture in enumerate(pictures):
+    for i, picture in enumerate(pictures(found.folder, latents, found.torch_device)):
         yield media.picture(picture, found.out / f"{i:03}.png")
 
 

@@ -23,11 +23,10 @@ import numpy as np
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.pipeline_folder import PIPELINES, absent, continues_images, index_of
 from maxattn_examples.common.writable import unwritable
-from maxattn_examples.flux import torch_parts as flux_torch_parts
+from maxattn_examples.flux import sampling as flux
 from maxattn_examples.sample import files
-from maxattn_examples.sample.checks import Needs, without_torch
-from maxattn_examples.sample.torch_device import device_errors
-from maxattn_examples.sdxl import torch_parts as sdxl_torch_parts
+from maxattn_examples.sample.torch_parts import Needs, device_errors, without_torch
+from maxattn_examples.sdxl import sampling as sdxl
 from maxattn_examples.wan import torch_parts as wan_torch_parts
 
 from maxattn.config import ConfigErrors
@@ -111,9 +110,9 @@ def embed(found: argparse.Namespace, kind: str) -> files.Arrays:
     prompts = [line for line in lines if line.strip() or found.prompts is None]
     folder, device, negative = found.folder, found.torch_device, found.negative_prompt
     if kind == "StableDiffusionXLPipeline":
-        return sdxl_torch_parts.texts(folder, prompts, negative, device)
+        return sdxl.encode(folder, prompts, negative, device)
     if kind == "FluxPipeline":
-        return flux_torch_parts.texts(folder, prompts, negative, found.text_tokens, device)
+        return flux.encode(folder, prompts, negative, found.text_tokens, device)
     told = {"text": prompts, "negative_text": [negative or ""]}
     arrays = wan_torch_parts.texts(folder, told, found.text_tokens, device)
     if found.image is not None:

@@ -28,7 +28,7 @@ from maxattn_examples import families
 from maxattn_examples.common import hosts
 from maxattn_examples.common.command import parser_of, read_settings, user_errors
 from maxattn_examples.stream.run import StreamRun, scenes_of
-from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.sampling import WanSamplingTask
 from maxattn_examples.wan.settings import Settings
 
 from maxattn.errors import ConfigError

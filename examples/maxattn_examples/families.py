@@ -107,15 +107,15 @@ def wan_settings_class(path: str, overrides: Sequence[str]) -> type:
 def sampling_task(settings: Any) -> Callable[[Any, Path], Any]:
     """Return what makes the sampling task of settings: a function of these and a model's folder."""
     if (family := settings.sampling.family) == "flux":
-        from maxattn_examples.flux.sampling_task import FluxSamplingTask
+        from maxattn_examples.flux.sampling import FluxSamplingTask
 
         return FluxSamplingTask.of
     if family == "sdxl":
-        from maxattn_examples.sdxl.sampling_task import SdxlSamplingTask
+        from maxattn_examples.sdxl.sampling import SdxlSamplingTask
 
         return SdxlSamplingTask.of
     from maxattn_examples.digits_large.sampling_task import ClipSamplingTask
     from maxattn_examples.digits_large.settings import Settings as Clips
-    from maxattn_examples.wan.sampling_task import WanSamplingTask
+    from maxattn_examples.wan.sampling import WanSamplingTask
 
     return (ClipSamplingTask if isinstance(settings, Clips) else WanSamplingTask).of

@@ -55,7 +55,7 @@ def task_of_family(family: Family) -> tuple[MakeTask, ReadSettings]:
         from maxattn_examples.digits_large.sampling_task import ClipSamplingTask
         from maxattn_examples.digits_large.settings import Settings as ClipSettings
         from maxattn_examples.digits_large.settings import describes_clips
-        from maxattn_examples.wan.sampling_task import WanSamplingTask
+        from maxattn_examples.wan.sampling import WanSamplingTask
         from maxattn_examples.wan.settings import Settings as WanSettings
 
         def class_of(path: str, overrides: Sequence[str]) -> type[WanSettings]:
@@ -67,12 +67,12 @@ def task_of_family(family: Family) -> tuple[MakeTask, ReadSettings]:
 
         make, settings_class = make_wan, class_of
     elif family == "flux":
-        from maxattn_examples.flux.sampling_task import FluxSamplingTask
+        from maxattn_examples.flux.sampling import FluxSamplingTask
         from maxattn_examples.flux.settings import Settings as FluxSettings
 
         make, settings_class = FluxSamplingTask.of, FluxSettings
     else:
-        from maxattn_examples.sdxl.sampling_task import SdxlSamplingTask
+        from maxattn_examples.sdxl.sampling import SdxlSamplingTask
         from maxattn_examples.sdxl.settings import Settings as SdxlSettings
 
         make, settings_class = SdxlSamplingTask.of, SdxlSettings

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxattn_examples.sample import media
 from maxattn_examples.sample.task import Arrays
-from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.sampling import WanSamplingTask
 from maxattn_examples.wan.sizes import Sizes
 
 from . import words

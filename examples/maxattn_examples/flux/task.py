@@ -23,7 +23,7 @@ from maxattn_examples.train.shape_errors import shape_errors
 from maxattn_examples.train.task import Arrays, replaced
 
 from .model import FluxTransformer2D
-from .plans import plans, tokens
+from .sampling import FluxSamplingTask, plans, tokens
 from .settings import Settings, sizes_of
 from .sizes import PATCH, Sizes
 
@@ -62,8 +62,6 @@ class FluxTask(LatentTask):
 
     def sampling_task(self) -> Any:
         """Return what calls the transformer in sampling."""
-        from .sampling_task import FluxSamplingTask  # pictures alone need it
-
         return FluxSamplingTask(self.settings, self.sizes, Path())
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> FluxTransformer2D:

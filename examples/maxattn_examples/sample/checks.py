@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxattn import weights
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
-from maxattn_examples.common.pipeline_folder import boundary_of, lacking, pipeline_errors
+from maxattn_examples.common.pipeline_folder import boundary_of, pipeline_errors
 from maxattn_examples.common.trained_blocks import whole_errors
 from maxattn_examples.common.writable import unwritable
 from maxattn_examples.common.xla_options import sampling_options
@@ -22,10 +21,8 @@ from .measured import report_of
 from .paths import Paths
 from .planned import planned_steps
 from .task import SamplingTask
-from .torch_device import device_errors
+from .torch_parts import Needs, device_errors, without_torch
 from .weights_checks import parts_of, weights_errors
-
-INSTALL = 'pip install "maxattn[torch]"'
 
 
 def check(task: SamplingTask, paths: Paths, writes: bool = True) -> None:
@@ -209,40 +206,6 @@ def _image_errors(task: SamplingTask, image: Path | None) -> Iterator[ConfigErro
     if image is not None and not image.is_file():
         rule = "it names a file, and there is none"
         yield ConfigError("--image", image, rule, "name a picture")
-
-
-class Needs(NamedTuple):
-    """Say what a step that torch does needs.
-
-    Args:
-        parts: of the pipeline's folder.
-        package: beside torch.
-        instead: what to do where torch is not installed.
-    """
-
-    parts: tuple[str, ...]
-    package: str
-    instead: str
-
-
-def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator[ConfigError]:
-    """Yield why torch's part of a run cannot be done, naming both ways out.
-
-    Args:
-        option: the command's.
-        what: is done, in words.
-        model: the pipeline's folder.
-        needs: of the step.
-    """
-    parts, package, instead = needs
-    if missing := [name for name in ("torch", package) if find_spec(name) is None]:
-        rule, remedy = f"{what} is done by torch and {package}", f"{INSTALL}, or {instead}"
-        yield ConfigError(option, f"{' and '.join(missing)} not installed", rule, remedy)
-    elif lost := lacking(model, parts):
-        value = f"{model} without {', '.join(lost)}"
-        remedy = f"fetch the whole folder, or {instead}"
-        rule = f"{what} takes these parts of a pipeline: {', '.join(parts)}"
-        yield ConfigError(option, value, rule, remedy)
 
 
 # ---- what is written, and where sampling begins --------------------------------------------------

@@ -98,6 +98,10 @@ def states_of(
     Raises:
         ConfigError: LoRA weights would change it.
     """
+    if task.family != "wan":
+        return None
+    from maxattn_examples.wan.time_states import time_states
+
     times = np.asarray(sampler.schedule(task.settings.sampling.num_inference_steps).times)
     found, done = [], 0
     for expert in experts:
@@ -107,8 +111,5 @@ def states_of(
             rule = "TeaCache's schedule is of the embedding of times, which this LoRA changes"
             remedy = "write a schedule (sampling.fast.cache.schedule), or merge it into the weights"
             raise ConfigError("--lora", lora, rule, remedy)
-        state = task.time_states(paths.weights_of(expert.part), own, which)
-        if state is None:
-            return None
-        found.append(state)
+        found.append(time_states(paths.weights_of(expert.part), task.sizes, own, which))
     return found

@@ -1,22 +1,29 @@
-"""The interface of a model in sampling: how it is built, its inputs, and its calls."""
+"""A model in sampling: how it is built, its inputs, its calls, and what it shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.pipeline_folder import Family
-from maxattn_examples.common.scan import Around
+from maxattn_examples.common.pipeline_folder import Family, config_of
+from maxattn_examples.common.scan import Around, scan_here
 from maxattn_examples.common.shapes import Form
+from maxattn_examples.common.size_types import size_of
 from maxattn_examples.samplers.sampler import Sampler
+
+from . import media, torch_parts
 
 Arrays = dict[str, np.ndarray]
 Part = Literal["transformer", "unet"]
@@ -38,91 +45,82 @@ class Expert(NamedTuple):
     guided: bool
 
 
-class SamplingTask(Protocol):
-    """A model that is sampled. Arrays have the names and layouts of `files.py`."""
+@dataclass(frozen=True)
+class SamplingTask(ABC):
+    """A model that is sampled. Arrays have the names and layouts of `files.py`.
+
+    Args:
+        settings: of attention, with the sections `model` and `sampling`.
+        sizes: of the model, under diffusers' names.
+        folder: the pipeline's; its vae says how many pixels a latent stands for.
+    """
+
+    settings: Any
+    sizes: Any
+    folder: Path
+
+    family: ClassVar[Family]
+    """The models that it belongs to, which says whose pipelines can be drawn from."""
+    part: ClassVar[Part] = "transformer"
+    """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
+    sizes_class: ClassVar[Any]
+    model_class: ClassVar[Any]
+    """Called as `model_class(sizes, settings, mesh, ...)`."""
+
+    @classmethod
+    def of(cls, settings: Any, folder: Path) -> Self:
+        """Take the sizes from the settings, or from the model's folder.
+
+        Raises:
+            ConfigError, WeightsError: as `SizedModel.found`.
+        """
+        return cls(settings, settings.model.found(cls.sizes_class, cls.part), folder)
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> Any:
+        """Build the model; called under `nnx.eval_shape`."""
+        model, kept = self.settings.model, self.settings.sampling.weights_dtype
+        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
+        return self.model_class(self.sizes, self.settings, mesh, **how)
+
+    # ---- what a family says of itself ------------------------------------------------------------
 
     @property
-    def family(self) -> Family:
-        """The models that it belongs to, which says whose pipelines can be drawn from."""
-        ...
+    @abstractmethod
+    def layers(self) -> int:
+        """The number of layers, of which steps may skip some."""
 
     @property
-    def part(self) -> Part:
-        """The folder of a pipeline that holds the model, and the first word of LoRA's names."""
-        ...
-
-    @property
-    def needs_torch(self) -> tuple[str, ...]:
-        """The parts of a pipeline's folder that encode a prompt; none where torch does nothing."""
-        ...
-
-    @property
-    def settings(self) -> Any:
-        """Those of attention, with the sections `model` and `sampling`."""
-        ...
-
-    @property
-    def sizes(self) -> Any:
-        """Those of the model, under diffusers' names."""
-        ...
-
-    @property
+    @abstractmethod
     def latents(self) -> tuple[int, ...]:
         """The shape of one sample's latents, channels first."""
-        ...
 
     @property
-    def layers(self) -> int:
-        """How many layers a model has, which `fast` counts."""
-        ...
+    @abstractmethod
+    def needs_torch(self) -> tuple[str, ...]:
+        """The parts of a pipeline's folder that encode a prompt; none where torch does nothing."""
 
-    @property
-    def embedded_guidance(self) -> float | None:
-        """The guidance that is an input of the model; None of a model without it."""
-        ...
-
-    @property
-    def takes_image(self) -> bool:
-        """Whether the model can be told an image."""
-        ...
-
-    @property
-    def needs_image(self) -> bool:
-        """Whether it draws nothing without one."""
-        ...
-
-    def experts(self, times: Any) -> tuple[Expert, ...]:
-        """Return the models that take the steps at these times, which descend: most have one."""
-        ...
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
-        """Build the model; called under `nnx.eval_shape`."""
-        ...
-
+    @abstractmethod
     def sampler(self) -> Sampler:
-        """Choose the sampler."""
-        ...
+        """Choose the sampler, as the pipeline and the settings say."""
 
+    @abstractmethod
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield errors of the size of the sample."""
-        ...
 
+    @abstractmethod
     def expected(self, guided: bool) -> dict[str, Form]:
         """Return the form of each input array, without the batch."""
-        ...
 
+    @abstractmethod
     def encode(self, folder: Path, image: Path | None) -> Arrays:
         """Encode the prompts of the settings (and an image) with torch."""
-        ...
 
-    def completed(self, arrays: Arrays) -> Arrays:
-        """Add what follows from the size of the sample to the arrays of a file."""
-        ...
-
+    @abstractmethod
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Compute once what every step needs of the arrays, the batch first or second."""
-        ...
 
+    @abstractmethod
     def predict(
         self,
         model: Any,
@@ -132,28 +130,93 @@ class SamplingTask(Protocol):
         around: Around | None = None,
     ) -> Array:
         """Call the model on latents, channels last; `around` decides which of its layers run."""
-        ...
 
-    def time_states(
-        self, weights: Path, times: np.ndarray, which: Literal["embedding", "modulation"]
-    ) -> np.ndarray | None:
-        """Return what the model makes of each time, from its weights; None if not of it alone."""
-        ...
+    @abstractmethod
+    def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
+        """Plan the attention of a step of `rows` rows; `lengths` are tokens of text and image."""
+
+    @abstractmethod
+    def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
+        """Decode latents, channels second, with torch's VAE into pictures or videos."""
+
+    @abstractmethod
+    def write(self, shown: Sequence[np.ndarray], out: Path) -> list[Path]:
+        """Write pictures or videos into a folder; return the files."""
+
+    # ---- what most families share ----------------------------------------------------------------
+
+    @property
+    def embedded_guidance(self) -> float | None:
+        """The guidance that is an input of the model; None of a model without it."""
+        return None
+
+    @property
+    def takes_image(self) -> bool:
+        """Whether the model can be told an image."""
+        return False
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether it draws nothing without one."""
+        return False
+
+    def experts(self, times: Any) -> tuple[Expert, ...]:
+        """Return the models that take the steps at these times, which descend."""
+        sampling = self.settings.sampling
+        return (Expert(self.part, len(times), sampling.cfg_scale, sampling.guided),)
+
+    def completed(self, arrays: Arrays) -> Arrays:
+        """Add what follows from the size of the sample to the arrays of a file."""
+        return arrays
 
     def finished(
         self, x: Float[Array, "B ... C"], told: Mapping[str, Array]
     ) -> Float[Array, "B ... C"]:
         """Return what is drawn, from the last step's sample and the arrays of its last call."""
-        ...
+        return x
 
-    def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
-        """Plan the attention of a step of `rows` rows; `lengths` are tokens of text and image."""
-        ...
+    def undivided(self, units: Sequence[int], rule: str) -> Iterator[ConfigError]:
+        """Yield a height and a width that pixels do not divide.
+
+        Args:
+            units: pixels along a column and a row.
+            rule: that a size breaks, with {unit} for the pixels.
+        """
+        for key, unit in zip(("height", "width"), units, strict=True):
+            if (value := getattr(self.settings.sampling, key)) % unit:
+                near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
+                yield ConfigError(f"sampling.{key}", value, rule.format(unit=unit), near)
+
+
+class PictureTask(SamplingTask):
+    """A model of pictures, which is told a text and a pooled text."""
+
+    @property
+    def needs_torch(self) -> tuple[str, ...]:
+        """Both text encoders."""
+        return ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+
+    @cached_property
+    def scale(self) -> int:
+        """Pixels along a side of one of latents; 8 without a vae."""
+        vae = config_of(self.folder, "vae")
+        return 2 ** (len(size_of(vae, "block_out_channels", tuple[int, ...], (1,) * 4)) - 1)
+
+    def sides(self) -> tuple[int, int]:
+        """Return rows and columns of the latents."""
+        s = self.settings.sampling
+        return s.height // self.scale, s.width // self.scale
+
+    def texts(self, text: int, pooled: int, guided: bool) -> dict[str, Form]:
+        """Return the forms of text and pooled text, of these widths."""
+        forms: dict[str, Form] = {"text": ("L", text), "pooled": (pooled,)}
+        negative = {f"negative_{name}": form for name, form in forms.items()}
+        return forms | negative if guided else forms
 
     def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
-        """Decode latents, channels second, with torch's VAE into pictures or videos."""
-        ...
+        """Decode latents into pictures."""
+        return torch_parts.pictures(folder, latents, self.settings.sampling.torch_device)
 
-    def write(self, shown: list[np.ndarray], out: Path) -> list[Path]:
-        """Write pictures or videos into a folder; return the files."""
-        ...
+    def write(self, shown: Sequence[np.ndarray], out: Path) -> list[Path]:
+        """Write pictures."""
+        return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(shown)]

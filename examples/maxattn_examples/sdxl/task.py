@@ -24,7 +24,7 @@ from maxattn_examples.train.shape_errors import shape_errors
 from maxattn_examples.train.task import Arrays, replaced
 
 from . import noise
-from .plans import plans
+from .sampling import SdxlSamplingTask, plans
 from .settings import Settings, sizes_of
 from .sizes import SIZE_NUMBERS, Sizes
 from .unet import UNet
@@ -73,8 +73,6 @@ class SdxlTask(LatentTask):
 
     def sampling_task(self) -> Any:
         """Return what calls the UNet in sampling."""
-        from .sampling_task import SdxlSamplingTask  # pictures alone need it
-
         return SdxlSamplingTask(self.settings, self.sizes, Path())
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:

@@ -26,7 +26,7 @@ from maxattn_examples.sample.checks import options
 from maxattn_examples.sample.paths import Paths
 from maxattn_examples.sample.run import check_weights, load
 from maxattn_examples.sample.task import Arrays
-from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.sampling import WanSamplingTask
 from maxattn_examples.wan.torch_parts import texts
 
 from .check import stream_errors

@@ -26,7 +26,7 @@ from maxattn_examples.train.task import KEPT, Arrays, Fixed, replaced
 
 from . import experts
 from .model import WanTransformer3D
-from .plans import plans, tokens
+from .sampling import WanSamplingTask, plans, tokens
 from .settings import Settings
 from .sizes import Sizes
 
@@ -87,8 +87,6 @@ class WanTask(LatentTask):
 
     def sampling_task(self) -> Any:
         """Return what calls the transformer in sampling."""
-        from .sampling_task import WanSamplingTask  # pictures alone need it
-
         return WanSamplingTask(self.settings, self.sizes, Path())
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:

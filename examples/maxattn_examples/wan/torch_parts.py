@@ -18,6 +18,7 @@ from jaxtyping import Float, UInt8
 from maxattn_examples.common.pipeline_folder import continues_images, index_of
 from maxattn_examples.sample.media import to_pixels
 from maxattn_examples.sample.task import Arrays
+from maxattn_examples.sample.torch_parts import TextEncoder, to_numpy
 
 
 def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, device: str) -> Arrays:
@@ -29,20 +30,11 @@ def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, devic
         tokens: of every prompt; what is longer is cut.
         device: cpu or cuda.
     """
-    import torch
-    from transformers import AutoTokenizer, UMT5EncoderModel
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype="auto")
-    encoder = encoder.to(device).eval()
-    how: dict[str, Any] = {"padding": "max_length", "max_length": tokens, "truncation": True}
-    found = {}
+    encoder, found = TextEncoder(folder, "UMT5EncoderModel", device), {}
     for name, batch in prompts.items():
-        ids = tokenizer([cleaned(prompt) for prompt in batch], return_tensors="pt", **how)
-        ids = ids.to(device)
-        with torch.no_grad():
-            states = encoder(ids.input_ids, ids.attention_mask).last_hidden_state
-        found[name] = (states * ids.attention_mask[..., None]).float().cpu().numpy()
+        ids = encoder.tokens([cleaned(prompt) for prompt in batch], tokens)
+        states = encoder(ids.input_ids, ids.attention_mask).last_hidden_state
+        found[name] = to_numpy(states * ids.attention_mask[..., None])
     return found
 
 
@@ -90,7 +82,7 @@ def _image_states(folder: Path, picture: Any, device: str) -> np.ndarray:
     with torch.no_grad():
         pixels = processor(images=picture, return_tensors="pt").to(device)
         states = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
-    return states.float().cpu().numpy()
+    return to_numpy(states)
 
 
 def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: str) -> np.ndarray:
@@ -139,7 +131,7 @@ def decode(
             scaled = torch.tensor(one[None]).to(device) * std + mean
             video = vae.decode(scaled, return_dict=False)[0][0]
         # [3, F, H, W] -> [F, H, W, 3]
-        found.append(to_pixels(video.float().cpu().numpy().transpose(1, 2, 3, 0)))
+        found.append(to_pixels(to_numpy(video).transpose(1, 2, 3, 0)))
     return found
 
 

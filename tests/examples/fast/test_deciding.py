@@ -24,7 +24,7 @@ from maxattn_examples.sample.command import arguments_of, paths_of, settings_of
 from maxattn_examples.sample.run import generate
 from maxattn_examples.samplers import flow_euler, start
 from maxattn_examples.samplers import step as take_step
-from maxattn_examples.wan.sampling_task import WanSamplingTask
+from maxattn_examples.wan.sampling import WanSamplingTask
 from maxattn_examples.wan.settings import Settings
 
 from tests.examples.conftest import ROOT

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from maxattn_examples.flux.sampling_task import FluxSamplingTask
+from maxattn_examples.flux.sampling import FluxSamplingTask
 from maxattn_examples.flux.settings import Settings as FluxSettings
 from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
 from maxattn_examples.sample.paths import Paths

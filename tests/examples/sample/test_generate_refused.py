@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from maxattn_examples.sample.lora_checks import family_of
-from maxattn_examples.sample.torch_device import device_errors
+from maxattn_examples.sample.torch_parts import device_errors
 from safetensors.numpy import load_file, save_file
 
 from maxattn.config import ConfigErrors
@@ -237,12 +237,12 @@ def test_refusals(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     told(Path(), name)
     pipeline(Path(), name, next(iter(runs.SCHEDULERS[name])))
-    monkeypatch.setattr("maxattn_examples.sample.checks.find_spec", lambda name: object())
+    monkeypatch.setattr("maxattn_examples.sample.torch_parts.find_spec", lambda name: object())
     monkeypatch.setattr(
         "maxattn_examples.sample.run.load", lambda *_: pytest.fail("weights were read")
     )
     monkeypatch.setattr(
-        "maxattn_examples.flux.torch_parts.texts", lambda *_: pytest.fail("a prompt was encoded")
+        "maxattn_examples.flux.sampling.encode", lambda *_: pytest.fail("a prompt was encoded")
     )
     change()
     with pytest.raises((ConfigError, WeightsError)) as error:
@@ -275,7 +275,7 @@ def test_without_torch(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     command, kind, words = WITHOUT_TORCH[message]
     monkeypatch.chdir(tmp_path)
     pipeline(Path(), *(("sdxl", "euler") if kind else ("wan", "unipc")))
-    monkeypatch.setattr("maxattn_examples.sample.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("maxattn_examples.sample.torch_parts.find_spec", lambda name: None)
     if kind:
         change_json("vae/config.json", block_out_channels=None, _class_name="AutoencoderKL")
         change_json(INDEX, _class_name=kind)
@@ -294,8 +294,7 @@ def test_a_device_that_torch_lacks_is_named(
         raise RuntimeError(f"no device {device}.\nmore of torch's words")
 
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(zeros=zeros))
-    for module in ("torch_device", "checks"):
-        monkeypatch.setattr(f"maxattn_examples.sample.{module}.find_spec", lambda _: object())
+    monkeypatch.setattr("maxattn_examples.sample.torch_parts.find_spec", lambda _: object())
     monkeypatch.chdir(tmp_path)
     pipeline(Path(), "wan", "unipc")
     change_json(INDEX, _class_name="WanPipeline")

@@ -1,4 +1,4 @@
-"""Wan in sampling: sizes of the video, the transformer's inputs, and its calls.
+"""Wan in sampling: sizes of the video, the transformer's inputs, its calls and its attention.
 
 What a pipeline's model_index.json says of Wan 2.2 is followed: expand_timesteps, with which the
 first frame can be an encoded image at time 0, and boundary_ratio, above which one transformer takes
@@ -7,20 +7,21 @@ the steps and below which another does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
+from maxattn.masks import Mask, TeacherForcing
 from maxattn_examples.common.pipeline_folder import (
     SECOND,
     boundary_error,
@@ -29,46 +30,30 @@ from maxattn_examples.common.pipeline_folder import (
     continues_images,
     index_of,
 )
-from maxattn_examples.common.scan import Around, scan_here
+from maxattn_examples.common.scan import Around
 from maxattn_examples.common.shapes import Form
 from maxattn_examples.common.size_types import size_of
 from maxattn_examples.sample import media
-from maxattn_examples.sample.task import Arrays, Expert
+from maxattn_examples.sample.task import Arrays, Expert, SamplingTask
 from maxattn_examples.samplers.sampler import Sampler
 
 from . import experts, torch_parts
 from .model import WanTransformer3D
-from .plans import plans
 from .settings import Settings
 from .sizes import Sizes
-from .time_states import time_states
 
 TRAINING_TIMES = 1000  # a boundary is a share of them
 
 
 @dataclass(frozen=True)
-class WanSamplingTask:
-    """Draw videos with Wan's transformers.
-
-    Args:
-        settings: of everything.
-        sizes: of the model.
-        folder: the pipeline's; its vae says how many pixels and frames a latent stands for, 8 and 4
-            without one.
-    """
+class WanSamplingTask(SamplingTask):
+    """Draw videos with Wan's transformers."""
 
     settings: Settings
     sizes: Sizes
-    folder: Path
 
-    family: Literal["wan"] = "wan"
-    part: Literal["transformer"] = "transformer"
-    embedded_guidance: None = None
-
-    @classmethod
-    def of(cls, settings: Settings, folder: Path) -> Self:
-        """Take the sizes from the settings, or from the model's folder; raises as `found`."""
-        return cls(settings, settings.model.found(Sizes, cls.part), folder)
+    family = "wan"
+    sizes_class, model_class = Sizes, WanTransformer3D
 
     @cached_property
     def continues(self) -> bool:
@@ -104,7 +89,7 @@ class WanSamplingTask:
 
     @cached_property
     def scale(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of pixels for one of latents."""
+        """Frames, rows and columns of pixels for one of latents; 4, 8 and 8 without a vae."""
         vae = config_of(self.folder, "vae")
         side = size_of(vae, "scale_factor_spatial", int, 8)
         return (size_of(vae, "scale_factor_temporal", int, 4), side, side)
@@ -141,15 +126,9 @@ class WanSamplingTask:
         if self.sizes.pos_embed_seq_len is not None:
             rule = "a model of first and last frame takes two images, which sampling does not"
             yield ConfigError("model.folder", self.folder, rule, "give another")
-        pixels = (
-            scale * patch for scale, patch in zip(self.scale, self.sizes.patch_size, strict=True)
-        )
-        frames, *sides = pixels
-        for key, unit in zip(("height", "width"), sides, strict=True):
-            if (value := getattr(self.settings.sampling, key)) % unit:
-                near = f"use {max(unit, value // unit * unit)} or {(value // unit + 1) * unit}"
-                rule = f"it is a multiple of {unit}, the pixels of a token"
-                yield ConfigError(f"sampling.{key}", value, rule, near)
+        scales = zip(self.scale, self.sizes.patch_size, strict=True)
+        frames, *sides = (scale * patch for scale, patch in scales)
+        yield from self.undivided(sides, "it is a multiple of {unit}, the pixels of a token")
         yield from self._frame_errors(frames)
 
     def _pipeline_errors(self) -> Iterable[ConfigError]:
@@ -203,17 +182,6 @@ class WanSamplingTask:
             arrays |= torch_parts.image(folder, image, size, s.torch_device)
         return arrays
 
-    def completed(self, arrays: Arrays) -> Arrays:
-        """Return them as they are: the sizes are those of the noise."""
-        return arrays
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
-        """Build the transformer."""
-        model, kept = self.settings.model, self.settings.sampling.weights_dtype
-        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
-        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
-        return WanTransformer3D(self.sizes, self.settings, mesh, **how)
-
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Compute the keys and values of text and image in every block, once for all steps."""
         kv = model.encode(arrays["text"], arrays.get("image"))
@@ -238,12 +206,6 @@ class WanSamplingTask:
         times = jnp.where(jnp.arange(frames) > 0, t[:, None], 0.0)
         return model(_begun(first, x), times, kv=kv, around=around)
 
-    def time_states(
-        self, weights: Path, times: np.ndarray, which: Literal["embedding", "modulation"]
-    ) -> np.ndarray:
-        """Return what the transformer makes of each time, from its weights."""
-        return time_states(weights, self.sizes, times, which)
-
     def finished(
         self, x: Float[Array, "B F H W C"], told: Mapping[str, Array]
     ) -> Float[Array, "B F H W C"]:
@@ -259,7 +221,7 @@ class WanSamplingTask:
         """Decode latents into videos."""
         return torch_parts.decode(folder, latents, self.settings.sampling.torch_device)
 
-    def write(self, shown: list[np.ndarray], out: Path) -> list[Path]:
+    def write(self, shown: Sequence[np.ndarray], out: Path) -> list[Path]:
         """Write videos."""
         fps = self.settings.sampling.fps
         return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(shown)]
@@ -275,3 +237,42 @@ def _begun(
 ) -> Float[Array, "B F H W C"]:
     """Begin a video with a frame."""
     return jnp.concatenate([first, x[:, 1:]], axis=1)
+
+
+def tokens(sizes: Sizes, latents: tuple[int, ...]) -> int:
+    """Count the patches of a video's latents, [C, F, h, w]."""
+    sides = zip(latents[1:], sizes.patch_size, strict=True)
+    return math.prod(side // patch for side, patch in sides)
+
+
+def plans(
+    settings: Settings,
+    sizes: Sizes,
+    batch: int,
+    latents: tuple[int, ...],
+    lengths: Mapping[str, int],
+    mesh: jax.sharding.Mesh | None,
+    mask: Mask | None = None,
+) -> dict[str, ma.Plan]:
+    """Plan self- and cross-attention, the image's too.
+
+    Args:
+        settings: of attention and of the model.
+        sizes: of the model.
+        batch: videos in one call of the model.
+        latents: [C, F, h, w] of one.
+        lengths: tokens of "text", and of "image" where there is one.
+        mesh: that it runs on.
+        mask: of training by forcing; that of teacher forcing is over two clips.
+    """
+    heads = (sizes.num_attention_heads, sizes.attention_head_dim)
+
+    def states(length: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, length, *heads), jnp.dtype(settings.model.dtype))
+
+    video = states(tokens(sizes, latents) * (2 if isinstance(mask, TeacherForcing) else 1))
+    calls = {"self": ma.Call.of(video, video, mask)}
+    for role, name in (("cross", "text"), ("image", "image")):
+        if name in lengths:
+            calls[role] = ma.Call.of(video, states(lengths[name]), role="cross")
+    return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}

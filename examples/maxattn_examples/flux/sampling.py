@@ -1,52 +1,38 @@
-"""Flux.1 in sampling: sizes of the picture, the transformer's inputs, and its calls."""
+"""Flux.1 in sampling: the size of a picture, inputs of the transformer, encoders, attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.scan import Around, scan_here
+from maxattn_examples.common.scan import Around
 from maxattn_examples.common.shapes import Form
-from maxattn_examples.sample.picture_task import PictureTask
-from maxattn_examples.sample.task import Arrays
+from maxattn_examples.sample.task import Arrays, PictureTask
+from maxattn_examples.sample.torch_parts import TextEncoder, negated, to_numpy
 from maxattn_examples.samplers.sampler import Sampler
 
-from . import torch_parts
 from .model import FluxTransformer2D
-from .plans import plans, tokens
-from .settings import GUIDANCE, Settings, sizes_of
+from .settings import GUIDANCE, Settings
 from .sizes import PATCH, Sizes
 
 
 @dataclass(frozen=True)
 class FluxSamplingTask(PictureTask):
-    """Draw pictures with a Flux.1 transformer.
-
-    Args:
-        settings: of everything.
-        sizes: of the model.
-        folder: the pipeline's; its vae says how many pixels a latent stands for, 8 without one.
-    """
+    """Draw pictures with a Flux.1 transformer."""
 
     settings: Settings
     sizes: Sizes
 
-    part: Literal["transformer"] = "transformer"
-    family: Literal["flux"] = "flux"
-
-    @classmethod
-    def of(cls, settings: Settings, folder: Path) -> Self:
-        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`."""
-        return cls(settings, sizes_of(settings.model), folder)
+    family = "flux"
+    sizes_class, model_class = Sizes, FluxTransformer2D
 
     @property
     def layers(self) -> int:
@@ -72,7 +58,8 @@ class FluxSamplingTask(PictureTask):
 
     def size_errors(self) -> Iterable[ConfigError]:
         """Yield sides that tokens do not divide, and a guidance that the model is not told."""
-        yield from self.undivided(PATCH, "it is a multiple of {unit}, the pixels of a token")
+        units = (self.scale * PATCH,) * 2
+        yield from self.undivided(units, "it is a multiple of {unit}, the pixels of a token")
         yield from self._guidance_errors()
 
     def _guidance_errors(self) -> Iterator[ConfigError]:
@@ -90,23 +77,14 @@ class FluxSamplingTask(PictureTask):
 
     def expected(self, guided: bool) -> dict[str, Form]:
         """Return text and pooled text."""
-        forms: dict[str, Form] = {"text": ("L", self.sizes.joint_attention_dim)}
-        forms["pooled"] = (self.sizes.pooled_projection_dim,)
-        negative = {f"negative_{name}": form for name, form in forms.items()}
-        return forms | negative if guided else forms
+        sizes = self.sizes
+        return self.texts(sizes.joint_attention_dim, sizes.pooled_projection_dim, guided)
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
         """Encode the prompts with the folder's two encoders."""
         s = self.settings.sampling
         prompts = [s.prompt or ""]
-        return torch_parts.texts(folder, prompts, s.negative_prompt, s.text_tokens, s.torch_device)
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> FluxTransformer2D:
-        """Build the transformer."""
-        model, kept = self.settings.model, self.settings.sampling.weights_dtype
-        how: dict[str, Any] = {"scan_layers": scan_here(model.scan_layers), "rngs": rngs}
-        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(kept)}
-        return FluxTransformer2D(self.sizes, self.settings, mesh, **how)
+        return encode(folder, prompts, s.negative_prompt, s.text_tokens, s.torch_device)
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
         """Return the inputs of every step: the text, the pooled text and the guidance."""
@@ -127,3 +105,56 @@ class FluxSamplingTask(PictureTask):
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan the attention of text and picture together."""
         return plans(self.settings, self.sizes, rows, self.latents, lengths["text"], mesh)
+
+
+def tokens(latents: tuple[int, ...]) -> int:
+    """Count the patches of a picture's latents, [C, h, w]."""
+    _, height, width = latents
+    return (height // PATCH) * (width // PATCH)
+
+
+def plans(
+    settings: Settings,
+    sizes: Sizes,
+    batch: int,
+    latents: tuple[int, ...],
+    text: int,
+    mesh: jax.sharding.Mesh | None,
+) -> dict[str, ma.Plan]:
+    """Plan the attention of text and picture together, the same in every block, for training too.
+
+    Args:
+        settings: of attention and of the model.
+        sizes: of the model.
+        batch: pictures in one call of the model.
+        latents: [C, h, w] of one.
+        text: tokens of a prompt.
+        mesh: that it runs on.
+    """
+    heads = (sizes.num_attention_heads, sizes.attention_head_dim)
+    shape = (batch, text + tokens(latents), *heads)
+    both = jax.ShapeDtypeStruct(shape, jnp.dtype(settings.model.dtype))
+    return {"joint": ma.plan(ma.Call.of(both, both), settings, mesh)}
+
+
+def encode(
+    folder: Path, prompts: Sequence[str], negative_prompt: str | None, tokens: int, device: str
+) -> Arrays:
+    """Encode prompts and the negative one: text, pooled, negative_text and negative_pooled.
+
+    Padding is attended to, as in the model's training.
+
+    Args:
+        folder: with tokenizer, text_encoder (CLIP), tokenizer_2 and text_encoder_2 (T5).
+        prompts: a batch, for both encoders.
+        negative_prompt: None is the empty prompt.
+        tokens: of every prompt for T5; what is longer is cut. CLIP's length is its tokenizer's.
+        device: cpu or cuda.
+    """
+    every = [*prompts, negative_prompt or ""]
+    clip = TextEncoder(folder, "CLIPTextModel", device)
+    pooled = to_numpy(clip(clip.tokens(every).input_ids).pooler_output)
+    del clip  # a device may have room for one
+    t5 = TextEncoder(folder, "T5EncoderModel", device, "_2")
+    text = to_numpy(t5(t5.tokens(every, tokens).input_ids).last_hidden_state)
+    return negated({"text": text, "pooled": pooled})

@@ -1,0 +1,160 @@
+"""The parts of a pipeline that torch runs: what is missing for them, text encoders, a VAE."""
+
+# torch and its packages are optional: types are checked without.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from maxattn.errors import ConfigError
+from maxattn_examples.common.pipeline_folder import lacking
+
+from .media import to_pixels
+
+INSTALL = 'pip install "maxattn[torch]"'
+
+
+class Needs(NamedTuple):
+    """What a step that torch does needs.
+
+    Args:
+        parts: of the pipeline's folder.
+        package: beside torch.
+        instead: what to do where torch is not installed.
+    """
+
+    parts: tuple[str, ...]
+    package: str
+    instead: str
+
+
+def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator[ConfigError]:
+    """Yield why torch's part of a run cannot be done, naming both ways out.
+
+    Args:
+        option: the command's.
+        what: is done, in words.
+        model: the pipeline's folder.
+        needs: of the step.
+    """
+    parts, package, instead = needs
+    if missing := [name for name in ("torch", package) if find_spec(name) is None]:
+        rule, remedy = f"{what} is done by torch and {package}", f"{INSTALL}, or {instead}"
+        yield ConfigError(option, f"{' and '.join(missing)} not installed", rule, remedy)
+    elif lost := lacking(model, parts):
+        value = f"{model} without {', '.join(lost)}"
+        remedy = f"fetch the whole folder, or {instead}"
+        rule = f"{what} takes these parts of a pipeline: {', '.join(parts)}"
+        yield ConfigError(option, value, rule, remedy)
+
+
+def device_errors(option: str, device: str) -> Iterator[ConfigError]:
+    """Yield why torch cannot compute on a device; nothing where torch is not installed.
+
+    Args:
+        option: the command's, or the setting.
+        device: as torch names it.
+    """
+    if device == "cpu" or find_spec("torch") is None:
+        return
+    import torch
+
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (AssertionError, RuntimeError) as error:  # torch's own, of devices that are not there
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        rule = f"torch must find the device on this machine, and failed: {said}"
+        remedy = "use cpu, or cuda beside an NVIDIA GPU and a torch that was built for CUDA"
+        yield ConfigError(option, device, rule, remedy)
+
+
+class TextEncoder:
+    """A tokenizer and a text encoder of a pipeline's folder.
+
+    Args:
+        folder: the pipeline's.
+        kind: the encoder's class in transformers.
+        which: the end of the parts' names, such as "_2".
+        dtype: of the encoder; "auto" is that of its file.
+        device: cpu or cuda.
+    """
+
+    def __init__(
+        self, folder: Path, kind: str, device: str, which: str = "", dtype: Any = "auto"
+    ) -> None:
+        import transformers
+
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder / f"tokenizer{which}")
+        encoder = getattr(transformers, kind)
+        encoder = encoder.from_pretrained(folder / f"text_encoder{which}", dtype=dtype)
+        self.encoder, self.device = encoder.to(device).eval(), device
+
+    def tokens(self, prompts: Sequence[str], length: int | None = None) -> Any:
+        """Return ids and mask of prompts, padded and cut to a length; default the tokenizer's."""
+        length = length or self.tokenizer.model_max_length
+        how: dict[str, Any] = {"padding": "max_length", "max_length": length, "truncation": True}
+        return self.tokenizer(list(prompts), return_tensors="pt", **how).to(self.device)
+
+    def __call__(self, *inputs: Any, **how: Any) -> Any:
+        """Run the encoder without gradients."""
+        import torch
+
+        with torch.no_grad():
+            return self.encoder(*inputs, **how)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Copy a tensor of torch, in float32."""
+    return x.float().cpu().numpy()
+
+
+def negated(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Take the last row of each array, the negative prompt's, for an array of its own."""
+    negative = {f"negative_{name}": array[-1:] for name, array in arrays.items()}
+    return {name: array[:-1] for name, array in arrays.items()} | negative
+
+
+def pictures(
+    folder: Path, latents: Float[np.ndarray, "B C h w"], device: str
+) -> list[UInt8[np.ndarray, "H W 3"]]:
+    """Decode latents into pictures with the folder's vae, one after the other.
+
+    In float32: float16 overflows in SDXL's VAE.
+
+    Args:
+        folder: with vae.
+        latents: as the model sees them.
+        device: cpu or cuda.
+    """
+    import torch
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    vae = vae.to(device).eval()
+    found = []
+    for one in latents:
+        x = _unscaled(torch.tensor(one[None]).to(device), vae.config)
+        with torch.no_grad():
+            picture = vae.decode(x, return_dict=False)[0][0]
+        # [3, H, W] -> [H, W, 3]
+        found.append(to_pixels(to_numpy(picture).transpose(1, 2, 0)))
+    return found
+
+
+def _unscaled(x: Any, config: Any) -> Any:
+    """Undo the scale of the latents, and where the VAE has them their shift, or mean and spread."""
+    import torch
+
+    x = x / config.get("scaling_factor") + (config.get("shift_factor") or 0.0)
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is None or std is None:
+        return x
+    mean, std = (torch.tensor(n, device=x.device).view(1, -1, 1, 1) for n in (mean, std))
+    return x * std + mean
