@@ -10,6 +10,7 @@ import pytest
 
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import elsewhere
+from maxattn.kernels.fa4.mask_test import PairTest
 from maxattn.kernels.fa4.problem import of_inputs
 from maxattn.kernels.fused import tokamax_mosaic
 from maxattn.masks.terms import SplitMask, sort_terms, split_mask
@@ -60,8 +61,8 @@ def test_other_gpus_are_given_what_the_mask_allows(
     problem, want = of_inputs(inputs, 132), wanted(inputs)
     if problem.kind == "lengths":
         pytest.skip("the library takes lengths")
-    tests: list[tuple[int, bool, Any]] = []
-    keep = lambda *given: tests.append(given) or given[2]  # noqa: E731
+    tests: list[tuple[PairTest, Any]] = []
+    keep = lambda *given: tests.append(given) or given[1]  # noqa: E731
     monkeypatch.setattr(elsewhere, "_pairs_mask", lambda: keep)
     view = elsewhere.view_of(problem, inputs)
     left, right = view.window
@@ -70,15 +71,9 @@ def test_other_gpus_are_given_what_the_mask_allows(
     got = np.zeros(want.shape, bool)
     # The library puts the last query at the last key.
     got[:, view.q0 : view.q1, view.k0 : view.k1] = in_band(left, right, t, s, move=s - t)
-    for intervals, has_ids, arrays in tests:
-        arrays = [np.asarray(x) for x in arrays]
-        if intervals:
-            lo, hi = (x[:, : want.shape[1], None] for x in arrays[:2])
-            key = np.arange(want.shape[2])
-            got &= ((key >= lo) & (key < hi)).any(axis=0)
-        if has_ids:
-            q_ids, kv_ids = (x[:, :n] for x, n in zip(arrays[-2:], want.shape[1:], strict=True))
-            got &= q_ids[:, :, None] == kv_ids[:, None]
+    b, q, kv = np.ogrid[tuple(map(slice, want.shape))]
+    for test, arrays in tests:
+        got &= test(b, q, kv, tuple(map(np.asarray, arrays)), np)
     assert (got == want).all()
 
 

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from maxattn.kernels.base import Grads, Inputs, Result, Rows, with_lse_gradient
+from maxattn.kernels import base
+from maxattn.kernels.base import Grads, Inputs, Result, Rows, padded_rows, widened
 from maxattn.kernels.fa4 import library
 from maxattn.kernels.fa4.lists import PAD, intervals
+from maxattn.kernels.fa4.mask_test import PairTest
 from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import kernel_width
 from maxattn.kernels.softmax import NEG_INF
@@ -67,16 +69,12 @@ def backward(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradient:
     Heads are padded to a head dim that the library has a backward for.
     """
     width = inputs.q.shape[3]
-    extra = ((0, 0), (0, 0), (0, 0), (0, kernel_width(width) - width))
-    q, k, v, out, dout = (
-        jnp.pad(x, extra) for x in (inputs.q, inputs.k, inputs.v, rows.out, rows.dout)
-    )
-    rows = Rows(out, rows.lse, dout, rows.dlse)
-    inputs = inputs.replace(q=q, k=k, v=v)
+    q, k, v = (widened(x, kernel_width(width)) for x in (inputs.q, inputs.k, inputs.v))
+    inputs, rows = inputs.replace(q=q, k=k, v=v), padded_rows(rows, q)
     grads = _backward(p, inputs, rows, scale)
     if lse_gradient:
         both = partial(forward, p, scale=scale), partial(_backward, p, scale=scale)
-        grads = with_lse_gradient(grads, inputs, rows, scale, *both)
+        grads = base.with_lse_gradient(grads, inputs, rows, scale, *both)
     return Grads(*(x[..., :width] for x in grads[:3]))
 
 
@@ -128,8 +126,8 @@ def view_of(p: Problem, inputs: Inputs) -> View:
     ends = () if split.positions.is_full else intervals(split.positions, p, at)
     around = _around(*ends, t, s) if ends else Piece(0, t, 0, s)
     arrays = tuple(jnp.pad(jnp.asarray(x, jnp.int32), ((0, 0), (0, PAD))) for x in (*ends, *ids))
-    count = ends[0].shape[0] if ends else 0
-    leaves, mask = jax.tree.flatten(_pairs_mask()(count, bool(ids), arrays))
+    test = PairTest(intervals=len(ends[0]) if ends else 0, has_ids=bool(ids))
+    leaves, mask = jax.tree.flatten(_pairs_mask()(test, arrays))
     # The arrays cover all queries and keys, so that neither are cut. A window that leaves some out
     # has a negative side, which the library refuses; this side is left unbounded.
     moved = (around.left, s - t), (around.right, t - s)
@@ -182,26 +180,16 @@ def share_of_window(p: Problem) -> float:
 
 @cache
 def _pairs_mask() -> Any:
-    """Return a subclass of fa4-jax's `MaskMod` that tests intervals and ids."""
+    """Return a subclass of fa4-jax's `MaskMod` that evaluates a `PairTest`."""
     masks = import_module("fa4_jax.masks")
 
     @dataclass(frozen=True)
     class PairsMask(masks.MaskMod):
-        intervals: int = masks.static()
-        has_ids: bool = masks.static()
+        test: PairTest = masks.static()  # noqa: RUF009
         arrays: tuple[Any, ...] = ()
 
         def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            ok: Any = None
-            for m in range(self.intervals):
-                lo, hi = self.arrays[:2]
-                inside = (kv_idx >= lo[m, q_idx]) & (kv_idx < hi[m, q_idx])
-                ok = inside if ok is None else ok | inside
-            if self.has_ids:
-                q_ids, kv_ids = self.arrays[-2:]
-                same = q_ids[b, q_idx] == kv_ids[b, kv_idx]
-                ok = same if ok is None else ok & same
-            return ok
+            return self.test(b, q_idx, kv_idx, self.arrays, None)
 
     return PairsMask
 

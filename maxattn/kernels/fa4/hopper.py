@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxattn.kernels.fa4 import library
-from maxattn.kernels.fa4.library import Fa4Operands, Fa4Results, Spec
+from maxattn.kernels.fa4.library import KernelArrays, Spec
 from maxattn.kernels.fa4.mask_test import bias_adder, mask_mod, tested_by_rows
 from maxattn.kernels.fa4.scheduler import (
     PLACES,
@@ -49,7 +49,7 @@ class HopperForward(Scheduled, LibraryForward):
 
     def _get_shared_storage_cls(self) -> Any:
         storage = super()._get_shared_storage_cls()
-        if not self.kind.queue:
+        if not self.queue:
             return storage
         fields = dict(storage._annotations)
         # The library writes outputs over Q, where the next item's Q would overwrite them.
@@ -69,14 +69,14 @@ class HopperForward(Scheduled, LibraryForward):
     def mma(self, *operands: Any) -> Any:
         given = library.NamedOperands(super().mma, operands)
         changes = {"AttentionMaskCls": tested_by_rows(given["AttentionMaskCls"], forward=True)}
-        if self.kind.queue:
+        if self.queue:
             result = given["sO"]
             moved = result.iterator + self.after_q["sO"] // (self.dtype.width // 8)
             changes["sO"] = cute.make_tensor(moved, result.layout)
         return super().mma(*self._hooked(super().mma, operands, loads=False, **changes))
 
     def _hooked(self, method: Any, operands: Any, loads: bool, **changes: Any) -> list[Any]:
-        if self.kind.queue:
+        if self.queue:
             given = library.NamedOperands(method, operands)
             start = cute.recast_ptr(given["sQ"].iterator, dtype=Int32)
             place = start + self.after_q["next_items"] // 4
@@ -89,8 +89,8 @@ class HopperForward(Scheduled, LibraryForward):
         return self.hooked(method, operands, **changes)
 
     def epilogue(self, *operands: Any) -> None:
-        if self.kind.cut.tail == 0:
-            if self.kind.queue:
+        if self.cut.tail == 0:
+            if self.queue:
                 # The library's epilogue uses one barrier for two numbers of threads in turn. A warp
                 # that is one item ahead could arrive at the wrong use, so all warps wait here.
                 threads = self.num_epilogue_threads
@@ -98,16 +98,16 @@ class HopperForward(Scheduled, LibraryForward):
             return super().epilogue(*operands)
         whole = partial(super().epilogue, *operands)
         split = partial(self._write_slot, library.NamedOperands(super().epilogue, operands))
-        if self.kind.cut.tail == ALL:
+        if self.cut.tail == ALL:
             return split()
-        first = self.sizes.num_block - self.kind.cut.tail
+        first = self.sizes.num_block - self.cut.tail
         return either(self.item.row >= first, split, whole)
 
     def _write_slot(self, of: dict[str, Any]) -> None:
         sizes, (row, lane, *_) = self.sizes, self.item
         head, batch = lane % sizes.num_head, lane // sizes.num_head  # batch rows of all splits
-        if self.kind.cut.tail != ALL:
-            row = row - (sizes.num_block - self.kind.cut.tail)
+        if self.cut.tail != ALL:
+            row = row - (sizes.num_block - self.cut.tail)
         slot = sizes.slots[batch, None, head, None], sizes.slot_lse[batch, head, None]
         thread = of["tiled_mma"].get_slice(of["tidx"])
         write_tile(of["acc_O"], of["lse"], *slot, thread, (self.tile_m, self.tile_hdimv), row)
@@ -157,32 +157,32 @@ class HopperBackward(Scheduled, LibraryBackward):
         self, method: Any, operands: Any, settings: dict[str, Any] | None = None, **changes: Any
     ) -> None:
         """Run a method of the library with the keys of each batch row cut to its length."""
-        if self.kind.lengths:
+        if self.has("lengths"):
             make = library.NamedOperands(method, operands)["SeqlenInfoCls"]
             arch.griddepcontrol_wait()  # for the launch that makes the lengths
             changes["SeqlenInfoCls"] = lambda row: replace(
                 make(row), seqlen_k=self.sizes.lengths[row]
             )
         # With `is_varlen_q` the library writes zeros for the keys of an item without steps.
-        varlen, self.is_varlen_q = self.is_varlen_q, self.is_varlen_q or self.kind.lengths
+        varlen, self.is_varlen_q = self.is_varlen_q, self.is_varlen_q or self.has("lengths")
         method(*self.hooked(method, operands, **changes), **(settings or {}))
         self.is_varlen_q = varlen
 
     def mma_one_m_block(self, *operands: Any, mask_fn: Any = None, **settings: Any) -> Any:
         # Tiles that reach past the last key are listed as mixed (lists.py): full ones need no test.
         tests = mask_fn is not None and mask_fn.keywords.get("mask_mod") is not None
-        mask = mask_fn if tests or not self.kind.lists else None
+        mask = mask_fn if tests or not self.has("lists") else None
         return super().mma_one_m_block(*operands, mask_fn=mask, **settings)
 
     def dQaccum_store(self, *operands: Any) -> None:
-        if not self.kind.writes_first:
+        if not self.has("flags"):
             self._with_lengths(super().dQaccum_store, operands)
             return
         given = library.NamedOperands(super().dQaccum_store, operands)
         work = given["TileSchedulerCls"]().initial_work_tile_info()
         tile, head, batch, _ = work.tile_idx
         seqlen = given["SeqlenInfoCls"](batch)
-        if self.kind.lengths:
+        if self.has("lengths"):
             arch.griddepcontrol_wait()
             seqlen = replace(seqlen, seqlen_k=self.sizes.lengths[batch])
         first, last = ItemRange.of(self, given["block_info"]).get_m_block_min_max(seqlen, tile)
@@ -194,7 +194,7 @@ class HopperBackward(Scheduled, LibraryBackward):
 
     def epilogue_dKV(self, *operands: Any) -> None:
         given = library.NamedOperands(super().epilogue_dKV, operands)
-        if self.kind.cut.tail and self.qhead_per_kvhead == 1:
+        if self.cut.tail and self.qhead_per_kvhead == 1:
             given["batch_idx"] = self.item.lane // self.sizes.num_head
         super().epilogue_dKV(*given.values())
 
@@ -262,7 +262,7 @@ def settings_of(spec: Spec, arrays: Any) -> dict[str, Any]:
     return {"mask_mod": test, "has_aux_tensors": bool(arrays)}
 
 
-def run_forward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results):
+def run_forward(stream: Any, spec: Spec, given: KernelArrays, results: KernelArrays):
     tile, config = spec.tile, library.kernels()._fwd_cfg_sm90(*(spec.head_dim,) * 2, False, False)
     kernel: Any = HopperForward(
         number_of(spec),  # pyright: ignore[reportCallIssue]
@@ -276,33 +276,31 @@ def run_forward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results
         mma_pv_is_rs=config.mma_pv_is_rs,
         **settings_of(spec, given.arrays),
     )
-    kernel.kind, kernel.extra = spec.kind, {"items": given.items, "lists": given.lists}
-    kernel.extra |= {name: getattr(results, name) for name in ("count", "slots", "slot_lse")}
+    more = {name: getattr(results, name) for name in ("count", "slots", "slot_lse")}
+    kernel.prepare(spec, items=given.items, lists=given.lists, **more)
     scale = spec.scale if spec.bias is None else cutlass.Float32(spec.scale)
     out = given.q if results.out is None else results.out  # not written if all splits have slots
     arrays = given.q, given.k, given.v, out, results.lse
     kernel(*arrays, scale, mSeqUsedK=given.lengths, **_more(stream, given))
 
 
-def run_backward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results):
+def run_backward(stream: Any, spec: Spec, given: KernelArrays, results: KernelArrays):
     """Launch a backward's kernel, or two kernels if only the last key tiles are split."""
-    kind = spec.kind
-    if kind.cut.tail in (0, ALL):
+    if spec.cut.tail in (0, ALL):
         _backward(stream, spec, given, results)
         return
     length = results.last_dk.shape[1]
     start = given.k.shape[1] - length
-    first = replace(spec, kind=replace(kind, cut=Cut()))
     k, v, dk, dv = (_keys(x, 0, start) for x in (given.k, given.v, results.dk, results.dv))
-    _backward(stream, first, given._replace(k=k, v=v), results._replace(dk=dk, dv=dv))
-    last = replace(kind, cut=Cut(ALL, kind.cut.splits), writes_first=False)
+    first, grads = given._replace(k=k, v=v), results._replace(dk=dk, dv=dv)
+    _backward(stream, replace(spec, cut=Cut()), first, grads)
     k, v = (_keys(x, start, length) for x in (given.k, given.v))
-    grads = {"flags": None, "dk": results.last_dk, "dv": results.last_dv}
-    part = given._replace(k=k, v=v)
-    _backward(stream, replace(spec, kind=last), part, results._replace(**grads))
+    last = given._replace(k=k, v=v)
+    grads = results._replace(flags=None, dk=results.last_dk, dv=results.last_dv)
+    _backward(stream, replace(spec, cut=Cut(ALL, spec.cut.splits)), last, grads)
 
 
-def run_block(stream: Any, spec: Spec, span: Any, given: Fa4Operands, results: Fa4Results):
+def run_block(stream: Any, spec: Spec, span: Any, given: KernelArrays, results: KernelArrays):
     """Launch a backward on a range of keys of a block; the packed arrays are [2,B,S,K,H]."""
     start, end = span.bounds(given.block.shape[2])
     packed = (
@@ -312,7 +310,7 @@ def run_block(stream: Any, spec: Spec, span: Any, given: Fa4Operands, results: F
     _backward(stream, spec, given._replace(k=k, v=v), results._replace(dk=dk, dv=dv))
 
 
-def _backward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results) -> None:
+def _backward(stream: Any, spec: Spec, given: KernelArrays, results: KernelArrays) -> None:
     width = kernel_width(spec.head_dim)
     kernel = HopperBackward(
         number_of(spec),  # pyright: ignore[reportCallIssue]
@@ -320,14 +318,14 @@ def _backward(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results) 
         **library.kernels()._sm90_bwd_kwargs(backward_config(spec), False, False),
         **settings_of(spec, given.arrays),
     )
-    kernel.kind, kernel.extra = spec.kind, {"items": given.items, "lists": given.lists}
-    kernel.extra |= {"lengths": given.lengths, "flags": results.flags}
+    more = {"lengths": given.lengths, "flags": results.flags}
+    kernel.prepare(spec, items=given.items, lists=given.lists, **more)
     operands = given.q, given.k, given.v, given.dout, given.lse2, given.delta
     grads, scale = (results.dq, results.dk, results.dv), cutlass.Float32(spec.scale)
     kernel(*operands, *grads, scale, **_more(stream, given))
 
 
-def _more(stream: Any, given: Fa4Operands) -> dict[str, Any]:
+def _more(stream: Any, given: KernelArrays) -> dict[str, Any]:
     """Return the library's operands for lists of tiles and the test's arrays, and the stream."""
     sparse = None if given.lists is None else BlockSparseTensors(given.lists, given.lists)
     aux = utils.AuxData(tensors=tuple(given.arrays) or None)
@@ -347,7 +345,7 @@ def backward_config(spec: Spec) -> Any:
     return config
 
 
-def run_before(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results):
+def run_before(stream: Any, spec: Spec, given: KernelArrays, results: KernelArrays):
     """Launch the kernel before a backward: delta, the LSE in base 2, and zeros for dQ, if any."""
     width, stats = kernel_width(spec.head_dim), (given.lse, results.lse2, results.dq)
     kernel = library.kernels()._get_bwd_pre(number_of(spec), width, spec.head_dim, spec.tile[0])
@@ -356,7 +354,7 @@ def run_before(stream: Any, spec: Spec, given: Fa4Operands, results: Fa4Results)
 
 
 def run_after(
-    stream: Any, spec: Spec, which: str, scale: float, given: Fa4Operands, results: Fa4Results
+    stream: Any, spec: Spec, which: str, scale: float, given: KernelArrays, results: KernelArrays
 ):
     """Launch the kernel after a backward: float32 sums of "dq" or "dkv" become a gradient."""
     lib, config = library.kernels(), backward_config(spec)

@@ -82,16 +82,6 @@ class Fa4(Kernel):
     sharded: bool = False
 
     @staticmethod
-    def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse untested versions, float32, large head dims and masks that are arrays of pairs."""
-        terms, reason = sort_terms(call.mask), _refuse_untested(target)
-        reason = reason or refuse_operands(call, target.device) or refuse_length(call, terms)
-        if reason is not None or call.bias is not None or refuse_mask("flash", terms) is None:
-            return reason
-        found = split_mask(call.mask)
-        return found if isinstance(found, Reason) else None
-
-    @staticmethod
     def repeats(call: Call, target: Target) -> Reason | None:
         return refuse_repeats("flash")
 
@@ -136,13 +126,9 @@ class Fa4(Kernel):
         dq, dk, dv = (x[..., :width] for x in found[:3])
         return Grads(dq.astype(inputs.q.dtype), dk.astype(jnp.float32), dv.astype(jnp.float32))
 
-    def launch_forward(self, inputs: Inputs) -> Result:
-        """Compute a forward of padded heads, in which flagged keys come first."""
-        raise NotImplementedError
-
-    def launch_backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Compute a backward of padded heads, in which flagged keys come first."""
-        raise NotImplementedError
+    # What both passes launch, for padded heads, with the keys that flags mark as real at the front.
+    launch_forward: ClassVar[Callable[..., Result]]
+    launch_backward: ClassVar[Callable[..., Grads]]
 
 
 # ---- Hopper --------------------------------------------------------------------------------------
@@ -154,8 +140,7 @@ class HopperFa4(Fa4):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse what `Fa4` refuses, long lists, and a fa4-jax that lacks what maxattn uses."""
-        reason = _refuse_untested(target) or _refuse_source(target) or Fa4.supports(call, target)
+        reason = _refuse_untested(target) or _refuse_source(target) or _refuse(call, target)
         if reason is not None or call.bias is not None:
             return reason
         return refuse_lists(of_call(call, target.device.sms, call.sharded))
@@ -235,8 +220,7 @@ class LibraryFa4(Fa4):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        """Refuse what `Fa4` refuses, and a bias."""
-        reason = Fa4.supports(call, target)
+        reason = _refuse_untested(target) or _refuse(call, target)
         if reason is not None or call.bias is None:
             return reason
         rule = f"it adds a bias only on Hopper GPUs, and this is {target.device_kind}"
@@ -274,7 +258,7 @@ class LibraryFa4(Fa4):
         return elsewhere.backward(problem, inputs, rows, self.scale, self.lse_gradient)
 
 
-# ---- versions ------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def _refuse_untested(target: Target) -> Reason | None:
@@ -291,6 +275,16 @@ def _refuse_source(target: Target) -> Reason | None:
     return Reason("flash", "version", rule, remedy)
 
 
+def _refuse(call: Call, target: Target) -> Reason | None:
+    """Refuse float32, large head dims, long sums and masks that are arrays of pairs."""
+    terms = sort_terms(call.mask)
+    reason = refuse_operands(call, target.device) or refuse_length(call, terms)
+    if reason is not None or call.bias is not None or refuse_mask("flash", terms) is None:
+        return reason
+    found = split_mask(call.mask)
+    return found if isinstance(found, Reason) else None
+
+
 # ---- around a pass -------------------------------------------------------------------------------
 
 
@@ -303,9 +297,8 @@ def _over_shifts(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Ou
     terms, (t, s) = sort_terms(inputs.mask), (inputs.q.shape[1], inputs.k.shape[1])
     is_traced = any(isinstance(x, jax.Array) for x in (inputs.q_offset, inputs.kv_offset))
     band = terms.band
-    if not is_traced or not terms.positions or band is None or terms.rest:
-        return compute(inputs, *rows)
-    if terms.keys or terms.limits or not fits_shards(terms, t, s):
+    is_band = terms.positions and not (terms.rest or terms.keys or terms.limits)
+    if not is_traced or not is_band or band is None or not fits_shards(terms, t, s):
         return compute(inputs, *rows)
 
     def case(at: int) -> Callable[..., Out]:
@@ -323,19 +316,16 @@ def _folded(compute: Callable[..., Out], inputs: Inputs, *rows: Rows) -> Out:
     If `vmap` maps a mask array that all batch rows share, the calls run one after another.
     """
     leaves, tree = jax.tree.flatten((inputs.mask, inputs.q_offset, inputs.kv_offset))
-    own = [jnp.ndim(x) > 0 and x.shape[0] == inputs.q.shape[0] for x in leaves]
-    traced = [isinstance(x, jax.Array) for x in leaves]
+    batch, at = inputs.q.shape[0], range(len(leaves))
+    own = [i for i in at if jnp.ndim(leaves[i]) > 0 and leaves[i].shape[0] == batch]
+    shared = [i for i in at if isinstance(leaves[i], jax.Array) and i not in own]
 
-    def run_on(q: Any, k: Any, v: Any, mine: Any, given: Any, shared: Any = ()) -> Out:
-        left, others = iter(mine), iter(shared)
-        found = [
-            next(left) if is_own else next(others) if is_traced else x
-            for x, is_own, is_traced in zip(leaves, own, traced, strict=True)
-        ]
-        mask, first, of_keys = jax.tree.unflatten(tree, found)
+    def run_on(q: Any, k: Any, v: Any, mine: Any, given: Any, others: Any = ()) -> Out:
+        arrays = zip((*own, *shared), (*mine, *others), strict=True)
+        found = dict(zip(at, leaves, strict=True)) | dict(arrays)
+        mask, first, of_keys = jax.tree.unflatten(tree, found.values())
         moved = inputs.replace(q=q, k=k, v=v, mask=mask, q_offset=first, kv_offset=of_keys)
         return compute(moved, *given)
 
-    mine = [x for x, is_own in zip(leaves, own, strict=True) if is_own]
-    shared = [x for x, a, b in zip(leaves, own, traced, strict=True) if b and not a] or None
-    return with_batch_folded(run_on, inputs.q, inputs.k, inputs.v, mine, rows, shared=shared)
+    mine, others = [leaves[i] for i in own], [leaves[i] for i in shared] or None
+    return with_batch_folded(run_on, inputs.q, inputs.k, inputs.v, mine, rows, shared=others)

@@ -77,7 +77,8 @@ def forward_launch(problem: Problem) -> Launch:
     group = _group(problem, best.tile, "queries") if problem.has_lists else 1
     line = _line(problem, best, "queries", "keys")
     if second := next((x for x in others if x.tile != best.tile), None):
-        line += f"; estimated {_time(best)}, and {_time(second)} in {_tiles(second.tile)}"
+        times = [f"{launch.microseconds / 1e3:.3g} ms" for launch in (best, second)]
+        line += f"; estimated {times[0]}, and {times[1]} in {_tiles(second.tile)}"
     return best._replace(group=group, line=line)
 
 
@@ -192,10 +193,6 @@ def _tiles(tile: Tile) -> str:
     return f"{tile.queries}x{tile.keys} tiles"
 
 
-def _time(launch: Launch) -> str:
-    return f"{launch.microseconds / 1e3:.3g} ms"
-
-
 def _line(p: Problem, launch: Launch, by: str, over: str) -> str:
     parts = [_tiles(launch.tile) + _mask_line(p, launch.tile)]
     if launch.queue:
@@ -214,8 +211,8 @@ def _mask_line(p: Problem, tile: Tile) -> str:
     if p.kind == "lengths":
         return " up to the length of each batch row"
     if p.kind == "known" and p.offsets == (0, 0):
-        full, mixed, skipped = lists.tally(p.mask, tile, (p.q_len, p.kv_len))
-        counts = f"{full} full, {mixed} mixed, {skipped} of {full + mixed + skipped} skipped"
+        empty, full, mixed = lists.tally(p.mask, tile, (p.q_len, p.kv_len))
+        counts = f"{full} full, {mixed} mixed, {empty} of {full + mixed + empty} skipped"
         return f" of block-sparse lists: {counts}"
     if p.kind == "ids":
         each = "each batch row" if p.own_rows else "all batch rows"

@@ -27,77 +27,82 @@ from maxattn.kernels.fa4.work import Cut
 
 HOPPER = 90  # the architecture of the two kernels that hopper.py extends
 
-# (file, "Class.method") -> operands of the method that hopper.py or scheduler.py read or replace;
-# (file, "Class") -> methods and attributes of the class that they read; (file, "") -> names at the
-# top of the file that maxattn uses. tests/kernels/fa4/test_library.py finds what is missing here.
-USED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
-    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90"): (
-        *("_get_shared_storage_cls", "num_mma_threads", "num_epilogue_threads", "sO_layout"),
-        *("use_tma_Q", "use_tma_KV"),
-    ),
-    ("cute/flash_fwd.py", "FlashAttentionForwardBase"): ("dtype", "tile_m", "tile_hdimv"),
-    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.kernel"): (
-        *("TileScheduler", "tile_sched_params"),
-    ),
-    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.load"): (
-        *("sQ", "TileSchedulerCls", "block_info", "blocksparse_tensors"),
-    ),
-    ("cute/flash_fwd_sm90.py", "FlashAttentionForwardSm90.mma"): (
-        *("sQ", "sO", "TileSchedulerCls", "AttentionMaskCls", "block_info", "blocksparse_tensors"),
-        "aux_data",
-    ),
-    ("cute/flash_fwd.py", "FlashAttentionForwardBase.epilogue"): (
-        *("acc_O", "lse", "tiled_mma", "tidx", "m_block", "head_idx", "batch_idx"),
-    ),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90"): (
-        *("tile_m", "tile_hdim", "num_wg_dQ", "num_threads_per_warp_group", "tma_copy_bytes"),
-        *("qhead_per_kvhead", "is_varlen_q"),
-    ),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.__call__"): ("mdQ_semaphore",),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.kernel"): (
-        *("TileScheduler", "tile_sched_params"),
-    ),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.load"): (
-        *("SeqlenInfoCls", "block_info", "blocksparse_tensors"),
-    ),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.mma"): (
-        *("AttentionMaskCls", "SeqlenInfoCls", "block_info", "blocksparse_tensors"),
-    ),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.mma_one_m_block"): ("mask_fn",),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.epilogue_dKV"): ("batch_idx",),
-    ("cute/flash_bwd_sm90.py", "FlashAttentionBackwardSm90.dQaccum_store"): (
-        *("mdQaccum", "sdQaccum", "block_info", "TileSchedulerCls", "SeqlenInfoCls"),
-        *("blocksparse_tensors", "mdQ_semaphore"),
-    ),
-    ("cute/block_info.py", "BlockInfo"): ("tile_n",),
-    ("cute/block_info.py", "BlockInfo.get_n_block_min_max"): ("seqlen_info", "m_block"),
-    ("cute/block_info.py", "BlockInfo.get_m_block_min_max"): ("seqlen_info", "n_block"),
-    ("cute/seqlen_info.py", "SeqlenInfoQK"): ("seqlen_k",),
-    ("cute/mask.py", "AttentionMask"): ("apply_mask_mod_sm80", "tile_m", "tile_n", "seqlen_k"),
-    ("cute/mask.py", ""): (
-        *("mask_r2p_lambda", "r2p_bitmask_above", "r2p_bitmask_below", "sm90_col_to_r2p_idx"),
-        "_cols_match_r2p",
-    ),
-    ("cute/tile_scheduler.py", "SingleTileScheduler"): (
-        *("params", "_blk_coord", "_is_first_block"),
-        *("initial_work_tile_info", "get_current_work", "advance_to_next_work"),
-    ),
-    ("cute/tile_scheduler.py", ""): ("SingleTileScheduler", "WorkTileInfo", "ParamsBase"),
-    ("cute/block_sparsity.py", ""): ("BlockSparseTensors",),
-    ("cute/barrier.py", ""): ("wait_eq", "arrive_inc"),
-    ("cute/quack/copy_utils.py", ""): ("cpasync_bulk_s2g", "cpasync_reduce_bulk_add_f32"),
-    ("cute/quack/layout_utils.py", ""): ("reshape_acc_to_mn",),
-    ("masks.py", ""): ("MaskMod", "static"),
-    ("cute/named_barrier.py", "NamedBarrierBwd"): ("dQFullWG0", "dQEmptyWG0"),
-    ("cute/utils.py", "AuxData"): ("tensors",),
-    ("cute/utils.py", ""): ("AuxData", "scalar_to_ssa", "ssa_to_scalar", "atomic_add_i32"),
-    ("kernels.py", "_FwdCfgSm90"): ("intra_wg_overlap", "mma_pv_is_rs"),
-    ("kernels.py", "_BwdCfgSm90"): ("tile_m", "tile_n"),
-    ("kernels.py", ""): (
-        *("_QKV_SPEC", "_F32_SPEC", "_LSE_SPEC", "_DTYPES", "_fwd_cfg_sm90", "_bwd_cfg_sm90"),
-        *("_sm90_bwd_kwargs", "_BwdPlan", "_get_bwd_pre", "_get_bwd_post", "_bwd_post_params"),
-    ),
-    ("attention.py", ""): ("AttnConfig", "fa4_fwd_p", "fa4_vjp_p"),
+# By file: "Class.method" -> operands of the method that hopper.py or scheduler.py read or replace;
+# "Class" -> methods and attributes of the class that they read; "" -> names at the top of the file
+# that maxattn uses. tests/kernels/fa4/test_library.py finds what is missing here.
+USED: Final[dict[str, dict[str, str]]] = {
+    "cute/flash_fwd_sm90.py": {
+        "FlashAttentionForwardSm90": (
+            "_get_shared_storage_cls num_mma_threads num_epilogue_threads sO_layout use_tma_Q "
+            "use_tma_KV"
+        ),
+        "FlashAttentionForwardSm90.kernel": "TileScheduler tile_sched_params",
+        "FlashAttentionForwardSm90.load": "sQ TileSchedulerCls block_info blocksparse_tensors",
+        "FlashAttentionForwardSm90.mma": (
+            "sQ sO TileSchedulerCls AttentionMaskCls block_info blocksparse_tensors aux_data"
+        ),
+    },
+    "cute/flash_fwd.py": {
+        "FlashAttentionForwardBase": "dtype tile_m tile_hdimv",
+        "FlashAttentionForwardBase.epilogue": "acc_O lse tiled_mma tidx m_block head_idx batch_idx",
+    },
+    "cute/flash_bwd_sm90.py": {
+        "FlashAttentionBackwardSm90": (
+            "tile_m tile_hdim num_wg_dQ num_threads_per_warp_group tma_copy_bytes "
+            "qhead_per_kvhead is_varlen_q"
+        ),
+        "FlashAttentionBackwardSm90.__call__": "mdQ_semaphore",
+        "FlashAttentionBackwardSm90.dQaccum_store": (
+            "mdQaccum sdQaccum block_info TileSchedulerCls SeqlenInfoCls blocksparse_tensors "
+            "mdQ_semaphore"
+        ),
+        "FlashAttentionBackwardSm90.epilogue_dKV": "batch_idx",
+        "FlashAttentionBackwardSm90.kernel": "TileScheduler tile_sched_params",
+        "FlashAttentionBackwardSm90.load": "SeqlenInfoCls block_info blocksparse_tensors",
+        "FlashAttentionBackwardSm90.mma": (
+            "AttentionMaskCls SeqlenInfoCls block_info blocksparse_tensors"
+        ),
+        "FlashAttentionBackwardSm90.mma_one_m_block": "mask_fn",
+    },
+    "cute/block_info.py": {
+        "BlockInfo": "tile_n",
+        "BlockInfo.get_m_block_min_max": "seqlen_info n_block",
+        "BlockInfo.get_n_block_min_max": "seqlen_info m_block",
+    },
+    "cute/seqlen_info.py": {"SeqlenInfoQK": "seqlen_k"},
+    "cute/mask.py": {
+        "": (
+            "mask_r2p_lambda r2p_bitmask_above r2p_bitmask_below sm90_col_to_r2p_idx "
+            "_cols_match_r2p"
+        ),
+        "AttentionMask": "apply_mask_mod_sm80 tile_m tile_n seqlen_k",
+    },
+    "cute/tile_scheduler.py": {
+        "": "SingleTileScheduler WorkTileInfo ParamsBase",
+        "SingleTileScheduler": (
+            "params _blk_coord _is_first_block initial_work_tile_info get_current_work "
+            "advance_to_next_work"
+        ),
+    },
+    "cute/block_sparsity.py": {"": "BlockSparseTensors"},
+    "cute/barrier.py": {"": "wait_eq arrive_inc"},
+    "cute/quack/copy_utils.py": {"": "cpasync_bulk_s2g cpasync_reduce_bulk_add_f32"},
+    "cute/quack/layout_utils.py": {"": "reshape_acc_to_mn"},
+    "masks.py": {"": "MaskMod static"},
+    "cute/named_barrier.py": {"NamedBarrierBwd": "dQFullWG0 dQEmptyWG0"},
+    "cute/utils.py": {
+        "": "AuxData scalar_to_ssa ssa_to_scalar atomic_add_i32",
+        "AuxData": "tensors",
+    },
+    "kernels.py": {
+        "": (
+            "_QKV_SPEC _F32_SPEC _LSE_SPEC _DTYPES _fwd_cfg_sm90 _bwd_cfg_sm90 _sm90_bwd_kwargs "
+            "_BwdPlan _get_bwd_pre _get_bwd_post _bwd_post_params"
+        ),
+        "_BwdCfgSm90": "tile_m tile_n",
+        "_FwdCfgSm90": "intra_wg_overlap mma_pv_is_rs",
+    },
+    "attention.py": {"": "AttnConfig fa4_fwd_p fa4_vjp_p"},
 }
 
 # fa4-jax promises its compiler addresses at multiples of 256 bytes, and its calls refuse other
@@ -116,18 +121,17 @@ def mismatch() -> str | None:
 
 def mismatch_in(root: Path) -> str | None:
     """Return what the sources of fa4-jax in a folder lack of `USED`, or None."""
-    trees: dict[str, ast.Module] = {}
-    for (file, where), names in USED.items():
+    for file, places in USED.items():
         path = root / file
         if not path.is_file():
             return f"it has no {file}"
-        if file not in trees:
-            trees[file] = ast.parse(path.read_text(encoding="utf-8"))
-        found = _names_in(trees[file], where)
-        if found is None:
-            return f"{file} has no {where}"
-        if lacking := [name for name in names if name not in found]:
-            return f"{where or file} has no {', '.join(lacking)}"
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for where, names in places.items():
+            found = _names_in(tree, where)
+            if found is None:
+                return f"{file} has no {where}"
+            if lacking := [name for name in names.split() if name not in found]:
+                return f"{where or file} has no {', '.join(lacking)}"
     return None
 
 
@@ -183,35 +187,15 @@ class NamedOperands(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class KernelKind:
-    """maxattn's options for which a kernel is compiled, beside the library's settings.
-
-    Args:
-        cut: which tile rows are cut into splits; without lists, also the formula of the items.
-        queue: number of persistent thread blocks; 0 if each item has its own thread block.
-        lists: the form of the lists, "ranges" or "explicit" (lists.py); "" without lists.
-        own_rows: whether each batch row has its own lists.
-        lengths: whether each batch row has its own number of real keys.
-        writes_first: whether the first key tile stores dQ, to which the others add.
-    """
-
-    cut: Cut = Cut()  # noqa: RUF009
-    queue: int = 0
-    lists: str = ""
-    own_rows: bool = False
-    lengths: bool = False
-    writes_first: bool = False
-
-
-@dataclass(frozen=True)
 class Spec:
-    """Everything that a kernel is compiled for, as a hashable key of the compiler's cache.
+    """What a kernel is compiled for, beside which arrays it has (`KernelArrays`); hashable.
 
     Args:
         dtype, head_dim, group: dtype and H of q, k and v; query heads per KV head.
         scale: multiplies the scores.
         tile: numbers of queries and keys in a tile.
-        kind: maxattn's other options.
+        cut: which tile rows are cut into splits; without lists, also the formula of the items.
+        queue: number of persistent thread blocks; 0 if each item has its own thread block.
         test: the test of pairs in mixed tiles; None without lists.
         bias: (whether each batch row, whether each head has its own bias); None without a bias.
     """
@@ -221,21 +205,25 @@ class Spec:
     group: int
     scale: float
     tile: tuple[int, int]
-    kind: KernelKind
+    cut: Cut = Cut()  # noqa: RUF009
+    queue: int = 0
     test: PairTest | None = None
     bias: tuple[bool, bool] | None = None
 
 
-class Fa4Operands(NamedTuple):
-    """The arrays that a kernel reads; an array that it does not need is None.
+class KernelArrays(NamedTuple):
+    """The operands or the results of a kernel; an array that it does not have is None.
 
     Args:
-        block: K and V of a ring's block, in the place of k and v.
+        block, grads: K and V, and dK and dV, of a ring's block.
+        slots, slot_lse: float32 outputs and the LSE of splits.
         lse2, delta: statistics of each query and head for a backward; the LSE is in base 2.
         lists, items, lengths: the tiles, the work items and the numbers of real keys.
-        count: 0, in the memory in which the kernel counts taken items.
-        dq, flags, dk, dv, grads: zeros or earlier sums, which results replace in place.
-        sums: float32 sums that become a gradient.
+        count: the number of items that were taken from the queue.
+        dq, dk, dv: gradients, or float32 sums.
+        flags: whether the first key tile has stored the dQ of each query tile.
+        last_dk, last_dv: the gradients of keys that are split, if other keys are not.
+        sums, grad: float32 sums, and the gradient that they become.
         arrays: the arrays of the test of pairs, or the bias.
     """
 
@@ -246,6 +234,8 @@ class Fa4Operands(NamedTuple):
     out: Any = None
     dout: Any = None
     lse: Any = None
+    slots: Any = None
+    slot_lse: Any = None
     lse2: Any = None
     delta: Any = None
     lists: Any = None
@@ -256,35 +246,9 @@ class Fa4Operands(NamedTuple):
     flags: Any = None
     dk: Any = None
     dv: Any = None
-    grads: Any = None
-    sums: Any = None
-    arrays: tuple[Any, ...] = ()
-
-
-class Fa4Results(NamedTuple):
-    """The arrays that a kernel writes; an array that it does not write is None.
-
-    Args:
-        slots, slot_lse: float32 outputs and the LSE of splits.
-        dq, dk, dv: gradients, or float32 sums.
-        flags: whether the first key tile has stored the dQ of each query tile.
-        last_dk, last_dv: the gradients of keys that are split, if other keys are not.
-        grads: dK and dV of a ring's block.
-        grad: the gradient of float32 sums.
-    """
-
-    out: Any = None
-    lse: Any = None
-    slots: Any = None
-    slot_lse: Any = None
-    count: Any = None
-    delta: Any = None
-    lse2: Any = None
-    dq: Any = None
-    flags: Any = None
-    dk: Any = None
-    dv: Any = None
     last_dk: Any = None
     last_dv: Any = None
     grads: Any = None
+    sums: Any = None
     grad: Any = None
+    arrays: tuple[Any, ...] = ()

@@ -147,14 +147,6 @@ class Lists(NamedTuple):
         return self.array.ndim == 4
 
 
-class Tally(NamedTuple):
-    """Numbers of a mask's tiles that are full, mixed and skipped."""
-
-    full: int
-    mixed: int
-    skipped: int
-
-
 def known(kinds: np.ndarray) -> Lists:
     """Return the lists of all tile rows from a numpy array of tile kinds [rows, columns]."""
     mixed, full = kinds == MIXED, kinds == FULL
@@ -225,8 +217,7 @@ def of_positions(
 
     Args:
         mask: the bound mask, without arrays.
-        tile: numbers of queries and keys in a tile.
-        lengths: numbers of queries and keys.
+        tile, lengths: numbers of queries and keys in a tile, and in all.
         offsets: positions of the first query and of the first key.
         by: "queries" for the lists of a forward, "keys" for those of a backward.
     """
@@ -268,11 +259,7 @@ def _by(kinds: Any, tile: tuple[int, int], lengths: tuple[int, int], by: str) ->
 
 
 def on_device(
-    mask: Mask,
-    tile: tuple[int, int],
-    lengths: tuple[int, int],
-    offsets: tuple[Any, Any],
-    by: str,
+    mask: Mask, tile: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any], by: str
 ) -> Lists:
     """Return the lists of a mask with arrays or traced positions; see `of_positions`."""
     if mask.has_data:
@@ -284,7 +271,6 @@ def on_device(
 
 
 @lru_cache(maxsize=4096)
-def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> Tally:
-    """Count the tiles of a mask whose queries and keys begin at position 0."""
-    empty, full, mixed = mask.block_tally(*tile, *lengths)
-    return Tally(full, mixed, empty)
+def tally(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int]) -> tuple[int, int, int]:
+    """Return the numbers of empty, full and mixed tiles, from position 0 on."""
+    return mask.block_tally(*tile, *lengths)

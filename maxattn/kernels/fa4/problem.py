@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -85,42 +85,42 @@ class Problem(NamedTuple):
 def of_call(call: Call, sms: int, sharded: bool = False) -> Problem:
     """Return a local call's problem; if `sharded`, positions are known only on the device."""
     own_rows = any("B" in axes for axes in jax.tree.leaves(call.mask.leaf_axes()))
-    sizes = call.batch, call.q_len, call.kv_len, call.heads, call.kv_heads, call.head_dim
-    offsets = (None, None) if sharded else (0, 0)
-    return _problem(sizes, call.mask, offsets, own_rows, call.bias, sms)
+    made = Problem(call.batch, call.q_len, call.kv_len, call.heads, call.kv_heads, call.head_dim)
+    offsets = None if sharded else (0, 0)
+    return _completed(made._replace(sms=sms), call.mask, offsets, own_rows, call.bias)
 
 
 def of_inputs(inputs: Inputs, sms: int) -> Problem:
     """Return the problem of local arrays."""
     (batch, q_len, heads, head_dim), (_, kv_len, kv_heads, _) = inputs.q.shape, inputs.k.shape
-    sizes = batch, q_len, kv_len, heads, kv_heads, head_dim
+    made = Problem(batch, q_len, kv_len, heads, kv_heads, head_dim, sms=sms)
     at = inputs.q_offset, inputs.kv_offset
-    traced = any(isinstance(x, jax.Array) for x in at)
-    offsets = (None, None) if traced else (int(at[0]), int(at[1]))
+    offsets = None if any(isinstance(x, jax.Array) for x in at) else (int(at[0]), int(at[1]))
     own_rows = any(x.shape[0] == batch > 1 for x in jax.tree.leaves(inputs.mask))
     bias = None if inputs.bias is None else inputs.bias.shape
-    return _problem(sizes, inputs.mask.form(), offsets, own_rows, bias, sms)
+    return _completed(made, inputs.mask.form(), offsets, own_rows, bias)
 
 
-def _problem(
-    sizes: Any, mask: Mask, offsets: Any, own_rows: bool, bias: tuple[int, ...] | None, sms: int
+def _completed(
+    made: Problem,
+    mask: Mask,
+    offsets: tuple[int, int] | None,
+    own_rows: bool,
+    bias: tuple[int, ...] | None,
 ) -> Problem:
-    batch, q_len, kv_len, heads, kv_heads, head_dim = sizes
-    padded = -(-head_dim // 8) * 8
-    made = Problem(batch, q_len, kv_len, heads, kv_heads, padded, sms=sms)
+    made = made._replace(head_dim=-(-made.head_dim // 8) * 8)
     if bias is not None:  # kernels/flash.py writes every mask into the bias
         return made._replace(bias=(bias[0] > 1, bias[1] > 1))
     terms = sort_terms(mask)
     if not terms.positions and not terms.rest:
         return made._replace(kind="lengths") if terms.limits or terms.keys else made
     split = supported_split(mask)
-    is_known = offsets[0] is not None
-    at = offsets if is_known and not split.positions.is_full else (0, 0)
+    at = (0, 0) if offsets is None or split.positions.is_full else offsets
     if split.has_ids:
-        positions = split.positions if is_known else Full()
+        positions = Full() if offsets is None else split.positions
         own_rows = own_rows and made.batch > 1
         return made._replace(kind="ids", mask=positions, offsets=at, own_rows=own_rows)
-    if not is_known:
+    if offsets is None:
         return made._replace(kind="traced")
     found = made._replace(kind="known", mask=split.positions, offsets=at)
     return made if allows_all(found) else found
@@ -132,8 +132,8 @@ def allows_all(problem: Problem) -> bool:
     if _count(problem, tile) > lists.MOST_TILES:
         return False
     if problem.offsets == (0, 0):
-        found = lists.tally(problem.mask, tile, lengths)
-        return not found.mixed and not found.skipped
+        empty, _, mixed = lists.tally(problem.mask, tile, lengths)
+        return not mixed and not empty
     found = lists.of_positions(problem.mask, tile, lengths, problem.offsets, "queries")
     return found.work.min() == -(-lengths[1] // tile.keys) and not found.has_mixed
 
@@ -147,7 +147,6 @@ def allows_all(problem: Problem) -> bool:
 # grouping of heads that the library takes.
 HEAD_LIMITS = {8: 256, 9: 256, 10: 128, 12: 256}
 MOST_INT32 = 2**31 - 1
-PAD = 256  # more than any tile: each batch row's float32 sums are padded to whole tiles
 
 
 def has_kernels(device: Device) -> bool:
@@ -185,7 +184,7 @@ def refuse_length(call: Call, terms: Terms) -> Reason | None:
     """
     width = sums_width(call.head_dim)
     rows = call.batch if terms.limits or terms.keys else 1
-    tokens = rows * (max(call.q_len, call.kv_len) + PAD)
+    tokens = rows * (max(call.q_len, call.kv_len) + lists.PAD)  # sums are padded to whole tiles
     if tokens * width <= MOST_INT32:
         return None
     rule = (

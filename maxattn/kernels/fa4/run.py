@@ -29,7 +29,7 @@ from maxattn.kernels.base import (
 )
 from maxattn.kernels.fa4 import library
 from maxattn.kernels.fa4.launch import Launch
-from maxattn.kernels.fa4.library import Fa4Operands, Fa4Results, KernelKind, Spec
+from maxattn.kernels.fa4.library import KernelArrays, Spec
 from maxattn.kernels.fa4.lists import Masked
 from maxattn.kernels.fa4.problem import Problem
 from maxattn.kernels.fa4.tiles import kernel_width, sums_width
@@ -37,29 +37,24 @@ from maxattn.kernels.fa4.work import ALL, items
 from maxattn.kernels.softmax import NEG_INF, finite, merge_by_lse
 
 
-def _hopper() -> Any:
-    return import_module("maxattn.kernels.fa4.hopper")  # imports CuTe
-
-
-def _call(
-    run: Any, results: Fa4Results, given: Fa4Operands, *settings: Any, name: str
-) -> Fa4Results:
+def _call(run: str, results: KernelArrays, given: KernelArrays, *settings: Any, name: str) -> Any:
     """Call a function of hopper.py; a result that shares an operand's name replaces the operand."""
-    read = [(x, arrays) for x, of in given._asdict().items() for arrays in jax.tree.leaves(of)]
-    written = {x: array for x, array in results._asdict().items() if array is not None}
+    function = getattr(import_module("maxattn.kernels.fa4.hopper"), run)  # imports CuTe
+    read, written = _named(given), _named(results)
     places = {x: at for at, (x, _) in enumerate(read)}
     (made,) = import_module("cutejax").call(
-        run,
-        [results],
-        *settings,
-        given,
+        *(function, [results], *settings, given),
         in_specs=[_layout(x, array.dtype) for x, array in read],
-        out_specs=[_layout(x, array.dtype) for x, array in written.items()],
-        input_output_aliases={places[x]: at for at, x in enumerate(written) if x in places},
+        out_specs=[_layout(x, array.dtype) for x, array in written],
+        input_output_aliases={places[x]: at for at, (x, _) in enumerate(written) if x in places},
         vmap_method="sequential",
-        name=name,
+        name=f"maxattn_{name}",
     )
     return made
+
+
+def _named(arrays: KernelArrays) -> list[tuple[str, Any]]:
+    return [(x, each) for x, of in arrays._asdict().items() for each in jax.tree.leaves(of)]
 
 
 def _layout(name: str, dtype: Any) -> Any:
@@ -85,18 +80,10 @@ def _like(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStr
 def forward(
     p: Problem, launch: Launch, qkv: tuple[Array, ...], given: Masked, scale: float
 ) -> Result:
-    """Return (out [B,T,N,H], lse [B,N,T]).
-
-    Args:
-        p: the problem of the operands.
-        launch: the forward's launch.
-        qkv: q, k and v; bfloat16 or float16.
-        given: the kernel's operands for the mask or the bias.
-        scale: multiplies the scores.
-    """
+    """Return (out [B,T,N,H], lse [B,N,T]); `given` are the operands for the mask or the bias."""
     (tail, splits), tile, dtype = launch.cut, launch.tile.queries, qkv[0].dtype
     rows = -(-p.q_len // tile) if tail == ALL else tail
-    slots, results = (splits * p.batch, rows * tile, p.heads), Fa4Results()
+    slots, results = (splits * p.batch, rows * tile, p.heads), KernelArrays()
     if tail != ALL:
         lse = _like((p.batch, p.heads, p.q_len))
         results = results._replace(out=_like(qkv[0].shape, dtype), lse=lse)
@@ -109,7 +96,7 @@ def forward(
         operands = operands._replace(count=jnp.zeros(1, jnp.int32))
         results = results._replace(count=_like((1,), jnp.int32))
     spec = _spec(p, launch, dtype, given, scale)
-    made = _call(_hopper().run_forward, results, operands, spec, name="maxattn_forward")
+    made = _call("run_forward", results, operands, spec, name="forward")
     if not tail:
         return _seen(Result(made.out, made.lse), given.lengths)
     # Without the barrier XLA (jax 0.11.2) would write one result of the call into another.
@@ -117,7 +104,9 @@ def forward(
     first = (-(-p.q_len // tile) - rows) * tile
     left = p.q_len - first
     lse = made.slot_lse[:, :, :left]
-    lse = _without_empty_splits(lse, given.lengths, splits, launch.tile.keys)
+    if given.lengths is not None:  # a merge ignores splits without real keys
+        ends = jnp.arange(splits + 1)[:, None] * -(-given.lengths // launch.tile.keys) // splits
+        lse = jnp.where((ends[1:] > ends[:-1]).reshape(-1)[:, None, None], lse, NEG_INF)
     split = (x.reshape(splits, p.batch, *x.shape[1:]) for x in (made.slots, lse))
     parts = zip(*split, strict=True)
     out, lse = merge_by_lse([(x[:, :left, :, : p.head_dim], y) for x, y in parts])
@@ -127,14 +116,6 @@ def forward(
 
 def _seen(result: Result, lengths: Array | None) -> Result:
     return result if lengths is None else result.where(lengths[:, None, None] > 0)
-
-
-def _without_empty_splits(lse: Array, lengths: Any, splits: int, keys: int) -> Array:
-    """Set the LSE of splits without real keys to -inf, so that a merge ignores their outputs."""
-    if lengths is None:
-        return lse
-    ends = jnp.arange(splits + 1)[:, None] * -(-lengths // keys) // splits
-    return jnp.where((ends[1:] > ends[:-1]).reshape(-1)[:, None, None], lse, NEG_INF)
 
 
 def _joined(whole: Any, last: Any, axes: tuple[int, int], start: int) -> Any:
@@ -148,21 +129,12 @@ def _joined(whole: Any, last: Any, axes: tuple[int, int], start: int) -> Any:
 
 
 def _spec(p: Problem, launch: Launch, dtype: Any, given: Masked, scale: float) -> Spec:
-    tiles = given.lists
-    kind = KernelKind(
-        cut=launch.cut,
-        queue=p.sms if launch.queue else 0,
-        lists="" if tiles is None else "ranges" if tiles.is_ranges else "explicit",
-        own_rows=tiles is not None and tiles.has_batch,
-        lengths=given.lengths is not None,
-        writes_first=launch.writes_first,
-    )
     shape = str(dtype), p.head_dim, p.heads // p.kv_heads, float(scale), launch.tile
-    return Spec(*shape, kind, given.test, p.bias)
+    return Spec(*shape, launch.cut, p.sms if launch.queue else 0, given.test, p.bias)
 
 
-def _operands(p: Problem, launch: Launch, qkv: tuple[Array, ...], given: Masked) -> Fa4Operands:
-    operands = Fa4Operands(*qkv, lengths=given.lengths, arrays=given.arrays)
+def _operands(p: Problem, launch: Launch, qkv: tuple[Array, ...], given: Masked) -> KernelArrays:
+    operands = KernelArrays(*qkv, lengths=given.lengths, arrays=given.arrays)
     if given.lists is None:
         return operands
     found = items(given.lists.work, (p.batch, p.heads), launch.group, launch.cut.splits)
@@ -181,12 +153,7 @@ def backward(
     scale: float,
     dlse: Array | None = None,
 ) -> Grads:
-    """Return (dq, dk, dv) from a given output and LSE; arguments as for `forward`.
-
-    Args:
-        rows: output, LSE and their gradients.
-        dlse: the gradient of the LSE, if it has one.
-    """
+    """Return (dq, dk, dv) from a given output and LSE; `dlse` is the LSE's gradient, if any."""
     q, k, v, out, dout = (own_array(x) for x in (*qkv, rows.out, rows.dout))
     spec, (tail, splits), tile = _spec(p, launch, q.dtype, given, scale), launch.cut, launch.tile
     stats = before(spec, p, (out, dout, rows.lse), dlse, not launch.writes_first)
@@ -197,7 +164,7 @@ def backward(
     split = _like((splits * p.batch, p.kv_len - start, *k.shape[2:]), k.dtype)
     grad = _like((p.batch, p.kv_heads, padded * width)) if shared else split
     grad = _like(k.shape, k.dtype) if is_part else grad
-    results = Fa4Results(
+    results = KernelArrays(
         dq=_like((p.batch, p.heads, tiles * tile.queries * width)), dk=grad, dv=grad
     )
     operands = _operands(p, launch, (q, k, v), given)._replace(dout=dout, **stats)
@@ -210,7 +177,7 @@ def backward(
         operands = operands._replace(dk=dk, dv=dv)
     if is_part:
         results = results._replace(last_dk=split, last_dv=split)
-    made = _call(_hopper().run_backward, results, operands, spec, name="maxattn_backward")
+    made = _call("run_backward", results, operands, spec, name="backward")
     dq = after(spec, "dq", made.dq, q, scale)
     if shared:
         dk = after(spec, "dkv", made.dk, k, scale)
@@ -239,21 +206,16 @@ def before(
 ) -> dict[str, Array]:
     """Return delta, the LSE in base 2 and, if `zeros`, a zeroed sum for dQ, by operand name.
 
-    Args:
-        spec: the backward's spec.
-        p: the problem of the operands.
-        rows: out, dout and lse.
-        dlse: the gradient of the LSE, if it has one.
-        zeros: whether to return the zeros for dQ.
+    `rows` are out, dout and lse; `dlse` is the gradient of the LSE, if it has one.
     """
     tile = spec.tile[0]
     padded = -(-p.q_len // tile) * tile
     stats = _like((p.batch, p.heads, padded))
     dq = _like((p.batch, p.heads, padded * sums_width(p.head_dim))) if zeros else None
-    given = Fa4Operands(**dict(zip(("out", "dout", "lse"), rows, strict=True)))
-    results, name = Fa4Results(delta=stats, lse2=stats, dq=dq), "maxattn_backward_before"
-    made = _call(_hopper().run_before, results, given, _plain(spec), name=name)
-    found = {x: array for x, array in made._asdict().items() if array is not None}
+    given = KernelArrays(**dict(zip(("out", "dout", "lse"), rows, strict=True)))
+    results, name = KernelArrays(delta=stats, lse2=stats, dq=dq), "backward_before"
+    made = _call("run_before", results, given, _plain(spec), name=name)
+    found = dict(_named(made))
     if dlse is not None:  # dS = P * (dP - delta) + P * dlse
         found["delta"] -= jnp.pad(dlse, ((0, 0), (0, 0), (0, padded - p.q_len)))
     return found
@@ -261,17 +223,14 @@ def before(
 
 def after(spec: Spec, which: str, sums: Array, like: Array, scale: float) -> Array:
     """Return float32 sums times `scale`, as a gradient in the shape and dtype of `like`."""
-    settings, results = (
-        (_plain(spec), which, float(scale)),
-        Fa4Results(grad=_like(like.shape, like.dtype)),
-    )
-    name = f"maxattn_backward_after_{which}"
-    return _call(_hopper().run_after, results, Fa4Operands(sums=sums), *settings, name=name).grad
+    settings, result = (_plain(spec), which, float(scale)), _like(like.shape, like.dtype)
+    arrays = KernelArrays(grad=result), KernelArrays(sums=sums)
+    return _call("run_after", *arrays, *settings, name=f"backward_after_{which}").grad
 
 
 def _plain(spec: Spec) -> Spec:
     """Return the spec for the kernels before and after a backward."""
-    return Spec(spec.dtype, spec.head_dim, 1, spec.scale, spec.tile, KernelKind())
+    return Spec(spec.dtype, spec.head_dim, 1, spec.scale, spec.tile)
 
 
 class Fa4DqAccumulator(DqAccumulator):
@@ -290,8 +249,7 @@ class Fa4DqAccumulator(DqAccumulator):
     def __init__(self, p: Problem, launch: Launch, inputs: Inputs, rows: Rows, scale: float):
         q = inputs.q
         self._q, self._dout = own_array(q), own_array(rows.dout.astype(q.dtype))
-        shape = str(q.dtype), p.head_dim, 1, float(scale), launch.tile
-        self._spec = Spec(*shape, KernelKind())
+        self._spec = Spec(str(q.dtype), p.head_dim, 1, float(scale), launch.tile)
         # Queries that padding added have an LSE of -inf and no gradient.
         given = rows.out.astype(q.dtype), self._dout, finite(rows.lse)
         self.state: Any = before(self._spec, p, given, None, zeros=True)
@@ -301,11 +259,11 @@ class Fa4DqAccumulator(DqAccumulator):
 
         The arguments are those of `DqAccumulator.add`.
         """
-        given = Fa4Operands(self._q, block=keys, dout=self._dout, grads=grads, **self.state)
+        given = KernelArrays(self._q, block=keys, dout=self._dout, grads=grads, **self.state)
         dq = self.state["dq"]
-        results = Fa4Results(dq=_like(dq.shape), grads=_like(keys.shape, keys.dtype))
+        results = KernelArrays(dq=_like(dq.shape), grads=_like(keys.shape, keys.dtype))
         settings = self._spec, key_range
-        made = _call(_hopper().run_block, results, given, *settings, name="maxattn_backward_block")
+        made = _call("run_block", results, given, *settings, name="backward_block")
         self.state = self.state | {"dq": made.dq}
         return made.grads
 

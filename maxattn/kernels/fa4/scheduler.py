@@ -14,13 +14,13 @@ This file needs CuTe, which comes with fa4-jax, and is imported when a kernel is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from maxattn.kernels.fa4 import library
-from maxattn.kernels.fa4.library import KernelKind
+from maxattn.kernels.fa4.library import Spec
 from maxattn.kernels.fa4.mask_test import Numbers
+from maxattn.kernels.fa4.work import Cut
 
 library.kernels()
 cutlass: Any = import_module("cutlass")
@@ -75,7 +75,7 @@ class ItemTile(scheduling.WorkTileInfo):
         self.kernel.item = Item(*self._tile_idx)
         row, lane, *_ = self._tile_idx
         heads, batch = self.kernel.sizes.num_head, lane // self.kernel.sizes.num_head
-        if self.kernel.kind.cut.tail:  # each split has its own lane numbers (work.py)
+        if self.kernel.cut.tail:  # each split has its own lane numbers (work.py)
             batch = batch % self.kernel.sizes.num_batch
         return row, lane % heads, batch, Int32(0)
 
@@ -102,12 +102,12 @@ class ItemScheduler(scheduling.SingleTileScheduler):
         self.kernel, self.queue = kernel, queue
 
     def get_current_work(self, *, loc: Any = None, ip: Any = None) -> Any:
-        kind, at = self.kernel.kind, self._blk_coord[0]
-        if not kind.queue and not self._is_first_block:
+        queue, at = self.kernel.queue, self._blk_coord[0]
+        if not queue and not self._is_first_block:
             return ItemTile(self.kernel, (Int32(0),) * 4, cutlass.Boolean(False))
-        count = item_count(kind, self.params)
-        valid = at < count if kind.queue else cutlass.Boolean(True)
-        if kind.queue:
+        count = item_count(self.kernel.cut, self.params)
+        valid = at < count if queue else cutlass.Boolean(True)
+        if queue:
             at = Numbers.minimum(at, count - 1)
         return ItemTile(self.kernel, self._item(at), valid)
 
@@ -116,12 +116,12 @@ class ItemScheduler(scheduling.SingleTileScheduler):
         if sizes.items is not None:
             return tuple(sizes.items[at, n] for n in range(4))
         lanes = sizes.num_head * sizes.num_batch
-        row, lane = self.kernel.kind.cut.place(at, sizes.num_block, lanes, Numbers)
+        row, lane = self.kernel.cut.place(at, sizes.num_block, lanes, Numbers)
         return Int32(row), Int32(lane), Int32(0), Int32(0)
 
     def advance_to_next_work(self, *, loc: Any = None, ip: Any = None) -> Any:
         self._is_first_block = False
-        if self.kernel.kind.queue:
+        if self.kernel.queue:
             wave = self._blk_coord[1] + 1
             self._blk_coord = self.queue.next(wave), wave
         return self.get_current_work()
@@ -133,31 +133,17 @@ class ItemScheduler(scheduling.SingleTileScheduler):
         return made
 
 
-def item_count(kind: KernelKind, sizes: Any) -> Any:
+def item_count(cut: Cut, sizes: Any) -> Any:
     if sizes.items is not None:
         return sizes.items.shape[0]
-    return kind.cut.count(sizes.num_block, sizes.num_head * sizes.num_batch)
+    return cut.count(sizes.num_block, sizes.num_head * sizes.num_batch)
 
 
-class ItemSchedule:
-    """Make a kernel's schedulers; it has the interface of the library's scheduler classes."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def create(self, sizes: Any, queue: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
-        self.kernel.sizes = sizes
-        if self.kernel.kind.lists and self.kernel.waits_for_items:
-            # This launch may begin before the launch that makes the items has ended.
-            arch.griddepcontrol_wait()
-        return ItemScheduler(self.kernel, sizes, (arch.block_idx()[0], Int32(0)), queue)
-
-
-class OnGrid:
+class OnGrid(NamedTuple):
     """Launch `blocks` thread blocks instead of the library's grid."""
 
-    def __init__(self, launcher: Any, blocks: Any) -> None:
-        self.launcher, self.blocks = launcher, blocks
+    launcher: Any
+    blocks: Any
 
     def launch(self, *, grid: Any, **settings: Any) -> Any:
         return self.launcher.launch(grid=(self.blocks, 1, 1), **settings)
@@ -166,27 +152,42 @@ class OnGrid:
 class Scheduled:
     """A mixin for both kernels that replaces the library's tile scheduler, ranges and lists."""
 
-    kind: KernelKind
+    cut: Cut
+    queue: int
     extra: dict[str, Any]  # one compilation's arrays beside the library's operands
     item: Any = None
     sizes: Any = None
-    waits_for_items = False
+    waits_for_items: bool = False
+
+    def prepare(self, spec: Spec, **extra: Any) -> None:
+        self.cut, self.queue, self.extra = spec.cut, spec.queue, extra
+
+    def has(self, name: str) -> bool:
+        return self.extra.get(name) is not None
 
     def kernel(self, *operands: Any) -> Any:
         given = library.NamedOperands(super().kernel, operands)  # pyright: ignore
         old = given["tile_sched_params"]
         sizes = Sizes(old.num_block, old.num_head, old.num_batch, **self.extra)
-        given |= {"tile_sched_params": sizes, "TileScheduler": ItemSchedule(self)}
-        count = item_count(self.kind, sizes)
-        if self.kind.queue:
-            count = cutlass.min(count, self.kind.queue)
+        given |= {"tile_sched_params": sizes, "TileScheduler": self}
+        count = item_count(self.cut, sizes)
+        if self.queue:
+            count = cutlass.min(count, self.queue)
         return OnGrid(super().kernel(*given.values()), count)  # pyright: ignore
+
+    def create(self, sizes: Any, queue: Any = None, *, loc: Any = None, ip: Any = None) -> Any:
+        """Make a scheduler, as the library's scheduler classes do."""
+        self.sizes = sizes
+        if self.has("lists") and self.waits_for_items:
+            # This launch may begin before the launch that makes the items has ended.
+            arch.griddepcontrol_wait()
+        return ItemScheduler(self, sizes, (arch.block_idx()[0], Int32(0)), queue)
 
     def hooked(self, method: Any, operands: tuple[Any, ...], **changes: Any) -> list[Any]:
         """Return a method's operands, with the ranges and lists replaced by this kernel's."""
         given = library.NamedOperands(method, operands) | changes
         given["block_info"] = ItemRange.of(self, given["block_info"])
-        if self.kind.lists:
+        if self.has("lists"):
             given["blocksparse_tensors"] = lists_of(self)
         return list(given.values())
 
@@ -208,21 +209,21 @@ class ItemRange(BlockInfo):
 
     def get_m_block_min_max(self, seqlen_info: Any, n_block: Any) -> tuple[Any, Any]:
         first, last = super().get_m_block_min_max(seqlen_info, n_block)
-        if self.kernel.kind.lengths:
+        if self.kernel.has("lengths"):
             # Key tiles past the length have no steps, unless the first key tile must store dQ.
             some = n_block * self.tile_n < seqlen_info.seqlen_k
-            if self.kernel.kind.writes_first:
+            if self.kernel.has("flags"):
                 some = Numbers.where(n_block == 0, 1, Numbers.where(some, 1, 0)) != 0
             last = Numbers.where(some, last, 0)
         return self._bounded(first, last)
 
     def _bounded(self, first: Any, last: Any) -> tuple[Any, Any]:
-        kernel, kind = self.kernel, self.kernel.kind
-        if kind.lists or kind.cut.tail == 0:
+        kernel = self.kernel
+        if kernel.has("lists") or kernel.cut.tail == 0:
             return first, last
         item, sizes = kernel.item, kernel.sizes
         lanes = sizes.num_head * sizes.num_batch
-        return kind.cut.steps(item.row, item.lane, sizes.num_block, lanes, last, Numbers)
+        return kernel.cut.steps(item.row, item.lane, sizes.num_block, lanes, last, Numbers)
 
 
 # ---- the queue -----------------------------------------------------------------------------------
@@ -276,34 +277,55 @@ def receive(next_items: Any, wave: Any, threads: Any):
 
 def lists_of(kernel: Any) -> Any:
     """Return the current item's lists as a replacement of the library's block-sparse tensors."""
-    count, tiles = partial(ListCount, kernel), partial(ListTiles, kernel)
-    return BlockSparseTensors(count(0), tiles(0), count(1), tiles(1))
+    mixed, full = ItemList(kernel, 0), ItemList(kernel, 1)
+    return BlockSparseTensors(ListCount(mixed), mixed, ListCount(full), full)
+
+
+class ItemList(NamedTuple):
+    """The array of the mixed (`which` 0) or full (1) tiles of the current item."""
+
+    kernel: Any
+    which: int
+
+    @property
+    def is_ranges(self) -> bool:
+        return len(self.kernel.sizes.lists.shape) == 2
+
+    def __getitem__(self, place: Any) -> Any:
+        first, row = self.bounds(place)[0], self.row(place)
+        if not self.is_ranges:
+            return Entries(row, 1 + first)
+        return Entries(None, row[2] + first) if self.which else Entries(row, 3 + first)
+
+    def row(self, place: Any) -> Any:
+        """Return the tile row's part of the lists; `place` is (batch row, head, tile row)."""
+        (batch, _, row, *_), array = place, self.kernel.sizes.lists
+        if self.is_ranges:
+            return array[row, None]
+        own = (batch,) if len(array.shape) == 4 else ()  # else all batch rows share the lists
+        return array[self.which, *own, row, None]
+
+    def bounds(self, place: Any) -> tuple[Any, Any]:
+        """Return the bounds of the item's tiles in this list; its steps begin with mixed tiles."""
+        mixed = self._replace(which=0).row(place)[0]
+        count = self.row(place)[int(self.is_ranges)] if self.which else mixed
+        if self.kernel.cut.tail == 0:
+            return Int32(0), count
+        before, item = (mixed if self.which else 0), self.kernel.item
+        ends = (x - before for x in (item.first, item.last))
+        first, last = (Numbers.maximum(Numbers.minimum(x, count), 0) for x in ends)
+        return first, last
 
 
 class ListCount(NamedTuple):
-    """The array of the numbers of mixed (`which` 0) or full (1) tiles of the current item."""
+    """The array of the numbers of tiles in the current item's lists."""
 
-    kernel: Any
-    which: int
+    of: ItemList
     shape: Any = (1, 1, 1)
 
     def __getitem__(self, place: Any) -> Any:
-        first, last = list_bounds(self.kernel, self.which, place[0], place[2])
+        first, last = self.of.bounds(place)
         return last - first
-
-
-class ListTiles(NamedTuple):
-    """The array of the indices of mixed (`which` 0) or full (1) tiles of the current item."""
-
-    kernel: Any
-    which: int
-
-    def __getitem__(self, place: Any) -> Any:
-        first, _ = list_bounds(self.kernel, self.which, place[0], place[2])
-        row = list_row(self.kernel, self.which, place[0], place[2])
-        if self.kernel.kind.lists == "explicit":
-            return Entries(row, 1 + first)
-        return Entries(None, row[2] + first) if self.which else Entries(row, 3 + first)
 
 
 class Entries(NamedTuple):
@@ -314,23 +336,3 @@ class Entries(NamedTuple):
 
     def __getitem__(self, n: Any) -> Any:
         return self.first + n if self.array is None else self.array[self.first + n]
-
-
-def list_row(kernel: Any, which: int, batch: Any, row: Any) -> Any:
-    array = kernel.sizes.lists
-    if kernel.kind.lists == "ranges":
-        return array[row, None]
-    return array[which, batch, row, None] if kernel.kind.own_rows else array[which, row, None]
-
-
-def list_bounds(kernel: Any, which: int, batch: Any, row: Any) -> tuple[Any, Any]:
-    """Return the bounds of the current item's tiles in a list; its steps begin with mixed tiles."""
-    ranges = kernel.kind.lists == "ranges"
-    mixed = list_row(kernel, 0, batch, row)[0]
-    count = mixed if not which else list_row(kernel, which, batch, row)[1 if ranges else 0]
-    if kernel.kind.cut.tail == 0:
-        return Int32(0), count
-    before, item = (mixed if which else 0), kernel.item
-    ends = (x - before for x in (item.first, item.last))
-    first, last = (Numbers.maximum(Numbers.minimum(x, count), 0) for x in ends)
-    return first, last

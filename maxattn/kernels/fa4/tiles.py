@@ -6,7 +6,11 @@ If W is the head dim, padded for the kernel, an SM takes for an item of a forwar
 
 With few keys the best tile pads the last key tile least; with many keys it is a large tile. A
 persistent thread block begins an item while it ends the previous one: the start is shorter, the
-loop mostly longer, and outputs need their own shared memory. Measured on an H200; an H100 agrees.
+loop mostly longer, and outputs need their own shared memory.
+
+Constants without another file were fitted to docs/measured/h200-forward-tiles-2026-11-25.json. Of
+its 128 calls without a mask, the tile with the smallest estimate takes 1.009 of the fastest tile's
+time in the mean, and 1.22 at most; test_launch.py computes that from any file of this form.
 """
 
 from __future__ import annotations
@@ -24,11 +28,16 @@ ROWS_64, ROWS_128 = 1.75, 1.15
 SHORTEST, SHORT = 48, 64  # keys in the smallest tile, and in a small one
 LONG = 2**14  # with more keys, small tiles are not tried, since their lists would be long
 # The largest head dim with which persistent thread blocks can read lists: with larger ones the test
-# of pairs leaves too few registers.
+# of pairs leaves too few registers (34 causal rows of 1,280 tokens and head dim 192: 1.3 times as
+# long).
 LISTED_HEADS = 160
-# A backward: microseconds per pair and channel of W + SOFTMAX; the start of an item, in steps.
+# A backward: microseconds per pair and channel of W + SOFTMAX; the start of an item, in steps. They
+# only compare cuts of one problem: an estimate is 0.4 to 1.5 of the time, by head dim, of 488 rows
+# of "flash" in h100-grid-* and h200-grid-*. `python benchmarks/grid.py` measures such rows.
 BACKWARD_PAIR, BACKWARD_START = 1.45e-6, 2
-NARROW = 1.15  # a backward's time per query in tiles of 64 queries, relative to tiles of 80
+# A backward's time per query in tiles of 64 queries, relative to tiles of 80: the 34 rows of
+# h100-few-queries-2026-11-25.json have 1.10 (1.06 to 1.13), and tiles of 64 must gain more.
+NARROW = 1.15
 
 
 class Tile(NamedTuple):

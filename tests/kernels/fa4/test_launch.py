@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +18,11 @@ from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4.kernel import HopperFa4
 from maxattn.kernels.fa4.launch import backward_launch, forward_launch
 from maxattn.kernels.fa4.problem import of_call, of_inputs
-from maxattn.kernels.fa4.tiles import fits, forward_tiles
+from maxattn.kernels.fa4.tiles import Tile, fits, forward_tiles, forward_time
+from maxattn.kernels.fa4.work import end_of
 from tests.golden_text import check_golden
 
+ROOT = Path(__file__).parents[3]
 H200 = ma.Target("gpu", "NVIDIA H200", (("fa4-jax", "0.1.0"),), capability="9.0")
 LENGTHS = M.KeyPadding(np.array([60, 512]))
 IDS = np.zeros((8, 4096), np.int32)
@@ -117,6 +122,25 @@ def test_tiles_fit_shared_memory(head_dim: int, listed: bool) -> None:
     for lengths in ((60, 77), (500, 300), (9000, 9000), (4680, 40000)):
         for tile in forward_tiles(head_dim, *lengths, listed):
             assert fits(head_dim, tile) and tile.keys % 16 == 0
+
+
+def test_the_tile_with_the_smallest_estimate_was_measured_to_be_fast() -> None:
+    """The rows from which the constants of tiles.py come, without a mask."""
+    rows = json.loads((ROOT / "docs/measured/h200-forward-tiles-2026-11-25.json").read_text())
+    lost = []
+    for row in rows["rows"]:
+        *sizes, head_dim = row["call"][0]
+        problem = of_call(ma.Call(*sizes, head_dim, "bfloat16"), 132)
+        found = []
+        for name, ms in row.get("forward", {}).items():
+            if row["call"][2] == "full" and (at := re.fullmatch(r"(\d+)x(\d+)( \w+)?", name)):
+                tile = Tile(int(at[1]), int(at[2]))
+                time = forward_time(head_dim, tile, queue=bool(at[3]))
+                steps = time.start + problem.steps(tile, "queries") * time.step
+                found.append((end_of(steps, problem.lanes, 132), ms))
+        if len(found) > 1 and "device" not in row:
+            lost.append(min(found)[1] / min(ms for _, ms in found))
+    assert len(lost) == 128 and np.mean(lost) < 1.01 and max(lost) < 1.23
 
 
 def test_a_window_that_hides_nothing_is_dense() -> None:
