@@ -21,13 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.tpu_estimates import EstimateLog
 from maxattn.block_sizes.estimated.measured import MEASURED
 from maxattn.block_sizes.estimated.step_cost import StepCost, StepGrid
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.devices import DEVICES
 from maxattn.masks import FULL, MIXED
 from maxattn.tools.cli.masks import read_mask
-from maxattn.tools.compile.job import CompileJob, run_in_child
+from maxattn.tools.compile.job import CompileJob
 from maxattn.tools.model_shapes import Shape, read
 
 HERE = Path(__file__).parent
@@ -45,16 +46,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0, help="time limit of one compile")
     parser.add_argument("--rankings", action="store_true", help="compare pairs of tiles instead")
     args = parser.parse_args()
+    log = EstimateLog(args.log, args.seconds)
     if args.rankings:
         for ranking in RANKINGS:
-            print(_ranking(ranking, args.seconds), flush=True)
+            print(_ranking(ranking, log), flush=True)
         return
     errors: dict[str, list[tuple[float, float]]] = {}
     for path in sorted(FOLDER.glob("*.json")):
         table = json.loads(path.read_text(encoding="utf-8"))
         print(f"{path.stem}: {table['kind']}, {table['chip']}, {table['source']}")
         compiles = not args.kept and args.only in path.name and _has_source(table)
-        points = _estimated(table, args) if compiles else table["points"]
+        points = _estimated(table, log) if compiles else table["points"]
         for point in points:
             print(_line(point, table), flush=True)
             if table["same_tile"]:
@@ -110,7 +112,7 @@ def _text(table: dict[str, Any]) -> str:
 # ---- estimates -----------------------------------------------------------------------------------
 
 
-def _estimated(table: dict[str, Any], args: argparse.Namespace) -> Iterator[Point]:
+def _estimated(table: dict[str, Any], log: EstimateLog) -> Iterator[Point]:
     """Yield the points with new estimates."""
     compiled: dict[tuple[Any, ...], tuple[Shape, dict[str, Any]]] = {}
     for point in table["points"]:
@@ -120,7 +122,7 @@ def _estimated(table: dict[str, Any], args: argparse.Namespace) -> Iterator[Poin
         key = point["function"], *point["tile"], shape.kv_heads, is_single
         if key not in compiled:
             made = _shape(point.get("compiled", point["shape"]), table)
-            compiled[key] = made, _kernel(table, point, made, args)
+            compiled[key] = made, _kernel(table, point, made, log)
         made, kernel = compiled[key]
         point["estimate_ms"] = _milliseconds(kernel, made, shape, table["chip"])
         yield point
@@ -130,9 +132,7 @@ def _shape(text: str, table: dict[str, Any]) -> Shape:
     return replace(read(text), mask=read_mask(table["mask"]))
 
 
-def _kernel(
-    table: dict[str, Any], point: Point, shape: Shape, args: argparse.Namespace
-) -> dict[str, Any]:
+def _kernel(table: dict[str, Any], point: Point, shape: Shape, log: EstimateLog) -> dict[str, Any]:
     """Compile a point's function for a shape, and return its kernel's estimate."""
     q, kv, compute = point["tile"]
     sizes = FlashBlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute)
@@ -142,18 +142,9 @@ def _kernel(
     how: dict[str, Any] = {"estimate": True, "kernel_file": file, "flat": is_flat}
     job = CompileJob(table["target"], config, shape, devices=1, **how)
     key = [table["target"], point["function"], *point["tile"], shape.name]
-    for line in args.log.read_text().splitlines() if args.log and args.log.exists() else ():
-        kept = json.loads(line)
-        if kept["key"] == key:
-            return kept["kernel"]
-    outcome = run_in_child(job, args.seconds)
-    made = outcome.estimate
-    assert outcome.ending == "compiled" and "refused" not in made, (key, outcome.message, made)
-    (kernel,) = made["kernels"]
-    table["libtpu"] = made["libtpu"]
-    if args.log:
-        with args.log.open("a") as file_of_log:
-            file_of_log.write(json.dumps({"key": key, "kernel": kernel}) + "\n")
+    made = log.estimate(key, job)
+    assert "failed" not in made, made
+    (kernel,), table["libtpu"] = made["kernels"], made["libtpu"]
     return kernel
 
 
@@ -206,8 +197,8 @@ RANKINGS = (
 )  # fmt: skip
 
 
-def _ranking(ranking: Ranking, seconds: float) -> str:
-    one, other = (_time(ranking, blocks, seconds) for blocks in (ranking.slow, ranking.fast))
+def _ranking(ranking: Ranking, log: EstimateLog) -> str:
+    one, other = (_time(ranking, blocks, log) for blocks in (ranking.slow, ranking.fast))
     tiles = " over ".join("/".join(map(str, b)) for b in (ranking.slow, ranking.fast))
     head = f"{ranking.target} {ranking.kernel}, time of {tiles}"
     if isinstance(one, str) or isinstance(other, str):
@@ -227,21 +218,21 @@ class Time(NamedTuple):
     libtpu: str
 
 
-def _time(ranking: Ranking, blocks: tuple[int, int, int], seconds: float) -> Time | str:
+def _time(ranking: Ranking, blocks: tuple[int, int, int], log: EstimateLog) -> Time | str:
     """Estimate a forward about as large as Wan 1.3B at 480p, or return why that fails."""
     os.environ["LIBTPU_INIT_ARGS"] = VMEM
     q, kv, compute = blocks
     sizes = FlashBlockSizes(block_q=q, block_kv=kv, block_kv_compute=compute)
     config = AttentionConfig(attention=ranking.kernel, flash_block_sizes=sizes)
     job = CompileJob(ranking.target, config, read(SHAPE), devices=1, estimate=True)
-    outcome = run_in_child(job, seconds)
-    if outcome.ending != "compiled" or "refused" in outcome.estimate:
-        return f"{outcome.ending}: {outcome.estimate.get('refused') or outcome.message}"
-    (kernel,) = outcome.estimate["kernels"]
+    made = log.estimate([ranking.target, ranking.kernel, *blocks, SHAPE], job)
+    if "failed" in made:
+        return made["failed"]
+    (kernel,) = made["kernels"]
     if tuple(kernel["block"]) != blocks[:2]:
         return f"the tile became {kernel['block']}"
     fast, slow = kernel["seconds"]
-    return Time(fast, slow, kernel["flops"] / 1e12, outcome.estimate["libtpu"])
+    return Time(fast, slow, kernel["flops"] / 1e12, made["libtpu"])
 
 
 if __name__ == "__main__":

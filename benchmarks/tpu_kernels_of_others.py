@@ -9,15 +9,15 @@ stopped run continues from it.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.maxdiffusion_kernels import KEY
+from benchmarks.kernels_of_others import KERNEL
+from benchmarks.tpu_estimates import Estimate, EstimateLog
 from maxattn.config import AttentionConfig
-from maxattn.tools.compile.job import CompileJob, run_in_child
+from maxattn.tools.compile.job import CompileJob
 from maxattn.tools.model_shapes import read
 
 SHAPE = read("wan-14b-720p")
@@ -26,7 +26,7 @@ FLAG = "--xla_tpu_scoped_vmem_limit_kib=65536"  # as MaxDiffusion's README sets 
 CHIPS = {"v6e": "v6e:1x1", "v7x": "tpu7x:1x1x1", "v5p": "v5p:1x1x1"}
 YAML = {"block_q": 3024, "block_kv": 2048, "block_kv_compute": 1024}
 WHOLE = YAML | {"block_q": 3072}  # its own kernels need multiples of 128
-FILE = Path(__file__).with_name("maxdiffusion_kernels.py")
+FILE = Path(__file__).with_name("kernels_of_others.py")
 
 
 class Peer(NamedTuple):
@@ -35,7 +35,7 @@ class Peer(NamedTuple):
     Args:
         title: the first cell.
         kernel: the kernel's name in maxattn; "" for a function of MaxDiffusion.
-        function: a function of maxdiffusion_kernels.py.
+        function: a function of kernels_of_others.py.
         is_theirs: whether MaxDiffusion's tiles and limit of VMEM are used.
     """
 
@@ -68,36 +68,18 @@ PEERS = (
 
 def main() -> None:
     """Compile the kernels that the log lacks, and print the table."""
-    log, found = Path(sys.argv[1]), dict[tuple[str, str], dict[str, Any]]()
-    assert KEY in os.environ, f"set {KEY}"
-    for line in log.read_text().splitlines() if log.exists() else ():
-        kept = json.loads(line)
-        found[kept["chip"], kept["title"]] = kept
+    assert KERNEL in os.environ, f"set {KERNEL}"
+    log, found = EstimateLog(Path(sys.argv[1]), SECONDS), dict[str, list[Estimate]]()
     for peer in PEERS:
-        for chip in CHIPS:
-            if (chip, peer.title) not in found:
-                found[chip, peer.title] = made = _priced(chip, peer)
-                with log.open("a") as file:
-                    file.write(json.dumps(made) + "\n")
+        os.environ["LIBTPU_INIT_ARGS"] = FLAG if peer.is_theirs else ""
+        its = (log.estimate([chip, peer.title], peer.job(CHIPS[chip])) for chip in CHIPS)
+        found[peer.title] = list(its)
     print("| kernel | " + " | ".join(CHIPS) + " |\n" + "|---" * (1 + len(CHIPS)) + "|")
-    for peer in PEERS:
-        cells = (_cell(found[chip, peer.title]) for chip in CHIPS)
-        print(f"| {peer.title} | {' | '.join(cells)} |")
+    for title, its in found.items():
+        print(f"| {title} | {' | '.join(map(_cell, its))} |")
 
 
-def _priced(chip: str, peer: Peer) -> dict[str, Any]:
-    """Compile one kernel in a child process, and store the answer in the log."""
-    os.environ["LIBTPU_INIT_ARGS"] = FLAG if peer.is_theirs else ""
-    outcome = run_in_child(peer.job(CHIPS[chip]), SECONDS)
-    made = outcome.estimate
-    row = {"chip": chip, "title": peer.title, "compiled_seconds": round(outcome.seconds, 1)}
-    if outcome.ending != "compiled" or "refused" in made:
-        return row | {"failed": made.get("refused") or f"{outcome.ending}: {outcome.message[:600]}"}
-    sizes = [line.strip() for line in outcome.plan.splitlines() if "blocks " in line]
-    return row | {"libtpu": made["libtpu"], "kernels": made["kernels"], "blocks": sizes}
-
-
-def _cell(row: dict[str, Any]) -> str:
+def _cell(row: Estimate) -> str:
     """Format the rate over real pairs, slow end first."""
     if "failed" in row:
         return row["failed"].split(":")[0]

@@ -10,7 +10,8 @@ from pathlib import Path
 import model_calls
 import numpy as np
 import pytest
-from model_calls import BOTH, FORWARD, ModelCall, Row
+from forty_calls import ModelCall
+from model_calls import BOTH, FORWARD, Row
 
 from maxattn import masks
 
