@@ -16,7 +16,7 @@ from maxattn import masks, sharding
 from maxattn.config import AttentionConfig
 from maxattn.modules import CrossAttention, FlaxAttention, attention_fn
 from maxattn.rope import rope_1d
-from tests.steps import lines_run
+from tests.lines_run import lines_run
 
 C, N, H, T, S = 16, 4, 8, 16, 6
 X = jax.random.normal(jax.random.key(0), (8, T, C))

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 import maxattn as ma
 from maxattn.errors import MaxattnError, MeshError
 from maxattn.sharding.mesh import MOST_DEVICES, MOST_RANKS
-from tests.steps import lines_run
+from tests.lines_run import lines_run
 
 V5P = ma.Target.named("TPU v5p")
 STRATEGIES = ("auto", "ring", "ulysses", "ulysses_ring", "all_gather")
