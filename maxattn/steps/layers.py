@@ -69,7 +69,7 @@ def blocks(
     config: AttentionConfig | None = None,
     add: bool = True,
 ) -> Any:
-    """Run a model's layers one after the other: x = layer(x, *beside).
+    """Run a model's layers one after the other: `x = layer(x, *beside)`.
 
     Without a surrounding `steps.forward` it is this loop and nothing else. Inside one, a step can
     reuse what the layers added in an earlier step, or leave layers out.
