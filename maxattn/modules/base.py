@@ -5,9 +5,9 @@ The kernel is chosen by `maxattn.attention`, not here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,31 @@ IN, OUT = ("fsdp", "tensor"), ("tensor", "fsdp")
 """Mesh axes of weights [in, out]: IN for projections to heads, OUT for projections from heads."""
 
 
+class ModuleSizes(NamedTuple):
+    """Arguments of a module's constructor, under its names; `kv_dim` None is query_dim."""
+
+    query_dim: int
+    heads: int
+    kv_heads: int | None
+    dim_head: int
+    out_dim: int | None
+    dim_head_v: int | None
+    dropout: float
+    bias: bool
+    out_bias: bool
+    qk_norm: str | None
+    eps: float
+    scale: float | None
+    out_proj: bool
+    gate: str | None = None
+    kv_dim: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Take the fields from the local variables of a constructor."""
+        return cls(**{name: given[name] for name in cls._fields if name in given})
+
+
 class Build(NamedTuple):
     """Arguments of `nnx.Linear` that all projections of a module share."""
 
@@ -45,6 +70,11 @@ class Build(NamedTuple):
     kernel_init: Callable[..., Array]
     bias_init: Callable[..., Array]
     rngs: nnx.Rngs
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Take the fields from the local variables of a constructor."""
+        return cls(*(given[name] for name in cls._fields))
 
 
 class Projection(NamedTuple):
@@ -87,53 +117,39 @@ class AttentionBase(nnx.Module):
 
     def __init__(
         self,
-        query_dim: int,
-        kv_dim: int,
-        heads: int,
-        kv_heads: int | None,
-        dim_head: int,
-        out_dim: int | None,
-        dim_head_v: int | None,
-        dropout: float,
-        bias: bool,
-        out_bias: bool,
-        qk_norm: str | None,
-        eps: float,
-        scale: float | None,
-        out_proj: bool,
-        gate: str | None,
+        sizes: ModuleSizes,
         build: Build,
         config: AttentionConfig | None,
         mesh: jax.sharding.Mesh | None,
     ) -> None:
+        query_dim, heads, dim_head = sizes.query_dim, sizes.heads, sizes.dim_head
         self.query_dim, self.heads, self.dim_head = query_dim, heads, dim_head
-        self.dim_head_v = dim_head if dim_head_v is None else dim_head_v
-        self.kv_heads = heads if kv_heads is None else kv_heads
-        self.out_proj, self.gate = out_proj, gate
-        if out_proj:
-            self.out_dim = query_dim if out_dim is None else out_dim
+        self.dim_head_v = dim_head if sizes.dim_head_v is None else sizes.dim_head_v
+        self.kv_heads = heads if sizes.kv_heads is None else sizes.kv_heads
+        self.out_proj, self.gate = sizes.out_proj, sizes.gate
+        if self.out_proj:
+            self.out_dim = query_dim if sizes.out_dim is None else sizes.out_dim
         else:
             for setting in ("heads", "dim_head", "dim_head_v"):
                 checks.positive(setting, getattr(self, setting))
-            checks.channels_of_heads(out_dim, heads * self.dim_head_v)
+            checks.channels_of_heads(sizes.out_dim, heads * self.dim_head_v)
             self.out_dim = heads * self.dim_head_v
-        self.qk_norm, self.eps, self.scale = qk_norm, eps, checks.scale(scale)
+        self.qk_norm, self.eps, self.scale = sizes.qk_norm, sizes.eps, checks.scale(sizes.scale)
         self.config, self.mesh = config, mesh
-        self._check(dropout, build)
-        inner, v_inner = self.kv_heads * dim_head, self.kv_heads * self.dim_head_v
+        self._check(sizes.dropout, build)
+        kv_dim, bias = query_dim if sizes.kv_dim is None else sizes.kv_dim, sizes.bias
         joined = heads * self.dim_head_v
-        self.to_q: nnx.Linear = linear_on_mesh(query_dim, heads * dim_head, bias, IN, build)
-        self.to_k: nnx.Linear = linear_on_mesh(kv_dim, inner, bias, IN, build)
-        self.to_v: nnx.Linear = linear_on_mesh(kv_dim, v_inner, bias, IN, build)
-        if out_proj:
-            self.to_out: nnx.Linear = linear_on_mesh(joined, self.out_dim, out_bias, OUT, build)
-        if gate == "per_head":
+        self.to_q = linear_on_mesh(query_dim, heads * dim_head, bias, IN, build)
+        self.to_k, self.to_v = self._to_keys_and_values(kv_dim, bias, build)
+        if self.out_proj:
+            self.to_out = linear_on_mesh(joined, self.out_dim, sizes.out_bias, OUT, build)
+        if self.gate == "per_head":
             self.to_gate_logits = linear_on_mesh(query_dim, heads, True, IN, build)
-        if gate == "per_channel":
+        if self.gate == "per_channel":
             self.to_gate = linear_on_mesh(query_dim, joined, bias, IN, build)
         self.norm_q = self._norm(heads, build)
         self.norm_k = self._norm(self.kv_heads, build)
-        self.dropout = nnx.Dropout(dropout, deterministic=False)
+        self.dropout = nnx.Dropout(sizes.dropout, deterministic=False)
 
     def _check(self, dropout: float, build: Build) -> None:
         for setting in ("query_dim", "dim_head", "dim_head_v", "out_dim"):
@@ -150,6 +166,13 @@ class AttentionBase(nnx.Module):
         checks.dtype("param_dtype", build.param_dtype)
         checks.precision(build.precision)
         checks.parameter_rngs(build.rngs)
+
+    def _to_keys_and_values(
+        self, width: int, bias: bool, build: Build
+    ) -> tuple[nnx.Linear, nnx.Linear]:
+        inner, v_inner = self.kv_heads * self.dim_head, self.kv_heads * self.dim_head_v
+        to_k = linear_on_mesh(width, inner, bias, IN, build)
+        return to_k, linear_on_mesh(width, v_inner, bias, IN, build)
 
     def _norm(self, heads: int, build: Build) -> QKNorm | None:
         how: dict[str, Any] = {"param_dtype": build.param_dtype, "rngs": build.rngs}

@@ -17,12 +17,11 @@ from maxattn.masks.operands import check_values
 from maxattn.modules import checks
 from maxattn.modules.base import (
     BIAS_INIT,
-    IN,
     KERNEL_INIT,
     AttentionBase,
     Build,
+    ModuleSizes,
     Projection,
-    linear_on_mesh,
 )
 from maxattn.modules.explicit import like_states, like_text, over_explicit_axes
 from maxattn.modules.qk_norm import QKNorm
@@ -106,16 +105,13 @@ class CrossAttention(AttentionBase):
         self.cross_attention_dim = query_dim if cross_attention_dim is None else cross_attention_dim
         self.added_kv_proj_dim = added_kv_proj_dim
         checks.positive("cross_attention_dim", self.cross_attention_dim)
-        sizes = query_dim, self.cross_attention_dim, heads, kv_heads, dim_head, out_dim, dim_head_v
-        options = dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate
-        build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        super().__init__(*sizes, *options, build, config, mesh)
+        build = Build.of(locals())
+        sizes = ModuleSizes.of(locals() | {"kv_dim": self.cross_attention_dim})
+        super().__init__(sizes, build, config, mesh)
         self.norm_added_k: QKNorm | None = nnx.data(None)
         if (width := added_kv_proj_dim) is not None:
             checks.positive("added_kv_proj_dim", width)
-            inner, v_inner = self.kv_heads * self.dim_head, self.kv_heads * self.dim_head_v
-            self.add_k_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
-            self.add_v_proj: nnx.Linear = linear_on_mesh(width, v_inner, bias, IN, build)
+            self.add_k_proj, self.add_v_proj = self._to_keys_and_values(width, bias, build)
             self.norm_added_k = self._norm(self.kv_heads, build)
 
     @answers_names

@@ -20,6 +20,7 @@ from maxattn.modules.base import (
     OUT,
     AttentionBase,
     Build,
+    ModuleSizes,
     Projection,
     linear_on_mesh,
     without_bias,
@@ -100,22 +101,17 @@ class JointAttention(FlaxAttention):
         bias_init: Callable[..., Array] = BIAS_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        sizes = query_dim, query_dim, heads, kv_heads, dim_head, out_dim, dim_head_v
-        options = dropout, bias, out_bias, qk_norm, eps, scale, out_proj, None
+        sizes, build = ModuleSizes.of(locals()), Build.of(locals())
         checks.flag("text_out", text_out)
         self.text_out = text_out
-        AttentionBase.__init__(self, *sizes, *options, build, config, mesh)
+        AttentionBase.__init__(self, sizes, build, config, mesh)
         width = query_dim if added_kv_proj_dim is None else added_kv_proj_dim
         checks.positive("added_kv_proj_dim", width)
         self.added_kv_proj_dim, bias = width, added_proj_bias
-        inner, kv_inner = self.heads * self.dim_head, self.kv_heads * self.dim_head
-        v_inner, heads_inner = self.kv_heads * self.dim_head_v, self.heads * self.dim_head_v
-        self.add_q_proj: nnx.Linear = linear_on_mesh(width, inner, bias, IN, build)
-        self.add_k_proj: nnx.Linear = linear_on_mesh(width, kv_inner, bias, IN, build)
-        self.add_v_proj: nnx.Linear = linear_on_mesh(width, v_inner, bias, IN, build)
+        self.add_q_proj = linear_on_mesh(width, heads * dim_head, bias, IN, build)
+        self.add_k_proj, self.add_v_proj = self._to_keys_and_values(width, bias, build)
         if self.out_proj and self.text_out:
-            self.to_add_out: nnx.Linear = linear_on_mesh(heads_inner, width, out_bias, OUT, build)
+            self.to_add_out = linear_on_mesh(heads * self.dim_head_v, width, out_bias, OUT, build)
         self.norm_added_q = self._norm(self.heads, build)
         self.norm_added_k = self._norm(self.kv_heads, build)
 

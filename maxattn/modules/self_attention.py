@@ -18,6 +18,7 @@ from maxattn.modules.base import (
     KERNEL_INIT,
     AttentionBase,
     Build,
+    ModuleSizes,
     Projection,
 )
 from maxattn.modules.explicit import like_states_without_cache, over_explicit_axes
@@ -99,10 +100,7 @@ class FlaxAttention(AttentionBase):
         bias_init: Callable[..., Array] = BIAS_INIT,
         rngs: nnx.Rngs,
     ) -> None:
-        sizes = query_dim, query_dim, heads, kv_heads, dim_head, out_dim, dim_head_v
-        options = dropout, bias, out_bias, qk_norm, eps, scale, out_proj, gate
-        build = Build(dtype, param_dtype, precision, kernel_init, bias_init, rngs)
-        super().__init__(*sizes, *options, build, config, mesh)
+        super().__init__(ModuleSizes.of(locals()), Build.of(locals()), config, mesh)
 
     @overload
     def __call__(
