@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -55,11 +56,9 @@ class ModulationRow:
     @property
     def parts(self) -> Parts:
         found = (self.table,) if self.base is None else (self.base, self.table)
+        rule = "table and base must be [B, F, R, D], and row a static number from 0 to R - 1"
         for part in found:
             if part.ndim != 4 or whole(self.row, 0, part.shape[2] - 1) is None:
-                rule = (
-                    "table and base must be [B, F, R, D], and row a static number from 0 to R - 1"
-                )
                 value = f"row {brief(self.row)} of shape {tuple(part.shape)}"
                 raise InputError("ModulationRow", value, rule, "give a row that each table has")
         return found
@@ -118,9 +117,8 @@ def adaptive_norm(
     """
     for name, row in (("scale", scale), ("shift", shift)):
         if not isinstance(row, ModulationRow | None):
-            raise InputError(
-                name, row, "it must be a ModulationRow", "write ModulationRow(rows, n)"
-            )
+            rule = "it must be a ModulationRow"
+            raise InputError(name, row, rule, "write ModulationRow(rows, n)")
     vectors = _of_norm(norm, scale, shift) | _of_branch(branch)
     rows = (x,) if branch is None else (x, branch.y)
     _check(rows, vectors)
@@ -156,11 +154,8 @@ def _of_norm(
     norm: nnx.LayerNorm, scale: ModulationRow | None, shift: ModulationRow | None
 ) -> Vectors:
     """Combine the norm's learned scale and bias with the modulation's scale and shift."""
-    found: Vectors = {}
-    if scale is not None:
-        found["scale"] = _parts(scale, 1.0)
-    if shift is not None:
-        found["shift"] = _parts(shift)
+    found: Vectors = {} if scale is None else {"scale": _parts(scale, 1.0)}
+    found |= {} if shift is None else {"shift": _parts(shift)}
     learned, offset = ((None if p is None else p[...]) for p in (norm.scale, norm.bias))
     if offset is not None:
         more = offset if scale is None else (1 + scale.value()) * offset
@@ -171,12 +166,9 @@ def _of_norm(
 
 
 def _of_branch(branch: GatedBranch | None) -> Vectors:
-    found: Vectors = {}
-    if branch is not None and branch.gate is not None:
-        found["gate"] = _parts(branch.gate)
-    if branch is not None and branch.bias is not None:
-        found["bias"] = _whole(branch.bias)
-    return found
+    gate, bias = (None, None) if branch is None else (branch.gate, branch.bias)
+    found: Vectors = {} if gate is None else {"gate": _parts(gate)}
+    return found if bias is None else found | {"bias": _whole(bias)}
 
 
 def _parts(row: ModulationRow, constant: float = 0.0) -> tuple[VectorParts, Parts]:
@@ -223,11 +215,10 @@ def decide(
     # Each device must have equally many tokens and, with several frames, all T of them.
     batches, spans = (sharding.ways(letter, shape) for letter in "BT")
     is_even = x.shape[0] % batches == 0 and x.shape[1] % spans == 0
-    if len(frames) > 1 or not is_even or (frames and spans > 1):
-        return None
     widths = tuple(each.dtype.itemsize for each in rows)
     launch = RowLaunch(work, widths, gpu.sms, gpu.family.shared_memory)
-    return launch if launch.fits() and not call.why_not(target, mesh) else None
+    is_even &= len(frames) <= 1 and not (frames and spans > 1)
+    return launch if is_even and launch.fits() and not call.why_not(target, mesh) else None
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -248,12 +239,11 @@ def in_steps(work: RowWork, rows: tuple[Tokens, ...], parts: Parts) -> tuple[Tok
     """Compute the normalised tokens and, if there is a branch, the sum, with XLA."""
     x, *branch = rows
     # Row by row: else XLA writes the whole table for all tokens, and each layer reads all of it.
-    vectors, first = {}, 0
+    vectors, left = {}, iter(parts)
     for name, vector in work.vectors:
-        last = first + len(vector.rows)
-        value = _sum_of_rows(parts[first:last], vector.rows)
+        value = _sum_of_rows(tuple(islice(left, len(vector.rows))), vector.rows)
         value = value + vector.constant if vector.constant else value
-        vectors[name], first = _of_tokens(value, x.shape[1]), last
+        vectors[name] = _of_tokens(value, x.shape[1])
     for y in branch:
         x = _gated(x, y, vectors.get("gate"), vectors.get("bias"))
     z = x.astype(jnp.float32)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from maxattn import sharding
 from maxattn.jax_private.linear import linear_call
 from maxattn.modules import norm_rope_tpu
+from maxattn.modules.norm_rope_tpu import Tables, Vectors
 from maxattn.modules.qk_norm import QKNorm, ZeroCentredRMSNorm, scale_of
 from maxattn.modules.row_kernel import call
 from maxattn.modules.row_kernel.work import RowLaunch, RowWork, VectorParts
@@ -26,14 +27,8 @@ from maxattn.rope import Rotary, apply_rotary
 from maxattn.target import Target
 
 DTYPES = ("bfloat16", "float16", "float32")
-KINDS = {
-    None: None,
-    "rms_norm": "head",
-    "zero_centred_rms_norm": "head",
-    "rms_norm_across_heads": "across",
-}
-Vectors = dict[str, Float[Array, "#N H"]]
-Tables = tuple[Array, ...]
+KINDS: dict[str | None, str | None] = {"rms_norm": "head", "zero_centred_rms_norm": "head"}
+KINDS |= {"rms_norm_across_heads": "across", None: None}
 
 
 @dataclass(frozen=True)
@@ -86,16 +81,8 @@ def decide(
     """Decide how queries or keys are normalised and rotated.
 
     The kernel runs on TPUs, and on NVIDIA GPUs with fa4-jax, if batch, tokens and heads divide over
-    the mesh.
-
-    Args:
-        target: the machine.
-        x: the projection's input, [B, T, C], or its shape and dtype.
-        qk_norm, norm: the name of the norm, and the norm layer.
-        rotary: the rotary table, which fits the heads.
-        heads, head_dim: number of heads, and channels of each.
-        mesh: device mesh of the call.
-        letters: axis letters of the result, for its sharding.
+    the mesh. `x` is the projection's input [B, T, C], or its shape and dtype; `letters` are the
+    axes of the result, for its sharding.
     """
     on_tpu = target.platform == "tpu"
     has_kernel = on_tpu or target.device.vendor == "NVIDIA"
@@ -142,11 +129,7 @@ def norm_rotary(
 ) -> Float[Array, "B T N H"]:
     """Add the bias to projected queries or keys, normalise and rotate them, in one kernel.
 
-    Args:
-        how: the decision, whose work is not None.
-        x: the projection's result.
-        bias: the projection's bias; None if x contains it.
-        norm, rotary, mesh, letters: as for `decide`.
+    `bias` is None if x contains the projection's bias; other arguments are those of `decide`.
     """
     assert how.work is not None
     (b, t, _), head_dim, shape = x.shape, how.work.head_dim, sharding.mesh_shape(mesh)

@@ -34,9 +34,8 @@ Tables = tuple[Array, ...]
 
 def why_not(work: RowWork) -> str:
     """Return why the kernel cannot take these heads, or ""."""
-    if work.channels % _width(work) or LEAST * work.channels > NUMBERS:
-        return f"the kernel cannot take {work.heads} heads of dim {work.head_dim}"
-    return ""
+    takes = work.channels % _width(work) == 0 and LEAST * work.channels <= NUMBERS
+    return "" if takes else f"the kernel cannot take {work.heads} heads of dim {work.head_dim}"
 
 
 def _width(work: RowWork) -> int:
@@ -45,19 +44,12 @@ def _width(work: RowWork) -> int:
 
 
 class RowTiles(NamedTuple):
-    """The static facts of a kernel.
-
-    Args:
-        work: the work on a row.
-        batch, length: B and T.
-        example_tables: whether each batch row has tables of its own.
-        interpret: whether Pallas' interpreter runs the kernel.
-    """
+    """The static facts of a kernel."""
 
     work: RowWork
     batch: int
     length: int
-    example_tables: bool
+    example_tables: bool  # whether each batch row has tables of its own
     interpret: bool
 
     @property
@@ -67,11 +59,9 @@ class RowTiles(NamedTuple):
         blocks = -(-self.length // most)
         return -(-self.length // blocks // LEAST) * LEAST
 
-    @property
-    def chunks(self) -> list[slice]:
-        """Cut a row into chunks."""
-        width = _width(self.work)
-        return [slice(i, i + width) for i in range(0, self.work.channels, width)]
+    def mean(self, parts: Any) -> Array:
+        """Return the mean over a row of the sum of parts, each [tokens, channels of a chunk]."""
+        return reduce(add, parts).sum(axis=1, keepdims=True) * (1.0 / self.work.channels)
 
     def heads_of(self, chunk: slice) -> list[tuple[int, slice]]:
         """Return the heads of a chunk, each with its channels in the chunk."""
@@ -81,29 +71,18 @@ class RowTiles(NamedTuple):
             for start in range(chunk.start, chunk.stop, h)
         ]
 
-    # ---- blocks ----------------------------------------------------------------------------------
-
-    def of_rows(self) -> Any:
+    def block(self, of: str) -> Any:
+        """Return a step's block of "rows", "heads", "cos", "sin" or, by another name, a vector."""
         from jax.experimental import pallas as pl
 
-        return pl.BlockSpec((None, self.tokens, self.work.channels), lambda b, i: (b, i, 0))
-
-    def of_heads(self) -> Any:
-        from jax.experimental import pallas as pl
-
-        block = None, self.work.heads, self.tokens, self.work.head_dim
-        return pl.BlockSpec(block, lambda b, i: (b, 0, i, 0))
-
-    def of_vector(self) -> Any:
-        from jax.experimental import pallas as pl
-
-        return pl.BlockSpec((1, self.work.channels), lambda b, i: (0, 0))
-
-    def of_table(self) -> Any:
-        from jax.experimental import pallas as pl
-
-        block = None, self.tokens, _width(self.work)
-        return pl.BlockSpec(block, lambda b, i: (b if self.example_tables else 0, i, 0))
+        work, own = self.work, self.example_tables
+        table = (None, self.tokens, _width(work)), lambda b, i: (b if own else 0, i, 0)
+        blocks = {
+            "rows": ((None, self.tokens, work.channels), lambda b, i: (b, i, 0)),
+            "heads": ((None, work.heads, self.tokens, work.head_dim), lambda b, i: (b, 0, i, 0)),
+            **dict.fromkeys(("cos", "sin"), table),
+        }
+        return pl.BlockSpec(*blocks.get(of, ((1, work.channels), lambda b, i: (0, 0))))
 
     def run(self, kernel: Any, name: str, **how: Any) -> Any:
         from jax.experimental import pallas as pl
@@ -124,13 +103,13 @@ def forward(
     work: RowWork, x: Float[Array, "B T N H"], vectors: Vectors, tables: Tables, interpret: bool
 ) -> Float[Array, "B T N H"]:
     """Normalise and rotate; the result is a view of an array [B, N, T, H]."""
-    blocks, operands = _blocks(work, x, tables, interpret), _operands(work, vectors, tables)
-    b, t, n, h = x.shape
+    (b, t, n, h), operands = x.shape, _operands(work, vectors, tables)
+    blocks = RowTiles(work, b, t, bool(tables) and len(tables[0]) == b > 1, interpret)
     run = blocks.run(
         partial(_forward, blocks, tuple(operands)),
         FORWARD,
-        in_specs=[blocks.of_rows(), *_specs(blocks, operands)],
-        out_specs=blocks.of_heads(),
+        in_specs=[blocks.block(name) for name in ("rows", *operands)],
+        out_specs=blocks.block("heads"),
         out_shape=jax.ShapeDtypeStruct((b, n, t, h), x.dtype),
     )
     return run(x.reshape(b, t, n * h), *operands.values()).swapaxes(1, 2)
@@ -147,14 +126,14 @@ def backward(
     """Return the gradients of x and of the vectors, in the shapes of these."""
     from jax.experimental.pallas import tpu as pltpu
 
-    blocks, operands = _blocks(work, x, tables, interpret), _operands(work, vectors, tables)
-    b, t, n, h = x.shape
+    (b, t, n, h), operands = x.shape, _operands(work, vectors, tables)
+    blocks = RowTiles(work, b, t, bool(tables) and len(tables[0]) == b > 1, interpret)
     of_vector = jax.ShapeDtypeStruct((1, n * h), jnp.float32)
     run = blocks.run(
         partial(_backward, blocks, tuple(operands), tuple(vectors)),
         BACKWARD,
-        in_specs=[blocks.of_rows(), blocks.of_heads(), *_specs(blocks, operands)],
-        out_specs=[blocks.of_rows(), *(blocks.of_vector() for _ in vectors)],
+        in_specs=[blocks.block(name) for name in ("rows", "heads", *operands)],
+        out_specs=[blocks.block(name) for name in ("rows", *vectors)],
         out_shape=[jax.ShapeDtypeStruct((b, t, n * h), x.dtype), *(of_vector for _ in vectors)],
         scratch_shapes=[pltpu.VMEM((blocks.tokens, n * h), jnp.float32)],
     )
@@ -170,11 +149,6 @@ def backward(
 # ---- operands ------------------------------------------------------------------------------------
 
 
-def _blocks(work: RowWork, x: Array, tables: Tables, interpret: bool) -> RowTiles:
-    own = bool(tables) and tables[0].shape[0] == x.shape[0] > 1
-    return RowTiles(work, x.shape[0], x.shape[1], own, interpret)
-
-
 def _operands(work: RowWork, vectors: Vectors, tables: Tables) -> dict[str, Array]:
     """Return the vectors as [1, N*H], and the tables as [B or 1, T, channels of a chunk]."""
     found = {
@@ -185,21 +159,13 @@ def _operands(work: RowWork, vectors: Vectors, tables: Tables) -> dict[str, Arra
         return found
     cos, sin = tables
     copies = _width(work) // work.head_dim
-    if work.style == "half":
-        whole = jnp.concatenate([cos, cos], axis=2), jnp.concatenate([-sin, sin], axis=2)
-    else:
-        pairs = (cos, cos), (-sin, sin)
-        whole = tuple(jnp.stack(p, axis=3).reshape(*cos.shape[:2], -1) for p in pairs)
+    # The halves of a head, or the two channels of each pair, side by side.
+    axis = 2 if work.style == "half" else 3
+    whole = {"cos": (cos, cos), "sin": (-sin, sin)}
     return found | {
-        name: jnp.tile(table, (1, 1, copies))
-        for name, table in zip(("cos", "sin"), whole, strict=True)
+        name: jnp.tile(jnp.stack(pair, axis).reshape(*cos.shape[:2], -1), (1, 1, copies))
+        for name, pair in whole.items()
     }
-
-
-def _specs(blocks: RowTiles, operands: dict[str, Array]) -> list[Any]:
-    return [
-        blocks.of_table() if name in ("cos", "sin") else blocks.of_vector() for name in operands
-    ]
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -211,6 +177,12 @@ class _Chunk(NamedTuple):
     blocks: RowTiles
     read: dict[str, Any]
     columns: slice
+
+    @staticmethod
+    def all(blocks: RowTiles, read: dict[str, Any]) -> list[_Chunk]:
+        width = _width(blocks.work)
+        starts = range(0, blocks.work.channels, width)
+        return [_Chunk(blocks, read, slice(i, i + width)) for i in starts]
 
     def of(self, name: str, default: float) -> Any:
         return self.read[name][:, self.columns] if name in self.read else default
@@ -247,30 +219,16 @@ def _swap(x: Float[Array, "q W"], work: RowWork) -> Float[Array, "q W"]:
     return jnp.where(is_first, pltpu.roll(x, width - apart, 1), pltpu.roll(x, apart, 1))
 
 
-def _chunks(blocks: RowTiles, read: dict[str, Any]) -> list[_Chunk]:
-    return [_Chunk(blocks, read, columns) for columns in blocks.chunks]
-
-
-def _root(work: RowWork, squares: Any) -> Any:
-    return lax.rsqrt(squares + work.eps)
-
-
-def _mean_across(work: RowWork, parts: Any) -> Array:
-    """Return the mean over a row of the sum of parts, each [tokens, channels of a chunk]."""
-    return reduce(add, parts).sum(axis=1, keepdims=True) * (1.0 / work.channels)
-
-
 def _forward(blocks: RowTiles, names: tuple[str, ...], x: Any, *refs: Any) -> None:
     *operands, out = refs
     read, work = dict(zip(names, operands, strict=True)) | {"x": x}, blocks.work
-    chunks = _chunks(blocks, read)
-    across = None
+    chunks, across = _Chunk.all(blocks, read), None
     if work.norm == "across":
-        across = _root(work, _mean_across(work, (jnp.square(c.z()) for c in chunks)))
+        across = lax.rsqrt(blocks.mean(jnp.square(c.z()) for c in chunks) + work.eps)
     for chunk in chunks:
         z = chunk.z()
         if work.norm is not None:
-            r = _root(work, chunk.mean(z * z)) if across is None else across
+            r = lax.rsqrt(chunk.mean(z * z) + work.eps) if across is None else across
             z = z * r * chunk.of("scale", 1.0)
         y = chunk.rotated(z).astype(out.dtype)
         for head, columns in blocks.heads_of(chunk.columns):
@@ -298,8 +256,8 @@ def _backward(
         # Past the last token a block has any values, which no sum may contain.
         return value if blocks.length % blocks.tokens == 0 else jnp.where(is_real, value, 0.0)
 
-    squares, products = [], []
-    for chunk in _chunks(blocks, read):
+    chunks, squares, products = _Chunk.all(blocks, read), [], []
+    for chunk in chunks:
         heads = [dy[head].astype(jnp.float32) for head, _ in blocks.heads_of(chunk.columns)]
         dn = real(chunk.rotated(jnp.concatenate(heads, axis=1), back=True))
         kept[:, chunk.columns] = dn
@@ -309,13 +267,14 @@ def _backward(
             products.append(dn * chunk.of("scale", 1.0) * z)
     across = None
     if work.norm == "across":
-        r = _root(work, _mean_across(work, squares))
-        across = r, r * _mean_across(work, products)
-    for chunk in _chunks(blocks, read):
+        r = lax.rsqrt(blocks.mean(squares) + work.eps)
+        across = r, r * blocks.mean(products)
+    for chunk in chunks:
         z, dz = real(chunk.z()), kept[:, chunk.columns]
         if work.norm is not None:
             h = dz * chunk.of("scale", 1.0)
-            r, mean = across or (r := _root(work, chunk.mean(z * z)), r * chunk.mean(h * z))
+            r = across[0] if across else lax.rsqrt(chunk.mean(z * z) + work.eps)
+            mean = across[1] if across else r * chunk.mean(h * z)
             u = z * r
             if "scale" in of_vectors:
                 of_vectors["scale"][:, chunk.columns] += (dz * u).sum(axis=0, keepdims=True)

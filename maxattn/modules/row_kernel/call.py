@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -54,27 +55,20 @@ def norm_rows(
 ) -> list[Rows]:
     """Compute z = x + bias or other + gate * (x + bias), and y = rotate(norm(z) * scale + shift).
 
+    Return [y], or [y, z] if `rows` has two arrays.
+
     Args:
-        launch: the work, and how rows are shared among blocks.
         rows: (x,) or (other, x), each [B, T, N H].
         parts: the vectors' arrays, [B or 1, F or 1, R, N H], or [1, 1, 1, H] for all heads, in the
             order of `launch.work.vectors`. All arrays with F > 1 have the same F, which divides T.
         tables: cosines and sines in float32, [L, H/2], where L divides B T; or none.
-        name: the call's name in profiles.
-
-    Returns:
-        [y], or [y, z] if `rows` has two arrays.
     """
     import_cute()
-    results = [rows[0]] * len(rows)
+    results, operands = [rows[0]] * len(rows), (rows, parts, tables)
     return import_module("cutejax").call(
         import_module("maxattn.modules.row_kernel.kernel").run,
-        results,
-        launch,
-        rows,
-        parts,
-        tables,
-        in_specs=_specs((rows, parts, tables)),
+        *(results, launch, *operands),
+        in_specs=_specs(operands),
         out_specs=_specs(results),
         name=name,
         vmap_method="sequential",
@@ -87,9 +81,8 @@ def _specs(operands: Any) -> list[Any]:
     Constants are the channels of rows [B, T, N H] and of tables [L, H/2], and the whole shape of a
     vector [1, 1, R, N H] that all rows share.
     """
-    spec, found = import_module("cutejax").ArraySpec, []
-    for x in jax.tree.leaves(operands):
-        fixed = {2: (1,), 3: (2,), 4: x.shape[:2] == (1, 1) or (2, 3)}[len(x.shape)]
-        # The widest load needs addresses that 16 divides; XLA passes slices without a copy.
-        found.append(spec(static_dims=fixed, assumed_align=16))
-    return found
+    # The widest load needs addresses that 16 divides; XLA passes slices without a copy.
+    spec = partial(import_module("cutejax").ArraySpec, assumed_align=16)
+    shapes = (x.shape for x in jax.tree.leaves(operands))
+    fixed = ({2: (1,), 3: (2,), 4: x[:2] == (1, 1) or (2, 3)}[len(x)] for x in shapes)
+    return [spec(static_dims=x) for x in fixed]

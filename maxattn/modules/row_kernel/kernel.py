@@ -7,6 +7,7 @@ when a kernel is compiled.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any, NamedTuple
@@ -105,7 +106,9 @@ class RowKernel:
         place: Any = Place(self.work, cute.arch.thread_idx()[0])
         early, late = self.sources(place, rows, tables)
         block = self.begin(place, early, rows[0])
-        if cutlass.const_expr(self.all_rows_share(parts)):
+        # Whether all rows are known, at compile time, to share their vectors.
+        alone = all(isinstance(n, int) and n == 1 for part in parts for n in part.shape[:2])
+        if cutlass.const_expr(alone):
             load_vectors(block, parts, 0, 0)
             for row in cutlass.range(block.first, block.last):
                 self.compute(block, row, late, results)
@@ -120,10 +123,6 @@ class RowKernel:
                 last = cutlass.min(block.last, (group + 1) * span)
                 for row in cutlass.range(first, last):
                     self.compute(block, row, late, results)
-
-    def all_rows_share(self, parts: Any) -> bool:
-        """Check whether all rows are known, at compile time, to share their vectors."""
-        return all(isinstance(n, int) and n == 1 for part in parts for n in part.shape[:2])
 
     def sources(self, place: Place, rows: Any, tables: Any) -> tuple[list[Any], list[Any]]:
         """Return sources of rows and angles: those copied ahead, and those loaded with their row.
@@ -147,9 +146,8 @@ class RowKernel:
         if work.norm == "layer" and not work.is_full:
             octet = cutlass.Float32(OCTET)
             count = over_lanes(total([place.own(p, octet) for p in range(work.passes)]), WARP)
-        vectors: dict[str, list[Any]] = {}
-        for name, _ in work.vectors:
-            vectors[name] = [new_registers(OCTET, cutlass.Float32) for _ in range(work.passes)]
+        registers = partial(new_registers, OCTET, cutlass.Float32)
+        vectors = {name: [registers() for _ in range(work.passes)] for name, _ in work.vectors}
         stages = Stages(place, sources, self.launch.stages)
         for i in range(stages.depth - 1):
             stages.start(cutlass.min(first + i, last - 1), i)

@@ -8,6 +8,7 @@ computes, in float32, 8 for each pass: CuTe values in Python lists, unrolled at 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from operator import add, mul
@@ -55,23 +56,18 @@ class Place:
 
     def load(self, array: Any, start: Any, one_head: bool = False) -> Row:
         """Load the thread's channels of the row or vector that begins at `start`."""
-        found, kind = [], array.element_type
-        for step in range(self.work.passes):
-            parts = self.channels(step, one_head)
-            loaded = [load(array.iterator + start + first, n, kind) for first, n in parts]
-            found.append(list(chain(*loaded)))
-        return found
+        begin, kind = array.iterator + start, array.element_type
+        steps = (self.channels(step, one_head) for step in range(self.work.passes))
+        return [list(chain(*(load(begin + at, n, kind) for at, n in parts))) for parts in steps]
 
     def store(self, into: Any, number: Any, row: Row) -> Row:
         """Store row `number` of an array [B, T, N H], and return the rounded row."""
-        rounded, kind = [], into.element_type
+        rounded, kind = [[] for _ in row], into.element_type
         for step, numbers in enumerate(row):
-            kept, parts = [], self.channels(step)
-            for k, (first, n) in enumerate(parts):
+            for k, (first, n) in enumerate(self.channels(step)):
                 registers = rounded_registers(numbers[k * n : (k + 1) * n], kind)
                 cute.autovec_copy(registers, vector(self.row(into, number) + first, n, kind))
-                kept += values(registers)
-            rounded.append(kept)
+                rounded[step] += values(registers)
         return rounded
 
     def row(self, rows: Any, number: Any) -> Any:
@@ -161,10 +157,7 @@ class RowSource(NamedTuple):
 def of_rows(place: Place, rows: Any) -> RowSource:
     """Return the source of the thread's channels in rows of [B, T, N H], pass by pass."""
     parts = [part for step in range(place.work.passes) for part in place.channels(step)]
-
-    def begin(number: Any) -> list[Any]:
-        return [place.row(rows, number) + first for first, _ in parts]
-
+    begin: Any = lambda number: [place.row(rows, number) + first for first, _ in parts]  # noqa: E731
     return RowSource(rows.element_type, [n for _, n in parts], begin)
 
 
@@ -215,12 +208,11 @@ def each(f: Callable[..., Any], *rows: Row) -> Row:
     return [[f(*x) for x in zip(*passes, strict=True)] for passes in zip(*rows, strict=True)]
 
 
-def plus(x: Row, y: Row | None) -> Row:
-    return x if y is None else each(add, x, y)
+def plus(x: Row, y: Row | None, f: Callable[..., Any] = add) -> Row:
+    return x if y is None else each(f, x, y)
 
 
-def times(x: Row, y: Row | None) -> Row:
-    return x if y is None else each(mul, x, y)
+times = partial(plus, f=mul)
 
 
 def rotated(style: str | None, row: Row, cos: Any = None, sin: Any = None) -> Row:
