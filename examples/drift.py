@@ -29,18 +29,16 @@ from maxattn_examples.common import hosts
 from maxattn_examples.common.statistics import drift
 from maxattn_examples.common.writable import unwritable
 from maxattn_examples.compare import pictures
+from maxattn_examples.compare import ways as arms
 from maxattn_examples.compare.family import family_of, task_of_family
 from maxattn_examples.compare.report import Report, Row, machine_facts
-from maxattn_examples.sample import arms
-from maxattn_examples.sample.arms import DENSE, PLAIN, Arm
+from maxattn_examples.compare.runner import Runner, Trajectory, psnr
+from maxattn_examples.compare.ways import DENSE, PLAIN, Arm, self_kernel
 from maxattn_examples.sample.checks import check, check_plan
 from maxattn_examples.sample.command import check_unread, command, paths_of
-from maxattn_examples.sample.kernels import self_kernel
-from maxattn_examples.sample.measured import facts_of
+from maxattn_examples.sample.facts import run_facts, weights_facts
 from maxattn_examples.sample.paths import Paths
 from maxattn_examples.sample.run import check_weights, start_of, start_of_plan
-from maxattn_examples.sample.run_weights import weights_of_run
-from maxattn_examples.sample.runner import Runner, Trajectory, psnr
 from maxattn_examples.sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
@@ -107,7 +105,7 @@ def main(found: argparse.Namespace) -> None:
         for arm in ways:
             print(f"{arm.name}: {arms.forwards(arms.task_of(arm, make), paths)}")
         return
-    facts = {"config": str(found.config), **weights_of_run(plain, paths).checkpoints()}
+    facts = {"config": str(found.config), **weights_facts(plain, paths)}
     report = Report({**facts, **machine_facts(), "clips": 0})
     dense: tuple[np.ndarray, Trajectory] | None = None
     decoded: list[np.ndarray] = []
@@ -119,7 +117,7 @@ def main(found: argparse.Namespace) -> None:
         row, latents, dense = _measured(arm, count, runner, dense)
         row.arm, lacks = arms.add_plain(ways, arm, row.count, make)
         row.notes += [f"no row of the same cost: {lacks}"] if lacks else []
-        row.of = facts_of(task, task.sampler(), runner.steps.planned, paths)
+        row.of = run_facts(task, runner.resolved.sampler, paths)
         if paths.out is not None:
             shown = _shown(task, paths, latents, f"{len(report.rows):02} {arm.name}")
             decoded = decoded or shown

@@ -24,6 +24,8 @@ from typing import Any
 import jax.numpy as jnp
 from maxattn_examples.common import hosts
 from maxattn_examples.common.command import parser_of, user_errors
+from maxattn_examples.compare import ways as arms
+from maxattn_examples.compare.ways import Arm, self_kernel
 from maxattn_examples.digits_large import clips, scenes
 from maxattn_examples.digits_large.drawing import Conditions, draw, rows_of
 from maxattn_examples.digits_large.report import REAL, Report
@@ -31,10 +33,7 @@ from maxattn_examples.digits_large.sampling_task import ClipSamplingTask, size_o
 from maxattn_examples.digits_large.scenes import Scans, Scene, Size
 from maxattn_examples.digits_large.scores import Judge
 from maxattn_examples.digits_large.settings import Settings
-from maxattn_examples.sample import arms
-from maxattn_examples.sample.arms import Arm
 from maxattn_examples.sample.assumed import assumed_lengths
-from maxattn_examples.sample.kernels import self_kernel
 from maxattn_examples.sample.paths import Paths
 from maxattn_examples.sample.rows import Rows, batch_ways, noise
 

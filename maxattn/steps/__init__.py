@@ -4,7 +4,15 @@ A model runs its layers by `ma.blocks`. `resolve` turns settings into `Steps`; a
 calls `forward` (or `guided`) with each of them.
 """
 
-from maxattn.steps.layers import Hook, Layers, around, blocks, count_layers, run_layers
+from maxattn.steps.layers import (
+    Hook,
+    Layers,
+    are_stacked,
+    around,
+    blocks,
+    count_layers,
+    run_layers,
+)
 from maxattn.steps.resolve import resolve
 from maxattn.steps.run import Added, Kept, Predictions, forward, guided, predictions
 from maxattn.steps.settings import (
@@ -14,9 +22,13 @@ from maxattn.steps.settings import (
     SkipSettings,
     StepSettings,
 )
-from maxattn.steps.value import Mix, Step, Steps, step_needs
+from maxattn.steps.value import BOTH, THIRD, WITH, WITHOUT, Mix, Step, Steps, step_needs
 
 __all__ = [
+    "BOTH",
+    "THIRD",
+    "WITH",
+    "WITHOUT",
     "Added",
     "AttentionSettings",
     "CacheSettings",
@@ -30,6 +42,7 @@ __all__ = [
     "Step",
     "StepSettings",
     "Steps",
+    "are_stacked",
     "around",
     "blocks",
     "count_layers",

@@ -68,7 +68,7 @@ def resolve(
 
     steps_of_run = made(each)
     for m, place in enumerate(places[:1] if alike else places):
-        for path, value, less in _without_one(each[m] or StepSettings()):
+        for path, value, less in _without_one(each[m] or StepSettings(), any(every)):
             others = [less] * len(each) if alike else [*each[:m], less, *each[m + 1 :]]
             if _effect(made(others)) == _effect(steps_of_run):
                 rule = f"no step of the run would be another without it: {_facts(counts, guides)}"
@@ -87,14 +87,18 @@ def _facts(counts: Sequence[int], guides: Sequence[bool]) -> str:
     return "it has " + " and ".join(parts)
 
 
-def _without_one(own: StepSettings) -> Iterator[tuple[str, object, StepSettings]]:
-    """Yield each key that is set, its value, and the settings without it; not what is off."""
+def _without_one(own: StepSettings, guided: bool) -> Iterator[tuple[str, object, StepSettings]]:
+    """Yield each key that is set, its value, and the settings without it.
+
+    Not keys that are off, and of guided runs no shares of steps, which may round to none.
+    """
     for name, part in (("cache", own.cache), ("guidance", own.guidance)):
         if part is None:
             continue
         for key in sorted(part.changed):
             value = getattr(part, key)
             off = getattr(value, "threshold", None) == 0 or key == "schedule"
+            off |= guided and key in ("start", "stop")
             if not off and not (key == "first_block" and getattr(part, "schedule", None)):
                 less = type(part)(**{k: getattr(part, k) for k in part.model_fields_set - {key}})
                 shown = value if isinstance(value, int | float | str) else "given"

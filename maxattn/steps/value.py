@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -142,13 +143,15 @@ class Steps(Sequence[Step]):
 
     def memory(
         self,
-        run: Callable[[Step, Any], Any],
+        run: Callable[..., Any],
+        *args: Any,
         size: Callable[[Any], int] = lambda x: x.size * x.dtype.itemsize,
     ) -> int:
         """Return the most bytes that a run keeps between two steps, without running it.
 
         Args:
-            run: from a step and what is kept to what is kept after it, as the loop does it.
+            run: from a step, what is kept and `args` to what is kept after it, as the loop does it.
+            args: arrays, or their shapes.
             size: bytes of an array, or its shape; default those of all of it.
         """
         kept: Any = {}
@@ -159,7 +162,7 @@ class Steps(Sequence[Step]):
             kind = replace(step, threshold=0.0, most=1, number=0)
             key = kind, jax.tree.structure(kept), *map(str, jax.tree.leaves(kept))
             if key not in known:
-                known[key] = jax.eval_shape(lambda kept, step=step: run(step, kept), kept)
+                known[key] = jax.eval_shape(partial(run, step), kept, *args)
             kept = known[key]
             most = max(most, sum(map(size, jax.tree.leaves(kept))))
         return most

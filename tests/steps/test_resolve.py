@@ -88,7 +88,6 @@ REFUSED = {
     "interval": ({"cache": {"interval": 1}}, "steps.cache.interval: 1"),
     "ends": ({"cache": {"shape": {"first": 0.5, "last": 0.6}}}, "steps.cache.shape"),
     "skips": ({"guidance": {"skip": {"layers": [1], "stop": 0.1}}}, "steps.guidance.skip"),
-    "start": ({"guidance": {"start": 0.01}}, "steps.guidance.start"),
 }
 
 

@@ -350,6 +350,8 @@ def test_a_model_without_blocks_and_a_step_without_sums_are_refused():
 def test_memory_is_that_of_the_sums(order, sums):
     model, x = Model("stack"), jnp.ones((ROWS, WIDTH))
     steps = resolved(8, cache={"schedule": "XX.X.X.X", "order": order})
-    run = lambda step, kept: ma.steps.forward(  # noqa: E731
-        step, kept, model, x, jnp.ones(ROWS), TEXT)[1]  # fmt: skip
-    assert steps.memory(run) == sums * ROWS * WIDTH * 4
+
+    def left(step, kept, x):
+        return ma.steps.forward(step, kept, model, x, jnp.ones(ROWS), TEXT)[1]
+
+    assert steps.memory(left, x) == sums * ROWS * WIDTH * 4

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.modules import GatedBranch, ModulationRow, adaptive_norm, gated_sum
-
-from .scan import are_scanned
+from maxattn.steps import are_stacked
 
 Tokens = Float[Array, "B T D"]
 
@@ -59,7 +58,7 @@ def left_open(layers: Any, config: ma.AttentionConfig | None) -> bool:
         config: attention's settings.
     """
     recomputes = config is not None and config.remat_policy != "NONE"
-    return not are_scanned(layers) and not recomputes
+    return not are_stacked(layers) and not recomputes
 
 
 def rows_of(table: Float[Array, "#B #F R D"], base: Any = None) -> Iterator[ModulationRow]:

@@ -1,10 +1,5 @@
-"""What shortcuts of sampling cost on a user's own model: runs that are compared clip by clip.
+"""Ways of sampling compared clip by clip, beside plain steps of equal cost.
 
-    report.py      a table, and a YAML file that sampling can be given (sampling.fast.measured)
-    pictures.py    scores of decoded samples
-    curve.py       how the numbers of dense runs change from step to step
-    thresholds.py  what step caches need so that a share of the steps computes
-    family.py      which models a command is about
-
-Ways of sampling, and plain runs of the same cost, are in sample/arms.py; sample/runner.py runs one.
+`ways.py` reads them, `runner.py` runs one, `report.py` has the table and its file, `curve.py`
+measures MagCache's curve, `pictures.py` compares decoded pictures.
 """

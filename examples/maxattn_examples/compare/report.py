@@ -17,7 +17,8 @@ import maxattn as ma
 from maxattn_examples.common.markdown import table
 from maxattn_examples.common.replacing import replacing
 from maxattn_examples.common.statistics import paired
-from maxattn_examples.sample.arms import DENSE, FLOOR, Arm, Count
+
+from .ways import DENSE, FLOOR, Arm, Count
 
 PerClip = Float[np.ndarray, " n"]
 

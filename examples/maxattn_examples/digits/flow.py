@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import maxattn as ma
+from maxattn.steps import resolve
 from maxattn_examples import samplers
-from maxattn_examples.fast.program import guided
 from maxattn_examples.samplers import flow_euler
 from maxattn_examples.train import flow, forcing
 from maxattn_examples.train.task import Arrays
@@ -123,8 +123,14 @@ def sample(model: WanTransformer, words: Words, noise: Video, sampling: Sampling
     """
     scale, nothing = sampling.guidance_scale, jnp.full_like(words, PAD)
     told = words if scale == 1.0 else jnp.concatenate([nothing, words])
-    known = ((told, model.encode(told)),)
-    predict = guided(lambda x, t, what, _: model(x, t, *what), known, scale)
+    known = told, model.encode(told)
+
+    def predict(x: Array, t: Array, which: str) -> Array:
+        x = jnp.concatenate([x, x]) if which == "both" else x
+        return model(x, jnp.broadcast_to(t, x.shape[:1]), *known)
+
+    steps = resolve(None, sampling.num_inference_steps, 1, scale != 1.0)
     grid = np.linspace(1.0, 0.0, sampling.num_inference_steps + 1)
     sigmas = flow_euler.shifted(grid, sampling.timestep_shift)
-    return samplers.sample(predict, noise, flow_euler.over(sigmas, train_steps=1))
+    schedule = flow_euler.over(sigmas, train_steps=1)
+    return samplers.sample(predict, noise, schedule, None, steps, scale, batched=True)

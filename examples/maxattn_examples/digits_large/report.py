@@ -17,7 +17,7 @@ from PIL import Image
 from maxattn_examples.common.markdown import table
 from maxattn_examples.common.replacing import replacing
 from maxattn_examples.common.statistics import drift, frechet, paired, spearman
-from maxattn_examples.sample.arms import DENSE, FLOOR, Arm, Count
+from maxattn_examples.compare.ways import DENSE, FLOOR, Arm, Count
 
 from .clips import Clips, of_model
 from .drawing import Drawn

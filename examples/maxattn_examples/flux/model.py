@@ -27,9 +27,10 @@ import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import InputError
 from maxattn.modules import adaptive_norm
+from maxattn.steps import Layers, count_layers, run_layers
 from maxattn_examples.common.layers import Embedding, on_mesh, sinusoids
 from maxattn_examples.common.residual import left_open, residual
-from maxattn_examples.common.scan import Around, Layers, count_layers, make_layers, run_layers
+from maxattn_examples.common.scan import make_layers
 
 from .block import FluxBlock, Modulation, Tokens, positions
 from .single_block import FluxSingleBlock
@@ -131,7 +132,6 @@ class FluxTransformer2D(nnx.Module):
         text: Float[Array, "B S K"],
         pooled: Float[Array, "B P"],
         guidance: Float[Array, " B"] | None = None,
-        around: Around | None = None,
     ) -> Latents:
         """Predict the velocity.
 
@@ -141,8 +141,6 @@ class FluxTransformer2D(nnx.Module):
             text: states of the T5 encoder, [B, S, joint_attention_dim].
             pooled: the CLIP encoder's one vector, [B, pooled_projection_dim].
             guidance: of each picture, where the model takes one; 3.5 is usual.
-            around: decides which layers run, the double blocks and then the single ones; default
-                all. They take and give the tokens of picture and text, apart.
         """
         self._check(latents, text, pooled, guidance)
         _, height, width, _ = latents.shape
@@ -153,7 +151,7 @@ class FluxTransformer2D(nnx.Module):
         x = rearrange(latents.astype(self.dtype), patches, h=PATCH, w=PATCH)
         x = sharding.constrain(self.x_embedder(x), self.mesh, "BT.")
         c = self.context_embedder(text.astype(self.dtype))
-        x, _ = (around or Layers.all)(self._layers(e, rotary), (x, c))
+        x, _ = ma.blocks(self._layers(e, rotary), (x, c))
         scale, shift = self.norm_out(e)
         _, x = adaptive_norm(x, self.norm_out.norm, scale, shift, mesh=self.mesh)
         x = self.proj_out(x)

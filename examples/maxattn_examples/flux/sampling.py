@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.scan import Around
 from maxattn_examples.common.shapes import Form
 from maxattn_examples.sample.task import Arrays, PictureTask
 from maxattn_examples.sample.torch_parts import TextEncoder, negated, to_numpy
@@ -97,10 +96,9 @@ class FluxSamplingTask(PictureTask):
         x: Float[Array, "B H W C"],
         t: Float[Array, " B"],
         told: Any,
-        around: Around | None = None,
     ) -> Array:
         """Predict the velocity."""
-        return model(x, t, *told, around=around)
+        return model(x, t, *told)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan the attention of text and picture together."""

@@ -17,9 +17,8 @@ from maxattn_examples.common.xla_options import sampling_options
 
 from . import files
 from .lora_checks import lora_errors
-from .measured import report_of
 from .paths import Paths
-from .planned import planned_steps
+from .resolve import resolved
 from .task import SamplingTask
 from .torch_parts import Needs, device_errors, without_torch
 from .weights_checks import parts_of, weights_errors
@@ -67,9 +66,7 @@ def check_plan(task: SamplingTask, paths: Paths) -> None:
         *pipeline_errors(paths.model, task.family),
         *size_errors,
         *(_embeddings_errors(task, given) if given is not None and not size_errors else ()),
-        *_read_errors(
-            [lambda: planned_steps(task, task.sampler(), paths), lambda: report_of(task)]
-        ),
+        *_read_errors([lambda: resolved(task, paths)]),
     ]
     if problems:
         raise ConfigErrors([problem for error in problems for problem in _flat(error)])
@@ -87,9 +84,8 @@ def options(task: SamplingTask) -> dict[str, Any]:
 def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
     """Yield why the scheduler's file, those of the weights or compiler options are refused."""
     opened: list[Callable[[], Any]] = [
-        lambda: planned_steps(task, task.sampler(), paths),
+        lambda: resolved(task, paths),
         lambda: options(task),
-        lambda: report_of(task),
     ]
     if paths.weights is None or paths.weights.exists():
         parts = parts_of(task, paths)

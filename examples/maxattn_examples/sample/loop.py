@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,43 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from maxattn.steps import Kept, Step, Steps, guided, step_needs
 from maxattn_examples.common.split import Leaves, Structure, split
-from maxattn_examples.fast.deciding import EASYCACHE
-from maxattn_examples.fast.program import Inputs, Made, Memory, take
-from maxattn_examples.fast.steps import Planned, Step, decided_letters, decided_lines
-from maxattn_examples.samplers import Schedule, State, start
+from maxattn_examples.samplers import Schedule, State, start, step
 from maxattn_examples.samplers.schedule import Keys
 
 from .checks import options
-from .kernels import structure_with
 from .not_finite import not_finite
-from .planned import guidance_of
 from .task import Expert, SamplingTask
 
-Program = Callable[[Leaves, Inputs], tuple[State, Made, Array]]
+
+class Inputs(NamedTuple):
+    """What a step takes beside parameters; a pytree.
+
+    Args:
+        schedule: of the sampler.
+        i: number of the step.
+        state: of the sampler.
+        told: what the model is told in each call: of both rows, or without the text and with it. A
+            prediction with the text takes the last.
+        scale: of guidance.
+        step: what it computes.
+        wanted: number of samples, the first rows, that count in a decision; None for all.
+    """
+
+    schedule: Schedule
+    i: Array
+    state: State
+    told: tuple[Any, ...]
+    scale: Array
+    step: Step
+    wanted: Array | None = None
+
+
+Model = Callable[[Array, Array, Any], Array]  # of samples, times and what the model is told
+Program = Callable[[Leaves, Inputs, Kept], tuple[State, Kept, Array]]
 LINES = 10  # of a run without a terminal
+NONE = "-"  # the letter of a step without a prediction
 
 
 class Walk(AbstractContextManager["Walk"]):
@@ -46,7 +68,7 @@ class Walk(AbstractContextManager["Walk"]):
         told: arrays for each call of a step, as `rows.told_in_rows` arranges them.
         noise: standard normal.
         schedule: of the sampler.
-        planned: what each step computes.
+        steps: what each step computes.
         console: where the bar is drawn; default standard output.
         keys: of the new noise of each sample, for a sampler that re-noises.
         mesh: that the models are on.
@@ -55,7 +77,7 @@ class Walk(AbstractContextManager["Walk"]):
     Attributes:
         observe: is given the number and the state of each step that was taken; the run goes on from
             what it returns.
-        memory: what the last step kept.
+        kept: what the last step left.
     """
 
     def __init__(
@@ -64,7 +86,7 @@ class Walk(AbstractContextManager["Walk"]):
         told: tuple[dict[str, Array], ...],
         noise: Float[Array, "B ... C"],
         schedule: Schedule,
-        planned: Sequence[Planned],
+        steps: Steps,
         console: Console | None = None,
         keys: Keys | None = None,
         mesh: jax.sharding.Mesh | None = None,
@@ -72,14 +94,13 @@ class Walk(AbstractContextManager["Walk"]):
     ) -> None:
         self.mesh = mesh
         self._wanted = None if wanted in (None, len(noise)) else jnp.int32(wanted)
-        self.task, self.schedule, self.planned = task, schedule, planned
+        self.task, self.schedule, self.steps = task, schedule, steps
         self._structure: Structure | None = None
         self._once: Callable[..., Any]
         self._programs: dict[Any, Program] = {}
-        self._with: dict[str | None, Structure] = {}
         self._console = console
         self.observe: Callable[[int, State], State] | None = None
-        self.memory = Memory()
+        self.kept: Kept = {}
         self.begin(told, noise, keys)
 
     def begin(
@@ -110,61 +131,60 @@ class Walk(AbstractContextManager["Walk"]):
         """Take an expert's steps with its model."""
         structure, parameters = split(model)
         if structure != self._structure:
-            self._structure, self._programs, self._with = structure, {}, {}
+            self._structure, self._programs = structure, {}
             self._once = jax.jit(lambda p, told: self.task.told(structure.merge(p), told))
         known = tuple(self._once(parameters, what) for what in self._told_to(expert))
-        memory = self.memory = Memory.of(self.planned)
-        queued: list[tuple[Array, Step, Inputs]] = []
-        wait = partial(self._wait, queued, structure, parameters)
+        self.kept = {}
+        queued: list[tuple[Array, Inputs]] = []
+        wait = partial(self._wait, queued, partial(self.task.predict, structure.merge(parameters)))
         for i in range(self.bar.done, self.bar.done + expert.steps):
-            step, kept = self.planned[i].step, memory.before(self.planned[i])
-            told = known if step.guidance == "guided" else known[-1:]
-            scale = jnp.float32(expert.guidance_scale)
-            place = jnp.int32(i)
-            given = Inputs(self.schedule, place, self.state, told, scale, kept, self._wanted)
-            arrays, structure_of_kept = jax.tree.flatten(kept)
-            key = step, structure_of_kept, tuple(x.sharding for x in arrays)
+            own: Step = jax.tree.map(jnp.asarray, self.steps[i])
+            kept = self.kept = step_needs(own, self.kept)
+            told = known if own.guidance == "two" else known[-1:]
+            scale, place = jnp.float32(expert.guidance_scale), jnp.int32(i)
+            given = Inputs(self.schedule, place, self.state, told, scale, own, self._wanted)
+            arrays, structure_of_given = jax.tree.flatten((own, kept))
+            key = structure_of_given, tuple(x.sharding for x in arrays)
             if key not in self._programs:
                 wait(0)
                 self.bar.pause()
-                own = self._structure_of(step.kernel, structure)
-                self._programs[key] = _compiled(self.task, own, step, (parameters, given))
+                self._programs[key] = _compiled(self.task, structure, (parameters, given, kept))
             self.bar.begin()
-            self.state, made, finite = self._programs[key](parameters, given)
-            memory.after(made)
-            self._computed.append(made.computed)
+            self.state, self.kept, finite = self._programs[key](parameters, given, kept)
+            decided = {k: x.computed for k, x in self.kept.items() if x.computed is not None}
+            self._computed.append(decided)
             if self.observe is not None:
                 self.state = self.observe(i, self.state)
-            # A check of the layers does not take what was kept, which is freed now.
-            bare = given._replace(kept=kept._replace(weights=(), added=()))
-            queued.append((finite, step, bare))
+            queued.append((finite, given))
             wait(1)
         wait(0)
         self.bar.pause()
 
     def outcome(self) -> Iterator[str]:
         """Say which steps computed, if they decided that; call it after the last one."""
-        return decided_lines(self.planned, jax.device_get(self._computed))
+        for name, letters in self.decided().items():
+            own = "" if name in ("both", "with") else f" of the prediction {name}"
+            count = letters.count("X"), len(letters) - letters.count(NONE)
+            yield "computed {} of {} steps{}: {}".format(*count, own, letters)
 
-    def decided(self) -> list[str]:
-        """Return the steps' letters, as `outcome` says them, of each call that decided some."""
+    def decided(self) -> dict[str, str]:
+        """Return the steps' letters, as they decided, of each prediction that decided some."""
         computed = jax.device_get(self._computed)
-        return list(decided_letters(self.planned, computed).values())
+        found = dict.fromkeys((name for each in computed for name in each), "")
+        for own, made in zip(self.steps, computed, strict=True):
+            for name in found:
+                has = bool(own.predictions) if name == "both" else name in own.predictions
+                letter = "X" if made.get(name, True) else "."
+                found[name] += letter if name in made else own.letter if has else NONE
+        return found
 
     def forwards(self) -> float:
         """Count the forwards of the steps that were taken, as they decided."""
         found = 0.0
-        for each, made in zip(self.planned, jax.device_get(self._computed), strict=True):
-            every = made.get("both", made.get(EASYCACHE, True))
-            reused = [x for x in each.step.predictions if not made.get(x, every)]
-            found += each.step.forwards(self.task.layers, reused)
+        for own, made in zip(self.steps, jax.device_get(self._computed), strict=True):
+            decided = [x for x in own.predictions if not made.get(x, made.get("both", True))]
+            found += own.forwards(self.task.layers, decided if made else None)
         return found
-
-    def _structure_of(self, kernel: str | None, model: Structure) -> Structure:
-        """Return the structure that takes the model's arrays, with a kernel."""
-        if kernel not in self._with:
-            self._with[kernel] = structure_with(self.task, kernel, model, self.mesh)
-        return self._with[kernel]
 
     def _told_to(self, expert: Expert) -> tuple[dict[str, Array], ...]:
         """Leave out the negative prompt for the one of two experts that has no guidance."""
@@ -173,63 +193,82 @@ class Walk(AbstractContextManager["Walk"]):
         samples, last = self.state.x.shape[0], self.told[-1]
         return ({name: x[-samples:] for name, x in last.items()},)
 
-    def _wait(
-        self,
-        queued: list[tuple[Array, Step, Inputs]],
-        structure: Structure,
-        parameters: Leaves,
-        most: int,
-    ) -> None:
+    def _wait(self, queued: list[tuple[Array, Inputs]], model: Model, most: int) -> None:
         """Wait until at most so many steps are queued, and count the others.
 
         Raises:
             InputError: a sample is not finite, at this step and layer.
         """
         while len(queued) > most:
-            finite, step, given = queued.pop(0)
+            finite, given = queued.pop(0)
             if not finite:
-                own = self._structure_of(step.kernel, structure)
-                model = partial(self.task.predict, own.merge(parameters))
-                how = guidance_of(self.task)
-                raise not_finite(model, step, how, given, len(self.planned))
+                raise not_finite(model, given, len(self.steps))
             self.bar.advance()
 
 
+def take(model: Model, given: Inputs, kept: Kept) -> tuple[State, Kept]:
+    """Take a step of a sampler; return its state, and what is kept for later steps."""
+    after: list[Kept] = []
+    told, rows = given.told, given.wanted
+
+    def predict(x: Array, t: Array) -> Array:
+        if not given.step.predictions:
+            after.append({})
+            return jnp.zeros_like(x)
+
+        def call(name: str) -> Array:
+            what = told[0] if name in ("without", "both") else told[-1]
+            rows = jnp.concatenate([x, x]) if name == "both" else x
+            return model(rows, jnp.broadcast_to(t, rows.shape[:1]), what)
+
+        batched = len(told) == 1
+        v, left = guided(given.step, kept, call, given.scale, batched=batched, rows=rows)
+        after.append(left)
+        return v
+
+    state = step(given.schedule, given.i, given.state, predict)
+    return state, after[0]
+
+
 def _compiled(
-    task: SamplingTask, structure: Structure, step: Step, args: tuple[Leaves, Inputs]
+    task: SamplingTask, structure: Structure, args: tuple[Leaves, Inputs, Kept]
 ) -> Program:
     """Compile a kind of step for these arguments, and print how long that took.
 
-    Its last result is whether the sample is finite.
+    Its last result is whether the sample is finite. It takes the memory of what is kept.
     """
-    how = guidance_of(task)
-    shardings = jax.tree.map(lambda x: x.sharding, args[1])
+    given, kept = (jax.tree.map(lambda x: x.sharding, each) for each in args[1:])
 
-    def one(parameters: Leaves, given: Inputs) -> tuple[State, Made, Array]:
-        model = partial(task.predict, structure.merge(parameters))
-        state, made = take(model, step, how, given)
-        if step.layers == "decide":
-            made = made._replace(added=_placed(made.added, shardings.kept.added[0]))
-        return state, made, jnp.isfinite(state.x).all()
+    def one(parameters: Leaves, given: Inputs, before: Kept) -> tuple[State, Kept, Array]:
+        state, after = take(partial(task.predict, structure.merge(parameters)), given, before)
+        if given.step.layers == "decide":
+            after = _placed(after, kept)
+        return state, after, jnp.isfinite(state.x).all()
 
     began = time.perf_counter()
-    jitted = jax.jit(one, out_shardings=(shardings.state, None, None))
+    jitted = jax.jit(one, out_shardings=(given.state, None, None), donate_argnums=2)
     compiled = jitted.lower(*args).compile(options(task))
     print(f"compiled in {time.perf_counter() - began:.1f} s{_memory(compiled)}")
     return compiled
 
 
-def _placed(added: Mapping[str, Any], shardings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _placed(kept: Kept, shardings: Any) -> Kept:
     """Place what a step keeps as what it takes, so that the next step runs the same program."""
+    if not any(len(x.device_set) > 1 for x in jax.tree.leaves(shardings)):
+        return kept
 
-    def one(name: str, part: Any) -> Any:
-        where = shardings.get(name)
-        if where is None or jax.tree.structure(part) != jax.tree.structure(where):
-            return part
-        return jax.lax.with_sharding_constraint(part, where)
+    def one(part: Any, where: Any) -> Any:
+        return jax.tree.map(jax.lax.with_sharding_constraint, part, where)
 
-    on_many = any(len(x.device_set) > 1 for x in jax.tree.leaves(shardings))
-    return {name: one(name, part) for name, part in added.items()} if on_many else added
+    return {
+        name: part._replace(
+            sums=one(part.sums, shardings[name].sums),
+            decision=one(part.decision, shardings[name].decision),
+        )
+        if name in shardings
+        else part
+        for name, part in kept.items()
+    }
 
 
 def _memory(compiled: Any) -> str:

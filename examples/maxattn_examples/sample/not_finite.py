@@ -7,7 +7,9 @@ the mix of its predictions, and the sampler's sum.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,11 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.errors import InputError
-from maxattn_examples.common.scan import Around, Layers
-from maxattn_examples.fast.program import Inputs, Model, take
-from maxattn_examples.fast.settings import GuidanceSettings
-from maxattn_examples.fast.steps import Step
+from maxattn.steps import Layers, Mix, around, predictions
+from maxattn_examples.samplers import step as sampler_step
+
+if TYPE_CHECKING:
+    from .loop import Inputs, Model
 
 RULE = "every number of the latents is finite"
 WEIGHTS = "compute in bfloat16 or float32 (model.dtype), and look at its weights"
@@ -40,31 +43,27 @@ class Part(NamedTuple):
     call: int | None = None
 
 
-def not_finite(
-    model: Model, step: Step, how: GuidanceSettings, given: Inputs, steps: int
-) -> InputError:
+def not_finite(model: Model, given: Inputs, steps: int) -> InputError:
     """Return the error of a step after which the sample is not finite.
 
-    The step is computed once more, one layer after the other.
+    The step is computed once more, one layer after the other; what it reuses is computed.
 
     Args:
         model: of the step.
-        step: what it computes; where it reuses layers, these are computed.
-        how: predictions are mixed.
         given: the operands of the step.
-        steps: of the run.
+        steps: number of steps of the run.
     """
     parts: list[Part] = []
 
     def flags(given: Inputs) -> Array:
-        found = _parts(model, step, how, given)
+        found = _parts(model, given)
         parts[:] = [part for part, _ in found]
         return jnp.stack([flag for _, flag in found])
 
     found = np.asarray(jax.jit(flags)(given))
     where = f"not finite after step {int(given.i) + 1} of {steps}"
     if found.all():
-        if step.layers == "compute":
+        if given.step.layers == "compute":
             return InputError("latents", f"{where}: each part alone is", RULE, WEIGHTS)
         value = f"{where}: each part is if it is computed, and what is reused is not"
         return InputError("latents", value, RULE, "set sampling.fast.cache=null")
@@ -75,9 +74,7 @@ def not_finite(
     return InputError("latents", value, RULE, part.remedy)
 
 
-def _parts(
-    model: Model, step: Step, how: GuidanceSettings, given: Inputs
-) -> list[tuple[Part, Array]]:
+def _parts(model: Model, given: Inputs) -> list[tuple[Part, Array]]:
     """Return the parts of a step in the order in which they run, and whether each is finite."""
     found: list[tuple[Part, Array]] = []
 
@@ -85,34 +82,41 @@ def _parts(
         finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(x)]
         found.append((Part(*part), jnp.stack(finite).all() if finite else jnp.array(True)))
 
-    def checked(x: Array, t: Array, told: Any, around: Around | None) -> Array:
-        call = len({part.call for part, _ in found} - {None})
+    def call(x: Array, t: Array, name: str) -> Array:
+        number = len({part.call for part, _ in found} - {None})
 
         def one_by_one(layers: Layers, x: Any) -> Any:
-            see(layers.beside, "the embedding of the time, or what is added to it,", WEIGHTS, call)
-            see(x, "the input of layer 0", WEIGHTS, call)
-            for number in range(layers.count):
-                x = layers.run(x, range(number, number + 1))
-                see(x, f"the output of layer {number}", WEIGHTS, call)
+            see(
+                layers.beside, "the embedding of the time, or what is added to it,", WEIGHTS, number
+            )
+            see(x, "the input of layer 0", WEIGHTS, number)
+            for layer in range(layers.count):
+                x = layers.run(x, range(layer, layer + 1))
+                see(x, f"the output of layer {layer}", WEIGHTS, number)
             return x
 
-        out = model(x, t, told, one_by_one)
-        see(out, "the model's output, after its last layer,", WEIGHTS, call)
+        what = given.told[0] if name in ("without", "both") else given.told[-1]
+        rows = jnp.concatenate([x, x]) if name == "both" else x
+        with around(one_by_one):
+            out = model(rows, jnp.broadcast_to(t, rows.shape[:1]), what)
+        see(out, "the model's output, after its last layer,", WEIGHTS, number)
         return out
 
     see(given.state.x, "the noise", "give a file of finite numbers as --noise")
     told = "look at the embeddings that were given, and at the model's weights"
     see(given.told, "what the model makes of the prompt", told)
-    two = step.guidance in ("guided", "gate") or bool(step.skip)
-    remedy = GUIDANCE if how == GuidanceSettings() else f"{GUIDANCE}, or set {FAST}"
-    computed = step._replace(layers="compute", keeps=False, span=None)
-    kept = given.kept._replace(weights=(), added=())
-    state, _ = take(
-        checked,
-        computed,
-        how,
-        given._replace(kept=kept),
-        lambda mixed: see(mixed, "the mix of the predictions", remedy),
-    )
+    two = given.step.guidance == "two" or bool(given.step.skip)
+    remedy = GUIDANCE if given.step.mix == Mix() else f"{GUIDANCE}, or set {FAST}"
+    whole = replace(given.step, layers="compute", keeps=0, span=None, blocks=0, weights=())
+
+    def predict(x: Array, t: Array) -> Array:
+        if not whole.predictions:
+            return jnp.zeros_like(x)
+        at, batched = partial(call, x, t), len(given.told) == 1
+        mixed = predictions(whole, {}, at, batched=batched)[0].mixed(given.scale, whole.mix)
+        see(mixed, "the mix of the predictions", remedy)
+        return mixed
+
+    state = sampler_step(given.schedule, given.i, given.state, predict)
     see(state.x, "the sum of the sampler", remedy if two else WEIGHTS)
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -15,26 +16,20 @@ from flax import nnx
 
 from maxattn import sharding, weights
 from maxattn.errors import ConfigError, InputError, WeightsError
+from maxattn.steps import Steps
 from maxattn_examples.common import hosts
-from maxattn_examples.fast.calibrated import filled
-from maxattn_examples.fast.schedules import schedule_lines
-from maxattn_examples.fast.steps import Planned, forwards
-from maxattn_examples.fast.table import table
-from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.samplers.schedule import keys_of
 
-from . import files, measured
+from . import files
 from .assumed import assumed, assumed_lengths
 from .checks import check, check_plan
-from .kept import kept_bytes
-from .kernels import attention_seconds, kernel_names, plans_of
+from .facts import lora_scale
 from .loop import Walk
 from .lora_checks import check_lora
 from .paths import Paths
-from .planned import experts_of, guidance_of, planned_steps, predicts_both
+from .resolve import RunSteps, fast_lines, plans_of, predicts_both, resolved
 from .rows import Rows, batch_ways, noise, place, told_in_rows
-from .run_weights import lora_scale
-from .task import Arrays, Expert, SamplingTask
+from .task import Arrays, SamplingTask
 from .weights_checks import parts_of
 
 Mesh = jax.sharding.Mesh
@@ -58,25 +53,6 @@ class Start(NamedTuple):
         return {name: told[name].shape[1] for name in ("text", "image") if name in told}
 
 
-class Steps(NamedTuple):
-    """Hold the steps of a run.
-
-    Args:
-        sampler: that takes them.
-        experts: the models, in their order.
-        planned: what each step computes.
-    """
-
-    sampler: Sampler
-    experts: tuple[Expert, ...]
-    planned: Sequence[Planned]
-
-    @property
-    def guided(self) -> list[bool]:
-        """Whether each step has guidance without shortcuts."""
-        return [expert.guided for expert in self.experts for _ in range(expert.steps)]
-
-
 @sharding.inside_auto_axes()
 def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.ndarray:
     """Draw samples; write latents, and what they show; return the latents, channels second.
@@ -94,13 +70,13 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
     mesh = sharding.program_mesh(mesh)
     check(task, paths)
     check_weights(task, paths)
-    usual, planned = assumed_lengths(task), planned_steps(task, task.sampler(), paths)
-    kernel_names(task, planned, batch_ways(mesh), usual, mesh)  # or refuse them
+    steps = resolved(task, paths).steps
+    list(plans_of(task, steps, batch_ways(mesh), assumed_lengths(task), mesh))  # or refuse them
     start = start_of(task, paths, mesh)
-    steps = steps_of(task, paths, start.rows)
-    for line in _opening(task, paths, start, steps, mesh):
+    run = run_of(task, paths, start.rows)
+    for line in _opening(task, paths, start, run, mesh):
         print(line)
-    latents = _sampled(task, paths, start, steps, mesh)
+    latents = _sampled(task, paths, start, run, mesh)
     _check_finite(latents)
     if hosts.is_first():
         _write(task, paths, latents)
@@ -124,7 +100,7 @@ def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[
     mesh = sharding.program_mesh(mesh)
     check_plan(task, paths)
     start = start_of_plan(task, paths, mesh)
-    return [*_opening(task, paths, start, steps_of(task, paths, start.rows), mesh)]
+    return [*_opening(task, paths, start, run_of(task, paths, start.rows), mesh)]
 
 
 def check_weights(task: SamplingTask, paths: Paths) -> None:
@@ -185,11 +161,9 @@ def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") ->
 # ---- the parts of a run --------------------------------------------------------------------------
 
 
-def steps_of(task: SamplingTask, paths: Paths, rows: Rows) -> Steps:
-    """Plan the steps of a batch."""
-    sampler, divides = task.sampler(), rows.samples % rows.ways == 0
-    planned = planned_steps(task, sampler, paths, divides)
-    return Steps(sampler, experts_of(task, sampler, divides), planned)
+def run_of(task: SamplingTask, paths: Paths, rows: Rows) -> RunSteps:
+    """Decide what the steps of a batch compute."""
+    return resolved(task, paths, divides=rows.samples % rows.ways == 0)
 
 
 def start_of_plan(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
@@ -239,113 +213,82 @@ def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
 
 
 def _opening(
-    task: SamplingTask, paths: Paths, start: Start, steps: Steps, mesh: Mesh | None
+    task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Iterator[str]:
     """Say what will run."""
     sampling, rows, lengths = task.settings.sampling, start.rows, start.lengths
-    calls = rows.samples * rows.calls
-    for plan in plans_of(task, steps.planned, calls, lengths, mesh):
+    for plan in plans_of(task, run.steps, rows.samples * rows.calls, lengths, mesh):
         yield plan.explain()
     if (row := sampling.distilled_as) is not None:
         yield f"distilled {row.name}: {row.of}"
-    yield f"sampler   {steps.sampler}, {sampling.num_inference_steps} steps"
-    yield from _guidance_lines(task, rows, steps)
-    yield from _experts_lines(steps, task.layers)
-    kernels = kernel_names(task, steps.planned, calls, lengths, mesh)
-    yield from _fast_lines(task, paths, start, steps, kernels, mesh)
+    yield f"sampler   {run.sampler}, {sampling.num_inference_steps} steps"
+    yield from _guidance_lines(task, rows, run)
+    yield from _experts_lines(run)
+    fast = fast_lines(task, paths, run, start.told, rows, lengths, mesh)
+    for heading, line in zip(chain(["fast"], repeat("")), fast, strict=False):
+        yield f"{heading:<10}{line}"
     yield f"latents   {list(task.latents)}"
     yield f"rows      {rows}"
 
 
-def _guidance_lines(task: SamplingTask, rows: Rows, steps: Steps) -> Iterator[str]:
+def _guidance_lines(task: SamplingTask, rows: Rows, run: RunSteps) -> Iterator[str]:
     """Say how a step calls the model for its two predictions."""
     sampling = task.settings.sampling
     if not sampling.guided:
-        yield f"guidance  none: {_computed(steps.planned, task.layers)}"
+        yield f"guidance  none: {_computed(run.steps)}"
         return
     how = "one call of the model for both" if rows.calls == 2 else "one call after the other"
     if rows.calls == 2 and rows.ways % 2 == 0:
         how += f", each on half of the {rows.ways} devices of data and fsdp"
-    mixed = guidance_of(task)
-    how += ", CFG-Zero*" * mixed.zero_star + f", rescale {mixed.rescale:g}" * (mixed.rescale > 0)
+    mixes = {step.mix for step in run.steps if step.guidance == "two"}
+    how += ", CFG-Zero*" * any(mix.zero_star for mix in mixes)
+    how += "".join(f", rescale {mix.rescale:g}" for mix in mixes if mix.rescale)
     yield f"guidance  {sampling.cfg_scale:g}, {how}"
     if sampling.guidance_batched and rows.calls == 1:
         yield "          not in one call: steps of sampling.fast differ between the predictions"
 
 
-def _experts_lines(steps: Steps, layers: int) -> Iterator[str]:
+def _experts_lines(run: RunSteps) -> Iterator[str]:
     """Say which model takes which steps, where there are several."""
-    done, several = 0, len(steps.experts) > 1
-    for expert in steps.experts if several else ():
+    done, several = 0, len(run.experts) > 1
+    for expert in run.experts if several else ():
         end = done + expert.steps
         taken = f"steps {done + 1} to {end}" if expert.steps else "no step"
-        computed = _computed(steps.planned[done:end], layers)
-        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {computed}"
+        own = replace(run.steps, steps=run.steps[done:end], guided=run.steps.guided[done:end])
+        scale = f"{expert.guidance_scale:g}" if expert.guided else f"none: {_computed(own)}"
         yield f"expert    {expert.part}, {taken}, guidance {scale}"
         done = end
     if several:
         yield "          one at a time on the devices, each read when its turn comes"
 
 
-def _computed(planned: Sequence[Planned], layers: int) -> str:
-    at_most = "at most " * any(x.step.layers == "decide" for x in planned)
-    return f"{at_most}{forwards(planned, layers, False)[0]:g} forwards"
-
-
-def _fast_lines(
-    task: SamplingTask,
-    paths: Paths,
-    start: Start,
-    steps: Steps,
-    kernels: Mapping[str | None, str],
-    mesh: Mesh | None,
-) -> Iterator[str]:
-    """Say what steps compute and what they reuse, where they reuse anything."""
-    sampling, planned = task.settings.sampling, steps.planned
-    schedule = steps.sampler.schedule(sampling.num_inference_steps)
-    kept = kept_bytes(task, planned, schedule, start.told, start.rows, mesh)
-    found = [*table(planned, task.layers, steps.guided, kernels, kept)]
-    if found:
-        whole = forwards(planned, task.layers, steps.guided)[1]
-        seconds = attention_seconds(task, planned, whole, start.rows, start.lengths, mesh)
-        if seconds is not None:
-            used, usual = (f"{x:.3g} s" for x in seconds)
-            found.append(f"self-attention takes {used} instead of {usual}, by estimates")
-    found += measured.lines(task, steps.sampler, planned, paths)
-    if sampling.fast is not None:
-        letters = "".join(x.letter for x in planned)
-        zeros = sum(x.step.guidance == "zero" for x in planned)
-        found += schedule_lines(filled(sampling.fast.cache), letters, zeros)
-        if sampling.fast.preset is not None:
-            without = "" if sampling.fast.cache else ", without its cache"
-            found.append(f"preset {sampling.fast.preset} of fast/presets.yml{without}")
-    for heading, line in zip(chain(["fast"], repeat("")), found, strict=False):
-        yield f"{heading:<10}{line}"
+def _computed(steps: Steps) -> str:
+    return f"{'at most ' * ('?' in steps.letters)}{steps.forwards:g} forwards"
 
 
 def walk_of(
-    task: SamplingTask, paths: Paths, start: Start, steps: Steps, mesh: Mesh | None
+    task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Walk:
     """Put what a run begins with on the devices."""
     seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
-    schedule, renoises = steps.sampler.schedule(count), steps.sampler.renoises
+    schedule, renoises = run.sampler.schedule(count), run.sampler.renoises
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
     first = place(np.moveaxis(_noise(paths, start.rows, task), 1, -1), mesh)
     keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
     wanted = start.rows.wanted
-    return Walk(task, told, first, schedule, steps.planned, keys=keys, mesh=mesh, wanted=wanted)
+    return Walk(task, told, first, schedule, run.steps, keys=keys, mesh=mesh, wanted=wanted)
 
 
 def _sampled(
     task: SamplingTask,
     paths: Paths,
     start: Start,
-    steps: Steps,
+    run: RunSteps,
     mesh: Mesh | None,
 ) -> np.ndarray:
     """Take the steps of one model after the other; each is loaded when its turn comes."""
-    with walk_of(task, paths, start, steps, mesh) as walk:
-        for expert in (e for e in steps.experts if e.steps):
+    with walk_of(task, paths, start, run, mesh) as walk:
+        for expert in (e for e in run.experts if e.steps):
             model = load(task, paths, mesh, expert.part)
             walk.take(model, expert)
             del model  # before the next is loaded: a device may have room for one

@@ -11,12 +11,11 @@ from maxattn.config import Section
 from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.settings import Count, Dtype, NotNegative, Whole
-from maxattn_examples.fast import presets
-from maxattn_examples.fast.settings import FastSettings
 from maxattn_examples.samplers.sampler import Given
 
 from . import distilled
 from .distilled import Distilled, list_errors, unmoved_errors
+from .fast import FastSettings, settled
 
 
 class SamplingSettings(Section):
@@ -66,7 +65,7 @@ class SamplingSettings(Section):
         if own is not None and "num_inference_steps" not in given:
             found["num_inference_steps"] = len(own.values)
         if (fast := values["fast"]) is not None:
-            found["fast"] = presets.settled(fast, cls.family)
+            found["fast"] = settled(fast, cls.family)
         return found
 
     @classmethod

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import Family, config_of
-from maxattn_examples.common.scan import Around, scan_here
+from maxattn_examples.common.scan import scan_here
 from maxattn_examples.common.shapes import Form
 from maxattn_examples.common.size_types import size_of
 from maxattn_examples.samplers.sampler import Sampler
@@ -127,9 +127,8 @@ class SamplingTask(ABC):
         x: Float[Array, "B ... C"],
         t: Float[Array, " B"],
         told: Any,
-        around: Around | None = None,
     ) -> Array:
-        """Call the model on latents, channels last; `around` decides which of its layers run."""
+        """Call the model on latents, channels last."""
 
     @abstractmethod
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:

@@ -27,6 +27,9 @@ from flax.errors import TraceContextError
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxattn.errors import InputError, brief
+from maxattn.steps import Steps
+
+from .with_steps import Guided, check_steps
 
 Predict = Callable[[Array, Array], Array]
 Keys = UInt32[Array, "B 2"] | UInt32[np.ndarray, "B 2"]
@@ -161,10 +164,13 @@ def step(
 
 
 def sample(
-    predict: Predict,
+    predict: Callable[..., Array],
     noise: Float[Array, "B ..."],
     schedule: Schedule,
     keys: Keys | None = None,
+    steps: Steps | None = None,
+    scale: Any = 1.0,
+    batched: bool = False,
 ) -> Float[Array, "B ..."]:
     """Walk from noise to a sample, in one `lax.scan`.
 
@@ -179,15 +185,22 @@ def sample(
     A model that predicts clean - noise needs a minus sign.
 
     Args:
-        predict: a function of sample and time, or an NNX module. In a function, a model that runs
+        predict: a function of sample and time (with `steps`, of the name of a prediction too:
+            "with" the text, or "without"), or an NNX module. In a function, a model that runs
             its layers in `nnx.scan` is called as `nnx.clone(model)(...)`: flax lets no module of an
             outer trace run such layers in a loop.
         noise: standard normal.
         schedule: of the sampler.
         keys: from `keys_of`, for a sampler that re-noises.
+        steps: from `maxattn.steps.resolve`: which steps compute, reuse and are guided; default all
+            compute one prediction. Each kind of step is compiled once.
+        scale: of guidance, with `steps`.
+        batched: whether a guided step calls `predict` once, with the name "both", for the
+            predictions of twice the rows, those without the text first; with `steps`.
 
     Raises:
-        InputError: the sampler re-noises, and there are no keys; or the model needs a clone.
+        InputError: the sampler re-noises, and there are no keys; `steps` are of another number; or
+            the model needs a clone.
 
     >>> clean = jnp.array([[1.0, 2.0]])
     >>> noise = jax.random.normal(jax.random.key(0), clean.shape)
@@ -196,16 +209,32 @@ def sample(
     [[1.0, 2.0]]
     """
 
-    def call(x: Array, t: Array) -> Array:
-        return (nnx.clone(predict) if isinstance(predict, nnx.Module) else predict)(x, t)
+    def call(*args: Any) -> Array:
+        return (nnx.clone(predict) if isinstance(predict, nnx.Module) else predict)(*args)
 
-    def one(state: State, at: Any) -> tuple[State, None]:
-        i, row = at
-        return _step(Schedule(schedule.noise_scale, *row), i, state, call), None
+    begin = start(schedule, noise, keys)
+    count = len(schedule.times)
+    if steps is not None:
+        check_steps(steps, count)
+    model = None if steps is None else Guided(call, steps, scale, batched)
 
-    rows: Any = jnp.arange(len(schedule.times)), tuple(schedule[1:])
+    def one(carry: tuple[State, Any], at: Any) -> tuple[tuple[State, Any], None]:
+        (state, kept), (i, row, own) = carry, at
+        after = [kept]
+
+        def predicted(x: Array, t: Array) -> Array:
+            if model is None:
+                return call(x, t)
+            v, after[0] = model(own, kept, x, t)
+            return v
+
+        state = _step(Schedule(schedule.noise_scale, *row), i, state, predicted)
+        return (state, after[0]), None
+
     try:
-        return jax.lax.scan(one, start(schedule, noise, keys), rows)[0].x
+        carry = begin, {} if model is None else model.kept(begin.x)
+        rows: Any = jnp.arange(count), tuple(schedule[1:]), None if model is None else model.rows
+        return jax.lax.scan(one, carry, rows)[0][0].x
     except (ValueError, TraceContextError) as error:
         if "trace level" not in str(error):
             raise

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn import sharding
 from maxattn.modules import KV
+from maxattn.steps import run_layers
 from maxattn_examples.common.layers import on_mesh
-from maxattn_examples.common.scan import make_layers, map_layers, run_layers
+from maxattn_examples.common.scan import make_layers, map_layers
 
 from .layers import Config, Image, Mesh, group_norm
 from .sizes import Sizes

@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import index_of
-from maxattn_examples.common.scan import Around
 from maxattn_examples.common.shapes import Form
 from maxattn_examples.sample.task import Arrays, PictureTask
 from maxattn_examples.sample.torch_parts import TextEncoder, negated, to_numpy
@@ -96,11 +95,10 @@ class SdxlSamplingTask(PictureTask):
         x: Float[Array, "B H W C"],
         t: Float[Array, " B"],
         told: Any,
-        around: Around | None = None,
     ) -> Array:
         """Predict the noise, or v."""
         kv, pooled, picture = told
-        return model(x, t, None, pooled, picture, kv, around)
+        return model(x, t, None, pooled, picture, kv)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention of every resolution that attends."""

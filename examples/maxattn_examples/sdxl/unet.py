@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+import maxattn as ma
 from maxattn.errors import InputError
+from maxattn.steps import Layers
 from maxattn_examples.common.layers import sinusoids
-from maxattn_examples.common.scan import Around, Layers
 from maxattn_examples.common.shapes import fits
 
 from .attention import LayersKV, Text, Transformer
@@ -132,7 +133,6 @@ class UNet(nnx.Module):
         pooled: Float[Array, "B P"],
         picture: Float[Array, "B 6"],
         kv: tuple[LayersKV, ...] | None = None,
-        around: Around | None = None,
     ) -> Image:
         """Predict.
 
@@ -145,8 +145,6 @@ class UNet(nnx.Module):
             pooled: pooled states of the second, [B, P].
             picture: original height and width, top and left of the crop, wanted height and width,
                 in pixels.
-            around: decides whether the deep part runs, which is one layer: all but the first block
-                on the way down and its counterparts on the way up; default it does.
         """
         self._check(latents, pooled, picture)
         self._check_text(text, kv)
@@ -156,7 +154,7 @@ class UNet(nnx.Module):
         x = self.conv_in(latents.astype(self.dtype))
         kept = [x, told.run(*_places(self.down_blocks[0])[0], x)]
         deep = Layers(1, lambda x, _: self._deep(x, list(kept), told), add=False, beside=e)
-        x = (around or Layers.all)(deep, kept[-1])
+        x = ma.blocks(deep, kept[-1])
         for resnet, attention in _places(self.up_blocks[-1])[-len(kept) :]:
             x = told.run(resnet, attention, jnp.concatenate([x, kept.pop()], axis=-1))
         return self.conv_out(activated(self.conv_norm_out, x))

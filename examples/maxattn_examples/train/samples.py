@@ -17,10 +17,10 @@ from jaxtyping import Float
 from PIL import Image
 
 from maxattn import sharding
+from maxattn.steps import resolve
 from maxattn_examples.common import hosts, ink, pictures
 from maxattn_examples.common.replacing import replacing
 from maxattn_examples.common.xla_options import xla_options
-from maxattn_examples.fast.program import guided
 from maxattn_examples.samplers import keys_of, sample
 
 from .state import Parts, Tree
@@ -80,15 +80,18 @@ class Samples:
 
     def _sampled(self, trained: Tree, fixed: Tree, told: Any, noise: Any) -> jax.Array:
         task = self.task.sampling_task()
-        known = (task.told(self.parts.model(trained, fixed), told),)
+        known = task.told(self.parts.model(trained, fixed), told)
 
-        def predict(x: jax.Array, t: jax.Array, what: Any, around: Any) -> jax.Array:
+        def predict(x: jax.Array, t: jax.Array, which: str) -> jax.Array:
+            x = jnp.concatenate([x, x]) if which == "both" else x
             # A module of an outer trace may not be used in that of the scan over steps, so the
             # model is put together anew.
-            return task.predict(self.parts.model(trained, fixed), x, t, what, around)
+            model = self.parts.model(trained, fixed)
+            return task.predict(model, x, jnp.broadcast_to(t, x.shape[:1]), known)
 
-        call = guided(predict, known, self.sampling.cfg_scale if self.guided else 1)
-        return sample(call, noise, self.schedule, self.keys)
+        steps = resolve(None, len(self.schedule.times), task.layers, self.guided)
+        how = {"scale": self.sampling.cfg_scale, "batched": True}
+        return sample(predict, noise, self.schedule, self.keys, steps, **how)
 
     def __call__(self, trained: Tree, fixed: Tree, step: int) -> Path:
         """Draw with these parameters; return the picture."""

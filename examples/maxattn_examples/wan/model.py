@@ -33,18 +33,11 @@ import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import InputError
 from maxattn.modules import KV, adaptive_norm
+from maxattn.steps import Layers, are_stacked, count_layers, run_layers
 from maxattn_examples.common.forcing import Forcing, View, check_call, view_of
 from maxattn_examples.common.layers import norm32
 from maxattn_examples.common.residual import left_open, residual, rows_of
-from maxattn_examples.common.scan import (
-    Around,
-    Layers,
-    are_scanned,
-    count_layers,
-    make_layers,
-    map_layers,
-    run_layers,
-)
+from maxattn_examples.common.scan import make_layers, map_layers
 
 from .block import Block, Config, Tokens, table
 from .conditions import Conditions, Time
@@ -138,7 +131,7 @@ class WanTransformer3D(nnx.Module):
             kv_heads=sizes.num_attention_heads,
             dim_head=sizes.attention_head_dim,
             frames=frames,
-            per_layer=not are_scanned(self.blocks),
+            per_layer=not are_stacked(self.blocks),
             **{"dtype": jnp.dtype(self.dtype).name, "mesh": self.mesh, **how},
         )
 
@@ -154,7 +147,6 @@ class WanTransformer3D(nnx.Module):
         cache: None = None,
         forcing: Forcing | None = None,
         positions: Int[Array, "*b F"] | None = None,
-        around: Around | None = None,
     ) -> Latents: ...
     @overload
     def __call__(
@@ -180,7 +172,6 @@ class WanTransformer3D(nnx.Module):
         cache: ma.KVCache | None = None,
         forcing: Forcing | None = None,
         positions: Int[Array, "*b F"] | None = None,
-        around: Around | None = None,
     ) -> Any:
         """Predict the velocity.
 
@@ -196,7 +187,6 @@ class WanTransformer3D(nnx.Module):
             forcing: a stream whose mask the clip is under; with a clean clip beside it the
                 velocity is that of the noisy one.
             positions: numbers of the frames of tokens; default those from `cache.frame` on.
-            around: decides which layers run, in a call without a cache; default all.
 
         Raises:
             InputError: an argument does not fit the model or the others.
@@ -208,7 +198,7 @@ class WanTransformer3D(nnx.Module):
         rope = partial(self._rope, grid[1:])
         view = view_of(grid[0], rope, cache, forcing, self.mesh, positions)
         x, time = self._tokens(latents, _times(t, grid[0]), view, forcing)
-        x, cache = self._layers(x, time, kv, view, around)
+        x, cache = self._layers(x, time, kv, view)
         e = view.noisy(time.embedding)
         velocity = self._head(view.noisy(x), e, grid)
         return velocity if cache is None else (velocity, cache)
@@ -242,7 +232,7 @@ class WanTransformer3D(nnx.Module):
         return x @ kernel.reshape(-1, kernel.shape[-1]) + bias.reshape(1, 1, -1)
 
     def _layers(
-        self, x: Tokens, time: Time, kv: Any, view: View, around: Around | None
+        self, x: Tokens, time: Time, kv: Any, view: View
     ) -> tuple[Tokens, ma.KVCache | None]:
         """Run the blocks; a cache that is written is their carry, and one that is read is not."""
         cache = view.cache
@@ -267,7 +257,7 @@ class WanTransformer3D(nnx.Module):
             return residual(run_layers(step, self.blocks, x, kv, span)).total
 
         layers = Layers(count_layers(self.blocks), part, beside=time)
-        return (around or Layers.all)(layers, x), cache
+        return ma.blocks(layers, x), cache
 
     def _head(self, x: Tokens, e: Float[Array, "B F D"], grid: tuple[int, int, int]) -> Latents:
         times = e.astype(jnp.float32)[:, :, None]

@@ -30,7 +30,6 @@ from maxattn_examples.common.pipeline_folder import (
     continues_images,
     index_of,
 )
-from maxattn_examples.common.scan import Around
 from maxattn_examples.common.shapes import Form
 from maxattn_examples.common.size_types import size_of
 from maxattn_examples.sample import media
@@ -193,7 +192,6 @@ class WanSamplingTask(SamplingTask):
         x: Float[Array, "B F H W C"],
         t: Float[Array, " B"],
         told: Any,
-        around: Around | None = None,
     ) -> Array:
         """Predict the velocity: a condition's channels behind the noise's, a first frame before
         the others, at time 0.
@@ -201,10 +199,10 @@ class WanSamplingTask(SamplingTask):
         kv, condition, first = told
         x = x if condition is None else jnp.concatenate([x, condition], axis=-1)
         if first is None:
-            return model(x, t, kv=kv, around=around)
+            return model(x, t, kv=kv)
         frames = x.shape[1] // self.sizes.patch_size[0]
         times = jnp.where(jnp.arange(frames) > 0, t[:, None], 0.0)
-        return model(_begun(first, x), times, kv=kv, around=around)
+        return model(_begun(first, x), times, kv=kv)
 
     def finished(
         self, x: Float[Array, "B F H W C"], told: Mapping[str, Array]

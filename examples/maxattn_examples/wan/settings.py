@@ -18,6 +18,7 @@ from maxattn_examples.common.named_model import NamedModel
 from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.rollout_settings import RolloutSettings
 from maxattn_examples.common.settings import Count, Positive
+from maxattn_examples.sample.fast import FastSettings
 from maxattn_examples.sample.scheduler import read
 from maxattn_examples.sample.settings import FlowSampling
 from maxattn_examples.samplers import Schedule
@@ -97,6 +98,8 @@ class SamplingSettings(FlowSampling):
     """Frames a second, in the file."""
     guidance_scale_2: Annotated[float, Ge(0)] | None = None
     """Of Wan 2.2's second transformer, which takes the steps with less noise; null: the first's."""
+    fast_2: FastSettings | None = None
+    """Of Wan 2.2's second transformer, as `fast`; null: the same as the first's."""
     text_tokens: Count = 512
     """Tokens of a prompt; a shorter one is padded with zeros, as in the model's training."""
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.common.scan import are_scanned, scan_here
+from maxattn_examples.common.scan import scan_here
 from maxattn_examples.common.split import split
 from maxattn_examples.common.xla_options import sampling_options
 from maxattn_examples.train import lora
@@ -20,6 +20,7 @@ from maxattn_examples.wan.model import WanTransformer3D
 
 import maxattn as ma
 from maxattn import sharding, weights
+from maxattn.steps import are_stacked
 from tests.examples.parity import channels_last, channels_second
 from tests.examples.test_models import CASES, PLAIN, loaded, of_fixture, shapes
 from tests.examples.wan.streamed import SIZES, small
@@ -97,7 +98,7 @@ def test_a_gpu_that_samples_scans_nothing_unless_it_is_told() -> None:
     assert scan_here(None) and scan_here(True) and not scan_here(False)
     with H200.assumed():
         assert not scan_here(None) and scan_here(True)
-    assert are_scanned(wan(True).blocks) and not are_scanned(wan(False).blocks)
+    assert are_stacked(wan(True).blocks) and not are_stacked(wan(False).blocks)
 
 
 def test_on_a_gpu_products_stay_apart_unless_it_is_told() -> None:

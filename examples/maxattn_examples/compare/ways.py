@@ -15,13 +15,12 @@ from typing import Any, NamedTuple, Self
 import jax
 import yaml
 
+import maxattn as ma
+from maxattn import sharding
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
-from maxattn_examples.fast import steps
-from maxattn_examples.sample.kernels import keys_of, with_kernel
 from maxattn_examples.sample.paths import Paths
-from maxattn_examples.sample.planned import experts_of, planned_steps
-from maxattn_examples.sample.run import Steps
+from maxattn_examples.sample.resolve import resolved, with_attention
 from maxattn_examples.sample.task import SamplingTask
 from maxattn_examples.samplers.sampler import KEYS, Given
 
@@ -123,7 +122,7 @@ def with_floor(
     others: dict[str, str] = {}
     for kernel in (*((asked,) if asked else ()), *known):
         try:
-            others[kernel] = name(with_kernel(task, kernel))
+            others[kernel] = name(with_attention(task, tuple(keys_of(task, kernel).items())))
         except MaxattnError as error:
             if kernel == asked:
                 rule = error.problems[0].rule if isinstance(error, ConfigErrors) else error.rule
@@ -205,17 +204,34 @@ def _mapping(path: Path) -> dict[str, Any]:
     return said
 
 
+@sharding.inside_auto_axes()
+def self_kernel(
+    task: SamplingTask, *, rows: int, lengths: Mapping[str, int], mesh: jax.sharding.Mesh | None
+) -> str:
+    """Name the kernel of self-attention, with rows of the model in a call and lengths of texts."""
+    plans = task.plans(rows, lengths, sharding.program_mesh(mesh)).values()
+    names = (plan.kernel.name for plan in plans if plan.call.role == "self")
+    return ", ".join(dict.fromkeys(names))
+
+
 def forwards(task: SamplingTask, paths: Paths) -> Count:
     """Count the forwards of a run of these settings.
 
     Raises:
         ConfigError: `sampling.fast` does not fit the run.
     """
-    sampler = task.sampler()
-    planned = planned_steps(task, sampler, paths)
-    own = Steps(sampler, experts_of(task, sampler, True), planned)
-    decides = any(x.step.layers == "decide" for x in planned)
-    return Count(*steps.forwards(planned, task.layers, own.guided), decides)
+    steps = resolved(task, paths).steps
+    return Count(steps.forwards, steps.whole, "?" in steps.letters)
+
+
+def keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
+    """Return the settings under which a task's self-attention has a kernel, and its strategy."""
+    try:
+        ma.AttentionConfig(attention_kernel=task.settings.attention)
+    except ConfigErrors:  # other values of `attention` name a strategy too
+        return {"attention_kernel": kernel}
+    named = task.settings.attention_kernel is not None
+    return {"attention": kernel, **({"attention_kernel": None} if named else {})}
 
 
 def add_plain(ways: list[Arm], arm: Arm, count: Count, make: MakeTask) -> tuple[Arm, str]:

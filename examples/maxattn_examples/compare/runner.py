@@ -11,7 +11,7 @@ where the second run keeps what its own layers added before, and goes on from th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,12 @@ import numpy as np
 from jaxtyping import Float
 
 from maxattn import sharding
-from maxattn_examples.fast.cache_settings import REUSE
-from maxattn_examples.fast.steps import Planned
+from maxattn.steps import Step
+from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.rows import place
+from maxattn_examples.sample.run import Start, load, run_of, walk_of
+from maxattn_examples.sample.task import Arrays, SamplingTask
 from maxattn_examples.samplers import Schedule, State
-
-from .paths import Paths
-from .planned import guidance_of
-from .rows import place
-from .run import Start, load, steps_of, walk_of
-from .task import Arrays, SamplingTask
 
 Samples = Float[np.ndarray, "B ..."]
 
@@ -85,15 +82,15 @@ class Runner:
     ) -> None:
         self.task, self.paths, self.start = task, paths, start
         self.mesh = sharding.program_mesh(mesh)
-        self.steps = steps_of(task, paths, start.rows)
-        self.walk = walk_of(task, paths, start, self.steps, self.mesh)
+        self.resolved = run_of(task, paths, start.rows)
+        self.walk = walk_of(task, paths, start, self.resolved, self.mesh)
         self._begin = partial(self.walk.begin, *self.walk.given)
         self._models: dict[str, Any] = {}
 
     def give(self, told: tuple[Arrays, ...], noise: Samples, keys: np.ndarray) -> None:
         """Give other rows of the same shapes: what they are told, their noise, and keys of more."""
         parts = tuple({name: place(x, self.mesh) for name, x in part.items()} for part in told)
-        fresh = place(keys, self.mesh) if self.steps.sampler.renoises else None
+        fresh = place(keys, self.mesh) if self.resolved.sampler.renoises else None
         self._begin = partial(self.walk.begin, parts, place(noise, self.mesh), fresh)
 
     def run(self) -> Run:
@@ -103,7 +100,7 @@ class Runner:
     def dense(self) -> tuple[Run, Trajectory]:
         """Draw, and keep the state after every step."""
         self._begin()
-        name, wanted = self.steps.sampler.name, self.start.rows.wanted
+        name, wanted = self.resolved.sampler.name, self.start.rows.wanted
         kept = Trajectory(name, self.walk.schedule, wanted, [jax.device_get(self.walk.state)])
 
         def observe(i: int, state: State) -> State:
@@ -114,7 +111,7 @@ class Runner:
 
     def unlike(self, dense: Trajectory) -> str | None:
         """Return why no step can begin from the dense run's samples; None if all can."""
-        name, ours, theirs = self.steps.sampler.name, self.walk.schedule, dense.schedule
+        name, ours, theirs = self.resolved.sampler.name, self.walk.schedule, dense.schedule
         if name != dense.sampler:
             return f"the sampler is {name}, and the dense run has {dense.sampler}"
         if (steps := len(ours.times)) != (of_dense := len(theirs.times)):
@@ -137,19 +134,16 @@ class Runner:
 
     def approximate(self) -> list[int]:
         """Return the steps of the last run that reuse or approximate; all if none does so."""
-        decided = self.walk.decided()
-        guided, how = self.steps.guided, guidance_of(self.task)
-        corrected = how.zero_star or how.rescale > 0  # in each step with guidance
+        decided, steps = self.walk.decided().values(), self.resolved.steps
 
-        def is_so(i: int, planned: Planned) -> bool:
-            step = planned.step
-            own = step.layers == "reuse" or bool(step.skip) or step.kernel is not None
-            other = step.guidance not in (("guided",) if guided[i] else ("none",))
-            mixed = corrected and step.guidance == "guided"
-            return own or other or mixed or any(letters[i] == REUSE for letters in decided)
+        def is_so(i: int, step: Step) -> bool:
+            usual = Step(guidance="two" if steps.guided[i] else "one", keeps=step.keeps)
+            plain = replace(step, number=0, span=None, blocks=0, most=1) != usual
+            reuses = any(letters[i] == "." for letters in decided)
+            return reuses or (plain and step.layers != "decide")
 
-        found = [i for i, each in enumerate(self.steps.planned) if is_so(i, each)]
-        return found or list(range(len(self.steps.planned)))
+        found = [i for i, step in enumerate(steps) if is_so(i, step)]
+        return found or list(range(len(steps)))
 
     @sharding.inside_auto_axes()
     def taken(self, observe: Any = None) -> Run:
@@ -157,7 +151,7 @@ class Runner:
         self._begin()
         self.walk.observe = observe
         with self.walk as walk:
-            for expert in (e for e in self.steps.experts if e.steps):
+            for expert in (e for e in self.resolved.experts if e.steps):
                 if expert.part not in self._models:
                     self._models.clear()  # a device may have room for one
                     model = load(self.task, self.paths, self.mesh, expert.part)

@@ -1,0 +1,211 @@
+"""The one place where a run decides what its steps compute: from settings and facts to a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import maxattn as ma
+from maxattn import sharding
+from maxattn.errors import ConfigError, MaxattnError
+from maxattn.steps import Step, Steps, resolve
+from maxattn_examples.common.split import split
+from maxattn_examples.samplers import keys_of, start
+from maxattn_examples.samplers.sampler import Sampler
+
+from .facts import curve_facts, weights_facts
+from .fast import with_curve
+from .paths import Paths
+from .rows import Rows
+from .task import Arrays, Expert, SamplingTask
+
+FEW = 8  # with fewer steps, those that must compute leave next to nothing
+Overrides = tuple[tuple[str, Any], ...]
+
+
+class RunSteps(NamedTuple):
+    """The steps of a run.
+
+    Args:
+        sampler: computes their times and sums.
+        experts: the models, in the order in which they take steps.
+        steps: what each step computes.
+    """
+
+    sampler: Sampler
+    experts: tuple[Expert, ...]
+    steps: Steps
+
+
+def resolved(task: SamplingTask, paths: Paths, divides: bool = True) -> RunSteps:
+    """Decide what each step of a run computes.
+
+    Args:
+        task: of the model, with its settings.
+        paths: of its weights, which a curve depends on.
+        divides: whether the rows of the prompts alone divide over the devices. If not, one of two
+            models that has no guidance is called with the rows of both prompts.
+
+    Raises:
+        ConfigError: `sampling.fast` does not fit the run.
+    """
+    sampling, sampler = task.settings.sampling, task.sampler()
+    experts = task.experts(sampler.schedule(sampling.num_inference_steps).times)
+    experts = tuple(x if divides else x._replace(guided=sampling.guided) for x in experts)
+    facts = curve_facts(task, sampler, paths)
+    fast = with_curve(sampling.fast, facts)
+    second = getattr(sampling, "fast_2", None)
+    settings = fast if second is None else (fast, with_curve(second, facts))
+    count = sampling.num_inference_steps
+    if fast is not None and fast.preset is not None and count < FEW:
+        rule = f"it gains next to nothing in fewer than {FEW} steps, and the run has {count}"
+        raise ConfigError("sampling.fast.preset", fast.preset, rule, "leave it out")
+    counts, guided = [x.steps for x in experts], [x.guided for x in experts]
+    steps = resolve(settings, counts, task.layers, guided, setting="sampling.fast")
+    return RunSteps(sampler, experts, steps)
+
+
+def predicts_both(task: SamplingTask) -> bool:
+    """Check whether both predictions of a step are rows of one call."""
+    return task.settings.sampling.guidance_batched and not predicts_apart(task)
+
+
+def predicts_apart(task: SamplingTask) -> bool:
+    """Check whether steps differ in their predictions, or one prediction skips layers."""
+    sampling = task.settings.sampling
+    found = (sampling.fast, getattr(sampling, "fast_2", None))
+    guidance = [x.guidance for x in found if x is not None and x.guidance is not None]
+    return any((how.start, how.stop) != (0, 1) or how.skip is not None for how in guidance)
+
+
+def with_attention(task: SamplingTask, overrides: Overrides) -> SamplingTask:
+    """Return the task with other settings of attention.
+
+    Raises:
+        ConfigErrors: its own settings contradict them.
+    """
+    changed: Any = task
+    return replace(changed, settings=task.settings.replace(**dict(overrides)))
+
+
+def plans_of(
+    task: SamplingTask, steps: Steps, rows: int, lengths: Mapping[str, int], mesh: Any
+) -> Iterator[ma.Plan]:
+    """Yield the plans of a run: all as configured, then self-attention that steps replace.
+
+    Args:
+        rows: of the model in a call.
+        lengths: tokens of text and image.
+
+    Raises:
+        MaxattnError: a kernel that is named cannot run.
+    """
+    yield from task.plans(rows, lengths, mesh).values()
+    for overrides in dict.fromkeys(step.attention for step in steps if step.attention):
+        plans = with_attention(task, overrides).plans(rows, lengths, mesh)
+        yield from (plan for plan in plans.values() if plan.call.role == "self")
+
+
+def attention_seconds(
+    task: SamplingTask, steps: Steps, rows: Rows, lengths: Mapping[str, int], mesh: Any
+) -> tuple[float, float] | None:
+    """Estimate the seconds of self-attention in a run, and in one without `sampling.fast`.
+
+    Returns:
+        None if a kernel has no estimate, or layers differ in their attention.
+    """
+    forward: dict[Overrides, float] = {}
+    for overrides in {(), *(step.attention for step in steps)}:
+        own = with_attention(task, overrides) if overrides else task
+        plans = own.plans(rows.samples * rows.calls, lengths, mesh).values()
+        found = [plan for plan in plans if plan.call.role == "self"]
+        if len(found) != 1 or found[0].strategy.name != "none":
+            return None
+        local = found[0].strategy.local_call(found[0].padded_call)
+        times = found[0].kernel.microseconds(local, found[0].target)
+        if times is None:
+            return None
+        forward[overrides] = task.layers * times[0] / 1e6 / rows.calls
+    used = sum(step.forwards(task.layers) * forward[step.attention] for step in steps)
+    return used, steps.whole * forward[()]
+
+
+def fast_lines(
+    task: SamplingTask,
+    paths: Paths,
+    run: RunSteps,
+    told: tuple[Arrays, ...],
+    rows: Rows,
+    lengths: Mapping[str, int],
+    mesh: jax.sharding.Mesh | None,
+) -> Iterator[str]:
+    """Say what steps compute and reuse, what they keep, and what is known of the loss."""
+    table = run.steps.table(kept_bytes=kept_bytes(task, run, told, rows, mesh))
+    if not table:
+        return
+    yield from table.splitlines()
+    try:
+        seconds = attention_seconds(task, run.steps, rows, lengths, mesh)
+    except MaxattnError:
+        seconds = None
+    if seconds is not None:
+        yield "self-attention takes {:.3g} s instead of {:.3g} s, by estimates".format(*seconds)
+    fast = task.settings.sampling.fast
+    if fast is not None and fast.preset is not None:
+        yield f"preset {fast.preset}" + ("" if fast.cache else ", without its cache")
+    found = weights_facts(task, paths)["checkpoint"]
+    weights = "these weights" if found is None else f"weights {found}"
+    yield f"what this costs on {weights} is not known: examples/compare.py measures it"
+
+
+def kept_bytes(
+    task: SamplingTask,
+    run: RunSteps,
+    told: tuple[Arrays, ...],
+    rows: Rows,
+    mesh: jax.sharding.Mesh | None,
+) -> int:
+    """Return the most bytes that a run keeps between two steps, on a device; nothing runs."""
+    from .loop import Inputs, take
+
+    if not any(step.keeps for step in run.steps):
+        return 0
+    settings: Any = task.settings
+    # Scanned layers are traced once, and shapes do not depend on kernels.
+    plain = {"attention": "auto", "attention_kernel": None, "cross_attention": "auto"}
+    scanned = settings.replace(model=settings.model.replace(scan_layers=True), **plain)
+    changed: Any = task
+    task = replace(changed, settings=scanned)
+    structure, leaves = split(nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0))))
+    schedule = run.sampler.schedule(task.settings.sampling.num_inference_steps)
+    noise = jax.ShapeDtypeStruct((rows.samples, *task.latents[1:], task.latents[0]), jnp.float32)
+    keys = None if schedule.fresh is None else keys_of(0, rows.samples)
+    state = jax.eval_shape(start, schedule, noise, keys)
+    alone = ({name: x[-rows.samples :] for name, x in told[-1].items()},)
+
+    def left(step: Step, kept: Any, leaves: Any, state: Any, told: Any, alone: Any) -> Any:
+        model = structure.merge(leaves)
+        what = told if step.guidance == "two" else alone
+        known = tuple(task.told(model, each) for each in what)
+        own = replace(step, attention=())
+        given = Inputs(schedule, jnp.int32(0), state, known, jnp.float32(1), own)
+        return take(partial(task.predict, model), given, kept)[1]
+
+    with ma.Target.named("cpu").assumed():
+        size = partial(_on_device, mesh=mesh)
+        return run.steps.memory(left, leaves, state, told, alone, size=size)
+
+
+def _on_device(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh | None) -> int:
+    """Count the bytes of an array that a device has: some rows, and some tokens of [B, T, D]."""
+    parts, size = sharding.mesh_shape(mesh), x.size * x.dtype.itemsize
+    for n, letter in zip(x.shape, "BT" if x.ndim == 3 else "B", strict=False):
+        ways = sharding.ways(letter, parts)
+        size //= ways if n % ways == 0 else 1
+    return size
