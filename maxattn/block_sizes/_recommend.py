@@ -17,21 +17,15 @@ SHORTEST, LONGEST = 256, 2048  # tokens: bounds of the square blocks that are tr
 
 
 class Recommendation(NamedTuple):
-    """Recommended block sizes, and where they come from.
+    """Recommended block sizes, and where they come from."""
 
-    Args:
-        source: how the sizes were found.
-        block_q, block_kv: sizes in tokens.
-        padding_q, padding_kv: padding that each size adds, as a share of the sequence.
-        note: the other sizes and their memory, or "".
-    """
-
-    source: str
+    source: str  # how the sizes were found
     block_q: int
     block_kv: int
+    # padding_q, padding_kv: padding that each size adds, as a share of the sequence
     padding_q: float
     padding_kv: float
-    note: str = ""
+    note: str = ""  # the other sizes and their memory, or ""
 
 
 def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, ...]:

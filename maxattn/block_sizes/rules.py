@@ -28,25 +28,16 @@ Mend = Callable[[BlockSizes, Facts], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
+    """One rule."""
 
-    Args:
-        name: a few words that name the rule.
-        keys: the sizes that the rule is about.
-        when: the calls it applies to; "inference ..." and "training ..." exclude the other pass.
-        needs: the condition, in words.
-        why: the reason, in one sentence.
-        mend: returns the keys to change and their values; an empty dict if the rule is satisfied.
-        reason: returns the reason of a change, for a log line.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    when: str
-    needs: str
-    why: str
+    name: str  # a few words that name the rule
+    keys: tuple[str, ...]  # the sizes that the rule is about
+    when: str  # the calls it applies to; "inference ..." and "training ..." exclude the other pass
+    needs: str  # the condition, in words
+    why: str  # the reason, in one sentence
+    # returns the keys to change and their values; an empty dict if the rule is satisfied
     mend: Mend
-    reason: Callable[[Facts], str]
+    reason: Callable[[Facts], str]  # returns the reason of a change, for a log line
 
     def applies(self, facts: Facts) -> bool:
         """Check whether the rule applies to this pass; `mend` tests other conditions."""

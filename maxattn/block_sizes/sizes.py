@@ -25,24 +25,21 @@ KV_KEYS = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The block sizes that a kernel runs with, in tokens; None if the kernel does not read a size.
+    """The block sizes that a kernel runs with, in tokens; None for a size that it does not read."""
 
-    Args:
-        block_q, block_kv, block_kv_compute: tiles of the forward kernel.
-        block_q_dkv, block_kv_dkv, block_kv_dkv_compute: tiles of the backward kernel of dK and dV,
-            which computes dQ too if it is fused.
-        block_q_dq, block_kv_dq: tiles of the separate backward kernel of dQ.
-        use_fused_bwd_kernel: whether one kernel computes dQ, dK and dV; None without a backward.
-    """
-
+    # block_q, block_kv, block_kv_compute: tiles of the forward kernel
     block_q: int
     block_kv: int
     block_kv_compute: int
+    # block_q_dkv, block_kv_dkv, block_kv_dkv_compute: tiles of the backward kernel of dK and dV,
+    # which computes dQ too if it is fused
     block_q_dkv: int | None = None
     block_kv_dkv: int | None = None
     block_kv_dkv_compute: int | None = None
+    # block_q_dq, block_kv_dq: tiles of the separate backward kernel of dQ
     block_q_dq: int | None = None
     block_kv_dq: int | None = None
+    # whether one kernel computes dQ, dK and dV; None without a backward
     use_fused_bwd_kernel: bool | None = None
 
     def part(self, keys: tuple[str, ...]) -> tuple[int, ...] | None:
@@ -90,17 +87,12 @@ Family = Literal["v4", "v5p", "v6e", "v7x"]
 
 
 class Chip(NamedTuple):
-    """The facts of a TPU that limit block sizes.
+    """The facts of a TPU that limit block sizes."""
 
-    Args:
-        name: jax's name of the device kind.
-        limit: bytes of VMEM that the compiler gives one kernel; LIBTPU_INIT_ARGS may set it.
-        family: the family whose constants `vmem.py` uses: on v5e, v6e and v7x the compiler keeps
-            more of the scores in registers than on v4 and v5p.
-    """
-
-    name: str
-    limit: int
+    name: str  # jax's name of the device kind
+    limit: int  # bytes of VMEM that the compiler gives one kernel; LIBTPU_INIT_ARGS may set it
+    # the family whose constants `vmem.py` uses: on v5e, v6e and v7x the compiler keeps more of the
+    # scores in registers than on v4 and v5p
     family: Family
 
 
@@ -137,28 +129,18 @@ def chip_of(target: Target) -> Chip | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a call that the rules read besides the sizes.
+    """The facts of a call that the rules read besides the sizes."""
 
-    Args:
-        q_len, kv_len: numbers of local queries T and keys S, before padding.
-        head_dim: H.
-        itemsize: bytes of an element of q, k and v as the kernel takes them.
-        cross: whether the call is cross-attention, to a text for example.
-        kernel: the kernel's name.
-        training: whether the backward kernels run too.
-        chip: the TPU, or None if no VMEM limits the sizes (interpret mode on a CPU).
-        divides: whether the mask test divides positions, as for block masks.
-    """
-
+    # q_len, kv_len: numbers of local queries T and keys S, before padding
     q_len: int
     kv_len: int
-    head_dim: int
-    itemsize: int
-    cross: bool
+    head_dim: int  # H
+    itemsize: int  # bytes of an element of q, k and v as the kernel takes them
+    cross: bool  # whether the call is cross-attention, to a text for example
     kernel: KernelKind
-    training: bool
-    chip: Chip | None
-    divides: bool = False
+    training: bool  # whether the backward kernels run too
+    chip: Chip | None  # the TPU, or None if no VMEM limits the sizes (interpret mode on a CPU)
+    divides: bool = False  # whether the mask test divides positions, as for block masks
 
     @property
     def q_step(self) -> int:

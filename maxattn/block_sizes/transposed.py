@@ -58,21 +58,17 @@ def backward_bytes(tile: Tile, facts: Facts) -> float:
 
 
 class Pass(NamedTuple):
-    """The limits and the usual tiles of one kernel.
+    """The limits and the usual tiles of one kernel."""
 
-    Args:
-        keys: the config's keys of the three sizes.
-        usual: the fastest tiles that fit, by family, estimated from the compiler's schedules.
-        usual_float32: the fastest tile in float32, whose products are six bfloat16 products each.
-        pairs: most (query, key) pairs in a tile, by bytes of an element: the kernel does not loop
-            over a tile, so larger tiles take minutes to compile.
-        vmem: the function that bounds the bytes of VMEM that a tile takes.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # the config's keys of the three sizes
+    # the fastest tiles that fit, by family, estimated from the compiler's schedules
     usual: Mapping[Family, Tile]
+    # the fastest tile in float32, whose products are six bfloat16 products each
     usual_float32: Tile
+    # most (query, key) pairs in a tile, by bytes of an element: the kernel does not loop over a
+    # tile, so larger tiles take minutes to compile
     pairs: Mapping[int, int]
+    # the function that bounds the bytes of VMEM that a tile takes
     vmem: Callable[[Tile, Facts], float]
 
     def fits(self, tile: Tile, facts: Facts) -> bool:

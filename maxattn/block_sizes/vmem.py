@@ -39,19 +39,12 @@ COLUMN = FLOAT * SUBLANES  # bytes of one token's statistics, spread over the su
 
 
 class Spill(NamedTuple):
-    """The four constants of the spill, as shares of four float32 tiles.
+    """The four constants of the spill, as shares of four float32 tiles."""
 
-    Args:
-        compute: share of the computed scores, q x kv_compute (a).
-        fetched: share of the scores of the fetched keys, q x kv (b).
-        query: share of the Q tile, q x H (c).
-        key: share of the K tile, kv x H (d).
-    """
-
-    compute: float
-    fetched: float
-    query: float
-    key: float
+    compute: float  # share of the computed scores, q x kv_compute (a)
+    fetched: float  # share of the scores of the fetched keys, q x kv (b)
+    query: float  # share of the Q tile, q x H (c)
+    key: float  # share of the K tile, kv x H (d)
 
 
 # (family, kernel, bytes of an element) -> constants, fitted as upper bounds.

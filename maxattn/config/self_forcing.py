@@ -76,16 +76,12 @@ SIZES = {  # their model names -> maxattn's
 
 
 class ImportedRollout(NamedTuple):
-    """The rollout that a file describes.
+    """The rollout that a file describes."""
 
-    Args:
-        rollout: the keys of the section `rollout` of examples/common/rollout_settings.py.
-        sizes: the value of `model.sizes`; None if maxattn does not have the model.
-        left_out, notes: as in `Imported`.
-    """
-
+    # the keys of the section `rollout` of examples/common/rollout_settings.py
     rollout: dict[str, Any]
-    sizes: str | None
+    sizes: str | None  # the value of `model.sizes`; None if maxattn does not have the model
+    # left_out, notes: as in `Imported`
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
 

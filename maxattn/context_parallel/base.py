@@ -36,25 +36,15 @@ def readable(size: float) -> str:
 
 @dataclass(frozen=True)
 class Collective:
-    """One transfer of a plan.
+    """One transfer of a plan."""
 
-    Args:
-        kind: "all_gather", "psum", "pmax", "psum_scatter", "ppermute" or "all_to_all".
-        axes: the mesh axes that the transfer runs over.
-        what: names of the arrays that move, joined by commas.
-        when: "forward" or "backward".
-        bytes: bytes that one device receives in all hops.
-        hops: how often the transfer runs; default 1.
-        arrays: number of arrays that move each time; default 1.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    what: str
-    when: str
-    bytes: int
-    hops: int = 1
-    arrays: int = 1
+    kind: str  # "all_gather", "psum", "pmax", "psum_scatter", "ppermute" or "all_to_all"
+    axes: tuple[str, ...]  # the mesh axes that the transfer runs over
+    what: str  # names of the arrays that move, joined by commas
+    when: str  # "forward" or "backward"
+    bytes: int  # bytes that one device receives in all hops
+    hops: int = 1  # how often the transfer runs; default 1
+    arrays: int = 1  # number of arrays that move each time; default 1
 
     def __str__(self) -> str:
         times = f" {self.hops} hops," if self.hops > 1 else ""
@@ -65,17 +55,11 @@ class Collective:
 
 
 class OperandSpecs(NamedTuple):
-    """Shardings of q, k, v, the bias, the mask and the bias level (kernels/bias_level.py).
+    """Shardings of q, k, v, the bias, the mask and the bias level (kernels/bias_level.py)."""
 
-    Args:
-        letters: the letters of each array's axes, such as "BTNH".
-        specs: the partition spec of each array.
-        lse: the partition spec of the LSE; the output has the spec of q.
-    """
-
-    letters: tuple[Any, ...]
-    specs: tuple[Any, ...]
-    lse: PartitionSpec
+    letters: tuple[Any, ...]  # the letters of each array's axes, such as "BTNH"
+    specs: tuple[Any, ...]  # the partition spec of each array
+    lse: PartitionSpec  # the partition spec of the LSE; the output has the spec of q
 
 
 class Strategy:
@@ -83,14 +67,10 @@ class Strategy:
 
     Every strategy is a frozen dataclass. The defaults split the queries over the context axis and
     give each device all keys.
-
-    Attributes:
-        name: the value of the setting `context_parallel`.
-        shape: (axis, size) of each mesh axis.
     """
 
-    name: ClassVar[str]
-    shape: MeshShape
+    name: ClassVar[str]  # the value of the setting `context_parallel`
+    shape: MeshShape  # (axis, size) of each mesh axis
 
     # ---- before the call -------------------------------------------------------------------------
 

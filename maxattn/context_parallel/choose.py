@@ -35,18 +35,14 @@ SHARE = 0.5  # share of device memory that a strategy may use; the model needs t
 
 
 class StrategyChoice(NamedTuple):
-    """The strategy that runs, and why.
-
-    Args:
-        arithmetic: times of this and the next best strategy; "" if the config names a strategy.
-        sums: a line for each strategy: its time and memory, or why it cannot run.
-        refused: why the strategy that the config names cannot run.
-    """
+    """The strategy that runs, and why."""
 
     strategy: Strategy
+    # times of this and the next best strategy; "" if the config names a strategy
     arithmetic: str = ""
+    # a line for each strategy: its time and memory, or why it cannot run
     sums: tuple[str, ...] = ()
-    refused: tuple[Reason, ...] = ()
+    refused: tuple[Reason, ...] = ()  # why the strategy that the config names cannot run
 
 
 def choose_strategy(

@@ -13,18 +13,12 @@ from maxattn.kernels.table import Table
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """A strategy's name, the place of its class, and the settings that it reads.
+    """A strategy's name, the place of its class, and the settings that it reads."""
 
-    Args:
-        name: the value of `context_parallel`.
-        where: "module:Class", imported when the class is first used.
-        reads: settings that this strategy reads and some others do not.
-        in_attention: whether `attention` may have this name too, for this strategy and any kernel.
-    """
-
-    name: str
-    where: str
-    reads: tuple[str, ...] = ()
+    name: str  # the value of `context_parallel`
+    where: str  # "module:Class", imported when the class is first used
+    reads: tuple[str, ...] = ()  # settings that this strategy reads and some others do not
+    # whether `attention` may have this name too, for this strategy and any kernel
     in_attention: bool = False
 
     @property

@@ -30,18 +30,12 @@ TRAINING = 3.5
 
 
 class Share(NamedTuple):
-    """One device's share of a call.
+    """One device's share of a call."""
 
-    Args:
-        q: bytes of the device's queries.
-        kv: bytes of the device's keys and values.
-        item: bytes of an element.
-        pair: seconds of one (query, key) pair in all heads and batch rows, forward and backward.
-    """
-
-    q: float
-    kv: float
-    item: int
+    q: float  # bytes of the device's queries
+    kv: float  # bytes of the device's keys and values
+    item: int  # bytes of an element
+    # seconds of one (query, key) pair in all heads and batch rows, forward and backward
     pair: float
 
     @staticmethod
@@ -54,21 +48,14 @@ class Share(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The traffic and memory of a ring's schedule.
+    """The traffic and memory of a ring's schedule."""
 
-    Args:
-        grad_item: bytes of an element of dK and dV while they travel.
-        goes_straight: whether one transfer reaches any rank, so gradients return in one transfer.
-        halves_local: whether half of the local block is computed beside the last transfer.
-        held: bytes in memory besides q, k, v, out and their gradients.
-        merged: bytes that merges and sums of partial results read and write.
-    """
-
-    grad_item: int
+    grad_item: int  # bytes of an element of dK and dV while they travel
+    # whether one transfer reaches any rank, so gradients return in one transfer
     goes_straight: bool
-    halves_local: bool
-    held: float
-    merged: float
+    halves_local: bool  # whether half of the local block is computed beside the last transfer
+    held: float  # bytes in memory besides q, k, v, out and their gradients
+    merged: float  # bytes that merges and sums of partial results read and write
 
 
 class HopSteps(NamedTuple):
@@ -84,30 +71,19 @@ class HopSteps(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Seconds of a training step, on the slowest rank.
+    """Seconds of a training step, on the slowest rank."""
 
-    Args:
-        forward, backward: kernels and transfers, hop by hop.
-        mean: seconds of all kernels, if every rank had the same work.
-        starts: latencies of transfers.
-        slowed: slowdown of kernels by the transfers beside them.
-        permutes: permutes to zig-zag order and back.
-        exchanges: exchanges of heads within groups of devices, or gathers of keys.
-        merges: merges of partial results.
-        source: the source of the kernels' times.
-        held: bytes in memory besides q, k, v, out and their gradients.
-    """
-
+    # forward, backward: kernels and transfers, hop by hop
     forward: HopSteps
     backward: HopSteps
-    mean: float = 0.0
-    starts: float = 0.0
-    slowed: float = 0.0
-    permutes: float = 0.0
-    exchanges: float = 0.0
-    merges: float = 0.0
-    source: str = ""
-    held: float = 0.0
+    mean: float = 0.0  # seconds of all kernels, if every rank had the same work
+    starts: float = 0.0  # latencies of transfers
+    slowed: float = 0.0  # slowdown of kernels by the transfers beside them
+    permutes: float = 0.0  # permutes to zig-zag order and back
+    exchanges: float = 0.0  # exchanges of heads within groups of devices, or gathers of keys
+    merges: float = 0.0  # merges of partial results
+    source: str = ""  # the source of the kernels' times
+    held: float = 0.0  # bytes in memory besides q, k, v, out and their gradients
 
     @property
     def compute(self) -> float:

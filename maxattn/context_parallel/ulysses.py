@@ -37,13 +37,11 @@ class Ulysses(Ring):
 
     The class is a ring whose ranks are groups of devices that exchange heads. With one group, the
     ring has one rank and sends nothing.
-
-    Args:
-        chunks: number of equal parts of the heads that are exchanged one after the other: one part
-            travels while another is computed. For the other arguments see `Ring`.
     """
 
     name: ClassVar[str] = "ulysses"
+    # number of equal parts of the heads that are exchanged one after the other: one part travels
+    # while another is computed. For the other arguments see `Ring`.
     chunks: int = 1
 
     @classmethod

@@ -13,24 +13,17 @@ KIB = 2**10
 
 @dataclass(frozen=True)
 class Family:
-    """One generation of devices.
+    """One generation of devices."""
 
-    Args:
-        name: for example "hopper" or "tpu-v5p".
-        platform, vendor: for example "gpu" and "NVIDIA".
-        words: words in jax's names that identify the family of a device without a row.
-        capability: compute capability of the usual device; None if unknown.
-        sms: number of SMs of the usual device, or of an AMD GPU's compute units.
-        shared_memory: bytes of an SM that a thread block may use, 0 if unknown.
-    """
-
-    name: str
+    name: str  # for example "hopper" or "tpu-v5p"
+    # platform, vendor: for example "gpu" and "NVIDIA"
     platform: Platform
     vendor: str
+    # words in jax's names that identify the family of a device without a row
     words: tuple[str, ...] = ()
-    capability: Capability | None = None
-    sms: int = 0
-    shared_memory: int = 0
+    capability: Capability | None = None  # compute capability of the usual device; None if unknown
+    sms: int = 0  # number of SMs of the usual device, or of an AMD GPU's compute units
+    shared_memory: int = 0  # bytes of an SM that a thread block may use, 0 if unknown
 
 
 def _nvidia(

@@ -15,30 +15,20 @@ MIB, GIB = 2**20, 2**30
 
 
 class Machine(NamedTuple):
-    """The rates and the memory of one device.
+    """The rates and the memory of one device."""
 
-    Args:
-        flops: FLOP/s that an attention kernel reaches in bfloat16, forward and backward together.
-        memory: bytes of HBM that a program may use.
-        hbm: bytes/s of HBM that merges and sums reach.
-        link: "torus" (each device has two neighbours along an axis), "switch" (each device reaches
-            every other at the full rate) or "mesh" (each pair of a host's devices has a link).
-        neighbour: bytes/s that a device receives from one other device, as in a hop of a ring.
-        gather: bytes/s that a device receives in an all-gather; a mesh uses `neighbour`.
-        exchange: bytes/s received in an all-to-all on a switch; other links use `neighbour`.
-        source: the source of the rates.
-        slowed: share of a kernel's rate that is lost while a transfer overlaps with it.
-    """
-
+    # FLOP/s that an attention kernel reaches in bfloat16, forward and backward together
     flops: float
-    memory: float
-    hbm: float
+    memory: float  # bytes of HBM that a program may use
+    hbm: float  # bytes/s of HBM that merges and sums reach
+    # "torus" (each device has two neighbours along an axis), "switch" (each device reaches every
+    # other at the full rate) or "mesh" (each pair of a host's devices has a link)
     link: Link
-    neighbour: float
-    gather: float
-    exchange: float
-    source: str
-    slowed: float = 0.0
+    neighbour: float  # bytes/s that a device receives from one other device, as in a hop of a ring
+    gather: float  # bytes/s that a device receives in an all-gather; a mesh uses `neighbour`
+    exchange: float  # bytes/s received in an all-to-all on a switch; other links use `neighbour`
+    source: str  # the source of the rates
+    slowed: float = 0.0  # share of a kernel's rate that is lost while a transfer overlaps with it
 
     def gathered(self, n: int) -> float:
         """Return the bytes/s that a device receives in an all-gather of n devices."""
@@ -61,21 +51,13 @@ class Machine(NamedTuple):
 
 
 class TensorCore(NamedTuple):
-    """The clock and the matrix units of a TPU.
+    """The clock and the matrix units of a TPU."""
 
-    Args:
-        clock: cycles per second.
-        units: number of matrix units of a core.
-        side: number of rows, and of columns, of a matrix unit.
-        rows: number of bfloat16 rows of an operand that a matrix unit reads per cycle.
-        cores: number of a device's cores, which share the parallel axes of a kernel's grid.
-    """
-
-    clock: float
-    units: int
-    side: int
-    rows: int
-    cores: int
+    clock: float  # cycles per second
+    units: int  # number of matrix units of a core
+    side: int  # number of rows, and of columns, of a matrix unit
+    rows: int  # number of bfloat16 rows of an operand that a matrix unit reads per cycle
+    cores: int  # number of a device's cores, which share the parallel axes of a kernel's grid
 
     @property
     def peak(self) -> float:
@@ -94,27 +76,17 @@ START = 1e-5
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device.
+    """One kind of device."""
 
-    Args:
-        kind: the row's name; jax's name for a kind without a row.
-        family: the generation of the device.
-        sms: number of a GPU's streaming multiprocessors (SMs), or of an AMD GPU's compute units.
-        peak: dense bfloat16 FLOP/s that the maker publishes; None if unknown.
-        machine: rates for estimates of time; None if unknown.
-        vmem: bytes of VMEM that a TPU's compiler gives one kernel by default.
-        capability: the compute capability of an NVIDIA GPU; None if unknown.
-        core: clock and matrix units of a TPU; None if unknown.
-    """
-
-    kind: str
-    family: Family
+    kind: str  # the row's name; jax's name for a kind without a row
+    family: Family  # the generation of the device
+    # number of a GPU's streaming multiprocessors (SMs), or of an AMD GPU's compute units
     sms: int = 0
-    peak: float | None = None
-    machine: Machine | None = None
-    vmem: int = 0
-    capability: Capability | None = None
-    core: TensorCore | None = None
+    peak: float | None = None  # dense bfloat16 FLOP/s that the maker publishes; None if unknown
+    machine: Machine | None = None  # rates for estimates of time; None if unknown
+    vmem: int = 0  # bytes of VMEM that a TPU's compiler gives one kernel by default
+    capability: Capability | None = None  # the compute capability of an NVIDIA GPU; None if unknown
+    core: TensorCore | None = None  # clock and matrix units of a TPU; None if unknown
 
     @property
     def platform(self) -> Platform:

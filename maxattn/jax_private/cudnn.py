@@ -17,17 +17,12 @@ QKV = tuple[Array, Array, Array]
 
 
 class CudnnMask(NamedTuple):
-    """The allowed pairs.
+    """The allowed pairs."""
 
-    Args:
-        lengths: number of real keys in each batch row, int32, 1 or more; None: all keys.
-        causal: whether a query sees only `key <= query`.
-        window: with causal, the number of last keys that each query sees; None: all.
-    """
-
+    # number of real keys in each batch row, int32, 1 or more; None: all keys
     lengths: Int[Array, " B"] | None
-    causal: bool
-    window: int | None
+    causal: bool  # whether a query sees only `key <= query`
+    window: int | None  # with causal, the number of last keys that each query sees; None: all
 
 
 def cudnn_forward(

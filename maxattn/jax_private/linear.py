@@ -83,18 +83,13 @@ def is_array(tangent: Any) -> bool:
 
 
 class Parameters(NamedTuple):
-    """The parameters of a linear call, whose arguments are residuals, then operands.
+    """The parameters of a linear call, whose arguments are residuals, then operands."""
 
-    Attributes:
-        compute, transposed: (residuals, operands or cotangents) -> list of arrays.
-        residuals: number of residuals.
-        results: the types of the results.
-    """
-
+    # compute, transposed: (residuals, operands or cotangents) -> list of arrays
     compute: Callable[..., list[Any]]
     transposed: Callable[..., list[Any]]
-    residuals: int
-    results: tuple[Any, ...]
+    residuals: int  # their number
+    results: tuple[Any, ...]  # the types of the results
 
 
 def _jvp(primals: Any, tangents: Any, *, of: Parameters) -> Any:

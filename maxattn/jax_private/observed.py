@@ -24,21 +24,14 @@ auditing = jax.make_user_context(False)
 
 @dataclass(frozen=True, eq=False)
 class MarkedCall:
-    """What is known of a marked call while it is traced.
-
-    Args:
-        plan, config, mesh: the call's plan, config and mesh.
-        name: name of the module that calls, or "".
-        rotary: the rotary table of the queries, if its numbers are known; else None.
-        structure: structure of the marked operands (q, k, v, bias, mask).
-    """
+    """What is known of a marked call while it is traced."""
 
     plan: Any
     config: Any
     mesh: Any
-    name: str
-    rotary: Any
-    structure: Any
+    name: str  # name of the module that calls, or ""
+    rotary: Any  # the rotary table of the queries, if its numbers are known; else None
+    structure: Any  # structure of the marked operands (q, k, v, bias, mask)
 
 
 def marked(operands: Any, plan: Any, config: Any, mesh: Any, name: str, rotary: Any) -> Any:

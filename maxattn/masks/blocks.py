@@ -21,18 +21,13 @@ EMPTY, FULL, MIXED = 0, 1, 2
 
 
 class Stretches(NamedTuple):
-    """Runs of neighbouring blocks with equally many allowed pairs, each in one row of blocks.
+    """Runs of neighbouring blocks with equally many allowed pairs, each in one row of blocks."""
 
-    Args:
-        row: [n], the index of the block of queries.
-        start, end: [n], the indexes [start, end) of the blocks of keys.
-        pairs: [n], the number of allowed pairs in each block of the run, at least 1.
-    """
-
-    row: Many
+    row: Many  # [n], the index of the block of queries
+    # start, end: [n], the indexes [start, end) of the blocks of keys
     start: Many
     end: Many
-    pairs: Many
+    pairs: Many  # [n], the number of allowed pairs in each block of the run, at least 1
 
 
 def classify(

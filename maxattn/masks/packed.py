@@ -47,14 +47,11 @@ class Packing(tuple[int, ...]):
 
 
 class _Ends(NamedTuple):
-    """Where segments end, as tables for a binary search.
+    """Where segments end, as tables for a binary search."""
 
-    Args:
-        q: [2**n - 1], the position after each segment's last query; padded with `BIG`.
-        kv: [2**n + 1], the first key of each segment, then the end of the last segment.
-    """
-
+    # [2**n - 1], the position after each segment's last query; padded with `BIG`
     q: Int[np.ndarray, " M"]
+    # [2**n + 1], the first key of each segment, then the end of the last segment
     kv: Int[np.ndarray, " M2"]
 
 

@@ -25,18 +25,14 @@ CELLS = 2**22  # most pairs of a band and a rectangle that the sweep compares at
 
 
 class Bands(NamedTuple):
-    """The bands of queries that see the same keys, as tables for a binary search.
+    """The bands of queries that see the same keys, as tables for a binary search."""
 
-    Args:
-        turns: [2**n - 1], the first query of each band but the first one; padded with `BIG`.
-        lo, hi: [2**n, M], the intervals of each band, sorted, then empty ones.
-        count: number of turns.
-    """
-
+    # [2**n - 1], the first query of each band but the first one; padded with `BIG`
     turns: Int[np.ndarray, " R"]
+    # lo, hi: [2**n, M], the intervals of each band, sorted, then empty ones
     lo: Int[np.ndarray, "R1 M"]
     hi: Int[np.ndarray, "R1 M"]
-    count: int
+    count: int  # number of turns
 
 
 @mask_type

@@ -28,34 +28,24 @@ ROWS = 2**20  # most query rows at a time: ten million with 32 intervals each ta
 
 
 class RowBlocks(NamedTuple):
-    """The query rows at which a mask's interval ends jump.
+    """The query rows at which a mask's interval ends jump."""
 
-    Args:
-        size: query rows in a block; at a block's first row, interval ends rise by at most `size`.
-        phase: position of query row 0 inside its block.
-        turns: query rows at which interval ends rise by more than `size`.
-    """
-
-    size: int
-    phase: int = 0
-    turns: tuple[int, ...] = ()
+    size: int  # query rows in a block; at a block's first row, interval ends rise by at most `size`
+    phase: int = 0  # position of query row 0 inside its block
+    turns: tuple[int, ...] = ()  # query rows at which interval ends rise by more than `size`
 
 
 class RowRuns(NamedTuple):
-    """R runs of query rows `first + i * step`, i < count, each with M disjoint key intervals.
+    """R runs of query rows `first + i * step`, i < count, each with M disjoint key intervals."""
 
-    Args:
-        first, count: [R], the first query row and the number of query rows of each run.
-        step: distance between neighbouring query rows of a run.
-        lo, hi: [R, M], the intervals [lo, hi) of each run's first row, clipped and sorted.
-        lo_step, hi_step: [R, M], 0 or `step`: by how much lo and hi rise per query row.
-    """
-
+    # first, count: [R], the first query row and the number of query rows of each run
     first: Rows
     count: Rows
-    step: int
+    step: int  # distance between neighbouring query rows of a run
+    # lo, hi: [R, M], the intervals [lo, hi) of each run's first row, clipped and sorted
     lo: Ends
     hi: Ends
+    # lo_step, hi_step: [R, M], 0 or `step`: by how much lo and hi rise per query row
     lo_step: Ends
     hi_step: Ends
 

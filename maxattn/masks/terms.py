@@ -31,19 +31,12 @@ Offset = int | jax.Array
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a mask in four groups, all joined by `&`.
+    """The terms of a mask in four groups, all joined by `&`."""
 
-    Args:
-        positions: terms without arrays that depend on queries and keys.
-        limits: terms without arrays that depend on keys alone.
-        keys: terms with arrays that depend on keys alone.
-        rest: terms with arrays that depend on queries or heads.
-    """
-
-    positions: tuple[Mask, ...]
-    limits: tuple[Mask, ...]
-    keys: tuple[Mask, ...]
-    rest: tuple[Mask, ...]
+    positions: tuple[Mask, ...]  # terms without arrays that depend on queries and keys
+    limits: tuple[Mask, ...]  # terms without arrays that depend on keys alone
+    keys: tuple[Mask, ...]  # terms with arrays that depend on keys alone
+    rest: tuple[Mask, ...]  # terms with arrays that depend on queries or heads
 
     @property
     def band(self) -> Band | None:
@@ -206,18 +199,13 @@ def sort_note(what: str) -> str:
 
 
 class OwnBlocks(NamedTuple):
-    """Equal blocks of a sequence, each of which attends to itself alone.
+    """Equal blocks of a sequence, each of which attends to itself alone."""
 
-    Args:
-        count: number of blocks, two or more.
-        q_len, kv_len: numbers of queries and keys in a block.
-        mask: the mask inside each block.
-    """
-
-    count: int
+    count: int  # number of blocks, two or more
+    # q_len, kv_len: numbers of queries and keys in a block
     q_len: int
     kv_len: int
-    mask: Mask
+    mask: Mask  # the mask inside each block
 
 
 @lru_cache(maxsize=1024)

@@ -90,15 +90,10 @@ def kinds_by_arrays(
 
 
 class TileBounds(NamedTuple):
-    """What is known of each tile: arrays [batch or 1, query tiles or 1, key tiles or 1].
+    """What is known of each tile: arrays [batch or 1, query tiles or 1, key tiles or 1]."""
 
-    Args:
-        some: False only if the mask allows no pair of the tile.
-        every: True only if the mask allows every pair of the tile.
-    """
-
-    some: Bool[Array, "B QB KB"]
-    every: Bool[Array, "B QB KB"]
+    some: Bool[Array, "B QB KB"]  # False only if the mask allows no pair of the tile
+    every: Bool[Array, "B QB KB"]  # True only if the mask allows every pair of the tile
 
     def __and__(self, other: TileBounds) -> TileBounds:
         return TileBounds(self.some & other.some, self.every & other.every)
@@ -118,18 +113,12 @@ def unknown() -> TileBounds:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of a call's pairs.
+    """The tiles of a call's pairs."""
 
-    Args:
-        blocks: numbers of queries and keys in a tile.
-        lengths: numbers of local queries and keys; the last tiles may be ragged.
-        kv_offset: position of the first local key; an int or traced.
-        of_positions: the function that bounds the tiles of a mask without arrays.
-    """
-
-    blocks: tuple[int, int]
-    lengths: tuple[int, int]
-    kv_offset: Any
+    blocks: tuple[int, int]  # numbers of queries and keys in a tile
+    lengths: tuple[int, int]  # numbers of local queries and keys; the last tiles may be ragged
+    kv_offset: Any  # position of the first local key; an int or traced
+    # the function that bounds the tiles of a mask without arrays
     of_positions: Callable[[Mask], TileBounds]
 
     def cut(self, x: Any, axis: int) -> Array:

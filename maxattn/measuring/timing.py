@@ -42,21 +42,15 @@ MOST_CALLS, ON_SEVERAL = 400, 20
 
 @dataclass(frozen=True)
 class TimedFunction:
-    """A function to measure.
+    """A function to measure."""
 
-    Args:
-        f: function of arrays.
-        make: returns a list of f's argument tuples, of equal shapes, as arrays or specs.
-        around: a context to trace and compile f in; functions with one are compiled one at a time.
-        name: for progress and profiles; unique among functions that are timed together.
-        keeps_result: whether `Timed.first` is filled.
-    """
-
-    f: Callable[..., Any]
+    f: Callable[..., Any]  # function of arrays
+    # returns a list of f's argument tuples, of equal shapes, as arrays or specs
     make: Callable[[], list[tuple[Any, ...]]]
+    # a context to trace and compile f in; functions with one are compiled one at a time
     around: Callable[[], AbstractContextManager[Any]] | None = None
-    name: str = "work"
-    keeps_result: bool = False
+    name: str = "work"  # for progress and profiles; unique among functions that are timed together
+    keeps_result: bool = False  # whether `Timed.first` is filled
 
 
 @dataclass(frozen=True)
@@ -84,21 +78,14 @@ class TimedProgram:
 
 @dataclass(frozen=True)
 class Timed:
-    """Times, memory and result of one function.
+    """Times, memory and result of one function."""
 
-    Args:
-        seconds: median time of one call; 0 if it failed.
-        peak: bytes of arguments, results and temporaries of one call, as the compiler reports them.
-        first: result of the first call, if `keeps_result`.
-        failed: why the time is missing, or "".
-        rounds: seconds of one call in each round.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # median time of one call; 0 if it failed
+    # bytes of arguments, results and temporaries of one call, as the compiler reports them
     peak: int = 0
-    first: Any = None
-    failed: str = ""
-    rounds: tuple[float, ...] = ()
+    first: Any = None  # result of the first call, if `keeps_result`
+    failed: str = ""  # why the time is missing, or ""
+    rounds: tuple[float, ...] = ()  # seconds of one call in each round
 
 
 def measure(

@@ -36,21 +36,15 @@ DECIDED_HERE = {
 
 @dataclass(frozen=True)
 class OpAttention:
-    """The `apply_attention` of an op, as a hashable value: equal modules share a trace.
+    """The `apply_attention` of an op, as a hashable value: equal modules share a trace."""
 
-    Args:
-        config, mesh, role: as in `maxattn.attention`.
-        heads: number of heads, N.
-        scale: multiplies the scores.
-        dtype: name of the computation dtype, which is promoted to the dtype of the values.
-    """
-
+    # config, mesh, role: as in `maxattn.attention`
     config: AttentionConfig | None
     mesh: jax.sharding.Mesh | None
     role: Literal["self", "cross"]
-    heads: int
-    scale: float
-    dtype: str
+    heads: int  # N
+    scale: float  # multiplies the scores
+    dtype: str  # name of the computation dtype, which is promoted to the dtype of the values
 
     def __call__(
         self, query: Array, key: Array, value: Array, attention_mask: Array | None = None

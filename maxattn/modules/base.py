@@ -78,24 +78,16 @@ class Build(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """One projection to heads, and the norm and rotary embedding after it.
-
-    Args:
-        linear: the projection.
-        name: checkpoint name of the result, for remat policies.
-        heads: number of heads: N for queries, K for keys and values.
-        norm, rotary: norm and rotary embedding of the result; default None, for neither.
-        letters: axis letters of the result, for its sharding.
-        how: whether one kernel or XLA computes norm and rotary embedding.
-    """
+    """One projection to heads, and the norm and rotary embedding after it."""
 
     linear: nnx.Linear
-    name: str
-    heads: int
+    name: str  # checkpoint name of the result, for remat policies
+    heads: int  # N for queries, K for keys and values
+    # norm, rotary: norm and rotary embedding of the result; default None, for neither
     norm: QKNorm | None = None
     rotary: Rotary | None = None
-    letters: str = "BTNH"
-    how: NormRope = NormRope()
+    letters: str = "BTNH"  # axis letters of the result, for its sharding
+    how: NormRope = NormRope()  # whether one kernel or XLA computes norm and rotary embedding
 
 
 class AttentionBase(nnx.Module):

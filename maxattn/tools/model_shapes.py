@@ -22,29 +22,20 @@ DTYPE_OF |= {name: name for name in DTYPE_OF.values()}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one attention, with its role, mask and dtype.
+    """The sizes of one attention, with its role, mask and dtype."""
 
-    Args:
-        name: a name of `SHAPES`, or the shape as the user wrote it.
-        batch, q_len, kv_len, heads, head_dim: B, T, S, N, H.
-        kv_heads: K; 0 if K equals N.
-        role: "self" or "cross".
-        mask: which query sees which key.
-        dtype: dtype of q, k and v.
-        value_dim: V, the head dim of values, if it differs from H; else 0.
-    """
-
-    name: str
+    name: str  # a name of `SHAPES`, or the shape as the user wrote it
+    # batch, q_len, kv_len, heads, head_dim: B, T, S, N, H
     batch: int
     q_len: int
     kv_len: int
     heads: int
     head_dim: int
-    kv_heads: int = 0
-    role: Role = "self"
-    mask: Mask = FULL
-    dtype: str = "bfloat16"
-    value_dim: int = 0
+    kv_heads: int = 0  # K; 0 if K equals N
+    role: Role = "self"  # "self" or "cross"
+    mask: Mask = FULL  # which query sees which key
+    dtype: str = "bfloat16"  # dtype of q, k and v
+    value_dim: int = 0  # V, the head dim of values, if it differs from H; else 0
 
     def call(self) -> Call:
         """Return the `Call` of this shape."""

@@ -30,24 +30,15 @@ Sizes = tuple[tuple[str, int | bool], ...]
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest measured sizes for one kernel and local call.
-
-    Args:
-        kernel: name of the kernel.
-        call: `key_of` the call that one device computes.
-        sizes: (key of the config, value) pairs.
-        milliseconds: time with these sizes.
-        training: whether the time is of forward and backward; otherwise of the forward alone.
-        source: the file of the measurement.
-        estimated: whether the time is estimated from a compiler's schedule, and nothing ran.
-    """
+    """The fastest measured sizes for one kernel and local call."""
 
     kernel: str
-    call: str
-    sizes: Sizes
-    milliseconds: float
-    training: bool
-    source: str
+    call: str  # `key_of` the call that one device computes
+    sizes: Sizes  # (key of the config, value) pairs
+    milliseconds: float  # time with these sizes
+    training: bool  # whether the time is of forward and backward; otherwise of the forward alone
+    source: str  # the file of the measurement
+    # whether the time is estimated from a compiler's schedule, and nothing ran
     estimated: bool = False
 
     def __str__(self) -> str:

@@ -35,26 +35,17 @@ DECISIVE = 0.8  # share of rounds that a faster kernel must win
 
 @dataclass(frozen=True)
 class CallTimes:
-    """The measured times of the kernels for one local call.
+    """The measured times of the kernels for one local call."""
 
-    Args:
-        call: `key_of_kernels` of the call that one device computes.
-        settings: `settings_of` the config.
-        versions: (package, version) pairs of the measurement.
-        forward, backward: times of each kernel; empty if the pass was not measured.
-        failed: (kernel, why it did not run).
-        data: values of the mask's arrays, as the user wrote them; "" for no arrays.
-        source: the file of the measurement.
-    """
-
-    call: str
-    settings: str
-    versions: tuple[tuple[str, str], ...]
+    call: str  # `key_of_kernels` of the call that one device computes
+    settings: str  # `settings_of` the config
+    versions: tuple[tuple[str, str], ...]  # (package, version) pairs of the measurement
+    # forward, backward: times of each kernel; empty if the pass was not measured
     forward: Rounds
     backward: Rounds = ()
-    failed: tuple[tuple[str, str], ...] = ()
-    data: str = ""
-    source: str = ""
+    failed: tuple[tuple[str, str], ...] = ()  # (kernel, why it did not run)
+    data: str = ""  # values of the mask's arrays, as the user wrote them; "" for no arrays
+    source: str = ""  # the file of the measurement
 
     def __hash__(self) -> int:
         # Targets are hashed at every call of attention: hashing times would take long.

@@ -38,21 +38,14 @@ FSDP: Final = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """The parameters of a module, and every name of its layers.
+    """The parameters of a module, and every name of its layers."""
 
-    Args:
-        entries: the parameters, by diffusers' names.
-        kernels: kernels of Linear and Conv layers, by the layers' names.
-        layers: diffusers' name of a layer, by each of its names.
-        fused: the kernels of a layer that a file stores fused, in the order of their rows.
-        own: the names of a user's table.
-    """
-
-    entries: Mapping[str, Entry]
-    kernels: Mapping[str, Entry]
-    layers: Mapping[str, str]
+    entries: Mapping[str, Entry]  # the parameters, by diffusers' names
+    kernels: Mapping[str, Entry]  # kernels of Linear and Conv layers, by the layers' names
+    layers: Mapping[str, str]  # diffusers' name of a layer, by each of its names
+    # the kernels of a layer that a file stores fused, in the order of their rows
     fused: Mapping[str, tuple[Entry, ...]]
-    own: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()  # the names of a user's table
 
     def parameter(self, layer: str, end: str) -> Entry | None:
         """Return a layer's parameter; a weight may have the layer's name without `.weight`."""

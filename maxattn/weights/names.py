@@ -37,23 +37,15 @@ class FusedPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in diffusers, and its parameter in the module (or layer of a stacked parameter).
+    """A tensor in diffusers, and its parameter in the module (or layer of a stacked parameter)."""
 
-    Args:
-        name: the tensor's name in diffusers.
-        path: the parameter's path in the module.
-        shape: the tensor's shape in diffusers.
-        axes: axis i of the parameter (without a stacked axis) is axis axes[i] of the tensor.
-        layer: the index in a stacked parameter, or None.
-        fused: the fused tensors that may contain this tensor.
-    """
-
-    name: str
-    path: Path
-    shape: tuple[int, ...]
+    name: str  # the tensor's name in diffusers
+    path: Path  # the parameter's path in the module
+    shape: tuple[int, ...]  # the tensor's shape in diffusers
+    # axis i of the parameter (without a stacked axis) is axis axes[i] of the tensor
     axes: tuple[int, ...]
-    layer: int | None = None
-    fused: tuple[FusedPlace, ...] = ()
+    layer: int | None = None  # the index in a stacked parameter, or None
+    fused: tuple[FusedPlace, ...] = ()  # the fused tensors that may contain this tensor
 
     @property
     def owner(self) -> str:

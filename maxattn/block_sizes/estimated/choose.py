@@ -36,21 +36,14 @@ TIE = 0.03
 
 
 class EstimatedSizes(NamedTuple):
-    """The fastest tiles of a forward, or of a forward with its backward.
-
-    Args:
-        sizes: the fastest tiles.
-        seconds: the time of a call with `sizes`.
-        default: the call's time with the sizes of the rules; None if unknown.
-        online: the call's time if scores need a running maximum; None if it equals `seconds`.
-        backward: the backward's part of `seconds`; None without a backward.
-    """
+    """The fastest tiles of a forward, or of a forward with its backward."""
 
     sizes: BlockSizes
-    seconds: Seconds
-    default: Seconds | None
+    seconds: Seconds  # the time of a call with `sizes`
+    default: Seconds | None  # the call's time with the sizes of the rules; None if unknown
+    # the call's time if scores need a running maximum; None if it equals `seconds`
     online: Seconds | None = None
-    backward: Seconds | None = None
+    backward: Seconds | None = None  # the backward's part of `seconds`; None without a backward
 
     @property
     def longest(self) -> Seconds:

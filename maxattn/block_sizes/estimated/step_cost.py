@@ -44,44 +44,30 @@ class Seconds(NamedTuple):
 
 
 class StepGrid(NamedTuple):
-    """The grid of one kernel for a call.
+    """The grid of one kernel for a call."""
 
-    Args:
-        heads: number of heads times batch.
-        rows: number of query tiles per head (key tiles in the backward of K and V).
-        columns: number of steps per row.
-        masked: the share of steps that evaluate the mask, if the kernel skips the test elsewhere.
-        idle: the share of steps that compute nothing.
-    """
-
-    heads: int
-    rows: float
-    columns: float
+    heads: int  # number of heads times batch
+    rows: float  # number of query tiles per head (key tiles in the backward of K and V)
+    columns: float  # number of steps per row
+    # the share of steps that evaluate the mask, if the kernel skips the test elsewhere
     masked: float
-    idle: float = 0.0
+    idle: float = 0.0  # the share of steps that compute nothing
 
 
 class StepCost(NamedTuple):
-    """The cost of a step; a bundle is the instructions of one cycle.
+    """The cost of a step; a bundle is the instructions of one cycle."""
 
-    Args:
-        always: number of bundles in every step.
-        edges: number of bundles in the first and last step of each row, besides `always`.
-        full, masked: for a tile without and with a mask test: number of bundles, cycles of waiting
-            for the matrix units, cycles in which the matrix units are busy.
-        cores: number of cores that share the steps.
-        step_bytes, row_bytes: bytes moved between HBM and VMEM, per step and per row.
-        spills: number of registers that a step writes to memory.
-    """
-
-    always: int
-    edges: int
+    always: int  # number of bundles in every step
+    edges: int  # number of bundles in the first and last step of each row, besides `always`
+    # full, masked: for a tile without and with a mask test: number of bundles, cycles of waiting
+    # for the matrix units, cycles in which the matrix units are busy
     full: tuple[float, float, float]
     masked: tuple[float, float, float]
-    cores: int
+    cores: int  # number of cores that share the steps
+    # step_bytes, row_bytes: bytes moved between HBM and VMEM, per step and per row
     step_bytes: float
     row_bytes: float
-    spills: int
+    spills: int  # number of registers that a step writes to memory
 
     @staticmethod
     def of(values: Sequence[Any]) -> StepCost:

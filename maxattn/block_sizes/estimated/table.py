@@ -17,15 +17,10 @@ NAMES = {
 
 
 class ShippedCosts(NamedTuple):
-    """The table of step costs.
+    """The table of step costs."""
 
-    Args:
-        libtpu: the version of libtpu whose schedules gave the costs.
-        groups: costs by `group_name`: device kind, kernel, head dim and dtype.
-    """
-
-    libtpu: str
-    groups: dict[str, Costs]
+    libtpu: str  # the version of libtpu whose schedules gave the costs
+    groups: dict[str, Costs]  # costs by `group_name`: device kind, kernel, head dim and dtype
 
 
 def group_name(device_kind: str, kernel: str, head_dim: int, dtype: str) -> str:

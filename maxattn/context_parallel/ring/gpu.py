@@ -44,13 +44,10 @@ COPY_ENGINES = (
 
 @dataclass(frozen=True)
 class GpuSchedule:
-    """Send K and V as one array, and their gradients straight to the keys' owner.
+    """Send K and V as one array, and their gradients straight to the keys' owner."""
 
-    Args:
-        copy_engine_flag_set: whether XLA's flags set how blocks move between GPUs, or the flag does
-            not apply to these GPUs; `explain` then prints no note about the flag.
-    """
-
+    # whether XLA's flags set how blocks move between GPUs, or the flag does not apply to these
+    # GPUs; `explain` then prints no note about the flag
     copy_engine_flag_set: bool = False
     directions: ClassVar[int] = 1
 

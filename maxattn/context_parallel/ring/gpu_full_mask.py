@@ -22,19 +22,12 @@ from maxattn.kernels.kv_block import WHOLE, KeyRange, Packed, added, middle_key,
 
 
 class RingStep(NamedTuple):
-    """One kernel of the backward, and the transfer beside it.
+    """One kernel of the backward, and the transfer beside it."""
 
-    Args:
-        hop: distance to the keys' owner: hop h has the keys of the rank h places before this one.
-        key_range: the range of keys that the kernel computes.
-        fetches: whether the keys of the next hop travel.
-        returns: whether the gradients of the previous hop's keys travel.
-    """
-
-    hop: int
-    key_range: KeyRange
-    fetches: bool = False
-    returns: bool = False
+    hop: int  # distance to the keys' owner: hop h has the keys of the rank h places before this one
+    key_range: KeyRange  # the range of keys that the kernel computes
+    fetches: bool = False  # whether the keys of the next hop travel
+    returns: bool = False  # whether the gradients of the previous hop's keys travel
 
 
 def steps(ring_size: int, middle: int) -> Iterator[RingStep]:

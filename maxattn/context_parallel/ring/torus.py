@@ -39,13 +39,9 @@ LARGE = 2**28
 
 @dataclass(frozen=True)
 class TorusSchedule:
-    """Send gradients of K and V along with K and V, from neighbour to neighbour.
+    """Send gradients of K and V along with K and V, from neighbour to neighbour."""
 
-    Args:
-        both_ways: whether halves of the heads go round in opposite directions.
-    """
-
-    both_ways: bool = False
+    both_ways: bool = False  # whether halves of the heads go round in opposite directions
 
     @property
     def directions(self) -> int:

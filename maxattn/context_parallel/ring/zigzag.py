@@ -38,15 +38,10 @@ MOST_WEIGHED = 256  # most ranks whose work is counted one by one: thousands tak
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Which chunks of the sequence each rank of a ring has.
+    """Which chunks of the sequence each rank of a ring has."""
 
-    Args:
-        ring_size: ranks of the ring, n.
-        chunks_per_rank: if 1, rank i has chunk i of n; if 2, chunks i and 2n-1-i of 2n.
-    """
-
-    ring_size: int
-    chunks_per_rank: int
+    ring_size: int  # ranks of the ring, n
+    chunks_per_rank: int  # if 1, rank i has chunk i of n; if 2, chunks i and 2n-1-i of 2n
 
     @property
     def chunks(self) -> int:

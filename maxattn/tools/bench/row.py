@@ -22,30 +22,21 @@ WORK = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # in units of a forward's FLOPs
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One measurement.
+    """One measurement."""
 
-    Args:
-        shape, who, what: names of the shape, of the kernel or library, and of the pass: "forward",
-            "backward" or "forward+backward".
-        ms: device time of one call; 0 if it failed.
-        tflops: TFLOP/s, counting allowed pairs alone.
-        peak: bytes of arguments, results and temporaries, as the compiler reports them.
-        error: largest difference from the float32 reference, over the reference's largest entry.
-        note: why the time is missing, or "".
-        efficiency: t(1) / (n t(n)), for n devices.
-        bound: for a module, the bound in ms that `bench/module.py` defines.
-    """
-
+    # shape, who, what: names of the shape, of the kernel or library, and of the pass: "forward",
+    # "backward" or "forward+backward"
     shape: str
     who: str
     what: str
-    ms: float = 0.0
-    tflops: float = 0.0
-    peak: int = 0
+    ms: float = 0.0  # device time of one call; 0 if it failed
+    tflops: float = 0.0  # TFLOP/s, counting allowed pairs alone
+    peak: int = 0  # bytes of arguments, results and temporaries, as the compiler reports them
+    # largest difference from the float32 reference, over the reference's largest entry
     error: float | None = None
-    note: str = ""
-    efficiency: float | None = None
-    bound: float | None = None
+    note: str = ""  # why the time is missing, or ""
+    efficiency: float | None = None  # t(1) / (n t(n)), for n devices
+    bound: float | None = None  # for a module, the bound in ms that `bench/module.py` defines
 
 
 @dataclass(frozen=True)

@@ -36,29 +36,22 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a compiled program.
+    """One collective of a compiled program."""
 
-    Args:
-        kind: jax's name: "ppermute", "all_gather", "psum", "psum_scatter", "all_to_all", ...
-        groups: (from, to) pairs of a ppermute, else the groups of devices, numbered in the mesh's
-            order.
-        bytes: bytes that one device receives in one run, without its own part; for a psum, the
-            size of the result.
-        start, done: line numbers in the text; equal if the collective is synchronous.
-        times: how often the collective runs, by the known trip counts of the loops around it.
-        kernels: names of kernels and products (dot, convolution, or a loop or fusion with one)
-            between start and done.
-        op_name: jax's name of the operation.
-    """
-
-    kind: str
+    kind: str  # jax's name: "ppermute", "all_gather", "psum", "psum_scatter", "all_to_all", ...
+    # (from, to) pairs of a ppermute, else the groups of devices, numbered in the mesh's order
     groups: Groups
+    # bytes that one device receives in one run, without its own part; for a psum, the size of the
+    # result
     bytes: int
+    # start, done: line numbers in the text; equal if the collective is synchronous
     start: int
     done: int
-    times: int
+    times: int  # how often the collective runs, by the known trip counts of the loops around it
+    # names of kernels and products (dot, convolution, or a loop or fusion with one) between start
+    # and done
     kernels: tuple[str, ...]
-    op_name: str
+    op_name: str  # jax's name of the operation
 
     @property
     def is_async(self) -> bool:

@@ -22,62 +22,46 @@ MOST_SECONDS = 10**6  # most seconds of one compile: eleven days
 
 @dataclass(frozen=True)
 class CompileJob:
-    """The program to compile, and for which TPUs.
+    """The program to compile, and for which TPUs."""
 
-    Args:
-        topology: libtpu's name, such as "v5p:2x2x1"; the config's mesh covers its devices.
-        training: forward and backward; else forward alone.
-        module: a whole attention module with its projections; else attention alone.
-        devices: how many of the topology's devices to use, from the first; None for all.
-        slices: how many such topologies are joined by the data centre's network.
-        estimate: price the kernels by the schedule that the compiler makes.
-        block: width of the feed-forward of a whole transformer block; 0 for none.
-        layers: number of layers of the model; the estimate of a step is multiplied by it.
-        kernel_file: PATH:FUNCTION of an attention to compile in place of maxattn's; "" for none.
-        flat: whether that function takes and returns arrays [B, T, N*H].
-        visited: tiles that it visits for one head, without and with a test of the mask; () to
-            count them from the shape's mask.
-    """
-
-    topology: str
+    topology: str  # libtpu's name, such as "v5p:2x2x1"; the config's mesh covers its devices
     config: AttentionConfig
     shape: Shape
-    training: bool = False
-    module: bool = False
+    training: bool = False  # forward and backward; else forward alone
+    module: bool = False  # a whole attention module with its projections; else attention alone
+    # how many of the topology's devices to use, from the first; None for all
     devices: int | None = None
-    slices: int = 1
-    estimate: bool = False
-    block: int = 0
-    layers: int = 1
+    slices: int = 1  # how many such topologies are joined by the data centre's network
+    estimate: bool = False  # price the kernels by the schedule that the compiler makes
+    block: int = 0  # width of the feed-forward of a whole transformer block; 0 for none
+    layers: int = 1  # number of layers of the model; the estimate of a step is multiplied by it
+    # PATH:FUNCTION of an attention to compile in place of maxattn's; "" for none
     kernel_file: str = ""
-    flat: bool = False
+    flat: bool = False  # whether that function takes and returns arrays [B, T, N*H]
+    # tiles that it visits for one head, without and with a test of the mask; () to count them from
+    # the shape's mask
     visited: tuple[int, ...] = ()
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Outcome:
-    """The result of a job; the types of its fields are checked.
+    """The result of a job; the types of its fields are checked."""
 
-    Args:
-        ending: "compiled"; "failed" (in the compiler); "refused" (by maxattn); "timeout";
-            "crashed" (the child died).
-        plan: the text of `explain`.
-        named, found: the collectives in the plan, and in the compiled program.
-        memory: bytes of one device: argument, temp, output, alias (outputs that reuse arguments),
-            generated_code.
-        message: the error, if any.
-        estimate: the time by schedules (estimate/program.py), or why it is refused; {} for none.
-    """
-
+    # "compiled"; "failed" (in the compiler); "refused" (by maxattn); "timeout"; "crashed" (the
+    # child died)
     ending: Literal["compiled", "failed", "refused", "timeout", "crashed"]
     device_kind: str = ""
-    plan: str = ""
+    plan: str = ""  # the text of `explain`
     mesh: dict[str, int] = field(default_factory=dict)
+    # named, found: the collectives in the plan, and in the compiled program
     named: list[dict[str, Any]] = field(default_factory=list)
     found: list[dict[str, Any]] = field(default_factory=list)
+    # bytes of one device: argument, temp, output, alias (outputs that reuse arguments),
+    # generated_code
     memory: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    message: str = ""
+    message: str = ""  # the error, if any
+    # the time by schedules (estimate/program.py), or why it is refused; {} for none
     estimate: dict[str, Any] = field(default_factory=dict)
 
     @property

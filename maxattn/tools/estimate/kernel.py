@@ -42,49 +42,32 @@ KEYS = 1, 2  # the inputs K and V
 
 
 class KernelEstimate(NamedTuple):
-    """The estimate of one kernel call on one device; nothing ran.
+    """The estimate of one kernel call on one device; nothing ran."""
 
-    Args:
-        name: the HLO instruction's name.
-        calls: how often the program runs the kernel.
-        steps: number of grid steps.
-        full, masked: shares of the steps that compute a tile without and with the mask.
-        block: queries and keys of a tile; () if unknown.
-        cores, of_cores: cores that share the steps, and all cores of a device.
-        cycles: cycles of a step, at the fast and the slow end.
-        seconds: seconds of a call, at both ends; at least the time of its HBM traffic.
-        flops: FLOPs of the matmuls over allowed pairs; 0 if unknown.
-        peak: FLOP/s of the device.
-        slots: by unit, the share of slots filled in the part of a step that has the matmuls.
-        spills: registers that a step writes to memory.
-        hbm: bytes between the kernel and HBM; 0 if unknown.
-        hbm_rate: bytes/s of HBM.
-        is_bound: whether the visited tiles are unknown, so that all are priced with the mask.
-        bundles: bundles of the program, whatever a step runs.
-        longest: most bundles that a step runs.
-        cost: cost of a step, from which the time of a call with another grid follows.
-    """
-
-    name: str
-    calls: int
-    steps: int
+    name: str  # the HLO instruction's name
+    calls: int  # how often the program runs the kernel
+    steps: int  # number of grid steps
+    # full, masked: shares of the steps that compute a tile without and with the mask
     full: float
     masked: float
-    block: tuple[int, ...]
+    block: tuple[int, ...]  # queries and keys of a tile; () if unknown
+    # cores, of_cores: cores that share the steps, and all cores of a device
     cores: int
     of_cores: int
-    cycles: tuple[float, float]
+    cycles: tuple[float, float]  # cycles of a step, at the fast and the slow end
+    # seconds of a call, at both ends; at least the time of its HBM traffic
     seconds: tuple[float, float]
-    flops: float
-    peak: float
+    flops: float  # FLOPs of the matmuls over allowed pairs; 0 if unknown
+    peak: float  # FLOP/s of the device
+    # by unit, the share of slots filled in the part of a step that has the matmuls
     slots: tuple[tuple[str, float], ...]
-    spills: int
-    hbm: float
-    hbm_rate: float
-    is_bound: bool
-    bundles: int
-    longest: int
-    cost: StepCost
+    spills: int  # registers that a step writes to memory
+    hbm: float  # bytes between the kernel and HBM; 0 if unknown
+    hbm_rate: float  # bytes/s of HBM
+    is_bound: bool  # whether the visited tiles are unknown, so that all are priced with the mask
+    bundles: int  # bundles of the program, whatever a step runs
+    longest: int  # most bundles that a step runs
+    cost: StepCost  # cost of a step, from which the time of a call with another grid follows
 
 
 @dataclass(frozen=True)
@@ -261,24 +244,18 @@ _PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}  # matmuls in each visited tile; a fus
 
 
 class KernelTiles(NamedTuple):
-    """The tiles that one call of a kernel computes.
+    """The tiles that one call of a kernel computes."""
 
-    Args:
-        block: queries and keys of a tile; () if unknown.
-        full, masked: number of visited tiles of one head, without and with a test of the mask.
-        grids: possible numbers of steps for one head: all tiles, or the tile rows (columns) times
-            the most visited tiles of a tile row (column).
-        heads: heads times batch.
-        flops: FLOPs of the matmuls over allowed pairs, per visited tile.
-        is_bound: whether the visited tiles differ by rank; then `full` and `masked` mean nothing.
-    """
-
-    block: tuple[int, ...]
+    block: tuple[int, ...]  # queries and keys of a tile; () if unknown
+    # full, masked: number of visited tiles of one head, without and with a test of the mask
     full: int
     masked: int
+    # possible numbers of steps for one head: all tiles, or the tile rows (columns) times the most
+    # visited tiles of a tile row (column)
     grids: tuple[int, ...]
-    heads: int
-    flops: float
+    heads: int  # heads times batch
+    flops: float  # FLOPs of the matmuls over allowed pairs, per visited tile
+    # whether the visited tiles differ by rank; then `full` and `masked` mean nothing
     is_bound: bool
 
     @property

@@ -45,25 +45,18 @@ _VMEM = "S(1)"
 
 
 class Operation(NamedTuple):
-    """One of XLA's operations.
+    """One of XLA's operations."""
 
-    Args:
-        name, what: the instruction's name, and jax's name of the operation.
-        kind: what it does.
-        times: how often the program runs it.
-        seconds: of one run.
-        flops, moved: FLOPs of its products, and bytes between it and HBM, of one run.
-        cycles: XLA's own estimate of one run; None if it has none.
-    """
-
+    # name, what: the instruction's name, and jax's name of the operation
     name: str
     what: str
-    kind: Kind
-    times: int
-    seconds: float
+    kind: Kind  # what it does
+    times: int  # how often the program runs it
+    seconds: float  # of one run
+    # flops, moved: FLOPs of its products, and bytes between it and HBM, of one run
     flops: float
     moved: int
-    cycles: int | None
+    cycles: int | None  # XLA's own estimate of one run; None if it has none
 
 
 def operations(program: HloProgram, device: Device) -> Iterator[Operation]:

@@ -35,25 +35,18 @@ LONGEST_MESSAGE = 600  # most characters of a compiler's error
 
 @dataclass(frozen=True)
 class KernelJob:
-    """A kernel to compile.
+    """A kernel to compile."""
 
-    Args:
-        device_kind: such as "TPU v6e".
-        kernel: name of the attention kernel.
-        kind: its Pallas kernel: "fwd", "dkv", "fused" or "dq".
-        tile: queries, keys, and keys computed at once (not for "dq"); of `tpu_few_keys` queries,
-            keys, and heads.
-        head_dim, dtype: H, and the dtype of q, k and v.
-        masked: the test of the mask that the kernel evaluates.
-    """
-
-    device_kind: str
-    kernel: KernelKind | Literal["tpu_few_keys"]
-    kind: Kind
+    device_kind: str  # such as "TPU v6e"
+    kernel: KernelKind | Literal["tpu_few_keys"]  # name of the attention kernel
+    kind: Kind  # its Pallas kernel: "fwd", "dkv", "fused" or "dq"
+    # queries, keys, and keys computed at once (not for "dq"); of `tpu_few_keys` queries, keys, and
+    # heads
     tile: Tile
+    # head_dim, dtype: H, and the dtype of q, k and v
     head_dim: int
     dtype: str
-    masked: Evaluates
+    masked: Evaluates  # the test of the mask that the kernel evaluates
 
     @property
     def lengths(self) -> tuple[int, int]:
