@@ -58,11 +58,8 @@ class Traced(NamedTuple):
     def measured(self, measure: Measure, chosen: Sequence[np.ndarray]) -> Callable[..., Any]:
         """Return a function of `inputs` with results (the program's results, measures).
 
-        Args:
-            measure: computes what is returned of a call.
-            chosen: for each place, a bool for each of its calls; the measures of other calls are 0.
-
-        The measures of a place have one leading axis for each scan around it.
+        `measure` computes what is returned of a call. `chosen` has for each place a bool for each
+        of its calls, and other calls measure 0. Measures have a leading axis for each scan.
         """
 
         def run(*inputs: Any) -> tuple[list[Any], list[Any]]:

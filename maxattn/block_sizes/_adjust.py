@@ -25,14 +25,8 @@ def adjust(
     """Return block sizes that the kernel compiles with, and the changes from the requested ones.
 
     Legal sizes are never changed. Sizes that the config omits are filled in, from its other sizes
-    or with 512. Inference drops the backward sizes. Neither step is reported as a change.
-
-    Args:
-        asked: the config's sizes; any positive ints.
-        call: the call that one device computes: its T, S, H, dtype and role are read.
-        kernel: the kernel's name; `tpu_flash` has other tiles (transposed.py).
-        target: the machine; a TPU's VMEM limits the tiles.
-        training: whether the backward kernels must run too.
+    or with 512. Inference drops the backward sizes. Neither step is reported as a change. `call` is
+    the call that one device computes.
     """
     if kernel == "tpu_flash":
         if training:

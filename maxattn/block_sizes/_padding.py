@@ -18,12 +18,7 @@ class Padding(NamedTuple):
 
 
 def padding(length: int, block: int) -> Padding:
-    """Return ceil(length / block) * block, and (padded - length) / length.
-
-    Args:
-        length: number of real tokens, at least 1.
-        block: number of tokens in a block, at least 1.
-    """
+    """Return ceil(length / block) * block, and (padded - length) / length."""
     padded = round_up(length, block)
     return Padding(padded, (padded - length) / length)
 
@@ -31,14 +26,10 @@ def padding(length: int, block: int) -> Padding:
 def nearest_with_less_padding(
     length: int, block: int, step: int = LANES, most: int | None = None, count: int = 3
 ) -> tuple[int, ...]:
-    """Find the block sizes that pad less than a given size, nearest first.
+    """Find up to `count` block sizes that pad less than a given size, nearest first.
 
-    Args:
-        length: number of real tokens.
-        block: the given size, in tokens.
-        step: sizes are multiples of `step`: 128 for KV blocks, and for Q blocks in training.
-        most: the longest size; default twice `block`, and at least one step.
-        count: the most sizes to return.
+    They are multiples of `step`: 128 for KV blocks, and for Q blocks in training. The longest is
+    `most`, by default twice `block`, and at least one step.
     """
     now = padding(length, block).padded
     last = min(most or max(2 * block, step), round_up(length, step))
@@ -65,12 +56,7 @@ def percent(share: float) -> str:
 
 
 def padding_notes(local: Call, sizes: BlockSizes | None) -> tuple[str, ...]:
-    """Return a note for block_q and for block_kv if it pads self-attention by more than 10%.
-
-    Args:
-        local: the call that one device computes.
-        sizes: the sizes of its kernel; None for a kernel without block sizes.
-    """
+    """Return a note for block_q and for block_kv if it pads self-attention by more than 10%."""
     if sizes is None or local.role == "cross":
         return ()
     lengths = (("block_q", local.q_len, sizes.block_q), ("block_kv", local.kv_len, sizes.block_kv))

@@ -29,15 +29,10 @@ class Recommendation(NamedTuple):
 
 
 def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, ...]:
-    """List block sizes for self-attention on a TPU, the fastest by estimates first.
+    """List block sizes for self-attention to `seq` tokens of a TPU, the fastest by estimates first.
 
     The rules' default and the square blocks that pad least come next. For other devices the list is
     empty, since their kernels read no block sizes.
-
-    Args:
-        seq: number of tokens on one device.
-        head_dim: H.
-        target: the machine.
     """
     if target.platform != "tpu":
         return ()
@@ -70,13 +65,7 @@ def recommend(seq: int, head_dim: int, target: Target) -> tuple[Recommendation, 
 
 
 def recommend_table(seq: int, head_dim: int, target: Target) -> str:
-    """Return `recommend` as a text table: sizes, padding, source, and sizes that pad less.
-
-    Args:
-        seq: number of tokens on one device.
-        head_dim: H.
-        target: the machine.
-    """
+    """Return `recommend` as a text table: sizes, padding, source, and sizes that pad less."""
     title = f"block sizes for {seq:,} tokens, head dim {head_dim}, {target.device_kind}"
     rows = recommend(seq, head_dim, target)
     if not rows:

@@ -200,12 +200,8 @@ def fused_partials_bytes(call: Call, sizes: BlockSizes, kernel: KernelKind = "fl
 
     The fused backward writes a partial dQ per KV block and then sums the partial dQ, so a longer
     `block_kv_dkv` needs less memory. There are ceil(S / block_kv_dkv) * B * N * T * H elements in
-    the dtype of Q (in tokamax, float32 above four partial dQ). The separate backward has none.
-
-    Args:
-        call: the local call.
-        sizes: the block sizes of the call.
-        kernel: the kernel's name; `tpu_flash` adds to one array, and has no partial dQ.
+    the dtype of Q (in tokamax, float32 above four partial dQ). The separate backward has none, nor
+    has `tpu_flash`, which adds to one array. `call` is the local call.
     """
     if kernel == "tpu_flash" or not sizes.use_fused_bwd_kernel:
         return 0

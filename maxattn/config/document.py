@@ -56,11 +56,7 @@ class Document:
 
 
 def read(source: str) -> Document:
-    """Read a YAML file whose top level is a mapping.
-
-    Raises:
-        ConfigErrors: the file is missing or empty, or is not a YAML mapping.
-    """
+    """Read a YAML file; refuse one that is missing, empty, or no mapping at its top level."""
     document = parse(_text(source), lambda line: f"{source}:{line}")
     if document.data is None:
         rule = "a config must have at least one `key: value` line"
@@ -74,10 +70,9 @@ def read(source: str) -> Document:
 
 
 def parse(text: str, where: Where) -> Document:
-    """Parse one YAML document; `where` turns a line number (from 1) into an error's location.
+    """Parse one YAML document; refuse what is not plain data, too large or too deeply nested.
 
-    Raises:
-        ConfigErrors: the text is not YAML, is not plain data, or is too large or too deeply nested.
+    `where` turns a line number (from 1) into an error's location.
     """
     if len(text) > MOST_BYTES:
         raise _too_large("YAML", f"{len(text):,} characters", where(1))

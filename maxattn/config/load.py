@@ -40,8 +40,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Overrides) -> Config:
     """Read a file (none if `path` is None), apply overrides, and validate.
 
-    Raises:
-        ConfigErrors: with every problem of the file by line, then those of the overrides.
+    The error has every problem of the file by line, then those of the overrides.
     """
     source = "" if path is None else os.fspath(path)
     document = Document({}, None, str) if path is None else read(source)

@@ -90,11 +90,7 @@ class Imported(NamedTuple, Generic[Config]):
 def load(
     model: type[Config], path: str | os.PathLike[str], overrides: Overrides
 ) -> Imported[Config]:
-    """Read a MaxDiffusion file, translate its keys, apply overrides, and validate.
-
-    Raises:
-        ConfigErrors: the file is a maxattn config, or translated keys are wrong (lists all).
-    """
+    """Read a MaxDiffusion file, translate its keys, apply overrides, and validate."""
     check_path(path)
     source = os.fspath(path)
     document = read(source)

@@ -27,13 +27,9 @@ def linear_call(
 ) -> Any:
     """Return `compute(residuals, operands)`, which is linear in the operands.
 
-    Neither function is traced before its mode is used.
-
-    Args:
-        compute: (residuals, operands) -> results.
-        transposed: (residuals, cotangents of the results) -> cotangents of the operands.
-        residuals, operands: trees of arrays.
-        like: a tree of arrays with the shapes and dtypes of the results.
+    `transposed` maps residuals and cotangents of the results to cotangents of the operands. Neither
+    function is traced before its mode is used. Residuals and operands are trees of arrays; `like`
+    is a tree of arrays with the shapes and dtypes of the results.
     """
     given, given_tree = jax.tree.flatten(residuals)
     moved, moved_tree = jax.tree.flatten(operands)

@@ -118,14 +118,8 @@ def run_pieces(
 ) -> Any:
     """Return `compute(pieces, *operands)` for the pieces of a band between local queries and keys.
 
-    If the shift is traced, `over_shifts` selects the pieces when the program runs.
-
-    Args:
-        terms: the terms of a mask, whose positions are a band.
-        shift: position of the first query minus position of the first key; an int, or traced
-            inside `shard_map`.
-        lengths: numbers of local queries and keys.
-        compute: the function of a tuple of pieces and of the operands.
+    `shift` is the position of the first query minus that of the first key. If it is traced, inside
+    `shard_map`, `over_shifts` selects the pieces when the program runs.
     """
     band = terms.band
     assert band is not None and not terms.rest, terms  # supports() refused it
@@ -153,14 +147,9 @@ def over_shifts(
 ) -> Any:
     """Return `branch(case)(*operands)` for the case of a traced shift, under `lax.switch`.
 
-    In every strategy, offsets are multiples of the shards' lengths. If a traced offset is no such
-    multiple, the result is NaN, since only the device sees the offset's value.
-
-    Args:
-        band: the band between the shards.
-        shift: position of the first query minus position of the first key, traced.
-        lengths: numbers of local queries and keys.
-        branch: returns the function for a case; a case is the shift plus the band's offset.
+    A case is the shift plus the band's offset. In every strategy, offsets are multiples of the
+    shards' lengths. If a traced offset is no such multiple, the result is NaN, since only the
+    device sees the offset's value.
     """
     cases = shifts(band, *lengths)
     step, first = cases[1] - cases[0], cases[0]

@@ -27,11 +27,7 @@ def _is_array(x: Any) -> bool:
 
 
 def check_operands(q: Any, k: Any, v: Any = None) -> None:
-    """Refuse queries, keys and values whose ranks, sizes or dtypes do not fit together.
-
-    Raises:
-        InputError: an operand does not fit; the error names it, its value and the rule.
-    """
+    """Refuse queries, keys and values whose ranks, sizes or dtypes do not fit together."""
     _check_one("q", q, "[B, T, N, H]")
     _check_one("k", k, "[B, S, K, H]")
     if v is not None:
@@ -119,11 +115,7 @@ def check_values(name: str, given: Any) -> None:
 
 
 def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
-    """Return the four sizes of a bias, each 1 or full.
-
-    Raises:
-        InputError: the bias does not broadcast, or its dtype is not floating.
-    """
+    """Return the four sizes of a bias, each 1 or full; refuse one that does not broadcast."""
     if bias is None:
         return None
     if not _is_array(bias):
@@ -153,11 +145,7 @@ def check_bias_dtype(dtype: str) -> None:
 
 
 def bind_mask(mask: Any, q: Any, k: Any, *, mask_padding: bool = True) -> Mask:
-    """Convert a caller's `mask=` argument to a mask, and bind it to the call's lengths.
-
-    Raises:
-        InputError: the argument is neither a mask nor an array, or does not fit the call.
-    """
+    """Convert a caller's `mask=` argument to a mask, and bind it to the call's lengths."""
     (b, t, n, _), s = q.shape, k.shape[1]
     bound = as_mask(mask, q, k).bind(t, s, b, n)
     return bound if mask_padding else without_padding(bound)
@@ -170,11 +158,7 @@ def without_padding(mask: Mask) -> Mask:
 
 
 def as_mask(mask: Any, q: Any, k: Any) -> Mask:
-    """Return a mask unchanged, None as `Full`, and a boolean array as `Dense`.
-
-    Raises:
-        InputError: the argument is of another type, or the array looks like flags of keys.
-    """
+    """Return a mask, None as `Full` and a boolean array as `Dense`; refuse flags of keys."""
     if mask is None:
         return Full()
     check_values("mask", mask)
@@ -234,9 +218,6 @@ def check_finite(operands: dict[str, Any], mask: Mask | None = None) -> None:
         operands: q [B, T, N, H], k, v [B, S, K, H] and bias [B|1, N|1, T|1, S|1] by name, or None;
             or numbers of a rotary table, under a name that begins with "rotary_emb".
         mask: the bound mask of the call; None without keys.
-
-    Raises:
-        InputError: an operand has NaN or infinity; the error shows their number and first index.
     """
     there = {name: x for name, x in operands.items() if x is not None}
     found = {name: _count(name, x, there.get("q"), mask) for name, x in there.items()}

@@ -64,10 +64,9 @@ def tile_kinds(
 def kinds_by_arrays(
     mask: Mask, blocks: tuple[int, int], lengths: tuple[int, int], offsets: tuple[Any, Any]
 ) -> Int8[Array, "B QB KB"]:
-    """Classify tiles on the device, from a mask's positions and arrays.
+    """Classify tiles on the device, from the positions and arrays of a bound mask.
 
     Args:
-        mask: a bound mask.
         blocks: numbers of queries and keys in a tile; the last tiles may be ragged.
         lengths: numbers of local queries and keys.
         offsets: positions of the first local query and key; ints or traced.

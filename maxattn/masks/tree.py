@@ -92,14 +92,7 @@ def check_numbers(mask: Any) -> None:
 
 
 def whole(value: Any, name: str, least: int, optional: bool = False, most: int = MOST) -> None:
-    """Check that a field is a whole number in range, and convert it to an int.
-
-    Args:
-        value: a mask, or another frozen dataclass.
-        name: the field's name.
-        least, most: the range of the number; `most` is a power of two.
-        optional: whether None is allowed.
-    """
+    """Check that a field of a mask is a whole number in range, and convert it to an int."""
     found: Any = getattr(value, name)
     where = f"{type(value).__name__}.{name}"
     if found is None and optional:

@@ -91,13 +91,7 @@ class Timed:
 def measure(
     functions: Sequence[TimedFunction], budget: float, options: Mapping[str, Any] | None = None
 ) -> list[Timed]:
-    """Return the device time of functions.
-
-    Args:
-        functions: the functions to measure.
-        budget: approximate seconds to spend on each.
-        options: options of XLA's compiler.
-    """
+    """Return the device time of functions; `budget` is about the seconds spent on each."""
     return time_all(compile_all(functions, options), budget)
 
 
@@ -130,13 +124,10 @@ def compile_all(
 def time_all(
     programs: Sequence[TimedProgram], budget: float, rounds: int = ROUNDS, by_record: bool = False
 ) -> list[Timed]:
-    """Time compiled programs in turns.
+    """Time compiled programs in turns, `rounds` times each, about `budget` seconds on each.
 
-    Args:
-        programs: from `compile_all`.
-        budget: approximate seconds to spend on each.
-        rounds: how often every program is timed, in turns.
-        by_record: read times from the device's profile (see the module), one run in each round.
+    If `by_record`, times are read from the device's profile (see the module), one run in each
+    round.
     """
     warm = []
     for number, program in enumerate(programs, start=1):

@@ -100,11 +100,7 @@ def why_op_stays(op: Any, holder: Any) -> str | None:
 
 
 def exchange(op: Any, holder: Any, config: AttentionConfig | None, mesh: Any) -> tuple[str, str]:
-    """Make an op attend with maxattn.
-
-    Returns:
-        The role of the op's calls, and text to append to the op's row in the table.
-    """
+    """Make an op attend with maxattn; return its role, and text to append to its table row."""
     names = getattr(op, "axis_names_q", None) or ()
     role = "cross" if any("cross" in str(name) for name in names) else "self"
     dtype = jnp.dtype(op.dtype).name

@@ -177,8 +177,7 @@ class AttentionBase(nnx.Module):
     ) -> Prepared:
         """Check the shapes of a call and bind its mask, before anything is projected.
 
-        Args:
-            keys: states [B, S, C] to project to keys and values, or a pair (keys, values).
+        `keys` are states [B, S, C] to project to keys and values, or a pair (keys, values).
         """
 
         def shape(length: int, heads: int, dim: int) -> Any:

@@ -158,11 +158,8 @@ def rank_3(name: str, x: Any) -> None:
 def states(name: str, x: Any, width: int, width_name: str, batch: int | None = None) -> None:
     """Refuse hidden states that do not fit the projections.
 
-    Args:
-        name: the argument's name.
-        x: the argument's value.
-        width, width_name: the module's channels, and the constructor argument that set them.
-        batch: the batch size of hidden_states; None if x is hidden_states itself.
+    `width_name` is the argument of the constructor that set the channels, `width`. `batch` is that
+    of hidden_states, or None if x is hidden_states itself.
     """
     rank_3(name, x)
     check_not_torch(name, dtype := str(x.dtype))
@@ -180,12 +177,7 @@ def states(name: str, x: Any, width: int, width_name: str, batch: int | None = N
 
 
 def dropout_rngs(dropout: nnx.Dropout, deterministic: bool | None, rngs: Any) -> None:
-    """Refuse random dropout without a source of randomness, and a mode that is no known bool.
-
-    Args:
-        dropout: the module's dropout layer.
-        deterministic, rngs: arguments of the call; deterministic=None keeps the module's mode.
-    """
+    """Refuse random dropout without a source of randomness, and a mode that is no known bool."""
     is_bool = str(getattr(deterministic, "dtype", type(deterministic).__name__)) == "bool"
     if deterministic is not None and (is_tracer(deterministic) or not is_bool):
         value = "traced" if is_tracer(deterministic) else repr(deterministic)

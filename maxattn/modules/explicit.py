@@ -25,9 +25,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def over_explicit_axes(out_specs: Callable[..., Any]) -> Callable[[Method], Method]:
     """Decorate a module's method so that it runs on a mesh with Explicit axes too.
 
-    Args:
-        out_specs: function of the method's arguments; returns the sharding of the results as a
-            tree of `PartitionSpec`.
+    `out_specs` is a function of the method's arguments. It returns the sharding of the results as a
+    tree of `PartitionSpec`.
     """
 
     def decorate(method: Method) -> Method:

@@ -61,9 +61,7 @@ def turn(
 ) -> tuple[Array, Array]:
     """Rotate queries and keys by their positions, by default 0, 1, 2, ...
 
-    Args:
-        positions: [T], or broadcasting to [*batch, T].
-        batch: sizes of the axes that were folded into B.
+    Positions are [T], or broadcast to [*batch, T]; the axes `batch` were folded into B.
     """
     if rope is None:
         if positions is not None:

@@ -61,18 +61,9 @@ def make_qk_norm(
     rms: y = x / sqrt(mean(x^2) + eps) * scale, or * (1 + scale) if zero-centred
     layer: y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias
 
-    Args:
-        kind: None or one of `QK_NORMS`. "rms_norm_across_heads" is over all heads * H channels of a
-            token, so tensor parallelism needs a sum over devices; every other norm is over the H
-            channels of each head.
-        heads: number of heads: N for queries, K for keys.
-        dim_head: channels of a head, H.
-        eps: added to the mean square or the variance.
-        param_dtype: dtype of scale and bias.
-        rngs: required by the layers, though their initial values are constant.
-
-    Raises:
-        InputError: if the kind is unknown.
+    "rms_norm_across_heads" is over all heads * H channels of a token, so tensor parallelism needs a
+    sum over devices; every other norm is over the H channels of each head. `rngs` is required by
+    the layers, though their initial values are constant.
     """
     checks.optional_name("qk_norm", kind, QK_NORMS)
     if kind is None:

@@ -27,11 +27,7 @@ def run_with_cache(
     mask: Any,
     bias: Any,
 ) -> tuple[Float[Array, "B T N H"], KVCache]:
-    """Project a block, write its keys and values into the cache, and attend to it.
-
-    Raises:
-        InputError, MeshError: if the cache does not fit the module, the block or the mesh.
-    """
+    """Project a block, write its keys and values into the cache, and attend to it."""
     if not isinstance(layer, CacheLayer):
         remedy = "pass cache.layer(i)"
         rule = "attention reads and writes one layer of a KVCache"
@@ -61,11 +57,7 @@ def run_with_cache(
 
 
 def window_table(cache: KVCache, rotary: Any, dim_head: int) -> Rotary:
-    """Read a rotary table of the window as [F, tokens, D]: F slots of `tokens` tokens each.
-
-    Raises:
-        InputError: if the table does not cover all slots, or differs by batch row or head.
-    """
+    """Read a rotary table of the window as [F, tokens, D]: F slots of `tokens` tokens each."""
     frames, tokens = cache.layout.frames, cache.layout.stream.tokens_per_frame
     table = as_rotary(rotary, (1, frames * tokens, 1, dim_head))
     if table.cos.ndim != 2:

@@ -217,13 +217,10 @@ def cos_sin(
 ) -> tuple[Float[Array, "... P"], Float[Array, "... P"]]:
     """Return the cosine and sine of positions * frequencies in float32, as exact as on the host.
 
+    Positions are integers of at least 0 and may be traced; the angles per position are float64.
     A float32 product, with 24 bits, would be off by 0.008 at position 100,000. So each position is
     split into digits. The cosine and sine of each digit's angle come from a float64 table, and the
     addition formulas give the cosine and sine of the sum.
-
-    Args:
-        positions: integers of at least 0; may be traced.
-        frequencies: the angles per position, float64.
     """
     positions = positions.astype(jnp.int32)
     cos: Any = None

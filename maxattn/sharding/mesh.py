@@ -33,9 +33,7 @@ MeshShape = tuple[tuple[str, int], ...]
 def mesh_shape(mesh: Any) -> MeshShape:
     """Return the (axis, size) pairs of a mesh, of a mapping such as {"context": 4}, or of None.
 
-    Raises:
-        MeshError: `mesh` is no mesh, a mapping has an unknown axis or a size below 1, or a mesh of
-            several devices has none of attention's axes.
+    A mesh of several devices must have one of attention's axes.
     """
     if mesh is None or mesh is False:
         return ()
@@ -110,9 +108,6 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
     """Return the mesh to map over: `mesh`, else the surrounding mesh, else the mesh of q's type.
 
     False gives no mesh, even if there is a surrounding mesh.
-
-    Raises:
-        MeshError: `mesh` has sizes without devices, or differs from the surrounding mesh.
     """
     if mesh is False:
         return None

@@ -55,11 +55,9 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
 def on_axes(*axes: str | None, dims: tuple[int, ...] | None = None) -> dict[str, Any]:
     """Return flax's metadata with a parameter's mesh axes, one name or None per array axis.
 
-    Under `jax.set_mesh`, flax looks up every name, so names that the mesh lacks are left out.
-
-    Args:
-        dims: the parameter's shape. If layers are stacked, it shows which axis is the stacked one;
-            default unknown, for which the stacked axes are the first ones.
+    Under `jax.set_mesh`, flax looks up every name, so names that the mesh lacks are left out. If
+    layers are stacked, the parameter's shape, `dims`, shows which axis is the stacked one; without
+    it the stacked axes are the first ones.
     """
     ambient = ambient_mesh()
     known = AXES if ambient is None else ambient.axis_names
@@ -92,13 +90,8 @@ def variable_sharding(
     """Return the sharding of the variable at a path of an NNX state, by its axis names.
 
     Axes that `nnx.vmap` stacked without a name are not split. Optimiser states whose shape is not
-    their parameter's, such as adafactor's sums of rows, are replicated.
-
-    Args:
-        path: its place in the state.
-        variable: a parameter, or what an optimiser holds of one.
-        mesh: the mesh, of devices or of sizes.
-        at_end: modules whose stacked axes are the last ones; see `_stacked_at_end`.
+    their parameter's, such as adafactor's sums of rows, are replicated. `at_end` are modules whose
+    stacked axes are the last ones; see `_stacked_at_end`.
     """
     from flax import nnx
 
@@ -134,9 +127,6 @@ def _stacked_at_end(variables: Iterable[tuple[Sequence[Any], Any]]) -> set[tuple
 
     A module is here if a variable's stacked axes cannot be the first ones. Its other variables are
     stacked alike, also where their sizes leave a choice, as those of a bias of 8 in 8 layers.
-
-    Args:
-        variables: of an NNX state, each behind its path.
     """
     found = set()
     for path, variable in variables:

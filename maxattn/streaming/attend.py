@@ -54,14 +54,8 @@ def attend_with_cache(
 ) -> tuple[Float[Array, "B T N H"], KVCache]:
     """Write a block's keys and values, attend to all visible keys; return (out, whole cache).
 
-    Args:
-        layer, block, how: the layer of the cache, the block, and the module's settings.
-        table: rotary angles of the window, [F, tokens, D], if keys are kept unrotated.
-        mask, bias: allowed with `extract()`; with `cached()`, only a mask is allowed.
-
-    Raises:
-        InputError: the cache has another dtype than the block.
-        Unsupported: a pass that writes into the cache is differentiated.
+    `table` has the rotary angles of the window, [F, tokens, D], if keys are kept unrotated. A bias
+    is allowed with `extract()`, a mask with `extract()` and `cached()`.
     """
     cache = layer.cache
     checks.same_dtype(cache, block.k, block.v)

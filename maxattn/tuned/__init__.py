@@ -87,14 +87,7 @@ def tuned_note(
 
 
 def tuned_for(config: AttentionConfig, kernel: str, local: Call, target: Target) -> Tuned | None:
-    """Return the measured sizes of a kernel for a local call, or None.
-
-    Args:
-        config: if it sets one of the kernel's sizes, no measured size is used.
-        kernel: name of the kernel.
-        local: the call that one device computes.
-        target: the target with the table of measurements.
-    """
+    """Return the measured sizes of a kernel for a local call; None if the config sets any."""
     table = target.tuned
     if not table or local.bias is not None or not leaves_open(config, kernel):
         return None

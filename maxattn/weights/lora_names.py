@@ -74,10 +74,6 @@ def layers_of(
     """Group tensors by the module's layers; list names of layers that the module lacks.
 
     If not `strict`, also list names that are not LoRA's, with the layers to which they belong.
-
-    Raises:
-        WeightsError: a name is not LoRA's and `strict`, a pair is incomplete, or a matrix occurs
-            twice.
     """
     parts: dict[str, dict[str, str]] = {}
     unknown: list[str] = []

@@ -77,12 +77,7 @@ def _fits(part: str, text: str) -> bool:
 
 
 def read_strength(held: Mapping[str, Any], prefix: str) -> Strength:
-    """Read the metadata of LoRA weights for a prefix; without metadata, alpha is the rank.
-
-    Raises:
-        WeightsError: the metadata are no JSON, are for other parts of a pipeline or another method
-            than LoRA, or have no finite alpha.
-    """
+    """Read the metadata of LoRA weights for a prefix; without metadata, alpha is the rank."""
     where, values = _metadata(held) if isinstance(held, SafeTensors) else ("", {})
     if not where:
         return Strength()

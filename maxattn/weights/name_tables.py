@@ -61,12 +61,7 @@ def _filled(pattern: str, numbers: tuple[str, ...]) -> str:
 
 
 def checked_table(table: Any, layers: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of a user's table, a mapping or the path of a YAML file; refuse a wrong one.
-
-    Raises:
-        WeightsError: an entry is no pattern and layer, the numbers of `*` differ, the module lacks
-            the layer, or a name is for two layers.
-    """
+    """Return the names of a user's table, a mapping or the path of a YAML file, if it fits."""
     found: dict[str, tuple[str, ...]] = {}
     for pattern, value in _mapping(table).items():
         parts = tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -55,14 +55,13 @@ def save_tensors(
 ) -> tuple[Path, ...]:
     """Write tensors as one file of safetensors, or as several and their index, as diffusers does.
 
+    The sizes in `forms` set the number of files, whose names begin with `name`. Return the files,
+    the index last if there is one.
+
     Args:
-        forms: the shape and dtype of each tensor, by name; the sizes set the number of files.
+        forms: the shape and dtype of each tensor, by name.
         read: returns one tensor by name; only one at a time is in memory.
         folder, shard_bytes: as for `save_diffusers`.
-        name: the beginning of the files' names.
-
-    Returns:
-        The files, the index last if there is one.
     """
     folder, shards = Path(folder), _shards(forms, shard_bytes)
     files = [f"{name}-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -193,11 +192,7 @@ def _remove_earlier(folder: Path, name: str, kept: set[str]) -> None:
 
 
 def write(path: Path, forms: Mapping[str, Form], read: Read) -> None:
-    """Write a safetensors file; `read` returns one tensor at a time, in its form.
-
-    Raises:
-        WeightsError: safetensors does not have a tensor's dtype.
-    """
+    """Write a safetensors file; `read` returns one tensor at a time, in its form."""
     names = sorted(forms, key=lambda name: (-np.dtype(forms[name].dtype).itemsize, name))
     head = _header(names, forms)
     with path.open("wb") as file:

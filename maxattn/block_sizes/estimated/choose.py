@@ -61,9 +61,8 @@ def estimated_sizes(
     little of the device's memory.
 
     Args:
-        kernel: the kernel's name.
+        kernel, target: the kernel's name, and the machine.
         call: the local call, in the dtype that the kernel computes in.
-        target: the machine.
         training: whether to time forward and backward; else the forward alone.
         fused: the user's `use_fused_bwd_kernel`, whatever memory it needs; None: try both.
     """
@@ -145,13 +144,8 @@ def ranked(
 ) -> tuple[Estimate, ...]:
     """Rank legal sizes by the slow end of their time, with one entry per forward tile.
 
-    Args:
-        costs: the step costs for the target's kernel, head dim and dtype.
-        call: the local call.
-        kernel: the kernel's name.
-        target: a TPU.
-        training: whether to time forward and backward; else the forward alone.
-        fused: whether the backward is fused.
+    `costs` are the step costs for the target's kernel, head dim and dtype. The time is of forward
+    and backward if `training`, else of the forward; `fused` is the form of the backward.
     """
 
     def fastest(kind: Kind, forward: Tile) -> Tile | None:

@@ -108,10 +108,8 @@ class RingPass:
     ) -> dict[Piece, Any]:
         """Compute the pieces of a hop, except for those that the mask leaves empty on every rank.
 
-        Args:
-            hop: the number of the hop.
-            compute: a function from (query chunk, key chunk) to a `Result` or `Grads`.
-            alike: a key; calls with equal keys have results of equal shapes in every hop.
+        `compute` returns the `Result` or `Grads` of a query chunk and a key chunk. Calls with equal
+        `alike` have results of equal shapes in every hop.
         """
         found = {}
         for i, j in ((i, j) for i in self.chunks for j in self.chunks):

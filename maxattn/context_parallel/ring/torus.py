@@ -55,12 +55,9 @@ class TorusSchedule:
         return ()
 
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """List the hops; float32 gradients need one more hop, back to the keys' owner.
+        """List the hops after the first; float32 gradients need one more, to the keys' owner.
 
-        Args:
-            hop: the call of one hop.
-            sends: number of hops after the first, at least 1.
-            chunks_per_rank: number of chunks of the sequence on a rank.
+        `hop` is the call of one, `sends` is their number.
         """
         block, grads = kv_bytes(hop, itemsize(hop.dtype)), kv_bytes(hop, FLOAT)
         arrays = 2 * chunks_per_rank * self.directions

@@ -47,15 +47,8 @@ def bench(
 ) -> list[BenchRow]:
     """Measure kernels through their own forward and backward, and `auto` through `attention`.
 
-    Args:
-        shape: from `maxattn.tools.model_shapes`.
-        kernels: names of kernels, or "auto"; default all that can run here, and "auto".
-        peers: if the mask is full, also measure other libraries, called as documented.
-        target: the machine; default this one.
-        budget: approximate seconds for one measurement.
-
-    Raises:
-        InputError: no kernel has a given name.
+    By default all kernels that can run here are measured, and "auto". `peers` adds other libraries
+    if the mask is full; about `budget` seconds are spent on each measurement.
     """
     check_kernels(kernels)
     target = target or Target.here()

@@ -76,10 +76,7 @@ def transfers(text: str) -> tuple[Transfer, ...]:
 def axes_of(transfer: Transfer, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Name the mesh axes that a collective runs over.
 
-    Args:
-        transfer: from `transfers`.
-        sizes: every axis of the mesh with its size, outermost first, including axes of size 1
-            (`dict(mesh.shape)`).
+    `sizes` has every axis of the mesh, outermost first, also those of size 1 (`dict(mesh.shape)`).
     """
     found, stride = [], prod(sizes.values())
     for axis, size in sizes.items():

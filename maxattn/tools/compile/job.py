@@ -72,12 +72,7 @@ class Outcome:
 
 
 def run_in_child(job: CompileJob, seconds: float) -> Outcome:
-    """Compile in a child process, which is killed with its children after `seconds`.
-
-    Raises:
-        Unsupported: libtpu is not installed, or a mask cannot be sent to the child.
-        ConfigError: `seconds` is no valid time, or the named python cannot be run.
-    """
+    """Compile in a child process, which is killed with its children after `seconds`."""
     if not finite(seconds, 0, MOST_SECONDS):
         rule = f"it must be a number of seconds above 0, at most {MOST_SECONDS}"
         raise ConfigError("--time-limit", plain(seconds), rule, "write --time-limit 600")

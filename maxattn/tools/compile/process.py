@@ -85,7 +85,6 @@ class CompilerProcess:
 
         Raises:
             CompilerStopped: there is no answer.
-            ConfigError: the named python cannot be run.
         """
         until = time.monotonic() + seconds
         if self._child is None:

@@ -28,13 +28,10 @@ class _TokenBlocks(NamedTuple):
 def counted(shape: Shape, visited: tuple[int, ...]) -> Callable[[KernelDump], KernelTiles | None]:
     """Return a function that counts the tiles of a kernel's forward.
 
-    Args:
-        shape: the call; its mask is used for counting alone.
-        visited: tiles of one head without and with a test of the mask; () to count them.
-
-    Its result is None if the kernel's blocks do not show its tiles, or if its grid has another
-    number of steps: then every step is priced in full. A grid that only the device knows must have
-    a mask or given tiles.
+    `visited` are the tiles of one head without and with a test of the mask; () counts them from the
+    shape's mask. The result is None if the kernel's blocks do not show its tiles, or if its grid
+    has another number of steps: then every step is priced in full. A grid that only the device
+    knows must have a mask or given tiles.
     """
     return lambda dump: _tiles(dump, shape, visited)
 

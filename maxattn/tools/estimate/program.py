@@ -59,12 +59,10 @@ def estimate_of(
     tiles_of: Callable[[KernelDump], KernelTiles | None],
     forward_flops: float = 0.0,
 ) -> dict[str, Any]:
-    """Estimate the time of a compiled program.
+    """Estimate the time of a compiled program from `compiled.as_text()` and libtpu's dumps.
 
     Args:
-        text: `compiled.as_text()`.
-        folder: where libtpu wrote its dumps.
-        device: the device that the program is compiled for.
+        text, folder, device: the program, the folder of the dumps, and where it would run.
         tiles_of: counts the tiles that a kernel visits; None if they are not known.
         forward_flops: FLOPs of a program without a plan; used if it has a single kernel.
 

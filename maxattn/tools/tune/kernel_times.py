@@ -46,14 +46,10 @@ class PassTimes(NamedTuple):
 def time_pass(
     kernels: Mapping[str, Kernel], what: str, call: Call, mask: Mask, of: str = ""
 ) -> PassTimes:
-    """Compile and time a pass of each kernel.
+    """Compile and time a pass, "forward" or "backward", of kernels that were built for a call.
 
-    Args:
-        kernels: built for the call, by name.
-        what: "forward" or "backward".
-        call: the call of one device.
-        mask: the call's mask, with its arrays.
-        of: the kernel whose output and LSE every backward reads.
+    `mask` is the call's, with its arrays. Every backward reads the output and LSE of the kernel
+    `of`.
     """
     sets = random_sets(call, mask)
     programs = compile_pass(kernels, what, sets)
