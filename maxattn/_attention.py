@@ -23,11 +23,11 @@ from maxattn.call import Call, Role, bound_call
 from maxattn.config import AttentionConfig
 from maxattn.config.arguments import answers_names
 from maxattn.config.asked import checked_config
-from maxattn.config.overriding import overridden
 from maxattn.decide import decide
 from maxattn.errors import InputError, Unsupported
 from maxattn.jax_private.linear import forward_alone, is_array, linear_call
 from maxattn.jax_private.observed import marked
+from maxattn.jax_private.overriding import overridden
 from maxattn.jax_private.varying import vary_alike
 from maxattn.jax_private.vmapped import batched_alike, some_examples
 from maxattn.kernels.base import Bias, Inputs, Kernel, Result, Rows, Tangents

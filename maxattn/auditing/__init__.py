@@ -32,7 +32,6 @@ from maxattn.jax_private.observed import MarkedCall
 from maxattn.masks import Mask
 from maxattn.measuring.timing import TimedFunction, first_line
 from maxattn.measuring.timing import measure as timed
-from maxattn.modules.base import AttentionBase
 from maxattn.rope import Rotary
 from maxattn.weights.replacing import replacing
 
@@ -215,11 +214,12 @@ def _is_constant(x: Any) -> bool:
 
 
 def _with_names(model: nnx.Module) -> nnx.Module:
-    """Return a copy of a model, with the same arrays, whose attention modules know their paths."""
+    """Return a copy of a model, with the same arrays, whose modules know their paths."""
     copy = nnx.merge(*nnx.split(model))
     for path, node in nnx.iter_graph(copy):
-        if isinstance(node, AttentionBase):
-            node.audit_name = ".".join(map(str, path)) or type(node).__name__
+        if isinstance(node, nnx.Module):
+            name = ".".join(map(str, path)) or type(node).__name__
+            setattr(node, "audit_name", name)  # noqa: B010  (of any module)
     return copy
 
 

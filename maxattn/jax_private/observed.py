@@ -6,6 +6,9 @@ the traces of a model's own steps. A mark is a primitive that returns its operan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +37,26 @@ class MarkedCall:
     structure: Any  # structure of the marked operands (q, k, v, bias, mask)
 
 
+_layer: ContextVar[str] = ContextVar("maxattn.layer", default="")
+
+
+@contextmanager
+def layer_named(layer: Any) -> Iterator[None]:
+    """Name the calls of functions in a layer, which have no module's name, by the layer's path."""
+    token = _layer.set(getattr(layer, "audit_name", ""))
+    try:
+        yield
+    finally:
+        _layer.reset(token)
+
+
 def marked(operands: Any, plan: Any, config: Any, mesh: Any, name: str, rotary: Any) -> Any:
     """Return a call's operands; while a program is traced for an audit, with a mark on them."""
     if not auditing.value:
         return operands
     leaves, structure = jax.tree.flatten(operands)
     is_known = not any(map(is_tracer, jax.tree.leaves(rotary)))
+    name = name or _layer.get()
     call = MarkedCall(plan, config, mesh, name, rotary if is_known else None, structure)
     leaves = call_p.bind(*map(jnp.asarray, leaves), call=call, mapped=((),) * len(leaves))
     return jax.tree.unflatten(structure, leaves)

@@ -18,6 +18,7 @@ from flax import nnx
 
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
+from maxattn.jax_private.observed import layer_named
 from maxattn.remat import remat
 
 OneLayer = Callable[[Any, Any, Any, Any], Any]  # of a layer, x, the layer's own part and its number
@@ -154,14 +155,16 @@ def run_layers(
     if not are_stacked(layers):
         for number in span:
             layer = _copied(layers[number]) if hooked else layers[number]
-            x = run(layer, x, None if each is None else each[number], number)
+            with layer_named(layer):
+                x = run(layer, x, None if each is None else each[number], number)
         return x
     graph, changing, fixed = nnx.split(layers, nnx.Any(nnx.RngState, nnx.BatchStat), ...)
 
     def step(x: Any, own: tuple[Any, Any, Any, Any]) -> tuple[Any, Any]:
         changing, fixed, part, number = own
         layer = nnx.merge(graph, changing, fixed)
-        out = run(layer, x, part, number)
+        with layer_named(layer):
+            out = run(layer, x, part, number)
         return out, nnx.state(layer, nnx.Any(nnx.RngState, nnx.BatchStat))
 
     def sliced(x: Any, number: Any) -> tuple[Any, None]:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxattn.config.overriding import overriding
 from maxattn.errors import InputError
+from maxattn.jax_private.overriding import overriding
 from maxattn.steps.layers import Layers, around
 from maxattn.steps.value import BOTH, THIRD, USUAL, WITH, WITHOUT, Mix, Step
 
@@ -89,13 +89,14 @@ def forward(
     """
     hook = _Hook(step, name, _kept_of(kept, name), rows)
     plain = not step.keeps and not step.weights and not step.blocks
-    with overriding(dict(step.attention)):
+    with overriding(step.attention):
         if plain and not step.skipped_in(name):
             return model(*args, **named), {}
         with around(hook):
             out = model(*args, **named)
     if not hook.sites:
-        rule = "a step stands around the layers of a model, and this one ran none by ma.blocks"
+        rule = "a step stands around the layers of a model, and this one ran none by ma.blocks,"
+        rule += " or inside a jit of its own"
         raise InputError("model", getattr(model, "__name__", type(model).__name__), rule, REMEDY)
     if step.layers == "reuse":
         return out, kept

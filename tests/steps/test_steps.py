@@ -326,7 +326,7 @@ def test_the_middle_of_a_unet_is_reused_as_it_is():
 
 def test_attention_of_a_step_replaces_the_config_s():
     attn = ma.FlaxAttention(16, heads=2, dim_head=8, rngs=nnx.Rngs(0))
-    model = lambda x: ma.blocks([lambda x: x + attn(x)], x)  # noqa: E731
+    model = jax.jit(lambda x: ma.blocks([lambda x: x + attn(x)], x))
     attention = [{"steps": [1, 2], "overrides": ["attention=cudnn"]}]
     steps = ma.steps.resolve(StepSettings(attention=attention), 3, 1)
     x = jnp.ones((1, 8, 16))
@@ -334,6 +334,33 @@ def test_attention_of_a_step_replaces_the_config_s():
     with pytest.raises(Unsupported, match="cudnn"):
         ma.steps.forward(steps[1], {}, model, x)
     assert "attention=cudnn" in str(steps)
+
+
+NAMES = {"list": ["parts.0.0", "parts.0.1"], "stack": ["parts.0[0]", "parts.0[1]"]}
+
+
+@pytest.mark.parametrize(("kind", "names"), NAMES.items())
+def test_an_audit_names_calls_of_functions_by_their_layer(kind, names):
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            q = self.linear(x).reshape(1, 8, 2, 8)
+            return x + ma.attention(q, q, q).reshape(x.shape)
+
+    class Net(nnx.Module):
+        def __init__(self):
+            keys = jax.random.split(jax.random.key(0), 2)
+            make = lambda key: Layer(nnx.Rngs(key))  # noqa: E731
+            stacked = nnx.vmap(make)(keys) if kind == "stack" else nnx.List(map(make, keys))
+            self.parts = nnx.List([stacked])
+
+        def __call__(self, x):
+            return ma.blocks(self.parts[0], x)
+
+    found = ma.audit(Net(), jnp.ones((1, 8, 16)), kernels=())
+    assert [layer.name for layer in found.layers] == names
 
 
 def test_a_model_without_blocks_and_a_step_without_sums_are_refused():
