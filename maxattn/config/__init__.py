@@ -5,7 +5,6 @@ from __future__ import annotations
 from maxattn.config.errors import ConfigErrors
 from maxattn.config.maxdiffusion import Imported
 from maxattn.config.section import Section
-from maxattn.config.self_forcing import load_rollout
 from maxattn.config.settings import AttentionConfig, FlashBlockSizes
 from maxattn.config.target_names import read_target
 
@@ -15,6 +14,5 @@ __all__ = [
     "FlashBlockSizes",
     "Imported",
     "Section",
-    "load_rollout",
     "read_target",
 ]

@@ -87,8 +87,8 @@ def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
     """If another program wrote the file, replace the errors of the file by one that says so."""
+    from maxattn.config.foreign import recognised_rollout
     from maxattn.config.maxdiffusion import BLOCK_SIZES, recognised
-    from maxattn.config.self_forcing import recognised_rollout
 
     unknown = {k: v for k, v in data.items() if k not in model.model_fields or k == BLOCK_SIZES}
     theirs = recognised_rollout(data, source) or recognised(unknown, source)

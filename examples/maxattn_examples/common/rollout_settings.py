@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 
 import maxattn as ma
-from maxattn.config import Imported, Section, load_rollout
+from maxattn.config import Imported, Section
 from maxattn.errors import ConfigError
+from maxattn.tools.self_forcing import load_rollout
 
 from .settings import Count, Dtype, Positive, Whole
 

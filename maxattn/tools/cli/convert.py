@@ -10,17 +10,18 @@ from pathlib import Path
 from maxattn.config import AttentionConfig
 from maxattn.config.document import read
 from maxattn.config.errors import plain
+from maxattn.config.foreign import is_rollout
 from maxattn.config.load import yaml_of
 from maxattn.config.maxdiffusion import Imported
-from maxattn.config.self_forcing import ImportedRollout, is_theirs, load_rollout
 from maxattn.errors import InputError
+from maxattn.tools.self_forcing import ImportedRollout, load_rollout
 
 WIDTH = 116  # most columns of a comment
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the YAML."""
-    if is_theirs(read(args.file).data):
+    if is_rollout(read(args.file).data):
         print(rollout_text(args.file, args.overrides), end="")
         return 0
     imported = AttentionConfig.from_maxdiffusion(args.file, args.overrides)

@@ -78,7 +78,7 @@ def test_an_override_finds_the_section():
     assert (found.window, found.sink, found.timestep_shift) == (4, 3, 8.0)
 
 
-@pytest.mark.parametrize("path", sorted(Path("tests/config/self_forcing").glob("[!w]*.yml")))
+@pytest.mark.parametrize("path", sorted(Path("tests/tools/self_forcing").glob("[!w]*.yml")))
 def test_files_of_self_forcing_become_settings(path: Path):
     found = RolloutSettings.from_self_forcing(path)
     assert found.config.stream(1560).frames_per_block == found.config.frames_per_block
@@ -86,7 +86,7 @@ def test_files_of_self_forcing_become_settings(path: Path):
 
 
 def test_the_window_of_longlive_is_four_blocks_with_a_sink_of_three_frames():
-    found = RolloutSettings.from_self_forcing("tests/config/self_forcing/slots.yml").config
+    found = RolloutSettings.from_self_forcing("tests/tools/self_forcing/slots.yml").config
     assert found.stream(1560) == ma.Stream(1560, 3, 4, 3)
     assert found.positions == "slots_with_sink"
     assert found.times == pytest.approx((1000, 937.5, 2500 / 3, 625))

@@ -44,17 +44,11 @@ JOB = KernelJob("TPU v6e", "flash", "fwd", (512, 512, 512), 128, "bfloat16", Tru
 
 @dataclass
 class Answers:
-    """Answer as the compiler does: 4 bundles for a thousand pairs, and no tile above 2,048 queries.
+    """Answer as the compiler does: 4 bundles for a thousand pairs, and no tile above 2,048 queries."""
 
-    Args:
-        stop: the number of the kernel at which Ctrl-C is pressed; 0 for never.
-        seconds: the limit of a compile.
-        least: what a compile takes.
-    """
-
-    stop: int = 0
-    seconds: float = 10.0
-    least: float = 1.0
+    stop: int = 0  # the number of the kernel at which Ctrl-C is pressed; 0 for never
+    seconds: float = 10.0  # the limit of a compile
+    least: float = 1.0  # what a compile takes
     asked: list[KernelJob] = field(default_factory=list)
 
     def answer(self, job: KernelJob) -> dict[str, Any]:

@@ -29,21 +29,15 @@ Numbers = dict[str, Float[np.ndarray, "..."]]
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a model.
+    """One attention of a model."""
 
-    Args:
-        made: makes diffusers' module.
-        run: calls it with torch's inputs, by name; returns one tensor or several.
-        ours: makes our module.
-        call: calls it with arrays, by name; returns as many as `run`.
-        inputs: the shapes of the inputs.
-    """
-
-    made: Callable[[], Any]
+    made: Callable[[], Any]  # makes diffusers' module
+    # calls it with torch's inputs, by name; returns one tensor or several
     run: Callable[[Any, dict[str, Any]], Any]
-    ours: Callable[[nnx.Rngs], nnx.Module]
+    ours: Callable[[nnx.Rngs], nnx.Module]  # makes our module
+    # calls it with arrays, by name; returns as many as `run`
     call: Callable[[Any, dict[str, Any]], Any]
-    inputs: Shapes
+    inputs: Shapes  # the shapes of the inputs
 
 
 def drawn(shapes: Shapes, seed: int) -> Numbers:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from maxattn.config.document import Document, read
 from maxattn.config.errors import ConfigErrors, plain, problem, refused
+from maxattn.config.foreign import KEYS, is_rollout, value_of
 from maxattn.config.load import check_path, in_file_order
 from maxattn.config.numbers import finite, whole
 from maxattn.errors import ConfigError
@@ -21,16 +22,14 @@ MOST_TIME = 1000  # the timestep of pure noise; 0 is clean
 
 
 class TakenValue(NamedTuple):
-    """How a value is read: the dotted `keys` that may set it; `read` returns None if it is bad."""
+    """How a value of `KEYS` is read; `read` returns None if it is bad."""
 
-    keys: tuple[str, ...]
     rule: str
     example: str
     read: Callable[[Any], Any]
 
 
-def _flag(*keys: str) -> TakenValue:
-    return TakenValue(keys, "true or false", "true", lambda x: x if isinstance(x, bool) else None)
+FLAG = TakenValue("true or false", "true", lambda x: x if isinstance(x, bool) else None)
 
 
 def _steps(value: Any) -> list[Any] | None:
@@ -40,28 +39,29 @@ def _steps(value: Any) -> list[Any] | None:
     return value if are_times and all(a > b for a, b in pairwise(value)) else None
 
 
-TAKEN: dict[str, TakenValue] = {  # by maxattn's name of the value
-    "frames_per_block": TakenValue(("num_frame_per_block", "model_kwargs.num_frame_per_block"),
-                              "a whole number of frames, at least 1", "3", whole),
-    "frames_seen": TakenValue(("model_kwargs.local_attn_size", "local_attn_size"),
-                         "a whole number of frames, or -1 for all", "12",
-                         lambda x: whole(x, -1) or None),
-    "sink": TakenValue(("model_kwargs.sink_size", "inference.sink_size", "sink_size"),
-                  "a whole number of frames, at least 0", "3", lambda x: whole(x, 0)),
-    "first_frame_alone": _flag("independent_first_frame"),
-    "denoising_steps": TakenValue(("denoising_step_list",),
-                             "a list of decreasing timesteps, at most 1000, with 0 only at its end",
-                             "[1000, 750, 500, 250]", _steps),
-    "warp_steps": _flag("warp_denoising_step"),
-    "timestep_shift": TakenValue(("model_kwargs.timestep_shift",), "a number above 0", "5.0",
-                            lambda x: finite(x, 0) or None),
-    "context_noise": TakenValue(("context_noise",), "a timestep from 0 (clean) to below 1000", "0",
-                           lambda x: finite(x, 0, MOST_TIME - 1e-9)),
-    "by_slots": _flag("model_kwargs.use_infinite_attention", "model_kwargs.use_relative_rope"),
-    "causal": _flag("causal", "algorithm.causal"),
-    "model": TakenValue(("model_kwargs.model_name", "model_name"), "the name of a model",
-                   "Wan2.1-T2V-1.3B", lambda x: x if isinstance(x, str) else None),
-}  # fmt: skip
+TAKEN: dict[str, TakenValue] = {
+    "frames_per_block": TakenValue("a whole number of frames, at least 1", "3", whole),
+    "frames_seen": TakenValue(
+        "a whole number of frames, or -1 for all", "12", lambda x: whole(x, -1) or None
+    ),
+    "sink": TakenValue("a whole number of frames, at least 0", "3", lambda x: whole(x, 0)),
+    "first_frame_alone": FLAG,
+    "denoising_steps": TakenValue(
+        "a list of decreasing timesteps, at most 1000, with 0 only at its end",
+        "[1000, 750, 500, 250]",
+        _steps,
+    ),
+    "warp_steps": FLAG,
+    "timestep_shift": TakenValue("a number above 0", "5.0", lambda x: finite(x, 0) or None),
+    "context_noise": TakenValue(
+        "a timestep from 0 (clean) to below 1000", "0", lambda x: finite(x, 0, MOST_TIME - 1e-9)
+    ),
+    "by_slots": FLAG,
+    "causal": FLAG,
+    "model": TakenValue(
+        "the name of a model", "Wan2.1-T2V-1.3B", lambda x: x if isinstance(x, str) else None
+    ),
+}
 THEIRS = {  # defaults in the code of these projects
     "frames_per_block": 1,
     "warp_steps": False,
@@ -99,7 +99,7 @@ def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
     check_path(path)
     source = os.fspath(path)
     document = read(source)
-    if not is_theirs(document.data):
+    if not is_rollout(document.data):
         rule = "it must set num_frame_per_block, denoising_step_list or local_attn_size"
         remedy = "name a YAML of Self-Forcing or LongLive; maxattn's own need no conversion"
         raise refused(source, "not a Self-Forcing file", rule, remedy)
@@ -115,40 +115,14 @@ def load_rollout(path: str | os.PathLike[str]) -> ImportedRollout:
     )
 
 
-def is_theirs(data: Mapping[str, Any]) -> bool:
-    """Check whether a file sets a rollout key of Self-Forcing or a related project."""
-    names = ("frames_per_block", "frames_seen", "denoising_steps", "warp_steps")
-    return any(_value(data, key) is not None for name in names for key in TAKEN[name].keys)
-
-
-def recognised_rollout(data: Mapping[str, Any], source: str) -> ConfigError | None:
-    """Return the error for a Self-Forcing file that is read as a maxattn config, else None."""
-    if not is_theirs(data):
-        return None
-    keys = (key for taken in TAKEN.values() for key in taken.keys)
-    there = [key for key in keys if _value(data, key) is not None]
-    theirs = f"it has keys of Self-Forcing or LongLive: {', '.join(there[:4])}"
-    rule = f"the file must be a maxattn config, and {theirs}"
-    remedy = f"convert it to a section rollout: `maxattn convert {source} > stream.yml`"
-    return ConfigError(source, "a Self-Forcing file", rule, remedy)
-
-
-def _value(data: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, None if there is none."""
-    here: Any = data
-    for part in key.split("."):
-        here = here.get(part) if isinstance(here, Mapping) else None
-    return here
-
-
 def _taken(document: Document) -> tuple[dict[str, Any], dict[str, str], list[ConfigError]]:
     """Return the translated values, the file's key of each, and an error for each wrong value."""
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     problems: list[ConfigError] = []
     for name, taken in TAKEN.items():
-        for key in (key for key in taken.keys if _value(document.data, key) is not None):
-            value = _value(document.data, key)
+        for key in (key for key in KEYS[name] if value_of(document.data, key) is not None):
+            value = value_of(document.data, key)
             if taken.read(value) is None:
                 rule, remedy = f"it must be {taken.rule}", f"write for example {taken.example}"
                 problems.append(_wrong(document, key, rule, remedy))
@@ -163,7 +137,7 @@ def _taken(document: Document) -> tuple[dict[str, Any], dict[str, str], list[Con
 
 def _wrong(document: Document, key: str, rule: str, remedy: str) -> ConfigError:
     line, _ = document.line_of(tuple(key.split(".")))
-    return problem(key, plain(_value(document.data, key)), rule, remedy, document.where(line))
+    return problem(key, plain(value_of(document.data, key)), rule, remedy, document.where(line))
 
 
 def _contradictions(
@@ -231,7 +205,7 @@ def _notes(
         yield f"guidance_scale: {plain(scale)} is left out: it is for the teacher in distillation"
     for name, default in THEIRS.items():
         if name not in values and (name != "warp_steps" or "denoising_steps" in values):
-            yield f"{TAKEN[name].keys[0]} is not set: their default {plain(default)} is used"
+            yield f"{KEYS[name][0]} is not set: their default {plain(default)} is used"
     if (shift := data.get("timestep_shift")) is not None:
         outside = f"timestep_shift: {plain(shift)} outside of model_kwargs"
         yield f"{outside} is left out: it is for training"

@@ -9,12 +9,12 @@ import pytest
 from yaml import safe_load
 
 from maxattn.config import AttentionConfig
-from maxattn.config.self_forcing import load_rollout
 from maxattn.errors import ConfigError
+from maxattn.tools.self_forcing import load_rollout
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
 
-HERE = Path("tests/config/self_forcing")
+HERE = Path("tests/tools/self_forcing")
 GOOD = sorted(p.stem for p in HERE.glob("*.yml") if not p.stem.startswith("wrong"))
 BAD = sorted(p.stem for p in HERE.glob("wrong*.yml"))
 
