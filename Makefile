@@ -25,7 +25,7 @@ COUNT  := $(shell echo $$(( 1 $(foreach axis,$(MESH),* $(lastword $(subst =, ,$(
 demo: $(READY)  ## train the small video model on moving digits, then draw samples (out/wan_tiny); MESH="fsdp=2 context=4"
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
 	$(if $(MESH),XLA_FLAGS="$(XLA_FLAGS) --xla_force_host_platform_device_count=$(COUNT)") \
-	$(BIN)/python examples/train_wan.py configs/wan_tiny.yml $(SPREAD) $(ARGS)
+	$(BIN)/python examples/digits.py configs/wan_tiny.yml $(SPREAD) $(ARGS)
 
 demo-stream: $(READY)  ## train the small model by forcing, then stream digits that move for ever (out/wan_tiny_stream)
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python examples/train_wan.py configs/wan_tiny_stream.yml $(ARGS)
