@@ -5,8 +5,8 @@
     # image-to-video
     python examples/generate.py wan configs/wan_i2v_14b.yml --model FOLDER \\
         --prompt ... --image FILE --out DIR
-    # the digits that train.py learns: all forty prompts, unless one is given, and judged
-    python examples/generate.py wan configs/wan_tiny.yml prompt="a seven moving left"
+    # the digits that train.py learns to stream: all forty prompts, unless one is given
+    python examples/generate.py wan configs/wan_tiny_stream.yml prompt="a seven moving left"
     # several digits
     python examples/generate.py wan configs/digits_large.yml --model out/digits_large \\
         --prompt "a red three leaving left and a blue seven bouncing up" --out DIR

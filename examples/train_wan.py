@@ -6,8 +6,6 @@
     python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER
     # LoRA
     python examples/train_wan.py configs/wan_1_3b.yml --data FOLDER --model FOLDER lora_rank=16
-    # the digits; draws and judges
-    python examples/train_wan.py configs/wan_tiny.yml
     # digits that are streamed, block by block
     python examples/train_wan.py configs/wan_tiny_stream.yml
     # several digits that cross, leave and come back
