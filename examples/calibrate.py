@@ -26,10 +26,10 @@ from maxattn_examples.compare.curve import measure
 from maxattn_examples.compare.family import family_of, task_of_family
 from maxattn_examples.compare.report import machine_facts
 from maxattn_examples.compare.runner import Runner
-from maxattn_examples.sample.checks import check
+from maxattn_examples.sample.check import check
 from maxattn_examples.sample.command import check_unread, command, paths_of
 from maxattn_examples.sample.facts import curve_facts
-from maxattn_examples.sample.run import check_weights, start_of
+from maxattn_examples.sample.run import start_of
 
 from maxattn import steps
 from maxattn.config import ConfigErrors
@@ -75,7 +75,6 @@ def main(found: argparse.Namespace) -> None:
         remedy = "set sampling.fast.cache.interval, which needs no curve"
         raise ConfigErrors([ConfigError("--model", paths.model, rule, remedy)])
     check(task, paths, writes=False)
-    check_weights(task, paths)
     mesh = task.settings.make_mesh()
     runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
     curve = [row if len(row) > 1 else row[0] for row in np.round(measure(runner), 5).tolist()]

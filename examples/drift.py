@@ -34,11 +34,11 @@ from maxattn_examples.compare.family import family_of, task_of_family
 from maxattn_examples.compare.report import Report, Row, machine_facts
 from maxattn_examples.compare.runner import Runner, Trajectory, psnr
 from maxattn_examples.compare.ways import DENSE, PLAIN, Arm, self_kernel
-from maxattn_examples.sample.checks import check, check_plan
+from maxattn_examples.sample.check import check, check_plan
 from maxattn_examples.sample.command import check_unread, command, paths_of
 from maxattn_examples.sample.facts import run_facts, weights_facts
-from maxattn_examples.sample.paths import Paths
-from maxattn_examples.sample.run import check_weights, start_of, start_of_plan
+from maxattn_examples.sample.files import Paths
+from maxattn_examples.sample.run import start_of, start_of_plan
 from maxattn_examples.sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
@@ -96,7 +96,6 @@ def main(found: argparse.Namespace) -> None:
         check_plan(plain, paths)
     else:
         check(plain, paths, writes=False)
-        check_weights(plain, paths)
     begins = start_of_plan(plain, paths, mesh)
     rows = begins.rows.samples * begins.rows.calls
     name = partial(self_kernel, rows=rows, lengths=begins.lengths, mesh=mesh)

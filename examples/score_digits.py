@@ -33,9 +33,8 @@ from maxattn_examples.digits_large.sampling_task import ClipSamplingTask, size_o
 from maxattn_examples.digits_large.scenes import Scans, Scene, Size
 from maxattn_examples.digits_large.scores import Judge
 from maxattn_examples.digits_large.settings import Settings
-from maxattn_examples.sample.assumed import assumed_lengths
-from maxattn_examples.sample.paths import Paths
-from maxattn_examples.sample.rows import Rows, batch_ways, noise
+from maxattn_examples.sample.files import Paths
+from maxattn_examples.sample.rows import Rows, assumed_lengths, batch_ways, noise
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

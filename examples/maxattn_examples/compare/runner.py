@@ -21,10 +21,11 @@ from jaxtyping import Float
 
 from maxattn import sharding
 from maxattn.steps import Step
-from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.files import Paths
 from maxattn_examples.sample.rows import place
-from maxattn_examples.sample.run import Start, load, run_of, walk_of
+from maxattn_examples.sample.run import Start, run_of, walk_of
 from maxattn_examples.sample.task import Arrays, SamplingTask
+from maxattn_examples.sample.weights import load
 from maxattn_examples.samplers import Schedule, State
 
 Samples = Float[np.ndarray, "B ..."]

@@ -19,7 +19,7 @@ import maxattn as ma
 from maxattn import sharding
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
-from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.files import Paths
 from maxattn_examples.sample.resolve import resolved, with_attention
 from maxattn_examples.sample.task import SamplingTask
 from maxattn_examples.samplers.sampler import KEYS, Given

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from maxattn import sharding
 from maxattn_examples.compare.runner import Runner
-from maxattn_examples.sample.paths import Paths
+from maxattn_examples.sample.files import Paths
 from maxattn_examples.sample.resolve import predicts_both
 from maxattn_examples.sample.rows import Rows, batch_ways, told_in_rows
 from maxattn_examples.sample.run import Start

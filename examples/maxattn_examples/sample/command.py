@@ -13,7 +13,7 @@ from maxattn_examples.common import hosts
 from maxattn_examples.common.command import SettingsClass, parser_of, read_settings, user_errors
 from maxattn_examples.common.pipeline_folder import Family
 
-from .paths import Paths
+from .files import Paths
 from .run import explain, generate
 from .task import SamplingTask
 

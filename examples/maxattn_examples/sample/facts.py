@@ -15,8 +15,9 @@ from maxattn_examples.common.pipeline_folder import SECOND, boundary_of
 from maxattn_examples.samplers import flow_euler
 from maxattn_examples.samplers.sampler import Sampler
 
-from .paths import Paths
+from .files import Paths
 from .task import SamplingTask
+from .weights import lora_scale
 
 PIECE, PIECES = 2**12, 16  # bytes, and how many of a large tensor are read
 
@@ -36,13 +37,6 @@ def weights_facts(task: SamplingTask, paths: Paths) -> dict[str, Any]:
             )
             lora.append(f"{part}: {checkpoint_hash(file)} x {lora_scale(task, paths):g}{named}")
     return found | {"lora": lora}
-
-
-def lora_scale(task: SamplingTask, paths: Paths) -> float:
-    """Return the factor of LoRA weights: the given scale, else that of a distilled model."""
-    row = task.settings.sampling.distilled_as
-    usual = 1.0 if row is None else row.lora_scale
-    return usual if paths.lora_scale is None else paths.lora_scale
 
 
 def curve_facts(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str, Any]:

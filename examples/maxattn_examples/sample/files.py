@@ -1,4 +1,4 @@
-"""Embeddings in, latents out: safetensors files with arrays of known names, the batch first.
+"""The files of a run: their paths, and safetensors files with arrays of known names.
 
 An embeddings file holds text [B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]
 where they are not those of the size that is drawn; for image-to-video image [B, S, D] and condition
@@ -11,6 +11,7 @@ file holds noise of the same shape.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn_examples.common.pipeline_folder import FIRST, SECOND, lacking, part_of
 from maxattn_examples.common.replacing import replacing
 from maxattn_examples.common.shapes import Form, Shapes, fits
 
@@ -36,6 +38,51 @@ NO_GUIDANCE = (
 SIZES = "make it for this model and this height, width and frames"
 # Of files that are no embeddings.
 REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file of finite noise"}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Paths of the files that are read and written.
+
+    Args:
+        model: a pipeline's folder in diffusers' format, or its model's alone.
+        weights: a folder whose weights are used instead of the model's, such as a training run's;
+            it may hold one of two transformers.
+        embeddings: what the model is told; else prompts are encoded with torch.
+        image: what an image-to-video model begins with, encoded with torch.
+        noise: where to begin, instead of noise of the seed.
+        lora: weights that are merged.
+        lora_2: weights that are merged into a pipeline's second transformer.
+        lora_names: a YAML file with names of their layers, and the model's.
+        lora_scale: multiplies them; None is 1.
+        lora_lenient: leave out what does not fit the model.
+        latents: where latents are written.
+        out: the folder where what they show is written, decoded with torch.
+    """
+
+    model: Path
+    weights: Path | None = None
+    embeddings: Path | None = None
+    image: Path | None = None
+    noise: Path | None = None
+    lora: Path | None = None
+    lora_2: Path | None = None
+    lora_names: Path | None = None
+    lora_scale: float | None = None
+    lora_lenient: bool | None = None
+    latents: Path | None = None
+    out: Path | None = None
+
+    def weights_of(self, part: str) -> Path:
+        """Return the folder of the weights: a part of a pipeline's folder, or the folder."""
+        instead = self.weights
+        if instead is not None and lacking(instead, (FIRST, SECOND)) == [part]:
+            instead = None  # it holds the other transformer
+        return part_of(instead or self.model, part)
+
+    def lora_of(self, part: str) -> Path | None:
+        """Return the LoRA weights of a part."""
+        return self.lora_2 if part == SECOND else self.lora
 
 
 def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,7 @@ from maxattn_examples.common.split import Leaves, Structure, split
 from maxattn_examples.samplers import Schedule, State, start, step
 from maxattn_examples.samplers.schedule import Keys
 
-from .checks import options
+from .check import options
 from .not_finite import not_finite
 from .task import Expert, SamplingTask
 

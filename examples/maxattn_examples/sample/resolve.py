@@ -21,7 +21,7 @@ from maxattn_examples.samplers.sampler import Sampler
 
 from .facts import curve_facts, weights_facts
 from .fast import with_curve
-from .paths import Paths
+from .files import Paths
 from .rows import Rows
 from .task import Arrays, Expert, SamplingTask
 

@@ -1,4 +1,4 @@
-"""The batch: its rows, the devices that hold them, and the noise that each begins with."""
+"""The batch: its rows, their devices, the noise that each begins with, and shapes of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 
 from maxattn import sharding
 
-from .task import Arrays
+from .files import MAY_LACK
+from .task import Arrays, SamplingTask
+
+TOKENS = {"text": 77, "image": 257}  # of CLIP; other encoders' are a setting
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,26 @@ def told_in_rows(arrays: Arrays, rows: Rows, guided: bool) -> tuple[Arrays, ...]
     if rows.calls == 1:
         return (unmeant, meant)
     return ({name: np.concatenate([unmeant[name], array]) for name, array in meant.items()},)
+
+
+def assumed_lengths(task: SamplingTask) -> dict[str, int]:
+    """Return the tokens of a prompt, and of an image if the model is told one."""
+    text = getattr(task.settings.sampling, "text_tokens", TOKENS["text"])
+    image = {"image": TOKENS["image"]} if "image" in task.expected(False) else {}
+    return {"text": text} | image
+
+
+def assumed(task: SamplingTask) -> Arrays:
+    """Return zeros of the shapes that encoding one prompt gives."""
+    lengths = assumed_lengths(task)
+    forms = task.expected(task.settings.sampling.guided).items()
+
+    def size(name: str, axis: int | str) -> int:
+        return axis if isinstance(axis, int) else lengths[name.removeprefix("negative_")]
+
+    shapes = {
+        name: tuple(size(name, axis) for axis in form)
+        for name, form in forms
+        if name not in MAY_LACK
+    }
+    return {name: np.zeros((1, *shape), np.float32) for name, shape in shapes.items()}

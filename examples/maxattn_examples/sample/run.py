@@ -6,31 +6,26 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, repeat
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from maxattn import sharding, weights
-from maxattn.errors import ConfigError, InputError, WeightsError
+from maxattn import sharding
+from maxattn.errors import ConfigError, InputError
 from maxattn.steps import Steps
 from maxattn_examples.common import hosts
 from maxattn_examples.samplers.schedule import keys_of
 
 from . import files
-from .assumed import assumed, assumed_lengths
-from .checks import check, check_plan
-from .facts import lora_scale
+from .check import check, check_plan
+from .files import Paths
 from .loop import Walk
-from .lora_checks import check_lora
-from .paths import Paths
 from .resolve import RunSteps, fast_lines, plans_of, predicts_both, resolved
-from .rows import Rows, batch_ways, noise, place, told_in_rows
+from .rows import Rows, assumed, assumed_lengths, batch_ways, noise, place, told_in_rows
 from .task import Arrays, SamplingTask
-from .weights_checks import parts_of
+from .weights import load
 
 Mesh = jax.sharding.Mesh
 
@@ -63,13 +58,10 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
         mesh: devices to draw on; default the one there is.
 
     Raises:
-        ConfigErrors: everything that is wrong with settings, sizes, files and folders, before a
-            prompt is encoded or a weight is read.
-        ConfigError: weights are of another model, before these too.
+        ConfigErrors, ConfigError: as `check`.
     """
     mesh = sharding.program_mesh(mesh)
     check(task, paths)
-    check_weights(task, paths)
     steps = resolved(task, paths).steps
     list(plans_of(task, steps, batch_ways(mesh), assumed_lengths(task), mesh))  # or refuse them
     start = start_of(task, paths, mesh)
@@ -101,61 +93,6 @@ def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[
     check_plan(task, paths)
     start = start_of_plan(task, paths, mesh)
     return [*_opening(task, paths, start, run_of(task, paths, start.rows), mesh)]
-
-
-def check_weights(task: SamplingTask, paths: Paths) -> None:
-    """Refuse weights that are not the model's before prompts are encoded, which can take minutes.
-
-    Those of every transformer, and LoRA's.
-
-    Raises:
-        ConfigError: names, shapes or dtypes differ.
-    """
-    model = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
-    for part in parts_of(task, paths):
-        _check_part(model, paths, part)
-    for option, lora in (("--lora", paths.lora), ("--lora-2", paths.lora_2)):
-        if lora is not None:
-            check_lora(task, model, option, lora, paths)
-
-
-def _check_part(model: nnx.Module, paths: Paths, part: str) -> None:
-    path = paths.weights_of(part)
-    try:
-        weights.check_diffusers(model, path)
-    except WeightsError as error:
-        setting = "model.folder" if paths.weights is None else "--weights"
-        remedy = error.remedy
-        if "strict=" in remedy:
-            remedy = "give weights of these sizes, or fetch the folder again: config.json has them"
-        value = error.value if error.value == path else f"{path}: {error.value}"
-        raise ConfigError(setting, value, error.rule, remedy) from None
-
-
-def load(task: SamplingTask, paths: Paths, mesh: Mesh | None, part: str = "") -> nnx.Module:
-    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if any.
-
-    Args:
-        task: the model's.
-        paths: of files and folders.
-        mesh: devices to draw on.
-        part: of the pipeline's folder; default the task's.
-    """
-    began = time.perf_counter()
-    model = nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0)))
-    lora = paths.lora_of(part or task.part)
-    names = paths.lora_names
-    prefix = weights.lora_prefix(model, lora, names) if lora else ""
-    weights.load_diffusers(model, paths.weights_of(part or task.part), mesh=mesh)
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    print(f"{count / 1e6:,.1f} million parameters read in {time.perf_counter() - began:.1f} s")
-    if lora is not None:
-        scale = lora_scale(task, paths)
-        how = {"prefix": prefix, "strict": not paths.lora_lenient, "names": names}
-        changed = weights.merge_lora(model, lora, scale, **how)
-        others = _passed_over(lora, prefix)
-        print(f"LoRA weights of {len(changed)} layers merged, times {scale:g}{others}")
-    return model
 
 
 # ---- the parts of a run --------------------------------------------------------------------------
@@ -297,14 +234,6 @@ def _sampled(
     latents = hosts.whole(task.finished(walk.state.x, walk.told[-1]))
     print(f"{start.rows.wanted} samples in {walk.bar.seconds:.1f} s of {walk.bar.steps} steps")
     return np.moveaxis(latents, -1, 1)[: start.rows.wanted]
-
-
-def _passed_over(path: Path, prefix: str) -> str:
-    others = [name for name in weights.SafeTensors(path) if not name.startswith(prefix)]
-    if not others:
-        return ""
-    part = prefix.rstrip("._")
-    return f"; {len(others)} tensors for other parts than {part} are not, such as {others[0]}"
 
 
 def _check_finite(latents: np.ndarray) -> None:

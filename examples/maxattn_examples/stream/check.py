@@ -11,7 +11,7 @@ from maxattn_examples.common.pipeline_folder import boundary_of, pipeline_errors
 from maxattn_examples.common.trained_blocks import block_errors
 from maxattn_examples.common.writable import unwritable
 from maxattn_examples.sample import files
-from maxattn_examples.sample.checks import options
+from maxattn_examples.sample.check import options
 from maxattn_examples.sample.torch_parts import Needs, without_torch
 
 if TYPE_CHECKING:

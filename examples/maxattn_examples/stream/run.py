@@ -22,10 +22,10 @@ from maxattn_examples.common import hosts
 from maxattn_examples.common.pipeline_folder import part_of
 from maxattn_examples.common.trained_blocks import block_note
 from maxattn_examples.sample import files
-from maxattn_examples.sample.checks import options
-from maxattn_examples.sample.paths import Paths
-from maxattn_examples.sample.run import check_weights, load
+from maxattn_examples.sample.check import options
+from maxattn_examples.sample.files import Paths
 from maxattn_examples.sample.task import Arrays
+from maxattn_examples.sample.weights import check_weights, load
 from maxattn_examples.wan.sampling import WanSamplingTask
 from maxattn_examples.wan.torch_parts import texts
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from maxattn_examples.sample.lora_checks import family_of
 from maxattn_examples.sample.torch_parts import device_errors
+from maxattn_examples.sample.weights import family_of
 from safetensors.numpy import load_file, save_file
 
 from maxattn.config import ConfigErrors

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from maxattn import weights
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
-from maxattn_examples.common.pipeline_folder import boundary_of, pipeline_errors
-from maxattn_examples.common.trained_blocks import whole_errors
+from maxattn_examples.common.pipeline_folder import pipeline_errors
 from maxattn_examples.common.writable import unwritable
 from maxattn_examples.common.xla_options import sampling_options
 
 from . import files
-from .lora_checks import lora_errors
-from .paths import Paths
+from .files import Paths
 from .resolve import resolved
 from .task import SamplingTask
 from .torch_parts import Needs, device_errors, without_torch
-from .weights_checks import parts_of, weights_errors
+from .weights import check_weights, lora_errors, parts_of, weights_errors
 
 
 def check(task: SamplingTask, paths: Paths, writes: bool = True) -> None:
-    """Refuse everything that cannot work, at once.
+    """Refuse everything that cannot work, before a prompt is encoded or a weight is read.
 
     Args:
         task: the model's.
@@ -33,25 +32,27 @@ def check(task: SamplingTask, paths: Paths, writes: bool = True) -> None:
         writes: whether a run has to write what it draws.
 
     Raises:
-        ConfigErrors: with all of it.
+        ConfigErrors: everything that is wrong with settings, sizes, files and folders, at once.
+        ConfigError: weights are of another model.
     """
-    size_errors = list(task.size_errors())
-    sizes_fit = not size_errors
-    problems = [
-        *pipeline_errors(paths.model, task.family),
-        *size_errors,
-        *_input_errors(task, paths, sizes_fit),
-        *_output_errors(task, paths, writes),
-        *(_noise_errors(task, paths.noise) if paths.noise and sizes_fit else ()),
-        *_expert_errors(paths),
-        *weights_errors(task, paths),
-        *_file_errors(task, paths),
-        *_block_errors(task, paths),
-        *lora_errors(task, paths),
-        *_device_errors(task, paths),
-    ]
-    if problems:
-        raise ConfigErrors([problem for error in problems for problem in _flat(error)])
+    sizes = list(task.size_errors())
+    device, uses_torch = task.settings.sampling.torch_device, paths.embeddings is None or paths.out
+    read: list[Callable[[], Any]] = [lambda: resolved(task, paths), lambda: options(task)]
+    if paths.weights is None or paths.weights.exists():
+        parts = parts_of(task, paths)
+        read += [partial(weights.SafeTensors, paths.weights_of(part)) for part in parts]
+    _refuse(
+        pipeline_errors(paths.model, task.family),
+        sizes,
+        _input_errors(task, paths, not sizes),
+        _output_errors(task, paths, writes),
+        _noise_errors(task, paths.noise) if paths.noise and not sizes else (),
+        weights_errors(task, paths),
+        _read_errors(read),
+        lora_errors(task, paths),
+        device_errors("sampling.torch_device", device) if uses_torch else (),
+    )
+    check_weights(task, paths)
 
 
 def check_plan(task: SamplingTask, paths: Paths) -> None:
@@ -60,16 +61,13 @@ def check_plan(task: SamplingTask, paths: Paths) -> None:
     Raises:
         ConfigErrors: with all of it.
     """
-    size_errors = list(task.size_errors())
-    given = paths.embeddings
-    problems = [
-        *pipeline_errors(paths.model, task.family),
-        *size_errors,
-        *(_embeddings_errors(task, given) if given is not None and not size_errors else ()),
-        *_read_errors([lambda: resolved(task, paths)]),
-    ]
-    if problems:
-        raise ConfigErrors([problem for error in problems for problem in _flat(error)])
+    sizes, given = list(task.size_errors()), paths.embeddings
+    _refuse(
+        pipeline_errors(paths.model, task.family),
+        sizes,
+        _embeddings_errors(task, given) if given is not None and not sizes else (),
+        _read_errors([lambda: resolved(task, paths)]),
+    )
 
 
 def options(task: SamplingTask) -> dict[str, Any]:
@@ -81,18 +79,6 @@ def options(task: SamplingTask) -> dict[str, Any]:
     return sampling_options(task.settings.sampling.compiler_options, "sampling.compiler_options")
 
 
-def _file_errors(task: SamplingTask, paths: Paths) -> Iterator[MaxattnError]:
-    """Yield why the scheduler's file, those of the weights or compiler options are refused."""
-    opened: list[Callable[[], Any]] = [
-        lambda: resolved(task, paths),
-        lambda: options(task),
-    ]
-    if paths.weights is None or paths.weights.exists():
-        parts = parts_of(task, paths)
-        opened += [partial(weights.SafeTensors, paths.weights_of(x)) for x in parts]
-    yield from _read_errors(opened)
-
-
 def _read_errors(opened: Iterable[Callable[[], Any]]) -> Iterator[MaxattnError]:
     """Yield the errors of what is called."""
     for read in opened:
@@ -102,32 +88,18 @@ def _read_errors(opened: Iterable[Callable[[], Any]]) -> Iterator[MaxattnError]:
             yield error
 
 
-def _block_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
-    """Yield weights of models that make a video block by block."""
-    setting = "model.folder" if paths.weights is None else "--weights"
-    for part in parts_of(task, paths):
-        yield from whole_errors(setting, paths.weights_of(part))
-
-
-def _expert_errors(paths: Paths) -> Iterator[ConfigError]:
-    """Yield what is given for a second transformer that is not there."""
-    if paths.lora_2 is not None and boundary_of(paths.model) is None:
-        rule = "it is merged into the second of two transformers, and this pipeline has one"
-        yield ConfigError("--lora-2", paths.lora_2, rule, "give --lora")
-
-
-def _device_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
-    """Yield why torch cannot encode or decode where it is told to, if it does either."""
-    if paths.embeddings is None or paths.out is not None:
-        yield from device_errors("sampling.torch_device", task.settings.sampling.torch_device)
-
-
-def _flat(error: MaxattnError) -> Iterable[ConfigError]:
-    if isinstance(error, ConfigErrors):
-        return error.problems
-    if isinstance(error, ConfigError):
-        return [error]
-    return [ConfigError(error.setting, error.value, error.rule, error.remedy, error.where)]
+def _refuse(*groups: Iterable[MaxattnError]) -> None:
+    found: list[ConfigError] = []
+    for error in chain(*groups):
+        if isinstance(error, ConfigErrors):
+            found += error.problems
+        elif isinstance(error, ConfigError):
+            found.append(error)
+        else:
+            said = (error.setting, error.value, error.rule, error.remedy, error.where)
+            found.append(ConfigError(*said))
+    if found:
+        raise ConfigErrors(found)
 
 
 # ---- what the model is told ----------------------------------------------------------------------
