@@ -39,10 +39,10 @@ def documented(text: str) -> set[str]:
 
 def public() -> set[str]:
     """Name everything public: what modules export, each object under its shortest name."""
-    from maxattn import errors, masks, modules, rope, streaming, weights
+    from maxattn import errors, masks, modules, rope, steps, streaming, weights
 
     named: dict[int, str] = {}
-    for module in (ma, masks, modules, rope, streaming, weights):
+    for module in (ma, masks, modules, rope, steps, streaming, weights):
         for name in module.__all__:
             value = getattr(module, name)
             if not isinstance(value, ModuleType):

@@ -22,13 +22,9 @@ from maxattn.steps.settings import (
     SkipSettings,
     StepSettings,
 )
-from maxattn.steps.value import BOTH, THIRD, WITH, WITHOUT, Mix, Step, Steps, step_needs
+from maxattn.steps.value import Mix, Step, Steps, step_needs
 
 __all__ = [
-    "BOTH",
-    "THIRD",
-    "WITH",
-    "WITHOUT",
     "Added",
     "AttentionSettings",
     "CacheSettings",

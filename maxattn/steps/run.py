@@ -52,6 +52,7 @@ class Added(NamedTuple):
 
 
 Kept = Mapping[str, Added]
+"""What is kept between steps, by the names of predictions; {} at first."""
 
 
 def forward(

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.errors import InputError
-from maxattn.steps import BOTH, WITH, WITHOUT, Added, Kept, Step, Steps, guided
+from maxattn.steps import Added, Kept, Step, Steps, guided
+from maxattn.steps.value import BOTH, WITH, WITHOUT
 
 PredictOf = Callable[[Array, Array, str], Array]
 """From samples, a time and the name of a prediction ("with", "without", "third", "both")."""
