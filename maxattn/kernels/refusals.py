@@ -1,10 +1,11 @@
-"""Refusals that the kernels of all GPU libraries share: dtypes, head dims, scales and masks."""
+"""Refusals that kernels share: dtypes, head dims, scales, masks and biases."""
 
 from __future__ import annotations
 
 from maxattn.call import Call
 from maxattn.errors import Reason
-from maxattn.masks.terms import Terms
+from maxattn.masks.terms import USE_BLOCKWISE, Terms
+from maxattn.target import Target
 
 USE_AUTO = "set attention: auto"
 
@@ -48,6 +49,18 @@ def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
         remedy = f"pass KeyPadding with lengths if real keys come first, or {USE_AUTO}"
         return Reason(who, "mask KeyPadding & positions", rule, remedy)
     return None
+
+
+def refuse_bias(who: str, call: Call, remedy: str = USE_BLOCKWISE) -> Reason | None:
+    return None if call.bias is None else Reason(who, "bias", "it takes no additive bias", remedy)
+
+
+def refuse_float16(who: str, call: Call, target: Target) -> Reason | None:
+    """Refuse float16 in Pallas on a TPU."""
+    if target.platform != "tpu" or call.dtype != "float16":
+        return None
+    rule = "the TPU's compiler cannot compile this kernel in float16"
+    return Reason(who, "dtype float16", rule, f"use bfloat16, or {USE_BLOCKWISE}")
 
 
 def refuse_repeats(who: str) -> Reason:

@@ -28,6 +28,7 @@ NEG_INF = float("-inf")
 # In the backward, the LSE of a query that sees no key: exp(s - BIG_LSE) is 0, and s - BIG_LSE does
 # not overflow float32.
 BIG_LSE = 1e30
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634  # of kernels that compute exp2
 
 Queries = Float[Array, "B K G T H"]
 Keys = Float[Array, "B K S H"]
@@ -130,7 +131,7 @@ def row_gradient(
     empty = lse == NEG_INF
     dout = jnp.where(empty[..., None], 0.0, dout.astype(jnp.float32))
     delta = jnp.sum(dout * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, dlse)
-    return finite(lse), delta, dout
+    return jnp.where(empty, BIG_LSE, lse), delta, dout
 
 
 def tile_gradient(

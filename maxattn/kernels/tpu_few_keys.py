@@ -28,9 +28,10 @@ from maxattn.kernels.base import (
     exact_products,
     real_keys_first,
 )
-from maxattn.kernels.softmax import NEG_INF, finite, gradient_dtype
+from maxattn.kernels.refusals import refuse_bias, refuse_float16
+from maxattn.kernels.softmax import BIG_LSE, NEG_INF, gradient_dtype
 from maxattn.kernels.transposed import few_keys
-from maxattn.masks.terms import USE_BLOCKWISE, sort_terms
+from maxattn.masks.terms import sort_terms
 from maxattn.target import Target
 
 USE_OTHER = "set attention: tpu_flash or auto"
@@ -61,15 +62,10 @@ class TpuFewKeys(Kernel):
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:
-        if (reason := target.refuse_untested("tpu_few_keys", "jax")) is not None:
+        name = "tpu_few_keys"
+        reason = target.refuse_untested(name, "jax") or refuse_bias(name, call)
+        if reason := reason or refuse_float16(name, call, target):
             return reason
-        if call.bias is not None:
-            return Reason("tpu_few_keys", "bias", "it takes no additive bias", USE_BLOCKWISE)
-        if target.platform == "tpu" and call.dtype == "float16":
-            rule = "the TPU's compiler cannot compile this kernel in float16"
-            return Reason(
-                "tpu_few_keys", "dtype float16", rule, f"use bfloat16, or {USE_BLOCKWISE}"
-            )
         if call.kv_len > MOST_KEYS:
             rule = f"it takes at most {MOST_KEYS:,} keys, and this call has {call.kv_len:,}"
             return Reason("tpu_few_keys", "keys", rule, USE_OTHER)
@@ -117,7 +113,7 @@ class TpuFewKeys(Kernel):
         empty = rows.lse == NEG_INF
         products = rows.dout.astype(jnp.float32) * rows.out.astype(jnp.float32)
         delta = products.sum(axis=3).swapaxes(1, 2) - rows.dlse
-        lse, delta = finite(rows.lse), jnp.where(empty, 0.0, delta)
+        lse, delta = jnp.where(empty, BIG_LSE, rows.lse), jnp.where(empty, 0.0, delta)
         with exact_products(call.q.dtype):
             given = lse, delta, rows.dout.astype(call.q.dtype)
             dq, dk, dv = few_keys.backward(call, *given, self.interpret)

@@ -10,7 +10,6 @@ Source: Dao et al., FlashAttention-2 (arXiv 2307.08691), section 3.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e, log2
 from typing import Any, ClassVar
 
 from jaxtyping import Array
@@ -21,6 +20,7 @@ from maxattn.block_sizes.transposed import forward_tile, sizes_of
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.kernels.base import Kernel, Lines
+from maxattn.kernels.softmax import LOG2E
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Blocks, Library, Operands, Setup, Stats
 from maxattn.kernels.splash.kernel import Splash, asked_sizes, refusal
@@ -89,7 +89,7 @@ class Transposed(Library):
     v_is_turned: bool = False
 
     def query_factor(self, dtype: Any) -> float:
-        return log2(e)  # for exp2
+        return LOG2E  # for exp2
 
     def forward(self, row: Operands, setup: Setup, blocks: Blocks) -> tuple[Array, Array]:
         return forward(row, setup, blocks, self.interpret, self.v_is_turned)

@@ -37,6 +37,7 @@ from maxattn.kernels.base import (
 from maxattn.kernels.fused.kernel import Fused
 from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
 from maxattn.kernels.fused.tokamax_fence import backward_module
+from maxattn.kernels.refusals import refuse_bias
 from maxattn.kernels.softmax import NEG_INF
 from maxattn.masks import Full, Mask
 from maxattn.masks.terms import Terms, sort_terms
@@ -79,8 +80,7 @@ class TokamaxMosaic(Fused):
             remedy = "use bfloat16, or set attention: auto"
             return Reason("tokamax_flash", "dtype float16", rule, remedy)
         reason = reason or refuse_call("tokamax_flash", call, HEAD_LIMIT)
-        if reason is None and call.bias is not None:
-            return Reason("tokamax_flash", "bias", "it takes no additive bias", USE_AUTO)
+        reason = reason or refuse_bias("tokamax_flash", call, USE_AUTO)
         terms = sort_terms(call.mask)
         reason = reason or refuse_mask("tokamax_flash", terms, rows=True)
         if reason is None and len(_positions(terms).intervals(np.zeros(1, np.int32))) != 1:

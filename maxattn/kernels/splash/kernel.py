@@ -24,6 +24,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.devices import Platform
 from maxattn.kernels.base import Grads, Inputs, Kernel, Pass, Result, Rows, exact_products
+from maxattn.kernels.refusals import refuse_bias, refuse_float16
 from maxattn.kernels.softmax import NEG_INF, gradient_dtype, row_gradient
 from maxattn.kernels.splash import mask_codes
 from maxattn.kernels.splash.calls import Library, SplashProblem, Stats
@@ -199,11 +200,8 @@ def _leaves_tiles_open(config: AttentionConfig, kind: KernelKind) -> bool:
 
 def refusal(name: str, call: Call, target: Target) -> Reason | None:
     """Refuse a bias, float16 on a TPU, too long shards, and masks that splash cannot evaluate."""
-    if target.platform == "tpu" and call.dtype == "float16":
-        rule = "the TPU's compiler cannot compile this kernel in float16"
-        return Reason(name, "dtype float16", rule, "use bfloat16, or " + USE_BLOCKWISE)
-    if call.bias is not None:
-        return Reason(name, "bias", "it takes no additive bias", USE_BLOCKWISE)
+    if reason := refuse_float16(name, call, target) or refuse_bias(name, call):
+        return reason
     parts = split_mask(call.mask)
     if isinstance(parts, Reason):
         return replace(parts, who=name)

@@ -11,7 +11,6 @@ maxattn converts the LSE after the forward and back before the backward.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e, log2
 from typing import Any
 
 import jax
@@ -20,12 +19,11 @@ import numpy as np
 from jaxtyping import Array
 
 from maxattn.jax_private.tokamax import library
-from maxattn.kernels.softmax import NEG_INF
+from maxattn.kernels.softmax import LOG2E, NEG_INF
 from maxattn.kernels.splash.calls import Blocks, Library, Operands, Setup, Stats
 from maxattn.kernels.splash.scalar_memory import column_type
 from maxattn.masks import EMPTY, FULL
 
-LOG2E = log2(e)
 MOST_STEPS = 2**16  # the lists take 13 bytes per step, and scalar memory has 1 MiB
 PARTIAL, WHOLE = 1, 2  # tokamax's marks of a tile: evaluate the mask, or do not
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.kernels.softmax import LOG2E
 from maxattn.kernels.splash import scalar_memory
 from maxattn.kernels.splash.calls import Blocks, Operands, Setup, Stats
 from maxattn.kernels.splash.tokamax import WHOLE
@@ -28,7 +29,6 @@ from maxattn.kernels.transposed.steps import (
 )
 
 NAME = "tpu_flash_dkv"
-LOG2E = 1.4426950408889634
 
 
 def backward(

@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
+
+from maxattn.kernels.transposed.tile import product
 
 NONE = -1  # no block is being written
 
@@ -57,7 +58,7 @@ def weights(
     k: Float[Array, "C H"], queries: Queries, allowed: Bool[Array, "C q"] | None
 ) -> Float[Array, "C q"]:
     """Compute P^T, which is 0 for hidden pairs."""
-    p = jnp.exp2(_product(k, queries.q, 1, 0) - queries.lse)
+    p = jnp.exp2(product(k, queries.q, 1, 0) - queries.lse)
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 
@@ -66,16 +67,10 @@ def add_keys(
 ) -> Float[Array, "H q"]:
     """Add the dK and dV of the slice `keys` to the sums, and return these keys' part of dQ^T."""
     dtype = v.dtype
-    ds = (p * (_product(v, queries.dout, 1, 0) - queries.delta)).astype(dtype)
-    sums.dv[:, keys] += _product(queries.dout, p.astype(dtype), 1, 1)
-    sums.dk[:, keys] += _product(queries.q, ds, 1, 1)
-    return _product(sums.k[:, keys], ds.astype(sums.k.dtype), 1, 0)
-
-
-def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
-    return lax.dot_general(
-        a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    ds = (p * (product(v, queries.dout, 1, 0) - queries.delta)).astype(dtype)
+    sums.dv[:, keys] += product(queries.dout, p.astype(dtype), 1, 1)
+    sums.dk[:, keys] += product(queries.q, ds, 1, 1)
+    return product(sums.k[:, keys], ds.astype(sums.k.dtype), 1, 0)
 
 
 class HbmSum(NamedTuple):

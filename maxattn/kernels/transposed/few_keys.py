@@ -26,15 +26,15 @@ from jaxtyping import Array, Float, Int
 from maxattn.block_sizes.few_keys import FewKeysTile
 from maxattn.block_sizes.sizes import LANES, round_up
 from maxattn.kernels.base import in_default_modes
-from maxattn.kernels.softmax import BIG_LSE
-from maxattn.kernels.transposed.tile import MASKED, by_sublane
+from maxattn.kernels.softmax import BIG_LSE, LN2, LOG2E
+from maxattn.kernels.transposed.tile import MASKED, by_sublane, product
 from maxattn.sharding import pad_axis
 
-LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 # If a sum of weights is in these bounds, no weight and no product with V has overflowed, and what
 # underflowed is below 2**-32 of the sum.
 SUMS = 2.0**-60, 2.0**60
 FORWARD, BACKWARD = "tpu_few_keys_fwd", "tpu_few_keys_dkv"
+BACKWARD_BLOCKS = ("queries", "keys", "keys", "turned", "queries", "rows", "rows")
 
 
 class FewKeysCall(NamedTuple):
@@ -100,33 +100,22 @@ class FewKeysCall(NamedTuple):
         h, key_head = self.head_dim, head * self.kv_heads // self.heads
         return slice(head * h, (head + 1) * h), slice(key_head * h, (key_head + 1) * h)
 
-    # ---- blocks ----------------------------------------------------------------------------------
+    def block(self, of: str) -> Any:
+        """Return a step's block of "queries", "keys", "turned" keys [B, K*H, S'], or "rows".
 
-    def of_queries(self) -> Any:
+        Rows are statistics, [B, N, 1, T].
+        """
         from jax.experimental import pallas as pl
 
-        width = self.tile.heads * self.head_dim
-        return pl.BlockSpec((None, self.tile.queries, width), lambda b, n, i, *_: (b, i, n))
-
-    def of_rows(self) -> Any:
-        """Return the block of an array [B, N, 1, T]."""
-        from jax.experimental import pallas as pl
-
-        block = None, self.tile.heads, 1, self.tile.queries
-        return pl.BlockSpec(block, lambda b, n, i, *_: (b, n, 0, i))
-
-    def of_keys(self) -> Any:
-        from jax.experimental import pallas as pl
-
-        width = self.kv_heads_of_step * self.head_dim
-        return pl.BlockSpec((None, self.k.shape[1], width), lambda b, n, i, *_: (b, 0, n))
-
-    def of_turned_keys(self) -> Any:
-        """Return the block of K or V transposed, [B, K*H, S']."""
-        from jax.experimental import pallas as pl
-
-        width = self.kv_heads_of_step * self.head_dim
-        return pl.BlockSpec((None, width, self.k.shape[1]), lambda b, n, i, *_: (b, n, 0))
+        queries, heads, keys = self.tile.queries, self.tile.heads, self.k.shape[1]
+        width, of_keys = heads * self.head_dim, self.kv_heads_of_step * self.head_dim
+        blocks = {
+            "queries": ((None, queries, width), lambda b, n, i, *_: (b, i, n)),
+            "keys": ((None, keys, of_keys), lambda b, n, i, *_: (b, 0, n)),
+            "turned": ((None, of_keys, keys), lambda b, n, i, *_: (b, n, 0)),
+            "rows": ((None, heads, 1, queries), lambda b, n, i, *_: (b, n, 0, i)),
+        }
+        return pl.BlockSpec(*blocks[of])
 
     def run(self, kernel: Any, name: str, products: int, interpret: bool, **specs: Any) -> Any:
         """Return the function of the operands that runs a kernel over the grid."""
@@ -173,8 +162,8 @@ def forward(
         FORWARD,
         2,
         interpret,
-        in_specs=[call.of_queries(), call.of_keys(), call.of_turned_keys()],
-        out_specs=[call.of_queries(), call.of_rows()],
+        in_specs=[call.block(name) for name in ("queries", "keys", "turned")],
+        out_specs=[call.block(name) for name in ("queries", "rows")],
         out_shape=[
             jax.ShapeDtypeStruct(call.q.shape, call.q.dtype),
             jax.ShapeDtypeStruct((b, call.heads, 1, t), jnp.float32),
@@ -195,13 +184,13 @@ def _forward(call: FewKeysCall, counts: Any, q: Any, k: Any, v: Any, out: Any, l
         low, high = jnp.float32(jnp.inf), jnp.float32(0)
         for head in range(call.tile.heads):
             cols, key_cols = call.columns(head)
-            s = _product(k[:, key_cols], q[:, cols], 1, 1)  # C H, q H -> C q
+            s = product(k[:, key_cols], q[:, cols], 1, 1)  # C H, q H -> C q
             if call.hides:
                 s = jnp.where(_visible(s, counts[row]), s, MASKED)
             m = by_sublane(s, jnp.max).max(axis=0, keepdims=True) if with_maximum else 0.0
             p = jnp.exp2(s - m) if with_maximum else jnp.exp2(s)
             l = by_sublane(p, jnp.sum).sum(axis=0, keepdims=True)
-            acc = _product(v[key_cols, :], p.astype(v.dtype), 1, 0)  # H C, C q -> H q
+            acc = product(v[key_cols, :], p.astype(v.dtype), 1, 0)  # H C, C q -> H q
             share, base2 = 1.0 / l, m + jnp.log2(l)
             if call.may_see_nothing:
                 share, base2 = (
@@ -255,16 +244,8 @@ def backward(
         BACKWARD,
         5,
         interpret,
-        in_specs=[
-            call.of_queries(),
-            call.of_keys(),
-            call.of_keys(),
-            call.of_turned_keys(),
-            call.of_queries(),
-            call.of_rows(),
-            call.of_rows(),
-        ],
-        out_specs=[call.of_queries(), call.of_turned_keys(), call.of_turned_keys()],
+        in_specs=[call.block(name) for name in BACKWARD_BLOCKS],
+        out_specs=[call.block(name) for name in ("queries", "turned", "turned")],
         out_shape=[jax.ShapeDtypeStruct(call.q.shape, call.q.dtype), of_sum, of_sum],
         scratch_shapes=[pltpu.VMEM((width, keys), jnp.float32) for _ in range(2)],
     )
@@ -293,14 +274,14 @@ def _backward(
     for head in range(call.tile.heads):
         cols, key_cols = call.columns(head)
         queries, gradient = (_real(x[:, cols], call, block) for x in (q, dout))
-        p = jnp.exp2(_product(k[:, key_cols], queries, 1, 1) - lse[head])  # C H, q H -> C q
+        p = jnp.exp2(product(k[:, key_cols], queries, 1, 1) - lse[head])  # C H, q H -> C q
         if call.hides:
             p = jnp.where(_visible(p, counts[b]), p, 0.0)
-        dp = _product(v[:, key_cols], gradient, 1, 1)  # C H, q H -> C q
+        dp = product(v[:, key_cols], gradient, 1, 1)  # C H, q H -> C q
         ds = (p * (dp - delta[head])).astype(k.dtype)
-        sum_v[key_cols, :] += _product(gradient.T, p.astype(v.dtype), 1, 1)  # H q, C q -> H C
-        sum_k[key_cols, :] += _product(queries.T, ds, 1, 1)
-        dq[:, cols] = (LN2 * _product(turned[key_cols, :], ds, 1, 0)).T.astype(dq.dtype)
+        sum_v[key_cols, :] += product(gradient.T, p.astype(v.dtype), 1, 1)  # H q, C q -> H C
+        sum_k[key_cols, :] += product(queries.T, ds, 1, 1)
+        dq[:, cols] = (LN2 * product(turned[key_cols, :], ds, 1, 0)).T.astype(dq.dtype)
 
     @pl.when(block == pl.num_programs(2) - 1)
     def _() -> None:
@@ -318,12 +299,6 @@ def _real(x: Float[Array, "q H"], call: FewKeysCall, block: Any) -> Float[Array,
 
 def _visible(s: Float[Array, "C q"], count: Any) -> Any:
     return lax.broadcasted_iota(jnp.int32, s.shape, 0) < count
-
-
-def _product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
-    return lax.dot_general(
-        a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=jnp.float32
-    )
 
 
 def _flat(x: Float[Array, "B T N H"]) -> Float[Array, "B T NH"]:

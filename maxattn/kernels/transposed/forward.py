@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from maxattn.kernels.softmax import LN2
 from maxattn.kernels.splash.calls import Blocks, Operands, Setup
 from maxattn.kernels.splash.tokamax import WHOLE
 from maxattn.kernels.transposed import tile
@@ -24,7 +25,6 @@ from maxattn.kernels.transposed.steps import (
 )
 
 NAME = "tpu_flash_fwd"
-LN2 = 0.6931471805599453
 
 
 def forward(

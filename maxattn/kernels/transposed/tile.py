@@ -30,9 +30,6 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 # 2**24 terms of 2**94 add up to 2**118, and 2**-32 of a term of 2**-94 is still a normal number.
 # The largest value of V shifts both limits by its exponent.
 LARGEST = 94.0
-_OVER_HEAD_DIM = (((1,), (1,)), ((), ()))
-_OVER_KEYS = (((1,), (0,)), ((), ()))
-_OVER_UPRIGHT_KEYS = (((0,), (0,)), ((), ()))
 
 
 class Sums(NamedTuple):
@@ -77,12 +74,11 @@ class Values(NamedTuple):
         """Compute v^T p in float32 for the keys of `p`, which begin `start` keys after `first`."""
         keys = slice(self.first + start, self.first + start + p.shape[0])
         v = self.ref[:, keys] if self.is_turned else self.ref[keys, :]
-        over = _OVER_KEYS if self.is_turned else _OVER_UPRIGHT_KEYS
-        return lax.dot_general(v, p.astype(v.dtype), over, preferred_element_type=jnp.float32)
+        return product(v, p.astype(v.dtype), 1 if self.is_turned else 0, 0)
 
 
 def scores(k: Float[Array, "C H"], q: Float[Array, "q H"]) -> Float[Array, "C q"]:
-    return lax.dot_general(k, q, _OVER_HEAD_DIM, preferred_element_type=jnp.float32)
+    return product(k, q, 1, 1)
 
 
 def add_bounded(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
@@ -109,6 +105,13 @@ def add_online(sums: Sums, s: Float[Array, "C q"], v: Values) -> None:
 
 def hide(s: Float[Array, "C q"], allowed: Bool[Array, "C q"]) -> Float[Array, "C q"]:
     return jnp.where(allowed, s, MASKED)
+
+
+def product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
+    """Contract an axis of each operand in float32."""
+    return lax.dot_general(
+        a, b, (((over_a,), (over_b,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def by_sublane(x: Float[Array, "C q"], reduce: Any) -> Float[Array, "8 q"]:
