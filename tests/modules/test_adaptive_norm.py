@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 def test_against_float64(case: tuple[Any, ...]) -> None:
     learned, scale, shift, branch = case
     x, of = drawn(2, 12, D) + 3, norm(learned)
-    total, n = adaptive_norm(x, of, scale, shift, branch=branch)
+    total, n = nnx.jit(adaptive_norm)(x, of, scale, shift, branch=branch)
     want_total, want = wanted(x, of, scale, shift, branch)
     np.testing.assert_allclose(total, want_total, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(n, want, rtol=1e-5, atol=1e-5)

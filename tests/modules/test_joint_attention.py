@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import maxattn as ma
 from maxattn.errors import InputError
 from maxattn.modules import JointAttention
-from tests.modules.reference import attend, linear, norm, params_of, randomise, turn
+from tests.modules.reference import attend, compiled, linear, norm, params_of, randomise, turn
 
 RNG = np.random.default_rng(21)
 B, T, S, C, N, H = 2, 12, 8, 24, 4, 8
@@ -44,7 +44,7 @@ def test_output() -> None:
     v = heads(("add_v_proj", "to_v"), ("", ""), 2)
     turns = ma.Rotary(OF_BOTH.cos[:, :, :1], OF_BOTH.sin[:, :, :1], "half")
     out = attend(turn(q, turns), turn(k, turns), v).reshape(B, S + T, -1)
-    picture, text = module(X, TEXT, turns)
+    picture, text = compiled(module, X, TEXT, turns)
     np.testing.assert_allclose(text, linear(p["to_add_out"], out[:, :S]), atol=1e-5)
     np.testing.assert_allclose(picture, linear(p["to_out"], out[:, S:]), atol=1e-5)
 

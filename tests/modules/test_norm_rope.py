@@ -202,8 +202,8 @@ def test_what_is_left_to_xla_has_a_reason(name: str, runs: Any) -> None:
 
 def test_the_plan_prints_it(runs: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="maxattn"):
-        module("rms_norm")(X, rotary_emb=ROTARY)
-        module("layer_norm")(X, rotary_emb=ROTARY)
+        for qk_norm in ("rms_norm", "layer_norm"):
+            jax.eval_shape(lambda norm=qk_norm: module(norm)(X, rotary_emb=ROTARY))
     fused, steps = (record.message for record in caplog.records)
     assert "norm and rotary embedding in one kernel, written in CuTe: 32 threads" in fused
     assert "norm and rotary embedding by XLA, step by step: the kernel needs an RMS norm" in steps

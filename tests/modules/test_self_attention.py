@@ -14,7 +14,7 @@ import maxattn as ma
 from maxattn import masks
 from maxattn.modules import FlaxAttention
 from maxattn.rope import rope_1d, rope_3d
-from tests.modules.reference import called, check_gradients, params_of, randomise
+from tests.modules.reference import called, check_gradients, compiled, params_of, randomise
 
 RNG = np.random.default_rng(2)
 B, T, C, N, H = 2, 12, 20, 4, 6
@@ -62,7 +62,7 @@ WITH_GRADIENTS = (
 def test_output(name: str) -> None:
     how, rotary = SETTINGS[name]
     module = built(**how)
-    got = module(X, rotary)
+    got = compiled(module, X, rotary)
     assert got.shape == (B, T, module.out_dim)
     want = called(params_of(module), module, np.float64(X), rotary=rotary)
     np.testing.assert_allclose(got, want, atol=1e-5)

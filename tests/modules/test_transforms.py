@@ -17,6 +17,7 @@ from maxattn.config import AttentionConfig
 from maxattn.modules import CrossAttention, FlaxAttention, attention_fn
 from maxattn.rope import rope_1d
 from tests.lines_run import lines_run
+from tests.modules.reference import compiled
 
 C, N, H, T, S = 16, 4, 8, 16, 6
 X = jax.random.normal(jax.random.key(0), (8, T, C))
@@ -81,7 +82,7 @@ def one_of(many: Any, i: int) -> Any:
 def test_vmap_over_inputs_and_over_modules() -> None:
     module, xs = attn(), X.reshape(2, 4, T, C)
     got = jax.jit(jax.vmap(lambda x: module(x, ROPE)))(xs).reshape(X.shape)
-    np.testing.assert_allclose(got, module(X, ROPE), atol=1e-5)
+    np.testing.assert_allclose(got, compiled(module, X, ROPE), atol=1e-5)
 
     @nnx.vmap(in_axes=0, out_axes=0)
     def build(rngs: nnx.Rngs) -> FlaxAttention:
@@ -91,7 +92,7 @@ def test_vmap_over_inputs_and_over_modules() -> None:
     assert many.to_q.kernel.get_value().shape == (3, C, N * H)
     ys = nnx.jit(nnx.vmap(lambda m, x: m(x), in_axes=(0, None), out_axes=0))(many, X)
     for i in (0, 2):
-        np.testing.assert_allclose(ys[i], one_of(many, i)(X), atol=1e-5)
+        np.testing.assert_allclose(ys[i], compiled(one_of(many, i), X), atol=1e-5)
 
 
 # ---- meshes --------------------------------------------------------------------------------------

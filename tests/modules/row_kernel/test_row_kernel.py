@@ -4,6 +4,7 @@ compiler makes of it, where it is installed.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -151,12 +152,13 @@ def run(case: Case, of: Drawn) -> list[Any]:
 def by_xla(case: Case, of: Drawn) -> Any:
     work = case.work
     if work.norm == "layer":
-        return adaptive_steps(work, tuple(map(jnp.asarray, of.rows)), of.parts)
+        return jax.jit(partial(adaptive_steps, work))(of.rows, of.parts)
     names = (name for name, _ in work.vectors)
     vectors = {n: v.reshape(-1, work.head_dim) for n, v in zip(names, of.parts, strict=True)}
     tables = tuple(a.reshape(-1, case.t, a.shape[1]) for a in of.tables)
     heads = of.rows[0].reshape(case.b, case.t, work.heads, -1)
-    return [in_steps(work, heads, vectors, tables).reshape(of.rows[0].shape)]
+    steps = jax.jit(partial(in_steps, work))
+    return [steps(heads, vectors, tables).reshape(of.rows[0].shape)]
 
 
 # ---- results -------------------------------------------------------------------------------------
