@@ -80,13 +80,14 @@ def test_gradients_are_flaxs(build: str, call: str) -> None:
 @pytest.mark.parametrize("lead", [pytest.param((1, 2, 3), marks=pytest.mark.slow), ()])
 def test_any_number_of_batch_axes(lead: tuple[int, ...]) -> None:
     """A mask and a bias may lack batch axes, or have 1 for them."""
-    q = jax.random.normal(jax.random.key(2), (*lead, T, N, 4))
-    full = jax.random.bernoulli(jax.random.key(3), 0.7, (1, T, T)) | jnp.eye(T, dtype=bool)
-    fn = jax.jit(attention_fn(DENSE))
-    want = jax.nn.dot_product_attention(*[q.reshape(-1, T, N, 4)] * 3, mask=full)
-    for mask in (full, full.reshape((1,) * len(lead) + full.shape), full.astype(jnp.int32)):
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((*lead, T, N, 4), np.float32)
+    full = (rng.random((1, T, T)) < 0.7) | np.eye(T, dtype=bool)
+    fn, theirs = jax.jit(attention_fn(DENSE)), jax.jit(jax.nn.dot_product_attention)
+    want = theirs(*[q.reshape(-1, T, N, 4)] * 3, mask=full)
+    for mask in (full, full.reshape((1,) * len(lead) + full.shape), full.astype(np.int32)):
         np.testing.assert_allclose(fn(q, q, q, mask=mask).reshape(want.shape), want, atol=2e-6)
-    bias = jnp.where(full, 0.0, -1e9)
+    bias = np.where(full, np.float32(0), np.float32(-1e9))
     np.testing.assert_allclose(fn(q, q, q, bias=bias).reshape(want.shape), want, atol=2e-6)
 
 
@@ -97,7 +98,8 @@ def test_decoding_token_by_token_is_the_causal_call(is_causal: bool) -> None:
     decoder.init_cache((2, T, C))
     step = nnx.jit(lambda m, x: m(x, is_causal=is_causal))
     steps = [step(decoder, X[:, i : i + 1]) for i in range(T)]
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), theirs(X, is_causal=True), atol=2e-6)
+    want = nnx.jit(lambda m, x: m(x, is_causal=True))(theirs, X)
+    np.testing.assert_allclose(np.concatenate(steps, 1), want, atol=2e-6)
 
 
 def test_dtype_and_precision_are_honoured() -> None:
@@ -112,7 +114,8 @@ def test_dtype_and_precision_are_honoured() -> None:
 
 
 def sown(module: nnx.MultiHeadAttention, mask: Any) -> tuple[jax.Array, jax.Array]:
-    out, state = nnx.capture(lambda m: m(X, mask=mask, sow_weights=True), nnx.Intermediate)(module)
+    capture = nnx.capture(lambda m: m(X, mask=mask, sow_weights=True), nnx.Intermediate)
+    out, state = nnx.jit(capture)(module)
     (weights,) = state["attention_weights"].get_value()
     return out, weights
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -101,18 +100,15 @@ QUICK = ["None, interleaved", "layer_norm, heads", "cross", "joint", "stream"]
 
 @pytest.mark.parametrize("case", but(CASES, QUICK))
 def test_modules_promote_no_rank_and_no_dtype(case: str) -> None:
-    # A stream computes its slots on the host between blocks; all else is checked when it is traced.
-    run = CASES[case] if "stream" in case else partial(jax.eval_shape, CASES[case])
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        run()
+        jax.eval_shape(CASES[case])
 
 
 # Streams are drawn in 64-bit mode by test_drawn.py, and tests/context_parallel has Ulysses.
 @pytest.mark.parametrize("case", but(CASES, ["None, pair"]))
 def test_64_bit_mode_changes_nothing(case: str) -> None:
-    run = CASES[case] if "stream" in case else lambda: jax.jit(CASES[case])()
-    want = jax.tree.leaves(run())
+    want = jax.tree.leaves(jax.jit(CASES[case])())
     with jax.enable_x64(True):
-        got = jax.tree.leaves(run())
+        got = jax.tree.leaves(jax.jit(CASES[case])())
     assert all(x.dtype == jnp.float32 for x in got)
     assert all(error(x, y) < 1e-5 for x, y in zip(got, want, strict=True))
