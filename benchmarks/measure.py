@@ -28,12 +28,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from maxattn_examples.train import cost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # has the models
 
-from maxattn_examples.common import flops
+from maxattn_examples.common.compiled import sampling_options
 from maxattn_examples.common.scan import scan_here
-from maxattn_examples.common.xla_options import sampling_options, xla_options
 from maxattn_examples.flux.sizes import Sizes
 from maxattn_examples.wan.sizes import SIZES
 from model_steps import clock, workloads
@@ -45,6 +45,7 @@ import maxattn as ma
 from maxattn.devices import peak_flops
 from maxattn.errors import ConfigError, MaxattnError, escaped_output
 from maxattn.tools.writable import check_writable, write_whole
+from maxattn.tools.xla_options import xla_options
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -155,7 +156,7 @@ def blocks_of(args: argparse.Namespace, work: workloads.Workload) -> Blocks:
 
 def facts_of(args: argparse.Namespace, step: Step, times: clock.Times) -> dict[str, Any]:
     """Collect the figures for `lines` and --json."""
-    device, count = jax.local_devices()[0].device_kind, flops.count(step.forward, *step.shapes)
+    device, count = jax.local_devices()[0].device_kind, cost.count(step.forward, *step.shapes)
     total, peak = count.total(args.what == "train", frozen=args.lora > 0), peak_flops(device)
     kinds = times.by_kind()
     # With a backward, the profile does not separate the forward's attention.

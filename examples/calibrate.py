@@ -19,9 +19,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 from maxattn_examples.common import hosts
-from maxattn_examples.common.markdown import table
-from maxattn_examples.common.replacing import replacing
-from maxattn_examples.common.writable import unwritable
+from maxattn_examples.common.statistics import table
 from maxattn_examples.compare.curve import measure
 from maxattn_examples.compare.family import family_of, task_of_family
 from maxattn_examples.compare.report import machine_facts
@@ -34,6 +32,8 @@ from maxattn_examples.sample.run import start_of
 from maxattn import steps
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.tools.writable import unwritable
+from maxattn.weights.replacing import replacing
 
 THRESHOLDS = ((0.06, 2), (0.12, 2), (0.12, 4), (0.24, 6))  # and steps that reuse in a row
 

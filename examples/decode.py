@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.pipeline_folder import absent, config_of, continues_images, index_of
-from maxattn_examples.common.writable import unwritable
 from maxattn_examples.sample import files, media
 from maxattn_examples.sample.torch_parts import Needs, device_errors, pictures, without_torch
 from maxattn_examples.wan import torch_parts as wan_torch_parts
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.tools.writable import unwritable
 
 AXES = {"AutoencoderKLWan": 5, "AutoencoderKL": 4}  # of the latents
 NEEDS = Needs(("vae",), "diffusers", "decode on another machine")

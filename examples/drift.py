@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 from maxattn_examples.common import hosts
 from maxattn_examples.common.statistics import drift
-from maxattn_examples.common.writable import unwritable
 from maxattn_examples.compare import pictures
 from maxattn_examples.compare import ways as arms
 from maxattn_examples.compare.family import family_of, task_of_family
@@ -43,6 +42,7 @@ from maxattn_examples.sample.task import SamplingTask
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.tools.writable import unwritable
 
 CONFIGURED = "as configured"
 LONGEST = 60  # characters of a folder's name, which may have 255 bytes

@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.pipeline_folder import PIPELINES, absent, continues_images, index_of
-from maxattn_examples.common.writable import unwritable
 from maxattn_examples.flux import sampling as flux
 from maxattn_examples.sample import files
 from maxattn_examples.sample.torch_parts import Needs, device_errors, without_torch
@@ -31,6 +30,7 @@ from maxattn_examples.wan import torch_parts as wan_torch_parts
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.tools.writable import unwritable
 
 WAN = ("tokenizer", "text_encoder")
 NEEDS = {

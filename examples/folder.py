@@ -28,9 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from maxattn_examples.common.json_file import read_mapping, write_json
-from maxattn_examples.common.pipeline_folder import SECOND
-from maxattn_examples.common.replacing import replacing
+from maxattn_examples.common.pipeline_folder import SECOND, read_mapping, write_json
 from maxattn_examples.flux.model import FluxTransformer2D
 from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
 from maxattn_examples.flux.sizes import Sizes as FluxSizes
@@ -41,6 +39,7 @@ from maxattn_examples.wan.sizes import BOUNDARIES, CLASS_NAME, SIZES, Sizes
 
 from maxattn import weights
 from maxattn.errors import MaxattnError, escaped_output
+from maxattn.weights.replacing import replacing
 
 UNIPC = {
     "_class_name": "UniPCMultistepScheduler",

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 from maxattn_examples.common.command import user_errors
-from maxattn_examples.common.writable import unwritable
 from maxattn_examples.digits import latents as digit_latents
-from maxattn_examples.train import shards
+from maxattn_examples.train.latents import write
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.tools.writable import unwritable
 
 HOLDS = {
     "--from": (
@@ -92,13 +92,13 @@ def _of_digits(args: Any) -> Any:
     examples = digit_latents.batches(args.digits, args.count, *dims)
     empty = digit_latents.empty(args.digits, *dims)
     how = {"model": args.model or args.digits, "source": "digits", "per_shard": args.per_shard}
-    return shards.write(args.folder, examples, empty, **how)
+    return write(args.folder, examples, empty, **how)
 
 
 def _of_files(args: Any) -> Any:
     empty = next(_read([args.empty], "--empty")) if args.empty else None
     how = {"model": args.model, "per_shard": args.per_shard}
-    return shards.write(args.folder, _read(args.files, "--from"), empty, **how)
+    return write(args.folder, _read(args.files, "--from"), empty, **how)
 
 
 def _read(files: Sequence[str], option: str) -> Iterator[dict[str, np.ndarray]]:

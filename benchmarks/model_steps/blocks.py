@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from maxattn_examples.common.split import Structure, split
+from maxattn_examples.common.compiled import Structure, split
 from maxattn_examples.stream import Denoising, Reel, Rollout
 
 import maxattn as ma

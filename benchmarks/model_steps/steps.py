@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array
-from maxattn_examples.common.split import split
+from maxattn_examples.common.compiled import split
 from maxattn_examples.train import lora
 from maxattn_examples.train.settings import TrainingSettings
 

@@ -78,7 +78,7 @@ SIZES = {  # their model names -> maxattn's
 class ImportedRollout(NamedTuple):
     """The rollout that a file describes."""
 
-    # the keys of the section `rollout` of examples/common/rollout_settings.py
+    # the keys of the section `rollout` of maxattn_examples.common.settings
     rollout: dict[str, Any]
     sizes: str | None  # the value of `model.sizes`; None if maxattn does not have the model
     # left_out, notes: as in `Imported`

@@ -29,7 +29,7 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
         name = name.removeprefix("--")
         options[name] = (VALUES | SPELT.get(name, {})).get(value.lower(), value)
     for name, value in options.items():
-        if why := _refusal(name, value):
+        if why := refusal(name, value):
             rule = f"the compiler of jax {jax.__version__} refuses it: {why}"
             remedy = "write it as in XLA_FLAGS, without the dashes; switches as true or false"
             raise ConfigError(setting, f"{name}={value}", rule, remedy)
@@ -37,7 +37,7 @@ def xla_options(words: Iterable[str], setting: str = "--option") -> dict[str, An
 
 
 @lru_cache(maxsize=256)
-def _refusal(name: str, value: Any) -> str:
+def refusal(name: str, value: Any) -> str:
     """Return why the compiler refuses an option, or ""; the result is cached."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})

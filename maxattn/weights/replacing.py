@@ -45,11 +45,13 @@ def replacing(path: Path) -> Iterator[Path]:
         with _own_folder(target) as folder:
             yield folder / target.name
             (folder / target.name).replace(target)
-    except OSError as error:
-        at = Path(str(error.filename or path.parent))
-        if at != path.parent and PARTIAL not in str(at):  # another file
+    except Exception as error:
+        at = Path(str(getattr(error, "filename", None) or path.parent))
+        is_of_files = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
+        if not is_of_files or (at != path.parent and PARTIAL not in str(at)):  # another file
             raise
-        rule = f"it must be written whole, and the system reports: {error.strerror or error}"
+        reason = getattr(error, "strerror", None) or error
+        rule = f"it must be written whole, and the system reports: {reason}"
         remedy = (
             "name a path with write permission and enough space; the earlier file, if any, is"
             " unchanged"

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import measure
 import pytest
-from maxattn_examples.common import flops
 from maxattn_examples.flux.sizes import Sizes as FluxSizes
 from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.train import cost
 from maxattn_examples.wan.sizes import Sizes
 from model_steps import clock, steps, workloads
 
@@ -39,7 +39,7 @@ def flux() -> workloads.Workload:
 def test_operations_of_flux() -> None:
     work = flux()
     step = steps.denoising(work, jnp.float32)
-    count = flops.count(step.forward, *step.shapes)
+    count = cost.count(step.forward, *step.shapes)
     tokens, text, width = 2 * 3, 5, 16
     both = tokens + text
     assert work.tokens == 2 * tokens
@@ -56,7 +56,7 @@ def test_operations_of_flux() -> None:
 def test_operations_of_wan() -> None:
     work = wan()
     step = steps.denoising(work, jnp.float32)
-    count = flops.count(step.forward, *step.shapes)
+    count = cost.count(step.forward, *step.shapes)
     tokens, width, layers = 2 * 2 * 3, 24, 2
     assert work.tokens == 2 * tokens
     assert count.attention == layers * 2 * 4 * tokens * width * (tokens + 7)
@@ -128,5 +128,5 @@ def test_attention_is_counted_by_the_channels_of_its_values():
     q = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.float32)
     k = jax.ShapeDtypeStruct((2, 7, 4, 8), jnp.float32)
     v = jax.ShapeDtypeStruct((2, 7, 4, 6), jnp.float32)
-    work = flops.count(lambda *each: ma.attention(*each), q, k, v)
-    assert work == flops.Work(attention=2 * 2 * 4 * 5 * 7 * (8 + 6))
+    work = cost.count(lambda *each: ma.attention(*each), q, k, v)
+    assert work == cost.Work(attention=2 * 2 * 4 * 5 * 7 * (8 + 6))

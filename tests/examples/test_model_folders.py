@@ -8,7 +8,7 @@ from typing import Any
 
 import generate
 import pytest
-from maxattn_examples.common.trained_blocks import frames_per_block
+from maxattn_examples.common.model_config import frames_per_block
 from maxattn_examples.flux import sizes as flux_sizes
 from maxattn_examples.sdxl import sizes as sdxl_sizes
 from maxattn_examples.wan import sizes as wan_sizes

@@ -22,11 +22,10 @@ from jax.experimental import topologies
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from maxattn_examples.common.xla_options import FOR_SAMPLING
+from maxattn_examples.common.compiled import FOR_SAMPLING
 from maxattn_examples.train import lora
 from maxattn_examples.train import state as states
-from maxattn_examples.train.optimizer import optimizer
-from maxattn_examples.train.step import Step
+from maxattn_examples.train.step import Step, optimizer
 from maxattn_examples.wan.settings import Settings
 from maxattn_examples.wan.task import WanTask
 

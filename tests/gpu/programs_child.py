@@ -24,8 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from maxattn_examples.common.split import split
-from maxattn_examples.common.xla_options import FOR_SAMPLING
+from maxattn_examples.common.compiled import FOR_SAMPLING, split
 from maxattn_examples.stream import Denoising, Rollout
 from maxattn_examples.wan.model import WanTransformer3D
 from maxattn_examples.wan.sizes import Sizes

@@ -7,25 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maxattn.errors import InputError
-from maxattn.weights import replacing as ours
+from maxattn.weights import replacing as module
 from tests.golden_text import check_golden
 
 ROOT = Path(__file__).parents[2]
-SPEC = util.spec_from_file_location(
-    "theirs", ROOT / "examples" / "maxattn_examples" / "common" / "replacing.py"
-)
-assert SPEC is not None and SPEC.loader is not None
-theirs = util.module_from_spec(SPEC)
-SPEC.loader.exec_module(theirs)
-
-both = pytest.mark.parametrize("module", [ours, theirs], ids=["maxattn", "examples"])
 WRITE = """
 import sys
 from pathlib import Path
@@ -59,7 +50,7 @@ def half_written(path: Path, kind: str) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
-def write(module: Any, path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     with module.replacing(path) as beside:
         assert beside.name == path.name
         beside.write_text(text)
@@ -69,48 +60,44 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-@both
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_a_kill_left_goes_with_the_next_writer(module: Any, kind: str, tmp_path: Path) -> None:
+def test_what_a_kill_left_goes_with_the_next_writer(kind: str, tmp_path: Path) -> None:
     path, other = tmp_path / "a.txt", tmp_path / "b.txt"
     with half_written(path, kind) as process:
-        write(module, path, "second")  # while the first writer lives
+        write(path, "second")  # while the first writer lives
         assert path.read_text() == "second" and len(names(tmp_path)) == 2
         process.kill()
         process.wait()
-        write(module, other, "another")
+        write(other, "another")
         assert len(names(tmp_path)) == 3, "what is left of one file is another file's no more"
-        write(module, path, "third")
+        write(path, "third")
     assert names(tmp_path) == ["a.txt", "b.txt"] and path.read_text() == "third"
 
 
-@both
-def test_two_writers_both_end(module: Any, tmp_path: Path) -> None:
+def test_two_writers_both_end(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with half_written(path, "file") as process:
-        write(module, path, "second")
+        write(path, "second")
         process.communicate("go\n")
         assert process.returncode == 0
     assert names(tmp_path) == ["a.txt"] and path.read_text() == "half"
 
 
-@both
-def test_a_block_that_raises_changes_nothing(module: Any, tmp_path: Path) -> None:
+def test_a_block_that_raises_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    write(module, path, "first")
+    write(path, "first")
     with pytest.raises(FileNotFoundError, match="source"), module.replacing(path) as beside:
         beside.write_text("half")
         (tmp_path / "source").read_text()  # this error is the block's, and stays as it is
     assert names(tmp_path) == ["a.txt"] and path.read_text() == "first"
     with pytest.raises(InputError) as caught:
-        write(module, tmp_path / "absent" / "a.txt", "first")
+        write(tmp_path / "absent" / "a.txt", "first")
     check_golden("weights/file_not_written", str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
-@both
 @pytest.mark.parametrize("lacks", ["the system", "the file system"])
 def test_without_locks_files_are_written_and_one_warning_says_so(
-    module: Any, lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     module._warn_of_no_locks.cache_clear()
     if lacks == "the system":  # Windows has no fcntl
@@ -122,7 +109,7 @@ def test_without_locks_files_are_written_and_one_warning_says_so(
     left.mkdir()  # whether its writer lives is not known
     for text in ("first", "second"):
         with module.only_writer(tmp_path):
-            write(module, tmp_path / "a.txt", text)
+            write(tmp_path / "a.txt", text)
     assert names(tmp_path) == ["a.txt", left.name]
     (said,) = caplog.messages
     assert "has no locks (flock)" in said and "*.partial" in said
@@ -136,7 +123,7 @@ import matplotlib, numpy as np
 matplotlib.use("Agg")
 from flax import nnx
 from maxattn_examples.common import pictures
-from maxattn_examples.common.json_file import write_json
+from maxattn_examples.common.pipeline_folder import write_json
 from maxattn_examples.sample import files, media
 import maxattn as ma
 from maxattn.tools.writable import write_whole

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from maxattn.errors import WeightsError, did_you_mean
+from maxattn.errors import ConfigError, WeightsError, did_you_mean
 
-from .json_file import read_mapping
-from .pipeline_folder import NAMES, REPOSITORIES, Family, absent, class_error
+from .pipeline_folder import NAMES, REPOSITORIES, Family, absent, class_error, read_mapping
 
 
 def read_config(
@@ -66,3 +68,152 @@ def _no_file(path: Path, family: Family) -> WeightsError:
         return WeightsError(problem.setting, problem.value, problem.rule, problem.remedy)
     rule, remedy = "the file gives the model's sizes, and is missing", "give the model's own folder"
     return WeightsError("config.json", path, rule, remedy)
+
+
+Sizes = TypeVar("Sizes")
+AGAIN = "fetch the folder again"
+MOST = 10**6
+
+
+def checked(kind: Callable[..., Sizes], config: Mapping[str, Any], usual: Any) -> Sizes:
+    """Make sizes from the values of a file.
+
+    Args:
+        kind: a dataclass, with `misfits()`.
+        config: the file's settings by name.
+        usual: values of what the file may leave out, by name.
+
+    Raises:
+        WeightsError: a size is not there or of another type, or sizes do not fit each other.
+    """
+    types, values = get_type_hints(kind), {}
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        if field.name not in config and field.name not in usual:
+            rule = f"{field.name} is required: diffusers' default is another model's"
+            raise WeightsError("config.json", f"without {field.name}", rule, AGAIN)
+        value = size_of(config, field.name, types[field.name], usual.get(field.name))
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    found: Any = kind(**values)
+    for misfit in found.misfits():
+        raise WeightsError(misfit.setting, misfit.value, misfit.rule, AGAIN)
+    return found
+
+
+def size_of(config: Mapping[str, Any], key: str, wanted: Any, usual: Any) -> Any:
+    """Return one size of a file, or the usual one.
+
+    Raises:
+        WeightsError: it is of another type.
+    """
+    if not _is(value := config.get(key, usual), wanted):
+        raise WeightsError(key, repr(value), f"it is {_words(wanted)}", AGAIN)
+    return value
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Check whether a value of JSON has a type; sizes are positive."""
+    if wanted is int:
+        return type(value) is int and 0 < value <= MOST
+    if wanted is float:
+        return type(value) in (int, float) and math.isfinite(value) and value > 0
+    if get_origin(wanted) is tuple:
+        return _is_list(value, get_args(wanted))
+    if NoneType in get_args(wanted):
+        return value is None or any(_is(value, each) for each in get_args(wanted))
+    return type(value) is wanted
+
+
+def _is_list(value: Any, wanted: tuple[Any, ...]) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    each = wanted[:1] * len(value) if wanted[-1] is ... else wanted
+    return len(each) == len(value) and all(map(_is, value, each))
+
+
+def _words(wanted: Any) -> str:
+    said = {
+        int: f"a whole number from 1 to {MOST:,}",
+        float: "a number above 0",
+        bool: "true or false",
+    }
+    if get_origin(wanted) is tuple:
+        each = get_args(wanted)
+        many = f"whole numbers from 1 to {MOST:,}" if each[0] is int else "names"
+        return f"a list of {many}" if each[-1] is ... else f"a list of {len(each)} {many}"
+    if NoneType in get_args(wanted):
+        return f"{_words(next(x for x in get_args(wanted) if x is not NoneType))}, or null"
+    return said.get(wanted, "a text")
+
+
+KEY = "frames_per_block"
+
+
+def frames_per_block(folder: Path) -> int | None:
+    """Read how many frames a model was trained to make together; None where nothing says it.
+
+    Args:
+        folder: of the model, with its `config.json`.
+
+    Raises:
+        WeightsError: what the file says is no number of frames.
+    """
+    path = folder / "config.json"
+    config = read_mapping(path) if path.is_file() else {}
+    return size_of(config, KEY, int | None, None)
+
+
+def saying(config: Mapping[str, Any], frames: int | None) -> dict[str, Any]:
+    """Return a model's `config.json` that says how many frames it makes together.
+
+    Args:
+        config: what else it says.
+        frames: of a block; None for a model whose frames all see each other.
+    """
+    rest = {key: value for key, value in config.items() if key != KEY}
+    return rest if frames is None else rest | {KEY: frames}
+
+
+def block_errors(setting: str, folder: Path, wanted: int) -> Iterator[ConfigError]:
+    """Yield that a model was trained with blocks of another length, or without any.
+
+    Args:
+        setting: that names the folder.
+        folder: of the model.
+        wanted: frames of a block.
+    """
+    found = frames_per_block(folder)
+    if found is not None and found != wanted:
+        rule = f"the model in {folder} was trained with blocks of {found} frames"
+        yield ConfigError("rollout.frames_per_block", wanted, rule, f"write {found}")
+    if found is None and (folder / "config.json").is_file():
+        rule = (
+            "a model that was trained on whole videos, each frame seeing all others, draws nothing"
+            f" that makes sense block by block, and its config.json has no {KEY}"
+        )
+        remedy = f'give one that was trained so; if this is one, add "{KEY}": {wanted} to the file'
+        yield ConfigError(setting, folder, rule, remedy)
+
+
+def whole_errors(setting: str, folder: Path) -> Iterator[ConfigError]:
+    """Yield that a model was trained block by block, where all frames are to be made at once.
+
+    Args:
+        setting: that names the folder.
+        folder: of the model.
+    """
+    if (found := frames_per_block(folder)) is not None:
+        rule = (
+            f"all frames are made at once, each seeing all others, and this model was trained with"
+            f" blocks of {found} frames"
+        )
+        yield ConfigError(setting, folder, rule, "use examples/stream.py, or another model")
+
+
+def block_note(path: Path) -> str | None:
+    """Warn that weights may be of a model that was not trained block by block."""
+    if (path / "config.json").is_file():
+        return None
+    return (
+        f"no config.json beside {path} says {KEY}: a model that was trained on whole videos, each"
+        " frame seeing all others, draws nothing that makes sense block by block"
+    )

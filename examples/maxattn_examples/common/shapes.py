@@ -5,7 +5,9 @@ A form has one entry an axis: a number is that size, "L" any size, "2 h" any mul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+from maxattn.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of arrays by their names."""
@@ -22,3 +24,33 @@ def _size_fits(size: int, wanted: int | str) -> bool:
         return size == wanted
     multiple, _, letter = wanted.partition(" ")
     return not letter or size % int(multiple) == 0
+
+
+REMEDY = "make the folder anew with examples/make_latents.py, or train the model that it is for"
+
+
+def shape_errors(shapes: Shapes, expected: Mapping[str, Form], model: str) -> Iterator[ConfigError]:
+    """Yield one error for each array that is missing, unknown, or of another shape.
+
+    Args:
+        shapes: of one example's arrays.
+        expected: the form of each array that the model takes.
+        model: its name in errors.
+    """
+    for name in sorted(shapes.keys() | expected.keys()):
+        if name not in shapes:
+            rule = f"{model} needs {name} {_text(expected[name])}"
+            yield _error(f"no {name}", rule)
+        elif name not in expected:
+            yield _error(f"{name} {list(shapes[name])}", f"{model} takes no {name}")
+        elif not fits(shapes[name], expected[name]):
+            rule = f"{model} takes {name} {_text(expected[name])}"
+            yield _error(f"{name} {list(shapes[name])}", rule)
+
+
+def _error(value: str, rule: str) -> ConfigError:
+    return ConfigError("data.folder", value, rule, REMEDY)
+
+
+def _text(form: Form) -> str:
+    return f"[{', '.join(str(size).removeprefix('1 ') for size in form)}]"

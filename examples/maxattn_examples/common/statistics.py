@@ -75,3 +75,9 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     first, second = (rankdata(x) - (len(x) + 1) / 2 for x in (a, b))
     size = np.linalg.norm(first) * np.linalg.norm(second)
     return float(first @ second / size) if size else 0.0
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table in Markdown."""
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -10,8 +10,7 @@ from typing import Any
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from maxattn_examples.common.command import SettingsClass
-from maxattn_examples.common.json_file import read_mapping
-from maxattn_examples.common.pipeline_folder import PIPELINES, Family, index_of
+from maxattn_examples.common.pipeline_folder import PIPELINES, Family, index_of, read_mapping
 from maxattn_examples.sample.command import settings_of
 from maxattn_examples.sample.task import SamplingTask
 

@@ -14,9 +14,8 @@ import yaml
 from jaxtyping import Float
 
 import maxattn as ma
-from maxattn_examples.common.markdown import table
-from maxattn_examples.common.replacing import replacing
-from maxattn_examples.common.statistics import paired
+from maxattn.weights.replacing import replacing
+from maxattn_examples.common.statistics import paired, table
 
 from .ways import DENSE, FLOOR, Arm, Count
 

@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from maxattn import sharding
 from maxattn_examples.common import hosts, pictures
-from maxattn_examples.common.ink import from_model
-from maxattn_examples.common.json_file import write_json
+from maxattn_examples.common.pictures import from_model
+from maxattn_examples.common.pipeline_folder import write_json
 
 from . import evaluate, text
 from .flow import sample

@@ -16,6 +16,7 @@ from maxattn.steps import resolve
 from maxattn_examples import samplers
 from maxattn_examples.samplers import flow_euler
 from maxattn_examples.train import flow, forcing
+from maxattn_examples.train.settings import MOST
 from maxattn_examples.train.task import Arrays
 
 from .model import Video, WanTransformer, Words
@@ -56,7 +57,7 @@ def forced(
         before: clips of other digits that move alike, for `training.prompt_switches`.
     """
     noises, drops, turns, switches = jax.random.split(key, 4)
-    context = training.context_noise / forcing.MOST if training.forcing == "teacher" else None
+    context = training.context_noise / MOST if training.forcing == "teacher" else None
     how = stream, training.timestep_shift, context, training.context_dropout
     words, past = drop(words, training.prompt_dropout, drops), before
     if before is not None:

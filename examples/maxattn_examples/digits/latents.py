@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 
-from maxattn_examples.common.ink import to_latents
+from maxattn_examples.common.pictures import to_latents
 
 from . import text
 from .settings import DataSettings

@@ -15,8 +15,8 @@ import maxattn as ma
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 from maxattn_examples.common.settings import Count, NotNegative, Positive, Share, Whole
-from maxattn_examples.train.forcing import MOST, How
-from maxattn_examples.train.forcing import contradictions as of_forcing
+from maxattn_examples.train.settings import MOST, How
+from maxattn_examples.train.settings import context_errors as of_forcing
 
 from . import stream_settings, words
 from .stream_settings import StreamSettings

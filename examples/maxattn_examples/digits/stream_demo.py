@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxattn_examples.common import pictures
-from maxattn_examples.common.json_file import write_json
+from maxattn_examples.common.pipeline_folder import write_json
 
 from . import drift, stream_pictures, stream_switch
 from .drawing import draw as draw_clips

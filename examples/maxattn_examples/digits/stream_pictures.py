@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxattn_examples.common.replacing import replacing
+from maxattn.weights.replacing import replacing
 
 from .drift import Drift
 

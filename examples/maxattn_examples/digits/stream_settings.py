@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxattn.errors import ConfigError
-from maxattn_examples.common.rollout_settings import RolloutSettings
-from maxattn_examples.common.settings import Count, Whole
+from maxattn_examples.common.settings import Count, RolloutSettings, Whole
 
 
 class StreamSettings(RolloutSettings):

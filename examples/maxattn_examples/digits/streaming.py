@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from maxattn_examples.common.ink import from_model
-from maxattn_examples.common.rollout_settings import MOST
+from maxattn_examples.common.pictures import from_model
+from maxattn_examples.common.settings import MOST
 from maxattn_examples.stream import Denoising, Rollout
 
 from . import text

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn.masks import KeyPadding
-from maxattn_examples.common.ink import to_model
+from maxattn_examples.common.pictures import to_model
 from maxattn_examples.common.shapes import Shapes
 from maxattn_examples.train import forcing
 from maxattn_examples.train.settings import TrainingSettings

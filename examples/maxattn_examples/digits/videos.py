@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from maxattn_examples.common.ink import to_model
+from maxattn_examples.common.pictures import to_model
 
 from . import text
 from .settings import DataSettings

@@ -14,9 +14,8 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from maxattn_examples.common.markdown import table
-from maxattn_examples.common.replacing import replacing
-from maxattn_examples.common.statistics import drift, frechet, paired, spearman
+from maxattn.weights.replacing import replacing
+from maxattn_examples.common.statistics import drift, frechet, paired, spearman, table
 from maxattn_examples.compare.ways import DENSE, FLOOR, Arm, Count
 
 from .clips import Clips, of_model

@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import maxattn as ma
-from maxattn_examples.common.named_model import NamedModel
 from maxattn_examples.common.pipeline_folder import Family
-from maxattn_examples.common.settings import Count, NotNegative, Positive
+from maxattn_examples.common.settings import Count, NamedModel, NotNegative, Positive
 from maxattn_examples.sample.scheduler import NO_FILE, read
 from maxattn_examples.sample.settings import FlowSampling
 from maxattn_examples.samplers.sampler import Sampler
-from maxattn_examples.train.flow_settings import FlowTraining
-from maxattn_examples.train.settings import DataSettings
+from maxattn_examples.train.settings import DataSettings, FlowTraining
 
 from .sizes import REPOSITORIES, SIZES, Sizes
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from maxattn.errors import ConfigError, WeightsError
-from maxattn_examples.common.model_config import read_config
-from maxattn_examples.common.size_types import checked
+from maxattn_examples.common.model_config import checked, read_config
 
 CLASS_NAME = "FluxTransformer2DModel"
 PATCH = 2  # rows and columns of latents in a token

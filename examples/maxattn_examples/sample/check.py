@@ -11,9 +11,9 @@ from typing import Any
 from maxattn import weights
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
+from maxattn.tools.writable import unwritable
+from maxattn_examples.common.compiled import sampling_options
 from maxattn_examples.common.pipeline_folder import pipeline_errors
-from maxattn_examples.common.writable import unwritable
-from maxattn_examples.common.xla_options import sampling_options
 
 from . import files
 from .files import Paths

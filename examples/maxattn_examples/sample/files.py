@@ -19,8 +19,8 @@ import numpy as np
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.weights.replacing import replacing
 from maxattn_examples.common.pipeline_folder import FIRST, SECOND, lacking, part_of
-from maxattn_examples.common.replacing import replacing
 from maxattn_examples.common.shapes import Form, Shapes, fits
 
 from .task import Arrays

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from maxattn.steps import Kept, Step, Steps, guided, step_needs
-from maxattn_examples.common.split import Leaves, Structure, split
+from maxattn_examples.common.compiled import Leaves, Structure, split
 from maxattn_examples.samplers import Schedule, State, start, step
 from maxattn_examples.samplers.schedule import Keys
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from maxattn_examples.common.replacing import replacing
+from maxattn.weights.replacing import replacing
 
 
 def picture(pixels: UInt8[np.ndarray, "h w 3"], path: Path) -> Path:

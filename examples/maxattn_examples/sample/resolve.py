@@ -15,7 +15,7 @@ import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import ConfigError, MaxattnError
 from maxattn.steps import Step, Steps, resolve
-from maxattn_examples.common.split import split
+from maxattn_examples.common.compiled import split
 from maxattn_examples.samplers import keys_of, start
 from maxattn_examples.samplers.sampler import Sampler
 

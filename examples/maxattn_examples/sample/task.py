@@ -17,10 +17,10 @@ from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
+from maxattn_examples.common.model_config import size_of
 from maxattn_examples.common.pipeline_folder import Family, config_of
 from maxattn_examples.common.scan import scan_here
 from maxattn_examples.common.shapes import Form
-from maxattn_examples.common.size_types import size_of
 from maxattn_examples.samplers.sampler import Sampler
 
 from . import media, torch_parts

@@ -13,6 +13,7 @@ from flax import nnx
 
 from maxattn import weights
 from maxattn.errors import ConfigError, MaxattnError, WeightsError
+from maxattn_examples.common.model_config import whole_errors
 from maxattn_examples.common.pipeline_folder import (
     FIRST,
     NAMES,
@@ -24,7 +25,6 @@ from maxattn_examples.common.pipeline_folder import (
     lacking,
     part_of,
 )
-from maxattn_examples.common.trained_blocks import whole_errors
 
 from .distilled import named_by
 from .files import Paths

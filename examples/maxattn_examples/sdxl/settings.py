@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 
 import maxattn as ma
 from maxattn_examples.common.pipeline_folder import Family
-from maxattn_examples.common.settings import Count, Positive
-from maxattn_examples.common.sized_model import SizedModel
+from maxattn_examples.common.settings import Count, Positive, SizedModel
 from maxattn_examples.sample.scheduler import read
 from maxattn_examples.sample.settings import SamplingSettings as CommonSampling
 from maxattn_examples.samplers import Schedule

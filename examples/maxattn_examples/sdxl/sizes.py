@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from maxattn.errors import ConfigError, WeightsError
-from maxattn_examples.common.model_config import read_config
-from maxattn_examples.common.size_types import checked
+from maxattn_examples.common.model_config import checked, read_config
 
 DOWN_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
 # Height and width of the original, top and left of the crop, height and width wanted.

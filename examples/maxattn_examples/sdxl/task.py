@@ -16,12 +16,10 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import check_pipeline
-from maxattn_examples.common.shapes import Form, Shapes
+from maxattn_examples.common.shapes import Form, Shapes, shape_errors
 from maxattn_examples.samplers.euler import Betas
 from maxattn_examples.samplers.sampler import Sampler
-from maxattn_examples.train.latent_task import LatentTask
-from maxattn_examples.train.shape_errors import shape_errors
-from maxattn_examples.train.task import Arrays, replaced
+from maxattn_examples.train.task import Arrays, LatentTask, replaced
 
 from . import noise
 from .sampling import SdxlSamplingTask, plans

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxattn.errors import ConfigError
+from maxattn.tools.writable import unwritable
+from maxattn_examples.common.model_config import block_errors
 from maxattn_examples.common.pipeline_folder import boundary_of, pipeline_errors
-from maxattn_examples.common.trained_blocks import block_errors
-from maxattn_examples.common.writable import unwritable
 from maxattn_examples.sample import files
 from maxattn_examples.sample.check import options
 from maxattn_examples.sample.torch_parts import Needs, without_torch

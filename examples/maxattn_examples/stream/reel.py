@@ -25,9 +25,9 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import InputError
 from maxattn.weights import SafeTensors
+from maxattn.weights.replacing import only_writer, replacing
 from maxattn_examples.common import hosts
-from maxattn_examples.common.json_file import read_mapping, write_json
-from maxattn_examples.common.replacing import only_writer, replacing
+from maxattn_examples.common.pipeline_folder import read_mapping, write_json
 
 if TYPE_CHECKING:
     from .rollout import Rollout

@@ -21,7 +21,7 @@ import numpy as np
 
 import maxattn as ma
 from maxattn.errors import InputError
-from maxattn_examples.common.split import split
+from maxattn_examples.common.compiled import split
 
 from .denoising import Denoising, noised
 from .reel import Latents, Reel, check_unused

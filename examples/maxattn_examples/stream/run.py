@@ -19,8 +19,8 @@ import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, InputError
 from maxattn_examples.common import hosts
+from maxattn_examples.common.model_config import block_note
 from maxattn_examples.common.pipeline_folder import part_of
-from maxattn_examples.common.trained_blocks import block_note
 from maxattn_examples.sample import files
 from maxattn_examples.sample.check import options
 from maxattn_examples.sample.files import Paths

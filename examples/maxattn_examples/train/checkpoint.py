@@ -11,6 +11,7 @@ ones aside, and deletes them when its own is whole.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,10 +24,9 @@ import orbax.checkpoint as ocp
 import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn.weights.replacing import locked
 from maxattn_examples.common import hosts
-from maxattn_examples.common.replacing import locked
 
-from . import earlier
 from .settings import TrainingSettings
 from .task import Fixed
 
@@ -67,7 +67,7 @@ class Checkpoints:
         self._open: ocp.CheckpointManager | None = None
         self._held = ExitStack()
         self._by_first(self._claim, "earlier checkpoints back")
-        self.replaced = earlier.steps_in(self.folder) if start_again else []
+        self.replaced = steps_in(self.folder) if start_again else []
         self.step, self.facts = 0, NOTHING
         if start_again:
             return
@@ -95,7 +95,7 @@ class Checkpoints:
             remedy = "wait until that one ends, or give another training.output_dir"
             raise ConfigErrors([ConfigError("training.output_dir", folder.parent, rule, remedy)])
         if is_free is not False:
-            earlier.bring_back(folder)
+            bring_back(folder)
         if not self._writes:
             self._held.close()
 
@@ -192,10 +192,10 @@ class Checkpoints:
         if not self.replaced:
             self._manager.save(len(losses), args=how)
             return
-        self._by_first(earlier.set_aside, "earlier checkpoints set aside")
+        self._by_first(set_aside, "earlier checkpoints set aside")
         self._manager.save(len(losses), args=how)
         self._manager.wait_until_finished()
-        self._by_first(earlier.forget, "earlier checkpoints deleted")
+        self._by_first(forget, "earlier checkpoints deleted")
         self.replaced = []
 
 
@@ -219,3 +219,40 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def steps_in(folder: Path) -> list[int]:
+    """List the steps of the whole checkpoints in a folder, which may not be there."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in found if path.name.isdigit())
+
+
+def beside(folder: Path) -> Path:
+    """Return where the checkpoints of a folder are set aside."""
+    return folder.with_name(f"{folder.name}.earlier")
+
+
+def is_there(folder: Path) -> bool:
+    """Check whether a run has left a folder of checkpoints, set aside or not."""
+    return folder.is_dir() or beside(folder).is_dir()
+
+
+def set_aside(folder: Path) -> None:
+    """Rename a folder of checkpoints, so that another run can write its own there."""
+    if folder.exists():
+        folder.rename(beside(folder))
+
+
+def forget(folder: Path) -> None:
+    """Delete the checkpoints that were set aside."""
+    shutil.rmtree(beside(folder), ignore_errors=True)
+
+
+def bring_back(folder: Path) -> None:
+    """Put back what a run set aside that ended before its own first checkpoint was whole."""
+    if not beside(folder).is_dir():
+        return
+    if not steps_in(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        beside(folder).rename(folder)
+    forget(folder)

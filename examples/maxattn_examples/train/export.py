@@ -8,11 +8,10 @@ import jax
 from flax import nnx
 
 from maxattn import weights
+from maxattn.weights.replacing import replacing
 from maxattn_examples.common import hosts
-from maxattn_examples.common.json_file import read_mapping, write_json
-from maxattn_examples.common.pipeline_folder import FIRST, SECOND
-from maxattn_examples.common.replacing import replacing
-from maxattn_examples.common.trained_blocks import saying
+from maxattn_examples.common.model_config import saying
+from maxattn_examples.common.pipeline_folder import FIRST, SECOND, read_mapping, write_json
 from maxattn_examples.samplers.sampler import CLASSES
 
 from . import lora

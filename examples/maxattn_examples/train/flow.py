@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from maxattn_examples.samplers.flow_euler import shifted
 
-from .flow_settings import FlowTraining
+from .settings import FlowTraining
 
 WHOLE = (0.0, 1.0)  # all times
 

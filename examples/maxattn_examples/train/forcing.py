@@ -12,22 +12,19 @@ https://arxiv.org/abs/2406.10981 (clean blocks beside noisy ones)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import maxattn as ma
-from maxattn.errors import ConfigError
 from maxattn_examples.common.forcing import Forcing
 
 from . import flow
+from .settings import How
 from .task import Arrays
-
-MOST = 1000  # the time of noise alone, in settings
-How = Literal["none", "diffusion", "teacher"]
 
 
 class Noise(NamedTuple):
@@ -125,16 +122,3 @@ def mask(how: How, stream: ma.Stream, frames: int) -> Any:
     if how == "none":
         return None
     return stream.teacher_mask(frames) if how == "teacher" else stream.mask(frames)
-
-
-# ---- settings ------------------------------------------------------------------------------------
-
-
-def contradictions(values: Mapping[str, Any]) -> Iterable[ConfigError]:
-    """Refuse keys of a context that there is none of; `values` are those of `training`."""
-    if values["forcing"] == "teacher":
-        return
-    for key in ("context_noise", "context_dropout"):
-        if values[key]:
-            rule = f"it is of clean clips, and with forcing: {values['forcing']} there are none"
-            yield ConfigError(key, values[key], rule, "set it to 0, or forcing: teacher")

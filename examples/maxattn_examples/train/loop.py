@@ -12,29 +12,25 @@ from typing import Any
 import jax
 import numpy as np
 
+import maxattn as ma
 from maxattn import sharding
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError, escaped
+from maxattn.tools.writable import check_writable
+from maxattn.tools.xla_options import xla_options
 from maxattn_examples.common import hosts
 from maxattn_examples.common.hosts import Rows
-from maxattn_examples.common.writable import check_writable
-from maxattn_examples.common.xla_options import xla_options
 
-from . import earlier
 from . import state as states
-from .board import Board
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, is_there
 from .cost import Cost, cost_of
 from .data import batches
 from .export import export
-from .opening import counted, opening
-from .optimizer import optimizer, schedule
-from .profiler import Profiler
-from .progress import Progress, recent
+from .progress import Board, Profiler, Progress, recent
 from .samples import Samples
 from .settings import TrainingSettings
 from .state import Parts, State
-from .step import Facts, Step
+from .step import Facts, Step, optimizer, schedule
 from .task import Arrays, Task
 
 NOT_EXPORTED = (
@@ -118,7 +114,7 @@ class Training:
         Raises:
             ConfigError: there is no checkpoint, or it belongs to other settings.
         """
-        if earlier.is_there(self.folder / "checkpoints"):
+        if is_there(self.folder / "checkpoints"):
             with self._checkpoints(writes=False) as checkpoints:
                 if checkpoints.step:
                     return self._begin(checkpoints)
@@ -282,3 +278,42 @@ def _undivided(training: TrainingSettings, mesh: jax.sharding.Mesh | None) -> li
     rule = f"{parts} spread evenly over the {ways} devices of data and fsdp"
     remedy = f"use a multiple of {ways * count}, or other ici_*_parallelism"
     return [ConfigError("training.batch_size", training.batch_size, rule, remedy)]
+
+
+def opening(
+    training: TrainingSettings, checkpoints: Checkpoints, plans: dict[str, ma.Plan]
+) -> Iterator[str]:
+    """Return the plans, the step that the run goes on from, and the changes since."""
+    yield from (plan.explain() for plan in plans.values())
+    done, wanted = checkpoints.step, training.steps
+    if not done:
+        yield f"training {wanted} steps from the start; checkpoints in {checkpoints.folder}"
+        if checkpoints.replaced:
+            last = checkpoints.replaced[-1]
+            yield f"  those there, up to step {last}, are deleted when the first new one is whole"
+        return
+    if done >= wanted:
+        yield f"training is complete: {done} of {wanted} steps in {checkpoints.folder}"
+        yield "training.resume=false trains anew"
+        return
+    yield f"going on from step {done} of {wanted}, in {checkpoints.folder}"
+    yield from _changes(checkpoints, wanted, plans)
+
+
+def _changes(checkpoints: Checkpoints, steps: int, plans: dict[str, ma.Plan]) -> Iterator[str]:
+    """Return the changes since the checkpoint was made."""
+    before = checkpoints.facts["settings"]["training"]["steps"]
+    if before != steps:
+        follows = "a learning rate that depends on it follows the new one from here"
+        yield f"  training.steps was {before}: {follows}"
+    for role, plan in plans.items():
+        earlier = checkpoints.facts["plans"].get(role)
+        changes = ["it was not there"] if earlier is None else plan.diff(earlier)
+        yield from (f"  {role}-attention changed: {line}" for line in changes)
+
+
+def counted(trained: Any, fixed: Any) -> str:
+    """Return how many parameters learn, and how many there are."""
+    learn, rest = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trained, fixed))
+    stay = f", {rest / 1e6:,.2f} million stay" if rest else ""
+    return f"{learn / 1e6:,.2f} million parameters learn{stay}"

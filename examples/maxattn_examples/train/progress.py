@@ -5,13 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+import maxattn as ma
+from maxattn.errors import ConfigError, escaped
+from maxattn_examples.common import hosts
 
 from .cost import Cost
 from .settings import TrainingSettings
@@ -83,3 +90,70 @@ def recent(losses: list[float]) -> float:
     """Average the last losses: one alone is mostly the luck of its times."""
     last = losses[-WINDOW:]
     return sum(last) / len(last)
+
+
+class Board(AbstractContextManager["Board"]):
+    """Write scalars that TensorBoard draws.
+
+    Args:
+        folder: where to; None, and every process but the first, writes nothing.
+        first: steps taken before this run: what a killed run wrote of later ones is not shown.
+
+    Raises:
+        ConfigError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path | None, first: int) -> None:
+        self._writer: Any = None
+        if folder is None:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            rule = "it needs the package tensorboardX"
+            remedy = "pip install tensorboardX, or training.tensorboard=false"
+            raise ConfigError("training.tensorboard", "true", rule, remedy) from None
+        if hosts.is_first():
+            self._writer = SummaryWriter(str(folder), purge_step=first + 1, flush_secs=10)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, step: int, **scalars: float | None) -> None:
+        """Write scalars of a step; those that are None are not known."""
+        if self._writer is None:
+            return
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(f"training/{name}", value, step)
+
+
+class Profiler:
+    """Record the steps that `enable_profiler` and its companions ask for.
+
+    Args:
+        settings: the profiler's keys.
+        folder: where to.
+        first: the first step of this run.
+    """
+
+    def __init__(self, settings: ma.AttentionConfig, folder: Path, first: int) -> None:
+        self.folder = folder
+        start = first + settings.skip_first_n_steps_for_profiler
+        count = settings.profiler_steps if settings.enable_profiler else 0
+        self.steps = range(start, start + count)
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Record this step, if it is one of those asked for."""
+        if step in self.steps[:1]:
+            jax.profiler.start_trace(str(self.folder))
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        if step in self.steps[-1:]:
+            jax.profiler.stop_trace()
+            where = escaped(str(self.folder))
+            print(f"profile of steps {self.steps[0]} to {self.steps[-1]} in {where}")

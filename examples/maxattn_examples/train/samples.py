@@ -18,9 +18,9 @@ from PIL import Image
 
 from maxattn import sharding
 from maxattn.steps import resolve
-from maxattn_examples.common import hosts, ink, pictures
-from maxattn_examples.common.replacing import replacing
-from maxattn_examples.common.xla_options import xla_options
+from maxattn.tools.xla_options import xla_options
+from maxattn.weights.replacing import replacing
+from maxattn_examples.common import hosts, pictures
 from maxattn_examples.samplers import keys_of, sample
 
 from .state import Parts, Tree
@@ -107,7 +107,9 @@ class Samples:
         videos = latents if latents.ndim == 5 else latents[:, :, None]
         if self.source.kind == "digits":
             labels = [f"example {i}" for i in range(self.count)]
-            pictures.contact_sheet(np.stack([ink.from_latents(v) for v in videos]), labels, path)
+            pictures.contact_sheet(
+                np.stack([pictures.from_latents(v) for v in videos]), labels, path
+            )
         else:
             with replacing(path) as beside:
                 Image.fromarray(channels(videos)).save(beside)

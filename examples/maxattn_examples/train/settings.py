@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Lt
 
 from maxattn.config import Section
 from maxattn.errors import ConfigError
 from maxattn_examples.common.settings import Count, NotNegative, Positive, Share, Whole
 
+MOST = 1000  # the time of noise alone
+How = Literal["none", "diffusion", "teacher"]
 Target = Literal[
     "to_q", "to_k", "to_v", "to_out", "add_k_proj", "add_v_proj", "add_q_proj", "to_add_out"
 ]
@@ -94,3 +98,45 @@ class TrainingSettings(Section):
             rule = "it scales LoRA, and lora_rank is 0"
             remedy = "set training.lora_rank, or remove it"
             yield ConfigError("lora_alpha", alpha, rule, remedy)
+
+
+class FlowTraining(TrainingSettings):
+    """Training by flow matching, and how its times are drawn."""
+
+    timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
+    """How times between 0 (clean) and 1 (noise) are drawn, before the shift."""
+    logit_mean: float = 0.0
+    """Of logit_normal: above 0, more of the noisy times."""
+    logit_std: Positive = 1.0
+    """Of logit_normal: its spread."""
+    timestep_shift: Positive = 3.0
+    """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
+
+
+class ForcedTraining(FlowTraining):
+    """Training to make videos in the blocks of the section rollout."""
+
+    forcing: How = "none"
+    """Times of blocks drawn apart: blocks see earlier ones noisy (diffusion) or clean (teacher)."""
+    context_noise: Annotated[float, Ge(0), Lt(MOST)] = 0.0
+    """With teacher: the largest time, of 1000, of the clean frames; the model reads each time."""
+    context_dropout: Share = 0.0
+    """With teacher: share of clips whose clean frames are noise alone, so that texts count."""
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
+        """Refuse keys of a context that there is none of, and what every training refuses."""
+        yield from super().contradictions(values)
+        yield from context_errors(values)
+        if values["forcing"] != "none" and (every := values["picture_every"]):
+            rule = "a picture is of frames that all see each other, which forcing does not teach"
+            remedy = "set it to 0, and stream from what is exported: examples/stream.py"
+            yield ConfigError("picture_every", every, rule, remedy)
+
+
+def context_errors(values: Mapping[str, Any]) -> Iterable[ConfigError]:
+    """Refuse keys of a context that `training` has none of."""
+    for key in ("context_noise", "context_dropout"):
+        if values["forcing"] != "teacher" and values[key]:
+            rule = f"it is of clean clips, and with forcing: {values['forcing']} there are none"
+            yield ConfigError(key, values[key], rule, "set it to 0, or forcing: teacher")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -13,10 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 import maxattn as ma
+from maxattn import weights
 from maxattn.errors import ConfigError
+from maxattn_examples.common.pipeline_folder import part_of
 from maxattn_examples.common.shapes import Shapes
 
 from .data import Source
+from .latents import LatentFolder
 from .settings import TrainingSettings
 
 Arrays = dict[str, Array]
@@ -169,3 +173,55 @@ KEPT = Fixed(
     ),
     ("model.folder", "model.shapes"),
 )
+
+
+@dataclass(frozen=True)
+class LatentTask:
+    """Begin a `Task` whose examples are latents and whose weights have diffusers' format.
+
+    Args:
+        settings: of everything.
+        sizes: of the model; `of(settings)` of a subclass finds them.
+    """
+
+    settings: Any
+    sizes: Any
+
+    fixed: ClassVar[Fixed] = KEPT
+
+    @property
+    def part(self) -> str:
+        """The folder of a pipeline that holds the model."""
+        raise NotImplementedError(f"{type(self).__name__} says its part")
+
+    @property
+    def training(self) -> Any:
+        """How it is trained."""
+        return self.settings.training
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the weights are that training begins from."""
+        folder = self.settings.model.folder
+        return None if folder is None else part_of(folder, self.part)
+
+    @property
+    def frames_per_block(self) -> int | None:
+        """Frames that the model learns to make together: none, except by forcing."""
+        return None
+
+    @property
+    def examples_at_once(self) -> int:
+        """The examples of one call of the model: a batch, or a part of it."""
+        return self.training.batch_size // self.training.gradient_accumulation_steps
+
+    def source(self) -> LatentFolder:
+        """Open the folder of latents."""
+        return LatentFolder(self.settings.data.folder)
+
+    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
+        """Read the weights of `model.folder`, where there is one."""
+        if self.folder is None:
+            return False
+        weights.load_diffusers(model, self.folder, mesh=mesh)
+        return True

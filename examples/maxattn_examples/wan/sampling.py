@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn.masks import Mask, TeacherForcing
+from maxattn_examples.common.model_config import size_of
 from maxattn_examples.common.pipeline_folder import (
     SECOND,
     boundary_error,
@@ -31,7 +32,6 @@ from maxattn_examples.common.pipeline_folder import (
     index_of,
 )
 from maxattn_examples.common.shapes import Form
-from maxattn_examples.common.size_types import size_of
 from maxattn_examples.sample import media
 from maxattn_examples.sample.task import Arrays, Expert, SamplingTask
 from maxattn_examples.samplers.sampler import Sampler

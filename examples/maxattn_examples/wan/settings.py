@@ -14,17 +14,14 @@ from annotated_types import Ge, Gt, Lt
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.named_model import NamedModel
 from maxattn_examples.common.pipeline_folder import Family
-from maxattn_examples.common.rollout_settings import RolloutSettings
-from maxattn_examples.common.settings import Count, Positive
+from maxattn_examples.common.settings import Count, NamedModel, Positive, RolloutSettings
 from maxattn_examples.sample.fast import FastSettings
 from maxattn_examples.sample.scheduler import read
 from maxattn_examples.sample.settings import FlowSampling
 from maxattn_examples.samplers import Schedule
 from maxattn_examples.samplers.sampler import Sampler
-from maxattn_examples.train.forcing_settings import ForcedTraining
-from maxattn_examples.train.settings import DataSettings
+from maxattn_examples.train.settings import DataSettings, ForcedTraining
 
 from .sizes import REPOSITORIES, SIZES
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from maxattn.errors import ConfigError
-from maxattn_examples.common.model_config import read_config
-from maxattn_examples.common.size_types import checked
-from maxattn_examples.common.trained_blocks import KEY
+from maxattn_examples.common.model_config import KEY, checked, read_config
 
 CLASS_NAME = "WanTransformer3DModel"
 # What diffusers' transformer could be beside Wan 2.1 and 2.2.

@@ -16,13 +16,12 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn_examples.common.rollout_settings import RolloutSettings
-from maxattn_examples.common.shapes import Form, Shapes
+from maxattn_examples.common.settings import RolloutSettings
+from maxattn_examples.common.shapes import Form, Shapes, shape_errors
 from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train import flow, forcing
-from maxattn_examples.train.latent_task import LatentTask
-from maxattn_examples.train.shape_errors import shape_errors
-from maxattn_examples.train.task import KEPT, Arrays, Fixed, replaced
+from maxattn_examples.train.settings import MOST
+from maxattn_examples.train.task import KEPT, Arrays, Fixed, LatentTask, replaced
 
 from . import experts
 from .model import WanTransformer3D
@@ -130,7 +129,7 @@ class WanTask(LatentTask):
         """Return the noise of clips [B, F, h, w, C] in training by forcing."""
         said = self.settings.training
         how = {"sampling": said.timestep_sampling, "mean": said.logit_mean, "std": said.logit_std}
-        context = said.context_noise / forcing.MOST if said.forcing == "teacher" else None
+        context = said.context_noise / MOST if said.forcing == "teacher" else None
         shift, dropped = said.timestep_shift, said.context_dropout
         more = how | {"within": self.times}
         return forcing.Noise(self._stream(latents), shift, context, dropped, more)

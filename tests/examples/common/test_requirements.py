@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from maxattn_examples.common.requirements import OF_EXTRA, missing
+from maxattn_examples.common import OF_EXTRA, missing
 
 from tests.golden_text import check_golden
 from tests.waiting import but

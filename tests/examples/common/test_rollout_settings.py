@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from maxattn_examples.common.rollout_settings import RolloutSettings
+from maxattn_examples.common.settings import RolloutSettings
 from maxattn_examples.wan.settings import Settings
 from yaml import safe_load
 

@@ -110,7 +110,7 @@ def test_a_row_has_the_facts_that_its_drift_depends_on(name: str, tmp_path: Path
         (("x", "--floor", "flash", "attention=flash"), "give --floor dot_product or --floor none"),
         (("x", "--floor", "flsh"), "--floor: flsh"),
         (("x", "--latents", "x.safetensors"), "this command does nothing with it"),
-        (("x", "--report", "/proc/nope/x.yml"), "in /proc nothing can be written"),
+        (("x", "--report", "/proc/nope/x.yml"), "nothing can be written in /proc"),
     ],
 )
 def test_a_way_that_is_no_other_way_of_the_same_samples_is_refused(

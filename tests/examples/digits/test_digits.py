@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from maxattn_examples.common.ink import from_model, to_model
+from maxattn_examples.common.pictures import from_model, to_model
 from maxattn_examples.digits import text, videos
 from maxattn_examples.digits.settings import DataSettings
 from maxattn_examples.digits.words import DIRECTIONS, STEPS, prompt_of

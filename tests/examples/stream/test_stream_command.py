@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import stream as command
 from flax import nnx
-from maxattn_examples.common.trained_blocks import saying
+from maxattn_examples.common.model_config import saying
 from maxattn_examples.wan.model import WanTransformer3D
 from safetensors.numpy import load_file, save_file
 from yaml import safe_dump

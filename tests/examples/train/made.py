@@ -12,8 +12,7 @@ from maxattn_examples.flux.settings import Settings as Flux1
 from maxattn_examples.flux.task import FluxTask
 from maxattn_examples.sdxl.settings import Settings as Sdxl
 from maxattn_examples.sdxl.task import SdxlTask
-from maxattn_examples.train import shards
-from maxattn_examples.train.latents import LatentFolder
+from maxattn_examples.train.latents import LatentFolder, write
 from maxattn_examples.train.loop import Training
 from maxattn_examples.wan.settings import Settings as Wan21
 from maxattn_examples.wan.task import WanTask
@@ -61,7 +60,7 @@ def folder(path: Path, kind: str, count: int = 4, empty: bool = True, **changes:
     examples = drawn(kind, count, **changes)
     shapes = {n: (1, *examples[n].shape[1:]) for n in ("text", "pooled") if n in examples}
     texts = {f"negative_{n}": np.full(shape, 0.5, np.float32) for n, shape in shapes.items()}
-    made = shards.write(path, [examples], texts if empty else None, model=kind, per_shard=3)
+    made = write(path, [examples], texts if empty else None, model=kind, per_shard=3)
     return str(made.folder)
 
 

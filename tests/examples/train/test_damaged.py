@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from maxattn_examples.common.json_file import read_mapping
+from maxattn_examples.common.pipeline_folder import read_mapping
 from maxattn_examples.train.checkpoint import Checkpoints
 from maxattn_examples.train.task import Fixed
 

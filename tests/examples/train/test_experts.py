@@ -16,7 +16,7 @@ from folder import forms_of, save_random
 from maxattn_examples.train import flow, lora, state
 from maxattn_examples.train.data import batches
 from maxattn_examples.train.latents import LatentFolder
-from maxattn_examples.train.optimizer import optimizer
+from maxattn_examples.train.step import optimizer
 from maxattn_examples.wan.model import WanTransformer3D
 from maxattn_examples.wan.task import WanTask
 from safetensors.numpy import load_file

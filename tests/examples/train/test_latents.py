@@ -10,13 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from maxattn_examples.common.command import user_errors
-from maxattn_examples.common.ink import from_latents, from_model
+from maxattn_examples.common.pictures import from_latents, from_model
 from maxattn_examples.digits import latents as digit_latents
 from maxattn_examples.digits.settings import DataSettings
 from maxattn_examples.digits.videos import DigitVideos
-from maxattn_examples.train import shards
 from maxattn_examples.train.data import batches
-from maxattn_examples.train.latents import EMPTY, LatentFolder
+from maxattn_examples.train.latents import EMPTY, LatentFolder, write
 from safetensors.numpy import load_file, save_file
 
 from maxattn.errors import ConfigError
@@ -28,7 +27,7 @@ from .made import drawn, folder
 def test_written_examples_are_read_whatever_the_shards(tmp_path: Path) -> None:
     examples, ends = drawn("i2v", 8), ((0, 1), (1, 6), (6, 8))
     parts = [{name: array[i:j] for name, array in examples.items()} for i, j in ends]
-    made = shards.write(tmp_path / "made", parts, per_shard=3)
+    made = write(tmp_path / "made", parts, per_shard=3)
     files = sorted(made.folder.glob("latents-*"))
     assert [len(load_file(path)["latents"]) for path in files] == [3, 3, 2] and len(made) == 8
     for i in range(8):
@@ -47,7 +46,7 @@ def test_a_folders_name_is_printed_escaped(tmp_path: Path, capsys: pytest.Captur
 
 def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     examples = {name: array.astype(ml_dtypes.bfloat16) for name, array in drawn("wan", 2).items()}
-    made = shards.write(tmp_path / "made", [examples])
+    made = write(tmp_path / "made", [examples])
     assert made[1]["latents"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(made[1]["text"], examples["text"][1])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from maxattn_examples.digits.settings import Settings
 from maxattn_examples.digits.training import train
-from maxattn_examples.train import earlier
+from maxattn_examples.train import checkpoint
 from maxattn_examples.train.loop import Diverged
 
 from maxattn.config import ConfigErrors
@@ -26,8 +26,8 @@ def again(settings: Settings, **changes: object) -> Settings:
 
 
 def holds(folder: Path) -> list[int]:
-    assert not earlier.beside(folder).exists(), "nothing is left beside it"
-    return earlier.steps_in(folder)
+    assert not checkpoint.beside(folder).exists(), "nothing is left beside it"
+    return checkpoint.steps_in(folder)
 
 
 @pytest.mark.slow
@@ -55,16 +55,16 @@ def test_a_run_killed_in_its_first_checkpoint_has_lost_none(made: Path, tmp_path
     """The folders as a kill leaves them, after each step of the exchange."""
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(made, tmp_path / "run")
-    earlier.set_aside(folder)
+    checkpoint.set_aside(folder)
     for half_written in (False, True):
         if half_written:
-            earlier.set_aside(folder)
+            checkpoint.set_aside(folder)
             (folder / "1.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
         with opened(tmp_path / "run") as checkpoints:
             assert (checkpoints.step, checkpoints.losses) == (2, [1.0, 0.5])
         assert holds(folder) == [2]
-    shutil.copytree(folder, earlier.beside(folder))
-    (earlier.beside(folder) / "2").rename(earlier.beside(folder) / "7")
+    shutil.copytree(folder, checkpoint.beside(folder))
+    (checkpoint.beside(folder) / "2").rename(checkpoint.beside(folder) / "7")
     with opened(tmp_path / "run") as checkpoints:
         assert checkpoints.step == 2, "the new one is whole, so the earlier one is old"
     assert holds(folder) == [2]
@@ -81,9 +81,9 @@ def test_two_runs_do_not_save_into_one_folder(made: Path, tmp_path: Path) -> Non
         check_golden("training/two_runs", str(caught.value).replace(str(tmp_path), "FOLDER"))
         with opened(folder, writes=False) as reader:
             assert reader.step == 2
-        earlier.set_aside(folder / "checkpoints")
+        checkpoint.set_aside(folder / "checkpoints")
         with opened(folder, writes=False) as reader:
             assert reader.step == 0
-        assert earlier.steps_in(earlier.beside(folder / "checkpoints")) == [2]
+        assert checkpoint.steps_in(checkpoint.beside(folder / "checkpoints")) == [2]
     with opened(folder) as checkpoints:
         assert checkpoints.step == 2

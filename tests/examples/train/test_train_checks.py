@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 OPTIONS = {
     "xla_gpu_no_such_thing=1": "No such compile option",
     "xla_gpu_autotune_level=much": "not a valid int32",
-    "fast": "it is NAME=VALUE",
+    "fast": "it must be NAME=VALUE",
 }
 
 

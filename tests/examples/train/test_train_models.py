@@ -19,11 +19,10 @@ from maxattn_examples.samplers.euler import Betas
 from maxattn_examples.sdxl import noise
 from maxattn_examples.train import flow, lora, state
 from maxattn_examples.train.latents import LatentFolder
-from maxattn_examples.train.optimizer import schedule
 from maxattn_examples.train.samples import channels
 from maxattn_examples.train.settings import TrainingSettings
 from maxattn_examples.train.state import Parts
-from maxattn_examples.train.step import Step, parts_of
+from maxattn_examples.train.step import Step, parts_of, schedule
 from maxattn_examples.wan.task import WanTask
 from PIL import Image
 from safetensors.numpy import load_file

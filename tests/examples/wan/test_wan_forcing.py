@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from maxattn_examples.common import hosts
 from maxattn_examples.common.forcing import Forcing
-from maxattn_examples.common.trained_blocks import block_errors, frames_per_block
+from maxattn_examples.common.model_config import block_errors, frames_per_block
 from maxattn_examples.train import state
 from maxattn_examples.wan.settings import Settings, TrainingSettings
 from maxattn_examples.wan.task import WanTask
