@@ -33,7 +33,8 @@ PUBLIC = {"maxattn", "maxattn.weights.replacing"} | {
     f"maxattn.{name}"
     for name in (
         "config", "devices", "errors", "masks", "modules", "rope", "sharding", "steps", "streaming",
-        "weights", "tools.writable", "tools.xla_options", "tools.self_forcing", "steps.resolve",
+        "weights", "tools.writable", "tools.xla_options", "tools.self_forcing",
+        "steps.resolve", "steps.value",
     )
 }  # fmt: skip
 
