@@ -48,13 +48,11 @@ def candidates(call: MarkedCall, named: Sequence[str] | None) -> list[Candidate]
             remedy = did_you_mean(name, KERNELS) or "write one of these names"
             rule = f"it must be one of {', '.join(KERNELS)}"
             raise InputError("kernels", brief(name), rule, remedy)
-    names = (x for x in KERNELS if _is_of_here(call.plan, x)) if named is None else named
+    here, rows = call.plan.target.platform, TABLE
+    of_here = (x for x in KERNELS if x not in rows or here in rows[x].platforms)
+    names = of_here if named is None else named
     found = [_candidate(call, name, named is not None) for name in names]
     return [each for each in found if each is not None]
-
-
-def _is_of_here(plan: Plan, name: str) -> bool:
-    return name not in TABLE or plan.target.platform in TABLE[name].platforms
 
 
 def _candidate(call: MarkedCall, name: str, is_named: bool) -> Candidate | None:

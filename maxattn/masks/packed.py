@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import groupby
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -16,7 +16,7 @@ from maxattn.masks.base import Lengths, Mask
 from maxattn.masks.positions import BlockSlidingWindow, PositionMask
 from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.spans import BIG, Span
-from maxattn.masks.tree import mask_type, text
+from maxattn.masks.tree import HashedOnce, mask_type, text
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -25,18 +25,8 @@ MOST_SEGMENTS = 2**16
 SHOWN = 8  # most runs of equal lengths that a mask's text lists
 
 
-class Packing(tuple[int, ...]):
-    """Lengths with a cached hash: hashing thousands of numbers would dominate a call's time."""
-
-    @cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or super().__eq__(other)
+class Packing(HashedOnce[int]):
+    """Lengths of segments, with runs of equal lengths as its text."""
 
     def __repr__(self) -> str:
         runs = [(length, len(list(same))) for length, same in groupby(self)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from maxattn.masks.base import Mask
 from maxattn.masks.positions import PositionMask, Rectangle
 from maxattn.masks.row_runs import RowBlocks
 from maxattn.masks.spans import BIG, Span
-from maxattn.masks.tree import mask_type
+from maxattn.masks.tree import HashedOnce, mask_type
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -54,7 +54,7 @@ class Rectangles(PositionMask):
     corners: tuple[Corner, ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.corners, Corners):  # checked already
+        if isinstance(self.corners, HashedOnce):  # checked already
             return
         try:
             each = (Rectangle(*corner) for corner in self.corners)
@@ -63,7 +63,7 @@ class Rectangles(PositionMask):
             rule = "corners must be a tuple of (q_start, q_stop, kv_start, kv_stop)"
             remedy = "join masks.Rectangle by | instead"
             raise InputError("Rectangles.corners", "other values", rule, remedy) from None
-        object.__setattr__(self, "corners", Corners(sorted(set(found))))
+        object.__setattr__(self, "corners", HashedOnce(sorted(set(found))))
 
     def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
         bands = _bands(self.corners)
@@ -99,20 +99,6 @@ class Rectangles(PositionMask):
     def __repr__(self) -> str:
         first = self.corners[0] if self.corners else None
         return f"Rectangles({len(self.corners)} of them, the first {first})"
-
-
-class Corners(tuple[Corner, ...]):
-    """Sorted corners of rectangles with a cached hash."""
-
-    @cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or super().__eq__(other)
 
 
 def _stepped(bands: Bands, i: int, pos: Any, xp: Any) -> Span:
@@ -194,7 +180,7 @@ def folded(kind: type[And] | type[Or], parts: Sequence[Mask]) -> list[Mask]:
         if len(members[key]) == 1:
             rest += members[key]
             continue
-        made: Mask = Rectangles(Corners(sorted(set(corners))))
+        made: Mask = Rectangles(HashedOnce(sorted(set(corners))))
         if others[key]:
             made = And((*others[key], made)).canonical()
         rest.append(made if kind is Or else Not(made))

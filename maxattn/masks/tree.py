@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from inspect import getattr_static, isfunction
 from operator import index
 from typing import Any, TypeVar, dataclass_transform
@@ -16,6 +16,7 @@ from maxattn.errors import InputError
 from maxattn.masks.spans import BIG
 
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 MOST = BIG // 2  # largest number: a position plus an offset plus a width then fits int32
 
 # The methods that define which pairs a mask class allows, and the answers that depend on them.
@@ -119,3 +120,17 @@ def text(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return repr(value)
+
+
+class HashedOnce(tuple[T, ...]):
+    """A tuple with a cached hash: hashing thousands of numbers would dominate a call's time."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)

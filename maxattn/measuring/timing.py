@@ -137,7 +137,9 @@ def time_all(
     log.info("timing %s programs in turns", len(ran))
     timed = seconds_by_record([p for p, _ in ran], rounds) if by_record else None
     found = iter(timed or _seconds_by_queue(ran, budget, rounds))
-    return [t if t.failed else _with_rounds(t, next(found)) for t in warm]
+    each = [() if t.failed else tuple(next(found)) for t in warm]
+    pairs = zip(warm, each, strict=True)
+    return [replace(t, seconds=median(x), rounds=x) if x else t for t, x in pairs]
 
 
 def _warmed(program: TimedProgram) -> Timed:
@@ -149,10 +151,6 @@ def _warmed(program: TimedProgram) -> Timed:
         return Timed(program.seconds(1), _peak(program), first)
     except Exception as failed:  # any error of a device
         return Timed(failed=first_line(failed))
-
-
-def _with_rounds(warm: Timed, rounds: list[float]) -> Timed:
-    return replace(warm, seconds=median(rounds), rounds=tuple(rounds))
 
 
 def _peak(program: TimedProgram) -> int:

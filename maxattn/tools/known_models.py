@@ -54,19 +54,14 @@ STREAM_BLOCKS = {
 }
 
 
-def _of_model(model: VideoModel) -> KnownShape:
-    tokens = model.frames * model.tokens_per_frame
-    return KnownShape(1, tokens, tokens, model.heads, model.head_dim)
-
-
-def _of_block(name: str, frames: int, window: int) -> KnownShape:
+def _of_block(name: str, frames: int, window: int = 1) -> KnownShape:
     model = MODELS[name]
     tokens = frames * model.tokens_per_frame
     return KnownShape(1, tokens, window * tokens, model.heads, model.head_dim)
 
 
 KNOWN_SHAPES = {
-    **{name: _of_model(model) for name, model in MODELS.items()},
+    **{name: _of_block(name, model.frames) for name, model in MODELS.items()},
     **{name: _of_block(*block) for name, block in STREAM_BLOCKS.items()},
     "wan-cross": KnownShape(1, 32760, 512, 12, 128, "cross"),  # 480p video, 512 text tokens
     "wan-14b-cross": KnownShape(1, 75600, 512, 40, 128, "cross"),

@@ -182,7 +182,9 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
     for one in attention:
         calls = f" a call, {one['calls']} calls" if one["calls"] > 1 else ""
         lines.append(f"kernel  {one['name']}: {in_ms(Seconds(*one['seconds']))}{calls}")
-    passages = _passages(outcome)
+    machine = device_of(outcome.device_kind, "tpu").machine
+    assert machine is not None, outcome.device_kind
+    passages = [passage_of(found, machine, outcome.mesh) for found in outcome.found]
     # The longest transfer of each kind and axes.
     longest = {(p.kind, p.axes): p for p in sorted(passages, key=lambda p: p.seconds)}
     lines += [_link(passage, kernels) for passage in longest.values()]
@@ -294,12 +296,6 @@ class Passage(NamedTuple):
     seconds: float
     kernels: tuple[str, ...]
     is_overlapped: bool
-
-
-def _passages(outcome: Outcome) -> list[Passage]:
-    machine = device_of(outcome.device_kind, "tpu").machine
-    assert machine is not None, outcome.device_kind
-    return [passage_of(found, machine, outcome.mesh) for found in outcome.found]
 
 
 def passage_of(found: Mapping[str, Any], machine: Machine, sizes: Mapping[str, int]) -> Passage:

@@ -189,7 +189,8 @@ class KernelDump:
         rows = [w.blocks for w in self.windows if w.is_output and w.blocks > 1] or [1]
         row = max(1.0, steps / min(rows))
         if tiles is None:
-            return self.step.usual_shares(row)
+            # Every step runs the body with most matmuls; another is for a partial last tile.
+            return BodyShares(1.0, 0.0, row)
         if not self._knows(tiles, steps):
             return BodyShares(0.0, 1.0, row)
         whole = tiles.visited if tiles.skips_nothing else steps / tiles.heads

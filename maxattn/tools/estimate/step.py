@@ -118,13 +118,6 @@ class GridStep:
         times = waits(self.bundles, path, self.core), busy_cycles(self.bundles, path, self.core)
         return body.end - body.start, *times
 
-    def usual_shares(self, row: float) -> BodyShares:
-        """Return the shares for a kernel whose tiles are unknown.
-
-        Every step is assumed to run the body with most matmuls; another is for a partial last tile.
-        """
-        return BodyShares(1.0, 0.0, row)
-
     def use(self, shares: BodyShares) -> dict[str, float]:
         """Return by unit the share of slots that the part of a step with the matmuls fills."""
         rows = self._products_part(shares)
