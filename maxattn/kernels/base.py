@@ -36,35 +36,9 @@ from maxattn.masks import Full, Mask
 from maxattn.masks.terms import Offset, sort_terms
 from maxattn.target import Target
 
-__all__ = [
-    "TWO_TILES",
-    "USE_AUTO",
-    "WHOLE",
-    "Bias",
-    "DqAccumulator",
-    "Grads",
-    "Inputs",
-    "Kernel",
-    "KeyRange",
-    "Lines",
-    "Offset",
-    "Packed",
-    "Result",
-    "Rows",
-    "Tangents",
-    "exact_products",
-    "gathered",
-    "in_default_modes",
-    "padded_heads",
-    "padded_rows",
-    "real_keys_first",
-    "refuse_call",
-    "refuse_mask",
-    "refuse_repeats",
-    "widened",
-    "with_batch_folded",
-    "with_lse_gradient",
-]
+# Names of other files that kernels import from here.
+__all__ = ["TWO_TILES", "USE_AUTO", "WHOLE", "DqAccumulator", "KeyRange", "Offset", "Packed"]
+__all__ += ["refuse_call", "refuse_mask", "refuse_repeats", "widened", "with_batch_folded"]
 
 Bias = Float[Array, "#B #N #T #S"] | None
 Pass = Literal["forward", "backward"]

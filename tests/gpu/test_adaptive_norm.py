@@ -59,9 +59,7 @@ def error(got: Any, want: Any) -> float:
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_against_float32(case: tuple[Any, ...], dtype: str, learned: bool) -> None:
-    skip_unless_available("dot_product")
-    if Target.here().version("fa4-jax") is None:
-        pytest.skip("needs fa4-jax, which brings CuTe")
+    skip_unless_available("flash")  # fa4-jax brings CuTe
     norm, *arrays = made(case, dtype, learned)
     work = RowWork(case[2] // 8, 8, "layer", 1e-6)
     assert decide(Target.here(), work, (arrays[0],), (), None) is not None
@@ -85,9 +83,7 @@ def test_against_float32(case: tuple[Any, ...], dtype: str, learned: bool) -> No
 
 
 def test_the_program_calls_the_kernel() -> None:
-    skip_unless_available("dot_product")
-    if Target.here().version("fa4-jax") is None:
-        pytest.skip("needs fa4-jax, which brings CuTe")
+    skip_unless_available("flash")  # fa4-jax brings CuTe
     norm, *arrays = made(CASES["gated, frames"], "bfloat16", False)
     text = jax.jit(lambda *of: run(norm, *of, False)).lower(*arrays).as_text()
     assert "cutejax.adaptive_norm" in text

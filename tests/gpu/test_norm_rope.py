@@ -38,9 +38,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(autouse=True)
 def cute() -> None:
-    skip_unless_available("dot_product")
-    if Target.here().version("fa4-jax") is None:
-        pytest.skip("needs fa4-jax, which brings CuTe")
+    skip_unless_available("flash")  # fa4-jax brings CuTe
 
 
 def float32(tree: Any) -> Any:
