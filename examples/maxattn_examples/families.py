@@ -11,13 +11,21 @@ from typing import Any, get_args
 import yaml
 
 from maxattn.errors import ConfigError
-from maxattn_examples.common.pipeline_folder import NAMES, Family
+from maxattn_examples.common.pipeline_folder import NAMES, PIPELINES, Family, index_of
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 SIZES: dict[str, Family] = {"wan": "wan", "flux": "flux"}  # how names of sizes begin
 # Keys of the section `model` that one family alone has: the small model of digits is Wan's.
 KEYS: dict[str, Family] = {"dim": "wan", "prediction_type": "sdxl"}
 
+TEXT, TEXT_2 = ("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")
+ENCODERS = {
+    "WanPipeline": TEXT,
+    "WanImageToVideoPipeline": (*TEXT, "image_encoder", "image_processor", "vae"),
+    "StableDiffusionXLPipeline": (*TEXT, *TEXT_2),
+    "FluxPipeline": (*TEXT, *TEXT_2),
+}
+"""The parts of a pipeline that encode its prompts and images."""
 ALL = "Wan, SDXL or Flux.1"  # in the first line of a command's help
 EXAMPLE = re.compile(r"(?:    # .*\n)*    python examples/\w+\.py (\w+) (?:.*\\\n)*.*\n")
 
@@ -119,3 +127,30 @@ def sampling_task(settings: Any) -> Callable[[Any, Path], Any]:
     from maxattn_examples.wan.sampling import WanSamplingTask
 
     return (ClipSamplingTask if isinstance(settings, Clips) else WanSamplingTask).of
+
+
+def encode(
+    folder: Path, prompts: Sequence[str], negative: str | None, tokens: int, device: str
+) -> dict[str, Any]:
+    """Encode a batch of prompts, and a negative one, with a pipeline's encoders.
+
+    Args:
+        folder: the pipeline's, whose `model_index.json` names its family.
+        prompts: of the batch.
+        negative: None is the empty prompt; of SDXL what its folder says.
+        tokens: of a prompt; SDXL's are its tokenizers'.
+        device: cpu or cuda.
+    """
+    kind = index_of(folder)["_class_name"]
+    if kind in PIPELINES["sdxl"]:
+        from maxattn_examples.sdxl import sampling as sdxl
+
+        return sdxl.encode(folder, prompts, negative, device)
+    if kind in PIPELINES["flux"]:
+        from maxattn_examples.flux import sampling as flux
+
+        return flux.encode(folder, prompts, negative, tokens, device)
+    from maxattn_examples.wan import torch_parts
+
+    told = {"text": prompts, "negative_text": [negative or ""]}
+    return torch_parts.texts(folder, told, tokens, device)
