@@ -1,9 +1,7 @@
 """Encode prompts (and an image) once with torch, for any number of runs without it.
 
-    python examples/embed.py FOLDER --prompt "a red fox in snow" --negative-prompt "blurred" \\
-        --to fox.safetensors
-    python examples/embed.py FOLDER --prompt ... --image first.png --height 480 --width 832 \\
-        --frames 81 --to FILE
+    python examples/embed.py FOLDER --prompt "a red fox in snow" --to fox.safetensors
+    python examples/embed.py FOLDER --prompt ... --image first.png --frames 81 --to FILE
 
 FOLDER is a Wan, SDXL or Flux.1 pipeline in diffusers' format. examples/generate.py takes the file
 by --embeddings. Needs pip install "maxattn[torch]".
@@ -40,8 +38,7 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--prompt", metavar="TEXT")
     group.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
-    told = "default the empty prompt; SDXL: as its folder says"
-    add("--negative-prompt", metavar="TEXT", help=told)
+    add("--negative-prompt", metavar="TEXT", help="default the empty one; SDXL: as its folder says")
     add("--image", type=Path, metavar="FILE", help="the first frame, for image-to-video")
     told = "with --image; default %(default)s"
     for name, value in (("height", 480), ("width", 832), ("frames", 81)):
@@ -55,8 +52,7 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
     """Yield what cannot work."""
-    if (problem := unwritable("--to", found.to)) is not None:
-        yield problem
+    yield from filter(None, [unwritable("--to", found.to)])
     if problems := list(absent(found.folder, "folder")):
         yield from problems
         return
