@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxattn import masks as M
-from maxattn.kernels.fa4.lists import tally
 from maxattn.masks import blocks
 from tests.fuzz.masks import Tree
 from tests.masks.definitions import build, calls, cases, table
@@ -125,4 +124,4 @@ def test_a_full_mask_of_any_length_is_not_walked(monkeypatch: pytest.MonkeyPatch
     kinds = M.Full().block_map(128, 256, 10_001, 5_000)
     assert kinds.shape == (79, 20)
     assert (kinds == blocks.FULL).all()
-    assert tally(M.Full(), (128, 128), (10**7, 10**6)) == (78_125 * 7_813, 0, 0)
+    assert M.Full().block_tally(128, 128, 10**7, 10**6) == (0, 78_125 * 7_813, 0)
