@@ -15,7 +15,7 @@ from maxattn.config import AttentionConfig
 from maxattn.jax_private.cudnn import CudnnMask, cudnn_backward, cudnn_forward
 from maxattn.kernels.base import Grads, Lines, Result, Rows, refuse_repeats
 from maxattn.kernels.fused import limits
-from maxattn.kernels.fused.kernel import Fused, mapped_call
+from maxattn.kernels.fused.kernel import Fused, folded
 from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
 from maxattn.target import Target
 
@@ -54,20 +54,16 @@ class Cudnn(Fused):
     def without_dbias(self) -> Cudnn:
         return replace(self, bias_gradient=False)
 
+    @folded
     def piece_forward(self, inputs: PieceInputs) -> Result:
-        def run(inputs: PieceInputs) -> Result:
-            qkv = inputs.q, inputs.k, inputs.v
-            return Result(*cudnn_forward(qkv, _mask(inputs), self.scale, inputs.bias))
+        qkv = inputs.q, inputs.k, inputs.v
+        return Result(*cudnn_forward(qkv, _mask(inputs), self.scale, inputs.bias))
 
-        return mapped_call(run, inputs)
-
+    @folded
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        def run(inputs: PieceInputs, rows: Rows) -> Grads:
-            qkv, given = (inputs.q, inputs.k, inputs.v), (rows.out, rows.lse, rows.dout)
-            how = _mask(inputs), self.scale, inputs.bias, self.bias_gradient
-            return Grads(*cudnn_backward(qkv, *given, *how))
-
-        return mapped_call(run, inputs, rows)
+        qkv, given = (inputs.q, inputs.k, inputs.v), (rows.out, rows.lse, rows.dout)
+        how = _mask(inputs), self.scale, inputs.bias, self.bias_gradient
+        return Grads(*cudnn_backward(qkv, *given, *how))
 
 
 def _mask(inputs: PieceInputs) -> CudnnMask:

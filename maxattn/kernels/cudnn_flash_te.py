@@ -19,7 +19,7 @@ from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.kernels.base import Grads, Lines, Result, Rows, refuse_repeats
 from maxattn.kernels.fused import limits
-from maxattn.kernels.fused.kernel import Fused, mapped_call
+from maxattn.kernels.fused.kernel import Fused, folded
 from maxattn.kernels.fused.rectangles import Intervals, PieceInputs
 from maxattn.target import Target
 
@@ -58,30 +58,26 @@ class CudnnFlashTe(Fused):
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
         return () if call.bias is None else (limits.note(call, always=True),)
 
+    @folded
     def piece_forward(self, inputs: PieceInputs) -> Result:
-        def run(inputs: PieceInputs) -> Result:
-            with _no_mesh_resource():
-                operands = (inputs.q, inputs.k, inputs.v), inputs.bias, None, _lengths(inputs), None
-                forward = _te("cpp_extensions").fused_attn_fwd
-                out, lse, _, _ = forward(*operands, **_settings(inputs, self.scale))
-            return Result(out, lse[..., 0])
+        with _no_mesh_resource():
+            operands = (inputs.q, inputs.k, inputs.v), inputs.bias, None, _lengths(inputs), None
+            forward = _te("cpp_extensions").fused_attn_fwd
+            out, lse, _, _ = forward(*operands, **_settings(inputs, self.scale))
+        return Result(out, lse[..., 0])
 
-        return mapped_call(run, inputs)
-
+    @folded
     def piece_backward(self, inputs: PieceInputs, rows: Rows) -> Grads:
-        def run(inputs: PieceInputs, rows: Rows) -> Grads:
-            with _no_mesh_resource():
-                # The dropout's random state, which the backward does not read without dropout.
-                checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
-                state = jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
-                operands = (inputs.q, inputs.k, inputs.v), inputs.bias, None
-                given = rows.lse[..., None], state, rows.out, rows.dout, _lengths(inputs)
-                backward = _te("cpp_extensions").fused_attn_bwd
-                settings = _settings(inputs, self.scale)
-                (dq, dk, dv), dbias, _ = backward(*operands, *given, **settings)
-            return Grads(dq, dk, dv, None if inputs.bias is None else dbias)
-
-        return mapped_call(run, inputs, rows)
+        with _no_mesh_resource():
+            # The dropout's random state, which the backward does not read without dropout.
+            checker = _te("cpp_extensions.attention")._FusedAttnRNGStateChecker()
+            state = jnp.zeros((1, checker.rng_state_size), checker.rng_state_dtype)
+            operands = (inputs.q, inputs.k, inputs.v), inputs.bias, None
+            given = rows.lse[..., None], state, rows.out, rows.dout, _lengths(inputs)
+            settings = _settings(inputs, self.scale)
+            backward = _te("cpp_extensions").fused_attn_bwd
+            (dq, dk, dv), dbias, _ = backward(*operands, *given, **settings)
+        return Grads(dq, dk, dv, None if inputs.bias is None else dbias)
 
 
 def _te(module: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from maxattn.masks.band_pieces import Piece, run_pieces
 from maxattn.masks.terms import sort_terms
 
 Pieces = tuple[Piece, ...]
+Out = TypeVar("Out", Result, Grads)
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,19 @@ def _over_pieces(inputs: Inputs, compute: Callable[..., Any], *rows: Rows) -> An
     return run_pieces(terms, shift, lengths, compute, *operands)
 
 
-def mapped_call(run: Callable[..., Any], inputs: PieceInputs, *rows: Any) -> Any:
-    """Return `run(inputs, *rows)`; under `vmap`, fold the mapped axis into the batch. With a bias,
-    `vmap` calls `run` in a loop, since a shared bias's gradient is summed over the whole batch.
+def folded(method: Callable[..., Out]) -> Callable[..., Out]:
+    """Decorate a method of one rectangle: under `vmap`, fold the mapped axis into the batch.
+
+    With a bias, `vmap` runs the method in a loop, since a shared bias's gradient is summed over the
+    whole batch.
     """
-    if inputs.bias is None:
-        return with_batch_folded(run, inputs, *rows)
-    return jax.custom_batching.sequential_vmap(run)(inputs, *rows)
+
+    def call(kernel: Fused, inputs: PieceInputs, *rows: Rows) -> Out:
+        def run(inputs: PieceInputs, *rows: Rows) -> Out:
+            return method(kernel, inputs, *rows)
+
+        if inputs.bias is None:
+            return with_batch_folded(run, inputs, *rows)
+        return jax.custom_batching.sequential_vmap(run)(inputs, *rows)
+
+    return call

@@ -92,14 +92,9 @@ class Splash(Kernel):
         return cls(call.scale, blocks, interpret, float32, changes, *inference, **settings)
 
     def notes(self, call: Call, config: AttentionConfig, target: Target) -> tuple[str, ...]:
-        return self._notes(None, call, config, target)
+        return self.notes_of(None, call, config, target)
 
     def notes_of(
-        self, what: Pass, call: Call, config: AttentionConfig, target: Target
-    ) -> tuple[str, ...]:
-        return self._notes(what, call, config, target)
-
-    def _notes(
         self, what: Pass | None, call: Call, config: AttentionConfig, target: Target
     ) -> tuple[str, ...]:
         """Return a plan's notes on padding, and on the source of sizes that the config omits."""
