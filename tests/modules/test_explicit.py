@@ -15,6 +15,7 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.rope import rope_1d
 from maxattn.sharding import place
+from tests.modules.reference import compiled
 from tests.reference import error
 from tests.sharding.test_explicit import KINDS, mesh_of
 from tests.waiting import but
@@ -97,11 +98,11 @@ def test_flax_attention_equals_one_device(axes: str) -> None:
     mesh = mesh_of(KINDS[axes])
     how: dict[str, Any] = {"decode": False, "rngs": nnx.Rngs(0)}
     layer = nnx.MultiHeadAttention(4, 32, **how)
-    want = np.asarray(layer(jnp.asarray(X)))
+    want = np.asarray(compiled(layer, X))
     with jax.set_mesh(mesh):
         ma.swap(layer, CONFIG)
         x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "context")))
-        got = nnx.jit(lambda layer, x: layer(x))(layer, x)
+        got = compiled(layer, x)
     assert error(got, want) < 2e-5
 
 

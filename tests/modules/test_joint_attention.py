@@ -50,7 +50,7 @@ def test_output() -> None:
 
 
 def test_both_outputs_have_the_modules_dtype() -> None:
-    outputs = built(dtype="bfloat16", bias=True)(X, TEXT)
+    outputs = compiled(built(dtype="bfloat16", bias=True), X, TEXT)
     assert [y.dtype.name for y in outputs] == ["bfloat16"] * 2
 
 

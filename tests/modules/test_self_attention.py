@@ -168,7 +168,7 @@ def test_settings_on_a_mesh(how: dict[str, Any], rotary: Any, axes: str, kind: s
     spec = jax.sharding.PartitionSpec(names[0])
     x = jax.device_put(X, jax.sharding.NamedSharding(mesh, spec))
     got = jax.jit(lambda x: placed(x, rotary_emb=rotary))(x)
-    np.testing.assert_allclose(got, one(X, rotary_emb=rotary), atol=1e-5)
+    np.testing.assert_allclose(got, compiled(one, X, rotary_emb=rotary), atol=1e-5)
 
 
 def test_dropout_is_on_the_output_alone() -> None:
