@@ -28,7 +28,7 @@ demo: $(READY)  ## train the small video model on moving digits, then draw sampl
 	$(BIN)/python examples/digits.py configs/wan_tiny.yml $(SPREAD) $(ARGS)
 
 demo-stream: $(READY)  ## train the small model by forcing, then stream digits that move for ever (out/wan_tiny_stream)
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python examples/train_wan.py configs/wan_tiny_stream.yml $(ARGS)
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python examples/train.py wan configs/wan_tiny_stream.yml $(ARGS)
 
 # Compilers take and give back memory all the time: large pages save a part of it, as in the demo.
 test: $(READY)  ## the tests, on two cores

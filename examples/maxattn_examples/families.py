@@ -154,3 +154,23 @@ def encode(
 
     told = {"text": prompts, "negative_text": [negative or ""]}
     return torch_parts.texts(folder, told, tokens, device)
+
+
+def training_task(settings: Any) -> Any:
+    """Return what is trained by settings, a `maxattn_examples.train.task.Task`."""
+    if (family := settings.sampling.family) == "flux":
+        from maxattn_examples.flux.task import FluxTask
+
+        return FluxTask.of(settings)
+    if family == "sdxl":
+        from maxattn_examples.sdxl.task import SdxlTask
+
+        return SdxlTask.of(settings)
+    from maxattn_examples.digits_large.distil import DistilTask
+    from maxattn_examples.digits_large.settings import Settings as Clips
+    from maxattn_examples.digits_large.task import ClipTask
+    from maxattn_examples.wan.task import WanTask
+
+    if isinstance(settings, Clips):
+        return (ClipTask if settings.training.distil is None else DistilTask).of(settings)
+    return WanTask.of(settings)

@@ -26,31 +26,6 @@ CONFIGS: Mapping[Family, str] = {
 """The file that a command's help names."""
 
 
-def settings_of(
-    description: str | None,
-    settings_class: SettingsClass,
-    arguments: Sequence[str] | None = None,
-    family: Family = "wan",
-) -> Any:
-    """Read a YAML file and overrides from the command line, and join the processes of the run.
-
-    Args:
-        description: what the command does.
-        settings_class: reads the file.
-        arguments: default those of the process.
-        family: whose files are named as examples.
-
-    Raises:
-        ConfigErrors: for everything wrong in both.
-        ConfigError: the index or the number of processes is missing or wrong.
-    """
-    parser = parser_of(description, family)
-    parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")
-    found = parser.parse_intermixed_args(arguments)  # overrides may come after options
-    folders = {"model.folder": found.model, "data.folder": found.data}
-    return read_settings(found, settings_class, folders)
-
-
 def parser_of(description: str | None, family: Family = "wan") -> argparse.ArgumentParser:
     """Make the arguments of every command: a file, overrides, the model's folder, processes.
 

@@ -161,7 +161,7 @@ def class_error(folder: Path, family: Family) -> ConfigError | None:
 
 def commands(family: str) -> str:
     """Name the commands that draw and train the models of a family."""
-    return f"commands of its own, examples/generate.py {family} and train_{family}.py"
+    return f"commands of its own, examples/generate.py {family} and train.py {family}"
 
 
 def _is_share(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The settings of Flux.1: those of attention, and four sections of its own.
 
-The same YAML file trains (examples/train_flux.py) and draws (examples/generate.py flux).
+The same YAML file trains (examples/train.py flux) and draws (examples/generate.py flux).
 """
 
 from __future__ import annotations
@@ -97,8 +97,3 @@ class Settings(ma.AttentionConfig):
     """How it learns."""
     sampling: SamplingSettings = SamplingSettings()
     """How pictures are drawn."""
-
-
-def sizes_of(model: ModelSettings) -> Sizes:
-    """Return the sizes of the model: its folder's, the named ones, or both when they agree."""
-    return model.found(Sizes, "transformer")

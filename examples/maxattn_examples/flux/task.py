@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.pipeline_folder import check_pipeline
+from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.shapes import Form, Shapes, shape_errors
 from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train import flow
@@ -22,52 +20,24 @@ from maxattn_examples.train.task import Arrays, LatentTask, replaced
 
 from .model import FluxTransformer2D
 from .sampling import FluxSamplingTask, plans, tokens
-from .settings import Settings, sizes_of
+from .settings import Settings
 from .sizes import PATCH, Sizes
 
 
 @dataclass(frozen=True)
 class FluxTask(LatentTask):
-    """Train a Flux.1 transformer by flow matching.
-
-    Args:
-        settings: of everything.
-        sizes: of the model.
-    """
+    """Train a Flux.1 transformer by flow matching."""
 
     settings: Settings
     sizes: Sizes
 
-    @property
-    def part(self) -> str:
-        """The folder of a pipeline that holds the transformer."""
-        return "transformer"
-
-    @classmethod
-    def of(cls, settings: Settings) -> FluxTask:
-        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`.
-
-        Raises:
-            ConfigErrors: the folder is that of another pipeline.
-        """
-        check_pipeline(settings.model.folder, "flux")
-        return cls(settings, sizes_of(settings.model))
+    family: ClassVar[Family] = "flux"
+    sizes_class, model_class, sampling_class = Sizes, FluxTransformer2D, FluxSamplingTask
 
     @property
     def sampler(self) -> Sampler:
         """What pictures are drawn with."""
         return self.settings.sampling.sampler_of(self.settings.model.folder, self.sizes)
-
-    def sampling_task(self) -> Any:
-        """Return what calls the transformer in sampling."""
-        return FluxSamplingTask(self.settings, self.sizes, Path())
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> FluxTransformer2D:
-        """Build the transformer."""
-        model = self.settings.model
-        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
-        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
-        return FluxTransformer2D(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield the arrays of the data that do not fit the transformer."""

@@ -1,6 +1,6 @@
 """The settings of SDXL: those of attention, and four sections of its own.
 
-The same YAML file trains (examples/train_sdxl.py) and draws (examples/generate.py sdxl).
+The same YAML file trains (examples/train.py sdxl) and draws (examples/generate.py sdxl).
 """
 
 from __future__ import annotations
@@ -82,8 +82,3 @@ class Settings(ma.AttentionConfig):
     """How it learns."""
     sampling: SamplingSettings = SamplingSettings()
     """How pictures are drawn."""
-
-
-def sizes_of(model: ModelSettings) -> Sizes:
-    """Return the sizes of the UNet: its folder's, or SDXL's with the settings' changes."""
-    return model.found(Sizes, "unet")

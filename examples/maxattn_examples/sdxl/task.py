@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.pipeline_folder import check_pipeline
+from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.shapes import Form, Shapes, shape_errors
 from maxattn_examples.samplers.euler import Betas
 from maxattn_examples.samplers.sampler import Sampler
@@ -23,37 +21,21 @@ from maxattn_examples.train.task import Arrays, LatentTask, replaced
 
 from . import noise
 from .sampling import SdxlSamplingTask, plans
-from .settings import Settings, sizes_of
+from .settings import Settings
 from .sizes import SIZE_NUMBERS, Sizes
 from .unet import UNet
 
 
 @dataclass(frozen=True)
 class SdxlTask(LatentTask):
-    """Train an SDXL UNet.
-
-    Args:
-        settings: of everything.
-        sizes: of the UNet.
-    """
+    """Train an SDXL UNet."""
 
     settings: Settings
     sizes: Sizes
 
-    @classmethod
-    def of(cls, settings: Settings) -> SdxlTask:
-        """Take the sizes from the settings, or from the model's folder; raises as `sizes_of`.
-
-        Raises:
-            ConfigErrors: the folder is that of another pipeline.
-        """
-        check_pipeline(settings.model.folder, "sdxl")
-        return cls(settings, sizes_of(settings.model))
-
-    @property
-    def part(self) -> str:
-        """The folder of a pipeline that holds the UNet."""
-        return "unet"
+    family: ClassVar[Family] = "sdxl"
+    sizes_class, model_class, sampling_class = Sizes, UNet, SdxlSamplingTask
+    folder_of_model = "unet"
 
     @property
     def sampler(self) -> Sampler:
@@ -68,17 +50,6 @@ class SdxlTask(LatentTask):
     def betas(self) -> Betas:
         """The noise level of each time, and the prediction type of the UNet."""
         return Betas(**{key: self.sampler.options[key] for key in Betas.__dataclass_fields__})
-
-    def sampling_task(self) -> Any:
-        """Return what calls the UNet in sampling."""
-        return SdxlSamplingTask(self.settings, self.sizes, Path())
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> UNet:
-        """Build the UNet."""
-        model = self.settings.model
-        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
-        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
-        return UNet(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield the arrays of the data that do not fit the UNet."""

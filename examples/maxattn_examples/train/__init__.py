@@ -1,15 +1,56 @@
-"""Training: one loop for every model of the examples. It knows a model by its `Task` alone.
+"""Training: one loop for every model, which it knows by a `Task` alone.
 
-settings    the keys that every run has          task        what a model brings
-latents     a folder of examples, read           shards      the same, written
-data        batches in a seeded order            state       what a step changes, and where it lies
-step        gradients, clipping, AdamW, average  lora        low-rank changes beside projections
-loop        checks, then steps                   checkpoint  what a killed run goes on from
-progress    the bar                              board       TensorBoard
-cost        operations, and MFU                  profiler    a profile of some steps
-samples     pictures along the way               export      the result, as diffusers reads it
-flow        times and noise of flow matching     opening     what a run prints first
-forcing     a noise for each block           self_forcing  learning from an own rollout
-flow_settings  of flow matching              forcing_settings  of forcing
-shape_errors  data that a model cannot take      latent_task the shared part of real models' tasks
+A program trains a model of its own by `train(task)`:
+
+    from maxattn_examples.train import train
+    from maxattn_examples.train.latents import LatentFolder
+    from maxattn_examples.train.settings import DataSettings, TrainingSettings
+    from maxattn_examples.train.task import Task
+
+    class Settings(ma.AttentionConfig):
+        data: DataSettings = DataSettings()
+        training: TrainingSettings = TrainingSettings()
+
+    class Mine(Task):
+        settings = Settings.from_yaml("mine.yml")
+
+        def source(self):
+            return LatentFolder(self.settings.data.folder)
+
+        def build(self, mesh, rngs):
+            return MyModel(self.settings, mesh, rngs=rngs)
+
+        def noised(self, batch, empty, key):  # what the loss needs, drawn anew in each step
+            return flow.noised(batch["latents"], flow.times(key, len(batch["latents"]), 3.0), key)
+
+        def loss(self, model, examples):
+            return jnp.mean((model(examples["mixed"]) - examples["velocity"]) ** 2)
+
+    model, losses = train(Mine())
+
+Files: settings, task (what a model brings), data and latents (examples, in batches), state and step
+(what a step changes, and how), loop, checkpoint, progress (the bar, TensorBoard, profiles), cost
+(operations, and MFU), samples, lora, export, flow and forcing (times and noise), self_forcing.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .task import Task
+
+
+def train(task: Task) -> tuple[Any, list[float]]:
+    """Train a task from its last checkpoint to its last step, on the mesh that its settings name.
+
+    Returns:
+        The model, with its averaged parameters if an average is kept, and the loss of every step.
+
+    Raises:
+        ConfigErrors: for all that is wrong with settings, data and mesh, before a step is taken.
+        Diverged: the loss is no longer finite.
+    """
+    from .loop import Training  # optax, orbax and rich: sampling reads this folder without them
+
+    return Training(task, task.settings.make_mesh()).run()

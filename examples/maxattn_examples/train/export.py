@@ -46,7 +46,9 @@ def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
         model = _stored(model, task.training.export_dtype)
     weights.save_diffusers(model, whole)
     _config(task, whole)
-    _scheduler(task, folder / "scheduler")
+    if task.sampler is not None:  # the folder is sampled as the model was trained
+        said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
+        write_json(folder / "scheduler" / "scheduler_config.json", said)
     return whole
 
 
@@ -73,12 +75,9 @@ def _lora(task: Task, model: nnx.Module, path: Path) -> Path:
 
 def _config(task: Task, whole: Path) -> None:
     """Write the sizes, those of the folder that training began from, and the blocks."""
-    given = task.folder
-    said = task.sizes.config() if given is None else read_mapping(given / CONFIG)
+    given, sizes = task.folder, task.sizes
+    if given is not None:
+        said = read_mapping(given / CONFIG)
+    else:
+        said = {} if sizes is None else sizes.config()
     write_json(whole / CONFIG, saying(said, task.frames_per_block))
-
-
-def _scheduler(task: Task, folder: Path) -> None:
-    """Write the sampler's options, so that the folder is sampled as the model was trained."""
-    said = {"_class_name": CLASSES[task.sampler.name], **task.sampler.options}
-    write_json(folder / "scheduler_config.json", said)

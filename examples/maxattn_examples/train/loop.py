@@ -118,7 +118,7 @@ class Training:
             with self._checkpoints(writes=False) as checkpoints:
                 if checkpoints.step:
                     return self._begin(checkpoints)
-        remedy = "train with the same config first (examples/train_wan.py, train_sdxl.py)"
+        remedy = "train with the same config first (examples/train.py)"
         raise ConfigError("training.output_dir", self.folder, "a checkpoint is in it", remedy)
 
     def _checkpoints(self, start_again: bool = False, writes: bool = True) -> Checkpoints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,147 +16,20 @@ from jaxtyping import Array, Bool, Float
 import maxattn as ma
 from maxattn import weights
 from maxattn.errors import ConfigError
-from maxattn_examples.common.pipeline_folder import part_of
+from maxattn_examples.common.pipeline_folder import Family, check_pipeline, part_of
 from maxattn_examples.common.shapes import Shapes
 
 from .data import Source
 from .latents import LatentFolder
-from .settings import TrainingSettings
 
 Arrays = dict[str, Array]
 
 
 class Fixed(NamedTuple):
-    """The settings that a checkpoint cannot go on without.
+    """The settings that a checkpoint cannot go on without."""
 
-    Args:
-        keys: beginnings of dotted keys.
-        free: those among them that may change all the same.
-    """
-
-    keys: tuple[str, ...]
-    free: tuple[str, ...] = ()
-
-
-class Examples(Source, Protocol):
-    """Examples by index, described before one is read."""
-
-    @property
-    def shapes(self) -> Shapes:
-        """The shapes of an example's arrays."""
-        ...
-
-    @property
-    def empty(self) -> dict[str, np.ndarray]:
-        """The conditions of the empty text, without a batch axis."""
-        ...
-
-    note: str
-    """A note on the data for the user before training, or nothing."""
-    kind: str
-    """Their contents, "digits" or nothing."""
-    model: str
-    """The model that they are for."""
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells this data from other data."""
-        ...
-
-
-class Task(Protocol):
-    """A model that is trained. A batch is a dict of arrays, named as in latents.py, batch first."""
-
-    @property
-    def settings(self) -> Any:
-        """The settings of everything."""
-        ...
-
-    @property
-    def training(self) -> TrainingSettings:
-        """How it is trained."""
-        ...
-
-    fixed: ClassVar[Fixed]
-    """What may not change between the runs of one training."""
-
-    def source(self) -> Examples:
-        """Open the data.
-
-        Raises:
-            ConfigErrors: it is not there, or not whole.
-        """
-        ...
-
-    @property
-    def part(self) -> str:
-        """The folder of a pipeline that holds the model."""
-        ...
-
-    @property
-    def sizes(self) -> Any:
-        """The model's, whose `config()` is what diffusers keeps beside weights."""
-        ...
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of weights, in diffusers' format, that training begins from; None: random."""
-        ...
-
-    @property
-    def frames_per_block(self) -> int | None:
-        """Frames that the model learns to make together; None where all see each other."""
-        ...
-
-    @property
-    def sampler(self) -> Any:
-        """The `Sampler` of samples; None where none are drawn or exported."""
-        ...
-
-    def sampling_task(self) -> Any:
-        """Return what calls the model in sampling, by `told(model, arrays)` and `predict(...)`."""
-        ...
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
-        """Build the model. It is called under `nnx.eval_shape` or `jax.jit` as well."""
-        ...
-
-    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Put weights into a model without arrays; False where there are none to begin from."""
-        ...
-
-    def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield one error for each array of the data that the model cannot take, or lacks."""
-        ...
-
-    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
-        """Draw times and noise for a batch; return what `loss` needs of each example, batch first.
-
-        Args:
-            batch: clean examples.
-            empty: the conditions of the empty text, without a batch axis.
-            key: of all that is drawn.
-        """
-        ...
-
-    def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
-        """Measure how far the prediction is off, averaged over some of what `noised` gave."""
-        ...
-
-    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
-        """Plan the attention of a training step, as the model will call it."""
-        ...
-
-    def tokens(self, shapes: Shapes) -> int:
-        """Count the tokens of an example."""
-        ...
-
-
-def replaced(
-    x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool[Array, " B"]
-) -> Float[Array, "B ..."]:
-    """Put the empty condition in place of those that are dropped."""
-    return jnp.where(dropped.reshape(-1, *(1,) * empty.ndim), empty.astype(x.dtype), x)
+    keys: tuple[str, ...]  # beginnings of dotted keys
+    free: tuple[str, ...] = ()  # those among them that may change all the same
 
 
 # A checkpoint goes on only with these as they were; everything else may change between runs.
@@ -175,40 +48,149 @@ KEPT = Fixed(
 )
 
 
-@dataclass(frozen=True)
-class LatentTask:
-    """Begin a `Task` whose examples are latents and whose weights have diffusers' format.
+class Examples(Source, Protocol):
+    """Examples by index, described before one is read."""
 
-    Args:
-        settings: of everything.
-        sizes: of the model; `of(settings)` of a subclass finds them.
+    note: str  # for the user before training; may be empty
+    kind: str  # "digits", or empty
+    model: str  # the model that they are for
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of an example's arrays."""
+        ...
+
+    @property
+    def empty(self) -> dict[str, np.ndarray]:
+        """The conditions of the empty text, without a batch axis."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that differs between data sets."""
+        ...
+
+
+class Task(Protocol):
+    """A model in training. A batch is a dict of arrays, batch first, by the names of its source.
+
+    `settings`, `source`, `build`, `noised` and `loss` have no default.
     """
+
+    fixed: ClassVar[Fixed] = KEPT
+    settings: Any  # an AttentionConfig with a section `training`; `sampling` if samples are drawn
+    sizes: Any = None  # their `config()` is exported as config.json
+
+    def source(self) -> Examples:
+        """Open the data.
+
+        Raises:
+            ConfigErrors: it is absent or incomplete.
+        """
+        ...
+
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
+        """Build the model. It is called under `nnx.eval_shape` and `jax.jit` as well."""
+        ...
+
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Draw times and noise for a batch; return what `loss` needs of each example, batch first.
+
+        Args:
+            batch: clean examples.
+            empty: the conditions of the empty text, without a batch axis.
+            key: the step's own.
+        """
+        ...
+
+    def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
+        """Return the mean loss of the examples, which are some rows of what `noised` returned."""
+        ...
+
+    @property
+    def training(self) -> Any:
+        """The section `training`, a `TrainingSettings`."""
+        return self.settings.training
+
+    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
+        """Put weights into a model without arrays; False: it starts from random ones."""
+        return False
+
+    def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
+        """Yield one error for each array of the data that the model cannot take, or lacks."""
+        return ()
+
+    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
+        """Plan the attention of a training step, by role; printed, and kept in checkpoints."""
+        return {}
+
+    def tokens(self, shapes: Shapes) -> int:
+        """Count the tokens of an example, for tokens per second."""
+        return 0
+
+    @property
+    def part(self) -> str:
+        """The name of the exported folder, as in a pipeline."""
+        return "model"
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of weights that training begins from; None: random ones."""
+        return None
+
+    @property
+    def frames_per_block(self) -> int | None:
+        """Frames that the model learns to make together; None where all see each other."""
+        return None
+
+    @property
+    def sampler(self) -> Any:
+        """The `samplers.read.Sampler` of samples; None where none are drawn or exported."""
+        return None
+
+    def sampling_task(self) -> Any:
+        """Return what calls the model in sampling, by `told(model, arrays)` and `predict(...)`."""
+        raise NotImplementedError(f"{type(self).__name__} draws no samples")
+
+
+@dataclass(frozen=True)
+class LatentTask(Task):
+    """A `Task` whose examples are latents and whose weights have diffusers' format."""
 
     settings: Any
     sizes: Any
 
-    fixed: ClassVar[Fixed] = KEPT
+    family: ClassVar[Family]
+    sizes_class: ClassVar[Any]
+    model_class: ClassVar[Any]
+    sampling_class: ClassVar[Any]
+    folder_of_model: ClassVar[str] = "transformer"
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """Take the sizes from the settings, or from the model's folder.
+
+        Raises:
+            ConfigErrors: the folder is that of another pipeline, or has other sizes.
+        """
+        check_pipeline(settings.model.folder, cls.family)
+        return cls(settings, settings.model.found(cls.sizes_class, cls.folder_of_model))
 
     @property
     def part(self) -> str:
         """The folder of a pipeline that holds the model."""
-        raise NotImplementedError(f"{type(self).__name__} says its part")
-
-    @property
-    def training(self) -> Any:
-        """How it is trained."""
-        return self.settings.training
+        return self.folder_of_model
 
     @property
     def folder(self) -> Path | None:
-        """Where the weights are that training begins from."""
+        """The folder of the weights that training begins from."""
         folder = self.settings.model.folder
         return None if folder is None else part_of(folder, self.part)
 
     @property
-    def frames_per_block(self) -> int | None:
-        """Frames that the model learns to make together: none, except by forcing."""
-        return None
+    def sampler(self) -> Any:
+        """What samples are drawn with."""
+        return self.settings.sampling.sampler_of(self.settings.model.folder)
 
     @property
     def examples_at_once(self) -> int:
@@ -219,9 +201,27 @@ class LatentTask:
         """Open the folder of latents."""
         return LatentFolder(self.settings.data.folder)
 
+    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
+        """Build the model with the dtypes of the settings."""
+        model = self.settings.model
+        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
+        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        return self.model_class(self.sizes, self.settings, mesh, **how)
+
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
         """Read the weights of `model.folder`, where there is one."""
         if self.folder is None:
             return False
         weights.load_diffusers(model, self.folder, mesh=mesh)
         return True
+
+    def sampling_task(self) -> Any:
+        """Return what calls the model in sampling."""
+        return self.sampling_class(self.settings, self.sizes, Path())
+
+
+def replaced(
+    x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool[Array, " B"]
+) -> Float[Array, "B ..."]:
+    """Put the empty condition in place of those that are dropped."""
+    return jnp.where(dropped.reshape(-1, *(1,) * empty.ndim), empty.astype(x.dtype), x)

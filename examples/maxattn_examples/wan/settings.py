@@ -1,6 +1,6 @@
 """The settings of Wan 2.1 and 2.2: those of attention, and five sections of its own.
 
-The same YAML file trains (examples/train_wan.py) and draws (examples/generate.py wan).
+The same YAML file trains (examples/train.py wan) and draws (examples/generate.py wan).
 """
 
 from __future__ import annotations

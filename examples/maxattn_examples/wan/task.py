@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
+from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.settings import RolloutSettings
 from maxattn_examples.common.shapes import Form, Shapes, shape_errors
-from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train import flow, forcing
 from maxattn_examples.train.settings import MOST
 from maxattn_examples.train.task import KEPT, Arrays, Fixed, LatentTask, replaced
@@ -38,15 +36,13 @@ FORCED = (
 
 @dataclass(frozen=True)
 class WanTask(LatentTask):
-    """Train a Wan transformer by flow matching.
-
-    Args:
-        settings: of everything.
-        sizes: of the model.
-    """
+    """Train a Wan transformer by flow matching."""
 
     settings: Settings
     sizes: Sizes
+
+    family: ClassVar[Family] = "wan"
+    sizes_class, model_class, sampling_class = Sizes, WanTransformer3D, WanSamplingTask
 
     fixed: ClassVar[Fixed] = Fixed(
         (*KEPT.keys, "training.expert", "training.boundary_ratio", *FORCED), KEPT.free
@@ -78,22 +74,6 @@ class WanTask(LatentTask):
     def times(self) -> tuple[float, float]:
         """The least time that is learned, and the time that all are below."""
         return experts.times(self.settings)
-
-    @property
-    def sampler(self) -> Sampler:
-        """What videos are drawn with."""
-        return self.settings.sampling.sampler_of(self.settings.model.folder)
-
-    def sampling_task(self) -> Any:
-        """Return what calls the transformer in sampling."""
-        return WanSamplingTask(self.settings, self.sizes, Path())
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer3D:
-        """Build the transformer."""
-        model = self.settings.model
-        how: dict[str, Any] = {"scan_layers": model.scan_layers is not False, "rngs": rngs}
-        how |= {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
-        return WanTransformer3D(self.sizes, self.settings, mesh, **how)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
         """Yield the arrays of the data that do not fit the transformer."""

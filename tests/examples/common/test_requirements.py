@@ -30,7 +30,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-COMMANDS = [("PIL", "train_wan", "wan_tiny"), ("optax", "train_sdxl", "sdxl")]
+COMMANDS = [("PIL", "train", "wan_tiny"), ("optax", "train", "sdxl")]
 COMMANDS += [("rich", "generate", "sdxl")]
 
 

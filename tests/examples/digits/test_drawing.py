@@ -95,8 +95,8 @@ def test_a_loss_curve_of_any_length(count: int, tmp_path: Path):
 
 
 MISTAKES = {
-    "attention=cudn": ("train_wan", ("override 1: attention: cudn", "did you mean 'cudnn'?")),
-    "output_dir=nowhere": ("generate", ("training.output_dir: nowhere", "train_wan.py")),
+    "attention=cudn": ("train", ("override 1: attention: cudn", "did you mean 'cudnn'?")),
+    "output_dir=nowhere": ("generate", ("training.output_dir: nowhere", "examples/train.py")),
     "output_dir=nowhere per_prompt=0": ("generate", ("per_prompt: 0", "use 1 or more")),
     "output_dir=nowhere prompt=cat": ("generate", ("prompt: 'cat'", "use the words a, an")),
 }

@@ -18,7 +18,7 @@ import numpy as np
 
 from tests.examples.conftest import HELD_OUT, ROOT, SMALL
 
-COMMAND = (sys.executable, str(ROOT / "examples" / "train_wan.py"))
+COMMAND = (sys.executable, str(ROOT / "examples" / "train.py"))
 # How long a run may say nothing: it imports and compiles in silence, and the machine may be busy
 # with other things.
 SILENCE = 600.0

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from maxattn_examples.common import hosts
-from maxattn_examples.common.command import settings_of
+from maxattn_examples.common.command import parser_of, read_settings
 from maxattn_examples.digits.settings import Settings
 from maxattn_examples.digits.task import DigitsTask
 from maxattn_examples.digits.training import train
@@ -65,7 +65,7 @@ def test_flags_of_processes_are_refused_where_one_is_missing_or_wrong(
     path = tmp_path / "config.yml"
     path.write_text("attention: auto\n")
     with pytest.raises(ConfigError) as error:
-        settings_of("", lambda path, overrides: Settings, [str(path), *flags])
+        read_settings(parser_of("").parse_intermixed_args([str(path), *flags]), Settings, {})
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
