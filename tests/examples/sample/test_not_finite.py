@@ -31,8 +31,8 @@ CACHED, HUGE = "fast.cache.schedule=XX.X", "guidance_scale=3.0e+38"
 MIX = "the (mix of the predictions|sum of the sampler) is the first"
 # The weights, how the run is, and the first part that is not finite.
 FIRST = [
-    *(("blocks.0.ffn.net.2.bias", which, "the output of layer 0") for which in (BOTH, ALONE)),
-    *(("blocks.1.ffn.net.2.bias", which, "the output of layer 1") for which in (BOTH, ALONE, LATE)),
+    ("blocks.0.ffn.net.2.bias", BOTH, "the output of layer 0"),
+    *(("blocks.1.ffn.net.2.bias", which, "the output of layer 1") for which in (ALONE, LATE)),
     ("patch_embedding.bias", BOTH, "the input of layer 0"),
     ("condition_embedder.time_embedder.linear_1.bias", BOTH, "the embedding of the time"),
     ("condition_embedder.text_embedder.linear_1.bias", BOTH, "what the model makes of the prompt"),

@@ -32,7 +32,7 @@ close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5)
 
 
 @cache
-def usual(name: str = "sink", how: Denoising = HOW) -> Rollout:
+def usual(name: str = "alone", how: Denoising = HOW) -> Rollout:
     """Make the rollout that tests share with its programs; a reel holds all that changes."""
     return rollout(SINKS[name], how)
 
@@ -109,7 +109,7 @@ def test_many_blocks_are_three_programs_and_no_more_memory() -> None:
 def test_no_program_copies_the_cache(stage: str) -> None:
     """Two loops over layers, one of them in a loop over steps, change one cache in place."""
     run, kv = usual(), told()
-    reel = run.begin(kv) if stage == "empty" else made(run, run.begin(kv), 3)[1]
+    reel = run.begin(kv) if stage == "empty" else made(run, run.begin(kv), 4)[1]
     cache = reel.cache
     assert cache is not None and cache.stage == stage
     given = run._parameters, cache, kv, np.int32(reel.frame)
@@ -155,8 +155,8 @@ def test_a_prefix_is_the_same_in_one_pass_or_in_many() -> None:
 def test_what_a_rollout_made_is_a_prefix_that_it_goes_on_from() -> None:
     run = usual()
     whole, _ = made(run, run.begin(told()), 5)
-    rest, _ = made(run, run.prefix(run.begin(told()), whole[:, :6]), 3)
-    close(rest, whole[:, 6:])
+    rest, _ = made(run, run.prefix(run.begin(told()), whole[:, :4]), 3)
+    close(rest, whole[:, 4:])
 
 
 # ---- a change of prompt --------------------------------------------------------------------------
