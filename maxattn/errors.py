@@ -122,10 +122,17 @@ for _name in ("maxattn", "maxattn.measuring"):  # a filter is not inherited
     logging.getLogger(_name).addFilter(escape_record)
 
 
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word most similar to a word, ignoring case; "" if none is similar."""
+    by_case = {name.casefold(): name for name in known}
+    found = get_close_matches(word.casefold(), by_case, n=1)
+    return by_case[found[0]] if found else ""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "did you mean '...'?" with the closest known word, or "" if none is close."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else ""
+    found = closest(word, known)
+    return f"did you mean '{found}'?" if found else ""
 
 
 def brief(value: object, write: Callable[[object], str] = repr) -> str:

@@ -9,14 +9,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from maxattn.config.numbers import LONGEST
-from maxattn.errors import ConfigError, escaped
+from maxattn.errors import ConfigError, closest, did_you_mean, escaped
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -67,19 +66,6 @@ def dotted(path: Sequence[str | int]) -> str:
     """Write a key's path in dotted form: `flash_block_sizes.block_q`, `mesh_axes[2]`."""
     parts = (f"[{p}]" if isinstance(p, int) else f".{p or '(no name)'}" for p in path)
     return "".join(parts).removeprefix(".")
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """Return the known word most similar to a word, ignoring case; "" if none is similar."""
-    by_case = {name.casefold(): name for name in known}
-    found = get_close_matches(word.casefold(), by_case, n=1)
-    return by_case[found[0]] if found else ""
-
-
-def close(word: str, known: Iterable[str]) -> str:
-    """Return "did you mean '...'?" with the closest known word, or "" if none is close."""
-    found = closest(word, known)
-    return f"did you mean '{found}'?" if found else ""
 
 
 def plain(value: object) -> str:
@@ -178,7 +164,7 @@ def _remedy_for_key(model: Model, path: Path) -> str:
     section, word = _owner(model, path[:-1]), str(path[-1])
     if ":" in word:
         return f"put a space after the colon: '{word.replace(':', ': ', 1)}'"
-    guess = close(word, section.model_fields)
+    guess = did_you_mean(word, section.model_fields)
     if guess or section is not model:
         return guess or f"remove it; the keys of this section are {', '.join(section.model_fields)}"
     inner = {key: f"{name}.{key}" for name in model.model_fields for key in keys_of(model, name)}
@@ -234,7 +220,7 @@ def _one_of(value: Any, expected: str) -> tuple[str, str]:
     if value is None:
         return rule, EMPTY
     foreign = _FOREIGN.get(plain(value)) if "dot_product" in known else None
-    return rule, foreign or close(plain(value), known) or "write one of them"
+    return rule, foreign or did_you_mean(plain(value), known) or "write one of them"
 
 
 def _as_integer(value: Any) -> str:

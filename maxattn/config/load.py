@@ -17,7 +17,6 @@ from maxattn.config.document import Document, parse, read
 from maxattn.config.errors import (
     ConfigErrors,
     Path,
-    close,
     dotted,
     keys_of,
     located,
@@ -28,7 +27,7 @@ from maxattn.config.errors import (
 from maxattn.config.numbers import DEEPEST
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.config.section import Section, problems_of
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from maxattn.config.settings import AttentionConfig
@@ -240,7 +239,7 @@ def _check_in_file(
             key = dotted(path)
             unread = f"{model.__name__} does not read the section '{path[0]}'"
             known = here if isinstance(here, Mapping) else ()
-            guess = close(
+            guess = did_you_mean(
                 dotted(path[: depth + 1]), [dotted((*path[:depth], str(k))) for k in known]
             )
             remedy = guess or f"remove the override, or write {key} in the file"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, get_args
 
 from maxattn.config.document import read
-from maxattn.config.errors import ConfigErrors, close, keys_of, plain, refused
+from maxattn.config.errors import ConfigErrors, keys_of, plain, refused
 from maxattn.config.load import (
     Config,
     Locations,
@@ -24,7 +24,7 @@ from maxattn.config.load import (
 from maxattn.config.rules import FOREIGN, PROGRAM_SECTIONS, RematPolicy
 from maxattn.config.section import Section
 from maxattn.config.settings import AttentionConfig
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, did_you_mean
 
 # MaxDiffusion's `attention` -> our (kernel, strategy); "auto" leaves the choice open. Names with
 # "custom" or "fixed_m" select kernels of MaxDiffusion's own.
@@ -216,6 +216,6 @@ def _notes_on_sizes(given: Any, known: tuple[str, ...]) -> Iterator[str]:
         if key in CUSTOM_SIZES:
             yield f"{BLOCK_SIZES}.{key} is left out; only MaxDiffusion's custom kernels use it"
         elif key not in known:
-            guess = close(str(key), known)
+            guess = did_you_mean(str(key), known)
             hint = f"; {guess}" if guess else ""
             yield f"{BLOCK_SIZES}.{key} is left out; neither project has this key{hint}"

@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from maxattn.config.errors import (
     ConfigErrors,
     Locate,
-    close,
     defaults,
     located,
     plain,
@@ -22,7 +21,7 @@ from maxattn.config.errors import (
     translated,
 )
 from maxattn.config.numbers import DEEPEST
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, did_you_mean
 
 
 class Section(BaseModel):
@@ -82,7 +81,7 @@ class Section(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         keys = type(self).model_fields
         if name not in keys:
-            remedy = close(name, keys) or "change a key with replace(key=value)"
+            remedy = did_you_mean(name, keys) or "change a key with replace(key=value)"
             raise refused(name, plain(value), f"{type(self).__name__} has no key '{name}'", remedy)
         rule = f"{type(self).__name__} is frozen: a setting changes in a copy"
         remedy = f"write changed = settings.replace({name}={value!r}), and pass the copy on"

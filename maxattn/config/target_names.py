@@ -9,9 +9,8 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from maxattn.config.errors import closest
 from maxattn.devices import DEVICES, USUAL
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, closest
 
 # Trade names that are no part of a device kind, without spaces and dashes.
 _TRADE_NAMES = {
