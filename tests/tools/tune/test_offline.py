@@ -44,7 +44,7 @@ JOB = KernelJob("TPU v6e", "flash", "fwd", (512, 512, 512), 128, "bfloat16", Tru
 
 @dataclass
 class Answers:
-    """Answer as the compiler does: 4 bundles for a thousand pairs, and no tile above 2,048 queries."""
+    """Answer as the compiler does: 4 bundles for 1,000 pairs, no tile above 2,048 queries."""
 
     stop: int = 0  # the number of the kernel at which Ctrl-C is pressed; 0 for never
     seconds: float = 10.0  # the limit of a compile
