@@ -77,7 +77,7 @@ class Reason:
 
 
 def escaped(text: str) -> str:
-    """Escape what a terminal cannot print or would obey, as JSON does; line breaks stay.
+    """Escape characters that a terminal cannot print or would obey, but no line breaks.
 
     These are control characters, marks that turn the direction of text, and halves of characters.
 
@@ -104,7 +104,7 @@ class EscapedStream:
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape what is printed inside of the block, on both standard streams."""
+    """Escape all output inside of the block, on both standard streams."""
     out: Any = EscapedStream(sys.stdout)
     err: Any = EscapedStream(sys.stderr)
     with redirect_stdout(out), redirect_stderr(err):

@@ -1,4 +1,4 @@
-"""`audit`: what a model's own activations do to attention, by layer and head.
+"""`audit` measures attention on a model's own activations, by layer and head.
 
 measures.py has what is measured of a call, calls.py finds the calls of a program, kernels.py
 compares kernels, unsafe.py has the rules, and report.py the result.

@@ -1,4 +1,4 @@
-"""What each kernel would do for a marked call: its error in the program, its time and memory."""
+"""Compare kernels on a marked call: errors in the program, times and memory."""
 
 from __future__ import annotations
 

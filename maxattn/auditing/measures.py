@@ -34,7 +34,7 @@ AXES = ("time", "height", "width")
 
 @dataclass(frozen=True)
 class AuditSample:
-    """What of a program is audited; the seed chooses.
+    """The queries, heads and calls of a program that are audited, chosen by a seed.
 
     Args:
         queries: number of queries of a call whose scores are computed, spread over 8 or more query
@@ -174,7 +174,7 @@ def mean_of(x: Float[Array, "N R"], live: Bool[Array, "N R"]) -> Float[Array, " 
 
 
 def relative_error(got: Float[Array, "R N V"], want: Float[Array, "R N V"]) -> Float[Array, " N"]:
-    """Return the L2 norm of each head's error over the norm of what is wanted."""
+    """Return the relative L2 error of each head."""
     error, size = (jnp.square(x).sum(axis=(0, 2)) for x in (got.astype(jnp.float32) - want, want))
     return jnp.sqrt(error / jnp.where(size == 0, 1, size))
 

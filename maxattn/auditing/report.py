@@ -1,4 +1,4 @@
-"""What an audit found, as values: by layer and head, by kernel; as a table, JSON and a picture."""
+"""The result of an audit by layer, head and kernel: as values, a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LayerAudit:
 
 @dataclass(frozen=True)
 class KernelAudit:
-    """What a kernel does for all audited calls of one shape, and whether their plan takes it.
+    """The error, time and memory of a kernel for all audited calls of one shape.
 
     `error` is the largest relative L2 error of a head against float32. `ms` is the time of a call
     on random operands, and `bytes` its arguments, results and temporaries. If they are missing,
@@ -83,7 +83,7 @@ class KernelAudit:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is unsafe: its kind, the layer, the heads (none for a whole layer), and the reason."""
+    """A finding: its kind, the layer, the heads (none for a whole layer), and the reason."""
 
     kind: str
     layer: str
@@ -98,7 +98,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found: calls in the order in which they run, kernels, and what is unsafe.
+    """The result of `audit`: calls in the order in which they run, kernels, and findings.
 
     It prints as a table. Device, sample, and the grid with its windows are text.
     """
@@ -114,7 +114,7 @@ class Audit:
         return self.table()
 
     def table(self, by_head: bool = False) -> str:
-        """Return a line for each layer, or each head; then kernels, and what is unsafe."""
+        """Return a line for each layer, or each head; then the kernels and the findings."""
         grid = [f"grid {self.grid}"] if self.grid else []
         titles = ["layer", "plan", *(column.title for column in MEASURES.values())]
         lines = [line for layer in self.layers for line in _lines(layer, by_head)]

@@ -1,4 +1,4 @@
-"""Name what is unsafe in an audit: rules with a limit each, by layer and head."""
+"""Rules that find unsafe layers and heads in an audit, each with a limit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RULES = (
 
 
 def findings(layers: Sequence[LayerAudit]) -> tuple[Finding, ...]:
-    """Return what is unsafe, layer by layer."""
+    """Return the findings, layer by layer."""
     return tuple(found for layer in layers for found in _of_layer(layer, layers))
 
 

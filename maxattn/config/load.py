@@ -85,7 +85,7 @@ def yaml_of(config: AttentionConfig) -> str:
 def _of_another_program(
     model: type[Section], data: Mapping[str, Any], source: str, problems: list[ConfigError]
 ) -> list[ConfigError]:
-    """If another program wrote the file, replace the errors of the file by one that says so."""
+    """If another program wrote the file, replace the errors of the file by one that names it."""
     from maxattn.config.foreign import recognised_rollout
     from maxattn.config.maxdiffusion import BLOCK_SIZES, recognised
 

@@ -112,7 +112,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, of: Parameters) -> list[An
 
 
 def _batch(args: Any, axes: Any, *, of: Parameters) -> tuple[Any, Any]:
-    """Map every operand and every result, even one that is equal for all examples."""
+    """Map every operand and every result, even if it is equal for all examples."""
     n = of.residuals
     size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
     moved = [

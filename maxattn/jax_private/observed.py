@@ -27,7 +27,7 @@ auditing = jax.make_user_context(False)
 
 @dataclass(frozen=True, eq=False)
 class MarkedCall:
-    """What is known of a marked call while it is traced."""
+    """The facts of a marked call while it is traced."""
 
     plan: Any
     config: Any

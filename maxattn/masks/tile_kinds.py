@@ -89,7 +89,7 @@ def kinds_by_arrays(
 
 
 class TileBounds(NamedTuple):
-    """What is known of each tile: arrays [batch or 1, query tiles or 1, key tiles or 1]."""
+    """Bounds of each tile: arrays [batch or 1, query tiles or 1, key tiles or 1]."""
 
     some: Bool[Array, "B QB KB"]  # False only if the mask allows no pair of the tile
     every: Bool[Array, "B QB KB"]  # True only if the mask allows every pair of the tile

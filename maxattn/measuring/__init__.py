@@ -1,1 +1,1 @@
-"""Time functions and show what was measured: for audits and the tools."""
+"""Time functions on a device and format the times, for audits and the tools."""

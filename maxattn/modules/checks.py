@@ -49,7 +49,7 @@ def epsilon(eps: float) -> None:
 
 
 def scale(value: Any) -> float | None:
-    """Return a scale as a number; refuse what `attention` would refuse at the call."""
+    """Return a scale as a number; refuse one that `attention` would refuse in a call."""
     return None if value is None else static_scale(value, 1)
 
 

@@ -56,7 +56,7 @@ class CallTimes:
 
 
 def key_of_kernels(call: Call) -> str:
-    """Return a key of what a local call's times depend on.
+    """Return a text of the facts that a local call's times depend on.
 
     Values of lengths and ids are known only at run time, so calls with equal shapes share a key.
     Role and scale cost no time.

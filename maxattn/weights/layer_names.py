@@ -85,7 +85,7 @@ def names_of(module: nnx.Module, table: Any = None) -> ModuleNames:
 
 
 def _singles(names: Mapping[str, tuple[str, ...]], fused: Collection[str]) -> list[tuple[str, str]]:
-    """Return pairs of a file's name and the layer; a fused layer is its own."""
+    """Return pairs of a name in the file and its layer; a fused layer is a layer itself."""
     singles = [(name, those[0]) for name, those in names.items() if len(those) == 1]
     return singles + [(name, name) for name in names if name in fused and len(names[name]) > 1]
 

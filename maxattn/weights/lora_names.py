@@ -105,7 +105,7 @@ def layers_of(
 
 
 def _owners(name: str) -> Iterator[str]:
-    """Yield the names of layers that a tensor may belong to: its own without its last parts."""
+    """Yield the names of layers that a tensor may belong to: prefixes of its name."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

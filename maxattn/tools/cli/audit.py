@@ -1,4 +1,4 @@
-"""`maxattn audit`: what a model's own activations do to attention, by layer and head."""
+"""`maxattn audit`: measure attention on a model's own activations, by layer and head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITTEN = "write it with maxattn.auditing.save_calls"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audit a program; print, draw and write what is found."""
+    """Audit a program; print, draw and write the result."""
     if bool(args.tensors) == bool(args.call):
         given = "both given" if args.call else "neither given"
         rule, remedy = "an audit needs one of --tensors and --call", "give one of them"

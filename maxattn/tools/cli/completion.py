@@ -71,7 +71,7 @@ def script(shell: str) -> str:
 
 
 def words_of(command: str) -> list[str]:
-    """Return the words of a command: its options, and what stands without an option."""
+    """Return the words of a command: its options, and the values without an option."""
     parser, settings = parser_of(command), keys()
     words = [name for name in parser._option_string_actions if name.startswith("--")]
     places = {each.dest: each for each in parser._actions if not each.option_strings}

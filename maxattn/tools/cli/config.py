@@ -17,7 +17,7 @@ TYPES = {"boolean": "true or false", "integer": "whole number", "array": "list",
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every key, or what is known of the named keys."""
+    """Print every key, or details of the named keys."""
     known = keys()
     if not args.keys:
         lines = [("key", "value", "default", "meaning")]
@@ -53,7 +53,7 @@ def names_of(its: Mapping[str, Any]) -> list[str]:
 
 
 def kind(its: Mapping[str, Any]) -> str:
-    """Write what a key's value is, in a word or two."""
+    """Write the type of a key's value, in a word or two."""
     if "enum" in its:
         return "name"
     types = its.get("type") or next((kind(each) for each in its.get("anyOf", ())), "")

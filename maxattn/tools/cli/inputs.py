@@ -65,7 +65,7 @@ def read_source(args: argparse.Namespace) -> Source:
 
 
 def _guess(word: str) -> str:
-    """Return what a word that is no file was meant to be; "" if it is not known."""
+    """Return a remedy for a word that is no file; "" if none is known."""
     if word in AttentionConfig.model_fields:
         return f"write {word}=VALUE; `maxattn config {word}` lists the values"
     if word in attentions():

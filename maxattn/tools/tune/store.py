@@ -87,7 +87,7 @@ def put_aside(path: Path) -> tuple[str, Path] | None:
 
 
 def _free_name(path: Path) -> Path:
-    """Return the name of a copy: of one that is equal, or a new one, so that no copy is lost."""
+    """Return the path of an equal copy of a file, or of a new copy, so that none is overwritten."""
     for number in count(1):
         beside = path.with_suffix(f".damaged{f'-{number}' if number > 1 else ''}.json")
         if not beside.exists() or beside.read_bytes() == path.read_bytes():
