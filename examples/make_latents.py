@@ -19,39 +19,33 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.digits import latents as digit_latents
-from maxattn_examples.train.latents import write
+from maxattn_examples.train.latents import read_batches, write
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from maxattn.tools.writable import unwritable
 
+FROM = "name safetensors files of your examples; `python examples/make_latents.py --help` says what"
 HOLDS = {
-    "--from": (
-        "name safetensors files of your examples; `python examples/make_latents.py --help` says"
-        " what they hold"
-    ),
+    "--from": f"{FROM} they hold",
     "--empty": "make it with examples/embed.py --negative-prompt, or leave it out: zeros then",
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     found = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = found.add_argument
     add("folder", help="made anew")
-    told = "safetensors with some examples each"
-    add("--from", nargs="+", dest="files", metavar="FILE", help=told)
+    add("--from", nargs="+", dest="files", metavar="FILE", help="some examples each")
     add("--empty", metavar="FILE", help="safetensors with negative_text (and negative_pooled)")
     add("--model", default="", help="what the latents are for, kept in the folder")
     add("--digits", choices=("wan", "i2v", "sdxl"), help="moving digits, for this model")
     add("--count", type=int, default=512, help="how many digits (512)")
     add("--text-dim", type=int, help="width of the digits' text states; default the real model's")
-    told = "width of the digits' pooled text, SDXL's (1280)"
-    add("--pooled-dim", type=int, default=1280, help=told)
+    add("--pooled-dim", type=int, default=1280, help="width of SDXL's pooled text (1280)")
     add("--per-shard", type=int, default=64, help="examples in a file (64)")
     return found
 
@@ -65,7 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     if problems := list(_problems(args)):
         raise ConfigErrors(problems)
-    made = _of_digits(args) if args.digits else _of_files(args)
+    how: dict[str, Any] = {"model": args.model or args.digits or "", "per_shard": args.per_shard}
+    if args.digits:
+        dims = (args.text_dim or (2048 if args.digits == "sdxl" else 4096), args.pooled_dim)
+        examples, how["source"] = digit_latents.batches(args.digits, args.count, *dims), "digits"
+        empty: Any = digit_latents.empty(args.digits, *dims)
+    else:
+        examples = read_batches(args.files, "--from")
+        empty = next(read_batches([args.empty], "--empty")) if args.empty else None
+    made = write(args.folder, examples, empty, **how)
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in made.shapes.items())
     print(f"{len(made)} examples in {made.folder}: {shapes}")
 
@@ -85,32 +87,6 @@ def _problems(args: Any) -> Iterator[ConfigError]:
             pattern = set("*?[") & set(file)
             rule = "no file matches it" if pattern else "it names a file, and there is none"
             yield ConfigError(option, file, rule, HOLDS[option])
-
-
-def _of_digits(args: Any) -> Any:
-    dims = (args.text_dim or (2048 if args.digits == "sdxl" else 4096), args.pooled_dim)
-    examples = digit_latents.batches(args.digits, args.count, *dims)
-    empty = digit_latents.empty(args.digits, *dims)
-    how = {"model": args.model or args.digits, "source": "digits", "per_shard": args.per_shard}
-    return write(args.folder, examples, empty, **how)
-
-
-def _of_files(args: Any) -> Any:
-    empty = next(_read([args.empty], "--empty")) if args.empty else None
-    how = {"model": args.model, "per_shard": args.per_shard}
-    return write(args.folder, _read(args.files, "--from"), empty, **how)
-
-
-def _read(files: Sequence[str], option: str) -> Iterator[dict[str, np.ndarray]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    for file in files:
-        try:
-            yield load_file(Path(file))
-        except (SafetensorError, OSError) as error:
-            rule = f"it is a whole safetensors file ({error})"
-            raise ConfigErrors([ConfigError(option, file, rule, "name the right files")]) from None
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import folder
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from maxattn_examples import random_folder as folder
 from maxattn_examples.flux.sizes import Sizes as FluxSizes
 from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
 from maxattn_examples.sdxl.unet import UNet

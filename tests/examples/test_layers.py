@@ -14,7 +14,7 @@ PACKAGE = EXAMPLES / "maxattn_examples"
 # From the top; a part may import parts of the rows below its own, and nothing of its own row.
 LAYERS = (
     ("scripts",),
-    ("families",),
+    ("families", "random_folder"),
     ("compare",),
     ("digits_large",),
     ("digits",),

@@ -32,8 +32,7 @@ from maxattn_examples.common.layers import Embedding, on_mesh, sinusoids
 from maxattn_examples.common.residual import left_open, residual
 from maxattn_examples.common.scan import make_layers
 
-from .block import FluxBlock, Modulation, Tokens, positions
-from .single_block import FluxSingleBlock
+from .block import FluxBlock, FluxSingleBlock, Modulation, Tokens, positions
 from .sizes import PATCH, Sizes
 
 Latents = Float[Array, "B H W C"]

@@ -1,15 +1,24 @@
-"""What SDXL learns: the noise (or v) in noisy latents, from a text and the picture's sizes."""
+"""What SDXL learns of a picture, beside a text and its sizes: the noise in it, or v.
+
+    x_t = a x + s noise,  a = sqrt(alpha_bar_t),  s = sqrt(1 - alpha_bar_t)
+    epsilon: the noise        v = a noise - s x
+    weight = min(r, gamma) / (r [+ 1 for v]),  r = a^2 / s^2
+
+Source: Ho et al., https://arxiv.org/abs/2006.11239; v, Salimans and Ho,
+https://arxiv.org/abs/2202.00512; the weights, Hang et al., https://arxiv.org/abs/2303.09556
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 import maxattn as ma
 from maxattn.errors import ConfigError
@@ -19,7 +28,6 @@ from maxattn_examples.samplers.euler import Betas
 from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train.task import Arrays, LatentTask, replaced
 
-from . import noise
 from .sampling import SdxlSamplingTask, plans
 from .settings import Settings
 from .sizes import SIZE_NUMBERS, Sizes
@@ -69,7 +77,7 @@ class SdxlTask(LatentTask):
             jax.random.split(key),
         )
         clean = jnp.moveaxis(batch["latents"].astype(jnp.float32), 1, -1)
-        drawn = noise.noised(clean, for_noise, self.betas)
+        drawn = noised(clean, for_noise, self.betas)
         dropped = jax.random.bernoulli(for_texts, rate, drawn.times.shape)
         told = {name: replaced(batch[name], empty[name], dropped) for name in ("text", "pooled")}
         return {**drawn._asdict(), "time_ids": batch["time_ids"], **told}
@@ -80,7 +88,7 @@ class SdxlTask(LatentTask):
         text, pooled, picture = (examples[name] for name in ("text", "pooled", "time_ids"))
         predicted = model(examples["mixed"], times.astype(jnp.float32), text, pooled, picture)
         off = jnp.mean((predicted.astype(jnp.float32) - examples["target"]) ** 2, axis=(1, 2, 3))
-        return jnp.mean(off * noise.weights(times, self.settings.training.snr_gamma, self.betas))
+        return jnp.mean(off * min_snr_weights(times, self.settings.training.snr_gamma, self.betas))
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
         """Plan self- and cross-attention at every resolution that attends."""
@@ -91,3 +99,53 @@ class SdxlTask(LatentTask):
         """Count the pixels of the latents."""
         _, height, width = shapes["latents"]
         return height * width
+
+
+class Noised(NamedTuple):
+    """Noisy latents, and the target of the UNet.
+
+    Args:
+        mixed: x_t.
+        times: t, whole numbers from 0 (clean) to 999 (noise).
+        target: what the model should say.
+    """
+
+    mixed: Float[Array, "B ..."]
+    times: Int[Array, " B"]
+    target: Float[Array, "B ..."]
+
+
+def noised(clean: Float[Array, "B ..."], key: Array, betas: Betas) -> Noised:
+    """Draw times, each as likely, and noise, and mix.
+
+    Args:
+        clean: latents, float32.
+        key: of what is drawn.
+        betas: how much noise there is at each time, and what the model says of it.
+    """
+    for_times, for_noise = jax.random.split(key)
+    t = jax.random.randint(for_times, clean.shape[:1], 0, betas.num_train_timesteps)
+    noise = jax.random.normal(for_noise, clean.shape)
+    a, s = (x.reshape(-1, *(1,) * (clean.ndim - 1)) for x in signal_and_noise(t, betas))
+    target = noise if betas.prediction_type == "epsilon" else a * noise - s * clean
+    return Noised(a * clean + s * noise, t, target)
+
+
+def signal_and_noise(
+    t: Int[Array, " B"], betas: Betas
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Return a and s of times."""
+    alpha_bar = betas.alpha_bar()
+    a, s = (jnp.asarray(np.sqrt(x), jnp.float32) for x in (alpha_bar, 1.0 - alpha_bar))
+    return a[t], s[t]
+
+
+def min_snr_weights(t: Int[Array, " B"], gamma: float | None, betas: Betas) -> Float[Array, " B"]:
+    """Return how much each example counts; None for `gamma` is one for all."""
+    if gamma is None:
+        return jnp.ones(t.shape)
+    a, s = signal_and_noise(t, betas)
+    ratio = (a / s) ** 2
+    if betas.prediction_type == "v_prediction":
+        return jnp.minimum(ratio, gamma) / (ratio + 1.0)
+    return jnp.minimum(1.0, gamma / ratio)

@@ -236,6 +236,23 @@ def write(
     return LatentFolder(str(folder))
 
 
+def read_batches(files: Iterable[str], setting: str) -> Iterator[Batch]:
+    """Read safetensors files one after the other, each a batch.
+
+    Raises:
+        ConfigErrors: a file is damaged; `setting` names it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    for file in files:
+        try:
+            yield load_file(Path(file))
+        except (SafetensorError, OSError) as error:
+            rule = f"it is a whole safetensors file ({error})"
+            raise ConfigErrors([ConfigError(setting, file, rule, "name the right files")]) from None
+
+
 def _shards(batches: Iterable[Batch], per_shard: int) -> Iterator[dict[str, np.ndarray]]:
     """Cut and join batches into shards of one size, the last one smaller."""
     examples = _examples(batches)

@@ -39,8 +39,7 @@ from maxattn_examples.common.layers import norm32
 from maxattn_examples.common.residual import left_open, residual, rows_of
 from maxattn_examples.common.scan import make_layers, map_layers
 
-from .block import Block, Config, Tokens, table
-from .conditions import Conditions, Time
+from .block import Block, Conditions, Config, Time, Tokens, table
 from .sizes import Sizes
 
 Latents = Float[Array, "B F H W C"]

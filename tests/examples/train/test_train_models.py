@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from maxattn_examples.flux.task import FluxTask
 from maxattn_examples.samplers.euler import Betas
-from maxattn_examples.sdxl import noise
+from maxattn_examples.sdxl.task import min_snr_weights, noised, signal_and_noise
 from maxattn_examples.train import flow, lora, state
 from maxattn_examples.train.latents import LatentFolder
 from maxattn_examples.train.samples import channels
@@ -277,15 +277,15 @@ def test_flow_is_a_straight_line() -> None:
 def test_the_unet_s_target_gives_the_picture_back(prediction: Any) -> None:
     betas = Betas(prediction_type=prediction)
     clean = jax.random.normal(jax.random.key(0), (64, 2, 2, 3))
-    drawn = noise.noised(clean, jax.random.key(1), betas)
-    a, s = (x[:, None, None, None] for x in noise.signal_and_noise(drawn.times, betas))
+    drawn = noised(clean, jax.random.key(1), betas)
+    a, s = (x[:, None, None, None] for x in signal_and_noise(drawn.times, betas))
     is_noise = prediction == "epsilon"
     of_noise, of_v = (drawn.mixed - s * drawn.target) / a, a * drawn.mixed - s * drawn.target
     np.testing.assert_allclose(of_noise if is_noise else of_v, clean, atol=1e-3)
     ratio = np.asarray(a / s).squeeze() ** 2
     wanted = np.minimum(ratio, 5.0) / (ratio if is_noise else ratio + 1)
-    np.testing.assert_allclose(noise.weights(drawn.times, 5.0, betas), wanted, rtol=1e-5)
-    assert (noise.weights(drawn.times, None, betas) == 1).all()
+    np.testing.assert_allclose(min_snr_weights(drawn.times, 5.0, betas), wanted, rtol=1e-5)
+    assert (min_snr_weights(drawn.times, None, betas) == 1).all()
 
 
 def test_some_texts_are_dropped(data: Any, tmp_path: Path) -> None:
