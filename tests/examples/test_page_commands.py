@@ -97,9 +97,8 @@ OWN = {"flux": "flux.yml", "sdxl": "sdxl.yml", "wan": "wan_1_3b.yml"}
 def test_help_is_of_its_own_family(
     verb: str, family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = (ROOT / "examples" / f"{verb}.py").exists()  # for all families
-    script = ROOT / "examples" / f"{verb}{'' if one else f'_{family}'}.py"
-    monkeypatch.setattr(sys, "argv", [script.name, *([family] if one else []), "--help"])
+    script = ROOT / "examples" / f"{verb}.py"
+    monkeypatch.setattr(sys, "argv", [script.name, family, "--help"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(script), run_name="__main__")
     said = " ".join(capsys.readouterr().out.split())

@@ -107,27 +107,27 @@ def noised(clean: Array, sigma: Any, noise: Array) -> Array:
     return (1 - sigma) * clean + sigma * noise
 
 
-def _check(said: Denoising) -> None:
-    times = said.denoising_steps
+def _check(how: Denoising) -> None:
+    times, shift, noise = how.denoising_steps, how.timestep_shift, how.context_noise
     falls = all(a > b for a, b in pairwise(times))
     if not times or not falls or not 0 < times[-1] <= times[0] <= TRAINING_TIMES:
         rule = "times fall from at most 1000, pure noise, and end above 0"
         raise InputError("denoising_steps", times, rule, "write such as 1000, 750, 500, 250")
-    if not 0 < said.timestep_shift < math.inf:
+    if not 0 < shift < math.inf:
         rule = "it multiplies the odds of noise: a positive number"
-        raise InputError("timestep_shift", said.timestep_shift, rule, "write 1 for no shift")
-    if said.sampler not in SAMPLERS:
-        rule = f"it is one of {', '.join(SAMPLERS)}"
+        raise InputError("timestep_shift", shift, rule, "write 1 for no shift")
+    if how.sampler not in SAMPLERS:
         remedy = "use few_step for a few-step model, flow_euler for an ordinary one"
-        raise InputError("sampler", repr(said.sampler), rule, remedy)
-    if not 0 <= said.context_noise < 1:
+        raise InputError(
+            "sampler", repr(how.sampler), f"it is one of {', '.join(SAMPLERS)}", remedy
+        )
+    if not 0 <= noise < 1:
         rule = "it is the share of noise in clean frames: at least 0, below 1"
         remedy = "write 0, or the share that the model was trained with"
-        raise InputError("context_noise", said.context_noise, rule, remedy)
-    if said.context_noise and not said.clean_pass:
+        raise InputError("context_noise", noise, rule, remedy)
+    if noise and not how.clean_pass:
         rule = "it is the noise of the clean pass, and clean_pass is false"
-        raise InputError("context_noise", said.context_noise, rule, "set it to 0, or clean_pass")
-    if not 0 <= said.guidance_scale < math.inf:
+        raise InputError("context_noise", noise, rule, "set it to 0, or clean_pass")
+    if not 0 <= (scale := how.guidance_scale) < math.inf:
         remedy = "write 1 for the model as it is"
-        rule = "it is a number of at least 0"
-        raise InputError("guidance_scale", said.guidance_scale, rule, remedy)
+        raise InputError("guidance_scale", scale, "it is a number of at least 0", remedy)
