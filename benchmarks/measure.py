@@ -28,24 +28,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from maxattn_examples.train import cost
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # has the models
-
-from maxattn_examples.common.compiled import sampling_options
-from maxattn_examples.common.scan import scan_here
-from maxattn_examples.flux.sizes import Sizes
-from maxattn_examples.wan.sizes import SIZES
 from model_steps import clock, workloads
 from model_steps.absent_tpu import AbsentTpu
 from model_steps.blocks import Blocks, passes
 from model_steps.steps import Step, denoising, training
+from model_steps.workloads import SIZES, FluxSizes
 
 import maxattn as ma
 from maxattn.devices import peak_flops
 from maxattn.errors import ConfigError, MaxattnError, escaped_output
 from maxattn.tools.writable import check_writable, write_whole
-from maxattn.tools.xla_options import xla_options
 
 DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -117,8 +109,9 @@ def wait_for(path: str | None) -> None:
 
 def workload(args: argparse.Namespace, config: ma.AttentionConfig) -> workloads.Workload:
     """Return the model and its inputs."""
-    scan = args.scan_layers is not False if args.what == "train" else scan_here(args.scan_layers)
-    how: dict[str, Any] = {"scan_layers": scan}
+    how: dict[str, Any] = {"scan_layers": args.scan_layers}
+    if args.what == "train":
+        how["scan_layers"] = args.scan_layers is not False
     if args.model == "wan":
         size = args.height or 480, args.width or 832, args.frames
         return workloads.wan(config, args.batch or 1, *size, SIZES[args.size], **how)
@@ -126,17 +119,17 @@ def workload(args: argparse.Namespace, config: ma.AttentionConfig) -> workloads.
     if args.model == "sdxl":
         return workloads.sdxl(config, args.batch or 8, *size, **how)
     layers = zip(("num_layers", "num_single_layers"), args.layers or (), strict=False)
-    return workloads.flux(config, args.batch or 1, *size, Sizes(**dict(layers)), **how)
+    return workloads.flux(config, args.batch or 1, *size, FluxSizes(**dict(layers)), **how)
 
 
 def step_of(args: argparse.Namespace, work: workloads.Workload) -> Step:
     """Compile the step."""
     dtype = DTYPES[args.dtype]
     if args.what == "train":
-        return training(work, dtype, xla_options(args.option), args.lora)
-    blocks = blocks_of(args, work) if args.what == "stream" else None
-    options = sampling_options(args.option)
-    return blocks.compiled(dtype, options) if blocks else denoising(work, dtype, options)
+        return training(work, dtype, args.option, args.lora)
+    if args.what == "stream":
+        return blocks_of(args, work).compiled(dtype, args.option)
+    return denoising(work, dtype, args.option)
 
 
 def blocks_of(args: argparse.Namespace, work: workloads.Workload) -> Blocks:
@@ -156,7 +149,7 @@ def blocks_of(args: argparse.Namespace, work: workloads.Workload) -> Blocks:
 
 def facts_of(args: argparse.Namespace, step: Step, times: clock.Times) -> dict[str, Any]:
     """Collect the figures for `lines` and --json."""
-    device, count = jax.local_devices()[0].device_kind, cost.count(step.forward, *step.shapes)
+    device, count = jax.local_devices()[0].device_kind, step.operations()
     total, peak = count.total(args.what == "train", frozen=args.lora > 0), peak_flops(device)
     kinds = times.by_kind()
     # With a backward, the profile does not separate the forward's attention.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from maxattn_examples.common.compiled import Structure, split
+from maxattn_examples.common.compiled import Structure, sampling_options, split
 from maxattn_examples.stream import Denoising, Reel, Rollout
 
 import maxattn as ma
@@ -86,11 +86,12 @@ class Blocks:
 
     # ---- the program -----------------------------------------------------------------------------
 
-    def compiled(self, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
+    def compiled(self, dtype: Any, options: Iterable[str] = ()) -> Step:
         """Compile the program that makes a block, with computation and parameters in `dtype`."""
+        chosen = sampling_options(options)
         model, text, empty, given = self._shapes(dtype)
         structure, params = split(model)
-        run = self._rollout(model, options)
+        run = self._rollout(model, chosen)
 
         def step(cache: ma.KVCache, given: Any) -> ma.KVCache:
             return self._again(run.block(self._reel(given, cache))[1].cache)

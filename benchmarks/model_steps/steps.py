@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array
-from maxattn_examples.common.compiled import split
-from maxattn_examples.train import lora
+from maxattn_examples.common.compiled import sampling_options, split
+from maxattn_examples.train import cost, lora
 from maxattn_examples.train.settings import TrainingSettings
+
+from maxattn.tools.xla_options import xla_options
 
 from .workloads import Workload
 
@@ -43,13 +45,18 @@ class Step:
     compiled: Any
     facts: Callable[[Step, float], dict[str, Any]] = lambda step, ms: {}
 
+    def operations(self) -> cost.Work:
+        """Count the operations of the forward pass."""
+        return cost.count(self.forward, *self.shapes)
 
-def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = None) -> Step:
+
+def denoising(work: Workload, dtype: Any, options: Iterable[str] = ()) -> Step:
     """Compile one step of sampling: a prediction, and a move of the latents along it.
 
     Parameters are in `dtype`. If the model has keys and values of the text, they are computed once,
     before the steps.
     """
+    chosen = sampling_options(options)
     model: Any = nnx.eval_shape(lambda: work.make(dtype, dtype))
     structure, params = split(model)
     inputs = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in work.shapes.items()}
@@ -74,22 +81,21 @@ def denoising(work: Workload, dtype: Any, options: Mapping[str, Any] | None = No
         return x, (leaves, before(leaves, given))
 
     fixed = (params, jax.eval_shape(once, params, inputs))
-    compiled = jax.jit(step, donate_argnums=0).lower(latents, fixed).compile(dict(options or {}))
+    lowered = jax.jit(step, donate_argnums=0).lower(latents, fixed)
+    compiled = lowered.compile(chosen)
     return Step(work, compiled, start, forward, (latents, fixed), compiled)
 
 
-def training(
-    work: Workload, dtype: Any, options: Mapping[str, Any] | None = None, lora_rank: int = 0
-) -> Step:
+def training(work: Workload, dtype: Any, options: Iterable[str] = (), lora_rank: int = 0) -> Step:
     """Compile one step of training in one program, with AdamW and float32 parameters.
 
     Args:
         work: the model and its inputs.
         dtype: dtype of the computation.
-        options: options of XLA's compiler.
+        options: options of XLA's compiler, as NAME=VALUE.
         lora_rank: above 0, only LoRA's parameters are trained; all others are in `dtype`.
     """
-    kind = nnx.LoRAParam if lora_rank else ...
+    chosen, kind = xla_options(options), nnx.LoRAParam if lora_rank else ...
     graph, trained, held = nnx.split(
         nnx.eval_shape(lambda: _made(work, dtype, lora_rank)), kind, ...
     )
@@ -117,7 +123,8 @@ def training(
         learned, given = draw()
         return (learned, init(learned), jnp.zeros((), jnp.int32)), given
 
-    compiled = jax.jit(step, donate_argnums=0).lower(carry, fixed).compile(dict(options or {}))
+    lowered = jax.jit(step, donate_argnums=0).lower(carry, fixed)
+    compiled = lowered.compile(chosen)
     return Step(work, compiled, start, forward, (carry, fixed), compiled)
 
 

@@ -2,7 +2,7 @@
 
 `wan`, `sdxl` and `flux` take the settings of attention; the examples of a step, with their height
 and width in pixels; the sizes of the model, by default those of its published weights; the tokens
-of a prompt; and whether the model's layers are scanned.
+of a prompt; and whether the model's layers are scanned, or None for how examples sample here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+from maxattn_examples.common.scan import scan_here
 from maxattn_examples.flux.model import FluxTransformer2D
 from maxattn_examples.flux.sizes import PATCH
 from maxattn_examples.flux.sizes import Sizes as FluxSizes
@@ -74,7 +75,7 @@ def wan(
     frames: int,
     sizes: Sizes = SIZES["wan-2.1-t2v-1.3b"],
     text: int = 512,
-    scan_layers: bool = True,
+    scan_layers: bool | None = True,
 ) -> Workload:
     """Describe Wan: flow matching of a video of so many frames.
 
@@ -110,7 +111,7 @@ def sdxl(
     width: int,
     sizes: UNetSizes | None = None,
     text: int = 77,
-    scan_layers: bool = True,
+    scan_layers: bool | None = True,
 ) -> Workload:
     """Describe SDXL's UNet, which predicts the noise."""
     sizes = sizes or UNetSizes()
@@ -151,7 +152,7 @@ def flux(
     width: int,
     sizes: FluxSizes | None = None,
     text: int = 512,
-    scan_layers: bool = True,
+    scan_layers: bool | None = True,
 ) -> Workload:
     """Describe Flux.1: flow matching of pictures."""
     sizes = sizes or FluxSizes()
@@ -181,12 +182,12 @@ def _made(
     model: Any,
     sizes: Any,
     config: ma.AttentionConfig,
-    scan_layers: bool,
+    scan_layers: bool | None,
     dtype: Any,
     param_dtype: Any,
 ) -> nnx.Module:
-    how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers}
-    return model(sizes, config, rngs=nnx.Rngs(0), **how)
+    how: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+    return model(sizes, config, rngs=nnx.Rngs(0), scan_layers=scan_here(scan_layers), **how)
 
 
 def _flow(x: Array, noise: Array, at: Array) -> tuple[Array, Array]:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import measure
 import pytest
-from maxattn_examples.train import cost
 from maxattn_examples.wan.sizes import Sizes
 from model_steps import workloads
 from model_steps.absent_tpu import AbsentTpu
@@ -62,7 +61,7 @@ def test_blocks_of_one_kind_are_one_program(kind: str, caplog: pytest.LogCapture
 def check_sizes(block: Blocks, step: Step, seen: int) -> None:
     """Compare counted operations and bytes with the sizes of the model."""
     runs, own, facts = 2 + block.how.clean_pass, 3 * TOKENS, step.facts(step, 500.0)
-    count = cost.count(step.forward, *step.shapes)
+    count = step.operations()
     assert count.attention == runs * LAYERS * 4 * own * (seen * TOKENS + TEXT) * WIDTH
     slots = 6 if block.first else seen
     assert facts["cache_bytes"] == 2 * LAYERS * slots * TOKENS * WIDTH * 4

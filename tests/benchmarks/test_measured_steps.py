@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -39,7 +41,7 @@ def flux() -> workloads.Workload:
 def test_operations_of_flux() -> None:
     work = flux()
     step = steps.denoising(work, jnp.float32)
-    count = cost.count(step.forward, *step.shapes)
+    count = step.operations()
     tokens, text, width = 2 * 3, 5, 16
     both = tokens + text
     assert work.tokens == 2 * tokens
@@ -56,7 +58,7 @@ def test_operations_of_flux() -> None:
 def test_operations_of_wan() -> None:
     work = wan()
     step = steps.denoising(work, jnp.float32)
-    count = cost.count(step.forward, *step.shapes)
+    count = step.operations()
     tokens, width, layers = 2 * 2 * 3, 24, 2
     assert work.tokens == 2 * tokens
     assert count.attention == layers * 2 * 4 * tokens * width * (tokens + 7)
@@ -111,6 +113,12 @@ def test_a_device_idles_between_kernels_of_all_its_lines():
     events = [clock.Event("k", "k", *span) for span in spans]
     assert clock.idle_ns(events) == 15.0
     assert clock.idle_ns([]) == 0.0
+
+
+def test_the_command_finds_its_models_from_any_folder(tmp_path: Path) -> None:
+    words = [sys.executable, measure.__file__, "flux", "stream"]
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 1 and "only Wan makes a video block by block" in run.stderr
 
 
 @pytest.mark.slow
