@@ -30,7 +30,6 @@ def parser_of(description: str | None, family: Family = "wan") -> argparse.Argum
     """Make the arguments of every command: a file, overrides, the model's folder, processes.
 
     Args:
-        description: what the command does.
         family: whose files are named as examples.
     """
     raw = argparse.RawDescriptionHelpFormatter
@@ -65,8 +64,6 @@ def read_settings(
     """Read the settings that arguments say, and join the processes of the run.
 
     Args:
-        found: what `parser_of` parsed.
-        settings_class: reads the file.
         options: values of keys that have an option of their own; None was not given.
         changes: overrides that come after all of them.
     """

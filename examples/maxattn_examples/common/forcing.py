@@ -84,11 +84,7 @@ def view_of(
     """Return the context of the tokens of a call.
 
     Args:
-        frames: of tokens, in the call.
         rope: makes the table of so many frames, or of frames with these numbers.
-        cache: keys and values that are kept.
-        forcing: a stream's mask.
-        mesh: of the model.
         positions: numbers of the frames, [F] or [B, F]; default those from `cache.frame` on, or
             from 0 on.
     """
@@ -143,11 +139,7 @@ def check_call(
     """Refuse times, clips and caches that do not go together.
 
     Args:
-        latents: of the call.
-        t: its times.
         grid: frames, rows and columns of tokens.
-        cache, forcing: as for `view_of`.
-        layers: of the model.
 
     Raises:
         InputError: naming what does not fit.

@@ -33,8 +33,6 @@ def join(
 
     Args:
         coordinator: host:port of process 0.
-        num_processes: how many there are.
-        process_id: which one this is, from 0.
         detect: let jax find all three, as it can on a TPU pod, under SLURM, Open MPI and
             Kubernetes.
 
@@ -90,7 +88,6 @@ def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
     """List the rows of a batch that this process' devices hold; others may hold them as well.
 
     Args:
-        batch_size: rows of the whole batch.
         mesh: its axes data and fsdp split them; None keeps all here.
     """
     if mesh is None:
@@ -107,8 +104,6 @@ def on_devices(
 
     Args:
         local: the rows that `rows_here` names, in that order.
-        rows: those.
-        batch_size: rows of the whole batch.
         mesh: None puts them on this process' device.
     """
     if mesh is None:

@@ -19,8 +19,6 @@ class FeedForward(nnx.Module):
     Args:
         dim, inner, out: widths; `out` defaults to `dim`.
         approximate: the tanh form of gelu.
-        how: dtype and param_dtype.
-        rngs: source of the initial parameters.
     """
 
     diffusers_names: ClassVar[dict[str, str]] = {"up": "net.0.proj", "down": "net.2"}
@@ -51,10 +49,7 @@ class Embedding(nnx.Module):
     """Two layers with an activation between, as for times and texts.
 
     Args:
-        width, dim: channels in and out.
         gelu: the tanh gelu between, as for texts; else silu, as for times.
-        how: dtype and param_dtype.
-        rngs: source of the initial parameters.
     """
 
     def __init__(self, width: int, dim: int, gelu: bool, *, rngs: nnx.Rngs, **how: Any) -> None:
@@ -72,10 +67,7 @@ def norm32(dim: int, eps: float, learned: bool, rngs: nnx.Rngs) -> nnx.LayerNorm
     """Make a layer norm that computes in float32 whatever comes in.
 
     Args:
-        dim: channels.
-        eps: added to the variance.
         learned: whether it has a scale and a bias; elsewhere the modulation after it has them.
-        rngs: for the initialisers, which are constant.
     """
     how: dict[str, Any] = {"use_bias": learned, "use_scale": learned, "use_fast_variance": False}
     return nnx.LayerNorm(dim, epsilon=eps, dtype=jnp.float32, rngs=rngs, **how)
@@ -90,7 +82,6 @@ def project_parts(
     lie.
 
     Args:
-        linear: of all channels.
         parts: with the channels of the linear layer's input, in order.
     """
     kernel, dtype = linear.kernel[...].astype(linear.dtype), linear.dtype
@@ -109,7 +100,6 @@ def sinusoids(
 
     Args:
         t: times 0 to 1000, or pixels.
-        dim: how many numbers, even.
         max_period: ratio of the longest period to the shortest.
     """
     half = dim // 2

@@ -24,11 +24,8 @@ def read_config(
     """Read the settings of a model.
 
     Args:
-        folder: of the model.
-        family: that it should belong to.
         only: settings that all models of the family share; a file may leave out those that are
             diffusers' defaults.
-        known: what else a file may set.
         needs: which of `only` are no defaults.
 
     Raises:
@@ -79,8 +76,6 @@ def checked(kind: Callable[..., Sizes], config: Mapping[str, Any], usual: Any) -
     """Make sizes from the values of a file.
 
     Args:
-        kind: a dataclass, with `misfits()`.
-        config: the file's settings by name.
         usual: values of what the file may leave out, by name.
 
     Raises:
@@ -151,9 +146,6 @@ KEY = "frames_per_block"
 def frames_per_block(folder: Path) -> int | None:
     """Read how many frames a model was trained to make together; None where nothing says it.
 
-    Args:
-        folder: of the model, with its `config.json`.
-
     Raises:
         WeightsError: what the file says is no number of frames.
     """
@@ -166,7 +158,6 @@ def saying(config: Mapping[str, Any], frames: int | None) -> dict[str, Any]:
     """Return a model's `config.json` that says how many frames it makes together.
 
     Args:
-        config: what else it says.
         frames: of a block; None for a model whose frames all see each other.
     """
     rest = {key: value for key, value in config.items() if key != KEY}
@@ -174,13 +165,7 @@ def saying(config: Mapping[str, Any], frames: int | None) -> dict[str, Any]:
 
 
 def block_errors(setting: str, folder: Path, wanted: int) -> Iterator[ConfigError]:
-    """Yield that a model was trained with blocks of another length, or without any.
-
-    Args:
-        setting: that names the folder.
-        folder: of the model.
-        wanted: frames of a block.
-    """
+    """Yield that a model was trained with blocks of another length, or without any."""
     found = frames_per_block(folder)
     if found is not None and found != wanted:
         rule = f"the model in {folder} was trained with blocks of {found} frames"
@@ -195,12 +180,7 @@ def block_errors(setting: str, folder: Path, wanted: int) -> Iterator[ConfigErro
 
 
 def whole_errors(setting: str, folder: Path) -> Iterator[ConfigError]:
-    """Yield that a model was trained block by block, where all frames are to be made at once.
-
-    Args:
-        setting: that names the folder.
-        folder: of the model.
-    """
+    """Yield that a model was trained block by block, where all frames are to be made at once."""
     if (found := frames_per_block(folder)) is not None:
         rule = (
             f"all frames are made at once, each seeing all others, and this model was trained with"

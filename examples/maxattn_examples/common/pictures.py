@@ -22,12 +22,7 @@ TEXT = 12  # height of the labels
 
 
 def loss_curve(losses: Sequence[float], path: Path) -> Path:
-    """Draw the loss of every step, and its running average, on a logarithmic axis.
-
-    Args:
-        losses: one a step.
-        path: of the PNG.
-    """
+    """Draw the loss of every step, and its running average, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,8 +56,6 @@ def contact_sheet(
 
     Args:
         videos: ink from 0 to 16.
-        prompts: one a video.
-        path: of the PNG.
         marked: prompts to write in red, with a star.
         scale: screen pixels of one pixel.
     """

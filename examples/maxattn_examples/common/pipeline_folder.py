@@ -35,7 +35,6 @@ def absent(
 
     Args:
         folder: of a pipeline, or of a model.
-        setting: that named it.
         repository: where the model can be had; default anyone's.
     """
     if Path(folder).is_dir():
@@ -95,12 +94,7 @@ def lacking(folder: Path, parts: tuple[str, ...]) -> list[str]:
 
 
 def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
-    """Yield what makes a pipeline one that the examples cannot sample.
-
-    Args:
-        folder: a pipeline's, or a model's alone.
-        family: that it should belong to.
-    """
+    """Yield what makes a pipeline one that the examples cannot sample."""
     if (problem := class_error(folder, family)) is not None:
         yield problem
         return
@@ -125,7 +119,6 @@ def check_pipeline(folder: str | None, family: Family) -> None:
 
     Args:
         folder: a pipeline's, or a model's alone; None for random weights.
-        family: that it should belong to.
 
     Raises:
         ConfigErrors: with all that `pipeline_errors` yields.
@@ -178,10 +171,6 @@ MOST_BYTES = 2**24  # settings have some thousand
 
 def read_mapping(path: Path, setting: str = "model.folder") -> dict[str, Any]:
     """Read a JSON file that holds settings by name.
-
-    Args:
-        path: of the file.
-        setting: that named its folder.
 
     Raises:
         ConfigError: it cannot be read, or is no JSON, or holds something else.

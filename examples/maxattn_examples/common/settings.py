@@ -72,10 +72,6 @@ class SizedModel(Section):
     def found(self, kind: Any, part: str) -> Any:
         """Return the sizes of the model: its folder's, those asked for, or both when they agree.
 
-        Args:
-            kind: the dataclass, whose `of_folder` reads a folder.
-            part: of a pipeline's folder.
-
         Raises:
             ConfigError: there is no such folder, or it is a pipeline's without this part.
             WeightsError: the folder says no sizes, or those of another model.
@@ -221,9 +217,6 @@ class RolloutSettings(Section):
     @classmethod
     def from_self_forcing(cls, path: str | os.PathLike[str]) -> Imported[Self]:
         """Read a YAML of Self-Forcing, LongLive or their kin.
-
-        Args:
-            path: the file.
 
         Returns:
             (config, left_out, notes), as `AttentionConfig.from_maxdiffusion` does.

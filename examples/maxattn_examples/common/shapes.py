@@ -33,9 +33,7 @@ def shape_errors(shapes: Shapes, expected: Mapping[str, Form], model: str) -> It
     """Yield one error for each array that is missing, unknown, or of another shape.
 
     Args:
-        shapes: of one example's arrays.
         expected: the form of each array that the model takes.
-        model: its name in errors.
     """
     for name in sorted(shapes.keys() | expected.keys()):
         if name not in shapes:

@@ -55,7 +55,6 @@ def paired(
     """Compare scores of the same clips.
 
     Args:
-        ours, theirs: one number a clip.
         better: 1 where larger scores are better, -1 where smaller ones are.
     """
     from scipy.stats import wilcoxon

@@ -39,11 +39,7 @@ class Modulation(nnx.Module):
     """Norm without parameters, and what an embedding says about scale, shift and gates.
 
     Args:
-        dim: D.
         parts: how many vectors of D it says.
-        mesh: devices to spread over; default none.
-        how: dtype and param_dtype.
-        rngs: source of the initial parameters.
     """
 
     def __init__(
@@ -65,14 +61,9 @@ class FluxBlock(nnx.Module):
     """Run joint attention and two feed-forward layers.
 
     Args:
-        dim: D.
         heads: N; a head has D / N channels.
-        config: attention's settings.
-        mesh: devices to spread over; default none.
         dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
             float32.
-        param_dtype: of the parameters. Default float32.
-        rngs: source of the initial parameters.
     """
 
     diffusers_names: ClassVar[dict[str, str]] = {"ffn": "ff", "ffn_context": "ff_context"}
@@ -110,8 +101,6 @@ class FluxBlock(nnx.Module):
         Args:
             x: the picture's, [B, T, D], with or without a branch that is to be added.
             text: the text's, [B, S, D], likewise.
-            e: embedding of time, guidance and pooled text.
-            rotary: positions of S + T tokens, from `positions`.
             add: False: the last branches are left for the next norms to add. Default True.
         """
         mine, theirs = self.norm1(e), self.norm1_context(e)
@@ -153,14 +142,10 @@ class FluxSingleBlock(nnx.Module):
     """Run attention and a feed-forward layer on the same tokens, and project both together.
 
     Args:
-        dim: D.
         heads: N; a head has D / N channels.
-        config: attention's settings.
-        mesh: devices to spread over; default none.
         apart: True: the last projection takes attention's and the feed-forward layer's channels
             without joining them, which saves a GPU a copy. Default False.
         how: dtype and param_dtype; norms, modulation and softmax are float32 whatever they are.
-        rngs: source of the initial parameters.
     """
 
     def __init__(
@@ -194,8 +179,6 @@ class FluxSingleBlock(nnx.Module):
 
         Args:
             x: text and picture, [B, T, D], with or without a branch that is to be added.
-            e: embedding of time, guidance and pooled text.
-            rotary: positions of the T tokens, from `positions`.
             add: False: the branch is left for the next norm to add. Default True.
         """
         shift, scale, gate = self.norm(e)
@@ -220,10 +203,8 @@ def positions(
     """Make the rotary table of a joint sequence: the text's tokens at 0, then the picture's.
 
     Args:
-        text: S.
         height, width: tokens of the picture; T is their product.
         axes: channels of a head that turn with time, row and column.
-        theta: base of the frequencies.
     """
     grid = np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij")
     picture = np.stack(grid, -1).reshape(-1, 3)

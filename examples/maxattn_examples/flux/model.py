@@ -44,9 +44,7 @@ class FluxConditions(nnx.Module):
     """Embed times, guidance and pooled texts, and add them up.
 
     Args:
-        sizes: of the model.
         how: dtype and param_dtype; the embedders of numbers compute in float32 whatever they are.
-        rngs: source of the initial parameters.
     """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
@@ -79,13 +77,10 @@ class FluxTransformer2D(nnx.Module):
         sizes: `SIZES[...]`, or `Sizes.of_folder(...)`.
         config: attention's settings; its `remat_policy` governs what a training step keeps of each
             block.
-        mesh: devices to compute on; default the one there is.
         dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
             float32.
-        param_dtype: of the parameters. Default float32.
         scan_layers: True (default): the blocks are stacked along an axis and scanned, so that they
             compile once. False: each is compiled, and has its own weights.
-        rngs: source of the initial parameters.
     """
 
     diffusers_names: ClassVar[dict[str, str]] = {"conditions": "time_text_embed"}
@@ -135,7 +130,6 @@ class FluxTransformer2D(nnx.Module):
         """Predict the velocity.
 
         Args:
-            latents: noisy.
             t: times, 0 (clean) to 1000 (noise), of each picture.
             text: states of the T5 encoder, [B, S, joint_attention_dim].
             pooled: the CLIP encoder's one vector, [B, pooled_projection_dim].

@@ -13,7 +13,7 @@ import maxattn as ma
 from maxattn import sharding
 from maxattn.modules import KV
 from maxattn.steps import run_layers
-from maxattn_examples.common.layers import on_mesh
+from maxattn_examples.common.layers import norm32, on_mesh
 from maxattn_examples.common.scan import make_layers, map_layers
 
 from .layers import Config, Image, Mesh, group_norm
@@ -93,7 +93,7 @@ class Block(nnx.Module):
         where = {"config": config, "mesh": mesh, "rngs": rngs}
         attention: dict[str, Any] = {"heads": heads, "dim_head": channels // heads, **where, **how}
         self.mesh = mesh
-        self.norm1, self.norm2, self.norm3 = (layer_norm(channels, rngs) for _ in range(3))
+        self.norm1, self.norm2, self.norm3 = (norm32(channels, 1e-5, True, rngs) for _ in range(3))
         self.attn1 = ma.FlaxAttention(channels, **attention)
         self.attn2 = ma.CrossAttention(channels, sizes.cross_attention_dim, **attention)
         self.ff = GatedFeedForward(channels, rngs=rngs, **how)
@@ -102,7 +102,6 @@ class Block(nnx.Module):
         """Run the three layers.
 
         Args:
-            x: the image's tokens.
             text: states of the text encoders; or else
             kv: what `attn2.compute_kv` made of them.
         """
@@ -126,9 +125,3 @@ class GatedFeedForward(nnx.Module):
         """Run both layers on every token."""
         value, gate = jax.numpy.split(self.up(x), 2, axis=-1)
         return self.down(value * nnx.gelu(gate, approximate=False))
-
-
-def layer_norm(channels: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Make a layer norm that computes in float32."""
-    how: dict[str, Any] = {"dtype": jax.numpy.float32, "use_fast_variance": False}
-    return nnx.LayerNorm(channels, epsilon=1e-5, rngs=rngs, **how)

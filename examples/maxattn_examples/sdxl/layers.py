@@ -58,12 +58,7 @@ class ResnetBlock(nnx.Module):
         )
 
     def __call__(self, x: Image, e: Float[Array, "B E"]) -> Image:
-        """Run the block.
-
-        Args:
-            x: the image.
-            e: embedding of the time.
-        """
+        """Run the block."""
         h = self.conv1(activated(self.norm1, x))
         h = h + self.time_emb_proj(nnx.silu(e))[:, None, None]
         h = self.conv2(activated(self.norm2, h))
@@ -91,15 +86,3 @@ class Upsample(nnx.Module):
         """Return [B, 2 H, 2 W, C]."""
         b, h, w, c = x.shape
         return self.conv(jax.image.resize(x, (b, 2 * h, 2 * w, c), "nearest"))
-
-
-class Embedding(nnx.Module):
-    """Two layers with a silu between, as for times and sizes."""
-
-    def __init__(self, width: int, dim: int, *, rngs: nnx.Rngs, **how: Any) -> None:
-        self.linear_1 = nnx.Linear(width, dim, rngs=rngs, **how)
-        self.linear_2 = nnx.Linear(dim, dim, rngs=rngs, **how)
-
-    def __call__(self, x: Float[Array, "B C"]) -> Float[Array, "B D"]:
-        """Run both layers."""
-        return self.linear_2(nnx.silu(self.linear_1(x)))

@@ -102,25 +102,17 @@ class SdxlTask(LatentTask):
 
 
 class Noised(NamedTuple):
-    """Noisy latents, and the target of the UNet.
+    """Noisy latents, and the target of the UNet."""
 
-    Args:
-        mixed: x_t.
-        times: t, whole numbers from 0 (clean) to 999 (noise).
-        target: what the model should say.
-    """
-
-    mixed: Float[Array, "B ..."]
-    times: Int[Array, " B"]
-    target: Float[Array, "B ..."]
+    mixed: Float[Array, "B ..."]  # x_t
+    times: Int[Array, " B"]  # t, whole numbers from 0 (clean) to 999 (noise)
+    target: Float[Array, "B ..."]  # what the model should say
 
 
 def noised(clean: Float[Array, "B ..."], key: Array, betas: Betas) -> Noised:
     """Draw times, each as likely, and noise, and mix.
 
     Args:
-        clean: latents, float32.
-        key: of what is drawn.
         betas: how much noise there is at each time, and what the model says of it.
     """
     for_times, for_noise = jax.random.split(key)

@@ -21,14 +21,13 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import InputError
 from maxattn.steps import Layers
-from maxattn_examples.common.layers import sinusoids
+from maxattn_examples.common.layers import Embedding, sinusoids
 from maxattn_examples.common.shapes import fits
 
 from .attention import LayersKV, Text, Transformer
 from .layers import (
     Config,
     Downsample,
-    Embedding,
     Image,
     Mesh,
     ResnetBlock,
@@ -50,17 +49,11 @@ class Level(nnx.Module):
 
 
 class Told(NamedTuple):
-    """The inputs of every block.
+    """The inputs of every block."""
 
-    Args:
-        e: embedding of time, picture and pooled text.
-        text: states of the text; or else None, and
-        kv: keys and values of it, by the `id` of the attention to it.
-    """
-
-    e: Float[Array, "B E"]
-    text: Text | None
-    kv: Mapping[int, LayersKV]
+    e: Float[Array, "B E"]  # embedding of time, picture and pooled text
+    text: Text | None  # states of the text; or else None, and
+    kv: Mapping[int, LayersKV]  # keys and values of it, by the `id` of the attention to it
 
     def run(self, resnet: ResnetBlock, attention: Transformer | None, x: Image) -> Image:
         """Run a residual block, and the attention after it, where there is one."""
@@ -75,12 +68,10 @@ class UNet(nnx.Module):
         sizes: default SDXL base 1.0.
         config: attention's settings; its `remat_policy` governs what a training step keeps of each
             attention block.
-        mesh: devices to compute on; default the one there is.
         dtype: of the computation; norms and softmax are float32 whatever it is. Default float32.
         param_dtype: of the parameters; those of norms stay float32. Default float32.
         scan_layers: True (default): the attention blocks of a place are stacked along an axis and
             scanned, so that they compile once. False: each is compiled, with its own weights.
-        rngs: source of the initial parameters.
     """
 
     def __init__(
@@ -104,8 +95,8 @@ class UNet(nnx.Module):
         levels, parts = range(len(channels)), (sizes, resnet, attention, how)
         added = sizes.projection_class_embeddings_input_dim
         self.conv_in = conv3(sizes.in_channels, first, **how)
-        self.time_embedding = Embedding(first, sizes.time_dim, **how)
-        self.add_embedding = Embedding(added, sizes.time_dim, **how)
+        self.time_embedding = Embedding(first, sizes.time_dim, gelu=False, **how)
+        self.add_embedding = Embedding(added, sizes.time_dim, gelu=False, **how)
         self.down_blocks = nnx.List([_down(i, *parts) for i in levels])
         middle = [resnet(last, last), resnet(last, last)]
         self.mid_block = Level(middle, [attention(len(channels) - 1)])

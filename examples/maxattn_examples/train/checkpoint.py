@@ -39,9 +39,7 @@ class Checkpoints:
     """The checkpoints of `training.output_dir`, and the facts of the last one.
 
     Args:
-        settings: of the run.
         training: its output_dir, and how many checkpoints are kept.
-        fixed: which settings may not change.
         more: facts beside the settings that must not change either, by the key that an error names.
         start_again: begin at step 0, and replace what is there by the first that is saved.
         writes: whether a run saves here; else the last checkpoint is read, while a run may save.
@@ -174,10 +172,7 @@ class Checkpoints:
         The first of a run that replaces earlier ones is waited for.
 
         Args:
-            state: arrays.
             position: in the data, from the iterator's `get_state()`.
-            losses: of every step so far.
-            plans: of attention, by role.
         """
         facts = {
             "settings": self._settings(),

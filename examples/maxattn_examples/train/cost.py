@@ -59,11 +59,7 @@ def cost_of(
     """Count the cost of a training step on the devices of a mesh.
 
     Args:
-        training: batch_size, gradient_accumulation_steps and lora_rank.
-        tokens: of one example.
-        mesh: None for one device.
         forward: the loss of a part of a batch.
-        args: its arguments, arrays or their shapes.
     """
     of_one = peak_flops(ma.Target.here().device_kind)
     devices = 1 if mesh is None else mesh.size
@@ -103,12 +99,7 @@ class Work:
 
 
 def count(f: Callable[..., Any], *shapes: Any) -> Work:
-    """Count the operations of a function of arrays.
-
-    Args:
-        f: what to trace.
-        shapes: its arguments, `jax.ShapeDtypeStruct`s will do.
-    """
+    """Count the operations of a function of arrays."""
     return _of(jax.make_jaxpr(f)(*shapes).jaxpr)
 
 

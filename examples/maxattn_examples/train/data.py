@@ -28,8 +28,6 @@ class Counted:
 
     Args:
         source: that makes each example from its number.
-        batch_size: rows of a whole batch.
-        rows: those that this process loads.
     """
 
     def __init__(self, source: Source, batch_size: int, rows: Rows) -> None:
@@ -53,8 +51,6 @@ class Batches:
 
     Args:
         examples: in the order in which they are learned from.
-        batch_size: rows of a whole batch.
-        rows: those that this process loads.
     """
 
     def __init__(self, examples: Any, batch_size: int, rows: Rows) -> None:
@@ -77,8 +73,6 @@ def batches(
     Args:
         source: the examples; those of a source that is `endless` come in the order of their
             numbers.
-        batch_size: examples a batch.
-        seed: of the order.
         rows: those of each batch that are loaded; default all.
 
     Returns:

@@ -27,11 +27,6 @@ CONFIG = "config.json"
 def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
     """Write a model to `folder`, or with LoRA its changes alone; return the paths.
 
-    Args:
-        task: whose model it is.
-        model: as it was trained.
-        folder: of the run.
-
     Returns:
         The folder or file; None on a run of several processes, each of which sees a part of every
         parameter.

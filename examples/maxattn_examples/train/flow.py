@@ -23,17 +23,11 @@ WHOLE = (0.0, 1.0)  # all times
 
 
 class Noised(NamedTuple):
-    """Noisy latents, their times, and the velocities that a model learns.
+    """Noisy latents, their times, and the velocities that a model learns."""
 
-    Args:
-        mixed: x_t.
-        times: t, 0 (clean) to 1 (noise).
-        velocity: what the model should say.
-    """
-
-    mixed: Float[Array, "B ..."]
-    times: Float[Array, " B"]
-    velocity: Float[Array, "B ..."]
+    mixed: Float[Array, "B ..."]  # x_t
+    times: Float[Array, " B"]  # t, 0 (clean) to 1 (noise)
+    velocity: Float[Array, "B ..."]  # what the model should say
 
 
 def drawn(
@@ -46,9 +40,6 @@ def drawn(
     """Draw times and noise as the settings say, and mix.
 
     Args:
-        clean: latents, float32.
-        said: at which times a model learns.
-        for_times, for_noise: keys of what is drawn.
         within: as for `times`.
     """
     how = (said.timestep_shift, said.timestep_sampling, said.logit_mean, said.logit_std)
@@ -67,8 +58,6 @@ def times(
     """Draw times, 0 (clean) to 1 (noise).
 
     Args:
-        key: of what is drawn.
-        count: B.
         shift: moves them; above 1, more of the noisy ones.
         sampling: all as likely, or the sigmoid of normal numbers,
         mean, std: of those.
@@ -108,13 +97,7 @@ def _times_within(
 
 
 def noised(clean: Float[Array, "B ..."], t: Float[Array, " B"], key: Array) -> Noised:
-    """Draw noise, and mix.
-
-    Args:
-        clean: latents, float32.
-        t: from `times`.
-        key: of what is drawn.
-    """
+    """Draw noise, and mix."""
     noise = jax.random.normal(key, clean.shape)
     mix = t.reshape(-1, *(1,) * (clean.ndim - 1))
     return Noised((1 - mix) * clean + mix * noise, t, noise - clean)

@@ -50,12 +50,6 @@ class Noise(NamedTuple):
 def block_times(key: Array, count: int, frames: int, noise: Noise) -> Float[Array, "B F"]:
     """Draw a time for each block, independent of the others; its frames have it in common.
 
-    Args:
-        key: of what is drawn.
-        count: clips, B.
-        frames: of a clip, whole blocks.
-        noise: the stream and the shift.
-
     Raises:
         InputError: the last block is not whole.
     """
@@ -80,9 +74,6 @@ def noised(
     model is told of it is true, and tells nothing of the noise that it has to find.
 
     Args:
-        clean: clips, float32.
-        key: of what is drawn.
-        noise: which.
         past: what the clean clips show, where that is something else: default `clean`.
 
     Returns:
@@ -109,7 +100,6 @@ def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:
 
     Args:
         examples: from `noised`.
-        stream: the blocks.
         scale: what the model calls the time of noise alone.
     """
     if "context" not in examples:

@@ -50,7 +50,6 @@ class Training:
     is computed.
 
     Args:
-        task: what is learned.
         mesh: devices to train on; default those of a surrounding `jax.set_mesh`, else one.
 
     Raises:
@@ -169,10 +168,6 @@ class Steps:
     """Take the steps of a run that are left.
 
     Args:
-        run: that they belong to.
-        state: before the first of them.
-        fixed: the arrays that do not change.
-        checkpoints: where the state is saved.
         losses: of the steps that were taken; it grows.
     """
 

@@ -33,9 +33,6 @@ class Adapted(nnx.Linear):
     Args:
         linear: the projection, or a stack of them along a leading axis; its parameters are taken
             over.
-        rank: the width between the matrices.
-        scale: multiplies their product.
-        rngs: of the first matrix.
     """
 
     def __init__(self, linear: nnx.Linear, rank: int, scale: float, *, rngs: nnx.Rngs) -> None:
@@ -69,10 +66,8 @@ def add(
 
     Args:
         model: with maxattn's attention modules somewhere in it.
-        rank: the width between the two matrices.
         alpha: the change counts alpha / rank; None is the rank.
         targets: names of projections; those that a module does not have are passed over.
-        rngs: of the first matrices.
     """
     for module in list(attentions(model)):
         for name in targets:
@@ -101,7 +96,6 @@ def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
     same change. Layers that diffusers keeps in one tensor are joined.
 
     Args:
-        model: with `Adapted` projections.
         prefix: put before every name, such as "transformer.".
     """
     found: dict[str, np.ndarray] = {}
@@ -122,7 +116,6 @@ def merge(model: nnx.Module, plain: nnx.Module) -> None:
     """Put the parameters of a model with changes into one without; changes are added in float32.
 
     Args:
-        model: with `Adapted` projections.
         plain: the same without; it may have no arrays yet.
     """
     changes = {path: change(module) for path, module in adapted(model)}

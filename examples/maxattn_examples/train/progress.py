@@ -30,10 +30,7 @@ class Progress(AbstractContextManager["Progress"]):
     """Show steps, loss, tokens a second and, where the device's peak is known, the MFU.
 
     Args:
-        training: how many steps, and how often a line is printed.
-        cost: of a step.
         first: steps taken before this run.
-        console: where to; default standard output.
     """
 
     def __init__(
@@ -132,13 +129,7 @@ class Board(AbstractContextManager["Board"]):
 
 
 class Profiler:
-    """Record the steps that `enable_profiler` and its companions ask for.
-
-    Args:
-        settings: the profiler's keys.
-        folder: where to.
-        first: the first step of this run.
-    """
+    """Record the steps that `enable_profiler` and its companions ask for."""
 
     def __init__(self, settings: ma.AttentionConfig, folder: Path, first: int) -> None:
         self.folder = folder

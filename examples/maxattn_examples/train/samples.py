@@ -37,8 +37,6 @@ class Samples:
     Args:
         task: its settings say how many, with which sampler and guidance.
         source: the data; its first examples say what to draw.
-        parts: how the model is put together.
-        mesh: devices to draw on.
     """
 
     def __init__(

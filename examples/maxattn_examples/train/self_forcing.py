@@ -33,17 +33,11 @@ Empty = Callable[[ma.Stream, int, int], ma.KVCache]
 
 
 class Own(NamedTuple):
-    """A rollout: of every frame its clean latents, and the last input that they came from.
+    """A rollout: of every frame its clean latents, and the last input that they came from."""
 
-    Args:
-        clean: x0.
-        mixed: x.
-        times: t of x, 0 to 1.
-    """
-
-    clean: Clip
-    mixed: Clip
-    times: Float[Array, "B F"]
+    clean: Clip  # x0
+    mixed: Clip  # x
+    times: Float[Array, "B F"]  # t of x, 0 to 1
 
 
 def roll_out(
@@ -52,7 +46,6 @@ def roll_out(
     """Make a clip block by block in few steps, each from fresh noise, without a gradient.
 
     Args:
-        call: the model.
         cache: empty, of the stream.
         frames: of the clip, whole blocks.
         sigmas: times of the steps, 1 for noise alone; the last is the one that is learned at.
@@ -77,11 +70,9 @@ def kept(call: Call, empty: Empty, stream: ma.Stream, own: Own) -> ma.KVCache:
     """Write the keys and values of all clean blocks in one pass, without a gradient.
 
     Args:
-        call: the model.
         empty: makes a cache with a slot for each frame: `empty(stream, batch, frames)`, which is
             what a model's `cache` does.
         stream: the blocks, the window and the sink.
-        own: the rollout.
     """
     batch, count = own.times.shape
     cache = empty(replace(stream, window=None, sink=0), batch, count).prefix(count).extract()
@@ -95,9 +86,6 @@ def predicted(call: Call, stream: ma.Stream, own: Own, cache: ma.KVCache) -> Cli
 
     Args:
         call: the model, whose parameters are differentiated.
-        stream: the blocks.
-        own: the rollout.
-        cache: from `kept`.
     """
     velocity, _ = call(own.mixed, own.times, cache=cache, forcing=Forcing(stream))
     return own.mixed - own.times.reshape(*own.times.shape, 1, 1, 1) * velocity

@@ -23,19 +23,12 @@ Tree = Any  # nested dicts of arrays
 
 
 class State(NamedTuple):
-    """All that a step changes.
+    """All that a step changes."""
 
-    Args:
-        step: updates taken.
-        trained: the parameters that learn.
-        average: their running average; empty where none is kept.
-        optimizer: moments and counts.
-    """
-
-    step: jax.Array
-    trained: Tree
-    average: Tree
-    optimizer: Tree
+    step: jax.Array  # updates taken
+    trained: Tree  # the parameters that learn
+    average: Tree  # their running average; empty where none is kept
+    optimizer: Tree  # moments and counts
 
     @property
     def best(self) -> Tree:
@@ -70,13 +63,7 @@ class Parts:
         averaged: bool,
         mesh: jax.sharding.Mesh | None,
     ) -> State:
-        """Return the shapes, dtypes and shardings of a state, without making it.
-
-        Args:
-            optimizer: of the run.
-            averaged: whether an average is kept.
-            mesh: None for one device.
-        """
+        """Return the shapes, dtypes and shardings of a state, without making it."""
         trained = nnx.to_pure_dict(self._trained)
         shapes = jax.eval_shape(lambda t: _first(t, optimizer, averaged), trained)
         if mesh is None:
@@ -107,13 +94,7 @@ def split(model: nnx.Module, lora_rank: int) -> tuple[Tree, Tree]:
 
 
 def begin(trained: Tree, optimizer: optax.GradientTransformation, form: State) -> State:
-    """Make the state before the first step.
-
-    Args:
-        trained: the parameters that learn, on their devices.
-        optimizer: of the run.
-        form: from `Parts.form`.
-    """
+    """Make the state before the first step."""
     # Committed to their devices, as the arrays of later steps are: else the first step would be
     # compiled apart from the others.
     trained = jax.device_put(trained, shardings(form.trained))

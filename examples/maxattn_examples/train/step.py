@@ -17,26 +17,14 @@ from .task import Arrays, Task
 
 
 class Facts(NamedTuple):
-    """The figures of a step.
+    """The figures of a step."""
 
-    Args:
-        loss: before the update.
-        gradient_norm: of all gradients together, before clipping.
-    """
-
-    loss: Float[Array, ""]
-    gradient_norm: Float[Array, ""]
+    loss: Float[Array, ""]  # before the update
+    gradient_norm: Float[Array, ""]  # of all gradients together, before clipping
 
 
 class Step:
     """Take steps; compiled once, the old state given up.
-
-    Args:
-        task: what is learned.
-        parts: how the model is put together.
-        fixed: its arrays that do not change.
-        empty: the conditions of the empty text.
-        shardings: of the state.
 
     Raises:
         ConfigError: the compiler knows no such option.
@@ -112,11 +100,7 @@ def followed(average: Tree, trained: Tree, decay: Float[Array, ""]) -> Tree:
 
 
 def schedule(training: TrainingSettings) -> optax.Schedule:
-    """Map a step to its learning rate: up to the peak, then constant or down along a cosine.
-
-    Args:
-        training: learning_rate, learning_rate_schedule, warmup_steps and steps.
-    """
+    """Map a step to its learning rate: up to the peak, then constant or down along a cosine."""
     peak, warmup = training.learning_rate, training.warmup_steps
     if training.learning_rate_schedule == "cosine":
         last = max(training.steps, warmup + 1)
@@ -127,11 +111,7 @@ def schedule(training: TrainingSettings) -> optax.Schedule:
 
 
 def optimizer(training: TrainingSettings) -> optax.GradientTransformation:
-    """Make AdamW; weight decay pulls at every trained parameter.
-
-    Args:
-        training: the keys of the optimizer.
-    """
+    """Make AdamW; weight decay pulls at every trained parameter."""
     how: dict[str, Any] = {
         "weight_decay": training.weight_decay,
         "mu_dtype": training.moment_dtype,

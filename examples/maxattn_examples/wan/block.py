@@ -57,10 +57,8 @@ class Block(nnx.Module):
         """Run the three layers.
 
         Args:
-            x: the video's tokens, with or without a branch that is to be added.
             modulation: what the times of all frames, or of the video, say to all blocks; this
                 block's table is added.
-            rotary: positions of the tokens.
             kv: keys and values of text and image, from `attn2.compute_kv`.
             mask: of self-attention; default everything.
             cache: a layer of a cache, which self-attention writes or reads.
@@ -109,9 +107,7 @@ class Conditions(nnx.Module):
     """Embed times, texts and images.
 
     Args:
-        sizes: of the model.
         how: dtype and param_dtype; the embedder of times is float32 whatever they are.
-        rngs: source of the initial parameters.
     """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:

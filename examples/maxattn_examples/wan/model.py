@@ -53,13 +53,11 @@ class WanTransformer3D(nnx.Module):
         sizes: `SIZES[...]`, or `Sizes.of_folder(...)`.
         config: attention's settings; its `remat_policy` governs what a training step keeps of each
             block.
-        mesh: devices to compute on; default the one there is.
         dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
             float32.
         param_dtype: of the parameters; norms and modulation tables stay float32. Default float32.
         scan_layers: True (default): the blocks are stacked along an axis and scanned, so that they
             compile once. False: each is compiled, and has its own weights.
-        rngs: source of the initial parameters.
     """
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("blocks",)
@@ -119,9 +117,7 @@ class WanTransformer3D(nnx.Module):
 
         Args:
             stream: blocks, window and sink.
-            batch: rows.
             frames: slots of a stream without a window.
-            how: more for `Stream.cache`.
         """
         sizes = self.sizes
         return stream.cache(

@@ -151,12 +151,7 @@ def _conditioned(x: Float[Array, "B F h w C"], examples: Arrays) -> Array:
 
 
 def whole_blocks(said: RolloutSettings, frames: int) -> Iterable[ConfigError]:
-    """Refuse clips whose last block is a part of one.
-
-    Args:
-        said: how videos are made block by block.
-        frames: of the clips that are trained on.
-    """
+    """Refuse clips whose last block is a part of one."""
     size, alone = said.frames_per_block, int(said.first_frame_alone)
     if (frames - alone) % size:
         first = ", the first frame alone" if alone else ""
