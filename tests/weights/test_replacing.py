@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import errno
+import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 import pytest
+from flax import nnx
+from maxattn_examples.common import pictures
+from maxattn_examples.common.pipeline_folder import write_json
+from maxattn_examples.sample import files, media
 
-from maxattn.errors import InputError
+import maxattn as ma
+from maxattn.errors import InputError, MaxattnError
+from maxattn.tools.writable import write_whole
 from maxattn.weights import replacing as module
 from tests.golden_text import check_golden
 
+matplotlib.use("Agg")
 ROOT = Path(__file__).parents[2]
 WRITE = """
 import sys
@@ -115,49 +125,40 @@ def test_without_locks_files_are_written_and_one_warning_says_so(
     assert "has no locks (flock)" in said and "*.partial" in said
 
 
-FULL = """
-import resource, sys
-from pathlib import Path
-sys.path.insert(0, "examples")
-import matplotlib, numpy as np
-matplotlib.use("Agg")
-from flax import nnx
-from maxattn_examples.common import pictures
-from maxattn_examples.common.pipeline_folder import write_json
-from maxattn_examples.sample import files, media
-import maxattn as ma
-from maxattn.tools.writable import write_whole
-from maxattn.tools.tune import store
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let this process write no file beyond 1,000 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-folder, noise = Path(sys.argv[1]), np.random.default_rng(0).integers(0, 255, (64, 64, 3), "u1")
-layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-ways = {
-    "text": lambda path: write_whole(path, "x" * 9000),
-    "json": lambda path: write_json(path, {"x": "x" * 9000}),
+
+NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), "u1")
+LONG = "x" * 9000
+CLIPS = NOISE[None, :, :, :1].repeat(64, -1) / 16.0
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "text": lambda path: write_whole(path, LONG),
+    "json": lambda path: write_json(path, {"x": LONG}),
     "safetensors": lambda path: files.write(path, {"x": np.zeros(9000, "f")}, ""),
-    "png": lambda path: media.picture(noise, path),
-    "gif": lambda path: pictures.moving(noise[None, :, :, :1].repeat(64, -1) / 16.0, ["a"], path),
+    "png": lambda path: media.picture(NOISE, path),
+    "gif": lambda path: pictures.moving(CLIPS, ["a"], path),
     "curve.png": lambda path: pictures.loss_curve([1.0, 0.5], path),
     "mask.png": lambda path: ma.masks.Causal().plot(path, 64, 64),
-    "folder": lambda path: ma.weights.save_diffusers(layer, path),
+    "folder": lambda path: ma.weights.save_diffusers(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), path),
 }
-for name, write in ways.items():
-    write(folder / f"a.{name}")
-held = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-for name, write in ways.items():
-    path = folder / f"a.{name}"
-    try:
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_full_disk_leaves_the_earlier_file_and_is_said_with_the_path(
+    kind: str, tmp_path: Path
+) -> None:
+    path, write = tmp_path / f"a.{kind}", WRITERS[kind]
+    write(path)
+    held = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with full_disk(), pytest.raises(MaxattnError) as caught:
         write(path)
-    except ma.errors.MaxattnError as error:
-        assert str(path) in str(error) and "the system reports:" in str(error), error
-        print(name, flush=True)
-assert held == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-"""
-
-
-def test_a_full_disk_leaves_the_earlier_file_and_is_said_with_the_path(tmp_path: Path) -> None:
-    """Every kind of writer, in a process whose files may have 1,000 bytes."""
-    command = [sys.executable, "-c", FULL, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0 and len(run.stdout.split()) == 8, run.stderr
+    assert str(path) in str(caught.value) and "the system reports:" in str(caught.value)
+    assert held == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
