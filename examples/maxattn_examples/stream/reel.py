@@ -165,7 +165,7 @@ def _arrays(reel: Reel) -> dict[str, Any]:
             {f"{name}.{i}": x for i, x in enumerate(kept)} if cache.is_per_layer else {name: kept}
         )
         found |= {f"cache.{key}": x for key, x in each.items()}
-    return found | {"cache.frame": cache.frame}
+    return found | {"cache.frame": cache.frame, "cache.until": cache.until}
 
 
 def _saved(run: Rollout, reel: Reel, file: str) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _begun(run: Rollout, saved: Mapping[str, Any], like: Any) -> Reel:
     if cache is not None and begun.cache is not None:
         rows, where = begun.cache.shape[1:2][: cache["rows"]], begun.cache.frame.sharding
         frame = jax.ShapeDtypeStruct(rows, "int32", sharding=where)
-        begun = replace(begun, cache=replace(begun.cache, frame=frame))
+        begun = replace(begun, cache=replace(begun.cache, frame=frame, until=frame))
     return replace(begun, clean=tuple(clean))
 
 

@@ -81,6 +81,13 @@ def same(run: Rollout, again: Reel, reel: Reel, blocks: int = 2) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_a_saved_block_goes_on(tmp_path: Path) -> None:
+    run = usual()
+    _, reel = made(run, run.begin(told()), 1)
+    save(run, reel, tmp_path)
+    same(run, load(run, tmp_path, jax.eval_shape(told)), reel, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("re_prefill", [False, True])
 def test_two_videos_in_bfloat16(tmp_path: Path, re_prefill: bool) -> None:
