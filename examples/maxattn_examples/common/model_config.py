@@ -1,4 +1,4 @@
-"""Reads the `config.json` beside a model's weights, and refuses a model of another kind."""
+"""What the `config.json` beside a model's weights says: its kind, its sizes, and its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline's folder in diffusers' format: its parts, and whether the examples can sample it."""
+"""A pipeline's folder in diffusers' format: its parts, its JSON files, and what can be sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of settings that the sections of every example share."""
+"""Sections that families share (a model by folder or sizes; a rollout), and types of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of arrays, and whether a shape has one.
+"""Forms of arrays, and the arrays of a data set that do not have theirs.
 
 A form has one entry an axis: a number is that size, "L" any size, "2 h" any multiple of 2.
 """

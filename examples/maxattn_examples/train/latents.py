@@ -6,7 +6,7 @@
 The arrays, by name: latents [B, C, F, h, w] or [B, C, h, w], as the model sees them; text
 [B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]; for image-to-video image
 [B, S, D] and condition [B, 4 + C, F, h, w]. Every shard says in its metadata that its latents are
-scaled. examples/make_latents.py writes such a folder.
+scaled. `write` makes such a folder, as examples/make_latents.py does.
 """
 
 from __future__ import annotations

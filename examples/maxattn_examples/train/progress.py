@@ -1,4 +1,4 @@
-"""Says how training goes: a bar on a terminal, else a line now and then."""
+"""How training goes: a bar or lines, scalars for TensorBoard, and profiles of some steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of every training run: data, optimizer, LoRA, checkpoints and pictures."""
+"""The settings of training: of every run, of flow matching, and of forcing."""
 
 from __future__ import annotations
 
