@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from maxattn.modules import GatedBranch, ModulationRow, adaptive_norm
 from maxattn.modules.adaptive_layer_norm import decide
@@ -29,6 +30,11 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def one_device() -> Mesh:
+    """Without a mesh, XLA computes the steps on a machine of several devices."""
+    return Mesh(np.asarray(jax.devices()[:1]), ("fsdp",))
+
+
 def made(case: tuple[Any, ...], dtype: Any, learned: bool) -> tuple[Any, ...]:
     b, t, d, frames, of_gate = case
     keys = iter(jax.random.split(jax.random.key(3), 8))
@@ -47,7 +53,8 @@ def run(norm: Any, x: Any, y: Any, table: Any, base: Any, gate: Any, learned: bo
     rows = [ModulationRow(table, n, base) for n in (1, 0)]
     bias = base[0, 0, 3]
     branch = None if gate is None else GatedBranch(y, ModulationRow(gate, 2, base), bias)
-    return adaptive_norm(x, norm, *([] if learned else rows), branch=branch)
+    rows = [] if learned else rows
+    return adaptive_norm(x, norm, *rows, branch=branch, mesh=one_device())
 
 
 def error(got: Any, want: Any) -> float:
@@ -62,7 +69,7 @@ def test_against_float32(case: tuple[Any, ...], dtype: str, learned: bool) -> No
     skip_unless_available("flash")  # fa4-jax brings CuTe
     norm, *arrays = made(case, dtype, learned)
     work = RowWork(case[2] // 8, 8, "layer", 1e-6)
-    assert decide(Target.here(), work, (arrays[0],), (), None) is not None
+    assert decide(Target.here(), work, (arrays[0],), (), one_device()) is not None
     wide = [a if a is None else a.astype(jnp.float32) for a in arrays]
 
     @jax.jit
