@@ -1,6 +1,6 @@
-"""Measure MagCache's curve of your own model, and write it as YAML.
+"""Measure MagCache's curve of your own model of Wan or Flux.1, and write it as YAML.
 
-    python examples/calibrate.py configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
+    python examples/calibrate.py wan configs/wan_1_3b.yml --model FOLDER --embeddings FILE \\
         --curve out/curve.yml
     # then, in sampling with the same steps
     python examples/generate.py wan configs/wan_1_3b.yml --model FOLDER --prompt ... --out DIR \\
@@ -14,25 +14,25 @@ run that differs in one of them refuses it. The command prints the schedules tha
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import yaml
 from maxattn_examples.common import hosts
+from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.statistics import table
-from maxattn_examples.compare.curve import measure
-from maxattn_examples.compare.family import family_of, task_of_family
 from maxattn_examples.compare.report import machine_facts
-from maxattn_examples.compare.runner import Runner
+from maxattn_examples.compare.runner import Clips, Runner, curve_of
+from maxattn_examples.compare.ways import opened
 from maxattn_examples.sample.check import check
-from maxattn_examples.sample.command import check_unread, command, paths_of
+from maxattn_examples.sample.command import check_unread
 from maxattn_examples.sample.facts import curve_facts
-from maxattn_examples.sample.run import start_of
 
 from maxattn import steps
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn.tools.writable import unwritable
+from maxattn.tools.writable import check_writable
 from maxattn.weights.replacing import replacing
 
 THRESHOLDS = ((0.06, 2), (0.12, 2), (0.12, 4), (0.24, 6))  # and steps that reuse in a row
@@ -60,24 +60,20 @@ def schedules(ratios: tuple, counts: list[int], layers: int) -> str:
     return table(("threshold", "most", "computed", "schedule"), rows)
 
 
-def main(found: argparse.Namespace) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write and print."""
-    make_task, settings = task_of_family(family_of(found))
-    task_settings = settings(found, ["sampling.fast=null"])
-    paths = paths_of(found, task_settings.model.folder)
+    found, make, paths = opened(__doc__, arguments, add_options)
     hosts.alone("a calibration")
     check_unread(found, "out", "latents", "plan")
-    task = make_task(task_settings, paths.model)
-    if (problem := unwritable("--curve", found.curve)) is not None:
-        raise ConfigErrors([problem])
+    task = make(["sampling.fast=null"])
+    check_writable("--curve", found.curve)
     if task.layers == 1:
         rule = "a curve is of layers that add to what they take, as a transformer's do"
         remedy = "set sampling.fast.cache.interval, which needs no curve"
         raise ConfigErrors([ConfigError("--model", paths.model, rule, remedy)])
     check(task, paths, writes=False)
-    mesh = task.settings.make_mesh()
-    runner = Runner(task, paths, start_of(task, paths, mesh), mesh)
-    curve = [row if len(row) > 1 else row[0] for row in np.round(measure(runner), 5).tolist()]
+    runner = Runner(task, paths, Clips.of_prompts(task, paths), task.settings.make_mesh())
+    curve = [row if len(row) > 1 else row[0] for row in np.round(curve_of(runner), 5).tolist()]
     facts = curve_facts(task, runner.resolved.sampler, paths)
     found.curve.parent.mkdir(parents=True, exist_ok=True)
     with replacing(found.curve) as partial:
@@ -89,4 +85,5 @@ def main(found: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    command(__doc__, "wan", main, add_options)
+    with user_errors():
+        main()

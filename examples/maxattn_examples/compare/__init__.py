@@ -1,5 +1,9 @@
 """Ways of sampling compared clip by clip, beside plain steps of equal cost.
 
-`ways.py` reads them, `runner.py` runs one, `report.py` has the table and its file, `curve.py`
-measures MagCache's curve, `pictures.py` compares decoded pictures.
+`drift` takes callables of any program. The command reads ways.py (changes of one config), runner.py
+(runs one), report.py (the table, tests and the file) and scores.py (more columns).
 """
+
+from .report import drift
+
+__all__ = ["drift"]

@@ -1,12 +1,12 @@
-"""What a comparison found: a table, and a YAML file with checkpoint, machine and date."""
+"""What a comparison found: a table, tests by clip, and a YAML file."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -14,130 +14,291 @@ import yaml
 from jaxtyping import Float
 
 import maxattn as ma
+from maxattn.errors import InputError
 from maxattn.weights.replacing import replacing
-from maxattn_examples.common.statistics import paired, table
-
-from .ways import DENSE, FLOOR, Arm, Count
+from maxattn_examples.common import statistics
+from maxattn_examples.common.statistics import table
 
 PerClip = Float[np.ndarray, " n"]
+Samples = Float[np.ndarray, "n ..."]
+Draw = Callable[[Any], Any]  # from noise to samples, a batch each
+DENSE, FLOOR = "dense", "floor"
+HEADS = ("sampling", "forwards", "seconds", "drift", "worst", "x floor", "a step", "PSNR")
+WORDS = {
+    "drift": "|x - dense| / |dense| of the final samples, median of the clips",
+    "worst": "the clip that is farthest",
+    "x floor": "drift in multiples of dense sampling with another kernel",
+    "a step": (
+        "error from the dense samples, as a share of the step, median of the steps that reuse or"
+        " approximate (of all steps where none does), in the first batch"
+    ),
+    "PSNR": "of the final samples, dB",
+}
+
+
+def drift(
+    dense: Draw,
+    ways: Mapping[str, Draw],
+    noise: Any,
+    floor: Draw | None = None,
+    *,
+    same_cost: Mapping[str, str] | None = None,
+    batch: int | None = None,
+) -> Report:
+    """Compare ways of sampling with the dense one, clip by clip, from the same noise.
+
+    Args:
+        dense: draws samples from noise without shortcuts.
+        ways: draw samples from the same noise, by name.
+        noise: one row a clip; any array that can be sliced.
+        floor: dense sampling with what changes rounding alone, such as another kernel.
+        same_cost: for a way, the name of the row whose cost it has, such as fewer plain steps; a
+            paired test compares both.
+        batch: clips that are drawn at once; default all.
+
+    Raises:
+        InputError: names or shapes do not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> from maxattn_examples.compare import drift
+        >>> def steps(n, skip=()):  # of dx/dt = -sin x; a skipped one reuses the last derivative
+        ...     def draw(x):
+        ...         v = -np.sin(x)
+        ...         for i in range(n):
+        ...             v = v if i in skip else -np.sin(x)
+        ...             x = x + v / n
+        ...         return x
+        ...     return draw
+        >>> noise = np.random.default_rng(0).normal(size=(8, 4, 4))
+        >>> ways = {"reuse": steps(8, skip=(3, 5)), "6 steps": steps(6)}
+        >>> report = drift(steps(8), ways, noise, same_cost={"reuse": "6 steps"})
+        >>> print(report)  # doctest: +ELLIPSIS
+        | sampling | drift | worst | PSNR |
+        ...
+        | reuse | 0.0372 | 0.0372 | 38.8 |
+        | 6 steps | 0.0256 | 0.0256 | 42.1 |
+        ...
+        | reuse | 6 steps | drift | +0.0116 | 0 / 8 | 0.0078 |
+        ...
+        >>> path = report.write("drift.yml")
+    """
+    others = {**({} if floor is None else {FLOOR: floor}), **ways}
+    pairs = same_cost or {}
+    if taken := {DENSE, *({FLOOR} if floor is not None else ())} & set(ways):
+        raise InputError("ways", sorted(taken), "dense and floor are other rows", "rename it")
+    if unknown := ({*pairs} - {*ways}) | ({*pairs.values()} - {*ways, DENSE}):
+        remedy = f"use names of ways: {', '.join(ways)}"
+        raise InputError("same_cost", sorted(unknown), "it pairs rows by name", remedy)
+    report = Report({**machine_facts(), "clips": len(noise)}, [Row(DENSE)])
+    of = _drawn(dense, noise, batch)
+    for name, draw in others.items():
+        x = _drawn(draw, noise, batch)
+        if x.shape != of.shape:
+            rule = f"every way draws samples of the shape of the dense ones, {of.shape}"
+            raise InputError(name, x.shape, rule, "return the final samples alone")
+        report.rows.append(Row.of_samples(name, x, of, same_cost=pairs.get(name)))
+    return report
+
+
+def _drawn(draw: Draw, noise: Any, batch: int | None) -> Samples:
+    batch = batch or len(noise)
+    parts = [np.asarray(draw(noise[i : i + batch])) for i in range(0, len(noise), batch)]
+    return np.concatenate(parts)
+
+
+class Count(NamedTuple):
+    """The forwards of a run.
+
+    Args:
+        computed: counted in layers where some are not.
+        whole: of the same run without shortcuts.
+        at_most: whether steps decide, and have not yet.
+    """
+
+    computed: float
+    whole: int
+    at_most: bool = False
+
+    def __str__(self) -> str:
+        return f"{'at most ' * self.at_most}{self.computed:g} of {self.whole} forwards"
+
+
+class Score(NamedTuple):
+    """A column that a program adds.
+
+    Args:
+        value: of the row.
+        form: in which the table shows it.
+        better: 1 if larger values are better, -1 if smaller ones are, 0 if neither is tested.
+        clips: its value in each clip; None if it is of all clips together.
+    """
+
+    value: float
+    form: str = "{:.3f}"
+    better: int = 0
+    clips: PerClip | None = None
 
 
 @dataclass
 class Row:
-    """What was measured of one way of sampling, clip by clip.
+    """What was measured of one way of sampling.
 
     Args:
-        arm: the way.
+        name: in the table.
+        drift: at the end, clip by clip; None of what has none, such as the dense row.
+        psnr: of the samples, in dB.
+        same_cost: the row that is compared with it at equal cost.
+        changes: of the settings.
         count: of its forwards.
         seconds: of its steps, for all clips, without compiling.
-        drift: at the end.
-        psnr: of the latents, in dB.
-        steps: median error of the steps that reuse or approximate, of all where none does, from the
-            dense samples, of each clip; None if not measured.
-        pictures: more scores by name, where samples were decoded.
+        steps: median error of the steps that reuse or approximate, clip by clip.
+        scores: more columns by name.
         notes: why figures of it are not there.
-        of: what its drift depends on beside the weights; sampling compares its run with it.
+        of: what its drift depends on beside the weights.
     """
 
-    arm: Arm
-    count: Count
-    seconds: float
-    drift: PerClip
-    psnr: PerClip
+    name: str
+    drift: PerClip | None = None
+    psnr: PerClip | None = None
+    same_cost: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    count: Count | None = None
+    seconds: float | None = None
     steps: PerClip | None = None
-    pictures: Mapping[str, PerClip] = field(default_factory=dict)
-    of: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, Score] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    of: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_samples(cls, name: str, x: Samples, dense: Samples, **more: Any) -> Self:
+        """Measure how far samples are from the dense ones."""
+        return cls(name, statistics.drift(x, dense), _psnr(x, dense), **more)
+
+    def tested(self) -> dict[str, tuple[PerClip, int]]:
+        """Return what is compared clip by clip, and in which direction it is better."""
+        scores = self.scores.items()
+        found = {k: (x.clips, x.better) for k, x in scores if x.better and x.clips is not None}
+        return found if self.drift is None else {"drift": (self.drift, -1), **found}
+
+    def cells(self, floor: float | None) -> dict[str, str]:
+        """Return the cells of the table by the heads of their columns."""
+        cells = {"sampling": self.name}
+        if self.count is not None:
+            cells["forwards"] = f"{self.count.computed:g} of {self.count.whole}"
+        if self.seconds is not None:
+            cells["seconds"] = f"{self.seconds:.1f}"
+        if self.drift is not None and self.psnr is not None:
+            cells |= {"drift": f"{np.median(self.drift):.4f}", "worst": f"{self.drift.max():.4f}"}
+            cells |= {"x floor": f"{np.median(self.drift) / floor:.1f}"} if floor else {}
+            cells["PSNR"] = f"{np.median(self.psnr):.1f}"
+        if self.steps is not None:
+            cells["a step"] = f"{np.median(self.steps):.4f}"
+        return cells | {name: x.form.format(x.value) for name, x in self.scores.items()}
+
+    def plain(self) -> dict[str, Any]:
+        """Return all of it as what YAML can hold."""
+        found: dict[str, Any] = {"name": self.name, "changes": dict(self.changes)}
+        found |= {"of": dict(self.of)} if self.of else {}
+        if self.count is not None:
+            found["forwards"] = [self.count.computed, self.count.whole]
+        if self.seconds is not None:
+            found["seconds"] = round(self.seconds, 3)
+        every = {"drift": self.drift, "psnr": self.psnr, "step_error": self.steps}
+        every |= {name: x.clips for name, x in self.scores.items()}
+        found |= {name: _rounded(x) for name, x in every.items() if x is not None}
+        alone = {name: x.value for name, x in self.scores.items() if x.clips is None}
+        found |= {name: round(float(x), 6) for name, x in alone.items()}
+        found |= {"notes": list(self.notes)} if self.notes else {}
+        return found if self.same_cost is None else {**found, "same_cost": self.same_cost}
 
 
 @dataclass
 class Report:
-    """All ways of sampling beside the dense one.
+    """All ways of sampling beside the dense one; `print` shows it as tables in Markdown.
 
     Args:
         facts: of the run, such as the hash of its checkpoint.
         rows: in the order in which they ran.
+        words: what the columns of `Row.scores` are.
     """
 
     facts: Mapping[str, Any]
     rows: list[Row] = field(default_factory=list)
+    words: str = ""
 
     @property
     def floor(self) -> float | None:
-        """The median drift of dense sampling with another kernel, where that was run."""
-        return next((float(np.median(x.drift)) for x in self.rows if x.arm.name == FLOOR), None)
+        """The median drift of dense sampling with another kernel, if that was run."""
+        found = (x.drift for x in self.rows if x.name == FLOOR and x.drift is not None)
+        return next((float(np.median(x)) for x in found), None)
 
-    def text(self) -> str:
-        """Return a table in Markdown, and what its columns are."""
-        heads = ["sampling", "forwards", "seconds", "drift", "worst", "x floor", "a step", "PSNR"]
-        more = list(dict.fromkeys(name for row in self.rows for name in row.pictures))
-        heads += [*more, "against the same cost"]
-        lines = [self._cells(row, more) for row in self.rows]
-        said = (
-            "drift: |x - dense| / |dense| of the final latents, median of the clips; x floor: in"
-            " multiples of dense sampling with another kernel; a step: error from the dense"
-            " samples, as a share of the step, median of the steps that reuse or approximate (of"
-            " all steps where none does); PSNR: of latents, dB. All of them measure distance from"
-            " the dense samples, not beauty."
+    def pairs(self) -> Iterator[dict[str, Any]]:
+        """Test each row against that of its cost, and its scores against the dense ones."""
+        rows = {row.name: row for row in self.rows}
+        for row in (x for x in self.rows if x.drift is not None and x.name != FLOOR):
+            for beside in dict.fromkeys((row.same_cost, DENSE)):
+                theirs = rows[beside].tested() if beside in rows else {}
+                for score, (ours, better) in row.tested().items():
+                    if score in theirs:
+                        found = statistics.paired(ours, theirs[score][0], better)._asdict()
+                        yield {"name": row.name, "beside": beside, "score": score, **found}
+
+    def __str__(self) -> str:
+        cells = [row.cells(self.floor) for row in self.rows]
+        known = dict.fromkeys(name for row in cells for name in row)
+        heads = [*(x for x in HEADS if x in known), *(x for x in known if x not in HEADS)]
+        words = "; ".join(f"{name}: {WORDS[name]}" for name in heads if name in WORDS)
+        said = f"{words}. All of them measure distance from the dense samples, not beauty."
+        lines = [table(heads, [[row.get(x, "") for x in heads] for row in cells]), said]
+        lines += [self.words] if self.words else []
+        lines += ["floor: both give the same samples"] if self.floor == 0 else []
+        lines += [f"{row.name}: {note}" for row in self.rows for note in row.notes]
+        return "\n".join([*lines, *self._tests()])
+
+    def _tests(self) -> Iterator[str]:
+        counts = {x.name: f", {x.count.computed:g} forwards" for x in self.rows if x.count}
+        rows = [
+            (
+                x["name"], x["beside"] + counts.get(x["beside"], ""), x["score"],
+                f"{x['mean']:+.4f}", f"{x['better']} / {x['worse']}", f"{x['p']:.2g}",
+            )
+            for x in self.pairs()
+        ]  # fmt: skip
+        if not rows:
+            return
+        heads = ("sampling", "beside", "score", "mean difference", "clips better / worse", "p")
+        yield f"\n{table(heads, rows)}"
+        clips = int(self.facts["clips"])
+        yield (
+            "p: Wilcoxon's signed-rank test by clip, two-sided, not corrected for the number of"
+            f" tests ({len(rows)}); with {clips} clips p cannot be below {2.0 ** (1 - clips):.2g}."
         )
-        notes = ["floor: both kernels give the same samples"] if self.floor == 0 else []
-        notes += [f"{row.arm.name}: {note}" for row in self.rows for note in row.notes]
-        return "\n".join([table(heads, lines), said, *notes])
-
-    def _cells(self, row: Row, more: Sequence[str]) -> list[str]:
-        floor = self.floor
-        times = "" if not floor else f"{np.median(row.drift) / floor:.1f}"
-        dense = row.arm.name == DENSE
-        return [
-            row.arm.name,
-            f"{row.count.computed:g} of {row.count.whole}",
-            f"{row.seconds:.1f}",
-            "" if dense else f"{np.median(row.drift):.4f}",
-            "" if dense else f"{row.drift.max():.4f}",
-            "" if dense else times,
-            "" if row.steps is None else f"{np.median(row.steps):.4f}",
-            "" if dense else f"{np.median(row.psnr):.1f}",
-            *(f"{np.median(row.pictures[x]):.3f}" if x in row.pictures else "" for x in more),
-            self._beside(row),
-        ]
-
-    def _beside(self, row: Row) -> str:
-        """Say in how many clips a shortcut is nearer to the dense sample than fewer plain steps."""
-        other = next((x for x in self.rows if x.arm.name == row.arm.same_cost), None)
-        if other is None:
-            return ""
-        found = paired(row.drift, other.drift, better=-1)
-        return f"nearer in {found.better} of {len(row.drift)} clips, p {found.p:.1g}"
 
     def plain(self) -> dict[str, Any]:
         """Return all of it as what YAML can hold."""
-        return {**self.facts, "floor": self.floor, "rows": [self._plain(row) for row in self.rows]}
+        rows, tests = [row.plain() for row in self.rows], list(self.pairs())
+        return {**self.facts, "floor": self.floor, "rows": rows, "pairs": tests}
 
-    def _plain(self, row: Row) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "name": row.arm.name,
-            "changes": dict(row.arm.changes),
-            "of": dict(row.of),
-            "forwards": [row.count.computed, row.count.whole],
-            "seconds": round(row.seconds, 3),
-            "drift": [round(float(x), 6) for x in row.drift],
-            "psnr": [round(float(x), 3) for x in row.psnr],
-        }
-        if row.steps is not None:
-            found["step_error"] = [round(float(x), 6) for x in row.steps]
-        found |= {k: [round(float(x), 5) for x in v] for k, v in row.pictures.items()}
-        if row.notes:
-            found["notes"] = list(row.notes)
-        if row.arm.same_cost is not None:
-            found |= {"same_cost": row.arm.same_cost, "against": self._beside(row)}
-        return found
-
-    def write(self, path: Path) -> Path:
-        """Write it; the file takes its name when it is whole."""
+    def write(self, path: str | Path) -> Path:
+        """Write it as YAML; the file takes its name when it is whole."""
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             partial.write_text(yaml.safe_dump(self.plain(), sort_keys=False), "utf-8")
         return path
+
+
+def _psnr(x: Samples, of: Samples) -> PerClip:
+    """Return the peak signal-to-noise ratio in dB, the peak being the range of the dense sample."""
+    inner = tuple(range(1, x.ndim))
+    error = np.square(x.astype(np.float64) - of).mean(axis=inner)
+    peak = of.max(axis=inner) - of.min(axis=inner)
+    return 10 * np.log10(np.maximum(peak, 1e-30) ** 2 / np.maximum(error, 1e-30))
+
+
+def _rounded(values: PerClip) -> list[float]:
+    return [round(float(x), 6) for x in values]
 
 
 def machine_facts() -> dict[str, str]:

@@ -6,65 +6,139 @@ earlier steps changed grows. Both are measured. With x the dense run's samples, 
     drift                  |x'_n - x_n| / |x_n|                          at the end
     error of a step        |x'_(i+1) - x_(i+1)| / |x_(i+1) - x_i|        from the dense run's x_i
 
-where the second run keeps what its own layers added before, and goes on from the dense samples.
+where the second run keeps what its own layers added before, and goes on from the dense samples. The
+states of the dense run's steps are kept on the host, of one batch of clips: steps are compared in
+the first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt32
 
 from maxattn import sharding
 from maxattn.steps import Step
+from maxattn_examples.sample.facts import run_facts
 from maxattn_examples.sample.files import Paths
-from maxattn_examples.sample.rows import place
-from maxattn_examples.sample.run import Start, run_of, walk_of
+from maxattn_examples.sample.loop import Walk
+from maxattn_examples.sample.resolve import predicts_both
+from maxattn_examples.sample.rows import Rows, batch_ways, place, told_in_rows
+from maxattn_examples.sample.run import arrays_of, noise_of, run_of
 from maxattn_examples.sample.task import Arrays, SamplingTask
 from maxattn_examples.sample.weights import load
-from maxattn_examples.samplers import Schedule, State
+from maxattn_examples.samplers import Schedule, State, keys_of
 
-Samples = Float[np.ndarray, "B ..."]
+from .report import DENSE, Report, Row, Samples, Score
+from .ways import PLAIN, Ways
+
+AddScores = Callable[[SamplingTask, str, Samples], Mapping[str, Score]]
+Observe = Callable[[int, State], State]
 
 
-@dataclass
-class Trajectory:
-    """The states of a dense run, on the host.
+@dataclass(frozen=True)
+class Clips:
+    """What every way of sampling is given: one row a clip.
+
+    Args:
+        arrays: what the model is told.
+        noise: standard normal, channels last.
+        keys: of noise that samplers add.
+        batch: clips that are drawn at once, which divide the others.
+    """
+
+    arrays: Arrays
+    noise: Samples
+    keys: UInt32[np.ndarray, "n 2"]
+    batch: int
+
+    @classmethod
+    def of_prompts(cls, task: SamplingTask, paths: Paths, batch: int | None = None) -> Clips:
+        """Read or encode the prompts of settings and files; default in one batch."""
+        arrays, sampling = arrays_of(task, paths), task.settings.sampling
+        rows = Rows(max(map(len, arrays.values())), sampling.per_prompt, 1, 1)
+        noise = np.moveaxis(noise_of(paths, rows, task), 1, -1)
+        arrays = {name: rows.spread(array) for name, array in arrays.items()}
+        return cls(arrays, noise, keys_of(sampling.seed, len(noise)), batch or len(noise))
+
+
+class Trajectory(NamedTuple):
+    """The dense run of a batch, on the host.
 
     Args:
         sampler: its name.
         schedule: of its steps.
-        wanted: rows that are not there to fill up devices.
-        states: before the first step, and after each.
+        noise: the samples before the first step.
+        states: after each step.
     """
 
     sampler: str
     schedule: Schedule
-    wanted: int
-    states: list[State] = field(default_factory=list)
-
-    def at(self, i: int) -> Samples:
-        """Return the samples after step i; -1 is before the first one."""
-        return np.asarray(self.states[i + 1].x)[: self.wanted]
+    noise: Samples
+    states: list[State]
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """What one way of sampling gave.
 
     Args:
         latents: at the end, channels last.
         seconds: of the steps, without compiling.
-        forwards: that were computed, counted in layers where some were not.
+        forwards: that were computed, in the mean of the batches.
     """
 
     latents: Samples
     seconds: float
     forwards: float
+
+
+def rows_of(task: SamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> Rows:
+    """Count the rows of a batch of clips."""
+    both = task.settings.sampling.guided and predicts_both(task)
+    return Rows(batch, 1, 2 if both else 1, batch_ways(mesh))
+
+
+def compare(
+    ways: Ways, clips: Clips, score: AddScores, report: Report, mesh: jax.sharding.Mesh | None
+) -> Iterator[Row]:
+    """Run every way of sampling, and yield its row after it is in the report.
+
+    Args:
+        ways: the dense one first; plain ones of equal cost are added to them.
+        clips: that all of them draw.
+        score: returns more columns, of a task, a name and samples.
+        report: takes the rows.
+        mesh: devices.
+    """
+    for way in ways.every:
+        task, count = ways.task(way), ways.count(way)
+        print(f"\n{way.name}: {count}")
+        runner = Runner(task, ways.paths, clips, mesh)
+        if way.name == DENSE:
+            run, trajectory = runner.dense()
+            dense, row = run.latents, Row(way.name)
+        else:
+            run = runner.run()
+            row = Row.of_samples(way.name, run.latents, dense)
+        print(*runner.walk.outcome(), sep="\n")
+        row.changes, row.seconds = way.changes, run.seconds
+        row.count = count._replace(computed=run.forwards, at_most=False)
+        row.of = run_facts(task, runner.resolved.sampler, ways.paths)
+        row.same_cost, lacks = ways.add_plain(way, row.count)
+        row.notes += [f"no row of the same cost: {lacks}"] if lacks else []
+        if (unlike := runner.unlike(trajectory)) is not None:
+            row.notes += [] if PLAIN.match(way.name) else [f"no error of a step: {unlike}"]
+        elif way.name != DENSE:
+            row.steps = runner.error(trajectory)
+        row.scores = score(task, way.name, run.latents)
+        report.rows.append(row)
+        yield row
 
 
 class Runner:
@@ -73,42 +147,63 @@ class Runner:
     Args:
         task: of the way.
         paths: of the weights.
-        start: what the models are told, and noise.
+        clips: prompts and noise.
         mesh: devices; default the one there is.
     """
 
     @sharding.inside_auto_axes()
     def __init__(
-        self, task: SamplingTask, paths: Paths, start: Start, mesh: jax.sharding.Mesh | None
+        self, task: SamplingTask, paths: Paths, clips: Clips, mesh: jax.sharding.Mesh | None
     ) -> None:
-        self.task, self.paths, self.start = task, paths, start
+        self.task, self.paths, self.clips = task, paths, clips
         self.mesh = sharding.program_mesh(mesh)
-        self.resolved = run_of(task, paths, start.rows)
-        self.walk = walk_of(task, paths, start, self.resolved, self.mesh)
-        self._begin = partial(self.walk.begin, *self.walk.given)
+        self.rows = rows_of(task, clips.batch, self.mesh)
+        self.resolved = run_of(task, paths, self.rows)
+        schedule = self.resolved.sampler.schedule(task.settings.sampling.num_inference_steps)
+        told, noise, keys = self._given(0)
+        steps, wanted = self.resolved.steps, self.rows.wanted
+        how: dict[str, Any] = {"keys": keys, "mesh": self.mesh, "wanted": wanted}
+        self.walk = Walk(task, told, noise, schedule, steps, **how)
         self._models: dict[str, Any] = {}
 
-    def give(self, told: tuple[Arrays, ...], noise: Samples, keys: np.ndarray) -> None:
-        """Give other rows of the same shapes: what they are told, their noise, and keys of more."""
-        parts = tuple({name: place(x, self.mesh) for name, x in part.items()} for part in told)
+    def _given(self, first: int) -> tuple[Any, jax.Array, jax.Array | None]:
+        """Place a batch on the devices; rows that fill these up are copies of the others."""
+        some = slice(first, first + self.clips.batch)
+        guided, rows = self.task.settings.sampling.guided, self.rows
+        arrays = {k: x[some] for k, x in self.clips.arrays.items()}
+        if not guided:
+            arrays = {k: x for k, x in arrays.items() if not k.startswith("negative_")}
+        parts = told_in_rows(self.task.completed(arrays), rows, guided)
+        told = tuple({k: place(x, self.mesh) for k, x in part.items()} for part in parts)
+        noise, keys = (rows.spread(x[some]) for x in (self.clips.noise, self.clips.keys))
         fresh = place(keys, self.mesh) if self.resolved.sampler.renoises else None
-        self._begin = partial(self.walk.begin, parts, place(noise, self.mesh), fresh)
+        return told, place(noise, self.mesh), fresh
 
-    def run(self) -> Run:
-        """Draw."""
-        return self.taken()
+    def run(self, observe: Observe | None = None) -> Run:
+        """Draw all clips, batch by batch; `observe` is given each step of the first."""
+        runs = [self._taken(0, observe)]
+        firsts = range(self.clips.batch, len(self.clips.noise), self.clips.batch)
+        runs += [self._taken(first) for first in firsts]
+        forwards = sum(run.forwards for run in runs) / len(runs)
+        latents = np.concatenate([run.latents for run in runs])
+        return Run(latents, sum(run.seconds for run in runs), forwards)
 
     def dense(self) -> tuple[Run, Trajectory]:
-        """Draw, and keep the state after every step."""
-        self._begin()
-        name, wanted = self.resolved.sampler.name, self.start.rows.wanted
-        kept = Trajectory(name, self.walk.schedule, wanted, [jax.device_get(self.walk.state)])
+        """Draw all clips, and keep the state after every step of the first batch."""
+        states: list[State] = []
+        copying: list[float] = []  # is no part of a run's seconds
 
         def observe(i: int, state: State) -> State:
-            kept.states.append(jax.device_get(state))
+            jax.block_until_ready(state)
+            began = time.perf_counter()
+            states.append(jax.device_get(state))
+            copying.append(time.perf_counter() - began)
             return state
 
-        return self.taken(observe), kept
+        run, schedule = self.run(observe), self.walk.schedule
+        noise = np.float32(schedule.noise_scale) * self.clips.noise[: self.clips.batch]
+        found = Trajectory(self.resolved.sampler.name, schedule, noise, states)
+        return run._replace(seconds=run.seconds - sum(copying)), found
 
     def unlike(self, dense: Trajectory) -> str | None:
         """Return why no step can begin from the dense run's samples; None if all can."""
@@ -120,20 +215,23 @@ class Runner:
         alike = jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
         return None if alike else "the times of the steps are not those of the dense run"
 
-    def errors(self, dense: Trajectory) -> list[Float[np.ndarray, " B"]]:
-        """Take every step from the dense run's samples; return how far each ends from theirs."""
+    def error(self, dense: Trajectory) -> Float[np.ndarray, " B"]:
+        """Take every step of the first batch from the dense run's samples; return how far the steps
+        that reuse or approximate end from theirs, in the median.
+        """
         found: list[Float[np.ndarray, " B"]] = []
-        wanted = dense.wanted
+        wanted = self.rows.wanted
 
         def observe(i: int, state: State) -> State:
-            before, after, ours = dense.at(i - 1), dense.at(i), np.asarray(state.x)[:wanted]
+            xs = (state.x, dense.states[i].x, dense.states[i - 1].x if i else dense.noise)
+            ours, after, before = (np.asarray(x)[:wanted] for x in xs)
             found.append(_norm(ours - after) / np.maximum(_norm(after - before), 1e-30))
-            return _placed(dense.states[i + 1], state, wanted)
+            return _placed(dense.states[i], state, wanted)
 
-        self.taken(observe)
-        return found
+        self._taken(0, observe)
+        return np.median(np.stack(found)[self._approximate()], axis=0)
 
-    def approximate(self) -> list[int]:
+    def _approximate(self) -> list[int]:
         """Return the steps of the last run that reuse or approximate; all if none does so."""
         decided, steps = self.walk.decided().values(), self.resolved.steps
 
@@ -147,9 +245,9 @@ class Runner:
         return found or list(range(len(steps)))
 
     @sharding.inside_auto_axes()
-    def taken(self, observe: Any = None) -> Run:
-        """Draw; `observe` is given each step, as of `Walk`."""
-        self._begin()
+    def _taken(self, first: int, observe: Observe | None = None) -> Run:
+        """Draw the batch that begins at a clip."""
+        self.walk.begin(*self._given(first))
         self.walk.observe = observe
         with self.walk as walk:
             for expert in (e for e in self.resolved.experts if e.steps):
@@ -159,16 +257,7 @@ class Runner:
                     self._models[expert.part] = model
                 walk.take(self._models[expert.part], expert)
         last = self.task.finished(walk.state.x, walk.told[-1])
-        latents = np.asarray(last)[: self.start.rows.wanted]
-        return Run(latents, walk.bar.seconds, walk.forwards())
-
-
-def psnr(x: Samples, of: Samples) -> Float[np.ndarray, " B"]:
-    """Return the peak signal-to-noise ratio in dB, the peak being the range of the dense sample."""
-    inner = tuple(range(1, x.ndim))
-    error = np.square(x.astype(np.float64) - of).mean(axis=inner)
-    peak = of.max(axis=inner) - of.min(axis=inner)
-    return 10 * np.log10(np.maximum(peak, 1e-30) ** 2 / np.maximum(error, 1e-30))
+        return Run(np.asarray(last)[: self.rows.wanted], walk.bar.seconds, walk.forwards())
 
 
 def _norm(x: Samples) -> Float[np.ndarray, " B"]:
@@ -183,3 +272,48 @@ def _placed(state: State, like: State, wanted: int) -> State:
         return jax.device_put(x[rows], other.sharding)
 
     return jax.tree.map(one, state, like)
+
+
+def curve_of(runner: Runner) -> Float[np.ndarray, "steps predictions"]:
+    """Run dense sampling once, and return MagCache's curve, with the text and then without.
+
+        ratio of step i = mean over tokens and clips of |r_i| / |r_(i-1)|
+
+    where r_i is what the layers added. The first step of each model has ratios of 1.
+
+    Source: Ma et al. 2025, https://arxiv.org/abs/2506.09045.
+    """
+    steps = runner.walk.steps
+    runner.walk.steps = replace(steps, steps=tuple(replace(step, keeps=1) for step in steps))
+    begins = {sum(x.steps for x in runner.resolved.experts[:n]) for n in range(2)}
+    samples, wanted = runner.rows.samples, runner.rows.wanted
+    before: dict[str, Any] = {}
+    found: list[dict[str, float]] = []
+
+    def observe(i: int, state: State) -> State:
+        here = _added(runner.walk.kept, samples, wanted)
+        last = {} if i in begins else before
+        found.append({k: float(_ratio(x, last[k])) if k in last else 1.0 for k, x in here.items()})
+        before.clear()
+        before.update(here)
+        return state
+
+    runner.run(observe)
+    runner.walk.steps = steps
+    names = ("with", "without") if any(steps.guided) else ("with",)
+    return np.array([[row.get(name, row["with"]) for name in names] for row in found])
+
+
+def _added(kept: Mapping[str, Any], samples: int, wanted: int) -> dict[str, Any]:
+    """Return what the layers added in each prediction, to the rows of the wanted samples."""
+    found = {name: jax.tree.leaves(added.sums[0][0])[0] for name, added in kept.items()}
+    if "both" in found:
+        found = dict(zip(("without", "with"), jnp.split(found["both"], 2), strict=True))
+    # Copies: the next step takes the memory of what is kept.
+    return {name: jnp.array(x[:samples][:wanted]) for name, x in found.items()}
+
+
+@jax.jit
+def _ratio(ours: Any, before: Any) -> Any:
+    norm, last = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (ours, before))
+    return jnp.mean(norm / jnp.maximum(last, 1e-30))

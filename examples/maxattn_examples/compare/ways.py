@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +20,25 @@ import maxattn as ma
 from maxattn import sharding
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, MaxattnError
+from maxattn_examples import families
+from maxattn_examples.digits.settings import Settings as DigitsSettings
+from maxattn_examples.sample.check import check_plan
+from maxattn_examples.sample.command import AddOptions, arguments_of, paths_of, settings_of
 from maxattn_examples.sample.files import Paths
 from maxattn_examples.sample.resolve import resolved, with_attention
 from maxattn_examples.sample.task import SamplingTask
 from maxattn_examples.samplers.sampler import KEYS, Given
 
-DENSE, FLOOR = "dense", "floor"
+from .report import DENSE, FLOOR, Count
+
+REAL, CONFIGURED = "real", "as configured"
 # Names that a way of sampling cannot have, and what they mean.
-TAKEN = {DENSE: "sampling without shortcuts", FLOOR: "another kernel's"}
+TAKEN = {
+    DENSE: "sampling without shortcuts",
+    FLOOR: "another kernel's",
+    REAL: "real clips",
+    CONFIGURED: "the config's own sampling.fast",
+}
 DEVICES = re.compile("ici_|dcn_|mesh_axes")  # begins the keys that say where a run is
 PLAIN = re.compile(r"\d+ plain steps\b")  # begins the names of those of the same cost
 # Keys of `sampling` that say what is drawn: every way of sampling has the same.
@@ -40,22 +52,47 @@ KERNELS = {
     "cpu": ("flash", "dot_product"),
     "tpu": ("flash", "tpu_flash"),
 }
+FAST = ("fast", "fast_2")
 FORM = "write lines such as `half: {num_inference_steps: 25}`"
+ROUNDED = 1e-6  # of a forward
 MakeTask = Callable[[Sequence[str]], SamplingTask]
 
 
-class Arm(NamedTuple):
-    """One way of sampling.
+def opened(
+    description: str | None, arguments: Sequence[str] | None, more: AddOptions
+) -> tuple[argparse.Namespace, MakeTask, Paths]:
+    """Parse a command line that begins with a family, or leaves it out.
 
     Args:
-        name: in tables.
-        changes: of the keys of `sampling`, or of any other by its dotted name.
-        same_cost: the name of plain sampling in fewer steps that computes as many forwards.
+        description: what the command does.
+        arguments: default those of the process.
+        more: adds options.
+
+    Returns:
+        The arguments; what makes the task of overrides; and the files and folders.
     """
+    family, words = families.named(arguments)
+    found = arguments_of(families.help_of(description or "", family), words, family or "wan", more)
+    kind = families.settings_class(family or families.of_file(found.config, found.overrides))
+    settings = settings_of(found, kind)
+    if isinstance(settings, DigitsSettings):
+        rule = "the demo's model has no files, and its samplers are its own"
+        remedy = "use configs/digits_large.yml, or a config of Wan, SDXL or Flux.1"
+        raise ConfigError("config", found.config, rule, remedy)
+    paths = paths_of(found, settings.model.folder)
+
+    def make(changes: Sequence[str]) -> SamplingTask:
+        settings = settings_of(found, kind, changes)
+        return families.sampling_task(settings)(settings, paths.model)
+
+    return found, make, paths
+
+
+class Way(NamedTuple):
+    """One way of sampling: changes of the keys of `sampling`, or of any other by dotted name."""
 
     name: str
     changes: Mapping[str, Any]
-    same_cost: str | None = None
 
     @classmethod
     def of(cls, name: str, said: Mapping[Any, Any]) -> Self:
@@ -73,102 +110,174 @@ class Arm(NamedTuple):
         return [f"{key}={json.dumps(value, default=str)}" for key, value in named]
 
 
-class Count(NamedTuple):
-    """The forwards of a run.
+class Ways:
+    """Ways of sampling, the dense one first, each of whose settings fits.
 
     Args:
-        computed: that are computed, counted in layers where some are not.
-        whole: of the same run without shortcuts.
-        at_most: whether steps decide, and have not yet.
-    """
-
-    computed: float
-    whole: int
-    at_most: bool = False
-
-    def __str__(self) -> str:
-        return f"{'at most ' * self.at_most}{self.computed:g} of {self.whole} forwards"
-
-
-def add_options(parser: argparse.ArgumentParser) -> Any:
-    """Add the options that name ways of sampling; return what adds more beside them."""
-    add = parser.add_argument_group("what is compared").add_argument
-    add("--settings", type=Path, metavar="FILE", help="YAML: keys of sampling by name")
-    told = "one more way of sampling: a name, then KEY=VALUE"
-    add("--setting", nargs="+", action="append", default=[], metavar="NAME", help=told)
-    told = "another kernel of attention than the config's, for the floor; or none"
-    add("--floor", metavar="KERNEL", help=told)
-    return add
-
-
-def with_floor(
-    arms: Sequence[Arm], asked: str | None, make: MakeTask, name: Callable[[SamplingTask], str]
-) -> list[Arm]:
-    """Add dense sampling with another kernel behind the dense one.
-
-    Args:
-        arms: ways of sampling, the dense one first.
-        asked: a kernel; None for one that dense sampling does not have; "none" adds nothing.
-        make: a task of overrides.
-        name: names the kernel of a task's self-attention.
-
-    Raises:
-        ConfigErrors: dense sampling has that kernel, or it cannot run.
-    """
-    if asked == "none":
-        return [*arms]
-    task = task_of(arms[0], make)
-    ours, known = name(task), KERNELS.get(jax.default_backend(), ("flash",))
-    others: dict[str, str] = {}
-    for kernel in (*((asked,) if asked else ()), *known):
-        try:
-            others[kernel] = name(with_attention(task, tuple(keys_of(task, kernel).items())))
-        except MaxattnError as error:
-            if kernel == asked:
-                rule = error.problems[0].rule if isinstance(error, ConfigErrors) else error.rule
-                remedy = "name another kernel, or give --floor none"
-                raise ConfigErrors([ConfigError("--floor", kernel, rule, remedy)]) from None
-    free = [kernel for kernel, theirs in others.items() if theirs != ours]
-    if not free and asked is None:
-        print(f"no floor: no other kernel than {ours} is known to run here (--floor)")
-        return [*arms]
-    if not free or (asked and asked != free[0]):
-        rule = f"it is another kernel than dense sampling has, which is {ours}"
-        remedy = " or ".join(f"--floor {kernel}" for kernel in (*free, "none"))
-        raise ConfigErrors([ConfigError("--floor", asked, rule, f"give {remedy}")])
-    return [arms[0], Arm(FLOOR, {"fast": None, **keys_of(task, free[0])}), *arms[1:]]
-
-
-def read_arms(
-    path: Path | None, given: Sequence[Sequence[str]], taken: Mapping[str, str] = TAKEN
-) -> list[Arm]:
-    """Read ways of sampling, the dense one first.
-
-    Args:
-        path: of a YAML file: a mapping of keys of `sampling` by name.
+        make: makes the task of overrides.
+        paths: of the weights.
+        settings: a YAML file: a mapping of keys of `sampling` by name.
         given: more, each a name and changes KEY=VALUE.
-        taken: names that none of them has, and what these mean.
+        alone: whether the dense one may be the only one.
+
+    Attributes:
+        every: grows while it is gone through.
 
     Raises:
-        ConfigErrors: the file is no such mapping, a change is not written so, or a name is taken.
+        ConfigErrors: settings do not fit, a way draws other samples, or nothing is compared.
     """
+
+    def __init__(
+        self,
+        make: MakeTask,
+        paths: Paths,
+        settings: Path | None,
+        given: Sequence[Sequence[str]],
+        alone: bool = False,
+    ) -> None:
+        self.make, self.paths, self.plain = make, paths, make(())
+        sampling = self.plain.settings.sampling
+        self._off = {key: None for key in FAST if key in type(sampling).model_fields}
+        self.every = [Way(DENSE, self._off), *_read(settings, given)]
+        own = sampling.model_dump(mode="json", exclude_unset=True, include=set(FAST))
+        if fast := {key: value for key, value in own.items() if value is not None}:
+            self.every.append(Way(CONFIGURED, fast))
+        if len(self.every) == 1 and not alone:
+            rule = "a way of sampling is compared with the dense one"
+            remedy = "give --settings FILE or --setting NAME KEY=VALUE, or write sampling.fast"
+            raise ConfigErrors([ConfigError("--settings", "(none)", rule, remedy)])
+        for way in self.every:
+            check_plan(self.task(way), paths)
+
+    def task(self, way: Way) -> SamplingTask:
+        """Return the task of a way of sampling.
+
+        Raises:
+            ConfigErrors: its settings do not fit, or it draws other samples.
+        """
+        task = self.make(way.overrides(type(self.plain.settings.sampling).model_fields))
+        if problems := [*_other_samples(way, task, self.plain)]:
+            raise ConfigErrors(problems)
+        return task
+
+    def count(self, way: Way) -> Count:
+        """Count the forwards of a way of sampling."""
+        steps = resolved(self.task(way), self.paths).steps
+        return Count(steps.forwards, steps.whole, "?" in steps.letters)
+
+    def add_floor(
+        self,
+        asked: str | None,
+        rows: int,
+        lengths: Mapping[str, int],
+        mesh: jax.sharding.Mesh | None,
+    ) -> None:
+        """Add dense sampling with another kernel behind the dense one.
+
+        Args:
+            asked: a kernel; None for one that dense sampling does not have; "none" adds nothing.
+            rows: of the model in a call.
+            lengths: tokens of text and image.
+            mesh: devices that it runs on.
+
+        Raises:
+            ConfigErrors: dense sampling has that kernel, or it cannot run.
+        """
+        if asked == "none":
+            return
+        task = self.task(self.every[0])
+        ours = _self_kernel(task, rows, lengths, mesh)
+        others: dict[str, str] = {}
+        for kernel in (*((asked,) if asked else ()), *KERNELS.get(jax.default_backend(), ())):
+            try:
+                changed = with_attention(task, tuple(_keys_of(task, kernel).items()))
+                others[kernel] = _self_kernel(changed, rows, lengths, mesh)
+            except MaxattnError as error:
+                if kernel == asked:
+                    rule = error.problems[0].rule if isinstance(error, ConfigErrors) else error.rule
+                    remedy = "name another kernel, or give --floor none"
+                    raise ConfigErrors([ConfigError("--floor", kernel, rule, remedy)]) from None
+        free = [kernel for kernel, theirs in others.items() if theirs != ours]
+        if not free and asked is None:
+            print(f"no floor: no other kernel than {ours} is known to run here (--floor)")
+            return
+        if not free or (asked and asked != free[0]):
+            rule = f"it is another kernel than dense sampling has, which is {ours}"
+            remedy = " or ".join(f"--floor {kernel}" for kernel in (*free, "none"))
+            raise ConfigErrors([ConfigError("--floor", asked, rule, f"give {remedy}")])
+        self.every.insert(1, Way(FLOOR, {**self._off, **_keys_of(task, free[0])}))
+
+    def add_plain(self, way: Way, count: Count) -> tuple[str | None, str]:
+        """Add plain sampling, in as few steps as cost no less, behind a way with a section `fast`.
+
+        Args:
+            way: one of them, which has run; nothing is added if another is that plain one.
+            count: of the forwards that it computed.
+
+        Returns:
+            The name of the plain one, and why there is none, or "".
+        """
+        sampling = self.task(way).settings.sampling
+        if not any(getattr(sampling, key) for key in self._off):
+            return None, ""
+        number = sampling.num_inference_steps
+        fewer = max(1, math.ceil(count.computed / count.whole * number - ROUNDED))
+        try:
+            plain = self._plain_of(way, fewer)
+            while fewer < number and self.count(plain).computed < count.computed - ROUNDED:
+                fewer += 1
+                plain = self._plain_of(way, fewer)
+            settings = self.task(plain).settings
+        except ConfigErrors as error:
+            return None, f"{fewer} plain steps cost as much, and {error.problems[0].rule}"
+        others = [x for x in self.every if x.name == DENSE or PLAIN.match(x.name)]
+        found = next((x for x in others if self.task(x).settings == settings), None)
+        if found is None:
+            free = chain([plain.name], (f"{plain.name} ({n})" for n in count_from(2)))
+            names = {x.name for x in others}
+            found = plain._replace(name=next(x for x in free if x not in names))
+            self.every.insert(self.every.index(way) + 1, found)
+        return found.name, ""
+
+    def _plain_of(self, way: Way, fewer: int) -> Way:
+        """Return a way without its shortcuts, in fewer steps; of a list, as many values are left.
+
+        Raises:
+            ConfigErrors: its list has fewer values.
+        """
+        sampling = self.task(way).settings.sampling
+        number, own = sampling.num_inference_steps, Given.of(sampling.__dict__)
+        left_out = {"num_inference_steps", *(KEYS if own is not None else ())}
+        kept = {key: x for key, x in sorted(way.changes.items()) if key.split(".")[0] not in FAST}
+        said = {key: x for key, x in kept.items() if key not in left_out}
+        if own is not None and sampling.distilled is None:  # which has lists of its own
+            if fewer > number:
+                rule = f"{own.setting} has {number} values"
+                raise ConfigErrors([ConfigError(own.setting, number, rule, "give more of them")])
+            said[own.key] = [own.values[i * number // fewer] for i in range(fewer)]
+        told = [f"{key}={x}" for key, x in said.items() if key in kept]
+        name = textwrap.shorten(", ".join([f"{fewer} plain steps", *told]), 60, placeholder=" ...")
+        return Way(name, {**kept, **said, **self._off, "num_inference_steps": fewer})
+
+
+def _read(path: Path | None, given: Sequence[Sequence[str]]) -> list[Way]:
     said: dict[str, Any] = {} if path is None else {str(x): y for x, y in _mapping(path).items()}
-    problems = [problem for name in said for problem in _name_errors("--settings", name, taken)]
+    problems = [problem for name in said for problem in _name_errors("--settings", name)]
     for name, *changes in given:
-        problems += _name_errors("--setting", name, taken)
+        problems += _name_errors("--setting", name)
         if name in said:
             rule = "each way of sampling has a name of its own, and two have this one"
             problems.append(ConfigError("--setting", name, rule, "give it another name"))
         said[name] = dict(map(_change, changes))
     if problems:
         raise ConfigErrors(problems)
-    return [Arm(DENSE, {"fast": None}), *(Arm.of(name, x or {}) for name, x in said.items())]
+    return [Way.of(name, x or {}) for name, x in said.items()]
 
 
-def _name_errors(setting: str, name: str, taken: Mapping[str, str]) -> Iterator[ConfigError]:
-    meant = ", ".join(f"{key} is {what}" for key, what in taken.items())
+def _name_errors(setting: str, name: str) -> Iterator[ConfigError]:
+    meant = ", ".join(f"{key} is {what}" for key, what in TAKEN.items())
     rule = f"{meant}, and N plain steps are those of the same cost"
-    if name in taken or PLAIN.match(name):
+    if name in TAKEN or PLAIN.match(name):
         yield ConfigError(setting, name, rule, "give it another name")
 
 
@@ -205,26 +314,15 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 @sharding.inside_auto_axes()
-def self_kernel(
-    task: SamplingTask, *, rows: int, lengths: Mapping[str, int], mesh: jax.sharding.Mesh | None
+def _self_kernel(
+    task: SamplingTask, rows: int, lengths: Mapping[str, int], mesh: jax.sharding.Mesh | None
 ) -> str:
-    """Name the kernel of self-attention, with rows of the model in a call and lengths of texts."""
     plans = task.plans(rows, lengths, sharding.program_mesh(mesh)).values()
     names = (plan.kernel.name for plan in plans if plan.call.role == "self")
     return ", ".join(dict.fromkeys(names))
 
 
-def forwards(task: SamplingTask, paths: Paths) -> Count:
-    """Count the forwards of a run of these settings.
-
-    Raises:
-        ConfigError: `sampling.fast` does not fit the run.
-    """
-    steps = resolved(task, paths).steps
-    return Count(steps.forwards, steps.whole, "?" in steps.letters)
-
-
-def keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
+def _keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
     """Return the settings under which a task's self-attention has a kernel, and its strategy."""
     try:
         ma.AttentionConfig(attention_kernel=task.settings.attention)
@@ -234,80 +332,25 @@ def keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
     return {"attention": kernel, **({"attention_kernel": None} if named else {})}
 
 
-def add_plain(ways: list[Arm], arm: Arm, count: Count, make: MakeTask) -> tuple[Arm, str]:
-    """Add plain sampling in fewer steps behind a way of sampling with a section `fast`.
-
-    Args:
-        ways: of sampling, the dense one first; nothing is added if one of them is that plain one.
-        arm: one of them, which has run.
-        count: of the forwards that it computed.
-        make: a task of overrides.
-
-    Returns:
-        The way, which names the plain one; and why there is none, or "".
-    """
-    sampling = task_of(arm, make).settings.sampling
-    if sampling.fast is None:
-        return arm, ""
-    number, own = sampling.num_inference_steps, Given.of(sampling.__dict__)
-    fewer = max(1, round(count.computed / count.whole * number))
-    left_out = {"num_inference_steps", *(KEYS if own is not None else ())}
-    kept = {key: x for key, x in sorted(arm.changes.items()) if key.split(".")[0] != "fast"}
-    said = {key: x for key, x in kept.items() if key not in left_out}
-    # Of a list, as many values as there are steps; a distilled model has lists of its own.
-    if own is not None and sampling.distilled is None:
-        if fewer > number:
-            return arm, f"{fewer} plain steps cost as much, and {own.setting} has {number} values"
-        said[own.key] = [own.values[i * number // fewer] for i in range(fewer)]
-    plain = Arm("", {**kept, **said, "fast": None, "num_inference_steps": fewer})
-    try:
-        settings = task_of(plain, make).settings
-    except ConfigErrors as error:
-        return arm, f"{fewer} plain steps cost as much, and {error.problems[0].rule}"
-    others = [x for x in ways if x.name == DENSE or PLAIN.match(x.name)]
-    found = next((x for x in others if task_of(x, make).settings == settings), None)
-    if found is None:
-        told = [f"{key}={x}" for key, x in said.items() if key in kept]
-        name = textwrap.shorten(", ".join([f"{fewer} plain steps", *told]), 60, placeholder=" ...")
-        free = chain([name], (f"{name} ({n})" for n in count_from(2)))
-        names = {x.name for x in others}
-        found = plain._replace(name=next(x for x in free if x not in names))
-        ways.insert(ways.index(arm) + 1, found)
-    return arm._replace(same_cost=found.name), ""
-
-
-def task_of(arm: Arm, make: MakeTask) -> SamplingTask:
-    """Return the task of a way of sampling.
-
-    Raises:
-        ConfigErrors: its settings do not fit, or it draws other samples.
-    """
-    plain = make(())
-    task = make(arm.overrides(type(plain.settings.sampling).model_fields))
-    if problems := [*_other_samples(arm, task, plain)] or list(task.size_errors()):
-        raise ConfigErrors(problems)
-    return task
-
-
-def _other_samples(arm: Arm, task: SamplingTask, plain: SamplingTask) -> Iterator[ConfigError]:
+def _other_samples(way: Way, task: SamplingTask, plain: SamplingTask) -> Iterator[ConfigError]:
     """Yield what would change the samples that are drawn, and not the way alone."""
     rule = "every way of sampling draws the same prompts from the same noise, in the same size"
     ours, theirs = task.settings.sampling, plain.settings.sampling
     keys = [key for key in DRAWN if getattr(ours, key, None) != getattr(theirs, key, None)]
     for key in keys:
         remedy = f"leave {key} out here; before --setting, sampling.{key}=VALUE is for all"
-        yield ConfigError("--setting", f"{arm.name}: {key}={getattr(ours, key)}", rule, remedy)
+        yield ConfigError("--setting", f"{way.name}: {key}={getattr(ours, key)}", rule, remedy)
     devices = [key for key in vars(task.settings) if DEVICES.match(key)]
     for key in devices:
         if (value := getattr(task.settings, key)) != getattr(plain.settings, key):
             rule = "every way of sampling runs on the same devices, spread in the same way"
             remedy = f"leave {key} out here; before --setting, {key}=VALUE is for all"
-            yield ConfigError("--setting", f"{arm.name}: {key}={value}", rule, remedy)
+            yield ConfigError("--setting", f"{way.name}: {key}={value}", rule, remedy)
     if (folder := task.settings.model.folder) != plain.settings.model.folder:
         rule = "every way of sampling has the weights of --model"
         remedy = "leave it out here, and run the command once for each model"
-        yield ConfigError("--setting", f"{arm.name}: model.folder={folder}", rule, remedy)
+        yield ConfigError("--setting", f"{way.name}: model.folder={folder}", rule, remedy)
     if not keys and task.latents != plain.latents:
         sizes = f"latents {list(task.latents)}, and without it {list(plain.latents)}"
         remedy = "leave out the key that changes the size"
-        yield ConfigError("--setting", f"{arm.name}: {sizes}", rule, remedy)
+        yield ConfigError("--setting", f"{way.name}: {sizes}", rule, remedy)

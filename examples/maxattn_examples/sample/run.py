@@ -111,7 +111,7 @@ def start_of_plan(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
 
 def start_of(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
     """Read or encode what the models are told, and draw the noise."""
-    return _told(task, _arrays(task, paths), mesh)
+    return _told(task, arrays_of(task, paths), mesh)
 
 
 def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
@@ -127,7 +127,8 @@ def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
     return Start(told, rows)
 
 
-def _arrays(task: SamplingTask, paths: Paths) -> Arrays:
+def arrays_of(task: SamplingTask, paths: Paths) -> Arrays:
+    """Read or encode what the model is told."""
     if paths.embeddings is not None:
         return files.read(paths.embeddings, "--embeddings")
     began = time.perf_counter()
@@ -137,7 +138,12 @@ def _arrays(task: SamplingTask, paths: Paths) -> Arrays:
     return arrays
 
 
-def _noise(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
+def noise_of(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
+    """Read the noise, or draw it, channels second.
+
+    Raises:
+        ConfigError: the file has other rows.
+    """
     if paths.noise is None:
         return noise(task.settings.sampling.seed, rows, task.latents)
     given = files.read(paths.noise, "--noise")["noise"].astype(np.float32)
@@ -209,7 +215,7 @@ def walk_of(
     seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
     schedule, renoises = run.sampler.schedule(count), run.sampler.renoises
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
-    first = place(np.moveaxis(_noise(paths, start.rows, task), 1, -1), mesh)
+    first = place(np.moveaxis(noise_of(paths, start.rows, task), 1, -1), mesh)
     keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
     wanted = start.rows.wanted
     return Walk(task, told, first, schedule, run.steps, keys=keys, mesh=mesh, wanted=wanted)

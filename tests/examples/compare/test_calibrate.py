@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from maxattn_examples.compare import curve
-from maxattn_examples.sample.command import arguments_of
+from maxattn_examples.compare import runner
 
 from maxattn.config import ConfigErrors
 from tests.examples.conftest import ROOT
@@ -26,7 +25,7 @@ def measured(folder: Path, options: list[str], *words: str) -> dict[str, Any]:
     given = [str(ROOT / "configs" / CONFIGS["wan"]), "model.sizes=null", *EXACT, *sizes_of("wan")]
     given += ["sampling.timestep_shift=null", "--model", str(folder), *options]
     given += [f"num_inference_steps={STEPS}", *words, "--curve", str(file)]
-    command.main(arguments_of("", given, more=command.add_options))
+    command.main(given)
     return yaml.safe_load(file.read_text())
 
 
@@ -53,5 +52,5 @@ def test_a_curve_is_measured_and_taken_by_the_same_run(
 def test_ratios_are_means_over_tokens_and_clips() -> None:
     ours, before = jax.random.normal(jax.random.key(0), (2, 2, 5, 3))
     wide = [np.linalg.norm(np.asarray(x, np.float64), axis=-1) for x in (ours, before)]
-    got = curve._ratio(ours, before)
+    got = runner._ratio(ours, before)
     np.testing.assert_allclose(got, (wide[0] / wide[1]).mean(), rtol=1e-6)
