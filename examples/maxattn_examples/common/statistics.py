@@ -67,15 +67,6 @@ def paired(
     return Paired(mean, int((differ > 0).sum()), int((differ < 0).sum()), p)
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the correlation of ranks, ties at their mean rank; 0 where all are alike."""
-    from scipy.stats import rankdata
-
-    first, second = (rankdata(x) - (len(x) + 1) / 2 for x in (a, b))
-    size = np.linalg.norm(first) * np.linalg.norm(second)
-    return float(first @ second / size) if size else 0.0
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown."""
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]

@@ -2,5 +2,5 @@
 
 `words.py` writes and encodes prompts, `scenes.py` draws what happens in a clip, `clips.py` renders
 it on the device. `settings.py` and `task.py` train Wan's transformer on it, `distil.py` a student
-of few steps. `drawing.py`, `scores.py` and `report.py` are what examples/score_digits.py runs.
+of few steps. `scores.py` judges clips, for examples/compare.py.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from maxattn_examples.common import hosts
-from maxattn_examples.common.command import SettingsClass, parser_of, read_settings, user_errors
+from maxattn_examples.common.command import SettingsClass, parser_of, read_settings
 from maxattn_examples.common.pipeline_folder import Family
 
 from .files import Paths
@@ -51,24 +51,6 @@ TOLD = {("flux", "guidance"): "what FLUX.1-dev is told; schnell is told none"}
 
 
 AddOptions = Callable[[argparse.ArgumentParser], None]
-
-
-def command(
-    description: str | None,
-    family: Family,
-    main: Callable[[Any], None],
-    more: AddOptions | None = None,
-) -> None:
-    """Run a command, and end on a user's mistake with a message alone.
-
-    Args:
-        description: what it does.
-        family: of its models.
-        main: is given the arguments of the process.
-        more: adds options.
-    """
-    with user_errors():
-        main(arguments_of(description, family=family, more=more))
 
 
 def draw(

@@ -176,7 +176,7 @@ def test_clips_of_digits_are_judged_in_batches(digits: Path, tmp_path: Path, cap
 
 
 def test_clips_are_drawn_in_whole_batches(digits: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigErrors, match="of 3\n.*give --batch 2"):
+    with pytest.raises(ConfigErrors, match=r"of 3\n.*give --batch 2"):
         judged(digits, tmp_path / "a.yml", "--batch", "3")
 
 
