@@ -76,10 +76,10 @@ def drift(
         >>> print(report)  # doctest: +ELLIPSIS
         | sampling | drift | worst | PSNR |
         ...
-        | reuse | 0.0372 | 0.0372 | 38.8 |
-        | 6 steps | 0.0256 | 0.0256 | 42.1 |
+        | reuse | 0.0192 | 0.0293 | 45.0 |
+        | 6 steps | 0.0120 | 0.0183 | 49.1 |
         ...
-        | reuse | 6 steps | drift | +0.0116 | 0 / 8 | 0.0078 |
+        | reuse | 6 steps | drift | +0.0077 | 0 / 8 | 0.0078 |
         ...
         >>> path = report.write("drift.yml")
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import drift
+import compare
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,6 @@ from maxattn_examples.digits_large.clips import of_model
 from maxattn_examples.digits_large.scenes import Size
 from maxattn_examples.digits_large.settings import Settings, describes_clips
 from maxattn_examples.digits_large.task import ClipTask, some_frames
-from maxattn_examples.sample.command import arguments_of
 from maxattn_examples.train.loop import Training
 from PIL import Image
 
@@ -90,7 +89,7 @@ def test_a_prompt_is_drawn_without_torch(whole: Any, tmp_path: Path):
     draw([*command, *more])
     ways = ["--setting", "one/step", "num_inference_steps=1", "--report", str(tmp_path / "x.yml")]
     words = [*command, *more[:4], *more[6:], *ways]
-    drift.main(arguments_of("", words, more=drift.add_options))
+    compare.main(words)
     assert {x.name for x in tmp_path.glob("drawn/*_*")} == {"00_dense", "01_floor", "02_one_step"}
     assert "SSIM:" in (tmp_path / "x.yml").read_text()
     latents = SafeTensors(tmp_path / "x.safetensors")["latents"][...]
