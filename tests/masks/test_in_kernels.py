@@ -20,7 +20,7 @@ from maxattn.errors import InputError
 from maxattn.kernels.base import Inputs, refuse_mask
 from maxattn.kernels.blockwise.chunk_sizes import SPARSE_CHUNK, choose_chunks
 from maxattn.kernels.blockwise.visits import visits
-from maxattn.kernels.fa4.mask_test import masked_inputs
+from maxattn.kernels.fa4.lists import masked_inputs
 from maxattn.kernels.fa4.problem import of_inputs
 from maxattn.kernels.fa4.tiles import Tile
 from maxattn.kernels.flash import Flash
