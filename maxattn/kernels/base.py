@@ -93,15 +93,12 @@ class Result(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """A backward's inputs for each query, final over all keys.
+    """A backward's inputs for each query, final over all keys."""
 
-    Args:
-        out, lse: the forward's result, merged if the keys were computed in several calls.
-        dout, dlse: the gradients of out and lse.
-    """
-
+    # out, lse: the forward's result, merged if the keys were computed in several calls
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
+    # dout, dlse: the gradients of out and lse
     dout: Float[Array, "B T N V"]
     dlse: Float[Array, "B N T"]
 

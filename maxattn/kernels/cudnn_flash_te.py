@@ -29,14 +29,11 @@ class CudnnFlashTe(Fused):
     """Compute out = softmax(scale * q k^T + bias) v with TransformerEngine's fused attention.
 
     Its backward always computes the gradient of a bias.
-
-    Args:
-        version: the version of transformer-engine-jax.
     """
 
     name: ClassVar[str] = "cudnn_flash_te"
     reaches: ClassVar[float] = 0.85  # H200, 32,760 tokens: 551 to 575 TFLOP/s
-    version: str = ""
+    version: str = ""  # the version of transformer-engine-jax
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:

@@ -22,20 +22,16 @@ from maxattn.target import Target
 
 @dataclass(frozen=True)
 class DotProduct(Kernel):
-    """Compute out = softmax(scale * q k^T + bias) v with XLA's own matmuls.
-
-    Args:
-        scale: factor of the scores, in float32.
-        float32_qk_product: whether to cast q and k to float32 before their product. Products of
-            bfloat16 and float16 are exact in float32 without the cast too.
-        split_head_dim: whether batch and heads stay two axes or become one; results are equal.
-    """
+    """Compute out = softmax(scale * q k^T + bias) v with XLA's own matmuls."""
 
     name: ClassVar[str] = "dot_product"
     differentiates_twice: ClassVar[bool] = True
     takes_value_dim: ClassVar[bool] = True
-    scale: float
+    scale: float  # factor of the scores, in float32
+    # whether to cast q and k to float32 before their product. Products of bfloat16 and float16 are
+    # exact in float32 without the cast too.
     float32_qk_product: bool = False
+    # whether batch and heads stay two axes or become one; results are equal
     split_head_dim: bool = True
 
     @staticmethod

@@ -45,22 +45,16 @@ MOST_COUNTED = 2**16  # most pairs of chunks that `lines` counts by kind
 
 @dataclass(frozen=True)
 class MemoryEfficient(Kernel):
-    """Compute out = softmax(scale * q k^T + bias) v chunk by chunk, with XLA's own matmuls.
-
-    Args:
-        scale: factor of the scores, in float32.
-        query_chunk, key_chunk: numbers of queries and keys in a chunk (B_r and B_c).
-        float32_qk_product: whether to cast q and k to float32 before their product.
-        by_row: whether to compute batch rows one by one if their empty chunks differ.
-    """
+    """Compute out = softmax(scale * q k^T + bias) v chunk by chunk, with XLA's own matmuls."""
 
     name: ClassVar[str] = "memory_efficient"
     takes_value_dim: ClassVar[bool] = True
-    scale: float
+    scale: float  # factor of the scores, in float32
+    # query_chunk, key_chunk: numbers of queries and keys in a chunk (B_r and B_c)
     query_chunk: int
     key_chunk: int
-    float32_qk_product: bool = False
-    by_row: bool = False
+    float32_qk_product: bool = False  # whether to cast q and k to float32 before their product
+    by_row: bool = False  # whether to compute batch rows one by one if their empty chunks differ
 
     @staticmethod
     def build(call: Call, config: AttentionConfig, target: Target) -> MemoryEfficient:

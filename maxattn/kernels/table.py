@@ -24,30 +24,22 @@ EVERYWHERE = ("cpu", "gpu", "tpu")
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel: its name, where it runs, and what it needs.
+    """A kernel: its name, where it runs, and what it needs."""
 
-    Args:
-        name: the kernel's name in `attention:`.
-        where: "module:Class", imported at its first use.
-        platforms, gpus: the platforms that it runs on, and the vendors of its GPUs.
-        package: pip's name of the package that it calls; None if jax is enough.
-        switch: an environment variable whose value "0" forbids the kernel.
-        reads: the settings that this kernel reads, apart from those that every kernel reads.
-        custom_calls: prefixes of the names of its custom calls in compiled programs.
-        is_spelled: whether `attention:` takes the name; if not, a setting in `reads` selects it.
-        title: the kernel's name in messages; default `name`.
-    """
-
-    name: str
-    where: str
+    name: str  # the kernel's name in `attention:`
+    where: str  # "module:Class", imported at its first use
+    # platforms, gpus: the platforms that it runs on, and the vendors of its GPUs
     platforms: tuple[str, ...] = EVERYWHERE
     gpus: tuple[str, ...] = ("NVIDIA", "AMD")
-    package: str | None = None
-    switch: str | None = None
+    package: str | None = None  # pip's name of the package that it calls; None if jax is enough
+    switch: str | None = None  # an environment variable whose value "0" forbids the kernel
+    # the settings that this kernel reads, apart from those that every kernel reads
     reads: tuple[str, ...] = ()
+    # prefixes of the names of its custom calls in compiled programs
     custom_calls: tuple[str, ...] = ()
+    # whether `attention:` takes the name; if not, a setting in `reads` selects it
     is_spelled: bool = True
-    title: str = ""
+    title: str = ""  # the kernel's name in messages; default `name`
 
 
 _NVIDIA = ("NVIDIA",)

@@ -25,17 +25,14 @@ UNSAID = "?"  # the version if the command line has `--with tokamax` without a v
 
 @dataclass(frozen=True)
 class TokamaxFlash(Splash):
-    """Compute attention with tokamax's splash, whose backward is fused.
-
-    Args:
-        use_base2_exp: whether to compute the softmax with exp2; the queries, multiplied by log2(e),
-            are then rounded once more.
-        use_experimental_scheduler: whether the compiler uses that scheduler for the forward.
-    """
+    """Compute attention with tokamax's splash, whose backward is fused."""
 
     name: ClassVar[str] = "tokamax_flash"
     reaches: ClassVar[float] = 0.85  # H200, 32,760 tokens: 551 to 575 TFLOP/s
+    # whether to compute the softmax with exp2; the queries, multiplied by log2(e), are then rounded
+    # once more
     use_base2_exp: bool = False
+    # whether the compiler uses that scheduler for the forward
     use_experimental_scheduler: bool = False
 
     @staticmethod

@@ -43,22 +43,17 @@ class TpuFewKeys(Kernel):
 
     The backward is bitwise repeatable. K is multiplied by the scale in float32, and then rounded to
     its dtype.
-
-    Args:
-        scale: factor of the scores.
-        of_forward, of_backward: the tiles.
-        interpret: whether the kernels run in Pallas' interpreter, on a CPU.
-        float32_qk_product: whether to cast q, k and v to float32 before the kernels.
     """
 
     name: ClassVar[str] = "tpu_few_keys"
     is_pallas: ClassVar[bool] = True
     needs_an_example: ClassVar[bool] = True
-    scale: float
+    scale: float  # factor of the scores
+    # of_forward, of_backward: the tiles
     of_forward: FewKeysTile
     of_backward: FewKeysTile
-    interpret: bool = False
-    float32_qk_product: bool = False
+    interpret: bool = False  # whether the kernels run in Pallas' interpreter, on a CPU
+    float32_qk_product: bool = False  # whether to cast q, k and v to float32 before the kernels
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:

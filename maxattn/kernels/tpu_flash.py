@@ -32,14 +32,11 @@ from maxattn.tuned import tuned_config
 
 @dataclass(frozen=True)
 class TpuFlash(Splash):
-    """Compute attention with transposed scores.
-
-    Args:
-        v_is_turned: whether V is transposed before the forward kernel; else inside the kernel.
-    """
+    """Compute attention with transposed scores."""
 
     name: ClassVar[str] = "tpu_flash"
     rows_at_once: ClassVar[bool] = True
+    # whether V is transposed before the forward kernel; else inside the kernel
     v_is_turned: bool = False
 
     @staticmethod
@@ -78,14 +75,10 @@ class TpuFlash(Splash):
 
 @dataclass(frozen=True)
 class Transposed(Library):
-    """Call the kernels: a forward on one batch row, and a backward on all batch rows at once.
+    """Call the kernels: a forward on one batch row, and a backward on all batch rows at once."""
 
-    Args:
-        interpret: whether to run in Pallas' interpreter.
-        v_is_turned: whether V is transposed before the forward kernel; else inside the kernel.
-    """
-
-    interpret: bool
+    interpret: bool  # whether to run in Pallas' interpreter
+    # whether V is transposed before the forward kernel; else inside the kernel
     v_is_turned: bool = False
 
     def query_factor(self, dtype: Any) -> float:

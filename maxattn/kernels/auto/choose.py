@@ -28,22 +28,16 @@ DENSE_SCORES: dict[str, tuple[float, str]] = {
 
 
 class KernelChoice(NamedTuple):
-    """The kernel that runs, and what the plan prints about the choice.
+    """The kernel that runs, and what the plan prints about the choice."""
 
-    Args:
-        name, because: the kernel's name, and the reason for it.
-        refused: why kernels that come earlier in the order, or that the user named, cannot run.
-        fell_back: whether the user named another kernel, which cannot run.
-        warns: whether the kernel is slow for a reason that the caller can remove.
-        notes: further lines of the plan.
-    """
-
+    # name, because: the kernel's name, and the reason for it
     name: str
     because: str
+    # why kernels that come earlier in the order, or that the user named, cannot run
     refused: tuple[Reason, ...] = ()
-    fell_back: bool = False
-    warns: bool = False
-    notes: tuple[str, ...] = ()
+    fell_back: bool = False  # whether the user named another kernel, which cannot run
+    warns: bool = False  # whether the kernel is slow for a reason that the caller can remove
+    notes: tuple[str, ...] = ()  # further lines of the plan
 
 
 def run_or_choose(

@@ -38,26 +38,18 @@ def join(x: Array, axis: int, length: int) -> Array:
 
 @dataclass
 class ChunkedInputs:
-    """The arrays of one call, cut into chunks.
+    """The arrays of one call, cut into chunks."""
 
-    Args:
-        q: [chunks, B, K, G, bq, H]: G query heads per key head, bq queries per chunk.
-        k, v: [chunks, B, K, bk, H]: bk keys per chunk.
-        bias: [B|1, K|1, G|1, T|1, S|1], T and S padded, or None.
-        level: each query's level (bias_level.py), in the bias's shape with S = 1, or None.
-        lists: the key chunks that each query chunk visits.
-        inputs: the arrays before they are cut.
-        scale: the factor by which scores are multiplied.
-    """
-
-    q: Array
+    q: Array  # [chunks, B, K, G, bq, H]: G query heads per key head, bq queries per chunk
+    # k, v: [chunks, B, K, bk, H]: bk keys per chunk
     k: Array
     v: Array
-    bias: Array | None
+    bias: Array | None  # [B|1, K|1, G|1, T|1, S|1], T and S padded, or None
+    # each query's level (bias_level.py), in the bias's shape with S = 1, or None
     level: Array | None
-    lists: Visits
-    inputs: Inputs
-    scale: float
+    lists: Visits  # the key chunks that each query chunk visits
+    inputs: Inputs  # the arrays before they are cut
+    scale: float  # the factor by which scores are multiplied
 
     @staticmethod
     def of(inputs: Inputs, chunks: tuple[int, int], scale: float) -> ChunkedInputs:

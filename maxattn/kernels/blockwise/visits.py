@@ -22,16 +22,11 @@ class Visits(NamedTuple):
     """The key chunks that each query chunk visits.
 
     Query chunk i visits key chunks `index[i, :count[i]]`; if `mixed`, the mask is evaluated.
-
-    Args:
-        index: [query chunks, most visits] int32.
-        mixed: [query chunks, most visits] bool.
-        count: [query chunks] int32.
     """
 
-    index: Any
-    mixed: Any
-    count: Any
+    index: Any  # [query chunks, most visits] int32
+    mixed: Any  # [query chunks, most visits] bool
+    count: Any  # [query chunks] int32
 
     @property
     def static(self) -> bool:

@@ -33,19 +33,15 @@ Window = tuple[int | None, int | None]
 
 
 class View(NamedTuple):
-    """The part of a call that the library computes: queries, keys, a window and a test of pairs.
+    """The part of a call that the library computes: queries, keys, a window and a test of pairs."""
 
-    Args:
-        q0, q1, k0, k1: the ranges [q0, q1) of queries and [k0, k1) of keys.
-        window: (left, right) within these ranges.
-        mask, arrays: fa4-jax's mask that tests a pair, and the arrays that it reads.
-    """
-
+    # q0, q1, k0, k1: the ranges [q0, q1) of queries and [k0, k1) of keys
     q0: int
     q1: int
     k0: int
     k1: int
-    window: Window = (None, None)
+    window: Window = (None, None)  # (left, right) within these ranges
+    # mask, arrays: fa4-jax's mask that tests a pair, and the arrays that it reads
     mask: Any = None
     arrays: tuple[Array, ...] = ()
 

@@ -63,22 +63,16 @@ Out = TypeVar("Out", Result, Grads)
 
 @dataclass(frozen=True)
 class Fa4(Kernel):
-    """Compute out = softmax(scale * q k^T) v with FlashAttention-4.
-
-    Args:
-        scale: multiplies the scores, in float32.
-        lse_gradient: whether the LSE is part of the result, so that it can have a gradient.
-        version: the version of fa4-jax.
-        sms: number of streaming multiprocessors (SMs) of the GPU.
-        sharded: whether tokens are sharded, so that positions are known only on the device.
-    """
+    """Compute out = softmax(scale * q k^T) v with FlashAttention-4."""
 
     name: ClassVar[str] = "flash"
     needs_an_example: ClassVar[bool] = True
-    scale: float
+    scale: float  # multiplies the scores, in float32
+    # whether the LSE is part of the result, so that it can have a gradient
     lse_gradient: bool = False
-    version: str = ""
-    sms: int = 0
+    version: str = ""  # the version of fa4-jax
+    sms: int = 0  # number of streaming multiprocessors (SMs) of the GPU
+    # whether tokens are sharded, so that positions are known only on the device
     sharded: bool = False
 
     @staticmethod

@@ -42,27 +42,20 @@ FIRST_TILES, FIRST_SUMS, FIRST_OF_TILE = 32, 2**21, 3_000
 
 
 class Launch(NamedTuple):
-    """The launch of one pass, as a value.
+    """The launch of one pass, as a value."""
 
-    Attributes:
-        tile: numbers of queries and keys in a tile.
-        cut: which tile rows are cut into splits.
-        queue: whether thread blocks are persistent and take items from a queue; else each item has
-            a thread block of its own.
-        group: number of lanes (work.py) whose items start together, if an array lists the items.
-        writes_first: whether the first key tile stores dQ and the others add to it; else a launch
-            before the kernel clears dQ.
-        microseconds: estimated time.
-        line: what `explain` prints.
-    """
-
-    tile: Tile
-    cut: Cut = Cut()
+    tile: Tile  # numbers of queries and keys in a tile
+    cut: Cut = Cut()  # which tile rows are cut into splits
+    # whether thread blocks are persistent and take items from a queue; else each item has a thread
+    # block of its own
     queue: bool = False
+    # number of lanes (work.py) whose items start together, if an array lists the items
     group: int = 1
+    # whether the first key tile stores dQ and the others add to it; else a launch before the kernel
+    # clears dQ
     writes_first: bool = False
-    microseconds: float = 0.0
-    line: str = ""
+    microseconds: float = 0.0  # estimated time
+    line: str = ""  # what `explain` prints
 
 
 # ---- forward -------------------------------------------------------------------------------------

@@ -40,21 +40,14 @@ BITS, MOST_WORDS = 32, 64  # the tiles of a row as bits of words: most words tha
 
 
 class Masked(NamedTuple):
-    """A kernel's operands for a mask.
+    """A kernel's operands for a mask."""
 
-    Args:
-        lists: the lists of tiles; None if no pair is tested.
-        test: the test of pairs in mixed tiles; None without lists.
-        arrays: int32 arrays that the test reads; or the bias.
-        lengths: number of real keys of each batch row, int32 [B]; None for other kinds of mask.
-        all_see: whether every query is known to see a key.
-    """
-
-    lists: Lists | None = None
-    test: PairTest | None = None
-    arrays: tuple[Array, ...] = ()
+    lists: Lists | None = None  # the lists of tiles; None if no pair is tested
+    test: PairTest | None = None  # the test of pairs in mixed tiles; None without lists
+    arrays: tuple[Array, ...] = ()  # int32 arrays that the test reads; or the bias
+    # number of real keys of each batch row, int32 [B]; None for other kinds of mask
     lengths: Array | None = None
-    all_see: bool = True
+    all_see: bool = True  # whether every query is known to see a key
 
 
 def masked_inputs(p: Problem, tile: tuple[int, int], inputs: Inputs, by: str) -> Masked:
@@ -121,15 +114,10 @@ def _padded(x: Array, fill: int) -> Array:
 
 
 class Lists(NamedTuple):
-    """The lists of all tile rows of one pass, as a kernel reads them.
+    """The lists of all tile rows of one pass, as a kernel reads them."""
 
-    Args:
-        array: int32, [rows, 3 + mixed] in the form of ranges, else [2, *B, rows, 1 + tiles].
-        work: number of tiles in each tile row, [rows], or [B, rows] if batch rows differ.
-    """
-
-    array: Any
-    work: Any
+    array: Any  # int32, [rows, 3 + mixed] in the form of ranges, else [2, *B, rows, 1 + tiles]
+    work: Any  # number of tiles in each tile row, [rows], or [B, rows] if batch rows differ
 
     @property
     def is_ranges(self) -> bool:

@@ -21,21 +21,17 @@ from maxattn.masks import Mask
 
 @dataclass(frozen=True)
 class PairTest:
-    """The test of a (query, key) pair; hashable, since a kernel is compiled for each test.
+    """The test of a (query, key) pair; hashable, since a kernel is compiled for each test."""
 
-    Args:
-        positions: a bound mask of positions that the kernel evaluates; None if the kernel reads
-            intervals from arrays, or tests ids alone.
-        q_offset, kv_offset: positions of the first query and of the first key, for `positions`.
-        intervals: M of the arrays `lo` and `hi` [M, T] of key intervals; 0 without these arrays.
-        has_ids: whether the ids of query [B, T] and key [B, S] must be equal.
-    """
-
+    # a bound mask of positions that the kernel evaluates; None if the kernel reads intervals from
+    # arrays, or tests ids alone
     positions: Mask | None = None
+    # q_offset, kv_offset: positions of the first query and of the first key, for `positions`
     q_offset: int = 0
     kv_offset: int = 0
+    # M of the arrays `lo` and `hi` [M, T] of key intervals; 0 without these arrays
     intervals: int = 0
-    has_ids: bool = False
+    has_ids: bool = False  # whether the ids of query [B, T] and key [B, S] must be equal
 
     @property
     def has_spans(self) -> bool:

@@ -31,31 +31,23 @@ UNKNOWN = {"ids": 0.25, "traced": 0.5}
 
 
 class Problem(NamedTuple):
-    """The values from which a launch is decided.
+    """The values from which a launch is decided."""
 
-    Args:
-        batch, q_len, kv_len, heads, kv_heads: B, T, S, N (query heads), K (KV heads).
-        head_dim: H, padded to a multiple of 8.
-        kind: the kind of mask.
-        mask: the mask of positions, for kinds `known` and `ids`; else `Full`.
-        offsets: positions of the first query and of the first key, for `mask`.
-        own_rows: whether each batch row has its own lists.
-        bias: (whether each batch row, whether each head has its own bias); None without a bias.
-        sms: number of streaming multiprocessors; each runs one thread block at a time.
-    """
-
+    # batch, q_len, kv_len, heads, kv_heads: B, T, S, N (query heads), K (KV heads)
     batch: int
     q_len: int
     kv_len: int
     heads: int
     kv_heads: int
-    head_dim: int
-    kind: Kind = "dense"
-    mask: Mask = Full()
+    head_dim: int  # H, padded to a multiple of 8
+    kind: Kind = "dense"  # the kind of mask
+    mask: Mask = Full()  # the mask of positions, for kinds `known` and `ids`; else `Full`
+    # positions of the first query and of the first key, for `mask`
     offsets: tuple[int, int] = (0, 0)
-    own_rows: bool = False
+    own_rows: bool = False  # whether each batch row has its own lists
+    # (whether each batch row, whether each head has its own bias); None without a bias
     bias: tuple[bool, bool] | None = None
-    sms: int = 0
+    sms: int = 0  # number of streaming multiprocessors; each runs one thread block at a time
 
     @property
     def has_lists(self) -> bool:

@@ -230,19 +230,12 @@ class ItemRange(BlockInfo):
 
 
 class Queue(NamedTuple):
-    """Fetch the index of the next item, and pass it from the loading warp to the other warps.
+    """Fetch the index of the next item, and pass it from the loading warp to the other warps."""
 
-    Attributes:
-        count: int32 [1] in global memory, the items taken after each thread block's first item.
-        next_items: int32 [`PLACES`] in shared memory.
-        threads: number of threads of the loading warp and the multiplying warps.
-        loads: whether the loading warp is traced.
-    """
-
-    count: Any
-    next_items: Any
-    threads: int
-    loads: bool
+    count: Any  # int32 [1] in global memory, the items taken after each thread block's first item
+    next_items: Any  # int32 [`PLACES`] in shared memory
+    threads: int  # number of threads of the loading warp and the multiplying warps
+    loads: bool  # whether the loading warp is traced
 
     def next(self, wave: Any) -> Any:
         """Return the next item's index; `wave` is how many items the thread block took before."""

@@ -48,19 +48,12 @@ class Tile(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Times of the parts of a forward's item, in microseconds of an SM.
+    """Times of the parts of a forward's item, in microseconds of an SM."""
 
-    Attributes:
-        pair: time per (query, key) pair and channel of W + SOFTMAX.
-        loop: time per key tile, beside that of its pairs.
-        persistent: `loop` in a persistent thread block.
-        block: factor on the start of an item that has its own thread block.
-    """
-
-    pair: float
-    loop: float
-    persistent: float
-    block: float
+    pair: float  # time per (query, key) pair and channel of W + SOFTMAX
+    loop: float  # time per key tile, beside that of its pairs
+    persistent: float  # `loop` in a persistent thread block
+    block: float  # factor on the start of an item that has its own thread block
 
 
 SPEEDS = {  # by the largest head dim of each

@@ -38,12 +38,7 @@ Out = TypeVar("Out", Result, Grads)
 
 @dataclass(frozen=True)
 class Fused(Kernel):
-    """Run a library's kernel on the rectangles of a mask.
-
-    Args:
-        scale: factor of the scores, applied in float32 inside the kernel.
-        lse_gradient: whether the caller gets the LSE, which can then have a gradient.
-    """
+    """Run a library's kernel on the rectangles of a mask."""
 
     name: ClassVar[str]
     needs_an_example: ClassVar[bool] = True
@@ -51,8 +46,8 @@ class Fused(Kernel):
     """Whether the library hides causal pairs and padded keys by itself if there is a bias."""
     takes_any_bias: ClassVar[bool] = False
     """Whether the library adds a bias of any dtype; else the bias must have the dtype of q."""
-    scale: float
-    lse_gradient: bool = False
+    scale: float  # factor of the scores, applied in float32 inside the kernel
+    lse_gradient: bool = False  # whether the caller gets the LSE, which can then have a gradient
 
     def piece_forward(self, inputs: PieceInputs) -> Result:
         """Return (out, lse) of one rectangle."""

@@ -51,14 +51,10 @@ SHORT_HEAD, SHORT_KEYS = 64, 128
 
 @dataclass(frozen=True)
 class TokamaxMosaic(Fused):
-    """Compute out = softmax(scale * q k^T) v with tokamax's Mosaic GPU kernels.
-
-    Args:
-        version: the version of tokamax.
-    """
+    """Compute out = softmax(scale * q k^T) v with tokamax's Mosaic GPU kernels."""
 
     name: ClassVar[str] = "tokamax_flash"
-    version: str = ""
+    version: str = ""  # the version of tokamax
 
     @staticmethod
     def supports(call: Call, target: Target) -> Reason | None:

@@ -25,18 +25,13 @@ Ids = tuple[Array, Array] | None  # segment ids of queries and keys
 
 
 class Operands(NamedTuple):
-    """The operands of every splash kernel, for one batch row or with a leading batch axis.
+    """The operands of every splash kernel, for one batch row or with a leading batch axis."""
 
-    Args:
-        q: queries [N, T, H], multiplied by the scale.
-        k, v: keys and values [K, S, H].
-        ids: segment ids [T] and [S], or None.
-    """
-
-    q: Array
+    q: Array  # queries [N, T, H], multiplied by the scale
+    # k, v: keys and values [K, S, H]
     k: Array
     v: Array
-    ids: Ids
+    ids: Ids  # segment ids [T] and [S], or None
 
 
 class Stats(NamedTuple):
@@ -76,26 +71,19 @@ class Library:
 
 @dataclass(frozen=True)
 class SplashProblem:
-    """The operands of one call, and the mask, library and cores that all its kernels share.
+    """The operands of one call, and the mask, library and cores that all its kernels share."""
 
-    Args:
-        q: [B, N, T, H], multiplied by the scale.
-        k, v: [B, K, S, H].
-        parts: the mask, split into positions, segment ids and padding.
-        q_offset, kv_offset: positions of the first local query and key.
-        library: the splash library that has the kernels.
-        cores: number of a device's cores, which share the parallel axes of a kernel's grid.
-        rows_at_once: whether one launch of the library's backward computes all batch rows.
-    """
-
-    q: Array
+    q: Array  # [B, N, T, H], multiplied by the scale
+    # k, v: [B, K, S, H]
     k: Array
     v: Array
-    parts: SplitMask
+    parts: SplitMask  # the mask, split into positions, segment ids and padding
+    # q_offset, kv_offset: positions of the first local query and key
     q_offset: Offset
     kv_offset: Offset
-    library: Library
-    cores: int = 1
+    library: Library  # the splash library that has the kernels
+    cores: int = 1  # number of a device's cores, which share the parallel axes of a kernel's grid
+    # whether one launch of the library's backward computes all batch rows
     rows_at_once: bool = False
 
     def forward(self, sizes: BlockSizes) -> tuple[Array, Array]:
@@ -182,20 +170,13 @@ class SplashProblem:
 
 @dataclass(frozen=True)
 class Setup:
-    """The mask of one kernel, prepared for the kernel's block sizes.
+    """The mask of one kernel, prepared for the kernel's block sizes."""
 
-    Args:
-        kinds: EMPTY, FULL or MIXED for each tile.
-        codes: the queries' codes (mask_codes.py); None if every pair is allowed.
-        ids: segment ids [B, T] and [B, S], or None.
-        padded: T and S after padding to whole tiles.
-        shows_padding: whether tiles with padded keys must evaluate the mask function to hide them.
-    """
-
-    kinds: Kinds
-    codes: Codes | None
-    ids: Ids
-    padded: tuple[int, int]
+    kinds: Kinds  # EMPTY, FULL or MIXED for each tile
+    codes: Codes | None  # the queries' codes (mask_codes.py); None if every pair is allowed
+    ids: Ids  # segment ids [B, T] and [B, S], or None
+    padded: tuple[int, int]  # T and S after padding to whole tiles
+    # whether tiles with padded keys must evaluate the mask function to hide them
     shows_padding: bool = False
 
     @property

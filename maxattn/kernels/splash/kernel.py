@@ -42,29 +42,22 @@ class Splash(Kernel):
     """Compute out = softmax(scale * q k^T) v with the kernels of a library.
 
     The backward is bitwise repeatable: a grid's steps and sums of partial dQ have a fixed order.
-
-    Args:
-        scale: factor of the queries, in float32, before they are rounded to their dtype.
-        blocks: tile sizes of the forward and backward kernels.
-        interpret: whether the kernels run in Pallas' interpreter, on a CPU.
-        float32_qk_product: whether to cast q, k and v to float32 before the kernel.
-        changes: how `blocks` differs from the sizes that the user asked for.
-        inference: tile sizes of a forward that is not differentiated; None means `blocks`.
-        inference_changes: how `inference` differs from the sizes that the user asked for.
-        cores: number of a device's cores; if they do not divide the batch, they share the heads.
     """
 
     name: ClassVar[str]
     rows_at_once: ClassVar[bool] = False  # whether the backward is one launch for all batch rows
     is_pallas: ClassVar[bool] = True
     needs_an_example: ClassVar[bool] = True
-    scale: float
-    blocks: BlockSizes
-    interpret: bool = False
-    float32_qk_product: bool = False
-    changes: tuple[Change, ...] = ()
+    scale: float  # factor of the queries, in float32, before they are rounded to their dtype
+    blocks: BlockSizes  # tile sizes of the forward and backward kernels
+    interpret: bool = False  # whether the kernels run in Pallas' interpreter, on a CPU
+    float32_qk_product: bool = False  # whether to cast q, k and v to float32 before the kernel
+    changes: tuple[Change, ...] = ()  # how `blocks` differs from the sizes that the user asked for
+    # tile sizes of a forward that is not differentiated; None means `blocks`
     inference: BlockSizes | None = None
+    # how `inference` differs from the sizes that the user asked for
     inference_changes: tuple[Change, ...] = ()
+    # number of a device's cores; if they do not divide the batch, they share the heads
     cores: int = 1
 
     @staticmethod

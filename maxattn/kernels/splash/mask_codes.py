@@ -51,17 +51,13 @@ class Codes(NamedTuple):
 
 @dataclass(frozen=True)
 class OneInterval:
-    """Test `lo <= key < hi` with both ends in one int32.
+    """Test `lo <= key < hi` with both ends in one int32."""
 
-    Args:
-        kv_len: number of local keys without padding; padded keys are never allowed.
-        lower, upper: whether the interval has a lower and an upper end.
-        lo_bits: if both ends exist, number of low bits for `lo`; the bits above are `hi - lo`.
-    """
-
-    kv_len: int
+    kv_len: int  # number of local keys without padding; padded keys are never allowed
+    # lower, upper: whether the interval has a lower and an upper end
     lower: bool
     upper: bool
+    # if both ends exist, number of low bits for `lo`; the bits above are `hi - lo`
     lo_bits: int = 0
 
     def __call__(self, rows: Any, kv_idx: Any) -> Any:

@@ -30,17 +30,11 @@ PARTIAL, WHOLE = 1, 2  # tokamax's marks of a tile: evaluate the mask, or do not
 
 @dataclass(frozen=True)
 class TokamaxSplash(Library):
-    """Call tokamax's kernels.
+    """Call tokamax's kernels."""
 
-    Args:
-        interpret: whether to run in Pallas' interpreter.
-        base2: whether to compute the softmax with exp2.
-        scheduler: whether the forward uses the TPU compiler's experimental scheduler.
-    """
-
-    interpret: bool
-    base2: bool
-    scheduler: bool
+    interpret: bool  # whether to run in Pallas' interpreter
+    base2: bool  # whether to compute the softmax with exp2
+    scheduler: bool  # whether the forward uses the TPU compiler's experimental scheduler
 
     def query_factor(self, dtype: Any) -> float:
         """Return the factor that undoes the rounding of `base2`'s log2(e): 0.18% in bfloat16."""

@@ -67,24 +67,18 @@ def backward(
 
 
 class _BackwardForm(NamedTuple):
-    """The static arguments of the kernel's code.
+    """The static arguments of the kernel's code."""
 
-    Args:
-        tiles: the arguments that the forward has too; `count` is the number of steps per key block.
-        grid: (key heads of all batch rows, key blocks of a head, steps per query head).
-        heads: number of key heads of a batch row.
-        group: number of query heads that share a key head.
-        q, k: the shapes [heads, T, H] and [heads, S, H], for all batch rows.
-        dtype: the dtype of the operands.
-    """
-
+    # the arguments that the forward has too; `count` is the number of steps per key block
     tiles: KernelForm
+    # (key heads of all batch rows, key blocks of a head, steps per query head)
     grid: tuple[int, int, int]
-    heads: int
-    group: int
+    heads: int  # number of key heads of a batch row
+    group: int  # number of query heads that share a key head
+    # q, k: the shapes [heads, T, H] and [heads, S, H], for all batch rows
     q: tuple[int, int, int]
     k: tuple[int, int, int]
-    dtype: Any
+    dtype: Any  # the dtype of the operands
 
     @staticmethod
     def of(rows: Operands, setup: Setup, steps: GridSteps | None, blocks: Blocks) -> _BackwardForm:

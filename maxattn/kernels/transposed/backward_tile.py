@@ -21,16 +21,12 @@ NONE = -1  # no block is being written
 
 
 class Gradients(NamedTuple):
-    """The sums dK^T and dV^T of one key block, in VMEM.
+    """The sums dK^T and dV^T of one key block, in VMEM."""
 
-    Args:
-        dk, dv: the sums, [H, block_kv] float32.
-        k: [H, block_kv], the keys transposed; float32 in interpret mode.
-    """
-
+    # dk, dv: the sums, [H, block_kv] float32
     dk: Any
     dv: Any
-    k: Any
+    k: Any  # [H, block_kv], the keys transposed; float32 in interpret mode
 
     def clear(self, k: Float[Array, "C H"]) -> None:
         """Begin a key block: set the sums to 0 and transpose its keys."""
@@ -40,18 +36,13 @@ class Gradients(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A query block.
+    """A query block."""
 
-    Args:
-        q, dout: [H, block_q]; q is multiplied by the scale and by log2(e).
-        lse: [1, block_q], in base 2.
-        delta: [1, block_q].
-    """
-
+    # q, dout: [H, block_q]; q is multiplied by the scale and by log2(e)
     q: Float[Array, "H q"]
     dout: Float[Array, "H q"]
-    lse: Float[Array, "1 q"]
-    delta: Float[Array, "1 q"]
+    lse: Float[Array, "1 q"]  # [1, block_q], in base 2
+    delta: Float[Array, "1 q"]  # [1, block_q]
 
 
 def weights(
@@ -78,19 +69,14 @@ class HbmSum(NamedTuple):
 
     A block is fetched while its step computes, and written while the next step computes. At most
     one write is in flight.
-
-    Args:
-        whole: [heads, H, T] in HBM.
-        old, new: [H, block] in VMEM: the block before and after the addition.
-        writing: [1] in scalar memory: the block that is being written, or NONE.
-        semaphores: [2], one for the fetch and one for the write.
     """
 
-    whole: Any
+    whole: Any  # [heads, H, T] in HBM
+    # old, new: [H, block] in VMEM: the block before and after the addition
     old: Any
     new: Any
-    writing: Any
-    semaphores: Any
+    writing: Any  # [1] in scalar memory: the block that is being written, or NONE
+    semaphores: Any  # [2], one for the fetch and one for the write
 
     def begin(self) -> None:
         self.writing[0] = NONE

@@ -38,25 +38,19 @@ BACKWARD_BLOCKS = ("queries", "keys", "keys", "turned", "queries", "rows", "rows
 
 
 class FewKeysCall(NamedTuple):
-    """The operands of a call, in the layout of the kernels, and its static facts.
+    """The operands of a call, in the layout of the kernels, and its static facts."""
 
-    Args:
-        q: [B, T, N*H].
-        k, v: [B, S', K*H], padded to S' keys; k is multiplied by scale * log2(e).
-        lengths: [B], the number of keys that each batch row sees; None if all rows see all keys.
-        heads, kv_heads: N and K.
-        kv_len: S, the number of keys without padding.
-        tile: numbers of queries, and of query heads, of a step.
-    """
-
-    q: Float[Array, "B T NH"]
+    q: Float[Array, "B T NH"]  # [B, T, N*H]
+    # k, v: [B, S', K*H], padded to S' keys; k is multiplied by scale * log2(e)
     k: Float[Array, "B S KH"]
     v: Float[Array, "B S KH"]
+    # [B], the number of keys that each batch row sees; None if all rows see all keys
     lengths: Int[Array, " B"] | None
+    # heads, kv_heads: N and K
     heads: int
     kv_heads: int
-    kv_len: int
-    tile: FewKeysTile
+    kv_len: int  # S, the number of keys without padding
+    tile: FewKeysTile  # numbers of queries, and of query heads, of a step
 
     @staticmethod
     def of(

@@ -21,17 +21,13 @@ from maxattn.kernels.splash.tokamax import PARTIAL, WHOLE, marks_of
 
 
 class GridSteps(NamedTuple):
-    """The steps of the grid, tile row by tile row.
+    """The steps of the grid, tile row by tile row."""
 
-    Args:
-        block: [tile rows * count], the key block of each step; with `by_key`, the query block.
-        mark: [tile rows * count], the mark of each step's tile; 0 if the step computes nothing.
-        count: number of steps per tile row.
-    """
-
+    # [tile rows * count], the key block of each step; with `by_key`, the query block
     block: Int[Array, " rows*count"]
+    # [tile rows * count], the mark of each step's tile; 0 if the step computes nothing
     mark: Int[Array, " rows*count"]
-    count: int
+    count: int  # number of steps per tile row
 
 
 def steps_of(setup: Setup, by_key: bool = False) -> GridSteps | None:
@@ -72,19 +68,13 @@ class Operand(NamedTuple):
 
 
 class KernelForm(NamedTuple):
-    """The static arguments of a kernel's code.
+    """The static arguments of a kernel's code."""
 
-    Args:
-        blocks: numbers of queries and keys in a tile, and of keys computed at once.
-        count: number of steps per tile row if the steps are listed, else 0.
-        code: the mask function of query codes and key indexes; None if every pair is allowed.
-        columns: number of key blocks if segment ids mark tiles, else 0.
-    """
-
-    blocks: Blocks
-    count: int
+    blocks: Blocks  # numbers of queries and keys in a tile, and of keys computed at once
+    count: int  # number of steps per tile row if the steps are listed, else 0
+    # the mask function of query codes and key indexes; None if every pair is allowed
     code: Callable[..., Any] | None
-    columns: int
+    columns: int  # number of key blocks if segment ids mark tiles, else 0
 
     @staticmethod
     def of(setup: Setup, steps: GridSteps | None, blocks: Blocks) -> KernelForm:

@@ -33,17 +33,11 @@ LARGEST = 94.0
 
 
 class Sums(NamedTuple):
-    """The running statistics of a query block, in VMEM.
+    """The running statistics of a query block, in VMEM."""
 
-    Args:
-        acc: [H, block_q], the output before its division by l.
-        l: [8, block_q], the sums of exp2, one per sublane.
-        m: [1, block_q], the maximum.
-    """
-
-    acc: Any
-    l: Any
-    m: Any
+    acc: Any  # [H, block_q], the output before its division by l
+    l: Any  # [8, block_q], the sums of exp2, one per sublane
+    m: Any  # [1, block_q], the maximum
 
     def clear(self, bounded: Any) -> None:
         """Begin a query block; if its scores are bounded, the maximum is 0."""
@@ -58,17 +52,11 @@ class Sums(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The rows of V for some keys of a block.
+    """The rows of V for some keys of a block."""
 
-    Args:
-        ref: V of the whole key block, [keys, H], or transposed [H, keys].
-        first: the index, in the block, of the first of these keys.
-        is_turned: whether `ref` is transposed: matrix units of 128 x 128 transpose slowly.
-    """
-
-    ref: Any
-    first: int
-    is_turned: bool
+    ref: Any  # V of the whole key block, [keys, H], or transposed [H, keys]
+    first: int  # the index, in the block, of the first of these keys
+    is_turned: bool  # whether `ref` is transposed: matrix units of 128 x 128 transpose slowly
 
     def weighted(self, start: int, p: Float[Array, "C q"]) -> Float[Array, "H q"]:
         """Compute v^T p in float32 for the keys of `p`, which begin `start` keys after `first`."""
