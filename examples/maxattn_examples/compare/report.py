@@ -108,71 +108,43 @@ def _drawn(draw: Draw, noise: Any, batch: int | None) -> Samples:
 
 
 class Count(NamedTuple):
-    """The forwards of a run.
-
-    Args:
-        computed: counted in layers where some are not.
-        whole: of the same run without shortcuts.
-        at_most: whether steps decide, and have not yet.
-    """
+    """The forwards of a run, in layers where some are not computed."""
 
     computed: float
-    whole: int
-    at_most: bool = False
+    whole: int  # without shortcuts
+    at_most: bool = False  # steps decide, and have not yet
 
     def __str__(self) -> str:
         return f"{'at most ' * self.at_most}{self.computed:g} of {self.whole} forwards"
 
 
 class Score(NamedTuple):
-    """A column that a program adds.
-
-    Args:
-        value: of the row.
-        form: in which the table shows it.
-        better: 1 if larger values are better, -1 if smaller ones are, 0 if neither is tested.
-        clips: its value in each clip; None if it is of all clips together.
-    """
+    """A column that a program adds."""
 
     value: float
     form: str = "{:.3f}"
-    better: int = 0
-    clips: PerClip | None = None
+    better: int = 0  # 1 if larger values are better, -1 if smaller ones are, 0: it is not tested
+    clips: PerClip | None = None  # None: it is of all clips together
 
 
 @dataclass
 class Row:
-    """What was measured of one way of sampling.
-
-    Args:
-        name: in the table.
-        drift: at the end, clip by clip; None of what has none, such as the dense row.
-        psnr: of the samples, in dB.
-        same_cost: the row that is compared with it at equal cost.
-        changes: of the settings.
-        count: of its forwards.
-        seconds: of its steps, for all clips, without compiling.
-        steps: median error of the steps that reuse or approximate, clip by clip.
-        scores: more columns by name.
-        notes: why figures of it are not there.
-        of: what its drift depends on beside the weights.
-    """
+    """What was measured of one way of sampling."""
 
     name: str
-    drift: PerClip | None = None
+    drift: PerClip | None = None  # None of the dense row
     psnr: PerClip | None = None
-    same_cost: str | None = None
+    same_cost: str | None = None  # the row that it is compared with at equal cost
     changes: Mapping[str, Any] = field(default_factory=dict)
     count: Count | None = None
-    seconds: float | None = None
-    steps: PerClip | None = None
+    seconds: float | None = None  # of all clips, without compiling
+    steps: PerClip | None = None  # median error of the steps that reuse or approximate
     scores: Mapping[str, Score] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    of: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # why figures of it are not there
+    of: Mapping[str, Any] = field(default_factory=dict)  # what its drift depends on
 
     @classmethod
     def of_samples(cls, name: str, x: Samples, dense: Samples, **more: Any) -> Self:
-        """Measure how far samples are from the dense ones."""
         return cls(name, statistics.drift(x, dense), _psnr(x, dense), **more)
 
     def tested(self) -> dict[str, tuple[PerClip, int]]:
@@ -215,17 +187,11 @@ class Row:
 
 @dataclass
 class Report:
-    """All ways of sampling beside the dense one; `print` shows it as tables in Markdown.
+    """All ways of sampling beside the dense one; `print` shows it as tables in Markdown."""
 
-    Args:
-        facts: of the run, such as the hash of its checkpoint.
-        rows: in the order in which they ran.
-        words: what the columns of `Row.scores` are.
-    """
-
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # of the run, such as the hash of its checkpoint
     rows: list[Row] = field(default_factory=list)
-    words: str = ""
+    words: str = ""  # what the columns of `Row.scores` are
 
     @property
     def floor(self) -> float | None:

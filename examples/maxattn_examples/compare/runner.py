@@ -44,18 +44,11 @@ Observe = Callable[[int, State], State]
 
 @dataclass(frozen=True)
 class Clips:
-    """What every way of sampling is given: one row a clip.
+    """What every way of sampling is given: one row a clip, in batches of equal size."""
 
-    Args:
-        arrays: what the model is told.
-        noise: standard normal, channels last.
-        keys: of noise that samplers add.
-        batch: clips that are drawn at once, which divide the others.
-    """
-
-    arrays: Arrays
-    noise: Samples
-    keys: UInt32[np.ndarray, "n 2"]
+    arrays: Arrays  # what the model is told
+    noise: Samples  # channels last
+    keys: UInt32[np.ndarray, "n 2"]  # of noise that samplers add
     batch: int
 
     @classmethod
@@ -69,33 +62,20 @@ class Clips:
 
 
 class Trajectory(NamedTuple):
-    """The dense run of a batch, on the host.
-
-    Args:
-        sampler: its name.
-        schedule: of its steps.
-        noise: the samples before the first step.
-        states: after each step.
-    """
+    """The dense run of a batch, on the host."""
 
     sampler: str
     schedule: Schedule
-    noise: Samples
-    states: list[State]
+    noise: Samples  # before the first step
+    states: list[State]  # after each step
 
 
 class Run(NamedTuple):
-    """What one way of sampling gave.
+    """What one way of sampling gave."""
 
-    Args:
-        latents: at the end, channels last.
-        seconds: of the steps, without compiling.
-        forwards: that were computed, in the mean of the batches.
-    """
-
-    latents: Samples
-    seconds: float
-    forwards: float
+    latents: Samples  # final, channels last
+    seconds: float  # without compiling
+    forwards: float  # in the mean of the batches
 
 
 def rows_of(task: SamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> Rows:
@@ -107,14 +87,9 @@ def rows_of(task: SamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> R
 def compare(
     ways: Ways, clips: Clips, score: AddScores, report: Report, mesh: jax.sharding.Mesh | None
 ) -> Iterator[Row]:
-    """Run every way of sampling, and yield its row after it is in the report.
+    """Run every way of sampling, and plain ones of equal cost, which are added to them.
 
-    Args:
-        ways: the dense one first; plain ones of equal cost are added to them.
-        clips: that all of them draw.
-        score: returns more columns, of a task, a name and samples.
-        report: takes the rows.
-        mesh: devices.
+    Yields each row after it is in the report, with the columns that `score` adds.
     """
     for way in ways.every:
         task, count = ways.task(way), ways.count(way)
@@ -126,7 +101,8 @@ def compare(
         else:
             run = runner.run()
             row = Row.of_samples(way.name, run.latents, dense)
-        print(*runner.walk.outcome(), sep="\n")
+        for line in runner.walk.outcome():
+            print(line)
         row.changes, row.seconds = way.changes, run.seconds
         row.count = count._replace(computed=run.forwards, at_most=False)
         row.of = run_facts(task, runner.resolved.sampler, ways.paths)
@@ -142,14 +118,7 @@ def compare(
 
 
 class Runner:
-    """Runs one way of sampling, with its weights on the devices.
-
-    Args:
-        task: of the way.
-        paths: of the weights.
-        clips: prompts and noise.
-        mesh: devices; default the one there is.
-    """
+    """Runs one way of sampling, with its weights on the devices."""
 
     @sharding.inside_auto_axes()
     def __init__(

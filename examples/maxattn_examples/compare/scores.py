@@ -51,18 +51,16 @@ WORDS = (
 
 
 class Scores:
-    """The columns that a run has beside drift.
+    """The columns beside drift: of decoded samples with --out, of a judge with --clips.
 
     Args:
-        task: of the model.
-        paths: `out` is the folder that decoded samples are written to, if they are.
-        clips: number of prompts of digits, whose clips are judged; None: the user's prompts.
+        clips: number of prompts of digits; None: the user's prompts.
         first: number of the first of them.
 
     Attributes:
-        facts: of the judge.
+        facts: what the report says of the judge.
         words: what the columns are.
-        rows: of real clips.
+        rows: the scores of real clips.
     """
 
     def __init__(self, task: SamplingTask, paths: Paths, clips: int | None, first: int) -> None:
@@ -88,12 +86,7 @@ class Scores:
 
 
 def batch_of(found: argparse.Namespace, task: SamplingTask, wanted: int) -> int:
-    """Return how many clips are drawn at once.
-
-    Args:
-        found: the arguments.
-        task: of the model.
-        wanted: samples of the user's prompts.
+    """Return how many clips are drawn at once; `wanted` are those of the user's prompts.
 
     Raises:
         ConfigErrors: options do not fit each other or the model.
@@ -118,13 +111,7 @@ def batch_of(found: argparse.Namespace, task: SamplingTask, wanted: int) -> int:
 
 
 class Digits:
-    """Prompts of digits that no model saw, and the judge of what is drawn.
-
-    Args:
-        task: of the model.
-        first: number of the first clip.
-        count: of clips.
-    """
+    """Prompts of digits that no model saw, and the judge of what is drawn."""
 
     def __init__(self, task: Any, first: int, count: int) -> None:
         self.task, self.first, self.count = task, first, count
@@ -170,12 +157,7 @@ def _columns(scored: Scored) -> dict[str, Score]:
 
 
 class Decoded:
-    """Pictures or videos of every way of sampling, in a folder each, beside the dense ones.
-
-    Args:
-        model: the pipeline's folder.
-        out: the folder above.
-    """
+    """Pictures or videos of every way of sampling, in a folder each, beside the dense ones."""
 
     def __init__(self, model: Path, out: Path) -> None:
         self.model, self.out, self.ways = model, out, 0

@@ -63,11 +63,6 @@ def opened(
 ) -> tuple[argparse.Namespace, MakeTask, Paths]:
     """Parse a command line that begins with a family, or leaves it out.
 
-    Args:
-        description: what the command does.
-        arguments: default those of the process.
-        more: adds options.
-
     Returns:
         The arguments; what makes the task of overrides; and the files and folders.
     """
@@ -114,8 +109,6 @@ class Ways:
     """Ways of sampling, the dense one first, each of whose settings fits.
 
     Args:
-        make: makes the task of overrides.
-        paths: of the weights.
         settings: a YAML file: a mapping of keys of `sampling` by name.
         given: more, each a name and changes KEY=VALUE.
         alone: whether the dense one may be the only one.
@@ -178,7 +171,6 @@ class Ways:
             asked: a kernel; None for one that dense sampling does not have; "none" adds nothing.
             rows: of the model in a call.
             lengths: tokens of text and image.
-            mesh: devices that it runs on.
 
         Raises:
             ConfigErrors: dense sampling has that kernel, or it cannot run.
