@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from maxattn_examples.train.loop import Training
@@ -23,7 +25,8 @@ def train(
     Raises:
         ConfigErrors: the checkpoint belongs to other settings.
     """
-    return Training(DigitsTask(settings), mesh).run()
+    task: Any = DigitsTask(settings)
+    return Training(task, mesh).run()
 
 
 def trained(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> WanTransformer:
@@ -36,4 +39,5 @@ def trained(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> WanTra
     Raises:
         ConfigError: there is none, or it belongs to other settings.
     """
-    return Training(DigitsTask(settings), mesh).trained()
+    task: Any = DigitsTask(settings)
+    return Training(task, mesh).trained()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from folder import forms_of, save_random
+from maxattn_examples.random_folder import forms_of, save_random
 from maxattn_examples.train import flow, lora, state
 from maxattn_examples.train.data import batches
 from maxattn_examples.train.latents import LatentFolder
