@@ -14,8 +14,8 @@ PACKAGE = EXAMPLES / "maxattn_examples"
 # From the top; a part may import parts of the rows below its own, and nothing of its own row.
 LAYERS = (
     ("scripts",),
-    ("families", "random_folder"),
     ("compare",),
+    ("families", "random_folder"),
     ("digits_large",),
     ("digits",),
     ("stream",),
