@@ -29,7 +29,7 @@ LEAST_GAIN, LEAST_US = 0.02, 2.0  # a cut's least gain, as a share and in micros
 
 
 class Cut(NamedTuple):
-    """Which tile rows are cut, and the items of tile rows that all have the same number of steps."""
+    """Which tile rows are cut, and the items of tile rows of equal numbers of steps."""
 
     tail: int = 0  # how many of each lane's last tile rows are cut; `ALL` for every tile row
     splits: int = 1  # number of splits of each tile row that is cut
