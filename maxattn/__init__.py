@@ -57,7 +57,7 @@ __all__ = [
     "swap",
     "weights",
 ]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # Each public name is imported when it is first used, so that `maxattn --version` needs no jax.
 _HOMES = {

@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_one_forward_beside_the_clean_clip(tmp_path: Path):
     """Of image-to-video, which has all inputs of text-to-video."""
     settings = forced(tmp_path, I2V | {"num_layers": 1}, **TEACHER)
     task = WanTask.of(settings)
-    model = task.build(None, nnx.Rngs(0))
+    model: Any = task.build(None, nnx.Rngs(0))
     model.proj_out.kernel[...] = jax.random.normal(jax.random.key(3), model.proj_out.kernel.shape)
     shapes = {"latents": (4, FRAMES, 4, 4), "condition": (8, FRAMES, 4, 4)}
     batch = {n: jnp.asarray(x) for n, x in drawn("i2v", 2, **shapes).items()}
