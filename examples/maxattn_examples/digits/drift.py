@@ -1,6 +1,6 @@
 """Measures streamed digits block by block: whether a long video still shows its digit.
 
-digit      a classifier of real digits names it in the frames of the block
+digit      the classifier names it in the frames of the block
 direction  its mean movement a frame rounds to the pixels of the prompt
 phase      pixels between where it is and where the first frame and the prompt put it
 ink        its ink, as a share of what scans of the digit have
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
-from . import torus
-from .evaluate import Judge, Videos
-from .videos import load
-from .words import STEPS, all_prompts
+from . import classifier, judge, torus
+from .scans import INK, SIDE, Scans
+from .scenes import Size
+from .words import ALL, STEPS
 
+Videos = Float[np.ndarray, "n F H W"]
 HALF = 0.5  # pixels a frame: movements nearer to the prompt's than this round to it
+FIRST, LAST, DIRECTION, INK_OFF = 0.97, 0.90, 0.98, 0.10
+SOON, SHARE, AFTER = 3, 0.90, 0.95  # blocks until a new digit is there; its bars
+HEAD = "  block   digit  direction  phase     ink"
 
 
 @dataclass(frozen=True)
@@ -43,43 +47,68 @@ class Drift:
         """The numbers by name."""
         return asdict(self)
 
-    def rows(self, blocks: Sequence[int]) -> list[str]:
-        """Write some blocks, the first one being 0, as lines of a table."""
-        return [
+    @property
+    def bars(self) -> dict[str, bool]:
+        """Return which bars the videos pass; a viewer would see each of them."""
+        return {
+            f"digit in block 1 at least {FIRST:.0%}": self.digit[0] >= FIRST,
+            f"digit in the last block at least {LAST:.0%}": self.digit[-1] >= LAST,
+            f"direction in every block at least {DIRECTION:.0%}": min(self.direction) >= DIRECTION,
+            f"ink in every block within {INK_OFF:.0%}": all(
+                abs(x - 1) <= INK_OFF for x in self.ink
+            ),
+        }
+
+    def table(self, blocks: Sequence[int] | None = None) -> str:
+        """Write some blocks, by default all."""
+        chosen = range(len(self.digit)) if blocks is None else blocks
+        rows = (
             f"  {b + 1:>5}  {self.digit[b]:>6.1%}  {self.direction[b]:>9.1%}"
             f"  {self.phase[b]:>5.2f}  {self.ink[b]:>6.1%}"
-            for b in blocks
-        ]
+            for b in chosen
+        )
+        return "\n".join([HEAD, *rows])
 
 
-HEAD = "  block   digit  direction  phase     ink"
-
-
-def measure(judge: Judge, videos: Videos, prompts: Sequence[str], size: int) -> Drift:
+class TorusJudge:
     """Judge streamed videos.
 
     Args:
-        judge: fitted.
-        videos: ink from 0 to 16, whole blocks.
-        prompts: one of the forty for each video.
-        size: frames of a block.
+        canvas: pixels along a side.
+        speed: pixels that a digit moves in a frame.
     """
-    wanted = [all_prompts()[prompt] for prompt in prompts]
-    digits = np.array([digit for digit, _ in wanted])
-    steps = judge.data.speed * np.array([STEPS[way] for _, way in wanted], np.float64)
-    blocks = [slice(at, at + size) for at in range(0, videos.shape[1], size)]
-    middle, off = torus.unrolled(videos), _off(videos, steps)
-    ink = videos.sum((-1, -2)) / _ink_of_scans()[digits][:, None]
-    by_block = [
-        (
-            np.mean(judge.digits(middle[:, own]) == digits),
-            np.mean(_moves_right(videos, own, steps)),
-            off[:, own].mean(),
-            ink[:, own].mean(),
-        )
-        for own in blocks
-    ]
-    return Drift(*(tuple(map(float, numbers)) for numbers in zip(*by_block, strict=True)))
+
+    def __init__(self, canvas: int, speed: int) -> None:
+        self.speed, self.size, scans = speed, Size(1, canvas, canvas, SIDE), Scans.of("train")
+        self.layers = classifier.fitted(scans, SIDE)
+        ink = INK * scans.ink.sum((-1, -2))
+        ends = zip(scans.first, scans.first[1:], strict=False)
+        self.ink = np.array([ink[first:last].mean() for first, last in ends])
+
+    def measure(self, videos: Videos, prompts: Sequence[str], block: int) -> Drift:
+        """Judge videos of whole blocks, ink from 0 to 16; `block` counts the frames of one."""
+        digits, ways = (np.array(x) for x in zip(*(ALL[p] for p in prompts), strict=True))
+        steps, logs = self.speed * STEPS[ways].astype(np.float64), self.named(videos)
+        off, ink = _off(videos, steps), videos.sum((-1, -2)) / self.ink[digits][:, None]
+        by_block = [
+            (
+                np.mean(logs[:, own].sum(1).argmax(-1) == digits),
+                np.mean(_moves_right(videos, own, steps)),
+                off[:, own].mean(),
+                ink[:, own].mean(),
+            )
+            for at in range(0, videos.shape[1], block)
+            for own in [slice(at, at + block)]
+        ]
+        return Drift(*(tuple(map(float, numbers)) for numbers in zip(*by_block, strict=True)))
+
+    def named(self, videos: Videos) -> Float[np.ndarray, "n F 10"]:
+        """Return the logarithms of the digits' probabilities, in every frame."""
+        ink = torus.unrolled(videos)[:, None] / INK
+        total, at = ink.sum((-1, -2)) + 1e-6, np.arange(self.size.height)
+        middles = [jnp.asarray((ink.sum(axis) * at).sum(-1) / total) for axis in (-1, -2)]
+        cuts = judge.cut(jnp.asarray(ink), middles, self.size)
+        return np.asarray(classifier.name(self.layers, cuts).logs[:, 0])
 
 
 def _moves_right(
@@ -98,56 +127,54 @@ def _off(videos: Videos, steps: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "
     return np.linalg.norm(torus.apart(centres - wanted, videos.shape[-1]), axis=-1)
 
 
-def _ink_of_scans() -> Float[np.ndarray, " 10"]:
-    """Return the mean ink of the scans of each digit."""
-    scans, labels = load("train")
-    ink = scans.sum((-1, -2))
-    return np.array([ink[labels == digit].mean() for digit in range(10)])
+# ---- videos whose prompt changes to another digit ------------------------------------------------
 
 
-# ---- bars ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Switched:
+    """The digits of videos before and after a change of prompt; place and direction go on.
 
-FIRST, LAST, DIRECTION, INK = 0.97, 0.90, 0.98, 0.10
-SETTLED = 5  # blocks before the ones that are looked at for a trend
-SIGMAS = 2.0
+    The centre of ink of two scans on one path is not the same. So in the block after the change the
+    direction is that of its own frames, and phase grows by what is between the two digits.
+
+    Args:
+        at: blocks before the change.
+        first, second: measured by the first prompts, and by the second ones, in all blocks.
+    """
+
+    at: int
+    first: Drift
+    second: Drift
+
+    @classmethod
+    def of(
+        cls, told: TorusJudge, videos: Videos, prompts: Sequence[Sequence[str]], at: int, block: int
+    ) -> Switched:
+        """Judge videos by the prompts before and after the change."""
+        before, after = prompts
+        first, second = (told.measure(videos, some, block) for some in prompts)
+        alone = told.measure(videos[:, at * block :], after, block)
+        ways = (*second.direction[:at], *alone.direction)
+        return cls(at, first, Drift(**second.values | {"direction": ways}))
+
+    @property
+    def asked(self) -> Drift:
+        """Measured in each block by the prompt that it has."""
+        pairs = zip(self.first.values.items(), self.second.values.values(), strict=True)
+        return Drift(**{key: x[: self.at] + y[self.at :] for (key, x), y in pairs})
+
+    @property
+    def bars(self) -> dict[str, bool]:
+        """Return which bars are passed."""
+        before, late = self.first.digit[: self.at], self.second.digit[self.at + SOON - 1 :]
+        ways = self.second.direction[self.at :]
+        return {
+            f"first digit before the switch at least {SHARE:.0%}": min(before) >= SHARE,
+            f"second digit from block {SOON} after it at least {SHARE:.0%}": min(late) >= SHARE,
+            f"direction after it at least {AFTER:.0%}": min(ways) >= AFTER,
+        }
 
 
-def slope(numbers: Sequence[float]) -> tuple[float, float]:
-    """Fit a line; return its slope a block and the standard error of that."""
-    y, x = np.asarray(numbers, np.float64), np.arange(len(numbers), dtype=np.float64)
-    x -= x.mean()
-    found = (x * y).sum() / (x**2).sum()
-    rest = y - y.mean() - found * x
-    error = np.sqrt((rest**2).sum() / max(len(y) - 2, 1) / (x**2).sum())
-    return float(found), float(error)
-
-
-def bars(drift: Drift) -> dict[str, bool]:
-    """Return which bars a rollout passes; a viewer would see each of them."""
-    found = {
-        f"digit in block 1 at least {FIRST:.0%}": drift.digit[0] >= FIRST,
-        f"digit in the last block at least {LAST:.0%}": drift.digit[-1] >= LAST,
-        f"direction in every block at least {DIRECTION:.0%}": min(drift.direction) >= DIRECTION,
-        f"ink in every block within {INK:.0%}": all(abs(ink - 1) <= INK for ink in drift.ink),
-    }
-    for name in ("digit", "ink") if len(drift.digit) > SETTLED + 2 else ():
-        trend, error = slope(drift.values[name][SETTLED:])
-        key = f"no trend of {name} from block {SETTLED + 1} on"
-        found[key] = abs(trend) <= SIGMAS * error or trend == 0
-    return found
-
-
-def as_text(drift: Drift, blocks: Sequence[int] | None = None) -> str:
-    """Write a table of some blocks, by default of all."""
-    chosen = range(len(drift.digit)) if blocks is None else blocks
-    return "\n".join([HEAD, *drift.rows(chosen)])
-
-
-def bars_as_text(found: dict[str, bool]) -> str:
+def bars_as_text(bars: dict[str, bool]) -> str:
     """Write which bars are passed."""
-    return "\n".join(f"  {'pass' if ok else 'FAIL'}  {name}" for name, ok in found.items())
-
-
-def as_values(found: dict[str, Drift]) -> dict[str, Any]:
-    """Return the numbers of several rollouts as plain values."""
-    return {name: drift.values for name, drift in found.items()}
+    return "\n".join(f"  {'pass' if ok else 'FAIL'}  {name}" for name, ok in bars.items())

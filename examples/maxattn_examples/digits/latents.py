@@ -1,7 +1,7 @@
 """The moving digits as latents and texts for any of the models: real pictures, made-up encoders.
 
-Latents are the pixels of squares (common/ink.py), so that the picture comes back exactly. A word's
-state is a fixed random vector; a text is its words' states, then zeros.
+Latents are the pixels of squares, so that the picture comes back exactly. A word's state is a fixed
+random vector; a text is the states of its digit and its way.
 """
 
 from __future__ import annotations
@@ -9,77 +9,78 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jaxtyping import Float
 
-from maxattn_examples.common.pictures import to_latents
-
-from . import text
-from .settings import DataSettings
-from .videos import DigitVideos
-from .words import VOCABULARY
+from . import torus
+from .scans import Scans
+from .settings import ClipData
+from .words import TORUS
 
 Model = Literal["wan", "i2v", "sdxl"]
-CANVAS = 16  # pixels along a side of a frame
+FRAMES, CANVAS = 5, 16  # of a video, and pixels along a side of a frame
+DATA = ClipData(source="torus", frames=FRAMES, canvas=CANVAS, speed=1, start_every=1)
 # Pixels along a side of a square: their square is the number of channels.
 SIDE = {"wan": 4, "i2v": 4, "sdxl": 2}
 MASKS = 4  # channels of an image-to-video condition that say which frames are given
-IMAGE = 1280  # width of the image encoder's states
-IMAGE_TOKENS = 257
-
-
-def word_states(width: int) -> Float[np.ndarray, "words D"]:
-    """Draw a state for each word, the same every time; the padding's is zero."""
-    states = np.random.default_rng(0).standard_normal((len(VOCABULARY), width)).astype(np.float32)
-    states[text.PAD] = 0.0
-    return states
+IMAGE, IMAGE_TOKENS = 1280, 257  # width and number of the image encoder's states
 
 
 def batches(
     model: Model, count: int, text_dim: int, pooled_dim: int = 1280, seed: int = 0
 ) -> Iterator[dict]:
-    """Yield `count` examples, one at a time, drawn from all videos without repeating.
+    """Yield examples, one at a time.
 
     Args:
         model: which one they are for.
-        count: at most as many as there are videos.
+        count: of the examples.
         text_dim: width of the text's states.
         pooled_dim: width of the pooled text, for SDXL.
-        seed: of the order.
+        seed: of what they show.
     """
-    videos = DigitVideos(DataSettings(frames=5, canvas=CANVAS, lane_spread=2))
-    words, pools = word_states(text_dim), word_states(pooled_dim)
-    for index in np.random.default_rng(seed).permutation(len(videos))[:count]:
-        one = videos[int(index)]
-        tokens = one["tokens"]
-        frames = one["video"][..., 0]
+    scans, words, pools = Scans.of("train"), _states(text_dim), _states(pooled_dim)
+    clips = torus.draw(seed, jnp.arange(count), scans.first, DATA)
+    videos = np.asarray(torus.render(jnp.asarray(scans.ink)[clips.scan], clips, DATA, FRAMES))
+    said = np.stack([clips.digit, 10 + clips.way], -1)  # numbers in the vocabulary
+    for video, numbers in zip(videos, said, strict=True):
         example: dict[str, np.ndarray] = {
-            "latents": to_latents(frames, SIDE[model]),
-            "text": words[tokens],
+            "latents": _latents(video, SIDE[model]),
+            "text": words[numbers],
         }
         if model == "sdxl":
             example["latents"] = example["latents"][:, 0]
-            example["pooled"] = pools[tokens].sum(0)
+            example["pooled"] = pools[numbers].sum(0)
             example["time_ids"] = np.array([CANVAS, CANVAS, 0, 0, CANVAS, CANVAS], np.float32)
         if model == "i2v":
-            example |= _first_frame(frames)
+            example |= _first_frame(video)
         yield {name: array[None] for name, array in example.items()}
 
 
 def empty(model: Model, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
     """Return the replacement of a dropped text: no words."""
-    arrays: dict[str, np.ndarray] = {}
-    arrays["negative_text"] = np.zeros((1, text.LENGTH, text_dim), np.float32)
+    arrays = {"negative_text": np.zeros((1, TORUS.length, text_dim), np.float32)}
     if model == "sdxl":
         arrays["negative_pooled"] = np.zeros((1, pooled_dim), np.float32)
     return arrays
+
+
+def _states(width: int) -> Float[np.ndarray, "words D"]:
+    """Draw a state for each word, the same every time."""
+    shape = (len(TORUS.vocabulary), width)
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def _latents(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray, "C F h w"]:
+    return rearrange(frames, "F (h y) (w x) -> (y x) F h w", y=side, x=side)
 
 
 def _first_frame(frames: Float[np.ndarray, "F H W"]) -> dict[str, np.ndarray]:
     """Return the condition of the first frame (encoded, and marked), and states of its pixels."""
     given = np.zeros_like(frames)
     given[0] = frames[0]
-    latents = to_latents(given, SIDE["i2v"])
+    latents = _latents(given, SIDE["i2v"])
     mask = np.zeros((MASKS, *latents.shape[1:]), np.float32)
     mask[:, 0] = 1.0
     image = np.zeros((IMAGE_TOKENS, IMAGE), np.float32)

@@ -1,173 +1,174 @@
-"""Streams every prompt from a trained model, measures drift, and shows runs that must fail."""
+"""Streams every prompt from a trained model, judges the videos, and shows a run that must fail."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from maxattn_examples.common import pictures
+import jax.numpy as jnp
+import numpy as np
+
+from maxattn import sharding
+from maxattn.weights.replacing import replacing
+from maxattn_examples.common import hosts, pictures
 from maxattn_examples.common.pipeline_folder import write_json
+from maxattn_examples.common.settings import MOST
+from maxattn_examples.stream import Denoising, Rollout
+from maxattn_examples.wan.model import WanTransformer3D
 
-from . import drift, stream_pictures, stream_switch
-from .drawing import draw as draw_clips
-from .drift import Drift
-from .evaluate import Judge
-from .model import WanTransformer
+from . import torus
+from .drift import SOON, Drift, Switched, TorusJudge, Videos, bars_as_text
 from .settings import Settings
-from .stream_settings import StreamSettings
-from .streaming import Videos, stream
-from .training import train
-from .words import DIGITS, DIRECTIONS, all_prompts, prompt_of
+from .words import ALL, DIGITS, TORUS
 
 SHOWN = 8  # videos of the pictures, and long videos
+FURTHER = 3  # digits from the first prompt's to the second one's
+LABELS = {
+    "digit": "right digits", "direction": "right directions",
+    "phase": "pixels off its place", "ink": "ink / ink of scans",
+}  # fmt: skip
 
 
-def said(settings: Settings) -> StreamSettings:
-    """Return how digits are streamed."""
-    assert settings.rollout is not None, "the settings have a rollout"
-    return settings.rollout
+@sharding.inside_auto_axes()
+def demo(model: WanTransformer3D, settings: Settings) -> dict[str, Drift]:
+    """Stream, judge, print and write; return the numbers of every run by its name."""
+    hosts.alone("the demo of streaming")
+    how, each = settings.rollout, settings.sampling.per_prompt
+    every, size = list(ALL), how.frames_per_block
+    judge = TorusJudge(settings.data.canvas, settings.data.speed)
+    folder, found = Path(settings.training.output_dir), {}
+    folder.mkdir(parents=True, exist_ok=True)
 
+    prompts = [prompt for prompt in every for _ in range(each)]
+    streamed = judge.measure(stream(model, prompts, how.blocks, settings), prompts, size)
+    found["streamed"] = streamed
+    print(f"{len(prompts)} videos of {how.blocks * size} frames, {how.blocks} blocks")
+    print(f"{streamed.table()}\n{bars_as_text(streamed.bars)}")
 
-def some_prompts() -> list[str]:
-    """Choose prompts in which digits and directions vary."""
-    return [prompt_of(n % len(DIGITS), DIRECTIONS[n % len(DIRECTIONS)]) for n in range(SHOWN)]
+    noisy = settings.replace(rollout=how.replace(clean_pass=False, context_noise=0.0))
+    worse = judge.measure(stream(model, every, how.blocks, noisy), every, size)
+    found["no clean pass"] = worse
+    some = sorted({0, min(1, how.blocks - 1), how.blocks - 1})
+    print(f"must fail: no clean pass\n{worse.table(some)}\n{bars_as_text(worse.bars)}")
 
-
-class Demo:
-    """Stream, measure, print and write.
-
-    Args:
-        model: trained by forcing.
-        settings: of everything.
-    """
-
-    def __init__(self, model: WanTransformer, settings: Settings) -> None:
-        self.model, self.settings, self.said = model, settings, said(settings)
-        self.folder, self.judge = Path(settings.training.output_dir), Judge(settings.data)
-        self.found: dict[str, Drift] = {}
-
-    def run(self) -> dict[str, Drift]:
-        """Do all of it; return the numbers of every run by its name."""
-        each = self.settings.sampling.per_prompt
-        prompts = [prompt for prompt in all_prompts() for _ in range(each)]
-        self.every_prompt("streamed", prompts)
-        self.must_fail()
-        if self.said.long_blocks:
-            self.long()
-        if self.said.switch_block:
-            self.switch()
-        self.write()
-        return self.found
-
-    def measured(self, name: str, videos: Videos, prompts: Sequence[str]) -> Drift:
-        """Judge videos, and keep the numbers."""
-        size = self.said.frames_per_block
-        self.found[name] = drift.measure(self.judge, videos, prompts, size)
-        return self.found[name]
-
-    def every_prompt(self, name: str, prompts: Sequence[str]) -> None:
-        """Stream the videos that the bars are about."""
-        videos = stream(self.model, prompts, self.said.blocks, self.settings)
-        found = self.measured(name, videos, prompts)
-        print(f"{len(videos)} videos of {videos.shape[1]} frames, {self.said.blocks} blocks")
-        print(f"{drift.as_text(found)}\n{drift.bars_as_text(drift.bars(found))}")
-
-    def must_fail(self) -> None:
-        """Stream each prompt once in ways that no model is trained for."""
-        prompts = list(all_prompts())
-        videos = stream(self.model, prompts, self.said.blocks, self.settings, clean_pass=False)
-        self._shown("no clean pass", videos, prompts)
-        if self.said.contrast_steps:
-            model, settings = bidirectional(self.settings)
-            whole = draw_clips(model, prompts, settings)
-            found = self.measured("bidirectional, whole clips", whole, prompts)
-            print(f"a model whose frames all see each other, after {settings.training.steps} steps")
-            print(f"as it is trained, clips at once\n{drift.as_text(found)}")
-            videos = stream(model, prompts, self.said.blocks, settings)
-            self._shown("bidirectional, streamed", videos, prompts)
-
-    def _shown(self, name: str, videos: Videos, prompts: Sequence[str]) -> None:
-        found = self.measured(name, videos, prompts)
-        print(f"must fail: {name}\n{drift.as_text(found, self._some())}")
-        print(drift.bars_as_text(drift.bars(found)))
-
-    def _some(self) -> list[int]:
-        """Choose a few blocks of a table."""
-        last = self.said.blocks - 1
-        return sorted({0, min(1, last), min(5, last), last})
-
-    def long(self) -> None:
-        """Stream a few prompts for very long, and write the GIF."""
-        prompts, blocks = some_prompts(), self.said.long_blocks
-        videos = stream(self.model, prompts, blocks, self.settings)
-        found = self.measured("long", videos, prompts)
-        chosen = sorted({0, *range(9, blocks, 10), blocks - 1})
+    if blocks := how.long_blocks:
+        prompts = _of_all_kinds()
+        videos = stream(model, prompts, blocks, settings)
+        found["long"] = judge.measure(videos, prompts, size)
         print(f"{len(videos)} videos of {videos.shape[1]} frames")
-        print(drift.as_text(found, chosen))
-        print(f"  {pictures.moving(videos, prompts, self.folder / 'long.gif')}")
-
-    def switch(self) -> None:
-        """Change the prompt of every prompt's video in the middle, to another digit."""
-        at, before = self.said.switch_block, list(all_prompts())
-        after = stream_switch.other_digits(before)
-        blocks = at + max(at, stream_switch.SOON)
-        videos = stream(self.model, before, blocks, self.settings, switch=(at, after))
-        size = self.said.frames_per_block
-        found = stream_switch.measure(self.judge, videos, before, after, size, at)
-        self.found |= {"switched": found.asked, "switched: first digit": found.first}
-        print(f"{len(videos)} videos whose prompt changes to another digit before block {at + 1}")
-        print(f"{found}\n{drift.bars_as_text(found.bars)}")
-        shown = [before.index(prompt) for prompt in some_prompts()]
-        labels = [[prompts[i] for i in shown] for prompts in (before, after)]
-        where, then = self.folder / "switch.gif", (at * size, labels[1])
-        print(f"  {pictures.moving(videos[shown], labels[0], where, then=then)}")
-
-    def write(self) -> None:
-        """Write the figures, and quality against block."""
-        figures, at = self.folder / "figures.json", self.said.switch_block
-        write_json(figures, drift.as_values(self.found))
-        print(f"  {stream_pictures.quality(self.found, self.folder / 'quality.png', at)}")
+        print(found["long"].table(sorted({0, *range(9, blocks, 10), blocks - 1})))
+        print(f"  {pictures.moving(videos, prompts, folder / 'long.gif')}")
+    if how.switch_block:
+        found |= _switched(model, judge, settings, folder)
+    write_json(folder / "figures.json", {name: drift.values for name, drift in found.items()})
+    print(f"  {_plot(found, folder / 'quality.png', how.switch_block)}")
+    return found
 
 
-def draw(model: WanTransformer, prompt: str | None, settings: Settings) -> None:
-    """Stream all prompts and measure them, or one prompt for as long as the long videos.
-
-    Args:
-        model: trained.
-        prompt: any words of the vocabulary, at most four; None for all forty.
-        settings: how.
-    """
-    if prompt is None:
-        Demo(model, settings).run()
-        return
-    prompts, how = [prompt] * settings.sampling.per_prompt, said(settings)
+def draw(model: WanTransformer3D, prompt: str, settings: Settings) -> None:
+    """Stream one prompt for as long as the long videos."""
+    prompts, how = [prompt] * max(1, settings.sampling.per_prompt), settings.rollout
     videos = stream(model, prompts, how.long_blocks or how.blocks, settings)
     path = Path(settings.training.output_dir) / f"{prompt.replace(' ', '_') or 'no_prompt'}.gif"
     print(pictures.moving(videos, prompts, path, scale=12))
-    if prompt in all_prompts():
-        print(
-            drift.as_text(
-                drift.measure(Judge(settings.data), videos, prompts, how.frames_per_block)
-            )
-        )
 
 
-def bidirectional(settings: Settings) -> tuple[WanTransformer, Settings]:
-    """Train the same model on the same clips with one time a clip, every frame seeing the others.
+def stream(
+    model: WanTransformer3D,
+    prompts: Sequence[str],
+    blocks: int,
+    settings: Settings,
+    switch: tuple[int, Sequence[str]] | None = None,
+) -> Videos:
+    """Stream a video for each prompt.
 
     Args:
-        settings: of the model that is trained by forcing.
+        model: trained by forcing.
+        prompts: of `TORUS`.
+        blocks: of each video.
+        settings: how.
+        switch: the block before which the prompts change, and the prompts from there on.
+
+    Returns:
+        Ink from 0 to 16.
     """
-    training = settings.training
-    own = training.replace(
-        steps=said(settings).contrast_steps,
-        forcing="none",
-        context_noise=0.0,
-        context_dropout=0.0,
-        prompt_switches=0.0,
-        sink_distance=0,
-        output_dir=str(Path(training.output_dir) / "bidirectional"),
+    rollout = rollout_of(model, settings)
+    reel = rollout.begin(told(model, prompts, rollout.how.rows), len(prompts))
+    made: list[Any] = []
+    for number in range(blocks):
+        if switch is not None and number == switch[0]:
+            reel = rollout.switch(reel, told(model, switch[1], rollout.how.rows))
+        latents, reel = rollout.block(reel)
+        made.append(np.asarray(latents))
+    return torus.to_ink(np.concatenate(made, axis=1))
+
+
+def rollout_of(model: WanTransformer3D, settings: Settings) -> Rollout:
+    """Return how videos are made: Euler steps, a clean pass, guidance as rows of one batch."""
+    said, canvas, seed = settings.rollout, settings.data.canvas, settings.sampling.seed
+    how = Denoising(
+        said.denoising_steps,
+        said.warp_steps,
+        said.timestep_shift,
+        "flow_euler",
+        said.context_noise / MOST,
+        said.clean_pass,
+        settings.sampling.guidance_scale,
     )
-    once = settings.sampling.replace(per_prompt=1)
-    settings = settings.replace(training=own, sampling=once)
-    return train(settings)[0], settings
+    side = canvas // torus.SQUARE
+    tokens, block = (canvas // torus.TOKEN) ** 2, said.frames_per_block
+
+    def call(model: WanTransformer3D, x: Any, t: Any, kv: Any, **seen: Any) -> Any:
+        places = torus.places(x.shape[1], block, canvas)
+        places = jnp.broadcast_to(places, (len(x), *places.shape)).astype(x.dtype)
+        return model(jnp.concatenate([x, places], -1), t, kv=kv, **seen)
+
+    sides = (side, side, torus.SQUARE**2)
+    return Rollout(model, said.stream(tokens), sides, how, seed=seed, call=call)
+
+
+def told(model: WanTransformer3D, prompts: Sequence[str], rows: int) -> Any:
+    """Encode prompts, behind as many empty ones where there is guidance."""
+    return model.encode(jnp.asarray(TORUS.encode([*[""] * len(prompts) * (rows - 1), *prompts])))
+
+
+def _of_all_kinds() -> list[str]:
+    """Choose prompts in which digits and directions vary."""
+    return [TORUS.prompt_of([(n % len(DIGITS), n % 4)]) for n in range(SHOWN)]
+
+
+def _switched(
+    model: WanTransformer3D, judge: TorusJudge, settings: Settings, folder: Path
+) -> dict[str, Drift]:
+    """Change the prompt of every prompt's video in the middle, to another digit."""
+    at, size, before = settings.rollout.switch_block, settings.rollout.frames_per_block, list(ALL)
+    after = [TORUS.prompt_of([((digit + FURTHER) % 10, way)]) for digit, way in ALL.values()]
+    videos = stream(model, before, at + max(at, SOON), settings, (at, after))
+    found = Switched.of(judge, videos, (before, after), at, size)
+    print(f"{len(videos)} videos whose prompt changes to another digit before block {at + 1}")
+    print(f"{found.asked.table()}\n{bars_as_text(found.bars)}")
+    shown = [before.index(prompt) for prompt in _of_all_kinds()]
+    labels = [[prompts[i] for i in shown] for prompts in (before, after)]
+    path, then = folder / "switch.gif", (at * size, labels[1])
+    print(f"  {pictures.moving(videos[shown], labels[0], path, then=then)}")
+    return {"switched": found.asked, "switched: first digit": found.first}
+
+
+def _plot(found: Mapping[str, Drift], path: Path, switch: int) -> Path:
+    """Draw a panel for each number, a line for each run, and where the prompt changes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    for panel, (name, label) in zip(figure.subplots(2, 2).flat, LABELS.items(), strict=True):
+        for run, drift in found.items():
+            numbers = drift.values[name]
+            panel.plot(range(1, len(numbers) + 1), numbers, label=run, lw=1.2)
+        if switch:
+            panel.axvline(switch + 0.5, ls=":", color="black", label="another prompt")
+        panel.set(xlabel="block", ylabel=label, xscale="log")
+        panel.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=110)
+    return path

@@ -1,161 +1,205 @@
-"""The task of the digits' model: velocities of moving digits, from their prompts."""
+"""What models of digits learn: Wan's velocities, of clips made in the step itself.
+
+A batch is numbers of clips alone: a device draws and renders them, so that it waits for nothing.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
-import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn.masks import KeyPadding
-from maxattn_examples.common.pictures import to_model
 from maxattn_examples.common.shapes import Shapes
 from maxattn_examples.train import forcing
-from maxattn_examples.train.settings import TrainingSettings
-from maxattn_examples.train.task import Arrays, Fixed
+from maxattn_examples.train.task import Arrays, Fixed, replaced
+from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.task import WanTask
 
-from . import flow, text
-from .model import WanTransformer
+from . import scenes, torus
+from .sampling_task import ClipSamplingTask, size_of_clips
+from .scans import Scans
+from .scenes import Size
 from .settings import Settings
-from .stream_settings import without_rollout
-from .videos import DigitVideos
+from .words import SCENES, TORUS, Language
 
-# The keys of a rollout that training depends on; those of drawing may change.
-FORCED = (
-    "training.forcing", "training.context_noise", "training.context_dropout",
-    "training.sink_distance", "training.prompt_switches",
-    "rollout.frames_per_block", "rollout.window", "rollout.sink",
-)  # fmt: skip
-
-
-class Digits(DigitVideos):
-    """Offer the videos that are trained on, as the loop wants to know them."""
-
-    note: str = ""
-    kind: str = "digits"
-    model: str = "demo"
-
-    @property
-    def empty(self) -> dict[str, np.ndarray]:
-        """Nothing: the empty prompt is made of its tokens."""
-        return {}
-
-    @property
-    def shapes(self) -> Shapes:
-        """The shapes of a video and its tokens."""
-        return {name: array.shape for name, array in self[0].items()}
-
-    @property
-    def fingerprint(self) -> str:
-        """How many videos there are; which, the settings say."""
-        return f"{len(self)} digits"
-
-
-class SwitchedDigits(Digits):
-    """Offer beside each video one of another digit that moves alike: what it may have been."""
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return super().__getitem__(index) | {"before": to_model(self.before(int(index)))}
+ENDLESS = 2**31 - 1  # clips: numbers are int32
 
 
 @dataclass(frozen=True)
-class DigitsTask:
-    """Train the digits' model.
+class Clips:
+    """Offer numbers of clips, one after the other and without end.
 
     Args:
-        settings: of everything.
+        shapes: of the arrays that are made of a number.
+        language: of the prompts.
+        fingerprint: which clips there are.
     """
 
-    settings: Settings
+    shapes: Shapes
+    language: Language
+    fingerprint: str
+
+    endless: ClassVar[bool] = True
+    note: ClassVar[str] = "clips are made on the device, each seen once"
+    kind: ClassVar[str] = "digits"
+    model: ClassVar[str] = "wan"
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"clip": np.asarray(index, np.int32)}
+
+    @property
+    def empty(self) -> dict[str, np.ndarray]:
+        """The states of the empty prompt."""
+        return {"text": np.zeros((self.language.length, self.language.width), np.float32)}
+
+
+@dataclass(frozen=True)
+class ClipTask(WanTask):
+    """Train a Wan transformer on clips of digits."""
+
+    settings: Settings  # pyright: ignore[reportIncompatibleVariableOverride]
 
     fixed: ClassVar[Fixed] = Fixed(
-        ("model", "data", "training.batch_size", "training.seed", *FORCED)
+        (*WanTask.fixed.keys, "training.prompt_switches", "training.sink_distance"),
+        WanTask.fixed.free,
     )
-    folder: None = None
-    sizes: None = None
-    sampler: None = None
-    frames_per_block: None = None  # it is written where a model is exported
+
+    @cached_property
+    def size(self) -> Size:
+        """The sizes of a clip of several digits."""
+        return size_of_clips(self.settings, self.sizes)
+
+    @cached_property
+    def scans(self) -> Scans:
+        """The digits that are trained on."""
+        return Scans.of("train")
 
     @property
-    def part(self) -> str:
-        """The folder of a pipeline that would hold the model."""
-        return "transformer"
+    def seen(self) -> int:
+        """The frames of a clip that a step sees."""
+        data = self.settings.data
+        return data.frames if self.settings.on_torus else data.frames_seen or self.size.frames
 
-    @property
-    def training(self) -> TrainingSettings:
-        """The settings of training, with the fixed ones."""
-        own = self.settings.training
-        values: dict[str, Any] = {key: getattr(own, key) for key in SAME}
-        values |= {"learning_rate_schedule": "cosine", "adam_b2": 0.99}
-        values |= {"condition_dropout": own.prompt_dropout, "tensorboard": False, "export": False}
-        return TrainingSettings(**values)
+    @cached_property
+    def places(self) -> Float[np.ndarray, "F h w P"]:
+        """The channels that say where on a torus a token is."""
+        block = self.frames_per_block or self.seen
+        return torus.places(self.seen, block, self.settings.data.canvas)
 
-    def source(self) -> Digits:
-        """Open the digits."""
-        source = SwitchedDigits if self.settings.training.prompt_switches else Digits
-        return source(self.settings.data)
+    def source(self) -> Clips:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Offer the clips."""
+        data, seed = self.settings.data, self.settings.training.seed
+        if not self.settings.on_torus:
+            shape = (3, self.seen, self.size.height, self.size.width)
+            name = f"digits of seed {seed}, {'x'.join(map(str, self.size))}"
+            shapes = {"latents": shape, "text": (SCENES.length, SCENES.width)}
+            return Clips(shapes, SCENES, name)
+        frames, *sides, count = self.places.shape
+        shapes = {
+            "latents": (torus.SQUARE**2, frames, *sides),
+            "condition": (count, frames, *sides),
+        }
+        name = f"a torus of seed {seed}, {data.canvas} pixels, {data.speed}, {data.start_every}"
+        return Clips(shapes | {"text": (TORUS.length, TORUS.width)}, TORUS, name)
 
-    def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Begin from random parameters."""
-        return False
-
-    def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> WanTransformer:
-        """Build the transformer."""
-        return WanTransformer(self.settings, mesh, rngs=rngs)
+    def sampling_task(self) -> ClipSamplingTask:
+        """Return what calls the transformer in sampling."""
+        return ClipSamplingTask(self.settings, self.sizes, Path())
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield forcing without blocks; all sizes were checked with the settings."""
-        return without_rollout(self.settings.training) if self.settings.rollout is None else ()
-
-    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
-        """Draw times and noise; replace some prompts by the empty one."""
-        how = batch["video"], batch["tokens"], key, self.settings.training
-        stream = self.settings.stream
-        if stream is None or self.settings.training.forcing == "none":
-            return flow.noised(*how)
-        return flow.forced(*how, stream, batch.get("before"))
-
-    def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
-        """Measure how far the predicted velocity is off."""
-        return flow.loss(model, examples)
-
-    def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
-        """Plan self- and cross-attention of a training step, as the model will call them."""
-        settings, batch = self.settings, self.settings.training.batch_size
-        model, mask = settings.model, self.forcing_mask
-        heads = (model.heads, model.dim_head)
-        tokens = self.tokens(shapes) * (2 if settings.training.forcing == "teacher" else 1)
-        video = jax.ShapeDtypeStruct((batch, tokens, *heads), jnp.float32)
-        words = jax.ShapeDtypeStruct((batch, text.LENGTH, *heads), jnp.float32)
-        padding = KeyPadding(np.full(batch, text.LENGTH, np.int32))
-        cross = ma.Call.of(video, words, padding, role="cross")
-        calls = {"self": ma.Call.of(video, video, mask), "cross": cross}
-        return {role: ma.plan(call, settings, mesh) for role, call in calls.items()}
+        """Yield clips that the transformer cannot take, and settings that fit no clips."""
+        yield from super().shape_errors(shapes)
+        data, model, wanted = self.settings.data, self.settings.model, self.channels
+        for key, value in wanted.items():
+            if (given := getattr(model, key)) is not None and given != value:
+                rule = "clips, places and prompts have so many numbers: " + ", ".join(
+                    f"{name} {count}" for name, count in wanted.items()
+                )
+                yield ConfigError(f"model.{key}", given, rule, f"use {value}")
+        if self.settings.on_torus:
+            return
+        least = min(self.size.height, self.size.width)
+        if data.digit >= least:
+            rule = f"a digit moves within frames of {self.size.height}x{self.size.width}"
+            yield ConfigError("data.digit", data.digit, rule, f"use at most {least - 1}")
+        if data.frames_seen > self.size.frames:
+            rule, remedy = f"a clip has {self.size.frames} frames", "use 0 for all of them"
+            yield ConfigError("data.frames_seen", data.frames_seen, rule, remedy)
 
     @property
-    def forcing_mask(self) -> Any:
-        """The mask of self-attention in a training step; None where frames see each other."""
-        how, stream = self.settings.training.forcing, self.settings.stream
-        return None if stream is None else forcing.mask(how, stream, self.settings.data.frames)
+    def channels(self) -> dict[str, int]:
+        """The sizes of the model that clips and prompts set."""
+        if not self.settings.on_torus:
+            return {"in_channels": 3, "out_channels": 3, "text_dim": SCENES.width}
+        out = torus.SQUARE**2
+        own = out + self.places.shape[-1]
+        return {"in_channels": own, "out_channels": out, "text_dim": TORUS.width}
 
-    def tokens(self, shapes: Shapes) -> int:
-        """Count the patches of a video."""
-        return math.prod(self.settings.grid)
+    def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
+        """Make the clips; draw times and noise; replace some prompts by the empty one."""
+        for_clips, for_noise = jax.random.split(key)
+        if self.settings.on_torus:
+            return self._on_torus(batch, empty, for_clips, for_noise)
+        made, more = self.made(batch, for_clips)
+        return super().noised(made, empty, for_noise) | more
 
-    def sampling_task(self) -> None:
-        """Return nothing: the digits are drawn after training, not during it."""
+    def made(self, batch: Arrays, key: Array) -> tuple[Arrays, Arrays]:
+        """Make clips of several digits, and their texts; return beside them positions, if any."""
+        scene = scenes.draw(self.settings.training.seed, batch["clip"], self.scans, self.size)
+        x = scenes.to_model(scenes.render(scene, scenes.scans_here(self.scans), self.size))
+        more: Arrays = {}
+        if self.seen < self.size.frames:
+            frames = some_frames(key, self.size, self.seen)
+            x, more["positions"] = x[:, frames], jnp.tile(frames, (len(x), 1))
+        return {"latents": jnp.moveaxis(x, -1, 1), "text": SCENES.states(scene.numbers)}, more
+
+    def _on_torus(self, batch: Arrays, empty: Arrays, key: Array, for_noise: Array) -> Arrays:
+        """Make clips of one digit, and what forcing needs of them."""
+        said, data, count = self.settings.training, self.settings.data, len(batch["clip"])
+        for_texts, for_turns, for_switches = jax.random.split(key, 3)
+        clip, ink = torus.draw(said.seed, batch["clip"], self.scans.first, data), self.scans.ink
+        clean, other = (
+            torus.to_latents(torus.render(jnp.asarray(ink)[scan], clip, data, self.seen))
+            for scan in (clip.scan, clip.before)
+        )
+        text = TORUS.states(jnp.stack([clip.digit, clip.way], -1)[:, None])
+        places = jnp.broadcast_to(self.places, (count, *self.places.shape))
+        made = {"latents": clean, "text": text, "condition": places}
+        made = {name: jnp.moveaxis(x, -1, 1) if x.ndim == 5 else x for name, x in made.items()}
+        if said.forcing == "none":
+            return super().noised(made, empty, for_noise)
+        dropped = jax.random.bernoulli(for_texts, said.condition_dropout, (count,))
+        stream, past = self._stream(clean.shape), None
+        if said.prompt_switches:
+            # Where no prompt says another digit, the one that is seen goes on.
+            share = said.prompt_switches * ~dropped
+            past = torus.switched(for_switches, clean, other, share, stream)
+        drawn = forcing.noised(clean, for_noise, self._noise(clean.shape), past)
+        drawn |= {"text": replaced(text, empty["text"], dropped), "condition": made["condition"]}
+        if (most := said.sink_distance) > 0:
+            turn = data.canvas // np.gcd(data.canvas, data.speed)
+            drawn["positions"] = torus.turned(for_turns, clean.shape, int(turn), most, stream)
+        return drawn
+
+    def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
+        """Return the mean squared error of the predicted velocity."""
+        if "positions" in examples and not self.settings.on_torus:
+            # All clips of a step show the same frames: one table of positions serves them.
+            examples = {**examples, "positions": examples["positions"][0]}
+        return super().loss(model, examples)
 
 
-# Keys that the digits' settings share with every training run's.
-SAME = (
-    "steps", "batch_size", "learning_rate", "warmup_steps", "weight_decay", "ema_decay",
-    "checkpoint_every", "log_every", "seed", "resume", "output_dir",
-)  # fmt: skip
+def some_frames(key: Array, size: Size, seen: int) -> Array:
+    """Draw the numbers of some frames of a clip, in their order."""
+    return jnp.sort(jax.random.permutation(key, size.frames)[:seen])

@@ -1,47 +1,175 @@
-"""Digits that move for ever: the opposite edges of the canvas are joined.
+"""One handwritten digit that moves for ever: the opposite edges of the canvas are joined.
 
-Each frame is the one before it, rolled, so that where a digit is at any frame is known.
-Places are counted around: the centre of ink is the angle of its first Fourier coefficient.
+Each frame is the one before it, rolled, so that where a digit is at any frame is known. Latents are
+the pixels of squares, so that the picture comes back exactly.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, UInt8
+from einops import rearrange
+from jaxtyping import Array, Float, Int
 
-from .words import SIDE, STEPS
+import maxattn as ma
 
-if TYPE_CHECKING:
-    from .settings import DataSettings
+from .scans import INK, SIDE
+from .settings import ClipData
+from .words import STEPS
 
+SQUARE = 3  # pixels along a side of a square: its pixels are the channels of a latent
+TOKEN = 2 * SQUARE  # pixels along a side of a token: Wan's patches are 2 x 2 latents
+TURNED = 0.7  # share of the clips whose sink is further away than the clip begins
 Frames = Float[np.ndarray, "... H W"]
 
 
-def rolled(
-    scan: UInt8[np.ndarray, "8 8"], direction: str, lane: int, start: int, data: DataSettings
-) -> UInt8[np.ndarray, "F H W"]:
-    """Place a scan, and roll the canvas further each frame.
+# ---- clips, made on the device -------------------------------------------------------------------
+
+
+class Clip(NamedTuple):
+    """What happens in clips.
 
     Args:
-        scan: the digit.
-        direction: left, right, up or down.
-        lane: pixels between the upper or left edge and the digit, across the movement.
-        start: the same along the movement, in frame 0; there the digit may lie across an edge.
-        data: how many frames of which size, and the pixels a frame.
+        digit, way: as in the prompt.
+        scan: number of the handwritten digit.
+        before: number of a scan of another digit, which a clip may have shown before.
+        start: pixels between the edge and the digit in the first frame, along its movement.
     """
-    first = np.zeros((data.canvas, data.canvas), np.uint8)
-    first[:SIDE, :SIDE] = scan
-    rows, columns = STEPS[direction]
-    row, column = (start, lane) if rows else (lane, start)
-    far = (frame * data.speed for frame in range(data.frames))
-    moved = ((row + by * rows, column + by * columns) for by in far)
-    return np.stack([np.roll(first, by, (0, 1)) for by in moved])
+
+    digit: Int[Array, " B"]
+    way: Int[Array, " B"]
+    scan: Int[Array, " B"]
+    before: Int[Array, " B"]
+    start: Int[Array, " B"]
+
+
+def draw(seed: int, clips: Int[Array, " B"], first: Int[np.ndarray, " 11"], data: ClipData) -> Clip:
+    """Draw what happens in clips.
+
+    Args:
+        seed: of all clips.
+        clips: their numbers.
+        first: number of each label's first scan, and one more.
+        data: canvas, and the places that a digit may start from.
+    """
+
+    def one(clip: Array) -> Clip:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), clip), 6)
+        digit, way, other, *place = (
+            jax.random.randint(key, (), 0, most)
+            for key, most in zip(keys, (10, 4, 9, 2**20, 2**20, 2**20), strict=True)
+        )
+        ends, others = jnp.asarray(first), (digit + 1 + other) % 10
+        scan, before = (
+            ends[label] + drawn % (ends[label + 1] - ends[label])
+            for label, drawn in zip((digit, others), place, strict=False)
+        )
+        starts = -(-data.canvas // data.start_every)
+        return Clip(digit, way, scan, before, place[2] % starts * data.start_every)
+
+    return jax.vmap(one)(clips)
+
+
+def render(
+    scans: Float[Array, "B 8 8"], clip: Clip, data: ClipData, frames: int
+) -> Float[Array, "B F H W"]:
+    """Draw scans that move as clips say, -1 (paper) to 1 (ink)."""
+    room, canvas = data.canvas - SIDE, data.canvas
+    pad = (0, 0), (0, room), (0, room)
+    at, step = jnp.arange(canvas), jnp.asarray(STEPS)[clip.way]  # [B, 2]
+    lane = jnp.full_like(clip.start, room // 2)
+    first = jnp.where(step != 0, clip.start[:, None], lane[:, None])
+    moved = first[:, None] + data.speed * jnp.arange(frames)[:, None] * step[:, None]  # [B, F, 2]
+    rows, columns = (jnp.mod(at - moved[..., axis, None], canvas) for axis in (0, 1))
+    each = jnp.arange(len(scans))[:, None, None, None]
+    return 2 * jnp.pad(scans, pad)[each, rows[..., None], columns[..., None, :]] - 1
+
+
+def to_latents(video: Float[Array, "B F H W"]) -> Float[Array, "B F h w C"]:
+    """Take the pixels of each square for channels."""
+    return rearrange(video, "B F (h y) (w x) -> B F h w (y x)", y=SQUARE, x=SQUARE)
+
+
+def to_ink(latents: Float[np.ndarray, "B F h w C"]) -> Float[np.ndarray, "B F H W"]:
+    """Undo `to_latents`; return ink from 0 to 16."""
+    video = rearrange(np.asarray(latents), "B F h w (y x) -> B F (h y) (w x)", y=SQUARE, x=SQUARE)
+    return np.clip((video + 1) * (INK / 2), 0.0, INK)
+
+
+def places(frames: int, block: int, canvas: int) -> Float[np.ndarray, "F h w P"]:
+    """Return channels that say which frame of its block, row and column a token is in.
+
+    In pure noise all tokens look alike, and RoPE knows no more than their distances: without these
+    channels, left and right are told apart late or never.
+    """
+    side, twice = canvas // TOKEN, canvas // SQUARE
+    row = np.eye(side)[np.arange(twice) * SQUARE // TOKEN]
+    shape = (frames, twice, twice)
+    frame = np.broadcast_to(
+        np.eye(block)[np.arange(frames) % block][:, None, None], (*shape, block)
+    )
+    rows = np.broadcast_to(row[:, None], (*shape, side))
+    columns = np.broadcast_to(row[None, :], (*shape, side))
+    return np.concatenate([frame, rows, columns], -1).astype(np.float32)
+
+
+# ---- training by forcing -------------------------------------------------------------------------
+
+
+def switched(
+    key: Array, video: Array, before: Array, share: Float[Array, " B"], stream: ma.Stream
+) -> Array:
+    """Show another digit in the frames before a block that is drawn, in some of the clips.
+
+    After a change of prompt a rollout runs the frames that it keeps again under the new prompt: a
+    block has the new prompt, and behind it frames of the old digit, or of both.
+
+    Args:
+        key: of what is drawn.
+        video: clips of the digits that the prompts say.
+        before: clips of other digits, at the same places.
+        share: how likely each clip changes.
+        stream: the blocks; the first one never shows the digit after a change.
+    """
+    count, frames = video.shape[:2]
+    for_some, for_block = jax.random.split(key)
+    starts = jnp.asarray([start for start, _ in stream.blocks(frames)][1:])
+    at = jax.random.choice(for_block, starts, (count, 1))
+    old = jax.random.bernoulli(for_some, share[:, None]) & (jnp.arange(frames) < at)
+    return jnp.where(old[..., None, None, None], before, video)
+
+
+def turned(
+    key: Array, shape: Sequence[int], turn: int, most: int, stream: ma.Stream
+) -> Int[Array, "B F"]:
+    """Number the frames after the sink some whole turns of the torus further on.
+
+    The longer a video, the further away is its sink. A digit is back where it was after a turn, so
+    clips that are short teach sinks of any distance.
+
+    Args:
+        key: of what is drawn.
+        shape: clips and frames.
+        turn: frames in which a digit comes back to its place.
+        most: frames of all turns.
+        stream: says the sink.
+    """
+    for_turns, for_some = jax.random.split(key)
+    turns = jax.random.randint(for_turns, (shape[0], 1), 0, most // turn + 1)
+    some = jax.random.bernoulli(for_some, TURNED, (shape[0], 1))
+    frame = jnp.arange(shape[1])
+    return frame + jnp.where((frame >= stream.sink) & some, turn * turns, 0)
+
+
+# ---- where ink is, counted around ----------------------------------------------------------------
 
 
 def centre(frames: Frames) -> Float[np.ndarray, "... 2"]:
-    """Return row and column of the centre of ink, each from -H/2 to H/2, counted around."""
+    """Return row and column of the centre of ink: the angle of the first Fourier coefficient."""
     size = frames.shape[-1]
     waves = np.exp(2j * np.pi * np.arange(size) / size)
     both = (frames.sum(-1) * waves).sum(-1), (frames.sum(-2) * waves).sum(-1)

@@ -121,7 +121,8 @@ class WanTask(LatentTask):
 
     def loss(self, model: WanTransformer3D, examples: Arrays) -> Float[Array, ""]:
         """Return the mean squared error of the predicted velocity."""
-        x, how = _conditioned(examples["mixed"], examples), {}
+        x = _conditioned(examples["mixed"], examples)
+        how: dict[str, Any] = {"positions": examples.get("positions")}
         if examples["times"].ndim == 2:
             seen = forcing.seen(examples, self._stream(x.shape), 1000.0)
             clean = None if seen.clean is None else _conditioned(seen.clean, examples)

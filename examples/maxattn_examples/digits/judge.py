@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .clips import Clips
-from .scenes import BOUNCING, CROSSING, GONE, LEAVING, STEPS, Scene, Size
-from .words import COLOURS
+from .scenes import BOUNCING, CROSSING, GONE, LEAVING, Clips, Scene, Size
+from .words import COLOURS, STEPS
 
 CUT = 16  # samples along a side of what is cut out
 WIDE = 1.25  # sides of a digit along a side of it
@@ -68,10 +67,10 @@ def look(clips: Clips, scene: Scene, size: Size) -> Seen:
     ]
     every = bright.sum((1, 2, 3))
     stray = (every - ink.sum((1, 2, 3, 4))) / (every + 1e-6)
-    return Seen(total, jnp.stack(middles, -1), _cut(ink, middles, size), stray)
+    return Seen(total, jnp.stack(middles, -1), cut(ink, middles, size), stray)
 
 
-def _cut(
+def cut(
     ink: Float[Array, "B K F H W"], middles: list[Array], size: Size
 ) -> Float[Array, "B K F 16 16"]:
     """Sample the squares around the middles, between pixels along straight lines."""

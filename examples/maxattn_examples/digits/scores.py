@@ -23,8 +23,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from . import classifier, judge
-from .clips import Clips
-from .scenes import BOUNCING, Scans, Scene, Size
+from .scans import Scans
+from .scenes import BOUNCING, Clips, Scene, Size
 
 # How a score changes where clips get better.
 BETTER = {

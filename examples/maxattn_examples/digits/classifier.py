@@ -15,9 +15,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from . import clips, judge
-from .scenes import BOUNCING, NONE, Scans, Scene, Size
-from .words import COLOURS, MOST
+from . import judge, scenes
+from .scans import Scans
+from .scenes import BOUNCING, MOST, NONE, Scene, Size
+from .words import COLOURS
 
 WIDTHS = (judge.CUT**2, 256, 64, 10)
 PLACES = 4  # of each scan
@@ -60,7 +61,7 @@ def clean(scans: Scans, digit: int, seed: int) -> tuple[Float[Array, "n 16 16"],
     colour = jax.random.randint(for_colour, (count, MOST), 0, len(COLOURS))
     still = jnp.zeros_like(start)
     scene = Scene(path != NONE, colour, labels, path, 0 * labels, numbers, start, still)
-    drawn = clips.render(scene, clips.scans_here(scans), size)
+    drawn = scenes.render(scene, scenes.scans_here(scans), size)
     return judge.look(drawn, scene, size).cut[:, 0, 0], labels[:, 0]
 
 

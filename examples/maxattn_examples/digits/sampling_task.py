@@ -12,9 +12,9 @@ from maxattn_examples.sample.task import Arrays
 from maxattn_examples.wan.sampling import WanSamplingTask
 from maxattn_examples.wan.sizes import Sizes
 
-from . import words
 from .scenes import Size
 from .settings import Settings
+from .words import SCENES
 
 SCALE = 4  # pixels of a file for one of a clip
 
@@ -41,7 +41,7 @@ class ClipSamplingTask(WanSamplingTask):
         del folder, image
         s = self.settings.sampling
         prompts = {"text": s.prompt or "", "negative_text": s.negative_prompt or ""}
-        return {name: words.encode([prompt]) for name, prompt in prompts.items()}
+        return {name: SCENES.encode([prompt]) for name, prompt in prompts.items()}
 
     def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
         """Return videos: the latents are pixels."""

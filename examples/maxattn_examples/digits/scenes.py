@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from maxattn_examples.digits.videos import Split, load
+from .scans import SIDE, Scans
+from .words import COLOURS, SCENES, STEPS
 
-from . import words
-from .words import MOST, Phrase
-
+MOST = SCENES.most
 BOUNCING, LEAVING, CROSSING = range(3)
 NONE = -1
 KINDS = np.array(
@@ -35,8 +34,6 @@ KINDS = np.array(
         (LEAVING, BOUNCING, BOUNCING),
     ]
 )
-# Rows and columns.
-STEPS = np.array([(0, -1), (0, 1), (-1, 0), (1, 0)])
 GONE = 0.25  # of the way to the middle of a clip and back, a digit that leaves is out of sight
 
 
@@ -82,7 +79,7 @@ class Scene(NamedTuple):
 
     @property
     def numbers(self) -> Int[Array, "B K groups"]:
-        """The phrases of the prompts, as `words.states` takes them."""
+        """The phrases of the prompts, as `SCENES.states` takes them."""
         said = jnp.stack([self.colour, self.digit, self.path, self.way], -1)
         return jnp.where(self.there[..., None], said, -1)
 
@@ -90,26 +87,7 @@ class Scene(NamedTuple):
         """Write the prompts."""
         said, there = np.asarray(self.numbers), np.asarray(self.there)
         rows = zip(said, there, strict=True)
-        return [words.prompt_of([Phrase(*map(int, p)) for p in row[on]]) for row, on in rows]
-
-
-class Scans(NamedTuple):
-    """Handwritten digits, in the order of their labels.
-
-    Args:
-        ink: 0 to 1.
-        first: number of each label's first scan, and one more.
-    """
-
-    ink: Float[np.ndarray, "n 8 8"]
-    first: Int[np.ndarray, " 11"]
-
-    @classmethod
-    def of(cls, split: Split) -> Scans:
-        """Load those of a split: "train", or "test", which no model was trained on."""
-        scans, labels = load(split)
-        first = np.cumsum([0, *np.bincount(labels, minlength=10)])
-        return cls((scans[np.argsort(labels, kind="stable")] / 16).astype(np.float32), first)
+        return [SCENES.prompt_of(row[on].tolist()) for row, on in rows]
 
 
 def draw(seed: int, clips: Int[Array, " B"], scans: Scans, size: Size) -> Scene:
@@ -129,7 +107,7 @@ def _one(key: Array, scans: Scans, size: Size) -> Scene:
     for_kind, for_colour, for_digit, for_way, for_scan, for_place = jax.random.split(key, 6)
     path = jnp.asarray(KINDS)[jax.random.randint(for_kind, (), 0, len(KINDS))]
     crosses, there = path[0] == CROSSING, path != NONE
-    colour = jax.random.permutation(for_colour, len(words.COLOURS))[:MOST]
+    colour = jax.random.permutation(for_colour, len(COLOURS))[:MOST]
     digit = jax.random.permutation(for_digit, 10)[:MOST]
     way = jax.random.randint(for_way, (MOST,), 0, len(STEPS))
     way = way.at[1].set(jnp.where(crosses, way[0] ^ 1, way[1]))  # the opposite of the first's
@@ -182,3 +160,52 @@ def corners(scene: Scene, size: Size) -> Float[Array, "B K F 2"]:
     returned = start + speed * (middle - jnp.abs(t - middle))
     path = scene.path[..., None, None]
     return jnp.where(path == BOUNCING, bounced, jnp.where(path == LEAVING, returned, ahead))
+
+
+# ---- rendering: two small matrix products a digit and frame --------------------------------------
+
+Clips = Float[Array, "B F H W 3"]
+
+
+@partial(jax.jit, static_argnames="size")
+def render(scene: Scene, ink: Float[Array, "n 8 8"], size: Size) -> Clips:
+    """Draw clips, colours from 0 to 1.
+
+    Args:
+        scene: what happens in them.
+        ink: of all scans, 0 to 1.
+        size: of a clip.
+    """
+    at = corners(scene, size)
+    rows = _weights(at[..., 0], size.height, size.digit)
+    columns = _weights(at[..., 1], size.width, size.digit)
+    exact = jax.lax.Precision.HIGHEST
+    drawn = jnp.einsum("bkfhi,bkij,bkfwj->bkfhw", rows, ink[scene.scan], columns, precision=exact)
+    cover = jnp.clip(1.3 * drawn, 0, 1) * scene.there[..., None, None, None]
+    colours = jnp.asarray(np.array(list(COLOURS.values()), np.float32))[scene.colour]
+    picture = jnp.zeros((*cover[:, 0].shape, 3))
+    for k in reversed(range(MOST)):  # the first ones are in front
+        over = cover[:, k, ..., None]
+        picture = (1 - over) * picture + over * colours[:, k, None, None, None]
+    return picture
+
+
+def _weights(corner: Float[Array, "B K F"], pixels: int, digit: int) -> Float[Array, "B K F P 8"]:
+    """Return how much each pixel of a digit's scan counts at each pixel of a side of the frame."""
+    middle = (jnp.arange(pixels) + 0.5 - corner[..., None]) / (digit / SIDE) - 0.5
+    return jnp.maximum(0, 1 - jnp.abs(middle[..., None] - jnp.arange(SIDE)))
+
+
+def to_model(clips: Clips) -> Clips:
+    """Return what the model learns, -1 to 1."""
+    return 2 * clips - 1
+
+
+def of_model(samples: Clips) -> Clips:
+    """Return colours from 0 to 1 of what the model drew."""
+    return jnp.clip((samples + 1) / 2, 0, 1)
+
+
+def scans_here(scans: Scans) -> Float[Array, "n 8 8"]:
+    """Put the ink of scans on the device."""
+    return jnp.asarray(scans.ink)
