@@ -25,17 +25,13 @@ install "maxattn[torch]"); with --embeddings FILE and --latents FILE none is nee
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from maxattn_examples import families
 from maxattn_examples.common import hosts
 from maxattn_examples.common.command import user_errors
-from maxattn_examples.digits.settings import Settings as DigitsSettings
-from maxattn_examples.sample.command import FILES, arguments_of, draw, settings_of
-
-from maxattn.config import ConfigErrors
-from maxattn.errors import ConfigError
+from maxattn_examples.digits.settings import Settings as ClipSettings
+from maxattn_examples.sample.command import arguments_of, draw, settings_of
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,43 +40,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = arguments_of(families.help_of(__doc__ or "", family), words, family or "wan")
     family = family or families.of_file(found.config, found.overrides)
     settings = settings_of(found, families.settings_class(family))
-    if isinstance(settings, DigitsSettings):
-        return digits(found, settings)
+    if isinstance(settings, ClipSettings) and settings.on_torus:
+        return digits_on_a_torus(settings)
     draw(found, families.sampling_task(settings), settings)
 
 
-def digits(found: argparse.Namespace, settings: DigitsSettings) -> None:
-    """Load the last checkpoint of the small model and draw.
+def digits_on_a_torus(settings: ClipSettings) -> None:
+    """Load the last checkpoint of the digits that move for ever, and stream a prompt, or all.
 
     Raises:
-        ConfigErrors: files are given, which the small model does not take.
-        ConfigError: nothing is to be drawn, or there is no checkpoint of these settings.
-        InputError: the prompt has words outside the vocabulary.
+        ConfigError: there is no checkpoint of these settings.
+        InputError: the prompt cannot be read.
     """
-    from maxattn_examples.digits import stream_demo, text
-    from maxattn_examples.digits.drawing import draw_all, draw_prompt
-    from maxattn_examples.digits.training import trained
+    from maxattn_examples.digits import stream_demo
+    from maxattn_examples.digits.task import ClipTask
+    from maxattn_examples.digits.words import TORUS
+    from maxattn_examples.train.loop import Training
 
+    if (prompt := settings.sampling.prompt) is not None:
+        TORUS.encode([prompt])  # refuses unknown words before the model is loaded
     with hosts.first_speaks():
-        options = (*FILES, "lora-scale", "lora-lenient", "plan")
-        values = {x: getattr(found, x.replace("-", "_")) for x in options}
-        rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
-        given = {name: value for name, value in values.items() if value is not None}
-        if errors := [ConfigError(f"--{name}", x, rule, remedy) for name, x in given.items()]:
-            raise ConfigErrors(errors)
-        prompt, each = settings.sampling.prompt, settings.sampling.per_prompt
-        if not each:
-            rule = "at least one video of a prompt is drawn"
-            raise ConfigError("sampling.per_prompt", each, rule, "use 1 or more")
-        if prompt is not None:
-            text.encode([prompt])  # refuses unknown words before the model is loaded
-        model = trained(settings, settings.make_mesh())
-        if settings.rollout is not None:
-            stream_demo.draw(model, prompt, settings)
-        elif prompt is None:
-            draw_all(model, settings)
+        model = Training(ClipTask.of(settings), settings.make_mesh()).trained()
+        if prompt is None:
+            stream_demo.demo(model, settings)
         else:
-            draw_prompt(model, prompt, settings)
+            stream_demo.draw(model, prompt, settings)
 
 
 if __name__ == "__main__":

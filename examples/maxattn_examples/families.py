@@ -100,16 +100,12 @@ def settings_class(family: Family) -> Any:
 
 
 def wan_settings_class(path: str, overrides: Sequence[str]) -> type:
-    """Choose the class that reads a file of Wan, or of the digits that are trained like it."""
-    from maxattn_examples.digits.settings import Settings as Digits
-    from maxattn_examples.digits_large.settings import Settings as Clips
-    from maxattn_examples.digits_large.settings import describes_clips
+    """Choose the class that reads a file of Wan, or of the digits that Wan's network learns."""
+    from maxattn_examples.digits.settings import Settings as Clips
+    from maxattn_examples.digits.settings import describes_clips
     from maxattn_examples.wan.settings import Settings as Wan
-    from maxattn_examples.wan.settings import describes_wan
 
-    if describes_clips(path, overrides):
-        return Clips
-    return Wan if describes_wan(path, overrides) else Digits
+    return Clips if describes_clips(path, overrides) else Wan
 
 
 def sampling_task(settings: Any) -> Callable[[Any, Path], Any]:
@@ -122,8 +118,8 @@ def sampling_task(settings: Any) -> Callable[[Any, Path], Any]:
         from maxattn_examples.sdxl.sampling import SdxlSamplingTask
 
         return SdxlSamplingTask.of
-    from maxattn_examples.digits_large.sampling_task import ClipSamplingTask
-    from maxattn_examples.digits_large.settings import Settings as Clips
+    from maxattn_examples.digits.settings import Settings as Clips
+    from maxattn_examples.digits.task import ClipSamplingTask
     from maxattn_examples.wan.sampling import WanSamplingTask
 
     return (ClipSamplingTask if isinstance(settings, Clips) else WanSamplingTask).of

@@ -24,10 +24,7 @@ from tests.waiting import but
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from maxattn_examples.digits.flow import loss_of
-from maxattn_examples.digits.model import WanTransformer
-from maxattn_examples.digits.settings import ModelSettings, Settings
-from maxattn_examples.digits.text import encode
+from digits import Model, Settings, Transformer, encode, flow_loss
 
 BATCH, LAYERS = 8, 1
 PROMPTS = ["a seven moving left", "an eight moving up"] * 4
@@ -63,12 +60,12 @@ class Program(NamedTuple):
 
 
 def program_of(config: Settings, mesh: jax.sharding.Mesh | None, backward: bool = True) -> Program:
-    model = WanTransformer(config, mesh, rngs=nnx.Rngs(0))
+    model = Transformer(config, mesh, rngs=nnx.Rngs(0))
     # The head starts at zero, and would hide everything below it.
-    kernel = model.head.proj_out.kernel
+    kernel = model.out.kernel
     kernel[...] = 0.02 * jax.random.normal(jax.random.key(5), kernel.shape)
     place(model, mesh)
-    video = jax.random.normal(jax.random.key(1), (BATCH, *config.video_shape))
+    video = jax.random.normal(jax.random.key(1), (BATCH, 5, *2 * (config.data.canvas,)))
     words = jnp.asarray(encode(PROMPTS))
     if mesh is not None:
         video, words = (jax.device_put(x, batch_sharding(mesh, x.ndim)) for x in (video, words))
@@ -76,7 +73,7 @@ def program_of(config: Settings, mesh: jax.sharding.Mesh | None, backward: bool 
 
     def loss(state: Any, video: jax.Array, words: jax.Array) -> jax.Array:
         model = nnx.merge(graph, state)
-        return loss_of(model, video, words, jax.random.key(2), config.training)
+        return flow_loss(model, video, words, jax.random.key(2), config.training)
 
     homes = None if mesh is None else (None, jax.tree.map(lambda x: x.sharding, state))
     both = jax.jit(jax.value_and_grad(loss), out_shardings=homes)
@@ -92,7 +89,7 @@ def step_of(config: Settings, mesh: jax.sharding.Mesh | None) -> Step:
 
 @cache
 def one_device() -> Step:
-    return step_of(Settings(ici_data_parallelism=1, model=ModelSettings(layers=LAYERS)), None)
+    return step_of(Settings(ici_data_parallelism=1, model=Model(layers=LAYERS)), None)
 
 
 # The axes and the transfers of the others are tested without a model.
@@ -154,11 +151,8 @@ EDGES = "all_gather over context where tokens become frames; jax 0.12 permutes t
 
 
 def plans(config: Settings, mesh: jax.sharding.Mesh) -> list[ma.Plan]:
-    frames, rows, columns = config.grid
-    sizes = config.model
-    q = jax.ShapeDtypeStruct(
-        (BATCH, frames * rows * columns, sizes.heads, sizes.dim_head), "float32"
-    )
+    sizes, side = config.model, config.data.canvas // config.model.patch[1]
+    q = jax.ShapeDtypeStruct((BATCH, 5 * side * side, sizes.heads, sizes.dim_head), "float32")
     words = encode(["a seven moving left"])
     text = jax.ShapeDtypeStruct(
         (BATCH, jnp.asarray(words).shape[1], sizes.heads, sizes.dim_head), "float32"

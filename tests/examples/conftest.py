@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -16,10 +17,20 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from maxattn_examples.digits.settings import Settings  # noqa: E402
+from maxattn_examples.digits.task import ClipTask  # noqa: E402
+from maxattn_examples.train.loop import Training  # noqa: E402
 
-HELD_OUT = ["a seven moving left", "a two moving right", "a four moving up", "a nine moving down"]
-SMALL = {"dim": 32, "layers": 1, "heads": 4, "dim_head": 8, "ffn_dim": 32, "time_dim": 8}
-SHORT = {"steps": 3, "batch_size": 8, "warmup_steps": 2, "checkpoint_every": 2}
+SMALL = {
+    "sizes": "wan-2.1-t2v-1.3b", "num_attention_heads": 2, "attention_head_dim": 16,
+    "num_layers": 1, "ffn_dim": 32, "freq_dim": 8, "in_channels": 16, "out_channels": 9,
+    "text_dim": 29, "dtype": "float32", "param_dtype": "float32",
+}  # fmt: skip
+DATA = {"source": "torus", "frames": 3}
+SHORT = {
+    "steps": 3, "batch_size": 8, "warmup_steps": 2, "checkpoint_every": 2, "export": False,
+    "tensorboard": False, "learning_rate": 4e-3, "learning_rate_schedule": "cosine",
+    "adam_b2": 0.99, "ema_decay": 0.99, "timestep_shift": 3.0, "log_every": 100,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -59,9 +70,8 @@ def small_settings(folder: Path) -> Settings:
     return Settings.model_validate(
         {
             "model": SMALL,
-            "data": {"held_out": HELD_OUT},
+            "data": DATA,
             "training": training,
-            "sampling": {"num_inference_steps": 2},
         }
     )
 
@@ -70,3 +80,13 @@ def small_settings(folder: Path) -> Settings:
 def small(tmp_path: Path) -> Settings:
     """A small model, and a folder of its own."""
     return small_settings(tmp_path / "run")
+
+
+def train(settings: Settings, mesh: Any = None) -> tuple[Any, list[float]]:
+    """Train the small model to the last step; return its average and the losses."""
+    return Training(ClipTask.of(settings), mesh).run()
+
+
+def trained(settings: Settings) -> Any:
+    """Load the averaged model of the last checkpoint."""
+    return Training(ClipTask.of(settings)).trained()

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
-from . import classifier, judge, torus
-from .scans import INK, SIDE, Scans
+from . import judge, torus
 from .scenes import Size
+from .torus import INK, SIDE, Scans
 from .words import ALL, STEPS
 
 Videos = Float[np.ndarray, "n F H W"]
@@ -80,7 +80,7 @@ class TorusJudge:
 
     def __init__(self, canvas: int, speed: int) -> None:
         self.speed, self.size, scans = speed, Size(1, canvas, canvas, SIDE), Scans.of("train")
-        self.layers = classifier.fitted(scans, SIDE)
+        self.layers = judge.fitted(scans, SIDE)
         ink = INK * scans.ink.sum((-1, -2))
         ends = zip(scans.first, scans.first[1:], strict=False)
         self.ink = np.array([ink[first:last].mean() for first, last in ends])
@@ -108,7 +108,7 @@ class TorusJudge:
         total, at = ink.sum((-1, -2)) + 1e-6, np.arange(self.size.height)
         middles = [jnp.asarray((ink.sum(axis) * at).sum(-1) / total) for axis in (-1, -2)]
         cuts = judge.cut(jnp.asarray(ink), middles, self.size)
-        return np.asarray(classifier.name(self.layers, cuts).logs[:, 0])
+        return np.asarray(judge.name(self.layers, cuts).logs[:, 0])
 
 
 def _moves_right(
@@ -151,9 +151,8 @@ class Switched:
         cls, told: TorusJudge, videos: Videos, prompts: Sequence[Sequence[str]], at: int, block: int
     ) -> Switched:
         """Judge videos by the prompts before and after the change."""
-        before, after = prompts
         first, second = (told.measure(videos, some, block) for some in prompts)
-        alone = told.measure(videos[:, at * block :], after, block)
+        alone = told.measure(videos[:, at * block :], prompts[1], block)
         ways = (*second.direction[:at], *alone.direction)
         return cls(at, first, Drift(**second.values | {"direction": ways}))
 

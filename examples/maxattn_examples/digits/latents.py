@@ -7,7 +7,7 @@ random vector; a text is the states of its digit and its way.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +15,8 @@ from einops import rearrange
 from jaxtyping import Float
 
 from . import torus
-from .scans import Scans
 from .settings import ClipData
+from .torus import Scans
 from .words import TORUS
 
 Model = Literal["wan", "i2v", "sdxl"]
@@ -60,7 +60,8 @@ def batches(
 
 def empty(model: Model, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
     """Return the replacement of a dropped text: no words."""
-    arrays = {"negative_text": np.zeros((1, TORUS.length, text_dim), np.float32)}
+    arrays: dict[str, np.ndarray] = {}
+    arrays["negative_text"] = np.zeros((1, TORUS.length, text_dim), np.float32)
     if model == "sdxl":
         arrays["negative_pooled"] = np.zeros((1, pooled_dim), np.float32)
     return arrays
@@ -76,10 +77,9 @@ def _latents(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray,
     return rearrange(frames, "F (h y) (w x) -> (y x) F h w", y=side, x=side)
 
 
-def _first_frame(frames: Float[np.ndarray, "F H W"]) -> dict[str, np.ndarray]:
+def _first_frame(frames: Any) -> dict[str, np.ndarray]:
     """Return the condition of the first frame (encoded, and marked), and states of its pixels."""
-    given = np.zeros_like(frames)
-    given[0] = frames[0]
+    given = np.concatenate([frames[:1], 0 * frames[1:]])
     latents = _latents(given, SIDE["i2v"])
     mask = np.zeros((MASKS, *latents.shape[1:]), np.float32)
     mask[:, 0] = 1.0

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from .scans import SIDE, Scans
+from .torus import SIDE, Scans
 from .words import COLOURS, SCENES, STEPS
 
 MOST = SCENES.most

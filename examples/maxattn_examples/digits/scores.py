@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from . import classifier, judge
-from .scans import Scans
+from . import judge
 from .scenes import BOUNCING, Clips, Scene, Size
+from .torus import Scans
 
 # How a score changes where clips get better.
 BETTER = {
@@ -53,21 +53,21 @@ class Judge:
 
     Args:
         size: of a clip.
-        seed: of the classifier.
+        seed: of the judge.
     """
 
     size: Size
     seed: int = 0
 
     @cached_property
-    def layers(self) -> classifier.Layers:
+    def layers(self) -> judge.Layers:
         """The classifier, fitted to the scans that the video model learned from."""
-        return classifier.fitted(Scans.of("train"), self.size.digit, self.seed)
+        return judge.fitted(Scans.of("train"), self.size.digit, self.seed)
 
     @cached_property
     def accuracy(self) -> float:
         """The share of other scans that the classifier names right."""
-        return classifier.accuracy(self.layers, Scans.of("test"), self.size.digit)
+        return judge.accuracy(self.layers, Scans.of("test"), self.size.digit)
 
     def score(self, clips: Clips, scene: Scene) -> Scored:
         """Score clips.
@@ -77,7 +77,7 @@ class Judge:
             scene: what their prompts say.
         """
         seen = judge.look(clips, scene, self.size)
-        named = classifier.name(self.layers, seen.cut)
+        named = judge.name(self.layers, seen.cut)
         there: Any = np.asarray(scene.there)
         path = np.asarray(scene.path)
         shown = judge.visible(np.asarray(seen.ink), self.size) & there[..., None]

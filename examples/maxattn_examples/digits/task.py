@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +18,25 @@ from jaxtyping import Array, Float
 
 from maxattn.errors import ConfigError
 from maxattn_examples.common.shapes import Shapes
+from maxattn_examples.sample import media
 from maxattn_examples.train import forcing
 from maxattn_examples.train.task import Arrays, Fixed, replaced
 from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.sampling import WanSamplingTask
+from maxattn_examples.wan.sizes import Sizes
 from maxattn_examples.wan.task import WanTask
 
 from . import scenes, torus
-from .sampling_task import ClipSamplingTask, size_of_clips
-from .scans import Scans
 from .scenes import Size
 from .settings import Settings
+from .torus import Scans
 from .words import SCENES, TORUS, Language
 
 ENDLESS = 2**31 - 1  # clips: numbers are int32
+SCALE = 4  # pixels of a file for one of a clip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Clips:
     """Offer numbers of clips, one after the other and without end.
 
@@ -47,10 +50,10 @@ class Clips:
     language: Language
     fingerprint: str
 
-    endless: ClassVar[bool] = True
-    note: ClassVar[str] = "clips are made on the device, each seen once"
-    kind: ClassVar[str] = "digits"
-    model: ClassVar[str] = "wan"
+    endless: bool = True
+    note: str = "clips are made on the device, each seen once"
+    kind: str = "digits"
+    model: str = "wan"
 
     def __len__(self) -> int:
         return ENDLESS
@@ -203,3 +206,43 @@ class ClipTask(WanTask):
 def some_frames(key: Array, size: Size, seen: int) -> Array:
     """Draw the numbers of some frames of a clip, in their order."""
     return jnp.sort(jax.random.permutation(key, size.frames)[:seen])
+
+
+# ---- sampling: prompts need no torch, and samples are pictures -----------------------------------
+
+
+@dataclass(frozen=True)
+class ClipSamplingTask(WanSamplingTask):
+    """Draw clips of digits with Wan's transformer.
+
+    Args:
+        settings: of everything.
+        sizes: of the model.
+        folder: the model's.
+    """
+
+    settings: Settings  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def needs_torch(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+    def encode(self, folder: Path, image: Path | None) -> Arrays:
+        """Return the states of the prompts."""
+        del folder, image
+        s = self.settings.sampling
+        prompts = {"text": s.prompt or "", "negative_text": s.negative_prompt or ""}
+        arrays: Any = {name: SCENES.encode([prompt]) for name, prompt in prompts.items()}
+        return arrays
+
+    def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
+        """Return videos: the latents are pixels."""
+        del folder
+        return list(media.to_pixels(np.moveaxis(latents, 1, -1)).repeat(SCALE, 2).repeat(SCALE, 3))
+
+
+def size_of_clips(settings: Settings, sizes: Sizes) -> Size:
+    """Return the sizes of a clip: those that are drawn."""
+    _, frames, height, width = ClipSamplingTask(settings, sizes, Path()).latents
+    return Size(frames, height, width, settings.data.digit)

@@ -7,24 +7,54 @@ the pixels of squares, so that the picture comes back exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 import maxattn as ma
 
-from .scans import INK, SIDE
 from .settings import ClipData
 from .words import STEPS
 
+SIDE = 8  # pixels along a side of a scan
+INK = 16.0  # the darkest value of a scan
 SQUARE = 3  # pixels along a side of a square: its pixels are the channels of a latent
 TOKEN = 2 * SQUARE  # pixels along a side of a token: Wan's patches are 2 x 2 latents
 TURNED = 0.7  # share of the clips whose sink is further away than the clip begins
+Split = Literal["train", "test"]
 Frames = Float[np.ndarray, "... H W"]
+
+
+def load(split: Split) -> tuple[UInt8[np.ndarray, "n 8 8"], Int[np.ndarray, " n"]]:
+    """Load scans and their labels: every fifth is for "test", the others are for "train"."""
+    from sklearn.datasets import load_digits
+
+    scans, labels = load_digits(return_X_y=True)
+    kept = (np.arange(len(labels)) % 5 == 4) == (split == "test")
+    return scans[kept].reshape(-1, SIDE, SIDE).astype(np.uint8), labels[kept]
+
+
+class Scans(NamedTuple):
+    """Handwritten digits, in the order of their labels.
+
+    Args:
+        ink: 0 to 1.
+        first: number of each label's first scan, and one more.
+    """
+
+    ink: Float[np.ndarray, "n 8 8"]
+    first: Int[np.ndarray, " 11"]
+
+    @classmethod
+    def of(cls, split: Split) -> Scans:
+        """Load those of a split: "train", or "test", which no model was trained on."""
+        scans, labels = load(split)
+        first = np.cumsum([0, *np.bincount(labels, minlength=10)])
+        return cls((scans[np.argsort(labels, kind="stable")] / INK).astype(np.float32), first)
 
 
 # ---- clips, made on the device -------------------------------------------------------------------

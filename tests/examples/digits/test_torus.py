@@ -1,148 +1,216 @@
-"""Digits on a torus, and what judges drawn videos: true ones score full, false ones fail."""
+"""One digit that moves for ever: its clips, what forcing needs of them, and what judges videos."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from maxattn_examples.digits import drift, torus
-from maxattn_examples.digits.evaluate import Judge, scores
-from maxattn_examples.digits.settings import DataSettings
-from maxattn_examples.digits.videos import DigitVideos, load
-from maxattn_examples.digits.words import STEPS, all_prompts
+from maxattn_examples.digits import stream_demo, torus
+from maxattn_examples.digits.drift import Drift, Switched, TorusJudge
+from maxattn_examples.digits.settings import ClipData, Settings
+from maxattn_examples.digits.task import ClipTask
+from maxattn_examples.digits.torus import Clip, Scans
+from maxattn_examples.digits.words import ALL, STEPS, TORUS
 
-DATA = DataSettings(frames=24, torus=True)
-WHOLE = DataSettings()
-SCAN = load("test")[0][0]
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError, InputError
+from tests.examples.conftest import ROOT, train
 
-
-@cache
-def judge(data: DataSettings) -> Judge:
-    """Fit a classifier once."""
-    return Judge(data)
-
-
-@cache
-def true_videos() -> tuple[np.ndarray, tuple[str, ...]]:
-    """Draw scans that the judge was not fitted on: two of each digit in every direction."""
-    scans, labels = load("test")
-    videos, prompts = [], []
-    for number, (prompt, (digit, direction)) in enumerate(all_prompts().items()):
-        for scan in scans[labels == digit][:2]:
-            place = number % 5, 5 * number % 12
-            videos.append(torus.rolled(scan, direction, *place, DATA))
-            prompts.append(prompt)
-    return np.stack(videos).astype(np.float64), tuple(prompts)
+CONFIG = ROOT / "configs" / "wan_tiny_stream.yml"
+DATA = ClipData(source="torus")
+SMALL = (
+    "num_attention_heads=2", "attention_head_dim=8", "num_layers=1", "ffn_dim=16", "freq_dim=8",
+    "training.steps=3", "training.batch_size=4", "training.warmup_steps=1", "in_channels=15",
+    "data.frames=8", "frames_per_block=2", "sink=2", "denoising_steps=[1000]",
+    "rollout.blocks=2", "long_blocks=3", "switch_block=1", "per_prompt=1",
+)  # fmt: skip
+STREAM = Settings.from_yaml(CONFIG, SMALL).rollout.stream(4)
 
 
-def measured(videos: np.ndarray) -> drift.Drift:
-    return drift.measure(judge(DATA), videos, true_videos()[1], 3)
+def videos(scans: Any, digits: Any, ways: Any, frames: int, starts: Any = 0) -> np.ndarray:
+    """Draw scans that move, ink from 0 to 16."""
+    count = len(scans)
+    digits, ways = (jnp.broadcast_to(jnp.asarray(x), count) for x in (digits, ways))
+    clip = Clip(digits, ways, digits, digits, jnp.broadcast_to(jnp.asarray(starts), count))
+    shown = torus.render(jnp.asarray(scans), clip, DATA, frames)
+    return np.asarray((shown + 1) * 8).round().astype(np.float64)
 
 
-@pytest.mark.parametrize("direction", STEPS)
-def test_a_digit_is_back_where_it_was_after_a_turn(direction: str):
-    video = torus.rolled(SCAN, direction, 9, 2, DATA)
-    np.testing.assert_array_equal(video[:12], video[12:])
-    moved = np.roll(video[:-1], STEPS[direction], (1, 2))
-    np.testing.assert_array_equal(moved, video[1:])
-    assert (video.sum((1, 2)) == SCAN.sum()).all()
-    lane, start = 9, 2
-    corner = (start, lane) if STEPS[direction][0] else (lane, start)
-    back = np.roll(video[0], (-corner[0], -corner[1]), (0, 1))
-    np.testing.assert_array_equal(back[:8, :8], SCAN)
+@pytest.mark.parametrize("way", range(4))
+def test_a_digit_is_rolled_from_frame_to_frame_and_back_where_it_was_after_a_turn(way: int):
+    scan = torus.load("test")[0][:1]
+    found = videos(scan / 16, 0, way, 12, 6)[0]
+    for before, after in zip(found, found[1:], strict=False):
+        np.testing.assert_array_equal(after, np.roll(before, 2 * STEPS[way], (0, 1)))
+    np.testing.assert_array_equal(found[:6], found[6:])
+    assert (found.sum((1, 2)) == scan.sum()).all()
+    row, column = (6, 2) if STEPS[way][0] else (2, 6)
+    np.testing.assert_array_equal(np.roll(found[0], (-row, -column), (0, 1))[:8, :8], scan[0])
 
 
-def test_every_place_of_every_scan_is_offered_once():
-    videos = DigitVideos(DATA, "test")
-    places = 5 * 12  # lanes, and places along each
-    assert len(videos) == len(load("test")[0]) * 4 * places
-    first = {videos.frames(index)[0].tobytes() for index in range(places)}
-    assert len(first) == places
-    assert videos[0]["video"].shape == (24, 12, 12, 1)
+def test_clips_show_what_their_prompts_say_and_depend_on_their_numbers_alone():
+    scans, labels = Scans.of("train"), np.sort(torus.load("train")[1])
+    clip = torus.draw(0, jnp.arange(400), scans.first, DATA)
+    assert (labels[clip.scan] == clip.digit).all() and (labels[clip.before] != clip.digit).all()
+    assert set(np.asarray(clip.start).tolist()) == {0, 6}
+    assert len({*zip(clip.digit.tolist(), clip.way.tolist(), strict=True)}) == 40
+    again = torus.draw(0, jnp.arange(10, 20), scans.first, DATA)
+    np.testing.assert_array_equal(again.scan, clip.scan[10:20])
 
 
-@pytest.mark.slow
-def test_true_videos_pass_every_bar():
-    found = measured(true_videos()[0])
-    assert min(found.direction) == 1.0
-    assert max(found.phase) < 1e-6
-    assert min(found.digit) > 0.97
-    bars = drift.bars(found)
-    assert all(bars.values()), drift.bars_as_text(bars)
+def test_latents_are_turned_back_into_ink_and_places_name_each_token():
+    clip = videos(Scans.of("test").ink[:2], [1, 2], 0, 3)
+    latents = torus.to_latents(jnp.asarray(clip / 8 - 1, jnp.float32))
+    assert latents.shape == (2, 3, 4, 4, 9)
+    np.testing.assert_allclose(torus.to_ink(np.asarray(latents)), clip, atol=1e-5)
+    places = torus.places(6, 3, 12)
+    tokens = places[:, ::2, ::2].reshape(24, 7)
+    assert len(np.unique(tokens, axis=0)) == 12
+    np.testing.assert_array_equal(tokens[:12], tokens[12:])
 
 
-FALSE = {
-    "frozen": lambda videos: np.repeat(videos[:, :1], 24, axis=1),
-    "reversed": lambda videos: videos[:, ::-1],
-    "twice as fast": lambda videos: np.concatenate([videos[:, ::2]] * 2, axis=1),
+def test_prompts_have_states_and_unknown_words_are_refused():
+    states = TORUS.encode([*ALL, ""])
+    assert len(np.unique(states.reshape(41, -1), axis=0)) == 41 and not states[-1].any()
+    assert TORUS.prompt_of([(8, 1)]) == "an eight moving right"
+    for prompt in ("a cat moving left", "a seven", "a one moving up and a two moving up"):
+        with pytest.raises(InputError):
+            TORUS.encode([prompt])
+
+
+# ---- forcing -------------------------------------------------------------------------------------
+
+
+def test_frames_before_a_block_show_what_was_before():
+    video, before = jnp.ones((512, 8, 1, 1, 1)), jnp.zeros((512, 8, 1, 1, 1))
+    clip = torus.switched(jax.random.key(0), video, before, jnp.full(512, 0.5), STREAM)
+    starts = (np.asarray(clip)[..., 0, 0, 0] == 0).sum(axis=1)
+    counts = {int(n): int((starts == n).sum()) for n in np.unique(starts)}
+    assert set(counts) == {0, 2, 4, 6}  # no change, or one at block 1, 2 or 3
+    assert 200 < counts[0] < 312 and all(50 < counts[n] < 120 for n in (2, 4, 6))
+
+
+def test_sinks_are_trained_at_distances_of_whole_turns():
+    numbers = np.asarray(torus.turned(jax.random.key(1), (64, 8), 6, 24, STREAM))
+    np.testing.assert_array_equal(numbers[:, :2], [[0, 1]] * 64)
+    further = numbers[:, 2:] - np.arange(2, 8)
+    assert (further == further[:, :1]).all()
+    assert set(further[:, 0].tolist()) == {0, 6, 12, 18, 24}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.999])
+def test_only_the_clean_clip_of_a_prompt_shows_what_was_before(dropout: float):
+    how = ("prompt_switches=0.999", "training.context_noise=0", "context_dropout=0")
+    task = ClipTask.of(Settings.from_yaml(CONFIG, [*SMALL, *how, f"condition_dropout={dropout}"]))
+    empty = {name: jnp.asarray(x) for name, x in task.source().empty.items()}
+    found = jax.jit(task.noised)({"clip": jnp.arange(4)}, empty, jax.random.key(0))
+    t = found["times"][..., None, None, None]
+    clean = found["mixed"] - t * found["velocity"]
+    same = np.abs(found["context"] - clean).max((2, 3, 4)) < 1e-5
+    assert same[:, -2:].all() and same[:, :2].all() == bool(dropout)
+    assert found["text"].any() != bool(dropout)
+    assert found["condition"].shape == (4, 6, 8, 4, 4) and found["positions"].shape == (4, 8)
+
+
+REFUSED = {
+    "training.forcing=none": "sink_distance",
+    "sink=0": "sink_distance",
+    "sink_distance=0 forcing=diffusion context_noise=0 context_dropout=0": "prompt_switches",
+    "data.canvas=14": "a token is 6 x 6 pixels",
+    "data.source=digits": "the frames of these clips see each other",
 }
 
 
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_streams_that_cannot_be_are_refused(overrides: str):
+    with pytest.raises(ConfigError, match=REFUSED[overrides]):
+        Settings.from_yaml(CONFIG, overrides.split())
+
+
+def test_clips_that_do_not_fit_the_model_are_refused():
+    with pytest.raises(ConfigErrors, match="in_channels 16, out_channels 9, text_dim 29"):
+        train(Settings.from_yaml(CONFIG, ["in_channels=17", "text_dim=30"]))
+
+
 @pytest.mark.slow
+def test_a_run_from_training_to_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = Settings.from_yaml(CONFIG, [*SMALL, f"output_dir={tmp_path}"])
+    model, losses = train(settings)
+    assert len(losses) == 3 and np.isfinite(losses).all()
+    found = stream_demo.demo(model, settings)
+    assert set(found) == set(json.loads((tmp_path / "figures.json").read_text()))
+    assert {name: len(drift.digit) for name, drift in found.items()} == {
+        "streamed": 2, "no clean pass": 2, "long": 3, "switched": 4, "switched: first digit": 4,
+    }  # fmt: skip
+    for name in ("long.gif", "switch.gif", "quality.png"):
+        assert (tmp_path / name).stat().st_size > 1000, name
+    assert "FAIL  digit in block 1 at least 97%" in capsys.readouterr().out
+
+
+# ---- the judge -----------------------------------------------------------------------------------
+
+
+@cache
+def judge() -> TorusJudge:
+    """Fit a classifier once."""
+    return TorusJudge(12, 2)
+
+
+@cache
+def true_videos() -> np.ndarray:
+    """Draw scans that the judge was not fitted on: two for each of the forty prompts."""
+    scans, labels = torus.load("test")
+    chosen = np.concatenate([scans[labels == digit][:2] for digit, _ in ALL.values()])
+    digits, ways = (np.repeat(x, 2) for x in zip(*ALL.values(), strict=True))
+    return videos(chosen / 16, digits, ways, 24, np.arange(80) % 2 * 6)
+
+
+PROMPTS = [prompt for prompt in ALL for _ in range(2)]
+
+
+def measured(shown: np.ndarray) -> Drift:
+    return judge().measure(shown, PROMPTS, 3)
+
+
+def test_true_videos_pass_every_bar():
+    found = measured(true_videos())
+    assert min(found.direction) == 1.0 and max(found.phase) < 1e-6
+    assert all(found.bars.values()), found.table()
+
+
+FALSE = {
+    "frozen": lambda shown: np.repeat(shown[:, :1], 24, axis=1),
+    "reversed": lambda shown: shown[:, ::-1],
+    "twice as fast": lambda shown: np.concatenate([shown[:, ::2]] * 2, axis=1),
+}
+
+
 @pytest.mark.parametrize("name", FALSE)
 def test_videos_that_move_falsely_have_no_right_direction(name: str):
-    found = measured(FALSE[name](true_videos()[0]))
-    assert max(found.direction) == 0.0
-    assert found.phase[-1] > 1.0
+    found = measured(FALSE[name](true_videos()))
+    assert max(found.direction) == 0.0 and found.phase[-1] > 1.0
 
 
 def test_a_jump_is_a_phase_error_and_shows_in_its_block_alone_as_direction():
-    videos = true_videos()[0].copy()
-    videos[:, 12:] = np.roll(videos[:, 12:], (4, 4), (2, 3))
-    found = measured(videos)
+    shown = true_videos().copy()
+    shown[:, 12:] = np.roll(shown[:, 12:], (4, 4), (2, 3))
+    found = measured(shown)
     assert [d == 1.0 for d in found.direction] == [True] * 4 + [False] + [True] * 3
     np.testing.assert_allclose(found.phase, [0.0] * 4 + [32**0.5] * 4, atol=1e-6)
 
 
-def test_a_trend_is_told_from_noise():
-    rng = np.random.default_rng(0)
-    slope, error = drift.slope(0.1 * np.arange(13) + 0.01 * rng.normal(size=13))
-    assert slope == pytest.approx(0.1, abs=0.01)
-    assert slope > 20 * error
-    assert drift.slope([1.0] * 13) == (0.0, 0.0)
-
-
-# ---- whole clips, with edges ---------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def real() -> tuple[np.ndarray, list[str]]:
-    """Two hundred videos of digits that the judge was not fitted on."""
-    source = DigitVideos(WHOLE, "test")
-    chosen = range(0, 7180, 36)
-    return np.stack([source.frames(i) for i in chosen]).astype(float), [
-        source.prompt(i) for i in chosen
-    ]
-
-
-@pytest.mark.slow
-def test_real_digits_are_named():
-    found = judge(WHOLE).score_of_real()
-    assert found.videos == 4 * 359
-    assert found.digit / found.videos > 0.985
-    assert found.direction == found.videos
-
-
-def test_backwards_is_the_wrong_direction(real: Any):
-    videos, prompts = real
-    found = judge(WHOLE).score(videos[:, ::-1], prompts)
-    assert (found.direction, found.digit) == (0, judge(WHOLE).score(videos, prompts).digit)
-
-
-def test_noise_is_named_by_chance(real: Any):
-    noise = np.random.default_rng(0).uniform(0, 16, real[0].shape)
-    found = judge(WHOLE).score(noise, real[1])
-    assert found.digit < 0.3 * found.videos
-    assert found.direction < 0.45 * found.videos
-
-
-def test_groups_are_counted_apart(real: Any):
-    videos, prompts = real
-    found = scores(judge(WHOLE), videos, prompts, held_out=("a seven moving left",))
-    never = prompts.count("a seven moving left")
-    assert 0 < never == found["never trained on"].videos
-    assert found["trained on"].videos == len(prompts) - never
-    assert found["all prompts"].digit == found["trained on"].digit + found["never trained on"].digit
-    assert "never trained on" not in scores(judge(WHOLE), videos, prompts, held_out=())
+def test_digits_that_follow_a_new_prompt_pass_and_others_do_not():
+    after = [TORUS.prompt_of([((ALL[p][0] + 3) % 10, ALL[p][1])]) for p in PROMPTS]
+    new = true_videos()[[PROMPTS.index(prompt) for prompt in after]]
+    for late, passes in ((0, True), (3, False)):
+        at = 6 + 3 * late
+        shown = np.concatenate([true_videos()[:, :at], new[:, at:18]], 1)
+        found = Switched.of(judge(), shown, (PROMPTS, after), 2, 3)
+        assert found.bars["second digit from block 3 after it at least 90%"] == passes
+    assert found.asked.digit == (*found.first.digit[:2], *found.second.digit[2:])

@@ -10,18 +10,17 @@ from logging.handlers import BufferingHandler
 from typing import NamedTuple
 
 import pytest
-from maxattn_examples.digits.model import WanTransformer
 from maxattn_examples.digits.settings import Settings
-from maxattn_examples.digits.training import train
+from maxattn_examples.wan.model import WanTransformer3D
 
-from tests.examples.conftest import small_settings
+from tests.examples.conftest import small_settings, train
 
 
 class Ran(NamedTuple):
     """A run of `small` settings, with what training returned, printed and logged."""
 
     settings: Settings
-    model: WanTransformer
+    model: WanTransformer3D
     losses: list[float]
     printed: str
     logged: set[str]

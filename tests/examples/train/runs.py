@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.examples.conftest import HELD_OUT, ROOT, SMALL
+from tests.examples.conftest import DATA, ROOT, SHORT, SMALL
 
 COMMAND = (sys.executable, str(ROOT / "examples" / "train.py"))
 # How long a run may say nothing: it imports and compiles in silence, and the machine may be busy
@@ -30,15 +30,8 @@ def config(folder: Path, **training: Any) -> Path:
 
     values = {
         "model": SMALL,
-        "data": {"held_out": HELD_OUT},
-        "training": {
-            "batch_size": 8,
-            "warmup_steps": 2,
-            "output_dir": str(folder / "run"),
-            "log_every": 1,
-        }
-        | training,
-        "sampling": {"per_prompt": 0},
+        "data": DATA,
+        "training": {**SHORT, "output_dir": str(folder / "run"), "log_every": 1, **training},
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yml"

@@ -8,16 +8,16 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.digits import text
 from maxattn_examples.digits.settings import Settings
-from maxattn_examples.digits.task import DigitsTask
+from maxattn_examples.digits.task import ClipTask
+from maxattn_examples.digits.words import TORUS
 
 from maxattn import sharding
 
 
 def loss_and_gradients(settings: Settings, mesh: Any) -> Any:
     """Compute the loss of a model none of whose parameters is zero."""
-    task, mesh = DigitsTask(settings), sharding.program_mesh(mesh)
+    task, mesh = ClipTask.of(settings), sharding.program_mesh(mesh)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     model = task.build(mesh, nnx.Rngs(0))
     graph, params = nnx.split(model)
@@ -27,10 +27,11 @@ def loss_and_gradients(settings: Settings, mesh: Any) -> Any:
     )
     params = jax.device_put(jax.tree.unflatten(jax.tree.structure(params), filled), everywhere)
     examples = {
-        "mixed": jax.random.normal(jax.random.key(2), (8, *settings.video_shape)),
+        "mixed": jax.random.normal(jax.random.key(2), (8, 3, 4, 4, 9)),
         "times": np.linspace(0.1, 1.0, 8, dtype=np.float32),
-        "velocity": jax.random.normal(jax.random.key(3), (8, *settings.video_shape)),
-        "words": text.encode(["a seven moving left", "three"] * 4),
+        "velocity": jax.random.normal(jax.random.key(3), (8, 3, 4, 4, 9)),
+        "condition": np.broadcast_to(np.moveaxis(task.places, -1, 0), (8, 7, 3, 4, 4)),
+        "text": TORUS.encode(["a seven moving left", ""] * 4),
     }
     loss = jax.jit(jax.value_and_grad(lambda p: task.loss(nnx.merge(graph, p), examples)))
     value, gradients = loss(params)

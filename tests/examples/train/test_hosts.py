@@ -11,12 +11,12 @@ import pytest
 from maxattn_examples.common import hosts
 from maxattn_examples.common.command import parser_of, read_settings
 from maxattn_examples.digits.settings import Settings
-from maxattn_examples.digits.task import DigitsTask
-from maxattn_examples.digits.training import train
+from maxattn_examples.digits.task import ClipTask
 from maxattn_examples.train.loop import Training
 
 import maxattn as ma
 from maxattn.errors import ConfigError
+from tests.examples.conftest import train
 
 from .made import losses
 from .runs import arrays, config, finish_many
@@ -101,12 +101,12 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path):
 
     # What two processes with four devices each wrote is read here, bit for bit, onto another mesh.
     settings = Settings.from_yaml(two, ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"])
-    state = Training(DigitsTask(settings), settings.make_mesh()).last()[1]
+    state = Training(ClipTask.of(settings), settings.make_mesh()).last()[1]
     # Lists may have become mappings.
     wrote = {n.replace("'", ""): x for n, x in arrays(tmp_path / "two", STEPS).items()}
     for name in ("trained", "average"):
         for path, array in jax.tree_util.tree_leaves_with_path({name: getattr(state, name)}):
             place = jax.tree_util.keystr(path).replace("'", "")
             np.testing.assert_array_equal(array, wrote[place])
-    kernel = state.trained["blocks"][0]["ffn"]["up"]["kernel"]
+    kernel = state.trained["blocks"]["ffn"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 8

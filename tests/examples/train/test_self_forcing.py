@@ -13,29 +13,28 @@ from flax import nnx
 from maxattn_examples.train import self_forcing
 
 import maxattn as ma
-from tests.examples.digits.streamed import PROMPTS, model, streaming, words
+from tests.examples.wan.streamed import SIDES, TOKENS, plain, text
 from tests.waiting import but
 
 SIGMAS = (1.0, 0.8, 0.5)
-TARGET = jnp.asarray(np.random.default_rng(5).normal(size=(2, 6, 12, 12, 1)), jnp.float32)
+TARGET = jnp.asarray(np.random.default_rng(5).normal(size=(2, 6, *SIDES, 4)), jnp.float32)
 
 
 def noise(start: int, stop: int, number: int) -> jax.Array:
     """Draw the noise of a block's step."""
     key = jax.random.fold_in(jax.random.key(start), number)
-    return jax.random.normal(key, (len(PROMPTS), stop - start, 12, 12, 1))
+    return jax.random.normal(key, (2, stop - start, *SIDES, 4))
 
 
 def setup(**rollout: Any) -> Any:
     """Return the model's parts, its stream, and how it is called with parameters."""
-    settings = streaming(rollout=rollout, model={"layers": 1})
-    built = model(settings)
+    built, stream = plain(), ma.Stream(TOKENS, 2, rollout["window"], rollout["sink"])
     graph, parameters = nnx.split(built)
 
     def call(parameters: Any, x: Any, t: Any, **seen: Any) -> Any:
-        return nnx.merge(graph, parameters)(x, t, words(), **seen)
+        return nnx.merge(graph, parameters)(x, 1000.0 * t, text(2), **seen)
 
-    return built, settings.stream, parameters, jax.jit(call)
+    return built, stream, parameters, jax.jit(call)
 
 
 def of_the_forward(built: Any, stream: ma.Stream, parameters: Any, call: Any, own: Any) -> Any:
@@ -93,7 +92,7 @@ def test_the_forward_makes_what_the_rollout_made(rollout: dict[str, int]):
     built, stream, parameters, call = setup(**rollout)
     fixed = partial(call, parameters)
     own = self_forcing.roll_out(fixed, built.cache(stream, 2), 8, SIGMAS, noise)
-    assert own.clean.shape == own.mixed.shape == (2, 8, 12, 12, 1)
+    assert own.clean.shape == own.mixed.shape == (2, 8, *SIDES, 4)
     assert (own.times == SIGMAS[-1]).all()
     kept = self_forcing.kept(fixed, built.cache, stream, own)
     made = self_forcing.predicted(fixed, stream, own, kept)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from maxattn_examples.digits.settings import Settings
-from maxattn_examples.digits.training import train
 from maxattn_examples.train import checkpoint
 from maxattn_examples.train.loop import Diverged
 
 from maxattn.config import ConfigErrors
+from tests.examples.conftest import train
 from tests.golden_text import check_golden
 
 from .conftest import Ran

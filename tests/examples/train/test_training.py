@@ -11,10 +11,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.digits.model import WanTransformer
 from maxattn_examples.digits.settings import Settings
-from maxattn_examples.digits.task import DigitsTask
-from maxattn_examples.digits.training import train, trained
+from maxattn_examples.digits.task import ClipTask
 from maxattn_examples.train.checkpoint import Checkpoints
 from maxattn_examples.train.cost import Cost
 from maxattn_examples.train.loop import Training
@@ -23,6 +21,7 @@ from maxattn_examples.train.state import State
 from rich.console import Console
 
 from maxattn.errors import ConfigError
+from tests.examples.conftest import train, trained
 
 from .conftest import Ran
 
@@ -40,7 +39,7 @@ def with_training(settings: Settings, **changes: object) -> Settings:
 
 
 def last(settings: Settings, mesh: jax.sharding.Mesh | None = None) -> State:
-    return Training(DigitsTask(settings), mesh).last()[1]
+    return Training(ClipTask.of(settings), mesh).last()[1]
 
 
 # test_train_models.py has the loss of Wan go down.
@@ -56,18 +55,18 @@ def test_the_loss_goes_down(small: Settings):
 
 def test_a_step_moves_parameters_and_their_average(ran: Ran):
     settings = ran.settings
-    untrained = WanTransformer(settings, rngs=nnx.Rngs(settings.training.seed)).position[...]
-    state = last(settings)
-    trained_now, average = state.trained["position"], state.average["position"]
+    built = ClipTask.of(settings).build(None, nnx.Rngs(settings.training.seed))
+    untrained, state = built.patch_embedding.kernel[...], last(settings)
+    trained_now, average = (x["patch_embedding"]["kernel"] for x in (state.trained, state.average))
     moved = np.abs(trained_now - untrained).max()
     assert moved > 1e-4
     assert 0.1 * moved < np.abs(average - untrained).max()
     assert np.abs(average - trained_now).max() > 0
-    np.testing.assert_array_equal(ran.model.position[...], average)
+    np.testing.assert_array_equal(ran.model.patch_embedding.kernel[...], average)
 
 
 def test_what_is_planned_is_what_runs(ran: Ran):
-    task = DigitsTask(ran.settings)
+    task = ClipTask.of(ran.settings)
     plans = task.plans(task.source().shapes, None)
     assert ran.logged == {plan.explain() for plan in plans.values()}
 
@@ -93,17 +92,17 @@ def test_plans_are_printed_before_the_first_step(ran: Ran):
 
 def test_a_checkpoint_holds_the_losses_up_to_its_step(small: Settings):
     losses = [1.0] * 20_000  # so many that their writing is under way when the next one comes
-    with Checkpoints(small, DigitsTask(small).training, DigitsTask.fixed) as checkpoints:
+    with Checkpoints(small, ClipTask.of(small).training, ClipTask.fixed) as checkpoints:
         checkpoints.save({"x": np.zeros(2)}, {}, losses, {})
         losses += [2.0] * 1000
-    with Checkpoints(small, DigitsTask(small).training, DigitsTask.fixed) as checkpoints:
+    with Checkpoints(small, ClipTask.of(small).training, ClipTask.fixed) as checkpoints:
         assert checkpoints.step == len(checkpoints.losses) == 20_000
 
 
 def test_a_checkpoint_of_one_device_goes_on_over_eight(ran: Ran):
     spread = ran.settings.replace(ici_fsdp_parallelism=8)
     states = last(spread, spread.make_mesh()), last(ran.settings)
-    kernels = [state.trained["blocks"][0]["ffn"]["up"]["kernel"] for state in states]
+    kernels = [state.trained["blocks"]["ffn"]["up"]["kernel"] for state in states]
     assert kernels[0].addressable_shards[0].data.size == kernels[0].size // 8
     np.testing.assert_array_equal(*kernels)
 
@@ -123,9 +122,8 @@ def test_training_goes_on_over_eight_devices(small: Settings, capsys: pytest.Cap
 
 
 OTHER = [
-    ("model", {"dim": 48}, ("model.dim: 48", "was made with 32", "training.resume=false")),
-    ("model", {"patch": (1, 4, 4)}, ("model.patch: [1, 4, 4]", "was made with [1, 6, 6]")),
-    ("data", {"held_out": ()}, ("data.held_out: []", "a seven moving left")),
+    ("model", {"ffn_dim": 48}, ("model.ffn_dim: 48", "was made with 32", "resume=false")),
+    ("data", {"speed": 3}, ("12 pixels, 3, 6", "12 pixels, 2, 6")),
     ("training", {"batch_size": 16}, ("training.batch_size: 16", "was made with 8")),
     ("training", {"seed": 1}, ("training.seed: 1", "was made with 0")),
 ]
@@ -170,7 +168,7 @@ def test_a_profile_of_the_chosen_steps(ran: Ran):
 
 
 def test_lines_without_a_terminal(small: Settings, capsys: pytest.CaptureFixture[str]):
-    training = DigitsTask(with_training(small, steps=250, log_every=100)).training
+    training = ClipTask.of(with_training(small, steps=250, log_every=100)).training
     losses = [1.0] * 90
     console = Console(file=StringIO(), force_terminal=False)
     with Progress(training, Cost(tokens=160), 90, console) as progress:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from maxattn_examples.common.statistics import drift, frechet, paired
-from maxattn_examples.digits_large import clips, scenes
-from maxattn_examples.digits_large.scenes import BOUNCING, LEAVING, Scans, Scene, Size
-from maxattn_examples.digits_large.scores import BETTER, Judge, flicker
+from maxattn_examples.digits import scenes
+from maxattn_examples.digits.scenes import BOUNCING, LEAVING, Scene, Size
+from maxattn_examples.digits.scores import BETTER, Judge, flicker
+from maxattn_examples.digits.torus import Scans
 
 SIZE = Size(13, 24, 40, 8)
 SCANS = Scans.of("test")
@@ -18,7 +19,7 @@ SCENE = scenes.draw(0, jnp.arange(64), SCANS, SIZE)
 
 
 def rendered(scene: Scene) -> jax.Array:
-    return clips.render(scene, clips.scans_here(SCANS), SIZE)
+    return scenes.render(scene, scenes.scans_here(SCANS), SIZE)
 
 
 REAL = rendered(SCENE)

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from generate import main as draw
-from maxattn_examples.digits_large import words
-from maxattn_examples.digits_large.clips import of_model
-from maxattn_examples.digits_large.scenes import Size
-from maxattn_examples.digits_large.settings import Settings, describes_clips
-from maxattn_examples.digits_large.task import ClipTask, some_frames
+from maxattn_examples.digits.scenes import Size, of_model
+from maxattn_examples.digits.settings import Settings, describes_clips
+from maxattn_examples.digits.task import ClipTask, some_frames
+from maxattn_examples.digits.words import SCENES
 from maxattn_examples.train.loop import Training
 from PIL import Image
 
@@ -34,7 +33,7 @@ def test_the_shipped_file_describes_clips_of_12480_tokens():
     task = ClipTask.of(Settings.from_yaml(CONFIG))
     assert task.size == Size(13, 48, 80, 16)
     assert task.tokens(task.source().shapes) == 12_480
-    assert task.sizes.dim == 384 and task.sizes.text_dim == words.WIDTH
+    assert task.sizes.dim == 384 and task.sizes.text_dim == SCENES.width
     assert not list(task.shape_errors(task.source().shapes))
     model = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
     assert 2 * sum(x.size for x in jax.tree.leaves(nnx.state(model))) < 60e6  # bytes of bfloat16
@@ -129,6 +128,6 @@ def test_settings_that_fit_no_clips_are_refused_together(tmp_path: Path):
     said = str(refused.value)
     for words_of_it in (
         "a digit moves within frames of 8x12", "use at most 7", "a clip has 5 frames",
-        "clips have 3 colours, and prompts states of 49 numbers",
+        "in_channels 3, out_channels 3, text_dim 49",
     ):  # fmt: skip
         assert words_of_it in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from maxattn_examples.digits_large.settings import Settings
+from maxattn_examples.digits.settings import Settings
 
 from tests.examples.conftest import ROOT
 

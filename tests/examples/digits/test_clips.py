@@ -5,16 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from maxattn_examples.digits_large import clips, scenes, words
-from maxattn_examples.digits_large.scenes import (
-    BOUNCING,
-    CROSSING,
-    LEAVING,
-    STEPS,
-    Scans,
-    Scene,
-    Size,
-)
+from maxattn_examples.digits import scenes, words
+from maxattn_examples.digits.scenes import BOUNCING, CROSSING, LEAVING, Scene, Size
+from maxattn_examples.digits.torus import Scans
+from maxattn_examples.digits.words import SCENES, STEPS
 
 from maxattn.errors import InputError
 
@@ -31,7 +25,7 @@ def one_at_a_time(scene: Scene) -> np.ndarray:
 
 
 def rendered(scene: Scene) -> np.ndarray:
-    return np.asarray(clips.render(scene, clips.scans_here(SCANS), SIZE))
+    return np.asarray(scenes.render(scene, scenes.scans_here(SCANS), SIZE))
 
 
 def ink_and_centre(alone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,16 +73,16 @@ def test_two_that_cross_meet_in_one_lane_and_the_first_hides_the_second():
 
 
 def test_colours_and_digits_are_those_of_the_prompt():
-    said = [words.read(prompt) for prompt in SCENE.prompts()]
+    said = [SCENES.read(prompt) for prompt in SCENE.prompts()]
     colours = np.array(list(words.COLOURS.values()))
     labels = np.searchsorted(SCANS.first, np.asarray(SCENE.scan), side="right") - 1
     for clip, phrases in enumerate(said):
         assert len(phrases) == THERE[clip].sum() >= 2
-        assert len({p.colour for p in phrases}) == len({p.digit for p in phrases}) == len(phrases)
-        for k, phrase in enumerate(phrases):
+        assert len({p[0] for p in phrases}) == len({p[1] for p in phrases}) == len(phrases)
+        for k, (colour, digit, path, _) in enumerate(phrases):
             shown = ALONE[clip, k, 0]
-            np.testing.assert_allclose(shown, shown.max(-1, keepdims=True) * colours[phrase.colour])
-            assert phrase.digit == labels[clip, k] and phrase.path == PATH[clip, k]
+            np.testing.assert_allclose(shown, shown.max(-1, keepdims=True) * colours[colour])
+            assert digit == labels[clip, k] and path == PATH[clip, k]
 
 
 def test_a_clip_depends_on_its_number_and_the_seed_alone():
@@ -100,9 +94,9 @@ def test_a_clip_depends_on_its_number_and_the_seed_alone():
 
 def test_what_the_model_learns_is_turned_back_into_colours():
     clip = jnp.asarray(rendered(SCENE)[:2])
-    learned = clips.to_model(clip)
-    np.testing.assert_allclose(clips.of_model(learned), clip, atol=1e-6)
-    assert float(clips.of_model(learned + 9).max()) == 1 and float(learned.min()) == -1
+    learned = scenes.to_model(clip)
+    np.testing.assert_allclose(scenes.of_model(learned), clip, atol=1e-6)
+    assert float(scenes.of_model(learned + 9).max()) == 1 and float(learned.min()) == -1
 
 
 def test_a_frame_equals_interpolation_in_numpy():
@@ -117,22 +111,22 @@ def test_a_frame_equals_interpolation_in_numpy():
 
 def test_prompts_are_read_and_encoded_as_the_device_encodes_them():
     prompts = SCENE.prompts()
-    assert [words.prompt_of(words.read(prompt)) for prompt in prompts] == prompts
-    states = words.encode(prompts)
-    np.testing.assert_array_equal(states, words.states(SCENE.numbers))
-    assert states.shape == (96, words.LENGTH, words.WIDTH)
-    assert not words.encode([""]).any()
+    assert [SCENES.prompt_of(SCENES.read(prompt)) for prompt in prompts] == prompts
+    states = SCENES.encode(prompts)
+    np.testing.assert_array_equal(states, SCENES.states(SCENE.numbers))
+    assert states.shape == (96, SCENES.length, SCENES.width)
+    assert not SCENES.encode([""]).any()
     assert len(np.unique(states.reshape(96, -1), axis=0)) == len(set(prompts))
 
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ("a red three leaving", "a digit has a colour, a name, a path and a direction"),
+        ("a red three leaving", "a digit has 4 words"),
         ("a red tree leaving left", "'tree' is in the place of one of zero, one"),
         (" and ".join(["a red two leaving up"] * 4), "names at most 3 digits, and this names 4"),
     ],
 )
 def test_a_prompt_that_cannot_be_read_is_refused(prompt: str, said: str):
     with pytest.raises(InputError, match=said):
-        words.read(prompt)
+        SCENES.read(prompt)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.digits_large.distil import DistilTask
+from maxattn_examples.digits.distil import DistilTask
 from maxattn_examples.train.export import export
 from maxattn_examples.train.loop import Training
 
