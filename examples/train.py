@@ -22,14 +22,14 @@ The same command goes on after a kill, from the last checkpoint, bit for bit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from maxattn_examples import families
 from maxattn_examples.common import hosts, pictures
 from maxattn_examples.common.command import parser_of, read_settings, user_errors
-from maxattn_examples.digits.settings import Settings as DigitsSettings
+from maxattn_examples.digits.settings import Settings as ClipSettings
 from maxattn_examples.train import train
 
 
@@ -43,30 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folders = {"model.folder": found.model, "data.folder": found.data}
     settings = read_settings(found, families.settings_class(family), folders)
     with hosts.first_speaks():
-        if isinstance(settings, DigitsSettings):
-            digits(settings)
-        else:
-            train(families.training_task(settings))
+        model, losses = train(families.training_task(settings))
+        if isinstance(settings, ClipSettings) and settings.on_torus:
+            show(settings, model, losses)
 
 
-def digits(settings: DigitsSettings) -> None:
-    """Train on digits, draw the loss curve, then draw and judge videos."""
-    from maxattn_examples.digits.drawing import draw_all
-    from maxattn_examples.digits.stream_demo import Demo
-    from maxattn_examples.digits.training import train as train_digits
+def show(settings: ClipSettings, model: Any, losses: Sequence[float]) -> None:
+    """Draw the loss of digits on a torus; stream videos of them and judge these."""
+    from maxattn_examples.digits import stream_demo
 
-    began = time.perf_counter()
-    model, losses = train_digits(settings, settings.make_mesh())
-    trained = time.perf_counter()
     if hosts.is_first():
         path = Path(settings.training.output_dir) / "loss.png"
         print(f"loss curve: {pictures.loss_curve(losses, path)}")
-    if settings.sampling.per_prompt and settings.rollout is not None:
-        Demo(model, settings).run()
-    elif settings.sampling.per_prompt:
-        draw_all(model, settings)
-    done = time.perf_counter()
-    print(f"training {trained - began:.0f} s, drawing and judging {done - trained:.0f} s")
+    if settings.sampling.per_prompt and settings.training.forcing != "none":
+        stream_demo.demo(model, settings)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from maxattn_examples.common.pipeline_folder import NAMES, PIPELINES, Family, in
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 SIZES: dict[str, Family] = {"wan": "wan", "flux": "flux"}  # how names of sizes begin
-# Keys of the section `model` that one family alone has: the small model of digits is Wan's.
-KEYS: dict[str, Family] = {"dim": "wan", "prediction_type": "sdxl"}
+# Keys of the section `model` that one family alone has.
+KEYS: dict[str, Family] = {"prediction_type": "sdxl"}
 
 TEXT, TEXT_2 = ("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")
 ENCODERS = {
@@ -162,9 +162,9 @@ def training_task(settings: Any) -> Any:
         from maxattn_examples.sdxl.task import SdxlTask
 
         return SdxlTask.of(settings)
-    from maxattn_examples.digits_large.distil import DistilTask
-    from maxattn_examples.digits_large.settings import Settings as Clips
-    from maxattn_examples.digits_large.task import ClipTask
+    from maxattn_examples.digits.distil import DistilTask
+    from maxattn_examples.digits.settings import Settings as Clips
+    from maxattn_examples.digits.task import ClipTask
     from maxattn_examples.wan.task import WanTask
 
     if isinstance(settings, Clips):

@@ -16,7 +16,6 @@ LAYERS = (
     ("scripts",),
     ("compare",),
     ("families", "random_folder"),
-    ("digits_large",),
     ("digits",),
     ("stream",),
     ("wan", "sdxl", "flux"),
@@ -24,8 +23,6 @@ LAYERS = (
     ("samplers",),
     ("common",),
 )
-# The judge of the digits is a way of comparing, and draws with what compares.
-ALLOWED = {("digits_large", "compare")}
 LAYER = {part: i for i, row in enumerate(LAYERS) for part in row}
 
 # What an example may import of maxattn: the public folders, and helpers for files and XLA.
@@ -66,7 +63,7 @@ def wrong(path: Path, source: str) -> list[str]:
         top, _, rest = module.partition(".")
         other = "scripts" if (EXAMPLES / f"{top}.py").is_file() else rest.partition(".")[0]
         is_ours = other == "scripts" or (top == "maxattn_examples" and other in LAYER)
-        is_allowed = other == part or (part, other) in ALLOWED
+        is_allowed = other == part
         if is_ours and not is_allowed and LAYER[other] <= LAYER[part]:
             found.append(f"{part} -> {module}")
         file = EXAMPLES.parent / module.replace(".", "/")

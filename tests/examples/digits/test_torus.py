@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def videos(scans: Any, digits: Any, ways: Any, frames: int, starts: Any = 0) -> 
 def test_a_digit_is_rolled_from_frame_to_frame_and_back_where_it_was_after_a_turn(way: int):
     scan = torus.load("test")[0][:1]
     found = videos(scan / 16, 0, way, 12, 6)[0]
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in pairwise(found):
         np.testing.assert_array_equal(after, np.roll(before, 2 * STEPS[way], (0, 1)))
     np.testing.assert_array_equal(found[:6], found[6:])
     assert (found.sum((1, 2)) == scan.sum()).all()
