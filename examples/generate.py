@@ -25,13 +25,17 @@ install "maxattn[torch]"); with --embeddings FILE and --latents FILE none is nee
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from maxattn_examples import families
 from maxattn_examples.common import hosts
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.digits.settings import Settings as ClipSettings
-from maxattn_examples.sample.command import arguments_of, draw, settings_of
+from maxattn_examples.sample.command import FILES, arguments_of, draw, settings_of
+
+from maxattn.config import ConfigErrors
+from maxattn.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,14 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     family = family or families.of_file(found.config, found.overrides)
     settings = settings_of(found, families.settings_class(family))
     if isinstance(settings, ClipSettings) and settings.on_torus:
-        return digits_on_a_torus(settings)
+        return digits_on_a_torus(found, settings)
     draw(found, families.sampling_task(settings), settings)
 
 
-def digits_on_a_torus(settings: ClipSettings) -> None:
+def digits_on_a_torus(found: argparse.Namespace, settings: ClipSettings) -> None:
     """Load the last checkpoint of the digits that move for ever, and stream a prompt, or all.
 
     Raises:
+        ConfigErrors: files are given, which this model does not take.
         ConfigError: there is no checkpoint of these settings.
         InputError: the prompt cannot be read.
     """
@@ -57,6 +62,12 @@ def digits_on_a_torus(settings: ClipSettings) -> None:
     from maxattn_examples.digits.words import TORUS
     from maxattn_examples.train.loop import Training
 
+    options = (*FILES, "lora-scale", "lora-lenient", "plan")
+    values = {x: getattr(found, x.replace("-", "_")) for x in options}
+    rule, remedy = "the small model knows forty prompts, and no files", "leave it out"
+    given = {name: value for name, value in values.items() if value is not None}
+    if errors := [ConfigError(f"--{name}", x, rule, remedy) for name, x in given.items()]:
+        raise ConfigErrors(errors)
     if (prompt := settings.sampling.prompt) is not None:
         TORUS.encode([prompt])  # refuses unknown words before the model is loaded
     with hosts.first_speaks():

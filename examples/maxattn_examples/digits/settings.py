@@ -62,8 +62,8 @@ class ClipTraining(wan_settings.TrainingSettings):
 class ClipSampling(wan_settings.SamplingSettings):
     """Sampling of clips, and of the videos that training by forcing streams at its end."""
 
-    per_prompt: Whole = 0
-    """Of a torus: videos of each prompt that are streamed and judged after training."""
+    per_prompt: Whole = 1  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Samples of each prompt; of a torus, 0 streams and judges nothing after training."""
 
 
 class ClipRollout(RolloutSettings):

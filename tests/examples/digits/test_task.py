@@ -73,7 +73,7 @@ def test_exported_matrices_are_bfloat16_and_training_goes_on_from_them(whole: An
     table = np.asarray(model.scale_shift_table[...])
     same(np.asarray(held["scale_shift_table"][...]).reshape(table.shape), table)
     task = ClipTask.of(settings(tmp_path, f"model.folder={folder}"))
-    found = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(1)))
+    found: Any = nnx.eval_shape(lambda: task.build(None, nnx.Rngs(1)))
     assert task.load(found, None) and found.proj_out.kernel[...].dtype == jnp.float32
     same(found.proj_out.kernel[...], bfloat16)
 

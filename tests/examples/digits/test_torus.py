@@ -119,10 +119,11 @@ def test_only_the_clean_clip_of_a_prompt_shows_what_was_before(dropout: float):
     assert found["condition"].shape == (4, 6, 8, 4, 4) and found["positions"].shape == (4, 8)
 
 
+NO_CONTEXT = "training.context_noise=0 context_dropout=0"
 REFUSED = {
-    "training.forcing=none": "sink_distance",
+    f"training.forcing=none {NO_CONTEXT}": "sink_distance",
     "sink=0": "sink_distance",
-    "sink_distance=0 forcing=diffusion context_noise=0 context_dropout=0": "prompt_switches",
+    f"sink_distance=0 forcing=diffusion {NO_CONTEXT}": "prompt_switches",
     "data.canvas=14": "a token is 6 x 6 pixels",
     "data.source=digits": "the frames of these clips see each other",
 }
@@ -167,7 +168,7 @@ def judge() -> TorusJudge:
 def true_videos() -> np.ndarray:
     """Draw scans that the judge was not fitted on: two for each of the forty prompts."""
     scans, labels = torus.load("test")
-    chosen = np.concatenate([scans[labels == digit][:2] for digit, _ in ALL.values()])
+    chosen = np.concatenate([scans[labels == digit][5:7] for digit, _ in ALL.values()])
     digits, ways = (np.repeat(x, 2) for x in zip(*ALL.values(), strict=True))
     return videos(chosen / 16, digits, ways, 24, np.arange(80) % 2 * 6)
 

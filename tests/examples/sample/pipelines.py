@@ -50,7 +50,7 @@ CONFIGS = {
     "sdxl": "sdxl.yml",
     "flux": "flux.yml",
     "flux_schnell": "flux.yml",
-    "demo": "wan_tiny.yml",
+    "demo": "wan_tiny_stream.yml",
 }
 
 

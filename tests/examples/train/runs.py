@@ -31,6 +31,7 @@ def config(folder: Path, **training: Any) -> Path:
     values = {
         "model": SMALL,
         "data": DATA,
+        "sampling": {"per_prompt": 0},
         "training": {**SHORT, "output_dir": str(folder / "run"), "log_every": 1, **training},
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import re
 import shutil
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,14 +49,12 @@ def test_the_loss_goes_down(small: Settings):
     _, losses = train(
         with_training(small, steps=60, warmup_steps=5, learning_rate=1e-2, checkpoint_every=60)
     )
-    # An untrained model predicts 0: its loss is mean |noise - x|^2, about 1.9.
-    assert np.mean(losses[:3]) == pytest.approx(1.9, abs=0.2)
     assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:3])
 
 
 def test_a_step_moves_parameters_and_their_average(ran: Ran):
     settings = ran.settings
-    built = ClipTask.of(settings).build(None, nnx.Rngs(settings.training.seed))
+    built: Any = ClipTask.of(settings).build(None, nnx.Rngs(settings.training.seed))
     untrained, state = built.patch_embedding.kernel[...], last(settings)
     trained_now, average = (x["patch_embedding"]["kernel"] for x in (state.trained, state.average))
     moved = np.abs(trained_now - untrained).max()
