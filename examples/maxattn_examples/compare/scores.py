@@ -22,9 +22,11 @@ from jaxtyping import Float, UInt8
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from maxattn_examples.common.statistics import frechet
-from maxattn_examples.digits_large import clips, scenes, words
-from maxattn_examples.digits_large.sampling_task import ClipSamplingTask, size_of_clips
-from maxattn_examples.digits_large.scores import BETTER, Judge, Scored
+from maxattn_examples.digits import scenes
+from maxattn_examples.digits.scores import BETTER, Judge, Scored
+from maxattn_examples.digits.task import ClipSamplingTask, size_of_clips
+from maxattn_examples.digits.torus import Scans
+from maxattn_examples.digits.words import SCENES
 from maxattn_examples.sample.files import Paths
 from maxattn_examples.sample.rows import Rows, noise
 from maxattn_examples.sample.task import SamplingTask
@@ -121,15 +123,15 @@ class Digits:
         self.real = self.judge.score(real, self.scene)
         self.dense: Scored | None = None
 
-    def _drawn(self, first: int) -> tuple[scenes.Scene, clips.Clips]:
-        scans = scenes.Scans.of("test")
+    def _drawn(self, first: int) -> tuple[scenes.Scene, scenes.Clips]:
+        scans = Scans.of("test")
         scene = scenes.draw(SEED, jnp.arange(first, first + self.count), scans, self.size)
-        return scene, clips.render(scene, clips.scans_here(scans), self.size)
+        return scene, scenes.render(scene, scenes.scans_here(scans), self.size)
 
     def clips(self, batch: int) -> Clips:
         """Return the prompts, and noise."""
-        empty = words.encode([""]).repeat(self.count, axis=0)
-        arrays = {"text": words.encode(self.scene.prompts()), "negative_text": empty}
+        empty = SCENES.encode([""]).repeat(self.count, axis=0)
+        arrays = {"text": SCENES.encode(self.scene.prompts()), "negative_text": empty}
         rows, (channels, *sizes) = Rows(self.first + self.count, 1, 1, 1), self.task.latents
         start = noise(SEED, rows, (*sizes, channels))[self.first :]
         return Clips(arrays, start, keys_of(self.task.settings.sampling.seed, self.count), batch)
@@ -142,7 +144,7 @@ class Digits:
 
     def score(self, name: str, latents: Samples) -> dict[str, Score]:
         """Score clips that a way of sampling drew, the dense one first."""
-        scored = self.judge.score(clips.of_model(jnp.asarray(latents, jnp.float32)), self.scene)
+        scored = self.judge.score(scenes.of_model(jnp.asarray(latents, jnp.float32)), self.scene)
         dense = self.dense = scored if name == DENSE or self.dense is None else self.dense
         rates = scored.scores["flicker"] / dense.scores["flicker"]
         others = {"FD to real": self.real, "FD to dense": dense}

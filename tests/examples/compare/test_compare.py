@@ -13,13 +13,13 @@ import pytest
 import yaml
 from flax import nnx
 from maxattn_examples.compare import drift, scores
-from maxattn_examples.digits_large.task import ClipTask
+from maxattn_examples.digits.task import ClipTask
 from maxattn_examples.train.export import export
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import InputError, MaxattnError
 from tests.examples.conftest import ROOT
-from tests.examples.digits_large.small import CONFIG, overrides, settings
+from tests.examples.digits.small import CONFIG, overrides, settings
 from tests.examples.sample.pipelines import CONFIGS, EXACT, prepared, run, sizes_of
 
 
