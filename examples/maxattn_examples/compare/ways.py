@@ -70,7 +70,7 @@ def opened(
     found = arguments_of(families.help_of(description or "", family), words, family or "wan", more)
     kind = families.settings_class(family or families.of_file(found.config, found.overrides))
     settings = settings_of(found, kind)
-    if isinstance(settings, DigitsSettings):
+    if isinstance(settings, DigitsSettings) and settings.on_torus:
         rule = "the demo's model has no files, and its samplers are its own"
         remedy = "use configs/digits_large.yml, or a config of Wan, SDXL or Flux.1"
         raise ConfigError("config", found.config, rule, remedy)
