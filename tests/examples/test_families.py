@@ -13,7 +13,9 @@ from maxattn.errors import ConfigError
 from .conftest import ROOT
 
 OTHERS = {"sdxl": "sdxl", "flux": "flux"}
-FILES = sorted(x for x in (ROOT / "configs").glob("*.yml") if x.stem not in ("attention", "wan_tiny"))
+FILES = sorted(
+    x for x in (ROOT / "configs").glob("*.yml") if x.stem not in ("attention", "wan_tiny")
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
