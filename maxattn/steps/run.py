@@ -170,7 +170,7 @@ class Predictions(NamedTuple):
     def mixed(self, scale: Any, mix: Mix = USUAL) -> Float[Array, "B ..."]:
         """Mix them: u + scale (c - u), c with the text and u without.
 
-        CFG-Zero* first fits u to c, u (c . u) / |u|^2 for each sample. A third prediction s leads
+        CFG-Zero* first fits u to c, u (c . u) / (u . u) for each sample. A third prediction s leads
         away: + third_scale (c - s), or s + third_scale (c - s) without u. A rescaled mix has a
         share of the standard deviation of c.
         """
