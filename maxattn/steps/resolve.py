@@ -63,7 +63,7 @@ def resolve(
             kinds = [*_kinds(own, every, layers, place)][len(found) :][: counts[m]]
             letters = letters_of(own.cache, counts, m, layers, f"{place}.cache")
             found += _steps_of(own, letters, kinds)
-        numbered = (replace(step, number=i) for i, step in enumerate(found))
+        numbered = (replace(s, number=i, model_layers=layers) for i, s in enumerate(found))
         return Steps(tuple(numbered), layers, every)
 
     steps_of_run = made(each)

@@ -99,6 +99,10 @@ def forward(
         rule = "a step stands around the layers of a model, and this one ran none by ma.blocks,"
         rule += " or inside a jit of its own"
         raise InputError("model", getattr(model, "__name__", type(model).__name__), rule, REMEDY)
+    if step.model_layers not in (0, hook.layers):
+        rule = f"the steps are of a model of {step.model_layers} layers, and it ran {hook.layers}"
+        remedy = f"resolve them with layers={hook.layers}"
+        raise InputError("layers", step.model_layers, rule, remedy)
     if step.layers == "reuse":
         return out, kept
     return out, {name: hook.added} if step.keeps else {}
@@ -251,6 +255,10 @@ class _Hook:
         step, sums = self.step, self._older(site)
         begins = step.layers == "compute" or not sums
         if site == 0:
+            if step.blocks > layers.count:
+                rule = f"the first call of ma.blocks, which decides, runs {layers.count} layers"
+                remedy = f"set first_block.blocks to {layers.count} or less"
+                raise InputError("first_block.blocks", step.blocks, rule, remedy)
             head = layers.run(x, range(step.blocks))
             first = jax.tree.leaves(head)[0] - jax.tree.leaves(x)[0]
             self._begin(first) if begins else self._decide(first)

@@ -43,6 +43,7 @@ class Step:
         skip_in: which prediction that is.
         attention: settings of self-attention that replace those of the modules' config.
         mix: how predictions are mixed.
+        model_layers: number of layers that the model must have; 0 is not compared.
         weights: of the sums that are added, the newest first.
         threshold: of the decision: infinite reuses, below 0 computes.
         most: steps in a row that reuse, at most.
@@ -58,6 +59,7 @@ class Step:
     skip_in: Literal["third", "negative"] = "third"
     attention: tuple[tuple[str, Any], ...] = ()
     mix: Mix = USUAL
+    model_layers: int = 0
     weights: tuple[float, ...] = ()
     threshold: float = -1.0
     most: int = 1
@@ -101,7 +103,8 @@ jax.tree_util.register_dataclass(
     Step,
     data_fields=["weights", "threshold", "most", "number"],
     meta_fields=[
-        *("layers", "guidance", "keeps", "span", "blocks", "skip", "skip_in", "attention", "mix")
+        *("layers", "guidance", "keeps", "span", "blocks", "skip", "skip_in", "attention", "mix"),
+        "model_layers",
     ],
 )
 
@@ -204,7 +207,7 @@ def _table(steps: Steps, seconds: float | None, kept_bytes: int) -> Iterator[str
     for i, step in enumerate(steps):
         same.setdefault((_layers(step), _predictions(step), _attention(step)), []).append(i)
     usual = all(
-        step == Step(guidance="two" if guided else "one", number=step.number)
+        replace(step, number=0, model_layers=0) == Step(guidance="two" if guided else "one")
         for step, guided in zip(steps, steps.guided, strict=True)
     )
     if usual:

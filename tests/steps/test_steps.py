@@ -268,8 +268,8 @@ def test_a_prediction_alone_takes_its_rows_of_a_call_of_both():
 
 
 def test_one_program_serves_steps_that_differ_in_numbers():
-    steps = resolved(12, cache={"schedule": "XX.X..X...X.", "order": 1})
-    traces = []
+    cache = {"schedule": "XX.X..X...X.", "order": 1}
+    steps, traces = ma.steps.resolve(StepSettings(cache=cache), 12, layers=2), []
 
     @jax.jit
     def one(step, kept, x):
@@ -371,6 +371,50 @@ def test_a_model_without_blocks_and_a_step_without_sums_are_refused():
         ma.steps.forward(steps[1], {}, Model("list"), jnp.ones((ROWS, WIDTH)), jnp.ones(ROWS), TEXT)
     with pytest.raises(InputError, match="at least one layer"):
         ma.blocks([], jnp.ones(2))
+
+
+def test_steps_of_another_model_are_refused_while_it_is_traced():
+    given = jnp.ones((ROWS, WIDTH)), jnp.ones(ROWS), TEXT
+    wrong = ma.steps.resolve(StepSettings(cache={"interval": 2}), 4, LAYERS + 1)
+    with pytest.raises(InputError, match=f"of a model of {LAYERS + 1} layers, and it ran {LAYERS}"):
+        jax.eval_shape(lambda: ma.steps.forward(wrong[0], {}, Model("list"), *given))
+    cache = {"first_block": {"threshold": 0.1, "blocks": 2}}
+    with pytest.raises(InputError, match="which decides, runs 1 layers"):
+        ma.steps.forward(resolved(4, cache=cache)[0], {}, Model("two"), *given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_layers_take_may_be_a_tree(dtype):
+    """Two streams, as of a picture and its text; sums are kept in their dtype."""
+    weights = jax.random.normal(jax.random.key(2), (LAYERS, WIDTH, WIDTH), dtype) / 4
+
+    def layer(w, both):
+        x, c = both["x"], both["c"]
+        return {"x": x + jnp.tanh(x @ w + c.mean(0)), "c": c + jnp.tanh(c @ w)}
+
+    layers = [partial(layer, w) for w in weights]
+    steps = resolved(6, cache={"schedule": "XX.X..", "order": 1, "layers": (1, 3)})
+    key, kept, before = jax.random.key(3), {}, []
+    for i, step in enumerate(steps):
+        x = {n: jax.random.normal(jax.random.fold_in(key, i), (3, WIDTH), dtype) for n in "xc"}
+        got, kept = ma.steps.forward(step, kept, lambda x: ma.blocks(layers, x), x)
+        head = layers[0](x)
+        if step.letter == "X":
+            middle = layers[2](layers[1](head))
+            before = [(i, jax.tree.map(jnp.subtract, middle, head)), *before][:2]
+        else:
+            (last, a), (older, b) = before
+            share = (i - last) / (last - older)
+            line = jax.tree.map(lambda a, b, s=share: (a + s * (a - b)).astype(a.dtype), a, b)
+            middle = jax.tree.map(jnp.add, head, line)
+        want = layers[3](middle)
+        assert got["x"].dtype == dtype
+        for name in "xc":
+            close = (
+                {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.03, "atol": 0.05}
+            )
+            ours, theirs = (np.asarray(y[name], "float32") for y in (got, want))
+            np.testing.assert_allclose(ours, theirs, **close)
 
 
 @pytest.mark.parametrize(("order", "sums"), [(0, 1), (1, 2)])

@@ -206,7 +206,7 @@ class Runner:
 
         def is_so(i: int, step: Step) -> bool:
             usual = Step(guidance="two" if steps.guided[i] else "one", keeps=step.keeps)
-            plain = replace(step, number=0, span=None, blocks=0, most=1) != usual
+            plain = replace(step, number=0, span=None, blocks=0, most=1, model_layers=0) != usual
             reuses = any(letters[i] == "." for letters in decided)
             return reuses or (plain and step.layers != "decide")
 
