@@ -309,7 +309,7 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
             for name in ("norm_rope", "norm_rope_tpu", "adaptive_layer_norm", "row_kernel")
         ),
     ),
-    "steps": (1_310, ("maxattn/steps",)),
+    "steps": (1_315, ("maxattn/steps",)),
     "examples": (18_000, ("examples",)),
     "benchmarks": (2_750, ("benchmarks",)),
     "tests": (49_000, ("tests",)),
