@@ -98,24 +98,19 @@ def blocks(
     True
     """
     if not isinstance(layers, Layers):
-        one = remat(call or _call, config)
+        stack, one = layers, remat(call or (lambda layer, *args: layer(*args)), config)
 
         def run_one(layer: Any, x: Any, own: Any, number: Any) -> Any:
             return one(layer, x, *beside, *(() if own is None else (own,)))
 
-        layers = Layers(count_layers(layers), partial(_span, run_one, layers, each), add, beside)
+        def span_of(x: Any, span: range) -> Any:
+            return run_layers(run_one, stack, x, each, span)
+
+        layers = Layers(count_layers(stack), span_of, add, beside)
     if not layers.count:
         raise InputError("layers", "none", "a model runs at least one layer", "pass its layers")
     hook = _HOOK.get()
     return layers.all(x) if hook is None else hook(layers, x)
-
-
-def _call(layer: Any, *args: Any) -> Any:
-    return layer(*args)
-
-
-def _span(run: OneLayer, layers: Any, each: Any, x: Any, span: range) -> Any:
-    return run_layers(run, layers, x, each, span)
 
 
 # ---- a list or a stack ---------------------------------------------------------------------------

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from maxattn.config import AttentionConfig
 from maxattn.config.numbers import whole
-from maxattn.errors import ConfigError
+from maxattn.errors import ConfigError, brief
 from maxattn.steps.schedule import letters_of
 from maxattn.steps.settings import COMPUTE, DECIDE, REUSE, GuidanceSettings, StepSettings
 from maxattn.steps.value import USUAL, Mix, Step, Steps
@@ -46,14 +47,20 @@ def resolve(
     approximate: at most 20 of 20 forwards are computed, 100%
     schedule XX????????
     """
-    counts = [steps] if isinstance(steps, int) else list(steps)
-    for n in (*counts, layers):
-        whole("steps", n, 0)
+    counts: list[Any] = [*steps] if isinstance(steps, tuple | list) else [steps]
+    # One model of several may take no step.
+    for name, number, least in (*(("steps", n, 0) for n in counts), ("layers", layers, 1)):
+        if whole(number, least) is None:
+            rule = f"it is a whole number from {least}"
+            raise ConfigError(name, brief(number), rule, "give such a number")
     guides = [guided] * len(counts) if isinstance(guided, bool) else list(guided)
     every = tuple(g for n, g in zip(counts, guides, strict=True) for _ in range(n))
-    one = [settings] if settings is None or isinstance(settings, StepSettings) else None
-    alike = one is not None
-    each: list[Settings] = one * len(counts) if one else [*settings]  # type: ignore[misc]
+    alike = not isinstance(settings, tuple | list)
+    each: list[Any] = [settings] * len(counts) if alike else [*settings]
+    if len(each) != len(counts):
+        rule = f"it has settings for each of {len(counts)} models, and has {len(each)}"
+        remedy = "give one for each, or one for all"
+        raise ConfigError(setting, f"{len(each)} settings", rule, remedy)
     places = [setting] + [setting if alike else f"{setting}_{m + 1}" for m in range(1, len(each))]
 
     def made(each: Sequence[Settings]) -> Steps:
@@ -71,7 +78,9 @@ def resolve(
         for path, value, less in _without_one(each[m] or StepSettings(), any(every)):
             others = [less] * len(each) if alike else [*each[:m], less, *each[m + 1 :]]
             if _effect(made(others)) == _effect(steps_of_run):
-                rule = f"no step of the run would be another without it: {_facts(counts, guides)}"
+                facts = " and ".join(f"{n} steps {'with' if g else 'without'} guidance"
+                                     for n, g in zip(counts, guides, strict=True))  # fmt: skip
+                rule = f"no step of the run would be another without it: it has {facts}"
                 raise ConfigError(f"{place}.{path}", value, rule, "leave it out, or change others")
     return steps_of_run
 
@@ -79,12 +88,6 @@ def resolve(
 def _effect(steps: Steps) -> tuple[Step, ...]:
     """Return the steps without the count of what they keep, which alone changes no sample."""
     return tuple(s if s.blocks else replace(s, keeps=min(s.keeps, 1)) for s in steps)
-
-
-def _facts(counts: Sequence[int], guides: Sequence[bool]) -> str:
-    parts = (f"{n} steps {'with' if g else 'without'} guidance"
-             for n, g in zip(counts, guides, strict=True))  # fmt: skip
-    return "it has " + " and ".join(parts)
 
 
 def _without_one(own: StepSettings, guided: bool) -> Iterator[tuple[str, object, StepSettings]]:
@@ -156,6 +159,7 @@ def _kinds(own: StepSettings, every: Sequence[bool], layers: int, place: str) ->
             raise ConfigError(f"{place}.guidance.skip.layers", list(skip.layers), rule, remedy)
         # As diffusers' SkipLayerGuidance: the step at `start` itself skips nothing.
         skipping = range(int(skip.start * n) + 1, int(skip.stop * n))
+    attention = _attention(own, n, place)
     for i, guides in enumerate(every):
         two = guides and int(how.start * n) <= i < int(how.stop * n)
         step = Step(guidance="zero" if i < how.zero_steps else "two" if two else "one")
@@ -165,20 +169,18 @@ def _kinds(own: StepSettings, every: Sequence[bool], layers: int, place: str) ->
         if len(step.predictions) > 1:
             scale = skip.scale if skip is not None and step.skip else USUAL.third_scale
             step = replace(step, mix=Mix(how.zero_star and two, how.rescale, scale))
-        yield replace(step, attention=_attention(own, i, n, place))
+        settings = {k: x for steps, given in attention if i in steps for k, x in given.items()}
+        yield replace(step, attention=tuple(sorted(settings.items())))
 
 
-def _attention(own: StepSettings, i: int, n: int, place: str) -> tuple[tuple[str, object], ...]:
-    """Return the settings of attention that replace others in step i of n."""
-    found: dict[str, object] = {}
+def _attention(own: StepSettings, n: int, place: str) -> list[tuple[range, dict[str, Any]]]:
+    """Return the steps of each setting of attention, of n, and what replaces others in them."""
+    found = []
     for number, each in enumerate(own.attention):
         if each.steps[1] > n:
-            rule, remedy = (
-                f"the run has the steps 0 to {n - 1}",
-                f"write at most {n} for the second",
-            )
+            rule, remedy = f"the run has the steps 0 to {n - 1}", f"end it at {n} or before"
             raise ConfigError(f"{place}.attention[{number}].steps", list(each.steps), rule, remedy)
-        if i in range(*each.steps):
-            config = AttentionConfig.from_overrides(each.overrides)
-            found |= {key: getattr(config, key) for key in config.model_fields_set}
-    return tuple(sorted(found.items()))
+        config = AttentionConfig.from_overrides(each.overrides)
+        given = {key: getattr(config, key) for key in config.model_fields_set}
+        found.append((range(*each.steps), given))
+    return found

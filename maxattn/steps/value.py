@@ -199,7 +199,6 @@ def step_needs(step: Step, kept: Mapping[str, Any]) -> Mapping[str, Any]:
 
 HEADINGS = "steps", "layers", "predictions", "attention", "forwards"
 MOST = 4  # ranges of steps in a cell
-PREDICTIONS = {"one": "one", "two": "two", "zero": "zeros"}
 
 
 def _table(steps: Steps, seconds: float | None, kept_bytes: int) -> Iterator[str]:
@@ -265,7 +264,7 @@ def _predictions(step: Step) -> str:
     which = "the negative one" if step.skip_in == "negative" else "one more"
     numbers = ", ".join(map(str, step.skip))
     skips = f", {which} skips layer{'s' * (len(step.skip) > 1)} {numbers}" if skipped else ""
-    return PREDICTIONS[step.guidance] + skips
+    return ("zeros" if step.guidance == "zero" else step.guidance) + skips
 
 
 def _attention(step: Step) -> str:

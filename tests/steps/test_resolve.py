@@ -54,9 +54,10 @@ def test_a_second_model_has_settings_of_its_own():
     own = [StepSettings(cache={"interval": 2}), StepSettings(cache={"interval": 4})]
     steps = ma.steps.resolve(own, (4, 4), LAYERS, guided=(True, False))
     assert steps.letters == "X.X.X..." and steps.forwards == 4 + 1 and steps.whole == 12
-    with pytest.raises(ConfigError, match=r"sampling.fast_2.cache.layers"):
-        wrong = [None, StepSettings(cache={"interval": 2, "layers": [0, 9]})]
-        ma.steps.resolve(wrong, (4, 4), LAYERS, setting="sampling.fast")
+    wrong = [None, StepSettings(cache={"interval": 2, "layers": [0, 9]})]
+    for counts, says in (((4, 4), "sampling.fast_2.cache.layers"), (8, "for each of 1 models")):
+        with pytest.raises(ConfigError, match=says):
+            ma.steps.resolve(wrong, counts, LAYERS, setting="sampling.fast")
 
 
 def test_a_value_is_hashable_and_a_step_is_a_pytree():
@@ -69,6 +70,9 @@ def test_a_value_is_hashable_and_a_step_is_a_pytree():
 
 
 REFUSED = {
+    "minus": ({"counts": -1}, "steps: -1"),
+    "half": ({"counts": 2.5}, "a whole number from 0"),
+    "text": ({"counts": "20"}, "steps: '20'"),
     "letters": ({"cache": {"schedule": "XX.."}}, "a letter for each of the 6 steps, and has 4"),
     "range": ({"cache": {"interval": 2, "layers": [2, 9]}}, "the model has the layers 0 to 3"),
     "empty": ({"cache": {"interval": 2, "layers": [3, 3]}}, "the first one after them"),

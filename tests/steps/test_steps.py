@@ -82,22 +82,31 @@ def sampled(model, steps, jit=True):
     return jnp.stack(found)
 
 
-def walked(model, letters, order=0, span=(0, LAYERS)):
-    """The same by a plain loop."""
-    x, kept, found = jnp.ones((ROWS, WIDTH)), [], []
-    for i, letter in enumerate(letters):
+def by_hand(model, n, choose, order=0, span=(0, LAYERS)):
+    """The same by a plain loop; `choose` gives a letter from the step, the change and the row."""
+    x, kept, first, row, letters, found = jnp.ones((ROWS, WIDTH)), [], None, 0, "", []
+    layer = model.parts[0][0]
+    for i in range(n):
         t = jnp.full(ROWS, 0.3 * i)
-        if letter == "X":
+        own = layer(x, jnp.sin(t)[:, None] + TEXT) - x
+        size = lambda a: jnp.abs(a).mean()  # noqa: E731
+        letters += choose(i, 1.0 if first is None else size(own - first) / size(first), row)
+        if letters[-1] == "X":
             v, new = plain(model, x, t, TEXT, span=span)
-            kept = [(i, new), *kept][:2]
+            kept, first, row = [(i, new), *kept][:2], own, 0
         else:
             (last, a), (older, b) = kept[0], kept[-1]
             line = order and len(kept) > 1
             total = a + (i - last) / (last - older) * (a - b) if line else a
             v, _ = plain(model, x, t, TEXT, total, span)
+            row += 1
         x = x - 0.1 * v
         found.append(x)
-    return jnp.stack(found)
+    return jnp.stack(found), letters
+
+
+def walked(model, letters, order=0, span=(0, LAYERS)):
+    return by_hand(model, len(letters), lambda i, *_: letters[i], order, span)[0]
 
 
 def resolved(n, **settings):
@@ -132,34 +141,15 @@ def test_a_schedule_is_a_loop_over_what_layers_added(kind, order, span):
     assert steps.forwards == 4 + 4 * (1 - (span[1] - span[0]) / LAYERS)
 
 
-def decided(model, threshold, order, most, first, steps):
-    """A first-block cache by a plain loop; return samples and letters."""
-    x, kept, indicator, row, letters, found = jnp.ones((ROWS, WIDTH)), [], None, 0, "", []
-    layers = [layer for part in model.parts for layer in part]
-    for i in range(steps):
-        t = jnp.full(ROWS, 0.3 * i)
-        own = layers[0](x, jnp.sin(t)[:, None] + TEXT) - x
-        change = 1.0 if indicator is None else jnp.abs(own - indicator).mean()
-        change = change if indicator is None else change / jnp.abs(indicator).mean()
-        if i >= first and change < threshold and row < most:
-            (last, a), (older, b) = kept[0], kept[-1]
-            line = order and len(kept) > 1
-            total = a + (i - last) / (last - older) * (a - b) if line else a
-            v, _ = plain(model, x, t, TEXT, total, (1, LAYERS))
-            row, letters = row + 1, letters + "."
-        else:
-            v, new = plain(model, x, t, TEXT, span=(1, LAYERS))
-            kept, indicator, row, letters = [(i, new), *kept][:2], own, 0, letters + "X"
-        x = x - 0.1 * v
-        found.append(x)
-    return jnp.stack(found), letters
-
-
 @pytest.mark.parametrize("kind", ["list", "stack", "two"])
 @pytest.mark.parametrize(("order", "most"), [(0, 2), (1, 2), (1, 9)])
 def test_steps_decide_by_what_the_first_layers_add(kind, order, most):
     how = {"threshold": 0.4, "first": 2, "most": most}
-    expected, letters = decided(Model("list"), 0.4, order, most, 2, 12)
+
+    def choose(i, change, row):
+        return "." if i >= 2 and change < 0.4 and row < most else "X"
+
+    expected, letters = by_hand(Model("list"), 12, choose, order, (1, LAYERS))
     assert {"X", "."} == set(letters[2:]), "it decides both ways"
     steps = resolved(12, cache={"first_block": how, "order": order})
     np.testing.assert_allclose(sampled(Model(kind), steps), expected, atol=2e-6)
