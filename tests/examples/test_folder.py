@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from maxattn_examples.wan.sizes import SIZES, Sizes
 from maxattn import weights
 from tests.closeness import hold
 from tests.fixtures import make_diffusers as made
+from tests.packages import skip_without
 
 from .conftest import ROOT
 
@@ -109,9 +109,7 @@ def test_diffusers_reads_made_folders(name: str, part: str, tmp_path: Path) -> N
 
 
 def diffusers_or_skip() -> None:
-    for package in ("torch", "diffusers", "accelerate"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without("torch", "diffusers", "accelerate")
 
 
 # ---- the real size: 3 GB on disk, and as much again for a moment; at most about 11 GB of memory --

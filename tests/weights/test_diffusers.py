@@ -6,7 +6,6 @@ installed.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import maxattn as ma
 from tests.closeness import hold
 from tests.fixtures import make_diffusers as made
 from tests.fixtures import make_families
+from tests.packages import skip_without
 from tests.waiting import but
 from tests.weights.families import FAMILIES, Attention, drawn, theirs
 from tests.weights.families.case import Numbers
@@ -35,9 +35,7 @@ def live(case: str) -> dict[str, np.ndarray]:
 
 
 def _need_diffusers() -> None:
-    for package in ("torch", "diffusers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without("torch", "diffusers")
 
 
 def compare_family(name: str, case: Attention, want: Numbers) -> None:

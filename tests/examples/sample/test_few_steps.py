@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from maxattn.errors import ConfigError
 from tests.examples.conftest import ROOT
 from tests.fixtures import make_few_step_runs as made
 from tests.golden_text import check_golden
+from tests.packages import skip_without
 from tests.waiting import but
 
 from .pipelines import EXACT, FIXTURES, MORE, check, draw, lora, prepared, run, sizes_of
@@ -49,9 +49,7 @@ def test_a_whole_run_is_diffusers(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", made.CASES)
 def test_a_whole_run_is_diffusers_live(name: str, tmp_path: Path) -> None:
-    for package in ("torch", "diffusers", "transformers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without("torch", "diffusers", "transformers")
     case = made.CASES[name]
     check(ours(name, tmp_path), made.run(case, made.inputs(case.pipeline)).numpy())
 

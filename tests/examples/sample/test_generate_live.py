@@ -5,7 +5,6 @@ are installed.
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tests.closeness import hold
 from tests.fixtures import make_pipelines as runs
 from tests.fixtures.make_pipeline_runs import run_flux
+from tests.packages import skip_without
 
 from .pipelines import run
 
@@ -35,9 +35,7 @@ WITH_IMAGE = ("wan_i2v", "wan_ti2v_image", "wan_a14b_image")
 
 @pytest.fixture(autouse=True)
 def installed() -> None:
-    for package in ("torch", "diffusers", "transformers", "ftfy"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without("torch", "diffusers", "transformers", "ftfy")
 
 
 def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, np.ndarray]:

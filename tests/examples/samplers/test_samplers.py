@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from doctest import DocTestFinder, DocTestRunner
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.closeness import distance
 from tests.examples.parity import part
 from tests.fixtures import make_samplers as made
 from tests.golden_text import check_golden
+from tests.packages import skip_without
 
 CASES = made.cases()
 KINDS = sorted({name.partition(".")[0] for name in CASES})
@@ -99,9 +99,7 @@ def test_every_step_is_diffusers(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_is_diffusers_live(kind: str, tmp_path: Path) -> None:
-    for package in ("torch", "diffusers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without("torch", "diffusers")
     noise = made.first()
     for name in names_of(kind):
         theirs = {key: value.numpy() for key, value in made.run(CASES[name], noise).items()}
